@@ -16,10 +16,11 @@ after the training loop; the later sections keep a run safe.
     gradient sync   buckets (memory), collectives, gradients in backward,       class Bucket, class Comm, class Reducer,
                     the optimizer step                                          def register_grad_ready
     assignment      parameter kind -> update rule and multipliers               def rule_of
-    training        forward, backward, update; validation; the loop             class Worker, class TrainingLoop
+    training        a run, its loop, the step of a rank, validation             class TrainingLoop, class Worker
+    masks, kernels  attention, MLP and loss on CPUs and GPUs                    def attend
     log and clock   the only log file, the only output, the training clock      class Log
     checkpoint      save and resume                                             def save_checkpoint
-    machine, main   set-up, signals, failures                                   def main
+    machine, main   checks, set-up, signals, failures                           def main, def check_config
 
 Gradient sync in one paragraph: autograd computes a gradient, and a hook adds it into the parameter's slot of a bucket
 (Reducer.register_grad_ready). When a bucket is complete, the hook's last line starts its reduce-scatter while backward
@@ -648,112 +649,6 @@ def ngram_entries(config: Config) -> int:
 
 def moment_bytes(config: Config) -> int:
     return 4 if config.adam_fp32_moments else config.torch_dtype.itemsize
-
-def check_config(config: Config, ranks: int) -> None:
-    """Raise a RunError that lists all values that are impossible by themselves or for this number of ranks."""
-    wrong = [message for f in dataclasses.fields(config) if (message := out_of_range(f, getattr(config, f.name)))]
-    require(not wrong, "; ".join(wrong))  # the conditions need possible numbers
-    wrong = [message for holds, message in conditions(config, ranks) if not holds]
-    require(not wrong, "; ".join(wrong))
-
-def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
-    """Yield each condition on several values, with the message if it does not hold. RunError on an invalid row."""
-    layers, gated, all_stages = parse_layers(c.layers), gated_layers(c), stages_of(c)
-    windows, value_tables = {layer.window for layer in layers}, {layer.value_table for layer in layers} - {None}
-    kinds, own = [group.kind for group in PARAM_GROUPS], [group.kind for group in c.param_groups]
-    unknown = ", ".join(repr(kind) for kind in own if kind not in kinds)
-    profile, memory = re.fullmatch(r"(\d+):(\d+)", c.profile), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # each rank holds parameters and, during the warm-up, a saved copy of the state
-    here, size, moment = env_int("LOCAL_WORLD_SIZE", ranks), c.torch_dtype.itemsize, moment_bytes(c)
-    needed = ngram_entries(c) * (here * (2 * size + 4 * moment) + 2 * moment)
-    rank_dependent = [name for name, on in (("bf16_compress", c.bf16_compress), ("clip_norm", c.clip_norm), (
-        "find_unused_parameters", c.find_unused_parameters), ("attention flash", c.attention == "flash")) if on]
-    yield from (
-        (c.model_dim % (4 * c.num_heads) == 0,
-         f"model_dim is {c.model_dim}; give a multiple of 4 * num_heads, {4 * c.num_heads}"),
-        (c.val_tokens % c.val_len == 0, f"val_tokens is {c.val_tokens}; give a multiple of val_len, {c.val_len}, or 0"),
-        ("/" not in c.run_id and c.run_id not in (".", ".."), f"run_id is {c.run_id!r}; give a file name without '/'"),
-        (re.fullmatch(r"([^:]+:\d+:\d+:[^:]*)?", c.race), f"race is {c.race!r}; only launch/race.py sets it"),
-        (not c.profile or profile and int(profile[1]) <= int(profile[2]) < c.num_steps, f"profile is {c.profile!r}; "
-         f"give the first and the last step, such as 10:13, below num_steps {c.num_steps}"),
-        (c.attention != "flash" or c.dtype == "bfloat16", "attention flash needs dtype bfloat16; use --attention auto"),
-        (not (c.world_size_invariant and rank_dependent), f"world_size_invariant excludes {', '.join(rank_dependent)}, "
-         "whose sums depend on the number of ranks or on timing; leave out one of them"),
-        (c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}"),
-        (not any(layer.reads_backout for layer in layers[:c.backout_layer + 1]), "layers: c reads the output of "
-         f"backout_layer {c.backout_layer}; write it only in later layers"),
-        (value_tables == {*range(len(value_tables))}, f"layers: value tables {value_tables}; number them from 0"),
-        (value_tables or not c.value_gates, "value_gates needs a value table in layers, such as S0M; add one"),
-        ("L" in windows or not c.key_offset, "key_offset needs a layer with the long window; write L for one"),
-        ("P" not in windows or c.num_heads % 2 == 0, f"layers: P pairs heads, and num_heads is {c.num_heads}; write S"),
-        (not c.muon_qk_heads or c.num_heads % c.muon_qk_heads == 0,
-         f"muon_qk_heads is {c.muon_qk_heads}; it must divide num_heads, {c.num_heads}, or be 0"),
-        (not gated or c.sublayer_scales, "token_gates needs sublayer_scales; give --sublayer_scales true"),
-        (not c.mudd or c.sublayer_scales, "mudd needs sublayer_scales; give --sublayer_scales true"),
-        (not c.mudd or layers[-1].window and c.num_heads % 2 == 0, "mudd needs attention in the last layer and an even "
-         "num_heads, because each half of the heads has a value gate"),
-        (not c.untie_at or c.head_init, f"untie_at is {c.untie_at:g} and head_init 0: a tied head of zeros learns "
-         "nothing; give --head_init 0.005"),
-        (not (c.untie_at and "embed" in own), "param_groups: with untie_at the row of head applies to embed; leave out "
-         "the row for embed"),
-        (not unknown, f"param_groups: unknown kinds {unknown}; the kinds are {', '.join(kinds)}"),
-        (c.ngram_hash == "documents" or all(table.n == 2 for table in c.ngrams), "ngram_hash record is for pairs; give "
-         "tables Ngrams(2, ROWS, WIDTH) only"),
-        (needed <= memory, f"ngrams: training the tables takes {needed >> 30} GiB, and this machine has "
-         f"{memory >> 30}; give them fewer rows"))
-    for i, layer in enumerate(layers):
-        yield (layer.skip_from is None or layer.skip_from < i, f"layers: layer {i} has a skip connection from layer "
-               f"{layer.skip_from}; it must come from an earlier layer")
-        yield (layer.window != "P" or not (layer.xsa or layer.dc), f"layers: layer {i} has P with x or d, which need "
-               "unpaired heads; write S or L")
-        yield (gated or not (layer.gated or layer.dc), f"layers: layer {i} has g or d, whose gates are computed per "
-               "token; give --token_gates 0")
-    for table in c.ngrams:
-        yield table.width <= c.model_dim, f"ngrams: {table} is wider than model_dim, {c.model_dim}; give at most that"
-    for stage in all_stages:
-        n, ahead, tokens = (stage.first["micro_batches"], len(stage.first["loss_weights"]),
-                            stage.first["micro_batch_tokens"])
-        where = f"the stage from step {stage.begin} on has {n} micro-batches"
-        found = (
-            (ranks > 0 and n % ranks == 0, f"{where}, which {ranks} ranks cannot share evenly; start "
-             f"{usable_ranks(c, ranks)} ranks (--nproc_per_node), or change --micro_batches"),
-            (not c.world_size_invariant or n & (n - 1) == 0 and ranks & (ranks - 1) == 0, "world_size_invariant sums a "
-             f"batch as a binary tree, and {where} on {ranks} ranks; make both powers of two"),
-            (ahead <= tokens, f"loss_weights has {ahead} weights from step {stage.begin} on, and a micro-batch has "
-             f"{tokens} tokens; give fewer"))
-        yield from found
-        if not all(holds for holds, _ in found):
-            return  # most mistakes are the same in every stage
-
-ROW_LIMITS = {"lr_mul": (0, math.inf), "beta1": (0, 1), "beta2": (0, 1), "weight_decay": (0, math.inf),
-              "n": (2, 10), "rows": (1, math.inf), "width": (1, math.inf)}  # from, below
-
-def out_of_range(f: dataclasses.Field, v: Any) -> str:
-    """Say how a value violates its field's declaration; empty if it does not."""
-    if holds_rows(f):
-        for row in v:
-            if type(row).__name__ not in f.type:
-                return f"{f.name}: {row!r} is not a row of it; its type is {f.type}"
-            for name, (low, below) in ROW_LIMITS.items():
-                x = getattr(row, name, None)
-                if x is not None and not (isinstance(x, int if low else int | float) and low <= x < below):
-                    return f"{f.name}: {row} has {name} {x!r}; it must be a number from {low} on, below {below:g}"
-        return ""
-    if f.type not in ("int", "float", "Numbers"):
-        return ""
-    low, high, below = (f.metadata[name] for name in ("min", "max", "exclusive_max"))
-    several, kind = f.type == "Numbers", int if f.type == "int" else int | float
-    numbers = v if several and isinstance(v, tuple) else (v,)
-    if several and any(numbers):
-        low = 0  # one weight above 0 suffices
-    if numbers and several == (numbers is v) and all(
-            isinstance(x, kind) and math.isfinite(x) and (x > 0 if low is None else x >= low)
-            and x <= high and x < below for x in numbers):
-        return ""
-    wanted = [{"int": "a whole number", "float": "a number", "Numbers": "a tuple of numbers"}[f.type]]
-    wanted += ["above 0"] if low is None else [f"from {low:g} on"] if low > -math.inf else []
-    wanted += [f"{words} {bound:g}" for words, bound in (("at most", high), ("below", below)) if bound < math.inf]
-    return f"{f.name} is {v!r}; it must be {', '.join(wanted)}"
 
 # ------------------------------------------------------------------------------------------------------------------
 # schedule
@@ -1885,404 +1780,6 @@ def uniform(rows: int, columns: int, fan_in: int) -> Tensor:
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Copy from the CPU without waiting for the copy."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
-
-# ------------------------------------------------------------------------------------------------------------------
-# masks and kernels
-
-def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Mask) -> Tensor:
-    """Compute softmax attention [T, H, D] where the mask allows it. q must contain the softmax scale.
-
-    The mask selects the implementation: FlashAttention (GPUs only) or scaled_dot_product_attention.
-    """
-    if isinstance(mask, DocumentTable):
-        return flash_attention(q_THD, k_THD, v_THD, *mask)[0]
-    k, v = (seen_by_pieces(x, mask).mT for x in (k_THD, v_THD))
-    out = F.scaled_dot_product_attention(cut_in_pieces(q_THD, mask), k, v, mask[:, None], scale=1.0)
-    return out.transpose(1, 2).reshape(-1, *q_THD.shape[1:])[:len(q_THD)]
-
-def cut_in_pieces(x: Tensor, mask: Tensor) -> Tensor:
-    """Cut x [T, H, ...] into the pieces of a mask: [pieces, H, piece, ...]."""
-    pieces, piece, _ = mask.shape
-    padded = F.pad(x, (0, 0) * (x.dim() - 1) + (0, pieces * piece - len(x)))
-    return padded.view(pieces, piece, *x.shape[1:]).transpose(1, 2)
-
-def seen_by_pieces(x: Tensor, mask: Tensor) -> Tensor:
-    """Cut x [T, ...] into what the pieces of a mask see: [pieces, ..., keys]."""
-    pieces, piece, keys = mask.shape
-    return F.pad(x, (0, 0) * (x.dim() - 1) + (keys - piece, pieces * piece - len(x))).unfold(0, keys, piece)
-
-def mix_heads(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, read: Tensor, write: Tensor, mask: Tensor) -> Tensor:
-    """Compute what dynamically composable heads add to attention [T, H, D]: each head attends by one map of all heads.
-
-    The map of a token is the sum of the heads' softmax within `mask`, weighted by norm(read); head h adds its values
-    under this map times write_h. read, write [T, H]. q must contain the softmax scale. mask: of mask_in_pieces.
-    """
-    tokens, heads, dim = q_THD.shape
-    q, k = cut_in_pieces(q_THD, mask), seen_by_pieces(k_THD, mask).mT
-    read = F.rms_norm(read.to(torch.promote_types(read.dtype, torch.float32)), (heads,), eps=1e-6).type_as(q)
-    attention_map = (cut_in_pieces(read, mask)[..., None] * (q @ k.mT + mask[:, None]).softmax(-1)).sum(1)
-    out = attention_map @ seen_by_pieces(v_THD.flatten(1), mask).mT  # one product for all heads' values
-    return write[..., None] * out.view(-1, heads, dim)[:tokens]
-
-DC_WINDOW, DC_PIECE = 112, 128  # tokens that d looks at, see mix_heads; queries per piece
-
-MASK_PIECE = {"cuda": 1024, "cpu": 64}  # least queries per piece; with fewer queries fewer masked keys are computed
-
-def mask_in_pieces(docs: Tensor, window: int, reach: int, dtype: torch.dtype, piece: int = 0) -> Tensor:
-    """Build the mask of scaled_dot_product_attention, which lets a token see its window within its document.
-
-    Queries are cut into pieces; each piece sees its own keys and `reach` earlier ones. Returns 0 or -inf [pieces,
-    piece, reach + piece]: one shape for all windows up to reach. A short sequence is one piece. Padding queries of the
-    last piece see one another.
-    """
-    piece = piece or max(MASK_PIECE[docs.device.type], reach // 4)
-    if reach + piece >= len(docs):
-        piece, reach = len(docs), 0
-    docs = F.pad(docs, (0, -len(docs) % piece), value=-1)
-    q = torch.arange(len(docs), device=docs.device, dtype=torch.int32).view(-1, piece, 1)
-    k = q[:, :1] + torch.arange(-reach, piece, device=docs.device, dtype=torch.int32)
-    seen = (k >= 0) & (q >= k) & (q - k <= window) & (docs[q] == docs[k.clamp_min(0)])
-    return torch.zeros(seen.shape, dtype=dtype, device=docs.device).masked_fill_(~seen, -math.inf)
-
-class DocumentTable(NamedTuple):
-    """The mask of FlashAttention.
-
-    starts: where documents begin, int32 [room + 1], one shape for any number of documents. numbers: window, longest
-    document and number of documents, int64 [3], on the CPU because FlashAttention reads them on the host.
-    """
-
-    starts: Tensor
-    numbers: Tensor
-
-DOCUMENT_ROOM = 16  # a sequence of T tokens has room for T / DOCUMENT_ROOM documents in its table
-
-def document_table(docs: Tensor, window: int, longest: int, count: int) -> DocumentTable:
-    """Build the mask of FlashAttention from docs [T], numbered from 0 or 1 up to count - 1; see count_documents."""
-    every = torch.arange(len(docs) // DOCUMENT_ROOM + 1, device=docs.device)
-    return DocumentTable(torch.searchsorted(docs, every, out_int32=True), torch.tensor([window, longest, count]))
-
-Mask = Tensor | DocumentTable
-
-def flash_attention_3() -> bool:
-    """Activate FlashAttention 3 for torch's FlashAttention operators -> whether this GPU has it and it is installed."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        return False
-    try:
-        torch.nn.attention.activate_flash_attention_impl("FA3")
-    except (AttributeError, ImportError, OSError, RuntimeError, ValueError):  # an older torch, or no usable package
-        return False
-    return True
-
-OPERATORS = "of_" + re.sub(r"\W", "_", __name__)  # a copy of this file under another name registers its own operators
-
-@torch.library.custom_op(f"{OPERATORS}::flash_attention", mutates_args=())
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute attention [T, H, D] within documents, and the log-sum-exps [H, T] for backward. See DocumentTable.
-
-    Attention with mask_in_pieces defines the result. torch's varlen_attn would recompile for each new `numbers`.
-    """
-    window, longest, count = numbers.tolist()
-    starts = starts[:count + 1]
-    out, log_sums, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, starts, starts, longest, longest, 0.0, False, False, scale=1.0, window_size_left=window,
-        window_size_right=0)
-    return out, log_sums
-
-@torch.library.custom_op(f"{OPERATORS}::flash_attention_backward", mutates_args=())
-def flash_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, numbers: Tensor,
-                             out: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    window, longest, count = numbers.tolist()
-    starts, dropout_state = starts[:count + 1], q.new_empty(2, dtype=torch.uint64)
-    return torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, log_sums, starts, starts, longest, longest, 0.0, False, dropout_state, dropout_state,
-        scale=1.0, window_size_left=window, window_size_right=0)
-
-flash_attention.register_fake(lambda q, k, v, starts, numbers: (
-    torch.empty_like(q), q.new_empty(q.size(1), q.size(0), dtype=torch.float32)))
-flash_attention_backward.register_fake(lambda grad, q, k, v, *_: (
-    torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)))
-flash_attention.register_autograd(
-    lambda ctx, grad, _: (*flash_attention_backward(grad, *ctx.saved_tensors), None, None),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output))
-
-class ReluSquaredMLP(torch.autograd.Function):
-    """MLP.forward by relu_squared. Saves only the squared activations for backward.
-
-    With h_scale and h_max forward is in fp8; see DelayedScales. Backward is the same, and reads unrounded tensors.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fc: Tensor, proj: Tensor, h_scale: Tensor | None = None,
-                h_max: Tensor | None = None) -> Tensor:
-        if h_scale is None:
-            h = relu_squared(x, fc)
-            y = F.linear(h, proj)
-        else:
-            (x8, x_scale), (fc8, fc_scale), (proj8, proj_scale) = map(to_e4m3, (x, fc, proj))
-            by_column = fc8.T.contiguous().T
-            h, h8 = relu_squared_in_fp8(x8, by_column, x_scale * fc_scale, h_scale, h_max, x.dtype)
-            y = fp8_product(h8, proj8.T, h_scale, proj_scale, True, x.dtype)
-        ctx.save_for_backward(x, fc, proj, h)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, fc, proj, h = ctx.saved_tensors
-        grad_y = relu_squared(grad, proj, h)
-        return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h, None, None
-
-def relu_squared(a: Tensor, b: Tensor, h: Tensor | None = None) -> Tensor:
-    """Compute relu(a @ b) ** 2, or its backward (a @ b) * 2 sqrt(h) if its result h is given. a [m, k], b [k, n]."""
-    if programs := kernel_programs(a, b, a.dtype):
-        return relu_squared_by_triton(a, b, h, programs)
-    y = a @ b
-    return y.relu() * y if h is None else 2 * y * h.sqrt()
-
-def relu_squared_in_fp8(a: Tensor, b: Tensor, scale: Tensor, h_scale: Tensor, h_max: Tensor,
-                        dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Compute h = relu(a @ b * scale) ** 2 and h8 = h / h_scale in e4m3. Raise h_max to the largest h.
-
-    a [m, k] in e4m3, row-major; b [k, n] in e4m3, column-major; scale, h_scale and h_max have no dimensions.
-    """
-    if programs := kernel_programs(a, b, dtype):
-        return relu_squared_by_triton(a, b, None, programs, scale, h_scale, h_max)
-    y = fp8_product(a, b, scale, torch.ones_like(scale), True, torch.float32)
-    h = y.relu() * y
-    h_max.copy_(torch.maximum(h_max, h.amax()))
-    return h.to(dtype), (h / h_scale).to(torch.float8_e4m3fn)
-
-def relu_squared_by_triton(a: Tensor, b: Tensor, h: Tensor | None, programs: int,
-                           *scales: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute relu_squared, or with scales relu_squared_in_fp8, by the kernel. Sizes must be multiples of the tiles.
-
-    programs: one per multiprocessor.
-    """
-    (m, k), n, half = a.shape, b.size(1), [TILE_M, TILE_N // 2]
-    fp8, inner = bool(scales), tile_k(a)
-    out = a.new_empty(m, n, dtype=torch.bfloat16 if a.itemsize == 1 else a.dtype)
-    h8 = a.new_empty(m, n) if fp8 else out
-    # tensor cores read the inner dimension of b contiguously in fp8
-    tiles = [(a, [TILE_M, inner]), (b.T, [TILE_N, inner]) if fp8 else (b, [inner, TILE_N]),
-             (out if h is None else h, half), (out, half), (h8, half)]
-    relu_squared_kernel[(programs,)](
-        *(TensorDescriptor.from_tensor(x.contiguous(), tile) for x, tile in tiles), *(scales or (None,) * 3),
-        m, n, k, TILE_M, TILE_N, inner, programs, h is not None, fp8, num_warps=8, num_stages=3)
-    return (out, h8) if fp8 else out
-
-# Tile sizes of the MLP's product: two warp groups, and three stages in Hopper's shared memory
-TILE_M, TILE_N, TILE_K = 128, 256, 64
-
-def tile_k(a: Tensor) -> int:
-    """Return the tile's inner size: as many bytes in fp8 as in bf16."""
-    return 2 * TILE_K if a.itemsize == 1 else TILE_K
-
-def kernel_programs(a: Tensor, b: Tensor, dtype: torch.dtype) -> int:
-    """Return with how many programs the kernel computes a @ b, one per multiprocessor; 0 if it cannot."""
-    fits = not (len(a) % TILE_M or b.size(1) % TILE_N or len(b) % tile_k(a))
-    on_gpu = a.is_cuda and dtype == torch.bfloat16 and fits
-    return torch.cuda.get_device_properties(a.device).multi_processor_count if on_gpu else 0
-
-if triton is not None:
-    def launch_metadata(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, int]:
-        """Report FLOPs and bytes to Triton's profiler."""
-        m, n, k = (args[size] for size in "MNK")
-        width = 2 - args["FP8"]
-        return {f"flops{8 * width}": 2 * m * n * k,
-                "bytes": width * (m * k + k * n) + m * n * (2 + 2 * args["BACKWARD"] + args["FP8"])}
-
-    @triton.jit(launch_metadata=launch_metadata)
-    def relu_squared_kernel(a, b, h, out, h8, scale, h_scale, h_max, M, N, K, TILE_M: tl.constexpr,
-                            TILE_N: tl.constexpr, TILE_K: tl.constexpr, PROGRAMS: tl.constexpr, BACKWARD: tl.constexpr,
-                            FP8: tl.constexpr):
-        """Persistent kernel: a program starts its next tile while it stores the last one, in two halves."""
-        HALF: tl.constexpr = TILE_N // 2
-        columns, largest = N // TILE_N, 0.0
-        if FP8:
-            y_scale, to_h8 = tl.load(scale), 1 / tl.load(h_scale)
-        for tile in tl.range(tl.program_id(0), M // TILE_M * columns, PROGRAMS, flatten=True):
-            row, column = tile // columns * TILE_M, tile % columns * TILE_N
-            y = tl.zeros((TILE_M, TILE_N), tl.float32)
-            for k in range(0, K, TILE_K):
-                if FP8:
-                    y = tl.dot(a.load([row, k]), b.load([column, k]).T, y)
-                else:
-                    y = tl.dot(a.load([row, k]), b.load([k, column]), y)
-            if FP8:
-                y = y * y_scale
-            halves = y.reshape(TILE_M, 2, HALF).permute(0, 2, 1).split()
-            for i in tl.static_range(2):
-                y = halves[i]
-                if BACKWARD:
-                    y = 2 * y * tl.sqrt(h.load([row, column + i * HALF]).to(tl.float32))
-                else:
-                    y = tl.maximum(y, 0) * y
-                out.store([row, column + i * HALF], y.to(out.dtype))
-                if FP8:
-                    h8.store([row, column + i * HALF], (y * to_h8).to(h8.dtype))
-                    largest = tl.maximum(largest, tl.max(tl.max(y, 1), 0))
-        if FP8:
-            tl.atomic_max(h_max, largest)
-
-E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
-
-def to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round a matrix to e4m3, scaled so that its largest value fits -> (rounded, scale)."""
-    # per row first, since compiled code fuses that into the kernel that computes x
-    scale = x.abs().amax(1).amax().float().clamp_min(1e-12) / E4M3_MAX
-    return (x.float() / scale).to(torch.float8_e4m3fn), scale
-
-class HeadLoss(torch.autograd.Function):
-    """Head.forward with softcapped_loss: x [T, dim], weight [V, dim] -> (objective, entropies [n]). scales: for fp8.
-
-    Forward computes the logits' gradient and keeps it in place of the logits. The gradient of the objective is a factor
-    of backward's products.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
-                scales: FP8Scales | None) -> tuple[Tensor, Tensor]:
-        ctx.scales = scales
-        if scales is None:
-            losses, grad = softcapped_loss(F.linear(x, weight), targets, weights, softcap)
-        else:
-            x, weight = fp8_operands(x, weight, scales)
-            logits = fp8_product(x, weight.T, scales.x, scales.weight, fast=True)
-            losses, grad = softcapped_loss(logits, targets, weights, softcap, scales.grad)
-        ctx.save_for_backward(x, weight, grad)
-        entropies = losses.sum(1)
-        ctx.mark_non_differentiable(entropies)
-        return (entropies * weights).sum(), entropies
-
-    @staticmethod
-    def backward(ctx: Any, grad_objective: Tensor, _: Any) -> tuple[Tensor, Tensor, None, None, None, None]:
-        (x, weight, grad), scales = ctx.saved_tensors, ctx.scales
-        if scales is None:
-            return grad_objective * (grad @ weight), grad_objective * (grad.T @ x), None, None, None, None
-        return *fp8_gradients(grad, grad_objective * scales.grad, x, weight, scales), None, None, None, None
-
-def softcapped_loss(x: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
-                    grad_scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """Compute cross_entropies, and the gradient of their weighted sum, by a kernel that reads the logits x [T, V] once.
-
-    Return (float32 [n, T], the gradient [T, V]): in x's dtype or, with a grad_scale, divided by it and in e5m2.
-    """
-    losses = torch.empty(targets.shape, dtype=torch.float32, device=x.device)
-    grad = torch.empty(x.shape, dtype=x.dtype if grad_scale is None else torch.float8_e5m2, device=x.device)
-    softcapped_loss_kernel[(len(x),)](
-        x, targets.contiguous(), weights, losses, grad, len(x), x.size(1), len(targets), *softcap, grad_scale or 1.0,
-        LOSS_CHUNK, x.dtype == torch.bfloat16, num_warps=32)
-    return losses, grad
-
-LOSS_CHUNK = 2048  # logits that softcapped_loss_kernel loads at once: two for each of 1,024 threads
-
-if triton is not None:
-    def loss_metadata(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, int]:
-        """Report the bytes and special functions of softcapped_loss_kernel, for dry_gpu."""
-        x, grad = args["x"], args["grad"]
-        return {"bytes": x.nbytes + grad.nbytes, "special": 3 * x.numel()}
-
-    @triton.jit
-    def softcap_and_exp(x, CAP: tl.constexpr, SHIFT: tl.constexpr, SOFTNESS: tl.constexpr):
-        """s = sigmoid((x + SHIFT) / SOFTNESS) and exp(CAP * s - CAP): three special functions."""
-        LOG2_E: tl.constexpr = 1.4426950408889634
-        s = 1 / (1 + tl.exp2(x * (-LOG2_E / SOFTNESS) - SHIFT * LOG2_E / SOFTNESS))
-        return s, tl.exp2(s * (CAP * LOG2_E) - CAP * LOG2_E)
-
-    @triton.jit(launch_metadata=loss_metadata)
-    def softcapped_loss_kernel(x, targets, weights, losses, grad, T, V: tl.constexpr, N: tl.constexpr,
-                               CAP: tl.constexpr, SHIFT: tl.constexpr, SOFTNESS: tl.constexpr, SCALE: tl.constexpr,
-                               CHUNK: tl.constexpr, PACK: tl.constexpr):
-        """One program per row. It holds in registers what the gradient needs until the row's sum is known.
-
-        PACK: hold it in bf16, two chunks in one register. All 1,024 threads have 64 registers, and a row of 50,304
-        logits fills half of them.
-        """
-        at, row = tl.arange(0, CHUNK), tl.program_id(0)
-        x += row.to(tl.int64) * V
-        grad += row.to(tl.int64) * V
-        total = tl.zeros((CHUNK,), tl.float32)
-        held = ()  # exp(z - CAP) * s * (1 - s)
-        for i in tl.static_range(0, V, CHUNK):
-            logits = tl.load(x + i + at, i + at < V, other=0) if i + CHUNK > V else tl.load(x + i + at)
-            s, e = softcap_and_exp(logits.to(tl.float32), CAP, SHIFT, SOFTNESS)
-            e = tl.where(i + at < V, e, 0) if i + CHUNK > V else e
-            total += e
-            part = e * s * (1 - s)
-            if PACK:
-                bits = part.to(tl.int32, bitcast=True) + 0x8000  # rounds to bf16; part is not negative
-                if i // CHUNK % 2 == 0:
-                    held = held + (bits >> 16,)
-                else:
-                    held = held[:-1] + (held[-1] | (bits & -0x10000),)
-            else:
-                held = held + (part,)
-        total = tl.sum(total, 0)
-        weight_sum = 0.0
-        for k in tl.static_range(N):
-            weight_sum += tl.where(tl.load(targets + k * T + row) >= 0, tl.load(weights + k), 0)
-        factor = CAP / (SOFTNESS * SCALE)
-        for i in tl.static_range(0, V, CHUNK):
-            if PACK:
-                pair = held[i // CHUNK // 2]
-                part = (pair << 16 if i // CHUNK % 2 == 0 else pair & -0x10000).to(tl.float32, bitcast=True)
-            else:
-                part = held[i // CHUNK]
-            part = (part * (factor * weight_sum / total)).to(grad.dtype.element_ty)
-            if i + CHUNK > V:
-                tl.store(grad + i + at, part, i + at < V)
-            else:
-                tl.store(grad + i + at, part)
-        tl.debug_barrier()  # the targets' gradients overwrite
-        for k in tl.static_range(N):
-            target = tl.load(targets + k * T + row)
-            s, e = softcap_and_exp(tl.load(x + tl.maximum(target, 0)).to(tl.float32), CAP, SHIFT, SOFTNESS)
-            tl.store(losses + k * T + row, tl.where(target >= 0, tl.log(total) + CAP - CAP * s, 0))
-            own = 0.0
-            for j in tl.static_range(N):
-                own += tl.where(tl.load(targets + j * T + row) == target, tl.load(weights + j), 0)
-            part = factor * (weight_sum * e / total - own) * s * (1 - s)
-            tl.store(grad + tl.maximum(target, 0), part.to(grad.dtype.element_ty), target >= 0)
-
-class FP8Linear(torch.autograd.Function):
-    """x [T, dim] @ weight [V, dim] transposed -> bf16 [T, V]; forward and backward multiply in fp8."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scales: FP8Scales) -> Tensor:
-        ctx.scales = scales
-        x8, weight8 = fp8_operands(x, weight, scales)
-        ctx.save_for_backward(x8, weight8)
-        return fp8_product(x8, weight8.T, scales.x, scales.weight, fast=True)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        scales = ctx.scales
-        grad8 = (grad / scales.grad).to(torch.float8_e5m2)
-        return *fp8_gradients(grad8, scales.grad, *ctx.saved_tensors, scales), None
-
-def fp8_operands(x: Tensor, weight: Tensor, scales: FP8Scales) -> tuple[Tensor, Tensor]:
-    return (x / scales.x).to(torch.float8_e4m3fn), (weight / scales.weight).to(torch.float8_e4m3fn)
-
-def fp8_gradients(grad8: Tensor, grad_scale: float | Tensor, x8: Tensor, weight8: Tensor,
-                  scales: FP8Scales) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of x and weight from that of the product, grad8 [T, V] times grad_scale."""
-    by_column = weight8.T.contiguous().T, x8.T.contiguous().T
-    grad_x = fp8_product(grad8, by_column[0], grad_scale, scales.weight, fast=False)
-    return grad_x, fp8_product(grad8.T.contiguous(), by_column[1], grad_scale, scales.x, fast=False)
-
-# A module global: as an attribute of FP8Linear it would break the compiled graph, and with it the fusion of the casts
-# and the loss
-def fp8_product(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float | Tensor, fast: bool,
-                dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Multiply a [m, k], row-major, by b [k, n], column-major, each times its scale -> [m, n] of dtype."""
-    scale_a, scale_b = (x if isinstance(x, Tensor) else torch.full((), x, device=a.device) for x in (scale_a, scale_b))
-    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
-
-class FP8Scales(NamedTuple):
-    """Fixed scales of the head's fp8 products: a tensor is divided by its scale before it is rounded."""
-
-    x: float
-    weight: float
-    grad: float
 
 # ------------------------------------------------------------------------------------------------------------------
 # update rules
@@ -3476,21 +2973,104 @@ def default_assignments(model: nn.Module, table: Sequence[Assignment] = (), muon
 # ------------------------------------------------------------------------------------------------------------------
 # training
 
-def split_sequence(sequence: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Move [T + 1] tokens to the device without waiting for it -> inputs int32 [T], targets int64 [T]."""
-    tokens = to_device(torch.from_numpy(sequence.astype(np.int32)), device)
-    return tokens[:-1], tokens[1:].long()
+def run_training(config: Config, preset: str, comm: Comm, device: torch.device, log: Log, began: float) -> None:
+    """A whole run, from the data to the result. began: see Clock."""
+    clock, requested, changes = Clock(device, began), config, []
+    with clock.off("setup"):
+        shards = find_data(config, comm)
+        if device.type == "cuda":
+            config, changes = resolve_auto(config, comm)
+        require(device.type == "cuda" or config.attention in ("auto", "masked"), f"attention {config.attention} "
+                "needs a GPU, and this machine has none; use --attention auto")
+        val_sequences = validation_sequences(shards["val"], config.val_tokens, config.val_len)
+        worker = Worker(config, comm, device, shards["train"])
+        worker.stream.check_enough()
+        loop = TrainingLoop(preset, requested, worker, shards, val_sequences, clock, log)
+        resumed = resume(loop)
+        loop.given_up = {path for path in checkpoints(log.path.parent, log.run_id) if step_of(path) > loop.from_step}
+        start_log(loop, resumed, changes)
+    loop.warm_up()
+    with signals.caught():
+        loop.train()
+        with clock.off("hashing"):
+            before = hash_of(named_tensors(worker.model))
+        finish(loop, before, *loop.validate(config.num_steps))
 
-def count_documents(model: GPT, tokens: np.ndarray) -> None:
-    """Count the documents of the sequence that forward takes next: FlashAttention needs their number on the host.
+class TrainingLoop:
+    """The steps of a run, around a Worker: warm-up, all steps, validations, checkpoints, the log. See run_training."""
 
-    Without a count, or with more documents than the table has room for, attention masks in pieces.
-    """
-    if model.flash:
-        begins = np.flatnonzero(tokens.clip(0) == model.bos_id)  # padding of the last sequence is -1, read as token 0
-        lengths = np.diff(begins, prepend=0, append=len(tokens))
-        fits = len(lengths) <= len(tokens) // DOCUMENT_ROOM
-        model.counted = (int(lengths.max()), len(lengths)) if fits else None
+    def __init__(self, preset: str, requested: Config, worker: Worker, shards: dict[str, list[Shard]],
+                 val_sequences: np.ndarray, clock: Clock, log: Log):
+        """requested: the config before its `auto` values were resolved for this machine."""
+        self.preset, self.requested, self.worker, self.shards = preset, requested, worker, shards
+        self.config, self.comm, self.clock, self.log = worker.config, worker.comm, clock, log
+        self.val_sequences, self.from_step, self.changed_by_validation = val_sequences, 0, 0
+        self.given_up: set[Path] = set()  # checkpoints that are later than the step that this run begins with
+        self.losses = TrainLosses(worker.config, worker.comm, clock, log)
+
+    def warm_up(self) -> None:
+        with self.clock.off("hashing"):
+            before = state_hash(self.worker)
+        self.log.say(f"warm-up: {self.config.warmup_steps} steps off the clock")
+        with self.clock.off("warmup"):
+            self.worker.warm_up(self.val_sequences[0])
+        self.compiles = compile_stats()[0]
+        with self.clock.off("hashing"):
+            self.state_hashes = {"before_warmup": before, "after_warmup": state_hash(self.worker)}
+
+    def train(self) -> None:
+        """The loop over all steps. A checkpoint or a validation with a step's number comes before that step."""
+        c, worker, save_due = self.config, self.worker, False
+        profiler = profiler_of(self) if c.profile else None
+        if profiler:
+            profiler.start()
+        self.clock.start()
+        worker.model.fill_prefixes(worker.token_bytes)  # on the clock, as in the record; the warm-up runs without
+        for step in range(self.from_step, c.num_steps):
+            self.losses.write(step)
+            if step in self.losses.save_at or c.save_every and step % c.save_every == 0 and step > self.from_step:
+                save_due = True
+            if save_due and not worker.optimizer.between_updates:
+                save_checkpoint(self, step)
+                save_due = False
+            if c.val_every and step % c.val_every == 0:
+                self.validate(step)
+            plan = plan_of(c, step)
+            losses = worker.step(plan, worker.stream.next_batch(plan))
+            self.losses.record(plan, losses)
+            if profiler:
+                worker.optimizer.finish_all_gathers()  # torch 2.13 crashes at exit on one that ends after the trace
+                profiler.step()
+        worker.optimizer.finish_all_gathers()
+        worker.after_training()
+        self.clock.stop()
+        self.losses.write(c.num_steps, wait=True)
+        if profiler:
+            profiler.stop()
+
+    def validate(self, step: int) -> tuple[float, int]:
+        """Validate off the clock -> (loss, tokens). RunError if the loss is not finite.
+
+        SIGTERM stops a validation where a checkpoint can be saved: a launcher may not wait for its end.
+        """
+        self.worker.optimizer.finish_all_gathers()  # they belong to the steps before
+        can_save = step == self.config.num_steps or not self.worker.optimizer.between_updates
+        with self.clock.off("validation"):
+            self.losses.write(step, wait=True)
+            before = checksum(self.worker.model)
+            result = self.worker.validate(plan_of(self.config, step), self.val_sequences,
+                                           lambda: can_save and signals.stop)
+            if result:
+                line = (f"step:{step}/{self.config.num_steps} val_loss:{result[0]:.4f} "
+                        f"{show_times(self.clock.elapsed, step)}")
+                self.log.write(line)
+                self.log.say(line)
+            self.changed_by_validation += checksum(self.worker.model) != before
+        if not result:
+            save_checkpoint(self, step, stop=True)
+        loss, _ = result
+        require(math.isfinite(loss), f"the validation loss before step {step} is {loss}; lower the learning rates")
+        return result
 
 class Worker:
     """What one rank trains: its model, optimizer and stream, and the training step. See TrainingLoop for the run."""
@@ -3664,104 +3244,419 @@ class TrainLosses:
             self.log.write(line)
             self.log.progress(done, loss, self.clock, tokens_of_steps(self.config, done))
 
-class TrainingLoop:
-    """The steps of a run, around a Worker: warm-up, all steps, validations, checkpoints, the log. See run_training."""
+def split_sequence(sequence: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Move [T + 1] tokens to the device without waiting for it -> inputs int32 [T], targets int64 [T]."""
+    tokens = to_device(torch.from_numpy(sequence.astype(np.int32)), device)
+    return tokens[:-1], tokens[1:].long()
 
-    def __init__(self, preset: str, requested: Config, worker: Worker, shards: dict[str, list[Shard]],
-                 val_sequences: np.ndarray, clock: Clock, log: Log):
-        """requested: the config before its `auto` values were resolved for this machine."""
-        self.preset, self.requested, self.worker, self.shards = preset, requested, worker, shards
-        self.config, self.comm, self.clock, self.log = worker.config, worker.comm, clock, log
-        self.val_sequences, self.from_step, self.changed_by_validation = val_sequences, 0, 0
-        self.given_up: set[Path] = set()  # checkpoints that are later than the step that this run begins with
-        self.losses = TrainLosses(worker.config, worker.comm, clock, log)
+def count_documents(model: GPT, tokens: np.ndarray) -> None:
+    """Count the documents of the sequence that forward takes next: FlashAttention needs their number on the host.
 
-    def warm_up(self) -> None:
-        with self.clock.off("hashing"):
-            before = state_hash(self.worker)
-        self.log.say(f"warm-up: {self.config.warmup_steps} steps off the clock")
-        with self.clock.off("warmup"):
-            self.worker.warm_up(self.val_sequences[0])
-        self.compiles = compile_stats()[0]
-        with self.clock.off("hashing"):
-            self.state_hashes = {"before_warmup": before, "after_warmup": state_hash(self.worker)}
+    Without a count, or with more documents than the table has room for, attention masks in pieces.
+    """
+    if model.flash:
+        begins = np.flatnonzero(tokens.clip(0) == model.bos_id)  # padding of the last sequence is -1, read as token 0
+        lengths = np.diff(begins, prepend=0, append=len(tokens))
+        fits = len(lengths) <= len(tokens) // DOCUMENT_ROOM
+        model.counted = (int(lengths.max()), len(lengths)) if fits else None
 
-    def train(self) -> None:
-        """The loop over all steps. A checkpoint or a validation with a step's number comes before that step."""
-        c, worker, save_due = self.config, self.worker, False
-        profiler = profiler_of(self) if c.profile else None
-        if profiler:
-            profiler.start()
-        self.clock.start()
-        worker.model.fill_prefixes(worker.token_bytes)  # on the clock, as in the record; the warm-up runs without
-        for step in range(self.from_step, c.num_steps):
-            self.losses.write(step)
-            if step in self.losses.save_at or c.save_every and step % c.save_every == 0 and step > self.from_step:
-                save_due = True
-            if save_due and not worker.optimizer.between_updates:
-                save_checkpoint(self, step)
-                save_due = False
-            if c.val_every and step % c.val_every == 0:
-                self.validate(step)
-            plan = plan_of(c, step)
-            losses = worker.step(plan, worker.stream.next_batch(plan))
-            self.losses.record(plan, losses)
-            if profiler:
-                worker.optimizer.finish_all_gathers()  # torch 2.13 crashes at exit on one that ends after the trace
-                profiler.step()
-        worker.optimizer.finish_all_gathers()
-        worker.after_training()
-        self.clock.stop()
-        self.losses.write(c.num_steps, wait=True)
-        if profiler:
-            profiler.stop()
+# ------------------------------------------------------------------------------------------------------------------
+# masks and kernels
 
-    def validate(self, step: int) -> tuple[float, int]:
-        """Validate off the clock -> (loss, tokens). RunError if the loss is not finite.
+def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Mask) -> Tensor:
+    """Compute softmax attention [T, H, D] where the mask allows it. q must contain the softmax scale.
 
-        SIGTERM stops a validation where a checkpoint can be saved: a launcher may not wait for its end.
+    The mask selects the implementation: FlashAttention (GPUs only) or scaled_dot_product_attention.
+    """
+    if isinstance(mask, DocumentTable):
+        return flash_attention(q_THD, k_THD, v_THD, *mask)[0]
+    k, v = (seen_by_pieces(x, mask).mT for x in (k_THD, v_THD))
+    out = F.scaled_dot_product_attention(cut_in_pieces(q_THD, mask), k, v, mask[:, None], scale=1.0)
+    return out.transpose(1, 2).reshape(-1, *q_THD.shape[1:])[:len(q_THD)]
+
+def cut_in_pieces(x: Tensor, mask: Tensor) -> Tensor:
+    """Cut x [T, H, ...] into the pieces of a mask: [pieces, H, piece, ...]."""
+    pieces, piece, _ = mask.shape
+    padded = F.pad(x, (0, 0) * (x.dim() - 1) + (0, pieces * piece - len(x)))
+    return padded.view(pieces, piece, *x.shape[1:]).transpose(1, 2)
+
+def seen_by_pieces(x: Tensor, mask: Tensor) -> Tensor:
+    """Cut x [T, ...] into what the pieces of a mask see: [pieces, ..., keys]."""
+    pieces, piece, keys = mask.shape
+    return F.pad(x, (0, 0) * (x.dim() - 1) + (keys - piece, pieces * piece - len(x))).unfold(0, keys, piece)
+
+def mix_heads(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, read: Tensor, write: Tensor, mask: Tensor) -> Tensor:
+    """Compute what dynamically composable heads add to attention [T, H, D]: each head attends by one map of all heads.
+
+    The map of a token is the sum of the heads' softmax within `mask`, weighted by norm(read); head h adds its values
+    under this map times write_h. read, write [T, H]. q must contain the softmax scale. mask: of mask_in_pieces.
+    """
+    tokens, heads, dim = q_THD.shape
+    q, k = cut_in_pieces(q_THD, mask), seen_by_pieces(k_THD, mask).mT
+    read = F.rms_norm(read.to(torch.promote_types(read.dtype, torch.float32)), (heads,), eps=1e-6).type_as(q)
+    attention_map = (cut_in_pieces(read, mask)[..., None] * (q @ k.mT + mask[:, None]).softmax(-1)).sum(1)
+    out = attention_map @ seen_by_pieces(v_THD.flatten(1), mask).mT  # one product for all heads' values
+    return write[..., None] * out.view(-1, heads, dim)[:tokens]
+
+DC_WINDOW, DC_PIECE = 112, 128  # tokens that d looks at, see mix_heads; queries per piece
+
+MASK_PIECE = {"cuda": 1024, "cpu": 64}  # least queries per piece; with fewer queries fewer masked keys are computed
+
+def mask_in_pieces(docs: Tensor, window: int, reach: int, dtype: torch.dtype, piece: int = 0) -> Tensor:
+    """Build the mask of scaled_dot_product_attention, which lets a token see its window within its document.
+
+    Queries are cut into pieces; each piece sees its own keys and `reach` earlier ones. Returns 0 or -inf [pieces,
+    piece, reach + piece]: one shape for all windows up to reach. A short sequence is one piece. Padding queries of the
+    last piece see one another.
+    """
+    piece = piece or max(MASK_PIECE[docs.device.type], reach // 4)
+    if reach + piece >= len(docs):
+        piece, reach = len(docs), 0
+    docs = F.pad(docs, (0, -len(docs) % piece), value=-1)
+    q = torch.arange(len(docs), device=docs.device, dtype=torch.int32).view(-1, piece, 1)
+    k = q[:, :1] + torch.arange(-reach, piece, device=docs.device, dtype=torch.int32)
+    seen = (k >= 0) & (q >= k) & (q - k <= window) & (docs[q] == docs[k.clamp_min(0)])
+    return torch.zeros(seen.shape, dtype=dtype, device=docs.device).masked_fill_(~seen, -math.inf)
+
+class DocumentTable(NamedTuple):
+    """The mask of FlashAttention.
+
+    starts: where documents begin, int32 [room + 1], one shape for any number of documents. numbers: window, longest
+    document and number of documents, int64 [3], on the CPU because FlashAttention reads them on the host.
+    """
+
+    starts: Tensor
+    numbers: Tensor
+
+DOCUMENT_ROOM = 16  # a sequence of T tokens has room for T / DOCUMENT_ROOM documents in its table
+
+def document_table(docs: Tensor, window: int, longest: int, count: int) -> DocumentTable:
+    """Build the mask of FlashAttention from docs [T], numbered from 0 or 1 up to count - 1; see count_documents."""
+    every = torch.arange(len(docs) // DOCUMENT_ROOM + 1, device=docs.device)
+    return DocumentTable(torch.searchsorted(docs, every, out_int32=True), torch.tensor([window, longest, count]))
+
+Mask = Tensor | DocumentTable
+
+def flash_attention_3() -> bool:
+    """Activate FlashAttention 3 for torch's FlashAttention operators -> whether this GPU has it and it is installed."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        return False
+    try:
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+    except (AttributeError, ImportError, OSError, RuntimeError, ValueError):  # an older torch, or no usable package
+        return False
+    return True
+
+OPERATORS = "of_" + re.sub(r"\W", "_", __name__)  # a copy of this file under another name registers its own operators
+
+@torch.library.custom_op(f"{OPERATORS}::flash_attention", mutates_args=())
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute attention [T, H, D] within documents, and the log-sum-exps [H, T] for backward. See DocumentTable.
+
+    Attention with mask_in_pieces defines the result. torch's varlen_attn would recompile for each new `numbers`.
+    """
+    window, longest, count = numbers.tolist()
+    starts = starts[:count + 1]
+    out, log_sums, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, starts, starts, longest, longest, 0.0, False, False, scale=1.0, window_size_left=window,
+        window_size_right=0)
+    return out, log_sums
+
+@torch.library.custom_op(f"{OPERATORS}::flash_attention_backward", mutates_args=())
+def flash_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, numbers: Tensor,
+                             out: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    window, longest, count = numbers.tolist()
+    starts, dropout_state = starts[:count + 1], q.new_empty(2, dtype=torch.uint64)
+    return torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, log_sums, starts, starts, longest, longest, 0.0, False, dropout_state, dropout_state,
+        scale=1.0, window_size_left=window, window_size_right=0)
+
+flash_attention.register_fake(lambda q, k, v, starts, numbers: (
+    torch.empty_like(q), q.new_empty(q.size(1), q.size(0), dtype=torch.float32)))
+flash_attention_backward.register_fake(lambda grad, q, k, v, *_: (
+    torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)))
+flash_attention.register_autograd(
+    lambda ctx, grad, _: (*flash_attention_backward(grad, *ctx.saved_tensors), None, None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output))
+
+class ReluSquaredMLP(torch.autograd.Function):
+    """MLP.forward by relu_squared. Saves only the squared activations for backward.
+
+    With h_scale and h_max forward is in fp8; see DelayedScales. Backward is the same, and reads unrounded tensors.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fc: Tensor, proj: Tensor, h_scale: Tensor | None = None,
+                h_max: Tensor | None = None) -> Tensor:
+        if h_scale is None:
+            h = relu_squared(x, fc)
+            y = F.linear(h, proj)
+        else:
+            (x8, x_scale), (fc8, fc_scale), (proj8, proj_scale) = map(to_e4m3, (x, fc, proj))
+            by_column = fc8.T.contiguous().T
+            h, h8 = relu_squared_in_fp8(x8, by_column, x_scale * fc_scale, h_scale, h_max, x.dtype)
+            y = fp8_product(h8, proj8.T, h_scale, proj_scale, True, x.dtype)
+        ctx.save_for_backward(x, fc, proj, h)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, fc, proj, h = ctx.saved_tensors
+        grad_y = relu_squared(grad, proj, h)
+        return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h, None, None
+
+def relu_squared(a: Tensor, b: Tensor, h: Tensor | None = None) -> Tensor:
+    """Compute relu(a @ b) ** 2, or its backward (a @ b) * 2 sqrt(h) if its result h is given. a [m, k], b [k, n]."""
+    if programs := kernel_programs(a, b, a.dtype):
+        return relu_squared_by_triton(a, b, h, programs)
+    y = a @ b
+    return y.relu() * y if h is None else 2 * y * h.sqrt()
+
+def relu_squared_in_fp8(a: Tensor, b: Tensor, scale: Tensor, h_scale: Tensor, h_max: Tensor,
+                        dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Compute h = relu(a @ b * scale) ** 2 and h8 = h / h_scale in e4m3. Raise h_max to the largest h.
+
+    a [m, k] in e4m3, row-major; b [k, n] in e4m3, column-major; scale, h_scale and h_max have no dimensions.
+    """
+    if programs := kernel_programs(a, b, dtype):
+        return relu_squared_by_triton(a, b, None, programs, scale, h_scale, h_max)
+    y = fp8_product(a, b, scale, torch.ones_like(scale), True, torch.float32)
+    h = y.relu() * y
+    h_max.copy_(torch.maximum(h_max, h.amax()))
+    return h.to(dtype), (h / h_scale).to(torch.float8_e4m3fn)
+
+def relu_squared_by_triton(a: Tensor, b: Tensor, h: Tensor | None, programs: int,
+                           *scales: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute relu_squared, or with scales relu_squared_in_fp8, by the kernel. Sizes must be multiples of the tiles.
+
+    programs: one per multiprocessor.
+    """
+    (m, k), n, half = a.shape, b.size(1), [TILE_M, TILE_N // 2]
+    fp8, inner = bool(scales), tile_k(a)
+    out = a.new_empty(m, n, dtype=torch.bfloat16 if a.itemsize == 1 else a.dtype)
+    h8 = a.new_empty(m, n) if fp8 else out
+    # tensor cores read the inner dimension of b contiguously in fp8
+    tiles = [(a, [TILE_M, inner]), (b.T, [TILE_N, inner]) if fp8 else (b, [inner, TILE_N]),
+             (out if h is None else h, half), (out, half), (h8, half)]
+    relu_squared_kernel[(programs,)](
+        *(TensorDescriptor.from_tensor(x.contiguous(), tile) for x, tile in tiles), *(scales or (None,) * 3),
+        m, n, k, TILE_M, TILE_N, inner, programs, h is not None, fp8, num_warps=8, num_stages=3)
+    return (out, h8) if fp8 else out
+
+# Tile sizes of the MLP's product: two warp groups, and three stages in Hopper's shared memory
+TILE_M, TILE_N, TILE_K = 128, 256, 64
+
+def tile_k(a: Tensor) -> int:
+    """Return the tile's inner size: as many bytes in fp8 as in bf16."""
+    return 2 * TILE_K if a.itemsize == 1 else TILE_K
+
+def kernel_programs(a: Tensor, b: Tensor, dtype: torch.dtype) -> int:
+    """Return with how many programs the kernel computes a @ b, one per multiprocessor; 0 if it cannot."""
+    fits = not (len(a) % TILE_M or b.size(1) % TILE_N or len(b) % tile_k(a))
+    on_gpu = a.is_cuda and dtype == torch.bfloat16 and fits
+    return torch.cuda.get_device_properties(a.device).multi_processor_count if on_gpu else 0
+
+if triton is not None:
+    def launch_metadata(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, int]:
+        """Report FLOPs and bytes to Triton's profiler."""
+        m, n, k = (args[size] for size in "MNK")
+        width = 2 - args["FP8"]
+        return {f"flops{8 * width}": 2 * m * n * k,
+                "bytes": width * (m * k + k * n) + m * n * (2 + 2 * args["BACKWARD"] + args["FP8"])}
+
+    @triton.jit(launch_metadata=launch_metadata)
+    def relu_squared_kernel(a, b, h, out, h8, scale, h_scale, h_max, M, N, K, TILE_M: tl.constexpr,
+                            TILE_N: tl.constexpr, TILE_K: tl.constexpr, PROGRAMS: tl.constexpr, BACKWARD: tl.constexpr,
+                            FP8: tl.constexpr):
+        """Persistent kernel: a program starts its next tile while it stores the last one, in two halves."""
+        HALF: tl.constexpr = TILE_N // 2
+        columns, largest = N // TILE_N, 0.0
+        if FP8:
+            y_scale, to_h8 = tl.load(scale), 1 / tl.load(h_scale)
+        for tile in tl.range(tl.program_id(0), M // TILE_M * columns, PROGRAMS, flatten=True):
+            row, column = tile // columns * TILE_M, tile % columns * TILE_N
+            y = tl.zeros((TILE_M, TILE_N), tl.float32)
+            for k in range(0, K, TILE_K):
+                if FP8:
+                    y = tl.dot(a.load([row, k]), b.load([column, k]).T, y)
+                else:
+                    y = tl.dot(a.load([row, k]), b.load([k, column]), y)
+            if FP8:
+                y = y * y_scale
+            halves = y.reshape(TILE_M, 2, HALF).permute(0, 2, 1).split()
+            for i in tl.static_range(2):
+                y = halves[i]
+                if BACKWARD:
+                    y = 2 * y * tl.sqrt(h.load([row, column + i * HALF]).to(tl.float32))
+                else:
+                    y = tl.maximum(y, 0) * y
+                out.store([row, column + i * HALF], y.to(out.dtype))
+                if FP8:
+                    h8.store([row, column + i * HALF], (y * to_h8).to(h8.dtype))
+                    largest = tl.maximum(largest, tl.max(tl.max(y, 1), 0))
+        if FP8:
+            tl.atomic_max(h_max, largest)
+
+E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
+
+def to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round a matrix to e4m3, scaled so that its largest value fits -> (rounded, scale)."""
+    # per row first, since compiled code fuses that into the kernel that computes x
+    scale = x.abs().amax(1).amax().float().clamp_min(1e-12) / E4M3_MAX
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale
+
+class HeadLoss(torch.autograd.Function):
+    """Head.forward with softcapped_loss: x [T, dim], weight [V, dim] -> (objective, entropies [n]). scales: for fp8.
+
+    Forward computes the logits' gradient and keeps it in place of the logits. The gradient of the objective is a factor
+    of backward's products.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
+                scales: FP8Scales | None) -> tuple[Tensor, Tensor]:
+        ctx.scales = scales
+        if scales is None:
+            losses, grad = softcapped_loss(F.linear(x, weight), targets, weights, softcap)
+        else:
+            x, weight = fp8_operands(x, weight, scales)
+            logits = fp8_product(x, weight.T, scales.x, scales.weight, fast=True)
+            losses, grad = softcapped_loss(logits, targets, weights, softcap, scales.grad)
+        ctx.save_for_backward(x, weight, grad)
+        entropies = losses.sum(1)
+        ctx.mark_non_differentiable(entropies)
+        return (entropies * weights).sum(), entropies
+
+    @staticmethod
+    def backward(ctx: Any, grad_objective: Tensor, _: Any) -> tuple[Tensor, Tensor, None, None, None, None]:
+        (x, weight, grad), scales = ctx.saved_tensors, ctx.scales
+        if scales is None:
+            return grad_objective * (grad @ weight), grad_objective * (grad.T @ x), None, None, None, None
+        return *fp8_gradients(grad, grad_objective * scales.grad, x, weight, scales), None, None, None, None
+
+def softcapped_loss(x: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
+                    grad_scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """Compute cross_entropies, and the gradient of their weighted sum, by a kernel that reads the logits x [T, V] once.
+
+    Return (float32 [n, T], the gradient [T, V]): in x's dtype or, with a grad_scale, divided by it and in e5m2.
+    """
+    losses = torch.empty(targets.shape, dtype=torch.float32, device=x.device)
+    grad = torch.empty(x.shape, dtype=x.dtype if grad_scale is None else torch.float8_e5m2, device=x.device)
+    softcapped_loss_kernel[(len(x),)](
+        x, targets.contiguous(), weights, losses, grad, len(x), x.size(1), len(targets), *softcap, grad_scale or 1.0,
+        LOSS_CHUNK, x.dtype == torch.bfloat16, num_warps=32)
+    return losses, grad
+
+LOSS_CHUNK = 2048  # logits that softcapped_loss_kernel loads at once: two for each of 1,024 threads
+
+if triton is not None:
+    def loss_metadata(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, int]:
+        """Report the bytes and special functions of softcapped_loss_kernel, for dry_gpu."""
+        x, grad = args["x"], args["grad"]
+        return {"bytes": x.nbytes + grad.nbytes, "special": 3 * x.numel()}
+
+    @triton.jit
+    def softcap_and_exp(x, CAP: tl.constexpr, SHIFT: tl.constexpr, SOFTNESS: tl.constexpr):
+        """s = sigmoid((x + SHIFT) / SOFTNESS) and exp(CAP * s - CAP): three special functions."""
+        LOG2_E: tl.constexpr = 1.4426950408889634
+        s = 1 / (1 + tl.exp2(x * (-LOG2_E / SOFTNESS) - SHIFT * LOG2_E / SOFTNESS))
+        return s, tl.exp2(s * (CAP * LOG2_E) - CAP * LOG2_E)
+
+    @triton.jit(launch_metadata=loss_metadata)
+    def softcapped_loss_kernel(x, targets, weights, losses, grad, T, V: tl.constexpr, N: tl.constexpr,
+                               CAP: tl.constexpr, SHIFT: tl.constexpr, SOFTNESS: tl.constexpr, SCALE: tl.constexpr,
+                               CHUNK: tl.constexpr, PACK: tl.constexpr):
+        """One program per row. It holds in registers what the gradient needs until the row's sum is known.
+
+        PACK: hold it in bf16, two chunks in one register. All 1,024 threads have 64 registers, and a row of 50,304
+        logits fills half of them.
         """
-        self.worker.optimizer.finish_all_gathers()  # they belong to the steps before
-        can_save = step == self.config.num_steps or not self.worker.optimizer.between_updates
-        with self.clock.off("validation"):
-            self.losses.write(step, wait=True)
-            before = checksum(self.worker.model)
-            result = self.worker.validate(plan_of(self.config, step), self.val_sequences,
-                                           lambda: can_save and signals.stop)
-            if result:
-                line = (f"step:{step}/{self.config.num_steps} val_loss:{result[0]:.4f} "
-                        f"{show_times(self.clock.elapsed, step)}")
-                self.log.write(line)
-                self.log.say(line)
-            self.changed_by_validation += checksum(self.worker.model) != before
-        if not result:
-            save_checkpoint(self, step, stop=True)
-        loss, _ = result
-        require(math.isfinite(loss), f"the validation loss before step {step} is {loss}; lower the learning rates")
-        return result
+        at, row = tl.arange(0, CHUNK), tl.program_id(0)
+        x += row.to(tl.int64) * V
+        grad += row.to(tl.int64) * V
+        total = tl.zeros((CHUNK,), tl.float32)
+        held = ()  # exp(z - CAP) * s * (1 - s)
+        for i in tl.static_range(0, V, CHUNK):
+            logits = tl.load(x + i + at, i + at < V, other=0) if i + CHUNK > V else tl.load(x + i + at)
+            s, e = softcap_and_exp(logits.to(tl.float32), CAP, SHIFT, SOFTNESS)
+            e = tl.where(i + at < V, e, 0) if i + CHUNK > V else e
+            total += e
+            part = e * s * (1 - s)
+            if PACK:
+                bits = part.to(tl.int32, bitcast=True) + 0x8000  # rounds to bf16; part is not negative
+                if i // CHUNK % 2 == 0:
+                    held = held + (bits >> 16,)
+                else:
+                    held = held[:-1] + (held[-1] | (bits & -0x10000),)
+            else:
+                held = held + (part,)
+        total = tl.sum(total, 0)
+        weight_sum = 0.0
+        for k in tl.static_range(N):
+            weight_sum += tl.where(tl.load(targets + k * T + row) >= 0, tl.load(weights + k), 0)
+        factor = CAP / (SOFTNESS * SCALE)
+        for i in tl.static_range(0, V, CHUNK):
+            if PACK:
+                pair = held[i // CHUNK // 2]
+                part = (pair << 16 if i // CHUNK % 2 == 0 else pair & -0x10000).to(tl.float32, bitcast=True)
+            else:
+                part = held[i // CHUNK]
+            part = (part * (factor * weight_sum / total)).to(grad.dtype.element_ty)
+            if i + CHUNK > V:
+                tl.store(grad + i + at, part, i + at < V)
+            else:
+                tl.store(grad + i + at, part)
+        tl.debug_barrier()  # the targets' gradients overwrite
+        for k in tl.static_range(N):
+            target = tl.load(targets + k * T + row)
+            s, e = softcap_and_exp(tl.load(x + tl.maximum(target, 0)).to(tl.float32), CAP, SHIFT, SOFTNESS)
+            tl.store(losses + k * T + row, tl.where(target >= 0, tl.log(total) + CAP - CAP * s, 0))
+            own = 0.0
+            for j in tl.static_range(N):
+                own += tl.where(tl.load(targets + j * T + row) == target, tl.load(weights + j), 0)
+            part = factor * (weight_sum * e / total - own) * s * (1 - s)
+            tl.store(grad + tl.maximum(target, 0), part.to(grad.dtype.element_ty), target >= 0)
 
-def run_training(config: Config, preset: str, comm: Comm, device: torch.device, log: Log, began: float) -> None:
-    """A whole run, from the data to the result. began: see Clock."""
-    clock, requested, changes = Clock(device, began), config, []
-    with clock.off("setup"):
-        shards = find_data(config, comm)
-        if device.type == "cuda":
-            config, changes = resolve_auto(config, comm)
-        require(device.type == "cuda" or config.attention in ("auto", "masked"), f"attention {config.attention} "
-                "needs a GPU, and this machine has none; use --attention auto")
-        val_sequences = validation_sequences(shards["val"], config.val_tokens, config.val_len)
-        worker = Worker(config, comm, device, shards["train"])
-        worker.stream.check_enough()
-        loop = TrainingLoop(preset, requested, worker, shards, val_sequences, clock, log)
-        resumed = resume(loop)
-        loop.given_up = {path for path in checkpoints(log.path.parent, log.run_id) if step_of(path) > loop.from_step}
-        start_log(loop, resumed, changes)
-    loop.warm_up()
-    with signals.caught():
-        loop.train()
-        with clock.off("hashing"):
-            before = hash_of(named_tensors(worker.model))
-        finish(loop, before, *loop.validate(config.num_steps))
+class FP8Linear(torch.autograd.Function):
+    """x [T, dim] @ weight [V, dim] transposed -> bf16 [T, V]; forward and backward multiply in fp8."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scales: FP8Scales) -> Tensor:
+        ctx.scales = scales
+        x8, weight8 = fp8_operands(x, weight, scales)
+        ctx.save_for_backward(x8, weight8)
+        return fp8_product(x8, weight8.T, scales.x, scales.weight, fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        scales = ctx.scales
+        grad8 = (grad / scales.grad).to(torch.float8_e5m2)
+        return *fp8_gradients(grad8, scales.grad, *ctx.saved_tensors, scales), None
+
+def fp8_operands(x: Tensor, weight: Tensor, scales: FP8Scales) -> tuple[Tensor, Tensor]:
+    return (x / scales.x).to(torch.float8_e4m3fn), (weight / scales.weight).to(torch.float8_e4m3fn)
+
+def fp8_gradients(grad8: Tensor, grad_scale: float | Tensor, x8: Tensor, weight8: Tensor,
+                  scales: FP8Scales) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of x and weight from that of the product, grad8 [T, V] times grad_scale."""
+    by_column = weight8.T.contiguous().T, x8.T.contiguous().T
+    grad_x = fp8_product(grad8, by_column[0], grad_scale, scales.weight, fast=False)
+    return grad_x, fp8_product(grad8.T.contiguous(), by_column[1], grad_scale, scales.x, fast=False)
+
+# A module global: as an attribute of FP8Linear it would break the compiled graph, and with it the fusion of the casts
+# and the loss
+def fp8_product(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float | Tensor, fast: bool,
+                dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Multiply a [m, k], row-major, by b [k, n], column-major, each times its scale -> [m, n] of dtype."""
+    scale_a, scale_b = (x if isinstance(x, Tensor) else torch.full((), x, device=a.device) for x in (scale_a, scale_b))
+    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
+
+class FP8Scales(NamedTuple):
+    """Fixed scales of the head's fp8 products: a tensor is divided by its scale before it is rounded."""
+
+    x: float
+    weight: float
+    grad: float
 
 # ------------------------------------------------------------------------------------------------------------------
 # log and clock
@@ -4355,6 +4250,112 @@ def find_data(config: Config, comm: Comm) -> dict[str, list[Shard]]:
             f"shards {val[0].encoding}; make both with one encoding")
     local_rank = env_int("LOCAL_RANK", 0)
     return {"train": with_digests(train, comm, local_rank), "val": with_digests(val, comm, local_rank)}
+
+def check_config(config: Config, ranks: int) -> None:
+    """Raise a RunError that lists all values that are impossible by themselves or for this number of ranks."""
+    wrong = [message for f in dataclasses.fields(config) if (message := out_of_range(f, getattr(config, f.name)))]
+    require(not wrong, "; ".join(wrong))  # the conditions need possible numbers
+    wrong = [message for holds, message in conditions(config, ranks) if not holds]
+    require(not wrong, "; ".join(wrong))
+
+def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
+    """Yield each condition on several values, with the message if it does not hold. RunError on an invalid row."""
+    layers, gated, all_stages = parse_layers(c.layers), gated_layers(c), stages_of(c)
+    windows, value_tables = {layer.window for layer in layers}, {layer.value_table for layer in layers} - {None}
+    kinds, own = [group.kind for group in PARAM_GROUPS], [group.kind for group in c.param_groups]
+    unknown = ", ".join(repr(kind) for kind in own if kind not in kinds)
+    profile, memory = re.fullmatch(r"(\d+):(\d+)", c.profile), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # each rank holds parameters and, during the warm-up, a saved copy of the state
+    here, size, moment = env_int("LOCAL_WORLD_SIZE", ranks), c.torch_dtype.itemsize, moment_bytes(c)
+    needed = ngram_entries(c) * (here * (2 * size + 4 * moment) + 2 * moment)
+    rank_dependent = [name for name, on in (("bf16_compress", c.bf16_compress), ("clip_norm", c.clip_norm), (
+        "find_unused_parameters", c.find_unused_parameters), ("attention flash", c.attention == "flash")) if on]
+    yield from (
+        (c.model_dim % (4 * c.num_heads) == 0,
+         f"model_dim is {c.model_dim}; give a multiple of 4 * num_heads, {4 * c.num_heads}"),
+        (c.val_tokens % c.val_len == 0, f"val_tokens is {c.val_tokens}; give a multiple of val_len, {c.val_len}, or 0"),
+        ("/" not in c.run_id and c.run_id not in (".", ".."), f"run_id is {c.run_id!r}; give a file name without '/'"),
+        (re.fullmatch(r"([^:]+:\d+:\d+:[^:]*)?", c.race), f"race is {c.race!r}; only launch/race.py sets it"),
+        (not c.profile or profile and int(profile[1]) <= int(profile[2]) < c.num_steps, f"profile is {c.profile!r}; "
+         f"give the first and the last step, such as 10:13, below num_steps {c.num_steps}"),
+        (c.attention != "flash" or c.dtype == "bfloat16", "attention flash needs dtype bfloat16; use --attention auto"),
+        (not (c.world_size_invariant and rank_dependent), f"world_size_invariant excludes {', '.join(rank_dependent)}, "
+         "whose sums depend on the number of ranks or on timing; leave out one of them"),
+        (c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}"),
+        (not any(layer.reads_backout for layer in layers[:c.backout_layer + 1]), "layers: c reads the output of "
+         f"backout_layer {c.backout_layer}; write it only in later layers"),
+        (value_tables == {*range(len(value_tables))}, f"layers: value tables {value_tables}; number them from 0"),
+        (value_tables or not c.value_gates, "value_gates needs a value table in layers, such as S0M; add one"),
+        ("L" in windows or not c.key_offset, "key_offset needs a layer with the long window; write L for one"),
+        ("P" not in windows or c.num_heads % 2 == 0, f"layers: P pairs heads, and num_heads is {c.num_heads}; write S"),
+        (not c.muon_qk_heads or c.num_heads % c.muon_qk_heads == 0,
+         f"muon_qk_heads is {c.muon_qk_heads}; it must divide num_heads, {c.num_heads}, or be 0"),
+        (not gated or c.sublayer_scales, "token_gates needs sublayer_scales; give --sublayer_scales true"),
+        (not c.mudd or c.sublayer_scales, "mudd needs sublayer_scales; give --sublayer_scales true"),
+        (not c.mudd or layers[-1].window and c.num_heads % 2 == 0, "mudd needs attention in the last layer and an even "
+         "num_heads, because each half of the heads has a value gate"),
+        (not c.untie_at or c.head_init, f"untie_at is {c.untie_at:g} and head_init 0: a tied head of zeros learns "
+         "nothing; give --head_init 0.005"),
+        (not (c.untie_at and "embed" in own), "param_groups: with untie_at the row of head applies to embed; leave out "
+         "the row for embed"),
+        (not unknown, f"param_groups: unknown kinds {unknown}; the kinds are {', '.join(kinds)}"),
+        (c.ngram_hash == "documents" or all(table.n == 2 for table in c.ngrams), "ngram_hash record is for pairs; give "
+         "tables Ngrams(2, ROWS, WIDTH) only"),
+        (needed <= memory, f"ngrams: training the tables takes {needed >> 30} GiB, and this machine has "
+         f"{memory >> 30}; give them fewer rows"))
+    for i, layer in enumerate(layers):
+        yield (layer.skip_from is None or layer.skip_from < i, f"layers: layer {i} has a skip connection from layer "
+               f"{layer.skip_from}; it must come from an earlier layer")
+        yield (layer.window != "P" or not (layer.xsa or layer.dc), f"layers: layer {i} has P with x or d, which need "
+               "unpaired heads; write S or L")
+        yield (gated or not (layer.gated or layer.dc), f"layers: layer {i} has g or d, whose gates are computed per "
+               "token; give --token_gates 0")
+    for table in c.ngrams:
+        yield table.width <= c.model_dim, f"ngrams: {table} is wider than model_dim, {c.model_dim}; give at most that"
+    for stage in all_stages:
+        n, ahead, tokens = (stage.first["micro_batches"], len(stage.first["loss_weights"]),
+                            stage.first["micro_batch_tokens"])
+        where = f"the stage from step {stage.begin} on has {n} micro-batches"
+        found = (
+            (ranks > 0 and n % ranks == 0, f"{where}, which {ranks} ranks cannot share evenly; start "
+             f"{usable_ranks(c, ranks)} ranks (--nproc_per_node), or change --micro_batches"),
+            (not c.world_size_invariant or n & (n - 1) == 0 and ranks & (ranks - 1) == 0, "world_size_invariant sums a "
+             f"batch as a binary tree, and {where} on {ranks} ranks; make both powers of two"),
+            (ahead <= tokens, f"loss_weights has {ahead} weights from step {stage.begin} on, and a micro-batch has "
+             f"{tokens} tokens; give fewer"))
+        yield from found
+        if not all(holds for holds, _ in found):
+            return  # most mistakes are the same in every stage
+
+ROW_LIMITS = {"lr_mul": (0, math.inf), "beta1": (0, 1), "beta2": (0, 1), "weight_decay": (0, math.inf),
+              "n": (2, 10), "rows": (1, math.inf), "width": (1, math.inf)}  # from, below
+
+def out_of_range(f: dataclasses.Field, v: Any) -> str:
+    """Say how a value violates its field's declaration; empty if it does not."""
+    if holds_rows(f):
+        for row in v:
+            if type(row).__name__ not in f.type:
+                return f"{f.name}: {row!r} is not a row of it; its type is {f.type}"
+            for name, (low, below) in ROW_LIMITS.items():
+                x = getattr(row, name, None)
+                if x is not None and not (isinstance(x, int if low else int | float) and low <= x < below):
+                    return f"{f.name}: {row} has {name} {x!r}; it must be a number from {low} on, below {below:g}"
+        return ""
+    if f.type not in ("int", "float", "Numbers"):
+        return ""
+    low, high, below = (f.metadata[name] for name in ("min", "max", "exclusive_max"))
+    several, kind = f.type == "Numbers", int if f.type == "int" else int | float
+    numbers = v if several and isinstance(v, tuple) else (v,)
+    if several and any(numbers):
+        low = 0  # one weight above 0 suffices
+    if numbers and several == (numbers is v) and all(
+            isinstance(x, kind) and math.isfinite(x) and (x > 0 if low is None else x >= low)
+            and x <= high and x < below for x in numbers):
+        return ""
+    wanted = [{"int": "a whole number", "float": "a number", "Numbers": "a tuple of numbers"}[f.type]]
+    wanted += ["above 0"] if low is None else [f"from {low:g} on"] if low > -math.inf else []
+    wanted += [f"{words} {bound:g}" for words, bound in (("at most", high), ("below", below)) if bound < math.inf]
+    return f"{f.name} is {v!r}; it must be {', '.join(wanted)}"
 
 class Signals:
     """SIGUSR1 asks for a checkpoint. In training, SIGTERM, SIGHUP and SIGUSR2, which says that the launcher has died,
