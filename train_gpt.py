@@ -3519,7 +3519,7 @@ class Trainer:
         gpu = device.type == "cuda"
         self.config, self.comm, self.device = config, comm, device
         self.compiled = config.compile == "on" or (config.compile == "auto" and gpu)
-        if self.compiled:
+        if self.compiled or gpu and config.kernels != "off":  # Triton compiles a launcher for each kernel
             check_compiler(gpu)
         if config.world_size_invariant:
             torch.set_num_threads(1)  # the split of a product over threads decides the order of its sums
