@@ -221,10 +221,8 @@ class SyncSettings:
     Only clip_norm and find_unused_parameters change the update. world_size_invariant fixes the order of its sums.
     """
 
-    sync: str = option("hook", "start a reduce-scatter in backward (hook) or in the optimizer step (step)",
-                       ("hook", "step"))
-    update_order: str = option("launch", "update buckets in launch order, or in the order of the forward",
-                               ("launch", "forward"))
+    sync: str = option("hook", "start reduce-scatters in backward, or in the step", ("hook", "step"))
+    update_order: str = option("launch", "order of updates: of launches, or of the forward", ("launch", "forward"))
     overlap_param_gather: bool = option(False, "overlap all-gathers with the next forward, layer by layer")
     find_unused_parameters: bool = option(False, "allow parameters without a gradient, which stay unchanged")
     check_grads: bool = option(False, "stop before a step with a non-finite gradient (synchronizes the GPU)")
@@ -243,11 +241,9 @@ class Config(SyncSettings, StageValues):
     # data
     train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "training shards")
     val_files: str = option("data/fineweb10B/fineweb_val_*.bin", "validation shards")
-    train_shards: int = option(9, "training shards to read, in order of their names (0: all); the record needs nine",
-                               min=0)
+    train_shards: int = option(9, "training shards to read, in order of their names (0: all)", min=0)
     epochs: int = option(1, "passes over the training shards; the race allows one")
-    long_documents: str = option("cut", "cut: drop tokens beyond max_document_tokens; split: make documents of them",
-                                 ("cut", "split"))
+    long_documents: str = option("cut", "cut documents at max_document_tokens, or split them", ("cut", "split"))
     shuffle: bool = option(False, "shuffle the documents of each shard by the seed (FineWeb is shuffled already)")
     even_order: bool = option(False, "shuffle with low discrepancy, which lowers the variance of short runs")
     val_tokens: int = option(10_485_760, "validation tokens, from the start of the split (0: all)", min=0)
@@ -265,33 +261,27 @@ class Config(SyncSettings, StageValues):
     ngrams: tuple[Ngrams, ...] = option((), "n-gram embedding tables, Ngrams(N, ROWS, WIDTH) each")
     ngram_reset: int = option(0, "steps between resets of the n-gram tables, counted back from the last step; with the "
                               "steps per epoch, no row has seen the tokens that it helps to predict (0: none)", min=0)
-    ngram_hash: str = option("documents", "rows of n-grams that share them: within documents, or for pairs by record "
-                             "89's hash, which crosses documents", ("documents", "record"))
+    ngram_hash: str = option("documents", "hash of n-grams: within documents, or record 89's", ("documents", "record"))
     model_dim: int = option(768, "width of the residual stream", min=GATE_DIM)
     num_heads: int = option(6, "attention heads")
     backout_layer: int = option(8, "layer whose output is partly subtracted before the head", min=0)
-    resid_lambda_init: float = option(1.0, "initial weight of the residual stream in each layer; above 1 favours "
-                                      "later layers")
+    resid_lambda_init: float = option(1.0, "initial weight of the residual stream; above 1 favours later layers")
     sublayer_scales: bool = option(False, "learned weights of residual stream and output for attention and for MLP")
     token_gates: LayerNumbers = option((), "layers at whose start a small network computes gates per token for the "
                                        "layers from there on, such as 0,4: of x0, n-gram embeddings, skip connections, "
                                        "x, g and d (empty: x and a sigmoid gate per head in each layer)")
-    mudd: bool = option(False, "the last layer and the head mix earlier outputs by weights per token (MUDD, "
-                        "arXiv:2502.12170)")
+    mudd: bool = option(False, "last layer and head mix earlier outputs by weights per token (MUDD, arXiv:2502.12170)")
     value_gates: bool = option(False, "gate the value table per head and token")
-    key_offset: bool = option(False, "long-window keys: unrotated part from the previous token (induction heads in "
-                              "one layer)")
+    key_offset: bool = option(False, "long-window keys: unrotated part from the previous token (induction heads)")
     output_init: float = option(0.0, "scale of the initial attention output matrices (0: zeros)", min=0)
     head_init: float = option(0.0, "standard deviation of the head's initialization", min=0)
     value_init: float = option(1.0, "standard deviation of the value tables' initialization", min=0)
-    untie_at: float = option(0.0, "fraction of the schedule in which head and embedding are tied (0: not tied at all)",
-                             min=0, max=1)
+    untie_at: float = option(0.0, "fraction of the schedule with tied head and embedding (0: none)", min=0, max=1)
     logit_cap: float = option(30.0, "logits = logit_cap * sigmoid((x + logit_shift) / 7.5)")
     logit_shift: float = option(0.0, "see logit_cap", min=-math.inf)
     # Adam's moments have the dtype of their parameter, as in the record. Two roundings of the record are left out,
     # since float32 costs nothing there: NorMuon's moments of the gates, and its normalization after polar
-    dtype: str = option("bfloat16", "dtype of activations, embeddings, head and gates; float32 for CPUs without bf16",
-                        ("bfloat16", "float32"))
+    dtype: str = option("bfloat16", "dtype of activations, embeddings, head and gates", ("bfloat16", "float32"))
     fp8_head: bool = option(True, "compute the head in fp8 during training, on GPUs that have fp8")
     # x is normed, so its entries are at most sqrt(model_dim); a gradient of the summed cross entropy is within 1
     fp8_x_scale: float = option(math.sqrt(768) / 448, "scale of the head's input in fp8: up to 448 times it fits")
@@ -316,8 +306,7 @@ class Config(SyncSettings, StageValues):
         (), "rows for single kinds of parameters, such as AdamGroup(\"head\", lr_mul=0.5, beta1=0.5), "
         "MuonGroup(\"attn\"); each replaces the row of that kind in PARAM_GROUPS or in the preset")
     adam_lr: float = option(0.008, "Adam's learning rate before lr_mul of param_groups", min=0)
-    adam_beta1: float = option(0.65, "decay of the first moment; low, because a token's gradients are far apart", min=0,
-                               exclusive_max=1)
+    adam_beta1: float = option(0.65, "first moment's decay; a token's gradients are far apart", min=0, exclusive_max=1)
     adam_beta2: float = option(0.95, "decay of the second moment", min=0, exclusive_max=1)
     adam_eps: float = option(1e-8, "added to the denominator, so that 0 / 0 is 0")
     adam_fp32_moments: bool = option(False, "keep Adam's moments in float32, whatever the parameter's dtype")
@@ -332,8 +321,7 @@ class Config(SyncSettings, StageValues):
     muon_beta2: float = option(0.95, "decay of NorMuon's second moment", min=0, exclusive_max=1)
     # with muon_qk_heads, second moments are per column for queries and keys, per row for values and outputs; else all
     # are per column
-    muon_qk_heads: int = option(0, "heads per matrix of queries or keys that NorMuon orthogonalizes (0: all heads)",
-                                min=0)
+    muon_qk_heads: int = option(0, "heads per matrix of queries or keys that NorMuon orthogonalizes (0: all)", min=0)
 
     # gradient sync (see also SyncSettings)
     # the default bucket holds 8 of the record's largest matrices, one per rank
@@ -343,8 +331,7 @@ class Config(SyncSettings, StageValues):
 
     # machine
     micro_batch_splits: int = option(1, "parts that each micro-batch is split into, to save GPU memory")
-    compile: str = option("auto", "torch.compile for blocks, head and update rules; auto: on GPUs",
-                          ("auto", "on", "off"))
+    compile: str = option("auto", "torch.compile for blocks, head and rules; auto: on GPUs", ("auto", "on", "off"))
     # flash is FlashAttention 3 on Hopper where it is installed, else torch's own
     attention: str = option("auto", "flash: FlashAttention; masked: SDPA; auto: flash on GPUs in bf16, else masked",
                             ("auto", "flash", "masked"))
@@ -3042,7 +3029,8 @@ class TrainingLoop:
                 worker.optimizer.finish_all_gathers()  # torch 2.13 crashes at exit on one that ends after the trace
                 profiler.step()
         worker.optimizer.finish_all_gathers()
-        worker.after_training()
+        if self.from_step < c.num_steps:  # else a checkpoint of the last validation already has it
+            worker.after_training()
         self.clock.stop()
         self.losses.write(c.num_steps, wait=True)
         if profiler:
@@ -3140,7 +3128,8 @@ class Worker:
     def after_step(self, plan: Plan) -> None:
         """A place for an idea: runs after each optimizer step, on the clock, and in the warm-up.
 
-        Before you read parameters, wait for them: self.optimizer.finish_all_gathers().
+        Before you read parameters, wait for them: self.optimizer.finish_all_gathers(). The warm-up restores, and a
+        checkpoint keeps, parameters and the rules' state; other state that you create here is lost on a resume.
         """
 
     def after_training(self) -> None:
@@ -3745,27 +3734,25 @@ class Log:
     def open(self, start: dict[str, Any], environment: str, resumed: dict[str, Any] | None) -> None:
         """Create the file with the source, the environment and the run's description, or append to it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        rule, source = "=" * 100, Path(__file__).read_text(encoding="utf-8")
-        used = (f"{self.path} exists, so run_id {self.run_id!r} was used. Choose another --run_id, continue that run "
-                "by --resume, or delete its log")
+        rule, used = "=" * 100, (
+            f"{self.path} exists, so run_id {self.run_id!r} was used. Choose another --run_id, continue that run "
+            "by --resume, or delete its log")
         try:
-            file = open(self.path, "a+" if resumed else "x", encoding="utf-8", errors="replace", newline="")
+            file = open(self.path, "a+" if resumed else "x+", encoding="utf-8", errors="replace", newline="")
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except FileExistsError:
             raise RunError(used) from None
         except BlockingIOError:
             raise RunError(f"{self.path}: another process trains this run; wait for it or stop it") from None
-        written = ""
-        if resumed:
-            file.seek(0)
-            written = file.read()
-        begun = re.search(rf"\n{rule}\n(\{{.*)\n", written)
-        ended = '\n{"end"' in written
-        require(not begun or not ended and (resumed["checkpoint"] or is_of_this_launch(self.path)), used)
+        file.seek(0)
+        begun = re.search(rf"\n{rule}\n(\{{.*)\n", written := file.read())
+        own = begun and '\n{"end"' not in written and (resumed["checkpoint"] or is_of_this_launch(self.path))
+        require(own or not begun, used)
         if not begun:  # new, deleted, or stopped while its head was written
             file.truncate(0)
             try:
-                print(source, rule, environment, rule, json.dumps(start), sep="\n", file=file, flush=True)
+                print(Path(__file__).read_text(encoding="utf-8"), rule, environment, rule, json.dumps(start), sep="\n",
+                      file=file, flush=True)
             except OSError:
                 self.path.unlink()  # the run did not start
                 raise
@@ -4282,8 +4269,8 @@ def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
         (not (c.world_size_invariant and rank_dependent), f"world_size_invariant excludes {', '.join(rank_dependent)}, "
          "whose sums depend on the number of ranks or on timing; leave out one of them"),
         (c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}"),
-        (not any(layer.reads_backout for layer in layers[:c.backout_layer + 1]), "layers: c reads the output of "
-         f"backout_layer {c.backout_layer}; write it only in later layers"),
+        (not any(layer.reads_backout for layer in layers[:c.backout_layer + 1]),
+         f"layers: c reads the output of backout_layer {c.backout_layer}; write it only in later layers"),
         (value_tables == {*range(len(value_tables))}, f"layers: value tables {value_tables}; number them from 0"),
         (value_tables or not c.value_gates, "value_gates needs a value table in layers, such as S0M; add one"),
         ("L" in windows or not c.key_offset, "key_offset needs a layer with the long window; write L for one"),
@@ -4292,15 +4279,12 @@ def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
          f"muon_qk_heads is {c.muon_qk_heads}; it must divide num_heads, {c.num_heads}, or be 0"),
         (not gated or c.sublayer_scales, "token_gates needs sublayer_scales; give --sublayer_scales true"),
         (not c.mudd or c.sublayer_scales, "mudd needs sublayer_scales; give --sublayer_scales true"),
-        (not c.mudd or layers[-1].window and c.num_heads % 2 == 0, "mudd needs attention in the last layer and an even "
-         "num_heads, because each half of the heads has a value gate"),
-        (not c.untie_at or c.head_init, f"untie_at is {c.untie_at:g} and head_init 0: a tied head of zeros learns "
-         "nothing; give --head_init 0.005"),
-        (not (c.untie_at and "embed" in own), "param_groups: with untie_at the row of head applies to embed; leave out "
-         "the row for embed"),
+        (not c.mudd or layers[-1].window and c.num_heads % 2 == 0,
+         "mudd needs attention in the last layer and an even num_heads"),
+        (not c.untie_at or c.head_init, "untie_at: a tied head of zeros learns nothing; give --head_init 0.005"),
+        (not c.untie_at or "embed" not in own, "param_groups: with untie_at head's row serves embed; drop embed's"),
         (not unknown, f"param_groups: unknown kinds {unknown}; the kinds are {', '.join(kinds)}"),
-        (c.ngram_hash == "documents" or all(table.n == 2 for table in c.ngrams), "ngram_hash record is for pairs; give "
-         "tables Ngrams(2, ROWS, WIDTH) only"),
+        (c.ngram_hash == "documents" or {t.n for t in c.ngrams} <= {2}, "ngram_hash record is for n-grams with N = 2"),
         (needed <= memory, f"ngrams: training the tables takes {needed >> 30} GiB, and this machine has "
          f"{memory >> 30}; give them fewer rows"))
     for i, layer in enumerate(layers):

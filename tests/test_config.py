@@ -140,7 +140,7 @@ def test_param_groups_replace_rows_of_the_same_kind():
     ("AdamGroup('head', lr_mul=-1)", "has lr_mul -1; it must be a number from 0 on"),
     ("AdamGroup('head', 1e999)", "has lr_mul inf"), ("MuonGroup('attn', 'x')", "has lr_mul 'x'"),
     ("AdamGroup('head', weight_decay=(1, 2))", "has weight_decay (1, 2)"),
-    ("AdamGroup('embed')", "with untie_at the row of head applies to embed; leave out the row for embed"),
+    ("AdamGroup('embed')", "with untie_at head's row serves embed; drop embed's"),
     ("Stage()", "param_groups: Stage() is not a row of it; its type is tuple[AdamGroup | MuonGroup, ...]"), ("3", "param_groups: 3 is not a row"),
 ])
 def test_impossible_param_groups_are_refused(rows, says):
@@ -230,11 +230,11 @@ def refused(changes, ranks=1):
     ({"mudd": True}, 1, "mudd needs sublayer_scales"),
     ({"mudd": True, "sublayer_scales": True, "layers": "SM M", "backout_layer": 0}, 1, "mudd needs attention in the last layer"),
     ({"prefix_weight": -1.0}, 1, "prefix_weight is -1.0; it must be a number, from 0 on"),
-    ({"ngram_hash": "record", "ngrams": (Ngrams(3, 50, 8),)}, 1, "ngram_hash record is for pairs; give tables Ngrams(2, ROWS, WIDTH) only"),
+    ({"ngram_hash": "record", "ngrams": (Ngrams(3, 50, 8),)}, 1, "ngram_hash record is for n-grams with N = 2"),
     ({"layers": "S0M cSM LM", "backout_layer": 1}, 1, "c reads the output of backout_layer 1; write it only in later layers"),
     ({"layers": "P0M SM", "backout_layer": 1, "num_heads": 1}, 1, "num_heads is 1; write S"),
     ({"untie_at": 1.5}, 1, "untie_at is 1.5; it must be a number, from 0 on, at most 1"),
-    ({"untie_at": 0.5}, 1, "untie_at is 0.5 and head_init 0: a tied head of zeros learns nothing; give --head_init"),
+    ({"untie_at": 0.5}, 1, "untie_at: a tied head of zeros learns nothing; give --head_init"),
     ({"untie_at": float("nan")}, 1, "untie_at is nan"),
     ({"layers": "SM LM", "value_gates": True}, 1, "value_gates needs a value table in layers"),
     ({"loss_weights": (1.0,) * 200, "micro_batch_tokens": 128}, 1, "has 200 weights from step 0 on, and a micro-batch has 128 tokens"),
