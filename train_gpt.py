@@ -1234,9 +1234,10 @@ class GPT(nn.Module):
                     setattr(module, name, compile_method(getattr(module, name)))
 
 class Context(NamedTuple):
-    """What all layers of a forward read. x0, ngram_embeds [T, dim]: of the tokens; the rows of value_embeds likewise.
+    """Inputs that all layers of one forward share.
 
-    rotary: cosines, sines, softmax scale. masks: see GPT.masks. The rest: GPT.mixing_weights.
+    x0, ngram_embeds: [T, dim]. rotary: cosines, sines, softmax scale. masks: see GPT.masks. Other fields: see
+    GPT.mixing_weights.
     """
 
     x0: Tensor

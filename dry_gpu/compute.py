@@ -84,6 +84,7 @@ def become_gpu():
     import torch
     aten.install()
     interpreter.install()
+    torch.backends.cuda.enable_mem_efficient_sdp(False)  # CPUs lack the operator; masks then go into plain products
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # otherwise the limit only leaves code uncompiled, silently
 
 
