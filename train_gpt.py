@@ -4227,7 +4227,7 @@ def with_digests(shards: list[Shard], comm: Comm, local_rank: int) -> list[Shard
             mine = dict(zip((shard.path.name for shard in shards), pool.map(file_sha256, (s.path for s in shards))))
     digests, *others = filter(None, comm.all_gather_json(mine))
     for other in others:
-        differ = sorted(name for name, _ in digests.items() ^ other.items())
+        differ = sorted({name for name, _ in digests.items() ^ other.items()})
         require(not differ, f"shard {', '.join(differ)} differs between hosts; give every host the same data")
     return [shard._replace(sha256=digests[shard.path.name]) for shard in shards]
 
