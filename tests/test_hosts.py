@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import train_gpt
