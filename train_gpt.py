@@ -16,10 +16,11 @@ after the training loop; the later sections keep a run safe.
     gradient sync   buckets (memory), collectives, gradients in backward,       class Bucket, class Comm, class Reducer,
                     the optimizer step                                          def register_grad_ready
     assignment      parameter kind -> update rule and multipliers               def rule_of
-    training        forward, backward, update; validation; the loop             class Trainer, class Run:, def train
+    training        a run, its loop, the step of a rank, validation             class TrainingLoop, class Worker
+    masks, kernels  attention, MLP and loss on CPUs and GPUs                    def attend
     log and clock   the only log file, the only output, the training clock      class Log
     checkpoint      save and resume                                             def save_checkpoint
-    machine, main   set-up, signals, failures                                   def main
+    machine, main   checks, set-up, signals, failures                           def main, def check_config
 
 Gradient sync in one paragraph: autograd computes a gradient, and a hook adds it into the parameter's slot of a bucket
 (Reducer.register_grad_ready). When a bucket is complete, the hook's last line starts its reduce-scatter while backward
@@ -75,15 +76,12 @@ import math
 import platform
 import re
 import resource
-import shutil
 import socket
 import subprocess
-import sysconfig
 import threading
 import traceback
 import unicodedata
 import uuid
-import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NoAnswer
 from dataclasses import dataclass, field
@@ -100,7 +98,6 @@ except ModuleNotFoundError as error:
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.weak import WeakIdKeyDictionary
 
 try:
@@ -123,6 +120,7 @@ def require(condition: Any, message: str) -> None:
 # config
 
 Numbers = tuple[float, ...]
+LayerNumbers = tuple[int, ...]
 
 def option(default: Any, meaning: str, choices: tuple[str, ...] = (), min: float | None = None, max: float = math.inf,
            exclusive_max: float = math.inf) -> Any:
@@ -132,7 +130,11 @@ def option(default: Any, meaning: str, choices: tuple[str, ...] = (), min: float
 
 @dataclass(frozen=True)
 class StageValues:
-    """Values that a stage may set. A stage that does not set one uses the flag of the same name."""
+    """Values that a stage may set. A stage that does not set one uses the flag of the same name.
+
+    To schedule another number, add a field: it becomes a flag, a value of stages and a value of each step's Plan, which
+    Worker.step and the rules' hyper(plan, t) read.
+    """
 
     micro_batches: int = option(8, "micro-batches per step over all ranks; ranks take equal shares")
     micro_batch_tokens: int = option(2048 * 16, "tokens per forward and backward pass: one packed sequence")
@@ -151,7 +153,8 @@ class Ramp:
 
 def show_row(row: Any) -> str:
     """Show a row as it is written on the command line, without fields at their default."""
-    shown = (f"{f.name}={getattr(row, f.name)!r}" for f in dataclasses.fields(row) if getattr(row, f.name) != f.default)
+    values = ((f, getattr(row, f.name)) for f in dataclasses.fields(row))
+    shown = (repr(v) if f.default is dataclasses.MISSING else f"{f.name}={v!r}" for f, v in values if v != f.default)
     return f"{type(row).__name__}({', '.join(shown)})"
 
 # until: the end of the stage (up to 1: a fraction of the scheduled steps; above 1: a step). extra_steps: the length of
@@ -164,13 +167,13 @@ Stage = dataclasses.make_dataclass(
 
 @dataclass(frozen=True)
 class AdamGroup:
-    """How Adam updates one kind of parameters. None: the value of adam_beta1, adam_beta2 or adam_weight_decay."""
+    """How Adam updates one kind of parameters. None: the value of adam_beta1 or adam_beta2."""
 
     kind: str
     lr_mul: float = 1.0  # times adam_lr
     beta1: float | None = None
     beta2: float | None = None
-    weight_decay: float | None = None
+    weight_decay: float = 0.0  # cautious, times the squared learning rate of the kind
     __repr__ = show_row
 
 @dataclass(frozen=True)
@@ -181,20 +184,29 @@ class MuonGroup:
     lr_mul: float = 1.0  # times muon_lr
     __repr__ = show_row
 
+@dataclass(frozen=True)
+class Ngrams:
+    """An n-gram embedding table [rows, width]. A hash assigns n-grams to rows."""
+
+    n: int
+    rows: int
+    width: int
+    __repr__ = show_row
+
 # One row per kind of parameters. The model names the kind where it creates a parameter: parameter(init, kind)
 PARAM_GROUPS = (
     AdamGroup("embed", lr_mul=75.0),  # embeddings start at unit scale and must move far
     AdamGroup("value_embeds", lr_mul=75.0),
     AdamGroup("ngram_embeds", lr_mul=25.0),  # most rows get few gradients and must move far with each
     AdamGroup("head"),
-    AdamGroup("scalars", lr_mul=5.0, weight_decay=0.0),  # mixing weights: faster than the head, slower than embeddings
-    AdamGroup("resid_lambdas", lr_mul=5.0, weight_decay=0.0),
-    AdamGroup("post_lambdas", weight_decay=0.0),
-    AdamGroup("xsa_lambdas", weight_decay=0.0),
+    AdamGroup("scalars", lr_mul=5.0),  # mixing weights: faster than the head, slower than embeddings
+    AdamGroup("resid_lambdas", lr_mul=5.0),
+    AdamGroup("post_lambdas"),
+    AdamGroup("xsa_lambdas"),
     AdamGroup("token_gates", lr_mul=0.1),  # small networks, whose outputs weight whole residual streams
-    AdamGroup("token_gates_biases", lr_mul=0.1, weight_decay=0.0),
+    AdamGroup("token_gates_biases", lr_mul=0.1),
     AdamGroup("mudd", lr_mul=0.25),
-    AdamGroup("mudd_biases", lr_mul=0.25, weight_decay=0.0),
+    AdamGroup("mudd_biases", lr_mul=0.25),
     MuonGroup("gates"),
     MuonGroup("smear_gate"),
     MuonGroup("attn"),
@@ -209,15 +221,15 @@ class SyncSettings:
     Only clip_norm and find_unused_parameters change the update. world_size_invariant fixes the order of its sums.
     """
 
-    sync: str = option("hook", "start a reduce-scatter in backward (hook) or in the optimizer step (step)",
-                       ("hook", "step"))
-    update_order: str = option("launch", "update buckets in launch order, or in the order of the forward",
-                               ("launch", "forward"))
+    sync: str = option("hook", "start reduce-scatters in backward, or in the step", ("hook", "step"))
+    update_order: str = option("launch", "order of updates: of launches, or of the forward", ("launch", "forward"))
     overlap_param_gather: bool = option(False, "overlap all-gathers with the next forward, layer by layer")
     find_unused_parameters: bool = option(False, "allow parameters without a gradient, which stay unchanged")
     check_grads: bool = option(False, "stop before a step with a non-finite gradient (synchronizes the GPU)")
     clip_norm: float = option(0.0, "largest gradient norm over all parameters of a step (0: no clipping)", min=0)
     world_size_invariant: bool = option(False, "same bytes on any number of ranks: tree sums, one thread, no batching")
+
+GATE_DIM = 12  # channels of the residual stream that gates read
 
 @dataclass(frozen=True)
 class Config(SyncSettings, StageValues):
@@ -229,11 +241,9 @@ class Config(SyncSettings, StageValues):
     # data
     train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "training shards")
     val_files: str = option("data/fineweb10B/fineweb_val_*.bin", "validation shards")
-    train_shards: int = option(9, "training shards to read, in order of their names (0: all); the record needs nine",
-                               min=0)
+    train_shards: int = option(9, "training shards to read, in order of their names (0: all)", min=0)
     epochs: int = option(1, "passes over the training shards; the race allows one")
-    long_documents: str = option("cut", "cut: drop tokens beyond max_document_tokens; split: make documents of them",
-                                 ("cut", "split"))
+    long_documents: str = option("cut", "cut documents at max_document_tokens, or split them", ("cut", "split"))
     shuffle: bool = option(False, "shuffle the documents of each shard by the seed (FineWeb is shuffled already)")
     even_order: bool = option(False, "shuffle with low discrepancy, which lowers the variance of short runs")
     val_tokens: int = option(10_485_760, "validation tokens, from the start of the split (0: all)", min=0)
@@ -242,47 +252,36 @@ class Config(SyncSettings, StageValues):
 
     # model
     layers: str = option("- S1M S2M SM LM SM SM+5 M+4 SM+3 S0M+2 S1M+1 L2M", "one word per layer: S or L (attention "
-                         "with the short or long window) or P (short window, pairs of heads), a digit (value table), "
+                         "with the short or long window) or P (short window; heads j and num_heads / 2 + j attend "
+                         "to each other's keys), a digit (value table), "
                          "x (heads remove a token's own value: XSA, arXiv:2603.09078), g and d (with token_gates: "
                          "output gates; attention maps mixed over heads: DC, arXiv:2405.08553), M (MLP), +N (skip "
                          "connection from layer N); c in front (attention reads the output of backout_layer); - "
                          "(nothing)")
-    ngrams: str = option("", "n-gram embedding tables, N:ROWS:WIDTH each; with few rows, n-grams share them by hash")
+    ngrams: tuple[Ngrams, ...] = option((), "n-gram embedding tables, Ngrams(N, ROWS, WIDTH) each")
     ngram_reset: int = option(0, "steps between resets of the n-gram tables, counted back from the last step; with the "
                               "steps per epoch, no row has seen the tokens that it helps to predict (0: none)", min=0)
-    ngram_hash: str = option("documents", "rows of n-grams that share them: within documents, or for pairs by record "
-                             "89's hash, which crosses documents", ("documents", "record"))
-    model_dim: int = option(768, "width of the residual stream")
+    ngram_hash: str = option("documents", "hash of n-grams: within documents, or record 89's", ("documents", "record"))
+    model_dim: int = option(768, "width of the residual stream", min=GATE_DIM)
     num_heads: int = option(6, "attention heads")
-    head_dim: int = option(128, "width of a head; num_heads * head_dim must be model_dim")
-    gate_dim: int = option(12, "channels of the residual stream that the gates read")
     backout_layer: int = option(8, "layer whose output is partly subtracted before the head", min=0)
-    resid_lambda_init: float = option(1.0, "initial weight of the residual stream in each layer; above 1 favours "
-                                      "later layers")
+    resid_lambda_init: float = option(1.0, "initial weight of the residual stream; above 1 favours later layers")
     sublayer_scales: bool = option(False, "learned weights of residual stream and output for attention and for MLP")
-    token_gates: str = option("", "layers at whose start a small network computes gates per token for the layers from "
-                              "there on, such as '0 4': of x0, n-gram embeddings, skip connections, x, g and d (empty: "
-                              "x and a sigmoid gate per head in each layer)")
-    mudd: bool = option(False, "the last layer and the head mix earlier outputs by weights per token (MUDD, "
-                        "arXiv:2502.12170)")
-    dc_window: int = option(112, "tokens that d looks at")
+    token_gates: LayerNumbers = option((), "layers at whose start a small network computes gates per token for the "
+                                       "layers from there on, such as 0,4: of x0, n-gram embeddings, skip connections, "
+                                       "x, g and d (empty: x and a sigmoid gate per head in each layer)")
+    mudd: bool = option(False, "last layer and head mix earlier outputs by weights per token (MUDD, arXiv:2502.12170)")
     value_gates: bool = option(False, "gate the value table per head and token")
-    pairing: str = option("neighbours", "heads that P pairs: neighbours 0 and 1, or halves 0 and num_heads / 2",
-                          ("neighbours", "halves"))
-    key_offset: bool = option(False, "long-window keys: unrotated part from the previous token (induction heads in "
-                              "one layer)")
+    key_offset: bool = option(False, "long-window keys: unrotated part from the previous token (induction heads)")
     output_init: float = option(0.0, "scale of the initial attention output matrices (0: zeros)", min=0)
     head_init: float = option(0.0, "standard deviation of the head's initialization", min=0)
     value_init: float = option(1.0, "standard deviation of the value tables' initialization", min=0)
-    untie_at: float = option(0.0, "fraction of the schedule in which head and embedding are tied (0: not tied at all)",
-                             min=0, max=1)
-    logit_cap: float = option(30.0, "logits = logit_cap * sigmoid((x + logit_shift) / logit_softness)")
+    untie_at: float = option(0.0, "fraction of the schedule with tied head and embedding (0: none)", min=0, max=1)
+    logit_cap: float = option(30.0, "logits = logit_cap * sigmoid((x + logit_shift) / 7.5)")
     logit_shift: float = option(0.0, "see logit_cap", min=-math.inf)
-    logit_softness: float = option(7.5, "see logit_cap")
     # Adam's moments have the dtype of their parameter, as in the record. Two roundings of the record are left out,
     # since float32 costs nothing there: NorMuon's moments of the gates, and its normalization after polar
-    dtype: str = option("bfloat16", "dtype of activations, embeddings, head and gates; float32 for CPUs without bf16",
-                        ("bfloat16", "float32"))
+    dtype: str = option("bfloat16", "dtype of activations, embeddings, head and gates", ("bfloat16", "float32"))
     fp8_head: bool = option(True, "compute the head in fp8 during training, on GPUs that have fp8")
     # x is normed, so its entries are at most sqrt(model_dim); a gradient of the summed cross entropy is within 1
     fp8_x_scale: float = option(math.sqrt(768) / 448, "scale of the head's input in fp8: up to 448 times it fits")
@@ -307,14 +306,12 @@ class Config(SyncSettings, StageValues):
         (), "rows for single kinds of parameters, such as AdamGroup(\"head\", lr_mul=0.5, beta1=0.5), "
         "MuonGroup(\"attn\"); each replaces the row of that kind in PARAM_GROUPS or in the preset")
     adam_lr: float = option(0.008, "Adam's learning rate before lr_mul of param_groups", min=0)
-    adam_beta1: float = option(0.65, "decay of the first moment; low, because a token's gradients are far apart", min=0,
-                               exclusive_max=1)
+    adam_beta1: float = option(0.65, "first moment's decay; a token's gradients are far apart", min=0, exclusive_max=1)
     adam_beta2: float = option(0.95, "decay of the second moment", min=0, exclusive_max=1)
     adam_eps: float = option(1e-8, "added to the denominator, so that 0 / 0 is 0")
     adam_fp32_moments: bool = option(False, "keep Adam's moments in float32, whatever the parameter's dtype")
     adam_every: int = option(2, "steps per Adam update, which uses the sum of their gradients")
     lazy_tables: bool = option(False, "update only the n-gram rows that a step uses, and send only their new values")
-    adam_weight_decay: float = option(0.0, "cautious weight decay, times the squared learning rate of the kind", min=0)
     muon_lr: float = option(0.03, "NorMuon's learning rate: the size of an orthogonal update", min=0)
     muon_weight_decay: float = option(1.2, "cautious weight decay, times the squared muon_lr and lr_mul", min=0)
     muon_momentum: float = option(0.95, "NorMuon's momentum between warm-up and cooldown", min=0, exclusive_max=1)
@@ -324,8 +321,7 @@ class Config(SyncSettings, StageValues):
     muon_beta2: float = option(0.95, "decay of NorMuon's second moment", min=0, exclusive_max=1)
     # with muon_qk_heads, second moments are per column for queries and keys, per row for values and outputs; else all
     # are per column
-    muon_qk_heads: int = option(0, "heads per matrix of queries or keys that NorMuon orthogonalizes (0: all heads)",
-                                min=0)
+    muon_qk_heads: int = option(0, "heads per matrix of queries or keys that NorMuon orthogonalizes (0: all)", min=0)
 
     # gradient sync (see also SyncSettings)
     # the default bucket holds 8 of the record's largest matrices, one per rank
@@ -335,13 +331,12 @@ class Config(SyncSettings, StageValues):
 
     # machine
     micro_batch_splits: int = option(1, "parts that each micro-batch is split into, to save GPU memory")
-    compile: str = option("auto", "torch.compile for blocks, head and update rules; auto: on GPUs",
-                          ("auto", "on", "off"))
-    # flash is FlashAttention 3 where it is installed, else torch's own
-    attention: str = option("auto", "masked: SDPA; auto: flash on Hopper with FlashAttention 3, flex on other GPUs, "
-                            "masked on CPUs", ("auto", "flash", "flex", "masked"))
-    kernels: str = option("auto", "Triton kernels of MLP and loss; auto: on Hopper GPUs and later",
-                          ("auto", "on", "off"))
+    compile: str = option("auto", "torch.compile for blocks, head and rules; auto: on GPUs", ("auto", "on", "off"))
+    # flash is FlashAttention 3 on Hopper where it is installed, else torch's own
+    attention: str = option("auto", "flash: FlashAttention; masked: SDPA; auto: flash on GPUs in bf16, else masked",
+                            ("auto", "flash", "masked"))
+    kernels: str = option("auto", "Triton kernels, on: of MLP and loss; loss: of the loss only; auto: on for Hopper "
+                          "GPUs and later, loss for other GPUs", ("auto", "on", "loss", "off"))
     warmup_steps: int = option(30, "untimed warm-up steps over all stages; the state is restored after them", min=0)
     timeout_s: int = option(300, "seconds until a collective fails if a rank does not join it", max=10 ** 6)
     profile: str = option("", "A:B writes a Chrome trace of steps A to B per rank")
@@ -361,6 +356,10 @@ class Config(SyncSettings, StageValues):
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 
+    @property
+    def head_dim(self) -> int:
+        return self.model_dim // self.num_heads
+
 PRESETS = {
     # overlap_param_gather saves 0.7 ms per step, for frontier 1.2 ms, on the simulated GPU (dry_gpu)
     "speedrun": Config(overlap_param_gather=True, update_order="forward"),
@@ -368,10 +367,11 @@ PRESETS = {
     "frontier": Config(
         # the record's first layer has neither attention nor MLP; the others are numbered without it
         layers="PM S0xM P1M LxgM SxM PM M+3 SxM cS2M cP3M cL4gdM", backout_layer=7, value_gates=True,
-        sublayer_scales=True, resid_lambda_init=1.1, token_gates="0 4", mudd=True, pairing="halves", key_offset=True,
+        sublayer_scales=True, resid_lambda_init=1.1, token_gates=(0, 4), mudd=True, key_offset=True,
         overlap_param_gather=True, update_order="forward",
-        ngrams="2:377280:768", ngram_hash="record", output_init=1.0, head_init=0.005, value_init=0.01, untie_at=2 / 3,
-        logit_cap=23.0, logit_shift=5.0,  # a lower cap; logits have more room below x = 0 than above
+        ngrams=(Ngrams(2, 377280, 768),), ngram_hash="record",
+        output_init=1.0, head_init=0.005, value_init=0.01, untie_at=2 / 3, logit_cap=23.0,
+        logit_shift=5.0,  # a lower cap; logits have more room below x = 0 than above
         fp8_x_scale=100 / 448, fp8_weight_scale=1.6 / 448, fp8_grad_scale=0.75 / 448, fp8_mlp=True,
         num_steps=1285, cooldown=0.6, lr_floor=0.15,
         # Batches and documents grow; the loss predicts several tokens ahead at first. The stages end at steps 423 (a
@@ -391,15 +391,15 @@ PRESETS = {
             AdamGroup("head", 1.0, beta1=0.5, beta2=0.95, weight_decay=0.75),
             AdamGroup("value_embeds", 75.0, beta1=0.75, beta2=0.95, weight_decay=0.025),
             AdamGroup("ngram_embeds", 75.0, beta1=0.75, beta2=0.95, weight_decay=0.025),
-            AdamGroup("scalars", 5.0, beta1=0.9, beta2=0.99, weight_decay=0.0),
-            AdamGroup("resid_lambdas", 5.0, beta1=0.9, beta2=0.95, weight_decay=0.0),
-            AdamGroup("post_lambdas", 1.0, beta1=0.9, beta2=0.95, weight_decay=0.0),
+            AdamGroup("scalars", 5.0, beta1=0.9, beta2=0.99),
+            AdamGroup("resid_lambdas", 5.0, beta1=0.9, beta2=0.95),
+            AdamGroup("post_lambdas", 1.0, beta1=0.9, beta2=0.95),
             AdamGroup("gates", 1.0, beta1=0.9, beta2=0.99, weight_decay=0.005),
-            AdamGroup("smear_gate", 0.01, beta1=0.9, beta2=0.99, weight_decay=0.0),
+            AdamGroup("smear_gate", 0.01, beta1=0.9, beta2=0.99),
             AdamGroup("token_gates", 0.1, beta1=0.9, beta2=0.99, weight_decay=0.005),
-            AdamGroup("token_gates_biases", 0.1, beta1=0.9, beta2=0.99, weight_decay=0.0),
+            AdamGroup("token_gates_biases", 0.1, beta1=0.9, beta2=0.99),
             AdamGroup("mudd", 0.25, beta1=0.9, beta2=0.99, weight_decay=0.005),
-            AdamGroup("mudd_biases", 0.25, beta1=0.9, beta2=0.99, weight_decay=0.0),
+            AdamGroup("mudd_biases", 0.25, beta1=0.9, beta2=0.99),
             MuonGroup("mlp_proj", lr_mul=4.0),
         ),
     ),
@@ -409,8 +409,9 @@ PRESETS = {
         target_val_loss=1.40, train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin",
         train_shards=0, max_document_tokens=257, long_documents="split", shuffle=True, even_order=True,
         micro_batch_tokens=1024, micro_batches=2, val_tokens=0, val_len=1024, val_every=0, layers="S0xM L1xM",
-        model_dim=64, num_heads=2, head_dim=32, backout_layer=0, lazy_tables=True,
-        ngrams="2:16384:64 3:32768:64 4:65536:64 6:65536:64 8:65536:64", dtype="float32", fp8_head=False,
+        model_dim=64, num_heads=2, backout_layer=0, lazy_tables=True, dtype="float32", fp8_head=False,
+        ngrams=(Ngrams(2, 16384, 64), Ngrams(3, 32768, 64), Ngrams(4, 65536, 64), Ngrams(6, 65536, 64),
+                Ngrams(8, 65536, 64)),
         num_steps=135, stages=(Stage(until=1/2, long_window=4), Stage(long_window=8),
                                Stage(extra_steps=10, long_window=8)),
         window_block=32, final_window=12, lr_floor=0.15,
@@ -431,17 +432,23 @@ HELP_GROUPS = {"seed": "the run", "train_files": "data", "layers": "model", "num
                "micro_batches": "values that stages may set", "param_groups": "optimizers", "sync": "gradient sync",
                "bucket_mb": "gradient sync", "micro_batch_splits": "machine", "log_dir": "log and saved files"}
 
-def parse_rows(text: str) -> tuple[Any, ...]:
-    """Evaluate rows such as `Stage(until=1/3, long_window=3), Stage(long_window=11)`.
+EXAMPLES = {"int": "a whole number such as 3", "float": "a number such as .5", "bool": "true or false",
+            "Numbers": "a list of numbers such as 1,.5,.25", "LayerNumbers": "a list of layers such as 0,4",
+            "rows": "a list of rows such as Stage(until=1/3, long_window=3) or AdamGroup('head', lr_mul=.5)"}
 
-    Only the four row classes, numbers, fractions, strings and tuples are allowed. Raise ArgumentTypeError on others.
+def parse_value(text: str, kind: str = "rows") -> Any:
+    """Parse a flag's text by the type of its field; `rows` such as `Stage(until=1/3, long_window=3), Stage()`.
+
+    Only row classes, numbers, fractions, strings, tuples, true and false are allowed. ArgumentTypeError on others.
     """
-    names = {row.__name__: row for row in (Stage, Ramp, AdamGroup, MuonGroup)}
+    names = {row.__name__: row for row in (Stage, Ramp, AdamGroup, MuonGroup, Ngrams)}
 
     def value(node: ast.expr) -> Any:
         match node:
             case ast.Constant(value=int() | float() | str()):
                 return node.value
+            case ast.Name(id="true" | "false"):
+                return node.id == "true"
             case ast.Tuple() | ast.List():
                 return tuple(map(value, node.elts))
             case ast.UnaryOp(op=ast.USub()):
@@ -454,25 +461,22 @@ def parse_rows(text: str) -> tuple[Any, ...]:
                     raise ValueError(f"{name} has no {unknown!r}, only {', '.join(fields)}")
                 return names[name](*map(value, node.args), **{k.arg: value(k.value) for k in node.keywords})
         raise ValueError(f"{ast.unparse(node)!r} is neither a number, a string, a tuple nor one of {', '.join(names)}")
+    types = {"int": (int,), "float": (int, float), "bool": (bool,), "Numbers": (int, float), "LayerNumbers": (int,)}
     try:
-        rows = value(ast.parse(f"({text})", mode="eval").body)
-        return rows if isinstance(rows, tuple) else (rows,)
+        v = value(ast.parse(f"({text})", mode="eval").body)
+        several = v if isinstance(v, tuple) else (v,)
+        if kind in types and not all(type(x) in types[kind] for x in several):
+            raise ValueError(f"{v!r} has another type")
+        several = tuple(map(float, several)) if float in types.get(kind, ()) else several
+        if kind in ("int", "float", "bool"):
+            v, = several
+            return v
+        return several
     except (SyntaxError, ValueError, TypeError, ArithmeticError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {getattr(error, 'msg', error)}; write rows like Stage(until=1/3, "
-                                         'long_window=3), or AdamGroup("head", lr_mul=0.5)') from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not {EXAMPLES[kind]}: {getattr(error, 'msg', error)}") from None
 
-def parse_bool(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
-    return text.lower() == "true"
-
-def parse_numbers(text: str) -> Numbers:
-    try:
-        return tuple(float(word) for word in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 1,.5,.25") from None
-
-PARSERS = {"int": int, "float": float, "str": str, "bool": parse_bool, "Numbers": parse_numbers}  # else parse_rows
+def holds_rows(f: dataclasses.Field) -> bool:
+    return f.type.startswith("tuple[")
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -492,16 +496,16 @@ def make_parser() -> argparse.ArgumentParser:
         if f.name in HELP_GROUPS:
             group = groups[HELP_GROUPS[f.name]]
         aliases = ["--exact"] if f.name == "world_size_invariant" else []
-        choices, parse = f.metadata["choices"] or None, PARSERS.get(f.type, parse_rows)
+        choices, kind = f.metadata["choices"] or None, "rows" if holds_rows(f) else f.type
         group.add_argument(
-            f"--{f.name}", *aliases, type=parse, choices=choices,
-            metavar=None if choices else "ROWS" if parse is parse_rows else f.type.upper(),
+            f"--{f.name}", *aliases, type=str if kind == "str" else functools.partial(parse_value, kind=kind),
+            choices=choices, metavar=None if choices else kind.upper(),
             help=(f.metadata["meaning"] + preset_values(f)).replace("%", "%%"))
     return parser
 
 def preset_values(f: dataclasses.Field) -> str:
-    """Show speedrun's value of a field, and those of other presets that differ. Rows are too long to show."""
-    if f.type not in PARSERS:
+    """Show speedrun's value of a field, and those of other presets that differ, unless they are too long to show."""
+    if f.name in ("stages", "param_groups"):
         return ""
     usual, *others = (f"{v:.4g}" if isinstance(v, float) else ",".join(map(str, v)) if isinstance(v, tuple) else
                       str(v) or "empty" for v in (getattr(preset, f.name) for preset in PRESETS.values()))
@@ -526,7 +530,7 @@ def parse_config(argv: Sequence[str], default_preset: str) -> tuple[str, Config]
             f"it in --stages '{', '.join(map(repr, config.stages))}'")
     if not config.resume:
         return preset, config
-    path, fixed = find_checkpoint(config), sorted(given.keys() - FREE_TO_CHANGE)
+    path, fixed = Path(find_run(config)[1]), sorted(given.keys() - FREE_TO_CHANGE)
     require(not fixed, f"--resume continues {path}; leave out --{', --'.join(fixed)}, which would make it another run")
     saved = load_file(path, check=False)  # its checksum is verified when the state is loaded
     try:
@@ -547,14 +551,14 @@ def shortened(preset: Config, num_steps: int) -> dict[str, Any]:
 
 def json_of(config: Config) -> dict[str, Any]:
     """Return the JSON form of a config. Rows are text, as on the command line."""
-    return {f.name: getattr(config, f.name) if f.type in PARSERS else ", ".join(map(repr, getattr(config, f.name)))
+    return {f.name: ", ".join(map(repr, getattr(config, f.name))) if holds_rows(f) else getattr(config, f.name)
             for f in dataclasses.fields(config)}
 
 def config_of(fields: dict[str, Any]) -> Config:
     """Rebuild a config from its JSON form. Raise TypeError if another version of this script wrote it."""
-    rows = {f.name for f in dataclasses.fields(Config) if f.type not in PARSERS}
+    rows = {f.name for f in dataclasses.fields(Config) if holds_rows(f)}
     try:
-        return Config(**{name: parse_rows(v) if name in rows else tuple(v) if isinstance(v, list) else v
+        return Config(**{name: parse_value(v) if name in rows else tuple(v) if isinstance(v, list) else v
                          for name, v in fields.items()})
     except argparse.ArgumentTypeError as error:
         raise TypeError(str(error)) from None
@@ -578,6 +582,8 @@ class Layer(NamedTuple):
 
 def parse_layers(words: str) -> tuple[Layer, ...]:
     """Parse Config.layers: `S1M+5` -> Layer("S", 1, True, skip_from=5). RunError on an invalid word."""
+    require(words.split(), "layers is empty; give at least one layer")
+
     def parse(word: str) -> Layer:
         found = re.fullmatch(r"-|(?=[^+])(?:(c?)([SLP])(\d?)(x?)(g?)(d?))?(M?)(?:\+(\d+))?", word)
         require(found, f"layers: {word!r} is not a layer; write S, L or P, optionally with a digit, x, g, d, M, +N, "
@@ -599,11 +605,9 @@ def saved_layers(config: Config) -> set[int]:
 
 def gated_layers(config: Config) -> list[range]:
     """Return the layers that each network of token_gates computes gates for. RunError on an invalid list."""
-    count, words = len(parse_layers(config.layers)), config.token_gates.split()
-    begins = [int(word) for word in words if word.isdecimal()]
-    require(len(begins) == len(words) and begins == sorted({*begins}) and begins[:1] in ([], [0])
-            and (not begins or begins[-1] < count), f"token_gates is {config.token_gates!r}; write numbers of layers, "
-            f"0 and later ones up to {count - 1}, in order, such as '0 4'")
+    count, begins = len(parse_layers(config.layers)), config.token_gates
+    require(not begins or begins[0] == 0 and begins[-1] < count and [*begins] == sorted({*begins}), "token_gates is "
+            f"{begins}; give numbers of layers, 0 and later ones up to {count - 1}, in order, such as 0,4")
     return [range(*ends) for ends in itertools.pairwise([*begins, count])] if begins else []
 
 GROUP = 4  # least layers of a group that is compiled together
@@ -621,21 +625,6 @@ def layer_groups(config: Config) -> list[range]:
             begins.append(i)
     return [range(*ends) for ends in itertools.pairwise([*begins, count])]
 
-class Ngrams(NamedTuple):
-    """An n-gram embedding table [rows, width]."""
-
-    n: int
-    rows: int
-    width: int
-
-def parse_ngrams(words: str) -> tuple[Ngrams, ...]:
-    """Parse Config.ngrams: `2:16384:64` -> Ngrams(2, 16384, 64). RunError on an invalid word."""
-    def parse(word: str) -> Ngrams:
-        table = re.fullmatch(r"([2-9]):([1-9][0-9]*):([1-9][0-9]*)", word)
-        require(table, f"ngrams: {word!r} is not a table; write N:ROWS:WIDTH, such as 2:16384:64, with N from 2 to 9")
-        return Ngrams(*map(int, table.groups()))
-    return tuple(map(parse, words.split()))
-
 def param_groups(config: Config) -> dict[str, AdamGroup | MuonGroup]:
     """Map each kind of parameters to its row. Rows of config.param_groups replace those of PARAM_GROUPS."""
     groups = {group.kind: group for group in (*PARAM_GROUPS, *config.param_groups)}
@@ -643,129 +632,10 @@ def param_groups(config: Config) -> dict[str, AdamGroup | MuonGroup]:
     return groups | {"embed": groups["head"]} if config.untie_at else groups
 
 def ngram_entries(config: Config) -> int:
-    return sum(table.rows * table.width for table in parse_ngrams(config.ngrams))
+    return sum(table.rows * table.width for table in config.ngrams)
 
 def moment_bytes(config: Config) -> int:
     return 4 if config.adam_fp32_moments else config.torch_dtype.itemsize
-
-def check_config(config: Config, ranks: int) -> None:
-    """Raise a RunError that lists all values that are impossible by themselves or for this number of ranks."""
-    c = config
-    wrong = [message for f in dataclasses.fields(c) if (message := out_of_range(f, getattr(c, f.name)))]
-
-    def want(condition: Any, message: str) -> None:
-        if not condition:
-            wrong.append(message)
-
-    want(c.num_heads * c.head_dim == c.model_dim,
-         f"num_heads * head_dim is {c.num_heads} * {c.head_dim}; it must be model_dim, {c.model_dim}")
-    want(c.head_dim % 4 == 0, f"head_dim is {c.head_dim}; the rotary needs a multiple of 4")
-    want(c.gate_dim <= c.model_dim, f"gate_dim is {c.gate_dim}; it must be at most model_dim, {c.model_dim}")
-    want(c.val_tokens % max(1, c.val_len) == 0, f"val_tokens {c.val_tokens} is not a multiple of val_len {c.val_len}; "
-         "give a multiple, or 0 for the whole split")
-    want("/" not in c.run_id and c.run_id not in (".", ".."), f"run_id is {c.run_id!r}; it must be a file name without "
-         "'/'")
-    want(not c.race or re.fullmatch(r"[^:]+:\d+:\d+:[^:]*", c.race), f"race is {c.race!r}; leave it out, because only "
-         "launch/race.py sets it")
-    steps = profiled_steps(c) if re.fullmatch(r"\d+:\d+", c.profile) else ()
-    want(not c.profile or steps and steps[-1] < c.num_steps,
-         f"profile is {c.profile!r}; give the first and the last step, such as 10:13, below num_steps {c.num_steps}")
-    for name in ("bf16_compress", "clip_norm", "find_unused_parameters"):
-        want(not (c.world_size_invariant and getattr(c, name)), f"world_size_invariant excludes {name}, whose sums "
-             "depend on the number of ranks; leave out one of them")
-    want(c.attention != "flash" or c.dtype == "bfloat16",
-         f"attention flash computes in bfloat16, and dtype is {c.dtype}; use --attention auto")
-    want(c.attention != "flash" or not c.world_size_invariant, "world_size_invariant excludes attention flash, whose "
-         "backward sums in no fixed order; use --attention auto")
-    known = len(wrong)
-    try:
-        for stage in stages_of(c):
-            if len(wrong) > known:  # most mistakes are the same in every stage
-                break
-            n, ahead = stage.first["micro_batches"], len(stage.first["loss_weights"])
-            where = f"the stage from step {stage.begin} on has {n} micro-batches"
-            want(ranks > 0 and n % ranks == 0, f"{where}, which {ranks} ranks cannot share evenly; start "
-                 f"{usable_ranks(c, ranks)} ranks (--nproc_per_node), or change --micro_batches")
-            want(not c.world_size_invariant or n & (n - 1) == 0 and ranks & (ranks - 1) == 0, "world_size_invariant "
-                 f"sums a batch as a binary tree, and {where} on {ranks} ranks; make both powers of two")
-            want(ahead <= stage.first["micro_batch_tokens"], f"loss_weights has {ahead} weights from step "
-                 f"{stage.begin} on, and a micro-batch has {stage.first['micro_batch_tokens']} tokens; give fewer")
-        check_layers(c, ranks, want)
-    except RunError as error:
-        wrong.append(str(error))
-    require(not wrong, "; ".join(wrong))
-
-def check_layers(c: Config, ranks: int, want: Callable[[Any, str], None]) -> None:
-    """Check layers, n-gram tables and parameter groups. Raise RunError on an invalid word or row."""
-    layers, gated = parse_layers(c.layers), gated_layers(c)
-    want(layers, "layers is empty; give at least one layer")
-    widest = max((table.width for table in parse_ngrams(c.ngrams)), default=0)
-    want(widest <= c.model_dim, f"ngrams: a table is {widest} wide; its width must be at most model_dim, {c.model_dim}")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # each rank holds parameters and, during the warm-up, a saved copy of the state
-    here, size, moment = env_int("LOCAL_WORLD_SIZE", ranks), c.torch_dtype.itemsize, moment_bytes(c)
-    needed = ngram_entries(c) * (here * (2 * size + 4 * moment) + 2 * moment)
-    want(needed <= memory, f"ngrams: training the tables takes {needed >> 30} GiB, and this machine has "
-         f"{memory >> 30}; give them fewer rows")
-    want(c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}")
-    want(not any(layer.reads_backout for layer in layers[:c.backout_layer + 1]), "layers: c reads the output of "
-         f"backout_layer {c.backout_layer}; write it only in later layers")
-    for i, layer in enumerate(layers):
-        want(layer.skip_from is None or layer.skip_from < i, f"layers: layer {i} has a skip connection from layer "
-             f"{layer.skip_from}; it must come from an earlier layer")
-    for i, layer in enumerate(layers):
-        want(not (layer.window == "P" and (layer.xsa or layer.dc)), f"layers: layer {i} has P with x or d, which need "
-             "unpaired heads; write S or L, or leave x and d out")
-        want(gated or not (layer.gated or layer.dc), f"layers: layer {i} has g or d, whose gates are computed per "
-             "token; give --token_gates 0, or leave g and d out")
-    for name, given in ("token_gates", gated), ("mudd", c.mudd):
-        want(not given or c.sublayer_scales, f"{name} needs sublayer_scales; give --sublayer_scales true")
-    want(not c.mudd or layers and layers[-1].window and c.num_heads % 2 == 0, "mudd needs attention in the last layer "
-         "and an even num_heads, because each half of the heads has a value gate")
-    want(not c.value_gates or any(layer.value_table is not None for layer in layers), "value_gates needs a value table "
-         "in layers, such as S0M; add one or leave out value_gates")
-    want(not c.untie_at or c.head_init, f"untie_at is {c.untie_at:g} and head_init 0: a tied head of zeros learns "
-         "nothing; give --head_init 0.005")
-    for group in c.param_groups:
-        require(isinstance(group, AdamGroup | MuonGroup), f"param_groups: {group!r} is not a group; write "
-                "AdamGroup(\"head\", lr_mul=0.5) or MuonGroup(\"attn\")")
-        for name, below in (("lr_mul", math.inf), ("beta1", 1), ("beta2", 1), ("weight_decay", math.inf)):
-            v = getattr(group, name, None)
-            want(v is None or isinstance(v, int | float) and 0 <= v < below, f"param_groups: {group} has {name} {v!r}; "
-                 "it must be a number from 0 on" + ", below 1" * (below == 1))
-    given, kinds = {group.kind for group in c.param_groups}, [group.kind for group in PARAM_GROUPS]
-    unknown = ", ".join(map(repr, sorted(given - {*kinds}, key=str)))
-    want(not unknown, f"param_groups: unknown kinds {unknown}; the kinds are {', '.join(kinds)}")
-    want(not (c.untie_at and "embed" in given), "param_groups has a row for embed, but with untie_at the row of head "
-         "applies to it; leave the row out")
-    want(c.ngram_hash == "documents" or all(table.n == 2 for table in parse_ngrams(c.ngrams)), "ngram_hash record is "
-         "for pairs; give tables 2:ROWS:WIDTH only, or leave it out")
-    want(not c.key_offset or any(layer.window == "L" for layer in layers), "key_offset needs a layer with the long "
-         "window; write L for one, or leave it out")
-    want(not c.muon_qk_heads or c.num_heads % c.muon_qk_heads == 0, f"muon_qk_heads is {c.muon_qk_heads}; it must "
-         f"divide num_heads, {c.num_heads}, or be 0")
-    want(c.num_heads % 2 == 0 or all(layer.window != "P" for layer in layers), "layers: P pairs heads, and "
-         f"num_heads is {c.num_heads}; make it even, or write S")
-    tables = {layer.value_table for layer in layers} - {None}
-    want(tables == set(range(len(tables))), f"layers use the value tables {sorted(tables)}; number them from 0 on")
-
-def out_of_range(f: dataclasses.Field, v: Any) -> str:
-    """Say how a number, or a tuple of numbers, violates its field's declaration; empty if it does not."""
-    if f.type not in ("int", "float", "Numbers"):
-        return ""
-    low, high, below = (f.metadata[name] for name in ("min", "max", "exclusive_max"))
-    several, kind = f.type == "Numbers", int if f.type == "int" else int | float
-    numbers = v if several and isinstance(v, tuple) else (v,)
-    if several and any(numbers):
-        low = 0  # one weight above 0 suffices
-    if numbers and several == (numbers is v) and all(
-            isinstance(x, kind) and math.isfinite(x) and (x > 0 if low is None else x >= low)
-            and x <= high and x < below for x in numbers):
-        return ""
-    wanted = [{"int": "a whole number", "float": "a number", "Numbers": "a tuple of numbers"}[f.type]]
-    wanted += ["above 0"] if low is None else [f"from {low:g} on"] if low > -math.inf else []
-    wanted += [f"{words} {bound:g}" for words, bound in (("at most", high), ("below", below)) if bound < math.inf]
-    return f"{f.name} is {v!r}; it must be {', '.join(wanted)}"
 
 # ------------------------------------------------------------------------------------------------------------------
 # schedule
@@ -788,36 +658,28 @@ class StageSteps(NamedTuple):
 def stages_of(config: Config) -> tuple[StageSteps, ...]:
     """Compute the steps and values of each stage; leave out stages without a step. Raise RunError on an invalid one."""
     c = config
-    for row in c.stages:
-        require(isinstance(row, Stage), f"stages: {row!r} is not a stage; write Stage(until=1/2, …)")
-        require(isinstance(row.extra_steps, int) and row.extra_steps >= 0, f"stages: {row!r} has extra_steps "
-                f"{row.extra_steps!r}; they must be a whole number, from 0 on")
     stages, begin, scheduled = [], 0, scheduled_steps(c)
-    require(scheduled > 0, f"stages: the extra steps leave {scheduled} of num_steps {c.num_steps} for the schedule; "
-            "raise --num_steps, or give --stages with fewer extra steps")
     for row in c.stages:
-        where, until = f"stages: {row!r}", row.until
-        if row.extra_steps:
+        where, until, extra = f"stages: {row!r}", row.until, row.extra_steps
+        if extra:
             require(begin >= scheduled, f"{where} begins at step {begin}, and the schedule ends at step {scheduled}; "
                     "let only the last stages have extra_steps")
-            end = begin + row.extra_steps
+            end = begin + extra
         else:
             require(isinstance(until, int | float) and 0 < until < math.inf and (until <= 1 or until == int(until)),
                     f"{where} has until={until!r}; give a fraction of the scheduled steps, or a whole step above 1")
             end = math.ceil(round(until if until > 1 else until * scheduled, 6))  # until=1/3 is not exactly a third
-            require(begin <= end <= scheduled, f"{where} ends at step {end}; it must end between step {begin}, where "
-                    f"the stage before it ends, and step {scheduled}, where the schedule ends")
+            require(begin <= end <= scheduled, f"{where} ends at step {end}; let it end in {begin} to {scheduled}")
         first, last = values_of(row, c, where)
         if end > begin:
             stages.append(StageSteps(begin, end, first, last))
         begin = end
-    require(begin == c.num_steps, f"stages: the last stage ends at step {begin}, and num_steps is {c.num_steps}; let "
-            "it end at until=1")
+    require(begin == c.num_steps, f"stages end at step {begin}, and num_steps is {c.num_steps}; end one at until=1")
     return tuple(stages)
 
 def values_of(row: Stage, config: Config, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Compute a stage's StageValues at its first step and at its end. Raise RunError on an impossible value."""
-    both, splits = ({}, {}), max(1, config.micro_batch_splits)
+    both, splits = ({}, {}), config.micro_batch_splits
     for f in dataclasses.fields(StageValues):
         v = getattr(row, f.name)
         v = getattr(config, f.name) if v is None else v
@@ -888,8 +750,13 @@ def momentum(config: Config, step: int) -> float:
     return c.muon_momentum_low + height * (c.muon_momentum - c.muon_momentum_low)
 
 def scheduled_steps(config: Config) -> int:
-    """Count the steps of the run without extra_steps."""
-    return config.num_steps - sum(stage.extra_steps for stage in config.stages)
+    """Count the steps of the run without extra_steps. Raise RunError if none is left."""
+    for row in config.stages:
+        require(isinstance(row.extra_steps, int) and row.extra_steps >= 0, f"stages: {row!r} has extra_steps "
+                f"{row.extra_steps!r}; they must be a whole number, from 0 on")
+    scheduled = config.num_steps - sum(stage.extra_steps for stage in config.stages)
+    require(scheduled > 0, f"stages: the extra steps leave {scheduled} of num_steps {config.num_steps}; give fewer")
+    return scheduled
 
 def first_untied_step(config: Config) -> int:
     """Return the first step with an untied embedding: after the first Adam update at or after untie_at.
@@ -949,22 +816,15 @@ def read_header(path: Path) -> Shard:
 
     Raise RunError if the file is not a complete shard.
     """
-    again = "delete it, then fetch or create it again"
-    require(path.is_file(), f"{path}: not a regular file; {again}")  # opening a pipe would block
+    require(path.is_file(), f"{path}: not a regular file; delete it")  # opening a pipe would block
     with open(path, "rb") as file:  # np.fromfile would treat a read error as the end of the file
         words, size = file.read(HEADER_INTS * 4), os.fstat(file.fileno()).st_size
-    require(len(words) == HEADER_INTS * 4, f"{path}: {size} bytes, less than a header of {HEADER_INTS * 4} bytes; "
-            f"{again}")
-    header = np.frombuffer(words, dtype="<i4")
-    require(header[:2].tolist() == [MAGIC, VERSION], f"{path}: starts with {header[:2].tolist()}, and a shard with "
-            f"[{MAGIC}, {VERSION}]; create it with a script of data/")
-    tokens = int(header[2])
-    expected = HEADER_INTS * 4 + 2 * tokens
-    require(size == expected, f"{path}: {size} bytes, but {tokens} tokens, as in its header, take {expected} bytes; "
-            f"{again}")
-    encoding = Encoding(*(header[3:5].tolist() if header[3] else (GPT2_VOCAB, GPT2_BOS)))
-    require(0 <= encoding.bos_id < encoding.vocab_size <= 2 ** 16, f"{path}: {encoding} in its header is impossible, "
-            f"because tokens are uint16; {again}")
+    magic, version, tokens, *encoding = np.frombuffer(words.ljust(HEADER_INTS * 4, b"\0"), dtype="<i4")[:5].tolist()
+    encoding, expected = Encoding(*(encoding if encoding[0] else (GPT2_VOCAB, GPT2_BOS))), HEADER_INTS * 4 + 2 * tokens
+    require((magic, version, size) == (MAGIC, VERSION, expected)
+            and 0 <= encoding.bos_id < encoding.vocab_size <= 2 ** 16,  # tokens are uint16
+            f"{path}: not a complete shard: {size} bytes that begin with {[magic, version, tokens]}, {encoding}; a "
+            f"shard begins with {[MAGIC, VERSION]} and has {expected} bytes. Delete it, then fetch or create it again")
     return Shard(path, tokens, encoding)
 
 def find_shards(pattern: str, limit: int = 0) -> list[Shard]:
@@ -995,10 +855,8 @@ def load_tokens(shard: Shard) -> np.ndarray:
             "unchanged while it runs")
     tokens = np.frombuffer(raw, dtype="<u2", offset=HEADER_INTS * 4)
     highest = int(tokens.max(initial=0))
-    if highest >= shard.encoding.vocab_size:
-        raise RunError(f"{shard.path}: token {highest} at position {tokens.argmax()}, but the vocabulary has "
-                       f"{shard.encoding.vocab_size} tokens; the file is damaged, or its header is wrong: create it "
-                       "again")
+    require(highest < shard.encoding.vocab_size, f"{shard.path}: token {highest}, but the vocabulary has "
+            f"{shard.encoding.vocab_size} tokens; create the shard again")
     return tokens
 
 class Documents(NamedTuple):
@@ -1184,164 +1042,321 @@ def validation_sequences(shards: list[Shard], tokens: int, length: int) -> np.nd
 
 # ------------------------------------------------------------------------------------------------------------------
 # model
-#
-# GPT.forward and GPT.trunk, at the end of this section, are the forward pass. Tensor names may end in their shape:
-# T tokens, H heads, D entries of a head. Attention masks and GPU kernels are in the next section
 
-def parameter(init: Tensor, kind: str, unit: tuple[int, int] | None = None) -> nn.Parameter:
-    """Create a parameter of a kind, which has a row in PARAM_GROUPS. unit: see ParamSpec."""
-    param = nn.Parameter(init)
-    param.kind, param.unit = kind, unit
-    return param
-
-def embedding(rows: int, width: int, kind: str, dtype: torch.dtype) -> nn.Embedding:
-    """Create an embedding table of a kind, initialized from the standard normal distribution."""
-    table = nn.Embedding(rows, width, dtype=dtype)
-    table.weight = parameter(table.weight.data, kind)
-    return table
-
-def uniform(rows: int, columns: int, fan_in: int) -> Tensor:
-    """Draw an initial matrix, uniform with standard deviation 0.5 / sqrt(fan_in)."""
-    bound = math.sqrt(3) * 0.5 / math.sqrt(fan_in)
-    return torch.empty(rows, columns).uniform_(-bound, bound)
+# Wholes come before parts: GPT.forward and GPT.trunk first, small functions last. Masks and kernels have a section of
+# their own. Tensor names may end in their shape: T tokens, H heads, D entries of a head
 
 def compiled(function: Callable) -> Callable:
     """Mark a method that GPT.compile_parts compiles."""
     function.compiles = True
     return function
 
-def norm(x: Tensor) -> Tensor:
-    """Apply RMS norm over the last dimension, without gain."""
-    return F.rms_norm(x, (x.size(-1),))
+def compile_static(function: Callable) -> Callable:
+    """Compile a function anew for each sequence length, group of layers or size of bucket."""
+    # beyond torch's limit of eight it would run uncompiled, and 2.11 has no argument for the limit of one function
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    return torch.compile(function, dynamic=False)
 
-def rotary_frequencies(head_dim: int) -> Tensor:
-    """Compute the initial frequencies in radians per token, [head_dim / 2].
+class GPT(nn.Module):
+    """The model of record 44, with the later mechanisms that the config asks for.
 
-    The first half falls geometrically from 1 to 1/1024. The second half is 0: those entries are not rotated.
+    Processes one packed sequence [T] at a time. The vocabulary is padded to a multiple of 128.
     """
-    rotated = (1 / 1024) ** torch.linspace(0, 1, head_dim // 4)
-    return torch.cat([rotated, torch.zeros(head_dim // 4)])
 
-def stretch(frequencies: Tensor, scale: float, window: int, longer: int) -> tuple[Tensor, float]:
-    """Adapt frequencies and softmax scale to a window that grows from `window` to `longer` tokens, by YaRN
-    (arXiv:2309.00071).
-
-    Frequencies with 32 or more rotations per old window are kept. Those with less than one are divided by the growth.
-    """
-    rotations = window * frequencies / (2 * math.pi)
-    kept_share = ((rotations - 1) / (32 - 1)).clamp(0, 1)
-    shrink = window / longer
-    return frequencies * (shrink + kept_share * (1 - shrink)), scale * (0.2 * math.log(longer / window) + 1)
-
-class Rotary(nn.Module):
-    """Rotary tables cos and sin [tokens, head_dim / 2], and the softmax scale for their frequencies."""
-
-    INIT_SCALE = 0.1
-
-    def __init__(self, config: Config, tokens: int):
+    def __init__(self, config: Config, encoding: Encoding):
         super().__init__()
-        head_dim, dtype = config.head_dim, config.torch_dtype
-        self.register_buffer("init_frequencies", rotary_frequencies(head_dim), persistent=False)
-        for name, shape in (("scale", ()), ("cos", (tokens, head_dim // 2)), ("sin", (tokens, head_dim // 2))):
-            self.register_buffer(name, torch.empty(shape, dtype=dtype if shape else None), persistent=False)
-        self.windows: tuple[int, ...] | None = None
-        self.set_windows(())
+        c, self.bos_id, self.layers, self.tied = config, encoding.bos_id, layers_of(config), False
+        self.config = c
+        lengths = micro_batch_lengths(c)
+        self.loss_tokens = min(lengths)  # tokens per call of the head: one size for one graph, and less memory
+        count, vocab, dtype = len(self.layers), -(-encoding.vocab_size // 128) * 128, c.torch_dtype
+        tables = 1 + max((layer.value_table for layer in self.layers if layer.value_table is not None), default=-1)
+        self.embed = embedding(vocab, c.model_dim, "embed", dtype)
+        self.value_embeds = nn.ModuleList(embedding(vocab, c.model_dim, "value_embeds", dtype) for _ in range(tables))
+        for table in self.value_embeds:
+            table.weight.data.mul_(c.value_init)
+        self.ngrams = nn.ModuleList(NgramTable(c, table) for table in c.ngrams)
+        self.smear_gate = parameter(torch.zeros(1, GATE_DIM, dtype=dtype), "smear_gate")
+        self.blocks = nn.ModuleList(Block(c, layer) for layer in self.layers)
+        self.lm_head = Head(c, vocab)
+        self.token_gates = nn.ModuleList(TokenWeights(c, "token_gates", gates_of(c, layers))
+                                         for layers in gated_layers(c))
+        self.gate_scale = parameter(torch.tensor(TokenWeights.SCALE), "token_gates_biases") if c.token_gates else None
+        self.mudd = Mudd(c) if c.mudd else None
+        self.groups = nn.ModuleList(Group(self, numbers) for numbers in layer_groups(c))
+        # all scalar weights of the layers are one parameter, in this order; see mixing_weights
+        skips = sum(layer.skip_from is not None for layer in self.layers)
+        block_mix = [] if c.sublayer_scales else [c.resid_lambda_init, 0.0]
+        value_mix = [0.5, 1.0 if c.sublayer_scales else 0.5]
+        scalars = {"skips": [-1.5] * skips, "blocks": block_mix * count, "values": value_mix * count,
+                   "smear": [0.0], "backout": [0.5] * (not c.mudd)}
+        self.scalar_sizes = [len(init) for init in scalars.values()]
+        self.scalars = parameter(torch.tensor([*itertools.chain(*scalars.values())]), "scalars")
+        self.resid_lambdas = self.post_lambdas = None
+        if c.sublayer_scales:  # see Block. A layer has two, so each is the root of the layer's weight
+            self.resid_lambdas = parameter(torch.full((count, 2), math.sqrt(c.resid_lambda_init)), "resid_lambdas")
+            self.post_lambdas = parameter(torch.ones(count, 2), "post_lambdas")
+        # the longest other token that begins each token; -1: none, also for the target -1. See fill_prefixes
+        self.register_buffer("prefixes", torch.full((vocab + 1,), -1), persistent=False)
+        self.pairs = any(layer.window == "P" for layer in self.layers)
+        self.rotary = Rotary(c, max(c.val_len, *lengths) * (1 + self.pairs))
+        self.reach = 0  # above 0: all masks in pieces have one shape, for windows up to `reach` tokens
+        self.flash, self.counted = False, None  # counted: (longest document, documents) of the next sequence
 
-    @torch.no_grad()
-    def set_windows(self, windows: tuple[int, ...]) -> None:
-        """Compute the tables for a sequence of long windows, in tokens; see stretch.
+    def forward(self, inputs: Tensor, targets: Tensor, windows: Windows, loss_weights: Numbers = (1.0,),
+                prefix_weight: float = 0.0) -> tuple[Tensor, Tensor]:
+        """inputs, targets [T] -> (objective, cross entropy) in nats, summed over tokens; see Head.forward.
 
-        Starts from the initial frequencies, so the tables depend only on the plan of a step. Writes in place, because
-        compiled blocks keep a reference to these tensors.
+        loss_weights: weights of the next token, the one after it, …. Targets of -1 are not counted, nor are tokens
+        beyond the sequence. prefix_weight: weight of the next token's prefix.
         """
-        if windows == self.windows:
-            return
-        self.windows = windows
-        frequencies, scale = self.init_frequencies, self.INIT_SCALE
-        for window, longer in itertools.pairwise(windows):
-            frequencies, scale = stretch(frequencies, scale, window, longer)
-        angles = torch.outer(torch.arange(len(self.cos), device=self.cos.device), frequencies)
-        self.cos.copy_(angles.cos())
-        self.sin.copy_(angles.sin())
-        self.scale.fill_(scale)
+        return self.loss(self.trunk(inputs, windows), targets, loss_weights, prefix_weight)
 
-def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary position embeddings."""
-    cos, sin = cos[:len(x_THD), None], sin[:len(x_THD), None]
-    x1, x2 = x_THD.chunk(2, dim=-1)
-    return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1)
+    def trunk(self, tokens: Tensor, windows: Windows) -> Tensor:
+        """Tokens [T] -> the normed residual stream before the head [T, dim]."""
+        masks, (x0, ngram_embeds) = self.masks(tokens, windows), self.embed_tokens(tokens)
+        context = self.context(x0, ngram_embeds, masks)
+        x, gates = x0.view_as(x0), None  # another tensor object: if x were x0, torch.compile would make a further graph
+        saved: dict[int, Tensor] = {}  # outputs of the layers that later layers read
+        values: dict[int, Tensor] = {}  # looked up at first use, so gradients come with that group's
+        for group in self.groups:
+            for table in sorted({self.layers[i].value_table for i in group.numbers} - {None} - values.keys()):
+                values[table] = self.value_embeds[table](tokens)
+            x, outputs, gates = group(x, context, saved, values, gates)
+            saved |= outputs
+        return x
 
-def pair_heads(x_THD: Tensor) -> Tensor:
-    """Interleave heads 2j and 2j + 1 into one sequence, with two positions per token: [T, H, D] -> [2T, H / 2, D]."""
-    tokens, heads, dim = x_THD.shape
-    return x_THD.view(tokens, heads // 2, 2, dim).transpose(1, 2).reshape(2 * tokens, heads // 2, dim)
+    def masks(self, tokens: Tensor, windows: Windows) -> dict[str | None, Mask | None]:
+        """Build the mask of each kind of attention, by its letter in `layers`, for tokens [T]; see attend."""
+        docs, counted, self.counted = (tokens == self.bos_id).cumsum(0), self.counted, None  # valid for one sequence
 
-def unpair_heads(x_THD: Tensor) -> Tensor:
-    """Invert pair_heads."""
-    positions, pairs, dim = x_THD.shape
-    return x_THD.reshape(positions // 2, 2, pairs, dim).transpose(1, 2).reshape(positions // 2, 2 * pairs, dim)
+        def make(docs: Tensor, window: int) -> Mask:
+            if counted:
+                return document_table(docs, window, len(docs) // len(tokens) * counted[0], counted[1])
+            return mask_in_pieces(docs, window, self.reach or window, self.embed.weight.dtype)
+        paired = {"P": make(docs.repeat_interleave(2), windows.short)} if self.pairs else {}
+        dc = {"dc": mask_in_pieces(docs, *[DC_WINDOW - 1] * 2, self.embed.weight.dtype, DC_PIECE)} if any(
+            layer.dc for layer in self.layers) else {}
+        return {"L": make(docs, windows.long), "S": make(docs, windows.short), None: None, **paired, **dc}
 
-def offset_keys(k_THD: Tensor) -> Tensor:
-    """Replace the unrotated entries of each key, quarters 1 and 3, whose frequencies are 0, by the previous token's.
+    def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Tokens [T] -> x0, the residual stream before the first layer [T, dim], and the n-gram embeddings [T, dim].
 
-    As in the record, the first token of a document takes them from the document before.
+        Without token_gates the n-gram embeddings are added to x0, and the second value is None.
+        """
+        e = F.embedding(tokens, self.lm_head.weight) if self.tied else self.embed(tokens)
+        _, _, _, smear_weight, _ = self.scalars.split(self.scalar_sizes)
+        x0 = self.smear(e, self.smear_gate, smear_weight[0])
+        gated = self.config.token_gates and self.config.ngrams
+        total = None if gated else x0
+        for table, hashes in zip(self.ngrams, self.ngram_hashes(tokens)):
+            embeds, missing = table(hashes), x0.size(1) - table.embedding_dim
+            embeds = F.pad(embeds, (0, missing)) if missing else embeds  # a narrow table fills the first entries
+            total = embeds if total is None else total + embeds
+        return (x0, total) if gated else (total, None)
+
+    # compiled by itself, see compile_parts
+    @staticmethod
+    @compiled
+    def smear(e: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        """Add to each embedding [T, dim] a gated share of the previous token's, then norm."""
+        opening = weight * torch.sigmoid(F.linear(e[1:, :gate.size(1)], gate))
+        return norm(torch.cat([e[:1], e[1:] + opening * e[:-1]]))
+
+    def ngram_hashes(self, tokens: Tensor) -> list[Tensor]:
+        """Hash the n-grams that end at tokens [..., T] -> int64 [..., T] for each table."""
+        if self.config.ngram_hash == "record":
+            return [table.record_hash(tokens) for table in self.ngrams]
+        token, in_document, last_tokens = tokens.long(), torch.ones_like(tokens, dtype=torch.bool), []
+        for _ in range(max((table.n for table in self.ngrams), default=0)):
+            last_tokens.append(torch.where(in_document, token, self.bos_id))
+            in_document = in_document & (token != self.bos_id)
+            token = F.pad(token[..., :-1], (1, 0), value=self.bos_id)
+        hashes = [*itertools.accumulate(last_tokens, lambda last, token: NgramTable.hash(last ^ token), initial=0)]
+        return [hashes[table.n] for table in self.ngrams]
+
+    def context(self, x0: Tensor, ngram_embeds: Tensor | None, masks: dict[str | None, Mask | None]) -> Context:
+        # unbound at once: backward of many single selections would pad each gradient with zeros and add them up
+        skip_weights, mixes, value_mixes, _, backouts = (x.unbind() for x in self.mixing_weights())
+        return Context(x0, ngram_embeds, (self.rotary.cos, self.rotary.sin, self.rotary.scale), masks, skip_weights,
+                      mixes, value_mixes, next(iter(backouts), None), self.gate_scale)
+
+    def mixing_weights(self) -> tuple[Tensor, ...]:
+        """Split the scalars into weights of skip connections [n], of blocks [layers, 2 or 4] (mix in Block), of
+        values [layers, 2] (value_mix in Attention), of smear [1] and of the backout layer's output [1 or 0]."""
+        skips, mixes, value_mixes, smear, backout = self.scalars.split(self.scalar_sizes)
+        if self.resid_lambdas is not None:
+            mixes = torch.cat([self.resid_lambdas, self.post_lambdas], 1)
+        return skips, mixes.view(len(self.layers), -1), value_mixes.view(-1, 2), smear, backout
+
+    def loss(self, x: Tensor, targets: Tensor, loss_weights: Numbers,
+             prefix_weight: float = 0.0) -> tuple[Tensor, Tensor]:
+        """Compute the losses of `forward` from the normed residual stream [T, dim]."""
+        rows = [F.pad(targets[k:], (0, k), value=-1) for k in range(len(loss_weights))]
+        if prefix_weight:
+            rows, loss_weights = [*rows, self.prefixes[targets]], (*loss_weights, prefix_weight)
+        ahead = torch.stack(rows)
+        weights = to_device(torch.tensor(loss_weights), x.device)
+        pieces = zip(x.split(self.loss_tokens), ahead.split(self.loss_tokens, dim=1))
+        losses = [self.lm_head(x_piece, targets_piece, weights) for x_piece, targets_piece in pieces]
+        objective, cross_entropy = (torch.stack(terms).sum() for terms in zip(*losses))
+        return objective, cross_entropy
+
+    def logits(self, inputs: Tensor, windows: Windows) -> Tensor:
+        """inputs [T] -> float32 [T, padded vocabulary]."""
+        return self.lm_head.logits(self.trunk(inputs, windows))
+
+    def rows_read(self, tokens: Tensor) -> dict[nn.Parameter, Tensor]:
+        """Find the rows of each n-gram table that a forward of these tokens [..., T] reads."""
+        return {table.weight: hashes % table.num_embeddings
+                for table, hashes in zip(self.ngrams, self.ngram_hashes(tokens))}
+
+    def fill_prefixes(self, tokens: Sequence[bytes]) -> None:
+        """Find the prefix of each token, the longest other token that begins it. tokens: the bytes of each."""
+        prefixes, begun = torch.full((len(self.prefixes),), -1), []  # begun: tokens that begin one another
+        for token, number in sorted((token, number) for number, token in enumerate(tokens)):
+            while begun and not token.startswith(begun[-1][0]):
+                begun.pop()
+            prefixes[number] = begun[-1][1] if begun else -1
+            begun.append((token, number))
+        self.prefixes.copy_(prefixes)
+
+    def apply_schedule(self, rotary_windows: tuple[int, ...], tied: bool) -> None:
+        """Set the state of the model that depends on the step; see Plan."""
+        self.rotary.set_windows(rotary_windows)
+        self.tied = tied
+
+    def compile_parts(self) -> None:
+        """Compile each method marked with @compiled by itself.
+
+        Gradients leave backward group by group. If the whole model were compiled, all would appear at its end.
+        """
+        for module in self.modules():
+            for name in dir(type(module)):
+                if getattr(getattr(type(module), name), "compiles", False):
+                    setattr(module, name, compile_static(getattr(module, name)))
+
+class Context(NamedTuple):
+    """Inputs that all layers of one forward share.
+
+    x0, ngram_embeds: [T, dim]. rotary: cosines, sines, softmax scale. masks: see GPT.masks. Other fields: see
+    GPT.mixing_weights.
     """
-    quarters = torch.arange(k_THD.size(-1), device=k_THD.device) // (k_THD.size(-1) // 4)
-    return torch.where(quarters % 2 == 1, torch.cat([k_THD[:1], k_THD[:-1]]), k_THD)
 
-class TokenWeights(nn.Module):
-    """A small network that computes weights per token: scale * (out @ gelu(hidden @ x) + bias).
+    x0: Tensor
+    ngram_embeds: Tensor | None
+    rotary: tuple[Tensor, Tensor, Tensor]
+    masks: dict[str | None, Mask | None]
+    skip_weights: Sequence[Tensor]
+    mixes: Sequence[Tensor]
+    value_mixes: Sequence[Tensor]
+    backout: Tensor | None
+    gate_scale: Tensor | None
 
-    `init` names the weights and gives their initial values; out starts at 0, so the tokens begin with equal weights.
+class Group(nn.Module):
+    """Consecutive layers that are compiled together; the last group also prepares the head's input.
+
+    Gradients leave backward group by group. The parameters belong to the model: a group only lists what it reads.
     """
 
-    WIDTH, SCALE = 64, 0.1
-
-    def __init__(self, config: Config, kind: str, init: dict[Any, list[float]]):
+    def __init__(self, model: GPT, numbers: range):
         super().__init__()
-        dim, dtype, self.sizes = config.model_dim, config.torch_dtype, {name: len(v) for name, v in init.items()}
-        bound, values = 1 / math.sqrt(dim), torch.tensor([*itertools.chain(*init.values())])
-        self.hidden = parameter(torch.empty(self.WIDTH, dim).uniform_(-bound, bound).to(dtype), kind)
-        self.out = parameter(torch.zeros(len(values), self.WIDTH, dtype=dtype), kind)
-        self.bias = parameter((values / self.SCALE).to(dtype), f"{kind}_biases")
+        c, self.numbers, self.last = model.config, numbers, numbers.stop == len(model.layers)
+        self.blocks, self.backout, self.token_gates = tuple(model.blocks[i] for i in numbers), c.backout_layer, None
+        self.computes_gates = False
+        for layers, gates in zip(gated_layers(c), model.token_gates):
+            if numbers.start in layers:
+                self.token_gates, self.computes_gates = (gates,), numbers.start == layers.start
+        self.mudd = (model.mudd,) if self.last and c.mudd else None
+        with_skip = (i for i, layer in enumerate(model.layers) if layer.skip_from is not None)
+        self.skips = {i: n for n, i in enumerate(with_skip)}
+        self.saves = saved_layers(c) - ({*numbers} if self.last else set())
 
-    def compute(self, x: Tensor, scale: Tensor | float = SCALE) -> Tensor:
-        """x [T, dim] -> all weights [T, n]."""
-        scale = scale.type_as(x) if isinstance(scale, Tensor) else scale
-        return (F.linear(F.gelu(F.linear(x, self.hidden)), self.out) + self.bias) * scale
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        modules = *self.blocks, *(self.token_gates or ()), *(self.mudd or ())
+        return itertools.chain(*(module.parameters() for module in modules))
 
-    def by_name(self, weights: Tensor) -> dict[Any, Tensor]:
-        """Split all weights [T, n] into those of each name [T, size]."""
-        return dict(zip(self.sizes, weights.split([*self.sizes.values()], dim=1)))
+    @compiled
+    def forward(self, x: Tensor, context: Context, saved: dict[int, Tensor], values: dict[int, Tensor],
+                gates: Tensor | None) -> tuple[Tensor, dict[int, Tensor], Tensor | None]:
+        """Map the residual stream x [T, dim] to the next group's, or to the head's normed input.
 
-NGRAM_GATE_INIT = 0.05
+        saved: outputs of earlier layers. values: rows of the value tables. gates: those of the group before. Returns
+        also this group's outputs to be saved, and its gates.
+        """
+        if self.computes_gates:
+            gates = self.token_gates[0].compute(x, context.gate_scale)
+        by_name = self.token_gates[0].by_name(gates) if self.token_gates else {}
+        outputs = dict(saved)
+        if self.numbers.start == 0:
+            if (-1, "ngrams") in by_name:
+                x = x + by_name[-1, "ngrams"] * context.ngram_embeds
+            outputs[-1] = x
+        for i, block in zip(self.numbers, self.blocks):
+            layer, layer_context, mix = block.layer, context, context.mixes[i]
+            own = {name: gate for (number, name), gate in by_name.items() if number == i}
+            if layer.skip_from is not None:
+                weight = torch.sigmoid(context.skip_weights[self.skips[i]])
+                x = x + (weight * own["skip"] if "skip" in own else weight) * outputs[layer.skip_from]
+            value_embeds = values.get(layer.value_table)
+            if layer.mudd:
+                x, value_embeds, mix, mudd_gates = self.mudd[0].layer_inputs(x, outputs, value_embeds)
+                own, layer_context = own | mudd_gates, context._replace(x0=outputs[-1])
+            if layer.window or layer.mlp:
+                attn_input = outputs[self.backout] if layer.reads_backout else None
+                x = block.forward(x, layer_context, mix, value_embeds, context.value_mixes[i], attn_input, own)
+            outputs[i] = x
+        if self.last:
+            x = self.mudd[0].head_input(x, outputs, values.get(0)) if self.mudd else (
+                x - context.backout * outputs[self.backout])
+            x = norm(x)
+        return x, {i: output for i, output in outputs.items() if i in self.saves and i not in saved}, gates
 
-def gates_of(config: Config, layers: range) -> dict[tuple[int, str], list[float]]:
-    """Return the initial values of the token gates of these layers, by (layer, name); layer -1: before the first."""
-    every, heads, has_ngrams, init = layers_of(config), config.num_heads, bool(config.ngrams), {}
-    first = next((i for i, layer in enumerate(every) if layer.window), 0)
-    for i in layers:
-        layer = every[i]
-        mixes_in = layer.window and not layer.mudd  # whose own weights mix in both
-        present = {"x0": mixes_in and [0.0], "ngrams": mixes_in and has_ngrams and [NGRAM_GATE_INIT],
-                   "skip": layer.skip_from is not None and [0.5], "xsa": layer.xsa and [0.0] * heads,
-                   "gate": layer.gated and [0.25] * heads, "dc_read": layer.dc and [1.0] * heads,
-                   "dc_write": layer.dc and [0.0] * heads}
-        # the first layer's n-gram embeddings are added before it
-        init |= {(-1 if name == "ngrams" and i == first else i, name): v for name, v in present.items() if v}
-    return init
+class Block(nn.Module):
+    """A layer: attention and MLP, each if the layer has it, add their output to the residual stream.
+
+    mix [2]: weights of x and x0. With sublayer_scales mix [4]: weights of the residual stream at attention and at the
+    MLP, and of their outputs; learned, or computed for each token [T, 1].
+    """
+
+    def __init__(self, config: Config, layer: Layer):
+        super().__init__()
+        self.layer, self.scaled = layer, config.sublayer_scales
+        self.attn = Attention(config, layer) if layer.window else None
+        self.mlp = MLP(config) if layer.mlp else None
+
+    def forward(self, x: Tensor, context: Context, mix: Sequence[Tensor], value_embeds: Tensor | None,
+                value_mix: Tensor, attn_input: Tensor | None, gates: dict[str, Tensor]) -> Tensor:
+        """Map the residual stream x [T, dim] to the next layer's.
+
+        attn_input [T, dim]: attention reads it in place of x. gates: see gates_of.
+        """
+        if self.scaled:
+            resid_lambda_attn, resid_lambda_mlp, post_lambda_attn, post_lambda_mlp = mix
+        else:
+            x = mix[0] * x + mix[1] * context.x0
+        if self.attn is not None:
+            y = self.attn(norm(x if attn_input is None else attn_input), value_embeds, value_mix, context, gates)
+            x = resid_lambda_attn * x + post_lambda_attn * y if self.scaled else x + y
+            if "x0" in gates:
+                x = x + gates["x0"] * context.x0
+            if "ngrams" in gates:
+                x = x + gates["ngrams"] * context.ngram_embeds
+        if self.mlp is not None:
+            x = resid_lambda_mlp * x + post_lambda_mlp * self.mlp(norm(x)) if self.scaled else x + self.mlp(norm(x))
+        return x
 
 class Attention(nn.Module):
     """Causal attention with a gate per head and token.
 
     Weights: qkvo [dim, 4 dim]; with muon_qk_heads qk [dim, 2 dim] and vo [2 dim, dim] instead, because NorMuon treats
-    them differently. Without token_gates: gate [heads, gate_dim], xsa_lambda [heads]. value_gate [heads, gate_dim].
+    them differently. Without token_gates: gate [heads, GATE_DIM], xsa_lambda [heads]. value_gate [heads, GATE_DIM].
     """
 
     def __init__(self, config: Config, layer: Layer):
         super().__init__()
         c, dim = config, config.model_dim
-        self.heads, self.paired, self.pairs_halves = c.num_heads, layer.window == "P", c.pairing == "halves"
+        self.heads, self.window, self.paired = c.num_heads, layer.window, layer.window == "P"
         self.key_offset, self.scaled = c.key_offset and layer.window == "L", c.sublayer_scales
         # The query, key, value and output matrices [dim, dim], one after another in memory. Their shape decides
         # NorMuon's second moments (finish_spec): [dim, 4 dim] per column, [2 dim, dim] per row
@@ -1353,7 +1368,7 @@ class Attention(nn.Module):
             self.vo = parameter(qkvo[2 * dim:].clone(), "attn", (dim, dim))
         else:
             self.qkvo = parameter(qkvo.view(dim, 4 * dim), "attn", (dim, dim))
-        gate = torch.zeros(c.num_heads, c.gate_dim, dtype=c.torch_dtype)
+        gate = torch.zeros(c.num_heads, GATE_DIM, dtype=c.torch_dtype)
         self.gate = self.value_gate = self.xsa_lambda = None
         if not c.token_gates:
             self.gate = parameter(gate, "gates", tuple(gate.shape))
@@ -1362,15 +1377,15 @@ class Attention(nn.Module):
         if layer.xsa and not c.token_gates:
             self.xsa_lambda = parameter(torch.zeros(c.num_heads, dtype=c.torch_dtype), "xsa_lambdas")
 
-    def forward(self, x: Tensor, value_embeds: Tensor | None, value_mix: Tensor, rotary: tuple[Tensor, Tensor, Tensor],
-                masks: dict[str | None, Mask | None], window: str, gates: dict[str, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, value_embeds: Tensor | None, value_mix: Tensor, context: Context,
+                gates: dict[str, Tensor]) -> Tensor:
         """x, value_embeds [T, dim] -> [T, dim].
 
         value_mix [2]: weights of the layer's values and of the value embeddings; with sublayer_scales of the layer's
         values and of the output. gates: the layer's token gates, by name, [T, heads].
         """
         tokens, dim = x.shape
-        cos, sin, scale = rotary
+        cos, sin, scale = context.rotary
         qkvo = torch.cat([self.qk.view(2 * dim, dim), self.vo]) if self.qkvo is None else self.qkvo.view(4 * dim, dim)
         qkv_weight, o_weight = qkvo.type_as(x).split((3 * dim, dim))
         if self.scaled:  # cheaper on the weights; queries and keys are normed
@@ -1381,19 +1396,20 @@ class Attention(nn.Module):
         if value_embeds is not None:
             value_embeds = self.gate_values(x, value_embeds).view_as(v)
             v = v + (value_embeds if self.scaled else value_mix[1] * value_embeds)
-        if self.paired:  # the rotary distinguishes the two positions of a token
-            (q, k), v = (pair_heads(half) for half in qk.chunk(2, dim=1)), pair_heads(v)
-            qk = torch.cat([q, k], dim=1)
-        q, k = rotate(qk, cos, sin).chunk(2, dim=1)
+        if self.paired:  # the rotary has two positions per token: the first for even heads, the second for odd ones
+            cos, sin = (table[:2 * tokens].view(tokens, 1, 2, -1) for table in (cos, sin))
+            q, k = rotate(qk.unflatten(1, (-1, 2)), cos, sin).flatten(1, 2).chunk(2, dim=1)
+        else:
+            q, k = rotate(qk, cos[:tokens, None], sin[:tokens, None]).chunk(2, dim=1)
         if self.key_offset:
             k = offset_keys(k)
-        if self.paired and self.pairs_halves:  # the same memory, read as pairs of heads j and j + H / 2
-            q, k, v = (unpair_heads(x).view(x.shape) for x in (q, k, v))
-        y = attend(q * scale, k, v, masks[window])
+        if self.paired:  # one sequence of twice the length: head j of a token, then head j + H / 2
+            q, k, v = (x.reshape(2 * tokens, self.heads // 2, -1) for x in (q, k, v))
+        y = attend(q * scale, k, v, context.masks[self.window])
         if "dc_read" in gates:
-            y = y + mix_heads(q * scale, k, v, gates["dc_read"], gates["dc_write"], masks["dc"])
+            y = y + mix_heads(q * scale, k, v, gates["dc_read"], gates["dc_write"], context.masks["dc"])
         if self.paired:
-            y = y.reshape(tokens, self.heads, -1) if self.pairs_halves else unpair_heads(y)
+            y = y.reshape(tokens, self.heads, -1)
         xsa = gates.get("xsa", self.xsa_lambda)
         if xsa is not None:
             projection = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
@@ -1483,52 +1499,132 @@ class DelayedScales:
         for x in self.maxima:
             x.zero_()
 
-class Block(nn.Module):
-    """A layer: attention and MLP, each if the layer has it, add their output to the residual stream."""
+class Head(nn.Module):
+    """Map the normed residual stream to logits and the loss. weight [V, dim]; V is the padded vocabulary."""
 
-    def __init__(self, config: Config, layer: Layer):
+    def __init__(self, config: Config, vocab: int):
         super().__init__()
-        self.layer = layer
-        self.attn = Attention(config, layer) if layer.window else None
-        self.mlp = MLP(config) if layer.mlp else None
+        c, shape = config, (vocab, config.model_dim)
+        init = c.head_init * torch.randn(shape, dtype=c.torch_dtype) if c.head_init else torch.zeros(
+            shape, dtype=c.torch_dtype)
+        self.weight = parameter(init, "head")
+        self.fp8, self.softcap = c.fp8_head, Softcap(c.logit_cap, c.logit_shift)
+        self.kernels = False
+        self.fp8_scales = FP8Scales(c.fp8_x_scale, c.fp8_weight_scale, c.fp8_grad_scale)
 
-    def forward(self, x: Tensor, shared: Shared, mix: Tensor, value_embeds: Tensor | None, value_mix: Tensor,
-                attn_input: Tensor | None, gates: dict[str, Tensor]) -> Tensor:
-        """Map the residual stream x [T, dim] to the next layer's.
+    def uncapped_logits(self, x: Tensor) -> Tensor:
+        """x [T, dim] -> logits before the soft cap [T, V]."""
+        in_fp8 = self.fp8 and self.training
+        return FP8Linear.apply(x, self.weight, self.fp8_scales) if in_fp8 else F.linear(x, self.weight)
 
-        mix [2]: weights of x and of x0. attn_input [T, dim]: attention reads it in place of x. gates: see gates_of.
+    def logits(self, x: Tensor) -> Tensor:
+        """x [T, dim] -> float32 [T, V]."""
+        return self.softcap(self.uncapped_logits(x))
+
+    @compiled
+    def forward(self, x: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute (objective, which training minimizes; cross entropy of the next token), in nats, summed over tokens.
+
+        x [T, dim]; targets [n, T]: row k holds the tokens k + 1 ahead, -1 is not counted; weights [n] of the rows.
         """
-        x = mix[0] * x + mix[1] * shared.x0
-        if self.attn is not None:
-            x = x + self.attend(x, shared, value_embeds, value_mix, attn_input, gates)
-        if self.mlp is not None:
-            x = x + self.mlp(norm(x))
-        return x
+        if self.kernels and self.training:  # remove these lines if you add a loss term
+            scales = self.fp8_scales if self.fp8 else None
+            objective, entropies = HeadLoss.apply(x, self.weight, targets, weights, self.softcap, scales)
+            return objective, entropies[0]
+        x = self.uncapped_logits(x)
+        entropies = cross_entropies(x, targets, self.softcap)
+        objective = (entropies * weights).sum()
+        # Add a further loss term here, in plain PyTorch; autograd and torch.compile do the rest. Sum it over tokens, as
+        # the cross entropy. A z-loss: objective = objective + 1e-4 * self.softcap(x).logsumexp(1).square().sum()
+        return objective, entropies[0].detach()
 
-    def attend(self, x: Tensor, shared: Shared, value_embeds: Tensor | None, value_mix: Tensor,
-               attn_input: Tensor | None, gates: dict[str, Tensor]) -> Tensor:
-        return self.attn(norm(x if attn_input is None else attn_input), value_embeds, value_mix, shared.rotary,
-                         shared.masks, self.layer.window, gates)
+class Softcap(NamedTuple):
+    """Bound logits softly between 0 and cap, in float32."""
 
-class ScaledBlock(Block):
-    """A layer with sublayer_scales: attention and MLP each have weights for the residual stream and their output.
+    cap: float
+    shift: float
+    softness: float = 7.5
 
-    mix [4]: the weights that forward unpacks; learned, or computed for each token [T, 1].
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        return self.cap * torch.sigmoid((x + self.shift if self.shift else x) / self.softness)
+
+def cross_entropies(x: Tensor, targets: Tensor, softcap: Softcap) -> Tensor:
+    """Sum the cross entropies in nats over the positions, for each row of targets [n, T] -> [n].
+
+    x [T, V]: logits before the soft cap. Positions with target -1 are not counted.
+    """
+    return torch.stack([F.cross_entropy(softcap(x), row, ignore_index=-1, reduction="sum") for row in targets])
+
+class NgramTable(nn.Embedding):
+    """An embedding of the n tokens that end at each position. Tokens of an earlier document are read as BOS.
+
+    A hash assigns the rows. Another part of it assigns signs, so that n-grams in one row interfere with mean 0 (feature
+    hashing, arXiv:0902.2206).
     """
 
-    def forward(self, x: Tensor, shared: Shared, mix: Sequence[Tensor], value_embeds: Tensor | None, value_mix: Tensor,
-                attn_input: Tensor | None, gates: dict[str, Tensor]) -> Tensor:
-        resid_lambda_attn, resid_lambda_mlp, post_lambda_attn, post_lambda_mlp = mix
-        if self.attn is not None:
-            y = self.attend(x, shared, value_embeds, value_mix, attn_input, gates)
-            x = resid_lambda_attn * x + post_lambda_attn * y
-            if "x0" in gates:
-                x = x + gates["x0"] * shared.x0
-            if "ngrams" in gates:
-                x = x + gates["ngrams"] * shared.ngram_embeds
-        if self.mlp is not None:
-            x = resid_lambda_mlp * x + post_lambda_mlp * self.mlp(norm(x))
-        return x
+    SIGNS, BITS, FACTOR = 8192, 40, 2_654_435  # of the hash; its products stay below 2 ** 63
+
+    def __init__(self, config: Config, ngrams: Ngrams):
+        dtype = config.torch_dtype
+        super().__init__(ngrams.rows, ngrams.width, dtype=dtype, sparse=True)  # a micro-batch reads few of the rows
+        self.weight = parameter(self.weight.data, "ngram_embeds")
+        self.n = ngrams.n
+        bits = torch.randint(0, 2, (self.SIGNS, ngrams.width), generator=torch.Generator().manual_seed(0))
+        self.register_buffer("signs", (2 * bits - 1).to(dtype), persistent=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, hashes: Tensor) -> Tensor:
+        """Hashes of n-grams [T], see GPT.ngram_hashes -> [T, width]."""
+        return super().forward(hashes % self.num_embeddings) * self.signs.index_select(
+            0, hashes // self.num_embeddings % self.SIGNS)
+
+    def record_hash(self, tokens: Tensor) -> Tensor:
+        """Hash the pairs that end at tokens [..., T] as record 89 does, also across documents.
+
+        The first token has the last row. The second token's row is computed with the number of that row in place of the
+        first token; at the record's size that product exceeds int32, and wraps.
+        """
+        tokens, last = tokens.int(), self.num_embeddings - 1
+        before = F.pad(tokens[..., :-1], (1, 0))
+        sign = (before ^ tokens) % self.SIGNS
+        sign[..., :1].zero_()  # an assignment of a number would make the host wait for the GPU
+        before[..., 1:2].fill_(last)
+        row = (36313 * tokens ^ 27191 * before) % last
+        row[..., :1].fill_(last)
+        return sign.long() * self.num_embeddings + row
+
+    @classmethod
+    def hash(cls, number: Tensor) -> Tensor:
+        number = number * cls.FACTOR % 2 ** cls.BITS
+        return number ^ (number >> 21)
+
+class TokenWeights(nn.Module):
+    """A small network that computes weights per token: scale * (out @ gelu(hidden @ x) + bias).
+
+    `init` names the weights and gives their initial values; out starts at 0, so the tokens begin with equal weights.
+    """
+
+    WIDTH, SCALE = 64, 0.1
+
+    def __init__(self, config: Config, kind: str, init: dict[Any, list[float]]):
+        super().__init__()
+        dim, dtype, self.sizes = config.model_dim, config.torch_dtype, {name: len(v) for name, v in init.items()}
+        bound, values = 1 / math.sqrt(dim), torch.tensor([*itertools.chain(*init.values())])
+        self.hidden = parameter(torch.empty(self.WIDTH, dim).uniform_(-bound, bound).to(dtype), kind)
+        self.out = parameter(torch.zeros(len(values), self.WIDTH, dtype=dtype), kind)
+        self.bias = parameter((values / self.SCALE).to(dtype), f"{kind}_biases")
+
+    def compute(self, x: Tensor, scale: Tensor | float = SCALE) -> Tensor:
+        """x [T, dim] -> all weights [T, n]."""
+        scale = scale.type_as(x) if isinstance(scale, Tensor) else scale
+        return (F.linear(F.gelu(F.linear(x, self.hidden)), self.out) + self.bias) * scale
+
+    def by_name(self, weights: Tensor) -> dict[Any, Tensor]:
+        """Split all weights [T, n] into those of each name [T, size]."""
+        return dict(zip(self.sizes, weights.split([*self.sizes.values()], dim=1)))
 
 class Mudd(nn.Module):
     """Multiway dynamic dense connections: the last layer and the head mix earlier outputs by weights per token.
@@ -1552,7 +1648,7 @@ class Mudd(nn.Module):
 
     def layer_inputs(self, x: Tensor, saved: dict[int, Tensor], value_embeds: Tensor | None) -> tuple[
             Tensor, Tensor, tuple[Tensor, ...], dict[str, Tensor]]:
-        """Compute what the last layer reads: the residual stream, value embeddings, mix and gates of ScaledBlock."""
+        """Compute what the last layer reads: the residual stream, value embeddings, mix and gates of Block."""
         weights = self.layer.by_name(self.layer.compute(x))
         sources = saved[-1], saved[self.backout], x
         mixed = weighted_sum(weights["values"], sources)
@@ -1570,846 +1666,111 @@ def weighted_sum(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:
     """weights [T, n], n sources [T, dim] -> [T, dim]."""
     return sum(weight * source for weight, source in zip(weights.split(1, dim=1), sources))
 
-class Shared(NamedTuple):
-    """What all layers of a forward read. x0, ngram_embeds [T, dim]: of the tokens; the rows of value_embeds likewise.
+NGRAM_GATE_INIT = 0.05
 
-    rotary: cosines, sines, softmax scale. masks: see GPT.masks. The rest: GPT.mixing_weights.
-    """
+def gates_of(config: Config, layers: range) -> dict[tuple[int, str], list[float]]:
+    """Return the initial values of the token gates of these layers, by (layer, name); layer -1: before the first."""
+    every, heads, has_ngrams, init = layers_of(config), config.num_heads, bool(config.ngrams), {}
+    first = next((i for i, layer in enumerate(every) if layer.window), 0)
+    for i in layers:
+        layer = every[i]
+        mixes_in = layer.window and not layer.mudd  # whose own weights mix in both
+        present = {"x0": mixes_in and [0.0], "ngrams": mixes_in and has_ngrams and [NGRAM_GATE_INIT],
+                   "skip": layer.skip_from is not None and [0.5], "xsa": layer.xsa and [0.0] * heads,
+                   "gate": layer.gated and [0.25] * heads, "dc_read": layer.dc and [1.0] * heads,
+                   "dc_write": layer.dc and [0.0] * heads}
+        # the first layer's n-gram embeddings are added before it
+        init |= {(-1 if name == "ngrams" and i == first else i, name): v for name, v in present.items() if v}
+    return init
 
-    x0: Tensor
-    ngram_embeds: Tensor | None
-    rotary: tuple[Tensor, Tensor, Tensor]
-    masks: dict[str | None, Mask | None]
-    skip_weights: Sequence[Tensor]
-    mixes: Sequence[Tensor]
-    value_mixes: Sequence[Tensor]
-    backout: Tensor | None
-    gate_scale: Tensor | None
+class Rotary(nn.Module):
+    """Rotary tables cos and sin [tokens, head_dim / 2], and the softmax scale for their frequencies."""
 
-class Group(nn.Module):
-    """Consecutive layers that are compiled together; the last group also prepares the head's input.
+    INIT_SCALE = 0.1
 
-    Gradients leave backward group by group. The parameters belong to the model: a group only lists what it reads.
-    """
-
-    def __init__(self, model: GPT, numbers: range):
+    def __init__(self, config: Config, tokens: int):
         super().__init__()
-        c, self.numbers, self.last = model.config, numbers, numbers.stop == len(model.layers)
-        self.blocks, self.backout, self.token_gates = tuple(model.blocks[i] for i in numbers), c.backout_layer, None
-        self.computes_gates = False
-        for layers, gates in zip(gated_layers(c), model.token_gates):
-            if numbers.start in layers:
-                self.token_gates, self.computes_gates = (gates,), numbers.start == layers.start
-        self.mudd = (model.mudd,) if self.last and c.mudd else None
-        with_skip = (i for i, layer in enumerate(model.layers) if layer.skip_from is not None)
-        self.skips = {i: n for n, i in enumerate(with_skip)}
-        self.saves = saved_layers(c) - ({*numbers} if self.last else set())
+        head_dim, dtype = config.head_dim, config.torch_dtype
+        self.register_buffer("init_frequencies", rotary_frequencies(head_dim), persistent=False)
+        for name, shape in (("scale", ()), ("cos", (tokens, head_dim // 2)), ("sin", (tokens, head_dim // 2))):
+            self.register_buffer(name, torch.empty(shape, dtype=dtype if shape else None), persistent=False)
+        self.windows: tuple[int, ...] | None = None
+        self.set_windows(())
 
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        modules = *self.blocks, *(self.token_gates or ()), *(self.mudd or ())
-        return itertools.chain(*(module.parameters() for module in modules))
+    @torch.no_grad()
+    def set_windows(self, windows: tuple[int, ...]) -> None:
+        """Compute the tables for a sequence of long windows, in tokens; see stretch.
 
-    @compiled
-    def forward(self, x: Tensor, shared: Shared, saved: dict[int, Tensor], values: dict[int, Tensor],
-                gates: Tensor | None) -> tuple[Tensor, dict[int, Tensor], Tensor | None]:
-        """Map the residual stream x [T, dim] to the next group's, or to the head's normed input.
-
-        saved: outputs of earlier layers. values: rows of the value tables. gates: those of the group before. Returns
-        also this group's outputs to be saved, and its gates.
+        Starts from the initial frequencies, so the tables depend only on the plan of a step. Writes in place, because
+        compiled blocks keep a reference to these tensors.
         """
-        if self.computes_gates:
-            gates = self.token_gates[0].compute(x, shared.gate_scale)
-        by_name = self.token_gates[0].by_name(gates) if self.token_gates else {}
-        outputs = dict(saved)
-        if self.numbers.start == 0:
-            if (-1, "ngrams") in by_name:
-                x = x + by_name[-1, "ngrams"] * shared.ngram_embeds
-            outputs[-1] = x
-        for i, block in zip(self.numbers, self.blocks):
-            layer, layer_shared, mix = block.layer, shared, shared.mixes[i]
-            own = {name: gate for (number, name), gate in by_name.items() if number == i}
-            if layer.skip_from is not None:
-                weight = torch.sigmoid(shared.skip_weights[self.skips[i]])
-                x = x + (weight * own["skip"] if "skip" in own else weight) * outputs[layer.skip_from]
-            value_embeds = values.get(layer.value_table)
-            if layer.mudd:
-                x, value_embeds, mix, mudd_gates = self.mudd[0].layer_inputs(x, outputs, value_embeds)
-                own, layer_shared = own | mudd_gates, shared._replace(x0=outputs[-1])
-            if layer.window or layer.mlp:
-                attn_input = outputs[self.backout] if layer.reads_backout else None
-                x = block.forward(x, layer_shared, mix, value_embeds, shared.value_mixes[i], attn_input, own)
-            outputs[i] = x
-        if self.last:
-            x = self.mudd[0].head_input(x, outputs, values.get(0)) if self.mudd else (
-                x - shared.backout * outputs[self.backout])
-            x = norm(x)
-        return x, {i: output for i, output in outputs.items() if i in self.saves and i not in saved}, gates
+        if windows == self.windows:
+            return
+        self.windows = windows
+        frequencies, scale = self.init_frequencies, self.INIT_SCALE
+        for window, longer in itertools.pairwise(windows):
+            frequencies, scale = stretch(frequencies, scale, window, longer)
+        angles = torch.outer(torch.arange(len(self.cos), device=self.cos.device), frequencies)
+        self.cos.copy_(angles.cos())
+        self.sin.copy_(angles.sin())
+        self.scale.fill_(scale)
 
-class NgramTable(nn.Embedding):
-    """An embedding of the n tokens that end at each position. Tokens of an earlier document are read as BOS.
+def rotary_frequencies(head_dim: int) -> Tensor:
+    """Compute the initial frequencies in radians per token, [head_dim / 2].
 
-    With a row for each n-gram of the vocabulary each has its own row. Otherwise a hash assigns the rows, and another
-    part of the hash assigns signs, so that n-grams in one row interfere with mean 0 (feature hashing, arXiv:0902.2206).
+    The first half falls geometrically from 1 to 1/1024. The second half is 0: those entries are not rotated.
     """
+    rotated = (1 / 1024) ** torch.linspace(0, 1, head_dim // 4)
+    return torch.cat([rotated, torch.zeros(head_dim // 4)])
 
-    SIGNS, BITS, FACTOR = 8192, 40, 2_654_435  # of the hash; its products stay below 2 ** 63
+def stretch(frequencies: Tensor, scale: float, window: int, longer: int) -> tuple[Tensor, float]:
+    """Adapt frequencies and softmax scale to a window that grows from `window` to `longer` tokens, by YaRN
+    (arXiv:2309.00071).
 
-    def __init__(self, config: Config, ngrams: Ngrams, vocab: int):
-        dtype = config.torch_dtype
-        super().__init__(ngrams.rows, ngrams.width, dtype=dtype, sparse=True)  # a micro-batch reads few of the rows
-        self.weight = parameter(self.weight.data, "ngram_embeds")
-        self.n, self.vocab = ngrams.n, vocab
-        self.shared = vocab ** ngrams.n > ngrams.rows
-        if self.shared:
-            bits = torch.randint(0, 2, (self.SIGNS, ngrams.width), generator=torch.Generator().manual_seed(0))
-            self.register_buffer("signs", (2 * bits - 1).to(dtype), persistent=False)
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
-
-    def forward(self, number: Tensor) -> Tensor:
-        """Numbers or hashes of n-grams [T], see GPT.ngram_numbers -> [T, width]."""
-        rows = super().forward(number % self.num_embeddings)
-        if not self.shared:
-            return rows
-        return rows * self.signs.index_select(0, number // self.num_embeddings % self.SIGNS)
-
-    def number(self, last_tokens: Sequence[Tensor]) -> Tensor:
-        """Number the n-grams without collisions. last_tokens: the token at each position, the one before it, …"""
-        return functools.reduce(lambda number, token: number * self.vocab + token, last_tokens[:self.n])
-
-    def record_hash(self, tokens: Tensor) -> Tensor:
-        """Number the pairs that end at tokens [..., T] as record 89 does, also across documents.
-
-        The first token has the last row. The second token's row is computed with the number of that row in place of the
-        first token; at the record's size that product exceeds int32, and wraps.
-        """
-        tokens, last = tokens.int(), self.num_embeddings - 1
-        before = F.pad(tokens[..., :-1], (1, 0))
-        sign = (before ^ tokens) % self.SIGNS
-        sign[..., :1].zero_()  # an assignment of a number would make the host wait for the GPU
-        before[..., 1:2].fill_(last)
-        row = (36313 * tokens ^ 27191 * before) % last
-        row[..., :1].fill_(last)
-        return sign.long() * self.num_embeddings + row
-
-    @classmethod
-    def hash(cls, number: Tensor) -> Tensor:
-        number = number * cls.FACTOR % 2 ** cls.BITS
-        return number ^ (number >> 21)
-
-class Softcap(NamedTuple):
-    """Bound logits softly between 0 and cap, in float32."""
-
-    cap: float
-    shift: float
-    softness: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        return self.cap * torch.sigmoid((x + self.shift if self.shift else x) / self.softness)
-
-class SoftcappedCrossEntropy(torch.autograd.Function):
-    """cross_entropies for compiled code, with its own backward: x [T, V], targets [n, T] -> [n].
-
-    The logits z lie between 0 and a cap, so log-sum-exp needs no maximum: log sum exp(z) = log sum exp(z - cap) + cap.
-    Forward reads x once. Backward computes each gradient from x and its row's sum; torch's own compiled form would read
-    x three times.
+    Frequencies with 32 or more rotations per old window are kept. Those with less than one are divided by the growth.
     """
+    rotations = window * frequencies / (2 * math.pi)
+    kept_share = ((rotations - 1) / (32 - 1)).clamp(0, 1)
+    shrink = window / longer
+    return frequencies * (shrink + kept_share * (1 - shrink)), scale * (0.2 * math.log(longer / window) + 1)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, targets: Tensor, softcap: Softcap) -> Tensor:
-        z = softcap(x)
-        log_sum = (z - softcap.cap).exp().sum(1).log() + softcap.cap
-        ctx.save_for_backward(x, targets, log_sum)
-        ctx.softcap = softcap
-        return ((targets >= 0) * (log_sum - z.gather(1, targets.clamp_min(0).T).T)).sum(1)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary position embeddings to x [..., D]. cos, sin [..., D / 2]."""
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        x, targets, log_sum = ctx.saved_tensors
-        cap, _, softness = ctx.softcap
-        z, classes = ctx.softcap(x), torch.arange(x.size(1), device=x.device)
-        weights = grad[:, None] * (targets >= 0)
-        grad_z = weights.sum(0)[:, None] * (z - log_sum[:, None]).exp()
-        for target, weight in zip(targets, weights):
-            grad_z = grad_z - torch.where(classes == target[:, None], weight[:, None], 0)
-        return (grad_z * z * (cap - z) / (cap * softness)).to(x.dtype), None, None
+def offset_keys(k_THD: Tensor) -> Tensor:
+    """Replace the unrotated entries of each key, quarters 1 and 3, whose frequencies are 0, by the previous token's.
 
-def cross_entropies(x: Tensor, targets: Tensor, softcap: Softcap) -> Tensor:
-    """Sum the cross entropies in nats over the positions, for each row of targets [n, T] -> [n].
-
-    x [T, V]: logits before the soft cap. Positions with target -1 are not counted.
+    As in the record, the first token of a document takes them from the document before.
     """
-    if torch.compiler.is_compiling():
-        return SoftcappedCrossEntropy.apply(x, targets, softcap)
-    return torch.stack([F.cross_entropy(softcap(x), row, ignore_index=-1, reduction="sum") for row in targets])
+    quarters = torch.arange(k_THD.size(-1), device=k_THD.device) // (k_THD.size(-1) // 4)
+    return torch.where(quarters % 2 == 1, torch.cat([k_THD[:1], k_THD[:-1]]), k_THD)
 
-class Head(nn.Module):
-    """Map the normed residual stream to logits and the loss. weight [V, dim]; V is the padded vocabulary."""
+def norm(x: Tensor) -> Tensor:
+    """Apply RMS norm over the last dimension, without gain."""
+    return F.rms_norm(x, (x.size(-1),))
 
-    def __init__(self, config: Config, vocab: int):
-        super().__init__()
-        c, shape = config, (vocab, config.model_dim)
-        init = c.head_init * torch.randn(shape, dtype=c.torch_dtype) if c.head_init else torch.zeros(
-            shape, dtype=c.torch_dtype)
-        self.weight = parameter(init, "head")
-        self.fp8, self.softcap = c.fp8_head, Softcap(c.logit_cap, c.logit_shift, c.logit_softness)
-        self.kernels = False
-        self.fp8_scales = FP8Scales(c.fp8_x_scale, c.fp8_weight_scale, c.fp8_grad_scale)
+def parameter(init: Tensor, kind: str, unit: tuple[int, int] | None = None) -> nn.Parameter:
+    """Create a parameter of a kind, which has a row in PARAM_GROUPS. unit: see ParamSpec."""
+    param = nn.Parameter(init)
+    param.kind, param.unit = kind, unit
+    return param
 
-    def uncapped_logits(self, x: Tensor) -> Tensor:
-        """x [T, dim] -> logits before the soft cap [T, V]."""
-        in_fp8 = self.fp8 and self.training
-        return FP8Linear.apply(x, self.weight, self.fp8_scales) if in_fp8 else F.linear(x, self.weight)
+def embedding(rows: int, width: int, kind: str, dtype: torch.dtype) -> nn.Embedding:
+    """Create an embedding table of a kind, initialized from the standard normal distribution."""
+    table = nn.Embedding(rows, width, dtype=dtype)
+    table.weight = parameter(table.weight.data, kind)
+    return table
 
-    def logits(self, x: Tensor) -> Tensor:
-        """x [T, dim] -> float32 [T, V]."""
-        return self.softcap(self.uncapped_logits(x))
-
-    @compiled
-    def forward(self, x: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute (objective, which training minimizes; cross entropy of the next token), in nats, summed over tokens.
-
-        x [T, dim]; targets [n, T]: row k holds the tokens k + 1 ahead, -1 is not counted; weights [n] of the rows.
-        """
-        if self.kernels and self.training and x.is_cuda:  # remove these lines if you add a loss term
-            scales = self.fp8_scales if self.fp8 else None
-            objective, entropies = HeadLoss.apply(x, self.weight, targets, weights, self.softcap, scales)
-            return objective, entropies[0]
-        x = self.uncapped_logits(x)
-        entropies = cross_entropies(x, targets, self.softcap)
-        objective = (entropies * weights).sum()
-        # Add a further loss term here, in plain PyTorch; autograd and torch.compile do the rest. Sum it over tokens, as
-        # the cross entropy. A z-loss: objective = objective + 1e-4 * self.softcap(x).logsumexp(1).square().sum()
-        return objective, entropies[0].detach()
+def uniform(rows: int, columns: int, fan_in: int) -> Tensor:
+    """Draw an initial matrix, uniform with standard deviation 0.5 / sqrt(fan_in)."""
+    bound = math.sqrt(3) * 0.5 / math.sqrt(fan_in)
+    return torch.empty(rows, columns).uniform_(-bound, bound)
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Copy from the CPU without waiting for the copy."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
-
-class GPT(nn.Module):
-    """The model of record 44, with the later mechanisms that the config asks for.
-
-    Processes one packed sequence [T] at a time. The vocabulary is padded to a multiple of 128.
-    """
-
-    def __init__(self, config: Config, encoding: Encoding):
-        super().__init__()
-        c, self.bos_id, self.layers, self.tied = config, encoding.bos_id, layers_of(config), False
-        self.config = c
-        lengths = micro_batch_lengths(c)
-        self.loss_tokens = min(lengths)  # tokens per call of the head: one size for one graph, and less memory
-        count, vocab, dtype = len(self.layers), -(-encoding.vocab_size // 128) * 128, c.torch_dtype
-        tables = 1 + max((layer.value_table for layer in self.layers if layer.value_table is not None), default=-1)
-        self.embed = embedding(vocab, c.model_dim, "embed", dtype)
-        self.value_embeds = nn.ModuleList(embedding(vocab, c.model_dim, "value_embeds", dtype) for _ in range(tables))
-        for table in self.value_embeds:
-            table.weight.data.mul_(c.value_init)
-        self.ngrams = nn.ModuleList(NgramTable(c, table, encoding.vocab_size) for table in parse_ngrams(c.ngrams))
-        self.smear_gate = parameter(torch.zeros(1, c.gate_dim, dtype=dtype), "smear_gate")
-        block = ScaledBlock if c.sublayer_scales else Block
-        self.blocks = nn.ModuleList(block(c, layer) for layer in self.layers)
-        self.lm_head = Head(c, vocab)
-        self.token_gates = nn.ModuleList(TokenWeights(c, "token_gates", gates_of(c, layers))
-                                         for layers in gated_layers(c))
-        self.gate_scale = parameter(torch.tensor(TokenWeights.SCALE), "token_gates_biases") if c.token_gates else None
-        self.mudd = Mudd(c) if c.mudd else None
-        self.groups = nn.ModuleList(Group(self, numbers) for numbers in layer_groups(c))
-        # all scalar weights of the layers are one parameter, in this order; see mixing_weights
-        skips = sum(layer.skip_from is not None for layer in self.layers)
-        block_mix = [] if c.sublayer_scales else [c.resid_lambda_init, 0.0]
-        value_mix = [0.5, 1.0 if c.sublayer_scales else 0.5]
-        scalars = {"skips": [-1.5] * skips, "blocks": block_mix * count, "values": value_mix * count,
-                   "smear": [0.0], "backout": [0.5] * (not c.mudd)}
-        self.scalar_sizes = [len(init) for init in scalars.values()]
-        self.scalars = parameter(torch.tensor([*itertools.chain(*scalars.values())]), "scalars")
-        self.resid_lambdas = self.post_lambdas = None
-        if c.sublayer_scales:  # see ScaledBlock. A layer has two, so each is the root of the layer's weight
-            self.resid_lambdas = parameter(torch.full((count, 2), math.sqrt(c.resid_lambda_init)), "resid_lambdas")
-            self.post_lambdas = parameter(torch.ones(count, 2), "post_lambdas")
-        # the longest other token that begins each token; -1: none, also for the target -1. See fill_prefixes
-        self.register_buffer("prefixes", torch.full((vocab + 1,), -1), persistent=False)
-        self.pairs = any(layer.window == "P" for layer in self.layers)
-        self.rotary = Rotary(c, max(c.val_len, *lengths) * (1 + self.pairs))
-        self.reach = 0  # above 0: masks in pieces on GPUs too, of a shape for windows up to `reach` tokens
-        self.flash, self.counted = False, None  # counted: (longest document, documents) of the next sequence
-
-    def forward(self, inputs: Tensor, targets: Tensor, windows: Windows, loss_weights: Numbers = (1.0,),
-                prefix_weight: float = 0.0) -> tuple[Tensor, Tensor]:
-        """inputs, targets [T] -> (objective, cross entropy) in nats, summed over tokens; see Head.forward.
-
-        loss_weights: weights of the next token, the one after it, …. Targets of -1 are not counted, nor are tokens
-        beyond the sequence. prefix_weight: weight of the next token's prefix.
-        """
-        return self.loss(self.trunk(inputs, windows), targets, loss_weights, prefix_weight)
-
-    def trunk(self, tokens: Tensor, windows: Windows) -> Tensor:
-        """Tokens [T] -> the normed residual stream before the head [T, dim]."""
-        masks, (x0, ngram_embeds) = self.masks(tokens, windows), self.embed_tokens(tokens)
-        shared = self.shared(x0, ngram_embeds, masks)
-        x, gates = x0.view_as(x0), None  # another tensor object: if x were x0, torch.compile would make a further graph
-        saved: dict[int, Tensor] = {}  # outputs of the layers that later layers read
-        values: dict[int, Tensor] = {}  # looked up at first use, so gradients come with that group's
-        for group in self.groups:
-            for table in sorted({self.layers[i].value_table for i in group.numbers} - {None} - values.keys()):
-                values[table] = self.value_embeds[table](tokens)
-            x, outputs, gates = group(x, shared, saved, values, gates)
-            saved |= outputs
-        return x
-
-    def shared(self, x0: Tensor, ngram_embeds: Tensor | None, masks: dict[str | None, Mask | None]) -> Shared:
-        # unbound at once: backward of many single selections would pad each gradient with zeros and add them up
-        skip_weights, mixes, value_mixes, _, backouts = (x.unbind() for x in self.mixing_weights())
-        return Shared(x0, ngram_embeds, (self.rotary.cos, self.rotary.sin, self.rotary.scale), masks, skip_weights,
-                      mixes, value_mixes, next(iter(backouts), None), self.gate_scale)
-
-    def loss(self, x: Tensor, targets: Tensor, loss_weights: Numbers,
-             prefix_weight: float = 0.0) -> tuple[Tensor, Tensor]:
-        """Compute the losses of `forward` from the normed residual stream [T, dim]."""
-        rows = [F.pad(targets[k:], (0, k), value=-1) for k in range(len(loss_weights))]
-        if prefix_weight:
-            rows, loss_weights = [*rows, self.prefixes[targets]], (*loss_weights, prefix_weight)
-        ahead = torch.stack(rows)
-        weights = to_device(torch.tensor(loss_weights), x.device)
-        pieces = zip(x.split(self.loss_tokens), ahead.split(self.loss_tokens, dim=1))
-        losses = [self.lm_head(x_piece, targets_piece, weights) for x_piece, targets_piece in pieces]
-        objective, cross_entropy = (torch.stack(terms).sum() for terms in zip(*losses))
-        return objective, cross_entropy
-
-    def fill_prefixes(self, tokens: Sequence[bytes]) -> None:
-        """Find the prefix of each token, the longest other token that begins it. tokens: the bytes of each."""
-        prefixes, begun = torch.full((len(self.prefixes),), -1), []  # begun: tokens that begin one another
-        for token, number in sorted((token, number) for number, token in enumerate(tokens)):
-            while begun and not token.startswith(begun[-1][0]):
-                begun.pop()
-            prefixes[number] = begun[-1][1] if begun else -1
-            begun.append((token, number))
-        self.prefixes.copy_(prefixes)
-
-    def logits(self, inputs: Tensor, windows: Windows) -> Tensor:
-        """inputs [T] -> float32 [T, padded vocabulary]."""
-        return self.lm_head.logits(self.trunk(inputs, windows))
-
-    def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Tokens [T] -> x0, the residual stream before the first layer [T, dim], and the n-gram embeddings [T, dim].
-
-        Without token_gates the n-gram embeddings are added to x0, and the second value is None.
-        """
-        e = F.embedding(tokens, self.lm_head.weight) if self.tied else self.embed(tokens)
-        _, _, _, smear_weight, _ = self.scalars.split(self.scalar_sizes)
-        x0 = self.smear(e, self.smear_gate, smear_weight[0])
-        gated = self.config.token_gates and self.config.ngrams
-        total = None if gated else x0
-        for table, number in zip(self.ngrams, self.ngram_numbers(tokens)):
-            embeds, missing = table(number), x0.size(1) - table.embedding_dim
-            embeds = F.pad(embeds, (0, missing)) if missing else embeds  # a narrow table fills the first entries
-            total = embeds if total is None else total + embeds
-        return (x0, total) if gated else (total, None)
-
-    # Each is compiled by itself, see compile_parts
-
-    @staticmethod
-    @compiled
-    def smear(e: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-        """Add to each embedding [T, dim] a gated share of the previous token's, then norm."""
-        opening = weight * torch.sigmoid(F.linear(e[1:, :gate.size(1)], gate))
-        return norm(torch.cat([e[:1], e[1:] + opening * e[:-1]]))
-
-    def mixing_weights(self) -> tuple[Tensor, ...]:
-        """Split the scalars into weights of skip connections [n], of blocks [layers, 2 or 4] (mix in Block), of
-        values [layers, 2] (value_mix in Attention), of smear [1] and of the backout layer's output [1 or 0]."""
-        skips, mixes, value_mixes, smear, backout = self.scalars.split(self.scalar_sizes)
-        if self.resid_lambdas is not None:
-            mixes = torch.cat([self.resid_lambdas, self.post_lambdas], 1)
-        return skips, mixes.view(len(self.layers), -1), value_mixes.view(-1, 2), smear, backout
-
-    def ngram_numbers(self, tokens: Tensor) -> list[Tensor]:
-        """Number the n-grams that end at tokens [..., T] -> for each table their numbers or, if rows are shared, their
-        hashes, int64 [..., T]."""
-        if self.config.ngram_hash == "record":
-            return [table.record_hash(tokens) for table in self.ngrams]
-        token, in_document, last_tokens = tokens.long(), torch.ones_like(tokens, dtype=torch.bool), []
-        for _ in range(max((table.n for table in self.ngrams), default=0)):
-            last_tokens.append(torch.where(in_document, token, self.bos_id))
-            in_document = in_document & (token != self.bos_id)
-            token = F.pad(token[..., :-1], (1, 0), value=self.bos_id)
-        hashes = [*itertools.accumulate(last_tokens, lambda number, token: NgramTable.hash(number ^ token), initial=0)]
-        return [hashes[table.n] if table.shared else table.number(last_tokens) for table in self.ngrams]
-
-    def rows_read(self, tokens: Tensor) -> dict[nn.Parameter, Tensor]:
-        """Find the rows of each n-gram table that a forward of these tokens [..., T] reads."""
-        return {table.weight: number % table.num_embeddings
-                for table, number in zip(self.ngrams, self.ngram_numbers(tokens))}
-
-    def masks(self, tokens: Tensor, windows: Windows) -> dict[str | None, Mask | None]:
-        """Build the mask of each kind of attention, by its letter in `layers`, for tokens [T]; see attend."""
-        docs, counted, self.counted = (tokens == self.bos_id).cumsum(0), self.counted, None  # valid for one sequence
-
-        def make(docs: Tensor, window: int) -> Mask:
-            if counted and not self.reach:
-                return document_table(docs, window, len(docs) // len(tokens) * counted[0], counted[1])
-            if docs.is_cuda and not self.reach:
-                return block_mask(docs, window)
-            return mask_in_pieces(docs, window, self.reach or window, self.embed.weight.dtype)
-        paired = {"P": make(docs.repeat_interleave(2), windows.short)} if self.pairs else {}
-        dc = {"dc": mask_in_pieces(docs, *[self.config.dc_window - 1] * 2, self.embed.weight.dtype, DC_PIECE)} if any(
-            layer.dc for layer in self.layers) else {}
-        return {"L": make(docs, windows.long), "S": make(docs, windows.short), None: None, **paired, **dc}
-
-    def apply_schedule(self, rotary_windows: tuple[int, ...], tied: bool) -> None:
-        """Set the state of the model that depends on the step; see Plan."""
-        self.rotary.set_windows(rotary_windows)
-        self.tied = tied
-
-    def compile_parts(self) -> None:
-        """Compile each method marked with @compiled by itself.
-
-        Gradients leave backward group by group. If the whole model were compiled, all would appear at its end.
-        """
-        for module in self.modules():
-            for name in dir(type(module)):
-                if getattr(getattr(type(module), name), "compiles", False):
-                    setattr(module, name, compile_static(getattr(module, name)))
-
-def compile_static(function: Callable) -> Callable:
-    """Compile a function anew for each sequence length, group of layers or size of bucket."""
-    # beyond torch's limit of eight it would run uncompiled, and 2.11 has no argument for the limit of one function
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    return torch.compile(function, dynamic=False)
-
-# ------------------------------------------------------------------------------------------------------------------
-# model: attention masks and kernels
-
-MASK_BLOCK = 128  # tokens per block of FlexAttention
-
-def may_attend(docs: Tensor, window: Tensor | int) -> Callable[..., Tensor]:
-    """Return the predicate of every mask: key k is not later than query q, within the window, and in its document."""
-    def predicate(batch: Any, head: Any, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (q - k <= window) & (docs[q] == docs[k])
-    return predicate
-
-def block_mask(docs: Tensor, window: int) -> BlockMask:
-    """Build the mask of FlexAttention: its full and its partial blocks. docs [T], T a multiple of MASK_BLOCK.
-
-    Documents are in order, so the first and the last document of each block suffice, and no [T, T] tensor is built.
-    """
-    first, last = docs.view(-1, MASK_BLOCK)[:, 0], docs.view(-1, MASK_BLOCK)[:, -1]
-    at = torch.arange(len(first), device=docs.device)
-    distance = (at[:, None] - at[None, :]) * MASK_BLOCK  # from a query's block back to a key's block
-    some = (distance >= 0) & (distance - MASK_BLOCK + 1 <= window) & (last[None, :] >= first[:, None])
-    every = (distance > 0) & (distance + MASK_BLOCK - 1 <= window) & (first[None, :] == last[:, None])
-    def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-        order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-        return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
-
-    # the window is a tensor: torch.compile would specialize on a number, and recompile for each new window
-    predicate = may_attend(docs, torch.full((), window, device=docs.device))
-    return BlockMask.from_kv_blocks(*listed(some & ~every), *listed(every), BLOCK_SIZE=MASK_BLOCK, mask_mod=predicate)
-
-MASK_PIECE = {"cuda": 1024, "cpu": 64}  # least queries per piece; with fewer queries fewer masked keys are computed
-DC_PIECE = 128
-
-def mask_in_pieces(docs: Tensor, window: int, reach: int, dtype: torch.dtype, piece: int = 0) -> Tensor:
-    """Build the mask of scaled_dot_product_attention, for CPUs and for GPUs where FlexAttention fails.
-
-    Queries are cut into pieces; each piece sees its own keys and `reach` earlier ones. Returns 0 or -inf [pieces,
-    piece, reach + piece]: one shape for all windows up to reach. A short sequence is one piece. Padding queries of the
-    last piece see one another.
-    """
-    piece = piece or max(MASK_PIECE[docs.device.type], reach // 4)
-    if reach + piece >= len(docs):
-        piece, reach = len(docs), 0
-    docs = F.pad(docs, (0, -len(docs) % piece), value=-1)
-    q = torch.arange(len(docs), device=docs.device, dtype=torch.int32).view(-1, piece, 1)
-    k = q[:, :1] + torch.arange(-reach, piece, device=docs.device, dtype=torch.int32)
-    seen = (k >= 0) & may_attend(docs, window)(None, None, q, k.clamp_min(0))
-    return torch.zeros(seen.shape, dtype=dtype, device=docs.device).masked_fill_(~seen, -math.inf)
-
-class DocumentTable(NamedTuple):
-    """The mask of FlashAttention.
-
-    starts: where documents begin, int32 [room + 1], one shape for any number of documents. numbers: window, longest
-    document and number of documents, int64 [3], on the CPU because FlashAttention reads them on the host.
-    """
-
-    starts: Tensor
-    numbers: Tensor
-
-DOCUMENT_ROOM = 16  # a sequence of T tokens has room for T / DOCUMENT_ROOM documents in its table
-
-def document_table(docs: Tensor, window: int, longest: int, count: int) -> DocumentTable:
-    """Build the mask of FlashAttention from docs [T], numbered from 0 or 1 up to count - 1; see count_documents."""
-    every = torch.arange(len(docs) // DOCUMENT_ROOM + 1, device=docs.device)
-    return DocumentTable(torch.searchsorted(docs, every, out_int32=True), torch.tensor([window, longest, count]))
-
-Mask = Tensor | BlockMask | DocumentTable
-
-def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Mask) -> Tensor:
-    """Compute softmax attention [T, H, D] where the mask allows it. q must contain the softmax scale.
-
-    The mask selects the implementation: FlexAttention (no backward on CPUs), FlashAttention (GPUs only) or
-    scaled_dot_product_attention.
-    """
-    if isinstance(mask, DocumentTable):
-        return flash_attention(q_THD, k_THD, v_THD, *mask)[0]
-    if isinstance(mask, BlockMask):
-        eager = q_THD.is_cuda and not torch.compiler.is_compiling()  # a compiled block compiles it with the block
-        flex = compiled_flex_attention() if eager else flex_attention
-        q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
-        return flex(q, k, v, block_mask=mask, scale=1.0)[0].transpose(0, 1)
-    k, v = (seen_by_pieces(x, mask).mT for x in (k_THD, v_THD))
-    out = F.scaled_dot_product_attention(cut_in_pieces(q_THD, mask), k, v, mask[:, None], scale=1.0)
-    return out.transpose(1, 2).reshape(-1, *q_THD.shape[1:])[:len(q_THD)]
-
-def cut_in_pieces(x: Tensor, mask: Tensor) -> Tensor:
-    """Cut x [T, H, ...] into the pieces of a mask: [pieces, H, piece, ...]."""
-    pieces, piece, _ = mask.shape
-    padded = F.pad(x, (0, 0) * (x.dim() - 1) + (0, pieces * piece - len(x)))
-    return padded.view(pieces, piece, *x.shape[1:]).transpose(1, 2)
-
-def seen_by_pieces(x: Tensor, mask: Tensor) -> Tensor:
-    """Cut x [T, ...] into what the pieces of a mask see: [pieces, ..., keys]."""
-    pieces, piece, keys = mask.shape
-    return F.pad(x, (0, 0) * (x.dim() - 1) + (keys - piece, pieces * piece - len(x))).unfold(0, keys, piece)
-
-def mix_heads(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, read: Tensor, write: Tensor, mask: Tensor) -> Tensor:
-    """Compute what dynamically composable heads add to attention [T, H, D]: each head attends by one map of all heads.
-
-    The map of a token is the sum of the heads' softmax within `mask`, weighted by norm(read); head h adds its values
-    under this map times write_h. read, write [T, H]. q must contain the softmax scale. mask: of mask_in_pieces.
-    """
-    tokens, heads, dim = q_THD.shape
-    q, k = cut_in_pieces(q_THD, mask), seen_by_pieces(k_THD, mask).mT
-    read = F.rms_norm(read.to(torch.promote_types(read.dtype, torch.float32)), (heads,), eps=1e-6).type_as(q)
-    attention_map = (cut_in_pieces(read, mask)[..., None] * (q @ k.mT + mask[:, None]).softmax(-1)).sum(1)
-    out = attention_map @ seen_by_pieces(v_THD.flatten(1), mask).mT  # one product for all heads' values
-    return write[..., None] * out.view(-1, heads, dim)[:tokens]
-
-@functools.cache
-def compiled_flex_attention() -> Callable[..., Tensor]:
-    return torch.compile(flex_attention, dynamic=False)  # uncompiled it would compute all T² scores
-
-def flash_attention_3() -> bool:
-    """Activate FlashAttention 3 for torch's FlashAttention operators -> whether this GPU has it and it is installed."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        return False
-    try:
-        torch.nn.attention.activate_flash_attention_impl("FA3")
-    except (AttributeError, ImportError, OSError, RuntimeError, ValueError):  # an older torch, or no usable package
-        return False
-    return True
-
-OPERATORS = "of_" + re.sub(r"\W", "_", __name__)  # a copy of this file under another name registers its own operators
-
-@torch.library.custom_op(f"{OPERATORS}::flash_attention", mutates_args=())
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute attention [T, H, D] within documents, and the log-sum-exps [H, T] for backward. See DocumentTable.
-
-    Attention with mask_in_pieces defines the result. torch's varlen_attn would recompile for each new `numbers`.
-    """
-    window, longest, count = numbers.tolist()
-    starts = starts[:count + 1]
-    out, log_sums, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, starts, starts, longest, longest, 0.0, False, False, scale=1.0, window_size_left=window,
-        window_size_right=0)
-    return out, log_sums
-
-@torch.library.custom_op(f"{OPERATORS}::flash_attention_backward", mutates_args=())
-def flash_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, numbers: Tensor,
-                             out: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    window, longest, count = numbers.tolist()
-    starts, dropout_state = starts[:count + 1], q.new_empty(2, dtype=torch.uint64)
-    return torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, log_sums, starts, starts, longest, longest, 0.0, False, dropout_state, dropout_state,
-        scale=1.0, window_size_left=window, window_size_right=0)
-
-flash_attention.register_fake(lambda q, k, v, starts, numbers: (
-    torch.empty_like(q), q.new_empty(q.size(1), q.size(0), dtype=torch.float32)))
-flash_attention_backward.register_fake(lambda grad, q, k, v, *_: (
-    torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)))
-flash_attention.register_autograd(
-    lambda ctx, grad, _: (*flash_attention_backward(grad, *ctx.saved_tensors), None, None),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output))
-
-# Tile sizes of the MLP's product: two warp groups, and three stages in Hopper's shared memory
-TILE_M, TILE_N, TILE_K = 128, 256, 64
-
-def tile_k(a: Tensor) -> int:
-    """Return the tile's inner size: as many bytes in fp8 as in bf16."""
-    return 2 * TILE_K if a.itemsize == 1 else TILE_K
-
-def kernel_programs(a: Tensor, b: Tensor, dtype: torch.dtype) -> int:
-    """Return with how many programs the kernel computes a @ b, one per multiprocessor; 0 if it cannot."""
-    fits = not (len(a) % TILE_M or b.size(1) % TILE_N or len(b) % tile_k(a))
-    on_gpu = a.is_cuda and dtype == torch.bfloat16 and fits
-    return torch.cuda.get_device_properties(a.device).multi_processor_count if on_gpu else 0
-
-def relu_squared(a: Tensor, b: Tensor, h: Tensor | None = None) -> Tensor:
-    """Compute relu(a @ b) ** 2, or its backward (a @ b) * 2 sqrt(h) if its result h is given. a [m, k], b [k, n]."""
-    if programs := kernel_programs(a, b, a.dtype):
-        return relu_squared_by_triton(a, b, h, programs)
-    y = a @ b
-    return y.relu() * y if h is None else 2 * y * h.sqrt()
-
-def relu_squared_in_fp8(a: Tensor, b: Tensor, scale: Tensor, h_scale: Tensor, h_max: Tensor,
-                        dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Compute h = relu(a @ b * scale) ** 2 and h8 = h / h_scale in e4m3. Raise h_max to the largest h.
-
-    a [m, k] in e4m3, row-major; b [k, n] in e4m3, column-major; scale, h_scale and h_max have no dimensions.
-    """
-    if programs := kernel_programs(a, b, dtype):
-        return relu_squared_by_triton(a, b, None, programs, scale, h_scale, h_max)
-    y = fp8_product(a, b, scale, torch.ones_like(scale), True, torch.float32)
-    h = y.relu() * y
-    h_max.copy_(torch.maximum(h_max, h.amax()))
-    return h.to(dtype), (h / h_scale).to(torch.float8_e4m3fn)
-
-def relu_squared_by_triton(a: Tensor, b: Tensor, h: Tensor | None, programs: int,
-                           *scales: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute relu_squared, or with scales relu_squared_in_fp8, by the kernel. Sizes must be multiples of the tiles.
-
-    programs: one per multiprocessor.
-    """
-    (m, k), n, half = a.shape, b.size(1), [TILE_M, TILE_N // 2]
-    fp8, inner = bool(scales), tile_k(a)
-    out = a.new_empty(m, n, dtype=torch.bfloat16 if a.itemsize == 1 else a.dtype)
-    h8 = a.new_empty(m, n) if fp8 else out
-    # tensor cores read the inner dimension of b contiguously in fp8
-    tiles = [(a, [TILE_M, inner]), (b.T, [TILE_N, inner]) if fp8 else (b, [inner, TILE_N]),
-             (out if h is None else h, half), (out, half), (h8, half)]
-    relu_squared_kernel[(programs,)](
-        *(TensorDescriptor.from_tensor(x.contiguous(), tile) for x, tile in tiles), *(scales or (None,) * 3),
-        m, n, k, TILE_M, TILE_N, inner, programs, h is not None, fp8, num_warps=8, num_stages=3)
-    return (out, h8) if fp8 else out
-
-if triton is not None:
-    def launch_metadata(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, int]:
-        """Report FLOPs and bytes to Triton's profiler."""
-        m, n, k = (args[size] for size in "MNK")
-        width = 2 - args["FP8"]
-        return {f"flops{8 * width}": 2 * m * n * k,
-                "bytes": width * (m * k + k * n) + m * n * (2 + 2 * args["BACKWARD"] + args["FP8"])}
-
-    @triton.jit(launch_metadata=launch_metadata)
-    def relu_squared_kernel(a, b, h, out, h8, scale, h_scale, h_max, M, N, K, TILE_M: tl.constexpr,
-                            TILE_N: tl.constexpr, TILE_K: tl.constexpr, PROGRAMS: tl.constexpr, BACKWARD: tl.constexpr,
-                            FP8: tl.constexpr):
-        """Persistent kernel: a program starts its next tile while it stores the last one, in two halves."""
-        HALF: tl.constexpr = TILE_N // 2
-        columns, largest = N // TILE_N, 0.0
-        if FP8:
-            y_scale, to_h8 = tl.load(scale), 1 / tl.load(h_scale)
-        for tile in tl.range(tl.program_id(0), M // TILE_M * columns, PROGRAMS, flatten=True):
-            row, column = tile // columns * TILE_M, tile % columns * TILE_N
-            y = tl.zeros((TILE_M, TILE_N), tl.float32)
-            for k in range(0, K, TILE_K):
-                if FP8:
-                    y = tl.dot(a.load([row, k]), b.load([column, k]).T, y)
-                else:
-                    y = tl.dot(a.load([row, k]), b.load([k, column]), y)
-            if FP8:
-                y = y * y_scale
-            halves = y.reshape(TILE_M, 2, HALF).permute(0, 2, 1).split()
-            for i in tl.static_range(2):
-                y = halves[i]
-                if BACKWARD:
-                    y = 2 * y * tl.sqrt(h.load([row, column + i * HALF]).to(tl.float32))
-                else:
-                    y = tl.maximum(y, 0) * y
-                out.store([row, column + i * HALF], y.to(out.dtype))
-                if FP8:
-                    h8.store([row, column + i * HALF], (y * to_h8).to(h8.dtype))
-                    largest = tl.maximum(largest, tl.max(tl.max(y, 1), 0))
-        if FP8:
-            tl.atomic_max(h_max, largest)
-
-class ReluSquaredMLP(torch.autograd.Function):
-    """MLP.forward by relu_squared. Saves only the squared activations for backward.
-
-    With h_scale and h_max forward is in fp8; see DelayedScales. Backward is the same, and reads unrounded tensors.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fc: Tensor, proj: Tensor, h_scale: Tensor | None = None,
-                h_max: Tensor | None = None) -> Tensor:
-        if h_scale is None:
-            h = relu_squared(x, fc)
-            y = F.linear(h, proj)
-        else:
-            (x8, x_scale), (fc8, fc_scale), (proj8, proj_scale) = map(to_e4m3, (x, fc, proj))
-            by_column = fc8.T.contiguous().T
-            h, h8 = relu_squared_in_fp8(x8, by_column, x_scale * fc_scale, h_scale, h_max, x.dtype)
-            y = fp8_product(h8, proj8.T, h_scale, proj_scale, True, x.dtype)
-        ctx.save_for_backward(x, fc, proj, h)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, fc, proj, h = ctx.saved_tensors
-        grad_y = relu_squared(grad, proj, h)
-        return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h, None, None
-
-E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
-
-def to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round a matrix to e4m3, scaled so that its largest value fits -> (rounded, scale)."""
-    # per row first, since compiled code fuses that into the kernel that computes x
-    scale = x.abs().amax(1).amax().float().clamp_min(1e-12) / E4M3_MAX
-    return (x.float() / scale).to(torch.float8_e4m3fn), scale
-
-class FP8Scales(NamedTuple):
-    """Fixed scales of the head's fp8 products: a tensor is divided by its scale before it is rounded."""
-
-    x: float
-    weight: float
-    grad: float
-
-# A module global: as an attribute of FP8Linear it would break the compiled graph, and with it the fusion of the casts
-# and the loss
-def fp8_product(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float | Tensor, fast: bool,
-                dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Multiply a [m, k], row-major, by b [k, n], column-major, each times its scale -> [m, n] of dtype."""
-    scale_a, scale_b = (x if isinstance(x, Tensor) else torch.full((), x, device=a.device) for x in (scale_a, scale_b))
-    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
-
-def fp8_operands(x: Tensor, weight: Tensor, scales: FP8Scales) -> tuple[Tensor, Tensor]:
-    return (x / scales.x).to(torch.float8_e4m3fn), (weight / scales.weight).to(torch.float8_e4m3fn)
-
-def fp8_gradients(grad8: Tensor, grad_scale: float | Tensor, x8: Tensor, weight8: Tensor,
-                  scales: FP8Scales) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of x and weight from that of the product, grad8 [T, V] times grad_scale."""
-    by_column = weight8.T.contiguous().T, x8.T.contiguous().T
-    grad_x = fp8_product(grad8, by_column[0], grad_scale, scales.weight, fast=False)
-    return grad_x, fp8_product(grad8.T.contiguous(), by_column[1], grad_scale, scales.x, fast=False)
-
-class FP8Linear(torch.autograd.Function):
-    """x [T, dim] @ weight [V, dim] transposed -> bf16 [T, V]; forward and backward multiply in fp8."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scales: FP8Scales) -> Tensor:
-        ctx.scales = scales
-        x8, weight8 = fp8_operands(x, weight, scales)
-        ctx.save_for_backward(x8, weight8)
-        return fp8_product(x8, weight8.T, scales.x, scales.weight, fast=True)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        scales = ctx.scales
-        grad8 = (grad / scales.grad).to(torch.float8_e5m2)
-        return *fp8_gradients(grad8, scales.grad, *ctx.saved_tensors, scales), None
-
-def softcapped_loss(x: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
-                    grad_scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """Compute cross_entropies, and the gradient of their weighted sum, by a kernel that reads the logits x [T, V] once.
-
-    Return (float32 [n, T], the gradient [T, V]): in x's dtype or, with a grad_scale, divided by it and in e5m2.
-    """
-    losses = torch.empty(targets.shape, dtype=torch.float32, device=x.device)
-    grad = torch.empty(x.shape, dtype=x.dtype if grad_scale is None else torch.float8_e5m2, device=x.device)
-    softcapped_loss_kernel[(len(x),)](
-        x, targets.contiguous(), weights, losses, grad, len(x), x.size(1), len(targets), *softcap, grad_scale or 1.0,
-        LOSS_CHUNK, x.dtype == torch.bfloat16, num_warps=32)
-    return losses, grad
-
-LOSS_CHUNK = 2048  # logits that softcapped_loss_kernel loads at once: two for each of 1,024 threads
-
-if triton is not None:
-    def loss_metadata(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, int]:
-        """Report the bytes and special functions of softcapped_loss_kernel, for dry_gpu."""
-        x, grad = args["x"], args["grad"]
-        return {"bytes": x.nbytes + grad.nbytes, "special": 3 * x.numel()}
-
-    @triton.jit
-    def softcap_and_exp(x, CAP: tl.constexpr, SHIFT: tl.constexpr, SOFTNESS: tl.constexpr):
-        """s = sigmoid((x + SHIFT) / SOFTNESS) and exp(CAP * s - CAP): three special functions."""
-        LOG2_E: tl.constexpr = 1.4426950408889634
-        s = 1 / (1 + tl.exp2(x * (-LOG2_E / SOFTNESS) - SHIFT * LOG2_E / SOFTNESS))
-        return s, tl.exp2(s * (CAP * LOG2_E) - CAP * LOG2_E)
-
-    @triton.jit(launch_metadata=loss_metadata)
-    def softcapped_loss_kernel(x, targets, weights, losses, grad, T, V: tl.constexpr, N: tl.constexpr,
-                               CAP: tl.constexpr, SHIFT: tl.constexpr, SOFTNESS: tl.constexpr, SCALE: tl.constexpr,
-                               CHUNK: tl.constexpr, PACK: tl.constexpr):
-        """One program per row. It holds in registers what the gradient needs until the row's sum is known.
-
-        PACK: hold it in bf16, two chunks in one register. All 1,024 threads have 64 registers, and a row of 50,304
-        logits fills half of them.
-        """
-        at, row = tl.arange(0, CHUNK), tl.program_id(0)
-        x += row.to(tl.int64) * V
-        grad += row.to(tl.int64) * V
-        total = tl.zeros((CHUNK,), tl.float32)
-        held = ()  # exp(z - CAP) * s * (1 - s)
-        for i in tl.static_range(0, V, CHUNK):
-            logits = tl.load(x + i + at, i + at < V, other=0) if i + CHUNK > V else tl.load(x + i + at)
-            s, e = softcap_and_exp(logits.to(tl.float32), CAP, SHIFT, SOFTNESS)
-            e = tl.where(i + at < V, e, 0) if i + CHUNK > V else e
-            total += e
-            part = e * s * (1 - s)
-            if PACK:
-                bits = part.to(tl.int32, bitcast=True) + 0x8000  # rounds to bf16; part is not negative
-                if i // CHUNK % 2 == 0:
-                    held = held + (bits >> 16,)
-                else:
-                    held = held[:-1] + (held[-1] | (bits & -0x10000),)
-            else:
-                held = held + (part,)
-        total = tl.sum(total, 0)
-        weight_sum = 0.0
-        for k in tl.static_range(N):
-            weight_sum += tl.where(tl.load(targets + k * T + row) >= 0, tl.load(weights + k), 0)
-        factor = CAP / (SOFTNESS * SCALE)
-        for i in tl.static_range(0, V, CHUNK):
-            if PACK:
-                pair = held[i // CHUNK // 2]
-                part = (pair << 16 if i // CHUNK % 2 == 0 else pair & -0x10000).to(tl.float32, bitcast=True)
-            else:
-                part = held[i // CHUNK]
-            part = (part * (factor * weight_sum / total)).to(grad.dtype.element_ty)
-            if i + CHUNK > V:
-                tl.store(grad + i + at, part, i + at < V)
-            else:
-                tl.store(grad + i + at, part)
-        tl.debug_barrier()  # the targets' gradients overwrite
-        for k in tl.static_range(N):
-            target = tl.load(targets + k * T + row)
-            s, e = softcap_and_exp(tl.load(x + tl.maximum(target, 0)).to(tl.float32), CAP, SHIFT, SOFTNESS)
-            tl.store(losses + k * T + row, tl.where(target >= 0, tl.log(total) + CAP - CAP * s, 0))
-            own = 0.0
-            for j in tl.static_range(N):
-                own += tl.where(tl.load(targets + j * T + row) == target, tl.load(weights + j), 0)
-            part = factor * (weight_sum * e / total - own) * s * (1 - s)
-            tl.store(grad + tl.maximum(target, 0), part.to(grad.dtype.element_ty), target >= 0)
-
-class HeadLoss(torch.autograd.Function):
-    """Head.forward with softcapped_loss: x [T, dim], weight [V, dim] -> (objective, entropies [n]). scales: for fp8.
-
-    Forward computes the logits' gradient and keeps it in place of the logits. The gradient of the objective is a factor
-    of backward's products.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
-                scales: FP8Scales | None) -> tuple[Tensor, Tensor]:
-        ctx.scales = scales
-        if scales is None:
-            losses, grad = softcapped_loss(F.linear(x, weight), targets, weights, softcap)
-        else:
-            x, weight = fp8_operands(x, weight, scales)
-            logits = fp8_product(x, weight.T, scales.x, scales.weight, fast=True)
-            losses, grad = softcapped_loss(logits, targets, weights, softcap, scales.grad)
-        ctx.save_for_backward(x, weight, grad)
-        entropies = losses.sum(1)
-        ctx.mark_non_differentiable(entropies)
-        return (entropies * weights).sum(), entropies
-
-    @staticmethod
-    def backward(ctx: Any, grad_objective: Tensor, _: Any) -> tuple[Tensor, Tensor, None, None, None, None]:
-        (x, weight, grad), scales = ctx.saved_tensors, ctx.scales
-        if scales is None:
-            return grad_objective * (grad @ weight), grad_objective * (grad.T @ x), None, None, None, None
-        return *fp8_gradients(grad, grad_objective * scales.grad, x, weight, scales), None, None, None, None
 
 # ------------------------------------------------------------------------------------------------------------------
 # update rules
@@ -2794,11 +2155,11 @@ class RowBucket(Bucket):
         self.finish_announcement()
         reads = np.unpackbits(self.all_reads.numpy(), 1, len(self.rows)).view(bool)
         reads = reads.reshape(comm.ranks, comm.ranks, -1)  # [rank that reads, rank that owns, row of its shard]
-        self.read_by_any, of_this_shard = reads.any(0), reads[:, comm.rank]
+        self.read_by_any, shard_reads = reads.any(0), reads[:, comm.rank]
         sums = self.scatter_add(self.indices(reads[comm.rank]), grads)
         sent = sums.to(comm.sent_dtype or sums.dtype).split(reads[comm.rank].sum(1).tolist())
-        counts = of_this_shard.sum(1).tolist()
-        rows, numbers = self.indices(self.read_by_any[comm.rank]), self.indices(of_this_shard) % of_this_shard.shape[1]
+        counts = shard_reads.sum(1).tolist()
+        rows, numbers = self.indices(self.read_by_any[comm.rank]), self.indices(shard_reads) % shard_reads.shape[1]
         values = sums.new_empty((sum(counts), sums.size(1)), dtype=sent[0].dtype)  # of all ranks, one after another
         received = values.split(counts)
         received[comm.rank].copy_(sent[comm.rank])
@@ -3468,8 +2829,8 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
 
     def update(self, bucket: Bucket, plan: Plan, unused: Iterable[Slot] = ()) -> None:
         """Update this rank's shard by the bucket's rule. Unused parameters and their state stay unchanged."""
-        kept = [(part, part.clone()) for slot in bucket.slots if slot in unused
-                for part in (bucket.view_of(slot, x, True) for x in (bucket.param_shard, *bucket.state.values()))]
+        unchanged = [(part, part.clone()) for slot in bucket.slots if slot in unused
+                     for part in (bucket.view_of(slot, x, True) for x in (bucket.param_shard, *bucket.state.values()))]
         rule, lr = bucket.rule, self.group_of[bucket.slots[0].param]["lr"]
         rule = rule if lr == rule.lr else dataclasses.replace(rule, lr=lr)
         hyper = {key: self.number(key, v) if isinstance(v, float) and bucket.may_compile else v
@@ -3477,7 +2838,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         plain = type(rule).update
         update = self.compiled[plain] if bucket.may_compile else plain
         bucket.update(update, hyper, self.settings.world_size_invariant)
-        for part, old in kept:
+        for part, old in unchanged:
             part.copy_(old)
 
     def finish_all_gathers(self, buckets: Sequence[Bucket] | None = None) -> None:
@@ -3496,10 +2857,10 @@ def rule_of(config: Config, group: AdamGroup | MuonGroup) -> Adam | NorMuon:
     c = config
     if isinstance(group, MuonGroup):
         return NorMuon(c.muon_lr, c.muon_weight_decay, c.muon_beta2, c.torch_dtype)
-    beta1, beta2, decay = (flag if own is None else own for own, flag in (
-        (group.beta1, c.adam_beta1), (group.beta2, c.adam_beta2), (group.weight_decay, c.adam_weight_decay)))
-    return Adam(c.adam_lr * group.lr_mul, beta1, beta2, c.adam_eps, c.adam_every, decay, c.adam_fp32_moments,
-                rows=group.kind == "ngram_embeds", lazy=c.lazy_tables)
+    beta1, beta2 = (flag if own is None else own for own, flag in (
+        (group.beta1, c.adam_beta1), (group.beta2, c.adam_beta2)))
+    return Adam(c.adam_lr * group.lr_mul, beta1, beta2, c.adam_eps, c.adam_every, group.weight_decay,
+                c.adam_fp32_moments, rows=group.kind == "ngram_embeds", lazy=c.lazy_tables)
 
 def specs_of(config: Config, model: GPT) -> list[ParamSpec]:
     """Assign every parameter that is not frozen its update rule, by its kind, in the model's order."""
@@ -3606,42 +2967,126 @@ def default_assignments(model: nn.Module, table: Sequence[Assignment] = (), muon
 # ------------------------------------------------------------------------------------------------------------------
 # training
 
-def split_sequence(sequence: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Move [T + 1] tokens to the device without waiting for it -> inputs int32 [T], targets int64 [T]."""
-    tokens = to_device(torch.from_numpy(sequence.astype(np.int32)), device)
-    return tokens[:-1], tokens[1:].long()
+def run_training(config: Config, preset: str, comm: Comm, device: torch.device, log: Log, began: float) -> None:
+    """A whole run, from the data to the result. began: see Clock."""
+    clock, requested, changes = Clock(device, began), config, []
+    with clock.off("setup"):
+        shards = find_data(config, comm)
+        if device.type == "cuda":
+            config, changes = resolve_auto(config, comm)
+        require(device.type == "cuda" or config.attention in ("auto", "masked"), f"attention {config.attention} "
+                "needs a GPU, and this machine has none; use --attention auto")
+        val_sequences = validation_sequences(shards["val"], config.val_tokens, config.val_len)
+        worker = Worker(config, comm, device, shards["train"])
+        worker.stream.check_enough()
+        loop = TrainingLoop(preset, requested, worker, shards, val_sequences, clock, log)
+        resumed = resume(loop)
+        loop.given_up = {path for path in checkpoints(log.path.parent, log.run_id) if step_of(path) > loop.from_step}
+        start_log(loop, resumed, changes)
+    loop.warm_up()
+    with signals.caught():
+        loop.train()
+        with clock.off("hashing"):
+            before = hash_of(named_tensors(worker.model))
+        finish(loop, before, *loop.validate(config.num_steps))
 
-def count_documents(model: GPT, tokens: np.ndarray) -> None:
-    """Count the documents of the sequence that forward takes next: FlashAttention needs their number on the host.
+class TrainingLoop:
+    """The steps of a run, around a Worker: warm-up, all steps, validations, checkpoints, the log. See run_training."""
 
-    Without a count, or with more documents than the table has room for, attention falls back to FlexAttention.
-    """
-    if model.flash:
-        begins = np.flatnonzero(tokens.clip(0) == model.bos_id)  # padding of the last sequence is -1, read as token 0
-        lengths = np.diff(begins, prepend=0, append=len(tokens))
-        fits = len(lengths) <= len(tokens) // DOCUMENT_ROOM
-        model.counted = (int(lengths.max()), len(lengths)) if fits else None
+    def __init__(self, preset: str, requested: Config, worker: Worker, shards: dict[str, list[Shard]],
+                 val_sequences: np.ndarray, clock: Clock, log: Log):
+        """requested: the config before its `auto` values were resolved for this machine."""
+        self.preset, self.requested, self.worker, self.shards = preset, requested, worker, shards
+        self.config, self.comm, self.clock, self.log = worker.config, worker.comm, clock, log
+        self.val_sequences, self.from_step, self.changed_by_validation = val_sequences, 0, 0
+        self.given_up: set[Path] = set()  # checkpoints that are later than the step that this run begins with
+        self.losses = TrainLosses(worker.config, worker.comm, clock, log)
 
-class Trainer:
-    """Model, optimizer and data of one rank, and their training step."""
+    def warm_up(self) -> None:
+        with self.clock.off("hashing"):
+            before = state_hash(self.worker)
+        self.log.say(f"warm-up: {self.config.warmup_steps} steps off the clock")
+        with self.clock.off("warmup"):
+            self.worker.warm_up(self.val_sequences[0])
+        self.compiles = compile_stats()[0]
+        with self.clock.off("hashing"):
+            self.state_hashes = {"before_warmup": before, "after_warmup": state_hash(self.worker)}
+
+    def train(self) -> None:
+        """The loop over all steps. A checkpoint or a validation with a step's number comes before that step."""
+        c, worker, save_due = self.config, self.worker, False
+        profiler = profiler_of(self) if c.profile else None
+        if profiler:
+            profiler.start()
+        self.clock.start()
+        worker.model.fill_prefixes(worker.token_bytes)  # on the clock, as in the record; the warm-up runs without
+        for step in range(self.from_step, c.num_steps):
+            self.losses.write(step)
+            if step in self.losses.save_at or c.save_every and step % c.save_every == 0 and step > self.from_step:
+                save_due = True
+            if save_due and not worker.optimizer.between_updates:
+                save_checkpoint(self, step)
+                save_due = False
+            if c.val_every and step % c.val_every == 0:
+                self.validate(step)
+            plan = plan_of(c, step)
+            losses = worker.step(plan, worker.stream.next_batch(plan))
+            self.losses.record(plan, losses)
+            if profiler:
+                worker.optimizer.finish_all_gathers()  # torch 2.13 crashes at exit on one that ends after the trace
+                profiler.step()
+        worker.optimizer.finish_all_gathers()
+        if self.from_step < c.num_steps:  # else a checkpoint of the last validation already has it
+            worker.after_training()
+        self.clock.stop()
+        self.losses.write(c.num_steps, wait=True)
+        if profiler:
+            profiler.stop()
+
+    def validate(self, step: int) -> tuple[float, int]:
+        """Validate off the clock -> (loss, tokens). RunError if the loss is not finite.
+
+        SIGTERM stops a validation where a checkpoint can be saved: a launcher may not wait for its end.
+        """
+        self.worker.optimizer.finish_all_gathers()  # they belong to the steps before
+        can_save = step == self.config.num_steps or not self.worker.optimizer.between_updates
+        with self.clock.off("validation"):
+            self.losses.write(step, wait=True)
+            before = checksum(self.worker.model)
+            result = self.worker.validate(plan_of(self.config, step), self.val_sequences,
+                                           lambda: can_save and signals.stop)
+            if result:
+                line = (f"step:{step}/{self.config.num_steps} val_loss:{result[0]:.4f} "
+                        f"{show_times(self.clock.elapsed, step)}")
+                self.log.write(line)
+                self.log.say(line)
+            self.changed_by_validation += checksum(self.worker.model) != before
+        if not result:
+            save_checkpoint(self, step, stop=True)
+        loss, _ = result
+        require(math.isfinite(loss), f"the validation loss before step {step} is {loss}; lower the learning rates")
+        return result
+
+class Worker:
+    """What one rank trains: its model, optimizer and stream, and the training step. See TrainingLoop for the run."""
 
     def __init__(self, config: Config, comm: Comm, device: torch.device, train_shards: list[Shard]):
         gpu = device.type == "cuda"
         self.config, self.comm, self.device = config, comm, device
         self.compiled = config.compile == "on" or (config.compile == "auto" and gpu)
-        if self.compiled or gpu:  # FlexAttention is always compiled
-            check_compiler(gpu)
         if config.world_size_invariant:
             torch.set_num_threads(1)  # the split of a product over threads decides the order of its sums
         self.stream = Stream(train_shards, config, comm.rank, comm.ranks)
         self.model = build_model(config, train_shards[0].encoding).to(device)
         if config.init_from and not config.resume:
             load_parameters(self.model, load_file(config.init_from))
-        if config.attention == "masked" or self.compiled and not gpu:  # compiled code needs masks of one shape
+        if config.attention == "masked" or self.compiled:  # compiled code needs masks of one shape
             self.model.reach = longest_window(config)
         self.model.flash = config.attention == "flash"
-        for module in (self.model.lm_head, *(block.mlp for block in self.model.blocks if block.mlp is not None)):
-            module.kernels = config.kernels == "on" or config.kernels == "auto" and gpu
+        self.model.lm_head.kernels = gpu and config.kernels in ("on", "loss")
+        for block in self.model.blocks:
+            if block.mlp is not None:
+                block.mlp.kernels = config.kernels == "on"
         if self.compiled:
             self.model.compile_parts()
         self.optimizer = build_optimizer(config, self.model, comm, self.compiled)
@@ -3671,6 +3116,9 @@ class Trainer:
         for i, micro_batch in enumerate(batch):
             inputs, targets = split_sequence(micro_batch, self.device)
             count_documents(model, micro_batch[:-1])
+            # random numbers in a forward, such as a dropout's, depend neither on the warm-up, a resume nor the ranks
+            seed = np.random.SeedSequence((self.config.seed, plan.step, self.comm.rank * len(batch) + i))
+            torch.manual_seed(int(seed.generate_state(1, np.uint64)[0]))
             with optimizer.reducer.span("forward"):
                 objective, cross_entropy = model(inputs, targets, plan.windows, plan.loss_weights, plan.prefix_weight)
             if i + 1 == len(batch):
@@ -3678,11 +3126,25 @@ class Trainer:
             optimizer.prepare_for_backward(plan.step, i, len(batch), objective)
             with optimizer.reducer.span("backward"):
                 objective.backward()
-            cross_entropies.append(cross_entropy)
+                cross_entropies.append(cross_entropy)
         with optimizer.reducer.span("step"):
             optimizer.step(plan)
             optimizer.scales.update()
+        self.after_step(plan)
         return cross_entropies
+
+    def after_step(self, plan: Plan) -> None:
+        """A place for an idea: runs after each optimizer step, on the clock, and in the warm-up.
+
+        Before you read parameters, wait for them: self.optimizer.finish_all_gathers(). The warm-up restores, and a
+        checkpoint keeps, parameters and the rules' state; other state that you create here is lost on a resume.
+        """
+
+    def after_training(self) -> None:
+        """A place for an idea: runs once, on the clock, after the last step and before the last validation.
+
+        All parameters have arrived. A change must be the same on all ranks.
+        """
 
     def validate(self, plan: Plan, sequences: np.ndarray,
                  stop: Callable[[], bool] = lambda: False) -> tuple[float, int] | None:
@@ -3779,98 +3241,419 @@ class TrainLosses:
             self.log.write(line)
             self.log.progress(done, loss, self.clock, tokens_of_steps(self.config, done))
 
-class Run:
-    """A run after set-up: warm-up, the training loop, validation."""
+def split_sequence(sequence: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Move [T + 1] tokens to the device without waiting for it -> inputs int32 [T], targets int64 [T]."""
+    tokens = to_device(torch.from_numpy(sequence.astype(np.int32)), device)
+    return tokens[:-1], tokens[1:].long()
 
-    def __init__(self, preset: str, requested: Config, trainer: Trainer, shards: dict[str, list[Shard]],
-                 val_sequences: np.ndarray, clock: Clock, log: Log):
-        """requested: the config before its `auto` values were resolved for this machine."""
-        self.preset, self.requested, self.trainer, self.shards = preset, requested, trainer, shards
-        self.config, self.comm, self.clock, self.log = trainer.config, trainer.comm, clock, log
-        self.val_sequences, self.from_step, self.changed_by_validation = val_sequences, 0, 0
-        self.given_up: set[Path] = set()  # checkpoints that are later than the step that this run begins with
-        self.losses = TrainLosses(trainer.config, trainer.comm, clock, log)
+def count_documents(model: GPT, tokens: np.ndarray) -> None:
+    """Count the documents of the sequence that forward takes next: FlashAttention needs their number on the host.
 
-    def warm_up(self) -> None:
-        with self.clock.off("hashing"):
-            before = state_hash(self.trainer)
-        self.log.say(f"warm-up: {self.config.warmup_steps} steps off the clock")
-        with self.clock.off("warmup"):
-            self.trainer.warm_up(self.val_sequences[0])
-        self.compiles = compile_stats()[0]
-        with self.clock.off("hashing"):
-            self.state_hashes = {"before_warmup": before, "after_warmup": state_hash(self.trainer)}
+    Without a count, or with more documents than the table has room for, attention masks in pieces.
+    """
+    if model.flash:
+        begins = np.flatnonzero(tokens.clip(0) == model.bos_id)  # padding of the last sequence is -1, read as token 0
+        lengths = np.diff(begins, prepend=0, append=len(tokens))
+        fits = len(lengths) <= len(tokens) // DOCUMENT_ROOM
+        model.counted = (int(lengths.max()), len(lengths)) if fits else None
 
-    def train(self) -> None:
-        """The loop over all steps. A checkpoint or a validation with a step's number comes before that step."""
-        c, trainer, profile = self.config, self.trainer, Profile(self.trainer, self.clock, self.log)
-        save_due = False
-        self.clock.start()
-        trainer.model.fill_prefixes(trainer.token_bytes)  # on the clock, as in the record; the warm-up runs without
-        for step in range(self.from_step, c.num_steps):
-            self.losses.write(step)
-            if step in self.losses.save_at or c.save_every and step % c.save_every == 0 and step > self.from_step:
-                save_due = True
-            if save_due and not trainer.optimizer.between_updates:
-                save_checkpoint(self, step)
-                save_due = False
-            if c.val_every and step % c.val_every == 0:
-                self.validate(step)
-            profile.begin_step(step)
-            plan = plan_of(c, step)
-            losses = trainer.step(plan, trainer.stream.next_batch(plan))
-            self.losses.record(plan, losses)
-        trainer.optimizer.finish_all_gathers()
-        self.clock.stop()
-        self.losses.write(c.num_steps, wait=True)
-        profile.begin_step(c.num_steps)
+# ------------------------------------------------------------------------------------------------------------------
+# masks and kernels
 
-    def validate(self, step: int) -> tuple[float, int]:
-        """Validate off the clock -> (loss, tokens). RunError if the loss is not finite.
+def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Mask) -> Tensor:
+    """Compute softmax attention [T, H, D] where the mask allows it. q must contain the softmax scale.
 
-        SIGTERM stops a validation where a checkpoint can be saved: a launcher may not wait for its end.
+    The mask selects the implementation: FlashAttention (GPUs only) or scaled_dot_product_attention.
+    """
+    if isinstance(mask, DocumentTable):
+        return flash_attention(q_THD, k_THD, v_THD, *mask)[0]
+    k, v = (seen_by_pieces(x, mask).mT for x in (k_THD, v_THD))
+    out = F.scaled_dot_product_attention(cut_in_pieces(q_THD, mask), k, v, mask[:, None], scale=1.0)
+    return out.transpose(1, 2).reshape(-1, *q_THD.shape[1:])[:len(q_THD)]
+
+def cut_in_pieces(x: Tensor, mask: Tensor) -> Tensor:
+    """Cut x [T, H, ...] into the pieces of a mask: [pieces, H, piece, ...]."""
+    pieces, piece, _ = mask.shape
+    padded = F.pad(x, (0, 0) * (x.dim() - 1) + (0, pieces * piece - len(x)))
+    return padded.view(pieces, piece, *x.shape[1:]).transpose(1, 2)
+
+def seen_by_pieces(x: Tensor, mask: Tensor) -> Tensor:
+    """Cut x [T, ...] into what the pieces of a mask see: [pieces, ..., keys]."""
+    pieces, piece, keys = mask.shape
+    return F.pad(x, (0, 0) * (x.dim() - 1) + (keys - piece, pieces * piece - len(x))).unfold(0, keys, piece)
+
+def mix_heads(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, read: Tensor, write: Tensor, mask: Tensor) -> Tensor:
+    """Compute what dynamically composable heads add to attention [T, H, D]: each head attends by one map of all heads.
+
+    The map of a token is the sum of the heads' softmax within `mask`, weighted by norm(read); head h adds its values
+    under this map times write_h. read, write [T, H]. q must contain the softmax scale. mask: of mask_in_pieces.
+    """
+    tokens, heads, dim = q_THD.shape
+    q, k = cut_in_pieces(q_THD, mask), seen_by_pieces(k_THD, mask).mT
+    read = F.rms_norm(read.to(torch.promote_types(read.dtype, torch.float32)), (heads,), eps=1e-6).type_as(q)
+    attention_map = (cut_in_pieces(read, mask)[..., None] * (q @ k.mT + mask[:, None]).softmax(-1)).sum(1)
+    out = attention_map @ seen_by_pieces(v_THD.flatten(1), mask).mT  # one product for all heads' values
+    return write[..., None] * out.view(-1, heads, dim)[:tokens]
+
+DC_WINDOW, DC_PIECE = 112, 128  # tokens that d looks at, see mix_heads; queries per piece
+
+MASK_PIECE = {"cuda": 1024, "cpu": 64}  # least queries per piece; with fewer queries fewer masked keys are computed
+
+def mask_in_pieces(docs: Tensor, window: int, reach: int, dtype: torch.dtype, piece: int = 0) -> Tensor:
+    """Build the mask of scaled_dot_product_attention, which lets a token see its window within its document.
+
+    Queries are cut into pieces; each piece sees its own keys and `reach` earlier ones. Returns 0 or -inf [pieces,
+    piece, reach + piece]: one shape for all windows up to reach. A short sequence is one piece. Padding queries of the
+    last piece see one another.
+    """
+    piece = piece or max(MASK_PIECE[docs.device.type], reach // 4)
+    if reach + piece >= len(docs):
+        piece, reach = len(docs), 0
+    docs = F.pad(docs, (0, -len(docs) % piece), value=-1)
+    q = torch.arange(len(docs), device=docs.device, dtype=torch.int32).view(-1, piece, 1)
+    k = q[:, :1] + torch.arange(-reach, piece, device=docs.device, dtype=torch.int32)
+    seen = (k >= 0) & (q >= k) & (q - k <= window) & (docs[q] == docs[k.clamp_min(0)])
+    return torch.zeros(seen.shape, dtype=dtype, device=docs.device).masked_fill_(~seen, -math.inf)
+
+class DocumentTable(NamedTuple):
+    """The mask of FlashAttention.
+
+    starts: where documents begin, int32 [room + 1], one shape for any number of documents. numbers: window, longest
+    document and number of documents, int64 [3], on the CPU because FlashAttention reads them on the host.
+    """
+
+    starts: Tensor
+    numbers: Tensor
+
+DOCUMENT_ROOM = 16  # a sequence of T tokens has room for T / DOCUMENT_ROOM documents in its table
+
+def document_table(docs: Tensor, window: int, longest: int, count: int) -> DocumentTable:
+    """Build the mask of FlashAttention from docs [T], numbered from 0 or 1 up to count - 1; see count_documents."""
+    every = torch.arange(len(docs) // DOCUMENT_ROOM + 1, device=docs.device)
+    return DocumentTable(torch.searchsorted(docs, every, out_int32=True), torch.tensor([window, longest, count]))
+
+Mask = Tensor | DocumentTable
+
+def flash_attention_3() -> bool:
+    """Activate FlashAttention 3 for torch's FlashAttention operators -> whether this GPU has it and it is installed."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        return False
+    try:
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+    except (AttributeError, ImportError, OSError, RuntimeError, ValueError):  # an older torch, or no usable package
+        return False
+    return True
+
+OPERATORS = "of_" + re.sub(r"\W", "_", __name__)  # a copy of this file under another name registers its own operators
+
+@torch.library.custom_op(f"{OPERATORS}::flash_attention", mutates_args=())
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute attention [T, H, D] within documents, and the log-sum-exps [H, T] for backward. See DocumentTable.
+
+    Attention with mask_in_pieces defines the result. torch's varlen_attn would recompile for each new `numbers`.
+    """
+    window, longest, count = numbers.tolist()
+    starts = starts[:count + 1]
+    out, log_sums, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, starts, starts, longest, longest, 0.0, False, False, scale=1.0, window_size_left=window,
+        window_size_right=0)
+    return out, log_sums
+
+@torch.library.custom_op(f"{OPERATORS}::flash_attention_backward", mutates_args=())
+def flash_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, numbers: Tensor,
+                             out: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    window, longest, count = numbers.tolist()
+    starts, dropout_state = starts[:count + 1], q.new_empty(2, dtype=torch.uint64)
+    return torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, log_sums, starts, starts, longest, longest, 0.0, False, dropout_state, dropout_state,
+        scale=1.0, window_size_left=window, window_size_right=0)
+
+flash_attention.register_fake(lambda q, k, v, starts, numbers: (
+    torch.empty_like(q), q.new_empty(q.size(1), q.size(0), dtype=torch.float32)))
+flash_attention_backward.register_fake(lambda grad, q, k, v, *_: (
+    torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)))
+flash_attention.register_autograd(
+    lambda ctx, grad, _: (*flash_attention_backward(grad, *ctx.saved_tensors), None, None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output))
+
+class ReluSquaredMLP(torch.autograd.Function):
+    """MLP.forward by relu_squared. Saves only the squared activations for backward.
+
+    With h_scale and h_max forward is in fp8; see DelayedScales. Backward is the same, and reads unrounded tensors.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fc: Tensor, proj: Tensor, h_scale: Tensor | None = None,
+                h_max: Tensor | None = None) -> Tensor:
+        if h_scale is None:
+            h = relu_squared(x, fc)
+            y = F.linear(h, proj)
+        else:
+            (x8, x_scale), (fc8, fc_scale), (proj8, proj_scale) = map(to_e4m3, (x, fc, proj))
+            by_column = fc8.T.contiguous().T
+            h, h8 = relu_squared_in_fp8(x8, by_column, x_scale * fc_scale, h_scale, h_max, x.dtype)
+            y = fp8_product(h8, proj8.T, h_scale, proj_scale, True, x.dtype)
+        ctx.save_for_backward(x, fc, proj, h)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, fc, proj, h = ctx.saved_tensors
+        grad_y = relu_squared(grad, proj, h)
+        return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h, None, None
+
+def relu_squared(a: Tensor, b: Tensor, h: Tensor | None = None) -> Tensor:
+    """Compute relu(a @ b) ** 2, or its backward (a @ b) * 2 sqrt(h) if its result h is given. a [m, k], b [k, n]."""
+    if programs := kernel_programs(a, b, a.dtype):
+        return relu_squared_by_triton(a, b, h, programs)
+    y = a @ b
+    return y.relu() * y if h is None else 2 * y * h.sqrt()
+
+def relu_squared_in_fp8(a: Tensor, b: Tensor, scale: Tensor, h_scale: Tensor, h_max: Tensor,
+                        dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Compute h = relu(a @ b * scale) ** 2 and h8 = h / h_scale in e4m3. Raise h_max to the largest h.
+
+    a [m, k] in e4m3, row-major; b [k, n] in e4m3, column-major; scale, h_scale and h_max have no dimensions.
+    """
+    if programs := kernel_programs(a, b, dtype):
+        return relu_squared_by_triton(a, b, None, programs, scale, h_scale, h_max)
+    y = fp8_product(a, b, scale, torch.ones_like(scale), True, torch.float32)
+    h = y.relu() * y
+    h_max.copy_(torch.maximum(h_max, h.amax()))
+    return h.to(dtype), (h / h_scale).to(torch.float8_e4m3fn)
+
+def relu_squared_by_triton(a: Tensor, b: Tensor, h: Tensor | None, programs: int,
+                           *scales: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute relu_squared, or with scales relu_squared_in_fp8, by the kernel. Sizes must be multiples of the tiles.
+
+    programs: one per multiprocessor.
+    """
+    (m, k), n, half = a.shape, b.size(1), [TILE_M, TILE_N // 2]
+    fp8, inner = bool(scales), tile_k(a)
+    out = a.new_empty(m, n, dtype=torch.bfloat16 if a.itemsize == 1 else a.dtype)
+    h8 = a.new_empty(m, n) if fp8 else out
+    # tensor cores read the inner dimension of b contiguously in fp8
+    tiles = [(a, [TILE_M, inner]), (b.T, [TILE_N, inner]) if fp8 else (b, [inner, TILE_N]),
+             (out if h is None else h, half), (out, half), (h8, half)]
+    relu_squared_kernel[(programs,)](
+        *(TensorDescriptor.from_tensor(x.contiguous(), tile) for x, tile in tiles), *(scales or (None,) * 3),
+        m, n, k, TILE_M, TILE_N, inner, programs, h is not None, fp8, num_warps=8, num_stages=3)
+    return (out, h8) if fp8 else out
+
+# Tile sizes of the MLP's product: two warp groups, and three stages in Hopper's shared memory
+TILE_M, TILE_N, TILE_K = 128, 256, 64
+
+def tile_k(a: Tensor) -> int:
+    """Return the tile's inner size: as many bytes in fp8 as in bf16."""
+    return 2 * TILE_K if a.itemsize == 1 else TILE_K
+
+def kernel_programs(a: Tensor, b: Tensor, dtype: torch.dtype) -> int:
+    """Return with how many programs the kernel computes a @ b, one per multiprocessor; 0 if it cannot."""
+    fits = not (len(a) % TILE_M or b.size(1) % TILE_N or len(b) % tile_k(a))
+    on_gpu = a.is_cuda and dtype == torch.bfloat16 and fits
+    return torch.cuda.get_device_properties(a.device).multi_processor_count if on_gpu else 0
+
+if triton is not None:
+    def launch_metadata(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, int]:
+        """Report FLOPs and bytes to Triton's profiler."""
+        m, n, k = (args[size] for size in "MNK")
+        width = 2 - args["FP8"]
+        return {f"flops{8 * width}": 2 * m * n * k,
+                "bytes": width * (m * k + k * n) + m * n * (2 + 2 * args["BACKWARD"] + args["FP8"])}
+
+    @triton.jit(launch_metadata=launch_metadata)
+    def relu_squared_kernel(a, b, h, out, h8, scale, h_scale, h_max, M, N, K, TILE_M: tl.constexpr,
+                            TILE_N: tl.constexpr, TILE_K: tl.constexpr, PROGRAMS: tl.constexpr, BACKWARD: tl.constexpr,
+                            FP8: tl.constexpr):
+        """Persistent kernel: a program starts its next tile while it stores the last one, in two halves."""
+        HALF: tl.constexpr = TILE_N // 2
+        columns, largest = N // TILE_N, 0.0
+        if FP8:
+            y_scale, to_h8 = tl.load(scale), 1 / tl.load(h_scale)
+        for tile in tl.range(tl.program_id(0), M // TILE_M * columns, PROGRAMS, flatten=True):
+            row, column = tile // columns * TILE_M, tile % columns * TILE_N
+            y = tl.zeros((TILE_M, TILE_N), tl.float32)
+            for k in range(0, K, TILE_K):
+                if FP8:
+                    y = tl.dot(a.load([row, k]), b.load([column, k]).T, y)
+                else:
+                    y = tl.dot(a.load([row, k]), b.load([k, column]), y)
+            if FP8:
+                y = y * y_scale
+            halves = y.reshape(TILE_M, 2, HALF).permute(0, 2, 1).split()
+            for i in tl.static_range(2):
+                y = halves[i]
+                if BACKWARD:
+                    y = 2 * y * tl.sqrt(h.load([row, column + i * HALF]).to(tl.float32))
+                else:
+                    y = tl.maximum(y, 0) * y
+                out.store([row, column + i * HALF], y.to(out.dtype))
+                if FP8:
+                    h8.store([row, column + i * HALF], (y * to_h8).to(h8.dtype))
+                    largest = tl.maximum(largest, tl.max(tl.max(y, 1), 0))
+        if FP8:
+            tl.atomic_max(h_max, largest)
+
+E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
+
+def to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round a matrix to e4m3, scaled so that its largest value fits -> (rounded, scale)."""
+    # per row first, since compiled code fuses that into the kernel that computes x
+    scale = x.abs().amax(1).amax().float().clamp_min(1e-12) / E4M3_MAX
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale
+
+class HeadLoss(torch.autograd.Function):
+    """Head.forward with softcapped_loss: x [T, dim], weight [V, dim] -> (objective, entropies [n]). scales: for fp8.
+
+    Forward computes the logits' gradient and keeps it in place of the logits. The gradient of the objective is a factor
+    of backward's products.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
+                scales: FP8Scales | None) -> tuple[Tensor, Tensor]:
+        ctx.scales = scales
+        if scales is None:
+            losses, grad = softcapped_loss(F.linear(x, weight), targets, weights, softcap)
+        else:
+            x, weight = fp8_operands(x, weight, scales)
+            logits = fp8_product(x, weight.T, scales.x, scales.weight, fast=True)
+            losses, grad = softcapped_loss(logits, targets, weights, softcap, scales.grad)
+        ctx.save_for_backward(x, weight, grad)
+        entropies = losses.sum(1)
+        ctx.mark_non_differentiable(entropies)
+        return (entropies * weights).sum(), entropies
+
+    @staticmethod
+    def backward(ctx: Any, grad_objective: Tensor, _: Any) -> tuple[Tensor, Tensor, None, None, None, None]:
+        (x, weight, grad), scales = ctx.saved_tensors, ctx.scales
+        if scales is None:
+            return grad_objective * (grad @ weight), grad_objective * (grad.T @ x), None, None, None, None
+        return *fp8_gradients(grad, grad_objective * scales.grad, x, weight, scales), None, None, None, None
+
+def softcapped_loss(x: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
+                    grad_scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """Compute cross_entropies, and the gradient of their weighted sum, by a kernel that reads the logits x [T, V] once.
+
+    Return (float32 [n, T], the gradient [T, V]): in x's dtype or, with a grad_scale, divided by it and in e5m2.
+    """
+    losses = torch.empty(targets.shape, dtype=torch.float32, device=x.device)
+    grad = torch.empty(x.shape, dtype=x.dtype if grad_scale is None else torch.float8_e5m2, device=x.device)
+    softcapped_loss_kernel[(len(x),)](
+        x, targets.contiguous(), weights, losses, grad, len(x), x.size(1), len(targets), *softcap, grad_scale or 1.0,
+        LOSS_CHUNK, x.dtype == torch.bfloat16, num_warps=32)
+    return losses, grad
+
+LOSS_CHUNK = 2048  # logits that softcapped_loss_kernel loads at once: two for each of 1,024 threads
+
+if triton is not None:
+    def loss_metadata(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, int]:
+        """Report the bytes and special functions of softcapped_loss_kernel, for dry_gpu."""
+        x, grad = args["x"], args["grad"]
+        return {"bytes": x.nbytes + grad.nbytes, "special": 3 * x.numel()}
+
+    @triton.jit
+    def softcap_and_exp(x, CAP: tl.constexpr, SHIFT: tl.constexpr, SOFTNESS: tl.constexpr):
+        """s = sigmoid((x + SHIFT) / SOFTNESS) and exp(CAP * s - CAP): three special functions."""
+        LOG2_E: tl.constexpr = 1.4426950408889634
+        s = 1 / (1 + tl.exp2(x * (-LOG2_E / SOFTNESS) - SHIFT * LOG2_E / SOFTNESS))
+        return s, tl.exp2(s * (CAP * LOG2_E) - CAP * LOG2_E)
+
+    @triton.jit(launch_metadata=loss_metadata)
+    def softcapped_loss_kernel(x, targets, weights, losses, grad, T, V: tl.constexpr, N: tl.constexpr,
+                               CAP: tl.constexpr, SHIFT: tl.constexpr, SOFTNESS: tl.constexpr, SCALE: tl.constexpr,
+                               CHUNK: tl.constexpr, PACK: tl.constexpr):
+        """One program per row. It holds in registers what the gradient needs until the row's sum is known.
+
+        PACK: hold it in bf16, two chunks in one register. All 1,024 threads have 64 registers, and a row of 50,304
+        logits fills half of them.
         """
-        self.trainer.optimizer.finish_all_gathers()  # they belong to the steps before
-        can_save = step == self.config.num_steps or not self.trainer.optimizer.between_updates
-        with self.clock.off("validation"):
-            self.losses.write(step, wait=True)
-            before = checksum(self.trainer.model)
-            result = self.trainer.validate(plan_of(self.config, step), self.val_sequences,
-                                           lambda: can_save and signals.stop)
-            if result:
-                line = (f"step:{step}/{self.config.num_steps} val_loss:{result[0]:.4f} "
-                        f"{show_times(self.clock.elapsed, step)}")
-                self.log.write(line)
-                self.log.say(line)
-            self.changed_by_validation += checksum(self.trainer.model) != before
-        if not result:
-            save_checkpoint(self, step, stop=True)
-        loss, _ = result
-        require(math.isfinite(loss), f"the validation loss before step {step} is {loss}; lower the learning rates")
-        return result
+        at, row = tl.arange(0, CHUNK), tl.program_id(0)
+        x += row.to(tl.int64) * V
+        grad += row.to(tl.int64) * V
+        total = tl.zeros((CHUNK,), tl.float32)
+        held = ()  # exp(z - CAP) * s * (1 - s)
+        for i in tl.static_range(0, V, CHUNK):
+            logits = tl.load(x + i + at, i + at < V, other=0) if i + CHUNK > V else tl.load(x + i + at)
+            s, e = softcap_and_exp(logits.to(tl.float32), CAP, SHIFT, SOFTNESS)
+            e = tl.where(i + at < V, e, 0) if i + CHUNK > V else e
+            total += e
+            part = e * s * (1 - s)
+            if PACK:
+                bits = part.to(tl.int32, bitcast=True) + 0x8000  # rounds to bf16; part is not negative
+                if i // CHUNK % 2 == 0:
+                    held = held + (bits >> 16,)
+                else:
+                    held = held[:-1] + (held[-1] | (bits & -0x10000),)
+            else:
+                held = held + (part,)
+        total = tl.sum(total, 0)
+        weight_sum = 0.0
+        for k in tl.static_range(N):
+            weight_sum += tl.where(tl.load(targets + k * T + row) >= 0, tl.load(weights + k), 0)
+        factor = CAP / (SOFTNESS * SCALE)
+        for i in tl.static_range(0, V, CHUNK):
+            if PACK:
+                pair = held[i // CHUNK // 2]
+                part = (pair << 16 if i // CHUNK % 2 == 0 else pair & -0x10000).to(tl.float32, bitcast=True)
+            else:
+                part = held[i // CHUNK]
+            part = (part * (factor * weight_sum / total)).to(grad.dtype.element_ty)
+            if i + CHUNK > V:
+                tl.store(grad + i + at, part, i + at < V)
+            else:
+                tl.store(grad + i + at, part)
+        tl.debug_barrier()  # the targets' gradients overwrite
+        for k in tl.static_range(N):
+            target = tl.load(targets + k * T + row)
+            s, e = softcap_and_exp(tl.load(x + tl.maximum(target, 0)).to(tl.float32), CAP, SHIFT, SOFTNESS)
+            tl.store(losses + k * T + row, tl.where(target >= 0, tl.log(total) + CAP - CAP * s, 0))
+            own = 0.0
+            for j in tl.static_range(N):
+                own += tl.where(tl.load(targets + j * T + row) == target, tl.load(weights + j), 0)
+            part = factor * (weight_sum * e / total - own) * s * (1 - s)
+            tl.store(grad + tl.maximum(target, 0), part.to(grad.dtype.element_ty), target >= 0)
 
-def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log, began: float) -> None:
-    """A whole run, from the data to the result. began: see Clock."""
-    clock, requested, changes = Clock(device, began), config, []
-    with clock.off("setup"):
-        shards = find_data(config, comm)
-        if device.type == "cuda":
-            config, changes = resolve_auto(config, comm)
-        require(device.type == "cuda" or config.attention in ("auto", "masked"), f"attention {config.attention} "
-                "needs a GPU, and this machine has none; use --attention auto")
-        val_sequences = validation_sequences(shards["val"], config.val_tokens, config.val_len)
-        trainer = Trainer(config, comm, device, shards["train"])
-        trainer.stream.check_enough()
-        this = Run(preset, requested, trainer, shards, val_sequences, clock, log)
-        resumed = resume(this)
-        this.given_up = {path for path in checkpoints(log.path.parent, log.run_id) if step_of(path) > this.from_step}
-        start_log(this, resumed, changes)
-    this.warm_up()
-    with signals.caught():
-        this.train()
-        with clock.off("hashing"):
-            before = hash_of(named_tensors(trainer.model))
-        finish(this, before, *this.validate(config.num_steps))
+class FP8Linear(torch.autograd.Function):
+    """x [T, dim] @ weight [V, dim] transposed -> bf16 [T, V]; forward and backward multiply in fp8."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scales: FP8Scales) -> Tensor:
+        ctx.scales = scales
+        x8, weight8 = fp8_operands(x, weight, scales)
+        ctx.save_for_backward(x8, weight8)
+        return fp8_product(x8, weight8.T, scales.x, scales.weight, fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        scales = ctx.scales
+        grad8 = (grad / scales.grad).to(torch.float8_e5m2)
+        return *fp8_gradients(grad8, scales.grad, *ctx.saved_tensors, scales), None
+
+def fp8_operands(x: Tensor, weight: Tensor, scales: FP8Scales) -> tuple[Tensor, Tensor]:
+    return (x / scales.x).to(torch.float8_e4m3fn), (weight / scales.weight).to(torch.float8_e4m3fn)
+
+def fp8_gradients(grad8: Tensor, grad_scale: float | Tensor, x8: Tensor, weight8: Tensor,
+                  scales: FP8Scales) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of x and weight from that of the product, grad8 [T, V] times grad_scale."""
+    by_column = weight8.T.contiguous().T, x8.T.contiguous().T
+    grad_x = fp8_product(grad8, by_column[0], grad_scale, scales.weight, fast=False)
+    return grad_x, fp8_product(grad8.T.contiguous(), by_column[1], grad_scale, scales.x, fast=False)
+
+# A module global: as an attribute of FP8Linear it would break the compiled graph, and with it the fusion of the casts
+# and the loss
+def fp8_product(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float | Tensor, fast: bool,
+                dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Multiply a [m, k], row-major, by b [k, n], column-major, each times its scale -> [m, n] of dtype."""
+    scale_a, scale_b = (x if isinstance(x, Tensor) else torch.full((), x, device=a.device) for x in (scale_a, scale_b))
+    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
+
+class FP8Scales(NamedTuple):
+    """Fixed scales of the head's fp8 products: a tensor is divided by its scale before it is rounded."""
+
+    x: float
+    weight: float
+    grad: float
 
 # ------------------------------------------------------------------------------------------------------------------
 # log and clock
@@ -3959,27 +3742,25 @@ class Log:
     def open(self, start: dict[str, Any], environment: str, resumed: dict[str, Any] | None) -> None:
         """Create the file with the source, the environment and the run's description, or append to it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        rule, source = "=" * 100, Path(__file__).read_text(encoding="utf-8")
-        used = (f"{self.path} exists, so run_id {self.run_id!r} was used. Choose another --run_id, continue that run "
-                "by --resume, or delete its log")
+        rule, used = "=" * 100, (
+            f"{self.path} exists, so run_id {self.run_id!r} was used. Choose another --run_id, continue that run "
+            "by --resume, or delete its log")
         try:
-            file = open(self.path, "a+" if resumed else "x", encoding="utf-8", errors="replace", newline="")
+            file = open(self.path, "a+" if resumed else "x+", encoding="utf-8", errors="replace", newline="")
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except FileExistsError:
             raise RunError(used) from None
         except BlockingIOError:
             raise RunError(f"{self.path}: another process trains this run; wait for it or stop it") from None
-        written = ""
-        if resumed:
-            file.seek(0)
-            written = file.read()
-        begun = re.search(rf"\n{rule}\n(\{{.*)\n", written)
-        ended = '\n{"end"' in written
-        require(not begun or not ended and (resumed["checkpoint"] or is_of_this_launch(self.path)), used)
+        file.seek(0)
+        begun = re.search(rf"\n{rule}\n(\{{.*)\n", written := file.read())
+        own = begun and '\n{"end"' not in written and (resumed["checkpoint"] or is_of_this_launch(self.path))
+        require(own or not begun, used)
         if not begun:  # new, deleted, or stopped while its head was written
             file.truncate(0)
             try:
-                print(source, rule, environment, rule, json.dumps(start), sep="\n", file=file, flush=True)
+                print(Path(__file__).read_text(encoding="utf-8"), rule, environment, rule, json.dumps(start), sep="\n",
+                      file=file, flush=True)
             except OSError:
                 self.path.unlink()  # the run did not start
                 raise
@@ -4025,94 +3806,70 @@ class Log:
             self.file.close()
             self.file = None
 
-def start_log(this: Run, resumed: dict[str, Any] | None, changes: list[str]) -> None:
+def start_log(loop: TrainingLoop, resumed: dict[str, Any] | None, changes: list[str]) -> None:
     """Open the log with a description of the run. changes: what this machine changed in the config."""
-    c, comm, log, trainer = this.config, this.comm, this.log, this.trainer
-    machine, environment = describe_machine(trainer.device)
+    c, comm, log, worker = loop.config, loop.comm, loop.log, loop.worker
+    machine, environment = describe_machine(worker.device)
     hosts = describe_hosts(comm, machine)
     if comm.rank:
         return
-    machine["versions"] |= {"libraries": loaded_libraries()} if c.race else {}  # takes a second or two
-    params, started = sum(p.numel() for p in trainer.model.parameters()), now()
-    start = {"run_id": log.run_id, "preset": this.preset, **describe_config(c), "started": started, "changes": changes,
-             **machine, "ranks": comm.ranks, "hosts": hosts, "parameters": params, "shards": describe_data(this.shards),
-             "launch": launch_id(), "warnings": warnings_of(c, trainer.optimizer)}
-    damages = [damage for path in sorted(this.given_up) if resumed and (damage := damage_of(path))]
+    params, started = sum(p.numel() for p in worker.model.parameters()), now()
+    start = {"run_id": log.run_id, "preset": loop.preset, **describe_config(c), "started": started, "changes": changes,
+             **machine, "ranks": comm.ranks, "hosts": hosts, "parameters": params,
+             "vocab_size": loop.shards["train"][0].encoding.vocab_size, "shards": describe_data(loop.shards),
+             "launch": launch_id()}
+    damages = [damage for path in sorted(loop.given_up) if resumed and (damage := damage_of(path))]
     log.open(start, environment, resumed and {
         "at": started, **resumed, "damaged": damages, "ranks": comm.ranks, "source_sha256": machine["source_sha256"],
         "launch": launch_id(), "changes": changes, "hosts": hosts})
-    log.say(f"preset {this.preset}: {comm.ranks} rank(s) on {machine['hardware']['device']}, {params / 1e6:.1f} M "
+    log.say(f"preset {loop.preset}: {comm.ranks} rank(s) on {machine['hardware']['device']}, {params / 1e6:.1f} M "
             f"parameters, {c.num_steps} steps of {tokens_of_steps(c, 1):,} tokens at first, validation on "
-            f"{(this.val_sequences[:, 1:] >= 0).sum():,}")
-    for line in (*changes, *start["warnings"]):
+            f"{(loop.val_sequences[:, 1:] >= 0).sum():,}")
+    for line in changes:
         log.say(line)
     if resumed:
-        log.say(f"resuming from step {this.from_step}{', because ' * bool(damages)}{'; '.join(damages)}")
+        log.say(f"resuming from step {loop.from_step}{', because ' * bool(damages)}{'; '.join(damages)}")
 
-def finish(this: Run, before: str, loss: float, val_tokens: int) -> None:
+def finish(loop: TrainingLoop, before: str, loss: float, val_tokens: int) -> None:
     """Save the model, then write the result. before: hash of the model before the last validation."""
-    c, clock, trainer, log = this.config, this.clock, this.trainer, this.log
-    compiles = compile_stats()[0] - this.compiles
+    c, clock, worker, log = loop.config, loop.clock, loop.worker, loop.log
+    compiles = compile_stats()[0] - loop.compiles
     with clock.off("hashing"):
-        after, final_hash, digest = hash_of(named_tensors(trainer.model)), state_hash(trainer), all_digest(trainer)
-        # race.py keeps small models in 16 bits
-        halved_hash = c.save_model and hash_of([(name, halved(p)) for name, p in trainer.model.named_parameters()])
+        after, final_hash, digest = hash_of(named_tensors(worker.model)), state_hash(worker), all_digest(worker)
     saved_as = ""
-    if c.save_model and trainer.comm.rank == 0:  # before the log's end: until then the run can be resumed
+    if c.save_model and worker.comm.rank == 0:  # before the log's end: until then the run can be resumed
         with clock.off("saving"):
-            saved_as = f"\nmodel: {save_model(this)}"
-    allocated, reserved = peak_memory_mib(trainer.device)
+            saved_as = f"\nmodel: {save_model(loop)}"
+    allocated, reserved = peak_memory_mib(worker.device)
     reached, wall_seconds = loss <= c.target_val_loss, clock.state()["wall"]
     log.write(json.dumps({"end": {
         "final_val_loss": loss, "target_val_loss": c.target_val_loss, "reached": reached, "steps": c.num_steps,
         "train_tokens": tokens_of_steps(c, c.num_steps), "train_digest": digest, "val_tokens": val_tokens,
         "train_time_ms": clock.elapsed, "wall_seconds": wall_seconds, "seconds_outside_clock": clock.outside,
-        "compiles_after_warmup": compiles, "state_hash": this.state_hashes, "final_state_hash": final_hash,
-        "validation_hash": {"before": before, "after": after}, "halved_hash": halved_hash,
-        "changed_by_validation": this.changed_by_validation, "peak_memory_mib": allocated, "resumed": log.resumes}}))
+        "compiles_after_warmup": compiles, "state_hash": loop.state_hashes, "final_state_hash": final_hash,
+        "validation_hash": {"before": before, "after": after},
+        "changed_by_validation": loop.changed_by_validation, "peak_memory_mib": allocated, "resumed": log.resumes}}))
     log.write(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
-    if trainer.comm.rank == 0:
+    if worker.comm.rank == 0:
         verdict, target = "", ""
         if c.target_val_loss:
             verdict, target = f"target {'reached' if reached else 'missed'}: ", f" target {c.target_val_loss:g},"
-        remove_files(spare_files(this, keep=0))
+        remove_files(spare_files(loop, keep=0))
         log.say(f"\n{verdict}validation loss {loss:.4f},{target} after {clock.elapsed / 1000:.1f} s of training and "
                 f"{wall_seconds:.0f} s in all{saved_as}\nlog: {log.path}")
 
-class Profile:
-    """A Chrome trace of some steps, with a range for each phase of each bucket. Other steps cost nothing."""
-
-    def __init__(self, trainer: Trainer, clock: Clock, log: Log):
-        self.steps = profiled_steps(trainer.config) if trainer.config.profile else range(0)
-        self.optimizer, self.clock, self.log, self.profiler = trainer.optimizer, clock, log, None
-
-    def begin_step(self, step: int) -> None:
-        """Call before each step and after the last. The profiler discards its first step, which is slow."""
-        if not self.steps or step not in range(self.steps[0] - 1, self.steps[-1] + 1 + bool(self.profiler)):
-            return
-        with self.clock.off("profiling"):
-            if self.profiler is None:
-                first, last = max(step, self.steps[0]), self.steps[-1]  # a resumed run may start among them
-                schedule = torch.profiler.schedule(wait=0, warmup=first - step, active=last + 1 - first, repeat=1)
-                self.profiler = torch.profiler.profile(on_trace_ready=self._export,
-                                                       schedule=lambda number: schedule(max(0, number - step)))
-                self.profiler.start()
-                self.profiler.step_num = step
-            else:
-                self.optimizer.finish_all_gathers()  # torch 2.13 crashes at exit on one that ends after the trace
-                self.profiler.step()
-            span = torch.profiler.record_function if step in self.steps else contextlib.nullcontext
-            self.optimizer.reducer.span = span
-
-    def _export(self, profiler: Any) -> None:
-        path = self.log.path.with_name(f"{self.log.path.stem}-rank{self.log.rank}.json.gz")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            profiler.export_chrome_trace(str(path))
-        except OSError:
-            path.unlink(missing_ok=True)
-            raise
-        self.log.say(f"trace: {path}")
+def profiler_of(loop: TrainingLoop) -> Any:
+    """Return a profiler that writes a Chrome trace of some steps beside the log; its step() follows each step."""
+    steps, log = profiled_steps(loop.config), loop.log
+    loop.worker.optimizer.reducer.span = torch.profiler.record_function  # a range for each phase of each bucket
+    profiler = torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=max(0, steps[0] - 1), warmup=min(1, steps[0]), active=len(steps),
+                                         repeat=1),
+        on_trace_ready=torch.profiler.tensorboard_trace_handler(
+            str(log.path.parent), f"{log.path.stem}-rank{log.rank}", use_gzip=True))
+    profiler.step_num = loop.from_step
+    profiler.current_action = profiler.schedule(loop.from_step)
+    return profiler
 
 def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -4139,9 +3896,7 @@ def describe_machine(device: torch.device) -> tuple[dict[str, Any], str]:
     gpus = [dict(zip(("name", "uuid", "driver"), row.split(", "))) for row in nvidia_smi("name,uuid,driver_version")]
     versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
                 "triton": triton and triton.__version__}
-    text = (f"Running Python {sys.version}\nRunning PyTorch {torch.__version__} compiled for CUDA "
-            f"{torch.version.cuda}\nRunning Triton version {versions['triton']}\n")
-    text += output_of("nvidia-smi") if on_gpu else f"{cpu}, {cores} cores, {platform.platform()}"
+    text = output_of("nvidia-smi") if on_gpu else f"{cpu}, {cores} cores, {platform.platform()}"
     prefixes = ("TORCH", "PYTORCH", "TRITON", "INDUCTOR", "NCCL", "GLOO", "CUDA_", "OMP_", "PYTHON", "LD_")
     environment = {key: setting for key, setting in sorted(os.environ.items()) if key.startswith(prefixes)}
     hardware = {"device": torch.cuda.get_device_name() if on_gpu else cpu, "gpus": gpus if on_gpu else [],
@@ -4183,30 +3938,6 @@ def describe_data(splits: dict[str, list[Shard]]) -> dict[str, list[dict[str, An
     return {split: [{"name": shard.path.name, "tokens": shard.tokens, "bytes": HEADER_INTS * 4 + 2 * shard.tokens,
                      "sha256": shard.sha256} for shard in shards] for split, shards in splits.items()}
 
-def warnings_of(config: Config, optimizer: DistributedOptimizer) -> list[str]:
-    """Warn of buckets so small that much of the update is padding, and of an embedding that is never untied."""
-    never = 0 < config.untie_at < 1 and first_untied_step(config) >= config.num_steps
-    lines = [f"warning: untie_at {config.untie_at:g} means step {first_untied_step(config)}, after an Adam update, and "
-             f"num_steps is {config.num_steps}: the embedding stays tied to the head. Give less, or 1"] * never
-    padded = [bucket for bucket in optimizer.buckets if isinstance(bucket.rule, NorMuon)]
-    units = sum(len(bucket.param_shard) for bucket in padded) * optimizer.comm.ranks
-    needed = sum(bucket.units for bucket in padded)
-    if needed and units > 1.5 * needed:
-        lines.append(f"warning: the ranks orthogonalize {units} matrices, and the model has {needed}: buckets are too "
-                     f"small for {optimizer.comm.ranks} ranks; raise --bucket_mb")
-    return lines
-
-def loaded_libraries() -> str:
-    """SHA-256 over the names and contents of the shared libraries of this process, without code compiled here. Empty
-    where the system does not list them."""
-    caches = tuple(os.environ.get(f"{name}_CACHE_DIR", " ") for name in ("TORCHINDUCTOR", "TRITON"))
-    maps = Path("/proc/self/maps")
-    lines = maps.read_text().splitlines() if maps.exists() else ()
-    paths = {line.split(maxsplit=5)[5] for line in lines if " r-xp " in line and " /" in line}
-    named = sorted((Path(path).name, file_sha256(path)) for path in paths
-                   if not path.startswith(caches) and Path(path).exists())
-    return sha256_of(json.dumps(named).encode()) if named else ""
-
 def file_sha256(path: str | Path) -> str:
     digest = hashlib.sha256()
     with open(path, "rb") as file:
@@ -4240,21 +3971,16 @@ def checksum(model: nn.Module) -> int:
     parts = [p.detach().reshape(-1).view(words[p.element_size()]) for p in model.parameters()]
     return torch.stack([part.sum(dtype=part.dtype).long() for part in parts]).sum().item()
 
-def halved(tensor: Tensor) -> Tensor:
-    """Round a float32 tensor to float16, which is enough to check the loss, unless a value is beyond its range."""
-    half = tensor.detach().half()
-    return half if tensor.dtype == torch.float32 and half.isfinite().all() else tensor
-
-def all_digest(trainer: Trainer) -> str:
+def all_digest(worker: Worker) -> str:
     """The digest of everything that all ranks have read; the same for any number of ranks. See Stream."""
-    digests = trainer.comm.all_gather_json(f"{trainer.stream.digest:x}")
+    digests = worker.comm.all_gather_json(f"{worker.stream.digest:x}")
     return f"{sum(int(digest, 16) for digest in digests) % 2 ** 256:064x}"
 
-def state_hash(trainer: Trainer) -> str:
+def state_hash(worker: Worker) -> str:
     """SHA-256 of everything that training continues from: parameters, rules' state, buffers, position in the data."""
-    where = [("stream", torch.tensor(trainer.stream.position)),
-             ("digest", torch.tensor(list(all_digest(trainer).encode())))]
-    return trainer.optimizer.state_hash([*trainer.model.named_buffers(), *where])
+    where = [("stream", torch.tensor(worker.stream.position)),
+             ("digest", torch.tensor(list(all_digest(worker).encode())))]
+    return worker.optimizer.state_hash([*worker.model.named_buffers(), *where])
 
 def digest_of(content: dict[str, Any]) -> str:
     """SHA-256 of everything in a saved file: its tensors under `state`, and the JSON form of the rest."""
@@ -4319,21 +4045,21 @@ def checkpoints(folder: Path, run_id: str, suffix: str = "") -> list[Path]:
     """The checkpoints of a run, by their step: modification times may come from another clock."""
     return sorted(folder.glob(f"{glob.escape(run_id)}.step[0-9]*.ckpt{suffix}"), key=step_of)
 
-def spare_files(this: Run, keep: int) -> list[Path]:
+def spare_files(loop: TrainingLoop, keep: int) -> list[Path]:
     """List a run's files that it no longer needs, least needed first: what killed processes wrote in part, checkpoints
     of a past that a resume gave up, and older ones than the latest `keep`."""
-    run = this.log.path.parent, this.log.run_id
-    valid = [path for path in checkpoints(*run) if path not in this.given_up]
-    return [*checkpoints(*run, ".partial"), this.log.path.with_suffix(".pt.partial"), *sorted(this.given_up),
+    run = loop.log.path.parent, loop.log.run_id
+    valid = [path for path in checkpoints(*run) if path not in loop.given_up]
+    return [*checkpoints(*run, ".partial"), loop.log.path.with_suffix(".pt.partial"), *sorted(loop.given_up),
             *valid[:-keep or None]]
 
 def remove_files(paths: Iterable[Path]) -> None:
     for path in paths:
         path.unlink(missing_ok=True)
 
-def save_in_room(this: Run, path: Path, content: dict[str, Any]) -> None:
+def save_in_room(loop: TrainingLoop, path: Path, content: dict[str, Any]) -> None:
     """Save a file. While the disk is full, delete a file that the run can spare; the latest checkpoint stays."""
-    spare = spare_files(this, keep=1)
+    spare = spare_files(loop, keep=1)
     while True:
         try:
             return save_file(path, content)
@@ -4342,23 +4068,26 @@ def save_in_room(this: Run, path: Path, content: dict[str, Any]) -> None:
                 raise
             remove_files([spare.pop(0)])
 
-def find_checkpoint(config: Config) -> Path:
-    """Find the checkpoint that config.resume names. When torchrun restarts the ranks it is the latest of their run."""
-    named = Path(config.resume) if Path(config.resume).exists() else ROOT / config.resume
-    latest, restarted = config.resume == "latest", restarts() > 0
-    folder, run_id = (ROOT / config.log_dir, config.run_id) if latest else (named.parent, named.stem)
-    own = sorted((log for log in folder.glob("*.txt") if restarted and is_of_this_launch(log)), key=os.path.getmtime)
-    if own:
-        run_id = own[-1].stem
-    elif latest and not run_id:
+def find_run(config: Config) -> tuple[str, str]:
+    """Find (run id, checkpoint to resume from). Ranks that torchrun has restarted continue their run."""
+    named, latest = Path(config.resume), config.resume == "latest"
+    named = named if named.exists() else ROOT / named
+    folder = ROOT / config.log_dir if latest or not config.resume else named.parent
+    own = sorted((log for log in folder.glob("*.txt") if restarts() and is_of_this_launch(log)), key=os.path.getmtime)
+    run_id = own[-1].stem if own else config.run_id
+    if not config.resume and not own:
+        return run_id or f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{launch_id()}", ""
+    if not own and named.suffix == ".ckpt" and named.is_file():
+        return run_id, str(named.resolve())
+    if not own and latest and not run_id:
         newest = max(folder.glob("*.step[0-9]*.ckpt"), key=os.path.getmtime, default=Path())
         run_id = newest.name.partition(".step")[0]
-    elif named.suffix == ".ckpt" and named.is_file():
-        return named.resolve()
+    elif not own and not latest:
+        run_id = named.stem
     found = checkpoints(folder, run_id) if run_id else []
-    require(found, f"--resume {config.resume}: found no checkpoint in {folder}. Name a .ckpt, or the log of a run that "
-            "left one (--save_every). A run that has finished keeps none")
-    return latest_intact(found).resolve()
+    require(found or not config.resume, f"--resume {config.resume}: found no checkpoint in {folder}. Name a .ckpt, or "
+            "the log of a run that left one (--save_every). A run that has finished keeps none")
+    return run_id, str(latest_intact(found).resolve()) if found else ""
 
 def latest_intact(found: list[Path]) -> Path:
     """Return the latest checkpoint that is not damaged. RunError if all are."""
@@ -4377,75 +4106,75 @@ def damage_of(path: Path) -> str:
     except RunError as error:
         return str(error).removesuffix("; name another")
 
-def save_checkpoint(this: Run, step: int, stop: bool = False) -> None:
+def save_checkpoint(loop: TrainingLoop, step: int, stop: bool = False) -> None:
     """Save all ranks' state before a step, the same for any number of ranks; then stop if a signal asked for it.
 
     Without room for a checkpoint training continues.
     """
-    trainer, log = this.trainer, this.log
+    worker, log = loop.worker, loop.log
     path = log.path.with_name(f"{log.run_id}.step{step:06}.ckpt")
-    stop = stop or any(stops for asked, stops in this.losses.save_at.items() if asked <= step)
-    with this.clock.off("checkpoint"):
-        this.losses.write(step, wait=True)
-        digest, state = all_digest(trainer), {}
-        for name, x in trainer.optimizer.named_state():  # all ranks gather it, rank 0 keeps it
-            if this.comm.rank == 0:
+    stop = stop or any(stops for asked, stops in loop.losses.save_at.items() if asked <= step)
+    with loop.clock.off("checkpoint"):
+        loop.losses.write(step, wait=True)
+        digest, state = all_digest(worker), {}
+        for name, x in worker.optimizer.named_state():  # all ranks gather it, rank 0 keeps it
+            if loop.comm.rank == 0:
                 state[name] = x.detach().to("cpu", copy=True)
-        if this.comm.rank == 0:
+        if loop.comm.rank == 0:
             try:
-                save_in_room(this, path, {
-                    **describe_model(this, step), "state": state, "position": list(trainer.stream.position),
-                    "train_digest": digest, "preset": this.preset, "clock": this.clock.state(), "saved_at": time.time(),
-                    "data": digests_of(this.shards)})
+                save_in_room(loop, path, {
+                    **describe_model(loop, step), "state": state, "position": list(worker.stream.position),
+                    "train_digest": digest, "preset": loop.preset, "clock": loop.clock.state(), "saved_at": time.time(),
+                    "data": digests_of(loop.shards)})
             except RunError as error:
                 log.say(f"no checkpoint: {error}")
                 if stop:
                     raise
             else:
-                this.given_up.discard(path)
-                remove_files(spare_files(this, this.config.keep_checkpoints))
+                loop.given_up.discard(path)
+                remove_files(spare_files(loop, loop.config.keep_checkpoints))
     if stop:
-        this.comm.all_gather_json("saved")  # a rank that leaves earlier would end rank 0 while it writes
+        loop.comm.all_gather_json("saved")  # a rank that leaves earlier would end rank 0 while it writes
         raise RunError(f"terminated before step {step}; --resume {log.path} continues from there")
 
-def save_model(this: Run) -> Path:
+def save_model(loop: TrainingLoop) -> Path:
     """Save the trained parameters beside the log."""
-    path = this.log.path.with_suffix(".pt")
-    state = {name: p.detach().cpu() for name, p in this.trainer.model.named_parameters()}
-    save_in_room(this, path, {**describe_model(this, this.config.num_steps), "state": state})
+    path = loop.log.path.with_suffix(".pt")
+    state = {name: p.detach().cpu() for name, p in loop.worker.model.named_parameters()}
+    save_in_room(loop, path, {**describe_model(loop, loop.config.num_steps), "state": state})
     return path
 
-def describe_model(this: Run, step: int) -> dict[str, Any]:
+def describe_model(loop: TrainingLoop, step: int) -> dict[str, Any]:
     """Describe what rebuilds the model before a step, on any machine."""
-    plan, encoding = plan_of(this.config, step), this.shards["train"][0].encoding
-    return {"run_id": this.log.run_id, "config": json_of(this.requested), "step": step,
+    plan, encoding = plan_of(loop.config, step), loop.shards["train"][0].encoding
+    return {"run_id": loop.log.run_id, "config": json_of(loop.requested), "step": step,
             "windows": list(plan.windows), **encoding._asdict(), "rotary_windows": list(plan.rotary_windows),
             "tied": plan.tied}
 
 def digests_of(shards: dict[str, list[Shard]]) -> list[str]:
     return [shard.sha256 for split in shards.values() for shard in split]
 
-def resume(this: Run) -> dict[str, Any] | None:
+def resume(loop: TrainingLoop) -> dict[str, Any] | None:
     """Load the checkpoint that the config names -> what the log says about it; None for a new run."""
-    path, trainer = this.config.resume, this.trainer
+    path, worker = loop.config.resume, loop.worker
     if not path:
         return {"from_step": 0, "checkpoint": None} if restarts() else None
     saved = load_file(path)
     old = config_of(saved["config"])  # with --resume the same config; when torchrun restarts, flags made this one
     other = [f.name for f in dataclasses.fields(Config)
-             if f.name not in FREE_TO_CHANGE and getattr(this.requested, f.name) != getattr(old, f.name)]
+             if f.name not in FREE_TO_CHANGE and getattr(loop.requested, f.name) != getattr(old, f.name)]
     require(not other, f"{path} belongs to a run with another {', '.join(other)}. Delete it, or give this run its own "
             "--run_id and torchrun its own --rdzv_id")
-    require(saved["data"] == digests_of(this.shards), f"the shards are not those of {path}; give --train_files and "
+    require(saved["data"] == digests_of(loop.shards), f"the shards are not those of {path}; give --train_files and "
             "--val_files")
-    trainer.optimizer.load_state_dict(saved["state"])
-    trainer.stream.position = Position(*saved["position"])
+    worker.optimizer.load_state_dict(saved["state"])
+    worker.stream.position = Position(*saved["position"])
     # the digest is a sum over ranks: rank 0 holds the past
-    trainer.stream.digest = int(saved["train_digest"], 16) if this.comm.rank == 0 else 0
-    trainer.model.apply_schedule(tuple(saved["rotary_windows"]), saved["tied"])
-    this.clock.load_state(saved["clock"])
-    this.from_step = saved["step"]
-    return {"from_step": this.from_step, "checkpoint": Path(path).name,
+    worker.stream.digest = int(saved["train_digest"], 16) if loop.comm.rank == 0 else 0
+    worker.model.apply_schedule(tuple(saved["rotary_windows"]), saved["tied"])
+    loop.clock.load_state(saved["clock"])
+    loop.from_step = saved["step"]
+    return {"from_step": loop.from_step, "checkpoint": Path(path).name,
             "lost_seconds": max(0.0, time.time() - saved["saved_at"])}
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -4462,33 +4191,10 @@ def restarts() -> int:
 
 def count_gpus() -> int:
     """Count the GPUs that torch can use. RunError if the driver shows GPUs that torch cannot use."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its reason is in the message below
-        seen, usable = torch.cuda.device_count(), torch.cuda.is_available()
-    if seen and not usable:
-        why = "no reason given"
-        try:
-            torch.cuda.init()
-        except (RuntimeError, AssertionError) as error:
-            why = str(error).split(". ")[0]
-        driver, *_ = nvidia_smi("driver_version") or ["(unknown to nvidia-smi)"]
-        raise RunError(f"this machine has {seen} GPU(s), but torch {torch.__version__}, built for CUDA "
-                       f"{torch.version.cuda}, cannot use them with driver {driver}: {why}. Update the driver, install "
-                       "torch's build for an older CUDA as the README says, or train on the CPU: "
-                       "CUDA_VISIBLE_DEVICES= ./run.sh")
+    seen = torch.cuda.device_count()
+    require(not seen or torch.cuda.is_available(), f"torch {torch.__version__} cannot use the {seen} GPU(s) of this "
+            "machine; launch/preflight.py says why. CUDA_VISIBLE_DEVICES= trains on the CPU")
     return seen
-
-def check_compiler(gpu: bool) -> None:
-    """RunError without the C or C++ compiler that torch.compile needs; it would fail only after minutes."""
-    variable, usual = "CC", ("gcc", "clang")  # Triton's
-    if not gpu:
-        variable, usual = "CXX", ("clang++",) if sys.platform == "darwin" else ("g++",)  # Inductor's
-    programs = [os.environ[variable]] if os.environ.get(variable) else usual
-    require(any(map(shutil.which, programs)), f"compiling needs {' or '.join(programs)}, and this machine has none. "
-            "Install gcc and g++ (on Debian build-essential)" + ("" if gpu else ", or leave out --compile on"))
-    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")  # Debian's own scheme means /usr/local
-    require(not gpu or header.exists(), f"compiling needs {header}, which is missing; install Python's headers (on "
-            "Debian the package python3-dev)")
 
 def cpu_threads(config: Config, local_ranks: int) -> int:
     """Choose the threads of a rank on a CPU. A small model gets one: two save a fifth of the time on a quiet machine,
@@ -4498,39 +4204,38 @@ def cpu_threads(config: Config, local_ranks: int) -> int:
 def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
     """Resolve what depends on the GPUs, the same on all ranks -> the config, and what the user should know."""
     lengths = (*sorted(micro_batch_lengths(config)), config.val_len)
-    require(not any(n % MASK_BLOCK for n in lengths), f"micro-batches and val_len have {', '.join(map(str, lengths))} "
-            f"tokens; on GPUs they must be multiples of {MASK_BLOCK}")
+    require(not any(n % TILE_M for n in lengths), f"micro-batches and val_len have {', '.join(map(str, lengths))} "
+            f"tokens; on GPUs they must be multiples of {TILE_M}")
     gpus = comm.all_gather_json([torch.cuda.get_device_capability(),
-                                 config.attention in ("auto", "flash") and flash_attention_3()])
+                                 config.attention != "masked" and flash_attention_3()])
     capability, has_flash_3 = (min(values) for values in zip(*gpus))
     changes = []
     if config.fp8_head and capability < [8, 9]:
         config = dataclasses.replace(config, fp8_head=False)
         changes.append("this GPU has no fp8: the head's product stays in bf16")
     if config.attention == "auto":
-        fits = has_flash_3 and config.dtype == "bfloat16" and not config.world_size_invariant
-        config = dataclasses.replace(config, attention="flash" if fits else "flex")
-    elif config.attention == "flash" and not has_flash_3:
-        changes.append("FlashAttention 3 is not installed or this is no Hopper GPU: using torch's own version")
-    if config.kernels == "auto" and (triton is None or capability < [9, 0]):
-        config = dataclasses.replace(config, kernels="off")
-    if config.fp8_mlp and config.kernels == "off":
+        fits = capability >= [8, 0] and config.dtype == "bfloat16" and not config.world_size_invariant
+        config = dataclasses.replace(config, attention="flash" if fits else "masked")
+    if config.attention == "flash" and capability[0] == 9 and not has_flash_3:
+        changes.append("FlashAttention 3 is not installed: using torch's own version")
+    if config.kernels == "auto":
+        chosen = "off" if triton is None else "on" if capability >= [9, 0] else "loss"  # the MLP's kernel needs TMA
+        config = dataclasses.replace(config, kernels=chosen)
+    if config.fp8_mlp and config.kernels != "on":
         config = dataclasses.replace(config, fp8_mlp=False)
         changes.append("the MLP's kernels are off: its products stay in bf16")
     return config, changes
 
-def with_digests(shards: list[Shard], comm: Comm, local_rank: int, local_ranks: int) -> list[Shard]:
-    """Add the shards' SHA-256; the ranks of a host share the work. RunError if a host has other shards.
-
-    The ranks meet after each shard, so that no collective waits for longer than one takes.
-    """
-    digests: dict[str, str] = {}
-    agree(comm, "shards", {"names": [shard.path.name for shard in shards]}, "Give every host the same data")
-    for first in range(0, len(shards), min(comm.all_gather_json(local_ranks))):
-        mine = {shard.path.name: file_sha256(shard.path) for shard in shards[first + local_rank:first + local_rank + 1]}
-        for name, digest in (found for theirs in comm.all_gather_json(mine) for found in theirs.items()):
-            require(digests.setdefault(name, digest) == digest, f"shard {name} differs between hosts: SHA-256 "
-                    f"{digest[:12]} and {digests[name][:12]}; copy the data anew")
+def with_digests(shards: list[Shard], comm: Comm, local_rank: int) -> list[Shard]:
+    """Add the shards' SHA-256, which one rank of each host computes. RunError if a host has other shards."""
+    mine = {}
+    if local_rank == 0:
+        with ThreadPoolExecutor() as pool:
+            mine = dict(zip((shard.path.name for shard in shards), pool.map(file_sha256, (s.path for s in shards))))
+    digests, *others = filter(None, comm.all_gather_json(mine))
+    for other in others:
+        differ = sorted({name for name, _ in digests.items() ^ other.items()})
+        require(not differ, f"shard {', '.join(differ)} differs between hosts; give every host the same data")
     return [shard._replace(sha256=digests[shard.path.name]) for shard in shards]
 
 def find_data(config: Config, comm: Comm) -> dict[str, list[Shard]]:
@@ -4538,8 +4243,111 @@ def find_data(config: Config, comm: Comm) -> dict[str, list[Shard]]:
     train, val = find_shards(config.train_files, config.train_shards), find_shards(config.val_files)
     require(train[0].encoding == val[0].encoding, f"the training shards have {train[0].encoding}, the validation "
             f"shards {val[0].encoding}; make both with one encoding")
-    local = env_int("LOCAL_RANK", 0), env_int("LOCAL_WORLD_SIZE", 1)
-    return {"train": with_digests(train, comm, *local), "val": with_digests(val, comm, *local)}
+    local_rank = env_int("LOCAL_RANK", 0)
+    return {"train": with_digests(train, comm, local_rank), "val": with_digests(val, comm, local_rank)}
+
+def check_config(config: Config, ranks: int) -> None:
+    """Raise a RunError that lists all values that are impossible by themselves or for this number of ranks."""
+    wrong = [message for f in dataclasses.fields(config) if (message := out_of_range(f, getattr(config, f.name)))]
+    require(not wrong, "; ".join(wrong))  # the conditions need possible numbers
+    wrong = [message for holds, message in conditions(config, ranks) if not holds]
+    require(not wrong, "; ".join(wrong))
+
+def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
+    """Yield each condition on several values, with the message if it does not hold. RunError on an invalid row."""
+    layers, gated, all_stages = parse_layers(c.layers), gated_layers(c), stages_of(c)
+    windows, value_tables = {layer.window for layer in layers}, {layer.value_table for layer in layers} - {None}
+    kinds, own = [group.kind for group in PARAM_GROUPS], [group.kind for group in c.param_groups]
+    unknown = ", ".join(repr(kind) for kind in own if kind not in kinds)
+    profile, memory = re.fullmatch(r"(\d+):(\d+)", c.profile), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # each rank holds parameters and, during the warm-up, a saved copy of the state
+    here, size, moment = env_int("LOCAL_WORLD_SIZE", ranks), c.torch_dtype.itemsize, moment_bytes(c)
+    needed = ngram_entries(c) * (here * (2 * size + 4 * moment) + 2 * moment)
+    rank_dependent = [name for name, on in (("bf16_compress", c.bf16_compress), ("clip_norm", c.clip_norm), (
+        "find_unused_parameters", c.find_unused_parameters), ("attention flash", c.attention == "flash")) if on]
+    yield from (
+        (c.model_dim % (4 * c.num_heads) == 0,
+         f"model_dim is {c.model_dim}; give a multiple of 4 * num_heads, {4 * c.num_heads}"),
+        (c.val_tokens % c.val_len == 0, f"val_tokens is {c.val_tokens}; give a multiple of val_len, {c.val_len}, or 0"),
+        ("/" not in c.run_id and c.run_id not in (".", ".."), f"run_id is {c.run_id!r}; give a file name without '/'"),
+        (re.fullmatch(r"([^:]+:\d+:\d+:[^:]*)?", c.race), f"race is {c.race!r}; only launch/race.py sets it"),
+        (not c.profile or profile and int(profile[1]) <= int(profile[2]) < c.num_steps, f"profile is {c.profile!r}; "
+         f"give the first and the last step, such as 10:13, below num_steps {c.num_steps}"),
+        (c.attention != "flash" or c.dtype == "bfloat16", "attention flash needs dtype bfloat16; use --attention auto"),
+        (not (c.world_size_invariant and rank_dependent), f"world_size_invariant excludes {', '.join(rank_dependent)}, "
+         "whose sums depend on the number of ranks or on timing; leave out one of them"),
+        (c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}"),
+        (not any(layer.reads_backout for layer in layers[:c.backout_layer + 1]),
+         f"layers: c reads the output of backout_layer {c.backout_layer}; write it only in later layers"),
+        (value_tables == {*range(len(value_tables))}, f"layers: value tables {value_tables}; number them from 0"),
+        (value_tables or not c.value_gates, "value_gates needs a value table in layers, such as S0M; add one"),
+        ("L" in windows or not c.key_offset, "key_offset needs a layer with the long window; write L for one"),
+        ("P" not in windows or c.num_heads % 2 == 0, f"layers: P pairs heads, and num_heads is {c.num_heads}; write S"),
+        (not c.muon_qk_heads or c.num_heads % c.muon_qk_heads == 0,
+         f"muon_qk_heads is {c.muon_qk_heads}; it must divide num_heads, {c.num_heads}, or be 0"),
+        (not gated or c.sublayer_scales, "token_gates needs sublayer_scales; give --sublayer_scales true"),
+        (not c.mudd or c.sublayer_scales, "mudd needs sublayer_scales; give --sublayer_scales true"),
+        (not c.mudd or layers[-1].window and c.num_heads % 2 == 0,
+         "mudd needs attention in the last layer and an even num_heads"),
+        (not c.untie_at or c.head_init, "untie_at: a tied head of zeros learns nothing; give --head_init 0.005"),
+        (not c.untie_at or "embed" not in own, "param_groups: with untie_at head's row serves embed; drop embed's"),
+        (not unknown, f"param_groups: unknown kinds {unknown}; the kinds are {', '.join(kinds)}"),
+        (c.ngram_hash == "documents" or {t.n for t in c.ngrams} <= {2}, "ngram_hash record is for n-grams with N = 2"),
+        (needed <= memory, f"ngrams: training the tables takes {needed >> 30} GiB, and this machine has "
+         f"{memory >> 30}; give them fewer rows"))
+    for i, layer in enumerate(layers):
+        yield (layer.skip_from is None or layer.skip_from < i, f"layers: layer {i} has a skip connection from layer "
+               f"{layer.skip_from}; it must come from an earlier layer")
+        yield (layer.window != "P" or not (layer.xsa or layer.dc), f"layers: layer {i} has P with x or d, which need "
+               "unpaired heads; write S or L")
+        yield (gated or not (layer.gated or layer.dc), f"layers: layer {i} has g or d, whose gates are computed per "
+               "token; give --token_gates 0")
+    for table in c.ngrams:
+        yield table.width <= c.model_dim, f"ngrams: {table} is wider than model_dim, {c.model_dim}; give at most that"
+    for stage in all_stages:
+        n, ahead, tokens = (stage.first["micro_batches"], len(stage.first["loss_weights"]),
+                            stage.first["micro_batch_tokens"])
+        where = f"the stage from step {stage.begin} on has {n} micro-batches"
+        found = (
+            (ranks > 0 and n % ranks == 0, f"{where}, which {ranks} ranks cannot share evenly; start "
+             f"{usable_ranks(c, ranks)} ranks (--nproc_per_node), or change --micro_batches"),
+            (not c.world_size_invariant or n & (n - 1) == 0 and ranks & (ranks - 1) == 0, "world_size_invariant sums a "
+             f"batch as a binary tree, and {where} on {ranks} ranks; make both powers of two"),
+            (ahead <= tokens, f"loss_weights has {ahead} weights from step {stage.begin} on, and a micro-batch has "
+             f"{tokens} tokens; give fewer"))
+        yield from found
+        if not all(holds for holds, _ in found):
+            return  # most mistakes are the same in every stage
+
+ROW_LIMITS = {"lr_mul": (0, math.inf), "beta1": (0, 1), "beta2": (0, 1), "weight_decay": (0, math.inf),
+              "n": (2, 10), "rows": (1, math.inf), "width": (1, math.inf)}  # from, below
+
+def out_of_range(f: dataclasses.Field, v: Any) -> str:
+    """Say how a value violates its field's declaration; empty if it does not."""
+    if holds_rows(f):
+        for row in v:
+            if type(row).__name__ not in f.type:
+                return f"{f.name}: {row!r} is not a row of it; its type is {f.type}"
+            for name, (low, below) in ROW_LIMITS.items():
+                x = getattr(row, name, None)
+                if x is not None and not (isinstance(x, int if low else int | float) and low <= x < below):
+                    return f"{f.name}: {row} has {name} {x!r}; it must be a number from {low} on, below {below:g}"
+        return ""
+    if f.type not in ("int", "float", "Numbers"):
+        return ""
+    low, high, below = (f.metadata[name] for name in ("min", "max", "exclusive_max"))
+    several, kind = f.type == "Numbers", int if f.type == "int" else int | float
+    numbers = v if several and isinstance(v, tuple) else (v,)
+    if several and any(numbers):
+        low = 0  # one weight above 0 suffices
+    if numbers and several == (numbers is v) and all(
+            isinstance(x, kind) and math.isfinite(x) and (x > 0 if low is None else x >= low)
+            and x <= high and x < below for x in numbers):
+        return ""
+    wanted = [{"int": "a whole number", "float": "a number", "Numbers": "a tuple of numbers"}[f.type]]
+    wanted += ["above 0"] if low is None else [f"from {low:g} on"] if low > -math.inf else []
+    wanted += [f"{words} {bound:g}" for words, bound in (("at most", high), ("below", below)) if bound < math.inf]
+    return f"{f.name} is {v!r}; it must be {', '.join(wanted)}"
 
 class Signals:
     """SIGUSR1 asks for a checkpoint. In training, SIGTERM, SIGHUP and SIGUSR2, which says that the launcher has died,
@@ -4587,32 +4395,12 @@ def is_of_this_launch(log: Path) -> bool:
     """Whether this launch has written to a log."""
     return log.exists() and f'"launch": "{launch_id()}"' in log.read_text(encoding="utf-8", errors="replace")
 
-def identify_run(config: Config) -> tuple[str, str]:
-    """(run id, checkpoint to resume from). Restarted ranks keep the id and resume from its newest checkpoint."""
-    folder, resume, restarted = ROOT / config.log_dir, config.resume, restarts() > 0
-    run_id = config.run_id or f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{launch_id()}"
-    if restarted and not resume:
-        started = sorted(folder.glob(f"*_{launch_id()}.txt"))
-        run_id = config.run_id or (started[-1].stem if started else run_id)
-        found = checkpoints(folder, run_id) if is_of_this_launch(folder / f"{run_id}.txt") else []
-        resume = str(latest_intact(found)) if found else ""
-    return run_id, resume
-
 # what gloo and NCCL say when another rank is gone or does not come
 LOST = re.compile(r"timed? ?out|connection (was |is )?(closed|reset|refused)|broken pipe|socket|closed by peer", re.I)
 
 def join(config: Config, rank: int, ranks: int, device: torch.device) -> dist.Store:
     """Form the process group -> its store. RunError if the other ranks cannot be reached."""
     timeout, gpu = timedelta(seconds=config.timeout_s), device.type == "cuda"
-    several_hosts = env_int("LOCAL_WORLD_SIZE", ranks) < ranks
-    if several_hosts and not gpu and not os.environ.get("GLOO_SOCKET_IFNAME"):
-        try:
-            address = socket.gethostbyname(socket.gethostname())
-        except OSError:
-            address = "no address"
-        require(not address.startswith(("127.", "no ")), f"this host's name resolves to {address}, where other hosts "
-                "cannot reach it. Set GLOO_SOCKET_IFNAME to the network interface that they share (`ip addr` lists "
-                "them), or give the name its real address in /etc/hosts")
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if gpu else None  # ahead of matrix products
     if gpu:
         options._timeout = timeout  # or torch warns that it is overridden
@@ -4718,7 +4506,7 @@ def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
         gpus = count_gpus()
         preset, config = parse_config(sys.argv[1:] if argv is None else argv, "speedrun" if gpus else "laptop")
         check_config(config, ranks)
-        run_id, checkpoint = identify_run(config)
+        run_id, checkpoint = find_run(config)
         log = Log(config, rank, run_id)
         device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
         if not gpus and not env_int("OMP_NUM_THREADS", 0):
@@ -4733,7 +4521,7 @@ def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
         config = dataclasses.replace(config, resume=config.resume or checkpoint)
         agree(comm, "configs", {key: str(v) for key, v in json_of(config).items()},
               "Start every rank with the same flags, and give every host the same checkpoints")
-        run(config, preset, comm, device, log, began)
+        run_training(config, preset, comm, device, log, began)
         log.close()
         if ranks > 1:
             dist.destroy_process_group()

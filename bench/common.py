@@ -108,15 +108,15 @@ def take_turns(variants: dict[str, Callable[[], Any]], rounds: int, warm: int, b
     return times
 
 
-def next_steps(trainer: train_gpt.Trainer, steps: int) -> Callable[[], None]:
-    """Return a function that trains a trainer's next steps and waits for their all-gathers."""
+def next_steps(worker: train_gpt.Worker, steps: int) -> Callable[[], None]:
+    """Return a function that trains a worker's next steps and waits for their all-gathers."""
     numbers = itertools.count()
 
     def train() -> None:
         for step in itertools.islice(numbers, steps):
-            plan = train_gpt.plan_of(trainer.config, step)
-            trainer.step(plan, trainer.stream.next_batch(plan))
-        trainer.optimizer.finish_all_gathers()
+            plan = train_gpt.plan_of(worker.config, step)
+            worker.step(plan, worker.stream.next_batch(plan))
+        worker.optimizer.finish_all_gathers()
     return train
 
 

@@ -82,20 +82,20 @@ def main() -> None:
         path = Path(folder) / "random_train_000001.bin"
         write_shard(path, 2 * (args.rounds + 3) * tokens, vocab_size, mean_document=config.max_document_tokens // 3)
         train_gpt.gpt2_token_bytes = lambda folder: []  # bytes decide no time
-        trainer = train_gpt.Trainer(config, comm, device, train_gpt.find_shards(str(path)))
-        trainer.step(turns[0][0], trainer.stream.next_batch(turns[0][0]))
+        worker = train_gpt.Worker(config, comm, device, train_gpt.find_shards(str(path)))
+        worker.step(turns[0][0], worker.stream.next_batch(turns[0][0]))
         finish(device)
         cold = seconds_since_launch()
-        trainer.optimizer.reducer.drop_gradients()  # of that step
+        worker.optimizer.reducer.drop_gradients()  # of that step
         rows, weighted = [], 0.0
         for stage, plans in zip(stages, turns):
             times, tokens = [], plans[0].micro_batches * plans[0].micro_batch_tokens
             for turn in range(args.rounds + 2):
-                batches = [trainer.stream.next_batch(plan) for plan in plans]
+                batches = [worker.stream.next_batch(plan) for plan in plans]
                 finish(device)
                 start = time.perf_counter()
                 for plan, batch in zip(plans, batches):
-                    trainer.step(plan, batch)
+                    worker.step(plan, batch)
                 finish(device)
                 times.append(1e3 * (time.perf_counter() - start) / len(plans))
             times = times[2:]  # the first rounds of a stage compile and tune kernels
@@ -105,7 +105,7 @@ def main() -> None:
                          f"{1e3 * tokens / median:,.0f}"])
         mean = train_gpt.tokens_of_steps(config, config.num_steps) / config.num_steps
         rows.append(["the plan's mean", "", f"{weighted:.2f}", f"{1e3 * mean / weighted:,.0f}"])
-        trainer.stream.close()
+        worker.stream.close()
     allocated, reserved = train_gpt.peak_memory_mib(device)
     dist.destroy_process_group()
     where = torch.cuda.get_device_name() if gpu else "CPU"

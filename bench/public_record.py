@@ -357,31 +357,32 @@ def small_preset(record: Record) -> train_gpt.Config:
         max_document_tokens=preset.max_document_tokens // SHORTER,
         muon_momentum_rise=preset.muon_momentum_rise - LESS_MOMENTUM_RISE,
         muon_momentum_fall=preset.muon_momentum_fall - LESS_MOMENTUM_FALL, num_heads=record.heads,
-        head_dim=record.head_dim, model_dim=dim, fp8_head=False, fp8_mlp=False,
-        dc_window=preset.dc_window // SHORTER, ngrams=re.sub(r":\d+:\d+", f":{PAIR_ROWS}:{dim}", preset.ngrams))
+        model_dim=dim, fp8_head=False, fp8_mlp=False,
+        ngrams=tuple(train_gpt.Ngrams(2, PAIR_ROWS, dim) for _ in preset.ngrams))
 
 
 def run_ours(record: Record, home: Path, initial: dict[str, Tensor],
              signs: Tensor | None) -> tuple[list[float], dict[str, Tensor]]:
     """Return (validation losses before each step and after the last step, final parameters)."""
     config = small_preset(record)
+    train_gpt.DC_WINDOW //= SHORTER
     shards = train_gpt.find_shards(f"{home}/*_train_*.bin")
     torch.set_default_dtype(torch.float64)
     with OnTheCpu():
-        trainer = train_gpt.Trainer(config, train_gpt.Comm(), torch.device("cpu"), shards)
-        train_gpt.load_parameters(trainer.model, {"state": initial})
-        trainer.model.fill_prefixes(TOKEN_BYTES)
-        for table in trainer.model.ngrams:
+        worker = train_gpt.Worker(config, train_gpt.Comm(), torch.device("cpu"), shards)
+        train_gpt.load_parameters(worker.model, {"state": initial})
+        worker.model.fill_prefixes(TOKEN_BYTES)
+        for table in worker.model.ngrams:
             table.signs.copy_(signs)
         sequences = train_gpt.validation_sequences(train_gpt.find_shards(f"{home}/*_val_*.bin"), VAL_TOKENS, VAL_LEN)
         losses = []
         for step in range(config.num_steps + 1):
             plan = train_gpt.plan_of(config, step)
-            losses.append(trainer.validate(plan, sequences)[0])
+            losses.append(worker.validate(plan, sequences)[0])
             if step < config.num_steps:
-                trainer.step(plan, trainer.stream.next_batch(plan))
-        trainer.stream.close()
-    return losses, dict(trainer.model.named_parameters())
+                worker.step(plan, worker.stream.next_batch(plan))
+        worker.stream.close()
+    return losses, dict(worker.model.named_parameters())
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from common import machine, next_steps, on_ranks, positive, ratios, run, spread, table, take_turns, train_gpt
 
 WITHOUT, ALL, TOUCHED = "no tables", "all rows", "rows with a gradient"
-VARIANTS = {WITHOUT: {"ngrams": ""}, ALL: {"lazy_tables": False}, TOUCHED: {"lazy_tables": True}}
+VARIANTS = {WITHOUT: {"ngrams": ()}, ALL: {"lazy_tables": False}, TOUCHED: {"lazy_tables": True}}
 
 
 class Counting(train_gpt.Comm):
@@ -41,21 +41,21 @@ class Counting(train_gpt.Comm):
         return super().exchange(sent, received)
 
 
-def tables(trainer: train_gpt.Trainer) -> list[train_gpt.RowBucket]:
-    return [bucket for bucket in trainer.optimizer.buckets if isinstance(bucket, train_gpt.RowBucket)]
+def tables(worker: train_gpt.Worker) -> list[train_gpt.RowBucket]:
+    return [bucket for bucket in worker.optimizer.buckets if isinstance(bucket, train_gpt.RowBucket)]
 
 
-def rows_read(trainer: train_gpt.Trainer, batch: list[np.ndarray]) -> list[list[int]]:
+def rows_read(worker: train_gpt.Worker, batch: list[np.ndarray]) -> list[list[int]]:
     """Return the rows of each bucket of tables that a step's tokens read."""
-    read = trainer.model.rows_read(torch.from_numpy(np.stack(batch)[:, :-1].astype(np.int32)))
+    read = worker.model.rows_read(torch.from_numpy(np.stack(batch)[:, :-1].astype(np.int32)))
     return [[int(row) for slot in bucket.slots for row in read[slot.param].unique() + bucket.first_row(slot)]
-            for bucket in tables(trainer)]
+            for bucket in tables(worker)]
 
 
-def needed_bytes(trainer: train_gpt.Trainer, everyones: list[list[list[int]]]) -> int:
+def needed_bytes(worker: train_gpt.Worker, everyones: list[list[list[int]]]) -> int:
     """Compute the bytes that rank 0 must send in a step, given the rows that each rank reads."""
     needed = 0
-    for bucket, (mine, *others) in zip(tables(trainer), zip(*everyones)):
+    for bucket, (mine, *others) in zip(tables(worker), zip(*everyones)):
         owned = range(len(bucket.param_shard))
         wanted = sum(row in owned for row in set().union(mine, *others)) * len(others)
         needed += (wanted + sum(row not in owned for row in mine)) * bucket.rows[0].nbytes
@@ -66,11 +66,11 @@ def measure(rank: int, ranks: int, flags: list[str], rounds: int) -> tuple[dict,
     """Measure the variants, per step -> (seconds in each round, mean bytes sent as in Counting, bytes needed)."""
     _, base = train_gpt.parse_config(flags, "laptop")
     shards = train_gpt.find_shards(base.train_files, base.train_shards)
-    trainers = {name: train_gpt.Trainer(dataclasses.replace(base, **changes), Counting(rank, ranks), torch.device("cpu"), shards)
+    workers = {name: train_gpt.Worker(dataclasses.replace(base, **changes), Counting(rank, ranks), torch.device("cpu"), shards)
                 for name, changes in VARIANTS.items()}
-    turns = {name: next_steps(trainer, base.adam_every) for name, trainer in trainers.items()}
-    sent, read = {name: [] for name in trainers}, []
-    lazy, step = trainers[TOUCHED], trainers[TOUCHED].step
+    turns = {name: next_steps(worker, base.adam_every) for name, worker in workers.items()}
+    sent, read = {name: [] for name in workers}, []
+    lazy, step = workers[TOUCHED], workers[TOUCHED].step
 
     def noted(plan: train_gpt.Plan, batch: list[np.ndarray]) -> list[Tensor]:
         read.append(batch)
@@ -78,14 +78,14 @@ def measure(rank: int, ranks: int, flags: list[str], rounds: int) -> tuple[dict,
     lazy.step = noted
 
     def counted(name: str) -> None:
-        trainers[name].comm.bytes = [0, 0]
+        workers[name].comm.bytes = [0, 0]
         turns[name]()
-        sent[name].append(trainers[name].comm.bytes)
+        sent[name].append(workers[name].comm.bytes)
 
     times = take_turns({name: functools.partial(counted, name) for name in turns}, rounds, 1, barrier=torch.distributed.barrier)
     # without the warm-up round
     steps = [*zip(*lazy.comm.all_gather_json([rows_read(lazy, batch) for batch in read[base.adam_every:]]))]
-    return ({name: [t / base.adam_every for t in times[name]] for name in trainers},
+    return ({name: [t / base.adam_every for t in times[name]] for name in workers},
             {name: (np.mean(counts[1:], 0) / base.adam_every).tolist() for name, counts in sent.items()},
             statistics.mean(needed_bytes(lazy, everyones) for everyones in steps))
 

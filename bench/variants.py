@@ -38,11 +38,11 @@ def measure(rank: int, ranks: int, flags: list[str], rounds: int) -> tuple[dict[
     _, base = train_gpt.parse_config(flags, "laptop")
     comm = train_gpt.Comm(rank, ranks)
     shards = train_gpt.find_shards(base.train_files, base.train_shards)
-    trainers = {name: train_gpt.Trainer(dataclasses.replace(base, **changes), comm, torch.device("cpu"), shards)
+    workers = {name: train_gpt.Worker(dataclasses.replace(base, **changes), comm, torch.device("cpu"), shards)
                 for name, changes in VARIANTS.items()}
-    turns = {name: next_steps(trainer, STEPS_A_TURN) for name, trainer in trainers.items()}
+    turns = {name: next_steps(worker, STEPS_A_TURN) for name, worker in workers.items()}
     times = take_turns(turns, rounds, 1, barrier=torch.distributed.barrier)
-    return times, {name: trainer.optimizer.state_hash() for name, trainer in trainers.items()}
+    return times, {name: worker.optimizer.state_hash() for name, worker in workers.items()}
 
 
 def main() -> None:

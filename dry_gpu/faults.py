@@ -38,7 +38,7 @@ FAULTS = {
     "kernel-fp8-inner": Fault(
         "the MLP's kernel in fp8 multiplies each tile of the inner dimension by the first of the second factor",
         "b.load([column, k]).T",
-        "b.load([column, 0]).T", MLP_FP8 + " -- --model_dim 256 --num_heads 4 --ngrams 2:3000:256"),  # two tiles
+        "b.load([column, 0]).T", MLP_FP8 + " -- --model_dim 256 --num_heads 4 --ngrams Ngrams(2,3000,256)"),  # two tiles
     "kernel-fp8-scale": Fault(
         "the MLP's kernel in fp8 scales the product by the scale of h",
         "y_scale, to_h8 = tl.load(scale)",
@@ -63,18 +63,6 @@ FAULTS = {
         "activations of the head fall below fp8's range",
         "scales.x).to(torch.float8_e4m3fn)",
         "scales.x * 4096).to(torch.float8_e4m3fn)", BF16),
-    "full-blocks": Fault(
-        "blocks on the border of the window count as full",
-        "(distance + MASK_BLOCK - 1 <= window)",
-        "(distance <= window)", "--compare masks"),
-    "diagonal-blocks": Fault(
-        "blocks on the diagonal count as full",
-        "every = (distance > 0)",
-        "every = (distance >= 0)", "--compare masks"),
-    "some-blocks": Fault(
-        "a block that sees one key is left out",
-        "(distance - MASK_BLOCK + 1 <= window)",
-        "(distance - MASK_BLOCK + 1 < window)", "--compare masks"),
     "flash-window": Fault(
         "FlashAttention's window is one token too short",
         "window_size_left=window,\n        window_size_right=0)\n    return out",

@@ -223,7 +223,7 @@ def main(folder, ranks, steps, flags):
     import train_gpt as T  # first: preflight imports it too
     import preflight
     facts, times, counted, phases, stats = {}, [], set(), Phases(T.__file__), torch._dynamo.utils.counters["stats"]
-    real_step, real_warm_up, real_validate = T.Trainer.step, T.Trainer.warm_up, T.validate
+    real_step, real_warm_up, real_validate = T.Worker.step, T.Worker.warm_up, T.validate
 
     class Alone(T.Comm):
         """A rank without peers. It receives its own messages."""
@@ -238,7 +238,7 @@ def main(folder, ranks, steps, flags):
                 theirs.copy_(mine)
             return T.HandleGroup()
 
-    def step(trainer, plan, batch):
+    def step(worker, plan, batch):
         facts["batch"] = f"{len(batch)} × {len(batch[0]) - 1:,}"  # fit_memory may have split it
         if phases.now == "training":
             times.append((time.perf_counter(), time.process_time()))
@@ -246,37 +246,37 @@ def main(folder, ranks, steps, flags):
                 phases.watch()
             if len(times) == steps + 3:
                 raise Done
-        flops = attention_flops(batch, plan.windows, trainer.model) if phases.now == "census" else 0
+        flops = attention_flops(batch, plan.windows, worker.model) if phases.now == "census" else 0
         counts = phases.now != "census" or plan.step in counted
         mark("STEP", " ".join(map(str, plan.windows)) * counts, plan.step, flops)
-        out = real_step(trainer, plan, batch)
+        out = real_step(worker, plan, batch)
         mark("END")
         return out
 
-    def warm_up(trainer, *args):
+    def warm_up(worker, *args):
         phases.begin("warm-up", watched=True)
         start, cpu = time.perf_counter(), sum(os.times()[:4])
-        real_warm_up(trainer, *args)
+        real_warm_up(worker, *args)
         facts.update(warm_up=time.perf_counter() - start, warm_up_cpu=sum(os.times()[:4]) - cpu,
                      warmed_up=stats["unique_graphs"])
         phases.begin("census")
         with census():
-            run_middles(trainer)
+            run_middles(worker)
         phases.begin("training")
 
-    def run_middles(trainer):
+    def run_middles(worker):
         """Run two cycles of Adam in the middle of each stage. The second counts: it waits for the first one's gathers."""
-        saved, before = trainer.optimizer.state_dict(), (trainer.model.rotary.windows, trainer.model.tied)
-        position, digest = trainer.stream.position, trainer.stream.digest
+        saved, before = worker.optimizer.state_dict(), (worker.model.rotary.windows, worker.model.tied)
+        position, digest = worker.stream.position, worker.stream.digest
         for stage in T.stages_of(config):
             middle = (stage.begin + stage.end) // (2 * config.adam_every) * config.adam_every
             counted.update(range(middle, middle + config.adam_every))
             for at in range(middle - config.adam_every, middle + config.adam_every):
                 plan = T.plan_of(config, at)
-                trainer.step(plan, trainer.stream.next_batch(plan))
-        trainer.optimizer.load_state_dict(saved)
-        trainer.model.apply_schedule(*before)
-        trainer.stream.position, trainer.stream.digest = position, digest
+                worker.step(plan, worker.stream.next_batch(plan))
+        worker.optimizer.load_state_dict(saved)
+        worker.model.apply_schedule(*before)
+        worker.stream.position, worker.stream.digest = position, digest
 
     def validate(*args, **kwargs):
         if phases.now != "training":
@@ -286,7 +286,7 @@ def main(folder, ranks, steps, flags):
         phases.begin("training")
         return out
 
-    T.Trainer.step, T.Trainer.warm_up, T.validate = step, warm_up, validate
+    T.Worker.step, T.Worker.warm_up, T.validate = step, warm_up, validate
     T.gpt2_token_bytes = lambda folder: [bytes([number % 256]) for number in range(T.GPT2_VOCAB - 1)]  # bytes decide no time
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # otherwise the limit only leaves code uncompiled, silently
     device = torch.device("cuda", 0)
@@ -300,7 +300,7 @@ def main(folder, ranks, steps, flags):
         comm, shard = Alone(0, ranks, device), T.find_shards(config.train_files, config.train_shards)[0]
         fitted = preflight.fit_memory(T.resolve_auto(config, comm)[0], shard.encoding.vocab_size, comm)
         config = dataclasses.replace(config, micro_batch_splits=fitted.micro_batch_splits)
-        T.run(config, preset, comm, device, T.Log(config, 0, "dry"), time.perf_counter())
+        T.run_training(config, preset, comm, device, T.Log(config, 0, "dry"), time.perf_counter())
     except Done:
         pass
     except (torch.OutOfMemoryError, T.RunError) as error:

@@ -6,7 +6,7 @@ Each part of a run (attention, each group of layers, the head, the update rules,
 shapes, and compared with a plain version: float32, uncompiled, by other means where there are some. If a part fails on
 one rank, all ranks disable it by the part's fallback flag, and the check starts again. On GPUs `micro_batch_splits`
 doubles until a step fits in the free memory. The program prints a table for each attempt. Its last line is a JSON
-object with the flags that a run must take, for example {"attention": "flex", "micro_batch_splits": 2}.
+object with the flags that a run must take, for example {"attention": "masked", "micro_batch_splits": 2}.
 
 Exit status: 0, 1 if a part fails and no flag avoids it or if a run does not fit, 130 interrupted.
 """
@@ -35,8 +35,10 @@ import gc
 import itertools
 import json
 import math
-import re
+import shutil
+import sysconfig
 import time
+import warnings
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
@@ -76,23 +78,23 @@ ALLOWED_POLAR, ALLOWED_POLAR_OF_GATES = 0.06, 0.9
 LAMBDAS = "scalars", "resid_lambdas", "post_lambdas", "gate_scale"  # scalars of the layers
 
 
-def way_of(trainer: T.Trainer) -> tuple[str, Any]:
+def way_of(worker: T.Worker) -> tuple[str, Any]:
     """Return how, and the fallback, of parts that are compiled if anything is."""
-    return ("compiled", ("compile", "off")) if trainer.compiled else ("uncompiled", None)
+    return ("compiled", ("compile", "off")) if worker.compiled else ("uncompiled", None)
 
 
 
-def model_parts(trainer: T.Trainer) -> Iterator[Part]:
+def model_parts(worker: T.Worker) -> Iterator[Part]:
     """Yield attention, each group of layers, and the head: with gradients, on a micro-batch of noise."""
-    c, model, device = trainer.config, trainer.model, trainer.device
+    c, model, device = worker.config, worker.model, worker.device
     plan = T.plan_of(c, c.num_steps - 1)
     for p in model.parameters():  # a zero would hide the parameters behind it
         p.data.normal_(0, 0.02) if p.dim() > 1 else p.data.fill_(0.5)
     with device:
         # with small n-gram tables, which no part reads
         as_plain = dataclasses.replace(c, dtype="float32", fp8_head=False, fp8_mlp=False,
-                                       ngrams=re.sub(r":\d+:", ":2:", c.ngrams))
-        plain = T.build_model(as_plain, trainer.stream.shards[0].encoding)
+                                       ngrams=tuple(dataclasses.replace(table, rows=2) for table in c.ngrams))
+        plain = T.build_model(as_plain, worker.stream.shards[0].encoding)
         # documents of twice the long window on average: most tokens have a window's border, not a document's, before them
         text = torch.where(torch.rand(max(T.micro_batch_lengths(c))) * plan.windows.long < 0.5, model.bos_id, 0)
         targets = torch.randint(len(model.embed.weight), text.shape)
@@ -113,9 +115,9 @@ def model_parts(trainer: T.Trainer) -> Iterator[Part]:
 
     def group(i: int, m: T.GPT, *inputs: Tensor) -> Tensor:
         found = dict(zip(reads(i), inputs))
-        shared = m.shared(found["x0"], found.get("ngrams"), masks[m])
+        context = m.context(found["x0"], found.get("ngrams"), masks[m])
         outputs, tables = ({key[1]: y for key, y in found.items() if key[0] == kind} for kind in ("saved", "table"))
-        return m.groups[i](found["x"], shared, outputs, tables, found.get("gates"))[0]
+        return m.groups[i](found["x"], context, outputs, tables, found.get("gates"))[0]
 
     @functools.cache
     def reads(i: int) -> dict[Any, Tensor]:
@@ -143,27 +145,26 @@ def model_parts(trainer: T.Trainer) -> Iterator[Part]:
             return [out.detach(), *(x for x in grads if x is not None)]
         return Part(name, way[0], compute, ALLOWED_IN_FP8 if way[0].startswith("fp8") else ALLOWED[x.dtype], way[1])
 
-    masked = None if model.reach else ("attention", "masked")
-    way = {T.DocumentTable: ("FlashAttention", ("attention", "flex")), T.BlockMask: ("FlexAttention", masked),
-           Tensor: ("masks in pieces", masked)}[type(masks[model]["L"])]
+    way = ("FlashAttention" if isinstance(masks[model]["L"], T.DocumentTable) else "masks in pieces",
+           None if model.reach and not model.flash else ("attention", "masked"))
     for window in "LS":  # groups read P's
         yield part(f"attention {window}", way, functools.partial(attention, window), (x, x0, values))
     for i, one in enumerate(model.groups):
         kernels = any(block.mlp is not None and block.mlp.kernels for block in one.blocks)
-        way = (f"{way_of(trainer)[0]}, with kernels", ("kernels", "off")) if kernels else way_of(trainer)
+        way = (f"{way_of(worker)[0]}, with kernels", ("kernels", "loss")) if kernels else way_of(worker)
         way = ("fp8", ("fp8_mlp", False)) if c.fp8_mlp and any(block.mlp for block in one.blocks) else way
         read = {id(p) for p in one.parameters()}
         learned = [name for name, p in model.named_parameters() if id(p) in read]
         yield part(f"layers {one.numbers.start} to {one.numbers.stop - 1}", way, functools.partial(group, i),
                    [*reads(i).values()], *LAMBDAS, *learned)
-    way = ("fp8", ("fp8_head", False)) if model.lm_head.fp8 else way_of(trainer)
+    way = ("fp8", ("fp8_head", False)) if model.lm_head.fp8 else way_of(worker)
     way = (f"{way[0]}, with kernels", ("kernels", "off")) if model.lm_head.kernels else way
     yield part("head", way, head, (x,), "lm_head.")
 
 
-def rule_parts(trainer: T.Trainer) -> Iterator[Part]:
+def rule_parts(worker: T.Worker) -> Iterator[Part]:
     """Yield each update rule on each shape of a shard."""
-    optimizer, plan = trainer.optimizer, T.plan_of(trainer.config, 0)
+    optimizer, plan = worker.optimizer, T.plan_of(worker.config, 0)
 
     @torch.no_grad()
     def update(bucket: T.Bucket, noise: Sequence[Tensor], by_plain: bool) -> list[Tensor]:
@@ -181,25 +182,25 @@ def rule_parts(trainer: T.Trainer) -> Iterator[Part]:
 
     for bucket in {(type(b.rule), b.param_shard.shape, b.param_data.dtype): b for b in optimizer.buckets}.values():
         if isinstance(bucket, T.RowBucket):  # all rows
-            bucket.set_grads(torch.arange(len(bucket.param_shard), device=trainer.device),
+            bucket.set_grads(torch.arange(len(bucket.param_shard), device=worker.device),
                              torch.empty_like(bucket.param_shard, dtype=bucket.grad_data.dtype))
         noise = [torch.randn_like(x) / 50 for x in (bucket.param_shard, bucket.grad_shard)]
         noise += [torch.rand_like(x) / 1000 for x in bucket.state.values()]
         allowed = ALLOWED[bucket.param_data.dtype]
         if isinstance(bucket.rule, T.NorMuon) and bucket.rule.polar_dtype != torch.float32:
             allowed = ALLOWED_POLAR if min(bucket.param_shard.shape[1:]) >= 64 else ALLOWED_POLAR_OF_GATES
-        yield Part(f"{type(bucket.rule).__name__} {list(bucket.param_shard.shape)}", way_of(trainer)[0],
-                   functools.partial(update, bucket, noise), allowed, way_of(trainer)[1])
+        yield Part(f"{type(bucket.rule).__name__} {list(bucket.param_shard.shape)}", way_of(worker)[0],
+                   functools.partial(update, bucket, noise), allowed, way_of(worker)[1])
 
 
 MAX_SENT = 2 ** 22  # elements: every rank generates the data of all ranks
 
 
-def transfer_parts(trainer: T.Trainer) -> Iterator[Part]:
+def transfer_parts(worker: T.Worker) -> Iterator[Part]:
     """Yield the copy of a shard to the device, and the collectives, on the largest bucket or MAX_SENT a rank."""
-    comm, device, invariant = trainer.comm, trainer.device, trainer.config.world_size_invariant
-    shard = trainer.stream.shards[comm.rank % len(trainer.stream.shards)]
-    bucket = max(trainer.optimizer.buckets, key=lambda bucket: bucket.grad_data.nbytes)
+    comm, device, invariant = worker.comm, worker.device, worker.config.world_size_invariant
+    shard = worker.stream.shards[comm.rank % len(worker.stream.shards)]
+    bucket = max(worker.optimizer.buckets, key=lambda bucket: bucket.grad_data.nbytes)
     shape, dtype = (comm.ranks, min(bucket.shard_numel, MAX_SENT)), bucket.grad_data.dtype
     of_all_ranks = [torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(rank)).to(dtype)
                     for rank in range(comm.ranks)]
@@ -249,7 +250,7 @@ def transfer_parts(trainer: T.Trainer) -> Iterator[Part]:
         return [bucket.rows.clone()]
 
     yield Part("load a shard", f"{shard.tokens:,} tokens", load, 0.0)
-    row_buckets = [bucket for bucket in trainer.optimizer.buckets if isinstance(bucket, T.RowBucket)]
+    row_buckets = [bucket for bucket in worker.optimizer.buckets if isinstance(bucket, T.RowBucket)]
     for bucket in row_buckets[:comm.ranks - 1]:  # the first; none on a single rank
         yield Part("rows to their owners, to all", f"{4096 * bucket.rows[0].nbytes >> 10:,} KiB",
                    functools.partial(torch.no_grad()(send_rows), bucket), ALLOWED[comm.sent_dtype or dtype])
@@ -277,19 +278,19 @@ NOT_COMPARED = -1.0  # less than any difference: the table shows a rank that cou
 COLUMNS = ["part", "how", "difference", "allowed", "ms", "verdict"]
 
 
-def check_parts(trainer: T.Trainer) -> tuple[list[list[str]], Part | None]:
+def check_parts(worker: T.Worker) -> tuple[list[list[str]], Part | None]:
     """Check each part once, and restore the state -> (a row per part with the worst rank's figures, the first failure).
 
     Later failures may follow from the first one.
     """
     parts, mine, rows, failed = [], [], [], []
-    saved = trainer.optimizer.state_dict()
-    for part in itertools.chain(model_parts(trainer), rule_parts(trainer), transfer_parts(trainer)):
-        plain, plain_error = attempt(part, True, trainer.device)
-        used, why = attempt(part, False, trainer.device)  # compiles, and tunes kernels
+    saved = worker.optimizer.state_dict()
+    for part in itertools.chain(model_parts(worker), rule_parts(worker), transfer_parts(worker)):
+        plain, plain_error = attempt(part, True, worker.device)
+        used, why = attempt(part, False, worker.device)  # compiles, and tunes kernels
         began = time.perf_counter()
         if used is not None:
-            used, why = attempt(part, False, trainer.device)
+            used, why = attempt(part, False, worker.device)
         ms = 1000 * (time.perf_counter() - began)
         if used is None:
             difference = math.inf
@@ -301,11 +302,11 @@ def check_parts(trainer: T.Trainer) -> tuple[list[list[str]], Part | None]:
             difference = max(ratio if math.isfinite(ratio) else math.inf for ratio in ratios)  # zeros are no result
         mine.append([difference, ms, why])
         parts.append(part._replace(compute=None))  # it holds its tensors
-    for bucket in trainer.optimizer.buckets:  # with the padding
+    for bucket in worker.optimizer.buckets:  # with the padding
         for x in (bucket.param_data, bucket.grad_data, *bucket.state.values()):
             x.zero_()
-    trainer.optimizer.load_state_dict(saved)
-    for part, (difference, ms, why) in zip(parts, map(max, zip(*trainer.comm.all_gather_json(mine)))):
+    worker.optimizer.load_state_dict(saved)
+    for part, (difference, ms, why) in zip(parts, map(max, zip(*worker.comm.all_gather_json(mine)))):
         verdict = "failed" if difference > part.allowed else "not compared" if difference == NOT_COMPARED else "ok"
         failed += [part] * (verdict == "failed")
         rows.append([part.name, part.how, "-" if difference == NOT_COMPARED else f"{difference:.1e}",
@@ -333,11 +334,11 @@ def choose_flags(config: T.Config, comm: T.Comm, device: torch.device, shards: l
             if wanted.micro_batch_splits > config.micro_batch_splits:
                 chosen["micro_batch_splits"] = wanted.micro_batch_splits
                 changes.append(f"memory: each micro-batch is computed in {wanted.micro_batch_splits} parts")
-        for change in changes:
-            say(change)
-        trainer = T.Trainer(wanted, comm, device, shards)
-        rows, failed = check_parts(trainer)
-        trainer.stream.close()
+        worker = T.Worker(wanted, comm, device, shards)
+        for line in (*changes, *warnings_of(wanted, worker.optimizer)):
+            say(line)
+        rows, failed = check_parts(worker)
+        worker.stream.close()
         say(table(rows))
         if failed is None:
             return chosen
@@ -347,7 +348,7 @@ def choose_flags(config: T.Config, comm: T.Comm, device: torch.device, shards: l
         flag, value = failed.fallback
         fallbacks[flag] = value
         say(f"{failed.name}, {failed.how}, failed: --{flag} {str(value).lower()} instead")
-        del trainer  # free its memory for the next one
+        del worker  # free its memory for the next one
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -367,7 +368,7 @@ def fit_memory(config: T.Config, vocab_size: int, comm: T.Comm) -> T.Config:
 
     # the number of tokens in a product decides the order of its sums, so a run that must not depend on it cannot split
     while not invariant and lacking(config)[1] and all(
-            n % (2 * T.MASK_BLOCK) == 0 for n in T.micro_batch_lengths(config)):
+            n % (2 * T.TILE_M) == 0 for n in T.micro_batch_lengths(config)):
         config = dataclasses.replace(config, micro_batch_splits=2 * config.micro_batch_splits)
     if any(short := lacking(config)):
         advice = ("use more ranks, fewer rows in --ngrams, or a smaller model" if short[0] else
@@ -394,7 +395,7 @@ def memory_needed(config: T.Config, vocab_size: int, ranks: int) -> tuple[int, i
     gradients = entries - T.ngram_entries(c)
     permanent = 8 * matrices + size * (entries + gradients) + (4 * matrices + 2 * T.moment_bytes(c) * entries) / ranks
     width, logits, lengths = c.model_dim * size, vocab_size * size, T.micro_batch_lengths(c)  # bytes of a token
-    eager, of_mlp = c.compile == "off", 14 if c.kernels == "off" else 10
+    eager, of_mlp = c.compile == "off", 14 if c.kernels in ("loss", "off") else 10
     saved = ((9 if eager else 4) * attentions + of_mlp * mlps + 32) * width
     if c.kernels == "off":
         saved += logits * ((2 if c.fp8_head else 1) + 6 * eager)  # fp8 also keeps their gradient, twice in e5m2
@@ -410,6 +411,55 @@ def memory_needed(config: T.Config, vocab_size: int, ranks: int) -> tuple[int, i
     return int(permanent), int(training), int(permanent + max(trunk, min(lengths) * 7 * logits * eager))
 
 
+def warnings_of(config: T.Config, optimizer: T.DistributedOptimizer) -> list[str]:
+    """Warn of buckets so small that much of the update is padding, and of an embedding that is never untied."""
+    untied = T.first_untied_step(config)
+    lines = [f"warning: untie_at {config.untie_at:g} means step {untied}, after an Adam update, and num_steps is "
+             f"{config.num_steps}: the embedding stays tied to the head. Give less, or 1"
+             ] * (0 < config.untie_at < 1 and untied >= config.num_steps)
+    padded = [bucket for bucket in optimizer.buckets if isinstance(bucket.rule, T.NorMuon)]
+    units = sum(len(bucket.param_shard) for bucket in padded) * optimizer.comm.ranks
+    needed = sum(bucket.units for bucket in padded)
+    if needed and units > 1.5 * needed:
+        lines.append(f"warning: the ranks orthogonalize {units} matrices, and the model has {needed}: buckets are too "
+                     f"small for {optimizer.comm.ranks} ranks; raise --bucket_mb")
+    return lines
+
+
+# The machine
+
+def count_gpus() -> int:
+    """Count the GPUs that torch can use. RunError, with the reason, if the driver shows GPUs that torch cannot use."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its reason is in the message below
+        seen, usable = torch.cuda.device_count(), torch.cuda.is_available()
+    if seen and not usable:
+        why = "no reason given"
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:
+            why = str(error).split(". ")[0]
+        driver, *_ = T.nvidia_smi("driver_version") or ["(unknown to nvidia-smi)"]
+        raise T.RunError(f"this machine has {seen} GPU(s), but torch {torch.__version__}, built for CUDA "
+                         f"{torch.version.cuda}, cannot use them with driver {driver}: {why}. Update the driver, "
+                         "install torch's build for an older CUDA as the README says, or train on the CPU: "
+                         "CUDA_VISIBLE_DEVICES= ./run.sh")
+    return seen
+
+
+def check_compiler(gpu: bool) -> None:
+    """RunError without the C or C++ compiler that torch.compile needs; it would fail only after minutes."""
+    variable, usual = "CC", ("gcc", "clang")  # Triton's
+    if not gpu:
+        variable, usual = "CXX", ("clang++",) if sys.platform == "darwin" else ("g++",)  # Inductor's
+    programs = [os.environ[variable]] if os.environ.get(variable) else usual
+    T.require(any(map(shutil.which, programs)), f"compiling needs {' or '.join(programs)}, and this machine has none. "
+              "Install gcc and g++ (on Debian build-essential)" + ("" if gpu else ", or leave out --compile on"))
+    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")  # Debian's own scheme means /usr/local
+    T.require(not gpu or header.exists(), f"compiling needs {header}, which is missing; install Python's headers (on "
+              "Debian the package python3-dev)")
+
+
 # The program
 
 def check(flags: Sequence[str]) -> None:
@@ -418,13 +468,15 @@ def check(flags: Sequence[str]) -> None:
                                (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     if ranks > 1:
         T.die_with_launcher()
-    gpus = T.count_gpus()
+    gpus = count_gpus()
     _, config = T.parse_config(flags, "speedrun" if gpus else "laptop")
     T.check_config(config, ranks)
     device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
     if gpus:
         T.require(local_rank < gpus, f"rank {rank} has no GPU: this machine has {gpus}; use fewer --ranks")
         torch.cuda.set_device(device)
+    if gpus or config.compile == "on":
+        check_compiler(gpus > 0)
     if ranks > 1:
         T.join(config, rank, ranks, device)
     comm = (T.CompressedComm if config.bf16_compress else T.Comm)(rank, ranks, device)

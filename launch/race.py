@@ -91,8 +91,6 @@ CHECK = ("import json, sys; sys.path.insert(0, ''); import train_gpt as t; ranks
          "print(json.dumps({'preset': preset, 'steps': config.num_steps, 'small_model':\n"
          "    hasattr(config, 'save_model') and not any(f.startswith('--save_model') for f in flags),\n"
          "    'target': getattr(config, 'target_val_loss', None)}))")
-# After a run, in a process of its own so that its memory is freed
-HALVE = f"import sys; sys.path.append({str(ROOT / 'records')!r}); import examine; examine.halve(sys.argv[1])"
 # Wraps a rank, as torchrun passes no open file on: the rank holds the race's lock as long as it lives
 HOLD = ("import fcntl, os, sys; lock = os.open(sys.argv[1], os.O_RDONLY); fcntl.flock(lock, fcntl.LOCK_SH)\n"
         "os.set_inheritable(lock, True); os.execv(sys.argv[2], sys.argv[2:])")
@@ -366,10 +364,6 @@ def run_once(manifest, folder, lock, run, side, interrupts):
                     "logged": log.exists(), "stamps": stamped})
     if not run:
         shutil.rmtree(log.parent)
-    if version.get("small_model") and (model := log.with_suffix(".pt")).exists():
-        halved = subprocess.run([*ALONE, "-c", HALVE, str(model)], env=environment(), capture_output=True, text=True)
-        if halved.returncode:
-            say(f"{model.name} keeps all bits: {(halved.stderr.splitlines() or ['no reason given'])[-1]}")
     return status
 
 

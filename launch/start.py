@@ -187,8 +187,9 @@ def choose(flags, text):
     """Return (GPUs, ranks, preset, config, flags with the choices for this machine and these data)."""
     import torch
 
+    import preflight
     import train_gpt
-    gpus = train_gpt.count_gpus()
+    gpus = preflight.count_gpus()
     require(gpus or torch.version.cuda or torch.version.hip or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
             or not train_gpt.nvidia_smi("driver_version"), "this machine has an NVIDIA driver, but .venv holds torch's build "
             "for CPUs, installed where there was none. Remove it (rm -r .venv) and run this again, or train on the CPU: "

@@ -59,7 +59,7 @@ def load(source_path, model_path):
     """Return (module, model, windows of the last validation, saved content) for a source and a saved model.
 
     The source must have config_of, build_model, Encoding, Windows, and a model with trunk(tokens, windows) and
-    lm_head.logits; for the initial weights also Trainer, Comm and Shard."""
+    lm_head.logits; for the initial weights also Worker, Comm and Shard."""
     import torch
     spec = importlib.util.spec_from_file_location("judged", source_path)
     module = sys.modules["judged"] = importlib.util.module_from_spec(spec)
@@ -84,10 +84,11 @@ def initial_state(module, config, saved):
     nothing = module.Shard(Path("none"), 0, module.Encoding(saved["vocab_size"], saved["bos_id"]))
     config = module.config_of({**config, "compile": "off", "init_from": ""})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    trainer = module.Trainer(config, module.Comm(), device, [nothing])
-    first = module.state_hash(trainer)
-    trainer.model.rotary.set_windows(tuple(saved["rotary_windows"]))
-    return {"hash": first, "buffers": {name: digest_of(x) for name, x in trainer.model.named_buffers()}}
+    worker_of = getattr(module, "Worker", None) or module.Trainer  # its name in older logs
+    worker = worker_of(config, module.Comm(), device, [nothing])
+    first = module.state_hash(worker)
+    worker.model.rotary.set_windows(tuple(saved["rotary_windows"]))
+    return {"hash": first, "buffers": {name: digest_of(x) for name, x in worker.model.named_buffers()}}
 
 
 def bound_memory():
@@ -191,13 +192,6 @@ def sketch(path):
     import torch
     matrices = [x.flatten() for x in read_model(path)["state"].values() if x.dim() > 1]
     return torch.cat([x[::-(-len(x) // SKETCH)].float() for x in matrices]).numpy()
-
-
-def halve(path):
-    """Rewrite a saved model with parameters in 16 bits: half the size, and enough to check the loss."""
-    saved = read_model(path)
-    state = {name: trainer().halved(x) for name, x in saved["state"].items()}
-    trainer().save_file(Path(path), {**saved, "state": state})
 
 
 def start(folder, *arguments):

@@ -254,10 +254,13 @@ def embedding_rows(e):
         raise CannotJudge(f"the parameters in start.config cannot be counted: {logs.brief(str(error))}") from None
     tables = 2 + len({layer.value_table for layer in layers} - {None})
     matrices = sum(4 * bool(layer.window) + 8 * layer.mlp for layer in layers)
-    networks = len(str(config.get("token_gates", "")).split()) + 2 * bool(config.get("mudd"))
-    ngrams = re.findall(r"\d:(\d{1,12}):(\d{1,12})", str(config.get("ngrams", "")))
+    networks = len(config.get("token_gates", ())) + 2 * bool(config.get("mudd"))
+    try:
+        ngrams = trainer.parse_value(str(config.get("ngrams", "")))
+    except argparse.ArgumentTypeError as error:
+        raise CannotJudge(f"the n-gram tables in start.config cannot be read: {error}") from None
     rest = (e.get("start.parameters", int) - matrices * width ** 2 - networks * trainer.TokenWeights.WIDTH * width
-            - sum(int(rows) * int(wide) for rows, wide in ngrams))
+            - sum(table.rows * table.width for table in ngrams))
     return int(rest / max(1, tables * width))
 
 
@@ -782,7 +785,7 @@ def matches(word, stated):
     try:
         values = stated if isinstance(stated, list) else [stated]
         if isinstance(stated, str) and "(" in stated:  # rows, such as stages
-            rows_of = leaks.trainer().parse_rows
+            rows_of = leaks.trainer().parse_value
             given = rows_of(word)
             return rows_of(stated)[-len(given):] == given  # param_groups add to those of the preset
         return word.lower() in ("auto", str(stated).lower()) or [*map(float, word.split(","))] == values

@@ -37,7 +37,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("busy")
 
-TINY = dict(dtype="float32", fp8_head=False, model_dim=32, num_heads=2, head_dim=16, gate_dim=6, ngrams="", bucket_mb=0.03, compile="off",
+TINY = dict(dtype="float32", fp8_head=False, model_dim=32, num_heads=2, ngrams=(), bucket_mb=0.03, compile="off",
             micro_batches=8, micro_batch_tokens=48, max_document_tokens=40, val_len=64, val_tokens=0, window_block=4,
             num_steps=12, warmup_steps=3, stages=(Stage(until=1/3, long_window=3), Stage(until=2/3, long_window=7),
                                                   Stage(long_window=11), Stage(extra_steps=2, long_window=13)), muon_momentum_rise=4,

@@ -42,18 +42,17 @@ RECORD = "- S1M S2M SM LM SM SM+5 M+4 SM+3 S0M+2 S1M+1 L2M"
 
 
 def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softcap=(30, 0, 7.5), layers=RECORD, backout_layer=8,
-         ahead=(1,), ngrams=None, offset=False, halves=False, gates_from=(), dc_window=112, prefixes=None, prefix_weight=0):
+         ahead=(1,), ngrams=None, offset=False, gates_from=(), dc_window=112, prefixes=None, prefix_weight=0):
     """Compute the weighted sum of the cross entropies of the tokens 1, 2, … ahead, with weights `ahead`.
 
     p: parameters by name, float64. x, y: lists of tokens. added [T, dim]: added to the residual stream before the first
     layer. softcap: cap, shift, softness. ngrams [T, dim]: n-gram embeddings that each layer adds. offset: in layers with
-    the long window, the unrotated entries of a key are those of the previous token. halves: see P. Value gates, MUDD and
+    the long window, the unrotated entries of a key are those of the previous token. Value gates, MUDD and
     sublayer_scales are used if p has their parameters. The matrices are qkvo, or qk and vo. gates_from: layers at which
     gates per token are computed. dc_window: tokens that d sees. prefixes, prefix_weight: another token to predict in
     place of each, or -1, and its weight.
 
-    layers: one word per layer. L: long window; S: short window; P: heads 2j and 2j + 1 share one softmax (with halves:
-    heads j and j + heads / 2); c: attention reads the output of backout_layer; digit: value table; x: XSA; g: gates of the
+    layers: one word per layer. L: long window; S: short window; P: heads j and j + heads / 2 share one softmax; c: attention reads the output of backout_layer; digit: value table; x: XSA; g: gates of the
     heads without a sigmoid; d: DC; M: MLP; +n: skip connection from layer n.
     """
     layers = layers.split()
@@ -140,10 +139,8 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
             for head in range(heads):
                 mixed = []
                 for t in range(T):
-                    if "P" in word and halves:
+                    if "P" in word:
                         pair, position = (head, (head + heads // 2) % heads), lambda j, h: 2 * j + (h >= heads // 2)
-                    elif "P" in word:
-                        pair, position = (head, head ^ 1), lambda j, h: 2 * j + h % 2
                     else:
                         pair, position = (head,), lambda j, h: j
                     visible = [(j, h) for j in range(t + 1) for h in pair

@@ -141,7 +141,7 @@ def test_own_model(bench):
 def test_rows(start, tmp_path):
     """If tables have far more rows than a step reads, few bytes are sent, and nearly all of them are rows."""
     corpus = write_corpus(tmp_path, train=(9000,))
-    flags = {**corpus, "ngrams": "2:4000:16 3:4000:16", "micro_batch_tokens": 64, "val_tokens": 0}
+    flags = {**corpus, "ngrams": (train_gpt.Ngrams(2, 4000, 16), train_gpt.Ngrams(3, 4000, 16)), "micro_batch_tokens": 64, "val_tokens": 0}
     process = start("rows.py", "--rounds", "1", "--flags", " ".join(f"--{name} '{v}'" for name, v in flags.items()))
     out, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
@@ -192,8 +192,8 @@ def test_nanogpt_beside_the_laptop_preset(bench, tmp_path):
         "print('step 3: train loss 1.9000, val loss 1.8800\\niter 3: loss 1.9000, time 7000.00ms, mfu 0.1%')\n")
     (tmp_path / "text").write_text("abcdefgh\n" * 4000)
     shown = bench("nanogpt.py", "--nanogpt", str(tmp_path / "clone"), "--text", str(tmp_path / "text"), "--rounds", "1", "--ranks", "1",
-                  "--nanogpt_steps", "3", "--picture", str(tmp_path / "picture.png"), "--flags", "--num_steps 4 --micro_batches 2 --model_dim 16 --num_heads 1 --head_dim 16 "
-                  "--ngrams 2:16:8 --stages 'Stage(long_window=4)' --muon_momentum_rise 1 --muon_momentum_fall 1 --warmup_steps 0")
+                  "--nanogpt_steps", "3", "--picture", str(tmp_path / "picture.png"), "--flags", "--num_steps 4 --micro_batches 2 --model_dim 16 --num_heads 1 "
+                  "--ngrams Ngrams(2,16,8) --stages 'Stage(long_window=4)' --muon_momentum_rise 1 --muon_momentum_fall 1 --warmup_steps 0")
     assert "| nanoGPT | 1.8800 | 2.0 |" in shown and "| train_gpt.py | " in shown and (tmp_path / "picture.png").exists()
 
 
@@ -216,29 +216,29 @@ class Hyperparameters:
 class GPT(nn.Module):
     def __init__(self, vocab, layers, heads, head_dim, dim, longest):
         super().__init__()
-        flags = shlex.split(f"--fp8_head false --num_heads {{heads}} --head_dim {{head_dim}} --model_dim {{dim}} "
+        flags = shlex.split(f"--fp8_head false --num_heads {{heads}} --model_dim {{dim}} "
             f"--num_steps {{args.num_iterations}} --micro_batch_tokens {{args.train_batch_size // 8}} --max_document_tokens "
             f"{{args.train_max_seq_len}} --window_block {{args.block_size}} --muon_momentum_rise 6 --muon_momentum_fall 5 --stages "
             f"'Stage(until=1/3, long_window=3), Stage(until=2/3, long_window=7), Stage(long_window=11), "
             f"Stage(extra_steps={{args.num_extension_iterations}}, long_window=13)' {0}")
         config = t.parse_config(flags, "speedrun")[1]
-        self.trainer = [t.Trainer(config, t.Comm(), torch.device("cpu"), t.find_shards(args.train_files))]
+        self.worker = [t.Worker(config, t.Comm(), torch.device("cpu"), t.find_shards(args.train_files))]
     def named_parameters(self):
-        for name, p in self.trainer[0].model.named_parameters():
+        for name, p in self.worker[0].model.named_parameters():
             for ours, theirs in THEIRS.items():
                 name = name.replace(ours, theirs)
             yield name, torch.cat([p[:5], torch.zeros(7), p[5:]]) if name == "scalars" else p
 args = Hyperparameters()
 print0(nvidia_smi())
 model = torch.compile(GPT(50257, 12, 6, 128, 768, 1), dynamic=False)
-trainer, texts = model.trainer[0], t.validation_sequences(t.find_shards(args.val_files), args.val_tokens, args.val_batch_size // 8)
+worker, texts = model.worker[0], t.validation_sequences(t.find_shards(args.val_files), args.val_tokens, args.val_batch_size // 8)
 for step in range(args.num_iterations + 1):
-    plan = t.plan_of(trainer.config, step)
-    val_loss = trainer.validate(plan, texts)[0]
+    plan = t.plan_of(worker.config, step)
+    val_loss = worker.validate(plan, texts)[0]
     print(f"step:{{step}}/{{args.num_iterations}} val_loss:{{val_loss:.4f}} train_time:0ms")
     if step < args.num_iterations:
-        trainer.step(plan, trainer.stream.next_batch(plan))
-trainer.stream.close()
+        worker.step(plan, worker.stream.next_batch(plan))
+worker.stream.close()
 '''
 
 

@@ -12,7 +12,7 @@ import torch
 
 import train_gpt
 from conftest import TINY
-from train_gpt import AdamGroup, MuonGroup, Ramp, Stage
+from train_gpt import AdamGroup, MuonGroup, Ngrams, Ramp, Stage
 
 
 def parse(*argv, preset="laptop"):
@@ -22,8 +22,7 @@ def parse(*argv, preset="laptop"):
 def as_text(value):
     """Write a value as a flag takes it."""
     if isinstance(value, tuple):
-        rows = value and dataclasses.is_dataclass(value[0])
-        return ", ".join(map(repr, value)) if rows else ",".join(map(str, value))
+        return ", ".join(map(repr, value))
     return str(value)
 
 
@@ -35,8 +34,8 @@ def test_every_value_is_a_flag_of_its_type():
     for f in dataclasses.fields(train_gpt.Config):
         default, choices = f.default, f.metadata["choices"]
         new = choices[-1] if choices else {
-            "int": 3, "float": 0.25, "str": "x", "bool": default is False, "Numbers": (1.0, 0.5), "param_groups": (MuonGroup("attn", 0.5),),
-            "stages": (Stage(until=0.5, long_window=2), Stage(peak_lr_factor=Ramp(1, 0.5)))}[f.type if f.type in train_gpt.PARSERS else f.name]
+            "int": 3, "float": 0.25, "str": "x", "bool": default is False, "Numbers": (1.0, 0.5), "LayerNumbers": (0, 2), "ngrams": (Ngrams(2, 5, 7),), "param_groups": (MuonGroup("attn", 0.5),),
+            "stages": (Stage(until=0.5, long_window=2), Stage(peak_lr_factor=Ramp(1, 0.5)))}[f.name if train_gpt.holds_rows(f) else f.type]
         if f.name != "resume":  # a checkpoint decides all other values
             argv += [f"--{f.name}", as_text(new)]
             expected[f.name] = new
@@ -65,11 +64,13 @@ def test_a_shorter_run_scales_the_step_counts_of_its_preset():
 
 
 @pytest.mark.parametrize("argv,says", [
-    (["--num_step", "3"], "unrecognized arguments: --num_step"), (["--num_steps", "many"], "many"),
-    (["--shuffle", "yes"], "'yes' is neither true nor false"),
+    (["--num_step", "3"], "unrecognized arguments: --num_step"), (["--num_steps", "many"], "'many' is not a whole number such as 3: "), (["--num_steps", "3.0"], "3.0 has another type"),
+    (["--seed", "1,2"], "'1,2' is not a whole number"), (["--token_gates", "0 x"], "'0 x' is not a list of layers such as 0,4: invalid syntax"),
+    (["--token_gates", "0,4.5"], "has another type"), (["--ngrams", "Ngrams(2, 16384)"], "missing 1 required positional argument: 'width'"),
+    (["--shuffle", "yes"], "'yes' is not true or false: "),
     (["--sync", "never"], "choose from"), (["--preset", "desktop"], "desktop"), (["stray"], "stray"),
     (["--loss_weights", "1;2"], "'1;2' is not a list of numbers such as 1,.5,.25"),
-    (["--stages", "Stage(unitl=1)"], "prefix_weight; write rows like Stage(until=1/3")])
+    (["--stages", "Stage(unitl=1)"], "is not a list of rows such as Stage(until=1/3, long_window=3)")])
 def test_unknown_and_ill_typed_flags_are_refused(argv, says, capsys):
     with pytest.raises(SystemExit) as stop:
         parse(*argv)
@@ -103,23 +104,23 @@ def test_help_names_every_flag_once_under_its_title(capsys):
     ("AdamGroup('head', beta1=.5), MuonGroup(\"attn\", 2)", (AdamGroup("head", beta1=0.5), MuonGroup("attn", lr_mul=2))),
     ("", ()),
 ])
-def test_parse_rows_reads_what_repr_and_a_user_write(text, rows):
-    assert train_gpt.parse_rows(text) == rows == train_gpt.parse_rows(as_text(rows))
+def test_parse_value_reads_what_repr_and_a_user_write(text, rows):
+    assert train_gpt.parse_value(text) == rows == train_gpt.parse_value(as_text(rows))
 
 
 @pytest.mark.parametrize("text, says", [
     ("Stage(", "'(' was never closed"), ("Stage() Stage()", "invalid syntax"), ("Stage(unitl=1)", "Stage has no 'unitl', only until, extra_steps"),
     ("AdamGroup()", "missing 1 required positional argument: 'kind'"), ("Stage(until=1/0)", "division by zero"),
     ("Stage(until=-'x')", "bad operand type"), ("Stage(**'x')", "keywords must be strings"),
-    *((text, "is neither a number, a string, a tuple nor one of Stage, Ramp, AdamGroup, MuonGroup")
+    *((text, "is neither a number, a string, a tuple nor one of Stage, Ramp, AdamGroup, MuonGroup, Ngrams")
       for text in ("__import__('os')", "os.system('x')", "Plan()", "Stage", "2 ** 9", "Stage(until=None)", "{1}", "[x for x in (1, 2)]",
                    "Stage(*(1, 2))", "lambda: 1", "f'{1}'", "b'x'")),
 ])
-def test_parse_rows_refuses_everything_else(text, says):
+def test_parse_value_refuses_everything_else(text, says):
     with pytest.raises(argparse.ArgumentTypeError) as error:
-        train_gpt.parse_rows(text)
+        train_gpt.parse_value(text)
     message = str(error.value)
-    assert says in message and message.startswith(repr(text)) and "write rows like Stage(until=1/3, long_window=3)" in message
+    assert says in message and message.startswith(repr(text)) and "is not a list of rows such as Stage(until=1/3, long_window=3)" in message
 
 
 def test_param_groups_replace_rows_of_the_same_kind():
@@ -135,12 +136,12 @@ def test_param_groups_replace_rows_of_the_same_kind():
 @pytest.mark.parametrize("rows, says", [
     ("AdamGroup('tail')", "param_groups: unknown kinds 'tail'; the kinds are embed, value_embeds, ngram_embeds, head"),
     ("AdamGroup(3)", "unknown kinds 3"),
-    ("AdamGroup('head', beta1=1)", "AdamGroup(kind='head', beta1=1) has beta1 1; it must be a number from 0 on, below 1"),
+    ("AdamGroup('head', beta1=1)", "AdamGroup('head', beta1=1) has beta1 1; it must be a number from 0 on, below 1"),
     ("AdamGroup('head', lr_mul=-1)", "has lr_mul -1; it must be a number from 0 on"),
     ("AdamGroup('head', 1e999)", "has lr_mul inf"), ("MuonGroup('attn', 'x')", "has lr_mul 'x'"),
     ("AdamGroup('head', weight_decay=(1, 2))", "has weight_decay (1, 2)"),
-    ("AdamGroup('embed')", "with untie_at the row of head applies to it; leave the row out"),
-    ("Stage()", "param_groups: Stage() is not a group; write AdamGroup("), ("3", "param_groups: 3 is not a group"),
+    ("AdamGroup('embed')", "with untie_at head's row serves embed; drop embed's"),
+    ("Stage()", "param_groups: Stage() is not a row of it; its type is tuple[AdamGroup | MuonGroup, ...]"), ("3", "param_groups: 3 is not a row"),
 ])
 def test_impossible_param_groups_are_refused(rows, says):
     with pytest.raises(train_gpt.RunError) as error:
@@ -209,11 +210,11 @@ def refused(changes, ranks=1):
 @pytest.mark.parametrize("changes,ranks,says", [
     ({}, 3, "the stage from step 0 on has 8 micro-batches, which 3 ranks cannot share evenly; start 2 ranks"),
     ({"micro_batches": 12}, 8, "12 micro-batches, which 8 ranks cannot share evenly; start 6 ranks"),
-    ({"num_heads": 3}, 1, "3 * 16; it must be model_dim, 32"),
+    ({"num_heads": 3}, 1, "model_dim is 32; give a multiple of 4 * num_heads, 12"),
     ({"layers": "S0M X"}, 1, "'X' is not a layer; write S, L or P"),
     ({"layers": "0M"}, 1, "'0M' is not a layer"),
     ({"layers": ""}, 1, "give at least one layer"),
-    ({"layers": "S2M SM S0M"}, 1, "value tables [0, 2]; number them from 0 on"),
+    ({"layers": "S2M SM S0M"}, 1, "value tables {0, 2}; number them from 0"),
     ({"backout_layer": -1}, 1, "backout_layer is -1; it must be a whole number, from 0 on"),
     ({"backout_layer": 12}, 1, "layers has 0 to 11"),
     ({"layers": "cM"}, 1, "'cM' is not a layer"),
@@ -222,25 +223,25 @@ def refused(changes, ranks=1):
     ({"layers": "S0M SM+1"}, 1, "layer 1 has a skip connection from layer 1; it must come from an earlier layer"),
     ({"layers": "S0M PxM", "backout_layer": 0}, 1, "layer 1 has P with x or d, which need unpaired heads; write S or L"),
     ({"layers": "S0M SgM", "backout_layer": 0}, 1, "layer 1 has g or d, whose gates are computed per token; give --token_gates 0"),
-    ({"token_gates": "0"}, 1, "token_gates needs sublayer_scales; give --sublayer_scales true"),
-    ({"token_gates": "1 4", "sublayer_scales": True}, 1, "token_gates is '1 4'; write numbers of layers, 0 and later ones up to 11"),
-    ({"token_gates": "0 12", "sublayer_scales": True}, 1, "token_gates is '0 12'"),
-    ({"token_gates": "0 x", "sublayer_scales": True}, 1, "token_gates is '0 x'"),
+    ({"token_gates": (0,)}, 1, "token_gates needs sublayer_scales; give --sublayer_scales true"),
+    ({"token_gates": (1, 4), "sublayer_scales": True}, 1, "token_gates is (1, 4); give numbers of layers, 0 and later ones up to 11"),
+    ({"token_gates": (0, 12), "sublayer_scales": True}, 1, "token_gates is (0, 12)"),
+    ({"token_gates": (0, 3, 3), "sublayer_scales": True}, 1, "token_gates is (0, 3, 3)"),
     ({"mudd": True}, 1, "mudd needs sublayer_scales"),
     ({"mudd": True, "sublayer_scales": True, "layers": "SM M", "backout_layer": 0}, 1, "mudd needs attention in the last layer"),
     ({"prefix_weight": -1.0}, 1, "prefix_weight is -1.0; it must be a number, from 0 on"),
-    ({"ngram_hash": "record", "ngrams": "3:50:8"}, 1, "ngram_hash record is for pairs; give tables 2:ROWS:WIDTH only"),
+    ({"ngram_hash": "record", "ngrams": (Ngrams(3, 50, 8),)}, 1, "ngram_hash record is for n-grams with N = 2"),
     ({"layers": "S0M cSM LM", "backout_layer": 1}, 1, "c reads the output of backout_layer 1; write it only in later layers"),
-    ({"layers": "P0M SM", "backout_layer": 1, "num_heads": 1, "head_dim": 32}, 1, "num_heads is 1; make it even, or write S"),
+    ({"layers": "P0M SM", "backout_layer": 1, "num_heads": 1}, 1, "num_heads is 1; write S"),
     ({"untie_at": 1.5}, 1, "untie_at is 1.5; it must be a number, from 0 on, at most 1"),
-    ({"untie_at": 0.5}, 1, "untie_at is 0.5 and head_init 0: a tied head of zeros learns nothing; give --head_init"),
+    ({"untie_at": 0.5}, 1, "untie_at: a tied head of zeros learns nothing; give --head_init"),
     ({"untie_at": float("nan")}, 1, "untie_at is nan"),
     ({"layers": "SM LM", "value_gates": True}, 1, "value_gates needs a value table in layers"),
     ({"loss_weights": (1.0,) * 200, "micro_batch_tokens": 128}, 1, "has 200 weights from step 0 on, and a micro-batch has 128 tokens"),
     ({"logit_shift": float("inf")}, 1, "logit_shift is inf; it must be a number"),
     ({"seed": 2 ** 64}, 1, "seed is 18446744073709551616; it must be a whole number, from 0 on, at most"),
     ({"timeout_s": 10 ** 14}, 2, "timeout_s is 100000000000000; it must be a whole number, above 0, at most"),
-    ({"val_tokens": 100}, 1, "val_tokens 100 is not a multiple of val_len 64"),
+    ({"val_tokens": 100}, 1, "val_tokens is 100; give a multiple of val_len, 64, or 0"),
     ({"adam_beta1": 1.0}, 1, "adam_beta1 is 1.0; it must be a number, from 0 on, below 1"),
     ({"muon_lr": -1.0}, 1, "muon_lr is -1.0; it must be a number, from 0 on"),
     ({"adam_every": 0}, 1, "adam_every is 0"),
@@ -260,17 +261,17 @@ def refused(changes, ranks=1):
     ({"world_size_invariant": True, "find_unused_parameters": True}, 1, "world_size_invariant excludes find_unused_parameters"),
     ({"world_size_invariant": True, "bf16_compress": True}, 1, "world_size_invariant excludes bf16_compress"),
     ({"world_size_invariant": True, "micro_batches": 6}, 1, "has 6 micro-batches on 1 ranks; make both powers of two"),
-    ({"attention": "flash"}, 1, "flash computes in bfloat16, and dtype is float32; use --attention auto"),
+    ({"attention": "flash"}, 1, "attention flash needs dtype bfloat16; use --attention auto"),
     ({"attention": "flash", "dtype": "bfloat16", "world_size_invariant": True}, 1, "excludes attention flash"),
     ({"key_offset": True, "layers": "S0M SM", "backout_layer": 0}, 1, "key_offset needs a layer with the long window; write L for one"),
     ({"muon_qk_heads": 4}, 1, "muon_qk_heads is 4; it must divide num_heads, 2, or be 0"),
-    ({"ngrams": "2:16384"}, 1, "'2:16384' is not a table; write N:ROWS:WIDTH"),
-    ({"ngrams": "1:64:8"}, 1, "'1:64:8' is not a table"),
-    ({"ngrams": "2:0:8"}, 1, "'2:0:8' is not a table"),
-    ({"ngrams": "1000000:64:8"}, 1, "with N from 2 to 9"),
-    ({"ngrams": "2:64:8x"}, 1, "is not a table"),
-    ({"ngrams": "2:64:8 3:64:193"}, 1, "a table is 193 wide; its width must be at most model_dim, 32"),
-    ({"ngrams": f"2:{10 ** 10}:32"}, 1, "GiB, and this machine has"),
+    ({"ngrams": (Stage(),)}, 1, "ngrams: Stage() is not a row of it; its type is tuple[Ngrams, ...]"),
+    ({"ngrams": (Ngrams(1, 64, 8),)}, 1, "Ngrams(1, 64, 8) has n 1; it must be a number from 2 on, below 10"),
+    ({"ngrams": (Ngrams(2, 0, 8),)}, 1, "Ngrams(2, 0, 8) has rows 0; it must be a number from 1 on"),
+    ({"ngrams": (Ngrams(1000000, 64, 8),)}, 1, "has n 1000000"),
+    ({"ngrams": (Ngrams(2, 64, "8"),)}, 1, "has width '8'"),
+    ({"ngrams": (Ngrams(2, 64, 8), Ngrams(3, 64, 193))}, 1, "ngrams: Ngrams(3, 64, 193) is wider than model_dim, 32"),
+    ({"ngrams": (Ngrams(2, 10 ** 10, 32),)}, 1, "GiB, and this machine has"),
 ])
 def test_impossible_values_are_refused_with_what_is_allowed(changes, ranks, says):
     assert says in refused(changes, ranks)
@@ -285,7 +286,7 @@ def test_a_message_lists_each_mistake_once():
 
 def test_every_rank_of_a_host_holds_the_tables(monkeypatch):
     """One rank with 2 million rows of 64 needs 3.9 GB (measured: 3,898 MiB); two need 7."""
-    config = dataclasses.replace(train_gpt.PRESETS["laptop"], ngrams="2:2000000:64")
+    config = dataclasses.replace(train_gpt.PRESETS["laptop"], ngrams=(Ngrams(2, 2000000, 64),))
     monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PAGE_SIZE": 2 ** 20, "SC_PHYS_PAGES": 5000}[name])
     train_gpt.check_config(config, 1)
     with pytest.raises(train_gpt.RunError, match="training the tables takes 6 GiB, and this machine has 4"):
@@ -432,14 +433,14 @@ def test_micro_batch_splits_keep_the_tokens_of_a_step(preset):
 
 
 @pytest.mark.parametrize("stages, says", [
-    ((), "the last stage ends at step 0, and num_steps is 12"),
-    ((3, Stage()), "stages: 3 is not a stage; write Stage(until=1/2, …)"),
-    ((AdamGroup("head"),), "AdamGroup(kind='head') is not a stage"),
+    ((), "stages end at step 0, and num_steps is 12"),
+    ((3, Stage()), "stages: 3 is not a row of it; its type is tuple[Stage, ...]"),
+    ((AdamGroup("head"),), "stages: AdamGroup('head') is not a row of it"),
     *(((Stage(until=until), Stage()), f"has until={until!r}; give a fraction of the scheduled steps, or a whole step above 1")
       for until in (0, -1/3, 4/3, 1.5, "1/2", (1, 2), float("inf"), float("nan"))),
-    ((Stage(until=2/3), Stage(until=1/3), Stage()), "ends at step 4; it must end between step 8, where the stage before it ends, and step 12"),
-    ((Stage(until=13),), "ends at step 13; it must end between step 0"),
-    ((Stage(until=1/2), Stage(until=10)), "the last stage ends at step 10, and num_steps is 12; let it end at until=1"),
+    ((Stage(until=2/3), Stage(until=1/3), Stage()), "ends at step 4; let it end in 8 to 12"),
+    ((Stage(until=13),), "ends at step 13; let it end in 0 to 12"),
+    ((Stage(until=1/2), Stage(until=10)), "stages end at step 10, and num_steps is 12; end one at until=1"),
     ((Stage(extra_steps=2), Stage()), "begins at step 0, and the schedule ends at step 10; let only the last stages have extra_steps"),
     ((Stage(extra_steps=12),), "the extra steps leave 0 of num_steps 12"),
     *(((Stage(), Stage(extra_steps=extra)), f"has extra_steps {extra!r}; they must be a whole number, from 0 on")
@@ -486,17 +487,17 @@ def test_the_rotary_is_stretched_once_per_window_but_not_for_the_last_validation
 
 @pytest.mark.parametrize("asked, changes, capability, installed, other_rank, chosen", [
     ("auto", {}, (9, 0), True, True, "flash"),
-    ("auto", {}, (9, 0), False, False, "flex"),
-    ("auto", {}, (9, 0), True, False, "flex"),
-    ("auto", {}, (10, 0), True, True, "flex"),
-    ("auto", {"dtype": "float32"}, (9, 0), True, True, "flex"),
-    ("auto", {"world_size_invariant": True}, (9, 0), True, True, "flex"),
-    ("flex", {}, (9, 0), True, True, "flex"),
+    ("auto", {}, (9, 0), False, False, "flash, torch's own"),
+    ("auto", {}, (9, 0), True, False, "flash, torch's own"),
+    ("auto", {}, (10, 0), False, False, "flash"),
+    ("auto", {}, (8, 0), False, False, "flash"),
+    ("auto", {}, (7, 5), False, False, "masked"),
+    ("auto", {"dtype": "float32"}, (9, 0), True, True, "masked"),
+    ("auto", {"world_size_invariant": True}, (9, 0), True, True, "masked"),
+    ("masked", {}, (9, 0), False, False, "masked"),
     ("flash", {}, (9, 0), True, True, "flash"),
-    ("flash", {}, (8, 9), True, True, "flash, torch's own"),
-    ("flash", {}, (9, 0), False, True, "flash, torch's own"),
 ])
-def test_flash_attention_3_is_used_if_all_ranks_have_it(asked, changes, capability, installed, other_rank, chosen, monkeypatch):
+def test_gpus_with_bf16_use_flash_attention(asked, changes, capability, installed, other_rank, chosen, monkeypatch):
     def activate(name):
         assert capability[0] == 9
         if not installed:
@@ -515,10 +516,11 @@ def test_all_ranks_leave_out_what_the_oldest_gpu_lacks(monkeypatch):
     monkeypatch.setattr(train_gpt, "triton", "installed")
     comm = train_gpt.Comm()
     comm.all_gather_json = lambda mine: json.loads(json.dumps([mine, mine]))
-    assert train_gpt.resolve_auto(train_gpt.Config(attention="flex"), comm) == (train_gpt.Config(attention="flex"), [])
+    known = train_gpt.Config(attention="masked", kernels="on")
+    assert train_gpt.resolve_auto(train_gpt.Config(attention="masked"), comm) == (known, [])
     comm.all_gather_json = lambda mine: json.loads(json.dumps([mine, [[8, 0], False]]))
     config, messages = train_gpt.resolve_auto(train_gpt.Config(fp8_mlp=True), comm)
-    assert not config.fp8_head and config.kernels == "off" and messages == [
+    assert not config.fp8_head and config.kernels == "loss" and messages == [
         "this GPU has no fp8: the head's product stays in bf16", "the MLP's kernels are off: its products stay in bf16"]
     assert not config.fp8_mlp
 

@@ -258,17 +258,17 @@ flags = ["--preset", "laptop", *compute.COMMON, *compute.REDUCED["laptop"], "--s
          {str(tmp_path)!r}, "--train_files", f"{{shards}}/random_train_*.bin", "--val_files",
          f"{{shards}}/random_val_*.bin", "--num_steps", "3",
          "--layers", "M M"]
-step = T.Trainer.step
+step = T.Worker.step
 
-def interrupted(trainer, plan, batch):
+def interrupted(worker, plan, batch):
     if plan.step == 2:
         raise T.RunError("planted")
-    return step(trainer, plan, batch)
+    return step(worker, plan, batch)
 
 assert T.main([*flags, "--run_id", "whole"]) == 0
-T.Trainer.step = interrupted
+T.Worker.step = interrupted
 assert T.main([*flags, "--run_id", "stopped"]) == 1
-T.Trainer.step = step
+T.Worker.step = step
 assert T.main(["--resume", {str(tmp_path / "stopped.txt")!r}]) == 0
 whole, resumed = (re.search('"final_state_hash": "(.*?)"', Path({str(tmp_path)!r}, name).read_text())[1]
                   for name in ("whole.txt", "stopped.txt"))
@@ -283,7 +283,7 @@ def test_uses_of_memory_are_ordered(emulated):
     assert done.returncode == 0 and "unordered: 0" in done.stdout, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["kernel-column", "fp8-scale", "full-blocks", "wrong-shard", "no-wait-gather"])
+@pytest.mark.parametrize("name", ["kernel-column", "fp8-scale", "flash-window", "wrong-shard", "no-wait-gather"])
 def test_a_planted_fault_is_found(emulated, name):
     done = subprocess.run([HOME / "venv/bin/python", DRY / "faults.py", name], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1380,21 +1380,3 @@ def test_a_parameter_cannot_be_copied_between_updates():
     for key in ("", "/m", "/v"):
         first, second, third = (state[f"wide_{i}{key}"] for i in range(3))
         assert torch.equal(first, second) and not torch.equal(first, third)
-
-
-def test_buckets_too_small_for_the_ranks_are_told(tiny):
-    """One bucket per parameter on eight ranks is padded to eight matrices."""
-    for ranks, bucket_bytes, told in ((8, 0, True), (1, 0, False), (8, 1e12, False)):
-        specs = train_gpt.specs_of(tiny, train_gpt.build_model(tiny, train_gpt.Encoding(64, BOS)))
-        buckets = train_gpt.fill_buckets(specs, bucket_bytes, 0, ranks)
-        warned = train_gpt.warnings_of(tiny, types.SimpleNamespace(buckets=buckets, comm=types.SimpleNamespace(ranks=ranks)))
-        assert bool(warned) == told
-        if told:  # 10 qkvo of four, 22 of the MLPs, 10 gates, the smear gate
-            assert "orthogonalize 344 matrices, and the model has 73" in warned[0] and "--bucket_mb" in warned[0]
-
-
-def test_an_embedding_that_never_comes_untied_is_told(tiny):
-    optimizer = types.SimpleNamespace(buckets=[], comm=train_gpt.Comm())
-    for changes, told in ((dict(untie_at=0.5), False), (dict(untie_at=1.0), False), (dict(untie_at=0.67, adam_every=200), True)):
-        warned = train_gpt.warnings_of(dataclasses.replace(tiny, **changes), optimizer)
-        assert bool(warned) == told and (not told or "untie_at 0.67 means step 200, after an Adam update" in warned[0])

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import re
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ CPU = torch.device("cpu")
 def trainer_of(config, comm=None, **changes):
     changes = {"layers": "- S0M LM M", "backout_layer": 2, "bucket_mb": 1.0, **changes}
     config = dataclasses.replace(config, **changes)
-    return train_gpt.Trainer(config, comm or train_gpt.Comm(), CPU, train_gpt.find_shards(config.train_files))
+    return train_gpt.Worker(config, comm or train_gpt.Comm(), CPU, train_gpt.find_shards(config.train_files))
 
 
 @pytest.fixture
@@ -33,10 +35,10 @@ def failed(rows):
 
 
 def test_working_parts_pass_and_leave_no_trace(config):
-    trainer = trainer_of(config, ngrams="2:32:8")
-    before = train_gpt.state_hash(trainer)
-    rows, broken = preflight.check_parts(trainer)
-    assert train_gpt.state_hash(trainer) == before and broken is None
+    worker = trainer_of(config, ngrams=(train_gpt.Ngrams(2, 32, 8),))
+    before = train_gpt.state_hash(worker)
+    rows, broken = preflight.check_parts(worker)
+    assert train_gpt.state_hash(worker) == before and broken is None
     assert [row[0] for row in rows[:4]] == ["attention L", "attention S", "layers 0 to 3", "head"]
     assert {row[0].split()[0] for row in rows[4:]} == {"Adam", "NorMuon", "load"} and not failed(rows)
     assert all(float(row[2]) <= float(row[3]) and float(row[4]) > 0 for row in rows)
@@ -48,8 +50,8 @@ def test_working_parts_pass_and_leave_no_trace(config):
 def test_the_parts_of_frontier_pass(config):
     frontier = train_gpt.PRESETS["frontier"]
     changes = {name: getattr(frontier, name) for name in ("layers", "backout_layer", "value_gates", "token_gates", "mudd",
-                                                          "sublayer_scales", "pairing", "key_offset", "muon_qk_heads")}
-    rows, _ = preflight.check_parts(trainer_of(config, ngrams="2:32:8", num_heads=4, head_dim=8, **changes))
+                                                          "sublayer_scales", "key_offset", "muon_qk_heads")}
+    rows, _ = preflight.check_parts(trainer_of(config, ngrams=(train_gpt.Ngrams(2, 32, 8),), num_heads=4, **changes))
     assert [row[0] for row in rows[2:4]] == ["layers 0 to 3", "layers 4 to 10"]
     assert len({row[0] for row in rows}) == len(rows)
     assert not failed(rows)
@@ -104,7 +106,7 @@ COMPILED = {"compile": "on"}
     (lambda m: break_window(m, 1, 0), {"micro_batch_tokens": 256}, "attention L", ("attention", "masked")),
     (lambda m: break_window(m, 0, -1), {"micro_batch_tokens": 256}, "attention S", ("attention", "masked")),
     (break_fp8, {"fp8_head": True}, "head", ("fp8_head", False)),
-    (break_kernel, {"kernels": "on"}, "layers 0 to 3", ("kernels", "off")),
+    (break_kernel, {"kernels": "on"}, "layers 0 to 3", ("kernels", "loss")),
     (lambda m: break_compiled(m, "Group", lambda f, args: (1.1 * f(*args)[0], {}, None)), COMPILED, "layers 0 to 3", ("compile", "off")),
     (break_fp8, {"fp8_mlp": True}, "layers 0 to 3", ("fp8_mlp", False)),
     (lambda m: break_compiled(m, "Head", no_kernel), COMPILED, "head", ("compile", "off")),
@@ -115,10 +117,10 @@ COMPILED = {"compile": "on"}
 ])
 def test_a_broken_part_is_found_and_names_its_fallback(config, monkeypatch, break_it, changes, part, fallback):
     break_it(monkeypatch)
-    trainer = trainer_of(config, **changes)
-    before = train_gpt.state_hash(trainer)
-    rows, broken = preflight.check_parts(trainer)
-    assert broken.name.startswith(part) and broken.fallback == fallback and train_gpt.state_hash(trainer) == before
+    worker = trainer_of(config, **changes)
+    before = train_gpt.state_hash(worker)
+    rows, broken = preflight.check_parts(worker)
+    assert broken.name.startswith(part) and broken.fallback == fallback and train_gpt.state_hash(worker) == before
     assert broken.name in failed(rows)
     name, value = fallback
     rows, broken = preflight.check_parts(trainer_of(config, **{**changes, name: value}))
@@ -175,8 +177,8 @@ def with_a_broken_rank(comm, config, which):
     with pytest.MonkeyPatch.context() as monkeypatch:
         if which == "attention" and comm.rank == 1:
             break_attention(monkeypatch)
-        trainer = trainer_of(config, deaf(comm, which))
-        rows, broken = preflight.check_parts(trainer)
+        worker = trainer_of(config, deaf(comm, which))
+        rows, broken = preflight.check_parts(worker)
     return [row[0] for row in rows[-4:]], failed(rows), broken and (broken.name, broken.fallback)
 
 
@@ -199,10 +201,10 @@ def with_rows(comm, config, whole):
         exchange = comm.exchange
         comm.exchange = lambda sent, received: exchange(
             [x * 0 if x.is_floating_point() and rank != comm.rank else x for rank, x in enumerate(sent)], received)
-    trainer = trainer_of(config, comm, ngrams="2:5000:8 3:70:8", lazy_tables=True)
-    before = train_gpt.state_hash(trainer)
-    rows, broken = preflight.check_parts(trainer)
-    assert train_gpt.state_hash(trainer) == before
+    worker = trainer_of(config, comm, ngrams=(train_gpt.Ngrams(2, 5000, 8), train_gpt.Ngrams(3, 70, 8)), lazy_tables=True)
+    before = train_gpt.state_hash(worker)
+    rows, broken = preflight.check_parts(worker)
+    assert train_gpt.state_hash(worker) == before
     return [row[0] for row in rows if "rows" in row[0]], broken and (broken.name, broken.fallback)
 
 
@@ -218,8 +220,8 @@ def test_each_failed_part_adds_its_fallback_until_all_work(config, monkeypatch):
     break_kernel(monkeypatch)
     config = dataclasses.replace(config, layers="- S0M LM M", backout_layer=2, fp8_head=True, kernels="on")
     chosen, said = choose(config)
-    assert chosen == {"kernels": "off", "fp8_head": False} and said.count("verdict") == 3
-    assert "layers 0 to 3, uncompiled, with kernels, failed: --kernels off instead\n" in said and "head, fp8, failed: --fp8_head false instead\n" in said
+    assert chosen == {"kernels": "loss", "fp8_head": False} and said.count("verdict") == 3
+    assert "layers 0 to 3, uncompiled, with kernels, failed: --kernels loss instead\n" in said and "head, fp8, failed: --fp8_head false instead\n" in said
 
 
 def flags(corpus, **changes):
@@ -255,7 +257,7 @@ def test_micro_batches_are_split_until_they_fit_on_the_smallest_gpu(gpu):
         def all_gather_json(self, mine):
             return [mine, 12 * 2 ** 30]
     gpu(79)
-    config = train_gpt.Config(kernels="off", attention="flex", fp8_head=False)
+    config = train_gpt.Config(kernels="off", attention="flash", fp8_head=False)
     assert preflight.fit_memory(config, 50257, train_gpt.Comm()) == config
     split = preflight.fit_memory(config, 50257, SmallGpus())
     assert split == dataclasses.replace(config, micro_batch_splits=2)
@@ -267,8 +269,8 @@ def test_micro_batches_are_split_until_they_fit_on_the_smallest_gpu(gpu):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_memory_needed_counts_at_least_parameters_gradients_and_state(tiny, layers, dim, ranks):
     """A kind of parameter that the estimate leaves out would be missed in one of these models."""
-    config = dataclasses.replace(tiny, layers=layers, backout_layer=1, model_dim=dim, head_dim=dim // 2, bucket_mb=1000,
-                                 dtype="bfloat16", ngrams="2:20000:16", adam_fp32_moments=ranks == 2)
+    config = dataclasses.replace(tiny, layers=layers, backout_layer=1, model_dim=dim, bucket_mb=1000,
+                                 dtype="bfloat16", ngrams=(train_gpt.Ngrams(2, 20000, 16),), adam_fp32_moments=ranks == 2)
     encoding = train_gpt.Encoding(1024, 1023)
     model = train_gpt.build_model(config, encoding)
     buckets = train_gpt.fill_buckets(train_gpt.specs_of(config, model), 2 ** 40, 0, ranks)
@@ -305,12 +307,48 @@ def test_memory_needed_is_what_runs_allocate(ranks, changes, training, validatio
 
 @pytest.mark.parametrize("free, changes, says", [
     (2, dict(), "use more ranks, fewer rows in --ngrams, or a smaller model"),
-    (2, dict(ngrams="2:9000000:768", val_len=128), r"allocate about \d{5} MiB in .* use more ranks, fewer rows"),
+    (2, dict(ngrams=(train_gpt.Ngrams(2, 9000000, 768),), val_len=128), r"allocate about \d{5} MiB in .* use more ranks, fewer rows"),
     (8, dict(), r"8192 MiB free; .* and 1\d{4} MiB in validation; use a --val_len below 262144; such losses compare only"),
     (16, dict(world_size_invariant=True), r"16384 MiB free; .* use smaller --micro_batch_tokens, and more --micro_batches"),
-    (3, dict(layers="M " * 60, val_len=128, model_dim=192, num_heads=3, head_dim=64, backout_layer=3, micro_batch_tokens=128 * 81),
+    (3, dict(layers="M " * 60, val_len=128, model_dim=192, num_heads=3, backout_layer=3, micro_batch_tokens=128 * 81),
      "use a smaller model")])
 def test_the_message_says_what_would_fit_on_a_gpu_that_is_too_small(gpu, free, changes, says):
     gpu(free)
     with pytest.raises(train_gpt.RunError, match=says):
         preflight.fit_memory(train_gpt.Config(**changes), 50257, train_gpt.Comm())
+
+
+@pytest.mark.parametrize("gpu, variable, programs", [(False, "CXX", "clang++" if sys.platform == "darwin" else "g++"), (True, "CC", "gcc or clang")])
+def test_a_machine_without_a_compiler_is_told_so_before_the_traceback(gpu, variable, programs, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(train_gpt.RunError, match=f"compiling needs {re.escape(programs)}, and this machine has none. Install"):
+        preflight.check_compiler(gpu)
+    monkeypatch.setenv(variable, str(tmp_path / "cc"))
+    with pytest.raises(train_gpt.RunError, match=f"{re.escape(str(tmp_path / 'cc'))}, and this machine has none"):
+        preflight.check_compiler(gpu)
+    (tmp_path / "cc").touch(mode=0o755)
+    monkeypatch.setattr(preflight.sysconfig, "get_path", lambda name, scheme: str(tmp_path))
+    if gpu:
+        with pytest.raises(train_gpt.RunError, match="Python.h, which is missing; install Python's headers"):
+            preflight.check_compiler(gpu)
+    (tmp_path / "Python.h").touch()
+    preflight.check_compiler(gpu)
+
+
+def test_buckets_too_small_for_the_ranks_are_told(tiny):
+    """One bucket per parameter on eight ranks is padded to eight matrices."""
+    for ranks, bucket_bytes, told in ((8, 0, True), (1, 0, False), (8, 1e12, False)):
+        specs = train_gpt.specs_of(tiny, train_gpt.build_model(tiny, train_gpt.Encoding(64, 63)))
+        buckets = train_gpt.fill_buckets(specs, bucket_bytes, 0, ranks)
+        warned = preflight.warnings_of(tiny, types.SimpleNamespace(buckets=buckets, comm=types.SimpleNamespace(ranks=ranks)))
+        assert bool(warned) == told
+        if told:  # 10 qkvo of four, 22 of the MLPs, 10 gates, the smear gate
+            assert "orthogonalize 344 matrices, and the model has 73" in warned[0] and "--bucket_mb" in warned[0]
+
+
+def test_an_embedding_that_never_comes_untied_is_told(tiny):
+    optimizer = types.SimpleNamespace(buckets=[], comm=train_gpt.Comm())
+    for changes, told in ((dict(untie_at=0.5), False), (dict(untie_at=1.0), False), (dict(untie_at=0.67, adam_every=200), True)):
+        warned = preflight.warnings_of(dataclasses.replace(tiny, **changes), optimizer)
+        assert bool(warned) == told and (not told or "untie_at 0.67 means step 200, after an Adam update" in warned[0])

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -24,8 +25,8 @@ import train_gpt
 from conftest import TINY, TORCHRUN, forked, some_documents, wait_until, write_corpus, write_shard
 
 ROOT = Path(train_gpt.__file__).parent
-SMALL = {**TINY, "layers": "S0M L1", "ngrams": "2:40:8 3:30:16", "lazy_tables": "true",
-         "model_dim": 16, "head_dim": 8, "backout_layer": 0, "micro_batches": 4,
+SMALL = {**TINY, "layers": "S0M L1", "ngrams": (train_gpt.Ngrams(2, 40, 8), train_gpt.Ngrams(3, 30, 16)), "lazy_tables": "true",
+         "model_dim": 16, "backout_layer": 0, "micro_batches": 4,
          "micro_batch_tokens": 16, "max_document_tokens": 12, "val_len": 48, "num_steps": 8, "val_every": 5, "warmup_steps": 0,
          "stages": "Stage(until=1/2, long_window=2), Stage(long_window=4), Stage(extra_steps=2, long_window=6)", "muon_momentum_rise": 3, "bucket_mb": 0.004, "save_every": 2}
 SEVERAL = {"micro_batches": 12, "stages": "Stage(long_window=2)"}  # ranks that 4 micro-batches do not suit
@@ -68,8 +69,8 @@ def train(comm, argv, kill_at=-1):
     """What main does, in a group of ranks that lives on: a run that goes to its end, or is stopped in the midst of a step."""
     preset, config = train_gpt.parse_config(argv, "laptop")
     train_gpt.check_config(config, comm.ranks)
-    run_id, _ = train_gpt.identify_run(config)
-    log, step = train_gpt.Log(config, comm.rank, run_id), train_gpt.Trainer.step
+    run_id, _ = train_gpt.find_run(config)
+    log, step = train_gpt.Log(config, comm.rank, run_id), train_gpt.Worker.step
 
     def mortal_step(self, plan, batch):
         if plan.step == kill_at and signal.getsignal(signal.SIGTERM) == train_gpt.signals.handle:  # not in the warm-up
@@ -77,15 +78,15 @@ def train(comm, argv, kill_at=-1):
             raise Killed
         return step(self, plan, batch)
 
-    train_gpt.Trainer.step = mortal_step
+    train_gpt.Worker.step = mortal_step
     kind = train_gpt.CompressedComm if config.bf16_compress else train_gpt.Comm
     threads = torch.get_num_threads()
     try:
-        train_gpt.run(config, preset, kind(comm.rank, comm.ranks), torch.device("cpu"), log, time.perf_counter())
+        train_gpt.run_training(config, preset, kind(comm.rank, comm.ranks), torch.device("cpu"), log, time.perf_counter())
     except Killed:
         pass
     finally:
-        train_gpt.Trainer.step = step
+        train_gpt.Worker.step = step
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         torch.set_num_threads(threads)
         if log.file is not None:
@@ -99,7 +100,7 @@ def train(comm, argv, kill_at=-1):
     {"save_every": 3}, {"sync": "step", "update_order": "forward"}, {"overlap_param_gather": "true", "update_order": "forward", "bucket_mb": 0},
     {"find_unused_parameters": "true", "check_grads": "true"}, {"clip_norm": 0.05, "bucket_mb": 1},
     {"grad_reduce_in_fp32": "true", "dtype": "bfloat16", "overlap_param_gather": "true"}, {"bf16_compress": "true"},
-    {"untie_at": 0.7, "head_init": 0.02, "adam_weight_decay": 10, "warmup_steps": 6}, {"fp8_mlp": "true"},
+    {"untie_at": 0.7, "head_init": 0.02, "param_groups": 'AdamGroup("head", weight_decay=10.)', "warmup_steps": 6}, {"fp8_mlp": "true"},
     {"world_size_invariant": "true", "overlap_param_gather": "true", "save_every": 5}], ids=lambda settings: " ".join(settings) )
 def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(settings, flags, on_ranks, tmp_path):
     """On two ranks, under every setting of the engine; and steps of a cycle of Adam's that no checkpoint can hold."""
@@ -128,12 +129,41 @@ def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(settings, flags, o
     assert times == sorted(times) and times[0] >= before[0], "the clock goes on from the checkpoint's"
 
 
+def train_with_dropout(comm, argv, kill_at=-1):
+    """train() of an idea with random numbers in its forward."""
+    loss = train_gpt.GPT.loss
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt.GPT, "loss", lambda self, x, *rest: loss(self, F.dropout(x, 0.3, self.training), *rest))
+        train(comm, argv, kill_at)
+
+
+def test_random_numbers_in_a_forward_do_not_depend_on_warm_up_resume_or_ranks(flags, on_ranks, tmp_path):
+    exact = dict(world_size_invariant="true", val_every=0)
+    on_ranks(1, train, flags("without", **exact))
+    on_ranks(1, train_with_dropout, flags("whole", **exact))
+    on_ranks(1, train_with_dropout, flags("warm", **exact, warmup_steps=3))
+    on_ranks(1, train_with_dropout, flags("killed", **exact, save_every=4), 6)
+    on_ranks(1, train_with_dropout, ["--resume", "latest", "--log_dir", str(tmp_path)])
+    on_ranks(2, train_with_dropout, flags("two", **exact))
+    without, *same = (end_of(tmp_path / f"{name}.txt")["final_state_hash"] for name in ("without", "whole", "warm", "killed", "two"))
+    assert len({*same}) == 1 and without not in same
+    assert len(resumed_lines(tmp_path / "killed.txt")) == 1
+
+
+def test_the_training_loss_in_the_log_is_the_cross_entropy_whatever_the_objective(flags, on_ranks, tmp_path):
+    fixed = dict(adam_lr=0, muon_lr=0, head_init=0.1, val_every=0)  # with other gradients the same parameters
+    on_ranks(1, train, flags("plain", **fixed))
+    on_ranks(1, train, flags("ahead", **fixed, loss_weights="3,.5"))
+    losses = [re.findall(r"^step:.*train_loss:(\S+)", (tmp_path / f"{name}.txt").read_text(), re.M) for name in ("plain", "ahead")]
+    assert losses[0] == losses[1] and len(losses[0]) == 8
+
+
 def test_exact_runs_go_on_at_any_number_of_ranks_in_the_midst_of_a_cycle(flags, on_ranks, tmp_path):
     """1, 2, 4 and 8 ranks in turn, each stopped between two steps of Adam's."""
     exact = dict(world_size_invariant="true", save_every=1, num_steps=9, micro_batches=8, val_every=0, untie_at=0.5, head_init=0.02,
                  value_gates="true", key_offset="true", muon_qk_heads=1, fp8_mlp="true", param_groups='AdamGroup("gates", beta1=.9)',
-                 layers="S0xM P0M+0 L1xgdM", backout_layer=1, token_gates="0 1", mudd="true", sublayer_scales="true",
-                 ngrams="2:40:8", ngram_hash="record", ngram_reset=3, dc_window=7)
+                 layers="S0xM P0M+0 L1xgdM", backout_layer=1, token_gates=(0, 1), mudd="true", sublayer_scales="true",
+                 ngrams=(train_gpt.Ngrams(2, 40, 8),), ngram_hash="record", ngram_reset=3)
     on_ranks(1, train, flags("whole", **exact))
     on_ranks(1, train, flags("killed", **exact), 1)
     for ranks, kill_at, saved in ((2, 3, 1), (4, 5, 3), (8, 7, 5), (1, -1, 7)):
@@ -188,13 +218,13 @@ def here(argv, capsys, kill_at=None):
     """(exit status, stdout, stderr) of one rank in this process, perhaps stopped in a step."""
     with pytest.MonkeyPatch.context() as patch:
         if kill_at is not None:
-            step = train_gpt.Trainer.step
+            step = train_gpt.Worker.step
 
             def mortal_step(self, plan, batch):
                 if plan.step == kill_at:
                     raise train_gpt.RunError("killed")
                 return step(self, plan, batch)
-            patch.setattr(train_gpt.Trainer, "step", mortal_step)
+            patch.setattr(train_gpt.Worker, "step", mortal_step)
         status = train_gpt.main(argv)
     printed = capsys.readouterr()
     return status, printed.out, printed.err
@@ -468,10 +498,10 @@ def test_a_torn_last_line_is_ended_and_a_lost_log_begun_anew(flags, killed, caps
 
 
 @pytest.mark.parametrize("changes, says", [
-    (dict(ngrams="2:32:4"), r"ngrams.0.weight is \[32, 4\] here and \[16, 8\] in the saved model"),
-    (dict(ngrams=""), "the saved model also has ngrams.0.weight; give this model the --layers, --ngrams")])
+    (dict(ngrams=(train_gpt.Ngrams(2, 32, 4),)), r"ngrams.0.weight is \[32, 4\] here and \[16, 8\] in the saved model"),
+    (dict(ngrams=()), "the saved model also has ngrams.0.weight; give this model the --layers, --ngrams")])
 def test_a_run_begins_with_a_model_of_its_own_shape_alone(flags, capsys, tmp_path, changes, says):
-    assert here(flags("first", save_model="true", ngrams="2:16:8"), capsys)[0] == 0
+    assert here(flags("first", save_model="true", ngrams=(train_gpt.Ngrams(2, 16, 8),)), capsys)[0] == 0
     status, _, errors = here(flags("tuned", init_from=tmp_path / "first.pt", **changes), capsys)
     assert status == 1 and re.search(says, errors) and errors.count("\n") == 1, errors
 
@@ -520,12 +550,12 @@ def in_step(fault):
     """Source that plants a fault in each training step, before what it computes."""
     return f"""
 import os, random, resource, signal, sys, threading, time
-step_of = train_gpt.Trainer.step
+step_of = train_gpt.Worker.step
 def faulty(self, plan, batch):
     step = plan.step
     {fault}
     return step_of(self, plan, batch)
-train_gpt.Trainer.step = faulty
+train_gpt.Worker.step = faulty
 """
 
 
@@ -619,7 +649,7 @@ def test_a_signal_in_a_validation_does_not_wait_for_its_end(in_the_last, changes
     changes, step = dict(changes, save_every=0, val_every=6, val_len=8), changes["num_steps"] if in_the_last else 12
     plant = f"""
 import os, signal
-validate, forward = train_gpt.Run.validate, train_gpt.GPT.forward
+validate, forward = train_gpt.TrainingLoop.validate, train_gpt.GPT.forward
 def told(run, step):
     seen = []
     def slow(model, *args):
@@ -628,7 +658,7 @@ def told(run, step):
         return forward(model, *args)
     train_gpt.GPT.forward = slow if step == {step} else forward
     return validate(run, step)
-train_gpt.Run.validate = told
+train_gpt.TrainingLoop.validate = told
 """
     told = group(2, flags("told", **changes), plant)
     assert told.wait() == [1, 1], told.outputs
@@ -696,7 +726,7 @@ def test_no_room_for_a_checkpoint(terminated, flags, group, tmp_path):
     there is nothing to go on from."""
     limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))"
     plant = in_step(f"{limit}; step == 1 and {terminated} and os.kill(os.getpid(), signal.SIGTERM)")
-    full = group(1, flags("full", model_dim=96, head_dim=48, save_every=0 if terminated else 4), plant)
+    full = group(1, flags("full", model_dim=96, save_every=0 if terminated else 4), plant)
     assert full.wait() == [int(terminated)], full.outputs
     full.outputs[0].index("full.step000006.ckpt: cannot be written" if terminated else
                           "no checkpoint: " + str(tmp_path / "full.step000004.ckpt") + ": cannot be written")
@@ -724,7 +754,7 @@ def small_disk(tmp_path):
 @pytest.mark.parametrize("room", [1, 2])
 def test_a_disk_with_room_for_one_or_two_checkpoints(room, small_disk, flags, capsys, tmp_path):
     """The oldest goes when the disk is full, but the last good one stays, and a damaged one and partial files go first."""
-    every = dict(save_every=1, adam_every=1, keep_checkpoints=5, model_dim=64, head_dim=32)
+    every = dict(save_every=1, adam_every=1, keep_checkpoints=5, model_dim=64)
     here(flags("size", **every), capsys, kill_at=2)
     log, saved = (path.stat().st_size for path in (tmp_path / "size.txt", tmp_path / "size.step000002.ckpt"))
     disk = small_disk(log + 20_000 + int((room + 0.5) * saved))
@@ -834,7 +864,7 @@ def test_ranks_whose_launcher_is_killed_save_and_end(ranks, hang, flags, elastic
         assert re.findall(r"^step:(\d+)/150 train_time", log.read_text(), re.M) == [str(step) for step in range(1, 151)]
 
 
-@pytest.mark.parametrize("where", ["train_gpt.dist.rendezvous", "train_gpt.Trainer.warm_up"])
+@pytest.mark.parametrize("where", ["train_gpt.dist.rendezvous", "train_gpt.Worker.warm_up"])
 def test_ranks_whose_launcher_is_killed_before_training_end(where, flags, elastic, tmp_path):
     plant = (f"import time\ndef slow(*_, **__):\n"
              f"    open({str(tmp_path / 'slow')!r}, 'w').close()\n    time.sleep(3600)\n{where} = slow\n")

@@ -359,5 +359,5 @@ def test_more_rows_may_be_announced_than_are_read():
 def test_a_run_with_row_by_row_tables_is_the_same_at_any_number_of_ranks(on_ranks):
     """World-size-invariant, with the model's own n-gram tables."""
     batches = torch.from_numpy(some_documents(11, 3 * 4 * 49).astype("int64")).view(3, 4, 49)
-    flags = {"ngrams": "2:40:8 3:30:8", "lazy_tables": True, "world_size_invariant": True}
+    flags = {"ngrams": (train_gpt.Ngrams(2, 40, 8), train_gpt.Ngrams(3, 30, 8)), "lazy_tables": True, "world_size_invariant": True}
     assert len({x[1] for ranks in (1, 2, 4) for x in on_ranks(ranks, train_steps, flags, 3, batches)}) == 1

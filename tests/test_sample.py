@@ -52,12 +52,11 @@ PAIRED = "- S1xM P2M SM LxM PM SM+5 M+4 SM cP0M+2 S1xM cL2M"
 
 MECHANISMS = {
     "record 44": dict(),
-    "n-grams that share few rows": dict(ngrams="2:40:8 4:70:32"),
-    "paired heads, XSA, value gates, backout": dict(layers=PAIRED, value_gates=True),
-    "paired halves": dict(layers=PAIRED, pairing="halves", num_heads=4, head_dim=8),
+    "n-grams that share few rows": dict(ngrams=(train_gpt.Ngrams(2, 40, 8), train_gpt.Ngrams(4, 70, 32))),
+    "paired heads, XSA, value gates, backout": dict(layers=PAIRED, value_gates=True, num_heads=4),
     "key_offset, qk and vo": dict(key_offset=True, muon_qk_heads=1),
-    "sublayer_scales, token gates, MUDD, DC": dict(layers=PAIRED[:-4] + "L2gdM", sublayer_scales=True, token_gates="0 5", mudd=True,
-                                                   value_gates=True, ngrams="2:40:8", ngram_hash="record"),
+    "sublayer_scales, token gates, MUDD, DC": dict(layers=PAIRED[:-4] + "L2gdM", sublayer_scales=True, token_gates=(0, 5), mudd=True,
+                                                   value_gates=True, ngrams=(train_gpt.Ngrams(2, 40, 8),), ngram_hash="record"),
 }
 
 
@@ -120,7 +119,7 @@ def test_a_bf16_model_with_an_fp8_head_is_computed_in_float32(tiny, tmp_path):
 @pytest.mark.parametrize("layers", ["SM SM", "PM SM"])
 def test_a_text_may_be_longer_than_the_model_s_longest_sequence(tiny, layers):
     """Where the windows reach less far than that, the logits are those of the whole text."""
-    config = dataclasses.replace(tiny, layers=layers, backout_layer=0, ngrams="2:40:8", val_len=48)
+    config = dataclasses.replace(tiny, layers=layers, backout_layer=0, ngrams=(train_gpt.Ngrams(2, 40, 8),), val_len=48)
     model, longer, text = shaken(config), shaken(dataclasses.replace(config, val_len=512)), a_text(300)
     assert sample.longest_context(model) == 48
     expected = longer.logits(torch.tensor(text), Windows(4, 4))[-1].detach()

@@ -309,11 +309,11 @@ def test_the_preflight_answer_is_kept_per_source_machine_and_flags(started, gpus
     files = ["--train_files", "mine*", "--target_val_loss", "0"]
     check = "[PY][-I][launch/preflight.py][--ranks=8][--preset][speedrun][--train_files][mine*][--target_val_loss][0]"
     run = RANKS.format(8) + check.partition("[--ranks=8]")[2]
-    taken = "[--attention][flex][--fp8_head][false]"
-    answer = '{"attention": "flex", "fp8_head": false}'
+    taken = "[--attention][masked][--fp8_head][false]"
+    answer = '{"attention": "masked", "fp8_head": false}'
     assert started(*files, answer=answer) == [check, run + taken]
     assert "a table" in capsys.readouterr().out
-    assert started(*files) == [run + taken] and "--attention flex --fp8_head false (checked before" in capsys.readouterr().err
+    assert started(*files) == [run + taken] and "--attention masked --fp8_head false (checked before" in capsys.readouterr().err
     assert started(*files, "--seed", "5") == [run + "[--seed][5]" + taken]
     assert started(*files, "--preflight") == [check]
     assert len(started(*files, "--micro_batches", "16")) == 2
@@ -333,7 +333,7 @@ def test_the_preflight_answer_is_kept_per_source_machine_and_flags(started, gpus
     (["--resume", "latest", "--text", "a.txt"], 1, "continues with the text of its run; leave out --text"),
     (["--text", "--seed", "3"], 2, "argument --text: expected at least one argument"),
     (["--sed", "3"], 2, "train_gpt.py: error: unrecognized arguments: --sed 3"),
-    (["--preset", "laptop", "--num_heads", "5"], 1, "train_gpt.py: error: num_heads * head_dim is 5 * 32"),  # once, and not by each rank
+    (["--preset", "laptop", "--num_heads", "5"], 1, "train_gpt.py: error: model_dim is 64; give a multiple of 4 * num_heads, 20"),  # once, and not by each rank
 ])
 def test_wrong_words_are_refused_before_anything_is_started(script, tmp_path, typed, status, says):
     refused = script(ROOT / "launch" / "start.py", *typed)
@@ -498,7 +498,7 @@ def test_a_driver_too_old_for_torch_is_said_and_not_raced_on_the_cpu(gpus, tree,
     with pytest.raises(SystemExit, match=says):
         start.main([])
     assert train_gpt.main([]) == 1
-    assert re.search(says, capsys.readouterr().err)
+    assert "cannot use the 8 GPU(s) of this machine; launch/preflight.py says why" in capsys.readouterr().err
 
 
 # The launcher
@@ -674,7 +674,7 @@ def test_one_command_trains_on_own_text_and_leaves_log_model_picture_and_a_sampl
 def test_a_failed_run_ends_with_its_reason_and_nothing_else(tmp_path, tiny_flags):
     done = run_sh(tmp_path, "--preset", "laptop", *tiny_flags, "--num_heads", "5")
     assert done.returncode == 1
-    rest, times = re.subn(r"train_gpt\.py: error: num_heads \* head_dim is 5 \* 16; it must be model_dim, 32", "", done.stderr)
+    rest, times = re.subn(r"train_gpt\.py: error: model_dim is 32; give a multiple of 4 \* num_heads, 20", "", done.stderr)
     assert times == 1 and not [line for line in rest.split("\n") if line and not line.startswith("run.sh: ")], done.stderr
 
 

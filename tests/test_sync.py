@@ -1147,7 +1147,7 @@ def test_any_optimizer_of_torch_works_on_the_flat_view(optimizer, options):
 
 # whole runs
 
-SHORT = {"ngrams": "2:40:8", "lazy_tables": "true", "micro_batches": 4, "num_steps": 6, "stages": "Stage(until=1/2, long_window=3), Stage(long_window=7)", "warmup_steps": 0, "val_every": 3,
+SHORT = {"ngrams": (train_gpt.Ngrams(2, 40, 8),), "lazy_tables": "true", "micro_batches": 4, "num_steps": 6, "stages": "Stage(until=1/2, long_window=3), Stage(long_window=7)", "warmup_steps": 0, "val_every": 3,
          "muon_momentum_fall": 1}
 
 
