@@ -82,6 +82,7 @@ import threading
 import traceback
 import unicodedata
 import uuid
+import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NoAnswer
 from dataclasses import dataclass, field
