@@ -1238,7 +1238,7 @@ def test_stamps_whose_digest_the_race_wrote_cannot_be_left_out(race, judge, spoi
 def test_a_race_that_does_not_say_how_long_a_run_took_is_caught(race, judge):
     with manifest_of(folder := race()) as events:
         del events[4]["seconds"]
-    fails_only(judge(folder), (WALL, ACCOUNTS), "2a.txt", "states seconds null")
+    fails_only(judge(folder), WALL, "2a.txt", "states seconds null")
     with manifest_of(folder) as events:
         for event in events[2::2]:  # each ended when the race itself had died
             event.update(seconds=None, settled=event["started_at"])
@@ -1506,7 +1506,7 @@ def test_cheat_12_a_consistent_forgery_is_in_the_paragraph_that_the_last_line_na
     assert "under `compile`" in paragraph and "--rerun" in paragraph and paragraph.strip().count("\n\n") == 0
 
 
-@pytest.mark.parametrize("seconds, verdict", [(15, "pass"), (40, "not checkable"), (200, "fail")])
+@pytest.mark.parametrize("seconds, verdict", [(12, "pass"), (40, "not checkable"), (200, "fail")])
 def test_cheat_13_a_fork_that_starts_the_clock_late(race, judge, seconds, verdict):
     """The run's clock begins with its process; the race's began before. A slow start is honest."""
     with manifest_of(folder := race()) as events:
@@ -1674,16 +1674,15 @@ def test_input_that_cannot_be_judged(tmp_path, capsys, make, word):
     assert word in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("tool", ["verify", "board"])
-def test_a_script_that_cannot_be_imported_breaks_no_rule(tmp_path, tool):
-    """A racer edits train_gpt.py, and asks about a record meanwhile."""
+def test_a_script_that_cannot_be_imported_breaks_no_rule(tmp_path):
+    """A racer edits train_gpt.py, and writes the pages meanwhile."""
     shutil.copytree(ROOT / "records" / "templates", tmp_path / "records" / "templates")
     for path in (ROOT / "records").glob("*.py"):
         shutil.copy(path, tmp_path / "records")
     (tmp_path / "train_gpt.py").write_text("import torch\nx = half_an_idea\n")
     record = shutil.copytree(ROOT / "records" / "2026-11-22_tinyshakespeare", tmp_path / "records" / "2026-11-22_tinyshakespeare")
     page = (record / "README.md").read_bytes()
-    done = subprocess.run([sys.executable, tmp_path / "records" / f"{tool}.py", *[record] * (tool == "verify")], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, tmp_path / "records" / "board.py"], capture_output=True, text=True)
     assert (record / "README.md").read_bytes() == page
     assert done.returncode == 2 and not done.stdout
     assert "train_gpt.py cannot be imported (NameError: name 'half_an_idea' is not defined)" in done.stderr and done.stderr.count("\n") == 1
