@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import random
@@ -106,18 +105,6 @@ def take_turns(variants: dict[str, Callable[[], Any]], rounds: int, warm: int, b
             if i >= warm:
                 times[name].append(time.perf_counter() - start)
     return times
-
-
-def next_steps(trainer: train_gpt.Trainer, steps: int) -> Callable[[], None]:
-    """Return a function that trains a trainer's next steps and waits for their all-gathers."""
-    numbers = itertools.count()
-
-    def train() -> None:
-        for step in itertools.islice(numbers, steps):
-            plan = train_gpt.plan_of(trainer.config, step)
-            trainer.step(plan, trainer.stream.next_batch(plan))
-        trainer.optimizer.finish_all_gathers()
-    return train
 
 
 # ranks

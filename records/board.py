@@ -26,6 +26,7 @@ import contextlib
 import difflib
 import hashlib
 import itertools
+import json
 import math
 import os
 import re

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from conftest import Script, wait_until, write_corpus
+from conftest import Script, wait_until
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 SMALL_MODEL = ("--layers", "2", "--dim", "16", "--vocab", "32", "--tokens", "16", "--batch", "1", "--bucket_mb", "0.01")

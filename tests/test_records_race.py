@@ -468,7 +468,7 @@ def test_a_race_ends_with_a_table_and_the_page_of_its_record_says_the_same(repo,
     program, tool, *words = shlex.split(advice)
     assert (program, tool, words[0]) == (".venv/bin/python", "records/board.py", "add")
     assert board.main(["add", *(str(repo / word) for word in words[1:3]), words[3]]) == 0
-    for page in (home / "README.md", home / "index.html", repo / words[2] / "README.md"):
+    for page in (home / "README.md", repo / words[2] / "README.md"):
         assert sentence in html.unescape(page.read_text()), page
     assert stats.main([str(repo / words[2]), "--side", "a"]) < 2 and sentence in " ".join(capsys.readouterr().out.split())
 
