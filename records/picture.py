@@ -132,13 +132,13 @@ def draw_strip(axes, strip):
             axes.plot(neutral + math.copysign(far, mean - neutral), at, ">" if mean > neutral else "<", color=color, markersize=9)
         else:
             axes.errorbar(mean, at, xerr=[[mean - low], [high - mean]], fmt="D", color=color, capsize=4, markersize=5)
-    if far < math.inf:
-        low, high = axes.get_xlim()
-        axes.set_xlim(max(low, neutral - 1.1 * far), min(high, neutral + 1.1 * far))
     values = [value for row in rows for value in (*row["values"], *row["mean"])]
     note, near = pages.far_note(strip["level"], values)
     if near:
         axes.axvline(strip["level"][0], color="#333333", lw=1, ls="--")
+    if far < math.inf:
+        low, high = axes.get_xlim()
+        axes.set_xlim(max(low, neutral - 1.1 * far), min(high, neutral + 1.1 * far))
     axes.set_title(strip["title"])
     axes.set_xlabel("; ".join(filter(None, (shorten(strip["unit"], 60), note))))
     axes.set_yticks(range(len(rows)), [shorten(row["name"], 26 if far == math.inf else 48) for row in rows])
