@@ -268,7 +268,7 @@ def test_a_race_that_breaks_a_rule_is_told_as_it_becomes_a_record(judged, tmp_pa
         warning = " ".join(said.err.split())
         assert warning.count("warning: this race breaks a rule, as its page states: three: seen") == broken
         assert warning.count("so it was, ") == 50 * broken and warning.endswith("and this is the advice" * broken), "no part is left out"
-        assert said.out.startswith(f"written: {os.path.relpath(records / folder / 'README.md')}, ")
+        assert said.out.startswith(f"written: {os.path.relpath(records / folder / 'README.md')} ")
 
 
 @pytest.mark.parametrize("text,becomes", [
