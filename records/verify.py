@@ -78,8 +78,7 @@ SPANS = {*SETTING_UP, "validation", "hashing", "saving", "checkpoint", "profilin
 BESIDES_S, BESIDES_PART = 20, 0.2
 FEW_S = 3  # of compiling where nothing is compiled; of validation, beyond the tokens' time in training
 BEYOND_DOUBT = 4  # times as long is a broken rule; less may be a busy machine or a slow file system
-SLOWER_PART = 1.5  # factor from slower training to the allowed extra time in validation and warm-up
-SETTING_UP_S = 0.5  # how much longer the record's side may set up: its model may be larger
+MOVED, MOVED_MOST = 0.1, 0.5  # parts of a gain in training that a side spends more off its clock: to inspect; broken
 CLOCKS_S = 2  # times of day have a resolution of one second
 LAST_LINES = 10  # training losses that are averaged where a run was stopped
 STOPS = 2  # runs of a side that may have been stopped; more allow a selection by chance
@@ -845,42 +844,35 @@ def check_interleaved(runs, others):
 
 
 def check_spans(runs, others):
-    """Check that the record does not spend more time off its clock than the other side.
+    """Check that the record's gain is no time that was moved off its clock: it may spend a part of it more there.
 
-    Validation is compared by the call, warm-up and hashing both by their size and in total. A model that trains slower
-    may take longer there too, and different code may take longer to compile."""
-    sides, shown, doubts = (runs, others), [], []
-    if min(map(len, sides)) < 2:
+    Validation counts by the call. Compiling takes what the code needs, so more of it is for a reader to judge."""
+    if min(len(runs), len(others)) < 2:
         raise CannotJudge("fewer than two runs on a side")
+    calls = np.mean([len(e.run.validations) for e in others])
 
-    def sizes(e):
-        warmup, parameters = e.get("start.config.warmup_steps", NUMBER), e.get("start.parameters", int)
-        return {"validation": max(1, len(e.run.validations)), "warmup": max(1, warmup), "hashing": parameters / 1e6}
+    def seconds(e):
+        spans = spans_of(e)
+        compiling, validation = (spans.pop(name, 0) for name in ("compile", "validation"))
+        return (e.get("end.train_time_ms", NUMBER) / 1000, compiling,
+                sum(spans.values()) + validation * calls / max(1, len(e.run.validations)))
 
-    def slower(of):
-        """Return how much slower the record's side trains per unit, as a part of the other side's time."""
-        mine, theirs = (np.mean([e.get("end.train_time_ms", NUMBER) / max(1, of(e)) for e in side]) for side in sides)
-        return max(0, mine / theirs - 1) if theirs > 0 else 0
+    (trained, compiled, off), (their_trained, their_compiled, their_off) = (
+        np.transpose([seconds(e) for e in side]) for side in (runs, others))
+    gain = max(0, their_trained.mean() - trained.mean())
+    text = (f"{off.mean():.2f} s against {their_off.mean():.2f} s, compiling {compiled.mean():.2f} against "
+            f"{their_compiled.mean():.2f} s; its training takes {gain:.2f} s less")
 
-    slack = {"validation": slower(lambda e: e.planned()[1]), "warmup": slower(lambda e: e.planned()[0])}
-    calls = [np.mean([sizes(e)["validation"] for e in side]) for side in sides]
-    units = {"validation": f" a call ({calls[0]:.1f} and {calls[1]:.1f} calls)", "hashing": " a million parameters",
-             "warmup": " a step"}
-    for name in sorted({name for e in runs + others for name in spans_of(e)}):
-        whole = [np.array([spans_of(e).get(name, 0.0) for e in side]) for side in sides]
-        parts = [of_side / [sizes(e).get(name, 1) for e in side] for of_side, side in zip(whole, sides)]
-        shown.append(f"{name} {parts[0].mean():.3f} s against {parts[1].mean():.3f} s{units.get(name, '')}")
-        more = SETTING_UP_S if name in SETTING_UP and name != "warmup" else UNNAMED_S
-        if all(mine.mean() > (1.1 + SLOWER_PART * slack.get(name, 0)) * theirs.mean() + more
-               and (np.ptp(mine) == np.ptp(theirs) == 0 or stats.welch_t_less(theirs, mine).pvalue < 0.01)
-               for mine, theirs in ([parts] if name == "validation" else [parts, whole])):
-            text = f"off its clock the record's side spends more: {shown[-1]}; what else is done there?"
-            require(name == "compile" and any(e.get("start.hardware", dict).get("gpus") or
-                                              e.get("start.config", dict).get("compile") == "on" for e in runs), text)
-            doubts.append(f"inspect this: {text}")
-    if doubts:
-        raise CannotJudge("; ".join(doubts))
-    return ", ".join(shown)
+    def more(mine, theirs, part):
+        """Return whether the record's side spends more by this part of its gain."""
+        return gain and mine.mean() - theirs.mean() > UNNAMED_S + part * gain and (
+            np.ptp(mine) == np.ptp(theirs) == 0 or stats.welch_t_less(theirs, mine).pvalue < ALPHA)
+
+    asked = f"off its clock the record's side spends more: {text}; what else is done there?"
+    require(not more(off, their_off, MOVED_MOST), asked)
+    if more(off, their_off, MOVED) or more(compiled, their_compiled, MOVED):
+        raise CannotJudge(f"inspect this: {asked}")
+    return text
 
 
 # Together

@@ -1268,41 +1268,29 @@ def with_spans(log, run, seconds, **spans):
     log.end["wall_seconds"] = sum(log.end["seconds_outside_clock"].values()) + log.end["train_time_ms"] / 1000
 
 
-@pytest.mark.parametrize("name, mine, others, more, word, verdict", [
-    ("validation", 1.6, 1.0, {}, "validation 0.40", "fail"), ("setup", 1.9, 1.0, {}, "setup 1.90", "fail"),
-    ("compile", 2.0, 0.0, {}, "compile 2.00", "fail"),
-    ("compile", 2.0, 0.0, {"start.config.compile": "on"}, "compile 2.00", "not checkable"),
-    ("compile", 2.0, 0.0, {"start.hardware.gpus": ["x"]}, "compile 2.00", "not checkable"),
-])
-def test_cheat_2_time_hidden_under_another_name(race, judge, name, mine, others, more, word, verdict):
-    """Part of the record's training time is declared as validation, or as another span."""
+@pytest.mark.parametrize("name, mine, others, verdict", [
+    ("validation", 1.1, 1.0, "pass"), ("validation", 1.6, 1.0, "not checkable"), ("validation", 2.5, 1.0, "fail"),
+    ("setup", 1.9, 1.0, "not checkable"), ("setup", 2.5, 1.0, "fail"), ("compile", 2.0, 0.0, "not checkable")])
+def test_cheat_2_time_hidden_under_another_name(race, judge, name, mine, others, verdict):
+    """Part of the gain in training time is declared as validation, or as another span."""
     def hide(log, run, side):
         with_spans(log, run, 10 + 2 * (side == "b"), **{name: mine if side == "a" else others})
-        for where, to in {"start.hardware.gpus": None, **more}.items():
-            log.set(where, to)
     outcome = judge(race(4, "ab", hide))
-    says(outcome[1], OFF_CLOCK, verdict, word, "what else is done there?")
+    says(outcome[1], OFF_CLOCK, verdict, "its training takes 2.66 s less")
     if verdict == "fail":
         fails_only(outcome, OFF_CLOCK)
 
 
-@pytest.mark.parametrize("seconds, steps, spans, fails", [
-    (30, 3, {"validation": 3.0, "warmup": 3.0}, ""),  # a model three times as large
-    (30, 3, {"validation": 3.0, "warmup": 8.0}, "warmup 2.6"),
-    (30, 3, {"validation": 9.0, "warmup": 3.0}, "validation 2.2"),
-    (10, 6, {"validation": 1.0, "warmup": 1.9}, ""),  # twice the steps of warm-up
-    (10, 1, {"validation": 1.0, "warmup": 0.8}, ""),  # a third of them, and the first one takes longest
-    (10, 3, {"validation": 1.0, "warmup": 1.9}, "warmup 0.6"),
-    (10, 3, {"validation": 1.0, "warmup": 1.0, "hashing": 0.4}, ""),
-    (10, 3, {"validation": 1.0, "warmup": 1.0, "hashing": 0.9}, "hashing"),
-])
-def test_what_a_larger_model_spends_off_its_clock_is_honest(race, judge, seconds, steps, spans, fails):
+@pytest.mark.parametrize("seconds, twice", [(13, False), (10, True)])
+def test_a_slower_model_and_more_validations_hide_nothing(race, judge, seconds, twice):
+    """It takes longer off its clock too; validation counts by the call."""
     def change(log, run, side):
-        mine = side == "a"
-        with_spans(log, run, seconds if mine else 10, **(spans if mine else {"validation": 1.0, "warmup": 1.0, "hashing": 0.5}))
-        log.set("start.config.warmup_steps", steps if mine else 3)
-        log.set("start.parameters", log.start["parameters"] * (1 if mine else 2))  # with less to hash
-    says(judge(race(4, "ab", change))[1], OFF_CLOCK, "fail" if fails else "pass", fails)
+        with_spans(log, run, seconds if side == "a" else 12, validation=2.0 if side == "a" else 1.0)
+        if side == "a" and twice:
+            for step in (2, 3, 7, 8)[:sum("val_loss" in line for line in log.lines)]:
+                at = next(i for i, line in enumerate(log.lines) if line.startswith(f"step:{step}/"))
+                log.lines.insert(at + 1, log.lines[at].partition(" train_loss")[0].replace(" train_time", " val_loss:4.5000 train_time"))
+    says(judge(race(4, "ab", change))[1], OFF_CLOCK, "pass")
 
 
 def test_cheat_3_one_model_of_many(race, honest, data, tmp_path, capsys, forked):
