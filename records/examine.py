@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from leaks import (NUMBER, PASS, ROOT, UNKNOWN, Broken, find_shards, join_findings, judged, open_shard, ran_out,
-                   require, trainer)
+                   require)
 from logs import plural
 from stats import CannotJudge
 
