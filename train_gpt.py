@@ -796,7 +796,7 @@ class Encoding(NamedTuple):
     bos_id: int
 
 def gpt2_token_bytes(folder: Path) -> list[bytes]:
-    """Read the bytes of GPT-2's tokens, without the special one at the end, from the file that data/ writes to `folder`."""
+    """Read the bytes of GPT-2's tokens, without the special one at the end. data/ writes their file beside shards."""
     path, expected = folder / "gpt2.tiktoken", "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
     content = path.read_bytes() if path.is_file() else b""
     require(sha256_of(content) == expected, f"{path}, the bytes of GPT-2's tokens for prefix_weight and sample.py, "
