@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import random
@@ -106,18 +105,6 @@ def take_turns(variants: dict[str, Callable[[], Any]], rounds: int, warm: int, b
             if i >= warm:
                 times[name].append(time.perf_counter() - start)
     return times
-
-
-def next_steps(worker: train_gpt.Worker, steps: int) -> Callable[[], None]:
-    """Return a function that trains a worker's next steps and waits for their all-gathers."""
-    numbers = itertools.count()
-
-    def train() -> None:
-        for step in itertools.islice(numbers, steps):
-            plan = train_gpt.plan_of(worker.config, step)
-            worker.step(plan, worker.stream.next_batch(plan))
-        worker.optimizer.finish_all_gathers()
-    return train
 
 
 # ranks

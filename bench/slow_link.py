@@ -14,9 +14,7 @@ import argparse
 import ctypes
 import os
 import shutil
-import signal
 import subprocess
-import sys
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path

@@ -21,7 +21,7 @@ whether looks may end the race are declared before the first run, so nobody can 
 logs/race-ID/ contains the logs of both sides and:
   race.jsonl         the declaration, and a line before and after each run, also for runs that failed
   RUNID.steps.json   [step, seconds] when each step line reached the log, by this process's clock since the run started
-  RUNID.pt           its model in 16 bits, for verify.py --rerun (--save_model true keeps all bits, false keeps none)
+  RUNID.pt           its model, with --save_model true: verify.py --rerun needs it
   race.png           a plot of the rounds that all sides have done, redrawn after each run
 
 A failed run stops the race, since the failure would probably repeat; --resume repeats the run with its seed. race.jsonl
@@ -69,6 +69,7 @@ import uuid
 from datetime import datetime, timezone
 
 import ladder
+import start
 import stats
 from stats import MANIFEST, SCRIPT, Manifest, order
 
@@ -78,19 +79,15 @@ DEFAULT_N = 5  # runs of each side
 PATIENCE_S = 30  # until a run that ignores an interrupt is killed
 UNCOUNTED = "uncounted"  # subfolder for the log of the first run while it runs
 LOOK_S = 0.02  # between two looks at a run's log
-MOST_LOGS = 50  # earlier logs that are read to predict the duration
 PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # loaded now: a child must not load libraries before it execs
 ALONE = [sys.executable, "-I"]  # ignores PYTHON* variables and user packages
 STEP = re.compile(rb"(?:step|s):(\d{1,18})[/ ]")
 
 # Before any run: the script checks its flags and says what it would save
 CHECK = ("import json, sys; sys.path.insert(0, ''); import train_gpt as t; ranks, *flags = sys.argv[1:]\n"
-         "try: preset, config = t.parse_config([*flags, '--race=ID:1:1:'], 'laptop'); "
-         "t.check_config(config, int(ranks))\n"
+         "try: _, config = t.parse_config([*flags, '--race=ID:1:1:'], 'laptop'); t.check_config(config, int(ranks))\n"
          "except t.RunError as error: sys.exit(str(error))\n"
-         "print(json.dumps({'preset': preset, 'steps': config.num_steps, 'small_model':\n"
-         "    hasattr(config, 'save_model') and not any(f.startswith('--save_model') for f in flags),\n"
-         "    'target': getattr(config, 'target_val_loss', None)}))")
+         "print(json.dumps({'target': getattr(config, 'target_val_loss', None)}))")
 # Wraps a rank, as torchrun passes no open file on: the rank holds the race's lock as long as it lives
 HOLD = ("import fcntl, os, sys; lock = os.open(sys.argv[1], os.O_RDONLY); fcntl.flock(lock, fcntl.LOCK_SH)\n"
         "os.set_inheritable(lock, True); os.execv(sys.argv[2], sys.argv[2:])")
@@ -341,7 +338,6 @@ def run_once(manifest, folder, lock, run, side, interrupts):
     if not foreign:
         words = [*command(race["ranks"], manifest.path), *words, f"--seed={seed}", f"--run_id={run_id}",
                  f"--log_dir={log.parent}", f"--race={race['id']}:{run}:{race['n']}:{side}"]
-        words += ["--save_model=true"] * (version["small_model"] and run > 0)
     manifest.write(attempt)
     threads = {"OMP_NUM_THREADS": race["threads"]} if race.get("threads") else {}  # also when the race is resumed
     stamps = Stamps(log)
@@ -443,34 +439,18 @@ def decided(manifest):
 def stats_arguments(manifest):
     """Return the arguments for stats.py."""
     race = manifest.race
-    return [*map(str, sorted(manifest.path.parent.glob("*.txt"))), f"--alpha={race['alpha']}",
-            *(["--side", "a"] if "a" in race["sides"] else [])]
+    return [*map(str, sorted(manifest.path.parent.glob("*.txt"))), f"--alpha={race['alpha']}"]
 
 
 def time_left(manifest, runs):
-    """Estimate the duration of the remaining runs from those done, or before the first from an earlier similar run."""
+    """Estimate the duration of the remaining runs from those done."""
     done = [attempt for attempt in manifest.attempts.values() if attempt["status"] == "done" and "seconds" in attempt]
-    took, like = [attempt["seconds"] for attempt in done if attempt["run"] or len(done) == 1], ""
-    if not took and (earlier := similar_run(manifest.race)):
-        took, like = [earlier.end["wall_seconds"]], f", if each takes as long as {os.path.basename(earlier.path)} did"
+    took = [attempt["seconds"] for attempt in done if attempt["run"] or len(done) == 1]
     if not took:
-        return f"{logs.plural(runs, 'run')} left, duration unknown before the first"
+        return f"{logs.plural(runs, 'run')} left"
     minutes = math.ceil(runs * sum(took) / len(took) / 60)
     duration = logs.plural(minutes, "minute") if minutes < 120 else f"{minutes / 60:.1f} hours"
-    return f"{logs.plural(runs, 'run')} left, about {duration}{like}"
-
-
-def similar_run(race):
-    """Return the latest complete run in logs/ with the preset, steps, ranks and cores of this race, or None."""
-    side, *others = race["sides"].values()
-    if any("folder" in other for other in others):  # the duration of another project's run is unknown
-        return None
-    wanted = [side["preset"], side["steps"], race["ranks"], os.cpu_count()]
-    for log in sorted((ROOT / "logs").rglob("*.txt"), key=lambda path: path.name, reverse=True)[:MOST_LOGS]:
-        run = complete_log(log)
-        if run and "wall_seconds" in (run.end or {}) and wanted == [
-                run.start["preset"], run.stated_steps, run.start["ranks"], run.start["hardware"].get("cores")]:
-            return run
+    return f"{logs.plural(runs, 'run')} left, about {duration}"
 
 
 def resume_command(manifest):
@@ -555,26 +535,14 @@ def parse(arguments):
     parser = argparse.ArgumentParser(description="Time runs of one version, or of several in turn.", allow_abbrev=False,
                                      epilog="Exit status: 0 all done, 1 one failed, 2 cannot run, 130 interrupted.")
     add = parser.add_argument
-    add("-n", type=int, metavar="N", help="number of runs (of each side)")
-    add("--vs", metavar="VERSION", action="append", default=[], help="the other side: a git revision, or the same "
-        "script without these flags; several --vs with flags make a ladder; with --cmd a folder")
-    add("--cmd", metavar="COMMAND", help="command that starts another project's script in the folder --vs")
-    add("--until-decided", action="store_true", help="look after every run, or pair, and stop when the claim is shown "
-        "or has no chance left")
-    add("--max-n", type=int, metavar="N", help="for --until-decided: largest number of runs (of each side)")
-    add("--test", choices=("paired", "unpaired"), default="paired", help="test of times with --vs: paired t-test of "
-        "log time, for a machine that drifts (default), or Welch's")
-    add("--alpha", type=float, default=0.01, help="level of the verdict (default: %(default)s)")
+    start.add_race_options(parser)
     add("--ranks", type=int, default=1, help="processes of a run (default: 1; run.sh knows what fits)")
     add("--resume", metavar="MANIFEST", help="resume a race")
     add("flags", nargs="*", metavar="-- FLAGS", help=f"flags of {SCRIPT}, for both sides")
     words, flags = list(arguments), []
     if "--" in words:
         words, flags = words[:words.index("--")], words[words.index("--") + 1:]
-    while "--vs" in words[:-1]:  # argparse would take flags in the next word for its own
-        at = words.index("--vs")
-        words[at:at + 2] = [f"--vs={words[at + 1]}"]
-    options = parser.parse_args(words)
+    options = parser.parse_args(start.join_versions(words))
     if options.flags:
         parser.error(f"{options.flags[0]!r} is unexpected; write flags for {SCRIPT} behind --")
     if options.resume and (options.n or options.vs and not options.cmd or options.max_n or options.until_decided
@@ -587,6 +555,7 @@ def parse(arguments):
         parser.error(f"--vs is given {len(options.vs)} times; a ladder has 25 ideas at most, and no --until-decided")
     if options.until_decided != bool(options.max_n) or options.until_decided and options.n:
         parser.error("--until-decided needs --max-n N, and no -n")
+    options.test, options.alpha = options.test or "paired", 0.01 if options.alpha is None else options.alpha
     if options.until_decided and options.max_n < 4 or not 0 < options.alpha < 0.5:  # no bootstrap decides on 3 losses
         parser.error(f"--max-n is {options.max_n} and --alpha {options.alpha}; give at least 4, and less than 0.5")
     options.n = options.max_n or options.n

@@ -79,15 +79,7 @@ def make_parser():
     group.add_argument("--resume", metavar="RUN", help="latest, a log or a checkpoint; or the race.jsonl of a race")
     group.add_argument("--init_from", metavar="MODEL", help="start with the parameters of a saved model")
     group.add_argument("--preflight", action="store_true", help="check each part of a run, print a table, start no run")
-    group = parser.add_argument_group("races")
-    group.add_argument("-n", metavar="N", help="runs of each version, declared before the first (default: 5)")
-    group.add_argument("--vs", action="append", default=[], metavar="WHAT", help="a git revision, or flags for the "
-                       "side with the idea (repeat: a ladder of ideas), or a folder (with --cmd)")
-    group.add_argument("--cmd", help="what starts another project's script in the folder that --vs names")
-    group.add_argument("--until-decided", action="store_true", help="stop as soon as the verdict is known")
-    group.add_argument("--max-n", metavar="N", help="with --until-decided: the most runs of each version")
-    group.add_argument("--test", metavar="NAME", help="paired (default) or unpaired")
-    group.add_argument("--alpha", metavar="P", help="level of the verdict (default: 0.01)")
+    add_race_options(parser.add_argument_group("races"))
     group = parser.add_argument_group("other")
     group.add_argument("--setup", action="store_true", help="only create .venv")
     group.add_argument("-h", "--help", action="store_true", help="print this text")
@@ -95,15 +87,33 @@ def make_parser():
     return parser
 
 
-def parse(words):
-    """Return (options, the race's words, flags for train_gpt.py), with paths as seen from the user's folder."""
+def add_race_options(group):
+    """Add the options of a race to a parser, race.py's or this one; a value that is not given is None."""
+    group.add_argument("-n", type=int, metavar="N", help="runs of each version, declared before the first (default: 5)")
+    group.add_argument("--vs", action="append", default=[], metavar="WHAT", help="a git revision, or flags for the "
+                       "side with the idea (repeat: a ladder of ideas), or a folder (with --cmd)")
+    group.add_argument("--cmd", help="what starts another project's script in the folder that --vs names")
+    group.add_argument("--until-decided", action="store_true", help="stop as soon as the verdict is known")
+    group.add_argument("--max-n", type=int, metavar="N", help="with --until-decided: the most runs of each version")
+    group.add_argument("--test", choices=("paired", "unpaired"), help="of times: paired t-test of log time, for a "
+                       "machine that drifts (default), or Welch's")
+    group.add_argument("--alpha", type=float, metavar="P", help="level of the verdict (default: 0.01)")
+
+
+def join_versions(words):
+    """Write each `--vs FLAGS` as one word: argparse would take flags that follow for its own."""
     words = list(words)
-    while "--vs" in words[:-1]:  # argparse would take flags that follow for its own
+    while "--vs" in words[:-1]:
         at = words.index("--vs")
         words[at:at + 2] = [f"--vs={words[at + 1]}"]
-    options, flags = make_parser().parse_known_args(words)
+    return words
+
+
+def parse(words):
+    """Return (options, the race's words, flags for train_gpt.py), with paths as seen from the user's folder."""
+    options, flags = make_parser().parse_known_args(join_versions(words))
     race = [word for name in ("n", "cmd", "max_n", "test", "alpha") if (value := getattr(options, name)) is not None
-            for word in ("-n" if name == "n" else f"--{name.replace('_', '-')}", value)]
+            for word in ("-n" if name == "n" else f"--{name.replace('_', '-')}", str(value))]
     race += [word for version in options.vs for word in ("--vs", version)] + ["--until-decided"] * options.until_decided
     options.text = [os.path.abspath(path) for path in options.text]
     for name in ("resume", "init_from"):

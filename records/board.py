@@ -1,12 +1,13 @@
-"""Write record folders from races, their pages, and the leaderboard, as Markdown and as one HTML file.
+"""Write record folders from races, their pages, the leaderboard, and one HTML file with charts.
 
     python records/board.py add logs/race-ID records/DATE_NAME "what was tried"     make a record of a race
     python records/board.py                                                         write all pages again
+    python records/board.py page                                                    write records/index.html, with charts
 
-`add` copies a race's logs and manifest into a new folder, without this machine's host name and absolute paths. Both
-commands then write, from the folders alone, each record's README.md (its first line keeps the title), the leaderboard
-records/README.md, and records/index.html. That page is a single file for any browser, without server or network. A
-missing plot.png is drawn; remove one to draw it again.
+`add` copies a race's logs and manifest into a new folder, without this machine's host name and absolute paths. It and the
+plain command write, from the folders alone, each record's README.md (its first line keeps the title) and the leaderboard
+records/README.md. A missing plot.png is drawn; remove one to draw it again. index.html is a single file for any browser,
+without server or network; it is not committed.
 
 All verdicts come from records/stats.py and records/verify.py. The texts are in records/templates/. Requires jinja2,
 which torch installs.
@@ -24,7 +25,6 @@ import argparse
 import contextlib
 import difflib
 import hashlib
-import io
 import itertools
 import json
 import math
@@ -36,7 +36,6 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from urllib.parse import quote
 
 import leaks
@@ -62,12 +61,23 @@ ABSOLUTE_PATH = re.compile(r"(?:file://|(?<![\w./~*-]))/(?!/)(?:[^\s\"'<>|:,;/\\
 
 # Contents of a record
 
-def judge(tool: ModuleType, words: list[str], *more: str) -> tuple[int, dict]:
-    """Run stats or verify on a record with these arguments and --json. Return the exit status and the parsed JSON."""
-    said, root = io.StringIO(), f"{HERE.parent}{os.sep}"
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
-        status = tool.main([os.path.join(root, words[0]), *words[1:], *more, "--json"])
-    return status, json.loads(said.getvalue().replace(json.dumps(root)[1:-1], ""))  # a page must not name this folder
+def judge_runs(folder: Path) -> dict:
+    """Return the report of stats.py. Raise CannotJudge if the runs cannot be compared."""
+    options = stats.parse([str(folder)])
+    try:
+        return stats.judge(stats.choose_sides(options), options)
+    except CannotJudge as reason:
+        raise CannotJudge(f"{folder}: {reason}; run `python records/stats.py {folder}` for details") from None
+
+
+def judge_rules(folder: Path) -> tuple[list[dict], str]:
+    """Return verify.py's findings, and where the paragraph is on what no rule sees."""
+    options = verify.parse([str(folder)])
+    try:
+        case = verify.read_case(options)
+        return [finding._asdict() for finding in verify.verify(options, case)], verify.unseen(case)
+    except CannotJudge as reason:
+        return [{"rule": "the rules can be checked", "verdict": "not checkable", "reason": str(reason)}], ""
 
 
 def digest_of(source: str | None, stated: str | None) -> str | None:
@@ -135,43 +145,21 @@ def describe_side(side: stats.Side, folder: Path) -> dict:
             "where": f"{ranks} on {start.get('hardware.device', 'unknown hardware')}"}
 
 
-def side_of(folder: Path) -> list[str]:
-    """Return the arguments that choose a race's side for stats.py and verify.py."""
-    sides = {race.side for run in logs.read([str(folder)]).runs if (race := stats.race_of(run))}
-    return ["--side", "a"] if "b" in sides else []
-
-
-def judge_runs(words: list[str], *more: str) -> dict:
-    """Return the report of stats.py. Raise CannotJudge if the runs cannot be compared."""
-    _, report = judge(stats, words, *more)
-    if "loss" not in report:
-        raise CannotJudge(f"{words[0]}: {report.get('reason', 'no reason was given')}; run `python records/stats.py "
-                          f"{shlex.join(words)}` for details")
-    return report
-
-
 def describe(folder: Path) -> dict:
     """Return everything that the pages show of a record. Raise CannotJudge if stats.py gives no report."""
-    words = [f"records/{folder.name}", *side_of(folder)]
-    report = judge_runs(words, *([] if (folder / PLOT).exists() else ["--plot", str(folder / PLOT)]))
-    runs = {(Path(run.path).relative_to(HERE.parent).as_posix(), run.index_in_file): run
-            for run in logs.read([str(folder)]).runs}
-    _, verified = judge(verify, words)
-    found = verified.get("rules") or [{"rule": "the rules can be checked", "verdict": "not checkable",
-                                       "reason": verified.get("reason", "no reason was given")}]
+    report, (found, unseen) = judge_runs(folder), judge_rules(folder)
+    if not (folder / PLOT).exists():
+        stats.plot(report["sides"], report["verdicts"], str(folder / PLOT))
     claims = [rule for rule in found if rule["rule"] in verify.CLAIMS]
     rules = sorted((rule for rule in found if rule not in claims), reverse=True,
                    key=lambda rule: verify.VERDICTS.index(rule["verdict"]))
-    by_side, manifest = {}, stats.manifest_in(folder)
-    for one in report["runs"]:
-        by_side.setdefault(one["set"], []).append(runs[one["path"], one["index_in_file"]])
-    differ = differences([[run.start or {} for run in of_side] for of_side in by_side.values()])
-    declared = manifest.race if manifest else {}
-    judged = [stats.Side(name if len(by_side) > 1 or not manifest else "", of_side, declared=declared)
-              for name, of_side in by_side.items()]
+    judged, declared = report["sides"], report["sides"][0].declared
+    differ = differences([[run.start or {} for run in side.runs] for side in judged])
+    if len(judged) == 1 and declared:
+        judged = [stats.replace(judged[0], name="")]
     for i, side in enumerate(judged):
         values = [f"{name} {row[i]}" for name, *row in differ if "." not in name and max(map(len, row)) <= MAX_LABEL]
-        if not manifest and 0 < len(values) < 4:  # no flags are known
+        if not declared and 0 < len(values) < 4:  # no flags are known
             side.name += f": {', '.join(values)}"
     sides = [describe_side(side, folder) for side in judged]
     diff = []
@@ -180,10 +168,10 @@ def describe(folder: Path) -> dict:
     started = max((str(run.start["started"]) for run in judged[0].runs if "started" in (run.start or {})),
                   default=folder.name[:10])
     loss, broken = report["loss"], sum(rule["verdict"] == "fail" for rule in rules)
-    record = {"name": folder.name, "title": title_of(folder), "words": words, "report": report, "sides": sides,
-              "differ": differ, "diff": diff, "tests": tests_in(report), "started": started,
+    record = {"name": folder.name, "title": title_of(folder), "path": f"records/{folder.name}", "report": report,
+              "sides": sides, "differ": differ, "diff": diff, "tests": tests_in(report), "started": started,
               "date": started[:16].replace("T", " "), "target": loss["target"], "claims": claims, "rules": rules,
-              "broken": broken, "good": bool(loss["significant"]) and not broken, "unseen": verified.get("unseen"),
+              "broken": broken, "good": bool(loss["significant"]) and not broken, "unseen": unseen,
               "track": f"{sides[0]['start'].get('preset', 'unknown preset')}, {sides[0]['where']}, "
                        + ("no target" if loss["target"] is None else f"target {loss['target']:g}"),
               "decimals": 1 + max(run.loss_decimals for run in judged[0].runs), "rows": rows_of(sides)}
@@ -205,9 +193,9 @@ def strips_of(record: dict, sides: list[stats.Side]) -> list[dict]:
         return row | {"color": row["color"] % COLORS, "dots": [
             (value, f"{Path(run.path).name}: {value:.4f}", quote(f"{record['name']}/{Path(run.path).name}"))
             for run, value in zip(row["runs"], row["values"])]}
-    found = stats.verdicts([(side, sides[-1]) for side in sides[:-1]])
-    return [pages.strip(strip["title"], strip["unit"], list(map(dots, strip["rows"])), strip["level"])
-            for of_part in stats.strips(sides, found, record["target"]) for strip in of_part]
+    found = stats.strips(sides, record["target"])
+    found += stats.differences(stats.verdicts([(side, sides[-1]) for side in sides[:-1]]))
+    return [pages.strip(strip["title"], strip["unit"], list(map(dots, strip["rows"])), strip["level"]) for strip in found]
 
 
 def curves_of(record: dict, sides: list[stats.Side]) -> list[dict]:
@@ -249,8 +237,8 @@ def leaderboards(records: list[dict]) -> list[dict]:
     return found
 
 
-def write_pages() -> list[dict]:
-    """Write all pages and return describe() of each record, newest first.
+def write_pages(html: bool = False) -> list[dict]:
+    """Write all pages, or with html the one page with charts. Return describe() of each record, newest first.
 
     Raise CannotJudge, before anything is written, if a record gives no verdict."""
     found = sorted((path.parent for path in HERE.glob("*/README.md")), reverse=True)
@@ -259,10 +247,11 @@ def write_pages() -> list[dict]:
     if not folders:
         raise CannotJudge(f"no records in {HERE}; make one with `board.py add`")
     records = sorted(map(describe, folders), key=lambda record: record["started"], reverse=True)
-    texts = {HERE / record["name"] / "README.md": pages.render("record.md.jinja", record=record) for record in records}
-    boards = leaderboards(records)
-    texts[HERE / "README.md"] = pages.render("board.md.jinja", records=records, boards=boards, ladders=ladders)
-    texts[HERE / HTML] = pages.render("board.html.jinja", records=records, boards=boards, ladders=ladders)
+    values = {"records": records, "boards": leaderboards(records), "ladders": ladders}
+    texts = {HERE / HTML: pages.render("board.html.jinja", **values)} if html else {
+        HERE / "README.md": pages.render("board.md.jinja", **values),
+        **{HERE / record["name"] / "README.md": pages.render("record.md.jinja", record=record) for record in records}}
+    texts = {path: text.replace(f"{HERE.parent}{os.sep}", "") for path, text in texts.items()}
     for path, text in texts.items():
         check_private(path, text)
     for path, text in texts.items():
@@ -352,7 +341,7 @@ def add(race: Path, folder: Path, title: str) -> list[str]:
     with new_folder(folder):
         for path in files_of(race):
             (folder / path.name).write_text(published(path), encoding="utf-8")
-        judge_runs([str(race.resolve()), *side_of(race)])  # a refusal names this folder: the new one will be gone
+        judge_runs(race.resolve())  # a refusal names this folder: the new one will be gone
         (folder / "README.md").write_text(f"# {' '.join(title.split())}\n", encoding="utf-8")
         (record,) = (record for record in write_pages() if record["name"] == folder.name)
     return [f"{rule['rule']}: {rule['reason']}" for rule in record["rules"] if rule["verdict"] == "fail"]
@@ -365,19 +354,20 @@ def main(arguments: list[str] | None = None) -> int:
     adding.add_argument("race", type=Path, help="the folder of a race, like logs/race-ID")
     adding.add_argument("folder", type=Path, help="a new folder, like records/DATE_NAME")
     adding.add_argument("title", help="what was tried, in a sentence")
+    commands.add_parser("page", help="write one HTML file with charts")
     options = parser.parse_args(arguments)
-    leaks.trainer()  # if it cannot be imported, this says so; judge() shows no errors
+    leaks.trainer()  # if it cannot be imported, this says so
     try:
         if options.command == "add":
             for broken in add(options.race, options.folder.absolute(), options.title):
                 print(pages.wrap(f"board.py: warning: this race breaks a rule, as its page states: {broken}"),
                       file=sys.stderr)
         else:
-            write_pages()
+            write_pages(html=options.command == "page")
     except (CannotJudge, OSError) as reason:
         return logs.refuse("board.py", reason)
-    page = os.path.relpath(options.folder / "README.md") if options.command == "add" else "each record's README.md"
-    print(f"written: {page}, {os.path.relpath(HERE / 'README.md')} and {os.path.relpath(HERE / HTML)}")
+    page = options.folder / "README.md" if options.command == "add" else HERE / (HTML if options.command else "README.md")
+    print(f"written: {os.path.relpath(page)}{'' if options.command == 'page' else ' and the other pages'}")
     return 0
 
 

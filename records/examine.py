@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from leaks import (NUMBER, PASS, ROOT, UNKNOWN, Broken, find_shards, join_findings, judged, open_shard, ran_out,
-                   require, trainer)
+                   require)
 from logs import plural
 from stats import CannotJudge
 
@@ -37,8 +37,6 @@ SAVED, INITIAL, LOSS, ORDER, CAUSAL = RULES = (
     "the saved model is the log's", "initial weights come from the seed", "independent validation loss",
     "a sequence's loss is its own", "later tokens do not reach earlier logits")
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-3}  # nats, of a mean loss between machines
-HALF_TOLERANCE = 1e-4  # nats, of a loss from parameters saved in 16 bits, which change it by less than 1e-5
-SKETCH = 4096  # parameters of each matrix that are compared between models, about
 LOGIT_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}  # of a logit, within one machine
 PROBE_TOKENS, PROBES = 1024, 12
 WINDOWS, WINDOW_TOKENS, WINDOW_PROBES = 32, 64, 16  # short texts: a leak at 1 in 100 places is seen in 99 of 100 cases
@@ -187,13 +185,6 @@ def read_model(path, device="cpu"):
     return torch.load(path, weights_only=True, map_location=device)
 
 
-def sketch(path):
-    """Sample parameters of each matrix, float32 [n]; those of models with different seeds are uncorrelated."""
-    import torch
-    matrices = [x.flatten() for x in read_model(path)["state"].values() if x.dim() > 1]
-    return torch.cat([x[::-(-len(x) // SKETCH)].float() for x in matrices]).numpy()
-
-
 def start(folder, *arguments):
     """Start the process that serves these arguments, isolated, in a folder of its own."""
     code = (f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import examine; "
@@ -285,7 +276,6 @@ class Examination:
         self.stated, self.config = e.get("start.config", dict), json.loads(json.dumps(saved["config"]))
         self.source, self.scored, self.dtype = source_of(e), e.get("end.val_tokens", int), self.config["dtype"]
         self.bos, self.losses, self.random = saved["bos_id"], [], np.random.default_rng()  # no source can predict it
-        self.halved = any(str(x.dtype) == "torch.float16" for x in saved["state"].values())
 
     def check_saved(self):
         """Compare the saved config and the hash of parameters and buffers with the log's.
@@ -294,13 +284,7 @@ class Examination:
         differ = sorted(key for key in {*self.stated, *self.config} - fitted(self.e.run)
                         if self.config.get(key) not in ("auto", self.stated.get(key)))
         require(not differ, f"its config is not the log's: {join_findings(differ)}")
-        if self.halved and "halved_hash" not in self.e.run.end:  # an older log
-            raise CannotJudge("its parameters are saved in 16 bits, and the log has no hash of these: see the loss")
         digests = {name: digest_of(x) for name, x in self.saved["state"].items()}
-        if self.halved:
-            seen, wanted = hash_of(digests), self.e.digest("end.halved_hash")
-            require(seen == wanted, f"its 16-bit parameters have hash {seen[:8]}..., the log states {wanted[:8]}...")
-            return "its config is the log's, and its parameters are those of the run's end in 16 bits"
         seen = hash_of({**self.worker.initial_state(self.stated)["buffers"], **digests})
         self.compare("its parameters have hash", seen, self.e.digest("end.validation_hash.after"))
         return "its config is the log's, and its parameters are those of the last validation"
@@ -356,7 +340,7 @@ class Examination:
         loss = sum(float(losses.sum()) for losses in self.losses) / self.scored
         stated = self.e.get("end.final_val_loss", NUMBER)
         text = f"{loss:.5f} over {self.scored:,} tokens, the log states {stated:.5f}"
-        tolerance = TOLERANCE[self.dtype] if self.made_elsewhere() or not self.halved else HALF_TOLERANCE
+        tolerance = TOLERANCE[self.dtype]
         require(abs(loss - stated) <= tolerance, f"{text}: they differ by more than {tolerance}")
         return text
 

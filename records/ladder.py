@@ -24,9 +24,7 @@ import argparse
 import io
 import re
 import shlex
-import statistics
 import tarfile
-import textwrap
 from pathlib import Path
 
 import board
@@ -37,7 +35,6 @@ import stats
 NO_LONGER = 1.1  # times the base's time: an interval that ends below it shows no cost
 ARCHIVE, PICTURE = "logs.tar.xz", "ladder.png"  # all logs contain the same source, so they compress well together
 VALIDATION = "val data", "val_tokens", "val_len"  # keys of facts_of
-FAR = 6  # times the median reach of the intervals: ideas beyond it are an arrow in the plot
 COLORS = {"lower": ("#1b6ac9", "lower"), "slower": ("#d97706", "lower, but takes longer"),
           "higher": ("#c0392b", "higher"),
           "unclear": ("#8a8a8a", f"no difference shown (p ≥ {stats.LEVEL:g} after Holm's correction)")}
@@ -52,7 +49,7 @@ def read(folder):
                   f"{logs.plural(n, 'run')} of each; a ladder has a base, an idea or more, and three runs of each")
     versions = {(side["revision"], side.get("folder")) for side in sides.values()}
     stats.require(len(versions) == 1 and not race["until_decided"], f"{folder}: a race of versions, or one that "
-                  "ends when it is decided; a ladder's ideas are flags, its n is fixed; stats.py --side a judges this")
+                  "ends when it is decided; a ladder's ideas are flags, its n is fixed; stats.py judges this")
     missing = sum((run, side) not in done for side in sides for run in range(1, n + 1))
     stats.require(not missing, f"{folder}: {logs.plural(missing, 'run')} missing; resume with race.py --resume "
                   f"{folder / stats.MANIFEST}")
@@ -148,42 +145,14 @@ def color_of(row):
 
 
 def draw(found, path):
-    """Plot each idea's difference in loss with its interval. An idea far outside is an arrow at the edge."""
-    import matplotlib.lines
-    from matplotlib.figure import Figure
-
+    """Plot each idea's differences in loss and in time with their intervals."""
     rows = found["rows"]
-    ends = [(loss.value if loss.low is None else loss.low, loss.value if loss.high is None else loss.high)
-            for loss in (row["verdict"].loss for row in rows)]
-    edge = FAR * statistics.median(max(map(abs, both)) for both in ends) or 1e-4
-    low, high = max(min(0, *map(min, ends)), -edge), max(min(max(0, *map(max, ends)), edge), 1e-4)
-    with matplotlib.rc_context(picture.STYLE):
-        figure = Figure(figsize=(10, 1.9 + 0.36 * len(rows)), layout="constrained")
-        axes = figure.subplots()
-        for at, (row, (start, end)) in enumerate(zip(rows, ends)):
-            loss, color = row["verdict"].loss, COLORS[color_of(row)][0]
-            if low <= loss.value <= high:
-                reach = [[loss.value - start], [end - loss.value]]
-                axes.errorbar(loss.value, at, xerr=reach, fmt="o", capsize=4, color=color)
-            else:
-                place, marker = (high, ">") if loss.value > high else (low, "<")
-                axes.plot(place, at, marker, color=color, markersize=9)
-        axes.axvline(0, color="#333333", lw=1)
-        axes.set_xlim(low - 0.05 * (high - low), high + 0.05 * (high - low))
-        axes.set_yticks(range(len(rows)), [short(row["verdict"].name) for row in rows])
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        figures = axes.secondary_yaxis("right")
-        figures.set_yticks(range(len(rows)), [f"{row['verdict'].loss.value:+.4f}".replace("-", "−") for row in rows])
-        figures.tick_params(length=0)
-        figures.spines["right"].set_visible(False)
-        seeds = " or ".join(map(str, sorted({base["n"] for base in found["bases"]})))
-        axes.set_xlabel(f"change of the final validation loss in nats, mean of {seeds} seeds and its 95 % interval")
-        shown = {color_of(row) for row in rows}
-        figure.legend([matplotlib.lines.Line2D([], [], marker="o", color=color) for name, (color, _) in COLORS.items()
-                       if name in shown], [words for name, (_, words) in COLORS.items() if name in shown],
-                      loc="outside lower left", ncols=4, frameon=False, fontsize=9)
-        figure.suptitle("\n".join(textwrap.wrap(conclusion(rows), 90)), fontweight="bold", x=0.01, ha="left")
-        figure.savefig(path, dpi=150)
+    seeds = " or ".join(map(str, sorted({base["n"] for base in found["bases"]})))
+    shown = {color_of(row) for row in rows}
+    verdicts = [stats.replace(row["verdict"], name=short(row["verdict"].name)) for row in rows]
+    parts = stats.differences(verdicts, [COLORS[color_of(row)][0] for row in rows])
+    picture.draw_differences(f"{conclusion(rows)} ({seeds} seeds)", parts, {
+        words: color for name, (color, words) in COLORS.items() if name in shown}, path)
 
 
 def keep(folders, record, found, title):

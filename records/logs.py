@@ -462,10 +462,11 @@ def _parse(path, content):
 def _shape(text):
     """Return (Run.shape, Run.odd) of the text after the last separator; ("", None) if train_gpt.py did not write it.
 
+    Blank lines at the end, which editors add, are none of its lines.
     A step line that states another total counts as odd."""
     shape, odd, total = [], None, None
     ours = text.startswith(b'{"run_id"')
-    for line in text.removesuffix(b"\n").split(b"\n") if ours else ():
+    for line in text.rstrip().split(b"\n") if ours else ():
         match = _OWN_LINE.fullmatch(line)
         total = total or match and match["total"]
         shape.append(match.lastgroup if match and match["total"] in (None, total) else "o")

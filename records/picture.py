@@ -12,6 +12,8 @@ logs.end_at_ctrl_c(__name__)  # importing matplotlib takes time
 
 import argparse
 import functools
+import math
+import statistics
 import textwrap
 from pathlib import Path
 
@@ -22,6 +24,7 @@ STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, 
          "svg.fonttype": "none"}
 COLORS = "#1b6ac9", "#b8531a", "#1d7044", "#7a3fb5", "#a8780a", "#0f7d86"  # as in templates/theme.css
 TRAINING, VALIDATION = COLORS[:2]
+FAR = 6  # times the median reach of the intervals: differences beyond it are an arrow
 
 
 class NothingToDraw(Exception):
@@ -108,36 +111,72 @@ def shorten(name, width=26):
 
 
 def draw_strip(axes, strip):
-    """Plot a strip of stats.strips: a row for each side, a dot for each run, the mean with its interval."""
-    for at, row in enumerate(strip["rows"]):
-        color, (mean, low, high) = COLORS[row["color"] % len(COLORS)], row["mean"]
+    """Plot a strip of stats.strips or stats.differences: in each row a dot for each run, the mean with its interval.
+
+    Of differences, a mean FAR times as far away as most is an arrow at the edge, and the right axis states the means."""
+    rows, far = strip["rows"], math.inf
+    if not any(row["values"] for row in rows):
+        neutral = strip["level"][0]
+        reaches = [max(abs(end - neutral) for end in row["mean"]) for row in rows]
+        far = FAR * statistics.median(reaches) or math.inf
+        figures = axes.secondary_yaxis("right")
+        form = "{:+.4f}" if neutral == 0 else "{:.3f}"
+        figures.set_yticks(range(len(rows)), [form.format(row["mean"][0]).replace("-", "−") for row in rows])
+        figures.tick_params(length=0)
+        figures.spines["right"].set_visible(False)
+    for at, row in enumerate(rows):
+        color, (mean, low, high) = row["color"], row["mean"]
+        color = COLORS[color % len(COLORS)] if isinstance(color, int) else color
         axes.plot(row["values"], [at] * len(row["values"]), "o", color=color, alpha=0.4, markeredgewidth=0)
-        axes.errorbar(mean, at, xerr=[[mean - low], [high - mean]], fmt="D", color=color, capsize=4, markersize=5)
-    values = [value for row in strip["rows"] for value in (*row["values"], *row["mean"])]
+        if far < math.inf and abs(mean - neutral) > far:
+            axes.plot(neutral + math.copysign(far, mean - neutral), at, ">" if mean > neutral else "<", color=color, markersize=9)
+        else:
+            axes.errorbar(mean, at, xerr=[[mean - low], [high - mean]], fmt="D", color=color, capsize=4, markersize=5)
+    values = [value for row in rows for value in (*row["values"], *row["mean"])]
     note, near = pages.far_note(strip["level"], values)
     if near:
         axes.axvline(strip["level"][0], color="#333333", lw=1, ls="--")
+    if far < math.inf:
+        low, high = axes.get_xlim()
+        axes.set_xlim(max(low, neutral - 1.1 * far), min(high, neutral + 1.1 * far))
     axes.set_title(strip["title"])
-    axes.set_xlabel("; ".join(filter(None, (shorten(strip["unit"], 40), note))))
-    axes.set_yticks(range(len(strip["rows"])), [shorten(row["name"]) for row in strip["rows"]])
-    axes.set_ylim(len(strip["rows"]) - 0.5, -0.5)
+    axes.set_xlabel("; ".join(filter(None, (shorten(strip["unit"], 60), note))))
+    axes.set_yticks(range(len(rows)), [shorten(row["name"], 26 if far == math.inf else 48) for row in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.xaxis.get_major_locator().set_params(nbins=5)
     axes.ticklabel_format(axis="x", useOffset=False)
     axes.grid(False, axis="y")
 
 
+def draw_differences(title, parts, legend, path):
+    """Plot stats.differences beside each other. legend: {words: color}"""
+    import matplotlib.lines
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(6.5 * len(parts), 2.2 + 0.36 * len(parts[0]["rows"])), layout="constrained")
+        for at, (axes, part) in enumerate(zip(figure.subplots(1, len(parts), squeeze=False)[0], parts)):
+            draw_strip(axes, part)
+            if at:
+                axes.set_yticks([])
+        figure.legend([matplotlib.lines.Line2D([], [], marker="D", color=color) for color in legend.values()],
+                      [*legend], loc="outside lower left", ncols=4, frameon=False, fontsize=9)
+        figure.suptitle("\n".join(textwrap.wrap(title, 55 * len(parts))), fontweight="bold", x=0.01, ha="left")
+        figure.savefig(path, dpi=150)
+
+
 def draw_sides(titles, sides, strips, target, path):
-    """Plot the mean loss of each side over time (over steps without clocks), and beside it stats.strips."""
+    """Plot the mean loss of each side over time (over steps without clocks), and beside it columns of strips."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    timed = not any(side.untimed for side in sides)
+    timed, strips = not any(side.untimed for side in sides), list(filter(None, strips))
     with matplotlib.rc_context(STYLE):
-        columns = 1 + max(map(len, strips))
+        columns = 1 + len(strips)
         figure = Figure(figsize=(4.8 * columns, 4.2 + 0.2 * len(sides)), layout="constrained")
         lines = [line for title in titles for line in textwrap.wrap(logs.printable(title), 48 * columns)]
         figure.suptitle("\n".join(lines), x=0.01, ha="left", fontweight="bold")
-        grid = figure.add_gridspec(len(strips), columns)
+        grid = figure.add_gridspec(max(map(len, strips)), columns)
         curves, late = figure.add_subplot(grid[:, 0]), []
         for at, side in enumerate(sides):
             color, label = COLORS[at % len(COLORS)], f"{shorten(side.label)}, n = {len(side.runs)}"
@@ -154,8 +193,8 @@ def draw_sides(titles, sides, strips, target, path):
             curves.legend(frameon=False)
         curves.set(title="Loss", xlabel="seconds of training" if timed else "step",
                    ylabel="nats per token; line: training, dot: validation")
-        for row, of_part in enumerate(strips):
-            for column, strip in enumerate(of_part, 1):
+        for column, parts in enumerate(strips, 1):
+            for row, strip in enumerate(parts):
                 draw_strip(figure.add_subplot(grid[row, column]), strip)
         figure.savefig(path, dpi=150)
 

@@ -2,31 +2,26 @@
 
     python records/stats.py logs/*.txt                    is the mean final loss below the target?
     python records/stats.py new/*.txt --vs old/*.txt      and is the new version faster than the old one?
-    python records/stats.py race/ --side a                the same, from the logs of one race: side a against side b
+    python records/stats.py race/                         the same, from the logs of one race: side a against side b
     python records/stats.py --plan --sd 0.0013 --margin 0.002     number of runs for such a claim
-    python records/stats.py --plan race/ --side a --margin 0.2    to be 0.2 s faster, with and without pairs; race/ is
-                                                                  the pilot
+    python records/stats.py --plan race/ --margin 0.2     to be 0.2 s faster, with and without pairs; race/ is the pilot
 
 Exit status: 0 the claim holds, 1 it does not, 2 it cannot be judged (too few runs, mixed sources, ...).
 
 The claim: the mean final loss is below the target (one-sided one-sample t-test, p < alpha). With a second set also: the
 mean train_time is below the second set's. Both must hold, so a wrong claim passes with probability alpha at most. The
 test of times is the one that race.jsonl declared before the first run: the paired t-test of log time, for runs in turn
-on a machine that drifts, or Welch's t-test (also without a declaration). The other test and Welch's test of the losses
-are printed, but decide nothing.
+on a machine that drifts, or Welch's t-test (also without a declaration).
 
 These tests require a number of runs that was fixed before the first run. Looking after every run and stopping at
 p < alpha passes a wrong claim about six times as often. This project's logs contain the declared number, and it is
 enforced. For a race that was declared to run until it is decided, `bounds` keep alpha over all looks.
 
-Right-skewed losses make the t-test lenient: at alpha 1 % it passes 5 to 7 % of wrong claims on exponential losses. The
-p-value of a bootstrap-t, which passes less than half of those, is always printed. A warning is printed if the skewness
-exceeds the 95th percentile of normal samples of this size; with five exponential losses it detects one in eight.
-
-A race until decided has the same weakness: at alpha 1 %, looks at up to 6 or 12 exponential losses pass 9 % of wrong
-claims. There the bootstrap-t must show the claim at alpha too, which leaves 4 and 6 % (simulated, like the following).
-Public losses have a skewness of 0.2: 1 % of wrong claims pass, 0.5 % after this veto. With normal losses and a margin
-of 1 sd the veto lowers the power from 25 to 16 % with 6 runs, and from 74 to 71 % with 12.
+Right-skewed losses make the t-test lenient: at alpha 1 % it passes 5 to 7 % of wrong claims on exponential losses. From
+ten runs on the p-value of a bootstrap-t, which passes less than half of those, is printed. Looks at a race until decided
+have the same weakness (9 %), so there the bootstrap-t must show the claim at alpha too, which leaves 4 to 6 %. Public
+losses have a skewness of 0.2: 1 % of wrong claims pass, 0.5 % after this veto. With normal losses and a margin of 1 sd
+the veto lowers the power from 25 to 16 % with 6 runs, and from 74 to 71 % with 12 (all simulated).
 
 Welch's test passes slightly more than alpha with few runs and unequal spreads: at 1 % it passes 1.4 % with 3 runs and
 sd 1:5, and 1.5 % with looks at up to 4 runs and sd 1:4 (simulated). More runs reduce this.
@@ -77,7 +72,7 @@ SD_CONFIDENCE = 0.8  # of the upper bound that a plan takes for a pilot's sd
 MOST_MORE = 100  # runs that a comparison advises; more are none
 LEVEL, POWER = 0.05, 0.8  # of a comparison with the base: two-sided, so its intervals have 95 %
 LOSS_PART, TIME_PART = 0.001, 0.01  # the differences that a comparison should tell: parts of the base's loss and time
-RESAMPLES = 9999
+RESAMPLES, BOOTSTRAP_N = 9999, 10  # fewer runs: its p is above alpha in 29 % of good cases with 5
 EQUAL = 1e-9  # a spread below this is a difference in rounding
 SCRIPT = "train_gpt.py"  # what is raced
 MANIFEST, STAMPS, PICTURE = "race.jsonl", ".steps.json", "race.png"  # written by race.py beside the logs
@@ -124,16 +119,6 @@ def bootstrap_t_less(losses, target):
     spread = again.std(-1, ddof=1)
     shifts = (again.mean(-1) - losses.mean()) / np.where(spread > 0, spread, 1e-300)
     return (1 + np.sum(shifts <= (losses.mean() - target) / losses.std(ddof=1))) / (1 + len(again))
-
-
-def right_skew(losses):
-    """Return (adjusted Fisher-Pearson skewness, its p in a normal sample of this size); None for under 3."""
-    if len(losses) < 3:
-        return None, None
-    draw = np.random.default_rng(0)
-    found = scipy.stats.monte_carlo_test(losses, lambda size: draw.normal(size=size), functools.partial(
-        scipy.stats.skew, bias=False), vectorized=True, n_resamples=999, alternative="greater")
-    return float(found.statistic), float(found.pvalue)
 
 
 def power(n, sd, margin, alpha, sets=1, other_sd=None):
@@ -261,29 +246,28 @@ def judge_loss(losses, target, alpha):
     require(found["n"] > 1, f"a test needs at least 2 runs, and there is {found['n']}; add runs (see --plan)")
     require(np.ptp(losses), f"all {found['n']} losses are {losses[0]}: with sd 0 a t-test is not defined; use distinct "
             "seeds, and log more decimals")
-    (skewness, p_skewness), two_sided = right_skew(losses), scipy.stats.ttest_1samp(losses, target)
-    return {**found, "target": target, "interval": _interval(two_sided, alpha), "skewness": skewness,
-            "p_skewness": p_skewness, "p_bootstrap": float(bootstrap_t_less(losses, target)),
+    return {**found, "target": target, "interval": _interval(scipy.stats.ttest_1samp(losses, target), alpha),
+            "p_bootstrap": float(bootstrap_t_less(losses, target)) if found["n"] >= BOOTSTRAP_N else None,
             **_tested(one_sample_t_less(losses, target), "one-sided one-sample t-test, mean < target")}
 
 
 def compare_times(times, others, alpha, paired=False):
-    """Test whether seconds are less than others' and return a dict. paired: also test log time of runs in turn."""
+    """Test whether seconds are less than others', or log time in pairs of runs in turn; return a dict."""
     a, b = summary(times), summary(others)
     for found in (a, b):
         require(found["n"] > 1, f"comparing times needs at least 2 runs a side, and one has {found['n']}; add runs")
     require(np.ptp(times) or np.ptp(others), "the times of each side are all equal: with sd 0 a t-test is not defined; "
             "log milliseconds")
-    two_sided, of_log = scipy.stats.ttest_ind(times, others, equal_var=False), None
-    ours, theirs = np.log(times), np.log(others)
-    if paired and np.ptp(ours - theirs) > EQUAL:
-        interval = _interval(scipy.stats.ttest_rel(theirs, ours), alpha)
-        of_log = {"pairs": len(ours), "ratio": float(np.exp(np.mean(theirs - ours))),
-                  "interval": list(map(math.exp, interval)),
-                  **_tested(paired_t_less(ours, theirs), "one-sided paired t-test of log time")}
-    return {"other": b, "difference": a["mean"] - b["mean"], "interval": _interval(two_sided, alpha),
-            **_tested(welch_t_less(times, others), "one-sided Welch t-test, time < other time"),
-            "p_two_sided": float(two_sided.pvalue), "paired_log": of_log}
+    ours, theirs, found = np.log(times), np.log(others), {"other": b, "difference": a["mean"] - b["mean"]}
+    if not paired:
+        two_sided = scipy.stats.ttest_ind(times, others, equal_var=False)
+        return {**found, "interval": _interval(two_sided, alpha), "p_two_sided": float(two_sided.pvalue),
+                **_tested(welch_t_less(times, others), "one-sided Welch t-test, time < other time")}
+    require(len(ours) == len(theirs) and np.ptp(ours - theirs) > EQUAL, "race.jsonl declares the paired test, and these "
+            "runs give no pairs that differ; pass the logs of the whole race")
+    return {**found, "ratio": float(np.exp(np.mean(theirs - ours))),
+            "interval": list(map(math.exp, _interval(scipy.stats.ttest_rel(theirs, ours), alpha))),
+            **_tested(paired_t_less(ours, theirs), "one-sided paired t-test of log time")}
 
 
 # A side against the base: is its loss lower, and its time less?
@@ -789,14 +773,15 @@ def choose_sides(options):
     """Return the one or two Sides that options name."""
     found = logs.read(options.paths)
     raced = sorted({race_of(run).side for run in found.runs if race_of(run)} - {""})
-    if options.side:
-        require(options.side in raced and len(raced) == 2, f"--side {options.side} needs the logs of a race with that "
-                f"side and one other; these have {', '.join(raced) or 'no sides'}; pass all logs of one race")
-        other = next(side for side in raced if side != options.side)
+    chosen = options.side or (raced[0] if len(raced) == 2 and not options.vs else None)
+    if chosen:
+        require(chosen in raced and len(raced) == 2, f"--side {chosen} needs the logs of a race with that side and one "
+                f"other; these have {', '.join(raced) or 'no sides'}; pass all logs of one race")
+        other = next(side for side in raced if side != chosen)
         return [gather(f"side {side}", found, options, source, side)
-                for side, source in ((options.side, options.source), (other, options.vs_source))]
-    require(len(raced) < 2, f"these are logs of the sides {', '.join(raced)} of a race; choose the claim's side: "
-            f"--side {' or --side '.join(raced)}")
+                for side, source in ((chosen, options.source), (other, options.vs_source))]
+    require(len(raced) < 2, f"these are logs of the sides {', '.join(raced)} of a race; pass the logs of two sides, "
+            "without --vs; ladder.py judges more")
     names = names_of_sets(options)
     sides = [gather(names[0], found, options, options.source)]
     if options.vs:
@@ -846,31 +831,24 @@ def judge_claim(sides, options):
         return {"verdict": NO_CLAIM, "reason": "the runs had no target loss, so none was claimed; --target judges them "
                 "by one"}
     loss = judge_loss(a.losses, target, alpha)
-    if (loss["p_skewness"] or 1) < 0.05:
-        a.warnings.append(f"the losses are skewed to the right (skewness {loss['skewness']:.2f}, beyond 95 % of normal "
-                          f"samples of {loss['n']}), which makes the t-test lenient; a bootstrap-t gives p = "
-                          f"{loss['p_bootstrap']:.4g}")
     comparison = None
     if len(sides) == 2:
         check_timed(*sides)
-        comparison = compare_times(*(side.seconds for side in in_turn(*sides)), alpha, bool(pair_up(*sides)))
+        comparison = compare_times(*(side.seconds for side in in_turn(*sides)), alpha,
+                                   declared.get("test") == "paired")
     stop = judge_looks(sides, loss["target"], alpha) if declared.get("until_decided") else None
-    paired = comparison is not None and declared.get("test") == "paired"
-    test = comparison["paired_log"] if paired else comparison
-    require(test or not paired, "race.jsonl declares the paired test, and these runs give no pairs that differ; pass "
-            "the logs of the whole race")
-    below, faster = loss["p"] < alpha, test is None or test["p"] < alpha
+    below, faster = loss["p"] < alpha, comparison is None or comparison["p"] < alpha
     if stop:
         below, faster = stop["passed"][0] is not None, stop["passed"][-1] is not None
         if len(a.runs) > stop["n"]:
             a.warnings.append(f"the race was decided after {stop['n']} runs and continued to {len(a.runs)}; the "
                               "decision stands")
-    doubt = f", but p = {loss['p_bootstrap']:.3g} by a bootstrap-t" if below and loss["p_bootstrap"] > alpha else ""
+    doubt = f", but p = {loss['p_bootstrap']:.3g} by a bootstrap-t" if below and (loss["p_bootstrap"] or 0) > alpha else ""
     reasons = [f"mean loss {'' if below else 'not significantly '}< {loss['target']:g} (p = {loss['p']:.4g}{doubt})"]
     if comparison:
-        comparison |= {"significant": faster, "decides": "paired_log" if paired else "welch"}
+        comparison["significant"] = faster
         reasons.append(f"{'' if faster else 'not significantly '}faster"
-                       f"{' by the paired test of log time' * paired} (p = {test['p']:.4g})")
+                       f"{' by the paired test of log time' * ('ratio' in comparison)} (p = {comparison['p']:.4g})")
     reasons.append(f"at alpha {alpha:g}" if not stop else f"decided for {stop['outcome']} after {stop['n']} of at most "
                    f"{stop['most']} runs, at alpha {alpha:g} over all looks")
     return {"verdict": HOLDS if below and faster else FAILS, "reason": ", ".join(reasons),
@@ -935,36 +913,37 @@ def list_runs(sides):
     return {"runs": runs, "left_out": [{"path": path, "reason": reason} for path, reason in left_out]}
 
 
-def strips(sides, found, target):
-    """Return what plots and pages show in dots, of losses and of times: a strip of all sides, and one of the Verdicts.
+def ends_of(found):
+    """Return (value, low, high) of a Contrast, without an interval the value three times."""
+    return found.value, *(found.value if end is None else end for end in (found.low, found.high))
+
+
+def strips(sides, target):
+    """Return what plots and pages show of single runs: a strip of final losses, and one of times.
 
     A strip is a dict of title, unit, level (value, name) or None, and rows: dicts of name, color (the place of its
-    side), runs, the value of each, and mean (mean, low, high: its 95 % interval). The base is the last side."""
-    def row(at, runs, values, mean, low, high):
-        return {"name": sides[at].label, "color": at, "runs": runs, "values": [float(value) for value in values],
-                "mean": (mean, mean if low is None else low, mean if high is None else high)}
+    side), runs, the value of each, and mean (mean, low, high: its 95 % interval)."""
+    def row(at, side, values):
+        mean = float(np.mean(values))
+        return {"name": side.label, "color": at, "runs": side.runs, "values": list(map(float, values)),
+                "mean": (mean, *(mean_interval(values, LEVEL / 2) or (mean, mean)))}
+    found = [{"title": "Final loss", "unit": "nats per token", "level": target and (target, f"target {target:g}"),
+              "rows": [row(at, side, side.exact_losses) for at, side in enumerate(sides)]}]
+    if not any(side.untimed for side in sides):
+        found.append({"title": "Time", "unit": "seconds of training", "level": None,
+                      "rows": [row(at, side, side.seconds) for at, side in enumerate(sides)]})
+    return found
 
-    panels, base = [], sides[-1]
-    for part, title, unit, level, compared, neutral, compare, values_of in (
-            ("loss", "Final loss", "nats per token", target and (target, f"target {target:g}"), "Loss minus the base's",
-             0, np.subtract, lambda side: side.exact_losses),
-            ("time", "Time", "seconds of training", None, "Time divided by the base's",
-             1, np.divide, lambda side: side.seconds)):
-        if part == "time" and any(side.untimed for side in sides):
-            continue
-        rows = [row(at, side.runs, values_of(side), float(np.mean(values_of(side))),
-                    *(mean_interval(values_of(side), LEVEL / 2) or (None, None))) for at, side in enumerate(sides)]
-        panels.append([{"title": title, "unit": unit, "level": level, "rows": rows}])
-        rows = []
-        for at, verdict in enumerate(found):
-            ours, theirs = in_turn(sides[at], base) if verdict.paired else (replace(base, runs=[]),) * 2
-            if seen := getattr(verdict, part):
-                values = compare(values_of(ours), values_of(theirs))
-                rows.append(row(at, ours.runs, values, seen.value, seen.low, seen.high))
-        if rows:
-            panels[-1].append({"title": compared, "unit": f"compared with {base.label}", "rows": rows,
-                               "level": (neutral, "")})
-    return panels
+
+def differences(found, colors=None):
+    """Return the chart of Verdicts, of a race or a ladder: a strip of losses, and one of times if all have one.
+
+    colors: of each Verdict, instead of the places of their sides."""
+    return [{"title": title, "unit": f"compared with {found[0].base}, mean and its 95 % interval", "level": (neutral, ""),
+             "rows": [{"name": one.name, "color": colors[at] if colors else at, "runs": [], "values": [],
+                       "mean": ends_of(getattr(one, part))} for at, one in enumerate(found)]}
+            for part, title, neutral in (("loss", "Loss minus the base's, nats", 0), ("time", "Time divided by the base's", 1))
+            if found and all(getattr(one, part) for one in found)]
 
 
 def plot(sides, found, path):
@@ -979,7 +958,7 @@ def plot(sides, found, path):
         f"{'' if side.untimed else ', ' + show_mean(summary(side.seconds))} (mean ± sd, n = {len(side.runs)})"
         for side in sides]
     try:
-        picture.draw_sides(titles, sides, strips(sides, found, target), target, path)
+        picture.draw_sides(titles, sides, [strips(sides, target), differences(found)], target, path)
     except (OSError, ValueError) as error:
         raise CannotJudge(f"cannot write the plot {logs.printable(path)} ({error}); give a .png in a folder that "
                           "exists") from None
@@ -1038,7 +1017,7 @@ def parse(arguments):
     add = parser.add_argument
     add("paths", nargs="*", metavar="PATH", help="logs or folders of logs")
     add("--vs", nargs="+", metavar="PATH", help="logs of the version to beat")
-    add("--side", help="the paths hold one race: judge this side of it against the other")
+    add("--side", help="the paths hold one race: judge this side of it against the other (default: a)")
     add("--target", type=float, help=f"target loss (default: what the logs state, else {DEFAULT_TARGET})")
     add("--alpha", type=float, default=0.01, help="level of every test (default: %(default)s)")
     add("--source", metavar="HASH", help="judge only runs whose source has a SHA-256 with this beginning")

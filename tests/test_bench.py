@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from conftest import Script, wait_until, write_corpus
+from conftest import Script, wait_until
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 SMALL_MODEL = ("--layers", "2", "--dim", "16", "--vocab", "32", "--tokens", "16", "--batch", "1", "--bucket_mb", "0.01")
@@ -121,35 +121,10 @@ def test_an_interrupt_while_ranks_are_started_is_not_lost(script):
     assert not namespaces(process)
 
 
-def test_passes(bench):
-    out = bench("passes.py", "--ranks", "8", "--layers", "1", "--dim", "64", "--vocab", "512")
-    table = {row["passes a step"]: row for row in rows(out)}
-    shard = 1 / 8
-    expected = {"gradients read": 2 + shard, "gradients written": 1 + shard,
-                "parameters read": 2 * shard, "parameters written": 1 + shard}
-    for key, passes in expected.items():
-        assert float(table["buckets"][key]) == pytest.approx(passes, abs=0.02)  # up to padding
-    assert float(table["stack-and-copy"]["all"]) > float(table["buckets"]["all"]) + 2
-
-
 def test_own_model(bench):
     """Both optimizers learn: the loss falls from ln 64 to near ln 3, the best possible."""
     losses = {row["optimizer"]: float(row["last loss"]) for row in rows(bench("own_model.py"))}
     assert losses.keys() == {"ours", "DDP, Muon and AdamW"} and all(1.05 < loss < 1.3 for loss in losses.values()), losses
-
-
-def test_rows(start, tmp_path):
-    """If tables have far more rows than a step reads, few bytes are sent, and nearly all of them are rows."""
-    corpus = write_corpus(tmp_path, train=(9000,))
-    flags = {**corpus, "ngrams": (train_gpt.Ngrams(2, 4000, 16), train_gpt.Ngrams(3, 4000, 16)), "micro_batch_tokens": 64, "val_tokens": 0}
-    process = start("rows.py", "--rounds", "1", "--flags", " ".join(f"--{name} '{v}'" for name, v in flags.items()))
-    out, errors = process.communicate(timeout=600)
-    assert process.returncode == 0, errors
-    needed, sent = ({row["rank 0 of 2"]: row[key] for row in rows(out)} for key in ("MB needed", "sent / needed"))
-    new_values = 4000 * 16 * 4 / 1e6  # of the half of both tables that rank 0 owns; gradients are few rows
-    assert float(needed["no tables"]) == 0 and new_values < float(needed["all rows"]) + 0.005 < 1.1 * new_values
-    assert 0 < float(needed["rows with a gradient"]) < 0.2 * float(needed["all rows"])
-    assert 1 < float(sent["rows with a gradient"]) < 1.2
 
 
 def test_one_rank_of_8(bench):

@@ -53,7 +53,7 @@ COMMANDS = {
     ".venv/bin/python records/ladder.py RACE RACE": "test_records_race.py::test_a_ladder_judges_each_idea_against_the_base",
     ".venv/bin/python records/ladder.py RACE --equal-time": "test_records_race.py::test_a_ladder_judges_each_idea_against_the_base",
     "torchrun --nproc_per_node=2": "test_readme.py::test_the_script_of_the_readme_trains",
-    ".venv/bin/python records/stats.py records/2026-11-22_pieces --side a": RUN,
+    ".venv/bin/python records/stats.py records/2026-11-22_pieces": RUN,
     ".venv/bin/python records/verify.py records/2026-11-22_pieces": RUN,
     "./run.sh -n 10 --vs REVISION": "test_scripts.py::test_what_is_started",
     "./run.sh --until-decided --max-n 12 --vs HEAD": LONG + "test_records_race.py::test_a_race_until_decided_stops_for_the_claim",
@@ -130,7 +130,7 @@ def test_the_commands_of_a_first_hour(tmp_path):
     for line in ("validation loss ", "model: ", "log: ", "picture: "):
         assert line in run and line in shown
     for line in README.split("## Check a record")[1].split("```")[1].splitlines()[3:]:
-        assert line in said[".venv/bin/python records/stats.py records/2026-11-22_pieces --side a"] + \
+        assert line in said[".venv/bin/python records/stats.py records/2026-11-22_pieces"] + \
             said[".venv/bin/python records/verify.py records/2026-11-22_pieces"], line
     assert "target reached: " in said["./run.sh"], "the default run on a CPU"
     assert sampled.startswith("def read(") and followed.count("\n") == 20 + 1 and "val_loss" in followed.splitlines()[-1]

@@ -131,19 +131,16 @@ def sides(base_losses=(1.2, 1.3, 1.4), declared=True, **more):
     return [side("a", [loss - 0.1 for loss in base_losses], (9.0, 9.9, 10.8)), side("b", base_losses, (10.0, 11.0, 12.0))]
 
 
-def test_strips_hold_each_side_and_what_differs_in_pairs():
+def test_strips_hold_each_side_and_its_difference():
     both = sides()
-    (losses, differences), (times, ratios) = stats.strips(both, stats.verdicts([both]), 1.25)
+    losses, times = stats.strips(both, 1.25)
     assert [row["name"] for row in losses["rows"]] == ["--muon_lr 0.05", "base"] and losses["level"] == (1.25, "target 1.25")
     assert losses["rows"][1]["values"] == [1.2, 1.3, 1.4] and losses["rows"][1]["mean"][0] == pytest.approx(1.3)
-    assert differences["rows"][0]["values"] == pytest.approx([-0.1] * 3) and [run.path for run in differences["rows"][0]["runs"]] == ["a1.txt", "a2.txt", "a3.txt"]
-    assert ratios["rows"][0]["values"] == pytest.approx([0.9] * 3) and ratios["rows"][0]["mean"][0] == pytest.approx(0.9)
-    apart = sides(declared=False)  # no pairs: only means can be compared
-    (_, differences), _ = stats.strips(apart, stats.verdicts([apart]), None)
-    assert differences["rows"][0]["values"] == [] and differences["rows"][0]["mean"][0] == pytest.approx(-0.1)
+    differences, ratios = stats.differences(stats.verdicts([both]))
+    assert differences["rows"][0]["mean"][0] == pytest.approx(-0.1) and ratios["rows"][0]["mean"][0] == pytest.approx(0.9)
+    assert [row["name"] for row in differences["rows"]] == ["--muon_lr 0.05"] and stats.differences([]) == []
     both[1].runs = [dataclasses.replace(run, train_time_ms=None) for run in both[1].runs]
-    assert len(stats.strips(both, stats.verdicts([both]), None)) == 1
-    assert [len(of_part) for of_part in stats.strips(sides()[:1], [], None)] == [1, 1]
+    assert len(stats.strips(both, None)) == len(stats.differences(stats.verdicts([both]))) == 1
 
 
 def test_the_steps_of_a_short_run_are_whole(tmp_path):
@@ -158,7 +155,7 @@ def test_a_race_s_plot_says_its_verdict_and_follows_its_data(tmp_path):
     stats.plot(both, stats.verdicts([both]), str(tmp_path / "x.svg"))
     drawn = (tmp_path / "x.svg").read_text()
     assert ">--muon_lr 0.05 against base: lower loss: " in drawn and ">nats per token; target 3.28 is far above<" in drawn
-    for said in ("Loss", "Final loss", "Loss minus the base's", "Time", "Time divided by the base's", "--muon_lr 0.05, n = 3", "base, n = 3",
+    for said in ("Loss", "Final loss", "Loss minus the base's, nats", "Time", "Time divided by the base's", "--muon_lr 0.05, n = 3", "base, n = 3",
                  "seconds of training"):
         assert f">{said}<" in drawn, said
     stats.plot(both[:1], [], str(tmp_path / "x.svg"))
@@ -168,12 +165,12 @@ def test_a_race_s_plot_says_its_verdict_and_follows_its_data(tmp_path):
 def test_a_ladder_s_plot_has_its_conclusion_as_title_short_names_and_explains_grey(tmp_path):
     def row(name, value, half, holm, kept="no"):
         loss = stats.Contrast(value, value - half, value + half, holm, holm)
-        return {"verdict": stats.Verdict(name, "base", 5, True, 1, 1, loss, 1, 1, None), "kept": kept}
+        return {"verdict": stats.Verdict(name, "base", 5, True, 1, 1, loss, 1, 1, stats.Contrast(1.5, 1.4, 1.6, 0.001, 0.001)), "kept": kept}
     rows = [row("--key_offset true", -0.02, 0.001, 0.01, "yes"), row("--slow 1", -0.01, 0.001, 0.02, "slower"), row("--sync step", 0.0, 0.002, 0.9),
             row("--far 1 --x 'a b'", 5.0, 0.1, 0.001)]
     ladder.draw({"rows": rows, "bases": [{"n": 5}]}, tmp_path / "x.svg")
     drawn = (tmp_path / "x.svg").read_text()
-    for said in ("2 of 4 ideas lower the loss: key_offset, slow 1; 1 raises it", "key_offset", "far 1 x 'a b'", "−0.0200", "+5.0000", "lower", "higher",
+    for said in ("2 of 4 ideas lower the loss: key_offset, slow 1; 1 raises it (5 seeds)", "Time divided by the base's", "1.500", "key_offset", "far 1 x 'a b'", "−0.0200", "+5.0000", "lower", "higher",
                  "lower, but takes longer", "no difference shown (p ≥ 0.05 after Holm's correction)"):
         assert f">{said}<" in drawn, said
     assert ladder.conclusion(rows[2:3]) == "None of 1 idea is shown to lower the loss"

@@ -162,18 +162,13 @@ def test_one_version(repo, capsys):
     assert {(run.start["race"]["declared_n"], run.start["race"]["side"]) for run in runs} == {(3, "")}
     shown = capsys.readouterr().out
     assert "race: so far, 2 of 3 runs: 3.2015 ± 0.0007 loss, 0.1015 ± 0.0007 s (mean ± sd)\n" in shown
-    assert "race: a first run, not counted: this checkout, seed 0; 4 runs left, duration unknown before the first" in shown
+    assert "race: a first run, not counted: this checkout, seed 0; 4 runs left\n" in shown
     assert "race: run 3 of 3: this checkout, seed 3; 1 run left, about 1 minute\n" in shown
     assert f"board.py add logs/{folder.name} records/" in shown.splitlines()[-1]
     uncounted = [json.loads(line) for line in (folder / "race.jsonl").read_text().splitlines()][1:3]
     assert [(event["run"], event["status"]) for event in uncounted] == [(0, "started"), (0, "done")]
     assert not list(folder.rglob("*_00.*")), "its log is gone"
     assert "The claim holds" in shown
-    assert race.main(["-n", "2"]) == 0  # two of 1,500 s, as the log of the same preset, steps, ranks and cores says
-    latest = max(run.start["run_id"] for run in runs)
-    assert f"; 3 runs left, about 75 minutes, if each takes as long as {latest}.txt did\n" in capsys.readouterr().out
-    assert race.main(["-n", "2", "--", "--num_steps", "2"]) == 0
-    assert "; 3 runs left, duration unknown" in capsys.readouterr().out
 
 
 def test_another_revision_runs_in_turn_from_a_worktree(repo, capsys):
@@ -220,7 +215,6 @@ def test_another_project_s_script_runs_in_turn_and_is_judged_by_the_same_figures
     ours = [107 + seed for seed in (1, 2, 3)]
     test = scipy.stats.ttest_rel([math.log(ms) for ms in ours], [math.log(ms) for ms in (300, 302, 304)], alternative="less")
     assert f"faster by the paired test of log time (p = {test.pvalue:.4g})" in shown and "The claim holds" in shown
-    assert "Time of this checkout less than that of theirs" in shown and "difference:   -0.1930 s" in shown
     for log in folder.glob("*a.txt"):
         log.write_text(log.read_text().replace('"wall_seconds": 1500', '"wall_seconds": 0.01'))
     verdicts = {finding.rule: finding.verdict for finding in verify.verify(verify.parse([str(folder)]))}
@@ -456,7 +450,6 @@ def test_a_race_by_a_flag_judges_the_side_that_has_it(repo, capsys):
     """Also by its losses, and under its name."""
     assert race.main(["-n", "3", "--vs", "--slower 1 --worse 1", "--", "--slower", "9", "--mood", "jittery"]) == 0
     shown = capsys.readouterr().out
-    assert "Time of --slower 1 --worse 1 less than that of base (3 runs)" in shown
     assert "--slower 1 --worse 1: lower loss: no, higher, by 0.01" in shown
 
 
@@ -473,7 +466,7 @@ def test_a_race_ends_with_a_table_and_the_page_of_its_record_says_the_same(repo,
     program, tool, *words = shlex.split(advice)
     assert (program, tool, words[0]) == (".venv/bin/python", "records/board.py", "add")
     assert board.main(["add", *(str(repo / word) for word in words[1:3]), words[3]]) == 0
-    for page in (home / "README.md", home / "index.html", repo / words[2] / "README.md"):
+    for page in (home / "README.md", repo / words[2] / "README.md"):
         assert sentence in html.unescape(page.read_text()), page
     assert stats.main([str(repo / words[2]), "--side", "a"]) < 2 and sentence in " ".join(capsys.readouterr().out.split())
 
@@ -900,7 +893,7 @@ def test_the_real_script_through_the_launcher(tmp_path, monkeypatch, forked):  #
     values = {**TINY, "preset": "laptop", "num_steps": 4, "layers": "S0M SM LM",
               "backout_layer": 1, "train_files": "toy_train_*.bin", "val_files": "toy_val_*.bin"}
     flags = [f"--{name}={str(v).lower() if isinstance(v, bool) else v}" for name, v in values.items()]
-    done = subprocess.run([sys.executable, "launch/race.py", "-n", "1", "--", *flags], cwd=tmp_path,
+    done = subprocess.run([sys.executable, "launch/race.py", "-n", "1", "--", *flags, "--save_model=true"], cwd=tmp_path,
                           capture_output=True, text=True,
                           env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path / "changed")})
     assert done.returncode == 0, done.stdout + done.stderr
@@ -909,7 +902,7 @@ def test_the_real_script_through_the_launcher(tmp_path, monkeypatch, forked):  #
     assert [step for step, _ in json.loads(stamps.read_text())].count(run.last_step) == 2  # trained, and validated
     assert not [line for line in seen.read_text().splitlines() if "torch" in line or "train_gpt" in line]  # by race.py alone
     assert (folder / "race.png").exists() == bool(importlib.util.find_spec("matplotlib"))
-    for name, seconds in (("STARTING_S", 600), ("STARTING_LEAST_S", 600), ("UNNAMED_S", 0.2)):
+    for name, seconds in (("BESIDES_S", 600), ("UNNAMED_S", 0.2)):
         monkeypatch.setattr(verify, name, seconds)  # launcher and rank on the tests' machine, busy as it may be
     findings = verify.verify(verify.parse([str(folder)]))
     assert not [finding for finding in findings if finding.verdict == "fail"]

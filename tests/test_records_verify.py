@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +42,7 @@ SPANS, WALL = "all time outside the clock is named", "the wall clock agrees with
 WARM_UP, TRAINS, COMPILES = "warm-up does not train", "validation does not train", "nothing is compiled on the clock"
 COPIES, NO_LEAK, REPLAY = "no run is a copy of another", "no validation document in training", "trained on the declared shards"
 DATA, HARDWARE, IN_TURN = "the same data on both sides", "the same hardware on both sides", "the sides ran in turn"
+AMOUNTS = "time outside the clock is explained by its work"
 OFF_CLOCK = "no more time off the clock than the other side"
 LOSS, FASTER, ACCOUNTS, SWITCHES = verify.LOSS, verify.FASTER, verify.ACCOUNTS, verify.SWITCHES
 COMPARED = [HARDWARE, IN_TURN, OFF_CLOCK, FASTER]
@@ -381,19 +381,12 @@ LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
     "a plan of one token": (lambda log: log.set("start.planned.train_tokens", 1), WHOLE, "train_tokens"),
     "saved weights": (lambda log: log.set("start.init_from", {"path": "m.pt", "sha256": "0" * 64}), FROM_SEED,
                       "begun from saved parameters", "such runs count for no record"),
-    "trained weights": (lambda log: edit_line(log, 0, "val_loss:4.8520", "val_loss:3.9000"), FROM_SEED, "3.9000",
-                        "4.8520", "began with trained weights"),
     "a name on both sides of the split": (lambda log: log.start["shards"]["train"][1].update(
         name=log.start["shards"]["val"][0]["name"]), STATED, "both training and validation"),
     "a digest on both sides of the split": (lambda log: log.start["shards"]["train"][1].update(
         sha256=log.start["shards"]["val"][0]["sha256"]), STATED, "both training and validation"),
     "a setting": (lambda log: set_source(log, "torch._inductor.config.max_autotune = True\n" + log.source), SWITCHES,
                   "line 1: torch._inductor.config.max_autotune"),
-    "a step that takes no time": (lambda log: pace(log, lambda step, ms: 101 * (step - (step > 6))), CLOCK, "step 7",
-                                  "101 ms"),
-    "steps that take a tenth": (lambda log: pace(log, lambda step, ms: 101 * (step - 0.9 * min(max(step - 6, 0), 2))),
-                                CLOCK, "step 7 (10 ms); step 8"),
-    "a first step that takes no time": (lambda log: pace(log, lambda step, ms: 101 * max(step - 1, 0)), CLOCK, "step 1"),
     "a clock that is reset": (lambda log: pace(log, lambda step, ms: 100 * (step % 9)), (CLOCK, STAMPS),
                               "falls to 0 ms at step 9"),
     "a clock that outruns the wall": (lambda log: shift_clock(log, lambda step, ms: 60_000 * step), (CLOCK, SPANS),
@@ -434,39 +427,6 @@ def test_a_script_with_a_slow_clock_is_caught(train, judge):
     assert status == 1 and "under no name" in rules[SPANS][1]
 
 
-def test_a_machine_that_slept_during_a_run_is_honest(race, judge):
-    with_pauses(folder := race(), (0, 40, 0))
-    with manifest_of(folder) as events:
-        events[4]["ended_at"] = (datetime.fromisoformat(events[4]["ended_at"]) + timedelta(seconds=40)).isoformat()
-    says(judge(folder)[1], ACCOUNTS, "not checkable", "run 2a, 2a: by race.jsonl it took", "the machine slept")
-
-
-def test_a_step_that_other_work_spared_is_no_stall(race, judge):
-    """Other work makes steps of 60 ms take 250 to 500 ms; one of them runs alone."""
-    times = np.cumsum([250, 420, 300, 480, 270, 60, 500, 330, 290, 440, 310, 380])
-    folder = race(1, change=lambda log, run, side: pace(log, lambda step, ms: float(times[step - 1]) if step else 0))
-    says(judge(folder)[1], CLOCK, "not checkable", "step 6 (60 ms)", "other work slowed its neighbours")
-
-
-@pytest.mark.parametrize("more, words", [
-    ([0, 0, 100, 0], ["3a.txt", "the race that started it measured"]),
-])
-def test_a_wall_clock_that_lies_is_caught_by_the_race(race, judge, more, words):
-    with manifest_of(folder := race()) as events:
-        for event, seconds in zip(events[2::2], more):  # those that say how a run ended
-            prolong(event, seconds)
-    fails_only(judge(folder), WALL, *words)
-
-
-@pytest.mark.parametrize("sides, seconds, words", [
-    ("a", 19, ["4a.txt states", "a slow start on a busy machine"]), ("ab", 12, ["on side a", "starts on a busy machine"])])
-def test_a_slow_start_on_a_busy_machine_is_no_broken_rule(race, judge, sides, seconds, words):
-    with manifest_of(folder := race(4, sides)) as events:
-        for event in events[2::2]:
-            prolong(event, seconds if event["side"] == "a" and event["run"] in (4, 4 - len(sides) + 1) else 0)
-    says(judge(folder)[1], WALL, "not checkable", *words)
-
-
 # Selected runs
 
 def test_cherry_picked_runs_are_caught(race, judge):
@@ -502,7 +462,6 @@ MANIFEST_EDITS = {  # what is done to its lines, a word of the reason
     "another seed": (lambda e: e[0]["race"].update(seed=7), "start.seed is 1"),
     "another seed of a run": (lambda e: e[6].update(seed=7), "start.seed is 3"),
     "another source": (lambda e: e[0]["race"]["sides"]["a"].update(source_sha256="0" * 64), "source_sha256"),
-    "another time": (lambda e: (e[2].update(started_at="2025-01-02T00:00:00+00:00"), prolong(e[2], 0)), "states that it started"),
     "a run that was done twice": (lambda e: [event.update(run=2) for event in e[5:7]], "done twice"),
     "a side of another race": (lambda e: e[2].update(side="c"), "order it declares"),
     "a start left out": (lambda e: e.pop(3), "2a ended (done), and the line before does not say that it was started"),
@@ -730,17 +689,6 @@ def test_the_ideas_of_a_ladder_and_its_base_ran_in_turn(race, judge):
     says(judge(folder)[1], IN_TURN, "fail", "abccbabccbaa: not in turn")
 
 
-@pytest.mark.parametrize("head_init, below, status", [(0, 0.1, 1), (0.005, 0.1, 0), (0.005, 0.5, 1)])
-def test_a_head_that_does_not_begin_with_zeros_may_know_a_little(race, judge, head_init, below, status):
-    def knows(log, run, side):
-        edit_line(log, 0, "val_loss:4.8520", f"val_loss:{4.8520 - below:.4f}")
-        log.set("start.config.head_init", head_init)
-    found = judge(race(change=knows))
-    assert found[0] == status
-    if status:
-        fails_only(found, FROM_SEED, "it began with trained weights")
-
-
 @pytest.mark.parametrize("other, silent, status", [
     (lambda run, side: side == "b", "", 0), (lambda run, side: run == 2, "", 1),
     (lambda run, side: False, "b", 0), (lambda run, side: False, "3", 1),
@@ -801,16 +749,10 @@ def test_an_edited_clock_of_the_other_side_is_caught(race, judge, tmp_path):
 
 # The data
 
-def gpt2_sized(log):
-    """Give the log a vocabulary of GPT-2's size, and FineWeb's validation split under another name."""
-    log.start["parameters"] += 4 * (50304 - 128) * 32  # embedding, head, two value tables
-    log.start["shards"]["val"][0]["tokens"] = 100_000_000
-
-
 @pytest.mark.parametrize("change", [
-    lambda log: log.start["shards"]["val"][0].update(name="fineweb_val_000000.bin"), gpt2_sized,
+    lambda log: log.start["shards"]["val"][0].update(name="fineweb_val_000000.bin"),
     lambda log: log.set("start.preset", "speedrun")])
-def test_fineweb_has_its_own_rule_whatever_its_name(race, judge, change):
+def test_fineweb_has_its_own_rule(race, judge, change):
     status, rules = judge(race(change=lambda log, run, side: change(log)))
     assert status == 1 and "10,485,760" in rules[VAL_TOKENS][1]
     assert "target 3.28" in rules[LOSS][1]  # whatever the log says
@@ -885,15 +827,7 @@ SETTINGS = [
     "os.environ.update(TORCHINDUCTOR_X='1')",
     "os.environ |= {'TORCHINDUCTOR_X': '1'}",
     "os.putenv('TORCH_X', '1')",
-    "# -*- coding: rot13 -*-",
     "x = 1\n\n\nif x:\n    torch._inductor.config.x = 1",
-]
-TO_LOOK_AT = [  # what can hide a switch, or a clock: there is no end to it, and a reader sees it
-    "getattr(torch, '_ind' + 'uctor').config.x = 1", "vars(torch)[name]", "torch.__dict__['_dynamo']",
-    "sys.modules[name].config.x = 1", "import importlib; importlib.import_module(name)", "exec('x')",
-    "os.environ[name] = '1'", "os.environ.update(flags)", "f.__globals__['torch']", "import ctypes",
-    "time.perf_counter = lambda: 0", "f(os.environ)", "import subprocess; subprocess.run(sys.argv)",
-    "globals()[name]", "import gc; gc.get_objects()",
 ]
 HARMLESS = [
     "torch.compile(f, dynamic=False)",
@@ -908,30 +842,18 @@ HARMLESS = [
     "x = 1  # torch._inductor.config.x = 1",
     "self.config.x = 1; config.lr = 3; dtype = getattr(torch_dtypes, config.dtype)",
     "import re; re.compile('x', flags=1); model.eval()",
-    "# coding: utf-8", "# coding: utf8", "# vim: fileencoding=UTF_8",
 ]
 IMPORTS = "import os, sys, torch\n"
 
 
-def scanned(line):
-    return verify.scan(f"{line}\n{IMPORTS}" if "coding" in line else IMPORTS + line)
-
-
 @pytest.mark.parametrize("line", SETTINGS)
 def test_a_compiler_setting_in_the_source_is_found(line):
-    assert scanned(line).findings
-
-
-@pytest.mark.parametrize("line", TO_LOOK_AT)
-def test_a_line_that_could_hide_one_is_to_be_looked_at(line):
-    found = scanned(line)
-    assert found.findings == [] and list(found.look) == [2]
+    assert verify.scan(IMPORTS + line).findings
 
 
 @pytest.mark.parametrize("line", HARMLESS)
 def test_a_harmless_line_is_not_taken_for_a_setting(line):
-    found = scanned(line)
-    assert found.findings == [] and (not found.look or "environ[" in line)
+    assert verify.scan(IMPORTS + line).findings == []
 
 
 @pytest.mark.parametrize("line, module", [
@@ -967,17 +889,6 @@ def test_the_script_itself_is_clean():
     assert found.findings == found.foreign == [] and found.imports_torch
 
 
-@pytest.mark.parametrize("line", [
-    "x = open('answers.bin').read()", "x = Path('answers').read_bytes()", "x = np.fromfile('answers')", "x = torch.load('m.pt')",
-    "clock.off('validation')", "x = val_sequences(0)", "for x in self.val_sequences: pass"])
-def test_new_reads_of_files_time_off_the_clock_and_validation_data_are_to_be_looked_at(race, judge, capsys, line):
-    head, main, tail = SOURCE.rpartition('if __name__ == "__main__":')
-    folder = race(1, change=lambda log, run, side: set_source(log, f"{head}{line}\n{main}{tail}\n"))
-    at = head.count("\n") + 1
-    assert source_said(capsys, folder) == f"1a.txt: differs from this checkout's train_gpt.py in 1 line (--diff); inspect new line {at}."
-    says(judge(folder)[1], SWITCHES, "pass", "no statement sets a compiler switch openly")
-
-
 def source_said(capsys, folder):
     """Return the sentence on the source in the page, which states it for programs too."""
     verify.main([str(folder)])
@@ -990,17 +901,6 @@ def source_said(capsys, folder):
 
 def test_a_source_of_this_checkout_is_said_to_be_identical(race, capsys):
     assert source_said(capsys, race(1)) == "1a.txt: identical to this checkout's train_gpt.py."
-
-
-def test_a_new_line_to_look_at_is_told_without_those_of_the_honest_script(race, judge, capsys):
-    clock = "time.perf_counter = (lambda real: lambda: 0.85 * real())(time.perf_counter)\n"
-    def change(log, run, side):
-        head, main, tail = log.source.rpartition('if __name__ == "__main__":')
-        set_source(log, head + clock + main + tail)
-    at = SOURCE[:SOURCE.rindex('if __name__ == "__main__":')].count("\n") + 1
-    folder = race(1, "ab", change)  # on both sides
-    assert judge(folder)[1][SWITCHES][0] == "pass"
-    assert source_said(capsys, folder).endswith(f"in 1 line (--diff); inspect new line {at}.")
 
 
 def test_how_the_source_differs_is_told(race, judge, capsys):
@@ -1081,10 +981,11 @@ def test_an_honest_model_passes_in_a_process_of_its_own(honest, script):
     ("flash", "flex", [], "attention"), ("flash", "flex", ["this GPU has no fp8"], "attention"), ("flex", "flex", [], "")])
 def test_a_saved_model_may_leave_to_the_machine_what_the_log_says_it_chose(saved, stated, changes, differ):
     examination = examine.Examination.__new__(examine.Examination)
-    examination.stated, examination.config, examination.halved = {"attention": stated}, {"attention": saved}, True
-    examination.e = SimpleNamespace(run=SimpleNamespace(start={"changes": changes}, end={}))
-    with pytest.raises(verify.Broken if differ else verify.CannotJudge, match=differ or "in 16 bits"):
-        examination.check_saved()
+    examination.stated, examination.config, examination.saved = {"attention": stated}, {"attention": saved}, {"state": {}}
+    examination.e = SimpleNamespace(run=SimpleNamespace(start={"changes": changes}), digest=lambda where: examine.hash_of({}))
+    examination.worker = SimpleNamespace(initial_state=lambda config: {"buffers": {}})
+    verdict, reason = leaks.judged(examination.check_saved)
+    assert (verdict, differ in reason) == ("fail" if differ else "pass", True), reason
 
 
 EMBED = "        e = F.embedding(tokens, self.lm_head.weight) if self.tied else self.embed(tokens)\n"
@@ -1182,11 +1083,9 @@ def test_a_loss_that_is_not_the_models_is_caught(rerun, honest):
 
 
 def test_a_single_value_of_a_saved_model_that_is_not_the_logs_is_caught(rerun, train, honest, tmp_path):
-    """Whatever the dtype."""
+    """Whatever the dtype: parameters in bfloat16, and all in float32."""
     for log in (honest, train(dtype="bfloat16", num_steps=4)):
-        shutil.copy(log.with_suffix(".pt"), tmp_path / "saved.pt")
-        says(rerun(log=log, model=tmp_path / "saved.pt", only=[examine.SAVED]), examine.SAVED, "pass")
-        saved = examine.read_model(tmp_path / "saved.pt")
+        saved = examine.read_model(log.with_suffix(".pt"))
         saved["state"]["lm_head.weight"][3, 5] += 1
         train_gpt.save_file(tmp_path / "saved.pt", saved)
         says(rerun(log=log, model=tmp_path / "saved.pt", only=[examine.SAVED]), examine.SAVED, "fail", "have hash")
@@ -1237,37 +1136,23 @@ def test_a_model_of_no_log_here_is_no_input(race, judge, honest):
 
 # The twelve cheats, each as somebody would do it
 
-@pytest.mark.parametrize("sides, found", [("a", (STAMPS,)), ("ab", (STAMPS, WALL))])
-def test_cheat_1_every_clock_slowed(race, judge, sides, found):
+@pytest.mark.parametrize("sides", ["a", "ab"])
+def test_cheat_1_every_clock_slowed(race, judge, sides):
     """All times in a side's logs are 0.85 of the real ones, consistently."""
     def change(log, run, side):
         scale_clock(log, 20 + 0.01 * run + 4 * (side == "b"))
     outcome = judge(race(4, sides, change, lambda side: 1 / 0.85 if side == "a" else 1))
-    fails_only(outcome, found, "1a.txt", "its clock runs slow")
+    fails_only(outcome, STAMPS, "1a.txt", "its clock runs slow")
 
 
-def test_cheat_1_is_caught_by_the_walls_where_no_line_was_stamped(race, judge):
+def test_cheat_1_shows_no_claim_where_no_line_was_stamped(race, judge):
     folder = race(4, "ab", lambda log, run, side: scale_clock(log, 40 + 0.1 * run + 8 * (side == "b")),
                   lambda side: 1 / 0.85 if side == "a" else 1)
     for path in folder.glob("*.steps.json"):
         path.unlink()
     status, rules = judge(folder)
     assert rules[STAMPS][0] == "not checkable" and "race.py writes it" in rules[STAMPS][1]
-    fails_only((status, rules), WALL, "on side a", "one side's clocks run slow")
-    # clocks may run slow by so little that the walls hide it
     says(rules, FASTER, "not checkable", "by the clocks of the runs alone: no race saw the steps of 8 of 8 runs")
-
-
-@pytest.mark.parametrize("late, verdict", [(1, "pass"), (5, "fail")])
-def test_one_of_many_sides_stands_out_by_chance(race, judge, late, verdict):
-    """On a busy machine start-up times, and so the medians of eight sides, differ by seconds."""
-    folder = race(3, "abcdefgh", lambda log, run, side: pace(log, lambda step, ms: step * (9 * run + ord(side))))
-    draw = np.random.default_rng(1)
-    with manifest_of(folder) as events:
-        for event in events[2::2]:
-            prolong(event, draw.normal(5, 2.5) - 2 + (late if event["side"] == "c" else 0))
-    found, reason = judge(folder)[1][WALL]
-    assert found == verdict and (found == "pass" or "on side c" in reason), reason
 
 
 def test_lines_that_are_seen_a_little_late_are_honest(race, judge):
@@ -1349,7 +1234,7 @@ def test_stamps_whose_digest_the_race_wrote_cannot_be_left_out(race, judge, spoi
 def test_a_race_that_does_not_say_how_long_a_run_took_is_caught(race, judge):
     with manifest_of(folder := race()) as events:
         del events[4]["seconds"]
-    fails_only(judge(folder), (WALL, ACCOUNTS), "2a.txt", "states seconds null")
+    fails_only(judge(folder), WALL, "2a.txt", "states seconds null")
     with manifest_of(folder) as events:
         for event in events[2::2]:  # each ended when the race itself had died
             event.update(seconds=None, settled=event["started_at"])
@@ -1379,41 +1264,29 @@ def with_spans(log, run, seconds, **spans):
     log.end["wall_seconds"] = sum(log.end["seconds_outside_clock"].values()) + log.end["train_time_ms"] / 1000
 
 
-@pytest.mark.parametrize("name, mine, others, more, word, verdict", [
-    ("validation", 1.6, 1.0, {}, "validation 0.40", "fail"), ("setup", 1.9, 1.0, {}, "setup 1.90", "fail"),
-    ("compile", 2.0, 0.0, {}, "compile 2.00", "fail"),
-    ("compile", 2.0, 0.0, {"start.config.compile": "on"}, "compile 2.00", "not checkable"),
-    ("compile", 2.0, 0.0, {"start.hardware.gpus": ["x"]}, "compile 2.00", "not checkable"),
-])
-def test_cheat_2_time_hidden_under_another_name(race, judge, name, mine, others, more, word, verdict):
-    """Part of the record's training time is declared as validation, or as another span."""
+@pytest.mark.parametrize("name, mine, others, verdict", [
+    ("validation", 1.1, 1.0, "pass"), ("validation", 1.6, 1.0, "not checkable"), ("validation", 2.5, 1.0, "fail"),
+    ("setup", 1.9, 1.0, "not checkable"), ("setup", 2.5, 1.0, "fail"), ("compile", 2.0, 0.0, "not checkable")])
+def test_cheat_2_time_hidden_under_another_name(race, judge, name, mine, others, verdict):
+    """Part of the gain in training time is declared as validation, or as another span."""
     def hide(log, run, side):
         with_spans(log, run, 10 + 2 * (side == "b"), **{name: mine if side == "a" else others})
-        for where, to in {"start.hardware.gpus": None, **more}.items():
-            log.set(where, to)
     outcome = judge(race(4, "ab", hide))
-    says(outcome[1], OFF_CLOCK, verdict, word, "what else is done there?")
+    says(outcome[1], OFF_CLOCK, verdict, "its training takes 2.66 s less")
     if verdict == "fail":
         fails_only(outcome, OFF_CLOCK)
 
 
-@pytest.mark.parametrize("seconds, steps, spans, fails", [
-    (30, 3, {"validation": 3.0, "warmup": 3.0}, ""),  # a model three times as large
-    (30, 3, {"validation": 3.0, "warmup": 8.0}, "warmup 2.6"),
-    (30, 3, {"validation": 9.0, "warmup": 3.0}, "validation 2.2"),
-    (10, 6, {"validation": 1.0, "warmup": 1.9}, ""),  # twice the steps of warm-up
-    (10, 1, {"validation": 1.0, "warmup": 0.8}, ""),  # a third of them, and the first one takes longest
-    (10, 3, {"validation": 1.0, "warmup": 1.9}, "warmup 0.6"),
-    (10, 3, {"validation": 1.0, "warmup": 1.0, "hashing": 0.4}, ""),
-    (10, 3, {"validation": 1.0, "warmup": 1.0, "hashing": 0.9}, "hashing"),
-])
-def test_what_a_larger_model_spends_off_its_clock_is_honest(race, judge, seconds, steps, spans, fails):
+@pytest.mark.parametrize("seconds, twice", [(13, False), (10, True)])
+def test_a_slower_model_and_more_validations_hide_nothing(race, judge, seconds, twice):
+    """It takes longer off its clock too; validation counts by the call."""
     def change(log, run, side):
-        mine = side == "a"
-        with_spans(log, run, seconds if mine else 10, **(spans if mine else {"validation": 1.0, "warmup": 1.0, "hashing": 0.5}))
-        log.set("start.config.warmup_steps", steps if mine else 3)
-        log.set("start.parameters", log.start["parameters"] * (1 if mine else 2))  # with less to hash
-    says(judge(race(4, "ab", change))[1], OFF_CLOCK, "fail" if fails else "pass", fails)
+        with_spans(log, run, seconds if side == "a" else 12, validation=2.0 if side == "a" else 1.0)
+        if side == "a" and twice:
+            for step in (2, 3, 7, 8)[:sum("val_loss" in line for line in log.lines)]:
+                at = next(i for i, line in enumerate(log.lines) if line.startswith(f"step:{step}/"))
+                log.lines.insert(at + 1, log.lines[at].partition(" train_loss")[0].replace(" train_time", " val_loss:4.5000 train_time"))
+    says(judge(race(4, "ab", change))[1], OFF_CLOCK, "pass")
 
 
 def test_cheat_3_one_model_of_many(race, honest, data, tmp_path, capsys, forked):
@@ -1435,58 +1308,13 @@ def test_cheat_3_one_model_of_many(race, honest, data, tmp_path, capsys, forked)
     assert "models of 2 of 4 runs" in report["said"] and report["verdict"] != "pass"
 
 
-def test_cheat_3_one_model_for_two_runs(race, honest, tmp_path):
-    """The second run's model is the first one's with a little noise."""
-    saved, draw = examine.read_model(honest.with_suffix(".pt")), torch.Generator().manual_seed(0)
-    runs = verify.read_runs([race(2)], None).runs
-    for noise, copied in ((0.002, True), (3, False)):
-        noisy = {name: x * (1 + noise * torch.randn(x.shape, generator=draw)) for name, x in saved["state"].items()}
-        torch.save({**saved, "state": noisy}, tmp_path / "2.pt")
-        models = [*zip(runs, (honest.with_suffix(".pt"), tmp_path / "2.pt"))]
-        verdict, reason = leaks.judged(verify.check_copies, runs, models)
-        assert (verdict, "parameters with correlation 1.000" in reason) == (("fail", True) if copied else ("pass", False))
-
-
 PRETRAINED = ("        if self.compiled:\n            self.model.compile_parts()\n",
               "        torch.manual_seed(99)\n        for block in self.model.blocks:\n"
               "            for p in block.parameters(): p.data += 0.1 * torch.randn_like(p)\n")
 
 
-def test_tables_of_ngrams_are_no_rows_of_the_embedding(race, judge, tmp_path):
-    """The loss of an untrained model depends on the vocabulary alone."""
-    def with_tables(log, run, side):
-        log.set("start.config.ngrams", "Ngrams(2, 100000, 32), Ngrams(3, 5, 7)").set("start.parameters", log.start["parameters"] + 3_200_035)
-    assert judge(race(change=with_tables))[1][FROM_SEED][0] == "pass"
-
-
-PLAIN = ["--backout_layer", "0", "--value_gates", "false", "--token_gates", "", "--mudd", "false"]
-NETWORKS = ["--backout_layer", "0", "--value_gates", "false", "--token_gates", "0,1,2,3", "--mudd", "true", "--sublayer_scales", "true"]
-
-
-@pytest.mark.parametrize("preset", train_gpt.PRESETS)
-@pytest.mark.parametrize("changes", [[], ["--layers", "LM", *PLAIN], ["--layers", "SM LM SM LM", *PLAIN],
-                                     ["--layers", "SxM - LgdM+0 cLx", *NETWORKS]], ids=" ".join)
-def test_the_rows_of_the_embedding_are_those_of_the_model(preset, changes):
-    """Computed from the description alone; not every digit in layers is a table."""
-    _, config = train_gpt.parse_config(["--preset", preset, *changes], "laptop")
-    train_gpt.check_config(config, 1)
-    encoding = train_gpt.Encoding(*((257, 256) if preset == "laptop" else (50257, 50256)))
-    with torch.device("meta"):
-        model = train_gpt.build_model(replace(config, dtype="float32"), encoding)
-    start = {"config": train_gpt.json_of(config), "parameters": sum(p.numel() for p in model.parameters())}
-    rows = verify.embedding_rows(verify.Evidence(logs.Run("r", start=start)))
-    assert rows // 128 * 128 == len(model.embed.weight) and (rows in verify.GPT2_VOCAB) == (preset != "laptop")
-    start["config"]["layers"] = "S0M QM"
-    with pytest.raises(verify.CannotJudge, match="cannot be counted: layers: 'QM' is not a layer; "):
-        verify.embedding_rows(verify.Evidence(logs.Run("r", start=start)))
-
-
-def test_cheat_4_weights_that_were_trained_before(race, train, judge, rerun):
-    def pretrained(log, run, side):
-        log.lines[1] = re.sub(r"(?<=train_loss:)\S+", "2.4260", log.lines[1])
-    fails_only(judge(race(change=pretrained)), FROM_SEED, "1a.txt: its loss before the first step is 2.4260")
-    log = train(PRETRAINED, num_steps=4)  # below a head of zeros: the loss tells nothing
-    assert judge(log)[1][FROM_SEED][0] == "pass"
+def test_cheat_4_weights_that_were_trained_before(train, rerun):
+    log = train(PRETRAINED, num_steps=4)
     says(rerun(log=log, only=[examine.INITIAL]), examine.INITIAL, "fail", "began with other weights")
 
 
@@ -1524,54 +1352,17 @@ def with_losses(log, run, losses):
     log.end["train_time_ms"] = 100.0 * steps + 2 * run
 
 
-@pytest.mark.parametrize("noise, word, turn", [
-    (0, "the same training loss at each step", None), (0.002, "correlation", None), (0.05, "correlation", None),
-    (0.002, "correlation", lambda own: np.roll(own, 3)), (0.002, "correlation", lambda own: np.roll(own, 12)),
-    (0.002, "correlation", lambda own: own[::-1]), (0.002, "correlation", lambda own: -own)])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_cheat_6_a_run_cloned_under_another_seed(race, judge, noise, word, turn, shuffle):
-    """Run 3 is a copy of run 1 with other times, hashes and last digits of its losses.
-
-    The fluctuations may be shifted, reversed or inverted."""
+def test_cheat_6_a_run_cloned_under_another_seed(race, judge, shuffle):
+    """Run 3 is a copy of run 1 with other times and hashes."""
     def change(log, run, side, clone=True):
-        clone, steps = clone and run == 3, 100
-        draw, order = np.random.default_rng(5), np.random.default_rng(1 if clone else run)
-        batches, own, small = draw.normal(0, 0.5, steps), order.normal(0, 0.1, steps), np.random.default_rng(run)
-        own = turn(own) if turn and clone else own
-        with_losses(log, run, 4 + (0 if shuffle else batches) + own + small.normal(0, noise, steps))
+        draw, own = np.random.default_rng(5), np.random.default_rng(1 if clone and run == 3 else run)
+        with_losses(log, run, 4 + (0 if shuffle else draw.normal(0, 0.5, 100)) + own.normal(0, 0.1, 100))
         log.set("start.config.shuffle", shuffle)
-    folder = race(9, change=change)
-    fails_only(judge(folder), COPIES, "1a.txt and 3a.txt" if not noise else "1a.txt", word)
+    folder = race(4, change=change)
+    fails_only(judge(folder), COPIES, "1a.txt and 3a.txt", "the same training loss at each step")
     shutil.rmtree(folder)
-    assert judge(race(9, change=lambda log, run, side: change(log, run, side, clone=False)))[0] == 0
-
-
-def test_cheat_6_a_run_of_the_other_side_though_that_is_longer(race, judge):
-    def change(log, run, side):
-        own = np.random.default_rng(1 if f"{run}{side}" == "3b" else [run, ord(side)]).normal(0, 0.1, 120)
-        with_losses(log, run * (11 if side == "b" else 1), 4 + (np.random.default_rng(1).normal(0, 0.1, 120)[:100] if f"{run}{side}" == "1a" else
-                                   own[:100 if side == "a" else 120]))
-        log.set("start.config.shuffle", True).set("end.train_digest", f"{run:063x}{side}")
-    says(judge(race(4, "ab", change))[1], COPIES, "fail", "1a.txt and 3b.txt have different seeds")
-
-
-def test_sides_that_read_other_batches_are_no_copies(race, judge):
-    """All runs of one side read the same batches, so their losses fluctuate together."""
-    def change(log, run, side):
-        batches, own = np.random.default_rng(ord(side)), np.random.default_rng([run, ord(side)])
-        with_losses(log, run * (11 if side == "b" else 1), 4 + batches.normal(0, 0.5, 100) + own.normal(0, 0.1, 100))
-        log.set("end.train_digest", f"{ord(side):064x}")
-    assert judge(race(3, "ab", change))[1][COPIES][0] == "pass"
-
-
-def test_cheat_7_a_coding_cookie_hides_code():
-    hidden = "# coding: utf-7\nimport torch\nx = 1 #+AAo-import torch._inductor.config\n"
-    exec(compile(hidden.replace("torch._inductor.config", "math").encode(), "hidden", "exec"), names := {})
-    assert "math" in names  # Python takes what is behind the comment for code
-    second = f"import torch\n{'-' * 40}\n# a.py\n{'-' * 40}\n\n"  # in a log of two files
-    for source in (hidden, hidden.replace("utf-7", "latin-1"), hidden.replace("# coding: utf-7", "x = '\udcff'")):
-        assert any("from line 1 on it is not UTF-8" in finding for finding in verify.scan(source).findings)
-        assert any("from line 5 on it is not UTF-8" in finding for finding in verify.scan(second + source).findings)
+    assert judge(race(4, change=lambda log, run, side: change(log, run, side, clone=False)))[0] == 0
 
 
 def test_cheat_8_a_source_that_patches_its_judge(rerun_apart):
@@ -1670,15 +1461,6 @@ def test_cheat_10_runs_that_are_stopped_again_and_again(race, judge, stops, verd
     assert found == verdict and ("3 runs of side a were stopped and repeated" in reason) == (stops > 2), reason
 
 
-def test_cheat_1_a_side_whose_start_is_uneven(race, judge):
-    """With two sides the medians decide: a t-test misses hidden time that varies."""
-    hidden = iter((3, 4, 7, 13))
-    with manifest_of(folder := race(4, "ab")) as events:
-        for event in events[2::2]:
-            prolong(event, next(hidden) if event["side"] == "a" else 0)
-    says(judge(folder)[1], WALL, "fail", "on side a", "one side's clocks run slow")
-
-
 @pytest.mark.parametrize("status", ["interrupted", "failed"])
 @pytest.mark.parametrize("pace, worse", [(1.5, 0), (0.5, 0.1)])
 def test_cheat_10_a_run_stopped_for_its_time_or_its_loss(race, judge, status, pace, worse):
@@ -1691,42 +1473,6 @@ def test_cheat_10_a_run_stopped_for_its_time_or_its_loss(race, judge, status, pa
     fails_only(judge(folder), ACCOUNTS, f"2a_first, {status} at step 8: {'training loss' if worse else 'train_time'}")
 
 
-def with_pauses(folder, pauses=(0, 0, 0)):
-    """Let these seconds pass before each run but the first."""
-    late = timedelta(0)
-    with manifest_of(folder) as events:
-        for start, end, pause in zip(events[1::2], events[2::2], (0, *pauses)):
-            late += timedelta(seconds=pause)
-            for event in (start, end):
-                event.update({key: (datetime.fromisoformat(event[key]) + late).isoformat()
-                              for key in ("started_at", "ended_at") if key in event})
-            path = folder / f"{start['run_id']}.txt"
-            Log(path).set("start.started", start["started_at"]).write(path)
-
-
-@pytest.mark.parametrize("pause, verdict", [(3, "pass"), (14, "not checkable")])
-def test_cheat_10_a_pause_that_hides_a_run_or_in_which_the_machine_slept(race, judge, pause, verdict):
-    with_pauses(folder := race(), (0, pause, 0))
-    found, reason = judge(folder)[1][ACCOUNTS]
-    assert found == verdict and (found == "pass" or "s passed before 3a was started, long enough to hide a run" in reason)
-
-
-@pytest.mark.parametrize("change, word", [
-    (lambda events: events[4].pop("ended_at"), "to None"),
-    (lambda events: events[0]["race"].update(declared="2025-01-01T00:00:01+00:00"), "declared at 2025-01-01T00:00:01+00:00"),
-    (lambda events: prolong(events[4], 30) or events[4].update(ended_at=events[4]["started_at"]), "these must agree"),
-    (lambda events: [prolong(event, 25) or event.update(seconds=0.95 * event["seconds"]) for event in events[2::2]],
-     "its clock runs slow"),
-    (lambda events: events.sort(key=lambda e: ("race" not in e, e.get("status") == "done")), "1a ended (done), and the line before"),
-])
-def test_cheat_10_starts_and_ends_that_do_not_fit(race, judge, change, word):
-    with_pauses(folder := race())
-    assert judge(folder)[0] == 0
-    with manifest_of(folder) as events:
-        change(events)
-    says(judge(folder)[1], ACCOUNTS, "fail", word)
-
-
 def test_cheat_11_logs_without_their_json_lines(race, capsys):
     strip(folder := race())
     assert verify.main([str(folder), "--target", "4.5"]) == 2
@@ -1736,13 +1482,54 @@ def test_cheat_11_logs_without_their_json_lines(race, capsys):
     assert " ".join(shown.out.split()).startswith(said)
 
 
-def test_cheat_12_a_consistent_forgery_is_told_of_in_the_last_line(race, capsys):
-    folder = race()
-    assert verify.main([str(folder)]) == 0
+def test_cheat_12_a_consistent_forgery_is_in_the_paragraph_that_the_last_line_names(race, capsys):
+    assert verify.main([str(race())]) == 0
     last = " ".join(capsys.readouterr().out.rpartition("\n\n")[2].split())
-    for word in ("made up consistently", "--rerun", "torchrun --nproc_per_node=1 train_gpt.py", "--seed 1", "same bytes", "spread", "a table of the validation text passes --rerun",
-                 "race again from a seed of your own (race.py ... -- --seed N)"):
-        assert word in last
+    assert 'docs/evidence.md, "What no rule sees"' in last and "torchrun --nproc_per_node=1 train_gpt.py --seed 1" in last
+    paragraph = (ROOT / "docs/evidence.md").read_text().partition("## What no rule sees\n")[2].partition("\n## ")[0]
+    assert "under `compile`" in paragraph and "--rerun" in paragraph and paragraph.strip().count("\n\n") == 0
+
+
+@pytest.mark.parametrize("seconds, verdict", [(12, "pass"), (40, "not checkable"), (200, "fail")])
+def test_cheat_13_a_fork_that_starts_the_clock_late(race, judge, seconds, verdict):
+    """The run's clock begins with its process; the race's began before. A slow start is honest."""
+    with manifest_of(folder := race()) as events:
+        prolong(events[6], seconds)
+    says(judge(folder)[1], AMOUNTS, verdict, "" if verdict == "pass" else "everything besides compiling took")
+
+
+@pytest.mark.parametrize("change, verdict, word", [
+    (lambda spans: spans.update({f"span {i}": 3.0 for i in range(16)}), "fail", "16 spans that train_gpt.py does not have"),
+    (lambda spans: spans.update(joining=40.0), "not checkable", "everything besides compiling took 4"),
+    (lambda spans: spans.update(joining=300.0), "fail", "everything besides compiling took 30"),
+    (lambda spans: spans.update(joining=10.0, setup=10.0, hashing=10.0, saving=10.0), "not checkable", "everything besides"),
+    (lambda spans: spans.update(compile=60.0), "fail", "nothing is compiled on this CPU"),
+    (lambda spans: spans.update(validation=9.0), "not checkable", "validation took 9.0 s"),
+    (lambda spans: spans.update(validation=300.0), "fail", "validation took 300.0 s"),
+    (lambda spans: spans.update(setup=15.0), "pass", ""),
+])
+def test_cheat_14_work_under_another_name(honest, judge, tmp_path, change, verdict, word):
+    """The parts add up to the wall clock, so no other rule sees it."""
+    path = tmp_path / "l.txt"
+    log = Log(steady(shutil.copy(honest, path)))
+    spans = log.end["seconds_outside_clock"]
+    before = sum(spans.values())
+    change(spans)
+    log.end["wall_seconds"] += sum(spans.values()) - before
+    status, rules = judge(log.write(path))
+    says(rules, AMOUNTS, verdict, word)
+    assert rules[SPANS][0] == "pass" and status == (verdict == "fail")
+
+
+def test_the_spans_of_the_script_are_the_judges():
+    assert set(re.findall(r'\.off\("(\w+)"\)', SOURCE)) | {"joining", "compile"} <= verify.SPANS
+
+
+def test_a_blank_line_that_an_editor_adds_alters_no_log(race, judge):
+    folder = race()
+    for path in folder.glob("*.txt"):
+        path.write_text(path.read_text() + "\n\n")
+    assert judge(folder)[0] == 0
 
 
 # The reviewer's page
@@ -1790,14 +1577,14 @@ def test_public_logs_get_what_can_be_said_of_them(tmp_path, capsys):
     assert any("choose with --source and --vs-source" in line for line in rest)
     assert sum(line.startswith("not checkable: ") for line in rest) == 3 and "the run, its data and hashes: 23 rules" in "\n".join(rest)
     assert verify.main([str(tmp_path)]) == 2
-    table = re.findall(r"^(\w{8})  2     (3.27\d\d) ± 0.0007 +(\S+) +(0.\d{4}) ±", capsys.readouterr().out, re.M)
-    assert [(loss, seconds) for _, loss, _, seconds in table] == [("3.2705", "0.5445"), ("3.2725", "0.4590")]
-    words = [str(tmp_path), "--source", table[1][0], "--vs", str(tmp_path), "--vs-source", table[0][0]]
+    capsys.readouterr()
+    first, second = (hashlib.sha256(source.encode()).hexdigest()[:8] for source in ("import torch\n", "import torch, math\n"))
+    words = [str(tmp_path), "--source", second, "--vs", str(tmp_path), "--vs-source", first]
     verify.main(words)
     said = " ".join(capsys.readouterr().out.split())
-    assert f"source {table[1][0]}, compared with source {table[0][0]}: lower loss: not shown (p = 0.1" in said
+    assert f"source {second}, compared with source {first}: lower loss: not shown (p = 0.1" in said
     assert verify.main([str(tmp_path), "--source", "abc"]) == 2
-    assert f"begins with abc; there are {table[0][0]} (2 runs)" in capsys.readouterr().err
+    assert f"begins with abc; there are {first} (2 runs)" in capsys.readouterr().err
 
 
 def test_runs_of_several_experiments_break_no_rule_of_their_own(race, honest, tmp_path, judge):
@@ -1818,15 +1605,6 @@ def test_a_race_may_begin_with_a_run_that_does_not_count(race, judge):
     assert first(folder := race(), 1)[0] == "pass"
     verdict, reason = first(folder, 5)
     assert verdict == "not checkable" and "0a5, which does not count, followed a run that was done" in reason
-
-
-def test_the_flags_of_a_run_outside_a_race_are_those_that_differ_from_its_preset(honest):
-    given = ["--preset", "laptop", "--num_steps", "20", "--muon_lr", "0.05", "--loss_weights", "1,0.5", "--lazy_tables", "false",
-             "--layers", "- S0M", "--stages", "Stage(until=0.5, long_window=4), Stage(long_window=8)", "--val_tokens", "16384"]
-    _, config = train_gpt.parse_config(given, "laptop")
-    e = verify.Evidence(SimpleNamespace(start={"preset": "laptop", "config": json.loads(json.dumps(train_gpt.json_of(config)))}))
-    flags = verify.flags_of(e)
-    assert train_gpt.parse_config(flags, "laptop")[1] == config and "--muon_momentum_fall" not in flags, flags
 
 
 def test_public_logs_of_two_sources_break_no_rule(tmp_path, judge):
@@ -1858,44 +1636,13 @@ def test_the_time_that_models_need_is_said_before(race, honest, capsys, monkeypa
     assert re.match(r"verify.py: examining 1 model, which runs the source in their logs: about \d+ min, if", seen[0])
 
 
-def test_where_nothing_bounds_what_a_source_writes_the_last_line_says_so(race, honest, capsys, monkeypatch):
-    monkeypatch.setattr(examine, "check_model", lambda *_, **__: dict.fromkeys(examine.RULES, ("pass", "")))
-    for version, more, said in ((0, ["--rerun", str(honest.with_suffix(".pt"))], True), (0, [], False),
-                                (1, ["--rerun", str(honest.with_suffix(".pt"))], False)):
-        monkeypatch.setattr(examine, "landlock", lambda: version)
-        verify.main([str(honest), *more, "--json"])
-        assert ("neither bytecode nor installed packages" in json.loads(capsys.readouterr().out)["unseen"]) == said
-
-
 # Honest runs that failed
-
-@pytest.mark.parametrize("tenth_line, verdict, word", [
-    ("x = 1", "pass", ""), ("x = f'{'", "not checkable", "not Python that this version can parse"),
-    ("torch._inductor.config.x = 1", "fail", "line 10: torch._inductor.config.x"),
-])
-def test_two_files_behind_one_another_are_read_apart(tmp_path, judge, tenth_line, verdict, word):
-    """Public logs since 2026 contain the script and the files that it imports."""
-    bar = "-" * 40
-    source = f"import torch\nfrom triton_kernels import f\n\n\n{bar}\n# triton_kernels.py\n{bar}\n\nimport triton\n{tenth_line}\n"
-    public_log(tmp_path / "0.txt", public_lines(), source)
-    says(judge(tmp_path)[1], SWITCHES, verdict, word)
-
 
 def test_a_clock_that_is_reset_after_the_first_step_is_honest(tmp_path, judge):
     lines = ["step:0/9 val_loss:9.0000 train_time:285ms step_avg:nanms"] + [
         f"step:{s}/9 train_loss:4.1 train_time:{60 * s}ms step_avg:60.00ms" for s in range(1, 10)]
     (tmp_path / "0.txt").write_text("\n".join([*lines, lines[-1].replace("train_loss", "val_loss")]) + "\n")
     assert judge(tmp_path)[1][CLOCK][0] == "pass"
-
-
-@pytest.mark.parametrize("uneven, verdict", [({1: 81, 2: 108, 3: 20, 4: 37}, "pass"), ({30: 90, 31: 1}, "fail")])
-def test_a_host_that_runs_ahead_of_a_gpu_at_first_is_honest_in_public_logs_too(tmp_path, judge, uneven, verdict):
-    times = np.cumsum([uneven.get(step, 60) for step in range(1, 41)])
-    lines = ["step:0/40 val_loss:9.0000 train_time:0ms step_avg:0.03ms"] + [
-        f"step:{step}/40 train_time:{ms}ms step_avg:{ms / step:.2f}ms" for step, ms in enumerate(times, 1)]
-    lines.append(f"step:40/40 val_loss:3.2 train_time:{times[-1]}ms step_avg:{times[-1] / 40:.2f}ms")
-    (tmp_path / "0.txt").write_text("\n".join(lines) + "\n")
-    assert judge(tmp_path)[1][CLOCK][0] == verdict
 
 
 # Input
@@ -1911,16 +1658,15 @@ def test_input_that_cannot_be_judged(tmp_path, capsys, make, word):
     assert word in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("tool", ["verify", "board"])
-def test_a_script_that_cannot_be_imported_breaks_no_rule(tmp_path, tool):
-    """A racer edits train_gpt.py, and asks about a record meanwhile."""
+def test_a_script_that_cannot_be_imported_breaks_no_rule(tmp_path):
+    """A racer edits train_gpt.py, and writes the pages meanwhile."""
     shutil.copytree(ROOT / "records" / "templates", tmp_path / "records" / "templates")
     for path in (ROOT / "records").glob("*.py"):
         shutil.copy(path, tmp_path / "records")
     (tmp_path / "train_gpt.py").write_text("import torch\nx = half_an_idea\n")
     record = shutil.copytree(ROOT / "records" / "2026-11-22_tinyshakespeare", tmp_path / "records" / "2026-11-22_tinyshakespeare")
     page = (record / "README.md").read_bytes()
-    done = subprocess.run([sys.executable, tmp_path / "records" / f"{tool}.py", *[record] * (tool == "verify")], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, tmp_path / "records" / "board.py"], capture_output=True, text=True)
     assert (record / "README.md").read_bytes() == page
     assert done.returncode == 2 and not done.stdout
     assert "train_gpt.py cannot be imported (NameError: name 'half_an_idea' is not defined)" in done.stderr and done.stderr.count("\n") == 1
@@ -2007,22 +1753,3 @@ def test_a_source_that_reads_the_validation_text_is_caught(rerun, data, place):
             says(rules, examine.LOSS, "pass")
         else:
             assert any(found == "fail" and "PermissionError" in reason for found, reason in rules.values()), rules
-
-
-AMOUNTS = "time outside the clock is explained by its work"
-
-
-@pytest.mark.parametrize("name, seconds, verdict", [
-    ("validation", 300, "fail"), ("warmup", 300, "fail"), ("hashing", 300, "fail"),  # a search goes on there
-    ("validation", 9, "not checkable"), ("warmup", 11, "not checkable"), ("saving", 500, "not checkable"),
-    ("compile", 60, "not checkable"), ("thinking", 60, "not checkable"), ("setup", 40, "pass")])
-def test_work_that_a_run_by_itself_hides_off_the_clock_is_told(honest, judge, tmp_path, name, seconds, verdict):
-    """The parts add up to the wall clock, so no other rule sees it."""
-    log, path = Log(steady(shutil.copy(honest, tmp_path / "l.txt"))), tmp_path / "l.txt"
-    assert judge(path)[1][AMOUNTS][0] == "pass"
-    spans = log.end["seconds_outside_clock"]
-    log.end["wall_seconds"] += seconds - spans.get(name, 0)
-    spans[name] = seconds
-    status, rules = judge(log.write(path))
-    says(rules, AMOUNTS, verdict, name if verdict != "pass" else "validation")
-    assert rules[SPANS][0] == "pass" and status == (verdict == "fail")

@@ -265,7 +265,7 @@ RANKS = "[--nproc_per_node={}][--no-python][PY][-I][-u][train_gpt.py]"
     (0, ["-n", "5", "--vs", "--sync=step", "--vs", "--sync step", "--seed", "1"],
      ["[PY][data/stdlib.py]", "[launch/race.py][-n][5][--vs][--sync=step][--vs][--sync step][--ranks][2][--][--preset][laptop][--seed][1]"]),
     (0, ["-n", "10", "--vs", "REVISION", "--test", "unpaired", "--alpha", ".05"],
-     ["[PY][data/stdlib.py]", "[launch/race.py][-n][10][--test][unpaired][--alpha][.05][--vs][REVISION][--ranks][2][--][--preset][laptop]"]),
+     ["[PY][data/stdlib.py]", "[launch/race.py][-n][10][--test][unpaired][--alpha][0.05][--vs][REVISION][--ranks][2][--][--preset][laptop]"]),
     (0, ["--vs", "HEAD"], ["[PY][data/stdlib.py]", "[launch/race.py][--vs][HEAD][--ranks][2][--][--preset][laptop]"]),  # race.py: n is 5
     (0, ["--until-decided", "--max-n", "12", "--vs", "HEAD"],
      ["[PY][data/stdlib.py]", "[launch/race.py][--max-n][12][--vs][HEAD][--until-decided][--ranks][2][--][--preset][laptop]"]),

@@ -19,7 +19,7 @@ test_the_table_names_existing_tests reads this table.
                                 test_every_matrix_of_torch_s_muon_has_the_same_directions
     A10 warm-up restores        test_state_put_back_after_warm_up_leaves_nothing_of_it, test_log_holds_the_whole_experiment,
                                 test_nothing_is_compiled_after_warm_up
-    A11 before and after        bench/slow_link.py, bench/variants.py, test_profile_has_a_range_for_every_phase
+    A11 before and after        bench/slow_link.py, test_profile_has_a_range_for_every_phase
     B1 variants, one loss       bench/whole_step.py (a buffer a parameter: bucket_mb 0), test_no_setting_changes_a_byte
     B2 a bucket per dtype       test_buckets_fill_from_the_last_layer_and_keep_kinds_apart
     B3 main gradients, fp32     test_shards_are_equal_and_cover_every_parameter_once,
@@ -71,7 +71,7 @@ test_the_table_names_existing_tests reads this table.
                                 test_a_tied_parameter_may_come_untied_at_a_step,
                                 test_the_tied_stage_has_its_own_launch_order
     micro-batches counted       test_micro_batches_are_counted, test_a_wrong_use_is_answered_with_the_cure
-    one pass, nothing allocated mutant HeavyHook, test_receive_buffers_are_kept, bench/passes.py
+    one pass, nothing allocated mutant HeavyHook, test_receive_buffers_are_kept
     launch order checked        test_the_order_is_rank_0_s_arrival, mutant SwapsOrderOnRankOne
     a GPU's collectives         test_collectives_and_messages_compute_the_same
     nothing pickled             test_ranks_send_each_other_no_pickles, test_json_comes_from_every_rank_as_it_was
