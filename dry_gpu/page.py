@@ -8,7 +8,7 @@
     dry_gpu/run --trace FILE -- --preset speedrun        compare with a profiler's trace from a real GPU, by class
     dry_gpu/run --program LOG                            the program of a public record, beside its measured times
     dry_gpu/run --program CLONE/train_gpt.py -- --preset frontier     theirs and ours side by side, by class
-    dry_gpu/run --records CLONE                          the tables of bench/RESULTS.md: each record beside its preset
+    dry_gpu/run --records CLONE                          bench/results/simulated-gpu.md: each record beside its preset
     dry_gpu/run --cards                                  a table of speedrun on 1 to 8 GPUs of 80, 48 and 24 GB
     dry_gpu/run --compute --help                         a simulated GPU that also computes
 

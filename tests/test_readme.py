@@ -1,5 +1,5 @@
-"""Test the commands, flags, links and scripts of README.md and docs/, and the files of launch/cluster. For each command the
-table names the test that runs it, or the reason why none does."""
+"""Test the commands, flags, paths, links and scripts of README.md, docs/ and the results of bench/, and the files of
+launch/cluster. For each command the table names the test that runs it, or the reason why none does."""
 
 import importlib.util
 import os
@@ -17,10 +17,14 @@ import yaml
 import train_gpt
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+PAGES = {path: path.read_text(encoding="utf-8")
+         for path in (ROOT / "README.md", ROOT / "dry_gpu/README.md", *sorted((ROOT / "docs").glob("*.md")))}
+RESULTS = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "bench").rglob("*.md"))}
+# LOG.md is only checked for links: an entry keeps the names that files and flags had on its day
+LINKING = {**PAGES, **RESULTS, **{path: path.read_text(encoding="utf-8") for path in (ROOT / "LOG.md", ROOT / "records/README.md")}}
 README = PAGES[ROOT / "README.md"]
 needs_venv = pytest.mark.skipif(not (ROOT / ".venv" / "ready").exists(), reason="run.sh has not set up .venv here")
-PROGRAMS = r"(?:[A-Z_]+=\S* )*(?:\./run\.sh|\./test\.sh|\.venv/bin/|torchrun|sbatch|dry_gpu|rm )"
+PROGRAMS = r"(?:[A-Z_]+=\S* )*(?:\./run\.sh|\./test\.sh|\.venv/bin/|torchrun|sbatch|dry_gpu/(?:run|setup)\b|rm )"
 
 RUN = object()  # test_the_commands_of_a_first_hour runs it, in this order
 LONG = "takes minutes; its parts are tested: "
@@ -79,6 +83,9 @@ COMMANDS = {
     "dry_gpu/run --compare": "test_emulated_steps.py::test_two_steps",
     "dry_gpu/run --program FILE_OR_LOG -- --preset frontier": "test_dry_gpu.py::test_a_public_program",
     "dry_gpu/run --cards": LONG + "test_dry_gpu.py::",
+    "dry_gpu/run --records CLONE": "needs a clone of the records; its parts: test_dry_gpu.py::test_the_difference_of_two_columns",
+    "dry_gpu/run --order": "test_emulated_gpu.py::test_uses_of_memory_are_ordered",
+    ".venv/bin/python dry_gpu/faults.py": "test_emulated_gpu.py::test_a_planted_fault_is_found",
     "./run.sh --preflight": "test_preflight.py::",
 }
 
@@ -90,7 +97,7 @@ def commands(text):
     spans = re.findall(r"`([^`]+)`", re.sub(r"^```\n.*?^```$", "", text, flags=re.M | re.S))
     lines = [line.split("  #")[0] for block in blocks for line in block.splitlines()] + spans
     found = (" ".join(line.split()) for line in lines)
-    return list(dict.fromkeys(line for line in found if re.match(PROGRAMS, line) and not re.fullmatch(r"dry_gpu/?", line)))
+    return list(dict.fromkeys(line for line in found if re.match(PROGRAMS, line)))
 
 
 def test_every_command_is_in_the_table_and_each_named_test_is_there():
@@ -131,19 +138,28 @@ def test_the_commands_of_a_first_hour(tmp_path):
 
 def test_every_flag_is_one_of_a_program_here_and_every_link_leads_somewhere():
     sources = "".join(path.read_text(encoding="utf-8") for path in
-                      (ROOT / "sample.py", *(ROOT / "data").glob("*.py"), *(ROOT / "records").glob("*.py"), *(ROOT / "launch").glob("*.py"),
-                       *(ROOT / "dry_gpu").glob("*.py")))
+                      (ROOT / "sample.py", *(path for folder in ("bench", "data", "dry_gpu", "launch", "records")
+                                             for path in (ROOT / folder).glob("*.py"))))
     torchrun = {"--nnodes", "--nproc_per_node", "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--max-restarts"}
     known = {*train_gpt.make_parser()._option_string_actions, *re.findall(r"--[a-z][\w-]+", sources), *torchrun}
-    for path in (*PAGES, *(ROOT / "launch/cluster").iterdir()):
+    for path in (*PAGES, *RESULTS, *(ROOT / "launch/cluster").iterdir()):
         text = re.sub(r"^#SBATCH.*|--no-install-recommends|--(gpus all|ipc=host|build-arg|nodes 2|env RACE|race )", "", path.read_text(), flags=re.M)
         assert not {*re.findall(r"(?<![\w-])--[a-z][\w-]+", text)} - known, path
-    for page, link in ((page, link) for page, text in PAGES.items() for link in re.findall(r"\]\((?!http)([^)]+)\)", text)):
+    for page, link in ((page, link) for page, text in LINKING.items() for link in re.findall(r"\]\((?!http)([^)]+)\)", text)):
         path, _, heading = link.partition("#")
         target = page.parent / path if path else page
-        assert target.exists(), link
+        assert target.exists(), (page, link)
         found = re.findall(r"^#+ (.*)", target.read_text(encoding="utf-8"), re.M) if heading else []
-        assert heading in {"", *(re.sub(r"[^\w -]", "", line.lower()).strip().replace(" ", "-") for line in found)}, link
+        assert heading in {"", *(re.sub(r"[^\w -]", "", line.lower()).strip().replace(" ", "-") for line in found)}, (page, link)
+
+
+def test_every_path_in_code_is_a_file_here():
+    elsewhere = r"\.\./|logs/|[A-Z_]+/|data/cached_fineweb10B.py|data/own-|data/fineweb10B|data/stdlib|records/DATE_NAME"
+    folder = r"(?:bench|data|docs|dry_gpu|launch|records|tests)/\w"
+    for page, text in {**PAGES, **RESULTS}.items():
+        code = " ".join(re.findall(r"^```.*?^```$|`[^`]+`|^    [^\n]*$", text, re.M | re.S))
+        for path in re.findall(rf"(?<![\w./…-])(?:{folder}[\w./-]*|[\w-]+/[\w./-]+\.(?:py|md|sh|c|png|yaml|sbatch))", code):
+            assert re.match(elsewhere, path) or (ROOT / path).exists(), (page, path)
 
 
 def scripts(text):
