@@ -635,7 +635,7 @@ def matches(word, stated):
     """Return whether a flag's word has the value in a log's config. Any value matches auto."""
     try:
         values = stated if isinstance(stated, list) else [stated]
-        if isinstance(stated, str) and "(" in stated:  # rows, such as stages
+        if isinstance(stated, str) and "(" in stated + word:  # rows, such as stages
             rows_of = leaks.trainer().parse_value
             given = rows_of(word)
             return rows_of(stated)[-len(given):] == given  # param_groups add to those of the preset

@@ -52,7 +52,7 @@ class Hub(ThreadingHTTPServer):
         self.cuts = {}             # file → bytes after which the connection breaks, one for each request
         self.failures = {}         # file → statuses to answer instead, one for each request
         self.vocabulary = vocabulary()
-        self.slow = set()          # files that are sent in blocks, with a pause after each
+        self.slow = set()          # files of which one block is sent, and more when they are no longer in it
         self.requests = []         # files whose content was asked for
         self.looked_up = []
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
@@ -107,7 +107,8 @@ class Answer(BaseHTTPRequestHandler):
         block = BLOCK if name in hub.slow else len(content)
         for begin in range(0, cut, block):
             self.wfile.write(content[begin:min(begin + block, cut)])
-            time.sleep(0.1 * (name in hub.slow))
+            while name in hub.slow:
+                time.sleep(0.02)
         self.close_connection = cut < len(content)
 
     def reply(self, status, headers, body=b""):
@@ -201,7 +202,7 @@ def test_interrupted_and_refused_requests_are_retried(hub, download, out):
 
 
 def start_until_it_asks_for(name, hub, start):
-    process, deadline = start(), time.monotonic() + 60
+    process, deadline = start(), time.monotonic() + 600
     while name not in hub.requests:
         assert time.monotonic() < deadline, "the download did not begin"
         time.sleep(0.02)
@@ -229,6 +230,7 @@ def test_a_second_process_waits_and_downloads_nothing_again(hub, start, out):
     first = start_until_it_asks_for(VAL, hub, start)
     second = start()
     assert second.stdout.readline() == f"waiting for another process that is writing to {out}\n"
+    hub.slow.clear()
     assert [process.communicate(timeout=600)[1] for process in (first, second)] == ["", ""]
     assert (first.returncode, second.returncode) == (0, 0)
     assert hub.requests == [VAL, TRAIN1]

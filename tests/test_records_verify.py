@@ -420,7 +420,7 @@ def test_an_edited_log_is_caught(race, judge, edit):
 
 
 def test_a_script_with_a_slow_clock_is_caught(train, judge):
-    step = "            losses = trainer.step("
+    step = "            losses = worker.step("
     log = train(("self.elapsed += 1000 *", "self.elapsed += 500 *"),
                 ("self.elapsed + 1000 *", "self.elapsed + 500 *"), (step, "            time.sleep(0.05)\n" + step))
     status, rules = judge(log)
@@ -1100,7 +1100,7 @@ def test_training_in_validation_is_caught(train, judge, rerun):
     log = steady(train(TRAIN_IN_VALIDATION, warmup_steps=0, num_steps=4))
     fails_only(judge(log), TRAINS, "state")
     forgery = ('"before": before, "after": after}', '"before": before, "after": before}')
-    sums = ('"changed_by_validation": this.changed_by_validation', '"changed_by_validation": 0')
+    sums = ('"changed_by_validation": loop.changed_by_validation', '"changed_by_validation": 0')
     forged = steady(train(TRAIN_IN_VALIDATION, forgery, sums, warmup_steps=0, num_steps=4))
     assert judge(forged)[0] == 0  # the log alone cannot show it
     rules = rerun(log=forged, only=[examine.SAVED, examine.LOSS])

@@ -678,7 +678,7 @@ def test_each_host_is_described_by_a_rank_of_its_own(on_ranks):
 
 def test_frontier_trains_on_gpt2_tokens_without_a_network(tmp_path, script):
     """From what data/fineweb.py writes: shards, and beside them the bytes of GPT-2's tokens."""
-    sizes = {"model_dim": 64, "num_heads": 4, "head_dim": 16, "ngrams": "2:500:64", "mudd": "true"}
+    sizes = {"model_dim": 64, "num_heads": 4, "ngrams": "Ngrams(2, 500, 64)", "mudd": "true"}
     keep = ("micro_batches", "micro_batch_tokens", "max_document_tokens", "val_len", "val_tokens", "num_steps", "window_block", "dtype",
             "fp8_head", "compile", "bucket_mb", "stages", "val_every", "train_shards", "warmup_steps")
     values = {**{name: TINY[name] for name in keep}, **sizes, "fp8_mlp": "false", "num_steps": 2, "micro_batches": 2, "warmup_steps": 0,
