@@ -3862,6 +3862,7 @@ def finish(loop: TrainingLoop, before: str, loss: float, val_tokens: int) -> Non
 def profiler_of(loop: TrainingLoop) -> Any:
     """Return a profiler that writes a Chrome trace of some steps beside the log; its step() follows each step."""
     steps, log = profiled_steps(loop.config), loop.log
+    log.say(f"trace of steps {loop.config.profile}: {log.path.parent / log.path.stem}-rank*.pt.trace.json.gz")
     loop.worker.optimizer.reducer.span = torch.profiler.record_function  # a range for each phase of each bucket
     profiler = torch.profiler.profile(
         schedule=torch.profiler.schedule(wait=max(0, steps[0] - 1), warmup=min(1, steps[0]), active=len(steps),

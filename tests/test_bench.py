@@ -59,6 +59,7 @@ def test_optimizer_step(bench):
     assert all(float(row["times faster than fused"].split()[0]) > 0 and row["n"] == "3" for row in table)
 
 
+@pytest.mark.slow
 def test_whole_step():
     command = [sys.executable, "-W", "ignore", BENCH / "whole_step.py", *SMALL_MODEL, "--rounds", "3", "--warm", "1", "--no-memory"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -121,6 +122,7 @@ def test_an_interrupt_while_ranks_are_started_is_not_lost(script):
     assert not namespaces(process)
 
 
+@pytest.mark.slow
 def test_own_model(bench):
     """Both optimizers learn: the loss falls from ln 64 to near ln 3, the best possible."""
     losses = {row["optimizer"]: float(row["last loss"]) for row in rows(bench("own_model.py"))}
@@ -156,6 +158,7 @@ def test_a_shape_that_is_none(start):
     assert process.returncode == 2 and "'3y4' is not a shape; write TENSORSxELEMENTS" in errors
 
 
+@pytest.mark.slow
 def test_nanogpt_beside_the_laptop_preset(bench, tmp_path):
     """With a clone that prints as nanoGPT does: time excludes iterations that evaluate, and the last loss counts."""
     (tmp_path / "clone/data/shakespeare_char").mkdir(parents=True)
@@ -217,6 +220,7 @@ worker.stream.close()
 '''
 
 
+@pytest.mark.slow
 def test_a_last_window_of_18_blocks_in_place_of_20_shows(start, tmp_path):
     """Only in the last validation; the parameters agree."""
     log = tmp_path / "log.txt"

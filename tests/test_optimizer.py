@@ -938,6 +938,7 @@ VARIANTS = [{"sync": "step"}, {"bucket_mb": 0.0}, {"bucket_mb": 1000.0}, {"updat
             {"find_unused_parameters": True}]
 
 
+@pytest.mark.slow
 def test_no_setting_changes_a_byte(on_ranks, batches):
     hashes = {str(flags): on_ranks(2, train_steps, flags, 2, batches[:, :4])[0][1] for flags in ({}, *VARIANTS)}
     assert len(set(hashes.values())) == 1, hashes

@@ -722,6 +722,7 @@ def test_stamps_of_lines_that_come_in_pieces(tmp_path):
     assert [step for step, _ in json.loads((tmp_path / "x.steps.json").read_text())] == [1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [[], ["--vs", "HEAD~1"], ["--vs=--worse 1", "--vs=--slower 3"], against()],
                          ids=["one version", "two", "a ladder", "another project"])
 def test_the_picture_shows_the_rounds_that_all_sides_have_done(repo, theirs, monkeypatch, capsys, words):
@@ -881,6 +882,7 @@ def test_data_paths_are_those_of_the_checkout():
         (3, ["--train_files", str(ROOT / "data/x/*.bin"), "--val_files", "/y/*.bin"])
 
 
+@pytest.mark.slow
 def test_the_real_script_through_the_launcher(tmp_path, monkeypatch, forked):  # noqa: F811
     """As run.sh does it, in its own checkout."""
     write_corpus(tmp_path, train=(9000,))

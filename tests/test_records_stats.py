@@ -278,6 +278,7 @@ def no_plans(monkeypatch):
     monkeypatch.setattr(stats, "runs_needed", lambda *_: 9)  # it takes most of the time
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n, paired, skewed", [(3, True, False), (5, True, True), (10, True, False), (3, False, False),
                                                (10, False, True)])
 def test_intervals_cover_the_true_difference_and_p_has_its_size(n, paired, skewed, no_plans):
@@ -305,6 +306,7 @@ def test_the_correction_keeps_the_level_over_all_ideas(no_plans):
     assert alone > 0.12 and 0.015 < corrected < 0.071
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n, paired", [(3, True), (5, True), (5, False)])
 def test_the_runs_that_a_verdict_asks_for_tell_the_difference(n, paired, monkeypatch):
     """A race of the advised length shows a true difference of the margin with the promised power, on average."""

@@ -967,6 +967,7 @@ def examined(honest, data, folder):
     return rerun
 
 
+@pytest.mark.slow
 def test_an_honest_model_passes_in_a_process_of_its_own(honest, script):
     judging = script(ROOT / "records/verify.py", honest, "--rerun", honest.with_suffix(".pt"), "--json", PATH="")
     out, errors = judging.communicate(timeout=600)
@@ -1016,6 +1017,7 @@ def test_what_a_model_remembers_of_earlier_sequences_is_caught(rerun):
         says(rerun((EMBED, EMBED + plant), only=only), examine.ORDER, "fail", "after those before it")
 
 
+@pytest.mark.slow
 def test_a_leak_far_behind_the_probe_is_caught(rerun, monkeypatch):
     """In sequences longer than the probe the losses reveal the leak."""
     monkeypatch.setattr(examine, "PROBE_TOKENS", 64)
@@ -1071,6 +1073,7 @@ def test_an_allocation_beyond_the_memory_is_an_error():
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
+@pytest.mark.slow
 def test_a_model_in_bfloat16_passes(train, rerun):
     log = train(dtype="bfloat16", num_steps=4)
     assert {verdict for verdict, _ in rerun(log=log).values()} == {"pass"}
@@ -1289,6 +1292,7 @@ def test_a_slower_model_and_more_validations_hide_nothing(race, judge, seconds, 
     says(judge(race(4, "ab", change))[1], OFF_CLOCK, "pass")
 
 
+@pytest.mark.slow
 def test_cheat_3_one_model_of_many(race, honest, data, tmp_path, capsys, forked):
     """Two good models are given, none for the other runs."""
     folder = race()
@@ -1382,6 +1386,7 @@ def test_cheat_8_a_source_that_patches_its_judge(rerun_apart):
 OVERWRITES = "\nPath({!r}).write_text('PASS. 25 rules hold')\nROOT = Path("
 
 
+@pytest.mark.slow
 def test_cheat_8_a_source_that_rewrites_its_judge(tmp_path, monkeypatch, capsys, forked, honest):
     """It runs in a separate process, but on the same disk."""
     template = tmp_path / "records/templates/verify.txt.jinja"
@@ -1678,6 +1683,7 @@ def test_a_broken_model_is_one_line(honest, tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_values_of_any_type_are_no_crash(honest, tmp_path, capsys):
     """There is a verdict whatever value the log's JSON has anywhere."""
     def places(x, path=()):

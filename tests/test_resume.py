@@ -158,6 +158,7 @@ def test_the_training_loss_in_the_log_is_the_cross_entropy_whatever_the_objectiv
     assert losses[0] == losses[1] and len(losses[0]) == 8
 
 
+@pytest.mark.slow
 def test_exact_runs_go_on_at_any_number_of_ranks_in_the_midst_of_a_cycle(flags, on_ranks, tmp_path):
     """1, 2, 4 and 8 ranks in turn, each stopped between two steps of Adam's."""
     exact = dict(world_size_invariant="true", save_every=1, num_steps=9, micro_batches=8, val_every=0, untie_at=0.5, head_init=0.02,
@@ -805,6 +806,7 @@ def elastic(tmp_path):
         process.join()
 
 
+@pytest.mark.slow
 def test_twenty_kills_at_random_moments_change_no_byte(flags, elastic, on_ranks, tmp_path):
     """torchrun starts all ranks again; they go on from the latest checkpoint, at first from the beginning, in one log."""
     changes = dict(num_steps=52, val_every=20, micro_batches=2)

@@ -279,6 +279,7 @@ def test_an_idea_has_a_place_after_each_step_and_one_after_training(one, tmp_pat
     assert end["changed_by_validation"] == 0
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_after_warm_up(one, tmp_path, capsys, monkeypatch):
     """Every kind of block, window and step is met in the warm-up; a backend that compiles quickly serves to count graphs.
     Gathers that the next forward waits for compile nothing further: their hooks run outside of what is compiled."""

@@ -653,6 +653,7 @@ def test_set_up_again_does_nothing_and_says_so(tmp_path):
         assert done.returncode == 0 and done.stderr == "run.sh: packages: ready in .venv\n" and not done.stdout
 
 
+@pytest.mark.slow
 @needs_venv
 def test_one_command_trains_on_own_text_and_leaves_log_model_picture_and_a_sample(tmp_path, tiny_flags):
     (tmp_path / "my notes").mkdir()

@@ -1175,7 +1175,7 @@ def test_profile_has_a_range_for_every_phase(one, tmp_path, capsys, profile, ste
     """Also if the first step of the run is traced."""
     status, printed, errors = run_here(flags(tmp_path, one[1], run_id="traced", profile=profile, **SHORT), capsys)
     (path,) = tmp_path.glob("logs/traced-rank0.*.pt.trace.json.gz")
-    assert status == 0, errors
+    assert status == 0 and f"{tmp_path}/logs/traced-rank*.pt.trace.json.gz" in printed, errors
     events = [e for e in json.loads(gzip.open(path).read())["traceEvents"] if e.get("ph") == "X"]
     spans = {}
     for e in events:
