@@ -3137,8 +3137,9 @@ class Worker:
     def after_step(self, plan: Plan) -> None:
         """A place for an idea: runs after each optimizer step, on the clock, and in the warm-up.
 
-        Before you read parameters, wait for them: self.optimizer.finish_all_gathers(). The warm-up restores, and a
-        checkpoint keeps, parameters and the rules' state; other state that you create here is lost on a resume.
+        Before you read or change parameters, wait for them: self.optimizer.finish_all_gathers(). A change must be the
+        same on all ranks. The warm-up restores, and a checkpoint keeps, parameters and the rules' state (see
+        NorMuon.init_state); other state that you create here is lost on a resume.
         """
 
     def after_training(self) -> None:
