@@ -19,7 +19,7 @@ Exit status: 0 nothing fails, 1 a rule is broken or a claim is not shown, 2 noth
 not describe their runs.
 
 A log is a run's own statement. Independent evidence: race.py's clock for times, --data for digests, --rerun for losses.
-What none of this shows is in docs/evidence.md, under "What no rule sees"; every verdict names it.
+What none of this shows is in docs/racing.md, under "What no rule sees"; every verdict names it.
 """
 
 import logs
@@ -1033,7 +1033,7 @@ def digests_of_judge():
 
 def unseen(case):
     """Return the last line: where the paragraph is on what no rule sees, and the command that runs a run again."""
-    said, e = 'What no rule sees, and how to find it: docs/evidence.md, "What no rule sees".', case.runs[0]
+    said, e = 'What no rule sees, and how to find it: docs/racing.md, "What no rule sees".', case.runs[0]
     flags = declared_flags(e, case.whole.races) if e.ours else None
     if flags is None:
         return said

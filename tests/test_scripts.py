@@ -306,6 +306,7 @@ def test_a_text_is_encoded_and_its_shards_are_named(started, gpus, monkeypatch):
 
 def test_the_preflight_answer_is_kept_per_source_machine_and_flags(started, gpus, tmp_path, monkeypatch, capsys):
     gpus(8)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     files = ["--train_files", "mine*", "--target_val_loss", "0"]
     check = "[PY][-I][launch/preflight.py][--ranks=8][--preset][speedrun][--train_files][mine*][--target_val_loss][0]"
     run = RANKS.format(8) + check.partition("[--ranks=8]")[2]
