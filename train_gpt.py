@@ -5,16 +5,16 @@
     python train_gpt.py --preset laptop         train on one rank; --help lists every flag
 
 This file is the whole experiment, and its source opens the log of every run. Read it from the top. A racer can stop
-after the training loop; the later sections keep a run safe.
+after the section training; the later ones compute the same faster, and keep a run safe.
 
     section         contents                                                    to start, search for
     config          every value that decides a run; presets; flags              class Config, PRESETS
     schedule        stages; everything that depends on the step                 def plan_of, def lr_factor
     data            shards, document packing, a stream that preloads            class Stream
     model           attention, MLP, blocks, the forward pass, the loss          class GPT, def trunk, class Head
-    update rules    pure functions on tensors                                   class NorMuon, class Adam
+    update rules    how a parameter and its state change, no communication      class Adam, class NorMuon
     gradient sync   buckets (memory), collectives, gradients in backward,       class Bucket, class Comm, class Reducer,
-                    the optimizer step                                          def register_grad_ready
+                    the optimizer step                                          class DistributedOptimizer
     assignment      parameter kind -> update rule and multipliers               def rule_of
     training        a run, its loop, the step of a rank, validation             class TrainingLoop, class Worker
     masks, kernels  attention, MLP and loss on CPUs and GPUs                    def attend
@@ -24,9 +24,9 @@ after the training loop; the later sections keep a run safe.
 
 Gradient sync in one paragraph: autograd computes a gradient, and a hook adds it into the parameter's slot of a bucket
 (Reducer.register_grad_ready). When a bucket is complete, the hook's last line starts its reduce-scatter while backward
-continues (Reducer.launch, Comm.reduce_scatter). In the first step the launch order is learned, so buckets start after
-backward. The optimizer step waits for each bucket, updates this rank's shard by the bucket's rule, and starts the
-all-gather that writes the new parameters where the model reads them.
+continues (Reducer.launch, Comm.reduce_scatter). The launch order is learned in the first step, and in the first with
+another set of parameters; there buckets start after backward. The optimizer step waits for each bucket, updates this
+rank's shard by the bucket's rule, and starts the all-gather that writes the new parameters where the model reads them.
 """
 
 from __future__ import annotations
@@ -219,7 +219,8 @@ PARAM_GROUPS = (
 class SyncSettings:
     """How ranks exchange gradients and parameters.
 
-    Only clip_norm and find_unused_parameters change the update. world_size_invariant fixes the order of its sums.
+    clip_norm and find_unused_parameters change results, the latter where a parameter has no gradient, which is an error
+    without it. world_size_invariant fixes the order of summation. The others change only time and memory.
     """
 
     sync: str = option("hook", "start reduce-scatters in backward, or in the step", ("hook", "step"))
@@ -707,7 +708,7 @@ class Plan(StageValues):
     momentum: float = Config.muon_momentum  # NorMuon's
     windows: Windows = Windows(0, 0)  # also those of a validation before this step
     rotary_windows: tuple[int, ...] = ()  # distinct long windows up to now, in tokens; the rotary is stretched to each
-    tied: bool = False  # head and embedding share weights before this step, so in a validation before it too
+    tied: bool = False  # head and embedding share weights in a validation before this step, and in it unless `unties`
     resets_ngrams: bool = False  # before this step
     unties: bool = False  # in this step the embedding gets weights of its own, which begin as the head's
 
@@ -922,7 +923,7 @@ def fill_micro_batch(documents: Documents, bos_id: int, first: int, last: int, l
     return micro_batch
 
 class Position(NamedTuple):
-    """Start of the next batch: a shard, and a document of it when documents are limited to `longest` tokens."""
+    """Start of the next batch: a shard, and its next unread document, counted after limiting documents to `longest`."""
 
     shard: int = 0
     document: int = 0
@@ -931,8 +932,8 @@ class Position(NamedTuple):
 class Stream:
     """Batches of packed documents for one rank. A thread loads and indexes the next shard in advance.
 
-    Rank r takes micro_batches / ranks consecutive micro-batches of a batch, so the batch does not depend on the number
-    of ranks. A batch lies within one shard: when documents run out, the batch begins again in the next shard. Each
+    Each rank packs the whole batch and takes the r-th of equal consecutive parts, so any number of ranks reads the same
+    tokens. A batch lies within one shard: when documents run out, the batch begins again in the next shard. Each
     epoch reads all shards, in a new order of documents if they are shuffled.
 
     digest is a sum modulo 2**256 of one SHA-256 per micro-batch of this rank: of its step and its index in the step
@@ -1119,7 +1120,7 @@ class GPT(nn.Module):
         context = self.context(x0, ngram_embeds, masks)
         x, gates = x0.view_as(x0), None  # another tensor object: if x were x0, torch.compile would make a further graph
         saved: dict[int, Tensor] = {}  # outputs of the layers that later layers read
-        values: dict[int, Tensor] = {}  # looked up at first use, so gradients come with that group's
+        values: dict[int, Tensor] = {}  # looked up just before their first group: backward ends their gradients there
         for group in self.groups:
             for table in sorted({self.layers[i].value_table for i in group.numbers} - {None} - values.keys()):
                 values[table] = self.value_embeds[table](tokens)
@@ -1257,7 +1258,8 @@ class Context(NamedTuple):
 class Group(nn.Module):
     """Consecutive layers that are compiled together; the last group also prepares the head's input.
 
-    Gradients leave backward group by group. The parameters belong to the model: a group only lists what it reads.
+    Gradients leave backward group by group. Tuples hold the modules, or nn.Module would register them twice;
+    parameters() tells for which of them a forward must wait.
     """
 
     def __init__(self, model: GPT, numbers: range):
@@ -1931,8 +1933,8 @@ class Slot:
 def factor_tensor(factor: float, grad: torch.dtype, main: torch.dtype, device: torch.device) -> Tensor:
     """Return the factor in the form that is fastest for torch.mul(gradient, factor, out=main).
 
-    With a Python number a small product takes half as long again. If `main` has a wider dtype than the gradient, a
-    factor with one dimension makes torch.mul compute in it, in the same pass.
+    With a Python number a small product takes 1.5 times as long. If `main` has a wider dtype than the gradient, a
+    factor of shape [1] makes torch.mul compute in that dtype, in the same pass.
     """
     if grad != main:
         return torch.tensor([factor], dtype=main, device=device)
@@ -2044,7 +2046,7 @@ class Bucket:
         self.gather_handle = comm.all_gather(self.param_data, self.param_shard.view(-1))
 
     def nonfinite(self) -> list[str]:
-        """Name the parameters with a non-finite gradient: the sum in this rank's shard, its own gradient elsewhere."""
+        """Name parameters with a non-finite gradient. This rank's shard holds the sum over ranks, the rest its own."""
         return [slot.name for slot in self.slots if not slot.grad.isfinite().all()]
 
     def drop_gradients(self) -> None:
@@ -2396,8 +2398,8 @@ class Reducer:
 
     All ranks launch buckets in one order: the order in which rank 0's backward completed them. Each set of buckets that
     take part has its own order, learned in its first step: a tied head is complete last, an untied one first. A bucket
-    that is complete early waits for its turn. A backward without prepare_for_backward is the only one of its step, or
-    is one of several inside no_sync.
+    that is complete early waits for its turn. Without prepare_for_backward, the one backward outside of no_sync
+    completes the step; earlier ones of the step run inside.
 
     state                                     set by                           cleared by
     slot in needs_overwrite: no gradient yet  the bucket's update              register_grad_ready
@@ -2897,7 +2899,7 @@ def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = Fal
     """Build the optimizer of a config. The model must be on its device."""
     specs = specs_of(config, model)
     buckets = fill_buckets(specs, config.bucket_mb * 2 ** 20, comm.rank, comm.ranks, config.grad_reduce_in_fp32)
-    # The loss of a micro-batch is a sum over its tokens. The mean over a micro-batch's splits must not divide it
+    # Reducer divides by the number of backwards, splits included. Losses are sums over tokens: a split must not divide
     return DistributedOptimizer(buckets, comm, config, model, float(config.micro_batch_splits), compiled)
 
 class Assignment(NamedTuple):
@@ -3730,7 +3732,7 @@ def curve(losses: Sequence[float]) -> str:
     return "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / (high - low or 1))] for mean in means)
 
 class Log:
-    """The only file and the only output of a run. Only rank 0 writes; each line is in the file when write returns."""
+    """A run's log file and what it prints. Only rank 0 writes; each line is in the file when write returns."""
 
     def __init__(self, config: Config, rank: int, run_id: str):
         self.config, self.rank, self.run_id = config, rank, run_id
