@@ -347,6 +347,7 @@ def check_clock(e):
         require(len(falls) == 1 and first.step <= 11 and not e.ours,
                 f"train_time falls to {first.time_ms:.0f} ms at step {first.step}")
         timed = timed[falls[0]:]  # community scripts reset the clock after their first steps
+    timed = [line for line in timed if line.step]  # before the first step there is no average, and some ms may have passed
     if len(timed) < 2:
         raise CannotJudge("fewer than two lines with train_time in ms")
     warm = (0,) if e.ours else (0, 1, 10)  # steps that community scripts exclude from their average
