@@ -347,12 +347,12 @@ def check_clock(e):
         require(len(falls) == 1 and first.step <= 11 and not e.ours,
                 f"train_time falls to {first.time_ms:.0f} ms at step {first.step}")
         timed = timed[falls[0]:]  # community scripts reset the clock after their first steps
-    timed = [line for line in timed if line.step]  # before the first step there is no average, and some ms may have passed
     if len(timed) < 2:
         raise CannotJudge("fewer than two lines with train_time in ms")
     warm = (0,) if e.ours else (0, 1, 10)  # steps that community scripts exclude from their average
+    # at step 0 nothing was averaged, and a few ms may have passed
     wrong = [[f"at step {line.step} train_time is {line.time_ms:.0f} ms, by its step_avg of {line.average} ms "
-              f"{line.step * line.average:.0f} ms" for line in timed if line.average is not None and
+              f"{line.step * line.average:.0f} ms" for line in timed if line.step and line.average is not None and
               abs(line.time_ms - line.average * max(line.step - without, 1)) > 1 + 0.006 * line.step]
              for without in warm]
     require(not all(wrong), join_findings(wrong[0]))
