@@ -138,7 +138,7 @@ def test_the_commands_of_a_first_hour(tmp_path):
 
 def test_every_flag_is_one_of_a_program_here_and_every_link_leads_somewhere():
     sources = "".join(path.read_text(encoding="utf-8") for path in
-                      (ROOT / "sample.py", *(path for folder in ("bench", "data", "dry_gpu", "launch", "records")
+                      (ROOT / "sample.py", ROOT / "test.sh", *(path for folder in ("bench", "data", "dry_gpu", "launch", "records")
                                              for path in (ROOT / folder).glob("*.py"))))
     torchrun = {"--nnodes", "--nproc_per_node", "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--max-restarts"}
     known = {*train_gpt.make_parser()._option_string_actions, *re.findall(r"--[a-z][\w-]+", sources), *torchrun}
