@@ -18,7 +18,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import train_gpt
 from conftest import forked, wait_until
-from test_resume import SMALL, _main, alive, calm_agent, corpus, end_of, flags, in_step, train  # noqa: F401 (fixtures)
+from test_resume import SMALL, corpus, end_of, flags, train  # noqa: F401 (fixtures)
+from test_signals import _main, alive, calm_agent, in_step
 
 ROOT = Path(train_gpt.__file__).parent
 CABLE, NAMES, ADDRESSES = "cable", ("host-a", "host-b"), ("10.78.0.1", "10.78.0.2")

@@ -63,7 +63,7 @@ COMMANDS = {
         "test_scripts.py::test_torch_s_build_for_an_older_driver_is_one_variable_away",
     "rm -r .venv": "it would delete the tests' own packages",
     "torchrun --nproc_per_node=8 train_gpt.py": "needs eight GPUs",
-    "torchrun --max-restarts 3": "test_resume.py::test_twenty_kills_at_random_moments_change_no_byte",
+    "torchrun --max-restarts 3": "test_signals.py::test_twenty_kills_at_random_moments_change_no_byte",
     "torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 --rdzv_id RUN train_gpt.py":
         "needs two hosts with GPUs; with two network namespaces: test_hosts.py::",
     ".venv/bin/python data/fineweb.py 9": "test_data_fineweb.py::test_a_second_call_requests_nothing_after_a_complete_download",
