@@ -10,6 +10,7 @@ cd "$here"
 home=${DRY_GPU_HOME:-${XDG_CACHE_HOME:-~/.cache}/dry-gpu}
 [ -e "$home/lib/libdrygpu.so" ] ||
     echo "test.sh: no simulated GPU in $home: tests on it are skipped; dry_gpu/setup installs it"
+unset PYTHONPATH  # runs record it
 unset PYTHONDONTWRITEBYTECODE  # what pytest makes of the tests' asserts is kept: else each of its processes makes it anew
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$here/.cache/torchinductor}
 TMPDIR=$(mktemp -d) && export TMPDIR  # killed processes leave files

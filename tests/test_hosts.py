@@ -18,7 +18,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import train_gpt
 from conftest import forked, wait_until
-from test_resume import SMALL, corpus, end_of, flags, train  # noqa: F401 (fixtures)
+from test_resume import corpus, end_of, flags, train  # noqa: F401 (fixtures)
 from test_signals import _main, alive, calm_agent, in_step
 
 ROOT = Path(train_gpt.__file__).parent

@@ -23,7 +23,6 @@ RESULTS = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "be
 # LOG.md is only checked for links: an entry keeps the names that files and flags had on its day
 LINKING = {**PAGES, **RESULTS, **{path: path.read_text(encoding="utf-8") for path in (ROOT / "LOG.md", ROOT / "records/README.md")}}
 README = PAGES[ROOT / "README.md"]
-needs_venv = pytest.mark.skipif(not (ROOT / ".venv" / "ready").exists(), reason="run.sh has not set up .venv here")
 PROGRAMS = r"(?:[A-Z_]+=\S* )*(?:\./run\.sh|\./test\.sh|\.venv/bin/|torchrun|sbatch|dry_gpu/(?:run|setup)\b|rm )"
 
 RUN = object()  # test_the_commands_of_a_first_hour runs it, in this order
@@ -35,7 +34,7 @@ COMMANDS = {
     '.venv/bin/python sample.py --prompt "def read(" --tokens 200': RUN,
     ".venv/bin/python records/logs.py --follow logs/RUN.txt": RUN,
     ".venv/bin/python records/stats.py --plan --sd 0.0013 --margin 0.002": RUN,
-    "./run.sh": RUN,
+    "./run.sh": "test_readme.py::test_the_default_run_reaches_its_target",
     "./test.sh": "it runs these tests",
     "./run.sh --text FILE FOLDER …": "test_scripts.py::test_one_command_trains_on_own_text_and_leaves_log_model_picture_and_a_sample",
     "./run.sh --preset frontier": "needs a GPU",
@@ -107,9 +106,11 @@ def test_every_command_is_in_the_table_and_each_named_test_is_there():
             assert re.search(rf"^def {name or 'test_'}\b" if name else "^def test_", (ROOT / "tests" / file).read_text(), re.M), command
 
 
-@needs_venv
-def test_the_commands_of_a_first_hour(tmp_path):
-    """Run them as written, on the CPU, in a copy of the files that git tracks, with links to .venv and the data."""
+@pytest.fixture
+def clone(tmp_path):
+    """A copy of the files that git tracks, with links to .venv and the data."""
+    if not (ROOT / ".venv" / "ready").exists():
+        pytest.skip("run.sh has not set up .venv here")
     clone = tmp_path / "a clone"
     for name in subprocess.check_output(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, text=True).split("\n")[:-1]:
         if (ROOT / name).is_file() and ("2026-11-22_pieces" in name or not name.startswith(("tests/", "records/20"))):
@@ -118,13 +119,27 @@ def test_the_commands_of_a_first_hour(tmp_path):
     for linked in (".venv", "data/stdlib"):
         if (ROOT / linked).exists():  # otherwise the first command makes it
             (clone / linked).symlink_to(ROOT / linked)
+    return clone
+
+
+def run_in(clone, command):
+    """Run a command as written, on the CPU -> what it printed."""
+    done = subprocess.run(["bash", "-c", command], cwd=clone, capture_output=True, text=True, timeout=600,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0, (command, done.stderr)
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_default_run_reaches_its_target(clone):
+    assert "target reached: " in run_in(clone, "./run.sh")
+
+
+def test_the_commands_of_a_first_hour(clone):
     said = {}
     for command in (command for command, how in COMMANDS.items() if how is RUN):
         runs = [path.stem for path in clone.glob("logs/*.txt")]
-        done = subprocess.run(["bash", "-c", command.replace("RUN", runs[0] if runs else "RUN")], cwd=clone, capture_output=True,
-                              text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
-        assert done.returncode == 0, (command, done.stderr)
-        said[command] = done.stdout
+        said[command] = run_in(clone, command.replace("RUN", runs[0] if runs else "RUN"))
     run, sampled, followed = (said[command] for command in [*COMMANDS][2:5])
     shown = README.split("```")[1]
     for line in ("validation loss ", "model: ", "log: ", "picture: "):
@@ -132,7 +147,6 @@ def test_the_commands_of_a_first_hour(tmp_path):
     for line in README.split("## Check a record")[1].split("```")[1].splitlines()[3:]:
         assert line in said[".venv/bin/python records/stats.py records/2026-11-22_pieces"] + \
             said[".venv/bin/python records/verify.py records/2026-11-22_pieces"], line
-    assert "target reached: " in said["./run.sh"], "the default run on a CPU"
     assert sampled.startswith("def read(") and followed.count("\n") == 20 + 1 and "val_loss" in followed.splitlines()[-1]
 
 
