@@ -565,10 +565,6 @@ def config_of(fields: dict[str, Any]) -> Config:
     except argparse.ArgumentTypeError as error:
         raise TypeError(str(error)) from None
 
-def profiled_steps(config: Config) -> range:
-    first, last = map(int, config.profile.split(":"))
-    return range(first, last + 1)
-
 class Layer(NamedTuple):
     """The contents of one layer; see Config.layers."""
 
@@ -633,12 +629,6 @@ def param_groups(config: Config) -> dict[str, AdamGroup | MuonGroup]:
     # an embedding that was tied begins with the head's state, and learns like the head
     return groups | {"embed": groups["head"]} if config.untie_at else groups
 
-def ngram_entries(config: Config) -> int:
-    return sum(table.rows * table.width for table in config.ngrams)
-
-def moment_bytes(config: Config) -> int:
-    return 4 if config.adam_fp32_moments else config.torch_dtype.itemsize
-
 # ------------------------------------------------------------------------------------------------------------------
 # schedule
 
@@ -647,57 +637,6 @@ class Windows(NamedTuple):
 
     long: int
     short: int
-
-class StageSteps(NamedTuple):
-    """Steps [begin, end) of a stage, with its StageValues at step `begin` and at step `end`; only a Ramp's differ."""
-
-    begin: int
-    end: int
-    first: dict[str, Any]
-    last: dict[str, Any]
-
-@functools.lru_cache(maxsize=16)
-def stages_of(config: Config) -> tuple[StageSteps, ...]:
-    """Compute the steps and values of each stage; leave out stages without a step. Raise RunError on an invalid one."""
-    c = config
-    stages, begin, scheduled = [], 0, scheduled_steps(c)
-    for row in c.stages:
-        where, until, extra = f"stages: {row!r}", row.until, row.extra_steps
-        if extra:
-            require(begin >= scheduled, f"{where} begins at step {begin}, and the schedule ends at step {scheduled}; "
-                    "let only the last stages have extra_steps")
-            end = begin + extra
-        else:
-            require(isinstance(until, int | float) and 0 < until < math.inf and (until <= 1 or until == int(until)),
-                    f"{where} has until={until!r}; give a fraction of the scheduled steps, or a whole step above 1")
-            end = math.ceil(round(until if until > 1 else until * scheduled, 6))  # until=1/3 is not exactly a third
-            require(begin <= end <= scheduled, f"{where} ends at step {end}; let it end in {begin} to {scheduled}")
-        first, last = values_of(row, c, where)
-        if end > begin:
-            stages.append(StageSteps(begin, end, first, last))
-        begin = end
-    require(begin == c.num_steps, f"stages end at step {begin}, and num_steps is {c.num_steps}; end one at until=1")
-    return tuple(stages)
-
-def values_of(row: Stage, config: Config, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Compute a stage's StageValues at its first step and at its end. Raise RunError on an impossible value."""
-    both, splits = ({}, {}), config.micro_batch_splits
-    for f in dataclasses.fields(StageValues):
-        v = getattr(row, f.name)
-        v = getattr(config, f.name) if v is None else v
-        ends = (v.first, v.last) if isinstance(v, Ramp) and f.type != "int" else (v, v)
-        for values, end in zip(both, ends):
-            wrong = out_of_range(f, end)
-            require(not wrong, f"{where}: {wrong}")
-            values[f.name] = end
-        require(f.type != "Numbers" or len(ends[0]) == len(ends[1]), f"{where}: the ends of {v} differ in length; pad "
-                "the shorter one with zeros")
-    for values in both:
-        require(values["micro_batch_tokens"] % splits == 0, f"{where}: micro_batch_splits is {splits}; it must divide "
-                f"micro_batch_tokens, {values['micro_batch_tokens']}")
-        values["micro_batches"] *= splits
-        values["micro_batch_tokens"] //= splits
-    return both
 
 @dataclass(frozen=True)
 class Plan(StageValues):
@@ -751,6 +690,57 @@ def momentum(config: Config, step: int) -> float:
         height = 1 - (step - fall_from) / c.muon_momentum_fall
     return c.muon_momentum_low + height * (c.muon_momentum - c.muon_momentum_low)
 
+class StageSteps(NamedTuple):
+    """Steps [begin, end) of a stage, with its StageValues at step `begin` and at step `end`; only a Ramp's differ."""
+
+    begin: int
+    end: int
+    first: dict[str, Any]
+    last: dict[str, Any]
+
+@functools.lru_cache(maxsize=16)
+def stages_of(config: Config) -> tuple[StageSteps, ...]:
+    """Compute the steps and values of each stage; leave out stages without a step. Raise RunError on an invalid one."""
+    c = config
+    stages, begin, scheduled = [], 0, scheduled_steps(c)
+    for row in c.stages:
+        where, until, extra = f"stages: {row!r}", row.until, row.extra_steps
+        if extra:
+            require(begin >= scheduled, f"{where} begins at step {begin}, and the schedule ends at step {scheduled}; "
+                    "let only the last stages have extra_steps")
+            end = begin + extra
+        else:
+            require(isinstance(until, int | float) and 0 < until < math.inf and (until <= 1 or until == int(until)),
+                    f"{where} has until={until!r}; give a fraction of the scheduled steps, or a whole step above 1")
+            end = math.ceil(round(until if until > 1 else until * scheduled, 6))  # until=1/3 is not exactly a third
+            require(begin <= end <= scheduled, f"{where} ends at step {end}; let it end in {begin} to {scheduled}")
+        first, last = values_of(row, c, where)
+        if end > begin:
+            stages.append(StageSteps(begin, end, first, last))
+        begin = end
+    require(begin == c.num_steps, f"stages end at step {begin}, and num_steps is {c.num_steps}; end one at until=1")
+    return tuple(stages)
+
+def values_of(row: Stage, config: Config, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Compute a stage's StageValues at its first step and at its end. Raise RunError on an impossible value."""
+    both, splits = ({}, {}), config.micro_batch_splits
+    for f in dataclasses.fields(StageValues):
+        v = getattr(row, f.name)
+        v = getattr(config, f.name) if v is None else v
+        ends = (v.first, v.last) if isinstance(v, Ramp) and f.type != "int" else (v, v)
+        for values, end in zip(both, ends):
+            wrong = out_of_range(f, end)
+            require(not wrong, f"{where}: {wrong}")
+            values[f.name] = end
+        require(f.type != "Numbers" or len(ends[0]) == len(ends[1]), f"{where}: the ends of {v} differ in length; pad "
+                "the shorter one with zeros")
+    for values in both:
+        require(values["micro_batch_tokens"] % splits == 0, f"{where}: micro_batch_splits is {splits}; it must divide "
+                f"micro_batch_tokens, {values['micro_batch_tokens']}")
+        values["micro_batches"] *= splits
+        values["micro_batch_tokens"] //= splits
+    return both
+
 def scheduled_steps(config: Config) -> int:
     """Count the steps of the run without extra_steps. Raise RunError if none is left."""
     for row in config.stages:
@@ -788,146 +778,6 @@ def usable_ranks(config: Config, most: int) -> int:
 
 # ------------------------------------------------------------------------------------------------------------------
 # data
-
-HEADER_INTS, MAGIC, VERSION = 256, 20240520, 1
-GPT2_VOCAB, GPT2_BOS = 50257, 50256  # for headers without an encoding
-
-class Encoding(NamedTuple):
-    vocab_size: int
-    bos_id: int
-
-def gpt2_token_bytes(folder: Path) -> list[bytes]:
-    """Read the bytes of GPT-2's tokens, without the special one at the end. data/ writes their file beside shards."""
-    path, expected = folder / "gpt2.tiktoken", "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
-    content = path.read_bytes() if path.is_file() else b""
-    require(sha256_of(content) == expected, f"{path}, the bytes of GPT-2's tokens for prefix_weight and sample.py, "
-            f"{'is damaged' if content else 'is missing'}; write it by .venv/bin/python data/gpt2.py {folder} on a "
-            "host with a network, or copy it there")
-    return [base64.b64decode(line.split()[0]) for line in content.splitlines()]
-
-class Shard(NamedTuple):
-    """A file of tokens: a header of 256 int32, then uint16 tokens, both little-endian."""
-
-    path: Path
-    tokens: int
-    encoding: Encoding
-    sha256: str = ""  # of the file when the run began; empty if unknown
-
-def read_header(path: Path) -> Shard:
-    """Read a shard's header. Its words: 0 magic, 1 version, 2 tokens, 3 vocabulary size, 4 BOS id.
-
-    Raise RunError if the file is not a complete shard.
-    """
-    require(path.is_file(), f"{path}: not a regular file; delete it")  # opening a pipe would block
-    with open(path, "rb") as file:  # np.fromfile would treat a read error as the end of the file
-        words, size = file.read(HEADER_INTS * 4), os.fstat(file.fileno()).st_size
-    magic, version, tokens, *encoding = np.frombuffer(words.ljust(HEADER_INTS * 4, b"\0"), dtype="<i4")[:5].tolist()
-    encoding, expected = Encoding(*(encoding if encoding[0] else (GPT2_VOCAB, GPT2_BOS))), HEADER_INTS * 4 + 2 * tokens
-    require((magic, version, size) == (MAGIC, VERSION, expected)
-            and 0 <= encoding.bos_id < encoding.vocab_size <= 2 ** 16,  # tokens are uint16
-            f"{path}: not a complete shard: {size} bytes that begin with {[magic, version, tokens]}, {encoding}; a "
-            f"shard begins with {[MAGIC, VERSION]} and has {expected} bytes. Delete it, then fetch or create it again")
-    return Shard(path, tokens, encoding)
-
-def find_shards(pattern: str, limit: int = 0) -> list[Shard]:
-    """Find the shards that match a glob pattern, sorted by name; the first `limit` of them (0: all).
-
-    Raise RunError if there are none, or if their encodings differ.
-    """
-    paths = sorted(ROOT / path for path in glob.glob(pattern, root_dir=ROOT))  # an absolute pattern is possible too
-    require(paths, f"no shard matches {ROOT / pattern}; create shards with data/fineweb.py, data/stdlib.py or "
-            "data/text.py, or name others with --train_files and --val_files")
-    shards = [read_header(path) for path in paths[:limit or None]]
-    for shard in shards:
-        require(shard.encoding == shards[0].encoding, f"{shard.path} has {shard.encoding}, and {shards[0].path} has "
-                f"{shards[0].encoding}; use shards of one encoding")
-    return shards
-
-def sha256_of(data: Any) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-def load_tokens(shard: Shard) -> np.ndarray:
-    """Read all tokens of a shard, uint16 [tokens].
-
-    Raise RunError if a token is outside the vocabulary, or if the file has changed since the run began.
-    """
-    raw = shard.path.read_bytes()
-    same = len(raw) == HEADER_INTS * 4 + 2 * shard.tokens and (not shard.sha256 or shard.sha256 == sha256_of(raw))
-    require(same, f"{shard.path}: the file has changed since the run began; start the run again, and leave its data "
-            "unchanged while it runs")
-    tokens = np.frombuffer(raw, dtype="<u2", offset=HEADER_INTS * 4)
-    highest = int(tokens.max(initial=0))
-    require(highest < shard.encoding.vocab_size, f"{shard.path}: token {highest}, but the vocabulary has "
-            f"{shard.encoding.vocab_size} tokens; create the shard again")
-    return tokens
-
-class Documents(NamedTuple):
-    """Positions of one shard's documents, in the order in which they are read."""
-
-    tokens: np.ndarray   # uint16 [tokens]
-    starts: np.ndarray   # int64 [documents]
-    lengths: np.ndarray  # int64 [documents]
-
-def index_documents(tokens: np.ndarray, bos_id: int) -> Documents:
-    """Find the documents; each begins with BOS. Tokens before the first BOS are left out."""
-    starts = np.flatnonzero(tokens == bos_id)
-    return Documents(tokens, starts, np.diff(starts, append=len(tokens)))
-
-def limit_documents(documents: Documents, longest: int, split: bool) -> tuple[Documents, np.ndarray]:
-    """Limit documents to `longest` tokens: drop the remaining tokens or, with `split`, make further documents of them.
-
-    Return the pieces, and for each the index of its document, int64 [pieces].
-    """
-    tokens, starts, lengths = documents
-    pieces = -(-lengths // longest) if split else np.ones_like(lengths)
-    piece_of = np.repeat(np.arange(len(starts)), pieces)
-    begins = (np.arange(len(piece_of)) - (np.cumsum(pieces) - pieces)[piece_of]) * longest
-    return Documents(tokens, starts[piece_of] + begins, np.minimum(lengths[piece_of] - begins, longest)), piece_of
-
-GOLDEN_RATIO = (5 ** 0.5 - 1) / 2
-
-def even_order(count: int, begin: float) -> np.ndarray:
-    """Permute 0 .. count - 1 with low discrepancy, int64 [count]: any stretch samples the whole range evenly.
-
-    `begin`, from 0 to 1, is the phase. The order is that of the multiples of the golden ratio modulo 1, which are
-    spread evenly (Knuth, The Art of Computer Programming 3, 6.4).
-    """
-    return ((np.arange(count) * GOLDEN_RATIO + begin) % 1).argsort()
-
-def pack(offsets: np.ndarray, first: int, count: int, tokens: int) -> list[tuple[int, int, int]] | None:
-    """Choose the documents that fill `count` micro-batches of tokens + 1 tokens each, from document `first` on.
-
-    offsets [documents + 1] are the cumulative lengths of the documents, from 0 on. Return (first document, last
-    document, tokens of the last that fit) of each micro-batch, or None if the documents run out.
-    """
-    taken = []
-    for _ in range(count):
-        full = int(offsets[first]) + tokens + 1
-        last = int(np.searchsorted(offsets, full)) - 1
-        if last == len(offsets) - 1:
-            return None
-        taken.append((first, last, full - int(offsets[last])))
-        first = last + 1
-    return taken
-
-def fill_micro_batch(documents: Documents, bos_id: int, first: int, last: int, last_tokens: int) -> np.ndarray:
-    """Concatenate the documents of one micro-batch, uint16 [tokens + 1].
-
-    Every document begins with BOS; in later pieces of a split document, BOS replaces the first token.
-    """
-    lengths = documents.lengths[first:last + 1].copy()
-    lengths[-1] = last_tokens
-    starts = documents.starts[first:last + 1]
-    micro_batch = np.concatenate([documents.tokens[start:start + n] for start, n in zip(starts, lengths)])
-    micro_batch[np.cumsum(lengths) - lengths] = bos_id
-    return micro_batch
-
-class Position(NamedTuple):
-    """Start of the next batch: a shard, and its next unread document, counted after limiting documents to `longest`."""
-
-    shard: int = 0
-    document: int = 0
-    longest: int = 0
 
 class Stream:
     """Batches of packed documents for one rank. A thread loads and indexes the next shard in advance.
@@ -1025,6 +875,74 @@ class Stream:
     def close(self) -> None:
         self.loader.shutdown(wait=False, cancel_futures=True)
 
+class Position(NamedTuple):
+    """Start of the next batch: a shard, and its next unread document, counted after limiting documents to `longest`."""
+
+    shard: int = 0
+    document: int = 0
+    longest: int = 0
+
+def fill_micro_batch(documents: Documents, bos_id: int, first: int, last: int, last_tokens: int) -> np.ndarray:
+    """Concatenate the documents of one micro-batch, uint16 [tokens + 1].
+
+    Every document begins with BOS; in later pieces of a split document, BOS replaces the first token.
+    """
+    lengths = documents.lengths[first:last + 1].copy()
+    lengths[-1] = last_tokens
+    starts = documents.starts[first:last + 1]
+    micro_batch = np.concatenate([documents.tokens[start:start + n] for start, n in zip(starts, lengths)])
+    micro_batch[np.cumsum(lengths) - lengths] = bos_id
+    return micro_batch
+
+def pack(offsets: np.ndarray, first: int, count: int, tokens: int) -> list[tuple[int, int, int]] | None:
+    """Choose the documents that fill `count` micro-batches of tokens + 1 tokens each, from document `first` on.
+
+    offsets [documents + 1] are the cumulative lengths of the documents, from 0 on. Return (first document, last
+    document, tokens of the last that fit) of each micro-batch, or None if the documents run out.
+    """
+    taken = []
+    for _ in range(count):
+        full = int(offsets[first]) + tokens + 1
+        last = int(np.searchsorted(offsets, full)) - 1
+        if last == len(offsets) - 1:
+            return None
+        taken.append((first, last, full - int(offsets[last])))
+        first = last + 1
+    return taken
+
+class Documents(NamedTuple):
+    """Positions of one shard's documents, in the order in which they are read."""
+
+    tokens: np.ndarray   # uint16 [tokens]
+    starts: np.ndarray   # int64 [documents]
+    lengths: np.ndarray  # int64 [documents]
+
+def index_documents(tokens: np.ndarray, bos_id: int) -> Documents:
+    """Find the documents; each begins with BOS. Tokens before the first BOS are left out."""
+    starts = np.flatnonzero(tokens == bos_id)
+    return Documents(tokens, starts, np.diff(starts, append=len(tokens)))
+
+def limit_documents(documents: Documents, longest: int, split: bool) -> tuple[Documents, np.ndarray]:
+    """Limit documents to `longest` tokens: drop the remaining tokens or, with `split`, make further documents of them.
+
+    Return the pieces, and for each the index of its document, int64 [pieces].
+    """
+    tokens, starts, lengths = documents
+    pieces = -(-lengths // longest) if split else np.ones_like(lengths)
+    piece_of = np.repeat(np.arange(len(starts)), pieces)
+    begins = (np.arange(len(piece_of)) - (np.cumsum(pieces) - pieces)[piece_of]) * longest
+    return Documents(tokens, starts[piece_of] + begins, np.minimum(lengths[piece_of] - begins, longest)), piece_of
+
+GOLDEN_RATIO = (5 ** 0.5 - 1) / 2
+
+def even_order(count: int, begin: float) -> np.ndarray:
+    """Permute 0 .. count - 1 with low discrepancy, int64 [count]: any stretch samples the whole range evenly.
+
+    `begin`, from 0 to 1, is the phase. The order is that of the multiples of the golden ratio modulo 1, which are
+    spread evenly (Knuth, The Art of Computer Programming 3, 6.4).
+    """
+    return ((np.arange(count) * GOLDEN_RATIO + begin) % 1).argsort()
+
 def validation_sequences(shards: list[Shard], tokens: int, length: int) -> np.ndarray:
     """Cut the first `tokens` validation predictions (0: all) into sequences, int32 [sequences, length + 1].
 
@@ -1041,6 +959,78 @@ def validation_sequences(shards: list[Shard], tokens: int, length: int) -> np.nd
             "no document begins; create it again")
     padded = np.pad(stream, (0, -(len(stream) - 1) % length), constant_values=-1)
     return np.lib.stride_tricks.sliding_window_view(padded, length + 1)[::length]
+
+class Shard(NamedTuple):
+    """A file of tokens: a header of 256 int32, then uint16 tokens, both little-endian."""
+
+    path: Path
+    tokens: int
+    encoding: Encoding
+    sha256: str = ""  # of the file when the run began; empty if unknown
+
+class Encoding(NamedTuple):
+    vocab_size: int
+    bos_id: int
+
+HEADER_INTS, MAGIC, VERSION = 256, 20240520, 1
+GPT2_VOCAB, GPT2_BOS = 50257, 50256  # for headers without an encoding
+
+def find_shards(pattern: str, limit: int = 0) -> list[Shard]:
+    """Find the shards that match a glob pattern, sorted by name; the first `limit` of them (0: all).
+
+    Raise RunError if there are none, or if their encodings differ.
+    """
+    paths = sorted(ROOT / path for path in glob.glob(pattern, root_dir=ROOT))  # an absolute pattern is possible too
+    require(paths, f"no shard matches {ROOT / pattern}; create shards with data/fineweb.py, data/stdlib.py or "
+            "data/text.py, or name others with --train_files and --val_files")
+    shards = [read_header(path) for path in paths[:limit or None]]
+    for shard in shards:
+        require(shard.encoding == shards[0].encoding, f"{shard.path} has {shard.encoding}, and {shards[0].path} has "
+                f"{shards[0].encoding}; use shards of one encoding")
+    return shards
+
+def read_header(path: Path) -> Shard:
+    """Read a shard's header. Its words: 0 magic, 1 version, 2 tokens, 3 vocabulary size, 4 BOS id.
+
+    Raise RunError if the file is not a complete shard.
+    """
+    require(path.is_file(), f"{path}: not a regular file; delete it")  # opening a pipe would block
+    with open(path, "rb") as file:  # np.fromfile would treat a read error as the end of the file
+        words, size = file.read(HEADER_INTS * 4), os.fstat(file.fileno()).st_size
+    magic, version, tokens, *encoding = np.frombuffer(words.ljust(HEADER_INTS * 4, b"\0"), dtype="<i4")[:5].tolist()
+    encoding, expected = Encoding(*(encoding if encoding[0] else (GPT2_VOCAB, GPT2_BOS))), HEADER_INTS * 4 + 2 * tokens
+    require((magic, version, size) == (MAGIC, VERSION, expected)
+            and 0 <= encoding.bos_id < encoding.vocab_size <= 2 ** 16,  # tokens are uint16
+            f"{path}: not a complete shard: {size} bytes that begin with {[magic, version, tokens]}, {encoding}; a "
+            f"shard begins with {[MAGIC, VERSION]} and has {expected} bytes. Delete it, then fetch or create it again")
+    return Shard(path, tokens, encoding)
+
+def load_tokens(shard: Shard) -> np.ndarray:
+    """Read all tokens of a shard, uint16 [tokens].
+
+    Raise RunError if a token is outside the vocabulary, or if the file has changed since the run began.
+    """
+    raw = shard.path.read_bytes()
+    same = len(raw) == HEADER_INTS * 4 + 2 * shard.tokens and (not shard.sha256 or shard.sha256 == sha256_of(raw))
+    require(same, f"{shard.path}: the file has changed since the run began; start the run again, and leave its data "
+            "unchanged while it runs")
+    tokens = np.frombuffer(raw, dtype="<u2", offset=HEADER_INTS * 4)
+    highest = int(tokens.max(initial=0))
+    require(highest < shard.encoding.vocab_size, f"{shard.path}: token {highest}, but the vocabulary has "
+            f"{shard.encoding.vocab_size} tokens; create the shard again")
+    return tokens
+
+def sha256_of(data: Any) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+def gpt2_token_bytes(folder: Path) -> list[bytes]:
+    """Read the bytes of GPT-2's tokens, without the special one at the end. data/ writes their file beside shards."""
+    path, expected = folder / "gpt2.tiktoken", "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
+    content = path.read_bytes() if path.is_file() else b""
+    require(sha256_of(content) == expected, f"{path}, the bytes of GPT-2's tokens for prefix_weight and sample.py, "
+            f"{'is damaged' if content else 'is missing'}; write it by .venv/bin/python data/gpt2.py {folder} on a "
+            "host with a network, or copy it there")
+    return [base64.b64decode(line.split()[0]) for line in content.splitlines()]
 
 # ------------------------------------------------------------------------------------------------------------------
 # model
@@ -3862,6 +3852,10 @@ def finish(loop: TrainingLoop, before: str, loss: float, val_tokens: int) -> Non
         log.say(f"\n{verdict}validation loss {loss:.4f},{target} after {clock.elapsed / 1000:.1f} s of training and "
                 f"{wall_seconds:.0f} s in all{saved_as}\nlog: {log.path}")
 
+def profiled_steps(config: Config) -> range:
+    first, last = map(int, config.profile.split(":"))
+    return range(first, last + 1)
+
 def profiler_of(loop: TrainingLoop) -> Any:
     """Return a profiler that writes a Chrome trace of some steps beside the log; its step() follows each step."""
     steps, log = profiled_steps(loop.config), loop.log
@@ -4323,6 +4317,12 @@ def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
         yield from found
         if not all(holds for holds, _ in found):
             return  # most mistakes are the same in every stage
+
+def ngram_entries(config: Config) -> int:
+    return sum(table.rows * table.width for table in config.ngrams)
+
+def moment_bytes(config: Config) -> int:
+    return 4 if config.adam_fp32_moments else config.torch_dtype.itemsize
 
 ROW_LIMITS = {"lr_mul": (0, math.inf), "beta1": (0, 1), "beta2": (0, 1), "weight_decay": (0, math.inf),
               "n": (2, 10), "rows": (1, math.inf), "width": (1, math.inf)}  # from, below
