@@ -24,9 +24,10 @@ after the section training; the later ones compute the same faster, and keep a r
 
 Gradient sync in one paragraph: autograd computes a gradient, and a hook adds it into the parameter's slot of a bucket
 (Reducer.register_grad_ready). When a bucket is complete, the hook's last line starts its reduce-scatter while backward
-continues (Reducer.launch, Comm.reduce_scatter). The launch order is learned in the first step, and in the first with
-another set of parameters; there buckets start after backward. The optimizer step waits for each bucket, updates this
-rank's shard by the bucket's rule, and starts the all-gather that writes the new parameters where the model reads them.
+continues (Reducer.launch, Comm.reduce_scatter). The optimizer step waits for each bucket, updates this rank's shard by
+the bucket's rule, and starts the all-gather that writes the new parameters where the model reads them. In the first
+step, and in the first after the set of buckets that take part changes, buckets start after backward, and the order in
+which they were complete becomes the launch order. The warm-up normally runs these steps.
 """
 
 from __future__ import annotations
@@ -219,8 +220,10 @@ PARAM_GROUPS = (
 class SyncSettings:
     """How ranks exchange gradients and parameters.
 
-    clip_norm and find_unused_parameters change results, the latter where a parameter has no gradient, which is an error
-    without it. world_size_invariant fixes the order of summation. The others change only time and memory.
+    clip_norm changes results. find_unused_parameters allows what is an error without it. The others change only time
+    and memory, but for world_size_invariant: it fixes every order of summation. Gradients of micro-batches stay apart
+    ("pending") until the launch, are summed as a binary tree over micro-batches, then over ranks, and no operation
+    takes several parameters at once.
     """
 
     sync: str = option("hook", "start reduce-scatters in backward, or in the step", ("hook", "step"))
@@ -253,7 +256,8 @@ class Config(SyncSettings, StageValues):
     val_every: int = option(250, "steps between validations (0: only at the end)", min=0)
 
     # model
-    layers: str = option("- S1M S2M SM LM SM SM+5 M+4 SM+3 S0M+2 S1M+1 L2M", "one word per layer: S or L (attention "
+    layers: str = option("- S1M S2M SM LM SM SM+5 M+4 SM+3 S0M+2 S1M+1 L2M", "one word per layer (read Block and "
+                         "Attention first): S or L (attention "
                          "with the short or long window) or P (short window; heads j and num_heads / 2 + j attend "
                          "to each other's keys), a digit (value table), "
                          "x (heads remove a token's own value: XSA, arXiv:2603.09078), g and d (with token_gates: "
@@ -261,8 +265,8 @@ class Config(SyncSettings, StageValues):
                          "connection from layer N); c in front (attention reads the output of backout_layer); - "
                          "(nothing)")
     ngrams: tuple[Ngrams, ...] = option((), "n-gram embedding tables, Ngrams(N, ROWS, WIDTH) each")
-    ngram_reset: int = option(0, "steps between resets of the n-gram tables, counted back from the last step; with the "
-                              "steps per epoch, no row has seen the tokens that it helps to predict (0: none)", min=0)
+    ngram_reset: int = option(0, "zero the n-gram tables every N steps, counted back from the last step; with N = steps "
+                              "per epoch, no row has seen the tokens that it helps to predict (0: never)", min=0)
     ngram_hash: str = option("documents", "hash of n-grams: within documents, or record 89's", ("documents", "record"))
     model_dim: int = option(768, "width of the residual stream", min=GATE_DIM)
     num_heads: int = option(6, "attention heads")
@@ -278,7 +282,8 @@ class Config(SyncSettings, StageValues):
     output_init: float = option(0.0, "scale of the initial attention output matrices (0: zeros)", min=0)
     head_init: float = option(0.0, "standard deviation of the head's initialization", min=0)
     value_init: float = option(1.0, "standard deviation of the value tables' initialization", min=0)
-    untie_at: float = option(0.0, "fraction of the schedule with tied head and embedding (0: none)", min=0, max=1)
+    untie_at: float = option(0.0, "fraction of the schedule in which head and embedding are one matrix; then the "
+                            "embedding becomes a copy with its own updates (0: never tied)", min=0, max=1)
     logit_cap: float = option(30.0, "logits = logit_cap * sigmoid((x + logit_shift) / 7.5)")
     logit_shift: float = option(0.0, "see logit_cap", min=-math.inf)
     # Adam's moments have the dtype of their parameter, as in the record. Two roundings of the record are left out,
@@ -315,7 +320,8 @@ class Config(SyncSettings, StageValues):
     adam_every: int = option(2, "steps per Adam update, which uses the sum of their gradients")
     lazy_tables: bool = option(False, "update only the n-gram rows that a step uses, and send only their new values")
     muon_lr: float = option(0.03, "NorMuon's learning rate: the size of an orthogonal update", min=0)
-    muon_weight_decay: float = option(1.2, "cautious weight decay, times the squared muon_lr and lr_mul", min=0)
+    muon_weight_decay: float = option(1.2, "cautious weight decay, times the square of muon_lr by its schedule, and times "
+                                      "the matrix's own factor, which has lr_mul in it", min=0)
     muon_momentum: float = option(0.95, "NorMuon's momentum between warm-up and cooldown", min=0, exclusive_max=1)
     muon_momentum_low: float = option(0.85, "NorMuon's momentum at step 0 and at num_steps", min=0, exclusive_max=1)
     muon_momentum_rise: int = option(300, "steps of the momentum warm-up", min=0)
@@ -608,18 +614,18 @@ def gated_layers(config: Config) -> list[range]:
             f"{begins}; give numbers of layers, 0 and later ones up to {count - 1}, in order, such as 0,4")
     return [range(*ends) for ends in itertools.pairwise([*begins, count])] if begins else []
 
-GROUP = 4  # least layers of a group that is compiled together
+MIN_GROUP_LAYERS = 4
 
 def layer_groups(config: Config) -> list[range]:
     """Cut the layers into the groups that are compiled together.
 
-    A group ends where a layer's output is saved anyway, if it then has at least GROUP layers, and where the next layer
-    computes token gates.
+    A group ends where a layer's output is saved anyway, if it then has at least MIN_GROUP_LAYERS
+    layers, and where the next layer computes token gates.
     """
     count, saved = len(parse_layers(config.layers)), saved_layers(config)
     begins, gates = [0], {layers.start for layers in gated_layers(config)}
     for i in range(1, count):
-        if i in gates or i - 1 in saved and i - begins[-1] >= GROUP and count - i >= GROUP:
+        if i in gates or i - 1 in saved and min(i - begins[-1], count - i) >= MIN_GROUP_LAYERS:
             begins.append(i)
     return [range(*ends) for ends in itertools.pairwise([*begins, count])]
 
@@ -673,8 +679,9 @@ def interpolate(first: Any, last: Any, done: float) -> Any:
     return first if first == last else first + done * (last - first)
 
 def lr_factor(config: Config, step: int, peak: float) -> float:
-    """Learning-rate schedule: `peak`, the stage's, until the cooldown; then a mixture that moves linearly from peak to
-    lr_floor, at the end of the scheduled steps. The rate jumps where a new stage has another peak."""
+    """Compute the learning-rate factor: `peak`, the stage's, before the cooldown; in it, linear from peak to lr_floor.
+
+    The factor jumps where a new stage has another peak."""
     c, scheduled = config, scheduled_steps(config)
     done = min(0.9999, step / scheduled)  # below 1 as in the record, which never quite reaches lr_floor
     left = min(1.0, (1 - done) / c.cooldown) if c.cooldown else 1.0
