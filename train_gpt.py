@@ -265,8 +265,8 @@ class Config(SyncSettings, StageValues):
                          "connection from layer N); c in front (attention reads the output of backout_layer); - "
                          "(nothing)")
     ngrams: tuple[Ngrams, ...] = option((), "n-gram embedding tables, Ngrams(N, ROWS, WIDTH) each")
-    ngram_reset: int = option(0, "zero the n-gram tables every N steps, counted back from the last step; with N = steps "
-                              "per epoch, no row has seen the tokens that it helps to predict (0: never)", min=0)
+    ngram_reset: int = option(0, "zero the n-gram tables every N steps, counted back from the last step; with N = the "
+                              "steps per epoch, no row has seen the tokens that it helps to predict (0: never)", min=0)
     ngram_hash: str = option("documents", "hash of n-grams: within documents, or record 89's", ("documents", "record"))
     model_dim: int = option(768, "width of the residual stream", min=GATE_DIM)
     num_heads: int = option(6, "attention heads")
@@ -320,8 +320,8 @@ class Config(SyncSettings, StageValues):
     adam_every: int = option(2, "steps per Adam update, which uses the sum of their gradients")
     lazy_tables: bool = option(False, "update only the n-gram rows that a step uses, and send only their new values")
     muon_lr: float = option(0.03, "NorMuon's learning rate: the size of an orthogonal update", min=0)
-    muon_weight_decay: float = option(1.2, "cautious weight decay, times the square of muon_lr by its schedule, and times "
-                                      "the matrix's own factor, which has lr_mul in it", min=0)
+    muon_weight_decay: float = option(1.2, "cautious weight decay, times the square of muon_lr by its schedule, and "
+                                      "times the matrix's own factor, which has lr_mul in it", min=0)
     muon_momentum: float = option(0.95, "NorMuon's momentum between warm-up and cooldown", min=0, exclusive_max=1)
     muon_momentum_low: float = option(0.85, "NorMuon's momentum at step 0 and at num_steps", min=0, exclusive_max=1)
     muon_momentum_rise: int = option(300, "steps of the momentum warm-up", min=0)
