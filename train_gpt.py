@@ -64,6 +64,7 @@ import base64
 import collections
 import contextlib
 import dataclasses
+import difflib
 import errno
 import fcntl
 import functools
@@ -487,9 +488,17 @@ def holds_rows(f: dataclasses.Field) -> bool:
     return f.type.startswith("tuple[")
 
 class Parser(argparse.ArgumentParser):
+    def parse_known_args(self, args: Sequence[str], namespace: Any = None) -> Any:
+        """Accept dashes for the underscores in names of flags."""
+        words = [re.sub("^--[^=]+", lambda found: "--" + found[0][2:].replace("-", "_"), word) for word in args]
+        return super().parse_known_args(words, namespace)
+
     def error(self, message: str) -> NoReturn:
         """Print one line; the usage would list every flag."""
-        self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help lists the flags\n")
+        unknown = re.search("unrecognized arguments: (--[^ =]+)", message)
+        near = difflib.get_close_matches(unknown[1], self._option_string_actions, 1) if unknown else ()
+        meant = f"; did you mean {near[0]}?" if near else ";"
+        self.exit(2, f"{self.prog}: error: {message}{meant} {self.prog} --help lists the flags\n")
 
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(

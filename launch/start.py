@@ -30,6 +30,7 @@ COMMANDS = """\
 Train one model, or race two versions. The first call installs the packages into .venv.
 
   ./run.sh                       one run, with the preset for this machine
+  ./run.sh --trial               the same in 20 steps, to see that everything works
   ./run.sh --text FILE FOLDER    train a small model on your own text, and print a sample
   ./run.sh -n 5 --vs HEAD        five pairs of timed runs: this checkout against the last commit
   ./run.sh --resume latest       continue the run that stopped last"""
@@ -37,6 +38,7 @@ REST = """\
 All other flags go to train_gpt.py, for example --preset laptop, --num_steps 300, --seed 7.
 --help-all lists them, as does .venv/bin/python train_gpt.py --help."""
 TRIAL = 0.5  # a run of fewer of the preset's steps cannot reach its target
+TRIAL_STEPS, TRIAL_SEQUENCES = 20, 16  # of --trial: of training, and of validation (up to 16 ranks share them evenly)
 MAX_MODELS = 5  # of 64 MB each
 # A small text is repeated up to the preset's steps or MAX_EPOCHS, but at least to MIN_STEPS: fewer learn too little, more
 # learn it by heart (LOG.md)
@@ -78,6 +80,7 @@ def make_parser():
     group.add_argument("--val-fraction", metavar="X", help="with --text: part of each text for validation (0.1)")
     group.add_argument("--resume", metavar="RUN", help="latest, a log or a checkpoint; or the race.jsonl of a race")
     group.add_argument("--init_from", metavar="MODEL", help="start with the parameters of a saved model")
+    group.add_argument("--trial", action="store_true", help="a short run or race: 20 steps, short validation, no target")
     group.add_argument("--preflight", action="store_true", help="check each part of a run, print a table, start no run")
     add_race_options(parser.add_argument_group("races"))
     group = parser.add_argument_group("other")
@@ -109,9 +112,19 @@ def join_versions(words):
     return words
 
 
+def spelled(words, parser):
+    """Write each --flag as its program does, with dashes or with underscores."""
+    def spell(word):
+        name, equals, value = word.partition("=")
+        dashes, underscores = f"--{name[2:].replace('_', '-')}", f"--{name[2:].replace('-', '_')}"
+        return (dashes if dashes in parser._option_string_actions else underscores) + equals + value
+    return [spell(word) if re.match(r"--\w", word) else word for word in words]
+
+
 def parse(words):
     """Return (options, the race's words, flags for train_gpt.py), with paths as seen from the user's folder."""
-    options, flags = make_parser().parse_known_args(join_versions(words))
+    parser = make_parser()
+    options, flags = parser.parse_known_args(join_versions(spelled(words, parser)))
     race = [word for name in ("n", "cmd", "max_n", "test", "alpha") if (value := getattr(options, name)) is not None
             for word in ("-n" if name == "n" else f"--{name.replace('_', '-')}", str(value))]
     race += [word for version in options.vs for word in ("--vs", version)] + ["--until-decided"] * options.until_decided
@@ -193,7 +206,7 @@ def encode_text(paths, val_fraction):
     return ["--preset", "laptop", "--train_files", f"{shards}/*_train_*.bin", "--val_files", f"{shards}/*_val_*.bin"]
 
 
-def choose(flags, text):
+def choose(flags, text, trial):
     """Return (GPUs, ranks, preset, config, flags with the choices for this machine and these data)."""
     import torch
 
@@ -205,6 +218,9 @@ def choose(flags, text):
             "for CPUs, installed where there was none. Remove it (rm -r .venv) and run this again, or train on the CPU: "
             "CUDA_VISIBLE_DEVICES= ./run.sh")
     preset, config = train_gpt.parse_config(flags, "speedrun" if gpus else "laptop")
+    if trial:  # before the user's flags, which win
+        flags = as_flags({"num_steps": TRIAL_STEPS, "val_tokens": TRIAL_SEQUENCES * config.val_len}) + flags
+        preset, config = train_gpt.parse_config(flags, preset)
     ranks = train_gpt.usable_ranks(config, gpus or 2)
     if ranks < (gpus or 2):
         say(f"{ranks} rank(s) instead of {gpus or 2}: ranks share the {config.micro_batches} micro-batches of a step "
@@ -332,12 +348,22 @@ def show_results(folder, before):
 
 
 def remove_old_models(folder):
-    """Keep the latest MAX_MODELS. A file that no run saved under its own name stays: its log does not begin with it."""
-    models = [path for path in Path(folder).glob("*.pt") if (log := path.with_suffix(".txt")).exists()
-              and b'\n{"run_id": "%b"' % os.fsencode(path.stem) in log.read_bytes()]
-    for old in sorted(models, key=lambda path: path.stat().st_mtime_ns)[:-MAX_MODELS]:
-        old.unlink()
-        print(f"removed: {old}; the latest {MAX_MODELS} models stay, and renamed ones", flush=True)
+    """Remove a model after MAX_MODELS newer ones of the same preset and data that trained at least as many steps.
+
+    A file that no run saved under its own name stays: its log does not begin with it.
+    """
+    seen = {}
+    for model in sorted(Path(folder).glob("*.pt"), key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        log = model.with_suffix(".txt")
+        found = re.search(rb'^\{"run_id": "%b".*' % re.escape(os.fsencode(model.stem)), log.read_bytes() if log.exists() else b"", re.M)
+        if found:
+            run = json.loads(found[0])
+            newer = seen.setdefault((run["preset"], run["config"]["train_files"]), [])
+            if sum(steps >= run["config"]["num_steps"] for steps in newer) >= MAX_MODELS:
+                model.unlink()
+                print(f"removed: {model}; the latest {MAX_MODELS} models of a preset and its data stay, those of longer runs, "
+                      "and renamed ones", flush=True)
+            newer.append(run["config"]["num_steps"])
 
 
 # The whole
@@ -371,7 +397,7 @@ def main(words):
     try:
         if options.text:
             flags = encode_text(options.text, options.val_fraction) + flags
-        gpus, ranks, preset, config, flags = choose(flags, options.text)
+        gpus, ranks, preset, config, flags = choose(flags, options.text, options.trial)
     except (train_gpt.RunError, OSError) as error:
         sys.exit(f"train_gpt.py: error: {error}")
     if not gpus:

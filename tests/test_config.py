@@ -64,7 +64,7 @@ def test_a_shorter_run_scales_the_step_counts_of_its_preset():
 
 
 @pytest.mark.parametrize("argv,says", [
-    (["--num_step", "3"], "unrecognized arguments: --num_step"), (["--num_steps", "many"], "'many' is not a whole number such as 3: "), (["--num_steps", "3.0"], "3.0 has another type"),
+    (["--num_step", "3"], "unrecognized arguments: --num_step 3; did you mean --num_steps?"), (["--zzz"], "--help lists the flags"), (["--num_steps", "many"], "'many' is not a whole number such as 3: "), (["--num_steps", "3.0"], "3.0 has another type"),
     (["--seed", "1,2"], "'1,2' is not a whole number"), (["--token_gates", "0 x"], "'0 x' is not a list of layers such as 0,4: invalid syntax"),
     (["--token_gates", "0,4.5"], "has another type"), (["--ngrams", "Ngrams(2, 16384)"], "missing 1 required positional argument: 'width'"),
     (["--shuffle", "yes"], "'yes' is not true or false: "),

@@ -30,7 +30,7 @@ LONG = "takes minutes; its parts are tested: "
 COMMANDS = {
     "./run.sh --help": RUN,
     "./run.sh --help-all": RUN,
-    "./run.sh --num_steps 20 --val_tokens 16384": RUN,
+    "./run.sh --trial": RUN,
     '.venv/bin/python sample.py --prompt "def read(" --tokens 200': RUN,
     ".venv/bin/python records/logs.py --follow logs/RUN.txt": RUN,
     ".venv/bin/python records/stats.py --plan --sd 0.0013 --margin 0.002": RUN,
@@ -46,7 +46,7 @@ COMMANDS = {
     './run.sh -n 5 --vs ../modded-nanogpt --cmd "torchrun --nproc_per_node=8 train_gpt.py"':
         "test_records_race.py::test_another_project_s_script_runs_in_turn_and_is_judged_by_the_same_figures",
     './run.sh -n 5 --vs "--muon_lr 0.05"': "test_scripts.py::test_what_is_started",
-    './run.sh -n 3 --vs "--muon_lr 0.05" --num_steps 20 --val_tokens 16384':
+    './run.sh -n 3 --vs "--muon_lr 0.05" --trial':
         "test_records_race.py::test_a_race_ends_with_a_table_and_the_page_of_its_record_says_the_same",
     "./run.sh --resume logs/race-ID/race.jsonl": "test_records_race.py::",
     ".venv/bin/python records/ladder.py RACE RACE": "test_records_race.py::test_a_ladder_judges_each_idea_against_the_base",

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 import shutil
@@ -266,6 +267,13 @@ RANKS = "[--nproc_per_node={}][--no-python][PY][-I][-u][train_gpt.py]"
      ["[PY][data/stdlib.py]", "[launch/race.py][-n][5][--vs][--sync=step][--vs][--sync step][--ranks][2][--][--preset][laptop][--seed][1]"]),
     (0, ["-n", "10", "--vs", "REVISION", "--test", "unpaired", "--alpha", ".05"],
      ["[PY][data/stdlib.py]", "[launch/race.py][-n][10][--test][unpaired][--alpha][0.05][--vs][REVISION][--ranks][2][--][--preset][laptop]"]),
+    (0, ["--muon-lr", ".05", "--init-from=m", "--max_n", "9", "--until_decided"], ["[PY][data/stdlib.py]",
+     "[launch/race.py][--max-n][9][--until-decided][--ranks][2][--][--preset][laptop][--muon_lr][.05][--init_from][m]"]),
+    (0, ["--trial", "--seed", "1"], ["[PY][data/stdlib.py]", RANKS.format(2) +
+     "[--preset][laptop][--num_steps][20][--val_tokens][16384][--seed][1][--target_val_loss][0]"]),
+    (8, ["-n", "3", "--trial", "--num_steps", "9"], ["[PY][data/fineweb.py][9]", "[PY][-I][launch/preflight.py][--ranks=8][--preset][speedrun]"
+     "[--num_steps][20][--val_tokens][4194304][--num_steps][9][--target_val_loss][0]", "[launch/race.py][-n][3][--ranks][8][--][--preset][speedrun]"
+     "[--num_steps][20][--val_tokens][4194304][--num_steps][9][--target_val_loss][0]"]),
     (0, ["--vs", "HEAD"], ["[PY][data/stdlib.py]", "[launch/race.py][--vs][HEAD][--ranks][2][--][--preset][laptop]"]),  # race.py: n is 5
     (0, ["--until-decided", "--max-n", "12", "--vs", "HEAD"],
      ["[PY][data/stdlib.py]", "[launch/race.py][--max-n][12][--vs][HEAD][--until-decided][--ranks][2][--][--preset][laptop]"]),
@@ -333,7 +341,7 @@ def test_the_preflight_answer_is_kept_per_source_machine_and_flags(started, gpus
     (["--resume", "latest", "-n", "3"], 1, "continues one run; leave out -n 3"),
     (["--resume", "latest", "--text", "a.txt"], 1, "continues with the text of its run; leave out --text"),
     (["--text", "--seed", "3"], 2, "argument --text: expected at least one argument"),
-    (["--sed", "3"], 2, "train_gpt.py: error: unrecognized arguments: --sed 3"),
+    (["--sed", "3"], 2, "train_gpt.py: error: unrecognized arguments: --sed 3; did you mean --seed?"),
     (["--preset", "laptop", "--num_heads", "5"], 1, "train_gpt.py: error: model_dim is 64; give a multiple of 4 * num_heads, 20"),  # once, and not by each rank
 ])
 def test_wrong_words_are_refused_before_anything_is_started(script, tmp_path, typed, status, says):
@@ -373,7 +381,7 @@ def test_a_script_that_makes_data_ends_with_the_launcher(tree, script, number):
 
 def chosen(flags, text=False):
     """The flags that start.choose adds."""
-    *_, words = start.choose(flags, text)
+    *_, words = start.choose(flags, text, trial=False)
     return words[len(flags):]
 
 
@@ -384,23 +392,23 @@ def test_a_build_for_cpus_beside_a_driver_is_not_used_silently(gpus, monkeypatch
     monkeypatch.setattr(train_gpt, "nvidia_smi", lambda fields: ["580.65.06"])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(start.Refusal, match="holds torch's build for CPUs.*rm -r .venv"):
-        start.choose([], False)
+        start.choose([], False, False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert start.choose([], False)[2] == "laptop"
+    assert start.choose([], False, False)[2] == "laptop"
 
 
 def test_all_usable_gpus_are_taken_and_two_ranks_without_one(gpus):
     for seen, expected in ((0, (0, 2, "laptop")), (4, (4, 4, "speedrun")), (7, (7, 4, "speedrun"))):
         gpus(seen)
-        assert start.choose([], False)[:3] == expected
-    assert start.choose(["--preset", "laptop"], False)[:3] == (7, 2, "laptop")
+        assert start.choose([], False, False)[:3] == expected
+    assert start.choose(["--preset", "laptop"], False, False)[:3] == (7, 2, "laptop")
 
 
 def test_a_batch_that_two_ranks_cannot_share_is_said(gpus, capsys):
     gpus(0, False)
     assert start.choose(["--micro_batches", "3"], False)[1] == 1
     assert "run.sh: 1 rank(s) instead of 2: ranks share the 3 micro-batches of a step evenly; --micro_batches" in capsys.readouterr().err
-    start.choose([], False)
+    start.choose([], False, False)
     assert not capsys.readouterr().err
 
 
@@ -610,21 +618,24 @@ def test_a_complete_run_is_drawn_and_its_model_writes_a_sample(tmp_path, monkeyp
         os.close(writer)
 
 
-def test_the_latest_five_models_of_runs_stay(tmp_path, capsys):
-    def model(name, age, log):
+def test_five_models_of_runs_as_long_stay(tmp_path, capsys):
+    def model(name, age, log=None, steps=20, preset="laptop"):
         (tmp_path / f"{name}.pt").touch()
         os.utime(tmp_path / f"{name}.pt", (10_000 - age, 10_000 - age))
-        (tmp_path / f"{name}.txt").write_text(log)
+        first = {"run_id": name, "preset": preset, "config": {"train_files": "a", "num_steps": steps}}
+        (tmp_path / f"{name}.txt").write_text(log or f"source\n{json.dumps(first)}\n")
 
     for age in range(7):
-        model(f"run{age}", age, f'source\n{{"run_id": "run{age}", "started": 0}}\n')
+        model(f"run{age}", age)
+    model("long", 8, steps=135)
+    model("other", 9, preset="frontier")
     model("renamed", 20, '\n{"run_id": "run9", "started": 0}\n')
     model("notes", 30, "my own")
     (tmp_path / "alone.pt").touch()
     start.remove_old_models(tmp_path)
-    assert {path.stem for path in tmp_path.glob("*.pt")} == {"run0", "run1", "run2", "run3", "run4", "renamed", "notes", "alone"}
+    assert {path.stem for path in tmp_path.glob("*.pt")} == {"run0", "run1", "run2", "run3", "run4", "long", "other", "renamed", "notes", "alone"}
     assert [line.split(";")[0] for line in capsys.readouterr().out.splitlines()] == [
-        f"removed: {tmp_path / name}.pt" for name in ("run6", "run5")]
+        f"removed: {tmp_path / name}.pt" for name in ("run5", "run6")]
     start.remove_old_models(tmp_path)
     assert not capsys.readouterr().out
 
