@@ -3021,7 +3021,7 @@ class TrainingLoop:
         self.log.say(f"warm-up: {self.config.warmup_steps} steps off the clock")
         with self.clock.off("warmup"):
             self.worker.warm_up(self.val_sequences[0], self.losses.record)
-            self.losses.pending.clear()
+        self.losses.pending, self.losses.sent = [], 0  # a request to save that came in the warm-up is sent again
         self.compiles = compile_stats()[0]
         with self.clock.off("hashing"):
             self.state_hashes = {"before_warmup": before, "after_warmup": state_hash(self.worker)}
@@ -4267,7 +4267,7 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
         config = dataclasses.replace(config, attention="flash" if fits else "masked")
     if why := max(comm.all_gather_json(find_flash_3() if config.attention == "flash" and own[0] == 9 else "")):
         flash_3 = None  # on all ranks
-        changes.append(f"FlashAttention 3 is not used, but torch's own version ({why}); docs/gpus.md says how to get it")
+        changes.append(f"FlashAttention 3 is not used ({why}), but torch's own version; docs/gpus.md says how to get it")
     if config.kernels == "auto":
         chosen = "off" if triton is None else "on" if capability >= [9, 0] else "loss"  # the MLP's kernel needs TMA
         config = dataclasses.replace(config, kernels=chosen)
