@@ -57,6 +57,8 @@ if __name__ == "__main__":  # before the other imports, which take seconds
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks for a checkpoint, and there is nothing to save yet
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_launcher()
+    # batches and row exchanges vary in size; with growing segments, none needs a cudaMalloc on the clock
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import argparse
 import ast
@@ -71,6 +73,7 @@ import functools
 import gc
 import glob
 import hashlib
+import importlib
 import importlib.metadata
 import itertools
 import json
@@ -1143,9 +1146,14 @@ class GPT(nn.Module):
                 return document_table(docs, window, len(docs) // len(tokens) * counted[0], counted[1])
             return mask_in_pieces(docs, window, self.reach or window, self.embed.weight.dtype)
         paired = {"P": make(docs.repeat_interleave(2), windows.short)} if self.pairs else {}
-        dc = {"dc": mask_in_pieces(docs, *[DC_WINDOW - 1] * 2, self.embed.weight.dtype, DC_PIECE)} if any(
-            layer.dc for layer in self.layers) else {}
+        dc = {"dc": self.dc_mask(docs, self.embed.weight.dtype)} if any(layer.dc for layer in self.layers) else {}
         return {"L": make(docs, windows.long), "S": make(docs, windows.short), None: None, **paired, **dc}
+
+    # compiled by itself, as ngram_rows: 20 small kernels less, each of which costs the host more than the GPU
+    @staticmethod
+    @compiled
+    def dc_mask(docs: Tensor, dtype: torch.dtype) -> Tensor:
+        return mask_in_pieces(docs, *[DC_WINDOW - 1] * 2, dtype, DC_PIECE)
 
     def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Tokens [T] -> x0, the residual stream before the first layer [T, dim], and the n-gram embeddings [T, dim].
@@ -1157,8 +1165,8 @@ class GPT(nn.Module):
         x0 = self.smear(e, self.smear_gate, smear_weight[0])
         gated = self.config.token_gates and self.config.ngrams
         total = None if gated else x0
-        for table, hashes in zip(self.ngrams, self.ngram_hashes(tokens)):
-            embeds, missing = table(hashes), x0.size(1) - table.embedding_dim
+        for table, rows in zip(self.ngrams, self.ngram_rows(tokens) if self.ngrams else ()):
+            embeds, missing = table(*rows), x0.size(1) - table.embedding_dim
             embeds = F.pad(embeds, (0, missing)) if missing else embeds  # a narrow table fills the first entries
             total = embeds if total is None else total + embeds
         return (x0, total) if gated else (total, None)
@@ -1170,6 +1178,12 @@ class GPT(nn.Module):
         """Add to each embedding [T, dim] a gated share of the previous token's, then norm."""
         opening = weight * torch.sigmoid(F.linear(e[1:, :gate.size(1)], gate))
         return norm(torch.cat([e[:1], e[1:] + opening * e[:-1]]))
+
+    @compiled
+    def ngram_rows(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Find the row, and that of the signs, of the n-gram that ends at each token [T], for each table."""
+        return [(hashes % table.num_embeddings, hashes // table.num_embeddings % table.SIGNS)
+                for table, hashes in zip(self.ngrams, self.ngram_hashes(tokens))]
 
     def ngram_hashes(self, tokens: Tensor) -> list[Tensor]:
         """Hash the n-grams that end at tokens [..., T] -> int64 [..., T] for each table."""
@@ -1579,16 +1593,16 @@ class NgramTable(nn.Embedding):
         super().__init__(ngrams.rows, ngrams.width, dtype=dtype, sparse=True)  # a micro-batch reads few of the rows
         self.weight = parameter(self.weight.data, "ngram_embeds")
         self.n = ngrams.n
-        bits = torch.randint(0, 2, (self.SIGNS, ngrams.width), generator=torch.Generator().manual_seed(0))
-        self.register_buffer("signs", (2 * bits - 1).to(dtype), persistent=False)
+        # the same signs on every device, also under `with device:`
+        bits = torch.randint(0, 2, (self.SIGNS, ngrams.width), generator=torch.Generator().manual_seed(0), device="cpu")
+        self.register_buffer("signs", (2 * bits - 1).to(self.weight.device, dtype), persistent=False)
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
 
-    def forward(self, hashes: Tensor) -> Tensor:
-        """Hashes of n-grams [T], see GPT.ngram_hashes -> [T, width]."""
-        return super().forward(hashes % self.num_embeddings) * self.signs.index_select(
-            0, hashes // self.num_embeddings % self.SIGNS)
+    def forward(self, rows: Tensor, signs: Tensor) -> Tensor:
+        """Rows of the table and of its signs [T], see GPT.ngram_rows -> [T, width]."""
+        return super().forward(rows) * self.signs.index_select(0, signs)
 
     def record_hash(self, tokens: Tensor) -> Tensor:
         """Hash the pairs that end at tokens [..., T] as record 89 does, also across documents.
@@ -2162,11 +2176,14 @@ class RowBucket(Bucket):
         if self.announcement is None:
             self.announce(comm, [rows for rows, _ in grads], True)
         self.finish_announcement()
-        reads = np.unpackbits(self.all_reads.numpy(), 1, len(self.rows)).view(bool)
-        reads = reads.reshape(comm.ranks, comm.ranks, -1)  # [rank that reads, rank that owns, row of its shard]
-        self.read_by_any, shard_reads = reads.any(0), reads[:, comm.rank]
-        sums = self.scatter_add(self.indices(reads[comm.rank]), grads)
-        sent = sums.to(comm.sent_dtype or sums.dtype).split(reads[comm.rank].sum(1).tolist())
+        # only what is needed is unpacked: record 89's table on 8 ranks has 3 million of these bits
+        bits, owned = self.all_reads.numpy(), len(self.rows) // comm.ranks
+        reads, self.read_by_any = (np.unpackbits(x, count=len(self.rows)).view(bool).reshape(comm.ranks, -1)
+                                   for x in (bits[comm.rank], np.bitwise_or.reduce(bits)))  # [owner, row of its shard]
+        begin, skipped = divmod(owned * comm.rank, 8)
+        shard_reads = np.unpackbits(bits[:, begin:], 1, skipped + owned).view(bool)[:, skipped:]  # [rank, row]
+        sums = self.scatter_add(self.indices(reads), grads)
+        sent = sums.to(comm.sent_dtype or sums.dtype).split(reads.sum(1).tolist())
         counts = shard_reads.sum(1).tolist()
         rows, numbers = self.indices(self.read_by_any[comm.rank]), self.indices(shard_reads) % shard_reads.shape[1]
         values = sums.new_empty((sum(counts), sums.size(1)), dtype=sent[0].dtype)  # of all ranks, one after another
@@ -2286,8 +2303,10 @@ class Comm:
 
     sent_dtype: torch.dtype | None = None  # of gradients; None: their own
 
-    def __init__(self, rank: int = 0, ranks: int = 1, device: torch.device | str = "cpu"):
-        self.rank, self.ranks, self.device = rank, ranks, device
+    def __init__(self, rank: int = 0, ranks: int = 1, device: torch.device | str = "cpu",
+                 timeout: timedelta | None = None):
+        """timeout: of collectives of CPU tensors beside a GPU's; None: torch's 30 minutes."""
+        self.rank, self.ranks, self.device, self.timeout = rank, ranks, device, timeout
         self.point_to_point = ranks == 1 or dist.get_backend() == "gloo"
 
     def receive_buffer(self, full: Tensor, invariant: bool) -> Tensor | None:
@@ -2318,7 +2337,7 @@ class Comm:
     @functools.cached_property
     def cpu_group(self) -> Any:
         """The process group for CPU tensors. With a GPU's backend all ranks must first use it at the same time."""
-        return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=self.timeout)
 
     def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> HandleGroup:
         """Start: sent[i] to rank i, received[i] from rank i. Empty tensors are not sent."""
@@ -2333,6 +2352,10 @@ class Comm:
         if self.ranks > 1:
             dist.all_reduce(x)
         return x
+
+    def start_all_reduce(self, x: Tensor) -> Any:
+        """Start: x <- its sum over ranks. On GPUs only a stream that waits for the handle waits."""
+        return dist.all_reduce(x, async_op=True) if self.ranks > 1 else HandleGroup()
 
     def broadcast(self, x: Tensor) -> None:
         """Copy rank 0's x to all ranks."""
@@ -3016,7 +3039,8 @@ class TrainingLoop:
             before = state_hash(self.worker)
         self.log.say(f"warm-up: {self.config.warmup_steps} steps off the clock")
         with self.clock.off("warmup"):
-            self.worker.warm_up(self.val_sequences[0])
+            self.worker.warm_up(self.val_sequences[0], self.losses.record)
+        self.losses.pending, self.losses.sent = [], 0  # a request to save that came in the warm-up is sent again
         self.compiles = compile_stats()[0]
         with self.clock.off("hashing"):
             self.state_hashes = {"before_warmup": before, "after_warmup": state_hash(self.worker)}
@@ -3027,6 +3051,8 @@ class TrainingLoop:
         profiler = profiler_of(self) if c.profile else None
         if profiler:
             profiler.start()
+        with self.clock.off("hashing"):  # wait for the slowest rank, or its hash would delay this rank's first step
+            self.comm.all_reduce(torch.zeros((), device=self.comm.device))
         self.clock.start()
         worker.model.fill_prefixes(worker.token_bytes)  # on the clock, as in the record; the warm-up runs without
         for step in range(self.from_step, c.num_steps):
@@ -3162,8 +3188,11 @@ class Worker:
         self.model.apply_schedule(plan.rotary_windows, plan.tied)
         return validate(self.model, sequences, plan.windows, self.comm, self.device, stop)
 
-    def warm_up(self, val_sequence: np.ndarray) -> None:
-        """Run every stage and kind of step, to compile and allocate everything off the clock. Restore the state."""
+    def warm_up(self, val_sequence: np.ndarray, record: Callable[[Plan, list[Tensor]], None]) -> None:
+        """Run every stage and kind of step, to compile and allocate everything off the clock. Restore the state.
+
+        record: called after each step, as in training.
+        """
         c, before = self.config, (self.model.rotary.windows, self.model.tied)
         saved, position, digest = self.optimizer.state_dict(), self.stream.position, self.stream.digest
         begins = [-(-stage.begin // c.adam_every) * c.adam_every for stage in stages_of(c)]  # of a cycle of Adam
@@ -3173,7 +3202,7 @@ class Worker:
             if step not in batches:  # a stage may have a single step
                 self.stream.position = position
                 batches[step] = self.stream.next_batch(plan_of(c, step))
-            self.step(plan_of(c, step), batches[step])
+            record(plan_of(c, step), self.step(plan_of(c, step), batches[step]))
         if c.warmup_steps:
             self.validate(plan_of(c, c.num_steps), val_sequence[None].repeat(self.comm.ranks, 0))
         self.optimizer.load_state_dict(saved)
@@ -3216,6 +3245,7 @@ class TrainLosses:
         self.config, self.comm, self.clock, self.log, self.sent = config, comm, clock, log, 0
         self.save_at: dict[int, bool] = {}  # all ranks save before these steps; True: and stop
         self.pending: list[tuple[Plan, float, Tensor, Any]] = []
+        self.stream = torch.cuda.Stream() if clock.device.type == "cuda" else None
 
     def record(self, plan: Plan, losses: list[Tensor]) -> None:
         """Start the sum of each micro-batch's loss over all ranks, with this rank's new requests to save."""
@@ -3224,12 +3254,16 @@ class TrainLosses:
         summed[self.comm.rank * len(own):(self.comm.rank + 1) * len(own)] = own
         if (received := signals.received) > self.sent:  # rarely: copying a number to a GPU makes the host wait
             summed[-1], self.sent = received - self.sent, received
-        self.comm.all_reduce(summed)
-        event = None
-        if own.is_cuda:
-            summed = torch.empty(summed.shape, dtype=summed.dtype, pin_memory=True).copy_(summed, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
+        handle, event = self.comm.start_all_reduce(summed), None
+        # collectives run one after another, so this one follows the step's all-gathers. If the main stream waited for
+        # it, the next forward would wait for all of them
+        with torch.cuda.stream(self.stream):
+            handle.wait()
+            if own.is_cuda:
+                summed.record_stream(self.stream)
+                summed = torch.empty(summed.shape, dtype=summed.dtype, pin_memory=True).copy_(summed, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record()
         self.pending.append((plan, self.clock.read(), summed, event))
 
     def write(self, step: int, wait: bool = False) -> None:
@@ -3344,15 +3378,27 @@ def document_table(docs: Tensor, window: int, longest: int, count: int) -> Docum
 
 Mask = Tensor | DocumentTable
 
-def flash_attention_3() -> bool:
-    """Activate FlashAttention 3 for torch's FlashAttention operators -> whether this GPU has it and it is installed."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        return False
-    try:
-        torch.nn.attention.activate_flash_attention_impl("FA3")
-    except (AttributeError, ImportError, OSError, RuntimeError, ValueError):  # an older torch, or no usable package
-        return False
-    return True
+flash_3: Any = None  # the module with FlashAttention 3's interface, once find_flash_3 has loaded it
+
+def find_flash_3() -> str:
+    """Load FlashAttention 3: an installed wheel, or the build that public records take from the Hugging Face hub.
+
+    Return why there is none; empty if there is one.
+    """
+    global flash_3
+    reasons = []
+    for package in ("flash_attn_interface", "kernels"):
+        try:
+            found = importlib.import_module(package)
+            if package == "kernels":
+                found = found.get_kernel("kernels-community/flash-attn3", version=1).flash_attn_interface
+            found.flash_attn_varlen_func, found._flash_attn_backward  # flash_attention's operators call both
+        except Exception as error:  # packages with binaries may raise anything
+            reasons.append(f"{package}: {str(error).partition(chr(10))[0][:200]}")
+        else:
+            flash_3 = found
+            return ""
+    return "; ".join(reasons)
 
 OPERATORS = "of_" + re.sub(r"\W", "_", __name__)  # a copy of this file under another name registers its own operators
 
@@ -3364,6 +3410,11 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, numbers: Te
     """
     window, longest, count = numbers.tolist()
     starts = starts[:count + 1]
+    if flash_3:  # by its own heuristics it would split the keys, and add the parts up in float32
+        with torch.no_grad():
+            return flash_3.flash_attn_varlen_func(
+                q, k, v, starts, starts, longest, longest, softmax_scale=1.0, causal=True, window_size=(window, 0),
+                num_splits=1, return_attn_probs=True)
     out, log_sums, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, starts, starts, longest, longest, 0.0, False, False, scale=1.0, window_size_left=window,
         window_size_right=0)
@@ -3374,6 +3425,13 @@ def flash_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, star
                              out: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     window, longest, count = numbers.tolist()
     starts, dropout_state = starts[:count + 1], q.new_empty(2, dtype=torch.uint64)
+    if flash_3:
+        dq, dk, dv = map(torch.empty_like, (q, k, v))
+        flash_3._flash_attn_backward(
+            grad, q, k, v, out, log_sums, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest,
+            max_seqlen_k=longest, dq=dq, dk=dk, dv=dv, softmax_scale=1.0, is_causal=True, window_size_left=window,
+            window_size_right=0)
+        return dq, dk, dv
     return torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, log_sums, starts, starts, longest, longest, 0.0, False, dropout_state, dropout_state,
         scale=1.0, window_size_left=window, window_size_right=0)
@@ -4221,18 +4279,18 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
     lengths = (*sorted(micro_batch_lengths(config)), config.val_len)
     require(not any(n % TILE_M for n in lengths), f"micro-batches and val_len have {', '.join(map(str, lengths))} "
             f"tokens; on GPUs they must be multiples of {TILE_M}")
-    gpus = comm.all_gather_json([torch.cuda.get_device_capability(),
-                                 config.attention != "masked" and flash_attention_3()])
-    capability, has_flash_3 = (min(values) for values in zip(*gpus))
-    changes = []
+    global flash_3
+    own, changes = torch.cuda.get_device_capability(), []
+    capability = min(comm.all_gather_json(own))
     if config.fp8_head and capability < [8, 9]:
         config = dataclasses.replace(config, fp8_head=False)
         changes.append("this GPU has no fp8: the head's product stays in bf16")
     if config.attention == "auto":
         fits = capability >= [8, 0] and config.dtype == "bfloat16" and not config.world_size_invariant
         config = dataclasses.replace(config, attention="flash" if fits else "masked")
-    if config.attention == "flash" and capability[0] == 9 and not has_flash_3:
-        changes.append("FlashAttention 3 is not installed: using torch's own version")
+    if why := max(comm.all_gather_json(find_flash_3() if config.attention == "flash" and own[0] == 9 else "")):
+        flash_3 = None  # on all ranks
+        changes.append(f"FlashAttention 3 is not used ({why}): using torch's own version; see docs/gpus.md")
     if config.kernels == "auto":
         chosen = "off" if triton is None else "on" if capability >= [9, 0] else "loss"  # the MLP's kernel needs TMA
         config = dataclasses.replace(config, kernels=chosen)
@@ -4535,9 +4593,12 @@ def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
         if gpus:
             require(local_rank < gpus, f"rank {rank} has no GPU: this machine has {gpus}; lower --nproc_per_node")
             torch.cuda.set_device(device)
+            # without it, autograd's thread may have no CUDA context yet (pytorch issue 124565)
+            torch.empty(1, device=device, requires_grad=True).backward()
         if ranks > 1:
             store = join(config, rank, ranks, device)
-        comm = (CompressedComm if config.bf16_compress else Comm)(rank, ranks, device)
+        comm = (CompressedComm if config.bf16_compress else Comm)(
+            rank, ranks, device, timedelta(seconds=config.timeout_s))
         log.run_id, checkpoint = comm.all_gather_json([run_id, checkpoint])[0]  # rank 0's
         config = dataclasses.replace(config, resume=config.resume or checkpoint)
         agree(comm, "configs", {key: str(v) for key, v in json_of(config).items()},

@@ -512,3 +512,25 @@ def test_a_run_begins_with_a_saved_model_s_parameters(flags, capsys, tmp_path):
     assert here(["--resume", "latest", "--log_dir", str(tmp_path)], capsys)[0] == 0, "the model was needed at the start only"
     status, _, errors = here(flags("missing", init_from=model), capsys)
     assert status == 1 and str(model) in errors and errors.count("\n") == 1
+
+
+def start_of_clock(comm, argv):
+    """When a rank has hashed its state and begins to train, and when its training clock starts. Rank 1 is slower by 1 s."""
+    times, begin, start = {}, train_gpt.TrainingLoop.train, train_gpt.Clock.start
+
+    def late(loop):
+        time.sleep(comm.rank)
+        times["hashed"] = time.perf_counter()
+        begin(loop)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(train_gpt.TrainingLoop, "train", late)
+        patched.setattr(train_gpt.Clock, "start", lambda clock: times.update(started=time.perf_counter()) or start(clock))
+        train(comm, argv)
+    return times["hashed"], times["started"]
+
+
+def test_the_clock_starts_when_the_slowest_rank_has_hashed(flags, on_ranks):
+    """Otherwise the first step of the others, which the result is of, would wait for it."""
+    (_, started), (hashed, _) = on_ranks(2, start_of_clock, flags("skew", num_steps=4))
+    assert started > hashed
