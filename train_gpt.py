@@ -56,6 +56,8 @@ if __name__ == "__main__":  # before the other imports, which take seconds
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks for a checkpoint, and there is nothing to save yet
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_launcher()
+    # batches and row exchanges vary in size; with growing segments, none needs a cudaMalloc on the clock
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import argparse
 import ast
@@ -69,6 +71,7 @@ import functools
 import gc
 import glob
 import hashlib
+import importlib
 import importlib.metadata
 import itertools
 import json
@@ -1573,8 +1576,9 @@ class NgramTable(nn.Embedding):
         super().__init__(ngrams.rows, ngrams.width, dtype=dtype, sparse=True)  # a micro-batch reads few of the rows
         self.weight = parameter(self.weight.data, "ngram_embeds")
         self.n = ngrams.n
-        bits = torch.randint(0, 2, (self.SIGNS, ngrams.width), generator=torch.Generator().manual_seed(0))
-        self.register_buffer("signs", (2 * bits - 1).to(dtype), persistent=False)
+        # the same signs on every device, also under `with device:`
+        bits = torch.randint(0, 2, (self.SIGNS, ngrams.width), generator=torch.Generator().manual_seed(0), device="cpu")
+        self.register_buffer("signs", (2 * bits - 1).to(self.weight.device, dtype), persistent=False)
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -2280,8 +2284,10 @@ class Comm:
 
     sent_dtype: torch.dtype | None = None  # of gradients; None: their own
 
-    def __init__(self, rank: int = 0, ranks: int = 1, device: torch.device | str = "cpu"):
-        self.rank, self.ranks, self.device = rank, ranks, device
+    def __init__(self, rank: int = 0, ranks: int = 1, device: torch.device | str = "cpu",
+                 timeout: timedelta | None = None):
+        """timeout: of collectives of CPU tensors beside a GPU's; None: torch's 30 minutes."""
+        self.rank, self.ranks, self.device, self.timeout = rank, ranks, device, timeout
         self.point_to_point = ranks == 1 or dist.get_backend() == "gloo"
 
     def receive_buffer(self, full: Tensor, invariant: bool) -> Tensor | None:
@@ -2312,7 +2318,7 @@ class Comm:
     @functools.cached_property
     def cpu_group(self) -> Any:
         """The process group for CPU tensors. With a GPU's backend all ranks must first use it at the same time."""
-        return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=self.timeout)
 
     def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> HandleGroup:
         """Start: sent[i] to rank i, received[i] from rank i. Empty tensors are not sent."""
@@ -2327,6 +2333,10 @@ class Comm:
         if self.ranks > 1:
             dist.all_reduce(x)
         return x
+
+    def start_all_reduce(self, x: Tensor) -> Any:
+        """Start: x <- its sum over ranks. On GPUs only a stream that waits for the handle waits."""
+        return dist.all_reduce(x, async_op=True) if self.ranks > 1 else HandleGroup()
 
     def broadcast(self, x: Tensor) -> None:
         """Copy rank 0's x to all ranks."""
@@ -3010,7 +3020,8 @@ class TrainingLoop:
             before = state_hash(self.worker)
         self.log.say(f"warm-up: {self.config.warmup_steps} steps off the clock")
         with self.clock.off("warmup"):
-            self.worker.warm_up(self.val_sequences[0])
+            self.worker.warm_up(self.val_sequences[0], self.losses.record)
+        self.losses.pending, self.losses.sent = [], 0  # a request to save that came in the warm-up is sent again
         self.compiles = compile_stats()[0]
         with self.clock.off("hashing"):
             self.state_hashes = {"before_warmup": before, "after_warmup": state_hash(self.worker)}
@@ -3021,6 +3032,8 @@ class TrainingLoop:
         profiler = profiler_of(self) if c.profile else None
         if profiler:
             profiler.start()
+        with self.clock.off("hashing"):  # wait for the slowest rank, or its hash would delay this rank's first step
+            self.comm.all_reduce(torch.zeros((), device=self.comm.device))
         self.clock.start()
         worker.model.fill_prefixes(worker.token_bytes)  # on the clock, as in the record; the warm-up runs without
         for step in range(self.from_step, c.num_steps):
@@ -3156,8 +3169,11 @@ class Worker:
         self.model.apply_schedule(plan.rotary_windows, plan.tied)
         return validate(self.model, sequences, plan.windows, self.comm, self.device, stop)
 
-    def warm_up(self, val_sequence: np.ndarray) -> None:
-        """Run every stage and kind of step, to compile and allocate everything off the clock. Restore the state."""
+    def warm_up(self, val_sequence: np.ndarray, record: Callable[[Plan, list[Tensor]], None]) -> None:
+        """Run every stage and kind of step, to compile and allocate everything off the clock. Restore the state.
+
+        record: called after each step, as in training.
+        """
         c, before = self.config, (self.model.rotary.windows, self.model.tied)
         saved, position, digest = self.optimizer.state_dict(), self.stream.position, self.stream.digest
         begins = [-(-stage.begin // c.adam_every) * c.adam_every for stage in stages_of(c)]  # of a cycle of Adam
@@ -3167,7 +3183,7 @@ class Worker:
             if step not in batches:  # a stage may have a single step
                 self.stream.position = position
                 batches[step] = self.stream.next_batch(plan_of(c, step))
-            self.step(plan_of(c, step), batches[step])
+            record(plan_of(c, step), self.step(plan_of(c, step), batches[step]))
         if c.warmup_steps:
             self.validate(plan_of(c, c.num_steps), val_sequence[None].repeat(self.comm.ranks, 0))
         self.optimizer.load_state_dict(saved)
@@ -3210,6 +3226,7 @@ class TrainLosses:
         self.config, self.comm, self.clock, self.log, self.sent = config, comm, clock, log, 0
         self.save_at: dict[int, bool] = {}  # all ranks save before these steps; True: and stop
         self.pending: list[tuple[Plan, float, Tensor, Any]] = []
+        self.stream = torch.cuda.Stream() if clock.device.type == "cuda" else None
 
     def record(self, plan: Plan, losses: list[Tensor]) -> None:
         """Start the sum of each micro-batch's loss over all ranks, with this rank's new requests to save."""
@@ -3218,12 +3235,16 @@ class TrainLosses:
         summed[self.comm.rank * len(own):(self.comm.rank + 1) * len(own)] = own
         if (received := signals.received) > self.sent:  # rarely: copying a number to a GPU makes the host wait
             summed[-1], self.sent = received - self.sent, received
-        self.comm.all_reduce(summed)
-        event = None
-        if own.is_cuda:
-            summed = torch.empty(summed.shape, dtype=summed.dtype, pin_memory=True).copy_(summed, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
+        handle, event = self.comm.start_all_reduce(summed), None
+        # collectives run one after another, so this one follows the step's all-gathers. If the main stream waited for
+        # it, the next forward would wait for all of them
+        with torch.cuda.stream(self.stream):
+            handle.wait()
+            if own.is_cuda:
+                summed.record_stream(self.stream)
+                summed = torch.empty(summed.shape, dtype=summed.dtype, pin_memory=True).copy_(summed, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record()
         self.pending.append((plan, self.clock.read(), summed, event))
 
     def write(self, step: int, wait: bool = False) -> None:
@@ -3338,15 +3359,27 @@ def document_table(docs: Tensor, window: int, longest: int, count: int) -> Docum
 
 Mask = Tensor | DocumentTable
 
-def flash_attention_3() -> bool:
-    """Activate FlashAttention 3 for torch's FlashAttention operators -> whether this GPU has it and it is installed."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        return False
-    try:
-        torch.nn.attention.activate_flash_attention_impl("FA3")
-    except (AttributeError, ImportError, OSError, RuntimeError, ValueError):  # an older torch, or no usable package
-        return False
-    return True
+flash_3: Any = None  # the module with FlashAttention 3's interface, once find_flash_3 has loaded it
+
+def find_flash_3() -> str:
+    """Load FlashAttention 3: an installed wheel, or the build that public records take from the Hugging Face hub.
+
+    Return why there is none; empty if there is one.
+    """
+    global flash_3
+    reasons = []
+    for package in ("flash_attn_interface", "kernels"):
+        try:
+            found = importlib.import_module(package)
+            if package == "kernels":
+                found = found.get_kernel("kernels-community/flash-attn3", version=1).flash_attn_interface
+            found.flash_attn_varlen_func, found._flash_attn_backward  # flash_attention's operators call both
+        except Exception as error:  # packages with binaries may raise anything
+            reasons.append(f"{package}: {str(error).partition(chr(10))[0][:200]}")
+        else:
+            flash_3 = found
+            return ""
+    return "; ".join(reasons)
 
 OPERATORS = "of_" + re.sub(r"\W", "_", __name__)  # a copy of this file under another name registers its own operators
 
@@ -3358,6 +3391,11 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, numbers: Te
     """
     window, longest, count = numbers.tolist()
     starts = starts[:count + 1]
+    if flash_3:  # by its own heuristics it would split the keys, and add the parts up in float32
+        with torch.no_grad():
+            return flash_3.flash_attn_varlen_func(
+                q, k, v, starts, starts, longest, longest, softmax_scale=1.0, causal=True, window_size=(window, 0),
+                num_splits=1, return_attn_probs=True)
     out, log_sums, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, starts, starts, longest, longest, 0.0, False, False, scale=1.0, window_size_left=window,
         window_size_right=0)
@@ -3368,6 +3406,13 @@ def flash_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, star
                              out: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     window, longest, count = numbers.tolist()
     starts, dropout_state = starts[:count + 1], q.new_empty(2, dtype=torch.uint64)
+    if flash_3:
+        dq, dk, dv = map(torch.empty_like, (q, k, v))
+        flash_3._flash_attn_backward(
+            grad, q, k, v, out, log_sums, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest,
+            max_seqlen_k=longest, dq=dq, dk=dk, dv=dv, softmax_scale=1.0, is_causal=True, window_size_left=window,
+            window_size_right=0)
+        return dq, dk, dv
     return torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, log_sums, starts, starts, longest, longest, 0.0, False, dropout_state, dropout_state,
         scale=1.0, window_size_left=window, window_size_right=0)
@@ -4211,18 +4256,18 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
     lengths = (*sorted(micro_batch_lengths(config)), config.val_len)
     require(not any(n % TILE_M for n in lengths), f"micro-batches and val_len have {', '.join(map(str, lengths))} "
             f"tokens; on GPUs they must be multiples of {TILE_M}")
-    gpus = comm.all_gather_json([torch.cuda.get_device_capability(),
-                                 config.attention != "masked" and flash_attention_3()])
-    capability, has_flash_3 = (min(values) for values in zip(*gpus))
-    changes = []
+    global flash_3
+    own, changes = torch.cuda.get_device_capability(), []
+    capability = min(comm.all_gather_json(own))
     if config.fp8_head and capability < [8, 9]:
         config = dataclasses.replace(config, fp8_head=False)
         changes.append("this GPU has no fp8: the head's product stays in bf16")
     if config.attention == "auto":
         fits = capability >= [8, 0] and config.dtype == "bfloat16" and not config.world_size_invariant
         config = dataclasses.replace(config, attention="flash" if fits else "masked")
-    if config.attention == "flash" and capability[0] == 9 and not has_flash_3:
-        changes.append("FlashAttention 3 is not installed: using torch's own version")
+    if why := max(comm.all_gather_json(find_flash_3() if config.attention == "flash" and own[0] == 9 else "")):
+        flash_3 = None  # on all ranks
+        changes.append(f"FlashAttention 3 is not used ({why}), but torch's own version; docs/gpus.md says how to get it")
     if config.kernels == "auto":
         chosen = "off" if triton is None else "on" if capability >= [9, 0] else "loss"  # the MLP's kernel needs TMA
         config = dataclasses.replace(config, kernels=chosen)
@@ -4519,9 +4564,12 @@ def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
         if gpus:
             require(local_rank < gpus, f"rank {rank} has no GPU: this machine has {gpus}; lower --nproc_per_node")
             torch.cuda.set_device(device)
+            # without it, autograd's thread may have no CUDA context yet (pytorch issue 124565)
+            torch.empty(1, device=device, requires_grad=True).backward()
         if ranks > 1:
             store = join(config, rank, ranks, device)
-        comm = (CompressedComm if config.bf16_compress else Comm)(rank, ranks, device)
+        comm = (CompressedComm if config.bf16_compress else Comm)(
+            rank, ranks, device, timedelta(seconds=config.timeout_s))
         log.run_id, checkpoint = comm.all_gather_json([run_id, checkpoint])[0]  # rank 0's
         config = dataclasses.replace(config, resume=config.resume or checkpoint)
         agree(comm, "configs", {key: str(v) for key, v in json_of(config).items()},

@@ -39,6 +39,7 @@ import shutil
 import sysconfig
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
@@ -75,6 +76,7 @@ class Part(NamedTuple):
 # Two to four times the differences of bf16 and fp8, uncompiled, on a CPU. polar on the gates' few entries: over 0.25
 ALLOWED, ALLOWED_IN_FP8 = {torch.bfloat16: 0.06, torch.float32: 1e-4}, 0.1
 ALLOWED_POLAR, ALLOWED_POLAR_OF_GATES = 0.06, 0.9
+COMPARED = 16384  # tokens of a micro-batch, from its start: the plain version of all would need more memory than a GPU has
 LAMBDAS = "scalars", "resid_lambdas", "post_lambdas", "gate_scale"  # scalars of the layers
 
 
@@ -85,7 +87,11 @@ def way_of(worker: T.Worker) -> tuple[str, Any]:
 
 
 def model_parts(worker: T.Worker) -> Iterator[Part]:
-    """Yield attention, each group of layers, and the head: with gradients, on a micro-batch of noise."""
+    """Yield attention, each group of layers, and the head: with gradients, on a micro-batch of noise.
+
+    The run's way computes the whole micro-batch. The plain version computes its first COMPARED tokens. No loss depends on
+    the other tokens, so the gradients are the same.
+    """
     c, model, device = worker.config, worker.model, worker.device
     plan = T.plan_of(c, c.num_steps - 1)
     for p in model.parameters():  # a zero would hide the parameters behind it
@@ -98,19 +104,21 @@ def model_parts(worker: T.Worker) -> Iterator[Part]:
         # documents of twice the long window on average: most tokens have a window's border, not a document's, before them
         text = torch.where(torch.rand(max(T.micro_batch_lengths(c))) * plan.windows.long < 0.5, model.bos_id, 0)
         targets = torch.randint(len(model.embed.weight), text.shape)
+        targets[COMPARED:] = -1
         shape, dtype = (len(text), c.model_dim), model.embed.weight.dtype
         noise = iter(lambda: T.norm(torch.randn(shape, device=device)).to(dtype), None)
         x, x0, values, ngrams, grad = itertools.islice(noise, 5)
+        grad[COMPARED:] = 0
     state = {name: y for name, y in model.state_dict().items() if not name.startswith("ngrams.")}
     plain.load_state_dict(state, strict=False)
     plain.reach, plain.loss_tokens = T.longest_window(c), 1024
-    checkpoint = torch.utils.checkpoint.checkpoint  # float32 logits are not saved for backward
-    plain.lm_head.forward = functools.partial(checkpoint, plain.lm_head.forward, use_reentrant=False)
+    for module in (plain.lm_head, *plain.blocks):  # neither float32 logits nor a block's activations are saved for backward
+        module.forward = functools.partial(torch.utils.checkpoint.checkpoint, module.forward, use_reentrant=False)
     T.count_documents(model, text.cpu().numpy())
-    masks = {m: m.masks(text, plan.windows) for m in (model, plain)}
+    masks = {m: m.masks(y, plan.windows) for m, y in ((model, text), (plain, text[:COMPARED]))}
 
     def attention(window: str, m: T.GPT, *qkv: Tensor) -> Tensor:
-        q, k, v = (y.view(len(text), c.num_heads, -1) for y in qkv)
+        q, k, v = (y.view(len(y), c.num_heads, -1) for y in qkv)
         return T.attend(q * model.rotary.scale, k, v, masks[m][window])
 
     def group(i: int, m: T.GPT, *inputs: Tensor) -> Tensor:
@@ -130,19 +138,21 @@ def model_parts(worker: T.Worker) -> Iterator[Part]:
                 **({"gates": next(noise)[:, :sum(gates[0].sizes.values())]} if gates and numbers.start else {})}
 
     def head(m: T.GPT, x: Tensor) -> Tensor:
-        return m.loss(x, targets, plan.loss_weights)[0]
+        return m.loss(x, targets[:len(x)], plan.loss_weights)[0]
 
     def part(name: str, way: tuple[str, Any], function: Callable[..., Tensor], inputs: Sequence[Tensor],
              *learned: str) -> Part:
         def compute(by_plain: bool) -> list[Tensor]:
             m, math_only = (plain, torch.nn.attention.SDPBackend.MATH) if by_plain else (model, None)
-            leaves = [y.detach().to(torch.float32 if by_plain else y.dtype).requires_grad_() for y in inputs]
+            leaves = [(y[:COMPARED].float() if by_plain else y).detach().requires_grad_() for y in inputs]
             with torch.nn.attention.sdpa_kernel(math_only) if by_plain else contextlib.nullcontext():
                 out = function(m, *leaves)
-            leaves += [p for name, p in m.named_parameters() if name.startswith(learned)]
-            out_grad = grad.to(out.dtype).view_as(out) if out.dim() else None
-            grads = torch.autograd.grad(out, leaves, out_grad, allow_unused=True)  # a lone MLP does not use all of them
-            return [out.detach(), *(x for x in grads if x is not None)]
+                leaves += [p for name, p in m.named_parameters() if name.startswith(learned)]
+                out_grad = grad[:len(out)].to(out.dtype).view_as(out) if out.dim() else None
+                grads = torch.autograd.grad(out, leaves, out_grad, allow_unused=True)  # a lone MLP does not use all of them
+            of_tokens = [x if x is None else x[:COMPARED] for x in grads[:len(inputs)]]
+            out = out.detach()[:COMPARED] if out.dim() else out.detach()
+            return [out, *(x for x in (*of_tokens, *grads[len(inputs):]) if x is not None)]
         return Part(name, way[0], compute, ALLOWED_IN_FP8 if way[0].startswith("fp8") else ALLOWED[x.dtype], way[1])
 
     way = ("FlashAttention" if isinstance(masks[model]["L"], T.DocumentTable) else "masks in pieces",
@@ -274,7 +284,6 @@ def attempt(part: Part, plain: bool, device: torch.device) -> tuple[Sequence[Ten
         return None, f": {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
 
 
-NOT_COMPARED = -1.0  # less than any difference: the table shows a rank that could compare, if there is one
 COLUMNS = ["part", "how", "difference", "allowed", "ms", "verdict"]
 
 
@@ -294,23 +303,22 @@ def check_parts(worker: T.Worker) -> tuple[list[list[str]], Part | None]:
         ms = 1000 * (time.perf_counter() - began)
         if used is None:
             difference = math.inf
-        elif plain is None:  # no run needs the plain version
-            difference, why = NOT_COMPARED, plain_error
+        elif plain is None:
+            difference, why = math.inf, plain_error
         else:
             ratios = [((x.float() - y.float()).norm() / y.float().norm()).item()
                       for x, y in zip(used, plain, strict=True)]
             difference = max(ratio if math.isfinite(ratio) else math.inf for ratio in ratios)  # zeros are no result
-        mine.append([difference, ms, why])
+        mine.append([difference, plain is not None, ms, why])
         parts.append(part._replace(compute=None))  # it holds its tensors
     for bucket in worker.optimizer.buckets:  # with the padding
         for x in (bucket.param_data, bucket.grad_data, *bucket.state.values()):
             x.zero_()
     worker.optimizer.load_state_dict(saved)
-    for part, (difference, ms, why) in zip(parts, map(max, zip(*worker.comm.all_gather_json(mine)))):
-        verdict = "failed" if difference > part.allowed else "not compared" if difference == NOT_COMPARED else "ok"
-        failed += [part] * (verdict == "failed")
-        rows.append([part.name, part.how, "-" if difference == NOT_COMPARED else f"{difference:.1e}",
-                     f"{part.allowed:g}", f"{ms:.3f}", verdict + why])
+    for part, (difference, compared, ms, why) in zip(parts, map(max, zip(*worker.comm.all_gather_json(mine)))):
+        verdict = "ok" if difference <= part.allowed else "failed" if compared else "not compared"
+        failed += [part if compared else part._replace(fallback=None)] * (verdict != "ok")  # no flag helps the plain version
+        rows.append([part.name, part.how, f"{difference:.1e}" if compared else "-", f"{part.allowed:g}", f"{ms:.3f}", verdict + why])
     return rows, failed[0] if failed else None
 
 
@@ -342,7 +350,7 @@ def choose_flags(config: T.Config, comm: T.Comm, device: torch.device, shards: l
         say(table(rows))
         if failed is None:
             return chosen
-        T.require(failed.fallback, f"{failed.name}, {failed.how}, failed (see the table), and no flag avoids it; "
+        T.require(failed.fallback, f"{failed.name}, {failed.how}, failed or was not compared (see the table), and no flag avoids it; "
                   "repair this machine, use another one, or start without this check: torchrun --nproc_per_node=N "
                   "train_gpt.py")
         flag, value = failed.fallback
@@ -479,7 +487,7 @@ def check(flags: Sequence[str]) -> None:
         check_compiler(gpus > 0)
     if ranks > 1:
         T.join(config, rank, ranks, device)
-    comm = (T.CompressedComm if config.bf16_compress else T.Comm)(rank, ranks, device)
+    comm = (T.CompressedComm if config.bf16_compress else T.Comm)(rank, ranks, device, timedelta(seconds=config.timeout_s))
     say = functools.partial(print, flush=True) if rank == 0 else lambda line: None
     say(json.dumps(choose_flags(config, comm, device, T.find_shards(config.train_files, config.train_shards), say)))
     if ranks > 1:

@@ -6,6 +6,8 @@ import io
 import itertools
 import json
 import os
+import sys
+import types
 
 import pytest
 import torch
@@ -498,27 +500,51 @@ def test_the_rotary_is_stretched_once_per_window_but_not_for_the_last_validation
     ("flash", {}, (9, 0), True, True, "flash"),
 ])
 def test_gpus_with_bf16_use_flash_attention(asked, changes, capability, installed, other_rank, chosen, monkeypatch):
-    def activate(name):
-        assert capability[0] == 9
-        if not installed:
-            raise ModuleNotFoundError(name)
-    monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", activate)
+    def find():
+        assert finds
+        train_gpt.flash_3 = "loaded" if installed else None
+        return "" if installed else "kernels: No module named 'kernels'"
+    monkeypatch.setattr(train_gpt, "flash_3", None)
+    monkeypatch.setattr(train_gpt, "find_flash_3", find)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
     comm = train_gpt.Comm()
-    comm.all_gather_json = lambda mine: json.loads(json.dumps([mine, [mine[0], mine[1] and other_rank]]))
+    finds = capability[0] == 9 and "flash" in chosen
+    other = {str: "no network" if finds and not other_rank else "", tuple: capability}
+    comm.all_gather_json = lambda mine: json.loads(json.dumps([mine, other[type(mine)]]))
     config, messages = train_gpt.resolve_auto(train_gpt.Config(attention=asked, **changes), comm)
-    chosen, *torch_s_own = chosen.split(", ")
-    assert config.attention == chosen and any("FlashAttention 3 is not installed" in line for line in messages) == bool(torch_s_own)
+    assert config.attention == chosen.split(", ")[0]
+    lines = [line for line in messages if "FlashAttention 3 is not used" in line]
+    if "torch's own" in chosen:
+        assert len(lines) == 1 and ("No module named 'kernels'" in lines[0] or "no network" in lines[0]) and not train_gpt.flash_3
+    else:
+        assert not lines and bool(train_gpt.flash_3) == finds
+
+
+def test_flash_attention_3_is_a_wheel_or_the_hub_s_build_or_says_why_not(monkeypatch):
+    def get_kernel(name, version):
+        assert (name, version) == ("kernels-community/flash-attn3", 1)
+        return types.SimpleNamespace(flash_attn_interface=of_hub)
+    of_hub = types.SimpleNamespace(flash_attn_varlen_func=None, _flash_attn_backward=None)
+    monkeypatch.setattr(train_gpt, "flash_3", None)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)  # no such module
+    monkeypatch.setitem(sys.modules, "kernels", types.SimpleNamespace(get_kernel=get_kernel))
+    assert train_gpt.find_flash_3() == "" and train_gpt.flash_3 is of_hub
+    monkeypatch.setattr(train_gpt, "flash_3", None)
+    del of_hub._flash_attn_backward
+    why = train_gpt.find_flash_3()
+    assert why.startswith("flash_attn_interface: ") and "; kernels: " in why and "_flash_attn_backward" in why
+    assert train_gpt.flash_3 is None
 
 
 def test_all_ranks_leave_out_what_the_oldest_gpu_lacks(monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(train_gpt, "triton", "installed")
+    monkeypatch.setattr(train_gpt, "find_flash_3", lambda: "")
     comm = train_gpt.Comm()
     comm.all_gather_json = lambda mine: json.loads(json.dumps([mine, mine]))
     known = train_gpt.Config(attention="masked", kernels="on")
     assert train_gpt.resolve_auto(train_gpt.Config(attention="masked"), comm) == (known, [])
-    comm.all_gather_json = lambda mine: json.loads(json.dumps([mine, [[8, 0], False]]))
+    comm.all_gather_json = lambda mine: json.loads(json.dumps([mine, {str: "", tuple: (8, 0)}[type(mine)]]))
     config, messages = train_gpt.resolve_auto(train_gpt.Config(fp8_mlp=True), comm)
     assert not config.fp8_head and config.kernels == "loss" and messages == [
         "this GPU has no fp8: the head's product stays in bf16", "the MLP's kernels are off: its products stay in bf16"]

@@ -299,6 +299,40 @@ def test_counted_bytes_and_flops(dry, tmp_path):
     assert float(done.stdout) == 4 * 512 * 128 ** 2 * (2 + (4 + 2) / 2) / 2
 
 
+SUMMED_LOSSES = """
+import os, sys; sys.path[:0] = [{dry!r}, {root!r}]
+import torch, torch.distributed as dist, rank0, train_gpt as T
+device = torch.device("cuda", 0)
+torch.cuda.set_device(device)
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=2, device_id=device)
+config, comm, full = T.Config(), T.Comm(0, 2, device), torch.ones(1024, device=device)
+losses = T.TrainLosses(config, comm, T.Clock(device, 0.0), None)
+rank0.mark("PHASE", "step")
+comm.all_gather(full, full[:512])
+losses.record(T.plan_of(config, 0), [torch.ones((), device=device)] * 4)
+full + 1
+rank0.mark("PHASE", "end")
+rank0.gpu.dry_gpu_flush()
+os._exit(0)  # threads of the group would wait forever
+"""
+
+
+def test_the_forward_does_not_wait_for_the_sum_of_the_losses(dry, tmp_path):
+    """The sum runs after the step's all-gathers. The main stream neither runs it nor waits for it or for its copy."""
+    code = SUMMED_LOSSES.format(dry=str(DRY), root=str(DRY.parent))
+    done = subprocess.run([HOME / "venv/bin/python", "-c", code], capture_output=True, text=True, env={
+        **os.environ, "LD_LIBRARY_PATH": str(HOME / "lib"), "TRITON_LIBCUDA_PATH": str(HOME / "lib"),
+        "TORCH_NCCL_ENABLE_MONITORING": "0", "DRY_GPU_LOG": str(tmp_path / "log")})
+    assert done.returncode == 0, done.stderr
+    step = simulate.phase(simulate.parse_log(open(tmp_path / "log")), "step")
+    gather, total = (next(e for e in step if e.kind == "NCCL" and e.name == name) for name in ("all-gather", "all-reduce"))
+    copy = next(e for e in step if e.kind == "COPY" and "pinned" in e.name)
+    main = next(e.stream for e in step if e.kind == "KERNEL")
+    waits = {e.stream: e.numbers for e in step[step.index(total):] if e.kind == "WAIT"}
+    assert len({main, gather.stream, copy.stream}) == 3 and total.stream == gather.stream and [*waits] == [copy.stream]
+    assert not any(e.kind == "SYNC" for e in step), "the host waits"
+
+
 def test_two_ranks_of_a_small_gpt(dry):
     done = dry("--ranks", "2", "--memory", "12", "--arch", "89")
     rows = rows_of(done)

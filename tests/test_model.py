@@ -370,6 +370,7 @@ class PlainFlashAttention:
 
     def __init__(self, monkeypatch):
         self.calls = 0
+        monkeypatch.setattr(train_gpt, "flash_3", None)
         monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", self.forward)
         monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", self.backward)
 
@@ -406,11 +407,47 @@ class PlainFlashAttention:
         return grads
 
 
+class PlainFlashAttention3(PlainFlashAttention):
+    """A module with FlashAttention 3's interface, of its main branch and of the hub's build in August 2026."""
+
+    def __init__(self, monkeypatch):
+        self.calls = 0
+        monkeypatch.setitem(sys.modules, "flash_attn_interface", self)
+        monkeypatch.setattr(train_gpt, "flash_3", None)
+        assert train_gpt.find_flash_3() == "" and train_gpt.flash_3 is self
+
+    def flash_attn_varlen_func(
+            self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None,
+            softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
+            attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0,
+            return_attn_probs=False):
+        assert num_splits == 1, f"num_splits is {num_splits}: the keys of a query are split, and a second kernel adds them up"
+        assert causal and return_attn_probs and not torch.is_grad_enabled(), "its own autograd function would run too"
+        assert {seqused_q, seqused_k, qv, q_descale, k_descale, v_descale, pack_gqa} == {None}
+        assert not (attention_chunk or softcap or deterministic or sm_margin)
+        out, log_sums, *_ = self.forward(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, False, False, scale=softmax_scale,
+            window_size_left=window_size[0], window_size_right=window_size[1])
+        return out, log_sums
+
+    def _flash_attn_backward(
+            self, dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None,
+            max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
+            window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0):
+        assert is_causal and sequed_q is sequed_k is None and not (softcap or deterministic or sm_margin)
+        grads = self.backward(
+            dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, False,
+            scale=softmax_scale, window_size_left=window_size_left, window_size_right=window_size_right)
+        for given, grad in zip((dq, dk, dv), grads):
+            given.copy_(grad)
+
+
+@pytest.mark.parametrize("flash", [PlainFlashAttention, PlainFlashAttention3])
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("window", [0, 1, 100, 1000])
-def test_flash_attention_is_called_with_the_right_documents_and_window(first, window, monkeypatch):
+def test_flash_attention_is_called_with_the_right_documents_and_window(flash, first, window, monkeypatch):
     """Compiled too: other windows and documents must not recompile. A sequence may start within a document."""
-    plain, docs = PlainFlashAttention(monkeypatch), first + (torch.arange(512)[:, None] >= torch.tensor([150, 151])).sum(1)
+    plain, docs = flash(monkeypatch), first + (torch.arange(512)[:, None] >= torch.tensor([150, 151])).sum(1)
     count = 3 + first
     qkv = torch.randn(3, 512, 2, 16, dtype=torch.float64, requires_grad=True)
     expected = dense_attention(*qkv, docs, window)
@@ -1026,7 +1063,7 @@ def gpu():
 @pytest.mark.gpu
 def test_flash_attention_on_gpu_is_the_cpu_s_attention(gpu):
     """Version 3 if it is installed, otherwise torch's own."""
-    train_gpt.flash_attention_3()
+    train_gpt.find_flash_3()
     docs = (torch.arange(1024)[:, None] >= torch.tensor([0, 300, 302])).sum(1)
     qkv = torch.randn(3, 1024, 2, 64).bfloat16().float().requires_grad_()
     on_gpu = qkv.detach().to(gpu, torch.bfloat16).requires_grad_()

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import re
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -47,10 +49,13 @@ def test_working_parts_pass_and_leave_no_trace(config):
     assert len(lines) == 1 + len(rows) and lines[0].split() == ["part", "how", "difference", "allowed", "ms", "verdict"]
 
 
+FRONTIER_S_PARTS = ("layers", "backout_layer", "value_gates", "token_gates", "mudd", "sublayer_scales", "key_offset",
+                    "muon_qk_heads")
+
+
 def test_the_parts_of_frontier_pass(config):
     frontier = train_gpt.PRESETS["frontier"]
-    changes = {name: getattr(frontier, name) for name in ("layers", "backout_layer", "value_gates", "token_gates", "mudd",
-                                                          "sublayer_scales", "key_offset", "muon_qk_heads")}
+    changes = {name: getattr(frontier, name) for name in FRONTIER_S_PARTS}
     rows, _ = preflight.check_parts(trainer_of(config, ngrams=(train_gpt.Ngrams(2, 32, 8),), num_heads=4, **changes))
     assert [row[0] for row in rows[2:4]] == ["layers 0 to 3", "layers 4 to 10"]
     assert len({row[0] for row in rows}) == len(rows)
@@ -133,8 +138,7 @@ def test_the_table_shows_the_compiler_s_message(config, monkeypatch):
     assert [row[-1] for row in rows if row[0] == "head"] == ["failed: RuntimeError: no kernel image is available"]
 
 
-def test_a_part_whose_plain_version_fails_is_not_compared(config, monkeypatch):
-    """In float32 and uncompiled the plain version needs more memory than the run."""
+def test_a_part_whose_plain_version_fails_is_a_failure_that_no_flag_avoids(config, monkeypatch):
     whole = train_gpt.attend
 
     def attend(q, k, v, mask):
@@ -142,10 +146,23 @@ def test_a_part_whose_plain_version_fails_is_not_compared(config, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return whole(q, k, v, mask)
     monkeypatch.setattr(train_gpt, "attend", attend)
-    rows, broken = preflight.check_parts(trainer_of(config))
-    assert broken is None
+    rows, broken = preflight.check_parts(trainer_of(config, layers="- PM S0M LM", num_heads=4))
+    assert broken.name == "attention L" and broken.fallback is None
     assert {row[0] for row in rows if row[2] == "-"} == failed(rows) == {"attention L", "attention S", "layers 0 to 3"}
     assert {row[-1] for row in rows if row[2] == "-"} == {"not compared: OutOfMemoryError: CUDA out of memory"}
+
+
+def test_the_plain_version_computes_the_first_tokens_of_a_longer_micro_batch(config, monkeypatch):
+    frontier = train_gpt.PRESETS["frontier"]
+    changes = {name: getattr(frontier, name) for name in FRONTIER_S_PARTS}
+    monkeypatch.setattr(preflight, "COMPARED", 96)
+    attended, whole = set(), train_gpt.attend
+    monkeypatch.setattr(train_gpt, "attend", lambda q, *rest: attended.add(len(q)) or whole(q, *rest))
+    rows, broken = preflight.check_parts(trainer_of(config, micro_batch_tokens=256, num_heads=4, **changes))
+    assert broken is None and not failed(rows) and attended == {96, 192, 256, 512}  # paired heads attend to twice as many
+    break_fp8(monkeypatch)
+    rows, broken = preflight.check_parts(trainer_of(config, micro_batch_tokens=256, num_heads=4, fp8_head=True, **changes))
+    assert failed(rows) == {"head"}
 
 
 def choose(config, comm=None):
@@ -242,6 +259,53 @@ def test_a_wrong_command_is_one_message(corpus, script, ranks):
     process = script(ROOT / "launch" / "preflight.py", "--ranks", ranks, *flags(corpus, train_files="nowhere*"))
     out, errors = process.communicate(timeout=600)
     assert process.returncode == 1 and errors.startswith("preflight.py: error: ") and errors.count("\n") == 1 and not out
+
+
+SIMULATED = """
+import os, sys; sys.path[:0] = [{root!r}, {root!r} + "/launch", {root!r} + "/dry_gpu"]
+import json, page, pathlib, preflight, torch, torch.distributed as dist, train_gpt as T
+T.gpt2_token_bytes = lambda folder: [bytes([number % 256]) for number in range(T.GPT2_VOCAB - 1)]
+device, found = torch.device("cuda", 0), {{}}
+torch.cuda.set_device(device)
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=2, device_id=device)
+
+class Alone(T.Comm):  # a rank without peers, which receives its own messages
+    def all_gather_json(self, mine):
+        return [json.loads(json.dumps(mine))] * 2
+    def exchange(self, sent, received):
+        if sent[0].is_cuda:
+            return super().exchange(sent, received)
+        for mine, theirs in zip(sent, received):
+            theirs.copy_(mine)
+        return T.HandleGroup()
+
+for preset in T.PRESETS:
+    page.write_shards(shards := pathlib.Path({home!r}) / f"shards-{{257 if preset == 'laptop' else 50257}}", 257 if preset == 'laptop' else 50257)
+    # small tables, or their copies would take gigabytes of this machine
+    tables = ["--ngrams", "Ngrams(2, 3000, 768)"] if preset == "frontier" else []
+    config = T.parse_config(["--preset", preset, "--train_files", f"{{shards}}/random_train_000000.bin", "--compile", "off",
+                             "--kernels", "off", "--attention", "masked", *tables], preset)[1]
+    comm = Alone(0, 2, device)
+    worker = T.Worker(T.resolve_auto(config, comm)[0], comm, device, T.find_shards(config.train_files))
+    found[preset] = [(row[0], row[-1]) for row in preflight.check_parts(worker)[0]]
+print(json.dumps(found), flush=True)
+os._exit(0)  # threads of the group would wait forever
+"""
+
+
+def test_each_part_of_each_preset_runs_on_a_gpu_of_80_gb():
+    """On the simulated GPU: its verdicts do not count, exceptions do, also in the plain version."""
+    home = Path(os.environ.get("DRY_GPU_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dry-gpu")
+    if not (home / "lib" / "libdrygpu.so").exists():
+        pytest.skip(f"the simulated GPU is not set up in {home}; run dry_gpu/setup")
+    libraries = str(home / "lib")
+    done = subprocess.run([home / "venv/bin/python", "-c", SIMULATED.format(root=str(ROOT), home=str(home))], text=True, capture_output=True,
+                          env={**os.environ, "LD_LIBRARY_PATH": libraries, "TRITON_LIBCUDA_PATH": libraries, "OMP_NUM_THREADS": "1",
+                               "DRY_GPU_LOG": os.devnull, "DRY_GPU_MEMORY": str(85 * 10 ** 9), "TORCH_NCCL_ENABLE_MONITORING": "0"})
+    assert done.returncode == 0, done.stderr
+    for preset, rows in json.loads(done.stdout).items():
+        assert {verdict for _, verdict in rows} <= {"ok", "failed"}, (preset, rows)  # an exception would follow "failed: "
+        assert {"attention L", "head", "all-reduce", "all-gather"} < {name for name, _ in rows}, (preset, rows)
 
 
 # Memory

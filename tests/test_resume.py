@@ -607,6 +607,28 @@ def test_any_number_of_ranks_that_shares_out_the_batch(ranks, flags, group, caps
     assert together["final_val_loss"] == pytest.approx(alone["final_val_loss"], abs=1e-4)
 
 
+def start_of_clock(comm, argv):
+    """When a rank has hashed its state and begins to train, and when its training clock starts. Rank 1 is slower by 1 s."""
+    times, begin, start = {}, train_gpt.TrainingLoop.train, train_gpt.Clock.start
+
+    def late(loop):
+        time.sleep(comm.rank)
+        times["hashed"] = time.perf_counter()
+        begin(loop)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(train_gpt.TrainingLoop, "train", late)
+        patched.setattr(train_gpt.Clock, "start", lambda clock: times.update(started=time.perf_counter()) or start(clock))
+        train(comm, argv)
+    return times["hashed"], times["started"]
+
+
+def test_the_clock_starts_when_the_slowest_rank_has_hashed(flags, on_ranks):
+    """Otherwise the first step of the others, which the result is of, would wait for it."""
+    (_, started), (hashed, _) = on_ranks(2, start_of_clock, flags("skew", num_steps=4))
+    assert started > hashed
+
+
 def test_a_signal_on_one_rank_makes_all_save_at_one_step(flags, group, on_ranks, tmp_path):
     """SIGUSR1 in step 3 of rank 1: all save before step 8 and go on; SIGTERM in step 13: all save before step 18 and end."""
     changes = dict(num_steps=24, save_every=0, val_every=0, num_heads=2)

@@ -93,11 +93,13 @@ import json
 import math
 import random
 import re
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -328,6 +330,15 @@ def received_in(comm):
     engine = flow(chain(), X, comm)[0]
     kept = {x.untyped_storage().data_ptr() for x in (*comm.buffers, *(bucket.param_data for bucket in engine.buckets))}
     return len(comm.buffers), [kept.issuperset(pointers) for pointers in comm.arrivals]
+
+
+def test_the_group_of_cpu_tensors_has_the_run_s_timeout(monkeypatch):
+    """Beside a GPU's group; by default gloo would wait for half an hour."""
+    groups = []
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist, "new_group", lambda **settings: groups.append(settings))
+    train_gpt.Comm(0, 2, "cuda", timedelta(seconds=7)).cpu_group
+    assert groups == [{"backend": "gloo", "timeout": timedelta(seconds=7)}]
 
 
 def test_receive_buffers_are_kept(on_ranks):
