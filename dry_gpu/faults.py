@@ -1,22 +1,25 @@
-"""Faults in train_gpt.py's GPU-only code, each of which dry_gpu/run --compare or --order must find.
+"""Faults in GPU-only code, each of which dry_gpu/run --compare or --order, or a test, must find.
 
-    python dry_gpu/faults.py [NAME ...]     plant each in turn and print a table: fault, command, difference
+    .venv/bin/python dry_gpu/faults.py [NAME ...]     plant each in turn and print a table: fault, command, difference
 """
 
 import argparse
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 
 class Fault(NamedTuple):
     meaning: str
-    old: str  # occurs once in train_gpt.py
+    old: str  # occurs once in the file
     new: str
-    flags: str  # of dry_gpu/run
+    flags: str  # of dry_gpu/run, or `pytest` and its arguments
     error: str = "$^"  # the run's error, for a fault that ends it; any other error means that the run did not compare
+    file: str = "train_gpt.py"
 
 
 MLP_FP8 = "--compare frontier --dtype bfloat16 --steps 2"
@@ -93,7 +96,36 @@ FAULTS = {
         "the forward does not wait for the all-gather",
         "                    bucket.gather_handle.wait()\n",
         "                    pass\n", "--order"),
+    "blocking-sum": Fault(
+        "the next forward waits for the sum of the losses, which runs after all gathers",
+        "return dist.all_reduce(x, async_op=True) if",
+        "return dist.all_reduce(x) or HandleGroup() if",
+        "pytest tests/test_dry_gpu.py -k forward_does_not_wait_for_the_sum", "assert"),
+    "two-splits": Fault(
+        "FlashAttention 3 splits the keys in two",
+        "num_splits=1, return_attn_probs",
+        "num_splits=2, return_attn_probs",
+        "pytest tests/test_model.py -k right_documents_and_window", "num_splits is 2"),
+    "not-compared": Fault(
+        "preflight lets a part pass whose plain version failed",
+        '* (verdict != "ok")',
+        '* (verdict == "failed")',
+        "pytest tests/test_preflight.py -k plain_version_fails", "'NoneType' object has no attribute 'name'",
+        file="launch/preflight.py"),
 }
+
+
+def found_by_tests(fault):
+    """Plant the fault in a copy of the project and run tests there -> (exit status, output)."""
+    root = Path(__file__).resolve().parent.parent
+    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
+        copy = Path(shutil.copytree(root, Path(folder, "copy"), ignore=shutil.ignore_patterns(".*", "logs", "*.bin", "records")))
+        shutil.copytree(root / "records", copy / "records", ignore=shutil.ignore_patterns("20*"))
+        text = (copy / fault.file).read_text()
+        assert text.count(fault.old) == 1, f"{fault.file} has {text.count(fault.old)} times {fault.old!r}, not once"
+        (copy / fault.file).write_text(text.replace(fault.old, fault.new))
+        done = subprocess.run([sys.executable, "-m", *fault.flags.split(), "-q"], cwd=copy, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
 
 
 def main():
@@ -105,13 +137,16 @@ def main():
     names = parser.parse_args().names
     for name in FAULTS if "all" in names else names:
         fault = FAULTS[name]
-        ours, dashes, script = fault.flags.partition(" -- ")
-        command = [run, *ours.split(), "--fault", name, *dashes.split(), *script.split()]
-        done = subprocess.run(command, capture_output=True, text=True)
-        output = done.stdout + done.stderr
+        if fault.flags.startswith("pytest"):
+            status, output = found_by_tests(fault)
+        else:
+            ours, dashes, script = fault.flags.partition(" -- ")
+            command = [run, *ours.split(), "--fault", name, *dashes.split(), *script.split()]
+            done = subprocess.run(command, capture_output=True, text=True)
+            status, output = done.returncode, done.stdout + done.stderr
         found = re.findall(f"above its limit: (.*)|^.*Error: ({fault.error}.*)|(unordered: [^0].*)", output, re.M)
         print(f"| {name}: {fault.meaning} | `{fault.flags}` | {'; '.join(map(''.join, found[:2])) or 'none'} |", flush=True)
-        missed += [name] * (done.returncode == 0 or not found)
+        missed += [name] * (status == 0 or not found)
     if missed:
         sys.exit(f"faults.py: error: not found: {', '.join(missed)}")
 
