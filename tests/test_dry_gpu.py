@@ -1,6 +1,7 @@
 """The simulated GPU: its log, the model of times and the page, on small logs; whole runs if dry_gpu/setup was run."""
 
-import importlib
+import importlib.machinery
+import importlib.util
 import os
 import re
 import subprocess
@@ -448,3 +449,43 @@ def test_a_public_program(dry, tmp_path):
 def test_a_run_that_does_not_fit_prints_a_page(dry):
     done = dry("--ranks", "1", "--memory", "0.53")
     assert done.returncode == 2 and "does not fit the GPU's memory (phase: set-up)" in done.stdout and "MiB free" in done.stdout, done.stdout + done.stderr
+
+
+FIRST_GPU = DRY.parent / "bench" / "first_gpu"
+
+
+def test_first_gpu_continues_and_names_the_first_failure(tmp_path, monkeypatch, capsys):
+    """Measured beside simulated; a part that has run is not run again."""
+    loader = importlib.machinery.SourceFileLoader("first_gpu", str(FIRST_GPU))
+    first_gpu = importlib.util.module_from_spec(importlib.util.spec_from_loader("first_gpu", loader))
+    loader.exec_module(first_gpu)
+    ran = []
+
+    def good(call):
+        ran.append("good")
+        return {"x: ms": 2.0}
+
+    parts = {"good": good, "bad": lambda call: call.run("bad", "-c", "raise ValueError('seen 3')"),
+             "worse": lambda call: {}["no key"] if ran else ran[0]}
+    known = tmp_path / "simulated.json"
+    known.write_text('{"0": {"2": {"x: ms": 1.0}, "3": {}}}')
+    monkeypatch.setattr(first_gpu, "PARTS", parts), monkeypatch.setattr(first_gpu, "SIMULATED", known)
+
+    def call(*flags):
+        monkeypatch.setattr(sys, "argv", ["first_gpu", "--out", str(tmp_path), *flags])
+        return first_gpu.main(), capsys.readouterr().out
+    status, output = call("--minutes", "0")
+    assert status == 1 and not ran and output.endswith("left: good, bad, worse; call again\n")
+    for _ in range(2):
+        status, output = call()
+        assert status == 1 and ran == ["good"] and "| x: ms | 2.0 | 1.0 | -50.0% |" in output and "| worse | failed: KeyError('no key') |" in output
+        assert output.endswith(f"wrong first: bad: failed: exit status 1: ValueError: seen 3; see {tmp_path}/bad.txt\n")
+    assert call("--only", "good")[0] == 0 and ran == ["good"] * 2
+
+
+def test_first_gpu_on_the_simulated_gpu(dry, tmp_path):
+    done = subprocess.run([sys.executable, FIRST_GPU, "--dry", "--only", "attention", "--out", tmp_path], capture_output=True, text=True,
+                          timeout=600, env={**os.environ, "DRY_GPU_HOME": str(HOME)})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "| attention | ran |" in done.stdout and "| attention, window 1664, backward: ms | 0.01 |" in done.stdout
+    assert "FlashAttention's version | 2 |" in done.stdout
