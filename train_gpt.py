@@ -1140,9 +1140,14 @@ class GPT(nn.Module):
                 return document_table(docs, window, len(docs) // len(tokens) * counted[0], counted[1])
             return mask_in_pieces(docs, window, self.reach or window, self.embed.weight.dtype)
         paired = {"P": make(docs.repeat_interleave(2), windows.short)} if self.pairs else {}
-        dc = {"dc": mask_in_pieces(docs, *[DC_WINDOW - 1] * 2, self.embed.weight.dtype, DC_PIECE)} if any(
-            layer.dc for layer in self.layers) else {}
+        dc = {"dc": self.dc_mask(docs, self.embed.weight.dtype)} if any(layer.dc for layer in self.layers) else {}
         return {"L": make(docs, windows.long), "S": make(docs, windows.short), None: None, **paired, **dc}
+
+    # compiled by itself, as ngram_rows: 20 small kernels less, each of which costs the host more than the GPU
+    @staticmethod
+    @compiled
+    def dc_mask(docs: Tensor, dtype: torch.dtype) -> Tensor:
+        return mask_in_pieces(docs, *[DC_WINDOW - 1] * 2, dtype, DC_PIECE)
 
     def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Tokens [T] -> x0, the residual stream before the first layer [T, dim], and the n-gram embeddings [T, dim].
@@ -1154,8 +1159,8 @@ class GPT(nn.Module):
         x0 = self.smear(e, self.smear_gate, smear_weight[0])
         gated = self.config.token_gates and self.config.ngrams
         total = None if gated else x0
-        for table, hashes in zip(self.ngrams, self.ngram_hashes(tokens)):
-            embeds, missing = table(hashes), x0.size(1) - table.embedding_dim
+        for table, rows in zip(self.ngrams, self.ngram_rows(tokens) if self.ngrams else ()):
+            embeds, missing = table(*rows), x0.size(1) - table.embedding_dim
             embeds = F.pad(embeds, (0, missing)) if missing else embeds  # a narrow table fills the first entries
             total = embeds if total is None else total + embeds
         return (x0, total) if gated else (total, None)
@@ -1167,6 +1172,12 @@ class GPT(nn.Module):
         """Add to each embedding [T, dim] a gated share of the previous token's, then norm."""
         opening = weight * torch.sigmoid(F.linear(e[1:, :gate.size(1)], gate))
         return norm(torch.cat([e[:1], e[1:] + opening * e[:-1]]))
+
+    @compiled
+    def ngram_rows(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Find the row, and that of the signs, of the n-gram that ends at each token [T], for each table."""
+        return [(hashes % table.num_embeddings, hashes // table.num_embeddings % table.SIGNS)
+                for table, hashes in zip(self.ngrams, self.ngram_hashes(tokens))]
 
     def ngram_hashes(self, tokens: Tensor) -> list[Tensor]:
         """Hash the n-grams that end at tokens [..., T] -> int64 [..., T] for each table."""
@@ -1583,10 +1594,9 @@ class NgramTable(nn.Embedding):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
 
-    def forward(self, hashes: Tensor) -> Tensor:
-        """Hashes of n-grams [T], see GPT.ngram_hashes -> [T, width]."""
-        return super().forward(hashes % self.num_embeddings) * self.signs.index_select(
-            0, hashes // self.num_embeddings % self.SIGNS)
+    def forward(self, rows: Tensor, signs: Tensor) -> Tensor:
+        """Rows of the table and of its signs [T], see GPT.ngram_rows -> [T, width]."""
+        return super().forward(rows) * self.signs.index_select(0, signs)
 
     def record_hash(self, tokens: Tensor) -> Tensor:
         """Hash the pairs that end at tokens [..., T] as record 89 does, also across documents.
@@ -2160,11 +2170,14 @@ class RowBucket(Bucket):
         if self.announcement is None:
             self.announce(comm, [rows for rows, _ in grads], True)
         self.finish_announcement()
-        reads = np.unpackbits(self.all_reads.numpy(), 1, len(self.rows)).view(bool)
-        reads = reads.reshape(comm.ranks, comm.ranks, -1)  # [rank that reads, rank that owns, row of its shard]
-        self.read_by_any, shard_reads = reads.any(0), reads[:, comm.rank]
-        sums = self.scatter_add(self.indices(reads[comm.rank]), grads)
-        sent = sums.to(comm.sent_dtype or sums.dtype).split(reads[comm.rank].sum(1).tolist())
+        # only what is needed is unpacked: record 89's table on 8 ranks has 3 million of these bits
+        bits, owned = self.all_reads.numpy(), len(self.rows) // comm.ranks
+        reads, self.read_by_any = (np.unpackbits(x, count=len(self.rows)).view(bool).reshape(comm.ranks, -1)
+                                   for x in (bits[comm.rank], np.bitwise_or.reduce(bits)))  # [owner, row of its shard]
+        begin, skipped = divmod(owned * comm.rank, 8)
+        shard_reads = np.unpackbits(bits[:, begin:], 1, skipped + owned).view(bool)[:, skipped:]  # [rank, row]
+        sums = self.scatter_add(self.indices(reads), grads)
+        sent = sums.to(comm.sent_dtype or sums.dtype).split(reads.sum(1).tolist())
         counts = shard_reads.sum(1).tolist()
         rows, numbers = self.indices(self.read_by_any[comm.rank]), self.indices(shard_reads) % shard_reads.shape[1]
         values = sums.new_empty((sum(counts), sums.size(1)), dtype=sent[0].dtype)  # of all ranks, one after another

@@ -147,7 +147,7 @@ MISTAKES = {  # one line of train_gpt.py each
     "XSA: of layers 1 and 3 exchanged": ('own = {name: gate for (number, name), gate in by_name.items() if number == i}',
                                          'own = {name: gate for (number, name), gate in by_name.items() if number == '
                                          '({1: 3, 3: 1}.get(i, i) if name == "xsa" else i)}'),
-    "signs: one token late": ("hashes // self.num_embeddings % self.SIGNS)\n", "(hashes // self.num_embeddings % self.SIGNS).roll(1))\n"),
+    "signs: one token late": ("hashes // table.num_embeddings % table.SIGNS)\n", "(hashes // table.num_embeddings % table.SIGNS).roll(1))\n"),
     "hash: the second token's row": ("before[..., 1:2].fill_(last)", ""),
     "hash: factors exchanged": ("36313 * tokens ^ 27191 * before", "27191 * tokens ^ 36313 * before"),
     "prefix: of the token after the next": ("self.prefixes[targets]]", "self.prefixes[targets.roll(-1)]]"),

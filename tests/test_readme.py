@@ -58,7 +58,10 @@ COMMANDS = {
     "./run.sh -n 10 --vs REVISION": "test_scripts.py::test_what_is_started",
     "./run.sh --until-decided --max-n 12 --vs HEAD": LONG + "test_records_race.py::test_a_race_until_decided_stops_for_the_claim",
     "CUDA_VISIBLE_DEVICES= ./run.sh": "the same as ./run.sh without a GPU",
-    "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu130 .venv/bin/pip install flash-attn-3": "needs a network and a Hopper GPU",
+    "./run.sh --preset speedrun": "needs a GPU",
+    ".venv/bin/pip install kernels==0.17.2": "needs a network",
+    """.venv/bin/python -c 'import train_gpt; print("FlashAttention 3:", train_gpt.find_flash_3() or "loaded")'""":
+        "test_readme.py::test_flash_attention_3_is_installed_and_imported",
     "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 ./run.sh":
         "test_scripts.py::test_torch_s_build_for_an_older_driver_is_one_variable_away",
     "rm -r .venv": "it would delete the tests' own packages",
@@ -226,6 +229,18 @@ def test_the_dockerfile_copies_what_its_set_up_needs(tmp_path):
         {"FROM", "RUN", "WORKDIR", "ARG", "COPY", "ENTRYPOINT"}
     ignored = (ROOT / "launch/cluster/Dockerfile.dockerignore").read_text().split("\n")[1:-1]
     assert ignored == [".venv", "logs", "data/*", "!data/*.py", "**/__pycache__"], "a pattern's last slash would be dropped"
+
+
+@pytest.mark.parametrize("name", ["docs/gpus.md", "launch/cluster/Dockerfile", "launch/cluster/modal_app.py", "launch/cluster/skypilot.yaml"])
+@pytest.mark.parametrize("why", ["", "kernels: No module named 'kernels'"])
+def test_flash_attention_3_is_installed_and_imported(name, why, monkeypatch, capsys):
+    """The same version everywhere, and a line that says whether it can be loaded."""
+    text = (ROOT / name).read_text()
+    line, = re.findall(r"\.venv/bin/python -c '(import train_gpt.*)'", text)
+    assert re.findall(r"\.venv/bin/pip install (kernels\S*?)[\"\s]", text) == ["kernels==0.17.2"]
+    monkeypatch.setattr("train_gpt.find_flash_3", lambda: why)
+    exec(line, {})
+    assert capsys.readouterr().out == f"FlashAttention 3: {why or 'loaded'}\n"
 
 
 @pytest.mark.parametrize("environment, flags, started", [

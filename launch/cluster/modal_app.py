@@ -13,6 +13,8 @@ from pathlib import Path
 import modal
 
 FOLDER = "/speedrun"
+# FlashAttention 3 into the image. Where no GPU is at hand, its import may fail; each run says whether it has it
+FLASH_3 = """.venv/bin/python -c 'import train_gpt; print("FlashAttention 3:", train_gpt.find_flash_3() or "loaded")'"""
 HOURS = 2  # a race that takes longer is stopped, and its logs are lost
 KEPT = {".txt", ".json", ".jsonl", ".png"}  # logs and pictures; checkpoints and models are too large to return
 
@@ -23,8 +25,9 @@ image = (modal.Image.debian_slim(python_version="3.13")
          .apt_install("build-essential", "git", "procps")
          .add_local_file(here / "run.sh", f"{FOLDER}/run.sh", copy=True)
          .add_local_file(here / "requirements.txt", f"{FOLDER}/requirements.txt", copy=True)
-         .run_commands(f"{FOLDER}/run.sh --setup")
-         .add_local_dir(here, FOLDER, ignore=[".venv", ".cache", "logs", "data/*/**", "**/__pycache__"], copy=True))
+         .run_commands(f"{FOLDER}/run.sh --setup", f"{FOLDER}/.venv/bin/pip install kernels==0.17.2")
+         .add_local_dir(here, FOLDER, ignore=[".venv", ".cache", "logs", "data/*/**", "**/__pycache__"], copy=True)
+         .run_commands(f"cd {FOLDER} && {FLASH_3}"))
 
 
 @app.function(image=image, gpu="H100!:8", timeout=HOURS * 3600, volumes={f"{FOLDER}/data/fineweb10B": shards})
