@@ -4280,7 +4280,7 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
         config = dataclasses.replace(config, attention="flash" if fits else "masked")
     if why := max(comm.all_gather_json(find_flash_3() if config.attention == "flash" and own[0] == 9 else "")):
         flash_3 = None  # on all ranks
-        changes.append(f"FlashAttention 3 is not used ({why}), but torch's own version; docs/gpus.md says how to get it")
+        changes.append(f"FlashAttention 3 is not used ({why}): using torch's own version; see docs/gpus.md")
     if config.kernels == "auto":
         chosen = "off" if triton is None else "on" if capability >= [9, 0] else "loss"  # the MLP's kernel needs TMA
         config = dataclasses.replace(config, kernels=chosen)
