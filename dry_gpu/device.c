@@ -13,7 +13,8 @@
  * Lines of the log $DRY_GPU_LOG have fields separated by tabs: stream, kind, name, numbers. The numbers by kind:
  *     KERNEL, TRITON    grid x, y, z; threads per block; bytes of dynamic shared memory
  *     GEMM              m, n, k, batch; the name is the dtype of the factors
- *     COPY, FILL, NCCL  bytes; for a collective, the bytes of the whole buffer over all ranks; for a
+ *     COPY, FILL        bytes
+ *     NCCL              bytes, communicator; for a collective, the bytes of the whole buffer over all ranks; for a
  *                       group of messages (exchange), the bytes that this rank sends
  *     EVENT, WAIT       event (recorded; waited for by the stream)
  *     SYNC              none; the host waits for the GPU
@@ -55,32 +56,35 @@ static int say(const void *stream, const char *kind, const char *name, const lon
 void dry_gpu_mark(const char *kind, const char *rest) { SAY(0, kind, rest); }
 void dry_gpu_flush(void) { if (file) fflush(file); }
 
-/* ---- the GPU: an H100 or an RTX 4090 */
+/* ---- the GPU: an H100, an RTX 4090 or an RTX 3090 */
 
 static long setting(const char *name, long otherwise) { return getenv(name) ? atol(getenv(name)) : otherwise; }
 
-#define FIELD(name) offsetof(struct cudaDeviceProp, name)
-
-/* attributes that torch and Triton read, with their fields in cudaDeviceProp and their values on both GPUs */
-static const struct { enum cudaDeviceAttr which; size_t field; int sm_90, sm_89; } card[] = {
-    {cudaDevAttrComputeCapabilityMajor, FIELD(major), 9, 8},
-    {cudaDevAttrComputeCapabilityMinor, FIELD(minor), 0, 9},
-    {cudaDevAttrMultiProcessorCount, FIELD(multiProcessorCount), 132, 128},
-    {cudaDevAttrWarpSize, FIELD(warpSize), 32, 32},
-    {cudaDevAttrMaxThreadsPerBlock, FIELD(maxThreadsPerBlock), 1024, 1024},
-    {cudaDevAttrMaxThreadsPerMultiProcessor, FIELD(maxThreadsPerMultiProcessor), 2048, 1536},
-    {cudaDevAttrMaxGridDimX, FIELD(maxGridSize[0]), 0x7fffffff, 0x7fffffff},
-    {cudaDevAttrMaxRegistersPerBlock, FIELD(regsPerBlock), 65536, 65536},
-    {cudaDevAttrMaxRegistersPerMultiprocessor, FIELD(regsPerMultiprocessor), 65536, 65536},
-    {cudaDevAttrMaxSharedMemoryPerBlock, FIELD(sharedMemPerBlock), 48 << 10, 48 << 10},
-    {cudaDevAttrMaxSharedMemoryPerBlockOptin, FIELD(sharedMemPerBlockOptin), 227 << 10, 99 << 10},
-    {cudaDevAttrMaxSharedMemoryPerMultiprocessor, FIELD(sharedMemPerMultiprocessor), 228 << 10, 100 << 10},
-    {cudaDevAttrL2CacheSize, FIELD(l2CacheSize), 50 << 20, 72 << 20},
-    {cudaDevAttrGlobalMemoryBusWidth, FIELD(memoryBusWidth), 5120, 384},
-    {cudaDevAttrMemoryClockRate, FIELD(reserved), 2619000, 10501000}}; /* no field since CUDA 13 */
+/* Attributes that torch and Triton read, with their places in cudaDeviceProp and their values on each GPU. Places are those of CUDA
+ * 13, which torch is built for; the headers, which are Triton's, may be those of CUDA 12. */
+enum { NAME = 0, MEMORY = 288, MAX_THREADS_DIM = 324, MAX_GRID_SIZE = 336, PROPERTIES_BYTES = 1008 };
+static const struct { enum cudaDeviceAttr which; int place, sm_90, sm_89, sm_86; } card[] = {
+    {cudaDevAttrComputeCapabilityMajor, 360, 9, 8, 8},
+    {cudaDevAttrComputeCapabilityMinor, 364, 0, 9, 6},
+    {cudaDevAttrMultiProcessorCount, 384, 132, 128, 82},
+    {cudaDevAttrWarpSize, 308, 32, 32, 32},
+    {cudaDevAttrMaxThreadsPerBlock, 320, 1024, 1024, 1024},
+    {cudaDevAttrMaxThreadsPerMultiProcessor, 604, 2048, 1536, 1536},
+    {cudaDevAttrMaxGridDimX, MAX_GRID_SIZE, 0x7fffffff, 0x7fffffff, 0x7fffffff},
+    {cudaDevAttrMaxRegistersPerBlock, 304, 65536, 65536, 65536},
+    {cudaDevAttrMaxRegistersPerMultiprocessor, 632, 65536, 65536, 65536},
+    {cudaDevAttrMaxSharedMemoryPerBlock, 296, 48 << 10, 48 << 10, 48 << 10},
+    {cudaDevAttrMaxSharedMemoryPerBlockOptin, 672, 227 << 10, 99 << 10, 99 << 10},
+    {cudaDevAttrMaxSharedMemoryPerMultiprocessor, 624, 228 << 10, 100 << 10, 100 << 10},
+    {cudaDevAttrL2CacheSize, 596, 50 << 20, 72 << 20, 6 << 20},
+    {cudaDevAttrGlobalMemoryBusWidth, 592, 5120, 384, 384},
+    {cudaDevAttrMemoryClockRate, 784, 2619000, 10501000, 9751000}}; /* no field since CUDA 13 */
 enum { FIGURES = sizeof card / sizeof *card };
 
-static int figure(int i) { return setting("DRY_GPU_ARCH", 90) == 89 ? card[i].sm_89 : card[i].sm_90; }
+static int figure(int i) {
+    long arch = setting("DRY_GPU_ARCH", 90);
+    return arch == 90 ? card[i].sm_90 : arch == 89 ? card[i].sm_89 : card[i].sm_86;
+}
 static int attribute(enum cudaDeviceAttr which) {
     for (int i = 0; i < FIGURES; i++)
         if (card[i].which == which) return figure(i);
@@ -88,14 +92,21 @@ static int attribute(enum cudaDeviceAttr which) {
 }
 static size_t capacity(void) { return setting("DRY_GPU_MEMORY", 85028634624L); }
 
-int cudaGetDeviceProperties(struct cudaDeviceProp *p) {
-    *p = (struct cudaDeviceProp){.name = "GPU that computes nothing", .totalGlobalMem = capacity(),
-                                 .maxThreadsDim = {1024, 1024, 64}, .maxGridSize = {0, 65535, 65535}};
-    for (int i = 0; i < FIGURES; i++) *(int *)((char *)p + card[i].field) = figure(i);
+#undef cudaGetDeviceProperties
+int cudaGetDeviceProperties(char *p) {
+    strcpy((char *)memset(p, 0, PROPERTIES_BYTES) + NAME, "GPU that computes nothing");
+    *(size_t *)(p + MEMORY) = capacity();
+    memcpy(p + MAX_THREADS_DIM, (int[]){1024, 1024, 64}, 3 * sizeof(int));
+    memcpy(p + MAX_GRID_SIZE, (int[]){0, 65535, 65535}, 3 * sizeof(int));
+    for (int i = 0; i < FIGURES; i++) *(int *)(p + card[i].place) = figure(i);
     return 0;
 }
 int cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr which) { *value = attribute(which); return 0; }
-GIVES(cudaGetDeviceCount, int, 1)
+int cudaGetDeviceCount(int *count) {
+    const char *visible = getenv("CUDA_VISIBLE_DEVICES");
+    *count = !visible || *visible;
+    return 0;
+}
 GIVES(cudaGetDevice, int, 0)
 int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return 0; }
 
@@ -376,7 +387,7 @@ GIVES_SECOND(ncclCommGetAsyncError, int, 0)
 
 struct Id { char bytes[128]; };
 int ncclCommInitRankConfig(void **comm, int ranks, struct Id id, int rank) {
-    *comm = &group_ranks, group_ranks = ranks, group_rank = rank;
+    *comm = new_handle(), group_ranks = ranks, group_rank = rank;
     const char *path = getenv("DRY_GPU_SHARED");
     if (!path) return 0;
     if (ranks > MAX_RANKS) refuse("number of ranks", ranks);
@@ -425,8 +436,8 @@ static void sum_over_ranks(void *out, size_t first, size_t count, int type) {
 }
 
 /* Give `given` elements to all ranks; take the sum over ranks (this rank's part, if fewer are taken), or all ranks'. */
-static int collective(void *stream, const char *name, const void *in, void *out, size_t given, size_t taken, int type,
-                      int op, int sums) {
+static int collective(void *comm, void *stream, const char *name, const void *in, void *out, size_t given, size_t taken,
+                      int type, int op, int sums) {
     size_t width = type_bytes[type];
     dry_gpu_use(stream, name, in, given * width, 0), dry_gpu_use(stream, name, out, taken * width, 1);
     if (shared) {
@@ -436,16 +447,16 @@ static int collective(void *stream, const char *name, const void *in, void *out,
         else for (int r = 0; r < group_ranks; r++) memcpy((char *)out + r * given * width, room(r, 0), given * width);
         barrier();
     }
-    return SAY(stream, "NCCL", name, (given > taken ? given : taken) * width);
+    return SAY(stream, "NCCL", name, (given > taken ? given : taken) * width, (long)comm);
 }
 int ncclAllReduce(void *in, void *out, size_t count, int type, int op, void *comm, void *stream) {
-    return collective(stream, "all-reduce", in, out, count, count, type, op, 1);
+    return collective(comm, stream, "all-reduce", in, out, count, count, type, op, 1);
 }
 int ncclReduceScatter(void *in, void *out, size_t count, int type, int op, void *comm, void *stream) {
-    return collective(stream, "reduce-scatter", in, out, count * group_ranks, count, type, op, 1);
+    return collective(comm, stream, "reduce-scatter", in, out, count * group_ranks, count, type, op, 1);
 }
 int ncclAllGather(void *in, void *out, size_t count, int type, void *comm, void *stream) {
-    return collective(stream, "all-gather", in, out, count, count * group_ranks, type, 0, 0);
+    return collective(comm, stream, "all-gather", in, out, count, count * group_ranks, type, 0, 0);
 }
 int ncclBcast(void *at, size_t count, int type, int root, void *comm, void *stream) {
     size_t bytes = count * type_bytes[type];
@@ -463,7 +474,7 @@ int ncclBcast(void *at, size_t count, int type, int root, void *comm, void *stre
 static __thread struct Message { void *at; size_t bytes; int peer, received; } messages[2 * MAX_RANKS];
 static __thread int grouped, waiting;
 static __thread size_t group_sent;
-static __thread void *group_stream;
+static __thread void *group_stream, *group_comm;
 
 static void deliver(int receives) {
     for (struct Message *m = messages; m < messages + waiting; m++) {
@@ -480,21 +491,21 @@ static void deliver(int receives) {
 int ncclGroupStart(void) { grouped++; return 0; }
 int ncclGroupEnd(void) {
     if (--grouped) return 0;
-    if (group_sent) SAY(group_stream, "NCCL", "exchange", group_sent);
+    if (group_sent) SAY(group_stream, "NCCL", "exchange", group_sent, (long)group_comm);
     if (waiting) deliver(0), deliver(1);
     return group_sent = waiting = 0;
 }
-static int message(void *at, size_t bytes, int peer, int received, void *stream) {
+static int message(void *at, size_t bytes, int peer, int received, void *comm, void *stream) {
     dry_gpu_use(stream, received ? "receive" : "send", at, bytes, received);
     ncclGroupStart();
-    if (!received) group_stream = stream, group_sent += bytes;
+    if (!received) group_stream = stream, group_comm = comm, group_sent += bytes;
     if (shared && waiting == 2 * MAX_RANKS) refuse("a group of messages above", waiting);
     if (shared) messages[waiting++] = (struct Message){at, bytes, peer, received};
     return ncclGroupEnd();
 }
 int ncclSend(void *at, size_t count, int type, int peer, void *comm, void *stream) {
-    return message(at, count * type_bytes[type], peer, 0, stream);
+    return message(at, count * type_bytes[type], peer, 0, comm, stream);
 }
 int ncclRecv(void *at, size_t count, int type, int peer, void *comm, void *stream) {
-    return message(at, count * type_bytes[type], peer, 1, stream);
+    return message(at, count * type_bytes[type], peer, 1, comm, stream);
 }

@@ -9,11 +9,11 @@
     dry_gpu/run --program LOG                            the program of a public record, beside its measured times
     dry_gpu/run --program CLONE/train_gpt.py -- --preset frontier     theirs and ours side by side, by class
     dry_gpu/run --records CLONE                          bench/results/simulated-gpu.md: each record beside its preset
-    dry_gpu/run --cards                                  a table of speedrun on 1 to 8 GPUs of 80, 48 and 24 GB
+    dry_gpu/run --cards                                  a table of both presets on H100, RTX 4090 and RTX 3090
     dry_gpu/run --compute --help                         a simulated GPU that also computes
 
-Figures marked "simulated" come from the model in simulate.py; host times are measured on this machine. The shards are
-random tokens, in documents about as long as FineWeb's (assumed: lognormal, median 400, mean 700 tokens).
+Figures marked "simulated" come from the model in simulate.py; host times are measured on this machine: the least is that of
+an idle core, without the driver's own time. The shards are random tokens, in documents about as long as FineWeb's (assumed: lognormal, median 400, mean 700 tokens).
 TORCHINDUCTOR_COMPILE_THREADS sets the number of compile processes (default 1). A kernel that does not compile stops the
 run with Triton's message. Exit status: 0 the page is printed, 1 the run failed, 2 it does not fit the GPU's memory.
 """
@@ -28,7 +28,6 @@ import json
 import os
 import re
 import shutil
-import statistics
 import subprocess
 import sys
 import tarfile
@@ -39,7 +38,7 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "records"))
 import logs
-from simulate import CLASSES, RATES, Step, costs, mean_costs, measured, parse_log, phase, simulate, weigh
+from simulate import CLASSES, RATES, Step, costs, mean_costs, measured, parse_log, phase, rates_of, simulate, weigh
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -121,7 +120,7 @@ PUBLISHED = {"04d0d24b": ("record 44", 61.3), "d67b87fd": ("record 80", 57.0), "
 
 
 RECORDS = {"speedrun": ["records/**/2025-10-31_AdamSyncGradientHook/0c17cdfd*.txt"],  # paths in a clone
-           "frontier": ["records/**/2026-04-08_PairedHeadMuon/split_qk0-1480.txt", "train_gpt.py"]}
+           "frontier": ["records/**/2026-04-08_PairedHeadMuon/logs/split_qk0-1480.txt", "train_gpt.py"]}
 
 
 def read_program(file):
@@ -261,7 +260,7 @@ def simulated_rows(steps, plan):
 def page(events, facts, args, title, plan):
     """Return ({label: figure}, paragraphs) of one run. plan: see simulated_rows. --trace: only its windows."""
     census = phase(events, "census")
-    rates = RATES[args.arch]
+    rates = rates_of(args.arch, args.flash)
     steps = [step for step in simulate(census, costs(census, rates, args.ranks), rates.gap_s) if step.windows]
     if args.trace:
         steps = [step for step in steps if step.windows == steps[0].windows]
@@ -271,10 +270,11 @@ def page(events, facts, args, title, plan):
                 f"{facts.get(name, 0):.0f} s" for name in ("compile", "warm_up", "warm_up_cpu")),
             "micro-batches per step × tokens": facts.get("batch", "none")}
     rows |= launch_rows(events, args.steps)
-    if facts["host"]:
-        wall, cpu = zip(*facts["host"])
-        rows["host ms per step: wall; CPU of all threads"] = (
-            f"{statistics.median(wall):.0f} (min {min(wall):.0f}); {statistics.median(cpu):.0f}")
+    for name, at in (("CPU of all threads", 2), ("wall time", 1)):
+        least = [min(step[at] for step in facts["host"] if step[0] % 2 == odd)
+                 for odd in (0, 1) if any(step[0] % 2 == odd for step in facts["host"])]
+        rows[f"host ms, {name}, the least of {len(facts['host'])} steps of the first stage: even; odd"] = (
+            "; ".join(f"{ms:.1f}" for ms in least))
     for name, held in facts["memory"].items():
         rows[f"peak MiB in {name}; reserved"] = f"{held['peak'] >> 20:,}; {held['reserved'] >> 20:,}"
     rows |= simulated_rows(steps, plan)
@@ -379,12 +379,14 @@ def main():
         prog="run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=8, help="number of ranks (8)")
     parser.add_argument("--memory", type=float, default=80, help="GB of memory per GPU (80)")
-    parser.add_argument("--arch", type=int, choices=RATES, default=90, help="90: H100, 89: RTX 4090 (90)")
-    parser.add_argument("--steps", type=int, default=8, help="steps to count, and to time on the host (8)")
+    parser.add_argument("--arch", type=int, choices=RATES, default=90, help="90: H100, 89: RTX 4090, 86: RTX 3090 (90)")
+    parser.add_argument("--flash", type=int, choices=(2, 3), default=3, help="version of FlashAttention that Hopper's rates are "
+                        "of; the launches are version 2's (3)")
+    parser.add_argument("--steps", type=int, default=24, help="steps to count, and to time on the host (24)")
     parser.add_argument("--against", default="", metavar="REVISION", help="also run this revision; those with the preflight "
                         "inside train_gpt.py are not supported")
     parser.add_argument("--cold", action="store_true", help="first run once with empty compile caches")
-    parser.add_argument("--cards", action="store_true", help="print only a table of speedrun on several GPUs")
+    parser.add_argument("--cards", action="store_true", help="print only a table of two presets on 1, 2 and 8 GPUs of 3 kinds")
     parser.add_argument("--kernels", action="store_true", help="also print a table of the last run's Triton kernels")
     parser.add_argument("--program", action="append", default=[], metavar="FILE", help="also run the program of a public "
                         "log, or a train_gpt.py with the kernels beside it; without flags, only this. May be repeated")
@@ -396,11 +398,13 @@ def main():
     args = parser.parse_args()
     home = Path(os.environ["DRY_GPU_HOME"])
     if args.cards:
-        print("Simulated; no time was measured on a GPU. Preset speedrun\n\n" + table(
-            ["GPU", "GPUs", "micro-batches per step and GPU × tokens", "peak GiB", "ms per step", "minutes per run"], []))
-        args.steps, args.flags = 2, ["--preset", "speedrun", "--warmup_steps", "8"]  # one step of each kind per stage
-        for (args.memory, args.arch), args.ranks in itertools.product(((80, 90), (48, 89), (24, 89)), (8, 4, 2, 1)):
-            print("| " + " | ".join(map(str, fit(args, home))) + " |", flush=True)
+        print("Simulated; no time was measured on a GPU\n\n" + table(
+            ["preset", "GPU", "GPUs", "micro-batches per step and GPU × tokens", "peak GiB", "ms per step", "minutes per run"], []))
+        args.steps = 2
+        for preset, (args.memory, args.arch), args.ranks in itertools.product(
+                ("speedrun", "frontier"), ((80, 90), (24, 89), (24, 86)), (8, 2, 1)):
+            args.flags = ["--preset", preset]
+            print("| " + " | ".join(map(str, (preset, *fit(args, home)))) + " |", flush=True)
         return 0
     if args.records:
         for preset, patterns in RECORDS.items():

@@ -238,14 +238,14 @@ def windows_by_step(main):
     return [f"{long * BLOCK} {short * BLOCK}" for short, long in pairs]
 
 
-def sample(windows):
-    """Return {step: windows, or "" if it does not count}: per stage its first two steps and four from its middle."""
+def sample(windows, counted=4):
+    """Return {step: windows, or "" if it does not count}: per stage its first two steps and some from its middle."""
     steps = {}
     for label, stage in itertools.groupby(range(len(windows)), windows.__getitem__):
         first, *_, last = stage
         middle = (first + last) // 2
         middle -= (middle - first) % 2  # an update in every second step then finds the gradients of the step before
-        steps |= {first: "", first + 1: ""} | dict.fromkeys(range(middle, middle + 4), label)
+        steps |= {first: "", first + 1: ""} | dict.fromkeys(range(middle, min(middle + counted, last + 1)), label)
     return steps
 
 
@@ -271,11 +271,12 @@ def main():
     load, windows = names["distributed_data_generator"], windows_by_step(names)
     names["distributed_data_generator"] = lambda *args, **more: Batches(load(*args, **more))
     names["args"].val_loss_every = 0
-    chosen = sample(windows)
+    chosen = {}
 
     def sampled_steps():
         for step, label in chosen.items():
-            times.append((time.perf_counter(), time.process_time()))
+            if label == windows[0]:  # the first stage, as of our script
+                times.append((step, time.perf_counter(), time.process_time()))
             mark("STEP", label, step, 0)
             yield step
             mark("END")
@@ -285,6 +286,7 @@ def main():
     loop = compile(training, path, "exec")
     for phase in ("warm-up", "census", "training"):
         phases.begin(phase, watched=phase == "warm-up")
+        chosen = sample(windows, 24 if phase == "training" else 4)
         for part in (names.get("training_manager"), names.get("optimizer2"), names["model"].yarn) if times else ():
             part and part.reset()
         names["model"].zero_grad(set_to_none=True)

@@ -12,6 +12,8 @@ import collections
 import contextlib
 import ctypes
 import dataclasses
+import functools
+import itertools
 import json
 import linecache
 import math
@@ -207,12 +209,13 @@ class Phases:
 # ---- the run
 
 def write_facts(facts, phases, times):
-    """Write the log's last line. times: (wall, CPU) in seconds at the start of each timed step."""
+    """Write the log's last line. times: (number, wall, CPU of all threads in seconds) at the start of timed steps in order."""
     graphs, utils = torch._dynamo.utils.counters["stats"]["unique_graphs"], torch._dynamo.utils
     facts = facts | dict(
         phase=phases.now, memory=phases.memory, graphs=graphs, late=graphs - facts.get("warmed_up", graphs),
         breaks=dict(utils.counters["graph_break"]), compile=utils.calculate_time_spent().get("total_wall_time", 0),
-        host=(1e3 * np.diff(times, axis=0)).tolist())
+        host=[(number, 1e3 * (wall - begun), 1e3 * (cpu - used))  # of steps whose next one follows
+              for (number, begun, used), (following, wall, cpu) in itertools.pairwise(times) if following == number + 1])
     mark("FACTS", json.dumps(facts))
     gpu.dry_gpu_flush()
 
@@ -238,10 +241,14 @@ def main(folder, ranks, steps, flags):
                 theirs.copy_(mine)
             return T.HandleGroup()
 
+    @functools.cache
+    def losses():
+        return T.TrainLosses(config, comm, T.Clock(device, 0.0), None)
+
     def step(worker, plan, batch):
         facts["batch"] = f"{len(batch)} × {len(batch[0]) - 1:,}"  # fit_memory may have split it
         if phases.now == "training":
-            times.append((time.perf_counter(), time.process_time()))
+            times.append((plan.step, time.perf_counter(), time.process_time()))
             if len(times) == steps + 1:
                 phases.watch()
             if len(times) == steps + 3:
@@ -250,6 +257,8 @@ def main(folder, ranks, steps, flags):
         counts = phases.now != "census" or plan.step in counted
         mark("STEP", " ".join(map(str, plan.windows)) * counts, plan.step, flops)
         out = real_step(worker, plan, batch)
+        if phases.now == "census":
+            losses().record(plan, out)
         mark("END")
         return out
 

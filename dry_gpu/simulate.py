@@ -1,8 +1,9 @@
 """Estimate step times from a launch log of the simulated GPU, by a roofline model over streams and events.
 
 A kernel takes its latency and the longest of three times: its bytes, its FLOPs and its special functions, at the rates
-below. Kernels of one stream run in order, with a gap between two. An event completes after all earlier work of its
-stream. The host and other ranks are never late. No time is measured. device.c documents the log.
+below. Kernels of one stream run in order, with a gap between two, and so do the collectives of one communicator, also
+between streams. An event completes after all earlier work of its stream. The host and other ranks are never late. No
+time is measured. device.c documents the log.
 """
 
 import collections
@@ -37,11 +38,11 @@ class Rates(NamedTuple):
 
     sm_90: fitted to the trace beside record 44's logs, on 8 H100: 0.71 of the data sheet's FLOPs, 0.9 of its bytes,
     `special` from the log-softmax kernel, `gap_s` the median on the main stream, `kernel_s` from kernels of a few bytes
-    (2.0 to 3.1 µs). Attention takes the sum of the times for its FLOPs and its bytes. Assumed: FlexAttention reaches
-    0.55 of the trace's FlashAttention 3, a matmul in Triton 0.8 of the trace's matmuls; 0.64 in fp8, since record 89
-    gains 0.75 ms per step by an fp8 product in its logs, where this model at 0.8 gives 1.15. `link`: 0.26 ms for 77 MB
-    and 0.49 for 151; medians in both traces there: gathers 0.24 and 0.48, reduce-scatters 0.26 to 0.28 and 0.50.
-    sm_89: the same fractions of an RTX 4090's data sheet, over PCIe 4.0.
+    (2.0 to 3.1 µs). Attention takes the sum of the times for its FLOPs and its bytes, at the rate of the trace's
+    FlashAttention 3; version 2 is slower by OF_FLASH_2. Assumed: a matmul in Triton reaches 0.8 of the trace's matmuls;
+    0.64 in fp8, since record 89 gains 0.75 ms per step by an fp8 product in its logs, where this model at 0.8 gives 1.15.
+    `link`: 0.26 ms for 77 MB and 0.49 for 151; medians in both traces there: gathers 0.24 and 0.48, reduce-scatters 0.26
+    to 0.28 and 0.50. sm_89 and sm_86: the same fractions of the data sheets of RTX 4090 and 3090, over PCIe 4.0.
     """
 
     multiprocessors: int
@@ -50,8 +51,8 @@ class Rates(NamedTuple):
     fp8: float
     fp32: float
     special: float
-    flash: float
-    flex: float
+    flash: float  # FLOPs of attention's forward
+    flash_backward: float
     link: float  # bytes by NCCL
     kernel_s: float = 2.5e-6  # latency of a kernel, in seconds
     collective_s: float = 15e-6  # latency of a collective
@@ -60,8 +61,19 @@ class Rates(NamedTuple):
     triton_fp8: float = 0.64  # the same in fp8
 
 
-RATES = {90: Rates(132, 3.0e12, 705e12, 1384e12, 47e12, 2.1e12, 450e12, 250e12, 280e9),
-         89: Rates(128, 0.9e12, 117e12, 234e12, 58e12, 2.9e12, 75e12, 42e12, 22e9)}
+RATES = {90: Rates(132, 3.0e12, 705e12, 1384e12, 47e12, 2.1e12, 450e12, 450e12, 280e9),
+         89: Rates(128, 0.9e12, 117e12, 234e12, 58e12, 2.9e12, 75e12, 75e12, 22e9),
+         86: Rates(82, 0.84e12, 50e12, 50e12, 25e12, 1.26e12, 32e12, 32e12, 22e9)}  # no fp8
+# on an H100 version 3 is 1.5 to 2.0 times as fast as version 2 in forward, 1.5 to 1.75 times in backward (arXiv:2407.08608)
+OF_FLASH_2 = {"flash": 1 / 2.0, "flash_backward": 1 / 1.75}
+
+
+def rates_of(arch: int, flash: int) -> Rates:
+    """Return the rates of a GPU, on Hopper with FlashAttention 2 or 3. Others only have version 2."""
+    rates = RATES[arch]
+    slower = OF_FLASH_2 if arch == 90 and flash == 2 else {}
+    return rates._replace(**{name: share * getattr(rates, name) for name, share in slower.items()})
+
 
 LOSS = "Triton, loss and fp8"
 CLASSES = ("matmuls", "matmuls in fp8", "attention", LOSS, "Triton, other", "eager", "copies and fills",
@@ -80,7 +92,7 @@ def is_loss(name: str) -> bool:
     return bool(re.search("^ce_fwd|^_transpose_copy|^.{0,25}loss|log_softmax|_entropy_|_exp_.*_sigmoid_|scaled_mm", name))
 
 
-ATTENTION = "triton_tem.*flex_attention|flash_[fb]wd|flash::"
+ATTENTION = "flash_[fb]wd|flash::"
 CLASS_PATTERNS = (("collectives", "nccl"), ("attention", ATTENTION), ("Triton, other", "triton"),
             ("matmuls in fp8", r"nvjet_\w*q|e4m3|e5m2"),
             ("matmuls", "nvjet|gemm|cutlass|splitK|relu_squared|XXT_kernel|ba_plus_cAA"), ("eager", ""))
@@ -147,9 +159,8 @@ def costs(events: list[Event], rates: Rates, ranks: int) -> dict[int, Cost]:
             flops = fp8 / rates.fp8 / rates.triton_fp8 + bf16 / rates.bf16 / rates.triton
             seconds = max(moved / rates.bytes, special / rates.special, flops)
             if re.search(ATTENTION, name):
-                kind, times = "attention", 2.5 if "backward" in name or "bwd" in name.lower() else 1
-                times *= not re.search("dot_do|convert|process", name)  # FlashAttention's kernels without matmuls
-                seconds += times * attention / (rates.flex if "flex" in name else rates.flash)
+                kind, per_flop = "attention", 2.5 / rates.flash_backward if "bwd" in name.lower() else 1 / rates.flash
+                seconds += per_flop * attention * (not re.search("dot_do|convert|process", name))  # those without matmuls
             if what == "KERNEL":
                 eager.append(i)
         elif what == "GEMM":
@@ -182,8 +193,15 @@ def simulate(events: list[Event], cost: dict[int, Cost], gap_s: float) -> list[S
     """Simulate the streams, with a gap after each kernel. A step lasts on the main stream from its STEP line to the next one."""
     time: dict[str, float] = collections.defaultdict(float)  # {stream: when its work so far is done}
     done: dict[int, float] = {}  # {event: when it completes}
+    free: dict[int, float] = collections.defaultdict(float)  # {communicator: when its collectives so far are done}
     steps: list[Step] = []
     inside, main = False, "0"
+
+    def wait(until: float) -> None:
+        if inside and e.stream == main:
+            steps[-1].waiting_ms += 1e3 * max(0.0, until - time[main])
+        time[e.stream] = max(time[e.stream], until)
+
     for i, e in enumerate(events):
         if e.kind in ("STEP", "END"):
             if steps:  # work between two steps counts for the first
@@ -193,12 +211,13 @@ def simulate(events: list[Event], cost: dict[int, Cost], gap_s: float) -> list[S
         elif e.kind == "EVENT":
             done[e.numbers[0]] = time[e.stream]
         elif e.kind == "WAIT":
-            until = max(time[e.stream], done.get(e.numbers[0], 0.0))
-            if inside and e.stream == main:
-                steps[-1].waiting_ms += 1e3 * (until - time[main])
-            time[e.stream] = until
+            wait(done.get(e.numbers[0], 0.0))
         elif i in cost:
+            if e.kind == "NCCL":
+                wait(free[e.numbers[1]])
             time[e.stream] += cost[i].seconds + gap_s
+            if e.kind == "NCCL":
+                free[e.numbers[1]] = time[e.stream]
             if inside:
                 steps[-1].costs.append(cost[i])
                 steps[-1].gaps_ms += 1e3 * gap_s * (e.stream == main)
