@@ -2589,7 +2589,7 @@ class Reducer:
             counts, before = self.count_writes(), self.writes
             self.writes = counts
             passes = None if self.settings.find_unused_parameters else self.backward_passes()  # there they may differ
-            mine = [{"micro-batches": passes, "call": f"{name} in step {self.step}"},
+            mine = [{"call": f"{name} in step {self.step}", "micro-batches": passes},
                     {key: count - before[key] for key, count in counts.items()}]
             self.call = (self.comm.start_json(mine) if self.comm.point_to_point else
                          HandleGroup(then=lambda: [mine] if alone else self.comm.all_gather_json(mine)))
@@ -2619,7 +2619,7 @@ class Reducer:
                 raise RunError(f"bucket {bucket.name} was not launched: {len(bucket.slots) - len(missing)} of "
                                f"{len(bucket.slots)} of its parameters got a gradient, not {', '.join(missing)}; use "
                                "each in the loss, or set find_unused_parameters")
-        if self.due and self.call is None:
+        if self.call is None:
             self.start_call("step()", alone=bool(self.launch_order))
         self.writes_of_ranks = self.finish_call()
         if not self.launch_order:
