@@ -2371,7 +2371,7 @@ class Comm:
         if self.ranks > 1 and x.numel():
             x = memory_of(x)
             dense = x.contiguous()
-            dist.broadcast(dense.view(-1).view(torch.uint8), 0)
+            dist.broadcast(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8), 0)  # a size of 1 may have any stride
             if not x.is_contiguous():
                 x.copy_(dense)
 
@@ -2772,9 +2772,10 @@ class SavedState:
                 "update")
         state = {name: x.detach().to("cpu", copy=True) for name, x in self.named_state()}
         state |= {name: x.detach().to("cpu", copy=True).view(-1) for name, x in self.model_buffers().items()}
-        for slot, group in ((slot, self.group_of(bucket)) for bucket in self.buckets for slot in bucket.slots):
-            for key in group.keys() & {"lr", "initial_lr"}:
-                state[f"{slot.name}/{key}"] = torch.tensor(float(group[key]), dtype=torch.float64)
+        groups = self.group_of()
+        for slot, (key, v) in ((s, item) for b in self.buckets for s in b.slots for item in groups[s.param].items()):
+            if key in ("lr", "initial_lr"):
+                state[f"{slot.name}/{key}"] = torch.tensor(float(v), dtype=torch.float64)
             state[f"{slot.name}/step"] = torch.tensor(self.reducer.step)
         return state
 
@@ -2789,20 +2790,20 @@ class SavedState:
             seen = f"of shape {[*x.shape]}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             require(isinstance(x, Tensor) and x.dim() < 2, f"the saved state does not fit: {name} is {seen}, not a "
                     "tensor in one dimension; load what state_dict() returned")
-        names = [*(slot.name for bucket in self.buckets for slot in bucket.slots), *self.model_buffers()]
-        if not state.keys() >= {*names}:  # torch.compile(model) and DDP put words into names
+        ours = [*(slot.name for bucket in self.buckets for slot in bucket.slots), *self.model_buffers()]
+        if not state.keys() >= {*ours}:  # torch.compile(model) and DDP put words into names
             plain = functools.partial(re.compile(r"^module\.|\b_orig_mod\.").sub, "")
-            ours = {plain(name): name for name in names}
-            state = {ours.get(plain(name), name) + slash + key: x for (name, slash, key), x in (
-                (key.partition("/"), x) for key, x in state.items())}
+            names = {plain(name): name for name in ours}
+            state = {names.get(plain((parts := key.partition("/"))[0]), parts[0]) + "".join(parts[1:]): x for key, x in state.items()}
         scales = {name: x for name, x in state.items() if name.endswith(DelayedScales.KEY)}
-        state, steps, writes = {name: x for name, x in state.items() if name not in scales}, [0], []
+        state = {name: x for name, x in state.items() if name not in scales}
+        steps, writes, groups = [0], [], self.group_of()
         for bucket in self.buckets:
             writes.append(self.fit_bucket(bucket, state))
             for slot in bucket.slots:  # a run's checkpoint has none of these; they follow from its plan
                 for key in [key for key in ("lr", "initial_lr") if f"{slot.name}/{key}" in state]:
-                    writes.append(functools.partial(self.group_of(bucket).__setitem__, key,
-                                                    float(state.pop(f"{slot.name}/{key}"))))
+                    v = float(state.pop(f"{slot.name}/{key}"))
+                    writes.append(functools.partial(groups[slot.param].__setitem__, key, v))
                 steps.append(int(state.pop(f"{slot.name}/step", -1)))
         for name, x in self.model_buffers().items():
             if name in state and state[name].numel() == x.numel():  # states of older versions have none
@@ -2877,26 +2878,23 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
                            "on the number of ranks; omit one of them")
         if settings.overlap_param_gather and model is None:
             raise RunError("overlap_param_gather waits in the model's forward; give the optimizer the model")
-        tasks = {name: env_int(name, 1) for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS",
-                 *(["SLURM_NTASKS"] if os.environ.get("SLURM_PROCID", "0") != "0" else []))}  # a batch script has 0 too
-        name = "WORLD_SIZE" if "WORLD_SIZE" in os.environ else max(tasks, key=tasks.get)
-        require(tasks[name] <= 1 or comm.ranks > 1 or dist.is_initialized(), f"{name} in the environment is {tasks[name]}, "
-                "but no process group exists, so each rank would train alone; call init_process_group() first, start by "
-                "torchrun, or set WORLD_SIZE=1 if each is to train alone")
+        tasks = ["WORLD_SIZE"] if "WORLD_SIZE" in os.environ else ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"]
+        tasks += ["SLURM_NTASKS"] * (env_int("SLURM_PROCID", 0) > 0)  # a batch script has it too, and SLURM_PROCID 0
+        name = max(tasks, key=lambda name: env_int(name, 1))
+        require(env_int(name, 1) <= 1 or comm.ranks > 1 or dist.is_initialized(), f"{name} in the environment is "
+                f"{os.environ.get(name)}, but no process group exists, so each rank would train alone; start by torchrun and "
+                "call init_process_group() first, or set WORLD_SIZE=1 if each is to train alone")
         model = nn.Module() if model is None else model
         self.buckets, self.comm, self.settings = list(buckets), comm, settings
         self.model, self.owned, self.scales = model, check_ownership(buckets), DelayedScales(model)
         check_all_owned(model, self.owned)
         groups: dict[Any, dict[str, Any]] = {}  # by rule and learning rate
-        self.places: dict[Bucket, tuple[int, int]] = {}  # of its first parameter in param_groups
         self.buffers: list[tuple[str, dict[str, Tensor], str]] = []  # (name, the module's buffers, key); see model_buffers
         for bucket in buckets:
             kind = (type(bucket.rule).__name__, bucket.rule.lr)
             group = groups.setdefault(kind, {"rule": kind[0], "lr": kind[1], "params": []})
-            self.places[bucket] = [*groups].index(kind), len(group["params"])
             group["params"] += [slot.param for slot in bucket.slots]
         super().__init__(groups.values(), {})
-        self.built = True
         agree(comm, "models or settings", {  # otherwise different buckets would be summed with one another
             "gradient scale": grad_scale, "communication": type(comm).__name__,
             **{f.name: getattr(settings, f.name) for f in dataclasses.fields(SyncSettings)},
@@ -2919,8 +2917,9 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         for module, params in outer_modules(model) if settings.overlap_param_gather else ():
             reads = list(dict.fromkeys(self.bucket_of[p] for p in params if p in self.bucket_of))
             self.read_first = reads if module is model else self.read_first
-            for bucket in reads:
-                self.forward_hooks.append(module.register_forward_pre_hook(weakly(self.finish_all_gather, bucket)))
+            self.forward_hooks.append(module.register_forward_pre_hook(  # weakly would break a graph of torch.compile
+                lambda *_, me=weakref.ref(self), at=[self.buckets.index(bucket) for bucket in reads]:
+                (optimizer := me()) and optimizer.finish_all_gathers([optimizer.buckets[i] for i in at])))
         # compiled code reads parameters after these hooks only; outside of it each read waits
         self.guarded = [x for x in model.modules() if x._parameters] * (settings.overlap_param_gather and not compiled)
         for module in self.guarded:
@@ -2935,7 +2934,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         raise RunError("GradScaler cannot be used: it reads .grad, which is None; train in bfloat16 without a scaler")
 
     def add_param_group(self, group: dict[str, Any]) -> None:
-        if hasattr(self, "built"):
+        if hasattr(self, "reducer"):
             raise RunError("existing buckets cannot take a further parameter; build the optimizer with all of them")
         self.param_groups.append(group)  # torch's own method would import its compiler, which takes over a second
 
@@ -2970,7 +2969,8 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         require(not callable(plan), "step() does not take a closure; call backward() before it")
         check_all_owned(self.model, self.owned)
         reducer, first = self.reducer, not self.reducer.launch_orders
-        rules = {bucket: self.rule_now(bucket) for bucket in self.buckets}
+        groups = self.group_of()
+        rules = {bucket: self.rule_now(bucket.rule, groups[bucket.slots[0].param]) for bucket in self.buckets}
         reducer.launch_rest()
         if first or len({writes["parameters"] for writes in reducer.writes_of_ranks}) > 1:
             self.check_replicas()
@@ -2981,56 +2981,45 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
             check_and_clip(reducer.due, self.comm, self.settings.clip_norm, reducer.step)
         buckets = reducer.due if self.settings.update_order == "launch" else sorted(
             reducer.due[::-1], key=lambda bucket: bucket not in self.read_first)
+        self.finish_all_gathers(buckets)  # if no forward has waited: their inputs must not change in flight
         for bucket in buckets:
             reducer.wait(bucket)
             if bucket.updates_in(reducer.step):
-                self.finish_all_gathers([bucket])  # if no forward has waited: its input must not change in flight
                 with reducer.span(f"update {bucket.name}"):
                     bucket.needs_overwrite.update(bucket.slots)
                     bucket.updates += 1
                     self.update(bucket, rules[bucket], plan, unused)
                 with reducer.span(f"gather {bucket.name}"):
                     bucket.start_all_gather(self.comm)
+        for bucket in buckets:  # views of one tensor count their writes together
+            bucket.versions = [slot.param._version for slot in bucket.slots]
         reducer.end_step()
         reducer.step, reducer.dropped = reducer.step + 1, False
         if not self.settings.overlap_param_gather:
             self.finish_all_gathers(buckets)
-        if any(writes["buffers"] for writes in reducer.writes_of_ranks):
-            self.broadcast_buffers()
+        if any(writes["buffers"] for writes in reducer.writes_of_ranks):  # as in DDP, all go on with rank 0's
+            for x in self.model_buffers().values():
+                self.comm.broadcast(x)
+            reducer.writes["buffers"] = self.count_writes()["buffers"]
 
     def model_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that belong to the state of a model of make_optimizer, such as running means."""
         return {name: memory_of(buffers[key]) for name, buffers, key in self.buffers}
-
-    def broadcast_buffers(self) -> None:
-        """Give all ranks rank 0's buffers, as DDP does."""
-        groups: dict[Any, list[Tensor]] = collections.defaultdict(list)
-        for x in self.model_buffers().values():
-            groups[x.dtype, x.device].append(x)
-        for xs in groups.values():
-            flat = torch.cat([x.reshape(-1) for x in xs])
-            self.comm.broadcast(flat)
-            for x, part in zip(xs, flat.split([x.numel() for x in xs])):
-                x.copy_(part.view_as(x))
-        self.reducer.writes["buffers"] = self.count_writes()["buffers"]
 
     def count_writes(self) -> dict[str, int]:
         """Count the writes to parameters and buffers so far, by autograd's version counters."""
         return {"parameters": sum(slot.param._version for bucket in self.buckets for slot in bucket.slots),
                 "buffers": sum(buffers[key]._version for _, buffers, key in self.buffers)}
 
-    def group_of(self, bucket: Bucket) -> dict[str, Any]:
-        """Return the bucket's group, also if it was replaced in param_groups."""
-        number, place = self.places[bucket]
-        group = self.param_groups[number] if number < len(self.param_groups) else {"params": ()}
-        require(any(param is bucket.slots[0].param for param in group["params"][place:place + 1]),
-                f"{bucket.slots[0].name} is no longer at its place in param_groups; change values of groups only, and set "
-                "lr to 0 for parameters that are not to change")
-        return group
+    def group_of(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """Map each parameter to its group in param_groups, whose groups may be replaced."""
+        groups = {param: group for group in self.param_groups for param in group["params"]}
+        missing = [slot.name for bucket in self.buckets for slot in bucket.slots if slot.param not in groups]
+        require(not missing, f"param_groups has no {', '.join(missing)} any more; put them back, with lr 0 to freeze them")
+        return groups
 
-    def rule_now(self, bucket: Bucket) -> Adam | NorMuon:
-        """Return the bucket's rule with the numbers of its group. RunError for what a group cannot change."""
-        rule, group = bucket.rule, self.group_of(bucket)
+    def rule_now(self, rule: Adam | NorMuon, group: dict[str, Any]) -> Adam | NorMuon:
+        """Return the rule with the numbers of its group. RunError for what a group cannot change."""
         names = {f.name for f in dataclasses.fields(rule)}
         numbers = {"lr", *(name for name in names - {"every"} if type(getattr(rule, name)) in (int, float))}
         fixed = group.keys() & (names | TORCH_SETTINGS) - numbers
@@ -3059,7 +3048,6 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
             part.copy_(old)
         used = [slot.param for slot in bucket.slots if slot not in unused]
         torch.autograd.graph.increment_version(used)  # so that backward refuses a graph of the old values
-        bucket.versions = [slot.param._version for slot in bucket.slots]
 
     def finish_all_gathers(self, buckets: Sequence[Bucket] | None = None) -> None:
         """Wait for the all-gathers of these buckets (None: all), so that every parameter has its new value."""
@@ -3071,15 +3059,14 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
             with self.reducer.span(f"wait gather {bucket.name}"):
                 bucket.gather_handle.wait()
             bucket.gather_handle = None
-            for slot, version in zip(bucket.slots, bucket.versions):
+            for slot, version in () if torch.compiler.is_compiling() else zip(bucket.slots, bucket.versions):
                 require(slot.param._version == version, f"{slot.name} was changed after step() and before its new value "
                         "was there; call optimizer.finish_all_gathers() first, or omit overlap_param_gather")
 
 class AwaitedParameters(dict):
-    """A module's parameters, each of which waits for its all-gather when it is taken from the module.
+    """A module's parameters; each waits for its all-gather when it is taken from the module, by whatever call.
 
-    It covers functional calls, state_dict(), parameters() and calls of inner layers. A parameter that was taken before
-    step() is not covered.
+    What was taken before step() does not wait.
     """
 
     def __init__(self, params: dict[str, nn.Parameter | None], optimizer: DistributedOptimizer):
@@ -3190,15 +3177,17 @@ def check_model(model: nn.Module) -> None:
             "the model is sharded by FSDP; build the optimizer of the plain model, which it shards itself")
     holders: dict[Any, list[tuple[str, Tensor]]] = collections.defaultdict(list)
     for name, x in named_tensors(model):
+        plain = not hasattr(x, "__tensor_flatten__")
         require(not isinstance(x, nn.parameter.UninitializedTensorMixin), f"{name} has no shape yet; run a forward before "
                 "the optimizer is built")
-        require(not (x.requires_grad and hasattr(x, "__tensor_flatten__")), f"{name} is a {type(x).__name__}; build the "
-                "optimizer of plain tensors, before FSDP2, tensor parallelism or quantization")
-        if x.layout == torch.strided and x.numel() and not hasattr(x, "__tensor_flatten__") and x.device.type != "meta":
+        require(plain or not x.requires_grad, f"{name} is a {type(x).__name__}; build the optimizer of plain tensors, before "
+                "FSDP2, tensor parallelism or quantization")
+        if plain and x.layout == torch.strided and x.numel() and x.device.type != "meta":
             holders[x.untyped_storage().data_ptr(), x.dtype].append((name, x))
-    for tensors in (tensors for tensors in holders.values() if any(x.requires_grad for _, x in tensors)):
-        owner = torch.zeros(tensors[0][1].untyped_storage().nbytes() // tensors[0][1].element_size(), dtype=torch.int32)
-        for number, (name, x) in enumerate(tensors if len(tensors) > 1 else (), 1):
+    for tensors in (tensors for tensors in holders.values() if len(tensors) > 1):
+        storage = tensors[0][1].untyped_storage()
+        owner = torch.zeros(storage.nbytes() // tensors[0][1].element_size(), dtype=torch.int32)  # number in `tensors`
+        for number, (name, x) in enumerate(tensors, 1):
             place = memory_of(owner.as_strided(x.shape, x.stride(), x.storage_offset()))
             other, other_x = tensors[place.max() - 1]
             require(not place.any() or not (x.requires_grad or other_x.requires_grad), f"{name} and {other} share memory, "
@@ -3245,8 +3234,8 @@ def default_assignments(model: nn.Module, table: Sequence[Assignment] = (), muon
     for name, p in learned:
         if any(fnmatchcase(name, line.pattern) for line in table):
             continue
-        module = model.get_submodule(f".{name}".split(".parametrizations.")[0][1:] if ".parametrizations." in f".{name}" else
-                                     name.rpartition(".")[0])
+        owner = f".{name}".partition(".parametrizations.")
+        module = model.get_submodule(owner[0][1:] if owner[1] else name.rpartition(".")[0])
         conv, groups = isinstance(module, nn.modules.conv._ConvNd), getattr(module, "groups", 1)
         if conv and groups > 1 and p.dim() > 2:
             units[p] = (p.shape[0] // groups, p.shape[1:].numel())
@@ -3255,8 +3244,8 @@ def default_assignments(model: nn.Module, table: Sequence[Assignment] = (), muon
         require(not inside or conv or p.dim() != 3, f"{name} {[*p.shape]} is not known to be one matrix. Give it a line: "
                 f"Assignment({name!r}, NorMuon(), unit={tuple(p.shape[1:])}) if it holds {p.shape[0]} matrices, as of experts "
                 f"or heads, with unit={(p.shape[0], p.shape[1:].numel())} if it is one, else Assignment({name!r}, Adam())")
-        unsure += [name] * (inside and not isinstance(module, (nn.Linear, nn.RNNBase, nn.RNNCellBase)) and not conv
-                            and not name.endswith("weight") and not isinstance(module, nn.MultiheadAttention))
+        known = conv or isinstance(module, (nn.Linear, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention))
+        unsure += [name] * (inside and not known and not name.endswith("weight"))
         rule = NorMuon(muon_lr, polar_dtype=torch.bfloat16 if p.is_cuda else torch.float32) if inside else Adam(adam_lr)
         lines.append(Assignment(glob.escape(name), rule, units.get(p) if inside else None))
     if unsure:
@@ -4813,7 +4802,7 @@ def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
         run_id, checkpoint = find_run(config)
         log = Log(config, rank, run_id)
         device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
-        if not gpus and not env_int("OMP_NUM_THREADS", 0):
+        if not gpus and os.environ.get("OMP_NUM_THREADS", "").strip() in ("", "0"):  # torch reads others, such as 2,1
             torch.set_num_threads(cpu_threads(config, env_int("LOCAL_WORLD_SIZE", 1)))
         if gpus:
             require(local_rank < gpus, f"rank {rank} has no GPU: this machine has {gpus}; lower --nproc_per_node")
