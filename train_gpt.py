@@ -2278,13 +2278,13 @@ class HandleGroup:
         self.handles, self.then, self.peers = handles, then, peers
 
     def wait(self) -> Any:
-        for handle, peer in itertools.zip_longest(self.handles, self.peers[:len(self.handles)]):
+        for i, handle in enumerate(self.handles):
             try:
                 handle.wait()
             except RuntimeError as error:
-                raise error if peer is None else RuntimeError(
-                    f"rank {peer} has ended, or hangs, or makes another call ({str(error).splitlines()[0]}); its own "
-                    "output says why") from error
+                which = f"rank {self.peers[i]}" if i < len(self.peers) else "another rank"
+                raise RuntimeError(f"{which} has ended, or hangs, or makes another call ({str(error).splitlines()[0]}); its "
+                                   "own output says why") from error
         return self.then()
 
 def tree_sum(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
@@ -2357,7 +2357,7 @@ class Comm:
         self.tag += 1
         handle = self.exchange([texts[self.rank]] * self.ranks, texts)
         self.tag -= 1
-        handle.then = lambda: [json.loads(bytes(row.tolist())) for row in texts]
+        handle.then = lambda: [json.loads(row.numpy().tobytes()) for row in texts]
         return handle
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -3004,12 +3004,12 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
 
     def model_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that belong to the state of a model of make_optimizer, such as running means."""
-        return {name: memory_of(buffers[key]) for name, buffers, key in self.buffers}
+        return {name: memory_of(buffers[key]) for name, buffers, key in self.buffers if buffers.get(key) is not None}
 
     def count_writes(self) -> dict[str, int]:
         """Count the writes to parameters and buffers so far, by autograd's version counters."""
         return {"parameters": sum(slot.param._version for bucket in self.buckets for slot in bucket.slots),
-                "buffers": sum(buffers[key]._version for _, buffers, key in self.buffers)}
+                "buffers": sum(x._version for x in self.model_buffers().values())}
 
     def group_of(self) -> dict[nn.Parameter, dict[str, Any]]:
         """Map each parameter to its group in param_groups, whose groups may be replaced."""
@@ -3020,13 +3020,13 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
 
     def rule_now(self, rule: Adam | NorMuon, group: dict[str, Any]) -> Adam | NorMuon:
         """Return the rule with the numbers of its group. RunError for what a group cannot change."""
-        names = {f.name for f in dataclasses.fields(rule)}
-        numbers = {"lr", *(name for name in names - {"every"} if type(getattr(rule, name)) in (int, float))}
-        fixed = group.keys() & (names | TORCH_SETTINGS) - numbers
-        require(not fixed, f"{', '.join(fixed)} in param_groups has no effect on {type(rule).__name__}; a group can change "
-                f"{', '.join(sorted(numbers))}")
-        changed = {key: group[key] for key in numbers & group.keys() if group[key] != getattr(rule, key)}
-        require(all(map(math.isfinite, changed.values())), f"param_groups has {changed}, but numbers must be finite")
+        changed, fields = {}, rule.__dataclass_fields__
+        for key in group.keys() & (fields.keys() | TORCH_SETTINGS):  # mostly lr alone
+            numbers = {"lr", *(name for name in fields if name != "every" and type(getattr(rule, name)) in (int, float))}
+            require(key in numbers, f"{key} in param_groups has no effect on {type(rule).__name__}; a group can change "
+                    f"{', '.join(sorted(numbers))}")
+            require(math.isfinite(group[key]), f"{key} in param_groups is {group[key]}, but numbers must be finite")
+            changed |= {key: group[key]} if group[key] != getattr(rule, key) else {}
         return dataclasses.replace(rule, **changed) if changed else rule
 
     def find_unused(self) -> set[Slot]:
