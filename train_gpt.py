@@ -2063,8 +2063,8 @@ class Bucket:
         start, size = self.param_data.data_ptr(), self.param_data.element_size()
         for slot in self.slots:
             if slot.hook and next(reversed(slot.param._post_accumulate_grad_hooks or {}), 0) != slot.hook.id:
-                raise RunError(f"{slot.name} was given a post-accumulate hook after the optimizer was built, and it sees "
-                               ".grad None; set it before, or use register_hook, which gets the gradient")
+                raise RunError(f"{slot.name} was given a post-accumulate hook after the optimizer was built, and it "
+                               "sees .grad None; set it before, or use register_hook, which gets the gradient")
             if slot.param.dtype != self.param_data.dtype or slot.param.data_ptr() != start + slot.offset * size:
                 raise RunError(f"{slot.name} was given other memory or another dtype ({slot.param.dtype}) after its "
                                f"bucket {self.name} was built ({self.param_data.dtype}); move or cast the model before")
@@ -2232,12 +2232,12 @@ TORCH_SETTINGS = {"betas", "eps", "weight_decay", "momentum", "nesterov", "dampe
 def check_rule(spec: ParamSpec) -> None:
     """Raise RunError for numbers that no training can use."""
     rule, known = spec.rule, isinstance(spec.rule, Adam | NorMuon)
-    require(isinstance(rule.every, int) and rule.every > 0, f"{spec.name}: its rule has every={rule.every!r}; it must be a "
-            "whole number above 0")
+    require(isinstance(rule.every, int) and rule.every > 0, f"{spec.name}: its rule has every={rule.every!r}; it must "
+            "be a whole number above 0")
     for name, x in ((f.name, getattr(rule, f.name)) for f in dataclasses.fields(rule) if known):
         below = 1 if name.startswith("beta") else math.inf
-        require(type(x) not in (int, float) or 0 <= x < below, f"{spec.name}: {type(rule).__name__} has {name}={x!r}; it "
-                f"must be from 0 on, below {below}")
+        require(type(x) not in (int, float) or 0 <= x < below, f"{spec.name}: {type(rule).__name__} has {name}={x!r}; "
+                f"it must be from 0 on, below {below}")
     require(not (known and spec.param.is_complex()), f"{spec.name} is {spec.param.dtype}, which {type(rule).__name__} "
             "cannot update; make the parameter real, and use torch.view_as_complex in the forward")
 
@@ -2283,8 +2283,8 @@ class HandleGroup:
                 handle.wait()
             except RuntimeError as error:
                 which = f"rank {self.peers[i]}" if i < len(self.peers) else "another rank"
-                raise RuntimeError(f"{which} has ended, or hangs, or makes another call ({str(error).splitlines()[0]}); its "
-                                   "own output says why") from error
+                raise RuntimeError(f"{which} has ended, or hangs, or makes another call "
+                                   f"({str(error).splitlines()[0]}); its own output says why") from error
         return self.then()
 
 def tree_sum(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
@@ -2371,7 +2371,7 @@ class Comm:
         if self.ranks > 1 and x.numel():
             x = memory_of(x)
             dense = x.contiguous()
-            dist.broadcast(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8), 0)  # a size of 1 may have any stride
+            dist.broadcast(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8), 0)  # size 1 has any stride
             if not x.is_contiguous():
                 x.copy_(dense)
 
@@ -2519,8 +2519,8 @@ class Reducer:
             step, loss = self.step, step
         if not (all(isinstance(x, int | np.integer) for x in (step, micro_batch, micro_batches)) and step >= 0
                 and micro_batches > 0 and (loss is None or isinstance(loss, Tensor) and loss.requires_grad)):
-            raise RunError(f"prepare_for_backward got {step!r}, {micro_batch!r}, {micro_batches!r}, {loss!r}; give it the "
-                           "loss that backward starts from, or (step, micro_batch, micro_batches, loss)")
+            raise RunError(f"prepare_for_backward got {step!r}, {micro_batch!r}, {micro_batches!r}, {loss!r}; give it "
+                           "the loss that backward starts from, or (step, micro_batch, micro_batches, loss)")
         if self.micro_batches and self.micro_batch == self.micro_batches:
             raise RunError(f"all {self.micro_batches} micro-batches of step {self.step} were prepared; call step()")
         expected = (self.step, self.micro_batch) if self.micro_batches else (step, 0)
@@ -2794,7 +2794,8 @@ class SavedState:
         if not state.keys() >= {*ours}:  # torch.compile(model) and DDP put words into names
             plain = functools.partial(re.compile(r"^module\.|\b_orig_mod\.").sub, "")
             names = {plain(name): name for name in ours}
-            state = {names.get(plain((parts := key.partition("/"))[0]), parts[0]) + "".join(parts[1:]): x for key, x in state.items()}
+            parts = ((*key.partition("/"), x) for key, x in state.items())
+            state = {names.get(plain(name), name) + slash + key: x for name, slash, key, x in parts}
         scales = {name: x for name, x in state.items() if name.endswith(DelayedScales.KEY)}
         state = {name: x for name, x in state.items() if name not in scales}
         steps, writes, groups = [0], [], self.group_of()
@@ -2868,7 +2869,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
     def __init__(self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings = SyncSettings(),
                  model: nn.Module | None = None, grad_scale: float = 1.0, compiled: bool = False):
         """model: must hold the buckets' parameters; overlap_param_gather needs it. grad_scale: see Reducer."""
-        require(isinstance(settings, SyncSettings), f"settings is a {type(settings).__name__}; it must be SyncSettings(...)")
+        require(isinstance(settings, SyncSettings), f"settings is a {type(settings).__name__}, not SyncSettings(...)")
         for f in dataclasses.fields(SyncSettings):
             v, choices = getattr(settings, f.name), f.metadata["choices"]
             require(not choices or v in choices, f"{f.name} is {v!r}; it must be one of {choices}")
@@ -2878,18 +2879,18 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
                            "on the number of ranks; omit one of them")
         if settings.overlap_param_gather and model is None:
             raise RunError("overlap_param_gather waits in the model's forward; give the optimizer the model")
-        tasks = ["WORLD_SIZE"] if "WORLD_SIZE" in os.environ else ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"]
+        tasks = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"]
         tasks += ["SLURM_NTASKS"] * (env_int("SLURM_PROCID", 0) > 0)  # a batch script has it too, and SLURM_PROCID 0
-        name = max(tasks, key=lambda name: env_int(name, 1))
+        name = max(["WORLD_SIZE"] if "WORLD_SIZE" in os.environ else tasks, key=lambda name: env_int(name, 1))
         require(env_int(name, 1) <= 1 or comm.ranks > 1 or dist.is_initialized(), f"{name} in the environment is "
-                f"{os.environ.get(name)}, but no process group exists, so each rank would train alone; start by torchrun and "
-                "call init_process_group() first, or set WORLD_SIZE=1 if each is to train alone")
+                f"{os.environ.get(name)}, but no process group exists, so each rank would train alone; start by "
+                "torchrun and call init_process_group() first, or set WORLD_SIZE=1 if each is to train alone")
         model = nn.Module() if model is None else model
         self.buckets, self.comm, self.settings = list(buckets), comm, settings
         self.model, self.owned, self.scales = model, check_ownership(buckets), DelayedScales(model)
         check_all_owned(model, self.owned)
         groups: dict[Any, dict[str, Any]] = {}  # by rule and learning rate
-        self.buffers: list[tuple[str, dict[str, Tensor], str]] = []  # (name, the module's buffers, key); see model_buffers
+        self.buffers: list[tuple[str, dict[str, Tensor], str]] = []  # (name, module's buffers, key): model_buffers
         for bucket in buckets:
             kind = (type(bucket.rule).__name__, bucket.rule.lr)
             group = groups.setdefault(kind, {"rule": kind[0], "lr": kind[1], "params": []})
@@ -3015,14 +3016,14 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         """Map each parameter to its group in param_groups, whose groups may be replaced."""
         groups = {param: group for group in self.param_groups for param in group["params"]}
         missing = [slot.name for bucket in self.buckets for slot in bucket.slots if slot.param not in groups]
-        require(not missing, f"param_groups has no {', '.join(missing)} any more; put them back, with lr 0 to freeze them")
+        require(not missing, f"param_groups has no {', '.join(missing)} any more; put them back, and freeze by lr 0")
         return groups
 
     def rule_now(self, rule: Adam | NorMuon, group: dict[str, Any]) -> Adam | NorMuon:
         """Return the rule with the numbers of its group. RunError for what a group cannot change."""
         changed, fields = {}, rule.__dataclass_fields__
         for key in group.keys() & (fields.keys() | TORCH_SETTINGS):  # mostly lr alone
-            numbers = {"lr", *(name for name in fields if name != "every" and type(getattr(rule, name)) in (int, float))}
+            numbers = {"lr", *(x for x in fields if x != "every" and type(getattr(rule, x)) in (int, float))}
             require(key in numbers, f"{key} in param_groups has no effect on {type(rule).__name__}; a group can change "
                     f"{', '.join(sorted(numbers))}")
             require(math.isfinite(group[key]), f"{key} in param_groups is {group[key]}, but numbers must be finite")
@@ -3060,8 +3061,8 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
                 bucket.gather_handle.wait()
             bucket.gather_handle = None
             for slot, version in () if torch.compiler.is_compiling() else zip(bucket.slots, bucket.versions):
-                require(slot.param._version == version, f"{slot.name} was changed after step() and before its new value "
-                        "was there; call optimizer.finish_all_gathers() first, or omit overlap_param_gather")
+                require(slot.param._version == version, f"{slot.name} was changed after step() and before its new "
+                        "value was there; call optimizer.finish_all_gathers() first, or omit overlap_param_gather")
 
 class AwaitedParameters(dict):
     """A module's parameters; each waits for its all-gather when it is taken from the module, by whatever call.
@@ -3178,10 +3179,10 @@ def check_model(model: nn.Module) -> None:
     holders: dict[Any, list[tuple[str, Tensor]]] = collections.defaultdict(list)
     for name, x in named_tensors(model):
         plain = not hasattr(x, "__tensor_flatten__")
-        require(not isinstance(x, nn.parameter.UninitializedTensorMixin), f"{name} has no shape yet; run a forward before "
-                "the optimizer is built")
-        require(plain or not x.requires_grad, f"{name} is a {type(x).__name__}; build the optimizer of plain tensors, before "
-                "FSDP2, tensor parallelism or quantization")
+        require(not isinstance(x, nn.parameter.UninitializedTensorMixin), f"{name} has no shape yet; run a forward "
+                "before the optimizer is built")
+        require(plain or not x.requires_grad, f"{name} is a {type(x).__name__}; build the optimizer of plain tensors, "
+                "before FSDP2, tensor parallelism or quantization")
         if plain and x.layout == torch.strided and x.numel() and x.device.type != "meta":
             holders[x.untyped_storage().data_ptr(), x.dtype].append((name, x))
     for tensors in (tensors for tensors in holders.values() if len(tensors) > 1):
@@ -3190,8 +3191,8 @@ def check_model(model: nn.Module) -> None:
         for number, (name, x) in enumerate(tensors, 1):
             place = memory_of(owner.as_strided(x.shape, x.stride(), x.storage_offset()))
             other, other_x = tensors[place.max() - 1]
-            require(not place.any() or not (x.requires_grad or other_x.requires_grad), f"{name} and {other} share memory, "
-                    f"which the optimizer would part; tie modules by one Parameter (a.weight = b.weight), or clone one")
+            require(not (place.any() and (x.requires_grad or other_x.requires_grad)), f"{name} and {other} share "
+                    "memory, which buckets would part; tie modules by one Parameter (a.weight = b.weight), or clone")
             place.fill_(number)
 
 def assign(model: nn.Module, table: Sequence[Assignment]) -> list[ParamSpec]:
@@ -3241,16 +3242,17 @@ def default_assignments(model: nn.Module, table: Sequence[Assignment] = (), muon
             units[p] = (p.shape[0] // groups, p.shape[1:].numel())
         inside = p.dim() > 1 and 1 < p.shape[0] < p.numel() and units.get(p, (2,))[0] > 1 and not (
             p is head or p in embeddings or isinstance(module, nn.LayerNorm | nn.RMSNorm))
-        require(not inside or conv or p.dim() != 3, f"{name} {[*p.shape]} is not known to be one matrix. Give it a line: "
-                f"Assignment({name!r}, NorMuon(), unit={tuple(p.shape[1:])}) if it holds {p.shape[0]} matrices, as of experts "
-                f"or heads, with unit={(p.shape[0], p.shape[1:].numel())} if it is one, else Assignment({name!r}, Adam())")
+        n, several, one = p.shape[:1].numel(), tuple(p.shape[1:]), (p.shape[:1].numel(), p.shape[1:].numel())
+        require(not inside or conv or p.dim() != 3, f"{name} {[*p.shape]} is not known to be one matrix. Give it a "
+                f"line: Assignment({name!r}, NorMuon(), unit={several}) if it holds {n} matrices, as of experts, with "
+                f"unit={one} if it is one, else Assignment({name!r}, Adam())")
         known = conv or isinstance(module, (nn.Linear, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention))
         unsure += [name] * (inside and not known and not name.endswith("weight"))
         rule = NorMuon(muon_lr, polar_dtype=torch.bfloat16 if p.is_cuda else torch.float32) if inside else Adam(adam_lr)
         lines.append(Assignment(glob.escape(name), rule, units.get(p) if inside else None))
     if unsure:
-        warnings.warn(f"{', '.join(unsure)}: each is taken for one matrix and gets NorMuon; if it is none, as learned positions "
-                      f"are, give it a line Assignment({unsure[0]!r}, Adam())", stacklevel=3)
+        warnings.warn(f"{', '.join(unsure)}: each is taken for one matrix and gets NorMuon; if it is none, as learned "
+                      f"positions are, give it a line Assignment({unsure[0]!r}, Adam())", stacklevel=3)
     return lines
 
 # ------------------------------------------------------------------------------------------------------------------
