@@ -2989,7 +2989,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
                 with reducer.span(f"update {bucket.name}"):
                     bucket.needs_overwrite.update(bucket.slots)
                     bucket.updates += 1
-                    self.update(bucket, rules[bucket], plan, unused)
+                    self.update(bucket, plan, unused, rules[bucket])
                 with reducer.span(f"gather {bucket.name}"):
                     bucket.start_all_gather(self.comm)
         for bucket in buckets:  # views of one tensor count their writes together
@@ -3036,8 +3036,9 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         counts = self.comm.all_reduce(torch.tensor([*used.values()], dtype=torch.float32, device=self.comm.device))
         return {slot for slot, count in zip(used, counts.tolist()) if not count}
 
-    def update(self, bucket: Bucket, rule: Adam | NorMuon, plan: Plan, unused: Iterable[Slot] = ()) -> None:
-        """Update this rank's shard by a rule. Unused parameters and their state stay unchanged."""
+    def update(self, bucket: Bucket, plan: Plan, unused: Iterable[Slot] = (), rule: Any = None) -> None:
+        """Update this rank's shard by a rule (None: the bucket's). Unused parameters and state stay unchanged."""
+        rule = rule or bucket.rule
         unchanged = [(part, part.clone()) for slot in bucket.slots if slot in unused
                      for part in (bucket.view_of(slot, x, True) for x in (bucket.param_shard, *bucket.state.values()))]
         hyper = {key: self.number(key, v) if isinstance(v, float) and bucket.may_compile else v
