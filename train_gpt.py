@@ -88,6 +88,7 @@ import traceback
 import unicodedata
 import uuid
 import warnings
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NoAnswer
 from dataclasses import dataclass, field
@@ -1947,6 +1948,7 @@ class Slot:
     param: nn.Parameter
     offset: int   # of the first element in the bucket
     grad: Tensor  # view of the bucket's gradient buffer, in the parameter's shape
+    hook: Any = None  # handle of the parameter's hook
     pending_grads: list[Tensor] = field(default_factory=list)  # gradients to be summed at launch, not yet in `grad`
 
 @functools.lru_cache(maxsize=256)
@@ -2077,9 +2079,12 @@ class Bucket:
             slot.pending_grads.clear()
 
     def check_views(self) -> None:
-        """Raise RunError if a parameter is no longer a view of this bucket."""
+        """Raise RunError if a parameter is no longer a view of this bucket, or has a hook that cannot see gradients."""
         start, size = self.param_data.data_ptr(), self.param_data.element_size()
         for slot in self.slots:
+            if slot.hook and next(reversed(slot.param._post_accumulate_grad_hooks or {}), 0) != slot.hook.id:
+                raise RunError(f"{slot.name} was given a post-accumulate hook after the optimizer was built, and it "
+                               "sees .grad None; set it before, or use register_hook, which gets the gradient")
             if slot.param.dtype != self.param_data.dtype or slot.param.data_ptr() != start + slot.offset * size:
                 raise RunError(f"{slot.name} was given other memory or another dtype ({slot.param.dtype}) after its "
                                f"bucket {self.name} was built ({self.param_data.dtype}); move or cast the model before")
@@ -2245,6 +2250,19 @@ class RowBucket(Bucket):
         super().drop_gradients()
 
 RULE_MEMBERS = "lr", "every", "unit", "init_state", "hyper", "update"
+TORCH_SETTINGS = {"betas", "eps", "weight_decay", "momentum", "nesterov", "dampening", "amsgrad", "maximize", "every"}
+
+def check_rule(spec: ParamSpec) -> None:
+    """Raise RunError for numbers that no training can use."""
+    rule, known = spec.rule, isinstance(spec.rule, Adam | NorMuon)
+    require(isinstance(rule.every, int) and rule.every > 0, f"{spec.name}: its rule has every={rule.every!r}; it must "
+            "be a whole number above 0")
+    for name, x in ((f.name, getattr(rule, f.name)) for f in dataclasses.fields(rule) if known):
+        below = 1 if name.startswith("beta") else math.inf
+        require(type(x) not in (int, float) or 0 <= x < below, f"{spec.name}: {type(rule).__name__} has {name}={x!r}; "
+                f"it must be from 0 on, below {below}")
+    require(not (known and spec.param.is_complex()), f"{spec.name} is {spec.param.dtype}, which {type(rule).__name__} "
+            "cannot update; make the parameter real, and use torch.view_as_complex in the forward")
 
 def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ranks: int,
                  grad_reduce_in_fp32: bool = False) -> list[Bucket]:
@@ -2256,6 +2274,7 @@ def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ran
         require(frozen and frozen.frozen and all(hasattr(spec.rule, name) for name in RULE_MEMBERS),
                 f"{spec.name}: {type(spec.rule).__name__} is not an update rule; write a frozen dataclass with "
                 f"{', '.join(RULE_MEMBERS)}, as Adam has")
+        check_rule(spec)
         require(spec.param.numel(), f"{spec.name} has shape {tuple(spec.param.shape)}, but a bucket needs parameters "
                 "with elements; remove it from the model, or freeze it by requires_grad_(False)")
         key = (spec.rule, spec.param.dtype, spec.rule.unit(spec), spec.first_step)
@@ -2273,15 +2292,23 @@ def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ran
 # gradient sync: communication
 
 class HandleGroup:
-    """Handles of collectives or messages that are waited for together; `then` is called after the last one."""
+    """Handles of collectives or messages that are waited for together; `then` is called after the last one.
 
-    def __init__(self, *handles: Any, then: Callable[[], Any] = lambda: None):
-        self.handles, self.then = handles, then
+    peers: the rank that each message is from or to. If it fails, the error names the rank.
+    """
 
-    def wait(self) -> None:
-        for handle in self.handles:
-            handle.wait()
-        self.then()
+    def __init__(self, *handles: Any, then: Callable[[], Any] = lambda: None, peers: Sequence[int] = ()):
+        self.handles, self.then, self.peers = handles, then, peers
+
+    def wait(self) -> Any:
+        for i, handle in enumerate(self.handles):
+            try:
+                handle.wait()
+            except RuntimeError as error:
+                which = f"rank {self.peers[i]}" if i < len(self.peers) else "another rank"
+                raise RuntimeError(f"{which} has ended, or hangs, or makes another call "
+                                   f"({str(error).splitlines()[0]}); its own output says why") from error
+        return self.then()
 
 def tree_sum(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     """Sum n tensors as a binary tree of neighbours; into `out` if it is given and n > 1."""
@@ -2302,6 +2329,7 @@ class Comm:
     """
 
     sent_dtype: torch.dtype | None = None  # of gradients; None: their own
+    tag = 4404  # of messages, which a program's own messages must not match; start_json has its own
 
     def __init__(self, rank: int = 0, ranks: int = 1, device: torch.device | str = "cpu",
                  timeout: timedelta | None = None):
@@ -2342,10 +2370,20 @@ class Comm:
     def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> HandleGroup:
         """Start: sent[i] to rank i, received[i] from rank i. Empty tensors are not sent."""
         group = self.cpu_group if self.ranks > 1 and not sent[0].is_cuda else None
-        messages = [dist.P2POp(way, tensors[other], other, group)
+        messages = [dist.P2POp(way, tensors[other], other, group, self.tag)
                     for way, tensors in ((dist.isend, sent), (dist.irecv, received))
                     for other in range(self.ranks) if other != self.rank and tensors[other].numel()]
-        return HandleGroup(*(dist.batch_isend_irecv(messages) if messages else ()))
+        return HandleGroup(*(dist.batch_isend_irecv(messages) if messages else ()), peers=[m.peer for m in messages])
+
+    def start_json(self, mine: Any) -> HandleGroup:
+        """Start to gather every rank's value, of up to 512 bytes of JSON, by messages; wait() returns them."""
+        texts, text = torch.full((self.ranks, 512), ord(" "), dtype=torch.uint8), json.dumps(mine).encode()
+        texts[self.rank, :len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self.tag += 1
+        handle = self.exchange([texts[self.rank]] * self.ranks, texts)
+        self.tag -= 1
+        handle.then = lambda: [json.loads(row.numpy().tobytes()) for row in texts]
+        return handle
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum x over ranks in place, and return it."""
@@ -2358,9 +2396,13 @@ class Comm:
         return dist.all_reduce(x, async_op=True) if self.ranks > 1 else HandleGroup()
 
     def broadcast(self, x: Tensor) -> None:
-        """Copy rank 0's x to all ranks."""
-        if self.ranks > 1:
-            dist.broadcast(x, 0)
+        """Copy rank 0's x to all ranks, whatever its dtype; it may be a slice, or expanded."""
+        if self.ranks > 1 and x.numel():
+            x = memory_of(x)
+            dense = x.contiguous()
+            dist.broadcast(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8), 0)  # size 1 has any stride
+            if not x.is_contiguous():
+                x.copy_(dense)
 
     def all_gather_json(self, mine: Any) -> list[Any]:
         """Return every rank's value, in the order of ranks. JSON, unlike pickle, executes nothing on arrival."""
@@ -2382,9 +2424,16 @@ class CompressedComm(Comm):
         small_shard = small.view(self.ranks, -1)[self.rank]
         return HandleGroup(super().reduce_scatter(small_shard, small, buffer), then=lambda: shard.copy_(small_shard))
 
+def memory_of(x: Tensor) -> Tensor:
+    """View each element of an expanded tensor once."""
+    return x[tuple(slice(None if stride else 1) for stride in x.stride())]
+
 def agree(comm: Comm, what: str, mine: dict[str, Any], cure: str) -> None:
     """Raise RunError on every rank unless all ranks have the same values; it names the value, the rank and both."""
-    for rank, theirs in enumerate(everyones := comm.all_gather_json(mine)):
+    compare(what, comm.all_gather_json(mine), cure)
+
+def compare(what: str, everyones: Sequence[dict[str, Any]], cure: str) -> None:
+    for rank, theirs in enumerate(everyones):
         for key in {**everyones[0], **theirs}:
             here, first = theirs.get(key, "nothing"), everyones[0].get(key, "nothing")
             if here != first:
@@ -2412,6 +2461,16 @@ def used_parameters(loss: Tensor) -> set[nn.Parameter]:
             seen.add(node)
             open_nodes += [further for further, _ in node.next_functions]
     return {getattr(node, "variable", None) for node in seen}
+
+def weakly(method: Callable, *args: Any) -> Callable:
+    """Call a method later without keeping its object or arguments alive, as a hook on a tensor would forever."""
+    refs = [weakref.WeakMethod(method), *map(weakref.ref, args)]
+
+    def call(*_: Any) -> None:
+        later, *alive = (ref() for ref in refs)
+        if later is not None:
+            later(*alive)
+    return call
 
 HOOKS = WeakIdKeyDictionary()  # parameter -> handle of its hook; an attribute of the parameter would be pickled
 
@@ -2452,11 +2511,15 @@ class Reducer:
         self.no_sync_grads = collections.Counter[Slot]()  # gradients that this step added in no_sync
         self.in_step = False                  # a gradient or an announcement has come since the last step
         self.dropped = True                   # no step has ended since all gradients were dropped
+        self.call: HandleGroup | None = None  # under way: the comparison of this call with that of the other ranks
+        self.count_writes: Callable[[], dict[str, int]] = dict  # to parameters and buffers, so far
+        self.writes: dict[str, int] = {}      # at the last call
+        self.writes_of_ranks: Sequence[dict[str, int]] = ()  # between the last call and this step's
         self.span: Callable[[str], Any] = lambda name: contextlib.nullcontext()  # profiling sets it to name ranges
         for bucket in buckets:
             bucket.receive_buffer = comm.receive_buffer(bucket.grad_data, settings.world_size_invariant)
-        self.hooks = [set_hook(slot.param, lambda _, at=(bucket, slot): self.register_grad_ready(*at))
-                      for bucket in buckets for slot in bucket.slots]
+        for bucket, slot in ((bucket, slot) for bucket in buckets for slot in bucket.slots):
+            slot.hook = set_hook(slot.param, weakly(self.register_grad_ready, bucket, slot))
 
     def reduces_in(self, bucket: Bucket, step: int) -> bool:
         return step >= bucket.first_step and (self.settings.world_size_invariant or bucket.updates_in(step))
@@ -2472,12 +2535,21 @@ class Reducer:
                 bucket.announce(self.comm, [rows[slot.param].flatten().long() + bucket.first_row(slot)
                                             for slot in bucket.slots], self.reduces_in(bucket, step))
 
-    def prepare_for_backward(self, step: int, micro_batch: int = 0, micro_batches: int = 1,
+    def prepare_for_backward(self, step: int | Tensor, micro_batch: int = 0, micro_batches: int = 1,
                              loss: Tensor | None = None) -> None:
         """Prepare for the backward of one of this rank's micro-batches; the last one of a step launches buckets.
 
         loss: the tensor that backward starts from; tells which parameters find_unused_parameters need not wait for.
+        Given in place of the step, it is that of the step's last backward. In no_sync() it changes nothing.
         """
+        if isinstance(step, Tensor) and step.requires_grad:
+            if self.in_no_sync:
+                return
+            step, loss = self.step, step
+        if not (all(isinstance(x, int | np.integer) for x in (step, micro_batch, micro_batches)) and step >= 0
+                and micro_batches > 0 and (loss is None or isinstance(loss, Tensor) and loss.requires_grad)):
+            raise RunError(f"prepare_for_backward got {step!r}, {micro_batch!r}, {micro_batches!r}, {loss!r}; give it "
+                           "the loss that backward starts from, or (step, micro_batch, micro_batches, loss)")
         if self.micro_batches and self.micro_batch == self.micro_batches:
             raise RunError(f"all {self.micro_batches} micro-batches of step {self.step} were prepared; call step()")
         expected = (self.step, self.micro_batch) if self.micro_batches else (step, 0)
@@ -2524,6 +2596,8 @@ class Reducer:
                 self.completed.append(bucket)
         elif self.settings.sync == "hook":
             while self.launches < len(self.due) and not self.due[self.launches].missing:
+                if not self.launches and self.comm.point_to_point:  # other networks would let the hook wait
+                    self.start_call("step()")
                 self.launch(self.due[self.launches])
 
     def launch(self, bucket: Bucket) -> None:
@@ -2537,6 +2611,25 @@ class Reducer:
                                    "--world_size_invariant")
             bucket.start_reduce_scatter(self.comm, self.settings.world_size_invariant)
             self.launches += 1
+
+    def start_call(self, name: str, alone: bool = False) -> None:
+        """Tell the other ranks, before the first message of a call, which one this rank makes."""
+        if self.comm.ranks > 1:
+            counts, before = self.count_writes(), self.writes
+            self.writes = counts
+            passes = None if self.settings.find_unused_parameters else self.backward_passes()  # there they may differ
+            mine = [{"call": f"{name} in step {self.step}", "micro-batches": passes},
+                    {key: count - before[key] for key, count in counts.items()}]
+            self.call = (self.comm.start_json(mine) if self.comm.point_to_point else
+                         HandleGroup(then=lambda: [mine] if alone else self.comm.all_gather_json(mine)))
+
+    def finish_call(self) -> list[dict[str, int]]:
+        """Raise RunError on every rank unless all make the same call. Return their writes since the last call."""
+        call, self.call = self.call, None
+        calls, writes = zip(*call.wait()) if call else ((), ())
+        compare("micro-batches or calls", calls, "Run as many backward passes, also in no_sync(), on every rank, and "
+                "call step(), state_dict() and load_state_dict() on all ranks or on none")
+        return writes
 
     def backward_passes(self) -> int:
         """Return the number of backward passes of this step; in no_sync, the most gradients that a parameter got."""
@@ -2555,6 +2648,9 @@ class Reducer:
                 raise RunError(f"bucket {bucket.name} was not launched: {len(bucket.slots) - len(missing)} of "
                                f"{len(bucket.slots)} of its parameters got a gradient, not {', '.join(missing)}; use "
                                "each in the loss, or set find_unused_parameters")
+        if self.call is None:
+            self.start_call("step()", alone=bool(self.launch_order))
+        self.writes_of_ranks = self.finish_call()
         if not self.launch_order:
             self.set_launch_order()
         for bucket in self.due[self.launches:]:
@@ -2562,9 +2658,6 @@ class Reducer:
 
     def set_launch_order(self) -> None:
         """Broadcast rank 0's order: the buckets that its backward completed, then the others."""
-        # with different numbers the mean would be wrong; comparing them in every step would cost a collective
-        agree(self.comm, "micro-batches per step", {"count": self.backward_passes()},
-              "Run as many backward passes, also in no_sync(), on every rank")
         others = [b for b in self.buckets if self.step >= b.first_step and b not in self.completed]
         order = [self.buckets.index(b) for b in self.completed + others]
         self.launch_order = [self.buckets[i] for i in self.comm.all_gather_json(order)[0]]
@@ -2585,6 +2678,7 @@ class Reducer:
 
     def drop_gradients(self) -> None:
         """Drop all gradients that no update has used, including those in flight."""
+        self.finish_call()
         for bucket in self.due:
             self.wait(bucket)
         self.end_step()
@@ -2635,8 +2729,10 @@ class SavedState:
     NAME/KEY        a tensor of its rule, such as a moment
     NAME/updates    number of updates so far
     NAME/pending    gradients of earlier steps that wait for an update (world-size-invariant mode)
-    NAME/lr         learning rate           (state_dict only)
-    NAME/step       number of the next step (state_dict only)
+    NAME/lr         learning rate           (state_dict only, as all below)
+    NAME/initial_lr that of a scheduler of torch
+    NAME/step       number of the next step
+    NAME            a buffer, such as a running mean (of make_optimizer's models)
     NAME/h_scale    scale of the input of an MLP's second product; see DelayedScales
     """
 
@@ -2653,8 +2749,8 @@ class SavedState:
         state = {slot.name + key: bucket.view_of(slot, x) for slot in bucket.slots for key, x in wholes.items()}
         return state | {f"{slot.name}/updates": torch.tensor(bucket.updates) for slot in bucket.slots}
 
-    def load_bucket(self, bucket: Bucket, state: dict[str, Tensor]) -> None:
-        """Load one bucket's state and remove it from `state`. Raise RunError if a tensor does not fit."""
+    def fit_bucket(self, bucket: Bucket, state: dict[str, Tensor]) -> Callable[[], None]:
+        """Take one bucket's state out of `state` -> what writes it. Raise RunError if a tensor does not fit."""
         def take(name: str, numel: int) -> Tensor:
             saved = state.pop(name, torch.empty(0))
             if saved.numel() != numel:
@@ -2663,57 +2759,106 @@ class SavedState:
             return saved.view(-1)
 
         updates = {slot.name: int(take(f"{slot.name}/updates", 1)) for slot in bucket.slots}
-        bucket.updates = max(updates.values())
-        if bucket.updates != min(updates.values()):
+        if max(updates.values()) != min(updates.values()):
             raise RunError(f"the saved state does not fit: parameters of one bucket have different numbers of updates: "
                            f"{updates}; load a state of the same model and the same rules")
-        if f"{bucket.slots[0].name}/pending" in state:
-            bucket.state["pending"] = torch.zeros_like(bucket.param_shard, dtype=bucket.grad_data.dtype)
-        wholes = {f"/{key}": x.new_zeros(self.comm.ranks, x.numel()) for key, x in bucket.state.items()}
-        for slot, (key, whole) in itertools.product(bucket.slots, {"": bucket.param_data, **wholes}.items()):
-            part = bucket.view_of(slot, whole)
-            part.copy_(take(slot.name + key, part.numel()))
-        for key, x in bucket.state.items():
-            x.view(-1).copy_(wholes[f"/{key}"][self.comm.rank])
+        pending = {"pending"} if f"{bucket.slots[0].name}/pending" in state else set()
+        shapes = {"": bucket.param_data, **{f"/{key}": bucket.state.get(key, bucket.param_shard)
+                                            for key in (bucket.state.keys() - {"pending"}) | pending}}
+        parts = {}
+        for slot, (key, x) in itertools.product(bucket.slots, shapes.items()):
+            whole = torch.empty(x.numel() * (self.comm.ranks if key else 1), device="meta")
+            parts[slot, key] = take(slot.name + key, bucket.view_of(slot, whole).numel())
+
+        def write() -> None:
+            bucket.updates = max(updates.values())
+            if pending:
+                bucket.state["pending"] = torch.zeros_like(bucket.param_shard, dtype=bucket.grad_data.dtype)
+            wholes = {f"/{key}": x.new_zeros(self.comm.ranks, x.numel()) for key, x in bucket.state.items()}
+            for (slot, key), part in parts.items():
+                bucket.view_of(slot, {"": bucket.param_data, **wholes}[key]).copy_(part)
+            for key, x in bucket.state.items():
+                x.view(-1).copy_(wholes[f"/{key}"][self.comm.rank])
+            torch.autograd.graph.increment_version([slot.param for slot in bucket.slots])
+        return write
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter and every tensor of its state, whole on every rank."""
+        """Yield every parameter and every tensor of its state, whole on every rank, on all of which it is called."""
         self.finish_all_gathers()
+        self.reducer.start_call("state_dict()")
+        self.reducer.finish_call()
         for bucket in self.buckets:
             yield from self.gather_state(bucket).items()
         yield from self.scales.named.items()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copy named_state, the learning rates and the step to the CPU. RunError between the updates of a rule."""
+        """Copy named_state, the learning rates and the step to the CPU, on all ranks; call it on all.
+
+        RunError between the updates of a rule.
+        """
         require(not self.between_updates, f"state_dict() was called before step {self.reducer.step}, between two "
                 "updates of a rule with `every` above 1, whose waiting gradients no state holds; call it after an "
                 "update")
         state = {name: x.detach().to("cpu", copy=True) for name, x in self.named_state()}
-        for slot in (slot for bucket in self.buckets for slot in bucket.slots):
-            state[f"{slot.name}/lr"] = torch.tensor(self.group_of[slot.param]["lr"], dtype=torch.float64)
+        state |= {name: x.detach().to("cpu", copy=True).view(-1) for name, x in self.model_buffers().items()}
+        groups = self.group_of()
+        for slot, (key, v) in ((s, item) for b in self.buckets for s in b.slots for item in groups[s.param].items()):
+            if key in ("lr", "initial_lr"):
+                state[f"{slot.name}/{key}"] = torch.tensor(float(v), dtype=torch.float64)
             state[f"{slot.name}/step"] = torch.tensor(self.reducer.step)
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load a state_dict and drop all unused gradients. Raise RunError if the state does not fit."""
+        """Load a state_dict, the same on all ranks, and drop all unused gradients.
+
+        RunError, before anything is changed, if the state does not fit.
+        """
+        require(isinstance(state, collections.abc.Mapping), f"the saved state does not fit: it is a "
+                f"{type(state).__name__}; load what state_dict() returned")
         for name, x in state.items():
             seen = f"of shape {[*x.shape]}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             require(isinstance(x, Tensor) and x.dim() < 2, f"the saved state does not fit: {name} is {seen}, not a "
                     "tensor in one dimension; load what state_dict() returned")
-        state, steps = dict(state), [0]
-        self.finish_all_gathers()
-        self.reducer.drop_gradients()
-        self.scales.load(state)
+        ours = [*(slot.name for bucket in self.buckets for slot in bucket.slots), *self.model_buffers()]
+        if not state.keys() >= {*ours}:  # torch.compile(model) and DDP put words into names
+            plain = functools.partial(re.compile(r"^module\.|\b_orig_mod\.").sub, "")
+            names = {plain(name): name for name in ours}
+            parts = ((*key.partition("/"), x) for key, x in state.items())
+            state = {names.get(plain(name), name) + slash + key: x for name, slash, key, x in parts}
+        scales = {name: x for name, x in state.items() if name.endswith(DelayedScales.KEY)}
+        state = {name: x for name, x in state.items() if name not in scales}
+        steps, writes, groups = [0], [], self.group_of()
         for bucket in self.buckets:
-            self.load_bucket(bucket, state)
-            for slot in bucket.slots:  # a run's checkpoint has neither; they follow from its plan
-                group = self.group_of[slot.param]
-                group["lr"] = float(state.pop(f"{slot.name}/lr", group["lr"]))
-                steps.append(int(state.pop(f"{slot.name}/step", bucket.updates * bucket.rule.every)))
+            writes.append(self.fit_bucket(bucket, state))
+            for slot in bucket.slots:  # a run's checkpoint has none of these; they follow from its plan
+                for key in [key for key in ("lr", "initial_lr") if f"{slot.name}/{key}" in state]:
+                    v = float(state.pop(f"{slot.name}/{key}"))
+                    writes.append(functools.partial(groups[slot.param].__setitem__, key, v))
+                steps.append(int(state.pop(f"{slot.name}/step", -1)))
+        for name, x in self.model_buffers().items():
+            if name in state and state[name].numel() == x.numel():  # states of older versions have none
+                writes.append(functools.partial(x.copy_, state.pop(name).view_as(x)))
         if state:
             raise RunError(f"the saved state does not fit: this model has no {', '.join(sorted(state))}; load a state "
                            "of the same model and the same rules")
-        self.reducer.step = max(steps)
+        self.finish_all_gathers()
+        self.reducer.drop_gradients()
+        self.reducer.start_call("load_state_dict()")
+        self.reducer.finish_call()
+        self.scales.load(scales)
+        for write in writes:
+            write()
+        self.reducer.step = max([*steps, *(b.updates * b.rule.every for b in self.buckets if -1 in steps)])
+        self.check_replicas()
+
+    def check_replicas(self) -> None:
+        """Raise RunError on every rank unless all have the same parameters. Call it on all ranks."""
+        self.finish_all_gathers()
+        slots = [slot for bucket in self.buckets for slot in bucket.slots]
+        if self.comm.ranks > 1:
+            sums = torch.stack([sum_bits(slot.param) for slot in slots]).tolist()
+            agree(self.comm, "parameters", {slot.name: f"with the checksum {x}" for slot, x in zip(slots, sums)},
+                  "Change and load parameters after make_optimizer on all ranks alike")
 
     @property
     def between_updates(self) -> bool:
@@ -2732,7 +2877,7 @@ class SavedState:
         bucket_of = {slot.name: bucket for bucket in self.buckets for slot in bucket.slots}
         copied = {target + name.removeprefix(source): x for name, x in self.gather_state(bucket_of[source]).items()
                   if name.split("/")[0] == source}
-        self.load_bucket(bucket_of[target], self.gather_state(bucket_of[target]) | copied)
+        self.fit_bucket(bucket_of[target], self.gather_state(bucket_of[target]) | copied)()
 
     def state_hash(self, further: Sequence[tuple[str, Tensor]] = ()) -> str:
         """Compute the SHA-256 of named_state and further tensors."""
@@ -2753,25 +2898,33 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
     def __init__(self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings = SyncSettings(),
                  model: nn.Module | None = None, grad_scale: float = 1.0, compiled: bool = False):
         """model: must hold the buckets' parameters; overlap_param_gather needs it. grad_scale: see Reducer."""
+        require(isinstance(settings, SyncSettings), f"settings is a {type(settings).__name__}, not SyncSettings(...)")
+        for f in dataclasses.fields(SyncSettings):
+            v, choices = getattr(settings, f.name), f.metadata["choices"]
+            require(not choices or v in choices, f"{f.name} is {v!r}; it must be one of {choices}")
+            require(not (wrong := out_of_range(f, v)), wrong)
         if settings.world_size_invariant and (settings.find_unused_parameters or settings.clip_norm):
             raise RunError("world-size-invariant mode excludes find_unused_parameters and clip_norm, whose sums depend "
                            "on the number of ranks; omit one of them")
         if settings.overlap_param_gather and model is None:
             raise RunError("overlap_param_gather waits in the model's forward; give the optimizer the model")
-        ranks = env_int("WORLD_SIZE", 1)
-        require(ranks <= 1 or comm.ranks > 1 or dist.is_initialized(), f"WORLD_SIZE in the environment is {ranks}, but "
-                "no process group exists, so each rank would train alone; call init_process_group() first")
+        tasks = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"]
+        tasks += ["SLURM_NTASKS"] * (env_int("SLURM_PROCID", 0) > 0)  # a batch script has it too, and SLURM_PROCID 0
+        name = max(["WORLD_SIZE"] if "WORLD_SIZE" in os.environ else tasks, key=lambda name: env_int(name, 1))
+        require(env_int(name, 1) <= 1 or comm.ranks > 1 or dist.is_initialized(), f"{name} in the environment is "
+                f"{os.environ.get(name)}, but no process group exists, so each rank would train alone; start by "
+                "torchrun and call init_process_group() first, or set WORLD_SIZE=1 if each is to train alone")
         model = nn.Module() if model is None else model
         self.buckets, self.comm, self.settings = list(buckets), comm, settings
         self.model, self.owned, self.scales = model, check_ownership(buckets), DelayedScales(model)
         check_all_owned(model, self.owned)
         groups: dict[Any, dict[str, Any]] = {}  # by rule and learning rate
+        self.buffers: list[tuple[str, dict[str, Tensor], str]] = []  # (name, module's buffers, key): model_buffers
         for bucket in buckets:
             kind = (type(bucket.rule).__name__, bucket.rule.lr)
             group = groups.setdefault(kind, {"rule": kind[0], "lr": kind[1], "params": []})
             group["params"] += [slot.param for slot in bucket.slots]
         super().__init__(groups.values(), {})
-        self.group_of = {param: group for group in self.param_groups for param in group["params"]}
         agree(comm, "models or settings", {  # otherwise different buckets would be summed with one another
             "gradient scale": grad_scale, "communication": type(comm).__name__,
             **{f.name: getattr(settings, f.name) for f in dataclasses.fields(SyncSettings)},
@@ -2782,6 +2935,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         for x in (*(bucket.param_data for bucket in buckets), *frozen, *model.buffers()):
             comm.broadcast(x.data)
         self.reducer = Reducer(buckets, comm, settings, grad_scale)
+        self.reducer.count_writes, self.reducer.writes = self.count_writes, self.count_writes()
         self.prepare_for_backward, self.announce_rows = self.reducer.prepare_for_backward, self.reducer.announce_rows
         rules = {type(bucket.rule).update for bucket in buckets}
         self.compiled = {f: compile_static(f) if compiled else f for f in rules}
@@ -2793,18 +2947,33 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         for module, params in outer_modules(model) if settings.overlap_param_gather else ():
             reads = list(dict.fromkeys(self.bucket_of[p] for p in params if p in self.bucket_of))
             self.read_first = reads if module is model else self.read_first
-            self.forward_hooks.append(module.register_forward_pre_hook(
-                lambda module, inputs, reads=reads: self.finish_all_gathers(reads)))
+            self.forward_hooks.append(module.register_forward_pre_hook(  # weakly would break a graph of torch.compile
+                lambda *_, me=weakref.ref(self), at=[self.buckets.index(bucket) for bucket in reads]:
+                (optimizer := me()) and optimizer.finish_all_gathers([optimizer.buckets[i] for i in at])))
+        # compiled code reads parameters after these hooks only; outside of it each read waits
+        self.guarded = [x for x in model.modules() if x._parameters] * (settings.overlap_param_gather and not compiled)
+        for module in self.guarded:
+            module.__dict__["_parameters"] = AwaitedParameters(module._parameters, self)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RunError("an optimizer cannot be copied or pickled, since it has hooks on its model; copy the model, and "
+                       "save state_dict()")
+
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:
+        raise RunError("GradScaler cannot be used: it reads .grad, which is None; train in bfloat16 without a scaler")
 
     def add_param_group(self, group: dict[str, Any]) -> None:
-        if hasattr(self, "group_of"):
+        if hasattr(self, "reducer"):
             raise RunError("existing buckets cannot take a further parameter; build the optimizer with all of them")
         self.param_groups.append(group)  # torch's own method would import its compiler, which takes over a second
 
     def remove_hooks(self) -> None:
         """Remove the hooks from the model: gradients stay in .grad again, unless a later optimizer set its own."""
-        for hook in (*self.forward_hooks, *self.reducer.hooks):
+        for hook in (*self.forward_hooks, *(slot.hook for bucket in self.buckets for slot in bucket.slots)):
             hook.remove()
+        for module in self.guarded:
+            module.__dict__["_parameters"] = dict(module._parameters.items())
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -2829,8 +2998,12 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         """
         require(not callable(plan), "step() does not take a closure; call backward() before it")
         check_all_owned(self.model, self.owned)
-        reducer = self.reducer
+        reducer, first = self.reducer, not self.reducer.launch_orders
+        groups = self.group_of()
+        rules = {bucket: self.rule_now(bucket.rule, groups[bucket.slots[0].param]) for bucket in self.buckets}
         reducer.launch_rest()
+        if first or len({writes["parameters"] for writes in reducer.writes_of_ranks}) > 1:
+            self.check_replicas()
         unused = self.find_unused() if self.settings.find_unused_parameters else ()
         if self.settings.check_grads or self.settings.clip_norm:
             for bucket in reducer.due:
@@ -2838,20 +3011,53 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
             check_and_clip(reducer.due, self.comm, self.settings.clip_norm, reducer.step)
         buckets = reducer.due if self.settings.update_order == "launch" else sorted(
             reducer.due[::-1], key=lambda bucket: bucket not in self.read_first)
+        self.finish_all_gathers(buckets)  # if no forward has waited: their inputs must not change in flight
         for bucket in buckets:
             reducer.wait(bucket)
             if bucket.updates_in(reducer.step):
-                self.finish_all_gathers([bucket])  # if no forward has waited: its input must not change in flight
                 with reducer.span(f"update {bucket.name}"):
                     bucket.needs_overwrite.update(bucket.slots)
                     bucket.updates += 1
-                    self.update(bucket, plan, unused)
+                    self.update(bucket, plan, unused, rules[bucket])
                 with reducer.span(f"gather {bucket.name}"):
                     bucket.start_all_gather(self.comm)
+        for bucket in buckets:  # views of one tensor count their writes together
+            bucket.versions = [slot.param._version for slot in bucket.slots]
         reducer.end_step()
         reducer.step, reducer.dropped = reducer.step + 1, False
         if not self.settings.overlap_param_gather:
             self.finish_all_gathers(buckets)
+        if any(writes["buffers"] for writes in reducer.writes_of_ranks):  # as in DDP, all go on with rank 0's
+            for x in self.model_buffers().values():
+                self.comm.broadcast(x)
+            reducer.writes["buffers"] = self.count_writes()["buffers"]
+
+    def model_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that belong to the state of a model of make_optimizer, such as running means."""
+        return {name: memory_of(buffers[key]) for name, buffers, key in self.buffers if buffers.get(key) is not None}
+
+    def count_writes(self) -> dict[str, int]:
+        """Count the writes to parameters and buffers so far, by autograd's version counters."""
+        return {"parameters": sum(slot.param._version for bucket in self.buckets for slot in bucket.slots),
+                "buffers": sum(x._version for x in self.model_buffers().values())}
+
+    def group_of(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """Map each parameter to its group in param_groups, whose groups may be replaced."""
+        groups = {param: group for group in self.param_groups for param in group["params"]}
+        missing = [slot.name for bucket in self.buckets for slot in bucket.slots if slot.param not in groups]
+        require(not missing, f"param_groups has no {', '.join(missing)} any more; put them back, and freeze by lr 0")
+        return groups
+
+    def rule_now(self, rule: Adam | NorMuon, group: dict[str, Any]) -> Adam | NorMuon:
+        """Return the rule with the numbers of its group. RunError for what a group cannot change."""
+        changed, fields = {}, rule.__dataclass_fields__
+        for key in group.keys() & (fields.keys() | TORCH_SETTINGS):  # mostly lr alone
+            numbers = {"lr", *(x for x in fields if x != "every" and type(getattr(rule, x)) in (int, float))}
+            require(key in numbers, f"{key} in param_groups has no effect on {type(rule).__name__}; a group can change "
+                    f"{', '.join(sorted(numbers))}")
+            require(math.isfinite(group[key]), f"{key} in param_groups is {group[key]}, but numbers must be finite")
+            changed |= {key: group[key]} if group[key] != getattr(rule, key) else {}
+        return dataclasses.replace(rule, **changed) if changed else rule
 
     def find_unused(self) -> set[Slot]:
         """Return the parameters that no rank has used since their last update."""
@@ -2859,12 +3065,11 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         counts = self.comm.all_reduce(torch.tensor([*used.values()], dtype=torch.float32, device=self.comm.device))
         return {slot for slot, count in zip(used, counts.tolist()) if not count}
 
-    def update(self, bucket: Bucket, plan: Plan, unused: Iterable[Slot] = ()) -> None:
-        """Update this rank's shard by the bucket's rule. Unused parameters and their state stay unchanged."""
+    def update(self, bucket: Bucket, plan: Plan, unused: Iterable[Slot] = (), rule: Any = None) -> None:
+        """Update this rank's shard by a rule (None: the bucket's). Unused parameters and state stay unchanged."""
+        rule = rule or bucket.rule
         unchanged = [(part, part.clone()) for slot in bucket.slots if slot in unused
                      for part in (bucket.view_of(slot, x, True) for x in (bucket.param_shard, *bucket.state.values()))]
-        rule, lr = bucket.rule, self.group_of[bucket.slots[0].param]["lr"]
-        rule = rule if lr == rule.lr else dataclasses.replace(rule, lr=lr)
         hyper = {key: self.number(key, v) if isinstance(v, float) and bucket.may_compile else v
                  for key, v in rule.hyper(plan, bucket.updates).items()}
         plain = type(rule).update
@@ -2872,14 +3077,50 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         bucket.update(update, hyper, self.settings.world_size_invariant)
         for part, old in unchanged:
             part.copy_(old)
+        used = [slot.param for slot in bucket.slots if slot not in unused]
+        torch.autograd.graph.increment_version(used)  # so that backward refuses a graph of the old values
 
     def finish_all_gathers(self, buckets: Sequence[Bucket] | None = None) -> None:
         """Wait for the all-gathers of these buckets (None: all), so that every parameter has its new value."""
         for bucket in self.buckets if buckets is None else buckets:
-            if bucket.gather_handle is not None:
-                with self.reducer.span(f"wait gather {bucket.name}"):
-                    bucket.gather_handle.wait()
-                bucket.gather_handle = None
+            self.finish_all_gather(bucket)
+
+    def finish_all_gather(self, bucket: Bucket) -> None:
+        if bucket.gather_handle is not None:
+            with self.reducer.span(f"wait gather {bucket.name}"):
+                bucket.gather_handle.wait()
+            bucket.gather_handle = None
+            for slot, version in () if torch.compiler.is_compiling() else zip(bucket.slots, bucket.versions):
+                require(slot.param._version == version, f"{slot.name} was changed after step() and before its new "
+                        "value was there; call optimizer.finish_all_gathers() first, or omit overlap_param_gather")
+
+class AwaitedParameters(dict):
+    """A module's parameters; each waits for its all-gather when it is taken from the module, by whatever call.
+
+    What was taken before step() does not wait.
+    """
+
+    def __init__(self, params: dict[str, nn.Parameter | None], optimizer: DistributedOptimizer):
+        super().__init__(params.items())
+        self.optimizer = weakref.ref(optimizer)
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        param, optimizer = super().__getitem__(name), None if torch.compiler.is_compiling() else self.optimizer()
+        if optimizer is not None and param in optimizer.bucket_of:
+            optimizer.finish_all_gather(optimizer.bucket_of[param])
+        return param
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default
+
+    def items(self) -> Any:
+        return [(name, self[name]) for name in self]
+
+    def values(self) -> Any:
+        return [self[name] for name in self]
+
+    def __reduce__(self) -> Any:  # a copy of the model has plain ones
+        return dict, (self.items(),)
 
 # ------------------------------------------------------------------------------------------------------------------
 # assignment
@@ -2947,12 +3188,42 @@ def make_optimizer(model: nn.Module, table: Sequence[Assignment] = (), bucket_mb
     if not isinstance(model, nn.Module):
         raise RunError(f"make_optimizer got a {type(model).__name__}; give it the model itself, since rules are chosen "
                        "by parameter names and kinds of modules")
+    check_model(model)
+    require(bucket_mb >= 0, f"bucket_mb is {bucket_mb!r}; it must be from 0 on")
     ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     specs = assign(model, default_assignments(model, table, muon_lr, adam_lr))
     if not specs:
         raise RunError("every parameter of this model is frozen; set requires_grad on those to be trained")
     buckets = fill_buckets(specs, bucket_mb * 2 ** 20, *ranks)
-    return DistributedOptimizer(buckets, Comm(*ranks, specs[0].param.device), settings, model)
+    optimizer = DistributedOptimizer(buckets, Comm(*ranks, specs[0].param.device), settings, model)
+    optimizer.buffers = [(f"{name}.{key}".removeprefix("."), module._buffers, key)
+                         for name, module in model.named_modules() for key, x in module._buffers.items()
+                         if x is not None and key not in module._non_persistent_buffers_set]
+    optimizer.reducer.writes = optimizer.count_writes()
+    return optimizer
+
+def check_model(model: nn.Module) -> None:
+    """Raise RunError for parameters that are no plain tensors, or that share memory, which buckets would part."""
+    require("FullyShardedDataParallel" not in {type(module).__name__ for module in model.modules()},
+            "the model is sharded by FSDP; build the optimizer of the plain model, which it shards itself")
+    holders: dict[Any, list[tuple[str, Tensor]]] = collections.defaultdict(list)
+    for name, x in named_tensors(model):
+        plain = not hasattr(x, "__tensor_flatten__")
+        require(not isinstance(x, nn.parameter.UninitializedTensorMixin), f"{name} has no shape yet; run a forward "
+                "before the optimizer is built")
+        require(plain or not x.requires_grad, f"{name} is a {type(x).__name__}; build the optimizer of plain tensors, "
+                "before FSDP2, tensor parallelism or quantization")
+        if plain and x.layout == torch.strided and x.numel() and x.device.type != "meta":
+            holders[x.untyped_storage().data_ptr(), x.dtype].append((name, x))
+    for tensors in (tensors for tensors in holders.values() if len(tensors) > 1):
+        storage = tensors[0][1].untyped_storage()
+        owner = torch.zeros(storage.nbytes() // tensors[0][1].element_size(), dtype=torch.int32)  # number in `tensors`
+        for number, (name, x) in enumerate(tensors, 1):
+            place = memory_of(owner.as_strided(x.shape, x.stride(), x.storage_offset()))
+            other, other_x = tensors[place.max() - 1]
+            require(not (place.any() and (x.requires_grad or other_x.requires_grad)), f"{name} and {other} share "
+                    "memory, which buckets would part; tie modules by one Parameter (a.weight = b.weight), or clone")
+            place.fill_(number)
 
 def assign(model: nn.Module, table: Sequence[Assignment]) -> list[ParamSpec]:
     """Assign every parameter that is not frozen its rule by name. RunError unless exactly one line matches each."""
@@ -2970,9 +3241,10 @@ def default_assignments(model: nn.Module, table: Sequence[Assignment] = (), muon
                         adam_lr: float = Adam.lr) -> list[Assignment]:
     """Add a line to the table for each parameter that it does not match.
 
-    Matrices inside the model get NorMuon. Embeddings, the last matrix (the head) and vectors get Adam. The fused
-    matrices of torch's recurrent layers and attention are split; your own fused matrices need a line with their unit.
-    Raise RunError if a line of the table matches no parameter.
+    Matrices inside the model get NorMuon. Embeddings, the last matrix (the head), norms and vectors get Adam. The fused
+    matrices of torch's recurrent layers, attention and grouped convolutions are split; your own fused matrices need a
+    line with their unit. Raise RunError if a line matches no parameter, or a parameter may hold several matrices; warn
+    of parameters that may be no matrices.
     """
     embeddings, units, head = set(), {}, None
     learned = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -2984,16 +3256,33 @@ def default_assignments(model: nn.Module, table: Sequence[Assignment] = (), muon
             rows = module.embed_dim if isinstance(module, nn.MultiheadAttention) else module.hidden_size
             units |= {p: (rows, p.shape[1]) for p in own if p.shape[0] > rows}
     for line in table:
+        require(isinstance(line, Assignment), f"the table has {line!r}; each line must be Assignment(pattern, rule)")
         if isinstance(line.rule, type):
             raise RunError(f"{line.pattern}: its rule is the class {line.rule.__name__}; write {line.rule.__name__}()")
         if not any(fnmatchcase(name, line.pattern) for name, _ in learned):
             raise RunError(f"{line.pattern} matches no parameter that is not frozen; see model.named_parameters()")
-    lines = list(table)
+    lines, unsure = list(table), []
     for name, p in learned:
-        inside = p.dim() > 1 and 1 < p.shape[0] < p.numel() and p is not head and p not in embeddings
+        if any(fnmatchcase(name, line.pattern) for line in table):
+            continue
+        owner = f".{name}".partition(".parametrizations.")
+        module = model.get_submodule(owner[0][1:] if owner[1] else name.rpartition(".")[0])
+        conv, groups = isinstance(module, nn.modules.conv._ConvNd), getattr(module, "groups", 1)
+        if conv and groups > 1 and p.dim() > 2:
+            units[p] = (p.shape[0] // groups, p.shape[1:].numel())
+        inside = p.dim() > 1 and 1 < p.shape[0] < p.numel() and units.get(p, (2,))[0] > 1 and not (
+            p is head or p in embeddings or isinstance(module, nn.LayerNorm | nn.RMSNorm))
+        n, several, one = p.shape[:1].numel(), tuple(p.shape[1:]), (p.shape[:1].numel(), p.shape[1:].numel())
+        require(not inside or conv or p.dim() != 3, f"{name} {[*p.shape]} is not known to be one matrix. Give it a "
+                f"line: Assignment({name!r}, NorMuon(), unit={several}) if it holds {n} matrices, as of experts, with "
+                f"unit={one} if it is one, else Assignment({name!r}, Adam())")
+        known = conv or isinstance(module, (nn.Linear, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention))
+        unsure += [name] * (inside and not known and not name.endswith("weight"))
         rule = NorMuon(muon_lr, polar_dtype=torch.bfloat16 if p.is_cuda else torch.float32) if inside else Adam(adam_lr)
-        if not any(fnmatchcase(name, line.pattern) for line in table):
-            lines.append(Assignment(glob.escape(name), rule, units.get(p) if inside else None))
+        lines.append(Assignment(glob.escape(name), rule, units.get(p) if inside else None))
+    if unsure:
+        warnings.warn(f"{', '.join(unsure)}: each is taken for one matrix and gets NorMuon; if it is none, as learned "
+                      f"positions are, give it a line Assignment({unsure[0]!r}, Adam())", stacklevel=3)
     return lines
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -4038,11 +4327,13 @@ def hash_of(tensors: Sequence[tuple[str, Tensor]]) -> str:
     with ThreadPoolExecutor() as pool:
         return sha256_of("".join(pool.map(line, sorted(tensors, key=lambda item: item[0]))).encode())
 
+def sum_bits(x: Tensor) -> Tensor:
+    """Sum a tensor's bits as integers, which wrap: far faster than hash_of."""
+    words = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(x.element_size(), torch.int64)
+    return x.detach().reshape(-1).view(words).sum(dtype=words).long()
+
 def checksum(model: nn.Module) -> int:
-    """Sum the parameters' bits as integers, which wrap: far faster than hash_of, so it costs little per validation."""
-    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    parts = [p.detach().reshape(-1).view(words[p.element_size()]) for p in model.parameters()]
-    return torch.stack([part.sum(dtype=part.dtype).long() for part in parts]).sum().item()
+    return torch.stack([sum_bits(p) for p in model.parameters()]).sum().item()
 
 def all_digest(worker: Worker) -> str:
     """The digest of everything that all ranks have read; the same for any number of ranks. See Stream."""
@@ -4588,7 +4879,7 @@ def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
         run_id, checkpoint = find_run(config)
         log = Log(config, rank, run_id)
         device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
-        if not gpus and not env_int("OMP_NUM_THREADS", 0):
+        if not gpus and os.environ.get("OMP_NUM_THREADS", "").strip() in ("", "0"):  # torch reads others, such as 2,1
             torch.set_num_threads(cpu_threads(config, env_int("LOCAL_WORLD_SIZE", 1)))
         if gpus:
             require(local_rank < gpus, f"rank {rank} has no GPU: this machine has {gpus}; lower --nproc_per_node")

@@ -7,8 +7,8 @@
 
 The last part of each file, by bytes, is for validation. A text file is split at the end of a line (without one, after a
 space), so it gives one document to each split. JSON lines stay whole. The shards do not depend on the number of
-processes. In a folder, hidden files and files that are not UTF-8 text are left out; the output names them. GPT-2's
-vocabulary is downloaded to gpt2.tiktoken in the output folder, unless it is there (1 MB).
+processes. In a folder, hidden files, files that are not UTF-8 text and links to folders are left out; the output names
+them. GPT-2's vocabulary is downloaded to gpt2.tiktoken in the output folder, unless it is there (1 MB).
 """
 import argparse
 import codecs
@@ -87,6 +87,7 @@ def text_of(line, path, number, begin, field):
         raise DataError(f"{path}:{number}: not a line of JSON ({error}); write one object per line") from None
     if not isinstance(record, dict) or not isinstance(record.get(field), str):
         seen = f"the fields {', '.join(record) or '(none)'}" if isinstance(record, dict) else type(record).__name__
+        seen = f"{json.dumps(record[field])[:20]} in it" if isinstance(record, dict) and field in record else seen
         raise DataError(f'{path}:{number}: no text in a field "{field}", but {seen}; choose the right one with --field')
     # JSON can contain lone surrogates, which UTF-8 cannot. Replace them with U+FFFD, as tiktoken does.
     return record[field].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -128,7 +129,7 @@ def read_documents(sizes, field, fraction):
     """Yield (split, chunks of text) of every document. `fraction`: the part of each file for val, by bytes."""
     for path, size in sizes.items():
         val_start = size - math.ceil(size * fraction)
-        if path.suffix == ".jsonl":
+        if path.suffix.lower() == ".jsonl":
             for begin, text in read_jsonl(path, field):
                 yield ("train" if begin < val_start else "val"), [text]
             continue
@@ -199,6 +200,8 @@ def texts_in(folder, left_out):
             texts.append(path)
         elif path.is_file():
             left_out["not UTF-8 text"][str(path)] = None
+        elif path.is_symlink():
+            left_out["links that lead to no file"][str(path)] = None
     return texts
 
 
@@ -230,7 +233,7 @@ def measure(paths):
 
 def last_document(sizes, field):
     """Return where the last document of a file begins: the largest part of its file over all files, from 0 to 1."""
-    return max((begin / size for path, size in sizes.items() if path.suffix == ".jsonl"
+    return max((begin / size for path, size in sizes.items() if path.suffix.lower() == ".jsonl"
                 for begin, _ in read_jsonl(path, field)), default=0.0)
 
 

@@ -152,10 +152,12 @@ def test_a_folder_is_read_with_its_subfolders_and_other_files_are_named(convert,
     for name, content in {**{name: content.encode() for name, content in texts.items()}, **others, "empty": b""}.items():
         (tmp_path / "notes" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "notes" / name).write_bytes(content)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "notes" / "linked").symlink_to("../elsewhere")
     done = convert("notes", "--encoding", "bytes")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[:3] == ["left out, hidden: notes/.git, notes/a/.cache",
-        "left out, not UTF-8 text: notes/a/photo.jpg, notes/zeros", "left out, empty: notes/empty"]
+    assert done.stdout.splitlines()[:4] == ["left out, hidden: notes/.git, notes/a/.cache", "left out, not UTF-8 text: notes/a/photo.jpg, notes/zeros",
+        "left out, links that lead to no file: notes/linked", "left out, empty: notes/empty"]
     assert "encoding 217 bytes of text from 3 file(s) as bytes: about 0.0 MB of shards in " in done.stdout
     train, val = (texts_of(tmp_path / "out", split) for split in ("train", "val"))
     assert train == ["c\n" * 45, "no line ends ", "b\n" * 45] and val == ["c\n" * 5, "here", "b\n" * 5]
@@ -274,6 +276,7 @@ LINES = b'{"text": "first"}\n{"text": "second"}\n'
     ("deep.jsonl", LINES + b"[" * 100_000 + b"\n", "deep.jsonl:3: not a line of JSON"),
     ("other.jsonl", LINES + b'{"body": "x", "id": 1}\n', 'other.jsonl:3: no text in a field "text", but the fields'),
     ("number.jsonl", b'{"text": 1}\n', 'number.jsonl:1: no text in a field "text"'),
+    ("UPPER.JSONL", b'{"text": null}\n', 'UPPER.JSONL:1: no text in a field "text", but null in it'),
     ("list.jsonl", b'["text"]\n', "list.jsonl:1: no text in a field \"text\", but list"),
     ("single.jsonl", b'{"text": "only one"}\n', "none is left for validation; give a second document"),
 ])

@@ -187,7 +187,7 @@ def scripts(text):
 def test_the_script_of_the_readme_trains(tmp_path, start):
     """As written, alone and on two ranks, beside nothing but the module."""
     block, = scripts(README)
-    (tmp_path / "train_gpt.py").symlink_to(ROOT / "train_gpt.py")
+    (tmp_path / "gpt_speedrun.py").symlink_to(ROOT / "train_gpt.py")
     (tmp_path / "own.py").write_text(block)
     done = subprocess.run([*start, "own.py"], cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
@@ -328,9 +328,9 @@ def test_the_modal_app_brings_logs_back_also_from_a_race_that_failed(tmp_path, m
 
 
 def test_an_installed_package_is_one_module_that_writes_nothing(tmp_path):
-    """pip installs train_gpt.py from a copy of the checkout, and a script elsewhere trains a model with its optimizer."""
+    """A script elsewhere trains a model with its optimizer, also one that is called train_gpt.py, as modded-nanogpt's."""
     (tmp_path / "source").mkdir()
-    for name in "pyproject.toml", "train_gpt.py", "README.md", "LICENSE", "requirements.txt":
+    for name in "pyproject.toml", "gpt_speedrun.py", "README.md", "LICENSE", "requirements.txt":
         shutil.copy(ROOT / name, tmp_path / "source" / name)
     for folder in "data", "launch", "records", "tests":  # what setuptools could take for packages
         (tmp_path / "source" / folder).mkdir()
@@ -340,19 +340,21 @@ def test_an_installed_package_is_one_module_that_writes_nothing(tmp_path):
     done = subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps",
                            "--no-build-isolation", "--no-compile", "--target", site, tmp_path / "source"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in site.iterdir() if path.suffix != ".dist-info") == ["train_gpt.py"]
-    before = {*tmp_path.rglob("*")}
+    assert sorted(path.name for path in site.iterdir() if path.suffix != ".dist-info") == ["gpt_speedrun.py"]
+    assert not (site / "gpt_speedrun.py").is_symlink()
     script = """
-import torch, train_gpt
+import torch, gpt_speedrun
 model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 10))
-optimizer = train_gpt.make_optimizer(model)
+optimizer = gpt_speedrun.make_optimizer(model)
 for _ in range(30):
     loss = torch.nn.functional.cross_entropy(model(torch.arange(10)), torch.arange(10).roll(1))
     loss.backward()
     optimizer.step()
-print(train_gpt.__file__, loss.item() < 2.0)
+print(gpt_speedrun.__file__, loss.item() < 2.0)
 """
-    done = subprocess.run([sys.executable, "-B", "-c", script], cwd=elsewhere, capture_output=True, text=True,
+    (elsewhere / "train_gpt.py").write_text(script)
+    before = {*tmp_path.rglob("*")}
+    done = subprocess.run([sys.executable, "-B", "train_gpt.py"], cwd=elsewhere, capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": str(site)})
-    assert done.stdout == f"{site / 'train_gpt.py'} True\n", done.stderr
+    assert done.stdout == f"{site / 'gpt_speedrun.py'} True\n", done.stderr
     assert {*tmp_path.rglob("*")} == before

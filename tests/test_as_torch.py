@@ -1,0 +1,563 @@
+"""make_optimizer in other people's models: as torch.optim and DDP do, or refused in one line. docs/gradient-sync.md has the table."""
+
+import contextlib
+import copy
+import gc
+import io
+import re
+import warnings
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import test_optimizer
+import test_programs
+import test_sync
+import train_gpt
+from test_optimizer import chain, nothing
+from test_sync import Hostile
+from train_gpt import Adam, Assignment, NorMuon, RunError, SyncSettings, make_optimizer
+
+X = torch.ones(2, 6)
+
+
+def train(model, optimizer, steps=1, x=X):
+    for _ in range(steps):
+        model(x).square().sum().backward()
+        optimizer.step()
+
+
+def outcomes(_rank_pools, on_ranks, function, *arguments):
+    """-> what each of two ranks returned or raised; the ranks are not used again."""
+    on_ranks(2, nothing)
+    try:
+        return _rank_pools[2].outcomes(function, *arguments)
+    finally:
+        _rank_pools.pop(2).stop()
+
+
+def assert_all_refused(outcomes, says):
+    for kind, error in outcomes:
+        assert kind == "error" and re.search(says, str(error)) and "\n" not in str(error), error
+
+
+# prepare_for_backward
+
+
+def test_the_loss_alone_prepares_for_backward():
+    """Also in no_sync(), where it changes nothing."""
+    model, twin = chain(), chain()
+    optimizer, judge = (make_optimizer(x, settings=SyncSettings(find_unused_parameters=True)) for x in (model, twin))
+    for prepared, x, o in ((True, model, optimizer), (False, twin, judge)):
+        for _ in range(3):
+            for last in (False, True):
+                loss = x(X).square().sum()
+                with contextlib.nullcontext() if last else o.no_sync():
+                    if prepared:
+                        o.prepare_for_backward(loss)
+                    loss.backward()
+            o.step()
+    assert all(torch.equal(a, b) and not torch.equal(a, c) for a, b, c in zip(model.parameters(), twin.parameters(), chain().parameters()))
+
+
+@pytest.mark.parametrize("arguments", [("0",), (-1,), (1.0,), (torch.ones(()),), (0, 0, 0), (0, 0, 1, "loss"), (0, 0, 1, torch.ones(()))], ids=str)
+def test_what_cannot_be_prepared_is_refused(arguments):
+    with pytest.raises(RunError, match="give it the loss that backward starts from"):
+        make_optimizer(chain()).prepare_for_backward(*arguments)
+
+
+# overlapping gathers
+
+
+class Reads(nn.Module):
+    """Reads parameters in ways that no forward hook of the model and its children sees."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.scale, self.inner, self.head = nn.Parameter(torch.ones(6)), nn.Sequential(nn.Sequential(nn.Linear(6, 6))), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.method(x)
+
+    def method(self, x):
+        return nn.functional.linear(self.inner[0][0](x), self.head.weight, self.head.bias) * self.scale[:3]
+
+
+def read(model, optimizer, how):
+    """Return what a way of reading or writing after step() sees."""
+    with torch.no_grad():
+        if how == "clamp":
+            for p in model.parameters():
+                p.clamp_(-0.1, 0.1)
+        if how == "load":
+            model.load_state_dict({name: x * 0.5 for name, x in model.state_dict().items()})
+        return {"functional": lambda: [nn.functional.linear(torch.ones(6), model.head.weight)], "inner": lambda: [model.inner[0](X)],
+                "method": lambda: [model.method(X)], "state_dict": lambda: [*model.state_dict().values()],
+                "get_parameter": lambda: [model.get_parameter("inner.0.0.bias")], "copy": lambda: list(copy.deepcopy(model).parameters()),
+                "vector": lambda: [nn.utils.parameters_to_vector(model.parameters())]}.get(how, lambda: list(model.parameters()))()
+
+
+def reads(comm, how):
+    results = []
+    for overlap in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train_gpt, "Comm", Hostile)
+            model = Reads()
+            optimizer = make_optimizer(model, bucket_mb=0, settings=SyncSettings(overlap_param_gather=overlap))
+            train(model, optimizer)
+            seen = [x.detach().clone() for x in read(model, optimizer, how)]
+            optimizer.finish_all_gathers()
+            results.append([*seen, *(p.detach().clone() for p in model.parameters())])
+    return results
+
+
+@pytest.mark.parametrize("how", ["functional", "inner", "method", "state_dict", "parameters", "get_parameter", "copy", "vector", "clamp", "load"])
+def test_every_read_from_the_model_waits_for_its_gather(on_ranks, how):
+    for with_overlap, without in on_ranks(2, reads, how):
+        assert all(torch.equal(a, b) for a, b in zip(with_overlap, without, strict=True))
+
+
+def test_a_write_to_parameters_kept_from_before_step_is_found():
+    model = chain()
+    optimizer, kept = make_optimizer(model, settings=SyncSettings(overlap_param_gather=True)), list(model.parameters())
+    train(model, optimizer)
+    with torch.no_grad():
+        kept[-1].clamp_(0, 1)
+    with pytest.raises(RunError, match=r"2.bias was changed after step\(\).*finish_all_gathers"):
+        model(X)
+
+
+def test_a_compiled_model_overlaps_in_whole_graphs():
+    """One graph waits for gathers, one does not: what waits breaks no graph."""
+    import torch._dynamo as dynamo
+    model, twin = chain(), chain()
+    optimizer = make_optimizer(model, settings=SyncSettings(overlap_param_gather=True))
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    train(torch.compile(model, backend="eager"), optimizer, 3)
+    assert dynamo.utils.counters["stats"]["unique_graphs"] <= 2 and not dynamo.utils.counters["graph_break"]
+    train(twin, make_optimizer(twin), 3)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters()))
+
+
+# calls that differ between ranks
+
+
+def on_rank_0_only(comm, what):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(3)))  # equal sizes, which a mixture would not crash on
+    optimizer = make_optimizer(model, [Assignment("*", Adam())])
+    state = optimizer.state_dict()
+    train(model, optimizer, 2)
+    if comm.rank == 0:
+        if what == "model":
+            model.load_state_dict({name: x + 1 for name, x in model.state_dict().items()})
+        elif what == "no_sync":
+            with optimizer.no_sync():
+                model(X).sum().backward()
+        else:
+            getattr(optimizer, what)(*[state] * (what == "load_state_dict"))
+    train(model, optimizer, 2)
+
+
+@pytest.mark.parametrize("what,says", [
+    ("state_dict", r"rank 1 has call step\(\) in step 2; rank 0 has state_dict\(\) in step 2"),
+    ("load_state_dict", r"rank 1 has call step\(\) in step 2; rank 0 has load_state_dict\(\) in step 2"), ("state_hash", "rank 1 has call"),
+    ("model", r"parameters differ: rank 1 has \d.weight"), ("no_sync", "rank 1 has micro-batches 1; rank 0 has 2")])
+def test_a_call_on_one_rank_only_is_an_error_of_all(_rank_pools, on_ranks, what, says):
+    assert_all_refused(outcomes(_rank_pools, on_ranks, on_rank_0_only, what), says)
+
+
+def initialized_apart(comm):
+    model = chain()
+    optimizer = make_optimizer(model)
+    with torch.no_grad():
+        model[0].weight.add_(comm.rank)
+    train(model, optimizer)
+
+
+def loaded_apart(comm):
+    optimizer = make_optimizer(chain())
+    optimizer.load_state_dict({name: x + comm.rank * name.endswith("weight") for name, x in optimizer.state_dict().items()})
+
+
+@pytest.mark.parametrize("how", [initialized_apart, loaded_apart])
+def test_parameters_that_differ_between_ranks_are_named(_rank_pools, on_ranks, how):
+    assert_all_refused(outcomes(_rank_pools, on_ranks, how), "parameters differ: rank 1 has .*weight .*on all ranks alike")
+
+
+def written_and_sent(comm):
+    """Rank 0 loads, and the user's own broadcast gives it to the others: no ranks differ."""
+    model = chain()
+    optimizer = make_optimizer(model)
+    for _ in range(2):
+        train(model, optimizer)
+        if comm.rank == 0:
+            model.load_state_dict({name: x * 0.5 for name, x in model.state_dict().items()})
+        for p in model.parameters():
+            dist.broadcast(p.data, 0)
+    train(model, optimizer)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_replicas_that_a_user_keeps_equal_train_on(on_ranks):
+    first, second = on_ranks(2, written_and_sent)
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def raises_on_rank_1(comm):
+    model = chain()
+    optimizer = make_optimizer(model)
+    train(model, optimizer)
+    if comm.rank == 1:
+        dist.destroy_process_group()
+        raise ValueError("mine")
+    train(model, optimizer)
+
+
+def test_a_rank_that_raises_is_named_by_the_others(_rank_pools, on_ranks):
+    (_, zero), (_, one) = outcomes(_rank_pools, on_ranks, raises_on_rank_1)
+    assert "rank 1 has ended, or hangs" in str(zero) and "ValueError: mine" in str(one)
+
+
+# memory
+
+
+def odd_memory(comm, what):
+    base = torch.full((8, 8), float(comm.rank))
+    model = chain()
+    make = {"slice": lambda: base[:, :4], "strided": lambda: base[:, ::2], "transposed": lambda: base[:, 1:3].T, "expanded": lambda: base[0, :2].expand(5, 2),
+            "scalar": lambda: base[0, 0].expand(3, 3), "fp8": lambda: base.to(torch.float8_e4m3fn), "complex": lambda: base.cfloat()[:, 1],
+            "bool": lambda: (base > 0)[:, :3], "windows": lambda: base[0].unfold(0, 3, 1)}[what]
+    model.register_buffer("x", make())
+    model.frozen = nn.Parameter(make(), requires_grad=False) if what in ("slice", "strided", "transposed") else None
+    mine = torch.zeros(8, 8, dtype=torch.bool)
+    if model.x.untyped_storage().data_ptr() == base.untyped_storage().data_ptr():
+        mine.as_strided(model.x.shape, model.x.stride(), model.x.storage_offset())[tuple(slice(None if s else 1) for s in model.x.stride())] = True
+    make_optimizer(model)
+    tensors = [x for x in (model.x, model.frozen) if x is not None]
+    return all((x.cfloat() == 0).all() for x in tensors), (base[~mine] == comm.rank).all().item()
+
+
+@pytest.mark.parametrize("what", ["slice", "strided", "transposed", "expanded", "scalar", "fp8", "complex", "bool", "windows"])
+def test_buffers_of_any_memory_get_rank_0_s_values_and_nothing_beside_is_written(on_ranks, what):
+    assert on_ranks(2, odd_memory, what) == [(True, True)] * 2
+
+
+def tied_by_data(model):
+    model[1].weight.data = model[0].weight.data
+
+
+def buffer_of_a_weight(model):
+    model.register_buffer("alias", model[0].weight.data)
+
+
+def slices_that_overlap(model):
+    fused = torch.randn(9, 6)
+    model[0].weight, model[1].weight = nn.Parameter(fused[:6]), nn.Parameter(fused[3:])
+
+
+def of_a_frozen_one(model):
+    model.frozen = nn.Parameter(model[0].bias.data.view(2, 3), requires_grad=False)
+
+
+@pytest.mark.parametrize("share", [tied_by_data, buffer_of_a_weight, slices_that_overlap, of_a_frozen_one])
+def test_shared_memory_is_refused(share):
+    model = chain((6, 6, 6))
+    share(model)
+    with pytest.raises(RunError, match=r"share memory, .* tie modules by one Parameter \(a.weight = b.weight\), or clone"):
+        make_optimizer(model)
+
+
+@pytest.mark.parametrize("share", [lambda fused: (fused[:6], fused[6:]), lambda fused: (fused.T.reshape(6, 12)[:, ::2], fused.T.reshape(6, 12)[:, 1::2])])
+def test_slices_that_share_no_element_and_tied_parameters_train(share):
+    """So does a model whose parameters lie in an earlier optimizer's bucket, and torch's spectral_norm."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
+    model[0].weight, model[1].weight = map(nn.Parameter, share(torch.randn(12, 6)))
+    model[2].weight = model[1].weight
+    nn.utils.spectral_norm(model[0])
+    train(model, make_optimizer(model))
+    train(model, make_optimizer(model))
+
+
+@pytest.mark.parametrize("call", ["step", "load_state_dict"])
+def test_a_graph_older_than_an_update_is_refused_as_by_torch(call):
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+    optimizer = make_optimizer(model)
+    first, second = model(X).mean(), model(X).square().mean()
+    first.backward()
+    optimizer.load_state_dict(optimizer.state_dict()) if call == "load_state_dict" else optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.backward()
+
+
+def test_a_model_that_is_deleted_is_freed():
+    """With every kind of hook; also the optimizer of a model that gets another one."""
+    for overlap in (False, True):
+        model = chain()
+        optimizer = make_optimizer(model, settings=SyncSettings(overlap_param_gather=overlap))
+        train(model, optimizer)
+        old = weakref.ref(optimizer.buckets[0])
+        optimizer = make_optimizer(model)
+        gc.collect()
+        assert old() is None
+        train(model, optimizer)
+        refs = [weakref.ref(x) for x in (model, model[0].weight, optimizer)]
+        del model, optimizer
+        gc.collect()
+        assert not any(ref() is not None for ref in refs)
+
+
+def test_a_model_whose_optimizer_was_deleted_keeps_its_gradients():
+    model = chain()
+    optimizer = make_optimizer(model)
+    del optimizer
+    gc.collect()
+    model(X).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_hook_set_before_sees_gradients_and_one_set_later_is_refused():
+    model, seen = chain(), []
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    optimizer = make_optimizer(model)
+    model[1].weight.register_hook(seen.append)
+    train(model, optimizer)
+    assert len(seen) == 2 and all(x.any() for x in seen)
+    model[1].weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(RunError, match="1.weight was given a post-accumulate hook after"):
+        train(model, optimizer)
+
+
+# buffers
+
+
+def normed():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(6, 2))
+
+
+def statistics(comm):
+    model = normed()
+    optimizer = make_optimizer(model)
+    train(model, optimizer, 3, torch.randn(4, 6, generator=torch.Generator().manual_seed(comm.rank)) + 5 * comm.rank)
+    again = normed()
+    make_optimizer(again).load_state_dict(optimizer.state_dict())
+    return [(x.clone(), y) for x, y in zip(model.buffers(), again.buffers())], comm.rank
+
+
+def test_statistics_of_batch_norm_are_rank_0_s_and_saved(on_ranks):
+    (zero, _), (one, _) = on_ranks(2, statistics)
+    assert int(zero[2][0]) == 3 and zero[0][0].any()
+    for (a, saved_a), (b, saved_b) in zip(zero, one, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, saved_a) and torch.equal(b, saved_b)
+
+
+def test_a_state_without_buffers_loads():
+    """States of 2026-11-24 and before have none."""
+    optimizer = make_optimizer(normed())
+    optimizer.load_state_dict({name: x for name, x in optimizer.state_dict().items() if "running" not in name and "num_" not in name})
+
+
+# groups and rules
+
+
+def edited(**edits):
+    model = chain((6, 6, 6, 6))
+    optimizer = make_optimizer(model)
+    for group in optimizer.param_groups:
+        group.update(edits)
+    optimizer.param_groups[:] = [dict(group) for group in optimizer.param_groups]  # replaced
+    train(model, optimizer, 2)
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("edits", [{"lr": 0.001}, {"lr": torch.tensor(0.001)}, {"weight_decay": 5.0}, {"beta2": 0.5}], ids=str)
+def test_numbers_of_an_edited_group_take_effect(edits):
+    assert not torch.equal(edited(**edits), edited())
+
+
+@pytest.mark.parametrize("edits,says", [
+    ({"betas": (0.1, 0.1)}, "betas in param_groups has no effect on Adam; a group can change beta1, beta2, eps, lr"),
+    ({"momentum": 0.5}, "momentum in"), ({"every": 2}, "every in"), ({"fp32_moments": True}, "fp32_moments in"), ({"nesterov": True}, "nesterov in"),
+    ({"lr": float("nan")}, "numbers must be finite"), ({"params": []}, "param_groups has no .*bias")], ids=str)
+def test_what_a_group_cannot_change_is_refused(edits, says):
+    with pytest.raises(RunError, match=says):
+        edited(**edits)
+
+
+def test_a_name_of_a_group_is_the_user_s():
+    assert torch.equal(edited(name="all of it"), edited())
+
+
+def of(**parts):
+    model = nn.Module()
+    for name, part in parts.items():
+        setattr(model, name, nn.Parameter(part) if isinstance(part, torch.Tensor) else part)
+    model.head = nn.Linear(6, 6)
+    return model
+
+
+@pytest.mark.parametrize("part", [torch.randn(8, 16, 32), torch.randn(4, 16, 8), nn.Bilinear(8, 8, 6)], ids=["experts", "heads", "bilinear"])
+def test_what_may_be_several_matrices_needs_a_line(part):
+    with pytest.raises(RunError, match=r"part.* is not known to be one matrix. Give it a line: .*unit=\(\d+, \d+\)\).*Adam\(\)\)"):
+        make_optimizer(of(part=part))
+    optimizer = make_optimizer(of(part=part), [Assignment("part.weight" if isinstance(part, nn.Module) else "part", NorMuon(), unit=(8, 8))])
+    assert optimizer.buckets
+
+
+def rule_of(model, name):
+    return next((type(b.rule), b.param_shard.shape[1:]) for b in make_optimizer(model).buckets for slot in b.slots if slot.name == name)
+
+
+@pytest.mark.parametrize("part,rule,unit", [
+    (nn.Conv2d(16, 16, 3, groups=16), Adam, ()), (nn.Conv1d(8, 16, 3, groups=4), NorMuon, (4, 6)), (nn.Conv2d(4, 8, 3), NorMuon, (8, 36)),
+    (nn.ConvTranspose1d(8, 4, 3, groups=2), NorMuon, (4, 6)), (nn.LayerNorm((3, 4, 5)), Adam, ()), (nn.RMSNorm((4, 5)), Adam, ()),
+    (nn.Linear(4, 6), NorMuon, (6, 4))], ids=str)
+def test_the_matrices_of_torch_s_layers_are_known(part, rule, unit):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert rule_of(of(part=part), "part.weight") == (rule, unit)
+
+
+def test_a_matrix_of_no_layer_is_named_in_a_warning():
+    with pytest.warns(UserWarning, match=r"^positions: .*learned positions are, give it a line Assignment\('positions', Adam\(\)\)"):
+        make_optimizer(of(positions=torch.randn(32, 16)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_optimizer(of(positions=torch.randn(32, 16)), [Assignment("positions", Adam())])
+        model = of(layer=nn.Conv1d(4, 8, 3))
+        nn.utils.parametrizations.weight_norm(model.layer)
+        make_optimizer(model)
+
+
+# at build
+
+
+def lazy():
+    return nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("arguments,says", [
+    (lambda: dict(adam_lr=-1.0), "lr=-1.0"), (lambda: dict(muon_lr=float("nan")), "lr=nan"), (lambda: dict(bucket_mb=-1), "bucket_mb is -1"),
+    (lambda: dict(table=[Assignment("*", Adam(beta1=1.5))]), "beta1=1.5; it must be from 0 on, below 1"),
+    (lambda: dict(table=[Assignment("*", Adam(every=0))]), "every=0"), (lambda: dict(table=[("*", Adam())]), r"must be Assignment\(pattern, rule\)"),
+    (lambda: dict(settings=SyncSettings(clip_norm=-1)), "clip_norm is -1"), (lambda: dict(settings=SyncSettings(clip_norm=float("nan"))), "clip_norm is nan"),
+    (lambda: dict(settings=SyncSettings(sync="hooks")), r"sync is 'hooks'; .*\('hook', 'step'\)"),
+    (lambda: dict(settings=SyncSettings(update_order="fwd")), "update_order is 'fwd'"), (lambda: dict(settings={"clip_norm": 1}), "settings is a dict"),
+    (lambda: dict(model=lazy()), "0.weight has no shape yet; run a forward"),
+    (lambda: dict(model=nn.Sequential(nn.Linear(6, 6, dtype=torch.cfloat), nn.Linear(6, 6, dtype=torch.cfloat))), "complex64, which .* cannot update")])
+def test_what_cannot_train_is_refused_when_built(arguments, says):
+    with pytest.raises(RunError, match=says):
+        make_optimizer(**{"model": chain(), **arguments()})
+
+
+def sharded(comm):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    model = chain()
+    fully_shard(model, mesh=init_device_mesh("cpu", (comm.ranks,)))
+    make_optimizer(model)
+
+
+def test_a_model_of_fsdp2_is_refused(_rank_pools, on_ranks):
+    assert_all_refused(outcomes(_rank_pools, on_ranks, sharded), "0.weight is a DTensor; build the optimizer of plain tensors")
+
+
+@pytest.mark.parametrize("variables,refused", [
+    ({"SLURM_STEP_NUM_TASKS": "2"}, True), ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, True), ({"OMPI_COMM_WORLD_SIZE": "2"}, True), ({"PMI_SIZE": "4"}, True),
+    ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, False), ({"SLURM_STEP_NUM_TASKS": "2", "WORLD_SIZE": "1"}, False)], ids=str)
+def test_tasks_of_srun_and_mpirun_without_a_process_group_are_refused(monkeypatch, variables, refused):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RunError, match="would train alone; start by torchrun .* WORLD_SIZE=1") if refused else contextlib.nullcontext():
+        make_optimizer(chain())
+
+
+def test_copies_and_pickles_of_the_optimizer_and_a_scaler_are_refused():
+    model = chain()
+    optimizer, scaler = make_optimizer(model), torch.amp.GradScaler("cpu")
+    for copied in (copy.deepcopy, copy.copy, lambda x: torch.save(x, io.BytesIO())):
+        with pytest.raises(RunError, match=r"copied or pickled.* copy the model, and save state_dict\(\)"):
+            copied(optimizer)
+    scaler.scale(model(X).sum()).backward()
+    with pytest.raises(RunError, match="GradScaler cannot be used.* train in bfloat16"):
+        scaler.step(optimizer)
+    torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
+
+
+# states
+
+
+@pytest.mark.parametrize("last_epoch", [2, -1])
+def test_a_scheduler_resumes_after_load(last_epoch):
+    def half(optimizer, last=-1):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 0.5 ** t, last)
+    ours = make_optimizer(chain((6, 6)), adam_lr=0.01)
+    theirs = torch.optim.AdamW(chain((6, 6)).parameters(), lr=0.01)
+    for optimizer in (ours, theirs):
+        schedule = half(optimizer)
+        for _ in range(3):
+            optimizer._opt_called = True  # the scheduler would warn that step() was not called
+            schedule.step()
+    new = make_optimizer(chain((6, 6)), adam_lr=0.01), torch.optim.AdamW(chain((6, 6)).parameters(), lr=0.01)
+    for optimizer, old in zip(new, (ours, theirs)):
+        optimizer.load_state_dict(old.state_dict())
+    a, b = (half(optimizer, last_epoch) for optimizer in new)
+    assert a.base_lrs == b.base_lrs == [0.01] and new[0].param_groups[0]["lr"] == new[1].param_groups[0]["lr"]
+
+
+def test_a_refused_state_changes_nothing():
+    model = chain()
+    optimizer = make_optimizer(model, bucket_mb=0)
+    train(model, optimizer)
+    before, state = optimizer.state_hash(), optimizer.state_dict()
+    optimizer.param_groups[0]["lr"], rate = 0.125, state["2.bias/lr"]
+    for spoil in (lambda s: s.update({name: x + 1 for name, x in s.items()} | {"0.weight/m": torch.zeros(3)}), lambda s: s.update(further=torch.zeros(3))):
+        spoilt = dict(state)
+        spoil(spoilt)
+        with pytest.raises(RunError, match="does not fit"):
+            optimizer.load_state_dict(spoilt)
+        assert optimizer.state_hash() == before and optimizer.param_groups[0]["lr"] == 0.125 != rate
+    with pytest.raises(RunError, match=r"it is a list; load what state_dict\(\) returned"):
+        optimizer.load_state_dict([state])
+
+
+def test_states_of_wrapped_models_load_into_plain_ones_and_back():
+    """torch.compile of the model or of a part, and DDP, put words into names. A part may be called `module`."""
+    class Wrapped(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.module = model
+    plain, whole = make_optimizer(chain()), make_optimizer(torch.compile(chain(), backend="eager"))
+    part = chain()
+    part[1] = torch.compile(part[1], backend="eager")
+    for a in (plain, whole, make_optimizer(part), make_optimizer(Wrapped(chain(seed=1)))):
+        for b in (plain, whole):
+            a.load_state_dict(b.state_dict())
+            b.load_state_dict(a.state_dict())
+
+
+def test_one_layer_s_state_is_a_view_of_its_bucket():
+    """So torch.save of it writes the whole bucket; .clone() first."""
+    model = nn.Sequential(*(nn.Linear(30, 30) for _ in range(10)))
+    make_optimizer(model)
+
+    def size(state):
+        torch.save(state, file := io.BytesIO())
+        return file.tell()
+    assert size(model[3].state_dict()) > 5 * size({name: x.clone() for name, x in model[3].state_dict().items()})
+
+
+def test_the_table_in_the_docs_names_existing_tests():
+    text = (Path(train_gpt.__file__).parent / "docs" / "gradient-sync.md").read_text()
+    rows = [row for row in text.splitlines() if re.match(r"\| .* \| (yes|no|other) \|", row)]
+    names = [re.findall(r"`(test_\w+)`", row) for row in rows]
+    known = {**vars(test_optimizer), **vars(test_sync), **vars(test_programs), **globals()}
+    assert len(rows) > 25 and all(names), [row for row, found in zip(rows, names) if not found]
+    assert not {name for found in names for name in found} - known.keys()
