@@ -226,6 +226,8 @@ def test_json_nested_deeper_than_any_of_ours_is_left_out(write, depth, kept):
     ("logs/1.txt\n{bar}\n# 1\nimport a\n{bar}def b(): 0\n{bar}env\n{bar}{lines}", "\n# 1\nimport a\n{bar}def b(): 0\n"),
     ("logs/1.txt\nimport a\n{bar}env\n{bar}{lines}", "import a\n"),
     ("import a\n{bar}env\n{bar}lr=1\n{bar}import b\n{bar}env\n{bar}{lines}", "import b\n"),
+    ("src\n{bar}env\n{bar}more\n{bar}{lines}", "src\n"),
+    ("Namespace(lr=0.02)\n{bar}env\n{bar}{lines}", None),
     ("{bar}Sat Feb 21\nNVIDIA-SMI 570.1\n{bar}{lines}", None),
     ("print('=' * 100) #{bar}x = 1\n {bar}={bar}|{bar}import a\n{bar}env\n{bar}{lines}",
      "print('=' * 100) #{bar}x = 1\n {bar}={bar}|{bar}import a\n"),
