@@ -683,8 +683,6 @@ def check_one_experiment(side, mixed):
     for what, found in machines([side]):
         if len(found) > 1:
             side.warnings.append(f"{side.name} ran on {what}: {list_some(found)}: its times are of several machines, and losses may differ too")
-    for run in side.runs:
-        require(not run.contradiction, f"{list_names([run])} contradicts itself: {run.contradiction}; restore the log that the run wrote")
 
     def seeded(run):
         """Return what makes two runs repeats of each other; None if the log states no seed."""
@@ -865,6 +863,9 @@ def judge(sides, options):
         check_one_experiment(side, options.mixed)
         check_complete(side)
         check_none_diverged(side)
+        for run in side.runs:
+            require(not run.contradiction, f"{list_names([run])} contradicts itself: {run.contradiction}; restore the log that the "
+                    "run wrote")
         add_warnings(side)
     if len(sides) == 2:
         check_comparable(*sides, options.mixed)
