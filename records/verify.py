@@ -364,6 +364,8 @@ def check_clock(e):
     # at step 0 nothing was averaged, and a few ms may have passed
     wrong = [[f"at step {line.step} train_time is {line.time_ms:.0f} ms, by its step_avg of {line.average} ms "
               f"{line.step * line.average:.0f} ms" for line in timed if not line.agrees(without)] for without in warm]
+    if all(wrong) and not e.ours and timed[-1].units != (1, 0.01) and min(map(len, wrong)) > len(timed) / 2:
+        raise CannotJudge("its step_avg is another average than train_time by steps")
     require(not all(wrong), join_findings(wrong[0]))
     if e.ours:
         steps = [line.step for line in timed if not line.validation]
@@ -804,7 +806,7 @@ def check_page(runs, found):
     stated = [text for text in stated if min(e.run.final_loss for e in runs) - NEAR < float(text) < max(e.run.final_loss for e in runs) + NEAR]
     lacking = [text for text in stated if all(abs(float(text) - loss) > 0.51 * 10.0 ** -len(text.partition(".")[2]) for loss in shown)]
     if lacking and not rows:
-        raise CannotJudge(f"README.md lists {plural(len(stated), 'loss')}, and no log here shows {len(lacking)} of them: "
+        raise CannotJudge(f"README.md lists {len(stated)} losses, and no log here shows {len(lacking)} of them: "
                           f"{', '.join(lacking[:12])}{' ...' * (len(lacking) > 12)}; ask for the logs of these runs")
     if not rows and not stated:
         raise CannotJudge("README.md lists no losses of single runs")
