@@ -4247,9 +4247,11 @@ def nvidia_smi(fields: str) -> list[str]:
     """Query nvidia-smi -> a line per GPU, none if it cannot run."""
     return output_of("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader").splitlines()
 
-def cpu_name() -> str:
-    with contextlib.suppress(OSError, StopIteration):
-        return next(line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name"))
+def cpu_name(*keys: str) -> str:
+    """Return these fields of /proc/cpuinfo; the name by default, which several generations may share."""
+    with contextlib.suppress(OSError, KeyError):
+        said = dict(re.findall(r"^([\w ]+?)\s*: (.+)$", Path("/proc/cpuinfo").read_text().partition("\n\n")[0], re.M))
+        return "/".join(said[key].strip() for key in keys or ("model name",))
     return platform.processor() or platform.machine()
 
 def describe_machine(device: torch.device) -> tuple[dict[str, Any], str]:
@@ -4262,7 +4264,7 @@ def describe_machine(device: torch.device) -> tuple[dict[str, Any], str]:
     prefixes = ("TORCH", "PYTORCH", "TRITON", "INDUCTOR", "NCCL", "GLOO", "CUDA_", "OMP_", "PYTHON", "LD_")
     environment = {key: setting for key, setting in sorted(os.environ.items()) if key.startswith(prefixes)}
     hardware = {"device": torch.cuda.get_device_name() if on_gpu else cpu, "gpus": gpus if on_gpu else [],
-                "cpu": cpu, "cores": cores}
+                "cpu": cpu, "cpu_id": cpu_name("cpu family", "model", "stepping"), "cores": cores, "threads": torch.get_num_threads()}
     return {"hardware": hardware, "versions": versions, "environment": environment,
             "source_sha256": file_sha256(__file__)}, text
 

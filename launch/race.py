@@ -357,7 +357,7 @@ def run_once(manifest, folder, lock, run, side, interrupts):
     # a complete log is a run, whatever its processes' exit status: it must not be repeated
     status = "done" if complete_log(log) else "interrupted" if interrupted else "failed"
     manifest.write({**attempt, "ended_at": now(), "status": status, "exit": code, "seconds": seconds,
-                    "logged": log.exists(), "stamps": stamped})
+                    "logged": log.exists(), "stamps": stamped, "figures": logs.last_run(str(log)).figures})
     if not run:
         shutil.rmtree(log.parent)
     return status

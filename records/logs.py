@@ -6,16 +6,18 @@
                                               print one JSON line for each step of a growing log, until the run ends or
                                               is killed, or send it to a dashboard; costs the run no time
 
-A PATH is a log (also .gz) or a folder. Folders are searched with their subfolders and symbolic links, except names that
-begin with a dot. The reader does not guess and drops nothing silently: a run is used, or its file is listed with the
-reason.
+A PATH is a log (also .gz), an archive of logs (.tar.xz) or a folder. Folders are searched with their subfolders and
+symbolic links, except names that begin with a dot. The reader does not guess and drops nothing silently: a run is used,
+or its file is listed with the reason.
 
 Rules
 - Only lines after the last separator (a line of exactly 100 `=`) count. The text before it may be a script that quotes
   a log.
-- The source is the first text that ends at a separator. In files that begin with a separator it is the text after that
-  one. Its SHA-256 is computed with line ends as \\n, so copies made on Windows have the same hash.
-- A step counter that decreases begins another run in the same file. Each run is judged separately.
+- The source is the last text before that separator that is Python, with Python texts right before it; without any, the
+  first text. Lines above it (arguments, the log's path) and nvidia-smi's text are no part of it. Its SHA-256 is computed with line ends as \\n, as on every system.
+- GPUs, versions, seed and validation data are those of the JSON line, or what a public script prints outside its source.
+- A step counter that decreases begins another run in the same file. Each run is judged separately. A line that several
+  ranks print counts once.
 - A run is complete if its last validation is at the step that it states as its total. llm.c's form states no total:
   its completeness is unknown (None), unless training lines follow the last validation.
 - The loss is `val_loss` (llm.c: `tel`) and the time is `train_time`, both from the last validation line.
@@ -27,11 +29,14 @@ Requires only the standard library.
 """
 
 import argparse
+import collections
 import fcntl
+import functools
 import gzip
 import hashlib
 import io
 import json
+import lzma
 import math
 import os
 import re
@@ -39,6 +44,8 @@ import shlex
 import signal
 import stat
 import sys
+import tarfile
+import tempfile
 import time
 import zlib
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -68,8 +75,22 @@ _SPELLINGS = [(re.compile(pattern), spelling) for pattern, spelling in (
     (rb"(?<=\d),(?=\d{3})", b""), (rb"[|,] ", b" "), (rb"\b(train|val)[ _]loss: *", rb"\1_loss:"),
     (rb"\b(?:train_)?time: *", b"train_time:"), (rb"\bstep[ _]avg: *", b"step_avg:"))]
 _NUMBER = re.compile(r"[+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|nan|inf(?:inity)?)", re.I)
-_GPU_ROW = re.compile(rb"^\|\s+(\d+)\s+[^|]*\|\s+[0-9A-Fa-f]{8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.", re.M)
-_WORLD_SIZE = re.compile(rb"\bworld_size['\"]?(?: *[=:] *| +)(\d{1,18})(?!\d)")
+_GPU_ROW = re.compile(rb"^\|\s+(\d+)\s+([^|]*?)\s*(?:\b(?:On|Off|N/A)\s*)?\|\s+[0-9A-Fa-f]{8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.", re.M)
+_GPU_NAME = re.compile(rb"(?:\bon |\b(?:device(?:_name)?|series|gpu(?: ?\[?\d+\]?)?) *[=:] *)"
+                       rb"((?:NVIDIA|AMD|Tesla|GeForce|Quadro|Instinct)\b[\w -]*?)(?= +with\b| *[(,;|]| *$)", re.M | re.I)
+_TORCH = re.compile(rb"\b(?:py)?torch(?:[ _]version)?[ :=]+v?(\d+\.\d+[\w.+]*)", re.I)
+_ENVIRONMENT = re.compile(rb"NVIDIA-SMI|^Running (?:Python|PyTorch)|^\|\s+\d+\s+[^|]*\|\s+[0-9A-Fa-f]{8}:", re.M | re.I)
+_DRIVER = re.compile(rb"Driver Version: *(\d[\d.]*)")
+_WORLD_SIZE = re.compile(rb"\b(?:world[_ ]size|num_gpus|nproc_per_node|ranks)['\"]?(?: *[=:] *| +)(\d{1,18})(?!\d)", re.I)
+_SEED = re.compile(rb"\b(?:random_|train_|torch_)?seed['\"]?(?: *[=:] *| +)(\d{1,18})(?![\d.])", re.I)
+_VAL_TOKENS = re.compile(rb"^\W*val(?:idation)?\b(?!_batch).*?\btokens['\"]?[ :=]+(\d[\d,]{3,18})|^\W*val_tokens['\"]?[ :=]+(\d[\d,]{3,18})",
+                         re.M | re.I)
+# A script, the lines that may stand above it in the same text, and the settings that these state
+_CODE = re.compile(rb"^(?:import [\w.]+|from [\w.]+ import |def \w+\(|class \w+|@\w)", re.M)
+_ABOVE = re.compile(rb"\A(?:\n*(?!(?:try|else|class)\b)(?:\S+\.(?:txt|log)|[A-Z]\w*\(.*\)|[ \w]+:(?: .*)?)\n)*")
+_LAST_LINE = re.compile(rb"(?s:.*)^(?:step:\d|s:\d|peak memory|\{\"end).*\n", re.M)  # of a log
+_SETTING = re.compile(r"\b(\w+)['\"]?[=:] *([^\s,;()]+)")
+_NO_SETTING = re.compile("seed|rank|run_?id|name|path|dir$|file|log|date|time|host|port|uuid|id$|device", re.I)
 _TRAINING, _COMMON_FIELDS = {"trl", "train_loss", "train_time"}, {"val_loss", "tel", "train_time", "step_avg"}
 _DECIMAL = rb"\d{1,15}(?:\.\d{1,15})?"
 # The lines that train_gpt.py writes after the last separator. The group names are the letters of Run.shape
@@ -89,12 +110,21 @@ class Validation(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A line with train_time in whole ms. average (ms) and train_loss are None if the line states none."""
+    """A line with train_time. average (ms) and train_loss are None if the line states none.
+
+    units: the last digits of time and average, in ms."""
     step: int
     time_ms: float
     average: float | None
     train_loss: float | None
     validation: bool
+    units: tuple = (1, 0.01)
+
+    def agrees(self, without=0):
+        """Return whether train_time is step_avg times the steps, of which `without` are not timed."""
+        time, average = self.units
+        return self.average is None or not self.step or (
+            abs(self.time_ms - self.average * max(self.step - without, 1)) <= time + 0.6 * average * self.step)
 
 
 @dataclass(frozen=True)
@@ -106,7 +136,7 @@ class Run:
     train_time decreased; once, early, is the community's reset after warm-up.
 
     Fields with repr=False are not part of --json. shape has one letter for each line after the last separator (see
-    _OWN_LINE; o: any other line), and odd is the first such other line."""
+    _OWN_LINE; o: any other line), and odd is the first such other line. settings: what stands above a public source."""
     path: str
     index_in_file: int | None = None
     reason: str = ""
@@ -119,6 +149,11 @@ class Run:
     loss_decimals: int | None = None
     train_time_ms: float | None = None
     gpus: int | None = None
+    card: str | None = None
+    torch: str | None = None
+    driver: str | None = None
+    seed: int | None = None
+    validated_on: str | None = None
     complete: bool | None = None
     clock_falls: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
@@ -129,6 +164,7 @@ class Run:
     source: str | None = field(default=None, repr=False)
     shape: str = field(default="", repr=False)
     odd: str | None = field(default=None, repr=False)
+    settings: dict = field(default_factory=dict, repr=False)
 
     @property
     def disqualified(self):
@@ -139,6 +175,31 @@ class Run:
         if (self.start or {}).get("init_from"):
             return "begun from saved parameters (init_from), not from its seed"
         return None
+
+    @functools.cached_property
+    def contradiction(self):
+        """What in the log contradicts its last validation line, or None. Lines, end line, steps and times are compared."""
+        start, end, time_ms, loss = self.start or {}, self.end or {}, self.train_time_ms, self.final_loss
+        planned = start.get("planned") if isinstance(start.get("planned"), dict) else {}
+
+        def differs(stated, seen, most=0):
+            return type(stated) in (int, float) and (seen is None or not abs(stated - seen) <= most)
+        for place, key, seen, most in (
+                (end, "final_val_loss", loss, 0.501 * 10 ** -(self.loss_decimals or 0)), (end, "train_time_ms", time_ms, 1),
+                (end, "steps", self.last_step, 0), (planned, "steps", self.stated_steps, 0),
+                (end, "target_val_loss", start.get("target_val_loss"), 0)):
+            if differs(place.get(key), seen, most):
+                return f"its {'end' if place is end else 'plan'} states {key} {place[key]}, its lines {seen}"
+        last = [step.time_ms for step in self.steps if step.step == self.last_step]
+        if self.start and last and max(last) - min(last) > 100 + 0.02 * max(last):  # a GPU's step may be running yet
+            return f"its lines state {min(last):.0f} and {max(last):.0f} ms at step {self.last_step}"
+        return None
+
+    @property
+    def figures(self):
+        """The SHA-256 of its step lines and its end, which a race writes down."""
+        told = [(step[:5]) for step in self.steps], [line[:3] for line in self.validations], self.end
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
     @property
     def over(self):
@@ -180,9 +241,9 @@ def read(paths):
             seen_contents[digest] = path
         logs.runs += runs
         logs.rejected += rejected
-    logs.runs, same = without_copies(logs.runs)
-    logs.rejected, same_rejected = without_copies(logs.rejected)
-    logs.duplicates += same + same_rejected
+    kept, same = without_copies(logs.runs + logs.rejected)
+    logs.runs, logs.rejected = ([run for run in kept if bool(run.reason) == rejected] for rejected in (False, True))
+    logs.duplicates += same
     return logs
 
 
@@ -227,8 +288,30 @@ def open_unpacked(path):
     return gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file
 
 
+@functools.lru_cache
+def unpacked(path):
+    """Return the folder in which the files of an archive are, until this process ends; any other path as it is."""
+    if not path.endswith((".tar", ".tar.xz", ".tar.gz")):
+        return path
+    _unpacked.append(folder := tempfile.TemporaryDirectory(prefix=f"{os.path.basename(path)}-"))
+    try:
+        with tarfile.open(path) as archive:
+            for member in archive:
+                *inside, name = Path(member.name).parts
+                if member.isfile() and ".." not in inside and not member.name.startswith("/") and member.size <= MAX_FILE_MIB << 20:
+                    place = Path(folder.name, *inside)
+                    place.mkdir(parents=True, exist_ok=True)
+                    (place / name).write_bytes(archive.extractfile(member).read())
+    except (OSError, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError):
+        return path  # it is no log
+    return folder.name
+
+
+_unpacked = []  # keeps the folders
+
+
 def _files(paths, rejected):
-    for path in map(os.fspath, paths):
+    for path in map(unpacked, map(os.fspath, paths)):
         if not os.path.isdir(path):
             yield path
             continue
@@ -244,7 +327,8 @@ def _files(paths, rejected):
             searched.add(here)
             subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
             any_file = any_file or bool(names)
-            yield from (os.path.join(folder, name) for name in sorted(names))
+            for file in (unpacked(os.path.join(folder, name)) for name in sorted(names)):
+                yield from _files([file], rejected) if os.path.isdir(file) else [file]
         rejected += [_rejected(problem.filename, UNREADABLE, f"folder ({problem.strerror}); check its permissions")
                      for problem in problems]
         if not any_file and not problems:
@@ -252,27 +336,32 @@ def _files(paths, rejected):
 
 
 def without_copies(runs):
-    """Return (runs without repetitions, the repetitions as Duplicates), for used or rejected runs.
+    """Return (runs without repetitions, the repetitions as Duplicates); used runs are kept before rejected ones.
 
-    A console capture or a summary holds some or all lines of the same run's log. Two runs are the same if they end in
-    the same validation line and all validations of one are in the other. The fuller one is kept. A validation before
-    the first step is no evidence, since all runs begin alike. A single later line, which two runs may share by chance,
-    is evidence only if it states a time and neither source nor run_id differs."""
+    A console capture, a summary or a truncated copy holds some or all lines of the same run's log. Two runs are the same
+    if all validations of one are in the other, and they end in the same one or all its timed steps are there too. The
+    fuller one is kept. What precedes the first step is no evidence, since all runs begin alike. A single later line, which
+    two runs may share by chance, is evidence only if it states a time and neither source nor run_id differs."""
     lines = [{validation[:3] for validation in run.validations} for run in runs]
-    originals, copies, by_ending = {}, {}, {}
-    for i in sorted(range(len(runs)), key=lambda i: (-len(lines[i]), runs[i].source_sha256 is None, i)):
+    timed = [{step[:2] for step in run.steps if step.step > 0} for run in runs]
+    originals, copies, by_line = {}, {}, {}
+    for i in sorted(range(len(runs)), key=lambda i: (bool(runs[i].reason), -len(lines[i]), -len(timed[i]),
+                                                     runs[i].source_sha256 is None, i)):
         ending = runs[i].validations[-1][:3] if lines[i] else None
-        trained = [line for line in lines[i] if line[0] > 0]
-        original = None
-        if len(trained) > 1 or trained and ending[2] is not None:
-            original = next((j for j in by_ending.get(ending, ()) if lines[i] <= lines[j]
-                             and (len(trained) > 1 or _may_be_one(runs[i], runs[j]))), None)
+        trained, original = [line for line in lines[i] if line[0] > 0], None
+        evidence = trained or timed[i]
+        if len(evidence) > 1 or timed[i] or trained and ending[2] is not None:
+            original = next((j for j in by_line.get(next(iter(evidence)), ()) if lines[i] <= lines[j] and (
+                trained and ending == runs[j].validations[-1][:3] or timed[i] and timed[i] <= timed[j]
+                or trained and not timed[i] and ending[2] is not None) and (len(evidence) > 1 or _may_be_one(runs[i], runs[j]))), None)
         if original is None:
             originals[i] = runs[i]
-            by_ending.setdefault(ending, []).append(i)
+            for line in {*lines[i], *timed[i]}:
+                by_line.setdefault(line, []).append(i)
         else:
+            what = "a part of" if lines[i] < lines[original] or not trained else "the same run as"
             copies[i] = Duplicate(runs[i].path, runs[i].index_in_file, runs[original].path,
-                                  f"the same run as run {runs[original].index_in_file} there, line for line")
+                                  f"{what} run {runs[original].index_in_file} there, line for line")
     return [originals[i] for i in sorted(originals)], [copies[i] for i in sorted(copies)]
 
 
@@ -305,6 +394,7 @@ class _OpenRun:
         self.clock, self.clock_falls = -math.inf, []
         self.notes, self.error = _Notes(), None
         self.steps, self.resumed = [], []
+        self.recent, self.seed = collections.deque(maxlen=64), None  # step lines
 
     def resume(self, resumed):
         """Drop the lines of steps after the checkpoint, which are trained again. Return False if no step is stated."""
@@ -312,6 +402,7 @@ class _OpenRun:
         if not isinstance(at, int) or at < 0:
             return False
         self.resumed.append(resumed)
+        self.recent.clear()
         self.validations = [validation for validation in self.validations if validation.step <= at]
         self.steps = [timed for timed in self.steps if timed.step <= at]
         self.clock_falls = [step for step in self.clock_falls if step <= at]
@@ -328,7 +419,7 @@ class _Section:
     """The runs in a text without separators, and the lines before the first of them (environment)."""
 
     def __init__(self, text):
-        self.runs, self.notes, self.environment = [], _Notes(), bytearray()
+        self.runs, self.notes, self.environment, self.seed = [], _Notes(), bytearray(), None
         for line in io.BytesIO(text):
             self.read_line(line.removesuffix(b"\n"), line.endswith(b"\n"))
 
@@ -352,8 +443,11 @@ class _Section:
             self.step_line(*step)
         elif relevant:
             self.other_line(line)
-        elif not self.runs:
-            self.environment += line + b"\n"
+        else:
+            stated = {int(seed) for seed in _SEED.findall(line)}
+            self.seed = stated.pop() if len(stated) == 1 else self.seed
+            if not self.runs:
+                self.environment += line + b"\n"
 
     def is_complete_line(self, line, step):
         """Return whether a last line is complete, judged by the fields of the run's previous validation line."""
@@ -375,26 +469,34 @@ class _Section:
         if run and total is None and run.total:
             total = run.total  # a diagnostic line without a total
         repeated = validation and run and run.validations and run.validations[-1].step == step
+        # several ranks print a line, perhaps after a line of a later step; before the first step all runs are alike
+        if run and run.last_step is not None and (0 < step == run.last_step - 1 or step == run.last_step) and (
+                step, total, rest) in run.recent:
+            return run.notes.add("several ranks printed the same lines: each counts once")
         if run is None or run.last_step is not None and step < run.last_step:
             run = self.begin_run()
         elif repeated and run.resumed:
             run.validations.pop()  # the checkpoint was written before this validation
-        elif repeated and len(run.validations) == 1 and not run.trained_since:
+        elif repeated and len(run.validations) == 1 and not run.trained_since and (
+                step > 0 or run.validations[0].loss != _number(loss_text)):
             run = self.begin_run()  # a failed start followed by another, or a list of results
         elif repeated:
             run.notes.add(f"validated more than once at step {step}: the last one counts")
+        run.recent.append((step, total, rest))
         if run.first_step is None:
             run.first_step = step
         run.total = total
         run.last_step = step
         time_ms = _time_ms(fields.get("train_time", ""))
         if time_ms is not None:
-            if time_ms < run.clock:
+            again, whole_ms = run.steps and run.steps[-1].step == step, fields["train_time"].removesuffix("ms").isdecimal()
+            if time_ms < run.clock and not (again and run.steps[-1].validation == validation):  # ranks differ a little
                 run.clock_falls.append(step)
             run.clock = time_ms
-            if fields["train_time"].removesuffix("ms").isdecimal():
-                run.steps.append(Step(step, time_ms, _time_ms(fields.get("step_avg", "")),
-                                      _finite(fields.get("train_loss", "")), validation))
+            if not (again and run.steps[-1].validation == validation):
+                units = () if whole_ms else (tuple(_digit_ms(fields.get(name, "")) for name in ("train_time", "step_avg")),)
+                run.steps.append(Step(step, time_ms, _time_ms(fields.get("step_avg", "")), _finite(fields.get("train_loss", "")),
+                                      validation, *units))
         if validation:
             extras = {name: text if _number(text) is None else _number(text) for name, text in fields.items()
                       if text and name not in _COMMON_FIELDS}
@@ -426,6 +528,7 @@ class _Section:
 
     def begin_run(self, start=None):
         self.runs.append(_OpenRun(start))
+        self.run.seed = self.seed
         return self.run
 
 
@@ -438,23 +541,39 @@ def _parse(path, content):
         if wrong:
             raise _Refused(kind, what)
     *before, last = _SEPARATOR_LINE.split(content.replace(b"\r\n", b"\n").replace(b"\r", b"\n"))
-    place = next((i for i, text in enumerate(before) if text.strip()), None)
-    source, between = (None, before) if place is None else (before[place], before[place + 1:])
+    scripts = [i for i, text in enumerate(before) if _CODE.search(text)]
+    first = next((i for i, text in enumerate(before) if text.strip()), None)
+    if not scripts and first is not None and not (_ENVIRONMENT.search(before[first]) or _ABOVE.match(before[first])[0] == before[first]):
+        scripts = [first]  # a script of a kind that nobody has seen
+    end = scripts[-1] + 1 if scripts else 0
+    place = next((i + 1 for i in reversed(range(end)) if i not in scripts), 0)
+    source, earlier = (SEPARATOR + b"\n").join(before[place:end]), []
+    if scripts and scripts[0] < place:  # logs that were appended to one file: their last lines precede this script
+        written = _LAST_LINE.match(source)
+        earlier, source = [*before[:place], written[0] if written else b""], source[written.end() if written else 0:]
+        before, end = before[place:], end - place
+        place = 0
+    above = _ABOVE.match(source)[0]
+    source = source[len(above):] or None
     digest = source and hashlib.sha256(source).hexdigest()
-    *quoted, part = map(_Section, (*between, last))
+    above = b"".join([*(text for text in before[:place] if not _ENVIRONMENT.search(text)), above])
+    settings = {name: value for name, value in _SETTING.findall(above.decode("utf-8", "replace")) if not _NO_SETTING.search(name)}
+    *quoted, part = map(_Section, (*before[:place], above, *before[end:], last))
     if not part.runs and source and b"import torch" in source:
         why = "incomplete: a script and its environment, but no step line: the run stopped before its first step"
         return [], [Run(path, 1, "; ".join([why, *part.notes]), INCOMPLETE, digest)]
     if not part.runs:
-        why = f"no line 'step:N/TOTAL val_loss:X' or 's:N tel:X'{' after the last separator' if source else ''}"
+        why = f"no line 'step:N/TOTAL val_loss:X' or 's:N tel:X'{' after the last separator' if before else ''}"
         return [], [_rejected(path, NOT_A_LOG, "; ".join([why, *part.notes]))]
-    if count := sum(len(run.validations) for one in quoted for run in one.runs):
+    if count := sum(len(run.validations) for one in [*quoted, *map(_Section, earlier)] for run in one.runs):
         part.notes.add(f"{count} validation lines before the last separator do not count")
     environment = b"".join(one.environment for one in (*quoted, part))
+    stated = next((one.seed for one in reversed(quoted) if one.seed is not None), None)
     text = sys.intern(source.decode("utf-8", "surrogateescape")) if source else None
     shape, odd = _shape(last)
-    found = [_judge(run, part.notes, path=path, index_in_file=index, source_sha256=digest, gpus=_gpus(run, environment),
-                    source=text if run.start is None or place == 0 else None, shape=shape, odd=odd)
+    found = [_judge(run, part.notes, path=path, index_in_file=index, source_sha256=digest, shape=shape, odd=odd, settings=settings,
+                    source=text if run.start is None or place == 0 and not above and not earlier else None, **_machine(run, environment),
+                    seed=(run.start or {}).get("seed", stated if run.seed is None else run.seed))
              for index, run in enumerate(part.runs, 1)]
     return [run for run in found if not run.reason], [run for run in found if run.reason]
 
@@ -526,12 +645,34 @@ def _judge(run, notes, **facts):
     return replace(found, final_loss=last.loss, loss_decimals=decimals, train_time_ms=last.time_ms, notes=tuple(notes))
 
 
-def _gpus(run, environment):
-    """Return the number of GPUs, from the stated ranks, world_size or the rows of nvidia-smi; None if unknown."""
-    if run.start and isinstance(run.start.get("ranks"), int):
-        return run.start["ranks"]
-    world = _WORLD_SIZE.search(environment)
-    return int(world[1]) if world else len(set(_GPU_ROW.findall(environment))) or None
+def _machine(run, environment):
+    """Return the fields of Run on GPUs, versions and validation data: of the JSON lines, or what a script prints."""
+    start, rows = run.start or {}, _GPU_ROW.findall(environment)
+
+    def inside(of, *keys):
+        for key in keys:
+            of = of.get(key) if isinstance(of, dict) else None
+        return of
+
+    def all_of(pattern):
+        return " and ".join(sorted({name.decode("utf-8", "replace").strip() for name in pattern.findall(environment)})) or None
+    world, gpus = _WORLD_SIZE.search(environment), start.get("ranks")
+    if not isinstance(gpus, int):
+        gpus = int(world[1]) if world else len({number for number, _ in rows}) or None
+    names = {name.decode("utf-8", "replace") for _, name in rows}
+    drivers, val_tokens = inside(start, "hardware", "gpus"), next(map(any_of, _VAL_TOKENS.findall(environment)), None)
+    shards = inside(start, "shards", "val")
+    digests = [str(inside(shard, "sha256")) for shard in shards] if isinstance(shards, list) else []
+    if run.start:
+        val_tokens = inside(run.end, "val_tokens") or inside(start, "config", "val_tokens")
+    data = f"{val_tokens} tokens{' of ' * bool(digests)}{' '.join(digest[:8] for digest in digests)}"
+    return {"gpus": gpus, "card": inside(start, "hardware", "device") or " and ".join(sorted(names)) or all_of(_GPU_NAME),
+            "torch": inside(start, "versions", "torch") or all_of(_TORCH), "validated_on": data if val_tokens or digests else None,
+            "driver": inside(drivers[0], "driver") if isinstance(drivers, list) and drivers else all_of(_DRIVER)}
+
+
+def any_of(texts):
+    return next(text.decode().replace(",", "") for text in texts if text)
 
 
 def _step(line):
@@ -561,6 +702,11 @@ def _ending(fields):
     """Return the unit of the last field, or the number of its decimals."""
     *_, text = fields.values()
     return next((unit for unit in ("ms", "s") if text.endswith(unit)), len(text.partition(".")[2]))
+
+
+def _digit_ms(text):
+    """Return the last digit of a text like 24.082s in ms: 1."""
+    return (1 if text.endswith("ms") else 1000) * 10.0 ** -len(text.rstrip("ms").partition(".")[2])
 
 
 def _number(text):
@@ -726,8 +872,8 @@ def plural(count, noun):
 
 
 def config_of(run):
-    """Return the config values of a log that change what is trained."""
-    config = (run.start or {}).get("config")
+    """Return the config values of a log that change what is trained, or the settings above a public source."""
+    config = (run.start or {}).get("config", run.settings)
     return {key: value for key, value in (config.items() if isinstance(config, dict) else ())
             if key not in INCIDENTAL and not key.startswith("race_")}
 

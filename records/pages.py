@@ -67,7 +67,10 @@ def show(template, **values):
 def running_means(points, steps=None):
     """Return points with the running mean of their last value, POINTS of them at most.
 
-    points: tuples. steps: the steps of the whole run, if the points are the beginning of one."""
+    points: tuples. steps: the steps of the whole run, if the points are the beginning of one. A single negative value is left
+    out: it is the speed between two lines of which the clock was reset at the second."""
+    negative = [point for point in points if point[-1] < 0]
+    points = [point for point in points if len(negative) != 1 or point[-1] >= 0]
     width, apart = max(1, round(SMOOTHED * (steps or len(points)))), math.ceil(len(points) / POINTS) or 1
     return [(*points[at][:-1], statistics.fmean(point[-1] for point in points[max(0, at + 1 - width):at + 1]))
             for at in range(len(points) - 1, -1, -apart)][::-1]

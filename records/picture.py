@@ -49,8 +49,8 @@ def title_of(run):
     if not run.final_loss:
         return f"{name}: ended at step {run.last_step}"
     reached = "" if target is None else f", target {target:g} {'' if run.final_loss <= target else 'not '}reached"
-    return (f"{name}: validation loss {run.final_loss:.4f} after {run.last_step:,} steps and "
-            f"{run.train_time_ms / 1000:,.1f} s{reached}")
+    took = "" if run.train_time_ms is None else f" and {run.train_time_ms / 1000:,.1f} s"
+    return f"{name}: validation loss {run.final_loss:.4f} after {run.last_step:,} steps{took}{reached}"
 
 
 def follow(axes, losses, target):
@@ -74,14 +74,13 @@ def draw(run, out):
 
     trained = [step for step in run.steps if step.train_loss is not None]
     timed = [step for step in run.steps if step.step > 0 and not step.validation]
-    validated = [step for step in run.validations if step.time_ms is not None]
     target, mean = logs.target_of(run), functools.partial(pages.running_means, steps=run.stated_steps)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(12, 4.3))
         over_steps, over_seconds, speed = figure.subplots(1, 3)
         figure.subplots_adjust(left=0.05, right=0.99, bottom=0.12, top=0.84, wspace=0.2)  # a fitted layout takes 0.3 s
         figure.suptitle(logs.printable(title_of(run)), x=0.01, ha="left", fontweight="bold")
-        late = [line.loss for line in validated if line.step > 0] + [
+        late = [line.loss for line in run.validations if line.step > 0] + [
             step.train_loss for step in trained if step.step >= pages.EARLY * trained[-1].step]
         for axes, place, title, unit in (
                 (over_steps, lambda line: line.step, "Loss over steps", "step"),
@@ -90,6 +89,7 @@ def draw(run, out):
                 losses = [(place(step), step.train_loss) for step in trained]
                 axes.plot(*zip(*losses), color=TRAINING, lw=0.7, alpha=0.3)
                 axes.plot(*zip(*mean(losses)), color=TRAINING, lw=1.5, label="training and its running mean")
+            validated = [line for line in run.validations if axes is over_steps or line.time_ms is not None]
             shown = [line for line in validated if line.step > 0] or validated
             axes.plot([place(line) for line in shown], [line.loss for line in shown], "o-", color=VALIDATION,
                       label=f"validation: {shown[-1].loss:.4f}" if shown else "validation: none yet")

@@ -3,6 +3,7 @@
     python records/stats.py logs/*.txt                    is the mean final loss below the target?
     python records/stats.py new/*.txt --vs old/*.txt      and is the new version faster than the old one?
     python records/stats.py race/                         the same, from the logs of one race: side a against side b
+    python records/stats.py logs/*.txt --at-target        where did the loss first reach the target?
     python records/stats.py --plan --sd 0.0013 --margin 0.002     number of runs for such a claim
     python records/stats.py --plan race/ --margin 0.2     to be 0.2 s faster, with and without pairs; race/ is the pilot
 
@@ -59,8 +60,9 @@ from logs import brief, config_of, plural
 warnings.filterwarnings("ignore", category=RuntimeWarning, module="scipy")  # t of equal values: p is nan then
 
 HOLDS, FAILS = "the claim holds", "the claim does not hold"
-UNJUDGED, NO_CLAIM = "the claim cannot be judged", "no claim was declared"
-STATUS = {HOLDS: 0, NO_CLAIM: 0, FAILS: 1, UNJUDGED: 2}
+UNJUDGED, NO_CLAIM, OTHER = "the claim cannot be judged", "no claim was declared", "this is not the declared claim"
+STATUS = {HOLDS: 0, NO_CLAIM: 0, FAILS: 1, UNJUDGED: 2, OTHER: 2}
+ALPHA = 0.01
 DEFAULT_TARGET = 3.28  # FineWeb, the public speedrun's main track
 LATE = 0.1  # part of a run in which a clock may be reset after the warm-up
 OUTLIER, OUTLIER_RUNS = 5, 10  # robust standard deviations from the median; least runs
@@ -424,7 +426,7 @@ def show_contrast(found, form):
 
 RACE_KEYS = {"id": str, "sides": dict, "ranks": int, "n": int, "seed": int, "order": list, "alpha": float, "test": str,
              "until_decided": bool}
-RACE_DEFAULTS = {"alpha": 0.01, "test": "unpaired", "until_decided": False}
+RACE_DEFAULTS = {"alpha": ALPHA, "test": "unpaired", "until_decided": False}
 RUN_KEYS = {"run_id": str, "run": int, "side": str, "status": str}
 
 
@@ -670,6 +672,7 @@ def check_one_experiment(side, mixed):
         must_agree("of different lengths in steps",
                    lambda run: run.last_step if run.stated_steps is None else run.stated_steps)
     must_agree("on different numbers of GPUs", lambda run: run.gpus, "choose one, for instance with --gpus {}")
+    must_agree("validated on different data", lambda run: run.validated_on)
     must_agree("of different races", lambda run: (side_of(run) or ["none"])[0], shown="{} ({})")
     if sources == {None}:
         side.warnings.append(f"the logs of {side.name} hold no source: they may belong to several experiments")
@@ -677,16 +680,27 @@ def check_one_experiment(side, mixed):
         side.warnings.append(f"{side.name} declares no number of runs: the verdict is valid only if the number was "
                              "fixed before the first run, and every run that was started is here")
 
+    for what, found in machines([side]):
+        if len(found) > 1:
+            side.warnings.append(f"{side.name} ran on {what}: {list_some(found)}: its times are of several machines, and losses may differ too")
+
     def seeded(run):
         """Return what makes two runs repeats of each other; None if the log states no seed."""
-        seed = (run.start or {}).get("seed")
-        return None if seed is None else json.dumps([seed, run.source_sha256, configs[id(run)]], sort_keys=True)
+        return None if run.seed is None else json.dumps([run.seed, run.source_sha256, configs[id(run)]], sort_keys=True)
 
     for experiment, runs in grouped(side.runs, seeded).items():
         if experiment and len(runs) > 1:
-            raise CannotJudge(f"{len(runs)} runs of {side.name} share the seed {json.dumps(runs[0].start['seed'])} "
+            raise CannotJudge(f"{len(runs)} runs of {side.name} share the seed {json.dumps(runs[0].seed)} "
                               f"({list_names(runs)}): they are not independent, and p would be too small; race with "
                               "distinct seeds")
+
+
+def machines(sides, unknown=False):
+    """Yield (what, {value: None}) of what decides a run's time: card, torch, driver. unknown: of cards too."""
+    runs = [run for side in sides for run in side.runs]
+    for what, key in (("different GPUs", "card"), ("different versions of torch", "torch"), ("different drivers", "driver")):
+        values = dict.fromkeys(getattr(run, key) or unknown and key == "card" and "unknown" for run in runs)
+        yield what, {value: None for value in values if value}
 
 
 def check_complete(side):
@@ -769,23 +783,67 @@ def pair_up(*sides):
     return [[runs[key] for runs in numbered] for key in sorted(keys, key=lambda key: (len(key[1]), key))]
 
 
+def at_target(found, options):
+    """Return the result of logs.read as of each run's first validation at or below the target; other runs are rejected.
+
+    Runs that stop there, before their stated number of steps, count too."""
+    reached, rejected = [], []
+    for run in found.runs + found.rejected:
+        goal = choose_target([run], options.target) or -math.inf
+        first = next((line for line in run.validations if line.step > 0 and line.loss <= goal), None)
+        if not first or run.kind not in ("", logs.INCOMPLETE):
+            rejected.append(run if run.reason else replace(run, reason=f"never at or below {goal:g}", kind=logs.INCOMPLETE))
+        else:
+            looks = sum(line.step > 0 for line in run.validations[:run.validations.index(first) + 1])
+            reached.append(replace(run, reason="", kind="", last_step=first.step, final_loss=first.loss, end=None, steps=[],
+                                   loss_decimals=run.loss_decimals or 4, train_time_ms=first.time_ms, notes=(looks,)))
+    return logs.Logs(reached, rejected, found.duplicates)
+
+
+def show_at_target(sides, options):
+    """Return the text of --at-target: steps and times of the first validation at or below the target."""
+    lines = []
+    for side in sides:
+        side.declared = declaration(side.runs)
+        check_one_experiment(side, options.mixed)
+        steps = summary([run.last_step for run in side.runs])
+        spread = "" if steps["sd"] is None else f" ± {steps['sd']:.1f}"
+        lines += [f"{side.label}: first at or below {choose_target(side.runs, options.target):g} at step {steps['mean']:.1f}{spread} "
+                  f"(mean ± sd, n = {steps['n']}), range {steps['min']:.0f} … {steps['max']:.0f}"]
+        timed = not side.untimed and not side.clock_reset and len({run.card for run in side.runs}) == 1
+        lines += [f"  after {show_mean(summary(side.seconds))}"] if timed else ["  times: not of one machine, or not stated"]
+        lines += [f"  {logs.printable(run.path)}: step {run.last_step}, loss {run.final_loss:.{run.loss_decimals}f}, at look {run.notes[0]}"
+                  for run in side.runs]
+        lines += [f"  not counted: {logs.printable(path)}: {reason}" for path, reason in side.left_out]
+        lines += [f"Warning: {warning}" for warning in side.warnings]
+    if len(sides) == 2:
+        check_comparable(*sides, options.mixed)
+        steps = [[run.last_step for run in side.runs] for side in sides]
+        found = contrast(*steps, False, 1, 1)
+        lines += [f"Difference: {show_contrast(found, '+.1f')} steps, two-sided p = {pages.number(found.p)} (Welch)"]
+    return "\n".join([*lines, "Warning: a loss that is looked at often is at or below the target by chance earlier than its mean is. This is no "
+                      "claim: fix the step, run to it on new seeds, and test the mean loss there (stats.py without --at-target)."])
+
+
 def choose_sides(options):
     """Return the one or two Sides that options name."""
-    found = logs.read(options.paths)
+    def read(paths):
+        return at_target(logs.read(paths), options) if options.at_target else logs.read(paths)
+    found = read(options.paths)
     raced = sorted({race_of(run).side for run in found.runs if race_of(run)} - {""})
     chosen = options.side or (raced[0] if len(raced) == 2 and not options.vs else None)
     if chosen:
-        require(chosen in raced and len(raced) == 2, f"--side {chosen} needs the logs of a race with that side and one "
-                f"other; these have {', '.join(raced) or 'no sides'}; pass all logs of one race")
-        other = next(side for side in raced if side != chosen)
+        require(chosen in raced and len(raced) > 1 and (len(raced) == 2 or chosen != raced[-1]), f"--side {chosen} needs the logs "
+                f"of a race with that side and a base; these have {', '.join(raced) or 'no sides'}; pass all logs of one race")
+        other = next(side for side in reversed(raced) if side != chosen)  # of several sides the last one is the base
         return [gather(f"side {side}", found, options, source, side)
                 for side, source in ((chosen, options.source), (other, options.vs_source))]
-    require(len(raced) < 2, f"these are logs of the sides {', '.join(raced)} of a race; pass the logs of two sides, "
-            "without --vs; ladder.py judges more")
+    require(len(raced) < 2, f"these are logs of the sides {', '.join(raced)} of a race; choose one with --side, without --vs; "
+            "ladder.py judges them together")
     names = names_of_sets(options)
     sides = [gather(names[0], found, options, options.source)]
     if options.vs:
-        sides.append(gather(names[1], logs.read(options.vs), options, options.vs_source))
+        sides.append(gather(names[1], read(options.vs), options, options.vs_source))
     return sides
 
 
@@ -805,16 +863,23 @@ def judge(sides, options):
         check_one_experiment(side, options.mixed)
         check_complete(side)
         check_none_diverged(side)
+        for run in side.runs:
+            require(not run.contradiction, f"{list_names([run])} contradicts itself: {run.contradiction}; restore the log that the "
+                    "run wrote")
         add_warnings(side)
     if len(sides) == 2:
         check_comparable(*sides, options.mixed)
-    a = sides[0]
-    report = {"alpha": options.alpha, "verdicts": verdicts([sides]) if len(sides) == 2 else [], "stop": None,
+    a, alpha = sides[0], options.alpha or declared.get("alpha", ALPHA)
+    others = [f"alpha {alpha:g}, and race.jsonl declares {declared['alpha']:g}"] if declared and alpha != declared["alpha"] else []
+    stated = {logs.target_of(run) for side in sides for run in side.runs} - {None, options.target}
+    if options.target is not None and stated:
+        others.append(f"target {options.target:g}, and the logs state {' and '.join(map('{:g}'.format, sorted(stated)))}")
+    report = {"alpha": alpha, "others": others, "verdicts": verdicts([sides]) if len(sides) == 2 else [], "stop": None,
               "loss": {**dict.fromkeys(("target", "interval", "p", "significant")), **summary(a.losses)},
               "comparison": None,
-              "time": None if a.untimed else summary(a.seconds)}
+              "time": None if a.untimed or len({run.card for run in a.runs}) > 1 else summary(a.seconds)}
     try:
-        report |= judge_claim(sides, options)
+        report |= judge_claim(sides, alpha, options.target)
     except Undecided:
         raise
     except CannotJudge as reason:
@@ -823,10 +888,10 @@ def judge(sides, options):
                      **list_runs(sides), "sides": sides}
 
 
-def judge_claim(sides, options):
+def judge_claim(sides, alpha, target):
     """Return the record's claim as a part of the report. Raise CannotJudge where its tests are undefined."""
-    declared, alpha, a = sides[0].declared, options.alpha, sides[0]
-    target = choose_target(a.runs, options.target)
+    declared, a = sides[0].declared, sides[0]
+    target = choose_target(a.runs, target)
     if target is None:
         return {"verdict": NO_CLAIM, "reason": "the runs had no target loss, so none was claimed; --target judges them "
                 "by one"}
@@ -883,12 +948,22 @@ def check_timed(a, b):
 
 
 def check_comparable(a, b, mixed):
-    """Raise CannotJudge if a run is in both sets, Mixed if they ran on different numbers of GPUs."""
+    """Raise CannotJudge if a run is in both sets, Mixed if they differ in what decides a time or a loss: machine, validation
+    data, target. mixed: what logs do not state may differ."""
     check_not_shared(a, b)
-    gpus = [" and ".join(sorted({str(run.gpus or "unknown") for run in side.runs})) for side in (a, b)]
-    if gpus[0] != gpus[1] and not mixed:
-        raise Mixed(f"the sets ran on different numbers of GPUs ({' against '.join(gpus)})", "compare runs on the same "
-                    "machine, or use --mixed")
+
+    def must_agree(what, key):
+        found = [" and ".join(sorted({str(value) for value in map(key, side.runs) if value is not None})) for side in (a, b)]
+        if found[0] != found[1] and all(found):
+            raise Mixed(f"{what} ({' against '.join(found)})", "compare runs on the same machine, data and target")
+    must_agree("the sets ran on different numbers of GPUs", lambda run: run.gpus or (None if mixed else "unknown"))
+    for what, found in machines((a, b), unknown=not (mixed or a.declared)):
+        if len(found) > 1:
+            raise Mixed(f"the sets ran on {what} ({list_some(found)})", "compare runs on the same machine")
+    must_agree("the sets were validated on different data", lambda run: run.validated_on)
+    must_agree("the sets have different targets", lambda run: (run.start or {}).get("target_val_loss"))
+    if not any(run.card for run in a.runs + b.runs):
+        a.warnings.append("the logs do not state their GPUs: times compare only if all ran on the same machine")
 
 
 def in_turn(a, b):
@@ -1019,7 +1094,8 @@ def parse(arguments):
     add("--vs", nargs="+", metavar="PATH", help="logs of the version to beat")
     add("--side", help="the paths hold one race: judge this side of it against the other (default: a)")
     add("--target", type=float, help=f"target loss (default: what the logs state, else {DEFAULT_TARGET})")
-    add("--alpha", type=float, default=0.01, help="level of every test (default: %(default)s)")
+    add("--alpha", type=float, help=f"level of every test (default: what the race declared, else {ALPHA})")
+    add("--at-target", action="store_true", help="print where each run's loss first reached the target, and judge nothing")
     add("--source", metavar="HASH", help="judge only runs whose source has a SHA-256 with this beginning")
     add("--vs-source", metavar="HASH", help="the same for --vs")
     add("--gpus", type=int, metavar="N", help="judge only runs on N GPUs")
@@ -1033,7 +1109,9 @@ def parse(arguments):
     add("--plot", metavar="PNG", help="plot losses and times")
     add("--json", action="store_true", help="print everything as JSON")
     options = parser.parse_args(arguments)
-    if not 0 < options.alpha < 0.5:
+    if options.plan and options.alpha is None:
+        options.alpha = ALPHA
+    if options.alpha is not None and not 0 < options.alpha < 0.5:
         parser.error(f"--alpha is {options.alpha}; give a number between 0 and 0.5")
     if not 0 < options.power < 1:
         parser.error(f"--power is {options.power}; give a number between 0 and 1")
@@ -1064,7 +1142,12 @@ def main(arguments=None):
                   pages.show("plan.txt.jinja", **found, most=most, fewest=fewest))
             return 0
         sides = choose_sides(options)
+        if options.at_target:
+            print(show_at_target(sides, options))
+            return 0
         report = judge(sides, options)
+        if report["others"] and report["verdict"] == HOLDS:
+            report["verdict"] = OTHER
         if options.plot:
             plot(sides, report["verdicts"], options.plot)
     except CannotJudge as reason:

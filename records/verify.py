@@ -6,6 +6,7 @@
     python records/verify.py RECORD --data DIR         also hash the shards in DIR, rebuild the batches, and search for
                                                        validation text in the training data
     python records/verify.py RECORD --rerun MODEL...   also evaluate saved models, ideally one of each run: examine.py
+    python records/verify.py RECORD --replay SEED      also run one run again, by the source, ranks and threads in its log
     python records/verify.py RECORD --diff             also print how the source differs from its parent: the other
                                                        side's source, or this checkout's train_gpt.py
     --json  for programs; its verdict is pass, fail, or incomplete (nothing fails, but some rules could not be checked)
@@ -37,7 +38,10 @@ import math
 import os
 import re
 import shlex
+import subprocess
 import sys
+import tempfile
+import urllib.parse
 from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime
@@ -58,12 +62,13 @@ from stats import CannotJudge
 
 INCOMPLETE = "incomplete"  # all rules together: nothing fails, and some rule could not be checked
 VERDICTS = PASS, UNKNOWN, FAIL  # in the order of the page
-ALPHA = 0.01
+ALPHA = stats.ALPHA
 LOSS, FASTER = CLAIMS = "mean loss below target, p < 0.01", "faster than the other side, p < 0.01"
 ACCOUNTS, SWITCHES = "every run is accounted for", "no compiler flags in the source"
 CLOCK, COPIES = "the clock is honest", "no run is a copy of another"
 ACCOUNTS_OTHER = "every run of the other side is accounted for"
-PUBLIC_RULES = ACCOUNTS, ACCOUNTS_OTHER, SWITCHES, CLOCK, COPIES  # which a log without a description may show
+PAGE, AGAIN = "the page states what the logs show", "the source gives the run again"
+PUBLIC_RULES = ACCOUNTS, ACCOUNTS_OTHER, SWITCHES, CLOCK, COPIES, PAGE  # which a log without a description may show
 UNDESCRIBED = "the log does not describe its run (it is not one of this project's)"
 # The public speedrun's medium track, recognized by its target loss, allows one compiler switch (says its README)
 MEDIUM_LOSS, MEDIUM_WITHIN = 2.92, 0.05
@@ -110,6 +115,13 @@ _PACKAGES = {"torch", "torchvision", "torchao", "triton", "numpy", "scipy", "mat
              "tokenizers", "transformers", "datasets", "safetensors", "huggingface_hub", "kernels", "flash_attn",
              "flash_attn_interface", "flash_attn_3", "xformers", "einops", "tqdm", "rich", "requests", "yaml", "wandb",
              "psutil", "pynvml", "nvtx", "cuda", "cutlass", "packaging", "dotenv"}
+
+
+# A run in the table of a page of board.py: loss, file, seconds. Losses listed one after another on other pages
+_ROW = re.compile(r"\[(\d+\.\d+)\]\(([^)\s]+)\) \| ([\d.]+|-) ")
+NUMBERS, NEAR = re.compile(r"\d\.\d{3,8}"), 0.02  # nats
+_LOSSES = re.compile(rf"(?:(?<![\d.]){NUMBERS.pattern}(?![\d.])[\s,;|\]\['\"*-]+){{2,}}{NUMBERS.pattern}(?![\d.])")
+ANOTHER_MACHINE = 5e-4  # nats: seen 5e-5 between two generations of one processor; seeds differ by 1.4e-3 (sd)
 
 
 class Finding(NamedTuple):
@@ -190,9 +202,8 @@ def check_log(e):
     require((run.source or "").strip(), "it holds no source")
     seen = hashlib.sha256(run.source.removesuffix("\n").encode("utf-8", "surrogateescape")).hexdigest()  # as its file
     require(seen == stated, f"the source in the log has SHA-256 {seen[:8]}..., its description states {stated[:8]}...")
-    loss, decimals = e.get("end.final_val_loss", NUMBER), run.loss_decimals
-    require(abs(loss - run.final_loss) <= 0.501 * 10 ** -decimals,
-            f"its end states final_val_loss {loss}, its last validation line {run.final_loss:.{decimals}f}")
+    loss = e.get("end.final_val_loss", NUMBER)
+    require(not run.contradiction, run.contradiction)
     (steps, tokens), raced, run_id = e.planned(), e.race_by_flags(), e.get("start.run_id", str)
     require(steps == run.stated_steps and run.start.get("race") == raced,
             f"its plan has {steps} steps, its lines {run.stated_steps}; start.race is "
@@ -348,13 +359,13 @@ def check_clock(e):
                 f"train_time falls to {first.time_ms:.0f} ms at step {first.step}")
         timed = timed[falls[0]:]  # community scripts reset the clock after their first steps
     if len(timed) < 2:
-        raise CannotJudge("fewer than two lines with train_time in ms")
+        raise CannotJudge("fewer than two lines with train_time")
     warm = (0,) if e.ours else (0, 1, 10)  # steps that community scripts exclude from their average
     # at step 0 nothing was averaged, and a few ms may have passed
     wrong = [[f"at step {line.step} train_time is {line.time_ms:.0f} ms, by its step_avg of {line.average} ms "
-              f"{line.step * line.average:.0f} ms" for line in timed if line.step and line.average is not None and
-              abs(line.time_ms - line.average * max(line.step - without, 1)) > 1 + 0.006 * line.step]
-             for without in warm]
+              f"{line.step * line.average:.0f} ms" for line in timed if not line.agrees(without)] for without in warm]
+    if all(wrong) and not e.ours and timed[-1].units != (1, 0.01) and min(map(len, wrong)) > len(timed) / 2:
+        raise CannotJudge("its step_avg is another average than train_time by steps")
     require(not all(wrong), join_findings(wrong[0]))
     if e.ours:
         steps = [line.step for line in timed if not line.validation]
@@ -577,6 +588,8 @@ def check_attempts(manifest, runs, here, remarks, unknown):
         if status == "done":
             require(log, f"{what}, was started (done), and its log is not here")
             require(which not in done, f"run {which} was done twice")
+            require(attempt.get("figures") in (None, log.figures), f"{what}: its lines are not those that the race saw, by their "
+                    f"SHA-256 in {stats.MANIFEST}; restore the log")
             done.add(which)
             continue
         remarks.append(f"{what}: {status}")
@@ -710,7 +723,7 @@ def check_copies(runs):
                 marks.append((seed, "digest of its tokens", e.digest("end.train_digest")))
             if len(losses) >= TELLING_LINES:
                 marks.append((seed, "training loss at each step", tuple(losses.values())))
-        if len(e.run.steps) >= TELLING_LINES:
+        if len(e.run.steps) >= TELLING_LINES and e.run.steps[-1].units[0] <= 1:  # ms; coarser times are often equal
             marks.append((e, f"time at each of {len(e.run.steps)} lines", tuple(step.time_ms for step in e.run.steps)))
         for owner, what, mark in marks:
             (one, before), shown = seen.setdefault((what, mark), (e, owner)), mark[:8] if isinstance(mark, str) else ""
@@ -749,6 +762,8 @@ def check_loss(runs, given):
     fineweb = given is None and any(not e.ours or is_fineweb(e) for e in runs)
     report = claim(runs, [], stats.DEFAULT_TARGET if fineweb else given)
     loss = report["loss"]
+    if given is not None and report["others"]:
+        raise CannotJudge(f"not the declared claim: {'; '.join(report['others'])}; p = {loss['p']:.4g}")
     text = f"mean {loss['mean']:.5f} of {plural(loss['n'], 'run')}, target {loss['target']:g}, p = {loss['p']:.4g}"
     require(loss["significant"], f"{text}: not below {report['alpha']:g}")
     return text
@@ -757,6 +772,8 @@ def check_loss(runs, given):
 def check_faster(runs, others, target, races):
     """Check that the record is faster. Clocks that only the runs themselves have read show no claim."""
     report = claim(runs, others, target)
+    if target is not None and report["others"]:
+        raise CannotJudge(f"not the declared claim: {'; '.join(report['others'])}")
     found = report["comparison"]
     (verdict,) = report["verdicts"]
     text = (f"{report['time']['mean']:.3f} s against {found['other']['mean']:.3f} s: "
@@ -769,6 +786,65 @@ def check_faster(runs, others, target, races):
     if any(e.ours for e in alone):
         raise CannotJudge(text)
     return text
+
+
+def check_page(runs, found):
+    """Compare the page beside the logs: a page of board.py row by row, lists of losses on any other with what logs show."""
+    folder, *more = {os.path.dirname(e.run.path) or "." for e in runs}
+    try:
+        require(not more, "the logs are in several folders")
+        text = Path(folder, "README.md").read_text(encoding="utf-8", errors="replace")
+    except (Broken, OSError) as error:
+        raise CannotJudge(f"no page to compare ({getattr(error, 'strerror', None) or error})") from None
+    rows = {urllib.parse.unquote(file): (loss, seconds) for loss, file, seconds in _ROW.findall(text)}
+    for e in runs if rows else ():
+        shown = f"{e.run.final_loss:.{e.run.loss_decimals}f}", "-" if e.run.train_time_ms is None else f"{e.run.train_time_ms / 1000:.3f}"
+        seen = rows.get(os.path.basename(e.run.path))
+        require(seen == shown, f"its row of {e.name} states {seen and ', '.join(seen)}, the log {', '.join(shown)}")
+    shown = [line.loss for run in [*found.runs, *found.rejected] for line in run.validations]
+    stated = [text for texts in _LOSSES.findall(text) for text in NUMBERS.findall(texts)]
+    stated = [text for text in stated if min(e.run.final_loss for e in runs) - NEAR < float(text) < max(e.run.final_loss for e in runs) + NEAR]
+    lacking = [text for text in stated if all(abs(float(text) - loss) > 0.51 * 10.0 ** -len(text.partition(".")[2]) for loss in shown)]
+    if lacking and not rows:
+        raise CannotJudge(f"README.md lists {len(stated)} losses, and no log here shows {len(lacking)} of them: "
+                          f"{', '.join(lacking[:12])}{' ...' * (len(lacking) > 12)}; ask for the logs of these runs")
+    if not rows and not stated:
+        raise CannotJudge("README.md lists no losses of single runs")
+    return f"README.md states what {plural(len(runs), 'log')} show{'s' * (len(runs) == 1)}"
+
+
+def check_again(e, races, data):
+    """Run the source in a log again, with its ranks, threads and flags, and compare state hash and loss."""
+    config, flags = e.get("start.config", dict), declared_flags(e, races)
+    if flags is None:
+        flags = [f"--{name}={','.join(map(str, value)) if isinstance(value, list) else str(value).lower() if type(value) is bool else value}"
+                 for name, value in config.items() if name not in logs.INCIDENTAL and not name.startswith("race_")]
+    if data:
+        flags = [*flags, *(f"--{split}={Path(data).resolve() / Path(config[split]).name}" for split in ("train_files", "val_files"))]
+    threads = e.get("start.environment", dict).get("OMP_NUM_THREADS")
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | (
+        {"OMP_NUM_THREADS": threads} if threads else {})
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, stats.SCRIPT).write_text(examine.source_of(e), encoding="utf-8", errors="surrogateescape")
+        os.symlink(ROOT / "data", Path(folder, "data"))
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={e.get('start.ranks', int)}", stats.SCRIPT,
+             *flags, f"--seed={e.get('start.seed', int)}", "--log_dir=logs", "--run_id=again"], cwd=folder, env=environment,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        again = Evidence(logs.last_run(str(Path(folder, "logs", "again.txt"))))
+    if not again.run.complete:
+        raise CannotJudge(f"it did not end ({again.run.reason}; {' '.join(done.stdout[-200:].split())}); --data names the shards")
+    pairs = [(one.get("end.final_state_hash", str), one.get("end.final_val_loss", NUMBER)) for one in (e, again)]
+    (wanted, loss), (seen, its) = pairs
+    if seen == wanted:
+        return f"the same bytes: state hash {seen[:8]}..., loss {its:.6f}"
+    facts = [{**one.get("start.hardware", dict), **one.get("start.versions", dict)} for one in (e, again)]
+    differ = [name for name in ("device", "cpu", "cpu_id", "threads", "torch") if facts[0].get(name) != facts[1].get(name)]
+    text = f"its state hash is {seen[:8]}..., the log states {wanted[:8]}...; loss {its:.6f} against {loss:.6f}"
+    require(differ or facts[0].get("gpus"), f"{text}; on the same processor, threads and torch a run gives the same bytes")
+    why = f"other, or not logged: {', '.join(differ)}" if differ else "GPUs add in any order"
+    require(abs(its - loss) <= ANOTHER_MACHINE, f"{text}: more than {ANOTHER_MACHINE:g} nats apart ({why})")
+    return f"{text}: within {ANOTHER_MACHINE:g} nats ({why}, so the bytes may differ)"
 
 
 def check_alike(runs, facts_of):
@@ -1035,12 +1111,9 @@ def digests_of_judge():
 def unseen(case):
     """Return the last line: where the paragraph is on what no rule sees, and the command that runs a run again."""
     said, e = 'What no rule sees, and how to find it: docs/racing.md, "What no rule sees".', case.runs[0]
-    flags = declared_flags(e, case.whole.races) if e.ours else None
-    if flags is None:
+    if not e.ours or declared_flags(e, case.whole.races) is None:
         return said
-    again = shlex.join(["torchrun", f"--nproc_per_node={e.run.start.get('ranks')}", stats.SCRIPT, *flags, "--seed",
-                        str(e.run.start.get("seed"))])
-    return f"{said} To run {e.name} again: `{again}`"
+    return f"{said} To run {e.name} again: `python records/verify.py {shlex.quote(case.options.record[0])} --replay {e.run.start.get('seed')}`"
 
 
 def verdicts_of(case):
@@ -1057,12 +1130,13 @@ def verdicts_of(case):
 def sum_up(findings, case):
     """Return the content of the page: the verdict, and the findings by verdict with failures last."""
     of = {verdict: [f for f in findings if f.rule not in CLAIMS and f.verdict == verdict] for verdict in VERDICTS}
-    counts = Counter(f.verdict for f in findings)
+    counts, other = Counter(f.verdict for f in findings), any(f.reason.startswith("not the declared") for f in findings)
     bare = not counts[FAIL] and any(not e.ours for e in case.runs + case.others)
     public = not any(e.ours for e in case.runs + case.others)
     beyond = [f for f in of[UNKNOWN] if public and f.rule not in PUBLIC_RULES]
     alike = stats.grouped([f for f in of[UNKNOWN] if f not in beyond], lambda f: f.reason)
     said = ("FAIL: rules are broken" if len(of[FAIL]) > 1 else "FAIL: a rule is broken" if of[FAIL] else
+            "NOT THE DECLARED CLAIM, no rule is broken" if other and not counts[FAIL] else
             "NO RULE IS BROKEN, some were not checked: the logs do not describe their runs" if bare else
             "CLAIM NOT SHOWN, no rule is broken" if counts[FAIL] else
             "NO RULE IS BROKEN, some were not checked" if of[UNKNOWN] else "PASS")
@@ -1073,7 +1147,7 @@ def sum_up(findings, case):
             f"models of {len(case.models)} of {plural(len(case.whole.runs), 'run')}")
     return {"said": f"{said}. {hold}, {broken}, {len(of[UNKNOWN]) - len(beyond)} not checked; {more}",
             "verdict": FAIL if counts[FAIL] else INCOMPLETE if counts[UNKNOWN] else PASS, "counts": dict(counts),
-            "status": 1 if counts[FAIL] else 2 if bare else 0, "of": of,
+            "status": 1 if counts[FAIL] else 2 if bare or other else 0, "of": of,
             "claims": [f for f in findings if f.rule in CLAIMS], "beyond": beyond,
             "verdicts": verdicts_of(case), "source": source if parsed == PASS else "",
             "unseen": [f"{'; '.join(f.rule for f in found)}: {reason}" for reason, found in alike.items()],
@@ -1093,6 +1167,7 @@ def parse(arguments):
                         help="folder of the shards: hash and replay them, search for validation text in training")
     parser.add_argument("--rerun", nargs="+", metavar="MODEL",
                         help="saved models, or folders of them; RUNS the source in their logs")
+    parser.add_argument("--replay", type=int, metavar="SEED", help="run this seed's run again; RUNS the source in its log")
     parser.add_argument("--target", type=float, help="target loss (default: 3.28 on FineWeb, else the logs' target)")
     parser.add_argument("--diff", action="store_true", help="print the differences between the source and its parent")
     parser.add_argument("--json", action="store_true", help="print the findings for programs")
@@ -1103,7 +1178,15 @@ def main(arguments=None):
     options = parse(arguments)
     try:
         case = read_case(options)
-        findings = verify(options, case)
+        findings = [*verify(options, case), Finding(PAGE, *judged(check_page, case.whole.runs, case.whole.found))]
+        if options.replay is not None:
+            again = [e for e in case.whole.runs if e.ours and e.run.start.get("seed") == options.replay]
+            again = [e for e in again if e in case.runs] or again
+            if not again:
+                raise CannotJudge(f"--replay {options.replay}: no log states this seed; name one of "
+                                  f"{join_findings([str(e.run.seed) for e in case.whole.runs])}")
+            print(f"verify.py: running {again[0].name} again, by the source in it ...", file=sys.stderr, flush=True)
+            findings.append(Finding(AGAIN, *judged(check_again, again[0], case.whole.races, options.data)))
     except CannotJudge as reason:
         if options.json:
             print(json.dumps({"verdict": "cannot be judged", "reason": str(reason)}))
