@@ -470,7 +470,7 @@ class _Section:
             total = run.total  # a diagnostic line without a total
         repeated = validation and run and run.validations and run.validations[-1].step == step
         # several ranks print a line, perhaps after a line of a later step; before the first step all runs are alike
-        if run and run.last_step is not None and (0 < step == run.last_step - 1 or step == run.last_step) and (
+        if run and not run.start and run.last_step is not None and (0 < step == run.last_step - 1 or step == run.last_step) and (
                 step, total, rest) in run.recent:
             return run.notes.add("several ranks printed the same lines: each counts once")
         if run is None or run.last_step is not None and step < run.last_step:
@@ -490,10 +490,10 @@ class _Section:
         time_ms = _time_ms(fields.get("train_time", ""))
         if time_ms is not None:
             again, whole_ms = run.steps and run.steps[-1].step == step, fields["train_time"].removesuffix("ms").isdecimal()
-            if time_ms < run.clock and not (again and run.steps[-1].validation == validation):  # ranks differ a little
+            if time_ms < run.clock and not (not run.start and again and run.steps[-1].validation == validation):  # ranks differ a little
                 run.clock_falls.append(step)
             run.clock = time_ms
-            if not (again and run.steps[-1].validation == validation):
+            if whole_ms if run.start else not (again and run.steps[-1].validation == validation):
                 units = () if whole_ms else (tuple(_digit_ms(fields.get(name, "")) for name in ("train_time", "step_avg")),)
                 run.steps.append(Step(step, time_ms, _time_ms(fields.get("step_avg", "")), _finite(fields.get("train_loss", "")),
                                       validation, *units))

@@ -85,7 +85,7 @@ def published(tmp_path_factory):
         second = write_race(folder / "race-2", sync="step", source=other, device=HOSTILE, dtype=HOSTILE)
         (second / "race.jsonl").unlink()
         for log in second.glob("*a.txt"):
-            log.write_text(log.read_text().replace("print('one')", "print('more')").replace(
+            log.write_text(log.read_text().replace("print('one')", "print('more')").replace('"a machine"', json.dumps(HOSTILE)).replace(
                 hashlib.sha256(b"import torch\nprint('one')\n").hexdigest(), hashlib.sha256(b"import torch\nprint('more')\n").hexdigest()))
         assert board.main(["add", str(first), str(folder / "records" / "2026-01-02_toy"), "A toy | record"]) == 0
         assert board.main(["add", str(second), str(folder / "records" / "2026-01-03_hostile"), HOSTILE]) == 0

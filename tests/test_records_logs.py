@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import subprocess
 import sys
@@ -863,3 +864,64 @@ def test_ctrl_c_in_a_tool_is_a_word_and_130(capsys):
     ({"": {"revision": None, "flags": ["--preset", "laptop"]}}, ["this checkout"])])
 def test_sides_are_named_by_what_they_are(sides, names):
     assert list(logs.side_names({"sides": sides}).values()) == names
+
+
+# What public logs state, and parts of runs
+
+@pytest.mark.parametrize("environment, card, torch", [
+    (gpu_table(8).replace("H100 80GB HBM3 ", "A100-SXM4-80GB "), "NVIDIA A100-SXM4-80GB", None),
+    ("Running PyTorch 2.10.0+cu128 compiled for CUDA 12.8 on NVIDIA GH200 120GB with world_size 4", "NVIDIA GH200 120GB", "2.10.0+cu128"),
+    ("GPU[0]: Card Series: AMD Instinct MI300X\ntorch version: 2.9.1", "AMD Instinct MI300X", "2.9.1"),
+    ("device_name=NVIDIA L40S with world_size=8", "NVIDIA L40S", None)])
+def test_the_card_and_torch_that_a_public_log_states(write, environment, card, torch):
+    run = only_run(write(text(common(), environment=environment)))
+    assert (run.card, run.torch) == (card, torch)
+
+
+def test_seeds_that_a_script_prints_are_read_for_each_trial(write):
+    trials = [line for i in (4, 5) for line in (f"trial:{i}/9 seed:{i}", *common(f"3.27{i}", seed=i))]
+    assert [run.seed for run in logs.read([write(text(trials))]).runs] == [4, 5]
+    assert only_run(write(text(common(), environment="Using seed=10\n"))).seed == 10
+    assert only_run(write(text(common(), environment="num_seeds: 3\nseed_everything\n"))).seed is None
+
+
+def test_settings_above_the_script_differ_and_seeds_and_paths_do_not(write):
+    run = only_run(write(f"Namespace(lr=0.02, seed=3, log_dir='a')\n{SEPARATOR}\n" + text(common())))
+    assert logs.config_of(run) == {"lr": "0.02"} and run.seed == 3
+
+
+def test_parts_of_a_counted_run_are_duplicates_and_an_aborted_run_is_none(tmp_path, write):
+    write(text(common()), "a.txt")
+    write("\n".join(text(common()).split("\n")[:24]) + "\n", "cut.txt")
+    write(next(line for line in common() if line.startswith("step:15/20 val")) + "\n", "excerpt.txt")
+    write(text(common("3.3", time_ms=2100)[:12]), "aborted.txt")
+    found = logs.read([tmp_path])
+    assert {os.path.basename(item.path) for item in found.duplicates} == {"cut.txt", "excerpt.txt"}
+    assert [os.path.basename(item.path) for item in found.rejected] == ["aborted.txt"] and len(found.runs) == 1
+
+
+def test_lines_that_several_ranks_print_count_once(write):
+    run = only_run(write(text([line for line in common() for _ in range(4)])))
+    once = only_run(write(text(common()), "once.txt"))
+    assert run.validations == once.validations and run.steps == once.steps and "several ranks" in run.notes[0]
+
+
+def test_times_with_a_fraction_are_times(write):
+    lines = [re.sub(r"time:(\d+)ms", lambda ms: f"time:{int(ms[1]) / 1000:.3f}s", line) for line in common()]
+    assert [step[:2] for step in only_run(write(text(lines))).steps] == [step[:2] for step in only_run(write(text(common()))).steps]
+
+
+def test_an_archive_is_read_like_its_files(tmp_path, write):
+    import tarfile
+    write(text(common()), "a.txt")
+    with tarfile.open(tmp_path / "logs.tar.xz", "w:xz") as archive:
+        archive.add(tmp_path / "a.txt", "race-1/a.txt")
+        archive.add(tmp_path / "a.txt", "../out.txt")
+    os.remove(tmp_path / "a.txt")
+    assert only_run(str(tmp_path)).final_loss == only_run(str(tmp_path / "logs.tar.xz")).final_loss == 3.2775
+    assert not (tmp_path.parent / "out.txt").exists()
+
+
+@pytest.mark.parametrize("end", [{"final_val_loss": 3.3}, {"train_time_ms": 3000}, {"steps": 30}])
+def test_an_end_line_that_contradicts_the_lines(write, end):
+    assert "its end states" in only_run(write(text(['{"run_id": "x"}', *common(), json.dumps({"end": end})]))).contradiction

@@ -305,3 +305,8 @@ def test_a_port_that_is_taken_is_named(tmp_path, capsys):
     assert watch.main([str(tmp_path), "--port", str(server.server_port)]) == 2
     server.server_close()
     assert "choose another --port" in capsys.readouterr().err
+
+
+def test_a_clock_reset_gives_no_speed():
+    speeds = [(i, 100.0 if i != 10 else -29900.0) for i in range(1000)]
+    assert all(speed == 100 for _, speed in pages.running_means(speeds, 1000))

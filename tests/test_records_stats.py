@@ -963,3 +963,51 @@ def test_runs_of_other_lengths_without_a_total_are_not_mixed(write, refusal):
     lines = ["import torch", "=" * 100, *(f"s:{step} tel:{5 - step / 1000:.4f}" for step in (0, 250, 500))]
     folder = write("llmc", ["\n".join([*lines, ""]), "\n".join([*lines[:-1], ""])])
     assert "different lengths in steps: 500 (1: 0.txt), 250 (1: 1.txt)" in refusal(folder)
+
+
+# Sets that differ
+
+@pytest.mark.parametrize("change, says", [
+    (lambda text: text.replace("H100 80GB HBM3 ", "A100-SXM4-80GB "), "different GPUs (NVIDIA H100"),
+    (lambda text: text.replace("|   7  NVIDIA", "none"), "different numbers of GPUs (8 against 7)"),
+    (lambda text: text.replace("source = ", "Driver Version: 570.1\n" + "=" * 100 + "\nimport a\nsource = "), ""),
+    (lambda text: text.replace('"target_val_loss": 3.28', '"target_val_loss": 3.3'), "different targets (3.28 against 3.3)"),
+    (lambda text: text.replace('"val_tokens": 100', '"val_tokens": 90'), "validated on different data (100 tokens against 90 tokens)")])
+def test_no_verdict_compares_what_differs(write, refusal, judge, change, says):
+    a, b = [write(name, (edit(log(loss, t + more, start={"target_val_loss": 3.28, "seed": i, "config": {"val_tokens": 100}}))
+                         for i, (loss, t) in enumerate(zip(LOSSES, TIMES)))) for name, more, edit in (("a", 0, str), ("b", 1, change))]
+    if says:
+        assert says in refusal(a, "--vs", b)
+    else:
+        assert judge(a, "--vs", b)[0] == 0  # one side does not state its driver
+
+
+def test_a_set_on_two_cards_is_warned_of_and_its_times_are_not_pooled(write, judge):
+    contents = [log(loss, t) for loss, t in zip(LOSSES, TIMES)]
+    folder = write("both", [*contents[:5], *(text.replace("H100 80GB HBM3 ", "H200           ") for text in contents[5:])])
+    status, out, _ = judge(folder)
+    assert status == 0 and "ran on different GPUs: NVIDIA H100 80GB HBM3, NVIDIA H200" in out and "Time (" not in out
+
+
+def test_a_declared_alpha_is_the_default_and_another_is_no_claim(write, judge):
+    race = declare(write("race", raced(10)), n=10, alpha=0.02, sides={"": {"revision": None, "flags": []}})
+    assert "at alpha 0.02; honesty is not checked here: verify.py" in judge(race)[1]
+    status, out, _ = judge(race, "--alpha", 0.4)
+    assert status == 2 and out.startswith("Not the declared claim: alpha 0.4, and race.jsonl declares 0.02") and "The claim holds" not in out
+
+
+def test_a_forged_line_is_refused(write, refusal):
+    contents = raced(5)
+    contents[2] = re.sub("val_loss:3.27.*? ", "val_loss:3.2701 ", contents[2])
+    assert "2.txt contradicts itself: its end states final_val_loss" in refusal(write("forged", contents))
+
+
+def test_where_the_loss_reached_the_target(new, judge):
+    status, out, _ = judge(new, "--at-target", "--target", 7)
+    assert status == 0 and "first at or below 7 at step 10.0 ± 0.0 (mean ± sd, n = 10)" in out and "at look 2" in out
+    assert "This is no claim" in out
+
+
+def test_seeds_in_the_text_are_not_independent(write, refusal):
+    contents = [log(loss, t).replace("|   0  ", "Using seed=7\n|   0  ", 1) for loss, t in zip(LOSSES, TIMES)]
+    assert "10 runs of the set share the seed 7" in refusal(write("seeds", contents))

@@ -555,3 +555,28 @@ def test_it_runs_alone(tmp_path):
     assert run.returncode == 0 and run.stderr == "" and "total" in run.stdout
     run = subprocess.run(f"'{sys.executable}' '{SCRIPT}' '{path}' | true", shell=True, capture_output=True, text=True)
     assert run.stderr == ""
+
+
+# Other profilers
+
+def test_capitals_and_other_runtimes_give_the_same_figures(tmp_path):
+    wanted = analysed(two_steps(), tmp_path)
+    for change in ({"kernel": "Kernel", "gpu_memcpy": "Memcpy", "gpu_memset": "Memset", "cuda_runtime": "Runtime"},
+                   {"cuda_runtime": "hip_runtime", "cuda_driver": "hip_driver"}, {"gpu_memcpy": "kernel", "gpu_memset": "kernel"}):
+        build = two_steps()
+        for event in build.events:
+            event["cat"] = change.get(event["cat"], event["cat"])
+        assert analysed(build, tmp_path) == wanted
+
+
+def test_a_trace_says_what_it_lacks(tmp_path, capsys):
+    build = two_steps()
+    for event in build.events:
+        event.get("args", {}).pop("correlation", None)
+    assert "states args.correlation" in refusal(build.write(tmp_path / "amd.json"), capsys)
+    build = two_steps()
+    build.events += [{**event, "pid": 99} for event in build.events if event["name"].startswith("ProfilerStep") and event["cat"] != "gpu_user_annotation"]
+    assert "holds 2 ranks" in refusal(build.write(tmp_path / "two.json"), capsys)
+    build = two_steps().op("gemm", 1800, 9000, 900).op("gemm", 2000, 2300, 950)
+    assert [note.split(":")[0] for note in analysed(build, tmp_path)["notes"]] == [
+        "1 GPU op lasted longer than the longest step", "3 times two ops overlap on one stream, which runs one at a time"]

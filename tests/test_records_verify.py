@@ -576,7 +576,8 @@ def test_a_loss_not_surely_below_target_is_caught(race, judge):
     folder = race(change=lambda log, run, side: log.label(run, 4, loss=4.46 + 0.02 * run))
     fails_only(judge(folder), LOSS, "4.51")
     fails_only(judge(folder, "--target", "4.2"), LOSS, "target 4.2")
-    assert judge(folder, "--target", "5")[0] == 0
+    status, rules = judge(folder, "--target", "5")  # the logs state 4.5
+    assert status == 2 and rules[LOSS][1].startswith("not the declared claim: target 5")
 
 
 @pytest.mark.parametrize("change, rule, word", [
@@ -1490,7 +1491,7 @@ def test_cheat_11_logs_without_their_json_lines(race, capsys):
 def test_cheat_12_a_consistent_forgery_is_in_the_paragraph_that_the_last_line_names(race, capsys):
     assert verify.main([str(race())]) == 0
     last = " ".join(capsys.readouterr().out.rpartition("\n\n")[2].split())
-    assert 'docs/racing.md, "What no rule sees"' in last and "torchrun --nproc_per_node=1 train_gpt.py --seed 1" in last
+    assert 'docs/racing.md, "What no rule sees"' in last and "--replay 1`" in last
     section = (ROOT / "docs/racing.md").read_text().partition("## What no rule sees\n")[2].partition("\n## ")[0]
     assert "under `compile`" in section and "--rerun" in section
 
