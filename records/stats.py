@@ -810,7 +810,7 @@ def show_at_target(sides, options):
         spread = "" if steps["sd"] is None else f" ± {steps['sd']:.1f}"
         lines += [f"{side.label}: first at or below {choose_target(side.runs, options.target):g} at step {steps['mean']:.1f}{spread} "
                   f"(mean ± sd, n = {steps['n']}), range {steps['min']:.0f} … {steps['max']:.0f}"]
-        timed = not side.untimed and not side.clock_reset and len({run.card for run in side.runs}) == 1
+        timed = not side.untimed and not side.clock_reset and len({run.card for run in side.runs} - {None}) < 2
         lines += [f"  after {show_mean(summary(side.seconds))}"] if timed else ["  times: not of one machine, or not stated"]
         lines += [f"  {logs.printable(run.path)}: step {run.last_step}, loss {run.final_loss:.{run.loss_decimals}f}, at look {run.notes[0]}"
                   for run in side.runs]
@@ -877,7 +877,7 @@ def judge(sides, options):
     report = {"alpha": alpha, "others": others, "verdicts": verdicts([sides]) if len(sides) == 2 else [], "stop": None,
               "loss": {**dict.fromkeys(("target", "interval", "p", "significant")), **summary(a.losses)},
               "comparison": None,
-              "time": None if a.untimed or len({run.card for run in a.runs}) > 1 else summary(a.seconds)}
+              "time": None if a.untimed or len({run.card for run in a.runs} - {None}) > 1 else summary(a.seconds)}
     try:
         report |= judge_claim(sides, alpha, options.target)
     except Undecided:
