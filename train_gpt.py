@@ -1191,11 +1191,13 @@ class GPT(nn.Module):
         if self.config.ngram_hash == "record":
             return [table.record_hash(tokens) for table in self.ngrams]
         token, in_document, last_tokens = tokens.long(), torch.ones_like(tokens, dtype=torch.bool), []
-        for _ in range(max((table.n for table in self.ngrams), default=0)):
+        for _ in range(max([0, *[table.n for table in self.ngrams]])):
             last_tokens.append(torch.where(in_document, token, self.bos_id))
             in_document = in_document & (token != self.bos_id)
             token = F.pad(token[..., :-1], (1, 0), value=self.bos_id)
-        hashes = [*itertools.accumulate(last_tokens, lambda last, token: NgramTable.hash(last ^ token), initial=0)]
+        hashes = [torch.zeros_like(token)]
+        for token in last_tokens:
+            hashes.append(NgramTable.hash(hashes[-1] ^ token))
         return [hashes[table.n] for table in self.ngrams]
 
     def context(self, x0: Tensor, ngram_embeds: Tensor | None, masks: dict[str | None, Mask | None]) -> Context:
