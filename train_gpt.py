@@ -492,9 +492,10 @@ def holds_rows(f: dataclasses.Field) -> bool:
     return f.type.startswith("tuple[")
 
 class Parser(argparse.ArgumentParser):
-    def parse_known_args(self, args: Sequence[str], namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """Accept dashes for the underscores in names of flags."""
-        words = [re.sub("^--[^=]+", lambda found: "--" + found[0][2:].replace("-", "_"), word) for word in args]
+        words = [re.sub("^--[^=]+", lambda found: "--" + found[0][2:].replace("-", "_"), word)
+                 for word in (sys.argv[1:] if args is None else args)]
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:

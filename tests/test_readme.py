@@ -81,6 +81,8 @@ COMMANDS = {
     ".venv/bin/python bench/own_model.py": "test_bench.py::test_own_model",
     ".venv/bin/python bench/public_record.py LOG_OR_PROGRAM": "test_bench.py::test_a_last_window_of_18_blocks_in_place_of_20_shows",
     "dry_gpu/setup": "test_dry_gpu.py::",
+    "DRY_GPU_HOME=DIR dry_gpu/setup 2.11.0": "downloads 5 GB",
+    "dry_gpu/run --flash 2 -- --preset speedrun": "test_dry_gpu.py::test_flash_attention_2_is_slower_on_hopper_alone",
     "dry_gpu/run -- --preset speedrun": "test_dry_gpu.py::",
     "dry_gpu/run --compare": "test_emulated_steps.py::test_two_steps",
     "dry_gpu/run --program FILE_OR_LOG -- --preset frontier": "test_dry_gpu.py::test_a_public_program",
@@ -155,7 +157,7 @@ def test_the_commands_of_a_first_hour(clone):
 
 def test_every_flag_is_one_of_a_program_here_and_every_link_leads_somewhere():
     sources = "".join(path.read_text(encoding="utf-8") for path in
-                      (ROOT / "sample.py", ROOT / "test.sh", *(path for folder in ("bench", "data", "dry_gpu", "launch", "records")
+                      (ROOT / "sample.py", ROOT / "test.sh", ROOT / "bench/first_gpu", *(path for folder in ("bench", "data", "dry_gpu", "launch", "records")
                                              for path in (ROOT / folder).glob("*.py"))))
     torchrun = {"--nnodes", "--nproc_per_node", "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--max-restarts"}
     known = {*train_gpt.make_parser()._option_string_actions, *re.findall(r"--[a-z][\w-]+", sources), *torchrun}

@@ -483,7 +483,7 @@ def test_a_run_is_noted_before_it_starts_and_after(repo, monkeypatch):
     ended = only_race(repo)[2][-1]
     assert noted[0]["status"] == "started"
     assert ended == {**noted[0], "status": "done", "exit": 0, "seconds": ended["seconds"], "logged": True, "stamps": ended["stamps"],
-                     "ended_at": ended["ended_at"]}
+                     "ended_at": ended["ended_at"], "figures": ended["figures"]}
     assert noted[0]["started_at"] <= ended["ended_at"] and "+00:00" in ended["ended_at"]
 
 

@@ -204,7 +204,7 @@ def test_help_installs_nothing_and_fits_on_a_screen(tree):
         lines = done.stdout.splitlines()
         assert 24 <= len(lines) <= 40 and max(map(len, lines)) <= 100
         commands = [line.split("  ")[1] for line in lines if line.startswith("  ./run.sh")]
-        assert commands == ["./run.sh", "./run.sh --text FILE FOLDER", "./run.sh -n 5 --vs HEAD", "./run.sh --resume latest"]
+        assert commands == ["./run.sh", "./run.sh --trial", "./run.sh --text FILE FOLDER", "./run.sh -n 5 --vs HEAD", "./run.sh --resume latest"]
     tree.set_up(REAL)
     (tree.root / "train_gpt.py").write_text("import sys\nprint(*sys.argv)\n")
     assert tree.run("--help").stdout == done.stdout
@@ -406,7 +406,7 @@ def test_all_usable_gpus_are_taken_and_two_ranks_without_one(gpus):
 
 def test_a_batch_that_two_ranks_cannot_share_is_said(gpus, capsys):
     gpus(0, False)
-    assert start.choose(["--micro_batches", "3"], False)[1] == 1
+    assert start.choose(["--micro_batches", "3"], False, False)[1] == 1
     assert "run.sh: 1 rank(s) instead of 2: ranks share the 3 micro-batches of a step evenly; --micro_batches" in capsys.readouterr().err
     start.choose([], False, False)
     assert not capsys.readouterr().err
@@ -435,7 +435,7 @@ def test_steps_and_epochs_fit_the_size_of_a_text(gpus, capsys, tmp_path, monkeyp
             write_shard(tmp_path / f"t_{name}.bin", some_documents(1, tokens, 257, 256, mean=400), 257, 256)
         files = [f"--{split}_files={tmp_path / f't_{split}_*.bin'}" for split in ("train", "val")]
         reads.clear()
-        *_, words = start.choose(["--preset", "laptop", *files, *flags], True)
+        *_, words = start.choose(["--preset", "laptop", *files, *flags], True, False)
         err, config = capsys.readouterr().err, train_gpt.parse_config(words, "laptop")[1]
         stream = train_gpt.Stream(train_gpt.find_shards(config.train_files), config)
         stream.check_enough()
