@@ -14,7 +14,8 @@ Rules
 - Only lines after the last separator (a line of exactly 100 `=`) count. The text before it may be a script that quotes
   a log.
 - The source is the last text before that separator that is Python, with Python texts right before it; without any, the
-  first text. Lines above it (arguments, the log's path) and nvidia-smi's text are no part of it. Its SHA-256 is computed with line ends as \\n, as on every system.
+  first text. Lines above it (arguments, the log's path) and nvidia-smi's text are no part of it. Its SHA-256 is computed
+  with line ends as \\n, as on every system.
 - GPUs, versions, seed and validation data are those of the JSON line, or what a public script prints outside its source.
 - A step counter that decreases begins another run in the same file. Each run is judged separately. A line that several
   ranks print counts once.
@@ -197,8 +198,8 @@ class Run:
 
     @property
     def figures(self):
-        """The SHA-256 of its step lines and its end, which a race writes down."""
-        told = [(step[:5]) for step in self.steps], [line[:3] for line in self.validations], self.end
+        """The SHA-256 of its step lines, which a race writes down."""
+        told = [(step[:5]) for step in self.steps], [line[:3] for line in self.validations]
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
     @property

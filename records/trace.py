@@ -14,7 +14,8 @@ Definitions
                    "rccl" or "oneccl" in its name is communication, one named Memcpy or Memset a copy or fill. Every other
                    kernel is compute. Copies and fills count only as not idle.
     launch         The event of a runtime or driver (cuda, hip, xpu) with the op's args.correlation, or "External id" where
-                   none has one. An op without a launch was enqueued before recording began. Such orphans are counted, named and excluded from all figures.
+                   none has one. An op without a launch was enqueued before recording began. Such
+                   orphans are counted, named and excluded from all figures.
     step           A ProfilerStep#N mark. An op belongs to the step that contains its launch, since the GPU runs far
                    behind the host.
     busy           Length of the union of intervals. overlap = |comm ∩ compute|, exposed = |comm| - overlap,

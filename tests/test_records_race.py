@@ -482,8 +482,8 @@ def test_a_run_is_noted_before_it_starts_and_after(repo, monkeypatch):
     assert race.main(["-n", "1"]) == 0
     ended = only_race(repo)[2][-1]
     assert noted[0]["status"] == "started"
-    assert ended == {**noted[0], "status": "done", "exit": 0, "seconds": ended["seconds"], "logged": True, "stamps": ended["stamps"],
-                     "ended_at": ended["ended_at"], "figures": ended["figures"]}
+    assert ended == {**noted[0], "status": "done", "exit": 0, "seconds": ended["seconds"], "logged": True, "stamps": ended["stamps"], "figures": ended["figures"],
+                     "ended_at": ended["ended_at"]}
     assert noted[0]["started_at"] <= ended["ended_at"] and "+00:00" in ended["ended_at"]
 
 
