@@ -4267,7 +4267,8 @@ def describe_machine(device: torch.device) -> tuple[dict[str, Any], str]:
     prefixes = ("TORCH", "PYTORCH", "TRITON", "INDUCTOR", "NCCL", "GLOO", "CUDA_", "OMP_", "PYTHON", "LD_")
     environment = {key: setting for key, setting in sorted(os.environ.items()) if key.startswith(prefixes)}
     hardware = {"device": torch.cuda.get_device_name() if on_gpu else cpu, "gpus": gpus if on_gpu else [],
-                "cpu": cpu, "cpu_id": cpu_name("cpu family", "model", "stepping"), "cores": cores, "threads": torch.get_num_threads()}
+                "cpu": cpu, "cpu_id": cpu_name("cpu family", "model", "stepping"),
+                 "cores": cores, "threads": torch.get_num_threads()}
     return {"hardware": hardware, "versions": versions, "environment": environment,
             "source_sha256": file_sha256(__file__)}, text
 

@@ -346,7 +346,7 @@ def without_copies(runs):
     lines = [{validation[:3] for validation in run.validations} for run in runs]
     timed = [{step[:2] for step in run.steps if step.step > 0} for run in runs]
     originals, copies, by_line = {}, {}, {}
-    for i in sorted(range(len(runs)), key=lambda i: (bool(runs[i].reason), -len(lines[i]), -len(timed[i]),
+    for i in sorted(range(len(runs)), key=lambda i: (bool(runs[i].reason), -len(lines[i]), runs[i].start is None, -len(timed[i]),
                                                      runs[i].source_sha256 is None, i)):
         ending = runs[i].validations[-1][:3] if lines[i] else None
         trained, original = [line for line in lines[i] if line[0] > 0], None
