@@ -1863,7 +1863,7 @@ class Adam:
 
         As in the record, eps is added before the bias correction:
             p -= lr * sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(v) + eps)
-        Cautious weight decay follows: p -= decay * p, only where the update made p smaller.
+        Cautious weight decay follows: p -= decay * p, only where the update moved p towards zero.
         """
         lr, beta1, beta2, eps, t = (hyper[key] for key in ("lr", "beta1", "beta2", "eps", "t"))
         p, g, m, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (param, grad, state["m"], state["v"]))
@@ -1928,6 +1928,12 @@ class NorMuon:
 
 # ------------------------------------------------------------------------------------------------------------------
 # gradient sync: buckets
+
+# Who calls whom, below: in backward a hook calls Reducer.register_grad_ready, which calls Bucket.add_grad and, for a
+# complete bucket, Reducer.launch -> Bucket.start_reduce_scatter. Then DistributedOptimizer.step does for each bucket:
+# Reducer.wait, Bucket.update by the rule, Bucket.start_all_gather; at the end finish_all_gathers, or the next forward
+# does it. Bucket is memory, Comm sends, Reducer decides when. RowBucket is the same for tables of which a step uses few
+# rows; skip it at first.
 
 class ParamSpec(NamedTuple):
     """A parameter, its update rule, and how the rule treats the parameter.
@@ -2044,7 +2050,8 @@ class Bucket:
             main.add_(grad, alpha=factor)
 
     def start_reduce_scatter(self, comm: Comm, invariant: bool) -> None:
-        """Start the sum of the gradients over ranks. After reduce_handle.wait(), grad_shard holds this rank's part."""
+        """Start the sum of the gradients over ranks. After reduce_handle.wait(), grad_shard holds this rank's part of it;
+        the rest of the buffer holds this rank's own gradients."""
         for slot in self.needs_overwrite:  # unused parameters
             slot.grad.zero_()
         for slot in self.slots if invariant else ():
@@ -2244,7 +2251,7 @@ class RowBucket(Bucket):
         return [name for name, first, size in tables if ((bad >= first) & (bad < first + size)).any()]
 
     def reset(self) -> None:
-        """Set all rows and this rank's state to zero, as they begin."""
+        """Set all rows and this rank's state to zero. The count of updates goes on."""
         for x in (self.param_data, *self.state.values()):
             x.zero_()
 
@@ -4268,7 +4275,7 @@ def describe_machine(device: torch.device) -> tuple[dict[str, Any], str]:
     environment = {key: setting for key, setting in sorted(os.environ.items()) if key.startswith(prefixes)}
     hardware = {"device": torch.cuda.get_device_name() if on_gpu else cpu, "gpus": gpus if on_gpu else [],
                 "cpu": cpu, "cpu_id": cpu_name("cpu family", "model", "stepping"),
-                 "cores": cores, "threads": torch.get_num_threads()}
+                "cores": cores, "threads": torch.get_num_threads()}
     return {"hardware": hardware, "versions": versions, "environment": environment,
             "source_sha256": file_sha256(__file__)}, text
 
