@@ -2050,8 +2050,9 @@ class Bucket:
             main.add_(grad, alpha=factor)
 
     def start_reduce_scatter(self, comm: Comm, invariant: bool) -> None:
-        """Start the sum of the gradients over ranks. After reduce_handle.wait(), grad_shard holds this rank's part of it;
-        the rest of the buffer holds this rank's own gradients."""
+        """Start the sum of the gradients over ranks. After reduce_handle.wait(), grad_shard holds this rank's part.
+
+        The rest of the buffer holds this rank's own gradients."""
         for slot in self.needs_overwrite:  # unused parameters
             slot.grad.zero_()
         for slot in self.slots if invariant else ():
