@@ -184,7 +184,8 @@ class Run:
         planned = start.get("planned") if isinstance(start.get("planned"), dict) else {}
 
         def differs(stated, seen, most=0):
-            return type(stated) in (int, float) and (seen is None or not abs(stated - seen) <= most)
+            numbers = type(stated) in (int, float) and isinstance(seen, (int, float, type(None)))
+            return numbers and (seen is None or not abs(stated - seen) <= most)
         for place, key, seen, most in (
                 (end, "final_val_loss", loss, 0.501 * 10 ** -(self.loss_decimals or 0)), (end, "train_time_ms", time_ms, 1),
                 (end, "steps", self.last_step, 0), (planned, "steps", self.stated_steps, 0),

@@ -562,7 +562,7 @@ def test_a_record_with_a_broken_rule_is_hollow_and_has_no_rank(judged, browser):
 
 def test_the_log_behind_each_run_is_there(page, published):
     links = page.js("[...document.querySelectorAll('a.dot, td a[href$=\".txt\"]')].map(a => a.href)")
-    assert len(links) == 2 * (18 + 6) and all(Path(link.removeprefix("file://")).is_file() for link in links)
+    assert len(links) == 2 * (12 + 6) and all(Path(link.removeprefix("file://")).is_file() for link in links)
 
 
 @pytest.mark.parametrize("dark", [False, True])
