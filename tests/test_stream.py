@@ -243,7 +243,7 @@ def test_the_next_shard_is_loaded_in_the_background(tmp_path, tiny, monkeypatch)
     monkeypatch.setattr(train_gpt, "load_tokens", noted)
     stream = make_stream(tmp_path, tiny)
     read(stream, 1)
-    stream.loaded[1].result(timeout=5)
+    stream.loaded[1].result(timeout=600)
     assert [name for name, _ in loads] == ["t_0.bin", "t_1.bin"] and stream.position.shard == 0
     assert all(thread.startswith("load-shard") for _, thread in loads)
 
