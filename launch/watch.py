@@ -85,15 +85,12 @@ def state_of(run, changed):
 
 def named(runs):
     """Return (name, group) of each run; a group is a side of a race, or a run by itself."""
-    configs = [logs.config_of(run) for _, _, run in runs]
-    differ = [key for key in dict.fromkeys(key for one in configs for key in one)
-              if any(one.get(key) != other.get(key) for one in configs for other in configs)]
-    for (path, _, run), config in zip(runs, configs):
+    for (path, _, run), name in zip(runs, pages.run_names([run for _, _, run in runs])):
         if race := race_of(path):
             name, side, number = race
             yield f"{name}, {f'run {number}' if number else 'not counted'}", (path.parent, side)
         else:
-            yield ", ".join(f"{key} {config.get(key)}" for key in differ[:4]) or path.stem, path
+            yield name, path
 
 
 def describe(runs):

@@ -242,7 +242,7 @@ def test_single_runs_are_named_by_what_differs(tmp_path, open_page):
         (tmp_path / f"{i}.txt").write_text(log(json.dumps({"run_id": "x", "preset": "toy", "config": config}), *steps(1, 9)))
     (tmp_path / "2.txt").write_text(log(json.dumps({"run_id": "x", "preset": "other", "config": {"lr": 0.3}}), *steps(1, 9)))
     page = open_page()
-    assert "</span>lr 0.1</td>" in page and "</span>lr 0.2</td>" in page and page.count("<svg") == 6  # other presets have other scales
+    assert "</span>--lr 0.1</td>" in page and "</span>--lr 0.2</td>" in page and page.count("<svg") == 6  # other presets have other scales
 
 
 def test_what_is_no_log_takes_no_place(tmp_path, open_page):
