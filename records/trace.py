@@ -12,7 +12,7 @@ the unpacked size of the file. Exit status: 0 the figures are printed, 2 the inp
 
 Definitions
     GPU op         An event with ph X and cat kernel, gpu_memcpy or gpu_memset, in capitals or not. A kernel with "nccl",
-                   "rccl" or "oneccl" in its name is communication, one named Memcpy or Memset a copy or fill. Every other
+                   "rccl" or "oneccl" in its name is communication, one named as a copy or fill is memory. Every other
                    kernel is compute. Copies and fills count only as not idle.
     launch         The event of a runtime or driver (cuda, hip, xpu) with the op's args.correlation, or "External id" where
                    none has one. An op without a launch was enqueued before recording began. Such
@@ -89,7 +89,8 @@ MAX_TIME = 1 << 62  # ns, the year 2116: the sum of a time and a duration fits i
 GPU_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"}  # the last two, and capitals, by torch 1.8 to 1.13
 LAUNCH = re.compile("(?:[a-z0-9]+_)?(?:runtime|driver)")  # of cuda, hip, xpu, ...
 HOST_CATEGORIES = {"cpu_op", "user_annotation", "operator"}
-COMMUNICATION = re.compile("nccl|rccl|oneccl|hccl", re.I)
+COMMUNICATION = re.compile("(?:n|r|one|h|m|x)ccl", re.I)
+MEMORY = re.compile("Mem(cpy|set)|__amd_rocclr_(copy|fill)|Copy(Host|Device)To|FillBuffer")  # some profilers call copies kernels
 STEP_MARK = re.compile(r"ProfilerStep#(\d{1,18})")
 HOST_NAMES = re.compile(r"ProfilerStep#\d+|Optimizer\.step#|nccl:|gloo:|c10d::|autograd::engine::evaluate_function"
                         r"|(?:launch|wait|update|gather) |(forward|backward|step)$")
@@ -108,7 +109,7 @@ def collective(name):
 
 def kind_of(category, name, arguments):
     """Return the kind of a GPU op: compute, memory, or the collective of a communication kernel."""
-    if category != "kernel" or name.startswith(("Memcpy", "Memset")):
+    if category != "kernel" or MEMORY.match(name):
         return "memory"
     if not COMMUNICATION.search(name):
         return "compute"
@@ -170,7 +171,7 @@ def load(path):
 def read(path):
     """Read a trace file and assign every GPU op to its launch and its step."""
     events, header = load(path)
-    trace, host, marks, main_threads = Trace(path), [], defaultdict(list), set()
+    trace, host, marks, marked = Trace(path), [], defaultdict(list), []  # marked: (thread, mark)
     key = next((key for key in ("correlation", "External id", "external id") if any(
         isinstance(event, dict) and str(event.get("cat")).lower() in GPU_CATEGORIES and key in members(event.get("args"))
         for event in events)), "correlation")
@@ -183,7 +184,7 @@ def read(path):
         on_gpu, is_launch = category in GPU_CATEGORIES, LAUNCH.fullmatch(category)
         on_host = category in HOST_CATEGORIES and HOST_NAMES.match(str(name))
         correlation = arguments.get(key)
-        if not isinstance(correlation, int) or correlation < 0:
+        if not isinstance(correlation, int) or correlation <= 0:  # 0: unknown
             correlation = None
         if not (on_gpu or on_host or is_launch and correlation is not None):
             continue
@@ -204,14 +205,17 @@ def read(path):
             ops.append((correlation, Op(start, end, sys.intern(name), kind, device, None, arguments.get("stream") and str(arguments["stream"]))))
         elif mark := STEP_MARK.fullmatch(name):
             marks[int(mark[1])].append(Span(start, end, name))
-            main_threads.add(thread)
+            marked.append((thread, marks[int(mark[1])][-1]))
         else:
             host.append(Span(start, end, sys.intern(name)))
 
-    ranks = {pid for pid, _ in main_threads}
-    if len(ranks) > 1:
-        raise TraceError(f"{path}: holds {len(ranks)} ranks (ProfilerStep marks of processes {', '.join(sorted(ranks)[:4])}), whose "
-                         "launches cannot be told apart; give the file of each rank")
+    main_threads = {thread for thread, _ in marked}
+    ranks = {pid for pid, _ in main_threads} | {launches[correlation][1][0] for correlation, _ in ops if correlation in launches}
+    twice = [thread for thread, group in itertools.groupby(sorted(marked), lambda mark: mark[0])
+             for a, b in itertools.pairwise(group) if b[1].start < a[1].end]
+    if main_threads and len(ranks) > 1 or twice:
+        whose = f"processes {', '.join(sorted(ranks)[:4])}" if len(ranks) > 1 else "steps that overlap on one thread"
+        raise TraceError(f"{path}: holds several ranks ({whose}), whose launches cannot be told apart; give the file of each rank")
     trace.stated = any(correlation is not None for correlation, _ in ops)
     trace.steps = {step: sorted(marks[step]) for step in sorted(marks)}
     host.sort()
