@@ -97,6 +97,14 @@ def run_names(runs):
     return [name + more if name and names.count(name) == 1 else f"{name}{more} {Path(run.path).stem}".strip() for run, name in zip(runs, names)]
 
 
+def curves(run):
+    """Return [(step, seconds, training loss)], [(step, seconds or None, validation loss)] and [(step, ms per step)] of a run."""
+    timed = [step for step in run.steps if step.step > 0 and not step.validation]
+    return ([(step.step, step.time_ms / 1000, step.train_loss) for step in timed if step.train_loss is not None],
+            [(line.step, line.time_ms and line.time_ms / 1000, line.loss) for line in run.validations if line.step > 0 and math.isfinite(line.loss)],
+            [(b.step, (b.time_ms - a.time_ms) / max(b.step - a.step, 1)) for a, b in itertools.pairwise(timed)])
+
+
 def mean_curves(runs):
     """Return the means over a side's runs: [(step, seconds, training loss)], smoothed, and the same of validations."""
     def means(lines):

@@ -87,25 +87,19 @@ def draw(runs, out):
         figure.suptitle(logs.printable(title_of(*runs)), x=0.01, ha="left", fontweight="bold")
         for at, (run, name) in enumerate(zip(runs, pages.run_names(runs))):
             mean = functools.partial(pages.running_means, steps=run.stated_steps)
-            trained = [step for step in run.steps if step.train_loss is not None]
-            timed = [step for step in run.steps if step.step > 0 and not step.validation]
-            validated = [line for line in run.validations if line.step > 0] or run.validations
-            late += [line.loss for line in run.validations if line.step > 0] + [
-                step.train_loss for step in trained if step.step >= pages.EARLY * trained[-1].step]
-            reached = f"{shorten(name, 70) if several else 'validation'}: {f'{validated[-1].loss:.4f}' if validated else 'none yet'}"
+            trained, validated, ms = pages.curves(run)
+            late += [point[2] for point in validated + [point for point in trained if point[0] >= pages.EARLY * trained[-1][0]]]
+            reached = f"{shorten(name, 70) if several else 'validation'}: {f'{validated[-1][2]:.4f}' if validated else 'none yet'}"
             of_line, of_dots = ("training and its running mean", reached) if not several else (reached, None) if trained else (None, reached)
             color, style = COLORS[at % len(COLORS)], ("-", "--", ":")[at // len(COLORS) % 3]
-            for axes, place in ((over_steps, lambda line: line.step), (over_seconds, lambda line: line.time_ms / 1000)):
-                losses = [(place(step), step.train_loss) for step in trained]
-                shown = [line for line in validated if axes is over_steps or line.time_ms is not None]
+            for axes, place in ((over_steps, 0), (over_seconds, 1)):
+                losses, dots = ([(point[place], point[2]) for point in points if point[place] is not None] for points in (trained, validated))
                 if losses and not several:
                     axes.plot(*zip(*losses), color=color, lw=0.7, alpha=0.3)
                 if losses:
                     axes.plot(*zip(*mean(losses)), style, color=color, lw=1.5, label=of_line)
-                axes.plot([place(line) for line in shown], [line.loss for line in shown], "o" if several and trained else f"o{style}",
-                          color=color if several else VALIDATION, label=of_dots)
-            if len(timed) > 1:
-                ms = [(b.step, (b.time_ms - a.time_ms) / max(b.step - a.step, 1)) for a, b in zip(timed, timed[1:])]
+                axes.plot([place for place, _ in dots], [loss for _, loss in dots], "o" if several and trained else f"o{style}", color=color if several else VALIDATION, label=of_dots)
+            if ms:
                 speed.plot(*zip(*mean(ms)), style, color=color)
         for axes, title, unit, kind in ((over_steps, "Loss over steps", "step", "nats per token" + several * "; line: training, dot: validation"),
                                         (over_seconds, "Loss over time", "seconds of training", "nats per token"), (speed, "Speed", "step", "ms/step")):
