@@ -341,21 +341,19 @@ def gradient_launches(host):
     return named(host, "launch ") or next(filter(None, recorded), [])
 
 
-SUMMED = ("launches", "launches_in_backward", "wait_ms", "gloo_ms", "gloo_in_backward_ms")  # over steps
+SUMMED = ("launches", "launches_in_backward", "wait_ms")  # over steps
 
 
 def host_figures(host):
-    """Return launches, exposed waits and gloo's busy time of one step, and the first launch relative to the last
-    backward (the one whose gradients are sent) and to the optimizer step."""
+    """Return launches and exposed waits of one step, and the first launch relative to the last backward (the one whose
+    gradients are sent) and to the optimizer step."""
     launches, backward = gradient_launches(host), backward_spans(host)
-    waits, gloo = named(host, "wait "), named(host, "gloo:")
+    waits = named(host, "wait ")
     first, last = first_start(launches), max(backward, default=None)
     return {"launches": len(launches),
             "launches_in_backward": sum(any(span.start <= launch.start < span.end for span in backward)
                                         for launch in launches) if backward else None,
             "wait_ms": milliseconds(sum(span.end - span.start for span in waits)) if waits else None,
-            "gloo_ms": milliseconds(busy(gloo)) if gloo else None,
-            "gloo_in_backward_ms": milliseconds(overlap(gloo, backward)) if gloo and backward else None,
             "launch_after_backward_start_ms": apart(first, last and last.start),
             "launch_after_backward_end_ms": apart(first, last and last.end),
             "launch_after_step_start_ms": apart(first, first_start(optimizer_steps(host)))}
@@ -455,7 +453,7 @@ GPU_TITLES = {"step_ms": "host step", "span_ms": "GPU span", "compute_ms": "comp
 HOST_TITLES = {"step_ms": "host step", "launches": "launches", "launches_in_backward": "in backward",
                "launch_after_backward_start_ms": "after backward start",
                "launch_after_backward_end_ms": "after backward end", "launch_after_step_start_ms": "after step start",
-               "wait_ms": "wait", "gloo_ms": "gloo busy", "gloo_in_backward_ms": "gloo in backward"}
+               "wait_ms": "wait"}
 TITLES = GPU_TITLES | HOST_TITLES
 SIGNED = {"b_ms", "d_ms", *(key for key in HOST_TITLES if key.startswith("launch_after"))}
 BY_STEP = ("exposed_ms", "b_ms", "d_ms", "launch_after_backward_end_ms", "wait_ms")  # compared for each step

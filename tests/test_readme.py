@@ -74,6 +74,7 @@ COMMANDS = {
     ".venv/bin/python records/export.py logs/RUN.txt --to wandb --follow": "test_records_export.py::test_wandb_reads_what_was_sent",
     ".venv/bin/python records/picture.py logs/RUN.txt logs/RUN2.txt":
         "test_records_picture.py::test_several_runs_in_one_picture_are_named_by_what_differs",
+    ".venv/bin/python records/trace.py before.json.gz --vs after.json.gz --picture FILE": "test_records_trace.py::test_two_versions_in_one_picture",
     ".venv/bin/python launch/watch.py": "test_records_picture.py::test_the_page_follows_a_run_from_its_first_step_to_its_end",
     ".venv/bin/python records/stats.py THEIR_LOGS --target 3.28": "test_records_stats.py::",
     ".venv/bin/python records/stats.py logs/race-ID": "test_records_stats.py::",
