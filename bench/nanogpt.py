@@ -4,7 +4,8 @@
 
 input.txt is tinyshakespeare or another text. Both train on the first 90 % and validate on the last 10 %. Losses are in
 nats per character; in ASCII text these are nats per byte. nanoGPT runs as its README describes, and samples its
-validation loss on 240 random sequences of 64 characters; ours covers all of the last 10 %. Training time excludes start,
+validation loss on 240 random sequences of 64 characters; ours covers all of the last 10 %. A third side trains ours
+without its n-gram tables, to show what they contribute. Training time excludes start,
 warm-up and validation; for nanoGPT it is the sum of the printed iteration times, except iterations that evaluate. Total
 time is that of the process.
 """
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import mean
 
 from common import ROOT, machine, positive, ratios, run, spread, table, train_gpt
 
@@ -55,22 +57,24 @@ def ours(shards: Path, flags: list[str], ranks: int) -> list[tuple[float, float]
     return [(int(ms) / 1000, float(loss)) for loss, ms in re.findall(r"val_loss:([\d.]+) train_time:(\d+)ms", shown)]
 
 
-def draw(curves: dict[str, list[tuple[float, float]]], path: Path) -> None:
-    """Draw validation loss over seconds of training, a curve per program, with the last points as the title."""
+def draw(found: dict[str, list[list[tuple[float, float]]]], path: Path) -> None:
+    """Draw validation loss over seconds of training: the curves of all rounds of each program, and the mean of their ends."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
-    for (name, points), color in zip(curves.items(), ("#c2410c", "#1d4ed8")):
-        points = [(seconds, loss) for seconds, loss in points if seconds]  # the axis is logarithmic
-        axes.plot(*zip(*points), "o-", color=color, markersize=4)
-        axes.annotate(f"{name}: {points[-1][1]:.3f} after {points[-1][0]:.1f} s", points[-1], (0, -14), textcoords="offset points",
-                      ha="right" if points[-1][0] > 20 else "left", color=color, fontweight="bold")
-    axes.set(xscale="log", xlabel="seconds of training (logarithmic)", ylabel="validation loss, nats per character")
+    figure, axes = plt.subplots(figsize=(8, 3.9), layout="constrained")
+    ends = {name: [mean(end) for end in zip(*(curve[-1] for curve in curves))] for name, curves in found.items()}
+    for (name, curves), color in zip(found.items(), ("#c2410c", "#1d4ed8", "#0f7d86")):
+        for curve in curves:
+            axes.plot(*zip(*((seconds, loss) for seconds, loss in curve if seconds)), "o-", color=color, markersize=3, lw=1, alpha=0.6)
+        seconds, loss = ends[name]
+        axes.annotate(f"{name}: {loss:.3f} after {seconds:.1f} s", ends[name], (0, -16), textcoords="offset points",
+                      ha="right" if seconds > 20 else "left", color=color, fontweight="bold")
+    axes.set(xscale="log", xlabel=f"seconds of training (logarithmic); n = {len(curves)} runs of each, in turn", ylabel="validation loss, nats per character")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.margins(0.08, 0.2)
     axes.spines[["top", "right"]].set_visible(False)
-    (slow, slow_loss), (fast, fast_loss) = (points[-1] for points in curves.values())
+    (slow, _), (fast, _), _ = ends.values()
     axes.set_title(f"A lower loss in {fast:.1f} s than nanoGPT's CPU quick start in {slow:.0f} s, on the same two cores", loc="left", fontsize=11)
     figure.savefig(path, dpi=150)
 
@@ -83,7 +87,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=positive, default=2)
     parser.add_argument("--nanogpt_steps", type=positive, default=2000)
     parser.add_argument("--flags", default="--num_steps 36 --target_val_loss 1.88", help="flags of train_gpt.py, as one string (%(default)s)")
-    parser.add_argument("--picture", type=Path, metavar="PNG", help="draw the curves of the last round")
+    parser.add_argument("--picture", type=Path, metavar="PNG", help="draw the curves")
     args = parser.parse_args()
     for path, what in ((args.nanogpt / "train.py", "a clone of nanoGPT"), (args.text, "a text")):
         if not path.is_file():
@@ -95,24 +99,24 @@ def main() -> None:
         output(["data/shakespeare_char/prepare.py"], clone)
         output([str(ROOT / "data/text.py"), str(args.text.resolve()), "--out", str(shards), "--encoding", "bytes", "--val-fraction",
                 "0.1"], ROOT)
-        found: dict[str, list[tuple[float, ...]]] = {"nanoGPT": [], "train_gpt.py": []}
-        curves: dict[str, list[tuple[float, float]]] = {name: [] for name in found}
+        flags = shlex.split(args.flags)
+        sides = {"nanoGPT": lambda: nanogpt(clone, args.nanogpt_steps), "train_gpt.py": lambda: ours(shards, flags, args.ranks),
+                 "without n-gram tables": lambda: ours(shards, [*flags, "--ngrams", ""], args.ranks)}
+        curves: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in sides}
+        whole: dict[str, list[float]] = {name: [] for name in sides}
         for turn in range(args.rounds):
-            for name in sorted(found, reverse=turn % 2 == 1):
+            for name in sorted(sides, reverse=turn % 2 == 1):
                 start = time.perf_counter()
-                curves[name] = (nanogpt(clone, args.nanogpt_steps) if name == "nanoGPT" else
-                                ours(shards, shlex.split(args.flags), args.ranks))
-                seconds, loss = curves[name][-1]
-                found[name].append((loss, seconds, time.perf_counter() - start))
-                print(f"{name}: loss {loss}, {seconds:.1f} s of training, {found[name][-1][2]:.1f} s in all", file=sys.stderr)
+                curves[name].append(sides[name]())
+                whole[name].append(time.perf_counter() - start)
+                print(f"{name}: {curves[name][-1]}, {whole[name][-1]:.1f} s in all", file=sys.stderr, flush=True)
     if args.picture:
         draw(curves, args.picture)
-    columns = {name: list(zip(*rows)) for name, rows in found.items()}
+    training, losses = ({name: [curve[-1][at] for curve in of_name] for name, of_name in curves.items()} for at in (0, 1))
     print(machine())
     print(table(["", "val loss", "s of training", "s in all", f"training, times as fast (n = {args.rounds})", "in all, times as fast"],
-                [[name, spread(losses, 4), spread(training, 1), spread(whole, 1),
-                  *(spread(ratios(columns["nanoGPT"][i], columns[name][i]), 1) for i in (1, 2))]
-                 for name, (losses, training, whole) in columns.items()]))
+                [[name, spread(losses[name], 4), spread(training[name], 1), spread(whole[name], 1),
+                  *(spread(ratios(times["nanoGPT"], times[name]), 1) for times in (training, whole))] for name in sides]))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import functools
 import json
-import math
 import re
 import sys
 import time
@@ -85,15 +84,12 @@ def state_of(run, changed):
 
 def named(runs):
     """Return (name, group) of each run; a group is a side of a race, or a run by itself."""
-    configs = [logs.config_of(run) for _, _, run in runs]
-    differ = [key for key in dict.fromkeys(key for one in configs for key in one)
-              if any(one.get(key) != other.get(key) for one in configs for other in configs)]
-    for (path, _, run), config in zip(runs, configs):
+    for (path, _, run), name in zip(runs, pages.run_names([run for _, _, run in runs])):
         if race := race_of(path):
             name, side, number = race
             yield f"{name}, {f'run {number}' if number else 'not counted'}", (path.parent, side)
         else:
-            yield ", ".join(f"{key} {config.get(key)}" for key in differ[:4]) or path.stem, path
+            yield name, path
 
 
 def describe(runs):
@@ -103,18 +99,14 @@ def describe(runs):
     for i, ((path, changed, run), (name, group)) in enumerate(zip(runs, names)):
         line = {"name": name, "color": groups.index(group) % COLORS,
                 "style": "faint" * any(group == newer for _, newer in names[:i])}
-        steps = [step for step in run.steps if step.step > 0 and not step.validation]
-        trained = pages.running_means([(step.step, step.time_ms / 1000, step.train_loss) for step in steps
-                                       if step.train_loss is not None], run.stated_steps)
-        dots = [(found.step, found.time_ms / 1000, found.loss) for found in run.validations
-                if found.step > 0 and found.time_ms is not None and math.isfinite(found.loss)]
+        trained, validated, speed = pages.curves(run)
+        trained, dots = pages.running_means(trained, run.stated_steps), [dot for dot in validated if dot[1] is not None]
         for at, lines in ((0, losses), (1, times)):
             if trained or dots:
                 lines.append({**line, "points": [(point[at], point[2]) for point in trained],
                               "dots": [(dot[at], dot[2]) for dot in dots]})
-        if len(steps) > 1:
-            ms = [(b.step, (b.time_ms - a.time_ms) / max(b.step - a.step, 1)) for a, b in zip(steps, steps[1:])]
-            speeds.append({**line, "dots": [], "points": pages.running_means(ms, run.stated_steps)})
+        if speed:
+            speeds.append({**line, "dots": [], "points": pages.running_means(speed, run.stated_steps)})
         rows.append({**line, "file": path.name, "seed": (run.start or {}).get("seed", "-"),
                      "step": run.last_step or 0, "steps": run.stated_steps or "?", "state": state_of(run, changed),
                      "loss": run.validations[-1].loss if run.validations else None})

@@ -2,9 +2,6 @@
 
     python records/logs.py PATH...            list every run and file: used, rejected or duplicate, and why
     python records/logs.py --json PATH...     the same as JSON
-    python records/logs.py --follow LOG [--to tensorboard:DIR | --to wandb:PROJECT]
-                                              print one JSON line for each step of a growing log, until the run ends or
-                                              is killed, or send it to a dashboard; costs the run no time
 
 A PATH is a log (also .gz), an archive of logs (.tar.xz) or a folder. Folders are searched with their subfolders and
 symbolic links, except names that begin with a dot. The reader does not guess and drops nothing silently: a run is used,
@@ -31,7 +28,6 @@ Requires only the standard library.
 
 import argparse
 import collections
-import fcntl
 import functools
 import gzip
 import hashlib
@@ -47,7 +43,6 @@ import stat
 import sys
 import tarfile
 import tempfile
-import time
 import zlib
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -785,61 +780,6 @@ def last_run(path):
     return max((*runs, *rejected), key=lambda run: run.index_in_file or 0)
 
 
-def follow(path, period_s=1.0, silent_s=60):
-    """Yield {step, train_time_ms, train_loss, val_loss} for each step of a log, without absent losses, until the run
-    ends. Steps that a resumed run trains again are repeated. OSError if the file is missing. TimeoutError if the run
-    was killed: no new line for silent_s seconds, and no process holds the lock that a running train_gpt.py holds."""
-    yielded = resumes = 0
-    while True:
-        run = last_run(path)
-        if again := run.resumed[resumes:]:
-            at = min(resumed["from_step"] for resumed in again)
-            resumes, yielded = len(run.resumed), min(yielded, sum(step.step <= at for step in run.steps))
-        losses = {validation.step: validation.loss for validation in run.validations}
-        for step in run.steps[yielded:]:
-            line = {"step": step.step, "train_time_ms": step.time_ms, "train_loss": step.train_loss,
-                    "val_loss": losses.get(step.step) if step.validation else None}
-            yield {name: value for name, value in line.items() if value is not None}
-            yielded += 1
-        if run.over:
-            return
-        silent = time.time() - os.stat(path).st_mtime
-        if silent > silent_s and not is_locked(path):
-            why = ("no process writes this log: the run was killed" if run.index_in_file else
-                   f"the file contains no run ({run.reason})")
-            raise TimeoutError(f"no new line for {silent:.0f} s, and {why}")
-        time.sleep(period_s)
-
-
-def is_locked(path):
-    with open(path, "rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
-
-
-def sink(where, name):
-    """Return a function that takes a step's values and prints them as JSON, or sends them to a dashboard."""
-    dashboard, _, place = where.partition(":")
-    if dashboard == "tensorboard":
-        from torch.utils.tensorboard import SummaryWriter
-        writer = SummaryWriter(str(Path(place or "logs/tensorboard") / name))
-
-        def write(line):
-            for key in line.keys() - {"step"}:
-                writer.add_scalar(key, line[key], line["step"])
-            writer.flush()
-        return write
-    if dashboard == "wandb":
-        import wandb
-        run = wandb.init(project=place or None, name=name)
-        run.define_metric("*", step_metric="step")  # wandb's own steps cannot decrease; those of a resumed run do
-        return run.log
-    return lambda line: print(json.dumps(line), flush=True)
-
-
 def is_beside(item):
     """Return whether a rejected file lies beside the logs: by its name it is none."""
     return item.kind == NOT_A_LOG and os.path.splitext(item.path)[1] not in ("", ".gz", ".txt", ".log")
@@ -915,26 +855,7 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description="List run logs: used, rejected or duplicate, and why.")
     parser.add_argument("paths", nargs="+", metavar="PATH", help="a log, a .gz of one, or a folder of them")
     parser.add_argument("--json", action="store_true", help="print everything that was read as JSON")
-    parser.add_argument("--follow", action="store_true", help="print the steps of one log as JSON lines")
-    parser.add_argument("--to", default="", metavar="DASHBOARD",
-                        help="with --follow: tensorboard:DIR or wandb:PROJECT, if that package is installed")
     options = parser.parse_args(arguments)
-    if options.to.partition(":")[0] not in ("", "tensorboard", "wandb") or options.to and not options.follow:
-        parser.error("--to requires --follow, and tensorboard:DIR or wandb:PROJECT")
-    if options.follow and len(options.paths) > 1:
-        parser.error(f"--follow takes one log, not {len(options.paths)}")
-    if options.follow:
-        try:
-            os.stat(options.paths[0])  # before a dashboard is opened for it
-            write = sink(options.to, Path(options.paths[0]).stem)
-            for line in follow(options.paths[0]):
-                write(line)
-        except ImportError as error:
-            return refuse("logs.py", f"--to {options.to}: {error}; install it, or omit --to")
-        except OSError as error:
-            why = f"{error.strerror}; name the log of a run" if error.strerror else error
-            return refuse("logs.py", f"{options.paths[0]}: {why}")
-        return 0
     logs = read(options.paths)
     if options.json:
         print(show_json(logs))

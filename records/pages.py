@@ -1,6 +1,7 @@
 """Render templates/ to terminal text, Markdown and HTML with charts, with jinja2."""
 
 import html
+import itertools
 import math
 import os
 import re
@@ -74,6 +75,34 @@ def running_means(points, steps=None):
     width, apart = max(1, round(SMOOTHED * (steps or len(points)))), math.ceil(len(points) / POINTS) or 1
     return [(*points[at][:-1], statistics.fmean(point[-1] for point in points[max(0, at + 1 - width):at + 1]))
             for at in range(len(points) - 1, -1, -apart)][::-1]
+
+
+def run_names(runs):
+    """Return a name for each run: what differs among runs of one preset, as flags, then by source and seed.
+
+    What tells no more runs apart than the words before it is left out, flags with the mark "…". Runs that differ in
+    nothing are named by their files."""
+    about = [{"--preset": (run.start or {}).get("preset"),
+              **{f"--{key}": str(value).lower() if isinstance(value, bool) else value for key, value in logs.config_of(run).items()},
+              "source": (run.source_sha256 or "")[:8], "--seed": run.seed} for run in runs]
+    names, more = [""] * len(runs), ""
+    for key in sorted(dict.fromkeys(itertools.chain(*about)), key=("source", "--seed").__contains__):
+        if any(one.get(key) != other.get(key) and (key == "--preset" or one["--preset"] == other["--preset"])
+               for one, other in itertools.combinations(about, 2)):
+            longer = [f"{name} {key} {one[key]}".strip() if one.get(key) is not None else name for name, one in zip(names, about)]
+            if len({*longer}) > len({*names}):
+                names = longer
+            elif key not in ("source", "--seed"):
+                more = " …"
+    return [name + more if name and names.count(name) == 1 else f"{name}{more} {Path(run.path).stem}".strip() for run, name in zip(runs, names)]
+
+
+def curves(run):
+    """Return [(step, seconds, training loss)], [(step, seconds or None, validation loss)] and [(step, ms per step)] of a run."""
+    timed = [step for step in run.steps if step.step > 0 and not step.validation]
+    return ([(step.step, step.time_ms / 1000, step.train_loss) for step in timed if step.train_loss is not None],
+            [(line.step, line.time_ms and line.time_ms / 1000, line.loss) for line in run.validations if line.step > 0 and math.isfinite(line.loss)],
+            [(b.step, (b.time_ms - a.time_ms) / max(b.step - a.step, 1)) for a, b in itertools.pairwise(timed)])
 
 
 def mean_curves(runs):

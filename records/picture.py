@@ -1,7 +1,8 @@
-"""Draw one run: its losses over steps and over time, its target, its speed.
+"""Draw runs: their losses over steps and over time, their target, their speed.
 
-    python records/picture.py logs/RUN.txt            draw logs/RUN.png, also while the run goes on
-    python records/picture.py logs/RUN.txt OUT.svg
+    python records/picture.py logs/RUN.txt                   draw logs/RUN.png, also while the run goes on
+    python records/picture.py logs/RUN.txt logs/RUN2.txt …   draw several runs in logs/runs.png, named by what differs
+    ... OUT.svg                                              another file: .png, .svg or .pdf
 
 ./run.sh draws the plot after each run. Exit status: 0 drawn, 2 nothing to draw.
 """
@@ -23,7 +24,7 @@ STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, 
          "grid.color": "#e6e6e6", "axes.axisbelow": True, "axes.titleweight": "bold", "axes.titlelocation": "left",
          "svg.fonttype": "none"}
 COLORS = "#1b6ac9", "#b8531a", "#1d7044", "#7a3fb5", "#a8780a", "#0f7d86"  # as in templates/theme.css
-TRAINING, VALIDATION = COLORS[:2]
+VALIDATION = COLORS[1]
 FAR = 6  # times the median reach of the intervals: differences beyond it are an arrow
 
 
@@ -40,8 +41,13 @@ def read(path):
     return run
 
 
-def title_of(run):
-    """Return what a run has reached, as the title of its plot."""
+def title_of(run, *others):
+    """Return what a run has reached, or several, as the title of their plot."""
+    if others:
+        runs = run, *others
+        losses = [one.validations[-1].loss for one in runs if one.validations]
+        return (f"{len(runs)} runs" + (f": validation losses from {min(losses):.4f} to {max(losses):.4f}" if losses else "") +
+                "; not on the same validation data" * (len({one.validated_on for one in runs}) > 1))
     start, target = run.start or {}, logs.target_of(run)
     name = f"{start['preset']} preset, seed {start.get('seed')}" if "preset" in start else Path(run.path).name
     if not run.over:
@@ -67,42 +73,45 @@ def follow(axes, losses, target):
     axes.set_ylim(min(losses) - 0.06 * length, max(losses) + 0.02 * length)
 
 
-def draw(run, out):
-    """Write the plot of a run to a path, whose suffix decides the format."""
+def draw(runs, out):
+    """Write the plot of runs to a path, whose suffix decides the format."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    trained = [step for step in run.steps if step.train_loss is not None]
-    timed = [step for step in run.steps if step.step > 0 and not step.validation]
-    target, mean = logs.target_of(run), functools.partial(pages.running_means, steps=run.stated_steps)
+    several, targets, late = len(runs) > 1, {logs.target_of(run) for run in runs}, []
+    height = 4.3 + several * (0.3 + 0.23 * (len(runs) // 2 + 1))  # of several, the names stand below
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(12, 4.3))
+        figure = Figure(figsize=(12, height))
         over_steps, over_seconds, speed = figure.subplots(1, 3)
-        figure.subplots_adjust(left=0.05, right=0.99, bottom=0.12, top=0.84, wspace=0.2)  # a fitted layout takes 0.3 s
-        figure.suptitle(logs.printable(title_of(run)), x=0.01, ha="left", fontweight="bold")
-        late = [line.loss for line in run.validations if line.step > 0] + [
-            step.train_loss for step in trained if step.step >= pages.EARLY * trained[-1].step]
-        for axes, place, title, unit in (
-                (over_steps, lambda line: line.step, "Loss over steps", "step"),
-                (over_seconds, lambda line: line.time_ms / 1000, "Loss over time", "seconds of training")):
-            if trained:
-                losses = [(place(step), step.train_loss) for step in trained]
-                axes.plot(*zip(*losses), color=TRAINING, lw=0.7, alpha=0.3)
-                axes.plot(*zip(*mean(losses)), color=TRAINING, lw=1.5, label="training and its running mean")
-            validated = [line for line in run.validations if axes is over_steps or line.time_ms is not None]
-            shown = [line for line in validated if line.step > 0] or validated
-            axes.plot([place(line) for line in shown], [line.loss for line in shown], "o-", color=VALIDATION,
-                      label=f"validation: {shown[-1].loss:.4f}" if shown else "validation: none yet")
-            axes.set(title=title, xlabel=unit, ylabel="nats per token")
-            follow(axes, late, target)
-        over_steps.legend(frameon=False, loc="upper right")
-        if len(timed) > 1:
-            ms = [(b.step, (b.time_ms - a.time_ms) / max(b.step - a.step, 1)) for a, b in zip(timed, timed[1:])]
-            speed.plot(*zip(*mean(ms)), color=TRAINING)
-        speed.set(title="Speed", xlabel="step", ylabel="ms/step", ylim=(0, None))
-        for axes in (over_steps, speed):
-            axes.xaxis.get_major_locator().set_params(integer=True)
-            axes.set_xlim(0, 1.03 * run.steps[-1].step or 1)
+        figure.subplots_adjust(left=0.05, right=0.99, bottom=1 - 3.78 / height, top=1 - 0.69 / height, wspace=0.2)  # a fitted layout takes 0.3 s
+        figure.suptitle(logs.printable(title_of(*runs)), x=0.01, ha="left", fontweight="bold")
+        for at, (run, name) in enumerate(zip(runs, pages.run_names(runs))):
+            mean = functools.partial(pages.running_means, steps=run.stated_steps)
+            trained, validated, ms = pages.curves(run)
+            late += [point[2] for point in validated + [point for point in trained if point[0] >= pages.EARLY * trained[-1][0]]]
+            reached = f"{shorten(name, 70) if several else 'validation'}: {f'{validated[-1][2]:.4f}' if validated else 'none yet'}"
+            of_line, of_dots = ("training and its running mean", reached) if not several else (reached, None) if trained else (None, reached)
+            color, style = COLORS[at % len(COLORS)], ("-", "--", ":")[at // len(COLORS) % 3]
+            for axes, place in ((over_steps, 0), (over_seconds, 1)):
+                losses, dots = ([(point[place], point[2]) for point in points if point[place] is not None] for points in (trained, validated))
+                if losses and not several:
+                    axes.plot(*zip(*losses), color=color, lw=0.7, alpha=0.3)
+                if losses:
+                    axes.plot(*zip(*mean(losses)), style, color=color, lw=1.5, label=of_line)
+                axes.plot([place for place, _ in dots], [loss for _, loss in dots], "o" if several and trained else f"o{style}", color=color if several else VALIDATION, label=of_dots)
+            if ms:
+                speed.plot(*zip(*mean(ms)), style, color=color)
+        for axes, title, unit, kind in ((over_steps, "Loss over steps", "step", "nats per token" + several * "; line: training, dot: validation"),
+                                        (over_seconds, "Loss over time", "seconds of training", "nats per token"), (speed, "Speed", "step", "ms/step")):
+            axes.set(title=title, xlabel=unit, ylabel=kind)
+            if axes is not speed:
+                follow(axes, late, targets.copy().pop() if len(targets) == 1 else None)
+            if axes is not over_seconds:
+                axes.xaxis.get_major_locator().set_params(integer=True)
+                axes.set_xlim(0, 1.03 * max(run.steps[-1].step for run in runs) or 1)
+        speed.set_ylim(0, None)
+        legend = {"loc": "lower left", "ncols": 2} if several else {"loc": "upper right"}
+        (figure if several else over_steps).legend(*over_steps.get_legend_handles_labels(), frameon=False, **legend)
         figure.savefig(out, dpi=120)
 
 
@@ -201,12 +210,12 @@ def draw_sides(titles, sides, strips, target, path):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("log", type=Path, help="the log of a run")
-    parser.add_argument("out", type=Path, nargs="?", help="default: the path of the log with .png")
-    options = parser.parse_args(arguments)
-    out = options.out or options.log.with_suffix(".png")
+    parser.add_argument("paths", type=Path, nargs="+", metavar="LOG", help="logs of runs; the last path may be a picture to write")
+    paths = parser.parse_args(arguments).paths
+    drawn = paths[-1].suffix in (".png", ".svg", ".pdf")
+    *paths, out = paths if drawn else [*paths, paths[0].with_name("runs.png") if len(paths) > 1 else paths[0].with_suffix(".png")]
     try:
-        draw(read(options.log), out)
+        draw([read(path) for path in paths], out)
     except (NothingToDraw, OSError, ValueError) as reason:
         return logs.refuse("picture.py", reason)
     print(f"picture: {out}")

@@ -5,13 +5,14 @@
     python records/trace.py rank*.json.gz                       several ranks: a table for each and one for all
     python records/trace.py before.json.gz --vs after.json.gz   compare two versions, each of one rank or several
     ... --json                                                  print the same figures as JSON
+    ... --picture FILE.png                                      draw a step of the first rank of each version
 
 Requires numpy. Reads .json and .json.gz. A trace of 10 MB takes 0.6 s and 90 MiB; memory grows by about six times
 the unpacked size of the file. Exit status: 0 the figures are printed, 2 the input cannot be used (stderr states why).
 
 Definitions
     GPU op         An event with ph X and cat kernel, gpu_memcpy or gpu_memset, in capitals or not. A kernel with "nccl",
-                   "rccl" or "oneccl" in its name is communication, one named Memcpy or Memset a copy or fill. Every other
+                   "rccl" or "oneccl" in its name is communication, one named as a copy or fill is memory. Every other
                    kernel is compute. Copies and fills count only as not idle.
     launch         The event of a runtime or driver (cuda, hip, xpu) with the op's args.correlation, or "External id" where
                    none has one. An op without a launch was enqueued before recording began. Such
@@ -43,6 +44,7 @@ import json
 import os
 import re
 import sys
+import textwrap
 import zlib
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -77,6 +79,7 @@ class Op(NamedTuple):
     device: str
     thread: object
     stream: object = None
+    launched: int = 0
 
 
 NOWHERE = -1  # the step of an event outside all steps
@@ -86,10 +89,11 @@ MAX_TIME = 1 << 62  # ns, the year 2116: the sum of a time and a duration fits i
 GPU_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"}  # the last two, and capitals, by torch 1.8 to 1.13
 LAUNCH = re.compile("(?:[a-z0-9]+_)?(?:runtime|driver)")  # of cuda, hip, xpu, ...
 HOST_CATEGORIES = {"cpu_op", "user_annotation", "operator"}
-COMMUNICATION = re.compile("nccl|rccl|oneccl|hccl", re.I)
+COMMUNICATION = re.compile("(?:n|r|one|h|m|x)ccl", re.I)
+MEMORY = re.compile("Mem(cpy|set)|__amd_rocclr_(copy|fill)|Copy(Host|Device)To|FillBuffer")  # some profilers call copies kernels
 STEP_MARK = re.compile(r"ProfilerStep#(\d{1,18})")
 HOST_NAMES = re.compile(r"ProfilerStep#\d+|Optimizer\.step#|nccl:|gloo:|c10d::|autograd::engine::evaluate_function"
-                        r"|launch |wait |(backward|step)$")
+                        r"|(?:launch|wait|update|gather) |(forward|backward|step)$")
 COLLECTIVES = {"reducescatter": "reduce-scatter", "allgather": "all-gather", "allreduce": "all-reduce",
                "alltoall": "all-to-all", "broadcast": "broadcast", "reduce": "reduce", "send": "send-recv",
                "recv": "send-recv"}  # matched in this order
@@ -105,7 +109,7 @@ def collective(name):
 
 def kind_of(category, name, arguments):
     """Return the kind of a GPU op: compute, memory, or the collective of a communication kernel."""
-    if category != "kernel" or name.startswith(("Memcpy", "Memset")):
+    if category != "kernel" or MEMORY.match(name):
         return "memory"
     if not COMMUNICATION.search(name):
         return "compute"
@@ -167,7 +171,7 @@ def load(path):
 def read(path):
     """Read a trace file and assign every GPU op to its launch and its step."""
     events, header = load(path)
-    trace, host, marks, main_threads = Trace(path), [], defaultdict(list), set()
+    trace, host, marks, marked = Trace(path), [], defaultdict(list), []  # marked: (thread, mark)
     key = next((key for key in ("correlation", "External id", "external id") if any(
         isinstance(event, dict) and str(event.get("cat")).lower() in GPU_CATEGORIES and key in members(event.get("args"))
         for event in events)), "correlation")
@@ -180,7 +184,7 @@ def read(path):
         on_gpu, is_launch = category in GPU_CATEGORIES, LAUNCH.fullmatch(category)
         on_host = category in HOST_CATEGORIES and HOST_NAMES.match(str(name))
         correlation = arguments.get(key)
-        if not isinstance(correlation, int) or correlation < 0:
+        if not isinstance(correlation, int) or correlation <= 0:  # 0: unknown
             correlation = None
         if not (on_gpu or on_host or is_launch and correlation is not None):
             continue
@@ -201,14 +205,17 @@ def read(path):
             ops.append((correlation, Op(start, end, sys.intern(name), kind, device, None, arguments.get("stream") and str(arguments["stream"]))))
         elif mark := STEP_MARK.fullmatch(name):
             marks[int(mark[1])].append(Span(start, end, name))
-            main_threads.add(thread)
+            marked.append((thread, marks[int(mark[1])][-1]))
         else:
             host.append(Span(start, end, sys.intern(name)))
 
-    ranks = {pid for pid, _ in main_threads}
-    if len(ranks) > 1:
-        raise TraceError(f"{path}: holds {len(ranks)} ranks (ProfilerStep marks of processes {', '.join(sorted(ranks)[:4])}), whose "
-                         "launches cannot be told apart; give the file of each rank")
+    main_threads = {thread for thread, _ in marked}
+    ranks = {pid for pid, _ in main_threads} | {launches[correlation][1][0] for correlation, _ in ops if correlation in launches}
+    twice = [thread for thread, group in itertools.groupby(sorted(marked), lambda mark: mark[0])
+             for a, b in itertools.pairwise(group) if b[1].start < a[1].end]
+    if main_threads and len(ranks) > 1 or twice:
+        whose = f"processes {', '.join(sorted(ranks)[:4])}" if len(ranks) > 1 else "steps that overlap on one thread"
+        raise TraceError(f"{path}: holds several ranks ({whose}), whose launches cannot be told apart; give the file of each rank")
     trace.stated = any(correlation is not None for correlation, _ in ops)
     trace.steps = {step: sorted(marks[step]) for step in sorted(marks)}
     host.sort()
@@ -216,8 +223,8 @@ def read(path):
         trace.host[step].append(span)
     linked = [(op, *launches[correlation]) for correlation, op in ops if correlation in launches]
     trace.orphans = [op for correlation, op in ops if correlation not in launches]
-    for (op, _, thread), step in zip(linked, steps_at([start for _, start, _ in linked], trace.steps)):
-        op = op._replace(thread=None if thread in main_threads else thread)
+    for (op, start, thread), step in zip(linked, steps_at([start for _, start, _ in linked], trace.steps)):
+        op = op._replace(thread=None if thread in main_threads else thread, launched=start)
         (trace.outside if step == NOWHERE else trace.ops[step]).append(op)
     distributed, devices = members(header.get("distributedInfo")), header.get("deviceProperties")
     trace.rank, trace.world_size = distributed.get("rank"), distributed.get("world_size")
@@ -237,17 +244,29 @@ def steps_at(times, steps):
 
 # Figures ------------------------------------------------------------------------------------------------------------
 
-def busy(*groups):
-    """Return the length in ns of the union of the intervals in lists of Span or Op."""
+def union(*groups):
+    """Return the union of the intervals in lists of Span or Op as disjoint intervals in order: i8 [n, 2], ns."""
     times = np.array([item[:2] for group in groups for item in group], "i8").reshape(-1, 2)
     start, end = times[np.argsort(times[:, 0])].T
-    reach = np.maximum.accumulate(end)  # an interval adds only what lies after the reach of those before it
-    return int(np.maximum(reach - np.maximum(start, np.append(start[:1], reach[:-1])), 0).sum())
+    reach = np.maximum.accumulate(end)
+    gap = start[1:] > reach[:-1]  # before the next interval begins
+    return np.column_stack([np.append(start[:1], start[1:][gap]), np.append(reach[:-1][gap], reach[-1:])])
+
+
+def busy(*groups):
+    """Return the length in ns of the union of the intervals."""
+    return int(np.diff(union(*groups)).sum())
 
 
 def overlap(some, others):
     """Return the length in ns of the intersection of two unions of intervals."""
     return busy(some) + busy(others) - busy(some, others)
+
+
+def outside(some, others):
+    """Return the part of a union of intervals that no interval of `others` covers: [(start, end)] in order."""
+    gaps = np.concatenate([[-MAX_TIME], union(others).ravel(), [MAX_TIME]]).reshape(-1, 2)
+    return [(max(a, c), min(b, d)) for a, b in union(some) for c, d in gaps if max(a, c) < min(b, d)]
 
 
 def milliseconds(nanoseconds):
@@ -322,21 +341,19 @@ def gradient_launches(host):
     return named(host, "launch ") or next(filter(None, recorded), [])
 
 
-SUMMED = ("launches", "launches_in_backward", "wait_ms", "gloo_ms", "gloo_in_backward_ms")  # over steps
+SUMMED = ("launches", "launches_in_backward", "wait_ms")  # over steps
 
 
 def host_figures(host):
-    """Return launches, exposed waits and gloo's busy time of one step, and the first launch relative to the last
-    backward (the one whose gradients are sent) and to the optimizer step."""
+    """Return launches and exposed waits of one step, and the first launch relative to the last backward (the one whose
+    gradients are sent) and to the optimizer step."""
     launches, backward = gradient_launches(host), backward_spans(host)
-    waits, gloo = named(host, "wait "), named(host, "gloo:")
+    waits = named(host, "wait ")
     first, last = first_start(launches), max(backward, default=None)
     return {"launches": len(launches),
             "launches_in_backward": sum(any(span.start <= launch.start < span.end for span in backward)
                                         for launch in launches) if backward else None,
             "wait_ms": milliseconds(sum(span.end - span.start for span in waits)) if waits else None,
-            "gloo_ms": milliseconds(busy(gloo)) if gloo else None,
-            "gloo_in_backward_ms": milliseconds(overlap(gloo, backward)) if gloo and backward else None,
             "launch_after_backward_start_ms": apart(first, last and last.start),
             "launch_after_backward_end_ms": apart(first, last and last.end),
             "launch_after_step_start_ms": apart(first, first_start(optimizer_steps(host)))}
@@ -436,7 +453,7 @@ GPU_TITLES = {"step_ms": "host step", "span_ms": "GPU span", "compute_ms": "comp
 HOST_TITLES = {"step_ms": "host step", "launches": "launches", "launches_in_backward": "in backward",
                "launch_after_backward_start_ms": "after backward start",
                "launch_after_backward_end_ms": "after backward end", "launch_after_step_start_ms": "after step start",
-               "wait_ms": "wait", "gloo_ms": "gloo busy", "gloo_in_backward_ms": "gloo in backward"}
+               "wait_ms": "wait"}
 TITLES = GPU_TITLES | HOST_TITLES
 SIGNED = {"b_ms", "d_ms", *(key for key in HOST_TITLES if key.startswith("launch_after"))}
 BY_STEP = ("exposed_ms", "b_ms", "d_ms", "launch_after_backward_end_ms", "wait_ms")  # compared for each step
@@ -564,6 +581,86 @@ def side_by_side(comparison, *ranks):
     return {"totals": totals, "by_step": by_step, "devices": columns([total])}
 
 
+# Picture ------------------------------------------------------------------------------------------------------------
+
+BACKWARD, SENT, STEP = "end of backward", "first gradients sent", "optimizer step"
+
+
+def lanes(trace, number):
+    """Return what is drawn of a step: compute, communication [Op], what of it is exposed [(start, end)], {event: time or None}.
+
+    Of a GPU trace: the first GPU; STEP is the first op that the optimizer launched. On a CPU a bucket is in flight until
+    the host has waited for it."""
+    ops, host = trace.ops[number], trace.host[number]
+    begun = first_start(optimizer_steps(host))
+    if ops:
+        ops = [op for op in ops if op.device == min(op.device for op in ops)]
+        local, compute, comm = of_kind(ops, *LOCAL_KINDS), of_kind(ops, "compute"), communication(ops)
+        return compute, comm, outside(comm, compute), {
+            BACKWARD: max((op.end for op in local if op.thread is not None), default=None),
+            SENT: first_start(of_kind(comm, "reduce-scatter", "all-reduce")),
+            STEP: first_start(op for op in local if begun is not None and op.thread is None and op.launched >= begun)}
+    backward, waits = backward_spans(host), named(host, "wait ")
+    ends, last = {span.name: span.end for span in waits}, max(mark.end for mark in trace.steps[number])
+    flights = [(span.start, ends.get(f"wait {span.name.removeprefix('launch ')}", last), span.name, kind)
+               for kind, prefix in (("reduce-scatter", "launch "), ("all-gather", "gather ")) for span in named(host, prefix)]
+    comm = [Op(*one, "cpu", None) for one in flights or [(*span, collective(span.name)) for span in named(host, "gloo:")]]
+    compute = [*named(host, "forward"), *backward, *named(host, "update ")]
+    return compute, comm, [span[:2] for span in waits] or outside(comm, compute), {
+        BACKWARD: max((span.end for span in backward), default=None), SENT: first_start(gradient_launches(host)), STEP: begun}
+
+
+def draw(traces, comparison, path):
+    """Draw a step of two Traces: the first that launched before the optimizer step in one of them only, or the first."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    import picture
+
+    def bars(items, zero=0):
+        return [(milliseconds(item[0] - zero), milliseconds(item[1] - item[0])) for item in items]
+
+    def exposed(*steps):
+        return f"{sum(length for _, _, intervals, _ in steps for _, length in bars(intervals)) / len(steps):.2f} ms"
+
+    leads = [(pair, pair.get("b_ms", pair.get("launch_after_step_start_ms", {}))) for pair in comparison["steps"]]
+    pair = next((pair for pair, lead in leads if lead.get("difference") is not None and (lead["a"] < 0) != (lead["b"] < 0)), leads[0][0])
+    numbers, sent = (pair["a_step"], pair["b_step"]), []
+    steps = [lanes(trace, number) for trace, number in zip(traces, numbers)]
+    zeros = [next((time for time in events.values() if time is not None), 0) for *_, events in steps]
+    for *_, events in steps:
+        lead = apart(events[SENT], events[BACKWARD])
+        sent.append("-" if lead is None else f"{abs(lead):.3f} ms {'before' if lead < 0 else 'after'} the end of backward")
+    means = [exposed(*(lanes(trace, number) for number in trace.steps)) for trace in traces]
+    title = f"a sends the first gradients {sent[0]}, b {sent[1]}; exposed communication: a {means[0]}, b {means[1]} per step"
+    every, comm = ([bar for step, zero in zip(steps, zeros) for items in step[first:2] for bar in bars(items, zero)] for first in (0, 1))
+    views = [(min(bar)[0], max(map(sum, bar))) for bar in (every, comm or every)]
+    (start, end), (late, comm_end) = views
+    views[1] = late - 0.1 * (comm_end - late), end
+    views = views[:2 if end - views[1][0] < 0.5 * (end - start) else 1]
+    with rc_context(picture.STYLE | {"axes.grid": False}):
+        figure = Figure(figsize=(12, 4.4), layout="constrained")
+        rows = figure.subplots(2, len(views), squeeze=False, sharex="col", width_ratios=(1, 2)[:len(views)])
+        for letter, trace, number, zero, step, row in zip("ab", traces, numbers, zeros, steps, rows):
+            compute, comm, shaded, events = step
+            lane = [("exposed communication", shaded, (-0.5, 2), "#f4b9b3"), ("compute", compute, (0.6, 0.8), picture.COLORS[0]),
+                    *((kind, of_kind(comm, kind), (-0.4, 0.8), picture.COLORS[1 + i % 5]) for i, kind in enumerate(KINDS[2:]))]
+            for axes, view in zip(row, views):
+                for label, items, height, color in lane:
+                    if items:
+                        axes.broken_barh(bars(items, zero), height, color=color, label=label, linewidth=0.3)
+                for (label, time), style in zip(events.items(), (":", "v", "--")):
+                    if time is not None:
+                        axes.plot([milliseconds(time - zero)] * 2, (0.5, 0.5) if style == "v" else (-0.5, 1.5), style, color="#222222", label=label)
+                axes.set(xlim=view, ylim=(-0.5, 1.5), yticks=(0, 1), yticklabels=("communication", "compute") if axes is row[0] else ())
+            row[0].set_title(logs.printable(f"{letter}: {os.path.basename(trace.path).partition('.')[0]}, step {number}"))
+            row[-1].set_title(f"exposed: {exposed(step)}", fontweight="normal", loc="right")
+        for axes, what in zip(rows[-1], ("whole step", "its communication")):
+            axes.set_xlabel(f"{what}, ms from the end of backward")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=9, frameon=False, fontsize=9)
+        figure.suptitle("\n".join(textwrap.wrap(title, 112)), x=0.01, ha="left", fontweight="bold")
+        figure.savefig(path, dpi=110)
+
+
 # Command line -------------------------------------------------------------------------------------------------------
 
 def read_set(paths, problems):
@@ -594,7 +691,10 @@ def main(arguments=None):
     parser.add_argument("traces", nargs="+", metavar="TRACE", help="profiler trace of a rank, .json or .json.gz")
     parser.add_argument("--vs", nargs="+", metavar="TRACE", default=[], help="set b, compared with the first set, a")
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
+    parser.add_argument("--picture", metavar="FILE", help="draw a step of the first trace of each set, .png or .svg")
     options = parser.parse_args(arguments)
+    if options.picture and not options.vs:
+        parser.error("--picture draws two versions: name the traces of the second after --vs")
     problems = []
     analyses, others = read_set(options.traces, problems), read_set(options.vs, problems)
     try:
@@ -602,7 +702,9 @@ def main(arguments=None):
             several = f"{len(problems)} files cannot be used: " if len(problems) > 1 else ""
             raise TraceError(several + "; ".join(problems))
         comparison = compare(analyses, others) if others else None
-    except TraceError as problem:
+        if options.picture:
+            draw([read(paths[0]) for paths in (options.traces, options.vs)], comparison, options.picture)
+    except (TraceError, OSError, ValueError) as problem:
         return logs.refuse("trace.py", problem)
     if options.json:
         print(json.dumps({"traces": analyses, "vs": others, "comparison": comparison}, indent=1))

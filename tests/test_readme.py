@@ -32,7 +32,7 @@ COMMANDS = {
     "./run.sh --help-all": RUN,
     "./run.sh --trial": RUN,
     '.venv/bin/python sample.py --prompt "def read(" --tokens 200': RUN,
-    ".venv/bin/python records/logs.py --follow logs/RUN.txt": RUN,
+    ".venv/bin/python records/export.py logs/RUN.txt --to csv": RUN,
     ".venv/bin/python records/stats.py --plan --sd 0.0013 --margin 0.002": RUN,
     "./run.sh": "test_readme.py::test_the_default_run_reaches_its_target",
     "./test.sh": "it runs these tests",
@@ -71,6 +71,10 @@ COMMANDS = {
     ".venv/bin/python data/fineweb.py 9": "test_data_fineweb.py::test_a_second_call_requests_nothing_after_a_complete_download",
     "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu130 ./run.sh --setup": "test_scripts.py::test_what_the_tests_add_is_installed_once_and_only_for_them",
     ".venv/bin/python data/gpt2.py DIR": "test_data_fineweb.py::test_gpt2s_tokens_are_written_beside_other_shards",
+    ".venv/bin/python records/export.py logs/RUN.txt --to wandb --follow": "test_records_export.py::test_wandb_reads_what_was_sent",
+    ".venv/bin/python records/picture.py logs/RUN.txt logs/RUN2.txt":
+        "test_records_picture.py::test_several_runs_in_one_picture_are_named_by_what_differs",
+    ".venv/bin/python records/trace.py before.json.gz --vs after.json.gz --picture FILE": "test_records_trace.py::test_two_versions_in_one_picture",
     ".venv/bin/python launch/watch.py": "test_records_picture.py::test_the_page_follows_a_run_from_its_first_step_to_its_end",
     ".venv/bin/python records/stats.py THEIR_LOGS --target 3.28": "test_records_stats.py::",
     ".venv/bin/python records/stats.py logs/race-ID": "test_records_stats.py::",
@@ -145,14 +149,14 @@ def test_the_commands_of_a_first_hour(clone):
     for command in (command for command, how in COMMANDS.items() if how is RUN):
         runs = [path.stem for path in clone.glob("logs/*.txt")]
         said[command] = run_in(clone, command.replace("RUN", runs[0] if runs else "RUN"))
-    run, sampled, followed = (said[command] for command in [*COMMANDS][2:5])
+    run, sampled = (said[command] for command in [*COMMANDS][2:4])
     shown = README.split("```")[1]
     for line in ("validation loss ", "model: ", "log: ", "picture: "):
         assert line in run and line in shown
     for line in README.split("## Check a record")[1].split("```")[1].splitlines()[3:]:
         assert line in said[".venv/bin/python records/stats.py records/2026-11-22_pieces"] + \
             said[".venv/bin/python records/verify.py records/2026-11-22_pieces"], line
-    assert sampled.startswith("def read(") and followed.count("\n") == 20 + 1 and "val_loss" in followed.splitlines()[-1]
+    assert sampled.startswith("def read(") and (clone / "logs/speedrun/steps.csv").read_text().count("\n") == 1 + 20 + 1
 
 
 def test_every_flag_is_one_of_a_program_here_and_every_link_leads_somewhere():

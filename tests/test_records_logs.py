@@ -1,6 +1,5 @@
 """Tests of records/logs.py: every form of log and every pitfall found in public logs, on logs that the tests write."""
 
-import fcntl
 import gzip
 import hashlib
 import importlib
@@ -12,7 +11,6 @@ import re
 import resource
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -701,114 +699,6 @@ def test_the_command_fails_on_a_path_that_is_not_there(tmp_path, write):
     assert done.returncode == 2 and "none.txt" in done.stdout and done.stderr == ""
 
 
-# While a run is under way
-
-
-def test_a_log_is_followed_step_by_step_to_its_end(tmp_path):
-    path, said = tmp_path / "run.txt", []
-
-    def write(*lines):
-        with open(path, "a", encoding="utf-8") as file:
-            file.write("".join(line + "\n" for line in lines))
-
-    step = "step:{0}/4 train_time:{0}00ms step_avg:100.00ms train_loss:{1}".format
-    write("import torch", SEPARATOR, "a machine", SEPARATOR, '{"run_id": "x"}')
-    following = logs.follow(path, period_s=0.01)
-    write(step(1, 5.5), step(2, 4.5))
-    said += [next(following), next(following)]
-    write('{"resumed": {"from_step": 1}}', step(2, 4.25), step(3, 3.5), step(4, 3.25),
-          "step:4/4 val_loss:3.0000 train_time:400ms step_avg:100.00ms", '{"end": {}}')
-    said += following
-    assert [(line["step"], line.get("train_loss"), line.get("val_loss")) for line in said] == [
-        (1, 5.5, None), (2, 4.5, None), (2, 4.25, None), (3, 3.5, None), (4, 3.25, None), (4, None, 3.0)]
-    assert said[-1] == {"step": 4, "train_time_ms": 400, "val_loss": 3.0}
-
-
-def test_following_ends_where_a_run_broke_off_and_says_what_is_no_file(tmp_path, capsys):
-    path = tmp_path / "run.txt"
-    path.write_text(text(common()[:7] + ["error: interrupted"]))
-    assert len([*logs.follow(path)]) == 7
-    assert logs.main(["--follow", str(tmp_path / "none")]) == 2
-    assert "none: No such file or directory; name the log of a run" in capsys.readouterr().err
-    assert logs.main(["--follow", str(path)]) == 0
-    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["step"] for line in told] == [0, 1, 2, 3, 4, 5, 5] and told[0]["val_loss"] and "val_loss" not in told[1]
-
-
-def test_following_a_run_after_it_was_resumed_tells_it_from_its_first_step(tmp_path):
-    path = tmp_path / "run.txt"
-    path.write_text(text(resumed(common(), 19, 12)))
-    told = [line["step"] for line in logs.follow(path)]
-    assert told == sorted(told) and {*range(1, told[-1] + 1)} <= {*told}
-
-
-def test_following_a_run_that_was_resumed_twice_between_two_looks_tells_all_that_was_trained_again(tmp_path):
-    path = tmp_path / "run.txt"
-    step = "step:{0}/6 train_time:{0}00ms step_avg:100.00ms train_loss:5.0".format
-    begun = ['{"run_id": "x"}', *map(step, range(1, 6))]
-    path.write_text(text(begun))
-    following = logs.follow(path, period_s=0.01)
-    assert [next(following)["step"] for _ in range(5)] == [1, 2, 3, 4, 5]
-    again = ['{"resumed": {"from_step": 2}}', step(3), step(4), '{"resumed": {"from_step": 4}}', step(5), step(6)]
-    path.write_text(text([*begun, *again, "error: interrupted"]))
-    assert [line["step"] for line in following] == [3, 4, 5, 6]
-
-
-def test_following_ends_with_a_run_that_ended_in_a_loss_that_is_no_number(tmp_path):
-    path = tmp_path / "run.txt"
-    path.write_text(text(['{"run_id": "x"}', *common("nan"), '{"end": {}}']))
-    assert [*logs.follow(path)][-1]["step"] == 20
-
-
-def test_following_what_is_no_log_says_so(tmp_path, capsys):
-    path = tmp_path / "README.md"
-    path.write_text("no log")
-    os.utime(path, (0, 0))
-    assert logs.main(["--follow", str(path)]) == 2 and "the file contains no run (not a log" in capsys.readouterr().err
-
-
-def test_following_ends_where_the_run_was_killed_and_waits_while_its_process_lives(tmp_path, capsys, monkeypatch):
-    path = tmp_path / "run.txt"
-    path.write_text(text(common()[:7]))
-    os.utime(path, (0, 0))  # last written long ago
-    with open(path, "a") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        told, slept = [], []
-        monkeypatch.setattr(logs.time, "sleep", lambda seconds: held.close() if len(slept) > 2 else slept.append(1))
-        with pytest.raises(TimeoutError, match="no process writes this log: the run was killed"):
-            told.extend(logs.follow(path))
-    assert len(slept) == 3
-    assert logs.main(["--follow", str(path)]) == 2
-    said = capsys.readouterr()
-    assert len(said.out.splitlines()) == 7 and "run.txt: no new line for" in said.err and said.err.count("\n") == 1
-
-
-def test_followed_steps_reach_a_board_that_is_installed(tmp_path, monkeypatch, capsys):
-    path, taken = tmp_path / "run.txt", []
-    path.write_text(text(common()[:7] + ["error: interrupted"]))
-    run = types.SimpleNamespace(log=taken.append, define_metric=lambda *metrics, step_metric: taken.append((*metrics, step_metric)))
-    board = types.SimpleNamespace(init=lambda project, name: taken.append((project, name)) or run)
-    monkeypatch.setitem(sys.modules, "wandb", board)
-    assert logs.main(["--follow", str(path), "--to", "wandb:race"]) == 0
-    assert not capsys.readouterr().out
-    assert logs.main(["--follow", str(path)]) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert taken == [("race", "run"), ("*", "step"), *lines] and lines
-    writer = types.SimpleNamespace(add_scalar=lambda *found: taken.append(found), flush=lambda: None)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=lambda folder: taken.append(folder) or writer))
-    taken.clear()
-    assert logs.main(["--follow", str(path), "--to", f"tensorboard:{tmp_path}"]) == 0
-    assert taken[0] == str(tmp_path / "run") and {found[0] for found in taken[1:]} == {key for line in lines for key in line} - {"step"}
-    taken.clear()
-    assert logs.main(["--follow", str(tmp_path / "none.txt"), "--to", "wandb:race"]) == 2 and not taken
-    with pytest.raises(SystemExit):
-        logs.main(["--follow", str(path), str(path)])
-    assert "--follow takes one log, not 2" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert logs.main(["--follow", str(path), "--to", "wandb:race"]) == 2
-    assert "--to wandb:race: import of wandb halted" in capsys.readouterr().err
-
-
 def test_a_log_that_changes_is_parsed_again(tmp_path):
     for loss in ("3.1000", "3.2000", "3.1000"):  # of equal length
         (tmp_path / "a").write_text(text(common(loss)))
@@ -830,7 +720,7 @@ def test_ctrl_c_while_a_tool_imports_is_a_word_and_130(tmp_path, tool):
 
 
 @pytest.mark.parametrize("tool, words", [
-    ("logs", ["--follow", LONG]), ("picture", [LONG]), ("trace", [LONG]), ("trace", [f"{LONG}{i}" for i in range(300)]),
+    ("export", [LONG, "--to", "csv"]), ("picture", [LONG]), ("trace", [LONG]), ("trace", [f"{LONG}{i}" for i in range(300)]),
     ("ladder", [LONG]), ("stats", [LONG]), ("verify", [LONG]), ("board", ["add", LONG, "x", "y"]), ("board", [])])
 def test_a_refusal_is_one_line_whatever_the_names_are_and_however_many(tmp_path, capsys, monkeypatch, tool, words):
     module = importlib.import_module(tool)

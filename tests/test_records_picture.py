@@ -73,6 +73,39 @@ def test_a_run_under_way_or_of_others_is_drawn_as_far_as_it_is(tmp_path, text, s
     assert f">{says}<" in svg(tmp_path, text)
 
 
+@pytest.mark.parametrize("runs, names", [
+    ([{"seed": 1}, {"seed": 2}], ["--seed 1", "--seed 2"]),
+    ([{"lr": 0.1, "exact": True}, {"lr": 0.1, "exact": False}], ["--exact true", "--exact false"]),
+    ([{"lr": 0.1, "depth": 2, "seed": 1}, {"lr": 0.2, "depth": 3, "seed": 1}, {"lr": 0.2, "depth": 3, "seed": 2}],
+     ["--lr 0.1 --seed 1 …", "--lr 0.2 --seed 1 …", "--lr 0.2 --seed 2 …"]),
+    ([{"lr": 0.1}, {"lr": 0.1, "source": "b" * 64}], ["source aaaaaaaa", "source bbbbbbbb"]),
+    ([{"lr": 0.1}, {"lr": 0.1}], ["run0", "run1"]), ([{}], ["run0"]), ([{"lr": 0.1}, {"lr": 0.2}, {"lr": 0.2}], ["--lr 0.1", "--lr 0.2 run1", "--lr 0.2 run2"]),
+    ([{"preset": "a", "lr": 0.1, "depth": 2}, {"preset": "b", "lr": 0.2, "depth": 3}, {"preset": "b", "lr": 0.3, "depth": 3}],
+     ["--preset a --lr 0.1", "--preset b --lr 0.2", "--preset b --lr 0.3"]),
+    ([{"lr": 0.1}, {"lr": 0.2}, {}], ["--lr 0.1", "--lr 0.2", "run2"])])
+def test_runs_are_named_by_what_differs(runs, names):
+    assert pages.run_names([
+        logs.Run(f"logs/run{at}.txt", seed=config.get("seed"), source_sha256=config.get("source", "a" * 64), start={
+            "preset": config.get("preset", "toy"), "config": {key: value for key, value in config.items() if key not in ("preset", "source")}})
+        for at, config in enumerate(runs)]) == names
+
+
+def test_several_runs_in_one_picture_are_named_by_what_differs(tmp_path):
+    paths = []
+    for rate, more in ((0.1, [END]), (0.2, [])):  # the second is under way
+        start = {"run_id": "x", "preset": "toy", "seed": 1, "target_val_loss": 1.5, "config": {"lr": rate}}
+        validated = [f"step:40/40 val_loss:{1.2 + rate:.4f} train_time:4000ms step_avg:100.00ms"] * bool(more)
+        (tmp_path / f"{rate}.txt").write_text(log(json.dumps(start), *steps(1, 40 if more else 20), *validated, *more))
+        paths.append(str(tmp_path / f"{rate}.txt"))
+    assert picture.main([*paths, str(tmp_path / "both.svg")]) == 0
+    drawn = (tmp_path / "both.svg").read_text()
+    for said in ("2 runs: validation losses from 1.3000 to 1.3000", "--lr 0.1: 1.3000", "--lr 0.2: none yet", "target 1.5", "Loss over steps",
+                 "Loss over time", "ms/step"):
+        assert f">{said}<" in drawn, said
+    assert picture.main(paths) == 0 and (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
+    assert "not on the same validation data" in picture.title_of(*(dataclasses.replace(picture.read(paths[0]), validated_on=data) for data in "ab"))
+
+
 @pytest.mark.parametrize("text", ["", "my diary", log(START), None])
 def test_what_is_no_run_is_named_in_a_line(tmp_path, capsys, text):
     if text is not None:
@@ -242,7 +275,7 @@ def test_single_runs_are_named_by_what_differs(tmp_path, open_page):
         (tmp_path / f"{i}.txt").write_text(log(json.dumps({"run_id": "x", "preset": "toy", "config": config}), *steps(1, 9)))
     (tmp_path / "2.txt").write_text(log(json.dumps({"run_id": "x", "preset": "other", "config": {"lr": 0.3}}), *steps(1, 9)))
     page = open_page()
-    assert "</span>lr 0.1</td>" in page and "</span>lr 0.2</td>" in page and page.count("<svg") == 6  # other presets have other scales
+    assert "</span>--lr 0.1</td>" in page and "</span>--lr 0.2</td>" in page and page.count("<svg") == 6  # other presets have other scales
 
 
 def test_what_is_no_log_takes_no_place(tmp_path, open_page):

@@ -1,0 +1,120 @@
+"""Send the steps of runs, with their config, to CSV files or a dashboard.
+
+    python records/export.py logs/RUN.txt … --to csv             writes logs/speedrun/runs.csv and steps.csv
+    python records/export.py logs/RUN.txt … --to tensorboard     then: tensorboard --logdir logs/speedrun
+    python records/export.py logs/RUN.txt … --to wandb --out PROJECT --follow     live, until the runs end; or --to trackio
+
+Preset, seed, source and config of a run are in runs.csv, in TensorBoard's hyperparameters, or the dashboard's config.
+"""
+
+import argparse
+import contextlib
+import contextvars
+import csv
+import fcntl
+import os
+import time
+from pathlib import Path
+
+import logs
+
+STEP = ("step", "train_time_ms", "train_loss", "val_loss")
+
+
+def tail(path):
+    """Yield (Run, what is new: [{key of STEP: value}]) again and again. Steps that a resumed run trains again are repeated."""
+    told = resumes = 0
+    while True:
+        run = logs.last_run(path)
+        if again := run.resumed[resumes:]:
+            at = min(resumed["from_step"] for resumed in again)
+            resumes, told = len(run.resumed), min(told, sum(step.step <= at for step in run.steps))
+        losses = {line.step: line.loss for line in run.validations}
+        lines = [zip(STEP, (step.step, step.time_ms, step.train_loss, losses.get(step.step) if step.validation else None))
+                 for step in run.steps[told:]]
+        told = len(run.steps)
+        yield run, [{key: value for key, value in line if value is not None} for line in lines]
+
+
+def ended(path, run, silent_s=60):
+    """Return whether a run is over. TimeoutError if it was killed: it writes nothing, and no process locks its log."""
+    if not run.over and (silent := time.time() - os.stat(path).st_mtime) > silent_s:
+        with open(path, "rb") as file, contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            raise TimeoutError(f"{path}: no new line for {silent:.0f} s, and no process writes this log: the run was killed")
+    return run.over
+
+
+def opener(to, out):
+    """Return open_run(name, config), which returns (function of a step's values, function that ends the run)."""
+    if to == "csv":
+        os.makedirs(out, exist_ok=True)
+        rows, steps = [], csv.DictWriter(open(f"{out}/steps.csv", "w", newline="", buffering=1), ["run", *STEP])
+        steps.writeheader()
+        def open_run(name, config):
+            rows.append({"run": name, **config})
+            with open(f"{out}/runs.csv", "w", newline="") as file:
+                table = csv.DictWriter(file, dict.fromkeys(key for row in rows for key in row))
+                table.writeheader()
+                table.writerows(rows)
+            return lambda line: steps.writerow({"run": name, **line}), lambda: None
+    elif to == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter, summary
+        def open_run(name, config):
+            writer = SummaryWriter(f"{out}/{name}")
+            for part in summary.hparams(config, {"val_loss": 0.0}):  # states no value of it
+                writer.file_writer.add_summary(part)
+            return lambda line: [writer.add_scalar(key, line[key], line["step"]) for key in line.keys() - {"step"}] and writer.flush(), writer.close
+    elif to == "wandb":
+        import wandb
+        def open_run(name, config):
+            run = wandb.init(project=os.path.basename(out), name=name, config=config, reinit="create_new")
+            run.define_metric("*", step_metric="step")  # wandb's own steps cannot decrease; those of a resumed run do
+            return run.log, run.finish
+    else:
+        import trackio
+        def open_run(name, config):  # in a context of its own, since trackio ends the run that was begun before in the same
+            run = contextvars.Context().run(trackio.init, os.path.basename(out), name, config=config, auto_log_cpu=False, auto_log_gpu=False)
+            return lambda line: run.log({key: line[key] for key in line.keys() - {"step"}}, step=line["step"]), run.finish
+    return open_run
+
+
+def export(paths, open_run, follow):
+    """Send what the logs state, and with `follow` what is added to them until all runs are over."""
+    tails, opened = {path: tail(path) for path in paths}, {}
+    while tails:
+        for path in [*tails]:
+            run, lines = next(tails[path])
+            if lines and path not in opened:
+                values = {"preset": (run.start or {}).get("preset"), "seed": run.seed, "source": (run.source_sha256 or "")[:8], **logs.config_of(run)}
+                opened[path] = open_run(Path(path).stem, {key: one if isinstance(one, (bool, int, float)) else str(one) for key, one in values.items()})
+            for line in lines:
+                opened[path][0](line)
+            if not follow or ended(path, run):
+                del tails[path]
+                if path not in opened:
+                    raise ValueError(f"{path}: no step with a train_time{run.reason and f' ({run.reason})'}; name the log of a run")
+                opened[path][1]()
+        time.sleep(bool(tails))
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="+", metavar="RUN", help="the log of a run")
+    parser.add_argument("--to", required=True, choices=("csv", "tensorboard", "wandb", "trackio"))
+    parser.add_argument("--out", help="the folder or the project", default="logs/speedrun")
+    parser.add_argument("--follow", action="store_true", help="until the runs have ended")
+    options = parser.parse_args(arguments)
+    try:
+        [os.stat(path) for path in options.paths]  # before a dashboard is opened
+        export(options.paths, opener(options.to, options.out), options.follow)
+        print(f"{logs.plural(len(options.paths), 'run')}: {options.to} {options.out}")
+        return 0
+    except ImportError as error:
+        return logs.refuse("export.py", f"--to {options.to}: {error}; install it: .venv/bin/pip install {options.to}, or use --to csv")
+    except (OSError, ValueError) as error:
+        return logs.refuse("export.py", error)
+
+
+if __name__ == "__main__":
+    logs.run_main(main)
