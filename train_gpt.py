@@ -3316,7 +3316,7 @@ def run_training(config: Config, preset: str, comm: Comm, device: torch.device, 
         loop.given_up = {path for path in checkpoints(log.path.parent, log.run_id) if step_of(path) > loop.from_step}
         start_log(loop, resumed, changes)
     loop.warm_up()
-    with signals.caught():
+    with contextlib.nullcontext() if config.race else signals.caught():
         loop.train()
         with clock.off("hashing"):
             before = hash_of(named_tensors(worker.model))
@@ -4513,7 +4513,8 @@ def save_checkpoint(loop: TrainingLoop, step: int, stop: bool = False) -> None:
                 remove_files(spare_files(loop, loop.config.keep_checkpoints))
     if stop:
         loop.comm.all_gather_json("saved")  # a rank that leaves earlier would end rank 0 while it writes
-        raise RunError(f"terminated before step {step}; --resume {log.path} continues from there")
+        what = "terminated" if signals.again_from == math.inf else INTERRUPTED
+        raise RunError(f"{what} before step {step}; --resume {log.path} continues from there")
 
 def save_model(loop: TrainingLoop) -> Path:
     """Save the trained parameters beside the log."""
@@ -4734,19 +4735,21 @@ def out_of_range(f: dataclasses.Field, v: Any) -> str:
     return f"{f.name} is {v!r}; it must be {', '.join(wanted)}"
 
 class Signals:
-    """SIGUSR1 asks for a checkpoint. In training, SIGTERM, SIGHUP and SIGUSR2, which says that the launcher has died,
-    ask for a checkpoint and then stop the run.
+    """SIGUSR1 asks for a checkpoint. In training, Ctrl-C, SIGTERM, SIGHUP and SIGUSR2, which says that the launcher has
+    died, ask for a checkpoint and then stop the run. A second Ctrl-C ends it at once.
 
-    Before training they have their default action: nothing is lost, and the process ends even if it waits for others.
+    Before training, and in a race, which repeats whole runs, they have their default action: the process ends even if
+    it waits for others.
     """
 
-    STOPS = signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2
+    STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2
     STOP = 1024  # what a stop adds to `received`; SIGUSR1 adds 1
 
     GRACE_S = 8  # for the last checkpoint when the launcher is gone, and nobody else would end a rank that hangs
+    MOMENT_S = 1  # after a Ctrl-C its copy may come: torchrun passes it on to ranks that the terminal told already
 
     def __init__(self):
-        self.received, self.stop = 0, False
+        self.received, self.stop, self.again_from = 0, False, math.inf
 
     def handle(self, number: int, _: Any) -> None:
         if number == signal.SIGUSR1:
@@ -4754,6 +4757,13 @@ class Signals:
         elif not self.stop:
             self.stop = True
             self.received += self.STOP
+            if number == signal.SIGINT:
+                self.again_from = time.monotonic() + self.MOMENT_S
+                if os.environ.get("RANK", "0") == "0":
+                    os.write(2, b"\ntrain_gpt.py: saving a checkpoint, then stopping; Ctrl-C again ends at once\n")
+        elif time.monotonic() > self.again_from:  # torchrun makes a SIGTERM of the second
+            self.again_from = math.inf
+            raise KeyboardInterrupt
         if number == signal.SIGUSR2:
             signal.alarm(self.GRACE_S)  # its default action ends the process
 
@@ -4839,9 +4849,12 @@ def first_failure(store: dist.Store | None, rank: int, message: str, lost: bool)
 def fail(error: BaseException, config: Config, rank: int, log: Log | None, store: dist.Store | None) -> int:
     """Report a rank's failure to the log, the other ranks and, if it was the first, stderr -> the exit status."""
     lost = store is not None and not isinstance(error, RunError) and bool(LOST.search(str(error)))
+    signals.again_from = math.inf
     for number in Signals.STOPS if store and threading.current_thread() is threading.main_thread() else ():
-        signal.signal(number, signals.handle)  # the launcher sends SIGTERM when the first rank ends
-    message, status = describe_error(error, config), 130 if isinstance(error, KeyboardInterrupt) else 1
+        # the launcher sends SIGTERM when the first rank ends
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signals.handle)
+    message = describe_error(error, config)
+    status = 130 if message.startswith(INTERRUPTED) else 1
     if not message:
         traceback.print_exception(error)
         message = f"{type(error).__name__}: {error}"
@@ -4861,7 +4874,7 @@ def fail(error: BaseException, config: Config, rank: int, log: Log | None, store
                      "; there is no checkpoint to resume from, --save_every keeps some")
     with contextlib.suppress(OSError):
         if mine:
-            label = "error: " * (message != INTERRUPTED)
+            label = "error: " * (status != 130)
             print(f"train_gpt.py: rank {rank}: {label}{printable(message)}{kept}", file=sys.stderr, flush=True)
             if os.environ.get("TORCHELASTIC_ERROR_FILE"):  # what torchrun reports
                 from torch.distributed.elastic.multiprocessing.errors import get_error_handler

@@ -539,17 +539,6 @@ def test_few_open_files_are_one_line(one, tmp_path, capsys, monkeypatch):
     assert status == 1 and "Too many open files" in errors and "ulimit -n" in errors and errors.count("\n") == 1
 
 
-def ctrl_c_in_a_step(rank):
-    in_step(3, lambda: os.kill(os.getpid(), signal.SIGINT), pytest.MonkeyPatch())
-
-
-def test_ctrl_c_says_that_there_is_no_checkpoint(one, tmp_path):
-    """With one: test_scripts.py, the whole way."""
-    done, log = one_rank(tmp_path, flags(tmp_path, one[1], run_id="kept"), ctrl_c_in_a_step), tmp_path / "logs" / "kept.txt"
-    assert (done.status, done.err) == (130, f"train_gpt.py: rank 0: interrupted; the log so far: {log}; there is no "
-                                            "checkpoint to resume from, --save_every keeps some\n")
-
-
 def save_slowly(rank):
     save = train_gpt.save_file
     train_gpt.save_file = lambda path, content: (time.sleep(4), save(path, content))

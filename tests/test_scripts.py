@@ -693,9 +693,8 @@ def test_a_failed_run_ends_with_its_reason_and_nothing_else(tmp_path, tiny_flags
 
 @needs_venv
 def test_ctrl_c_ends_a_run_with_130_and_says_what_is_kept_and_how_to_go_on(tmp_path, tiny_flags):
-    """Without a checkpoint: test_run.py."""
     write_shard(tmp_path / "toy_train_000001.bin", some_documents(1, 60_000))
-    run = subprocess.Popen([ROOT / "run.sh", "--preset", "laptop", *tiny_flags, "--num_steps", "90", "--save_every", "1"],
+    run = subprocess.Popen([ROOT / "run.sh", "--preset", "laptop", *tiny_flags, "--num_steps", "9000", "--epochs", "1000"],
                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=offline(), start_new_session=True)
     while "step:10/" not in (line := run.stdout.readline()):
         assert line, run.stderr.read()
@@ -703,7 +702,8 @@ def test_ctrl_c_ends_a_run_with_130_and_says_what_is_kept_and_how_to_go_on(tmp_p
     stderr = run.communicate(timeout=600)[1]
     assert run.returncode == 130, stderr
     [log] = (tmp_path / "logs").glob("*.txt")
-    assert f"rank 0: interrupted; the log so far: {log}; --resume {log} continues from its last checkpoint\n" in stderr
+    assert re.search(rf"rank [01]: interrupted before step (\d+); --resume {log} continues from there; the log so far: {log}\n", stderr)
+    assert [*log.parent.glob("*.ckpt")]
     assert "Traceback" not in stderr and "torch" not in stderr
 
 
