@@ -75,6 +75,7 @@ import glob
 import hashlib
 import importlib
 import importlib.metadata
+import inspect
 import itertools
 import json
 import math
@@ -1460,7 +1461,8 @@ class Attention(nn.Module):
         return gate[..., None] * value_embeds.view(*gate.shape, -1)
 
 class MLP(nn.Module):
-    """x [T, dim] -> relu(x @ fc) ** 2 @ proj.T, with fc and proj [dim, 4 dim]. kernels: use the Triton kernels.
+    """x [T, dim] -> relu(x @ fc) ** 2 @ proj.T, with fc and proj [dim, 4 dim]. kernels: use the Triton kernels, unless
+    forward was edited (see plain_forms).
 
     With fp8_mlp both products are in fp8 in training; see DelayedScales.
     """
@@ -1554,7 +1556,7 @@ class Head(nn.Module):
 
         x [T, dim]; targets [n, T]: row k holds the tokens k + 1 ahead, -1 is not counted; weights [n] of the rows.
         """
-        if self.kernels and self.training:  # remove these lines if you add a loss term
+        if self.kernels and self.training:  # not after an edit of this method: see plain_forms
             scales = self.fp8_scales if self.fp8 else None
             objective, entropies = HeadLoss.apply(x, self.weight, targets, weights, self.softcap, scales)
             return objective, entropies[0]
@@ -4591,19 +4593,37 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
     if config.fp8_head and capability < [8, 9]:
         config = dataclasses.replace(config, fp8_head=False)
         changes.append("this GPU has no fp8: the head's product stays in bf16")
+    edited = [kernel for kernel, (forms, digest) in plain_forms().items()
+              if sha256_of("".join(map(inspect.getsource, forms)).encode())[:8] != digest]
+    if edited and "auto" in (config.attention, config.kernels):
+        changes.append(f"the plain form of {', '.join(edited)} was edited: it is computed as written, without this "
+                       "kernel, and more slowly; --kernels on and --attention flash skip the edit")
     if config.attention == "auto":
-        fits = capability >= [8, 0] and config.dtype == "bfloat16" and not config.world_size_invariant
+        fits = (capability >= [8, 0] and config.dtype == "bfloat16" and not config.world_size_invariant
+                and "attention" not in edited)
         config = dataclasses.replace(config, attention="flash" if fits else "masked")
     if why := max(comm.all_gather_json(find_flash_3() if config.attention == "flash" and own[0] == 9 else "")):
         flash_3 = None  # on all ranks
         changes.append(f"FlashAttention 3 is not used ({why}): using torch's own version; see docs/gpus.md")
     if config.kernels == "auto":
-        chosen = "off" if triton is None else "on" if capability >= [9, 0] else "loss"  # the MLP's kernel needs TMA
+        chosen = "off" if triton is None or "loss" in edited else "on"
+        if chosen == "on" and (capability < [9, 0] or "MLP" in edited):  # the MLP's kernel needs TMA
+            chosen = "loss"
         config = dataclasses.replace(config, kernels=chosen)
     if config.fp8_mlp and config.kernels != "on":
         config = dataclasses.replace(config, fp8_mlp=False)
         changes.append("the MLP's kernels are off: its products stay in bf16")
     return config, changes
+
+def plain_forms() -> dict[str, tuple[tuple[Any, ...], str]]:
+    """Return what GPUs compute by a kernel -> its plain form, and the SHA-256 of the source that the kernel copies.
+
+    A kernel would ignore an edit of its plain form, so that a race would find no difference: resolve_auto then leaves
+    the kernel out. If you change a kernel too, write the new digest, which tests/test_config.py prints.
+    """
+    return {"MLP": ((MLP.forward,), "3992072e"),
+            "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__, cross_entropies), "b3e6e3d3"),
+            "attention": ((attend, cut_in_pieces, seen_by_pieces, mask_in_pieces), "96cd6c52")}
 
 def with_digests(shards: list[Shard], comm: Comm, local_rank: int) -> list[Shard]:
     """Add the shards' SHA-256, which one rank of each host computes. RunError if a host has other shards."""
