@@ -237,7 +237,8 @@ class SyncSettings:
     overlap_param_gather: bool = option(False, "overlap all-gathers with the next forward, layer by layer")
     find_unused_parameters: bool = option(False, "allow parameters without a gradient, which stay unchanged")
     check_grads: bool = option(False, "stop before a step with a non-finite gradient (synchronizes the GPU)")
-    clip_norm: float = option(0.0, "largest gradient norm over all parameters of a step (0: no clipping)", min=0)
+    clip_norm: float = option(0.0, "largest norm of a step's gradients (0: no clipping); see grad_norm in a log. "
+                              "train_gpt.py sums its loss over tokens, so norms are far above 1", min=0)
     world_size_invariant: bool = option(False, "same bytes on any number of ranks: tree sums, one thread, no batching")
 
 GATE_DIM = 12  # channels of the residual stream that gates read
@@ -2699,8 +2700,9 @@ class Reducer:
         for bucket in self.buckets:
             bucket.drop_gradients()
 
-def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step: int) -> None:
-    """Scale all gradients down if their norm exceeds clip_norm. Raise RunError on every rank if one is not finite."""
+def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step: int) -> float:
+    """Scale all gradients down if their norm exceeds clip_norm -> the norm before. Raise RunError on every rank if one
+    is not finite."""
     squares = []  # float32 norms of short rows, squared and summed in float64: fast and accurate
     for shard in (bucket.grad_shard for bucket in buckets):
         rows = shard.view(-1, math.gcd(shard.numel(), Bucket.SHARD_ALIGNMENT))
@@ -2715,6 +2717,7 @@ def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step
     if clip_norm and math.sqrt(total) > clip_norm:
         for bucket in buckets:
             bucket.grad_shard.mul_(clip_norm / math.sqrt(total))
+    return math.sqrt(total)
 
 def check_ownership(buckets: Sequence[Bucket]) -> set[nn.Parameter]:
     """Return the parameters in the buckets. Raise RunError if one is there twice or is frozen."""
@@ -2948,6 +2951,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         for x in (*(bucket.param_data for bucket in buckets), *frozen, *model.buffers()):
             comm.broadcast(x.data)
         self.reducer = Reducer(buckets, comm, settings, grad_scale)
+        self.grad_norm: float | None = None  # of the last step, before clipping; only check_grads and clip_norm compute it
         self.reducer.count_writes, self.reducer.writes = self.count_writes, self.count_writes()
         self.prepare_for_backward, self.announce_rows = self.reducer.prepare_for_backward, self.reducer.announce_rows
         rules = {type(bucket.rule).update for bucket in buckets}
@@ -3021,7 +3025,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         if self.settings.check_grads or self.settings.clip_norm:
             for bucket in reducer.due:
                 reducer.wait(bucket)
-            check_and_clip(reducer.due, self.comm, self.settings.clip_norm, reducer.step)
+            self.grad_norm = check_and_clip(reducer.due, self.comm, self.settings.clip_norm, reducer.step)
         buckets = reducer.due if self.settings.update_order == "launch" else sorted(
             reducer.due[::-1], key=lambda bucket: bucket not in self.read_first)
         self.finish_all_gathers(buckets)  # if no forward has waited: their inputs must not change in flight
@@ -3368,7 +3372,7 @@ class TrainingLoop:
                 self.validate(step)
             plan = plan_of(c, step)
             losses = worker.step(plan, worker.stream.next_batch(plan))
-            self.losses.record(plan, losses)
+            self.losses.record(plan, losses, worker.optimizer.grad_norm)
             if profiler:
                 worker.optimizer.finish_all_gathers()  # torch 2.13 crashes at exit on one that ends after the trace
                 profiler.step()
@@ -3546,10 +3550,10 @@ class TrainLosses:
     def __init__(self, config: Config, comm: Comm, clock: Clock, log: Log):
         self.config, self.comm, self.clock, self.log, self.sent = config, comm, clock, log, 0
         self.save_at: dict[int, bool] = {}  # all ranks save before these steps; True: and stop
-        self.pending: list[tuple[Plan, float, Tensor, Any]] = []
+        self.pending: list[tuple[Plan, float, float | None, Tensor, Any]] = []
         self.stream = torch.cuda.Stream() if clock.device.type == "cuda" else None
 
-    def record(self, plan: Plan, losses: list[Tensor]) -> None:
+    def record(self, plan: Plan, losses: list[Tensor], grad_norm: float | None = None) -> None:
         """Start the sum of each micro-batch's loss over all ranks, with this rank's new requests to save."""
         own = torch.stack(losses).detach()
         summed = own.new_zeros(plan.micro_batches + 1)
@@ -3566,13 +3570,13 @@ class TrainLosses:
                 summed = torch.empty(summed.shape, dtype=summed.dtype, pin_memory=True).copy_(summed, non_blocking=True)
                 event = torch.cuda.Event()
                 event.record()
-        self.pending.append((plan, self.clock.read(), summed, event))
+        self.pending.append((plan, self.clock.read(), grad_norm, summed, event))
 
     def write(self, step: int, wait: bool = False) -> None:
         """Log the losses that have arrived before a step. RunError on a loss that is not finite."""
         while self.pending and (wait or self.pending[0][0].step < step - self.LAG or self.pending[0][-1] is None
                                 or self.pending[0][-1].query()):
-            plan, train_time, summed, event = self.pending.pop(0)
+            plan, train_time, grad_norm, summed, event = self.pending.pop(0)
             done = plan.step + 1
             if event is not None:
                 event.synchronize()
@@ -3583,7 +3587,7 @@ class TrainLosses:
             if self.config.train_loss_every and done % self.config.train_loss_every == 0:  # in nats per token
                 tokens = plan.micro_batches * plan.micro_batch_tokens
                 loss = summed[:-1].sum(dtype=torch.float64).item() / tokens
-                line += f" train_loss:{loss:.4f}"
+                line += f" train_loss:{loss:.4f}" + ("" if grad_norm is None else f" grad_norm:{grad_norm:.4g}")
             self.log.write(line)
             self.log.progress(done, loss, self.clock, tokens_of_steps(self.config, done))
 

@@ -93,8 +93,9 @@ def make_parser():
 def add_race_options(group):
     """Add the options of a race to a parser, race.py's or this one; a value that is not given is None."""
     group.add_argument("-n", type=int, metavar="N", help="runs of each version, declared before the first (default: 5)")
-    group.add_argument("--vs", action="append", default=[], metavar="WHAT", help="a git revision, or flags for the "
-                       "side with the idea (repeat: a ladder of ideas), or a folder (with --cmd)")
+    group.add_argument("--vs", action="append", default=[], metavar="WHAT", help="a git revision; or flags for the "
+                       "side with the idea; repeat it for several; or a folder (with --cmd)")
+    group.add_argument("--name", metavar="WORDS", help="name of this checkout in the race (default: its revision)")
     group.add_argument("--cmd", help="what starts another project's script in the folder that --vs names")
     group.add_argument("--until-decided", action="store_true", help="stop as soon as the verdict is known")
     group.add_argument("--max-n", type=int, metavar="N", help="with --until-decided: the most runs of each version")
@@ -125,7 +126,7 @@ def parse(words):
     """Return (options, the race's words, flags for train_gpt.py), with paths as seen from the user's folder."""
     parser = make_parser()
     options, flags = parser.parse_known_args(join_versions(spelled(words, parser)))
-    race = [word for name in ("n", "cmd", "max_n", "test", "alpha") if (value := getattr(options, name)) is not None
+    race = [word for name in ("n", "cmd", "max_n", "test", "alpha", "name") if (value := getattr(options, name)) is not None
             for word in ("-n" if name == "n" else f"--{name.replace('_', '-')}", str(value))]
     race += [word for version in options.vs for word in ("--vs", version)] + ["--until-decided"] * options.until_decided
     options.text = [os.path.abspath(path) for path in options.text]
