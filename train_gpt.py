@@ -75,6 +75,7 @@ import glob
 import hashlib
 import importlib
 import importlib.metadata
+import inspect
 import itertools
 import json
 import math
@@ -236,7 +237,8 @@ class SyncSettings:
     overlap_param_gather: bool = option(False, "overlap all-gathers with the next forward, layer by layer")
     find_unused_parameters: bool = option(False, "allow parameters without a gradient, which stay unchanged")
     check_grads: bool = option(False, "stop before a step with a non-finite gradient (synchronizes the GPU)")
-    clip_norm: float = option(0.0, "largest gradient norm over all parameters of a step (0: no clipping)", min=0)
+    clip_norm: float = option(0.0, "largest norm of a step's gradients (0: no clipping); see grad_norm in a log. "
+                              "train_gpt.py sums its loss over tokens, so norms are far above 1", min=0)
     world_size_invariant: bool = option(False, "same bytes on any number of ranks: tree sums, one thread, no batching")
 
 GATE_DIM = 12  # channels of the residual stream that gates read
@@ -1460,7 +1462,8 @@ class Attention(nn.Module):
         return gate[..., None] * value_embeds.view(*gate.shape, -1)
 
 class MLP(nn.Module):
-    """x [T, dim] -> relu(x @ fc) ** 2 @ proj.T, with fc and proj [dim, 4 dim]. kernels: use the Triton kernels.
+    """x [T, dim] -> relu(x @ fc) ** 2 @ proj.T, with fc and proj [dim, 4 dim]. kernels: use the Triton kernels, unless
+    forward was edited (see plain_forms).
 
     With fp8_mlp both products are in fp8 in training; see DelayedScales.
     """
@@ -1554,7 +1557,7 @@ class Head(nn.Module):
 
         x [T, dim]; targets [n, T]: row k holds the tokens k + 1 ahead, -1 is not counted; weights [n] of the rows.
         """
-        if self.kernels and self.training:  # remove these lines if you add a loss term
+        if self.kernels and self.training:  # not after an edit of this method: see plain_forms
             scales = self.fp8_scales if self.fp8 else None
             objective, entropies = HeadLoss.apply(x, self.weight, targets, weights, self.softcap, scales)
             return objective, entropies[0]
@@ -2697,8 +2700,9 @@ class Reducer:
         for bucket in self.buckets:
             bucket.drop_gradients()
 
-def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step: int) -> None:
-    """Scale all gradients down if their norm exceeds clip_norm. Raise RunError on every rank if one is not finite."""
+def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step: int) -> float:
+    """Scale all gradients down if their norm exceeds clip_norm -> the norm before. Raise RunError on every rank if one
+    is not finite."""
     squares = []  # float32 norms of short rows, squared and summed in float64: fast and accurate
     for shard in (bucket.grad_shard for bucket in buckets):
         rows = shard.view(-1, math.gcd(shard.numel(), Bucket.SHARD_ALIGNMENT))
@@ -2713,6 +2717,7 @@ def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step
     if clip_norm and math.sqrt(total) > clip_norm:
         for bucket in buckets:
             bucket.grad_shard.mul_(clip_norm / math.sqrt(total))
+    return math.sqrt(total)
 
 def check_ownership(buckets: Sequence[Bucket]) -> set[nn.Parameter]:
     """Return the parameters in the buckets. Raise RunError if one is there twice or is frozen."""
@@ -2946,6 +2951,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         for x in (*(bucket.param_data for bucket in buckets), *frozen, *model.buffers()):
             comm.broadcast(x.data)
         self.reducer = Reducer(buckets, comm, settings, grad_scale)
+        self.grad_norm: float | None = None  # of the last step, before clipping; only check_grads and clip_norm compute it
         self.reducer.count_writes, self.reducer.writes = self.count_writes, self.count_writes()
         self.prepare_for_backward, self.announce_rows = self.reducer.prepare_for_backward, self.reducer.announce_rows
         rules = {type(bucket.rule).update for bucket in buckets}
@@ -3019,7 +3025,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         if self.settings.check_grads or self.settings.clip_norm:
             for bucket in reducer.due:
                 reducer.wait(bucket)
-            check_and_clip(reducer.due, self.comm, self.settings.clip_norm, reducer.step)
+            self.grad_norm = check_and_clip(reducer.due, self.comm, self.settings.clip_norm, reducer.step)
         buckets = reducer.due if self.settings.update_order == "launch" else sorted(
             reducer.due[::-1], key=lambda bucket: bucket not in self.read_first)
         self.finish_all_gathers(buckets)  # if no forward has waited: their inputs must not change in flight
@@ -3316,7 +3322,7 @@ def run_training(config: Config, preset: str, comm: Comm, device: torch.device, 
         loop.given_up = {path for path in checkpoints(log.path.parent, log.run_id) if step_of(path) > loop.from_step}
         start_log(loop, resumed, changes)
     loop.warm_up()
-    with signals.caught():
+    with contextlib.nullcontext() if config.race else signals.caught():
         loop.train()
         with clock.off("hashing"):
             before = hash_of(named_tensors(worker.model))
@@ -3366,7 +3372,7 @@ class TrainingLoop:
                 self.validate(step)
             plan = plan_of(c, step)
             losses = worker.step(plan, worker.stream.next_batch(plan))
-            self.losses.record(plan, losses)
+            self.losses.record(plan, losses, worker.optimizer.grad_norm)
             if profiler:
                 worker.optimizer.finish_all_gathers()  # torch 2.13 crashes at exit on one that ends after the trace
                 profiler.step()
@@ -3544,10 +3550,10 @@ class TrainLosses:
     def __init__(self, config: Config, comm: Comm, clock: Clock, log: Log):
         self.config, self.comm, self.clock, self.log, self.sent = config, comm, clock, log, 0
         self.save_at: dict[int, bool] = {}  # all ranks save before these steps; True: and stop
-        self.pending: list[tuple[Plan, float, Tensor, Any]] = []
+        self.pending: list[tuple[Plan, float, float | None, Tensor, Any]] = []
         self.stream = torch.cuda.Stream() if clock.device.type == "cuda" else None
 
-    def record(self, plan: Plan, losses: list[Tensor]) -> None:
+    def record(self, plan: Plan, losses: list[Tensor], grad_norm: float | None = None) -> None:
         """Start the sum of each micro-batch's loss over all ranks, with this rank's new requests to save."""
         own = torch.stack(losses).detach()
         summed = own.new_zeros(plan.micro_batches + 1)
@@ -3564,13 +3570,13 @@ class TrainLosses:
                 summed = torch.empty(summed.shape, dtype=summed.dtype, pin_memory=True).copy_(summed, non_blocking=True)
                 event = torch.cuda.Event()
                 event.record()
-        self.pending.append((plan, self.clock.read(), summed, event))
+        self.pending.append((plan, self.clock.read(), grad_norm, summed, event))
 
     def write(self, step: int, wait: bool = False) -> None:
         """Log the losses that have arrived before a step. RunError on a loss that is not finite."""
         while self.pending and (wait or self.pending[0][0].step < step - self.LAG or self.pending[0][-1] is None
                                 or self.pending[0][-1].query()):
-            plan, train_time, summed, event = self.pending.pop(0)
+            plan, train_time, grad_norm, summed, event = self.pending.pop(0)
             done = plan.step + 1
             if event is not None:
                 event.synchronize()
@@ -3581,7 +3587,7 @@ class TrainLosses:
             if self.config.train_loss_every and done % self.config.train_loss_every == 0:  # in nats per token
                 tokens = plan.micro_batches * plan.micro_batch_tokens
                 loss = summed[:-1].sum(dtype=torch.float64).item() / tokens
-                line += f" train_loss:{loss:.4f}"
+                line += f" train_loss:{loss:.4f}" + ("" if grad_norm is None else f" grad_norm:{grad_norm:.4g}")
             self.log.write(line)
             self.log.progress(done, loss, self.clock, tokens_of_steps(self.config, done))
 
@@ -4513,7 +4519,8 @@ def save_checkpoint(loop: TrainingLoop, step: int, stop: bool = False) -> None:
                 remove_files(spare_files(loop, loop.config.keep_checkpoints))
     if stop:
         loop.comm.all_gather_json("saved")  # a rank that leaves earlier would end rank 0 while it writes
-        raise RunError(f"terminated before step {step}; --resume {log.path} continues from there")
+        what = "terminated" if signals.again_from == math.inf else INTERRUPTED
+        raise RunError(f"{what} before step {step}; --resume {log.path} continues from there")
 
 def save_model(loop: TrainingLoop) -> Path:
     """Save the trained parameters beside the log."""
@@ -4590,19 +4597,37 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
     if config.fp8_head and capability < [8, 9]:
         config = dataclasses.replace(config, fp8_head=False)
         changes.append("this GPU has no fp8: the head's product stays in bf16")
+    edited = [kernel for kernel, (forms, digest) in plain_forms().items()
+              if sha256_of("".join(map(inspect.getsource, forms)).encode())[:8] != digest]
+    if edited and "auto" in (config.attention, config.kernels):
+        changes.append(f"the plain form of {', '.join(edited)} was edited: it is computed as written, without this "
+                       "kernel, and more slowly; --kernels on and --attention flash skip the edit")
     if config.attention == "auto":
-        fits = capability >= [8, 0] and config.dtype == "bfloat16" and not config.world_size_invariant
+        fits = (capability >= [8, 0] and config.dtype == "bfloat16" and not config.world_size_invariant
+                and "attention" not in edited)
         config = dataclasses.replace(config, attention="flash" if fits else "masked")
     if why := max(comm.all_gather_json(find_flash_3() if config.attention == "flash" and own[0] == 9 else "")):
         flash_3 = None  # on all ranks
         changes.append(f"FlashAttention 3 is not used ({why}): using torch's own version; see docs/gpus.md")
     if config.kernels == "auto":
-        chosen = "off" if triton is None else "on" if capability >= [9, 0] else "loss"  # the MLP's kernel needs TMA
+        chosen = "off" if triton is None or "loss" in edited else "on"
+        if chosen == "on" and (capability < [9, 0] or "MLP" in edited):  # the MLP's kernel needs TMA
+            chosen = "loss"
         config = dataclasses.replace(config, kernels=chosen)
     if config.fp8_mlp and config.kernels != "on":
         config = dataclasses.replace(config, fp8_mlp=False)
         changes.append("the MLP's kernels are off: its products stay in bf16")
     return config, changes
+
+def plain_forms() -> dict[str, tuple[tuple[Any, ...], str]]:
+    """Return what GPUs compute by a kernel -> its plain form, and the SHA-256 of the source that the kernel copies.
+
+    A kernel would ignore an edit of its plain form, so that a race would find no difference: resolve_auto then leaves
+    the kernel out. If you change a kernel too, write the new digest, which tests/test_config.py prints.
+    """
+    return {"MLP": ((MLP.forward,), "3992072e"),
+            "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__, cross_entropies), "b3e6e3d3"),
+            "attention": ((attend, cut_in_pieces, seen_by_pieces, mask_in_pieces), "96cd6c52")}
 
 def with_digests(shards: list[Shard], comm: Comm, local_rank: int) -> list[Shard]:
     """Add the shards' SHA-256, which one rank of each host computes. RunError if a host has other shards."""
@@ -4734,19 +4759,21 @@ def out_of_range(f: dataclasses.Field, v: Any) -> str:
     return f"{f.name} is {v!r}; it must be {', '.join(wanted)}"
 
 class Signals:
-    """SIGUSR1 asks for a checkpoint. In training, SIGTERM, SIGHUP and SIGUSR2, which says that the launcher has died,
-    ask for a checkpoint and then stop the run.
+    """SIGUSR1 asks for a checkpoint. In training, Ctrl-C, SIGTERM, SIGHUP and SIGUSR2, which says that the launcher has
+    died, ask for a checkpoint and then stop the run. A second Ctrl-C ends it at once.
 
-    Before training they have their default action: nothing is lost, and the process ends even if it waits for others.
+    Before training, and in a race, which repeats whole runs, they have their default action: the process ends even if
+    it waits for others.
     """
 
-    STOPS = signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2
+    STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2
     STOP = 1024  # what a stop adds to `received`; SIGUSR1 adds 1
 
     GRACE_S = 8  # for the last checkpoint when the launcher is gone, and nobody else would end a rank that hangs
+    MOMENT_S = 1  # after a Ctrl-C its copy may come: torchrun passes it on to ranks that the terminal told already
 
     def __init__(self):
-        self.received, self.stop = 0, False
+        self.received, self.stop, self.again_from = 0, False, math.inf
 
     def handle(self, number: int, _: Any) -> None:
         if number == signal.SIGUSR1:
@@ -4754,6 +4781,13 @@ class Signals:
         elif not self.stop:
             self.stop = True
             self.received += self.STOP
+            if number == signal.SIGINT:
+                self.again_from = time.monotonic() + self.MOMENT_S
+                if os.environ.get("RANK", "0") == "0":
+                    os.write(2, b"\ntrain_gpt.py: saving a checkpoint, then stopping; Ctrl-C again ends at once\n")
+        elif time.monotonic() > self.again_from:  # torchrun makes a SIGTERM of the second
+            self.again_from = math.inf
+            raise KeyboardInterrupt
         if number == signal.SIGUSR2:
             signal.alarm(self.GRACE_S)  # its default action ends the process
 
@@ -4839,9 +4873,12 @@ def first_failure(store: dist.Store | None, rank: int, message: str, lost: bool)
 def fail(error: BaseException, config: Config, rank: int, log: Log | None, store: dist.Store | None) -> int:
     """Report a rank's failure to the log, the other ranks and, if it was the first, stderr -> the exit status."""
     lost = store is not None and not isinstance(error, RunError) and bool(LOST.search(str(error)))
+    signals.again_from = math.inf
     for number in Signals.STOPS if store and threading.current_thread() is threading.main_thread() else ():
-        signal.signal(number, signals.handle)  # the launcher sends SIGTERM when the first rank ends
-    message, status = describe_error(error, config), 130 if isinstance(error, KeyboardInterrupt) else 1
+        # the launcher sends SIGTERM when the first rank ends
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signals.handle)
+    message = describe_error(error, config)
+    status = 130 if message.startswith(INTERRUPTED) else 1
     if not message:
         traceback.print_exception(error)
         message = f"{type(error).__name__}: {error}"
@@ -4861,7 +4898,7 @@ def fail(error: BaseException, config: Config, rank: int, log: Log | None, store
                      "; there is no checkpoint to resume from, --save_every keeps some")
     with contextlib.suppress(OSError):
         if mine:
-            label = "error: " * (message != INTERRUPTED)
+            label = "error: " * (status != 130)
             print(f"train_gpt.py: rank {rank}: {label}{printable(message)}{kept}", file=sys.stderr, flush=True)
             if os.environ.get("TORCHELASTIC_ERROR_FILE"):  # what torchrun reports
                 from torch.distributed.elastic.multiprocessing.errors import get_error_handler

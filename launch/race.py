@@ -2,6 +2,8 @@
 
     python launch/race.py -n 10                      ten runs of this checkout's train_gpt.py
     python launch/race.py -n 5 --vs HEAD~1           five pairs: this checkout (side a) and another revision (side b)
+    python launch/race.py -n 5 --vs ONE --vs TWO --vs BASE           several revisions, and this checkout if it is edited;
+                                                      the last is the base
     python launch/race.py -n 5 --vs "--sync step"    five pairs of the same script; side a has these flags in addition
     python launch/race.py -n 5 --vs "--flag x" --vs "--other y"      a ladder: five runs of each idea and of the base
     python launch/race.py -n 5 --vs ../modded-nanogpt --cmd "torchrun --nproc_per_node=8 train_gpt.py"
@@ -55,6 +57,7 @@ import fcntl
 import functools
 import glob
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -111,27 +114,47 @@ def git(*arguments):
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def describe_sides(ideas, cmd, flags):
-    """Return {side: {"revision", "flags"}}; revision None is this checkout.
+def describe_sides(ideas, cmd, flags, name=None):
+    """Return {side: {"revision", "flags"}}; revision None is this checkout, whose script may be edited.
 
-    A single side has the name "". In a ladder the last side is the base. A side with a "folder" is another project's;
-    its flags are the whole command."""
+    A single side has the name "". The last of several sides is the base. A side with a "folder" is another project's;
+    its flags are the whole command. "name" says what a side was, also in a month; flags say it themselves."""
     ours = {"revision": None, "flags": flags}
+    here = {**ours, "name": name or describe_checkout()}
     if not ideas:
-        return {"": ours}
+        return {"": here}
     if cmd is not None:
-        return {"a": ours, "b": {"revision": None, "flags": split_flags(cmd), "folder": ideas[0]}}
+        return {"a": here, "b": {"revision": None, "flags": split_flags(cmd), "folder": ideas[0]}}
     if all(idea.startswith("-") for idea in ideas):
-        return {side: {**ours, "flags": flags + split_flags(idea)}
-                for side, idea in zip(string.ascii_lowercase, [*ideas, ""])}
-    vs, *others = ideas
-    require(not others, "several --vs make a ladder of flags; race a revision by itself")
-    revision = git("rev-parse", "--verify", "--quiet", f"{vs}^{{commit}}")
-    require(revision, f"--vs {vs!r} is no revision that git knows here; name a commit, branch or tag; or flags; or, "
-            "with --cmd, a folder")
-    require(git("cat-file", "-e", f"{revision}:{SCRIPT}") is not None,
-            f"revision {vs} has no {SCRIPT}; name a later one")
-    return {"a": ours, "b": {**ours, "revision": revision}}
+        sides = [{**ours, "flags": flags + split_flags(idea)} for idea in [*ideas, ""]]
+        sides[-1] |= {"name": name} if name else {}
+        return dict(zip(string.ascii_lowercase, sides))
+    sides = {"this checkout": (git("hash-object", SCRIPT), here)}
+    for vs in ideas:
+        require(not vs.startswith("-"), "--vs names flags and a revision; give flags alone, or revisions alone, and flags "
+                "for all sides behind them")
+        revision = git("rev-parse", "--verify", "--quiet", f"{vs}^{{commit}}")
+        require(revision, f"--vs {vs!r} is no revision that git knows here; name a commit, branch or tag; or flags; or, "
+                "with --cmd, a folder")
+        blob = git("rev-parse", "--verify", "--quiet", f"{revision}:{SCRIPT}")
+        require(blob, f"revision {vs} has no {SCRIPT}; name a later one")
+        named = {"name": f"{vs} {revision[:8]}"} if git("show-ref", vs) else {}
+        sides[vs] = blob, {**ours, "revision": revision, **named}
+    if len(ideas) > 1 and any(blob == sides["this checkout"][0] for blob, _ in [*sides.values()][1:]):
+        del sides["this checkout"]
+    for one, other in itertools.combinations(sides, 2):
+        require(sides[one][0] != sides[other][0], f"{one} and {other} have the same {SCRIPT}, so there is nothing to race; "
+                "edit it (do not commit the edit), or name an earlier revision, such as HEAD~1")
+    return dict(zip(string.ascii_lowercase, (side for _, side in sides.values())))
+
+
+def describe_checkout():
+    """Return what this checkout's script is: a revision, edited or not. An edit is named by its hash."""
+    revision, blob = git("rev-parse", "HEAD"), git("hash-object", SCRIPT)
+    if not revision:
+        return "this checkout"
+    edited = blob != git("rev-parse", "--verify", "--quiet", f"HEAD:{SCRIPT}")
+    return f"{revision[:8]}, edited ({blob[:4]})" if edited else f"revision {revision[:8]}"
 
 
 def split_flags(text):
@@ -518,7 +541,7 @@ def say(line):
 def new_race(options):
     """Return the Manifest of a new race, not yet written."""
     seed, flags = check_flags(options.flags)
-    sides = describe_sides(options.vs, options.cmd, flags)
+    sides = describe_sides(options.vs, options.cmd, flags, options.name)
     require(all(check_flags(side["flags"])[0] is None for side in sides.values() if "folder" not in side),
             "--vs sets --seed, and all sides share theirs; give --seed once, behind --")
     race_id = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{uuid.uuid4().hex[:4]}"
@@ -552,7 +575,7 @@ def parse(arguments):
     if options.cmd and len(options.vs) != 1:
         parser.error(f"--cmd needs one --vs, the folder to run it in, and --vs is given {len(options.vs)} times")
     if len(options.vs) > 25 or options.until_decided and len(options.vs) > 1:
-        parser.error(f"--vs is given {len(options.vs)} times; a ladder has 25 ideas at most, and no --until-decided")
+        parser.error(f"--vs is given {len(options.vs)} times; a race has 25 ideas at most, with --until-decided one")
     if options.until_decided != bool(options.max_n) or options.until_decided and options.n:
         parser.error("--until-decided needs --max-n N, and no -n")
     options.test, options.alpha = options.test or "paired", 0.01 if options.alpha is None else options.alpha

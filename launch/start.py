@@ -44,7 +44,7 @@ MAX_MODELS = 5  # of 64 MB each
 # learn it by heart (LOG.md)
 MIN_STEPS, MAX_EPOCHS = 40, 8
 MIN_TOKENS = 64  # of a micro-batch, if a text does not fill one of the preset's
-MAX_VAL_TOKENS = 2 ** 18
+MAX_VAL_TOKENS, MIN_VAL_TOKENS = 2 ** 18, 10_000  # a byte's loss has sd 2 nats, so the mean of fewer is off by 0.02 or more
 # Fields of the config that no part of a run depends on: the preflight answer does not change with them
 UNCHECKED = {"seed", "target_val_loss", "val_every", "train_loss_every", "log_dir", "run_id", "save_every",
              "keep_checkpoints", "save_model", "race", "profile", "warmup_steps", "timeout_s"}
@@ -93,8 +93,9 @@ def make_parser():
 def add_race_options(group):
     """Add the options of a race to a parser, race.py's or this one; a value that is not given is None."""
     group.add_argument("-n", type=int, metavar="N", help="runs of each version, declared before the first (default: 5)")
-    group.add_argument("--vs", action="append", default=[], metavar="WHAT", help="a git revision, or flags for the "
-                       "side with the idea (repeat: a ladder of ideas), or a folder (with --cmd)")
+    group.add_argument("--vs", action="append", default=[], metavar="WHAT", help="a git revision; or flags for the "
+                       "side with the idea; repeat it for several; or a folder (with --cmd)")
+    group.add_argument("--name", metavar="WORDS", help="name of this checkout in the race (default: its revision)")
     group.add_argument("--cmd", help="what starts another project's script in the folder that --vs names")
     group.add_argument("--until-decided", action="store_true", help="stop as soon as the verdict is known")
     group.add_argument("--max-n", type=int, metavar="N", help="with --until-decided: the most runs of each version")
@@ -125,7 +126,7 @@ def parse(words):
     """Return (options, the race's words, flags for train_gpt.py), with paths as seen from the user's folder."""
     parser = make_parser()
     options, flags = parser.parse_known_args(join_versions(spelled(words, parser)))
-    race = [word for name in ("n", "cmd", "max_n", "test", "alpha") if (value := getattr(options, name)) is not None
+    race = [word for name in ("n", "cmd", "max_n", "test", "alpha", "name") if (value := getattr(options, name)) is not None
             for word in ("-n" if name == "n" else f"--{name.replace('_', '-')}", str(value))]
     race += [word for version in options.vs for word in ("--vs", version)] + ["--until-decided"] * options.until_decided
     options.text = [os.path.abspath(path) for path in options.text]
@@ -285,11 +286,14 @@ def fit_text(config, given):
     say(f"text: a token is a byte. GPT-2's {train_gpt.GPT2_VOCAB:,} tokens of about 4 bytes would occur "
         f"{sum(sizes) / 4 / train_gpt.GPT2_VOCAB:.2g} times each, and their head would be most of a step's work")
     say(f"text: {about}, {steps} steps of {batch:,}: " + (
-        f"{epochs} epochs; n-gram tables begin anew in each, or they would learn the text by heart" if epochs > 1 else
+        f"{epochs} epochs; the n-gram tables are reset after each, so that they do not memorize the text" if epochs > 1 else
         f"part of the text; nearly all of it takes --num_steps {whole}" if whole > 1.05 * steps else "one epoch"))
     if (held := sum(shard.tokens for shard in val)) > MAX_VAL_TOKENS:
         chosen["val_tokens"] = MAX_VAL_TOKENS // config.val_len * config.val_len
         say(f"text: validation on {chosen['val_tokens']:,} of {held:,} tokens, for speed; --val_tokens 0 uses all")
+    elif held < MIN_VAL_TOKENS:
+        say(f"text: validation on only {held:,} tokens, so the validation loss means little; give more text, or a "
+            "--val-fraction above 0.1")
     return {name: value for name, value in chosen.items() if getattr(given, name) is None}
 
 
@@ -330,7 +334,7 @@ def written(folder):
             if path.suffix in (".txt", ".pt")}
 
 
-def show_results(folder, before):
+def show_results(folder, before, steps):
     """Draw the new log, and print a sample of the new model. The run is complete: a failure here does not matter."""
     from ranks import end_with_parent
     new = [path for path, _ in sorted(written(folder) - before, key=lambda found: found[1])]
@@ -340,7 +344,8 @@ def show_results(folder, before):
         for log in [path for path in new if path.suffix == ".txt" and b'\n{"end": ' in path.read_bytes()][-1:]:
             subprocess.call([PYTHON, "records/picture.py", log], preexec_fn=end_with_parent)
         for model in [path for path in new if path.suffix == ".pt"][-1:]:
-            os.write(1, b"\n")
+            os.write(1, f"\nText that this model writes after {steps:,} training steps; more steps, such as --num_steps "
+                     f"{10 * steps}, give better text:\n\n".encode())
             subprocess.call([PYTHON, "sample.py", model, "--tokens", "300"], preexec_fn=end_with_parent)
             remove_old_models(folder)
     except OSError:  # the reader or the files are gone
@@ -378,7 +383,7 @@ def run_once(config, preset, ranks, flags):
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a run outlives the reader, and a rank's connection may break
     status = start_ranks([f"--nproc_per_node={ranks}", "--no-python", PYTHON, "-I", "-u", "train_gpt.py", *flags])
     if status == 0:
-        show_results(config.log_dir, before)
+        show_results(config.log_dir, before, config.num_steps)
     return status
 
 

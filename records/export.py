@@ -18,7 +18,7 @@ from pathlib import Path
 
 import logs
 
-STEP = ("step", "train_time_ms", "train_loss", "val_loss")
+STEP = ("step", "train_time_ms", "train_loss", "grad_norm", "val_loss")
 
 
 def tail(path):
@@ -30,8 +30,8 @@ def tail(path):
             at = min(resumed["from_step"] for resumed in again)
             resumes, told = len(run.resumed), min(told, sum(step.step <= at for step in run.steps))
         losses = {line.step: line.loss for line in run.validations}
-        lines = [zip(STEP, (step.step, step.time_ms, step.train_loss, losses.get(step.step) if step.validation else None))
-                 for step in run.steps[told:]]
+        lines = [zip(STEP, (step.step, step.time_ms, step.train_loss, step.grad_norm,
+                            losses.get(step.step) if step.validation else None)) for step in run.steps[told:]]
         told = len(run.steps)
         yield run, [{key: value for key, value in line if value is not None} for line in lines]
 

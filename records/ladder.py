@@ -47,9 +47,8 @@ def read(folder):
     sides, n = race["sides"], race["n"]
     stats.require(len(sides) > 1 and n > 2, f"{folder}: a race of {logs.plural(len(sides), 'side')}, "
                   f"{logs.plural(n, 'run')} of each; a ladder has a base, an idea or more, and three runs of each")
-    versions = {(side["revision"], side.get("folder")) for side in sides.values()}
-    stats.require(len(versions) == 1 and not race["until_decided"], f"{folder}: a race of versions, or one that "
-                  "ends when it is decided; a ladder's ideas are flags, its n is fixed; stats.py judges this")
+    stats.require(not race["until_decided"] and all("folder" not in side for side in sides.values()), f"{folder}: a race "
+                  "with another project, or one that ends when it is decided; stats.py judges this")
     missing = sum((run, side) not in done for side in sides for run in range(1, n + 1))
     stats.require(not missing, f"{folder}: {logs.plural(missing, 'run')} missing; resume with race.py --resume "
                   f"{folder / stats.MANIFEST}")
@@ -85,7 +84,7 @@ def judge(races):
                   if wanted.get(name) != facts.get(name)]
         stats.require(not differ, f"the bases of races {one} and {race['id']} differ in {'; '.join(differ[:3])}"
                       f"{f'; and {len(differ) - 3} more' if len(differ) > 3 else ''}: judge each race by itself")
-        bases.append({"id": race["id"], "n": n, "ranks": race["ranks"], "seed": race["seed"],
+        bases.append({"id": race["id"], "n": n, "ranks": race["ranks"], "seed": race["seed"], "versions": any(side["revision"] for side in race["sides"].values()),
                       "loss": stats.summary(sides[base].losses), "time": stats.summary(sides[base].seconds),
                       "flags": shlex.join(race["sides"][base]["flags"])})
         for side in ideas:
@@ -104,6 +103,7 @@ def judge(races):
 def at_equal_time(found):
     """Yield each race's command on new seeds, with the steps of each idea that fit into the base's time."""
     for number, base in enumerate(found["bases"], 1):
+        stats.require(not base["versions"], f"race {base['id']} is one of versions: give each its --num_steps by hand")
         words = ["-n", str(base["n"]), "--ranks", str(base["ranks"])]
         for row in found["rows"]:
             flags = re.sub(r"(^| )--num_steps[ =]\d+", "", row["verdict"].name)

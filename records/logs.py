@@ -94,7 +94,7 @@ _OWN_LINE = re.compile(
     rb"""(?P<d>\{"run_id":\ .*\}) | (?P<r>\{"resumed":\ .*\}) | (?P<e>\{"end":\ .*\}) | (?P<x>error:\ .*)
     |(?P<p>peak\ memory\ allocated:\ \d+\ MiB\ reserved:\ \d+\ MiB)
     |(?P<s>step:\d{1,15}/(?P<total>\d{1,18})\ (?:val_loss:%b\ )?train_time:\d{1,15}ms\ step_avg:%bms
-    (?:\ train_loss:%b)?)""" % (_DECIMAL, _DECIMAL, _DECIMAL), re.X)
+    (?:\ train_loss:%b(?:\ grad_norm:[\d.e+-]{1,15})?)?)""" % (_DECIMAL, _DECIMAL, _DECIMAL), re.X)
 
 
 class Validation(NamedTuple):
@@ -106,15 +106,16 @@ class Validation(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A line with train_time. average (ms) and train_loss are None if the line states none.
+    """A line with train_time. average (ms), train_loss and grad_norm are None if the line states none.
 
-    units: the last digits of time and average, in ms."""
+    units: the last digits of time and average, in ms. grad_norm: of the loss summed over a micro-batch's tokens."""
     step: int
     time_ms: float
     average: float | None
     train_loss: float | None
     validation: bool
     units: tuple = (1, 0.01)
+    grad_norm: float | None = None
 
     def agrees(self, without=0):
         """Return whether train_time is step_avg times the steps, of which `without` are not timed."""
@@ -493,7 +494,7 @@ class _Section:
             if whole_ms if run.start else not (again and run.steps[-1].validation == validation):
                 units = () if whole_ms else (tuple(_digit_ms(fields.get(name, "")) for name in ("train_time", "step_avg")),)
                 run.steps.append(Step(step, time_ms, _time_ms(fields.get("step_avg", "")), _finite(fields.get("train_loss", "")),
-                                      validation, *units))
+                                      validation, *units)._replace(grad_norm=_finite(fields.get("grad_norm", ""))))
         if validation:
             extras = {name: text if _number(text) is None else _number(text) for name, text in fields.items()
                       if text and name not in _COMMON_FIELDS}
@@ -827,7 +828,7 @@ def target_of(run):
 
 
 def side_names(race):
-    """Return {side: name} of a race's declaration: a side's own flags, its revision or its folder; else "base"."""
+    """Return {side: name} of a race's declaration: a side's flags, declared name, revision or folder; else "base"."""
     sides = race["sides"]
     shared = len(os.path.commonprefix([side["flags"] for side in sides.values()]))
     versions = len(sides) == 1 or any(side["revision"] or "folder" in side for side in sides.values())
@@ -835,6 +836,8 @@ def side_names(race):
     plain = "this checkout" if versions else "without these flags" if last["flags"][shared:] else "base"
 
     def name(side):
+        if "name" in side:
+            return side["name"]
         if "folder" in side:
             return os.path.basename(os.path.normpath(side["folder"]))
         if side["revision"]:

@@ -500,7 +500,8 @@ def check_event(event, first):
                 "a side needs a revision and flags")
         require(side["revision"] is None or re.fullmatch("[0-9a-f]{40,64}", str(side["revision"])),
                 "a side's revision is no full hash")  # git would take one that begins with - for an option
-        require(isinstance(side.get("folder", ""), str), "a side's folder is no path")
+        require(isinstance(side.get("folder", ""), str) and isinstance(side.get("name", ""), str),
+                "a side's folder or name is no text")
     theirs = ["folder" in side for side in inner["sides"].values()]
     require(not any(theirs) or theirs in ([False, True], [True, False]), "a side of another project needs exactly one "
             "side of this project; race.py makes no other race")

@@ -4,6 +4,8 @@ import argparse
 import dataclasses
 import io
 import itertools
+import hashlib
+import inspect
 import json
 import os
 import sys
@@ -549,6 +551,32 @@ def test_all_ranks_leave_out_what_the_oldest_gpu_lacks(monkeypatch):
     assert not config.fp8_head and config.kernels == "loss" and messages == [
         "this GPU has no fp8: the head's product stays in bf16", "the MLP's kernels are off: its products stay in bf16"]
     assert not config.fp8_mlp
+
+
+def test_an_edit_of_what_a_kernel_replaces_is_not_ignored(monkeypatch):
+    """A kernel computes what it was written for, so an edited plain form must be used in its place."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(train_gpt, "triton", "installed")
+    monkeypatch.setattr(train_gpt, "find_flash_3", lambda: "")
+    auto, comm = train_gpt.PRESETS["frontier"], train_gpt.Comm()
+    config, messages = train_gpt.resolve_auto(auto, comm)
+    digests = {name: hashlib.sha256("".join(map(inspect.getsource, forms)).encode()).hexdigest()[:8]
+               for name, (forms, _) in train_gpt.plain_forms().items()}
+    assert (config.kernels, config.attention, messages) == ("on", "flash", []), f"a plain form was changed; plain_forms with {digests}?"
+
+    def edited(*_):
+        return "another computation"
+    for place, name, kernels, attention, kernel in ((train_gpt.MLP, "forward", "loss", "flash", "MLP"),
+                                                    (train_gpt, "cross_entropies", "off", "flash", "loss"),
+                                                    (train_gpt.Head, "forward", "off", "flash", "loss"),
+                                                    (train_gpt, "attend", "on", "masked", "attention")):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, edited)
+            config, (message, *_) = train_gpt.resolve_auto(auto, comm)
+            assert (config.kernels, config.attention) == (kernels, attention) and f"plain form of {kernel} was edited" in message
+            assert config.fp8_mlp == (kernels == "on")
+            own = dataclasses.replace(auto, kernels="on", attention="flash")  # as the user says
+            assert train_gpt.resolve_auto(own, comm) == (own, [])
 
 
 # the source

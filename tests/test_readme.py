@@ -4,6 +4,8 @@ launch/cluster. For each command the table names the test that runs it, or the r
 import importlib.util
 import os
 import re
+import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,35 +16,52 @@ import pytest
 import torch
 import yaml
 
+import sample
 import train_gpt
+from conftest import forked, free_port
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "records"))
+import export  # noqa: E402
+import stats  # noqa: E402
+import verify  # noqa: E402
+
 PAGES = {path: path.read_text(encoding="utf-8")
-         for path in (ROOT / "README.md", ROOT / "dry_gpu/README.md", *sorted((ROOT / "docs").glob("*.md")))}
+         for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "dry_gpu/README.md", *sorted((ROOT / "docs").glob("*.md")))}
 RESULTS = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "bench").rglob("*.md"))}
 # LOG.md is only checked for links: an entry keeps the names that files and flags had on its day
 LINKING = {**PAGES, **RESULTS, **{path: path.read_text(encoding="utf-8") for path in (ROOT / "LOG.md", ROOT / "records/README.md")}}
 README = PAGES[ROOT / "README.md"]
-PROGRAMS = r"(?:[A-Z_]+=\S* )*(?:\./run\.sh|\./test\.sh|\.venv/bin/|torchrun|sbatch|dry_gpu/(?:run|setup)\b|rm )"
+PROGRAMS = (r"(?:[A-Z_]+=\S* )*(?:\./run\.sh|\./test\.sh|\.venv/bin/|torchrun|sbatch|dry_gpu/(?:run|setup)\b|"
+            r"(?:rm|git|docker|sky|modal|pip|python|bench/first_gpu|apt-get|rsync|module)(?: |$))")
 
 RUN = object()  # test_the_commands_of_a_first_hour runs it, in this order
 LONG = "takes minutes; its parts are tested: "
 COMMANDS = {
-    "./run.sh --help": RUN,
-    "./run.sh --help-all": RUN,
     "./run.sh --trial": RUN,
     '.venv/bin/python sample.py --prompt "def read(" --tokens 200': RUN,
     ".venv/bin/python records/export.py logs/RUN.txt --to csv": RUN,
     ".venv/bin/python records/stats.py --plan --sd 0.0013 --margin 0.002": RUN,
+    "git clone URL gpt-speedrun && cd gpt-speedrun": "needs a network; test_the_commands_of_a_first_hour copies what git tracks",
+    "git clone": "the same",
+    "pip install git+URL": "needs a network; from a folder: test_readme.py::test_an_installed_package_is_one_module_that_writes_nothing",
+    "python": "test_readme.py::test_the_script_of_the_readme_trains_saves_and_continues",
+    "./run.sh --help": "test_scripts.py::test_help_installs_nothing_and_fits_on_a_screen",
+    "./run.sh --help-all": "test_scripts.py::test_help_installs_nothing_and_fits_on_a_screen",
     "./run.sh": "test_readme.py::test_the_default_run_reaches_its_target",
     "./test.sh": "it runs these tests",
+    "./test.sh --all": "it runs these tests",
+    "./test.sh tests/test_model.py -k rotary": "it runs these tests",
     "./run.sh --text FILE FOLDER …": "test_scripts.py::test_one_command_trains_on_own_text_and_leaves_log_model_picture_and_a_sample",
+    './run.sh --text FILE -n 3 --vs "--muon_lr 0.05"': "test_scripts.py::test_a_text_is_encoded_and_its_shards_are_named",
     "./run.sh --preset frontier": "needs a GPU",
+    "HF_HUB_OFFLINE=1 ./run.sh": "needs a GPU",
     "./run.sh --resume latest": "test_scripts.py::test_a_resumed_run_keeps_the_flags_that_it_began_with",
     "./run.sh -n 10": "test_scripts.py::test_what_is_started",
     "./run.sh -n 5 --vs HEAD": "test_scripts.py::test_what_is_started",
     './run.sh -n 5 --vs "--muon_lr 0.03" --vs "--lazy_tables false"':
         "test_records_race.py::test_a_ladder_judges_each_idea_against_the_base",
+    "./run.sh -n 5 --vs ONE --vs TWO --vs main": "test_records_race.py::test_several_revisions_are_compared_with_the_last",
     './run.sh -n 5 --vs ../modded-nanogpt --cmd "torchrun --nproc_per_node=8 train_gpt.py"':
         "test_records_race.py::test_another_project_s_script_runs_in_turn_and_is_judged_by_the_same_figures",
     './run.sh -n 5 --vs "--muon_lr 0.05"': "test_scripts.py::test_what_is_started",
@@ -51,7 +70,7 @@ COMMANDS = {
     "./run.sh --resume logs/race-ID/race.jsonl": "test_records_race.py::",
     ".venv/bin/python records/ladder.py RACE RACE": "test_records_race.py::test_a_ladder_judges_each_idea_against_the_base",
     ".venv/bin/python records/ladder.py RACE --equal-time": "test_records_race.py::test_a_ladder_judges_each_idea_against_the_base",
-    "torchrun --nproc_per_node=2": "test_readme.py::test_the_script_of_the_readme_trains",
+    "torchrun --nproc_per_node=2": "test_signals.py::test_torchrun_by_hand",
     ".venv/bin/python records/stats.py records/2026-11-22_pieces": RUN,
     ".venv/bin/python records/verify.py records/2026-11-22_pieces": RUN,
     "./run.sh -n 10 --vs REVISION": "test_scripts.py::test_what_is_started",
@@ -63,6 +82,17 @@ COMMANDS = {
         "test_readme.py::test_flash_attention_3_is_installed_and_imported",
     "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 ./run.sh":
         "test_scripts.py::test_torch_s_build_for_an_older_driver_is_one_variable_away",
+    "docker build -f launch/cluster/Dockerfile -t gpt-speedrun .": "needs Docker; test_readme.py::test_the_dockerfile_copies_what_its_set_up_needs",
+    'docker run -it --gpus all --ipc=host -v "$PWD/data:/speedrun/data" -v "$PWD/logs:/speedrun/logs" -v "$PWD/records:/speedrun/records" '
+    '-v "$PWD/.cache:/speedrun/.cache" gpt-speedrun -n 5': "needs Docker and GPUs",
+    'sky launch -c speedrun launch/cluster/skypilot.yaml --env RACE="-n 5"': "test_readme.py::test_skypilot_starts_a_race_with_its_arguments",
+    'modal run launch/cluster/modal_app.py --race "-n 5"': "test_readme.py::test_the_modal_app_brings_logs_back_also_from_a_race_that_failed",
+    "apt-get install -y git python3-venv python3-dev build-essential procps": "needs root and a network",
+    "module load gcc python": "needs a cluster",
+    'rsync -a ./ NODE:"$PWD"/': "needs a second machine",
+    "python bench/first_gpu": "needs a GPU",
+    "bench/first_gpu --dry": LONG + "test_dry_gpu.py::",
+    "python data/cached_fineweb10B.py 9": "modded-nanogpt's",
     "rm -r .venv": "it would delete the tests' own packages",
     "torchrun --nproc_per_node=8 train_gpt.py": "needs eight GPUs",
     "torchrun --max-restarts 3": "test_signals.py::test_twenty_kills_at_random_moments_change_no_byte",
@@ -144,19 +174,25 @@ def test_the_default_run_reaches_its_target(clone):
     assert "target reached: " in run_in(clone, "./run.sh")
 
 
-def test_the_commands_of_a_first_hour(clone):
-    said = {}
-    for command in (command for command, how in COMMANDS.items() if how is RUN):
-        runs = [path.stem for path in clone.glob("logs/*.txt")]
-        said[command] = run_in(clone, command.replace("RUN", runs[0] if runs else "RUN"))
-    run, sampled = (said[command] for command in [*COMMANDS][2:4])
+def test_the_commands_of_a_first_hour(clone, monkeypatch, capsys):
+    """The trial starts as written; the others run in this process, which has torch and scipy already."""
+    tried, said = run_in(clone, "./run.sh --trial"), {}
+    (log,) = (path.stem for path in clone.glob("logs/*.txt"))
+    monkeypatch.chdir(clone)
+    monkeypatch.setattr(sample, "ROOT", clone)
+    capsys.readouterr()
+    for command in [command for command, how in COMMANDS.items() if how is RUN][1:]:
+        program, *words = shlex.split(command.replace("RUN", log))[1:]
+        programs = {"sample.py": sample, "records/export.py": export, "records/stats.py": stats, "records/verify.py": verify}
+        assert programs[program].main(words) == 0, command
+        said[command] = capsys.readouterr().out
     shown = README.split("```")[1]
     for line in ("validation loss ", "model: ", "log: ", "picture: "):
-        assert line in run and line in shown
+        assert line in tried and line in shown
     for line in README.split("## Check a record")[1].split("```")[1].splitlines()[3:]:
-        assert line in said[".venv/bin/python records/stats.py records/2026-11-22_pieces"] + \
-            said[".venv/bin/python records/verify.py records/2026-11-22_pieces"], line
-    assert sampled.startswith("def read(") and (clone / "logs/speedrun/steps.csv").read_text().count("\n") == 1 + 20 + 1
+        assert line in "".join(said.values()), line
+    assert next(iter(said.values())).startswith("def read(")
+    assert (clone / "logs/speedrun/steps.csv").read_text().count("\n") == 1 + 20 + 1
 
 
 def test_every_flag_is_one_of_a_program_here_and_every_link_leads_somewhere():
@@ -166,7 +202,7 @@ def test_every_flag_is_one_of_a_program_here_and_every_link_leads_somewhere():
     torchrun = {"--nnodes", "--nproc_per_node", "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--max-restarts"}
     known = {*train_gpt.make_parser()._option_string_actions, *re.findall(r"--[a-z][\w-]+", sources), *torchrun}
     for path in (*PAGES, *RESULTS, *(ROOT / "launch/cluster").glob("*[!_]")):
-        text = re.sub(r"^#SBATCH.*|--no-install-recommends|--(gpus all|ipc=host|build-arg|nodes 2|env RACE|race )", "", path.read_text(), flags=re.M)
+        text = re.sub(r"^#SBATCH.*|--no-install-recommends|--(gpus all|ipc=host|build-arg|nodes 2|env RACE|race |exclusive|cpus-per-task)", "", path.read_text(), flags=re.M)
         assert not {*re.findall(r"(?<![\w-])--[a-z][\w-]+", text)} - known, path
     for page, link in ((page, link) for page, text in LINKING.items() for link in re.findall(r"\]\((?!http)([^)]+)\)", text)):
         path, _, heading = link.partition("#")
@@ -189,16 +225,35 @@ def scripts(text):
     return re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
 
 
-@pytest.mark.parametrize("start", [[sys.executable], [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]])
-def test_the_script_of_the_readme_trains(tmp_path, start):
-    """As written, alone and on two ranks, beside nothing but the module."""
+def run_own(folder, rank, port, output):
+    """Run own.py in this forked process, as python does, or as torchrun does rank by rank."""
+    for number in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if port else {}
+    runpy.run_path("own.py", run_name="__main__")
+
+
+def test_the_script_of_the_readme_trains_saves_and_continues(tmp_path):
+    """As written, beside nothing but the module: on two ranks, which save; alone, from what they saved; and alone."""
     block, = scripts(README)
-    (tmp_path / "gpt_speedrun.py").symlink_to(ROOT / "train_gpt.py")
-    (tmp_path / "own.py").write_text(block)
-    done = subprocess.run([*start, "own.py"], cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
-    stated = float(re.search(r"It prints about `loss (\S+)`", README)[1])
-    assert all(abs(float(loss) - stated) < 0.3 for loss in re.findall(r"loss (\d+\.\d{3})", done.stdout)) and done.stdout, done.stdout
+    losses = []
+    for number, (folder, ranks) in enumerate((("a", 2), ("a", 1), ("b", 1))):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "own.py").write_text(block)
+        if not (link := tmp_path / folder / "gpt_speedrun.py").exists():
+            link.symlink_to(ROOT / "train_gpt.py")
+        output, port = tmp_path / f"output{number}", free_port() if ranks == 2 else 0
+        processes = [forked(run_own, tmp_path / folder, rank, port, output) for rank in range(ranks)]
+        for process in processes:
+            process.join(600)
+        found = re.findall(r"^step (\d+): loss (\d+\.\d{3})$", output.read_text(), re.M)
+        assert len(found) == ranks and {process.exitcode for process in processes} == {0}, output.read_text()
+        losses.append({(int(step), float(loss)) for step, loss in found})
+    ((step, two),), ((later, continued),), ((_, alone),) = losses
+    stated = float(re.search(r"It prints about `step 200: loss (\S+)`", README)[1])
+    assert (step, later) == (200, 400) and abs(two - stated) < 0.3 and abs(alone - two) < 0.01 and continued < two - 0.1
 
 
 def test_the_line_that_the_readme_edits_is_there():

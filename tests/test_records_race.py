@@ -162,8 +162,9 @@ def test_one_version(repo, capsys):
     assert {(run.start["race"]["declared_n"], run.start["race"]["side"]) for run in runs} == {(3, "")}
     shown = capsys.readouterr().out
     assert "race: so far, 2 of 3 runs: 3.2015 ± 0.0007 loss, 0.1015 ± 0.0007 s (mean ± sd)\n" in shown
-    assert "race: a first run, not counted: this checkout, seed 0; 4 runs left\n" in shown
-    assert "race: run 3 of 3: this checkout, seed 3; 1 run left, about 1 minute\n" in shown
+    name = f"revision {git(repo, 'rev-parse', 'HEAD')[:8]}"
+    assert f"race: a first run, not counted: {name}, seed 0; 4 runs left\n" in shown
+    assert f"race: run 3 of 3: {name}, seed 3; 1 run left, about 1 minute\n" in shown
     assert f"board.py add logs/{folder.name} records/" in shown.splitlines()[-1]
     uncounted = [json.loads(line) for line in (folder / "race.jsonl").read_text().splitlines()][1:3]
     assert [(event["run"], event["status"]) for event in uncounted] == [(0, "started"), (0, "done")]
@@ -172,6 +173,10 @@ def test_one_version(repo, capsys):
 
 
 def test_another_revision_runs_in_turn_from_a_worktree(repo, capsys):
+    assert race.main(["-n", "3", "--vs", "HEAD"]) == 2, "A against A"
+    assert "this checkout and HEAD have the same train_gpt.py, so there is nothing to race; edit it" in capsys.readouterr().err
+    (repo / "train_gpt.py").write_text((repo / "train_gpt.py").read_text() + "# an edit\n")
+    ours = f"{git(repo, 'rev-parse', 'HEAD')[:8]}, edited ({git(repo, 'hash-object', 'train_gpt.py')[:4]})"
     assert race.main(["-n", "3", "--vs", "HEAD~1", "--", "--seed", "40"]) == 0
     folder, described, events = only_race(repo)
     assert [f"{run}{side}" for run, side, _ in starts(events)] == described["order"]
@@ -183,12 +188,29 @@ def test_another_revision_runs_in_turn_from_a_worktree(repo, capsys):
     assert all("SPEED = 200" in Path(run.path).read_text() for run in runs if run.start["race"]["side"] == "b")
     shown = capsys.readouterr().out
     revision = f"revision {git(repo, 'rev-parse', 'HEAD~1')[:8]}"
-    assert f": side b, {revision}, seed 41; " in shown and ": side a, this checkout, seed 41; " in shown
+    assert f": side b, {revision}, seed 41; " in shown and f": side a, {ours}, seed 41; " in shown
     assert shown.count(f"\n{revision}  ") == 3, "two interim tables and the last one"
-    assert "this checkout: lower loss: no, the same; time: 4" in shown
+    assert f"{ours}: lower loss: no, the same; time: 4" in shown
     verdicts = {finding.rule: finding.verdict for finding in verify.verify(verify.parse([str(folder)]))}
     assert verdicts["every run is accounted for"] == "pass"
     assert verdicts["faster than the other side, p < 0.01"] == "pass"
+
+
+@pytest.mark.parametrize("edited", [True, False])
+def test_several_revisions_are_compared_with_the_last(repo, capsys, edited):
+    """This checkout too, if it is none of them. A branch keeps its name."""
+    git(repo, "branch", "idea", "HEAD")
+    if edited:
+        (repo / "train_gpt.py").write_text(SCRIPT.replace("SPEED = 100", "SPEED = 50"))
+    assert race.main(["-n", "3", "--name", "half as long", "--vs", "idea", "--vs", "HEAD~1"]) == 0
+    folder, described, _ = only_race(repo)
+    names = [*["half as long"] * edited, f"idea {git(repo, 'rev-parse', 'idea')[:8]}", f"revision {git(repo, 'rev-parse', 'HEAD~1')[:8]}"]
+    assert list(logs.side_names(described).values()) == names
+    times = {run.start["race"]["side"]: run.train_time_ms for run in logs.read([str(folder)]).runs if run.start["seed"] == 2}
+    assert [times[side] for side in sorted(times)] == [*[52] * edited, 102, 202]
+    shown = capsys.readouterr().out.rpartition("race: all runs are done")[2]
+    assert [f"{name}: lower loss: no, the same; time: " in shown.replace("`", "") for name in names] == [True] * (len(names) - 1) + [False]
+    assert ladder.main([str(folder), "--equal-time"]) == 2 and "give each its --num_steps by hand" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -360,8 +382,8 @@ def test_holm_s_correction():
 
 
 @pytest.mark.parametrize("words, says", [
-    (["-n", "2", "--vs", "--slower 1", "--vs", "HEAD~1"], "race a revision by itself"),
-    (["--until-decided", "--max-n", "4", "--vs", "--slower 1", "--vs", "--slower 2"], "--vs is given 2 times; a ladder has 25"),
+    (["-n", "2", "--vs", "HEAD~1", "--vs", "--slower 1"], "give flags alone, or revisions alone"),
+    (["--until-decided", "--max-n", "4", "--vs", "--slower 1", "--vs", "--slower 2"], "--vs is given 2 times; a race has 25"),
     (["-n", "2", "--vs", "--slower 1", "--vs", "--seed 3"], "--vs sets --seed, and all sides share theirs"),
     (["-n", "2", "--vs", "--slower 1", "--vs", "--slower -3"], "side b rejects its flags: slower is -3")])
 def test_ladders_that_cannot_be(repo, capsys, words, says):
@@ -400,17 +422,16 @@ def test_a_ladder_of_races_on_several_days(repo, capsys):
     assert ladder.main([str(folders[0])] * 2) == 2 and "is given twice" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("change, says", [
-    (lambda text: text.replace('"slower": 0', '"slower": 3'), "slower: 0 and 3: judge each race by itself"),
-    (lambda text: text.replace("SPEED = 100", "SPEED  = 100"), "source: "),
-    (lambda text: text.replace('"ranks": 1', '"shards": {"val": [{"sha256": "5e"}]}, "ranks": 1'), "val data: None and ['5e']")])
-def test_bases_that_differ_make_no_ladder(repo, capsys, change, says):
+def test_bases_that_differ_make_no_ladder(repo, capsys):
     for _ in range(2):
         assert race.main(["-n", "3", "--vs", "--worse 2"]) == 0
     folders = sorted((repo / "logs").iterdir(), key=os.path.getmtime)
-    for path in folders[1].glob("*.txt"):
-        path.write_text(change(path.read_text()))
-    assert ladder.main(list(map(str, folders))) == 2 and says in capsys.readouterr().err
+    whole = {path: path.read_text() for path in folders[1].glob("*.txt")}
+    for old, new, says in (('"slower": 0', '"slower": 3', "slower: 0 and 3: judge each race by itself"), ("SPEED = 100", "SPEED  = 100", "source: "),
+                           ('"ranks": 1', '"shards": {"val": [{"sha256": "5e"}]}, "ranks": 1', "val data: None and ['5e']")):
+        for path, text in whole.items():
+            path.write_text(text.replace(old, new))
+        assert ladder.main(list(map(str, folders))) == 2 and says in capsys.readouterr().err
 
 
 def test_an_idea_that_is_validated_on_something_else_is_no_rung(repo, capsys):
@@ -423,8 +444,7 @@ def test_an_idea_that_is_validated_on_something_else_is_no_rung(repo, capsys):
 
 @pytest.mark.parametrize("words, says", [
     (["-n", "2", "--vs", "--slower 7"], "a race of 2 sides, 2 runs of each"), (["-n", "3"], "a race of 1 side"),
-    (["-n", "3", "--vs", "HEAD~1"], "a race of versions, or one that ends"),
-    (["--until-decided", "--max-n", "4", "--vs", "--slower 7"], "a race of versions, or one that ends")])
+    (["--until-decided", "--max-n", "4", "--vs", "--slower 7"], "a race with another project, or one that ends")])
 def test_races_that_are_no_ladder(repo, capsys, words, says):
     assert race.main(words) == 0
     assert ladder.main([str(only_race(repo)[0])]) == 2
@@ -475,7 +495,7 @@ def test_a_run_is_noted_before_it_starts_and_after(repo, monkeypatch):
     noted, popen = [], subprocess.Popen
 
     def look(command, *arguments, **keywords):
-        if "train_gpt.py" in command:
+        if "train_gpt.py" in command and command[0] != "git":
             noted.extend(only_race(repo)[2][-1:])
         return popen(command, *arguments, **keywords)
     monkeypatch.setattr(subprocess, "Popen", look)
@@ -678,7 +698,7 @@ RACE = {"id": "x", "sides": {"": {"revision": None, "flags": []}}, "ranks": 1, "
         {"id": "../x"}, {"id": "a:b"}, {"alpha": "x"}, {"alpha": 0.9}, {"test": "best"},
         {"sides": {"": {"flags": []}}},
         *({"sides": {"a": {"revision": revision, "flags": []}}} for revision in ("--lock", "HEAD", "abc123", "g" * 40, "")),
-        {"sides": {"a": {"revision": None, "flags": [], "folder": 5}}}, {"n": 10**400}, {"n": 10**15}, {"order": [1]}, {"sides": {"a": {"revision": 5, "flags": []}}},
+        {"sides": {"a": {"revision": None, "flags": [], "folder": 5}}}, {"sides": {"a": {"revision": None, "flags": [], "name": 5}}}, {"n": 10**400}, {"n": 10**15}, {"order": [1]}, {"sides": {"a": {"revision": 5, "flags": []}}},
         {"sides": {"a": {"revision": None, "flags": [1]}}})),
     json.dumps({"race": RACE}) + '\n{"run_id": "x", "run": 1, "side": ""}\n',
     json.dumps({"race": RACE}) + "\n" + json.dumps({"run_id": "x", "run": 1, "side": "", "status": "lost", "race": RACE}) + "\n",

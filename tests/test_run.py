@@ -119,7 +119,7 @@ def one(tmp_path_factory):
     """One finished run: (folder, flags of its corpus, what it printed, its log)."""
     folder = tmp_path_factory.mktemp("one")
     corpus = write_corpus(folder, train=(9000,))
-    command = [sys.executable, str(ROOT / "train_gpt.py"), *flags(folder, corpus, run_id="one", save_model="true")]
+    command = [sys.executable, str(ROOT / "train_gpt.py"), *flags(folder, corpus, run_id="one", save_model="true", check_grads="true")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=folder,
                           env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
@@ -145,7 +145,7 @@ def test_log_holds_the_whole_experiment(one):
     trained = [line for line in steps if "val_loss" not in line]
     assert len(trained) == 12
     for i, line in enumerate(trained, 1):
-        assert re.fullmatch(rf"step:{i}/12 train_time:\d+ms step_avg:\d+\.\d\dms train_loss:\d\.\d{{4}}", line), line
+        assert re.fullmatch(rf"step:{i}/12 train_time:\d+ms step_avg:\d+\.\d\dms train_loss:\d\.\d{{4}} grad_norm:[\d.]+", line), line
     validated = [line for line in steps if "val_loss" in line]
     assert [line.split(" ")[0] for line in validated] == ["step:0/12", "step:5/12", "step:10/12", "step:12/12"]
     for line in validated:
@@ -162,6 +162,7 @@ def test_log_holds_the_whole_experiment(one):
     assert end["reached"] == (end["final_val_loss"] <= 3.0)
     assert ("target reached" if end["reached"] else "target missed") in printed and str(path) in printed
     assert f"preset speedrun: 1 rank(s) on {start['hardware']['device']}" in printed
+    assert all(float(line.rpartition(":")[2]) > 0 for line in steps[2:] if "train_loss" in line)
 
 
 def losses_of(path, kind):
@@ -537,17 +538,6 @@ def test_few_open_files_are_one_line(one, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(train_gpt, "load_tokens", too_many)
     status, _, errors = run_here(flags(tmp_path, one[1], run_id="files"), capsys)
     assert status == 1 and "Too many open files" in errors and "ulimit -n" in errors and errors.count("\n") == 1
-
-
-def ctrl_c_in_a_step(rank):
-    in_step(3, lambda: os.kill(os.getpid(), signal.SIGINT), pytest.MonkeyPatch())
-
-
-def test_ctrl_c_says_that_there_is_no_checkpoint(one, tmp_path):
-    """With one: test_scripts.py, the whole way."""
-    done, log = one_rank(tmp_path, flags(tmp_path, one[1], run_id="kept"), ctrl_c_in_a_step), tmp_path / "logs" / "kept.txt"
-    assert (done.status, done.err) == (130, f"train_gpt.py: rank 0: interrupted; the log so far: {log}; there is no "
-                                            "checkpoint to resume from, --save_every keeps some\n")
 
 
 def save_slowly(rank):

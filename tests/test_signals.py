@@ -95,11 +95,10 @@ def group(tmp_path):
         started.kill()
 
 
-@pytest.mark.parametrize("ranks", [3, 6])
-def test_any_number_of_ranks_that_shares_out_the_batch(ranks, flags, group, capsys, tmp_path):
+def test_three_ranks_share_out_the_batch(flags, group, capsys, tmp_path):
     assert here(flags("alone", **SEVERAL), capsys)[0] == 0
-    together = group(ranks, flags("together", **SEVERAL))
-    assert together.wait() == [0] * ranks, together.outputs
+    together = group(3, flags("together", **SEVERAL))
+    assert together.wait() == [0] * 3, together.outputs
     alone, together = end_of(tmp_path / "alone.txt"), end_of(tmp_path / "together.txt")
     assert alone["train_digest"] == together["train_digest"]
     assert together["final_val_loss"] == pytest.approx(alone["final_val_loss"], abs=1e-4)
@@ -131,6 +130,29 @@ def test_ctrl_c_that_one_rank_hears_first_is_no_error_of_it(flags, group, tmp_pa
     assert (tmp_path / "told.txt").read_text().splitlines()[-1] == "error: rank 1: interrupted"
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_saves_and_a_second_one_ends_at_once(times, flags, elastic, tmp_path):
+    """The terminal sends it to the launcher and to both ranks, and the launcher passes it on: that is no second one."""
+    plant = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n" + in_step("time.sleep(0.02)")
+    every = 1 if times == 1 else 20_000  # between updates of Adam nothing can be saved
+    launcher, log = elastic(2, 0, flags("told", num_steps=20_000, epochs=10_000, save_every=0, val_every=0, adam_every=every), plant), tmp_path / "told.txt"
+    wait_until(lambda: log.exists() and "\nstep:2/" in log.read_text())
+    for press in range(times):
+        time.sleep(1.5 * train_gpt.Signals.MOMENT_S * press)
+        os.killpg(launcher.pid, signal.SIGINT)
+    launcher.join(600)
+    output, last = (tmp_path / "output").read_text(), log.read_text().splitlines()[-1]
+    assert output.count("saving a checkpoint, then stopping; Ctrl-C again ends at once") == 1
+    said, = re.findall(r"^train_gpt.py: rank.*", output, re.M)  # by one, for both
+    if times == 1:
+        step, = steps_saved(tmp_path)
+        assert f"interrupted before step {step}; --resume {log} continues from there" in said and step < 1000
+        assert re.match(f"error: (rank [01]: )?interrupted before step {step}; ", last)
+    else:
+        assert said.endswith(f": interrupted; the log so far: {log}; there is no checkpoint to resume from, --save_every keeps some")
+        assert re.match("error: (rank [01]: )?interrupted$", last) and not steps_saved(tmp_path)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_steps_that_are_logged_seldom_save_as_soon(number, flags, group, tmp_path):
     """A launcher kills half a minute after it told: with slow steps ten of them would take longer."""
@@ -140,8 +162,7 @@ def test_steps_that_are_logged_seldom_save_as_soon(number, flags, group, tmp_pat
     assert steps_saved(tmp_path) == [8], "the first between updates of Adam, four steps after all know"
 
 
-@pytest.mark.parametrize("changes", [dict(num_steps=16), dict(num_steps=15, adam_every=2)])
-@pytest.mark.parametrize("in_the_last", [False, True])
+@pytest.mark.parametrize("in_the_last, changes", [(False, dict(num_steps=16)), (True, dict(num_steps=15, adam_every=2))])
 def test_a_signal_in_a_validation_does_not_wait_for_its_end(in_the_last, changes, flags, group, on_ranks, tmp_path):
     """Which may last longer than the half minute after which a launcher kills. One rank is told; both stop within four
     sequences, the last validation too, behind which gradients may wait for no update. What goes on validates there once."""

@@ -1010,6 +1010,7 @@ def clipped_step(comm, norm, limit):
     optimizer = optimizer_of(params, comm, rule=Descent(1.0), clip_norm=limit)
     sum((p * norm / 200 ** 0.5).sum() for p in params.values()).backward()
     optimizer.step(FULL)
+    assert optimizer.grad_norm == pytest.approx(norm), "the norm before clipping, for the log"
     return torch.cat([p.detach() for p in params.values()]).norm().item()
 
 
