@@ -2268,8 +2268,8 @@ def check_rule(name: str, rule: Any) -> None:
             "it must be a whole number above 0")
     for key, x in vars(rule).items() if isinstance(rule, Adam | NorMuon) else ():
         below = 1 if key.startswith("beta") else math.inf
-        require(type(x) not in (int, float) or 0 <= x < below, f"{name}: {type(rule).__name__} has {key}={x!r}; it must "
-                f"be from 0 on, below {below}")
+        require(type(x) not in (int, float) or 0 <= x < below, f"{name}: {type(rule).__name__} has {key}={x!r}; it "
+                f"must be from 0 on, below {below}")
 
 def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ranks: int,
                  grad_reduce_in_fp32: bool = False) -> list[Bucket]:
@@ -2316,8 +2316,9 @@ class HandleGroup:
                 handle.wait()
             except RuntimeError as error:
                 which = f"rank {self.peers[i]}" if i < len(self.peers) else "another rank"
-                raise RuntimeError(f"{which} has ended, or hangs, or makes another call "
-                                   f"({str(error).splitlines()[0]}); its own output says why") from error
+                cause = str(error).splitlines()[0].rpartition("] ")[2] or str(error)  # without gloo's file and line
+                raise RuntimeError(f"{which} has ended, hangs or makes another call ({cause.split('. ')[0]}); its own "
+                                   "output says why") from error
         return self.then()
 
 def tree_sum(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
@@ -2396,12 +2397,15 @@ class Comm:
         """Start: x <- its sum over ranks. On GPUs only a stream that waits for the handle waits."""
         return dist.all_reduce(x, async_op=True) if self.ranks > 1 else HandleGroup()
 
-    def broadcast(self, x: Tensor) -> None:
-        """Copy rank 0's x to all ranks, whatever its dtype; it may be a slice, or expanded."""
-        if self.ranks > 1 and x.numel():
-            dense = memory_of(x).clone(memory_format=torch.contiguous_format)
-            dist.broadcast(dense.view(-1).view(torch.uint8), 0)
-            memory_of(x).copy_(dense)
+    def broadcast(self, *tensors: Tensor) -> None:
+        """Copy rank 0's tensors to all ranks in one message, whatever their dtypes; they may be slices, or expanded."""
+        if self.ranks > 1 and tensors:
+            copies = [memory_of(x).to(self.device, memory_format=torch.contiguous_format, copy=True) for x in tensors]
+            sent = torch.cat([x.view(-1).view(torch.uint8) for x in copies])
+            dist.broadcast(sent, 0)
+            for x, new, part in zip(tensors, copies, sent.split([x.nbytes for x in copies])):
+                new.view(-1).view(torch.uint8).copy_(part)
+                memory_of(x).copy_(new)
 
     def all_gather_json(self, mine: Any) -> list[Any]:
         """Return every rank's value, in the order of ranks. JSON, unlike pickle, executes nothing on arrival."""
@@ -2498,8 +2502,7 @@ class Reducer:
         self.in_step = False                  # a gradient or an announcement has come since the last step
         self.dropped = True                   # no step has ended since all gradients were dropped
         self.call: HandleGroup | None = None  # under way: the comparison of this call with that of the other ranks
-        self.buffers: Callable[[], dict[str, Tensor]] = dict  # those of the model that belong to its state
-        self.writes = np.zeros((comm.ranks, 2), dtype=int)  # each rank's to parameters and to buffers, at the last call
+        self.calls = np.zeros((comm.ranks, 4), dtype=int)  # of each rank, the last one; see start_call
         self.span: Callable[[str], Any] = lambda name: contextlib.nullcontext()  # profiling sets it to name ranges
         for bucket in buckets:
             bucket.receive_buffer = comm.receive_buffer(bucket.grad_data, settings.world_size_invariant)
@@ -2533,10 +2536,10 @@ class Reducer:
             if self.in_no_sync:
                 return
             step, loss = self.step, step
-        if not (all(isinstance(x, int | np.integer) for x in (step, micro_batch, micro_batches)) and step >= 0
-                and micro_batches > 0 and (loss is None or isinstance(loss, Tensor) and loss.requires_grad)):
-            raise RunError(f"prepare_for_backward got {step!r}, {micro_batch!r}, {micro_batches!r}, {loss!r}; give it "
-                           "the loss that backward starts from, or (step, micro_batch, micro_batches, loss)")
+        numbers, expected_loss = (step, micro_batch, micro_batches), loss is None or getattr(loss, "requires_grad", 0)
+        require(expected_loss and all(isinstance(x, int | np.integer) for x in numbers) and step >= 0 < micro_batches,
+                f"prepare_for_backward got {', '.join(map(repr, numbers))}, {loss!r}; give it the loss that backward "
+                "starts from, or (step, micro_batch, micro_batches, loss)")
         if self.micro_batches and self.micro_batch == self.micro_batches:
             raise RunError(f"all {self.micro_batches} micro-batches of step {self.step} were prepared; call step()")
         expected = (self.step, self.micro_batch) if self.micro_batches else (step, 0)
@@ -2584,7 +2587,7 @@ class Reducer:
                 self.completed.append(bucket)
         elif self.settings.sync == "hook":
             while self.launches < len(self.due) and not self.due[self.launches].missing:
-                if not self.launches and self.comm.ranks > 1:
+                if not self.launches:
                     self.start_call("step()")
                 self.launch(self.due[self.launches])
 
@@ -2603,43 +2606,38 @@ class Reducer:
     CALLS = "step()", "state_dict()", "load_state_dict()"
 
     def start_call(self, name: str) -> None:
-        """Tell the other ranks, before the first message of a call, which one this rank makes."""
-        if name == "step()" and self.launch_order and not self.comm.point_to_point:
-            return  # the host would wait
+        """Tell the other ranks, before the first message of a call, which one this rank makes, and what it wrote."""
+        if self.comm.ranks == 1 or name == "step()" and self.launch_order and not self.comm.point_to_point:
+            return  # on a GPU the host would wait in every step
         passes = 0 if self.settings.find_unused_parameters else self.backward_passes()  # there they may differ
-        mine = [self.CALLS.index(name), self.step, passes, sum([param._version for param in self.slots]),
-                sum([x._version for x in self.buffers().values()])]  # autograd counts writes to a tensor
-        if self.comm.point_to_point:
-            rows = torch.tensor(mine).repeat(self.comm.ranks, 1)
-            self.call = self.comm.exchange([rows[self.comm.rank]] * self.comm.ranks, rows, tag=4405)
-            self.call.then = rows.tolist
-        else:
-            self.call = HandleGroup(then=lambda: self.comm.all_gather_json(mine))
+        writes = sum([param._version for param in self.slots])  # to parameters, as autograd counts them
+        mine = torch.tensor([self.CALLS.index(name), self.step, passes, writes])
+        rows = mine.repeat(self.comm.ranks, 1)
+        self.call = self.comm.exchange([mine] * self.comm.ranks, rows, tag=4405)
+        self.call.then = rows.numpy
 
     def check_call(self, name: str) -> np.ndarray:
-        """Raise RunError on every rank unless all make the same call -> each rank's writes since the last one."""
-        if self.comm.ranks > 1 and (self.call is None or name != "step()"):
+        """Raise RunError on every rank unless all make the same call -> each rank's writes to parameters since then."""
+        if self.call is None or name != "step()":
             self.start_call(name)
-        call, self.call = self.call, None
-        rows = call.wait() if call else ()
-        calls = [f"{self.CALLS[i]} in step {step}" + f" after {passes} backward passes" * (passes > 0)
-                 for i, step, passes, *_ in rows]
-        for rank, this in enumerate(calls):
-            require(this == calls[0], f"the ranks make different calls: rank {rank} {this}, rank 0 {calls[0]}. Run as "
-                    "many backward passes, also in no_sync(), on every rank, and call step(), state_dict() and "
-                    "load_state_dict() on all ranks or on none")
-        before = self.writes
-        self.writes = np.array([row[-2:] for row in rows]) if rows else before
-        return self.writes - before
+        rows = self.call.wait() if self.call else self.calls
+        for rank, (call, step, passes, _) in enumerate(rows):
+            require((call, step, passes) == tuple(rows[0, :3]), f"rank {rank} calls {self.CALLS[call]} in step {step} "
+                    f"after {passes} backward passes, rank 0 {self.CALLS[rows[0, 0]]} in step {rows[0, 1]} after "
+                    f"{rows[0, 2]}; run as many backward passes, also in no_sync(), on every rank, and make each call "
+                    "on all ranks or on none")
+        writes = rows[:, 3] - self.calls[:, 3]
+        self.call, self.calls = None, rows
+        return writes
 
     def backward_passes(self) -> int:
         """Return the number of backward passes of this step; in no_sync, the most gradients that a parameter got."""
         return max(self.no_sync_grads.values(), default=0) + self.micro_batches
 
     def launch_rest(self) -> np.ndarray:
-        """Launch the buckets that backward did not -> each rank's writes to parameters and buffers since the last call.
+        """Launch the buckets that backward did not. Raise RunError if a micro-batch or a gradient is missing.
 
-        Raise RunError if a micro-batch or a gradient is missing.
+        Return how often each rank has written to parameters since the last call.
         """
         if not self.micro_batches or self.micro_batch < self.micro_batches:
             raise RunError(f"step() was called after {self.micro_batch} of {self.micro_batches} micro-batches; call it "
@@ -2681,7 +2679,7 @@ class Reducer:
 
     def drop_gradients(self) -> None:
         """Drop all gradients that no update has used, including those in flight."""
-        if self.call:
+        if self.call is not None:  # its messages are under way
             self.check_call("step()")
         for bucket in self.due:
             self.wait(bucket)
@@ -2803,12 +2801,12 @@ class SavedState:
                 "updates of a rule with `every` above 1, whose waiting gradients no state holds; call it after an "
                 "update")
         state = {name: x.detach().to("cpu", copy=True) for name, x in self.named_state()}
-        state |= {name: x.detach().to("cpu", copy=True).view(-1) for name, x in self.reducer.buffers().items()}
-        groups = self.group_of()
-        for slot, (key, v) in ((s, item) for b in self.buckets for s in b.slots for item in groups[s.param].items()):
-            if key in ("lr", "initial_lr"):
-                state[f"{slot.name}/{key}"] = torch.tensor(float(v), dtype=torch.float64)
-            state[f"{slot.name}/step"] = torch.tensor(self.reducer.step)
+        state |= {name: x.detach().to("cpu", copy=True).view(-1) for name, x in self.buffers().items()}
+        for param, group in self.group_of().items():
+            name = self.reducer.slots[param][1].name
+            rates = {f"{name}/{key}": torch.tensor(float(group[key]), dtype=torch.float64)
+                     for key in ("lr", "initial_lr") if key in group}
+            state |= {**rates, f"{name}/step": torch.tensor(self.reducer.step)}
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -2820,23 +2818,21 @@ class SavedState:
             require(isinstance(x, Tensor) and x.dim() < 2, f"the saved state does not fit: it has a {type(x).__name__} "
                     f"{[*getattr(x, 'shape', ())]}, not only tensors of one dimension; load what the optimizer's "
                     "state_dict() returned")
-        ours = [*(slot.name for bucket in self.buckets for slot in bucket.slots), *self.reducer.buffers()]
+        ours = [*(slot.name for _, slot in self.reducer.slots.values()), *self.buffers()]
         if not state.keys() >= {*ours}:  # torch.compile(model) and DDP put words into names
             plain = functools.partial(re.compile(r"^module\.|\b_orig_mod\.").sub, "")
             names = {plain(name): name for name in ours}
-            parts = ((*key.partition("/"), x) for key, x in state.items())
-            state = {names.get(plain(name), name) + slash + key: x for name, slash, key, x in parts}
+            state = {names.get(plain(name := key.partition("/")[0]), name) + key[len(name):]: x
+                     for key, x in state.items()}
         scales = {name: x for name, x in state.items() if name.endswith(DelayedScales.KEY)}
         state = {name: x for name, x in state.items() if name not in scales}
-        steps, writes, groups = [0], [], self.group_of()
-        for bucket in self.buckets:
-            writes.append(self.fit_bucket(bucket, state))
-            for slot in bucket.slots:  # a run's checkpoint has none of these; they follow from its plan
-                rates = {key: float(state.pop(name)) for key in ("lr", "initial_lr")
-                         if (name := f"{slot.name}/{key}") in state}
-                writes.append(functools.partial(groups[slot.param].update, rates))
-                steps.append(int(state.pop(f"{slot.name}/step", -1)))
-        for name, x in self.reducer.buffers().items():
+        steps, writes, groups = [0], [self.fit_bucket(bucket, state) for bucket in self.buckets], self.group_of()
+        for param, (_, slot) in self.reducer.slots.items():  # a run's checkpoint has none of these; its plan does
+            rates = {key: float(state.pop(name)) for key in ("lr", "initial_lr")
+                     if (name := f"{slot.name}/{key}") in state}
+            writes.append(functools.partial(groups[param].update, rates))
+            steps.append(int(state.pop(f"{slot.name}/step", -1)))
+        for name, x in self.buffers().items():
             if name in state and state[name].numel() == x.numel():  # states of older versions have none
                 writes.append(functools.partial(x.copy_, state.pop(name).view_as(x)))
         if state:
@@ -2900,9 +2896,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         """model: must hold the buckets' parameters; overlap_param_gather needs it. grad_scale: see Reducer."""
         require(isinstance(settings, SyncSettings), f"settings is a {type(settings).__name__}, not SyncSettings(...)")
         for f in dataclasses.fields(SyncSettings):
-            v, choices = getattr(settings, f.name), f.metadata["choices"]
-            require(not choices or v in choices, f"{f.name} is {v!r}; it must be one of {choices}")
-            require(not (wrong := out_of_range(f, v)), wrong)
+            require(not (wrong := out_of_range(f, getattr(settings, f.name))), wrong)
         if settings.world_size_invariant and (settings.find_unused_parameters or settings.clip_norm):
             raise RunError("world-size-invariant mode excludes find_unused_parameters and clip_norm, whose sums depend "
                            "on the number of ranks; omit one of them")
@@ -2933,6 +2927,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         frozen = [p for p in model.parameters() if not p.requires_grad]
         for x in (*(bucket.param_data for bucket in buckets), *frozen, *model.buffers()):
             comm.broadcast(x.data)
+        self.buffers: Callable[[], dict[str, Tensor]] = dict  # those of the model that belong to its state
         self.reducer = Reducer(buckets, comm, settings, grad_scale)
         self.prepare_for_backward, self.announce_rows = self.reducer.prepare_for_backward, self.reducer.announce_rows
         rules = {type(bucket.rule).update for bucket in buckets}
@@ -3001,8 +2996,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         reducer, first = self.reducer, not self.reducer.launch_orders
         if self.param_groups != self.groups_seen:
             self.take_numbers()
-        param_writes, buffer_writes = reducer.launch_rest().T
-        if first or (param_writes != param_writes[0]).any():
+        if len({*reducer.launch_rest().tolist()}) > 1 or first:
             self.check_replicas()
         unused = self.find_unused() if self.settings.find_unused_parameters else ()
         if self.settings.check_grads or self.settings.clip_norm:
@@ -3027,9 +3021,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         reducer.step, reducer.dropped = reducer.step + 1, False
         if not self.settings.overlap_param_gather:
             self.finish_all_gathers(buckets)
-        if buffer_writes.any() or not self.comm.point_to_point:  # as in DDP, all go on with rank 0's
-            for x in self.buffers().values():
-                self.comm.broadcast(x.data)  # a write that is not counted
+        self.comm.broadcast(*self.buffers().values())  # as in DDP, all go on with rank 0's
 
     def group_of(self) -> dict[nn.Parameter, dict[str, Any]]:
         """Map each parameter to its group in param_groups, whose groups may be replaced."""
@@ -3195,8 +3187,8 @@ def make_optimizer(model: nn.Module, table: Sequence[Assignment] = (), bucket_mb
     places = [(f"{name}.{key}".removeprefix("."), module._buffers, key)  # a module may replace its buffer
               for name, module in model.named_modules() for key in module._buffers
               if key not in module._non_persistent_buffers_set]
-    optimizer.reducer.buffers = lambda: {name: memory_of(x) for name, buffers, key in places
-                                         if (x := buffers.get(key)) is not None}
+    optimizer.buffers = lambda: {name: memory_of(x) for name, buffers, key in places
+                                 if (x := buffers.get(key)) is not None and x.layout == torch.strided}
     return optimizer
 
 def check_model(model: nn.Module) -> None:
@@ -3293,7 +3285,6 @@ def run_training(config: Config, preset: str, comm: Comm, device: torch.device, 
         worker.stream.check_enough()
         loop = TrainingLoop(preset, requested, worker, shards, val_sequences, clock, log)
         resumed = resume(loop)
-        loop.given_up = {path for path in checkpoints(log.path.parent, log.run_id) if step_of(path) > loop.from_step}
         start_log(loop, resumed, changes)
     loop.warm_up()
     with signals.caught():
@@ -3311,7 +3302,6 @@ class TrainingLoop:
         self.preset, self.requested, self.worker, self.shards = preset, requested, worker, shards
         self.config, self.comm, self.clock, self.log = worker.config, worker.comm, clock, log
         self.val_sequences, self.from_step, self.changed_by_validation = val_sequences, 0, 0
-        self.given_up: set[Path] = set()  # checkpoints that are later than the step that this run begins with
         self.losses = TrainLosses(worker.config, worker.comm, clock, log)
 
     def warm_up(self) -> None:
@@ -4125,6 +4115,10 @@ class Log:
         if self.file is not None:
             self.file.write(line + "\n")
             self.file.flush()
+            if not self.path.exists():
+                self.file = None  # nobody could read what follows
+                raise RunError(f"{self.path} was deleted or moved while the run wrote it; start the run again, and "
+                               "leave its log alone until it ends")
 
     def say(self, line: str, stay: bool = False) -> None:
         """Print to the terminal only. With stay the next line replaces this one. A closed terminal is ignored."""
@@ -4166,10 +4160,13 @@ def start_log(loop: TrainingLoop, resumed: dict[str, Any] | None, changes: list[
              **machine, "ranks": comm.ranks, "hosts": hosts, "parameters": params,
              "vocab_size": loop.shards["train"][0].encoding.vocab_size, "shards": describe_data(loop.shards),
              "launch": launch_id()}
-    damages = [damage for path in sorted(loop.given_up) if resumed and (damage := damage_of(path))]
+    given_up = [path for path in checkpoints(log.path.parent, log.run_id) if step_of(path) > loop.from_step]
+    damages = [damage for path in given_up if resumed and (damage := damage_of(path))]
     log.open(start, environment, resumed and {
         "at": started, **resumed, "damaged": damages, "ranks": comm.ranks, "source_sha256": machine["source_sha256"],
         "launch": launch_id(), "changes": changes, "hosts": hosts})
+    for path in given_up:  # a later resume must not take what this one gives up
+        path.replace(f"{path}.given_up")
     log.say(f"preset {loop.preset}: {comm.ranks} rank(s) on {machine['hardware']['device']}, {params / 1e6:.1f} M "
             f"parameters, {c.num_steps} steps of {tokens_of_steps(c, 1):,} tokens at first, validation on "
             f"{(loop.val_sequences[:, 1:] >= 0).sum():,}")
@@ -4407,9 +4404,8 @@ def spare_files(loop: TrainingLoop, keep: int) -> list[Path]:
     """List a run's files that it no longer needs, least needed first: what killed processes wrote in part, checkpoints
     of a past that a resume gave up, and older ones than the latest `keep`."""
     run = loop.log.path.parent, loop.log.run_id
-    valid = [path for path in checkpoints(*run) if path not in loop.given_up]
-    return [*checkpoints(*run, ".partial"), loop.log.path.with_suffix(".pt.partial"), *sorted(loop.given_up),
-            *valid[:-keep or None]]
+    return [*checkpoints(*run, ".partial"), loop.log.path.with_suffix(".pt.partial"), *checkpoints(*run, ".given_up"),
+            *checkpoints(*run)[:-keep or None]]
 
 def remove_files(paths: Iterable[Path]) -> None:
     for path in paths:
@@ -4438,7 +4434,7 @@ def find_run(config: Config) -> tuple[str, str]:
     if not own and named.suffix == ".ckpt" and named.is_file():
         return run_id, str(named.resolve())
     if not own and latest and not run_id:
-        newest = max(folder.glob("*.step[0-9]*.ckpt"), key=os.path.getmtime, default=Path())
+        newest = max(folder.glob("*.step[0-9]*.ckpt"), key=saved_at, default=Path())
         run_id = newest.name.partition(".step")[0]
     elif not own and not latest:
         run_id = named.stem
@@ -4446,6 +4442,12 @@ def find_run(config: Config) -> tuple[str, str]:
     require(found or not config.resume, f"--resume {config.resume}: found no checkpoint in {folder}. Name a .ckpt, or "
             "the log of a run that left one (--save_every). A run that has finished keeps none")
     return run_id, str(latest_intact(found).resolve()) if found else ""
+
+def saved_at(checkpoint: Path) -> float:
+    """Return when a checkpoint was saved; its modification time may be that of a copy. 0 if it cannot be read."""
+    with contextlib.suppress(RunError):
+        return load_file(checkpoint, check=False)["saved_at"]
+    return 0.0
 
 def latest_intact(found: list[Path]) -> Path:
     """Return the latest checkpoint that is not damaged. RunError if all are."""
@@ -4489,7 +4491,6 @@ def save_checkpoint(loop: TrainingLoop, step: int, stop: bool = False) -> None:
                 if stop:
                     raise
             else:
-                loop.given_up.discard(path)
                 remove_files(spare_files(loop, loop.config.keep_checkpoints))
     if stop:
         loop.comm.all_gather_json("saved")  # a rank that leaves earlier would end rank 0 while it writes
@@ -4688,6 +4689,8 @@ ROW_LIMITS = {"lr_mul": (0, math.inf), "beta1": (0, 1), "beta2": (0, 1), "weight
 
 def out_of_range(f: dataclasses.Field, v: Any) -> str:
     """Say how a value violates its field's declaration; empty if it does not."""
+    if (choices := f.metadata["choices"]) and v not in choices:
+        return f"{f.name} is {v!r}; it must be one of {', '.join(map(repr, choices))}"
     if holds_rows(f):
         for row in v:
             if type(row).__name__ not in f.type:
@@ -4831,7 +4834,7 @@ def fail(error: BaseException, config: Config, rank: int, log: Log | None, store
     mine = first == f"rank {rank}: {message}"
     kept = ""
     if log is not None and log.file is not None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, RunError):
             log.write(f"error: {message if mine or not first else first}")
             log.close()
             kept = f"; the log so far: {log.path}"
