@@ -2264,19 +2264,15 @@ class RowBucket(Bucket):
         super().drop_gradients()
 
 RULE_MEMBERS = "lr", "every", "unit", "init_state", "hyper", "update"
-TORCH_SETTINGS = {"betas", "eps", "weight_decay", "momentum", "nesterov", "dampening", "amsgrad", "maximize", "every"}
 
-def check_rule(spec: ParamSpec) -> None:
-    """Raise RunError for numbers that no training can use."""
-    rule, known = spec.rule, isinstance(spec.rule, Adam | NorMuon)
-    require(isinstance(rule.every, int) and rule.every > 0, f"{spec.name}: its rule has every={rule.every!r}; it must "
-            "be a whole number above 0")
-    for name, x in ((f.name, getattr(rule, f.name)) for f in dataclasses.fields(rule) if known):
-        below = 1 if name.startswith("beta") else math.inf
-        require(type(x) not in (int, float) or 0 <= x < below, f"{spec.name}: {type(rule).__name__} has {name}={x!r}; "
-                f"it must be from 0 on, below {below}")
-    require(not (known and spec.param.is_complex()), f"{spec.name} is {spec.param.dtype}, which {type(rule).__name__} "
-            "cannot update; make the parameter real, and use torch.view_as_complex in the forward")
+def check_rule(name: str, rule: Any) -> None:
+    """Raise RunError for numbers that no training can use. Those of another rule than these two are its own affair."""
+    require(isinstance(rule.every, int) and rule.every > 0, f"{name}: {type(rule).__name__} has every={rule.every!r}; "
+            "it must be a whole number above 0")
+    for key, x in vars(rule).items() if isinstance(rule, Adam | NorMuon) else ():
+        below = 1 if key.startswith("beta") else math.inf
+        require(type(x) not in (int, float) or 0 <= x < below, f"{name}: {type(rule).__name__} has {key}={x!r}; it "
+                f"must be from 0 on, below {below}")
 
 def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ranks: int,
                  grad_reduce_in_fp32: bool = False) -> list[Bucket]:
@@ -2288,9 +2284,12 @@ def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ran
         require(frozen and frozen.frozen and all(hasattr(spec.rule, name) for name in RULE_MEMBERS),
                 f"{spec.name}: {type(spec.rule).__name__} is not an update rule; write a frozen dataclass with "
                 f"{', '.join(RULE_MEMBERS)}, as Adam has")
-        check_rule(spec)
+        check_rule(spec.name, spec.rule)
         require(spec.param.numel(), f"{spec.name} has shape {tuple(spec.param.shape)}, but a bucket needs parameters "
                 "with elements; remove it from the model, or freeze it by requires_grad_(False)")
+        require(not (isinstance(spec.rule, Adam | NorMuon) and spec.param.is_complex()), f"{spec.name} is "
+                f"{spec.param.dtype}, which Adam and NorMuon cannot update; make the parameter real, and use "
+                "torch.view_as_complex in the forward")
         key = (spec.rule, spec.param.dtype, spec.rule.unit(spec), spec.first_step)
         if not (group := open_groups.setdefault(key, [])):
             groups.append(group)
@@ -2320,8 +2319,9 @@ class HandleGroup:
                 handle.wait()
             except RuntimeError as error:
                 which = f"rank {self.peers[i]}" if i < len(self.peers) else "another rank"
-                raise RuntimeError(f"{which} has ended, or hangs, or makes another call "
-                                   f"({str(error).splitlines()[0]}); its own output says why") from error
+                cause = str(error).splitlines()[0].rpartition("] ")[2] or str(error)  # without gloo's file and line
+                raise RuntimeError(f"{which} has ended, hangs or makes another call ({cause.split('. ')[0]}); its own "
+                                   "output says why") from error
         return self.then()
 
 def tree_sum(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
@@ -2343,8 +2343,6 @@ class Comm:
     """
 
     sent_dtype: torch.dtype | None = None  # of gradients; None: their own
-    tag = 4404  # of messages, which a program's own messages must not match; start_json has its own
-
     def __init__(self, rank: int = 0, ranks: int = 1, device: torch.device | str = "cpu",
                  timeout: timedelta | None = None):
         """timeout: of collectives of CPU tensors beside a GPU's; None: torch's 30 minutes."""
@@ -2381,23 +2379,16 @@ class Comm:
         """The process group for CPU tensors. With a GPU's backend all ranks must first use it at the same time."""
         return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=self.timeout)
 
-    def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> HandleGroup:
-        """Start: sent[i] to rank i, received[i] from rank i. Empty tensors are not sent."""
+    def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor], tag: int = 4404) -> HandleGroup:
+        """Start: sent[i] to rank i, received[i] from rank i. Empty tensors are not sent.
+
+        Messages with other tags, such as a program's own, do not match these.
+        """
         group = self.cpu_group if self.ranks > 1 and not sent[0].is_cuda else None
-        messages = [dist.P2POp(way, tensors[other], other, group, self.tag)
+        messages = [dist.P2POp(way, tensors[other], other, group, tag)
                     for way, tensors in ((dist.isend, sent), (dist.irecv, received))
                     for other in range(self.ranks) if other != self.rank and tensors[other].numel()]
         return HandleGroup(*(dist.batch_isend_irecv(messages) if messages else ()), peers=[m.peer for m in messages])
-
-    def start_json(self, mine: Any) -> HandleGroup:
-        """Start to gather every rank's value, of up to 512 bytes of JSON, by messages; wait() returns them."""
-        texts, text = torch.full((self.ranks, 512), ord(" "), dtype=torch.uint8), json.dumps(mine).encode()
-        texts[self.rank, :len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        self.tag += 1
-        handle = self.exchange([texts[self.rank]] * self.ranks, texts)
-        self.tag -= 1
-        handle.then = lambda: [json.loads(row.numpy().tobytes()) for row in texts]
-        return handle
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum x over ranks in place, and return it."""
@@ -2409,14 +2400,15 @@ class Comm:
         """Start: x <- its sum over ranks. On GPUs only a stream that waits for the handle waits."""
         return dist.all_reduce(x, async_op=True) if self.ranks > 1 else HandleGroup()
 
-    def broadcast(self, x: Tensor) -> None:
-        """Copy rank 0's x to all ranks, whatever its dtype; it may be a slice, or expanded."""
-        if self.ranks > 1 and x.numel():
-            x = memory_of(x)
-            dense = x.contiguous()
-            dist.broadcast(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8), 0)  # size 1 has any stride
-            if not x.is_contiguous():
-                x.copy_(dense)
+    def broadcast(self, *tensors: Tensor) -> None:
+        """Copy rank 0's tensors to all ranks in one message, whatever their dtypes; they may be slices, or expanded."""
+        if self.ranks > 1 and tensors:
+            copies = [memory_of(x).to(self.device, memory_format=torch.contiguous_format, copy=True) for x in tensors]
+            sent = torch.cat([x.view(-1).view(torch.uint8) for x in copies])
+            dist.broadcast(sent, 0)
+            for x, new, part in zip(tensors, copies, sent.split([x.nbytes for x in copies])):
+                new.view(-1).view(torch.uint8).copy_(part)
+                memory_of(x).copy_(new)
 
     def all_gather_json(self, mine: Any) -> list[Any]:
         """Return every rank's value, in the order of ranks. JSON, unlike pickle, executes nothing on arrival."""
@@ -2444,10 +2436,7 @@ def memory_of(x: Tensor) -> Tensor:
 
 def agree(comm: Comm, what: str, mine: dict[str, Any], cure: str) -> None:
     """Raise RunError on every rank unless all ranks have the same values; it names the value, the rank and both."""
-    compare(what, comm.all_gather_json(mine), cure)
-
-def compare(what: str, everyones: Sequence[dict[str, Any]], cure: str) -> None:
-    for rank, theirs in enumerate(everyones):
+    for rank, theirs in enumerate(everyones := comm.all_gather_json(mine)):
         for key in {**everyones[0], **theirs}:
             here, first = theirs.get(key, "nothing"), everyones[0].get(key, "nothing")
             if here != first:
@@ -2475,16 +2464,6 @@ def used_parameters(loss: Tensor) -> set[nn.Parameter]:
             seen.add(node)
             open_nodes += [further for further, _ in node.next_functions]
     return {getattr(node, "variable", None) for node in seen}
-
-def weakly(method: Callable, *args: Any) -> Callable:
-    """Call a method later without keeping its object or arguments alive, as a hook on a tensor would forever."""
-    refs = [weakref.WeakMethod(method), *map(weakref.ref, args)]
-
-    def call(*_: Any) -> None:
-        later, *alive = (ref() for ref in refs)
-        if later is not None:
-            later(*alive)
-    return call
 
 HOOKS = WeakIdKeyDictionary()  # parameter -> handle of its hook; an attribute of the parameter would be pickled
 
@@ -2526,14 +2505,14 @@ class Reducer:
         self.in_step = False                  # a gradient or an announcement has come since the last step
         self.dropped = True                   # no step has ended since all gradients were dropped
         self.call: HandleGroup | None = None  # under way: the comparison of this call with that of the other ranks
-        self.count_writes: Callable[[], dict[str, int]] = dict  # to parameters and buffers, so far
-        self.writes: dict[str, int] = {}      # at the last call
-        self.writes_of_ranks: Sequence[dict[str, int]] = ()  # between the last call and this step's
+        self.calls = np.zeros((comm.ranks, 4), dtype=int)  # of each rank, the last one; see start_call
         self.span: Callable[[str], Any] = lambda name: contextlib.nullcontext()  # profiling sets it to name ranges
         for bucket in buckets:
             bucket.receive_buffer = comm.receive_buffer(bucket.grad_data, settings.world_size_invariant)
-        for bucket, slot in ((bucket, slot) for bucket in buckets for slot in bucket.slots):
-            slot.hook = set_hook(slot.param, weakly(self.register_grad_ready, bucket, slot))
+        self.slots = {slot.param: (bucket, slot) for bucket in buckets for slot in bucket.slots}
+        me = weakref.ref(self)  # a hook on a tensor keeps alive what it refers to, also in a cycle
+        for _, slot in self.slots.values():
+            slot.hook = set_hook(slot.param, lambda param: (reducer := me()) and reducer.register_grad_ready(param))
 
     def reduces_in(self, bucket: Bucket, step: int) -> bool:
         return step >= bucket.first_step and (self.settings.world_size_invariant or bucket.updates_in(step))
@@ -2560,10 +2539,10 @@ class Reducer:
             if self.in_no_sync:
                 return
             step, loss = self.step, step
-        if not (all(isinstance(x, int | np.integer) for x in (step, micro_batch, micro_batches)) and step >= 0
-                and micro_batches > 0 and (loss is None or isinstance(loss, Tensor) and loss.requires_grad)):
-            raise RunError(f"prepare_for_backward got {step!r}, {micro_batch!r}, {micro_batches!r}, {loss!r}; give it "
-                           "the loss that backward starts from, or (step, micro_batch, micro_batches, loss)")
+        numbers, expected_loss = (step, micro_batch, micro_batches), loss is None or getattr(loss, "requires_grad", 0)
+        require(expected_loss and all(isinstance(x, int | np.integer) for x in numbers) and step >= 0 < micro_batches,
+                f"prepare_for_backward got {', '.join(map(repr, numbers))}, {loss!r}; give it the loss that backward "
+                "starts from, or (step, micro_batch, micro_batches, loss)")
         if self.micro_batches and self.micro_batch == self.micro_batches:
             raise RunError(f"all {self.micro_batches} micro-batches of step {self.step} were prepared; call step()")
         expected = (self.step, self.micro_batch) if self.micro_batches else (step, 0)
@@ -2586,8 +2565,9 @@ class Reducer:
             for bucket in self.due:
                 bucket.missing = {slot for slot in bucket.slots if slot.param in used}
 
-    def register_grad_ready(self, bucket: Bucket, slot: Slot) -> None:
+    def register_grad_ready(self, param: nn.Parameter) -> None:
         """Add a parameter's new gradient into its slot, and launch complete buckets in order. This is the hook."""
+        bucket, slot = self.slots[param]
         if bucket.reduce_handle is not None:
             raise RunError(f"{slot.name} got a gradient after its bucket {bucket.name} was launched; call step() "
                            "before the next backward, or run all but the last of a step in no_sync()")
@@ -2610,7 +2590,7 @@ class Reducer:
                 self.completed.append(bucket)
         elif self.settings.sync == "hook":
             while self.launches < len(self.due) and not self.due[self.launches].missing:
-                if not self.launches and self.comm.point_to_point:  # other networks would let the hook wait
+                if not self.launches:
                     self.start_call("step()")
                 self.launch(self.due[self.launches])
 
@@ -2626,31 +2606,42 @@ class Reducer:
             bucket.start_reduce_scatter(self.comm, self.settings.world_size_invariant)
             self.launches += 1
 
-    def start_call(self, name: str, alone: bool = False) -> None:
-        """Tell the other ranks, before the first message of a call, which one this rank makes."""
-        if self.comm.ranks > 1:
-            counts, before = self.count_writes(), self.writes
-            self.writes = counts
-            passes = None if self.settings.find_unused_parameters else self.backward_passes()  # there they may differ
-            mine = [{"call": f"{name} in step {self.step}", "micro-batches": passes},
-                    {key: count - before[key] for key, count in counts.items()}]
-            self.call = (self.comm.start_json(mine) if self.comm.point_to_point else
-                         HandleGroup(then=lambda: [mine] if alone else self.comm.all_gather_json(mine)))
+    CALLS = "step()", "state_dict()", "load_state_dict()"
 
-    def finish_call(self) -> list[dict[str, int]]:
-        """Raise RunError on every rank unless all make the same call. Return their writes since the last call."""
-        call, self.call = self.call, None
-        calls, writes = zip(*call.wait()) if call else ((), ())
-        compare("micro-batches or calls", calls, "Run as many backward passes, also in no_sync(), on every rank, and "
-                "call step(), state_dict() and load_state_dict() on all ranks or on none")
+    def start_call(self, name: str) -> None:
+        """Tell the other ranks, before the first message of a call, which one this rank makes, and what it wrote."""
+        if self.comm.ranks == 1 or name == "step()" and self.launch_order and not self.comm.point_to_point:
+            return  # on a GPU the host would wait in every step
+        passes = 0 if self.settings.find_unused_parameters else self.backward_passes()  # there they may differ
+        writes = sum([param._version for param in self.slots])  # to parameters, as autograd counts them
+        mine = torch.tensor([self.CALLS.index(name), self.step, passes, writes])
+        rows = mine.repeat(self.comm.ranks, 1)
+        self.call = self.comm.exchange([mine] * self.comm.ranks, rows, tag=4405)
+        self.call.then = rows.numpy
+
+    def check_call(self, name: str) -> np.ndarray:
+        """Raise RunError on every rank unless all make the same call -> each rank's writes to parameters since then."""
+        if self.call is None or name != "step()":
+            self.start_call(name)
+        rows = self.call.wait() if self.call else self.calls
+        for rank, (call, step, passes, _) in enumerate(rows):
+            require((call, step, passes) == tuple(rows[0, :3]), f"rank {rank} calls {self.CALLS[call]} in step {step} "
+                    f"after {passes} backward passes, rank 0 {self.CALLS[rows[0, 0]]} in step {rows[0, 1]} after "
+                    f"{rows[0, 2]}; run as many backward passes, also in no_sync(), on every rank, and make each call "
+                    "on all ranks or on none")
+        writes = rows[:, 3] - self.calls[:, 3]
+        self.call, self.calls = None, rows
         return writes
 
     def backward_passes(self) -> int:
         """Return the number of backward passes of this step; in no_sync, the most gradients that a parameter got."""
         return max(self.no_sync_grads.values(), default=0) + self.micro_batches
 
-    def launch_rest(self) -> None:
-        """Launch the buckets that backward did not. Raise RunError if a micro-batch or a gradient is missing."""
+    def launch_rest(self) -> np.ndarray:
+        """Launch the buckets that backward did not. Raise RunError if a micro-batch or a gradient is missing.
+
+        Return how often each rank has written to parameters since the last call.
+        """
         if not self.micro_batches or self.micro_batch < self.micro_batches:
             raise RunError(f"step() was called after {self.micro_batch} of {self.micro_batches} micro-batches; call it "
                            "after the last backward, which must not be in no_sync(), and call prepare_for_backward() "
@@ -2662,13 +2653,12 @@ class Reducer:
                 raise RunError(f"bucket {bucket.name} was not launched: {len(bucket.slots) - len(missing)} of "
                                f"{len(bucket.slots)} of its parameters got a gradient, not {', '.join(missing)}; use "
                                "each in the loss, or set find_unused_parameters")
-        if self.call is None:
-            self.start_call("step()", alone=bool(self.launch_order))
-        self.writes_of_ranks = self.finish_call()
+        writes = self.check_call("step()")
         if not self.launch_order:
             self.set_launch_order()
         for bucket in self.due[self.launches:]:
             self.launch(bucket)
+        return writes
 
     def set_launch_order(self) -> None:
         """Broadcast rank 0's order: the buckets that its backward completed, then the others."""
@@ -2692,7 +2682,8 @@ class Reducer:
 
     def drop_gradients(self) -> None:
         """Drop all gradients that no update has used, including those in flight."""
-        self.finish_call()
+        if self.call is not None:  # its messages are under way
+            self.check_call("step()")
         for bucket in self.due:
             self.wait(bucket)
         self.end_step()
@@ -2801,8 +2792,7 @@ class SavedState:
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter and every tensor of its state, whole on every rank, on all of which it is called."""
         self.finish_all_gathers()
-        self.reducer.start_call("state_dict()")
-        self.reducer.finish_call()
+        self.reducer.check_call("state_dict()")
         for bucket in self.buckets:
             yield from self.gather_state(bucket).items()
         yield from self.scales.named.items()
@@ -2816,12 +2806,12 @@ class SavedState:
                 "updates of a rule with `every` above 1, whose waiting gradients no state holds; call it after an "
                 "update")
         state = {name: x.detach().to("cpu", copy=True) for name, x in self.named_state()}
-        state |= {name: x.detach().to("cpu", copy=True).view(-1) for name, x in self.model_buffers().items()}
-        groups = self.group_of()
-        for slot, (key, v) in ((s, item) for b in self.buckets for s in b.slots for item in groups[s.param].items()):
-            if key in ("lr", "initial_lr"):
-                state[f"{slot.name}/{key}"] = torch.tensor(float(v), dtype=torch.float64)
-            state[f"{slot.name}/step"] = torch.tensor(self.reducer.step)
+        state |= {name: x.detach().to("cpu", copy=True).view(-1) for name, x in self.buffers().items()}
+        for param, group in self.group_of().items():
+            name = self.reducer.slots[param][1].name
+            rates = {f"{name}/{key}": torch.tensor(float(group[key]), dtype=torch.float64)
+                     for key in ("lr", "initial_lr") if key in group}
+            state |= {**rates, f"{name}/step": torch.tensor(self.reducer.step)}
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -2829,29 +2819,25 @@ class SavedState:
 
         RunError, before anything is changed, if the state does not fit.
         """
-        require(isinstance(state, collections.abc.Mapping), f"the saved state does not fit: it is a "
-                f"{type(state).__name__}; load what state_dict() returned")
-        for name, x in state.items():
-            seen = f"of shape {[*x.shape]}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-            require(isinstance(x, Tensor) and x.dim() < 2, f"the saved state does not fit: {name} is {seen}, not a "
-                    "tensor in one dimension; load what state_dict() returned")
-        ours = [*(slot.name for bucket in self.buckets for slot in bucket.slots), *self.model_buffers()]
+        for x in state.values() if isinstance(state, collections.abc.Mapping) else [state]:
+            require(isinstance(x, Tensor) and x.dim() < 2, f"the saved state does not fit: it has a {type(x).__name__} "
+                    f"{[*getattr(x, 'shape', ())]}, not only tensors of one dimension; load what the optimizer's "
+                    "state_dict() returned")
+        ours = [*(slot.name for _, slot in self.reducer.slots.values()), *self.buffers()]
         if not state.keys() >= {*ours}:  # torch.compile(model) and DDP put words into names
             plain = functools.partial(re.compile(r"^module\.|\b_orig_mod\.").sub, "")
             names = {plain(name): name for name in ours}
-            parts = ((*key.partition("/"), x) for key, x in state.items())
-            state = {names.get(plain(name), name) + slash + key: x for name, slash, key, x in parts}
+            state = {names.get(plain(name := key.partition("/")[0]), name) + key[len(name):]: x
+                     for key, x in state.items()}
         scales = {name: x for name, x in state.items() if name.endswith(DelayedScales.KEY)}
         state = {name: x for name, x in state.items() if name not in scales}
-        steps, writes, groups = [0], [], self.group_of()
-        for bucket in self.buckets:
-            writes.append(self.fit_bucket(bucket, state))
-            for slot in bucket.slots:  # a run's checkpoint has none of these; they follow from its plan
-                for key in [key for key in ("lr", "initial_lr") if f"{slot.name}/{key}" in state]:
-                    v = float(state.pop(f"{slot.name}/{key}"))
-                    writes.append(functools.partial(groups[slot.param].__setitem__, key, v))
-                steps.append(int(state.pop(f"{slot.name}/step", -1)))
-        for name, x in self.model_buffers().items():
+        steps, writes, groups = [0], [self.fit_bucket(bucket, state) for bucket in self.buckets], self.group_of()
+        for param, (_, slot) in self.reducer.slots.items():  # a run's checkpoint has none of these; its plan does
+            rates = {key: float(state.pop(name)) for key in ("lr", "initial_lr")
+                     if (name := f"{slot.name}/{key}") in state}
+            writes.append(functools.partial(groups[param].update, rates))
+            steps.append(int(state.pop(f"{slot.name}/step", -1)))
+        for name, x in self.buffers().items():
             if name in state and state[name].numel() == x.numel():  # states of older versions have none
                 writes.append(functools.partial(x.copy_, state.pop(name).view_as(x)))
         if state:
@@ -2859,8 +2845,7 @@ class SavedState:
                            "of the same model and the same rules")
         self.finish_all_gathers()
         self.reducer.drop_gradients()
-        self.reducer.start_call("load_state_dict()")
-        self.reducer.finish_call()
+        self.reducer.check_call("load_state_dict()")
         self.scales.load(scales)
         for write in writes:
             write()
@@ -2916,17 +2901,14 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         """model: must hold the buckets' parameters; overlap_param_gather needs it. grad_scale: see Reducer."""
         require(isinstance(settings, SyncSettings), f"settings is a {type(settings).__name__}, not SyncSettings(...)")
         for f in dataclasses.fields(SyncSettings):
-            v, choices = getattr(settings, f.name), f.metadata["choices"]
-            require(not choices or v in choices, f"{f.name} is {v!r}; it must be one of {choices}")
-            require(not (wrong := out_of_range(f, v)), wrong)
+            require(not (wrong := out_of_range(f, getattr(settings, f.name))), wrong)
         if settings.world_size_invariant and (settings.find_unused_parameters or settings.clip_norm):
             raise RunError("world-size-invariant mode excludes find_unused_parameters and clip_norm, whose sums depend "
                            "on the number of ranks; omit one of them")
         if settings.overlap_param_gather and model is None:
             raise RunError("overlap_param_gather waits in the model's forward; give the optimizer the model")
-        tasks = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"]
-        tasks += ["SLURM_NTASKS"] * (env_int("SLURM_PROCID", 0) > 0)  # a batch script has it too, and SLURM_PROCID 0
-        name = max(["WORLD_SIZE"] if "WORLD_SIZE" in os.environ else tasks, key=lambda name: env_int(name, 1))
+        tasks = "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"  # not SLURM_NTASKS: a batch
+        name = next((name for name in tasks if name in os.environ), tasks[0])             # script has it too
         require(env_int(name, 1) <= 1 or comm.ranks > 1 or dist.is_initialized(), f"{name} in the environment is "
                 f"{os.environ.get(name)}, but no process group exists, so each rank would train alone; start by "
                 "torchrun and call init_process_group() first, or set WORLD_SIZE=1 if each is to train alone")
@@ -2935,12 +2917,12 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         self.model, self.owned, self.scales = model, check_ownership(buckets), DelayedScales(model)
         check_all_owned(model, self.owned)
         groups: dict[Any, dict[str, Any]] = {}  # by rule and learning rate
-        self.buffers: list[tuple[str, dict[str, Tensor], str]] = []  # (name, module's buffers, key): model_buffers
         for bucket in buckets:
             kind = (type(bucket.rule).__name__, bucket.rule.lr)
             group = groups.setdefault(kind, {"rule": kind[0], "lr": kind[1], "params": []})
             group["params"] += [slot.param for slot in bucket.slots]
         super().__init__(groups.values(), {})
+        self.groups_seen = self.copy_groups()
         agree(comm, "models or settings", {  # otherwise different buckets would be summed with one another
             "gradient scale": grad_scale, "communication": type(comm).__name__,
             **{f.name: getattr(settings, f.name) for f in dataclasses.fields(SyncSettings)},
@@ -2950,25 +2932,25 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         frozen = [p for p in model.parameters() if not p.requires_grad]
         for x in (*(bucket.param_data for bucket in buckets), *frozen, *model.buffers()):
             comm.broadcast(x.data)
+        self.buffers: Callable[[], dict[str, Tensor]] = dict  # those of the model that belong to its state
         self.reducer = Reducer(buckets, comm, settings, grad_scale)
         self.grad_norm: float | None = None  # of the last step, before clipping; only check_grads and clip_norm compute it
-        self.reducer.count_writes, self.reducer.writes = self.count_writes, self.count_writes()
         self.prepare_for_backward, self.announce_rows = self.reducer.prepare_for_backward, self.reducer.announce_rows
         rules = {type(bucket.rule).update for bucket in buckets}
         self.compiled = {f: compile_static(f) if compiled else f for f in rules}
         # compiled code takes numbers as tensors, or each new number would compile it again; each name has its own
         as_tensor = functools.lru_cache(256)(lambda name, x: torch.full((), x, device=comm.device))
         self.number = as_tensor if compiled else lambda name, x: x
-        self.forward_hooks, self.bucket_of = [], {slot.param: bucket for bucket in buckets for slot in bucket.slots}
+        self.forward_hooks: list[Any] = []
         self.read_first: list[Bucket] = []  # buckets that the model's own hook waits for, before any layer's
         for module, params in outer_modules(model) if settings.overlap_param_gather else ():
-            reads = list(dict.fromkeys(self.bucket_of[p] for p in params if p in self.bucket_of))
+            reads = list(dict.fromkeys(self.reducer.slots[p][0] for p in params if p in self.owned))
             self.read_first = reads if module is model else self.read_first
-            self.forward_hooks.append(module.register_forward_pre_hook(  # weakly would break a graph of torch.compile
+            self.forward_hooks.append(module.register_forward_pre_hook(
                 lambda *_, me=weakref.ref(self), at=[self.buckets.index(bucket) for bucket in reads]:
                 (optimizer := me()) and optimizer.finish_all_gathers([optimizer.buckets[i] for i in at])))
         # compiled code reads parameters after these hooks only; outside of it each read waits
-        self.guarded = [x for x in model.modules() if x._parameters] * (settings.overlap_param_gather and not compiled)
+        self.guarded = list(model.modules()) * (settings.overlap_param_gather and not compiled)
         for module in self.guarded:
             module.__dict__["_parameters"] = AwaitedParameters(module._parameters, self)
 
@@ -2987,10 +2969,12 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
 
     def remove_hooks(self) -> None:
         """Remove the hooks from the model: gradients stay in .grad again, unless a later optimizer set its own."""
-        for hook in (*self.forward_hooks, *(slot.hook for bucket in self.buckets for slot in bucket.slots)):
+        for hook in (*self.forward_hooks, *(slot.hook for _, slot in self.reducer.slots.values())):
             hook.remove()
+        self.finish_all_gathers()
         for module in self.guarded:
-            module.__dict__["_parameters"] = dict(module._parameters.items())
+            if getattr(module._parameters, "optimizer", lambda: None)() is self:
+                module.__dict__["_parameters"] = dict(module._parameters)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -3016,10 +3000,9 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         require(not callable(plan), "step() does not take a closure; call backward() before it")
         check_all_owned(self.model, self.owned)
         reducer, first = self.reducer, not self.reducer.launch_orders
-        groups = self.group_of()
-        rules = {bucket: self.rule_now(bucket.rule, groups[bucket.slots[0].param]) for bucket in self.buckets}
-        reducer.launch_rest()
-        if first or len({writes["parameters"] for writes in reducer.writes_of_ranks}) > 1:
+        if self.param_groups != self.groups_seen:
+            self.take_numbers()
+        if len({*reducer.launch_rest().tolist()}) > 1 or first:
             self.check_replicas()
         unused = self.find_unused() if self.settings.find_unused_parameters else ()
         if self.settings.check_grads or self.settings.clip_norm:
@@ -3035,7 +3018,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
                 with reducer.span(f"update {bucket.name}"):
                     bucket.needs_overwrite.update(bucket.slots)
                     bucket.updates += 1
-                    self.update(bucket, plan, unused, rules[bucket])
+                    self.update(bucket, plan, unused)
                 with reducer.span(f"gather {bucket.name}"):
                     bucket.start_all_gather(self.comm)
         for bucket in buckets:  # views of one tensor count their writes together
@@ -3044,37 +3027,41 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         reducer.step, reducer.dropped = reducer.step + 1, False
         if not self.settings.overlap_param_gather:
             self.finish_all_gathers(buckets)
-        if any(writes["buffers"] for writes in reducer.writes_of_ranks):  # as in DDP, all go on with rank 0's
-            for x in self.model_buffers().values():
-                self.comm.broadcast(x)
-            reducer.writes["buffers"] = self.count_writes()["buffers"]
-
-    def model_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that belong to the state of a model of make_optimizer, such as running means."""
-        return {name: memory_of(buffers[key]) for name, buffers, key in self.buffers if buffers.get(key) is not None}
-
-    def count_writes(self) -> dict[str, int]:
-        """Count the writes to parameters and buffers so far, by autograd's version counters."""
-        return {"parameters": sum(slot.param._version for bucket in self.buckets for slot in bucket.slots),
-                "buffers": sum(x._version for x in self.model_buffers().values())}
+        self.comm.broadcast(*self.buffers().values())  # as in DDP, all go on with rank 0's
 
     def group_of(self) -> dict[nn.Parameter, dict[str, Any]]:
         """Map each parameter to its group in param_groups, whose groups may be replaced."""
         groups = {param: group for group in self.param_groups for param in group["params"]}
-        missing = [slot.name for bucket in self.buckets for slot in bucket.slots if slot.param not in groups]
+        missing = [slot.name for _, slot in self.reducer.slots.values() if slot.param not in groups]
         require(not missing, f"param_groups has no {', '.join(missing)} any more; put them back, and freeze by lr 0")
         return groups
 
-    def rule_now(self, rule: Adam | NorMuon, group: dict[str, Any]) -> Adam | NorMuon:
-        """Return the rule with the numbers of its group. RunError for what a group cannot change."""
-        changed, fields = {}, rule.__dataclass_fields__
-        for key in group.keys() & (fields.keys() | TORCH_SETTINGS):  # mostly lr alone
-            numbers = {"lr", *(x for x in fields if x != "every" and type(getattr(rule, x)) in (int, float))}
-            require(key in numbers, f"{key} in param_groups has no effect on {type(rule).__name__}; a group can change "
-                    f"{', '.join(sorted(numbers))}")
-            require(math.isfinite(group[key]), f"{key} in param_groups is {group[key]}, but numbers must be finite")
-            changed |= {key: group[key]} if group[key] != getattr(rule, key) else {}
-        return dataclasses.replace(rule, **changed) if changed else rule
+    SETTINGS_OF_TORCH = {"betas", "eps", "weight_decay", "momentum", "nesterov", "dampening", "amsgrad", "maximize"}
+
+    def take_numbers(self) -> None:
+        """Give the rules the numbers of param_groups, which a program may edit. RunError for what cannot change."""
+        groups = self.group_of()
+        for bucket in self.buckets:
+            group, rule = groups[bucket.slots[0].param], bucket.rule
+            apart = [slot.name for slot in bucket.slots if (other := groups[slot.param]) is not group
+                     and {**other, "params": ()} != {**group, "params": ()}]
+            require(not apart, f"{', '.join(apart)} and {bucket.slots[0].name} share a bucket, but their groups in "
+                    "param_groups differ; give them one group, or build the optimizer by bucket_mb=0")
+            fields = {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}
+            numbers = {key: x for key, x in fields.items() if key != "every" and type(x) in (int, float)}
+            for key in group.keys() & (fields.keys() | self.SETTINGS_OF_TORCH):
+                require(key in numbers and math.isfinite(group[key]), f"{key}={group[key]!r} in param_groups has no "
+                        f"effect on {type(rule).__name__}; a group can change {', '.join(sorted(numbers))}")
+                numbers[key] = float(group[key])
+            changed = {key: x for key, x in numbers.items() if x != fields[key]}
+            bucket.rule = dataclasses.replace(rule, **changed) if changed else rule
+            check_rule("param_groups", bucket.rule)
+        self.groups_seen = self.copy_groups()
+
+    def copy_groups(self) -> list[dict[str, Any]]:
+        """Copy param_groups, so that an edit shows."""
+        return [{key: [*x] if key == "params" else float(x) if isinstance(x, Tensor) else x for key, x in group.items()}
+                for group in self.param_groups]
 
     def find_unused(self) -> set[Slot]:
         """Return the parameters that no rank has used since their last update."""
@@ -3082,14 +3069,13 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         counts = self.comm.all_reduce(torch.tensor([*used.values()], dtype=torch.float32, device=self.comm.device))
         return {slot for slot, count in zip(used, counts.tolist()) if not count}
 
-    def update(self, bucket: Bucket, plan: Plan, unused: Iterable[Slot] = (), rule: Any = None) -> None:
-        """Update this rank's shard by a rule (None: the bucket's). Unused parameters and state stay unchanged."""
-        rule = rule or bucket.rule
+    def update(self, bucket: Bucket, plan: Plan, unused: Iterable[Slot] = ()) -> None:
+        """Update this rank's shard by the bucket's rule. Unused parameters and state stay unchanged."""
         unchanged = [(part, part.clone()) for slot in bucket.slots if slot in unused
                      for part in (bucket.view_of(slot, x, True) for x in (bucket.param_shard, *bucket.state.values()))]
         hyper = {key: self.number(key, v) if isinstance(v, float) and bucket.may_compile else v
-                 for key, v in rule.hyper(plan, bucket.updates).items()}
-        plain = type(rule).update
+                 for key, v in bucket.rule.hyper(plan, bucket.updates).items()}
+        plain = type(bucket.rule).update
         update = self.compiled[plain] if bucket.may_compile else plain
         bucket.update(update, hyper, self.settings.world_size_invariant)
         for part, old in unchanged:
@@ -3112,10 +3098,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
                         "value was there; call optimizer.finish_all_gathers() first, or omit overlap_param_gather")
 
 class AwaitedParameters(dict):
-    """A module's parameters; each waits for its all-gather when it is taken from the module, by whatever call.
-
-    What was taken before step() does not wait.
-    """
+    """A module's parameters: what takes one from the module, by whatever call, waits for its all-gather."""
 
     def __init__(self, params: dict[str, nn.Parameter | None], optimizer: DistributedOptimizer):
         super().__init__(params.items())
@@ -3123,20 +3106,14 @@ class AwaitedParameters(dict):
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         param, optimizer = super().__getitem__(name), None if torch.compiler.is_compiling() else self.optimizer()
-        if optimizer is not None and param in optimizer.bucket_of:
-            optimizer.finish_all_gather(optimizer.bucket_of[param])
+        if optimizer is not None and param in optimizer.reducer.slots:
+            optimizer.finish_all_gather(optimizer.reducer.slots[param][0])
         return param
 
-    def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
-
-    def items(self) -> Any:
+    def items(self) -> list[tuple[str, nn.Parameter | None]]:  # torch's modules use no other method
         return [(name, self[name]) for name in self]
 
-    def values(self) -> Any:
-        return [self[name] for name in self]
-
-    def __reduce__(self) -> Any:  # a copy of the model has plain ones
+    def __reduce__(self) -> tuple:  # a copy of the model has plain ones
         return dict, (self.items(),)
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -3213,17 +3190,18 @@ def make_optimizer(model: nn.Module, table: Sequence[Assignment] = (), bucket_mb
         raise RunError("every parameter of this model is frozen; set requires_grad on those to be trained")
     buckets = fill_buckets(specs, bucket_mb * 2 ** 20, *ranks)
     optimizer = DistributedOptimizer(buckets, Comm(*ranks, specs[0].param.device), settings, model)
-    optimizer.buffers = [(f"{name}.{key}".removeprefix("."), module._buffers, key)
-                         for name, module in model.named_modules() for key, x in module._buffers.items()
-                         if x is not None and key not in module._non_persistent_buffers_set]
-    optimizer.reducer.writes = optimizer.count_writes()
+    places = [(f"{name}.{key}".removeprefix("."), module._buffers, key)  # a module may replace its buffer
+              for name, module in model.named_modules() for key in module._buffers
+              if key not in module._non_persistent_buffers_set]
+    optimizer.buffers = lambda: {name: memory_of(x) for name, buffers, key in places
+                                 if (x := buffers.get(key)) is not None and x.layout == torch.strided}
     return optimizer
 
 def check_model(model: nn.Module) -> None:
     """Raise RunError for parameters that are no plain tensors, or that share memory, which buckets would part."""
     require("FullyShardedDataParallel" not in {type(module).__name__ for module in model.modules()},
             "the model is sharded by FSDP; build the optimizer of the plain model, which it shards itself")
-    holders: dict[Any, list[tuple[str, Tensor]]] = collections.defaultdict(list)
+    holders = collections.defaultdict(list)  # storage -> (name, tensor) in it
     for name, x in named_tensors(model):
         plain = not hasattr(x, "__tensor_flatten__")
         require(not isinstance(x, nn.parameter.UninitializedTensorMixin), f"{name} has no shape yet; run a forward "
@@ -3231,16 +3209,15 @@ def check_model(model: nn.Module) -> None:
         require(plain or not x.requires_grad, f"{name} is a {type(x).__name__}; build the optimizer of plain tensors, "
                 "before FSDP2, tensor parallelism or quantization")
         if plain and x.layout == torch.strided and x.numel() and x.device.type != "meta":
-            holders[x.untyped_storage().data_ptr(), x.dtype].append((name, x))
-    for tensors in (tensors for tensors in holders.values() if len(tensors) > 1):
-        storage = tensors[0][1].untyped_storage()
-        owner = torch.zeros(storage.nbytes() // tensors[0][1].element_size(), dtype=torch.int32)  # number in `tensors`
-        for number, (name, x) in enumerate(tensors, 1):
-            place = memory_of(owner.as_strided(x.shape, x.stride(), x.storage_offset()))
-            other, other_x = tensors[place.max() - 1]
-            require(not (place.any() and (x.requires_grad or other_x.requires_grad)), f"{name} and {other} share "
-                    "memory, which buckets would part; tie modules by one Parameter (a.weight = b.weight), or clone")
-            place.fill_(number)
+            holders[x.untyped_storage().data_ptr()].append((name, x))
+    for tensors in holders.values():
+        memory = np.empty(tensors[0][1].untyped_storage().nbytes(), np.uint8)  # stands for it; is never touched
+        placed = [(name, x.requires_grad, np.ndarray(x.shape, f"V{x.itemsize}", memory, x.storage_offset() * x.itemsize,
+                                                     [stride * x.itemsize for stride in x.stride()]))
+                  for name, x in tensors]
+        for (name, learned, a), (other, other_learned, b) in itertools.combinations(placed, 2):
+            require(not ((learned or other_learned) and np.shares_memory(a, b)), f"{name} and {other} share memory, "
+                    "which buckets would part; tie modules by one Parameter (a.weight = b.weight), or clone")
 
 def assign(model: nn.Module, table: Sequence[Assignment]) -> list[ParamSpec]:
     """Assign every parameter that is not frozen its rule by name. RunError unless exactly one line matches each."""
@@ -3260,8 +3237,7 @@ def default_assignments(model: nn.Module, table: Sequence[Assignment] = (), muon
 
     Matrices inside the model get NorMuon. Embeddings, the last matrix (the head), norms and vectors get Adam. The fused
     matrices of torch's recurrent layers, attention and grouped convolutions are split; your own fused matrices need a
-    line with their unit. Raise RunError if a line matches no parameter, or a parameter may hold several matrices; warn
-    of parameters that may be no matrices.
+    line with their unit. Raise RunError if a line matches no parameter, or a parameter may be no single matrix.
     """
     embeddings, units, head = set(), {}, None
     learned = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -3278,28 +3254,24 @@ def default_assignments(model: nn.Module, table: Sequence[Assignment] = (), muon
             raise RunError(f"{line.pattern}: its rule is the class {line.rule.__name__}; write {line.rule.__name__}()")
         if not any(fnmatchcase(name, line.pattern) for name, _ in learned):
             raise RunError(f"{line.pattern} matches no parameter that is not frozen; see model.named_parameters()")
-    lines, unsure = list(table), []
+    lines = list(table)
     for name, p in learned:
         if any(fnmatchcase(name, line.pattern) for line in table):
             continue
-        owner = f".{name}".partition(".parametrizations.")
-        module = model.get_submodule(owner[0][1:] if owner[1] else name.rpartition(".")[0])
+        owner, _, parametrized = f".{name}".partition(".parametrizations.")
+        module = model.get_submodule(owner[1:] if parametrized else name.rpartition(".")[0])
         conv, groups = isinstance(module, nn.modules.conv._ConvNd), getattr(module, "groups", 1)
         if conv and groups > 1 and p.dim() > 2:
             units[p] = (p.shape[0] // groups, p.shape[1:].numel())
         inside = p.dim() > 1 and 1 < p.shape[0] < p.numel() and units.get(p, (2,))[0] > 1 and not (
             p is head or p in embeddings or isinstance(module, nn.LayerNorm | nn.RMSNorm))
-        n, several, one = p.shape[:1].numel(), tuple(p.shape[1:]), (p.shape[:1].numel(), p.shape[1:].numel())
-        require(not inside or conv or p.dim() != 3, f"{name} {[*p.shape]} is not known to be one matrix. Give it a "
-                f"line: Assignment({name!r}, NorMuon(), unit={several}) if it holds {n} matrices, as of experts, with "
-                f"unit={one} if it is one, else Assignment({name!r}, Adam())")
         known = conv or isinstance(module, (nn.Linear, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention))
-        unsure += [name] * (inside and not known and not name.endswith("weight"))
+        known |= p.dim() == 2 and re.search(r"weight$|lora", name, re.I) is not None  # usual names of matrices
+        require(not inside or known, f"{name} {[*p.shape]} is not known to be one matrix. Give it a line: Assignment("
+                f"{name!r}, NorMuon()) if it is one, Assignment({name!r}, NorMuon(), unit={tuple(p.shape[-2:])}) if it "
+                f"holds several, as of experts, Assignment({name!r}, Adam()) if it is none, as positions")
         rule = NorMuon(muon_lr, polar_dtype=torch.bfloat16 if p.is_cuda else torch.float32) if inside else Adam(adam_lr)
         lines.append(Assignment(glob.escape(name), rule, units.get(p) if inside else None))
-    if unsure:
-        warnings.warn(f"{', '.join(unsure)}: each is taken for one matrix and gets NorMuon; if it is none, as learned "
-                      f"positions are, give it a line Assignment({unsure[0]!r}, Adam())", stacklevel=3)
     return lines
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -3319,7 +3291,6 @@ def run_training(config: Config, preset: str, comm: Comm, device: torch.device, 
         worker.stream.check_enough()
         loop = TrainingLoop(preset, requested, worker, shards, val_sequences, clock, log)
         resumed = resume(loop)
-        loop.given_up = {path for path in checkpoints(log.path.parent, log.run_id) if step_of(path) > loop.from_step}
         start_log(loop, resumed, changes)
     loop.warm_up()
     with contextlib.nullcontext() if config.race else signals.caught():
@@ -3337,7 +3308,6 @@ class TrainingLoop:
         self.preset, self.requested, self.worker, self.shards = preset, requested, worker, shards
         self.config, self.comm, self.clock, self.log = worker.config, worker.comm, clock, log
         self.val_sequences, self.from_step, self.changed_by_validation = val_sequences, 0, 0
-        self.given_up: set[Path] = set()  # checkpoints that are later than the step that this run begins with
         self.losses = TrainLosses(worker.config, worker.comm, clock, log)
 
     def warm_up(self) -> None:
@@ -3443,7 +3413,7 @@ class Worker:
         model, optimizer, cross_entropies = self.model, self.optimizer, []
         model.apply_schedule(plan.rotary_windows, plan.tied and not plan.unties)
         if plan.tied:  # the embedding reads the head's weights before the head's own forward would wait for them
-            optimizer.finish_all_gathers([optimizer.bucket_of[model.lm_head.weight]])
+            optimizer.finish_all_gather(optimizer.reducer.slots[model.lm_head.weight][0])
         if plan.unties:
             optimizer.copy_parameter("lm_head.weight", "embed.weight")
         if plan.resets_ngrams:
@@ -4151,6 +4121,10 @@ class Log:
         if self.file is not None:
             self.file.write(line + "\n")
             self.file.flush()
+            if not self.path.exists():
+                self.file = None  # nobody could read what follows
+                raise RunError(f"{self.path} was deleted or moved while the run wrote it; start the run again, and "
+                               "leave its log alone until it ends")
 
     def say(self, line: str, stay: bool = False) -> None:
         """Print to the terminal only. With stay the next line replaces this one. A closed terminal is ignored."""
@@ -4192,10 +4166,13 @@ def start_log(loop: TrainingLoop, resumed: dict[str, Any] | None, changes: list[
              **machine, "ranks": comm.ranks, "hosts": hosts, "parameters": params,
              "vocab_size": loop.shards["train"][0].encoding.vocab_size, "shards": describe_data(loop.shards),
              "launch": launch_id()}
-    damages = [damage for path in sorted(loop.given_up) if resumed and (damage := damage_of(path))]
+    given_up = [path for path in checkpoints(log.path.parent, log.run_id) if step_of(path) > loop.from_step]
+    damages = [damage for path in given_up if resumed and (damage := damage_of(path))]
     log.open(start, environment, resumed and {
         "at": started, **resumed, "damaged": damages, "ranks": comm.ranks, "source_sha256": machine["source_sha256"],
         "launch": launch_id(), "changes": changes, "hosts": hosts})
+    for path in given_up:  # a later resume must not take what this one gives up
+        path.replace(f"{path}.given_up")
     log.say(f"preset {loop.preset}: {comm.ranks} rank(s) on {machine['hardware']['device']}, {params / 1e6:.1f} M "
             f"parameters, {c.num_steps} steps of {tokens_of_steps(c, 1):,} tokens at first, validation on "
             f"{(loop.val_sequences[:, 1:] >= 0).sum():,}")
@@ -4433,9 +4410,8 @@ def spare_files(loop: TrainingLoop, keep: int) -> list[Path]:
     """List a run's files that it no longer needs, least needed first: what killed processes wrote in part, checkpoints
     of a past that a resume gave up, and older ones than the latest `keep`."""
     run = loop.log.path.parent, loop.log.run_id
-    valid = [path for path in checkpoints(*run) if path not in loop.given_up]
-    return [*checkpoints(*run, ".partial"), loop.log.path.with_suffix(".pt.partial"), *sorted(loop.given_up),
-            *valid[:-keep or None]]
+    return [*checkpoints(*run, ".partial"), loop.log.path.with_suffix(".pt.partial"), *checkpoints(*run, ".given_up"),
+            *checkpoints(*run)[:-keep or None]]
 
 def remove_files(paths: Iterable[Path]) -> None:
     for path in paths:
@@ -4464,7 +4440,7 @@ def find_run(config: Config) -> tuple[str, str]:
     if not own and named.suffix == ".ckpt" and named.is_file():
         return run_id, str(named.resolve())
     if not own and latest and not run_id:
-        newest = max(folder.glob("*.step[0-9]*.ckpt"), key=os.path.getmtime, default=Path())
+        newest = max(folder.glob("*.step[0-9]*.ckpt"), key=saved_at, default=Path())
         run_id = newest.name.partition(".step")[0]
     elif not own and not latest:
         run_id = named.stem
@@ -4472,6 +4448,12 @@ def find_run(config: Config) -> tuple[str, str]:
     require(found or not config.resume, f"--resume {config.resume}: found no checkpoint in {folder}. Name a .ckpt, or "
             "the log of a run that left one (--save_every). A run that has finished keeps none")
     return run_id, str(latest_intact(found).resolve()) if found else ""
+
+def saved_at(checkpoint: Path) -> float:
+    """Return when a checkpoint was saved; its modification time may be that of a copy. 0 if it cannot be read."""
+    with contextlib.suppress(RunError):
+        return load_file(checkpoint, check=False)["saved_at"]
+    return 0.0
 
 def latest_intact(found: list[Path]) -> Path:
     """Return the latest checkpoint that is not damaged. RunError if all are."""
@@ -4515,7 +4497,6 @@ def save_checkpoint(loop: TrainingLoop, step: int, stop: bool = False) -> None:
                 if stop:
                     raise
             else:
-                loop.given_up.discard(path)
                 remove_files(spare_files(loop, loop.config.keep_checkpoints))
     if stop:
         loop.comm.all_gather_json("saved")  # a rank that leaves earlier would end rank 0 while it writes
@@ -4733,6 +4714,8 @@ ROW_LIMITS = {"lr_mul": (0, math.inf), "beta1": (0, 1), "beta2": (0, 1), "weight
 
 def out_of_range(f: dataclasses.Field, v: Any) -> str:
     """Say how a value violates its field's declaration; empty if it does not."""
+    if (choices := f.metadata["choices"]) and v not in choices:
+        return f"{f.name} is {v!r}; it must be one of {', '.join(map(repr, choices))}"
     if holds_rows(f):
         for row in v:
             if type(row).__name__ not in f.type:
@@ -4888,7 +4871,7 @@ def fail(error: BaseException, config: Config, rank: int, log: Log | None, store
     mine = first == f"rank {rank}: {message}"
     kept = ""
     if log is not None and log.file is not None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, RunError):
             log.write(f"error: {message if mine or not first else first}")
             log.close()
             kept = f"; the log so far: {log.path}"
