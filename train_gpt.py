@@ -1389,7 +1389,7 @@ class Attention(nn.Module):
         # NorMuon's second moments (finish_spec): [dim, 4 dim] per column, [2 dim, dim] per row
         qkvo = uniform(4 * dim, dim, dim)
         qkvo[3 * dim:] = qkvo[3 * dim:] * c.output_init if c.output_init else 0  # a product with 0 could be -0
-        self.qkvo = None
+        self.qkvo, qkvo = None, qkvo.to(c.torch_dtype)
         if c.muon_qk_heads:
             self.qk = parameter(qkvo[:2 * dim].reshape(dim, 2 * dim), "attn", (c.muon_qk_heads * c.head_dim, dim))
             self.vo = parameter(qkvo[2 * dim:].clone(), "attn", (dim, dim))
@@ -1467,9 +1467,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        dim = config.model_dim
-        self.fc = parameter(uniform(dim, 4 * dim, dim), "mlp_fc")
-        self.proj = parameter(torch.zeros(dim, 4 * dim), "mlp_proj")
+        dim, dtype = config.model_dim, config.torch_dtype
+        self.fc = parameter(uniform(dim, 4 * dim, dim).to(dtype), "mlp_fc")
+        self.proj = parameter(torch.zeros(dim, 4 * dim, dtype=dtype), "mlp_proj")
         self.kernels, self.fp8 = False, config.fp8_mlp
         if self.fp8:
             self.register_buffer("h_scale", torch.ones(()))
@@ -1900,11 +1900,15 @@ class NorMuon:
         return unit or (shape[0], math.prod(shape[1:]))
 
     def init_state(self, shard: Tensor) -> dict[str, Tensor]:
-        """Create the momentum of a shard [n, rows, columns] and the second moments per column or row, in float32."""
+        """Create the momentum of a shard [n, rows, columns] and the second moments per column or row, in float32.
+
+        For a shard in bf16 also its rest: the updated values are shard + rest, since most updates would be rounded away.
+        """
         dtype = torch.promote_types(shard.dtype, torch.float32)
         second = shard[:, :1] if self.wide else shard[:, :, :1]
+        rest = {"rest": torch.zeros_like(shard, dtype=dtype)} if shard.dtype == torch.bfloat16 else {}
         return {"m": torch.zeros_like(shard, dtype=dtype),
-                "v": torch.zeros(second.shape, dtype=dtype, device=shard.device)}
+                "v": torch.zeros(second.shape, dtype=dtype, device=shard.device), **rest}
 
     def hyper(self, plan: Plan, t: int) -> dict[str, Any]:
         lr, decay = self.lr * plan.lr_factor, self.lr * self.weight_decay * plan.lr_factor
@@ -1917,14 +1921,22 @@ class NorMuon:
         hyper["scale"] [n, 1, 1] multiplies each matrix's learning rate; hyper["dtype"] is the dtype of polar.
         """
         m, v, momentum, beta2 = state["m"], state["v"], hyper["momentum"], hyper["beta2"]
+        p, grad = param + state["rest"] if "rest" in state else param, grad.to(m.dtype)
         m.copy_(momentum * m + (1 - momentum) * grad)
         o = polar(momentum * m + (1 - momentum) * grad, hyper["dtype"]).to(m.dtype)
         size = o.norm(dim=(-2, -1), keepdim=True)
         v.copy_(beta2 * v + (1 - beta2) * o.square().mean(-2 if v.size(-2) == 1 else -1, keepdim=True))
         o = o * v.clamp_min(1e-10).rsqrt()
         o = o * (size / o.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10))
-        o = o + torch.where(o * param >= 0, hyper["decay"] * param, 0)
-        param.sub_(hyper["lr"] * hyper["scale"] * o)
+        o = o + torch.where(o * p >= 0, hyper["decay"] * p, 0)
+        p.sub_(hyper["lr"] * hyper["scale"] * o)
+        if "rest" in state:
+            param.copy_(p)
+            state["rest"].copy_(p - rounded(p))
+
+def rounded(x: Tensor) -> Tensor:
+    """Round float32 values to bf16. Compiled code would drop two casts, to bf16 and back."""
+    return (x.to(torch.bfloat16).view(torch.int16).int() << 16).view(torch.float32)
 
 # ------------------------------------------------------------------------------------------------------------------
 # gradient sync: buckets

@@ -88,6 +88,11 @@ def become_gpu():
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # otherwise the limit only leaves code uncompiled, silently
 
 
+def whole(state):
+    """Add the rest of each matrix in bf16 to it; see NorMuon.init_state."""
+    return {name: x + state.get(f"{name}/rest", 0) for name, x in state.items() if not name.endswith("/rest")}
+
+
 class Side:
     """A worker on one device, with its gradients and its state after each step."""
 
@@ -120,7 +125,7 @@ class Side:
             self.grads[slot.name] = bucket.view_of(slot, whole).to("cpu", copy=True).float()
 
     def state(self):
-        return {name: x.detach().to("cpu", copy=True).float() for name, x in self.optimizer.named_state()}
+        return whole({name: x.detach().to("cpu", copy=True).float() for name, x in self.optimizer.named_state()})
 
     def step(self, step):
         """Train one step -> {"loss": tensor, "gradients": {name: tensor}, "updates": {name: what the step added}}."""
@@ -178,8 +183,8 @@ def compare(source, dtype, steps, flags):
     for step in range(steps):
         if not ours.optimizer.between_updates:  # otherwise gradients that wait would be lost
             state = ours.optimizer.state_dict()
-            for reference in references.values():
-                reference.optimizer.load_state_dict(state)
+            for kind, reference in references.items():
+                reference.optimizer.load_state_dict(state if kind == dtype else whole(state))
         found = ours.step(step)
         for name, x in sorted((f"{kind} {name}", x) for kind, xs in found.items() for name, x in xs.items()):
             digest.update(name.encode() + x.numpy().tobytes())
