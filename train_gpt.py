@@ -291,9 +291,10 @@ class Config(SyncSettings, StageValues):
                             "embedding becomes a copy with its own updates (0: never tied)", min=0, max=1)
     logit_cap: float = option(30.0, "logits = logit_cap * sigmoid((x + logit_shift) / 7.5)")
     logit_shift: float = option(0.0, "see logit_cap", min=-math.inf)
-    # Adam's moments have the dtype of their parameter, as in the record. Two roundings of the record are left out,
-    # since float32 costs nothing there: NorMuon's moments of the gates, and its normalization after polar
-    dtype: str = option("bfloat16", "dtype of activations, embeddings, head and gates", ("bfloat16", "float32"))
+    # Adam's moments have the dtype of their parameter, as in the record. Three roundings of the record are left out,
+    # since float32 costs nothing there: NorMuon's gates, their moments, and its normalization after polar. One is
+    # added: matrices and their gradients are sent in bf16, as in records from 57 on; see NorMuon.init_state
+    dtype: str = option("bfloat16", "dtype of activations and parameters, but for scalars", ("bfloat16", "float32"))
     fp8_head: bool = option(True, "compute the head in fp8 during training, on GPUs that have fp8")
     # x is normed, so its entries are at most sqrt(model_dim); a gradient of the summed cross entropy is within 1
     fp8_x_scale: float = option(math.sqrt(768) / 448, "scale of the head's input in fp8: up to 448 times it fits")
@@ -1414,7 +1415,7 @@ class Attention(nn.Module):
         tokens, dim = x.shape
         cos, sin, scale = context.rotary
         qkvo = torch.cat([self.qk.view(2 * dim, dim), self.vo]) if self.qkvo is None else self.qkvo.view(4 * dim, dim)
-        qkv_weight, o_weight = qkvo.type_as(x).split((3 * dim, dim))
+        qkv_weight, o_weight = qkvo.split((3 * dim, dim))
         if self.scaled:  # cheaper on the weights; queries and keys are normed
             qkv_weight, o_weight = value_mix[0] * qkv_weight, value_mix[1] * o_weight
         qkv = F.linear(x, qkv_weight).view(tokens, 3 * self.heads, -1)
@@ -1476,12 +1477,11 @@ class MLP(nn.Module):
             self.register_buffer("h_max", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        fc, proj = self.fc.type_as(x), self.proj.type_as(x)
         in_fp8 = (self.h_scale, self.h_max) if self.fp8 and self.training else ()
         if self.kernels or in_fp8:
-            return ReluSquaredMLP.apply(x, fc, proj, *in_fp8)
-        h = x @ fc
-        return F.linear(h.relu() * h, proj)  # relu squared; square() is slow on CPUs
+            return ReluSquaredMLP.apply(x, self.fc, self.proj, *in_fp8)
+        h = x @ self.fc
+        return F.linear(h.relu() * h, self.proj)  # relu squared; square() is slow on CPUs
 
 class DelayedScales:
     """The scales of the MLPs' squared activations h in fp8. h is divided by its scale before it is rounded.
