@@ -129,7 +129,7 @@ def found_by_tests(fault):
         text = (copy / fault.file).read_text()
         assert text.count(fault.old) == 1, f"{fault.file} has {text.count(fault.old)} times {fault.old!r}, not once"
         (copy / fault.file).write_text(text.replace(fault.old, fault.new))
-        done = subprocess.run([sys.executable, "-m", *fault.flags.split(), "-q"], cwd=copy, capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-m", *fault.flags.split(), "-q", "-n", "0"], cwd=copy, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
 
