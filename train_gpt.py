@@ -1115,7 +1115,7 @@ class GPT(nn.Module):
         self.pairs = any(layer.window == "P" for layer in self.layers)
         self.rotary = Rotary(c, max(c.val_len, *lengths) * (1 + self.pairs))
         self.reach = 0  # above 0: all masks in pieces have one shape, for windows up to `reach` tokens
-        self.flash, self.counted = False, None  # counted: (longest document, documents) of the next sequence
+        self.flash, self.counted = False, None  # counted: of the next sequence, by count_documents
 
     def forward(self, inputs: Tensor, targets: Tensor, windows: Windows, loss_weights: Numbers = (1.0,),
                 prefix_weight: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -1142,15 +1142,19 @@ class GPT(nn.Module):
 
     def masks(self, tokens: Tensor, windows: Windows) -> dict[str | None, Mask | None]:
         """Build the mask of each kind of attention, by its letter in `layers`, for tokens [T]; see attend."""
-        docs, counted, self.counted = (tokens == self.bos_id).cumsum(0), self.counted, None  # valid for one sequence
+        counted, self.counted, dtype = self.counted, None, self.embed.weight.dtype  # counted is valid for one sequence
+        has_dc = any(layer.dc for layer in self.layers)
+        docs = None if counted and not has_dc else (tokens == self.bos_id).cumsum(0)
 
-        def make(docs: Tensor, window: int) -> Mask:
-            if counted:
-                return document_table(docs, window, len(docs) // len(tokens) * counted[0], counted[1])
-            return mask_in_pieces(docs, window, self.reach or window, self.embed.weight.dtype)
-        paired = {"P": make(docs.repeat_interleave(2), windows.short)} if self.pairs else {}
-        dc = {"dc": self.dc_mask(docs, self.embed.weight.dtype)} if any(layer.dc for layer in self.layers) else {}
-        return {"L": make(docs, windows.long), "S": make(docs, windows.short), None: None, **paired, **dc}
+        def make(window: int, positions: int = 1) -> Mask:
+            if not counted:
+                return mask_in_pieces(docs.repeat_interleave(positions), window, self.reach or window, dtype)
+            starts, longest, count = counted
+            return DocumentTable(starts if positions == 1 else positions * starts,
+                                 torch.tensor([window, positions * longest, count]))
+        paired = {"P": make(windows.short, 2)} if self.pairs else {}
+        dc = {"dc": self.dc_mask(docs, dtype)} if has_dc else {}
+        return {"L": make(windows.long), "S": make(windows.short), None: None, **paired, **dc}
 
     # compiled by itself, as ngram_rows: 20 small kernels less, each of which costs the host more than the GPU
     @staticmethod
@@ -1902,7 +1906,7 @@ class NorMuon:
     def init_state(self, shard: Tensor) -> dict[str, Tensor]:
         """Create the momentum of a shard [n, rows, columns] and the second moments per column or row, in float32.
 
-        For a shard in bf16 also its rest: the updated values are shard + rest, since most updates would be rounded away.
+        For a shard in bf16 also its rest: updates change shard + rest, since bf16 would round most of them away.
         """
         dtype = torch.promote_types(shard.dtype, torch.float32)
         second = shard[:, :1] if self.wide else shard[:, :, :1]
@@ -3603,15 +3607,17 @@ def split_sequence(sequence: np.ndarray, device: torch.device) -> tuple[Tensor, 
     return tokens[:-1], tokens[1:].long()
 
 def count_documents(model: GPT, tokens: np.ndarray) -> None:
-    """Count the documents of the sequence that forward takes next: FlashAttention needs their number on the host.
+    """Find the documents of the sequence that forward takes next, on the host, which FlashAttention needs to know them.
 
-    Without a count, or with more documents than the table has room for, attention masks in pieces.
+    Without them, or with more documents than a DocumentTable has room for, attention masks in pieces.
     """
     if model.flash:
         begins = np.flatnonzero(tokens.clip(0) == model.bos_id)  # padding of the last sequence is -1, read as token 0
-        lengths = np.diff(begins, prepend=0, append=len(tokens))
-        fits = len(lengths) <= len(tokens) // DOCUMENT_ROOM
-        model.counted = (int(lengths.max()), len(lengths)) if fits else None
+        count, room, model.counted = len(begins) + 1, len(tokens) // DOCUMENT_ROOM, None
+        if count <= room:
+            starts = np.pad(begins.astype(np.int32), (1, room - count + 1), constant_values=(0, len(tokens)))
+            on_device = to_device(torch.from_numpy(starts), model.embed.weight.device)
+            model.counted = on_device, int(np.diff(starts).max()), count
 
 # ------------------------------------------------------------------------------------------------------------------
 # masks and kernels
@@ -3674,19 +3680,14 @@ def mask_in_pieces(docs: Tensor, window: int, reach: int, dtype: torch.dtype, pi
 class DocumentTable(NamedTuple):
     """The mask of FlashAttention.
 
-    starts: where documents begin, int32 [room + 1], one shape for any number of documents. numbers: window, longest
-    document and number of documents, int64 [3], on the CPU because FlashAttention reads them on the host.
+    starts: where documents begin, then the sequence's end, int32 [room + 1], one shape for any number of documents.
+    numbers: window, longest document, number of documents, int64 [3], on the CPU because the host reads them.
     """
 
     starts: Tensor
     numbers: Tensor
 
 DOCUMENT_ROOM = 16  # a sequence of T tokens has room for T / DOCUMENT_ROOM documents in its table
-
-def document_table(docs: Tensor, window: int, longest: int, count: int) -> DocumentTable:
-    """Build the mask of FlashAttention from docs [T], numbered from 0 or 1 up to count - 1; see count_documents."""
-    every = torch.arange(len(docs) // DOCUMENT_ROOM + 1, device=docs.device)
-    return DocumentTable(torch.searchsorted(docs, every, out_int32=True), torch.tensor([window, longest, count]))
 
 Mask = Tensor | DocumentTable
 

@@ -238,8 +238,8 @@ def compare_masks(source):
             return [x.cpu() for x in (y.detach(), *torch.autograd.grad(y, leaves, grad.to(device)))]
 
         expected = attend(R, R.mask_in_pieces(docs, window, tokens, torch.float32), "cpu")
-        longest = int(docs.bincount().max())
-        mask = T.document_table(docs.cuda(), window, longest, documents)
+        starts = torch.searchsorted(docs, torch.arange(documents + 1), out_int32=True)
+        mask = T.DocumentTable(starts.cuda(), torch.tensor([window, int(docs.bincount().max()), documents]))
         gaps = [((x - y).norm() / y.norm()).item() for x, y in zip(attend(T, mask, "cuda"), expected)]
         worst[f"window {window},", f"documents: {documents}"] = max(gap if gap == gap else math.inf for gap in gaps)
     print(f"  flash: largest {max(worst.values()):.1e}")
