@@ -293,9 +293,10 @@ class Config(SyncSettings, StageValues):
                             "embedding becomes a copy with its own updates (0: never tied)", min=0, max=1)
     logit_cap: float = option(30.0, "logits = logit_cap * sigmoid((x + logit_shift) / 7.5)")
     logit_shift: float = option(0.0, "see logit_cap", min=-math.inf)
-    # Adam's moments have the dtype of their parameter, as in the record. Two roundings of the record are left out,
-    # since float32 costs nothing there: NorMuon's moments of the gates, and its normalization after polar
-    dtype: str = option("bfloat16", "dtype of activations, embeddings, head and gates", ("bfloat16", "float32"))
+    # Adam's moments have the dtype of their parameter, as in the record. Three roundings of the record are left out,
+    # since float32 costs nothing there: NorMuon's gates, their moments, and its normalization after polar. One is
+    # added: matrices and their gradients are sent in bf16, as in records from 57 on; see NorMuon.init_state
+    dtype: str = option("bfloat16", "dtype of activations and parameters, but for scalars", ("bfloat16", "float32"))
     fp8_head: bool = option(True, "compute the head in fp8 during training, on GPUs that have fp8")
     # x is normed, so its entries are at most sqrt(model_dim); a gradient of the summed cross entropy is within 1
     fp8_x_scale: float = option(math.sqrt(768) / 448, "scale of the head's input in fp8: up to 448 times it fits")
@@ -1116,7 +1117,7 @@ class GPT(nn.Module):
         self.pairs = any(layer.window == "P" for layer in self.layers)
         self.rotary = Rotary(c, max(c.val_len, *lengths) * (1 + self.pairs))
         self.reach = 0  # above 0: all masks in pieces have one shape, for windows up to `reach` tokens
-        self.flash, self.counted = False, None  # counted: (longest document, documents) of the next sequence
+        self.flash, self.counted = False, None  # counted: of the next sequence, by count_documents
 
     def forward(self, inputs: Tensor, targets: Tensor, windows: Windows, loss_weights: Numbers = (1.0,),
                 prefix_weight: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -1143,15 +1144,19 @@ class GPT(nn.Module):
 
     def masks(self, tokens: Tensor, windows: Windows) -> dict[str | None, Mask | None]:
         """Build the mask of each kind of attention, by its letter in `layers`, for tokens [T]; see attend."""
-        docs, counted, self.counted = (tokens == self.bos_id).cumsum(0), self.counted, None  # valid for one sequence
+        counted, self.counted, dtype = self.counted, None, self.embed.weight.dtype  # counted is valid for one sequence
+        has_dc = any(layer.dc for layer in self.layers)
+        docs = None if counted and not has_dc else (tokens == self.bos_id).cumsum(0)
 
-        def make(docs: Tensor, window: int) -> Mask:
-            if counted:
-                return document_table(docs, window, len(docs) // len(tokens) * counted[0], counted[1])
-            return mask_in_pieces(docs, window, self.reach or window, self.embed.weight.dtype)
-        paired = {"P": make(docs.repeat_interleave(2), windows.short)} if self.pairs else {}
-        dc = {"dc": self.dc_mask(docs, self.embed.weight.dtype)} if any(layer.dc for layer in self.layers) else {}
-        return {"L": make(docs, windows.long), "S": make(docs, windows.short), None: None, **paired, **dc}
+        def make(window: int, positions: int = 1) -> Mask:
+            if not counted:
+                return mask_in_pieces(docs.repeat_interleave(positions), window, self.reach or window, dtype)
+            starts, longest, count = counted
+            return DocumentTable(starts if positions == 1 else positions * starts,
+                                 torch.tensor([window, positions * longest, count]))
+        paired = {"P": make(windows.short, 2)} if self.pairs else {}
+        dc = {"dc": self.dc_mask(docs, dtype)} if has_dc else {}
+        return {"L": make(windows.long), "S": make(windows.short), None: None, **paired, **dc}
 
     # compiled by itself, as ngram_rows: 20 small kernels less, each of which costs the host more than the GPU
     @staticmethod
@@ -1391,7 +1396,7 @@ class Attention(nn.Module):
         # NorMuon's second moments (finish_spec): [dim, 4 dim] per column, [2 dim, dim] per row
         qkvo = uniform(4 * dim, dim, dim)
         qkvo[3 * dim:] = qkvo[3 * dim:] * c.output_init if c.output_init else 0  # a product with 0 could be -0
-        self.qkvo = None
+        self.qkvo, qkvo = None, qkvo.to(c.torch_dtype)
         if c.muon_qk_heads:
             self.qk = parameter(qkvo[:2 * dim].reshape(dim, 2 * dim), "attn", (c.muon_qk_heads * c.head_dim, dim))
             self.vo = parameter(qkvo[2 * dim:].clone(), "attn", (dim, dim))
@@ -1416,7 +1421,7 @@ class Attention(nn.Module):
         tokens, dim = x.shape
         cos, sin, scale = context.rotary
         qkvo = torch.cat([self.qk.view(2 * dim, dim), self.vo]) if self.qkvo is None else self.qkvo.view(4 * dim, dim)
-        qkv_weight, o_weight = qkvo.type_as(x).split((3 * dim, dim))
+        qkv_weight, o_weight = qkvo.split((3 * dim, dim))
         if self.scaled:  # cheaper on the weights; queries and keys are normed
             qkv_weight, o_weight = value_mix[0] * qkv_weight, value_mix[1] * o_weight
         qkv = F.linear(x, qkv_weight).view(tokens, 3 * self.heads, -1)
@@ -1470,21 +1475,20 @@ class MLP(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        dim = config.model_dim
-        self.fc = parameter(uniform(dim, 4 * dim, dim), "mlp_fc")
-        self.proj = parameter(torch.zeros(dim, 4 * dim), "mlp_proj")
+        dim, dtype = config.model_dim, config.torch_dtype
+        self.fc = parameter(uniform(dim, 4 * dim, dim).to(dtype), "mlp_fc")
+        self.proj = parameter(torch.zeros(dim, 4 * dim, dtype=dtype), "mlp_proj")
         self.kernels, self.fp8 = False, config.fp8_mlp
         if self.fp8:
             self.register_buffer("h_scale", torch.ones(()))
             self.register_buffer("h_max", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        fc, proj = self.fc.type_as(x), self.proj.type_as(x)
         in_fp8 = (self.h_scale, self.h_max) if self.fp8 and self.training else ()
         if self.kernels or in_fp8:
-            return ReluSquaredMLP.apply(x, fc, proj, *in_fp8)
-        h = x @ fc
-        return F.linear(h.relu() * h, proj)  # relu squared; square() is slow on CPUs
+            return ReluSquaredMLP.apply(x, self.fc, self.proj, *in_fp8)
+        h = x @ self.fc
+        return F.linear(h.relu() * h, self.proj)  # relu squared; square() is slow on CPUs
 
 class DelayedScales:
     """The scales of the MLPs' squared activations h in fp8. h is divided by its scale before it is rounded.
@@ -1903,11 +1907,15 @@ class NorMuon:
         return unit or (shape[0], math.prod(shape[1:]))
 
     def init_state(self, shard: Tensor) -> dict[str, Tensor]:
-        """Create the momentum of a shard [n, rows, columns] and the second moments per column or row, in float32."""
+        """Create the momentum of a shard [n, rows, columns] and the second moments per column or row, in float32.
+
+        For a shard in bf16 also its rest: updates change shard + rest, since bf16 would round most of them away.
+        """
         dtype = torch.promote_types(shard.dtype, torch.float32)
         second = shard[:, :1] if self.wide else shard[:, :, :1]
+        rest = {"rest": torch.zeros_like(shard, dtype=dtype)} if shard.dtype == torch.bfloat16 else {}
         return {"m": torch.zeros_like(shard, dtype=dtype),
-                "v": torch.zeros(second.shape, dtype=dtype, device=shard.device)}
+                "v": torch.zeros(second.shape, dtype=dtype, device=shard.device), **rest}
 
     def hyper(self, plan: Plan, t: int) -> dict[str, Any]:
         lr, decay = self.lr * plan.lr_factor, self.lr * self.weight_decay * plan.lr_factor
@@ -1920,14 +1928,22 @@ class NorMuon:
         hyper["scale"] [n, 1, 1] multiplies each matrix's learning rate; hyper["dtype"] is the dtype of polar.
         """
         m, v, momentum, beta2 = state["m"], state["v"], hyper["momentum"], hyper["beta2"]
+        p, grad = param + state["rest"] if "rest" in state else param, grad.to(m.dtype)
         m.copy_(momentum * m + (1 - momentum) * grad)
         o = polar(momentum * m + (1 - momentum) * grad, hyper["dtype"]).to(m.dtype)
         size = o.norm(dim=(-2, -1), keepdim=True)
         v.copy_(beta2 * v + (1 - beta2) * o.square().mean(-2 if v.size(-2) == 1 else -1, keepdim=True))
         o = o * v.clamp_min(1e-10).rsqrt()
         o = o * (size / o.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10))
-        o = o + torch.where(o * param >= 0, hyper["decay"] * param, 0)
-        param.sub_(hyper["lr"] * hyper["scale"] * o)
+        o = o + torch.where(o * p >= 0, hyper["decay"] * p, 0)
+        p.sub_(hyper["lr"] * hyper["scale"] * o)
+        if "rest" in state:
+            param.copy_(p)
+            state["rest"].copy_(p - rounded(p))
+
+def rounded(x: Tensor) -> Tensor:
+    """Round float32 values to bf16. Compiled code would drop two casts, to bf16 and back."""
+    return (x.to(torch.bfloat16).view(torch.int16).int() << 16).view(torch.float32)
 
 # ------------------------------------------------------------------------------------------------------------------
 # gradient sync: buckets
@@ -3567,15 +3583,17 @@ def split_sequence(sequence: np.ndarray, device: torch.device) -> tuple[Tensor, 
     return tokens[:-1], tokens[1:].long()
 
 def count_documents(model: GPT, tokens: np.ndarray) -> None:
-    """Count the documents of the sequence that forward takes next: FlashAttention needs their number on the host.
+    """Find the documents of the sequence that forward takes next, on the host, which FlashAttention needs to know them.
 
-    Without a count, or with more documents than the table has room for, attention masks in pieces.
+    Without them, or with more documents than a DocumentTable has room for, attention masks in pieces.
     """
     if model.flash:
         begins = np.flatnonzero(tokens.clip(0) == model.bos_id)  # padding of the last sequence is -1, read as token 0
-        lengths = np.diff(begins, prepend=0, append=len(tokens))
-        fits = len(lengths) <= len(tokens) // DOCUMENT_ROOM
-        model.counted = (int(lengths.max()), len(lengths)) if fits else None
+        count, room, model.counted = len(begins) + 1, len(tokens) // DOCUMENT_ROOM, None
+        if count <= room:
+            starts = np.pad(begins.astype(np.int32), (1, room - count + 1), constant_values=(0, len(tokens)))
+            on_device = to_device(torch.from_numpy(starts), model.embed.weight.device)
+            model.counted = on_device, int(np.diff(starts).max()), count
 
 # ------------------------------------------------------------------------------------------------------------------
 # masks and kernels
@@ -3638,19 +3656,14 @@ def mask_in_pieces(docs: Tensor, window: int, reach: int, dtype: torch.dtype, pi
 class DocumentTable(NamedTuple):
     """The mask of FlashAttention.
 
-    starts: where documents begin, int32 [room + 1], one shape for any number of documents. numbers: window, longest
-    document and number of documents, int64 [3], on the CPU because FlashAttention reads them on the host.
+    starts: where documents begin, then the sequence's end, int32 [room + 1], one shape for any number of documents.
+    numbers: window, longest document, number of documents, int64 [3], on the CPU because the host reads them.
     """
 
     starts: Tensor
     numbers: Tensor
 
 DOCUMENT_ROOM = 16  # a sequence of T tokens has room for T / DOCUMENT_ROOM documents in its table
-
-def document_table(docs: Tensor, window: int, longest: int, count: int) -> DocumentTable:
-    """Build the mask of FlashAttention from docs [T], numbered from 0 or 1 up to count - 1; see count_documents."""
-    every = torch.arange(len(docs) // DOCUMENT_ROOM + 1, device=docs.device)
-    return DocumentTable(torch.searchsorted(docs, every, out_int32=True), torch.tensor([window, longest, count]))
 
 Mask = Tensor | DocumentTable
 

@@ -88,6 +88,11 @@ def become_gpu():
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # otherwise the limit only leaves code uncompiled, silently
 
 
+def whole(state):
+    """Add the rest of each matrix in bf16 to it; see NorMuon.init_state."""
+    return {name: x + state.get(f"{name}/rest", 0) for name, x in state.items() if not name.endswith("/rest")}
+
+
 class Side:
     """A worker on one device, with its gradients and its state after each step."""
 
@@ -120,7 +125,7 @@ class Side:
             self.grads[slot.name] = bucket.view_of(slot, whole).to("cpu", copy=True).float()
 
     def state(self):
-        return {name: x.detach().to("cpu", copy=True).float() for name, x in self.optimizer.named_state()}
+        return whole({name: x.detach().to("cpu", copy=True).float() for name, x in self.optimizer.named_state()})
 
     def step(self, step):
         """Train one step -> {"loss": tensor, "gradients": {name: tensor}, "updates": {name: what the step added}}."""
@@ -178,8 +183,8 @@ def compare(source, dtype, steps, flags):
     for step in range(steps):
         if not ours.optimizer.between_updates:  # otherwise gradients that wait would be lost
             state = ours.optimizer.state_dict()
-            for reference in references.values():
-                reference.optimizer.load_state_dict(state)
+            for kind, reference in references.items():
+                reference.optimizer.load_state_dict(state if kind == dtype else whole(state))
         found = ours.step(step)
         for name, x in sorted((f"{kind} {name}", x) for kind, xs in found.items() for name, x in xs.items()):
             digest.update(name.encode() + x.numpy().tobytes())
@@ -233,8 +238,8 @@ def compare_masks(source):
             return [x.cpu() for x in (y.detach(), *torch.autograd.grad(y, leaves, grad.to(device)))]
 
         expected = attend(R, R.mask_in_pieces(docs, window, tokens, torch.float32), "cpu")
-        longest = int(docs.bincount().max())
-        mask = T.document_table(docs.cuda(), window, longest, documents)
+        starts = torch.searchsorted(docs, torch.arange(documents + 1), out_int32=True)
+        mask = T.DocumentTable(starts.cuda(), torch.tensor([window, int(docs.bincount().max()), documents]))
         gaps = [((x - y).norm() / y.norm()).item() for x, y in zip(attend(T, mask, "cuda"), expected)]
         worst[f"window {window},", f"documents: {documents}"] = max(gap if gap == gap else math.inf for gap in gaps)
     print(f"  flash: largest {max(worst.values()):.1e}")

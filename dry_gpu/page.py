@@ -9,7 +9,6 @@
     dry_gpu/run --program LOG                            the program of a public record, beside its measured times
     dry_gpu/run --program CLONE/train_gpt.py -- --preset frontier     theirs and ours side by side, by class
     dry_gpu/run --records CLONE                          bench/results/simulated-gpu.md: each record beside its preset
-    dry_gpu/run --cards                                  a table of both presets on H100, RTX 4090 and RTX 3090
     dry_gpu/run --compute --help                         a simulated GPU that also computes
 
 Figures marked "simulated" come from the model in simulate.py; host times are measured on this machine: the least is that of
@@ -322,19 +321,6 @@ def difference(ours, theirs):
             if label in theirs and (label == MEAN or re.match("— .*: ms", label))}
 
 
-def fit(args, home):
-    """Return a row of the table of --cards: the micro-batches that fit, peak memory, and times."""
-    events, facts = dry_run(args, home)
-    rows, _ = page(events, facts, args, "", facts["plan"])
-    gpu = f"{args.memory:g} GB, sm_{args.arch}"
-    if "out of memory" in facts:
-        return gpu, args.ranks, facts["out of memory"], "", "", ""
-    peak = max(held["peak"] for held in facts["memory"].values())
-    mean = float(rows[MEAN].split("; ")[-1])
-    return (gpu, args.ranks, facts["batch"], f"{peak / 2 ** 30:.1f}", f"{mean:.0f}",
-            f"{mean * sum(facts['plan'].values()) / 6e4:.1f}")
-
-
 def compare(args, home):
     """Run what args name and print the page, with columns for each run. Return the exit status."""
     runs, columns, plans = {}, {}, collections.defaultdict(lambda: runs["working tree"][1]["plan"])
@@ -386,7 +372,6 @@ def main():
     parser.add_argument("--against", default="", metavar="REVISION", help="also run this revision; those with the preflight "
                         "inside train_gpt.py are not supported")
     parser.add_argument("--cold", action="store_true", help="first run once with empty compile caches")
-    parser.add_argument("--cards", action="store_true", help="print only a table of two presets on 1, 2 and 8 GPUs of 3 kinds")
     parser.add_argument("--kernels", action="store_true", help="also print a table of the last run's Triton kernels")
     parser.add_argument("--program", action="append", default=[], metavar="FILE", help="also run the program of a public "
                         "log, or a train_gpt.py with the kernels beside it; without flags, only this. May be repeated")
@@ -397,15 +382,6 @@ def main():
     parser.add_argument("flags", nargs="*", help="flags of train_gpt.py, after --")
     args = parser.parse_args()
     home = Path(os.environ["DRY_GPU_HOME"])
-    if args.cards:
-        print("Simulated; no time was measured on a GPU\n\n" + table(
-            ["preset", "GPU", "GPUs", "micro-batches per step and GPU × tokens", "peak GiB", "ms per step", "minutes per run"], []))
-        args.steps = 2
-        for preset, (args.memory, args.arch), args.ranks in itertools.product(
-                ("speedrun", "frontier"), ((80, 90), (24, 89), (24, 86)), (8, 2, 1)):
-            args.flags = ["--preset", preset]
-            print("| " + " | ".join(map(str, (preset, *fit(args, home)))) + " |", flush=True)
-        return 0
     if args.records:
         for preset, patterns in RECORDS.items():
             args.program = [next(Path(args.records).glob(pattern), Path(args.records, pattern)) for pattern in patterns]

@@ -208,6 +208,25 @@ class Phases:
 
 # ---- the run
 
+def alone(T, ranks, device):
+    """Start NCCL for rank 0 of N -> its Comm. It has no peers, and receives its own messages."""
+    class Alone(T.Comm):
+        def all_gather_json(self, mine):
+            return [json.loads(json.dumps(mine))] * ranks
+
+        def exchange(self, sent, received):
+            if sent[0].is_cuda:
+                return super().exchange(sent, received)
+            for mine, theirs in zip(sent, received):
+                theirs.copy_(mine)
+            return T.HandleGroup()
+
+    if ranks > 1:
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=ranks, device_id=device)
+    return Alone(0, ranks, device)
+
+
 def write_facts(facts, phases, times):
     """Write the log's last line. times: (number, wall, CPU of all threads in seconds) at the start of timed steps in order."""
     graphs, utils = torch._dynamo.utils.counters["stats"]["unique_graphs"], torch._dynamo.utils
@@ -227,19 +246,6 @@ def main(folder, ranks, steps, flags):
     import preflight
     facts, times, counted, phases, stats = {}, [], set(), Phases(T.__file__), torch._dynamo.utils.counters["stats"]
     real_step, real_warm_up, real_validate = T.Worker.step, T.Worker.warm_up, T.validate
-
-    class Alone(T.Comm):
-        """A rank without peers. It receives its own messages."""
-
-        def all_gather_json(self, mine):
-            return [json.loads(json.dumps(mine))] * ranks
-
-        def exchange(self, sent, received):
-            if sent[0].is_cuda:
-                return super().exchange(sent, received)
-            for mine, theirs in zip(sent, received):
-                theirs.copy_(mine)
-            return T.HandleGroup()
 
     @functools.cache
     def losses():
@@ -299,14 +305,12 @@ def main(folder, ranks, steps, flags):
     T.gpt2_token_bytes = lambda folder: [bytes([number % 256]) for number in range(T.GPT2_VOCAB - 1)]  # bytes decide no time
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # otherwise the limit only leaves code uncompiled, silently
     device = torch.device("cuda", 0)
-    if ranks > 1:
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=ranks, device_id=device)
+    comm = alone(T, ranks, device)
     preset, config = T.parse_config(flags, "speedrun")
     T.check_config(config, ranks)
     phases.begin("set-up", watched=True)
     try:
-        comm, shard = Alone(0, ranks, device), T.find_shards(config.train_files, config.train_shards)[0]
+        shard = T.find_shards(config.train_files, config.train_shards)[0]
         fitted = preflight.fit_memory(T.resolve_auto(config, comm)[0], shard.encoding.vocab_size, comm)
         config = dataclasses.replace(config, micro_batch_splits=fitted.micro_batch_splits)
         T.run_training(config, preset, comm, device, T.Log(config, 0, "dry"), time.perf_counter())

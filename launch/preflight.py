@@ -178,17 +178,21 @@ def rule_parts(worker: T.Worker) -> Iterator[Part]:
 
     @torch.no_grad()
     def update(bucket: T.Bucket, noise: Sequence[Tensor], by_plain: bool) -> list[Tensor]:
-        held = bucket.param_shard, bucket.grad_shard, *bucket.state.values()
+        held = {"param": bucket.param_shard, "grad": bucket.grad_shard, **bucket.state}
+        begun = dict(zip(held, noise))
+        rest = begun.get("rest", 0)
         if by_plain:
-            held = [x.to(torch.float32, copy=True) for x in noise]
+            held = {name: x.to(torch.float32, copy=True) for name, x in begun.items() if name != "rest"}
+            held["param"] += rest
             hyper = {**bucket.rule.hyper(plan, 1), "dtype": torch.float32, "scale": bucket.scale}
-            bucket.rule.update(*held[:2], dict(zip(bucket.state, held[2:])), hyper)
+            bucket.rule.update(held["param"], held["grad"], held, hyper)
         else:
-            for x, y in zip(held, noise):
+            for x, y in zip(held.values(), noise):
                 x.copy_(y)
             bucket.updates = 1
             optimizer.update(bucket, plan)
-        return [held[0].float() - noise[0].float(), *held[2:]]
+        param = held["param"].float() + (0 if by_plain else bucket.state.get("rest", 0))
+        return [param - begun["param"].float() - rest, *(held[name] for name in bucket.state if name != "rest")]
 
     for bucket in {(type(b.rule), b.param_shard.shape, b.param_data.dtype): b for b in optimizer.buckets}.values():
         if isinstance(bucket, T.RowBucket):  # all rows
@@ -398,10 +402,10 @@ def memory_needed(config: T.Config, vocab_size: int, ranks: int) -> tuple[int, i
     value_tables, saved_outputs = len({layer.value_table for layer in layers} - {None}), len(T.saved_layers(c))
     matrices = (4 * attentions + 8 * mlps) * c.model_dim ** 2
     entries = (2 + value_tables) * vocab_size * c.model_dim + T.ngram_entries(c)
-    # parameters, gradients but those of n-gram tables, and a rank's share of the moments: one in float32 for a matrix, two
-    # for an entry
-    gradients = entries - T.ngram_entries(c)
-    permanent = 8 * matrices + size * (entries + gradients) + (4 * matrices + 2 * T.moment_bytes(c) * entries) / ranks
+    # parameters, gradients but those of n-gram tables, and a rank's share of the moments: one in float32 for a matrix, with
+    # its rest if it is in bf16, two for an entry
+    gradients, of_matrix = entries - T.ngram_entries(c), 8 if size == 2 else 4
+    permanent = size * (2 * matrices + entries + gradients) + (of_matrix * matrices + 2 * T.moment_bytes(c) * entries) / ranks
     width, logits, lengths = c.model_dim * size, vocab_size * size, T.micro_batch_lengths(c)  # bytes of a token
     eager, of_mlp = c.compile == "off", 14 if c.kernels in ("loss", "off") else 10
     saved = ((9 if eager else 4) * attentions + of_mlp * mlps + 32) * width

@@ -191,6 +191,23 @@ for m, k, n in ((128, 128, 256), (256, 384, 512)):
 """.replace("import train_gpt", f"sys.path.insert(0, {str(DRY.parent)!r}); import train_gpt")))
 
 
+def test_a_compiled_update_keeps_the_rest_of_a_matrix_in_bf16(emulated):
+    """Inductor drops a cast to bf16 and back, which would leave no rest. Uncompiled, it is at most half a unit of bf16."""
+    passes(emulated(code="""
+import train_gpt as T
+rule = T.NorMuon(lr=1e-3, wide=True)
+param, grad = torch.randn(2, 1, 16, 32, device="cuda").bfloat16().unbind()
+begun, state = param.float(), rule.init_state(param)
+hyper = {**rule.hyper(T.Plan(), 1), "scale": torch.ones(1, 1, 1, device="cuda")}
+torch.compile(rule.update, dynamic=False)(param, grad, state, hyper)
+alone, state_alone = begun.clone(), rule.init_state(begun)
+rule.update(alone, grad.float(), state_alone, hyper)
+assert 0 < state["rest"].abs().amax() <= 2 ** -8 * param.float().abs().amax(), "no rest"
+torch.testing.assert_close(param + state["rest"] - begun, alone - begun, rtol=1e-3, atol=1e-6)
+""", TORCHINDUCTOR_CACHE_DIR=str(HOME / "inductor"), TRITON_CACHE_DIR=str(HOME / "triton"),
+        TORCHINDUCTOR_COMPILE_THREADS="1", TRITON_LIBCUDA_PATH=str(HOME / "lib"), OMP_NUM_THREADS="1"))
+
+
 def test_poisoned_memory_starts_as_nan(emulated):
     passes(emulated(code="assert torch.empty(1000, device='cuda').isnan().all()"))
 

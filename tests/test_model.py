@@ -442,6 +442,12 @@ class PlainFlashAttention3(PlainFlashAttention):
             given.copy_(grad)
 
 
+def document_table(docs, window, longest, count):
+    """Build a mask from documents [T], numbered from 0 or 1 up to count - 1."""
+    every = torch.arange(len(docs) // train_gpt.DOCUMENT_ROOM + 1, device=docs.device)
+    return train_gpt.DocumentTable(torch.searchsorted(docs, every, out_int32=True), torch.tensor([window, longest, count]))
+
+
 @pytest.mark.parametrize("flash", [PlainFlashAttention, PlainFlashAttention3])
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("window", [0, 1, 100, 1000])
@@ -457,11 +463,11 @@ def test_flash_attention_is_called_with_the_right_documents_and_window(flash, fi
     compiled = torch.compile(train_gpt.attend, dynamic=False, fullgraph=True,
                              backend=lambda graph, _: graphs.append(graph) or graph)
     for attend in train_gpt.attend, compiled:
-        out = attend(*qkv.unbind(), train_gpt.document_table(docs, window, 361, count))
+        out = attend(*qkv.unbind(), document_table(docs, window, 361, count))
         ours = [out, *torch.autograd.grad(out.square().sum(), qkv)]
         for one, other in zip(ours, expected, strict=True):
             assert torch.allclose(one, other, atol=1e-12)
-    compiled(*qkv.unbind(), train_gpt.document_table(docs * 0 + 1, window + 1, 512, 2))
+    compiled(*qkv.unbind(), document_table(docs * 0 + 1, window + 1, 512, 2))
     assert plain.calls == 5 and len(graphs) == 1
 
 
@@ -1068,7 +1074,7 @@ def test_flash_attention_on_gpu_is_the_cpu_s_attention(gpu):
     qkv = torch.randn(3, 1024, 2, 64).bfloat16().float().requires_grad_()
     on_gpu = qkv.detach().to(gpu, torch.bfloat16).requires_grad_()
     results = [dense_attention(*qkv, docs, 200),
-               train_gpt.attend(*on_gpu.unbind(), train_gpt.document_table(docs.to(gpu), 200, 722, 4)).float().cpu()]
+               train_gpt.attend(*on_gpu.unbind(), document_table(docs.to(gpu), 200, 722, 4)).float().cpu()]
     for out, x in zip(results, (qkv, on_gpu)):
         out.square().sum().backward()
     assert torch.allclose(*results, atol=0.05) and torch.allclose(qkv.grad, on_gpu.grad.float().cpu(), atol=0.2)

@@ -199,6 +199,20 @@ def test_normuon_is_the_record_s_written_plainly(shape, matrices, k):
         assert torch.allclose(param.double(), plain.p, rtol=1e-4, atol=1e-5)
 
 
+def test_a_matrix_in_bf16_loses_no_update():
+    """Updates below bf16's resolution add up in its rest; the model reads the rounded sum. Compared with float32."""
+    draw, rule = torch.Generator().manual_seed(0), dataclasses.replace(TALL, lr=1e-5)
+    ours = torch.randn(2, 8, 6, generator=draw).bfloat16()
+    plain = ours.float()
+    states, hyper = [rule.init_state(x) for x in (ours, plain)], {**rule.hyper(FULL, 1), "scale": torch.ones(2, 1, 1)}
+    for _ in range(6):
+        grad, before = torch.randn(ours.shape, generator=draw).bfloat16(), plain.clone()
+        for x, state in zip((ours, plain), states):
+            rule.update(x, grad.to(x.dtype), state, hyper)
+        assert (plain - before).abs().max() < 2e-5 and torch.equal(ours, plain.bfloat16())
+        assert torch.equal(ours + states[0]["rest"], plain) and "rest" not in states[1]
+
+
 def test_every_matrix_of_torch_s_muon_has_the_same_directions():
     """torch.optim.Muon has other coefficients; without NorMuon's second moment the directions agree."""
     torch.manual_seed(3)

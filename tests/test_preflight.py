@@ -263,21 +263,10 @@ def test_a_wrong_command_is_one_message(corpus, script, ranks):
 
 SIMULATED = """
 import os, sys; sys.path[:0] = [{root!r}, {root!r} + "/launch", {root!r} + "/dry_gpu"]
-import json, page, pathlib, preflight, torch, torch.distributed as dist, train_gpt as T
+import json, page, pathlib, preflight, rank0, torch, train_gpt as T
 T.gpt2_token_bytes = lambda folder: [bytes([number % 256]) for number in range(T.GPT2_VOCAB - 1)]
 device, found = torch.device("cuda", 0), {{}}
-torch.cuda.set_device(device)
-dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=2, device_id=device)
-
-class Alone(T.Comm):  # a rank without peers, which receives its own messages
-    def all_gather_json(self, mine):
-        return [json.loads(json.dumps(mine))] * 2
-    def exchange(self, sent, received):
-        if sent[0].is_cuda:
-            return super().exchange(sent, received)
-        for mine, theirs in zip(sent, received):
-            theirs.copy_(mine)
-        return T.HandleGroup()
+comm = rank0.alone(T, 2, device)
 
 for preset in T.PRESETS:
     page.write_shards(shards := pathlib.Path({home!r}) / f"shards-{{257 if preset == 'laptop' else 50257}}", 257 if preset == 'laptop' else 50257)
@@ -285,7 +274,6 @@ for preset in T.PRESETS:
     tables = ["--ngrams", "Ngrams(2, 3000, 768)"] if preset == "frontier" else []
     config = T.parse_config(["--preset", preset, "--train_files", f"{{shards}}/random_train_000000.bin", "--compile", "off",
                              "--kernels", "off", "--attention", "masked", *tables], preset)[1]
-    comm = Alone(0, 2, device)
     worker = T.Worker(T.resolve_auto(config, comm)[0], comm, device, T.find_shards(config.train_files))
     found[preset] = [(row[0], row[-1]) for row in preflight.check_parts(worker)[0]]
 print(json.dumps(found), flush=True)

@@ -120,7 +120,7 @@ COMMANDS = {
     "dry_gpu/run -- --preset speedrun": "test_dry_gpu.py::",
     "dry_gpu/run --compare": "test_emulated_steps.py::test_two_steps",
     "dry_gpu/run --program FILE_OR_LOG -- --preset frontier": "test_dry_gpu.py::test_a_public_program",
-    "dry_gpu/run --cards": LONG + "test_dry_gpu.py::",
+    "dry_gpu/run --ranks 1 --memory 24 --arch 89 -- --preset speedrun": "test_dry_gpu.py::",
     "dry_gpu/run --records CLONE": "needs a clone of the records; its parts: test_dry_gpu.py::test_the_difference_of_two_columns",
     "dry_gpu/run --order": "test_emulated_gpu.py::test_uses_of_memory_are_ordered",
     ".venv/bin/python dry_gpu/faults.py": "test_emulated_gpu.py::test_a_planted_fault_is_found",
