@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import socket
 import struct
 import subprocess
@@ -12,6 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+import xml.etree.ElementTree
 from pathlib import Path
 
 import numpy as np
@@ -343,3 +345,45 @@ def test_a_port_that_is_taken_is_named(tmp_path, capsys):
 def test_a_clock_reset_gives_no_speed():
     speeds = [(i, 100.0 if i != 10 else -29900.0) for i in range(1000)]
     assert all(speed == 100 for _, speed in pages.running_means(speeds, 1000))
+
+
+DIAGRAM = ROOT / "docs/gradient-sync.svg"
+
+
+def luminance(color):
+    linear = [(part / 255 / 12.92 if part <= 10 else ((part / 255 + 0.055) / 1.055) ** 2.4) for part in color]
+    return sum(share * part for share, part in zip((0.2126, 0.7152, 0.0722), linear))
+
+
+def contrast(one, other):
+    """Return the contrast of two colors by WCAG; 4.5 is readable."""
+    low, high = sorted(map(luminance, (one, other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_every_word_of_the_diagram_is_readable_in_light_and_dark(dark):
+    tree = xml.etree.ElementTree.parse(DIAGRAM)
+    style = tree.find(".//{*}style").text
+    colors = {}
+    for part in style.split("@media")[:1 + dark]:
+        for selectors, color in re.findall(r"([.\w, ]+) \{[^}]*?(?<![\w-])fill: #(\w{6})", part):
+            colors |= {selector.strip(): [*bytes.fromhex(color)] for selector in selectors.split(",")}
+    grounds = [colors[name] for name in (".paper", ".box")]
+    local = [[0.3 * a + 0.7 * b for a, b in zip(colors[name], colors[".paper"])] for name in (".r0", ".r1")]
+    for color, behind in ((colors["text"], grounds + local), (colors[".pale"], grounds), (colors[".on"], [colors[name] for name in (".r0", ".r1", ".last", ".early")])):
+        assert all(contrast(color, ground) >= 4.5 for ground in behind), (color, behind)
+    ids = {element.get("id") for element in tree.iter()}
+    for element in tree.iter():
+        assert all(f".{name}" in style for name in element.get("class", "").split())
+        assert element.get("href", "#title")[1:] in ids
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="chromium is not installed")
+@pytest.mark.parametrize("scheme, low, high", [(1, 0.7, 1), (0, 0, 0.4)])  # light, dark
+def test_a_browser_draws_the_diagram_in_its_scheme(tmp_path, scheme, low, high):
+    import matplotlib.image
+    subprocess.run(["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", f"--blink-settings=preferredColorScheme={scheme}",
+                    "--window-size=1000,480", f"--screenshot={tmp_path}/x.png", DIAGRAM.as_uri()], stderr=subprocess.DEVNULL, check=True, timeout=600)
+    drawn = matplotlib.image.imread(tmp_path / "x.png")[..., :3]
+    assert low < drawn.mean() < high and len(np.unique((drawn * 255).astype(int).reshape(-1, 3), axis=0)) > 50
