@@ -94,7 +94,8 @@ def run_names(runs):
                 names = longer
             elif key not in ("source", "--seed"):
                 more = " …"
-    return [name + more if name and names.count(name) == 1 else f"{name}{more} {Path(run.path).stem}".strip() for run, name in zip(runs, names)]
+    return [name + more if name and names.count(name) == 1 else f"{name}{more} {Path(run.path).stem}".strip()
+            for run, name in zip(runs, names)]
 
 
 def curves(run):

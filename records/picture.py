@@ -98,11 +98,13 @@ def draw(runs, out):
                     axes.plot(*zip(*losses), color=color, lw=0.7, alpha=0.3)
                 if losses:
                     axes.plot(*zip(*mean(losses)), style, color=color, lw=1.5, label=of_line)
-                axes.plot([place for place, _ in dots], [loss for _, loss in dots], "o" if several and trained else f"o{style}", color=color if several else VALIDATION, label=of_dots)
+                axes.plot([at for at, _ in dots], [loss for _, loss in dots], "o" if several and trained else f"o{style}",
+                          color=color if several else VALIDATION, label=of_dots)
             if ms:
                 speed.plot(*zip(*mean(ms)), style, color=color)
-        for axes, title, unit, kind in ((over_steps, "Loss over steps", "step", "nats per token" + several * "; line: training, dot: validation"),
-                                        (over_seconds, "Loss over time", "seconds of training", "nats per token"), (speed, "Speed", "step", "ms/step")):
+        for axes, title, unit, kind in (
+                (over_steps, "Loss over steps", "step", "nats per token" + several * "; line: training, dot: validation"),
+                (over_seconds, "Loss over time", "seconds of training", "nats per token"), (speed, "Speed", "step", "ms/step")):
             axes.set(title=title, xlabel=unit, ylabel=kind)
             if axes is not speed:
                 follow(axes, late, targets.copy().pop() if len(targets) == 1 else None)

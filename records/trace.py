@@ -594,7 +594,8 @@ def lanes(trace, number):
     ops, host = trace.ops[number], trace.host[number]
     begun = first_start(optimizer_steps(host))
     if ops:
-        ops = [op for op in ops if op.device == min(op.device for op in ops)]
+        device = min(op.device for op in ops)
+        ops = [op for op in ops if op.device == device]
         local, compute, comm = of_kind(ops, *LOCAL_KINDS), of_kind(ops, "compute"), communication(ops)
         return compute, comm, outside(comm, compute), {
             BACKWARD: max((op.end for op in local if op.thread is not None), default=None),
@@ -650,7 +651,7 @@ def draw(traces, comparison, path):
                         axes.broken_barh(bars(items, zero), height, color=color, label=label, linewidth=0.3)
                 for (label, time), style in zip(events.items(), (":", "v", "--")):
                     if time is not None:
-                        axes.plot([milliseconds(time - zero)] * 2, (0.5, 0.5) if style == "v" else (-0.5, 1.5), style, color="#222222", label=label)
+                        axes.plot([milliseconds(time - zero)] * 2, (0.5, 0.5) if style == "v" else (-0.5, 1.5), style, color="black", label=label)
                 axes.set(xlim=view, ylim=(-0.5, 1.5), yticks=(0, 1), yticklabels=("communication", "compute") if axes is row[0] else ())
             row[0].set_title(logs.printable(f"{letter}: {os.path.basename(trace.path).partition('.')[0]}, step {number}"))
             row[-1].set_title(f"exposed: {exposed(step)}", fontweight="normal", loc="right")

@@ -379,6 +379,7 @@ def test_every_word_of_the_diagram_is_readable_in_light_and_dark(dark):
         assert element.get("href", "#title")[1:] in ids
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("chromium"), reason="chromium is not installed")
 @pytest.mark.parametrize("scheme, low, high", [(1, 0.7, 1), (0, 0, 0.4)])  # light, dark
 def test_a_browser_draws_the_diagram_in_its_scheme(tmp_path, scheme, low, high):
