@@ -5,6 +5,7 @@ import itertools
 import math
 import os
 import re
+import shlex
 import statistics
 import textwrap
 from pathlib import Path
@@ -83,12 +84,12 @@ def run_names(runs):
     What tells no more runs apart than the words before it is left out, flags with the mark "…". Runs that differ in
     nothing are named by their files."""
     about = [{"--preset": (run.start or {}).get("preset"),
-              **{f"--{key}": str(value).lower() if isinstance(value, bool) else value for key, value in logs.config_of(run).items()},
+              **{f"--{key}": shlex.quote(str(value).lower() if isinstance(value, bool) else str(value)) for key, value in logs.config_of(run).items()},
               "source": (run.source_sha256 or "")[:8], "--seed": run.seed} for run in runs]
     names, more = [""] * len(runs), ""
     for key in sorted(dict.fromkeys(itertools.chain(*about)), key=("source", "--seed").__contains__):
-        if any(one.get(key) != other.get(key) and (key == "--preset" or one["--preset"] == other["--preset"])
-               for one, other in itertools.combinations(about, 2)):
+        if any(None not in (values := (one.get(key), other.get(key))) and values[0] != values[1] and (
+                key == "--preset" or one["--preset"] == other["--preset"]) for one, other in itertools.combinations(about, 2)):
             longer = [f"{name} {key} {one[key]}".strip() if one.get(key) is not None else name for name, one in zip(names, about)]
             if len({*longer}) > len({*names}):
                 names = longer

@@ -84,7 +84,8 @@ def test_a_run_under_way_or_of_others_is_drawn_as_far_as_it_is(tmp_path, text, s
     ([{"lr": 0.1}, {"lr": 0.1}], ["run0", "run1"]), ([{}], ["run0"]), ([{"lr": 0.1}, {"lr": 0.2}, {"lr": 0.2}], ["--lr 0.1", "--lr 0.2 run1", "--lr 0.2 run2"]),
     ([{"preset": "a", "lr": 0.1, "depth": 2}, {"preset": "b", "lr": 0.2, "depth": 3}, {"preset": "b", "lr": 0.3, "depth": 3}],
      ["--preset a --lr 0.1", "--preset b --lr 0.2", "--preset b --lr 0.3"]),
-    ([{"lr": 0.1}, {"lr": 0.2}, {}], ["--lr 0.1", "--lr 0.2", "run2"])])
+    ([{"lr": 0.1}, {"lr": 0.2}, {}], ["--lr 0.1", "--lr 0.2", "run2"]),
+    ([{"rows": "Rows(2, 3)", "old": 1}, {"rows": ""}], ["--rows 'Rows(2, 3)'", "--rows ''"])])
 def test_runs_are_named_by_what_differs(runs, names):
     assert pages.run_names([
         logs.Run(f"logs/run{at}.txt", seed=config.get("seed"), source_sha256=config.get("source", "a" * 64), start={
