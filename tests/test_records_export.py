@@ -55,8 +55,8 @@ def test_csv_has_a_row_for_each_step_and_one_with_the_config_for_each_run(tmp_pa
     runs, steps = table(tmp_path / "out/runs.csv"), table(tmp_path / "out/steps.csv")
     assert [(run["run"], run["muon_lr"], run["exact"], run["preset"], run["seed"], run["layers"]) for run in runs] == [
         ("0.1", "0.1", "True", "toy", "3", "AM AM"), ("0.2", "0.2", "True", "toy", "3", "AM AM")]
-    assert len(steps) == 14 and steps[0] == {"run": "0.1", "step": "1", "train_time_ms": "100.0", "train_loss": "4.75", "val_loss": ""}
-    assert steps[-1] == {"run": "0.2", "step": "6", "train_time_ms": "600.0", "train_loss": "", "val_loss": "3.0"}
+    assert len(steps) == 14 and steps[0] == {"run": "0.1", "step": "1", "train_time_ms": "100.0", "train_loss": "4.75", "val_loss": "", "grad_norm": ""}
+    assert steps[-1] == {"run": "0.2", "step": "6", "train_time_ms": "600.0", "train_loss": "", "val_loss": "3.0", "grad_norm": ""}
 
 
 def test_growing_logs_are_followed_to_their_ends_with_the_steps_that_a_resumed_run_trains_again(tmp_path):
