@@ -4886,8 +4886,9 @@ def fail(error: BaseException, config: Config, rank: int, log: Log | None, store
     if log is not None and log.file is not None:
         with contextlib.suppress(OSError, RunError):
             log.write(f"error: {message if mine or not first else first}")
-            log.close()
             kept = f"; the log so far: {log.path}"
+        with contextlib.suppress(OSError):  # of a full disk; Python 3.13 reports a file that is still open at the end
+            log.close()
         if "--resume" not in message:
             found = checkpoints(log.path.parent, log.path.stem)
             kept += (f"; --resume {log.path} continues from its last checkpoint" if found else
