@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import json
 import os
+import re
 import sys
 import types
 

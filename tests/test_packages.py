@@ -6,9 +6,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"data", "launch", "records", "dry_gpu", "bench", "tests"}
-# Not for everybody: triton comes with torch's CUDA build, modal is the caller of launch/cluster/modal_app.py, and a run
-# with wandb is read only where that is installed.
-OPTIONAL = {"triton", "modal", "wandb"}
+# Not for everybody: triton comes with torch's CUDA build, modal is the caller of launch/cluster/modal_app.py, and
+# records/export.py names the package of a dashboard that is not installed.
+OPTIONAL = {"triton", "modal", "wandb", "trackio", "tensorboard"}
 WITHIN = {"tiktoken_ext": "tiktoken", "yaml": "pyyaml"}  # import → package with another name
 
 
