@@ -2950,7 +2950,8 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
             comm.broadcast(x.data)
         self.buffers: Callable[[], dict[str, Tensor]] = dict  # those of the model that belong to its state
         self.reducer = Reducer(buckets, comm, settings, grad_scale)
-        self.grad_norm: float | None = None  # of the last step, before clipping; only check_grads and clip_norm compute it
+        # of the last step, before clipping; only check_grads and clip_norm compute it
+        self.grad_norm: float | None = None
         self.prepare_for_backward, self.announce_rows = self.reducer.prepare_for_backward, self.reducer.announce_rows
         rules = {type(bucket.rule).update for bucket in buckets}
         self.compiled = {f: compile_static(f) if compiled else f for f in rules}
@@ -4619,7 +4620,7 @@ def plain_forms() -> dict[str, tuple[tuple[Any, ...], str]]:
     A kernel would ignore an edit of its plain form, so that a race would find no difference: resolve_auto then leaves
     the kernel out. If you change a kernel too, write the new digest, which tests/test_config.py prints.
     """
-    return {"MLP": ((MLP.forward,), "3992072e"),
+    return {"MLP": ((MLP.forward,), "c3329afc"),
             "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__, cross_entropies), "b3e6e3d3"),
             "attention": ((attend, cut_in_pieces, seen_by_pieces, mask_in_pieces), "96cd6c52")}
 
