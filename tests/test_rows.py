@@ -58,7 +58,7 @@ class Counting(Comm):
     """Records how many elements it sends to other ranks."""
 
     def exchange(self, sent, received):
-        self.sent += [[x.numel() for rank, x in enumerate(sent) if rank != self.rank]] * (len(sent[0]) != 512)  # not Reducer.start_call's
+        self.sent += [[x.numel() for rank, x in enumerate(sent) if rank != self.rank]] * (sent[0].dtype != torch.int64)  # not Reducer.start_call's
         return super().exchange(sent, received)
 
 
