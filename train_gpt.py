@@ -1901,7 +1901,8 @@ class NorMuon:
     def unit(self, spec: ParamSpec) -> tuple[int, ...]:
         """Return the spec's unit or, without one, the parameter as one matrix: [out, rest] for a convolution."""
         shape, unit = tuple(spec.param.shape), spec.unit
-        if len(shape) < 2 or 0 in shape or unit and (len(unit) != 2 or spec.param.numel() % math.prod(unit)):
+        if len(shape) < 2 or 0 in shape or unit and (len(unit) != 2 or min(unit) < 1
+                                                     or spec.param.numel() % math.prod(unit)):
             raise RunError(f"{spec.name} has shape {shape} and unit {unit}, but NorMuon updates whole matrices; use an "
                            "elementwise rule such as Adam, or a unit (rows, columns) that divides the parameter")
         return unit or (shape[0], math.prod(shape[1:]))
@@ -2303,6 +2304,8 @@ def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ran
         check_rule(spec.name, spec.rule)
         require(spec.param.numel(), f"{spec.name} has shape {tuple(spec.param.shape)}, but a bucket needs parameters "
                 "with elements; remove it from the model, or freeze it by requires_grad_(False)")
+        require(0 <= spec.scale < math.inf and spec.first_step >= 0, f"{spec.name} has scale {spec.scale} and "
+                f"first_step {spec.first_step}; both must be from 0 on")
         require(not (isinstance(spec.rule, Adam | NorMuon) and spec.param.is_complex()), f"{spec.name} is "
                 f"{spec.param.dtype}, which Adam and NorMuon cannot update; make the parameter real, and use "
                 "torch.view_as_complex in the forward")
@@ -2395,12 +2398,10 @@ class Comm:
         """The process group for CPU tensors. With a GPU's backend all ranks must first use it at the same time."""
         return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=self.timeout)
 
-    def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor], tag: int = 4404) -> HandleGroup:
-        """Start: sent[i] to rank i, received[i] from rank i. Empty tensors are not sent.
-
-        Messages with other tags, such as a program's own, do not match these.
-        """
+    def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> HandleGroup:
+        """Start: sent[i] to rank i, received[i] from rank i. Empty tensors are not sent."""
         group = self.cpu_group if self.ranks > 1 and not sent[0].is_cuda else None
+        tag = 4404 + (sent[0].dtype == torch.int64)  # those of Reducer.start_call match no others, nor a program's own
         messages = [dist.P2POp(way, tensors[other], other, group, tag)
                     for way, tensors in ((dist.isend, sent), (dist.irecv, received))
                     for other in range(self.ranks) if other != self.rank and tensors[other].numel()]
@@ -2521,14 +2522,16 @@ class Reducer:
         self.in_step = False                  # a gradient or an announcement has come since the last step
         self.dropped = True                   # no step has ended since all gradients were dropped
         self.call: HandleGroup | None = None  # under way: the comparison of this call with that of the other ranks
-        self.calls = np.zeros((comm.ranks, 4), dtype=int)  # of each rank, the last one; see start_call
+        self.number = next(self.numbers) if comm.ranks > 1 else 0  # of this optimizer, the same on all ranks
+        self.calls = np.zeros((comm.ranks, 5), dtype=int)  # of each rank, the last one; see start_call
         self.span: Callable[[str], Any] = lambda name: contextlib.nullcontext()  # profiling sets it to name ranges
         for bucket in buckets:
             bucket.receive_buffer = comm.receive_buffer(bucket.grad_data, settings.world_size_invariant)
         self.slots = {slot.param: (bucket, slot) for bucket in buckets for slot in bucket.slots}
         me = weakref.ref(self)  # a hook on a tensor keeps alive what it refers to, also in a cycle
         for _, slot in self.slots.values():
-            slot.hook = set_hook(slot.param, lambda param: (reducer := me()) and reducer.register_grad_ready(param))
+            slot.hook = set_hook(
+                slot.param, lambda param: (reducer := me()) and reducer.register_grad_ready(*reducer.slots[param]))
 
     def reduces_in(self, bucket: Bucket, step: int) -> bool:
         return step >= bucket.first_step and (self.settings.world_size_invariant or bucket.updates_in(step))
@@ -2581,9 +2584,8 @@ class Reducer:
             for bucket in self.due:
                 bucket.missing = {slot for slot in bucket.slots if slot.param in used}
 
-    def register_grad_ready(self, param: nn.Parameter) -> None:
+    def register_grad_ready(self, bucket: Bucket, slot: Slot) -> None:
         """Add a parameter's new gradient into its slot, and launch complete buckets in order. This is the hook."""
-        bucket, slot = self.slots[param]
         if bucket.reduce_handle is not None:
             raise RunError(f"{slot.name} got a gradient after its bucket {bucket.name} was launched; call step() "
                            "before the next backward, or run all but the last of a step in no_sync()")
@@ -2622,7 +2624,8 @@ class Reducer:
             bucket.start_reduce_scatter(self.comm, self.settings.world_size_invariant)
             self.launches += 1
 
-    CALLS = "step()", "state_dict()", "load_state_dict()"
+    CALLS = "step()", "state_dict()", "load_state_dict()", "check_replicas()"
+    numbers = itertools.count(1)
 
     def start_call(self, name: str) -> None:
         """Tell the other ranks, before the first message of a call, which one this rank makes, and what it wrote."""
@@ -2630,9 +2633,9 @@ class Reducer:
             return  # on a GPU the host would wait in every step
         passes = 0 if self.settings.find_unused_parameters else self.backward_passes()  # there they may differ
         writes = sum([param._version for param in self.slots])  # to parameters, as autograd counts them
-        mine = torch.tensor([self.CALLS.index(name), self.step, passes, writes])
+        mine = torch.tensor([self.CALLS.index(name), self.step, passes, self.number, writes])
         rows = mine.repeat(self.comm.ranks, 1)
-        self.call = self.comm.exchange([mine] * self.comm.ranks, rows, tag=4405)
+        self.call = self.comm.exchange([mine] * self.comm.ranks, rows)
         self.call.then = rows.numpy
 
     def check_call(self, name: str) -> np.ndarray:
@@ -2640,12 +2643,12 @@ class Reducer:
         if self.call is None or name != "step()":
             self.start_call(name)
         rows = self.call.wait() if self.call else self.calls
-        for rank, (call, step, passes, _) in enumerate(rows):
-            require((call, step, passes) == tuple(rows[0, :3]), f"rank {rank} calls {self.CALLS[call]} in step {step} "
-                    f"after {passes} backward passes, rank 0 {self.CALLS[rows[0, 0]]} in step {rows[0, 1]} after "
-                    f"{rows[0, 2]}; run as many backward passes, also in no_sync(), on every rank, and make each call "
-                    "on all ranks or on none")
-        writes = rows[:, 3] - self.calls[:, 3]
+        calls = [f"{self.CALLS[call]} in step {step} after {passes} backward passes with optimizer {number}"
+                 for call, step, passes, number, _ in rows]
+        for rank, call in enumerate(calls):
+            require(call == calls[0], f"rank {rank} calls {call}, rank 0 {calls[0]}; run as many backward passes, also "
+                    "in no_sync(), on every rank, and make each call on all ranks or on none, in the same order")
+        writes = rows[:, 4] - self.calls[:, 4]
         self.call, self.calls = None, rows
         return writes
 
@@ -2871,6 +2874,7 @@ class SavedState:
     def check_replicas(self) -> None:
         """Raise RunError on every rank unless all have the same parameters. Call it on all ranks."""
         self.finish_all_gathers()
+        self.reducer.check_call("check_replicas()")
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
         if self.comm.ranks > 1:
             sums = torch.stack([sum_bits(slot.param) for slot in slots]).tolist()
@@ -3067,8 +3071,8 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
             fields = {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}
             numbers = {key: x for key, x in fields.items() if key != "every" and type(x) in (int, float)}
             for key in group.keys() & (fields.keys() | self.SETTINGS_OF_TORCH):
-                require(key in numbers and math.isfinite(group[key]), f"{key}={group[key]!r} in param_groups has no "
-                        f"effect on {type(rule).__name__}; a group can change {', '.join(sorted(numbers))}")
+                require(key in numbers and math.isfinite(group[key]), f"{type(rule).__name__} cannot use {key}="
+                        f"{group[key]!r} of param_groups; a group can change {', '.join(sorted(numbers))}, to numbers")
                 numbers[key] = float(group[key])
             changed = {key: x for key, x in numbers.items() if x != fields[key]}
             bucket.rule = dataclasses.replace(rule, **changed) if changed else rule
@@ -3225,6 +3229,8 @@ def check_model(model: nn.Module) -> None:
                 "before the optimizer is built")
         require(plain or not x.requires_grad, f"{name} is a {type(x).__name__}; build the optimizer of plain tensors, "
                 "before FSDP2, tensor parallelism or quantization")
+        require(x.layout == torch.strided or not dist.is_initialized(), f"{name} has layout {x.layout}; make it dense, "
+                "since all ranks get rank 0's")
         if plain and x.layout == torch.strided and x.numel() and x.device.type != "meta":
             holders[x.untyped_storage().data_ptr()].append((name, x))
     for tensors in holders.values():

@@ -26,10 +26,12 @@ if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks for a checkpoint, and there is no rank yet
 
 import ctypes
+import glob
 import logging
 import socket
 import subprocess
 import tempfile
+from pathlib import Path
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -68,6 +70,15 @@ def end_with_parent(number=signal.SIGTERM):
         PRCTL(1, number)  # PR_SET_PDEATHSIG
 
 
+def ask_for_checkpoint(*_):
+    """Pass SIGUSR1 on to the ranks, also on an image without procps."""
+    lists = glob.glob("/proc/self/task/*/children")
+    for child in (child for path in lists for child in Path(path).read_text().split()):
+        os.kill(int(child), signal.SIGUSR1)
+    if not lists:  # macOS
+        subprocess.call(["pkill", "-USR1", "-P", str(os.getpid())])
+
+
 def start(words):
     """Run the ranks that torchrun's words describe, until they end. Return the exit status."""
     rendezvous_handler_registry.register("loopback", Loopback)
@@ -77,8 +88,7 @@ def start(words):
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise every socket warns of a rank that died
     os.environ["LAUNCHER_PID"] = str(os.getpid())
     logging.disable(logging.CRITICAL)
-    # SIGUSR1 asks the ranks for a checkpoint; torch's agent would end them
-    signal.signal(signal.SIGUSR1, lambda *_: subprocess.call(["pkill", "-USR1", "-P", str(os.getpid())]))
+    signal.signal(signal.SIGUSR1, ask_for_checkpoint)  # torch's agent would end the ranks
     folder = tempfile.TemporaryDirectory(prefix="ranks-")  # torch's agent would leave its own behind
     try:
         run(parse_args(["--rdzv_backend=loopback", f"--local_addr={HERE}", f"--signals_to_handle={FORWARDED}",

@@ -4,7 +4,10 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,7 +17,7 @@ import torch.nn.functional as F
 
 import sample
 import train_gpt
-from conftest import TINY, some_documents, write_corpus, write_shard
+from conftest import TINY, forked, some_documents, write_corpus, write_shard
 
 ROOT = Path(train_gpt.__file__).parent
 SMALL = {**TINY, "layers": "S0M L1", "ngrams": (train_gpt.Ngrams(2, 40, 8), train_gpt.Ngrams(3, 30, 16)), "lazy_tables": "true",
@@ -247,6 +250,58 @@ def test_the_latest_checkpoint_is_that_of_the_last_step_whatever_the_clock_said(
         os.utime(path, (time.time() + 10_000,) * 2)
     here(["--resume", "latest", "--log_dir", str(tmp_path)], capsys, kill_at=7)
     assert steps_saved(tmp_path) == [4, 6] and resumed_lines(tmp_path / "some.txt")[-1]["from_step"] == 4
+
+
+def test_the_latest_of_two_runs_is_the_last_that_was_saved(flags, capsys, tmp_path):
+    """Whatever was copied or touched since, and whatever is damaged."""
+    for name in ("a", "b"):
+        here(flags(name, save_every=2, adam_every=1), capsys, kill_at=3)
+    os.utime(tmp_path / "a.step000002.ckpt", (time.time() + 10_000,) * 2)
+    (tmp_path / "c.step000009.ckpt").write_bytes(b"damaged")
+    here(["--resume", "latest", "--log_dir", str(tmp_path)], capsys, kill_at=3)
+    assert resumed_lines(tmp_path / "b.txt") and not resumed_lines(tmp_path / "a.txt")
+
+
+def test_what_a_resume_gives_up_is_no_later_resume_s(flags, capsys, tmp_path):
+    """Killed at once: else the next one would take a step whose lines the log has given up."""
+    here(flags("some", save_every=1, adam_every=1, keep_checkpoints=3), capsys, kill_at=6)
+    here(["--resume", str(tmp_path / "some.step000004.ckpt")], capsys, kill_at=4)
+    assert steps_saved(tmp_path) == [4]
+    here(["--resume", "latest", "--log_dir", str(tmp_path)], capsys, kill_at=5)
+    assert [line["from_step"] for line in resumed_lines(tmp_path / "some.txt")] == [4, 4] and steps_saved(tmp_path) == [4, 5]
+    assert not list(tmp_path.glob("*.given_up"))
+
+
+@pytest.mark.parametrize("how", ["deleted", "moved"])
+def test_a_log_that_is_deleted_in_the_run_is_an_error(flags, capsys, tmp_path, monkeypatch, how):
+    logs, step = tmp_path / "logs", train_gpt.Worker.step
+
+    def deleting_step(self, plan, batch):
+        if plan.step == 3 and logs.exists():
+            logs.rename(tmp_path / "away") if how == "moved" else shutil.rmtree(logs)
+        return step(self, plan, batch)
+    monkeypatch.setattr(train_gpt.Worker, "step", deleting_step)
+    status, _, errors = here(flags("gone", log_dir=str(logs)), capsys)
+    assert status == 1 and re.search(r"error: \S+gone.txt was deleted or moved while the run wrote it; start the run again", errors) and errors.count("\n") == 1
+
+
+def asked():
+    """Start a child that ends with 7 on SIGUSR1, and pass the request on as the launcher does, where no program is found."""
+    sys.path.append(str(Path(train_gpt.__file__).parent / "launch"))
+    import ranks
+    child = subprocess.Popen([sys.executable, "-Sc", "import signal, sys; signal.signal(10, lambda *_: sys.exit(7)); print(flush=True); signal.pause()"],
+                             stdout=subprocess.PIPE)
+    child.stdout.readline()
+    os.environ["PATH"] = ""
+    ranks.ask_for_checkpoint()
+    os._exit(child.wait())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere pkill is part of the system")
+def test_a_request_for_a_checkpoint_reaches_the_ranks_without_procps():
+    process = forked(asked)
+    process.join(600)
+    assert process.exitcode == 7
 
 
 def test_a_checkpoint_is_protected_as_a_whole(killed, capsys, tmp_path):

@@ -58,7 +58,7 @@ class Counting(Comm):
     """Records how many elements it sends to other ranks."""
 
     def exchange(self, sent, received):
-        self.sent += [[x.numel() for rank, x in enumerate(sent) if rank != self.rank]] * (len(sent[0]) != 512)  # not Reducer.start_call's
+        self.sent += [[x.numel() for rank, x in enumerate(sent) if rank != self.rank]] * (sent[0].dtype != torch.int64)  # not Reducer.start_call's
         return super().exchange(sent, received)
 
 
@@ -85,9 +85,8 @@ def by_hand(ranks, every=1, clip=float("inf"), lazy=True):
     return plain, counts
 
 
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("announce", [True, False])
+@pytest.mark.parametrize("announce,every", [(True, 1), (False, 2)])
+@pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("lazy", [True, False])
 def test_rows_with_a_gradient_are_updated_and_no_others_unless_the_rule_is_dense(on_ranks, ranks, announce, every, lazy):
     """Tables and moments on every rank equal a second implementation."""
@@ -114,10 +113,9 @@ def test_clipping_is_by_the_norm_of_all_rows(on_ranks, ranks):
 
 @pytest.mark.parametrize("changes", [{"sync": "step"}, {"update_order": "forward"}, {"check_grads": True}, {"find_unused_parameters": True},
                                      {"world_size_invariant": True}, {"clip_norm": 1e9}], ids=str)
-@pytest.mark.parametrize("network", [Comm, Hostile])
-def test_no_setting_changes_what_is_computed(on_ranks, changes, network):
+def test_no_setting_changes_what_is_computed(on_ranks, changes):
     plain, _ = on_ranks(2, train)[0]
-    for state, _ in on_ranks(2, train, 4, 2, True, 1, network, changes):
+    for state, _ in on_ranks(2, train, 4, 2, True, 1, Hostile, changes):
         for name, x in plain.items():
             torch.testing.assert_close(state[name], x, rtol=1e-12, atol=1e-14)
 
@@ -129,7 +127,7 @@ def test_invariant_mode_gives_the_same_bytes_at_any_number_of_ranks(on_ranks, ev
     def hashes(invariant, steps):
         changes = {"world_size_invariant": invariant}
         return {train_gpt.hash_of([*on_ranks(ranks, train, steps, 8 // ranks, True, every, Comm, changes, lazy)[0][0].items()])
-                for ranks in (1, 2, 4)}
+                for ranks in (1, 4)}
     assert len(hashes(True, 3)) == len(hashes(True, 4)) == 1 < len(hashes(False, 4))
 
 
