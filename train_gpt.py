@@ -340,7 +340,7 @@ class Config(SyncSettings, StageValues):
     muon_qk_heads: int = option(0, "heads per matrix of queries or keys that NorMuon orthogonalizes (0: all)", min=0)
 
     # gradient sync (see also SyncSettings)
-    # the default bucket holds 8 of the record's largest matrices, one per rank
+    # the default bucket holds 16 of the record's largest matrices in bf16, two per rank
     bucket_mb: float = option(72.0, "MiB of parameters per bucket (0: one bucket per parameter)", min=0)
     grad_reduce_in_fp32: bool = option(False, "accumulate and send the gradients of bf16 parameters in float32")
     bf16_compress: bool = option(False, "send gradients in bf16")

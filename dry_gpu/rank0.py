@@ -214,9 +214,9 @@ def alone(T, ranks, device):
         def all_gather_json(self, mine):
             return [json.loads(json.dumps(mine))] * ranks
 
-        def exchange(self, sent, received):
+        def exchange(self, sent, received, **tag):
             if sent[0].is_cuda:
-                return super().exchange(sent, received)
+                return super().exchange(sent, received, **tag)
             for mine, theirs in zip(sent, received):
                 theirs.copy_(mine)
             return T.HandleGroup()
