@@ -47,13 +47,8 @@ def die_with_launcher() -> None:
         if not os.path.exists(f"/proc/{os.environ.get('LAUNCHER_PID', os.getppid())}"):  # it died before prctl
             os._exit(1)
 
-def exit_before_start(*_: object) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        os.write(2, b"train_gpt.py: interrupted before the run started; nothing to keep\n")
-    os._exit(130)
-
 if __name__ == "__main__":  # before the other imports, which take seconds
-    signal.signal(signal.SIGINT, exit_before_start)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks for a checkpoint, and there is nothing to save yet
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_launcher()

@@ -7,21 +7,17 @@
 
 The last part of each file, by bytes, is for validation. A text file is split at the end of a line (without one, after a
 space), so it gives one document to each split. JSON lines stay whole. The shards do not depend on the number of
-processes. In a folder, hidden files, files that are not UTF-8 text and links to folders are left out; the output names
+threads. In a folder, hidden files, files that are not UTF-8 text and links to folders are left out; the output names
 them. GPT-2's vocabulary is downloaded to gpt2.tiktoken in the output folder, unless it is there (1 MB).
 """
 import argparse
 import codecs
-import functools
 import json
 import math
 import mmap
-import multiprocessing
 import os
-import signal
 from collections import defaultdict, deque
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -33,22 +29,17 @@ from shards import (BYTES, GPT2, MANIFEST, SHARD_TOKENS, TOKEN_BYTES, DataError,
 
 VAL_FRACTION = 0.1
 MAX_VAL_BYTES = 64 * 2**20  # enough text for a validation on ten million tokens
-PIECE_CHARS = 2**20         # per work item; this and the number of processes limit the memory
+PIECE_CHARS = 2**20         # per work item; this and the number of threads limit the memory
 NAMED = 5                   # files named of those that are left out for one reason
 ENCODINGS = {"gpt2": GPT2, "bytes": BYTES}
 
 
-@functools.cache
 def encoder(encoding, directory):
     """Return a function that encodes a text -> tokens, uint16. GPT-2's tokens are read from `directory`."""
     if encoding is BYTES:
         return lambda text: np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16)
     tokens = gpt2.read_encoding(directory)
-    return lambda text: np.array(tokens.encode_ordinary(text), dtype=np.uint16)
-
-
-def encode_batch(name, directory, texts):
-    return [encoder(ENCODINGS[name], directory)(text) for text in texts]
+    return lambda text: tokens.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
 
 
 def read_text(path, begin, end):
@@ -153,22 +144,11 @@ def make_batches(documents):
         yield batch
 
 
-def encode(batches, encoding, directory, processes):
-    """Encode batches in a pool of processes. Yield (split, whether a new document begins, tokens) in order."""
-    pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
-    pending = deque()
-
-    def launch(batch):
-        # Processes that start here inherit the mask, so only this process handles Ctrl-C. Another thread may still receive
-        # it while they start. The handler delays it, because a process that has half started would print a traceback.
-        interrupts = []
-        handler = signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        pending.append((batch, pool.submit(encode_batch, encoding.name, directory, [text for _, _, text in batch])))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        signal.signal(signal.SIGINT, handler)
-        if interrupts:
-            raise KeyboardInterrupt
+def encode(batches, encoding, directory, threads):
+    """Encode batches in threads: tiktoken works without Python's lock. Yield (split, whether a new document begins,
+    tokens) in order."""
+    encode_text, pending = encoder(encoding, directory), deque()
+    pool = ThreadPoolExecutor(threads)
 
     def collect():
         batch, future = pending.popleft()
@@ -177,13 +157,11 @@ def encode(batches, encoding, directory, processes):
 
     try:
         for batch in batches:
-            launch(batch)
-            if len(pending) > 2 * processes:
+            pending.append((batch, pool.submit(lambda batch: [encode_text(text) for _, _, text in batch], batch)))
+            if len(pending) > 2 * threads:
                 yield from collect()
         while pending:
             yield from collect()
-    except BrokenProcessPool:
-        raise DataError("an encoding process was killed, maybe because memory was short; use fewer --processes") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -262,8 +240,8 @@ def parse_arguments():
                              f"but at most {MAX_VAL_BYTES // 2**20} MiB in total)")
     parser.add_argument("--shard-tokens", type=at_least(2), default=SHARD_TOKENS, metavar="N",
                         help="maximum tokens per shard (default: %(default)s)")
-    parser.add_argument("--processes", type=at_least(1), default=os.cpu_count(), metavar="N",
-                        help="encoding processes (default: one per core, here %(default)s)")
+    parser.add_argument("--threads", type=at_least(1), default=os.cpu_count(), metavar="N",
+                        help="encoding threads (default: one per core, here %(default)s)")
     parser.add_argument("--force", action="store_true", help="replace existing shards in --out")
     return parser.parse_args()
 
@@ -286,7 +264,7 @@ def main():
                          shard_tokens=args.shard_tokens) as writer, \
                 tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:
             documents = read_documents(sizes, args.field, fraction)
-            for split, new_document, tokens in encode(make_batches(documents), encoding, args.out, args.processes):
+            for split, new_document, tokens in encode(make_batches(documents), encoding, args.out, args.threads):
                 writer.add(split, tokens, new_document)
                 bar.update(len(tokens))
             if not any(writer.paths.values()):

@@ -528,7 +528,7 @@ def run_all(manifest, where, lock):
         stats.main(stats_arguments(manifest))
     add = "ladder.py {} --record {} --title" if each > 2 else "board.py add {} {}"
     add = add.format(os.path.relpath(folder, ROOT), f"records/{datetime.now():%Y-%m-%d}_NAME")
-    say(f'to keep this race as a record: .venv/bin/python records/{add} "what was tried"')
+    say(f'to keep this {"trial" if race.get("trial") else "race"} as a record: .venv/bin/python records/{add} "what was tried"')
     return 0
 
 
@@ -549,7 +549,7 @@ def new_race(options):
     manifest.race = {"id": race_id, "n": options.n, "until_decided": options.until_decided, "alpha": options.alpha,
                      "test": options.test if options.vs else "unpaired", "seed": seed or 0, "ranks": options.ranks,
                      "sides": sides, "threads": os.environ.get("OMP_NUM_THREADS"), "declared": now(),
-                     "revision": git("rev-parse", "HEAD"),
+                     "revision": git("rev-parse", "HEAD"), "trial": options.trial,
                      "order": [f"{run}{side}" for run, side in order(options.n, sides)]}
     return manifest
 
@@ -560,6 +560,7 @@ def parse(arguments):
     add = parser.add_argument
     start.add_race_options(parser)
     add("--ranks", type=int, default=1, help="processes of a run (default: 1; run.sh knows what fits)")
+    add("--trial", action="store_true", help="declare that the race is a trial; the flags do not follow from it")
     add("--resume", metavar="MANIFEST", help="resume a race")
     add("flags", nargs="*", metavar="-- FLAGS", help=f"flags of {SCRIPT}, for both sides")
     words, flags = list(arguments), []

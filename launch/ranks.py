@@ -15,14 +15,8 @@ import signal
 import sys
 
 
-def interrupted(*_):
-    """Answer Ctrl-C before there are ranks, without the traceback of an import."""
-    os.write(2, b"ranks.py: interrupted before a rank was started\n")
-    os._exit(130)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, interrupted)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks for a checkpoint, and there is no rank yet
 
 import ctypes

@@ -129,6 +129,7 @@ def parse(words):
     race = [word for name in ("n", "cmd", "max_n", "test", "alpha", "name") if (value := getattr(options, name)) is not None
             for word in ("-n" if name == "n" else f"--{name.replace('_', '-')}", str(value))]
     race += [word for version in options.vs for word in ("--vs", version)] + ["--until-decided"] * options.until_decided
+    race += ["--trial"] * bool(race and options.trial)
     options.text = [os.path.abspath(path) for path in options.text]
     for name in ("resume", "init_from"):
         if (path := getattr(options, name)) and os.path.isfile(path):

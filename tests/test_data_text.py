@@ -10,8 +10,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +22,7 @@ sys.path.insert(0, str(DATA))
 
 import shards  # noqa: E402
 import text  # noqa: E402
-from conftest import write_gpt2_tokens  # noqa: E402
+from conftest import wait_until, write_gpt2_tokens  # noqa: E402
 from shards import BYTES, GPT2, DataError, ShardWriter, read_header, read_manifest, sha256_of  # noqa: E402
 
 VOCABULARY = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"  # tiktoken caches under SHA-1 of a URL
@@ -126,16 +124,16 @@ def test_gpt2_tokens_are_tiktokens_own(convert, tmp_path, gpt2):
     check_manifest(tmp_path / "out", GPT2)
 
 
-def test_many_files_in_order_with_any_number_of_processes(convert, tmp_path):
+def test_many_files_in_order_with_any_number_of_threads(convert, tmp_path):
     documents = [f"{i}\n{PROSE * 400}" for i in range(60)]
     files = ["a.jsonl", *(f"{i}.txt" for i in range(40, 60))]
     write_jsonl(tmp_path / "a.jsonl", documents[:40], field="content")
     for i in range(40, 60):
         (tmp_path / f"{i}.txt").write_text(documents[i])
     manifests = []
-    for processes in 1, 3:
+    for threads in 1, 3:
         done = convert(*files, "--field", "content", "--encoding", "bytes", "--val-fraction", "0.2", "--force",
-                       "--processes", processes, "--shard-tokens", 500_000)
+                       "--threads", threads, "--shard-tokens", 500_000)
         assert done.returncode == 0, done.stderr
         manifests.append(check_manifest(tmp_path / "out", BYTES))
     assert manifests[0] == manifests[1] and len(manifests[0]["files"]) > 3
@@ -172,7 +170,7 @@ def test_a_folder_is_read_with_its_subfolders_and_other_files_are_named(convert,
 @pytest.mark.parametrize("content, begin", [("日本語" * 40, "日本語" * 36), ("x" * 100, "x" * 90), ("a b" * 30, "a b" * 26 + "a ")])
 def test_a_text_without_line_breaks_is_cut_between_words_or_characters(monkeypatch, tmp_path, content, begin):
     (tmp_path / "one.txt").write_text(content)
-    in_process(monkeypatch, tmp_path, "one.txt", "--encoding", "bytes", "--processes", 1)
+    in_process(monkeypatch, tmp_path, "one.txt", "--encoding", "bytes", "--threads", 1)
     assert texts_of(tmp_path / "out", "train") == [begin] and texts_of(tmp_path / "out", "val") == [content[len(begin):]]
 
 
@@ -180,10 +178,10 @@ def test_the_advice_for_an_empty_split_helps(monkeypatch, tmp_path):
     """Give the fraction that the error names, and get both splits."""
     write_jsonl(tmp_path / "two.jsonl", ["short", "a much longer second document, " * 9])
     with pytest.raises(SystemExit) as exit:
-        in_process(monkeypatch, tmp_path, "two.jsonl", "--encoding", "bytes", "--processes", 1)
+        in_process(monkeypatch, tmp_path, "two.jsonl", "--encoding", "bytes", "--threads", 1)
     assert not (tmp_path / "out").exists(), "no empty folder stays"
     advice = re.search(r"give (--val-fraction) (0\.\d+)$", exit.value.code).groups()
-    in_process(monkeypatch, tmp_path, "two.jsonl", "--encoding", "bytes", "--processes", 1, *advice)
+    in_process(monkeypatch, tmp_path, "two.jsonl", "--encoding", "bytes", "--threads", 1, *advice)
     assert [len(texts_of(tmp_path / "out", split)) for split in ("train", "val")] == [1, 1]
 
 
@@ -213,7 +211,7 @@ def test_pieces_encode_to_the_tokens_of_the_whole(gpt2, chunks, piece):
 def test_a_document_of_many_pieces_is_one_document(tmp_path, monkeypatch):
     monkeypatch.setattr(text, "PIECE_CHARS", 100)
     (tmp_path / "t.txt").write_text(PROSE * 20)
-    in_process(monkeypatch, tmp_path, "t.txt", "--encoding", "bytes", "--processes", 1)
+    in_process(monkeypatch, tmp_path, "t.txt", "--encoding", "bytes", "--threads", 1)
     (train,), (val,) = (texts_of(tmp_path / "out", split) for split in ("train", "val"))
     assert train + val == PROSE * 20
 
@@ -284,7 +282,7 @@ def test_bad_input_is_an_error_in_one_line_and_writes_nothing(monkeypatch, tmp_p
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(SystemExit) as exit:
-        in_process(monkeypatch, tmp_path, name, "--encoding", "bytes", "--processes", 1)
+        in_process(monkeypatch, tmp_path, name, "--encoding", "bytes", "--threads", 1)
     assert wanted in exit.value.code and len(exit.value.code.splitlines()) == 1
     assert not (tmp_path / "out").exists()
 
@@ -325,51 +323,18 @@ def test_a_full_disk_keeps_existing_shards(tmp_path, monkeypatch):
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 
-@pytest.mark.parametrize("moment", ["its processes start", "it writes"])
-def test_an_interrupt_leaves_no_files(tmp_path, moment):
+def test_an_interrupt_leaves_no_files(tmp_path):
     (tmp_path / "t.txt").write_text(PROSE * 60_000)
     (tmp_path / "out").mkdir()
     write_gpt2_tokens(tmp_path / "out")
-    process = subprocess.Popen([sys.executable, DATA / "text.py", "t.txt", "--out", "out", "--processes", "1"],
+    process = subprocess.Popen([sys.executable, DATA / "text.py", "t.txt", "--out", "out", "--threads", "1"],
                                cwd=tmp_path, text=True, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, start_new_session=True)
-    process.stdout.readline()
-    time.sleep(0.2)  # a process has started, but has not begun its work
-    deadline = time.monotonic() + 600
-    while moment == "it writes" and not list(tmp_path.glob("out/*.partial")):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGINT)  # also to the processes that encode, as a terminal does
+    wait_until(lambda: process.poll() is not None or list(tmp_path.glob("out/*.partial")))
+    process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=600)
     assert process.returncode == 130 and said.strip() == "interrupted"
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["gpt2.tiktoken"]
-
-
-def test_an_interrupt_in_another_thread_waits_until_a_process_has_started(monkeypatch):
-    started, leave = [], threading.Event()
-
-    class Pool:
-        def __init__(self, *_, **__):
-            pass
-
-        def submit(self, *_):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.1)
-            started.append(True)
-
-        def shutdown(self, cancel_futures):
-            pass
-
-    monkeypatch.setattr(text, "ProcessPoolExecutor", Pool)
-    other = threading.Thread(target=leave.wait)  # this thread does not mask the signal
-    other.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            list(text.encode([[("train", True, "a")]], BYTES, None, 1))
-    finally:
-        leave.set()
-        other.join()
-    assert started == [True] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 # Headers and manifests

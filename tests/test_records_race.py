@@ -202,8 +202,9 @@ def test_several_revisions_are_compared_with_the_last(repo, capsys, edited):
     git(repo, "branch", "idea", "HEAD")
     if edited:
         (repo / "train_gpt.py").write_text(SCRIPT.replace("SPEED = 100", "SPEED = 50"))
-    assert race.main(["-n", "3", "--name", "half as long", "--vs", "idea", "--vs", "HEAD~1"]) == 0
+    assert race.main(["-n", "3", "--trial", "--name", "half as long", "--vs", "idea", "--vs", "HEAD~1"]) == 0
     folder, described, _ = only_race(repo)
+    assert described["trial"]
     names = [*["half as long"] * edited, f"idea {git(repo, 'rev-parse', 'idea')[:8]}", f"revision {git(repo, 'rev-parse', 'HEAD~1')[:8]}"]
     assert list(logs.side_names(described).values()) == names
     times = {run.start["race"]["side"]: run.train_time_ms for run in logs.read([str(folder)]).runs if run.start["seed"] == 2}
