@@ -2833,10 +2833,10 @@ class SavedState:
 
         RunError, before anything is changed, if the state does not fit.
         """
-        for x in state.values() if isinstance(state, collections.abc.Mapping) else [state]:
-            require(isinstance(x, Tensor) and x.dim() < 2, f"the saved state does not fit: it has a {type(x).__name__} "
-                    f"{[*getattr(x, 'shape', ())]}, not only tensors of one dimension; load what the optimizer's "
-                    "state_dict() returned")
+        for name, x in state.items() if isinstance(state, collections.abc.Mapping) else [("it", state)]:
+            require(isinstance(x, Tensor) and x.dim() < 2, f"the saved state does not fit: {name} is a "
+                    f"{type(x).__name__} {[*getattr(x, 'shape', ())]}, not a tensor of one dimension; load what the "
+                    "optimizer's state_dict() returned")
         ours = [*(slot.name for _, slot in self.reducer.slots.values()), *self.buffers()]
         if not state.keys() >= {*ours}:  # torch.compile(model) and DDP put words into names
             plain = functools.partial(re.compile(r"^module\.|\b_orig_mod\.").sub, "")

@@ -617,7 +617,7 @@ def test_a_refused_state_changes_nothing():
         with pytest.raises(RunError, match="does not fit"):
             optimizer.load_state_dict(spoilt)
         assert optimizer.state_hash() == before and optimizer.param_groups[0]["lr"] == 0.125 != rate
-    with pytest.raises(RunError, match=r"it has a list \[\], not only tensors of one dimension; load what the optimizer's state_dict\(\) returned"):
+    with pytest.raises(RunError, match=r"it is a list \[\], not a tensor of one dimension; load what the optimizer's state_dict\(\) returned"):
         optimizer.load_state_dict([state])
 
 

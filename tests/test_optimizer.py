@@ -935,7 +935,7 @@ def batches():
 
 def test_any_number_of_ranks_trains_the_same_model(on_ranks, batches):
     alone = on_ranks(1, train_steps, {}, 2, batches)[0]
-    for ranks in (2, 3, 4, 6):
+    for ranks in (2, 3):
         results = on_ranks(ranks, train_steps, {}, 2, batches)
         together = [loss for result in results for loss in result[0]]
         assert sorted(together) == pytest.approx(sorted(alone[0]), rel=1e-4)
@@ -1056,8 +1056,8 @@ DIFFERENCES = {  # name: (how rank 1 differs, the error)
     "settings": (lambda comm: optimizer_of(chain(), comm, world_size_invariant=bool(comm.rank)), "world_size_invariant True.*False"),
     "scale": (lambda comm: optimizer_of(chain(), comm, grad_scale=1.0 + comm.rank), "gradient scale 2.*1"),
     "rates": (lambda comm: optimizer_of(chain(), comm, rule=dataclasses.replace(ONCE, lr=0.1 + comm.rank)), "bucket .*lr=1.1.*lr=0.1"),
-    "counts": (other_counts, "micro-batches.* differ: rank 1 .*3.* rank 0 .*2"),
-    "no_sync": (other_counts_in_no_sync, r"micro-batches.* differ: rank 1 .*3.* rank 0 .*2.* no_sync\(\)"),
+    "counts": (other_counts, "rank 1 calls .*after 3 backward.* rank 0 .*after 2"),
+    "no_sync": (other_counts_in_no_sync, r"rank 1 calls .*after 3 backward.* rank 0 .*after 2.* no_sync\(\)"),
 }
 
 
@@ -1264,9 +1264,9 @@ def test_a_state_is_the_caller_s_own():
     (lambda state: state.update({"table/m": torch.zeros(90)}), "table/m"),
     (lambda state: state.update({"wide_1/updates": torch.tensor(7)}), "wide_1"),
     (lambda state: state.update({"further": torch.zeros(3)}), "further"),
-    *((lambda state, name=name: state.update({name: None}), f"{name} is a NoneType, .*load what state_dict") for name in
+    *((lambda state, name=name: state.update({name: None}), f"{name} is a NoneType .*load what") for name in
       ("table", "table/m", "table/updates", "table/lr", "table/step")),
-    *((lambda state, x=x: state.update({"table": x.T}), r"table is of shape \[7, 10\], not .* one dimension") for x in
+    *((lambda state, x=x: state.update({"table": x.T}), r"table is a Tensor \[7, 10\], not .* one dimension") for x in
       (torch.zeros(10, 7), torch.zeros(7, 10).T.contiguous()))])
 def test_a_state_that_does_not_fit_is_refused_by_name(spoil, says):
     optimizer, _ = mixture(1e9, train_gpt.Comm())
@@ -1373,7 +1373,7 @@ def tied_launches(comm, warm_up, batches):
     return launched[-1], [bucket.name for bucket in reducer.launch_order]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2])
 def test_the_tied_stage_has_its_own_launch_order(on_ranks, ranks, batches):
     """The tied head is complete last, since the embedding reads it: after a warm-up that ends untied, Adam's other
     buckets must not wait for it. Every rank uses the order of a run without warm-up."""
