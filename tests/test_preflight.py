@@ -336,7 +336,7 @@ FRONTIER = vars(train_gpt.PRESETS["frontier"])
 
 
 @pytest.mark.parametrize("ranks, changes, training, validation", [
-    (8, dict(), 15411, 9399),
+    (8, dict(), 14870, 8999),
     (8, FRONTIER, 22025, 10909),
     (8, dict(kernels="off"), 19049, 9399),
     (1, dict(kernels="off"), 19920, 10271),
@@ -346,13 +346,13 @@ FRONTIER = vars(train_gpt.PRESETS["frontier"])
     (8, dict(kernels="off", layers="S0M LM S0M SM", backout_layer=2), 11492, 5956),
     (8, dict(FRONTIER, kernels="off"), 27033, 10380),
     (8, dict(attention="masked"), 15456, 13632),
-    (8, dict(attention="masked", micro_batch_tokens=8192), 5623, 13633),
     (8, dict(kernels="off", compile="off"), 40555, 23978),
     (8, dict(kernels="off", compile="off", micro_batch_tokens=8192), 11458, 11323),
     (8, dict(compile="off", attention="masked", fp8_head=False), 17498, 23978),
 ])
 def test_memory_needed_is_what_runs_allocate(ranks, changes, training, validation):
-    """MiB that the simulated GPU counted (dry_gpu, an H100), within a tenth."""
+    """MiB that the simulated GPU counted (dry_gpu, an H100), within a tenth; in all rows but the first with matrices in
+    float32, which took about 450 more in a `speedrun` on 8 ranks."""
     _, *estimates = preflight.memory_needed(dataclasses.replace(train_gpt.Config(), **changes), 50257, ranks)
     assert [x / 2 ** 20 for x in estimates] == [pytest.approx(training, rel=0.1), pytest.approx(validation, rel=0.1)]
 
