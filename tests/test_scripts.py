@@ -456,10 +456,10 @@ def test_steps_and_epochs_fit_the_size_of_a_text(gpus, capsys, tmp_path, monkeyp
     assert fit(1_200_000, "--num_steps", str(int(1.07 * int(whole[1]))))[0].epochs == 2
     assert config.ngram_reset == 0 and config.max_document_tokens == laptop.max_document_tokens
     config, says = fit(40_000, val=700_000)
-    assert config.num_steps == start.MAX_EPOCHS * config.ngram_reset and "steps of 2,048: 8 epochs; n-gram" in says
+    assert config.num_steps == start.MAX_EPOCHS * config.ngram_reset and "steps of 2,048: 8 epochs; the n-gram" in says
     assert reads.count(0) == 2 and len(reads) < 1.2 * config.num_steps, "an epoch before it shows that the text is repeated"
     assert 14 <= config.ngram_reset <= 18 and config.max_document_tokens == 1025, "tables of the last pass alone"
-    assert config.val_tokens == 2 ** 18 and "validation on 262,144 of 700,000 tokens" in says
+    assert config.val_tokens == 2 ** 18 and "validation on 262,144 of 700,000 tokens" in says and "means little" not in says
     config, says = fit(10_000)
     assert config.num_steps == start.MIN_STEPS, "more epochs than MAX_EPOCHS"
     assert config.muon_momentum_rise == laptop.muon_momentum_rise * 40 // laptop.num_steps
@@ -469,7 +469,8 @@ def test_steps_and_epochs_fit_the_size_of_a_text(gpus, capsys, tmp_path, monkeyp
     config, _ = fit(40_000, "--num_steps", "70", "--target_val_loss", "2", "--val_tokens", "1024", val=700_000)
     assert (config.num_steps, config.target_val_loss, config.val_tokens) == (70, 2, 1024) and 4 <= config.epochs <= 8
     config, says = fit(40_000, "--epochs", "1")
-    assert config.epochs == 1 and config.num_steps < 20 and says.endswith("one epoch\n")
+    assert config.epochs == 1 and config.num_steps < 20 and "one epoch\n" in says
+    assert "validation on only 1,000 tokens, so the validation loss means little; give more text" in says
     config, says = fit(1500)
     assert config.ngram_reset == 1 and config.max_document_tokens == 513
     assert config.micro_batch_tokens == 512 and config.epochs == config.num_steps == 40 and "would occur 0.0075 times each" in says
