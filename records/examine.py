@@ -35,7 +35,7 @@ from stats import CannotJudge
 
 SAVED, INITIAL, LOSS, ORDER, CAUSAL = RULES = (
     "the saved model is the log's", "initial weights come from the seed", "independent validation loss",
-    "a sequence's loss is its own", "later tokens do not reach earlier logits")
+    "a sequence's loss depends on no other sequence", "later tokens do not reach earlier logits")
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-3}  # nats, of a mean loss between machines
 LOGIT_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}  # of a logit, within one machine
 PROBE_TOKENS, PROBES = 1024, 12
@@ -274,7 +274,7 @@ class Examination:
     def __init__(self, e, model_path, saved, stream, worker):
         self.e, self.model_path, self.saved, self.stream, self.worker = e, model_path, saved, stream, worker
         self.stated, self.config = e.get("start.config", dict), json.loads(json.dumps(saved["config"]))
-        self.source, self.scored, self.dtype = source_of(e), e.get("end.val_tokens", int), self.config["dtype"]
+        self.source, self.scored, self.dtype = e.run.script, e.get("end.val_tokens", int), self.config["dtype"]
         self.bos, self.losses, self.random = saved["bos_id"], [], np.random.default_rng()  # no source can predict it
 
     def check_saved(self):
@@ -416,10 +416,6 @@ def fitted(run):
     return {"micro_batch_splits", *(name for words, name in FITTED.items() if words in said)}
 
 
-def source_of(e):
-    return (e.run.source or "").removesuffix("\n")
-
-
 def seconds_needed(e):
     """Estimate how long check_model takes, if a token takes as long as in the log's validations."""
     config, tokens, calls = e.get("start.config", dict), e.get("end.val_tokens", int), max(1, len(e.run.validations))
@@ -438,7 +434,7 @@ def check_model(e, model_path, folder, only=RULES, tell=lambda rule: None):
         where = folder or os.path.dirname(ROOT / e.get("start.config.val_files", str))
         shards = [open_shard(path) for path in find_shards(e, "val", where)]
         saved = read_model(model_path)
-        with start_worker(source_of(e), model_path) as worker:
+        with start_worker(e.run.script, model_path) as worker:
             asked = Examination(e, model_path, saved, np.concatenate([tokens for tokens, _ in shards]), worker)
             checks = asked.check_saved, asked.check_initial, asked.check_loss, asked.check_order, asked.check_causality
             found = {}
