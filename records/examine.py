@@ -45,7 +45,6 @@ BLOCK = 128  # tokens in a block of FlexAttention: a wrong block mask leaks at i
 ROWS, MOST_COLUMNS = 64, 1 << 20  # tokens whose logits are sent at a time; largest vocabulary
 LONGEST_ANSWER = 1 << 20  # bytes of JSON
 PATIENCE_S = 900  # timeout of one answer: the first one compiles
-STARTING_S = 10  # time until a process answers; a model needs three or four processes
 # What may depend on the machine: micro-batches by memory, and the flags named here if `changes` has these words
 FITTED = {"has no fp8": "fp8_head", "MLP's kernels are off": "fp8_mlp", "FlashAttention 3 is not": "attention"}
 PASSED_ON = ("PATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # environment variables
@@ -414,16 +413,6 @@ def fitted(run):
     """Return the names of a run's config values that may depend on the machine."""
     said = "\n".join(map(str, run.start.get("changes") or ()))
     return {"micro_batch_splits", *(name for words, name in FITTED.items() if words in said)}
-
-
-def seconds_needed(e):
-    """Estimate how long check_model takes, if a token takes as long as in the log's validations."""
-    config, tokens, calls = e.get("start.config", dict), e.get("end.val_tokens", int), max(1, len(e.run.validations))
-    longest = config["val_len"]
-    asked = tokens + (SCORED_AGAIN + CHANGED_LATER) * longest + 5 * PROBES * min(PROBE_TOKENS, longest)
-    asked += WINDOWS * WINDOW_PROBES * BLOCK
-    validation = e.get("end.seconds_outside_clock.validation", NUMBER) * e.get("start.ranks", int)
-    return 4 * STARTING_S + asked / tokens * validation / calls
 
 
 def check_model(e, model_path, folder, only=RULES, tell=lambda rule: None):

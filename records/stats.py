@@ -61,7 +61,6 @@ STATUS = {HOLDS: 0, NO_CLAIM: 0, FAILS: 1, UNJUDGED: 2, OTHER: 2}
 ALPHA = 0.01
 DEFAULT_TARGET = 3.28  # FineWeb, the public speedrun's main track
 LATE = 0.1  # part of a run in which a clock may be reset after the warm-up
-OUTLIER, OUTLIER_RUNS = 5, 10  # robust standard deviations from the median; least runs
 MOST_RUNS = 1_000_000  # in a plan
 MOST_SHOWN = 20  # runs of a side that cannot be judged
 FUTILE = 0.05  # a race until decided stops if the claim has a smaller chance of being shown at the last look
@@ -477,9 +476,6 @@ def check_event(event, first):
         require(side["revision"] is None or re.fullmatch("[0-9a-f]{40,64}", str(side["revision"])),
                 "a side's revision is no full hash")  # git would take one that begins with - for an option
         require(isinstance(side.get("folder", ""), str), "a side's folder is no path")
-    theirs = ["folder" in side for side in inner["sides"].values()]
-    require(not any(theirs) or theirs in ([False, True], [True, False]), "a side of another project needs exactly one "
-            "side of this project; race.py makes no other race")
     require(inner["sides"] and are_words(inner["order"]) and len(inner["order"]) == inner["n"] * len(inner["sides"]),
             "its order needs one word for each of its n runs a side")
     require(0 < inner["alpha"] < 0.5, "its alpha is no number between 0 and 0.5")
@@ -708,23 +704,15 @@ def check_not_shared(a, b):
 
 
 def add_warnings(side):
-    """Add the logs' own notes, and anomalies of their times, to the warnings."""
+    """Add the logs' own notes, and what is wrong with their times, to the warnings."""
     for note, count in Counter(note for run in side.runs for note in run.notes).items():
         side.warnings.append(f"{note} ({count} of {plural(len(side.runs), 'run')} of {side.name})")
-    if stopped := [run for run in side.untimed if run.train_time_ms is not None]:
-        side.warnings.append(f"train_time is not above zero on the last line of {list_names(stopped)}: the times are "
-                             "not judged")
     if side.untimed:
-        return
-    if side.clock_reset:
+        stopped = [run for run in side.untimed if run.train_time_ms is not None]
+        side.warnings += [f"train_time is not above zero on the last line of {list_names(stopped)}: the times are not judged"] * bool(stopped)
+    elif side.clock_reset:
         side.warnings.append(f"the clock was reset during training ({list_names(side.clock_reset)}): the time does not "
                              "cover the whole run")
-    spread = scipy.stats.median_abs_deviation(side.seconds, scale="normal")
-    middle = np.median(side.seconds)
-    for run, seconds in zip(side.runs, side.seconds):
-        if len(side.runs) >= OUTLIER_RUNS and abs(seconds - middle) > OUTLIER * spread > 0:
-            side.warnings.append(f"{list_names([run])} took {seconds:.3f} s where the median is {middle:.3f} s: an "
-                                 "outlier, and counted; check whether the machine was idle")
 
 
 def choose_target(runs, given):
@@ -836,7 +824,8 @@ def judge(sides, options):
     if len(sides) == 2:
         check_comparable(*sides, options.mixed)
     a, alpha = sides[0], options.alpha or declared.get("alpha", ALPHA)
-    others = [f"alpha {alpha:g}, and race.jsonl declares {declared['alpha']:g}"] * bool(declared and alpha != declared["alpha"])
+    declares = declared.get("alpha", alpha)
+    others = [f"alpha {alpha:g}, and race.jsonl declares {declares:g}"] * (alpha != declares)
     stated = {logs.target_of(run) for side in sides for run in side.runs} - {None, options.target}
     if options.target is not None and stated:
         others.append(f"target {options.target:g}, and the logs state {' and '.join(map('{:g}'.format, sorted(stated)))}")
@@ -1005,7 +994,7 @@ def plan(options):
 
     sd and margin come from the flags, or from logs: one set gives losses, two sets (the pilot) times. An sd from logs
     is an upper confidence bound. seen: the logs' own sds; n: runs in the logs, or None."""
-    sd, other_sd, margin, n, pilot, seen = options.sd, options.other_sd, options.margin, None, None, []
+    sd, other_sd, margin, n, pilot, seen = options.sd, None, options.margin, None, None, []
     if sd is None or margin is None:
         require(options.paths, "--plan needs --sd and --margin, or logs to take them from")
         sides = choose_sides(options)
@@ -1063,7 +1052,6 @@ def parse(arguments):
     add("--mixed", action="store_true", help="judge runs of several experiments as one set")
     add("--plan", action="store_true", help="print how many runs are needed, and judge nothing")
     add("--sd", type=float, help="for --plan: standard deviation of a run")
-    add("--other-sd", type=float, help="for --plan: sd of the other side's runs (default: the same)")
     add("--margin", type=float, help="for --plan: true difference from the target or the other set")
     add("--power", type=float, default=0.9, help="for --plan: probability of showing it (default: %(default)s)")
     add("--plot", metavar="PNG", help="plot losses and times")
@@ -1079,7 +1067,7 @@ def parse(arguments):
         parser.error(f"--target is {options.target}; give a finite number")
     if options.side and options.vs:
         parser.error("--side takes both sets from PATH; leave out --vs")
-    unused = ("plot",) if options.plan else ("sd", "other_sd", "margin")
+    unused = ("plot",) if options.plan else ("sd", "margin")
     if options.plan and options.sd and options.margin:  # no logs are read
         unused += ("vs", "vs_source", "side")
     for name in unused:

@@ -1099,11 +1099,7 @@ def verify(options, case=None):
 def examine_all(case):
     """Return [(name, {rule: (verdict, reason)})] of the runs whose models are given."""
     if case.models:
-        known, seconds = judged(lambda: sum(examine.seconds_needed(e) for e, _ in case.models.values()))
-        about = (f"about {max(1, round(seconds / 60))} min, if a token takes as long as in the logs' validations"
-                 if known == PASS else "the logs do not tell how long that takes")
-        print(f"verify.py: examining {plural(len(case.models), 'model')}, which runs the source in their logs: {about}",
-              file=sys.stderr)
+        print(f"verify.py: examining {plural(len(case.models), 'model')}, which runs the source in their logs", file=sys.stderr)
         leaks.trainer()  # no module is loaded once a stranger's source has run
     before = digests_of_judge()
     found = []

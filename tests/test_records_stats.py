@@ -133,7 +133,7 @@ def test_the_plan_of_a_time(margin, n):
 
 # What the verdicts promise, by simulation
 
-TRIALS = 40_000
+TRIALS = 10_000
 
 
 def within(rate, expected):
@@ -298,7 +298,7 @@ def test_intervals_cover_the_true_difference_and_p_has_its_size(n, paired, skewe
 def test_the_correction_keeps_the_level_over_all_ideas(no_plans):
     """Five ideas that change nothing share a base: at most 5 % of such ladders show one."""
     draw, shown = np.random.default_rng(22), []
-    for _ in range(800):
+    for _ in range(400):
         losses = draw.normal(size=(6, 5)) + draw.normal(size=5)
         p = [stats.contrast(idea, losses[5], True, 1, 5).p for idea in losses[:5]]
         shown.append([min(p) < 0.05, min(stats.holm(p)) < 0.05])
@@ -760,7 +760,7 @@ def test_a_plan_from_a_pilot_keeps_its_promise_on_average(n, monkeypatch):
     draw, options = np.random.default_rng(12), stats.parse(["--plan", "pilot", "--target", "0", "--margin", "1"])
     monkeypatch.setattr(stats, "check_one_experiment", lambda side, mixed: None)
     powers = []
-    for _ in range(400):
+    for _ in range(150):
         pilot = types.SimpleNamespace(losses=draw.normal(-1, 1, n), runs=[])
         monkeypatch.setattr(stats, "choose_sides", lambda options: [pilot])
         powers.append(stats.power(stats.plan(options)["needed"][0]["runs"], 1, 1, 0.01))
@@ -848,11 +848,6 @@ def test_a_clock_set_back_late_is_warned_of_and_decides_no_claim(write, judge, o
     assert "the clock was reset during training (0.txt, " in refusal(old, "--vs", late)
 
 
-def test_an_outlier_is_warned_of_and_counted(write, judge):
-    _, out, _ = judge(write("slow", map(log, LOSSES, [*TIMES[:-1], 150.0])))
-    assert "9.txt took 150.000 s where the median is 140.796 s: an outlier" in out and "Time (10 runs" in out
-
-
 # The command
 
 def test_plans_on_the_command_line(judge, refusal, new, write):
@@ -862,10 +857,7 @@ def test_plans_on_the_command_line(judge, refusal, new, write):
     status, out, _ = judge("--plan", "--sd", 0.07, "--margin", 0.2)
     assert re.search(r"less than another set: +6 runs a side \(power 0.9", out)
     assert "--until-decided" not in out  # with so few runs, looks take as many and lose power
-    assert "), if the other side also has sd 0.07 (--other-sd)\n" in out
-    status, out, _ = judge("--plan", "--sd", 0.07, "--other-sd", 0.2, "--margin", 0.2)
-    assert "--other-sd" not in out
-    assert "sd 0.07 and 0.2" in out and re.search(r"less than another set: +1\d runs a side", out)
+    assert "), if the other side also has sd 0.07\n" in out
     shown = "sd 0.001894 (upper 80 % bound; the runs show 0.001465), margin 0.00286, from 10 runs in the logs"
     assert shown in judge("--plan", new)[1]
     assert "--plan needs --sd and --margin" in refusal("--plan", "--sd", 1)
@@ -927,21 +919,14 @@ def test_a_short_run_alone_is_drawn_with_its_training_losses(write, judge, monke
     assert labels == [True, True, False]
 
 
-def test_the_command_works_from_anywhere(new, tmp_path):
-    done = subprocess.run([sys.executable, str(RECORDS / "stats.py"), "new"], cwd=tmp_path, capture_output=True,
-                          text=True)
-    assert done.returncode == 0 and "The claim holds" in done.stdout and done.stderr == ""
-
-
 def test_text_that_no_terminal_shows(write, tmp_path):
-    """A lone surrogate in a side's name, and a byte that is not UTF-8 in a path."""
+    """A lone surrogate in a side's name, and a byte that is not UTF-8 in a path. The command works from any folder."""
     folder = write("odd", [content.replace('"side": "b"', '"side": "\\ud800"') for content in raced(9, "ab")])
     name = os.fsdecode(b"\xff")
     os.rename(folder, tmp_path / name)
-    for arguments, status in (([name, "--side", "a"], 1), ([name, "--vs", f"{name}/0.txt", "--source", "0"], 2)):
-        done = subprocess.run([sys.executable, str(RECORDS / "stats.py"), *arguments], cwd=tmp_path,
-                              capture_output=True, text=True, env={"PYTHONIOENCODING": "utf-8:strict"})
-        assert done.returncode == status and "Traceback" not in done.stderr and "\\ud" in done.stdout + done.stderr
+    done = subprocess.run([sys.executable, str(RECORDS / "stats.py"), name, "--side", "a"], cwd=tmp_path,
+                          capture_output=True, text=True, env={"PYTHONIOENCODING": "utf-8:strict"})
+    assert done.returncode == 1 and not done.stderr and "\\ud" in done.stdout and "The claim does not hold" in done.stdout
 
 
 def test_runs_that_cannot_be_judged_are_shown(write, judge):

@@ -1539,6 +1539,123 @@ def test_a_blank_line_that_an_editor_adds_alters_no_log(race, judge):
     assert judge(folder)[0] == 0
 
 
+# What the race wrote down, the page, and the run again
+
+def test_lines_that_are_not_those_of_the_race_are_caught(race, judge):
+    """A loss is edited together with everything in the log that states it."""
+    folder = race()
+    found = {run.start["run_id"]: run.figures for run in logs.read([folder]).runs}
+    with manifest_of(folder) as events:
+        for event in events[2::2]:
+            event["figures"] = found[event["run_id"]]
+    assert judge(folder)[0] == 0
+    Log(folder / "2a.txt").label(2, 4, loss=3.9).write(folder / "2a.txt")
+    fails_only(judge(folder), ACCOUNTS, "run 2a, 2a: its lines are not those that the race saw")
+
+
+def write_page(folder, runs, more=""):
+    """Write the parts of a page of board.py that state figures."""
+    losses, seconds = [run.final_loss for run in runs], [run.train_time_ms / 1000 for run in runs]
+    rows = [f"| seed {i} | [{loss:.4f}]({Path(run.path).name}) | {s:.3f} |" for i, (run, loss, s) in enumerate(zip(runs, losses, seconds))]
+    (folder / "README.md").write_text("\n".join([
+        f"- **Loss**: {np.mean(losses):.5f} ± 0.01, below", f"- **Time**: {np.mean(seconds):.2f} ± 0.1 s.", *rows, more]))
+
+
+@pytest.mark.parametrize("old, new, word", [
+    ("", "", ""), ("[4.0200](", "[4.0100](", "its row of 2a.txt states 4.0100, "), ("Loss**: 4.02500", "Loss**: 4.02300", "it states a mean loss of 4.02300"),
+    ("Time**: 1.", "Time**: 0.", "it states a mean time of 0."), ("(3a.txt)", "(9a.txt)", "its row of 3a.txt states None")])
+def test_a_page_that_is_not_its_logs_is_caught(race, judge, old, new, word):
+    folder = race()
+    write_page(folder, logs.read([folder]).runs)
+    page = (folder / "README.md").read_text()
+    assert old in page
+    (folder / "README.md").write_text(page.replace(old, new, 1))
+    if word:
+        fails_only(judge(folder), verify.PAGE, word)
+    else:
+        says(judge(folder)[1], verify.PAGE, "pass", "what 4 logs show")
+
+
+@pytest.mark.parametrize("page, verdict, word", [
+    ("accs = [3.2710, 3.2720, 3.2730]", "pass", ""), ("accs = [3.2710, 3.2720, 3.2730, 3.2689, 3.2691]", "not checkable", "lists 5 losses, and no log here shows 2"),
+    ("Run `python x.py`.", "not checkable", "no losses of single runs"), (b"\xff 3.2710 3.2720 3.2730".decode("latin1"), "pass", "")])
+def test_losses_in_a_public_readme_that_no_log_shows_are_named(tmp_path, judge, page, verdict, word):
+    for i, loss in enumerate((3.271, 3.272, 3.273)):
+        public_log(tmp_path / f"{i}.txt", public_lines(lambda step: loss + (9 - step) / 9, 60 + i))
+    (tmp_path / "README.md").write_text(page)
+    says(judge(tmp_path)[1], verify.PAGE, verdict, word)
+
+
+@pytest.fixture
+def replay(honest, tmp_path, capsys, monkeypatch):
+    """replay(change) -> (exit status, verdict, reason) of --replay for a log, where the run gives the honest log again."""
+    def run(words, cwd, env, **_):
+        given = train_gpt.parse_config(words[words.index("train_gpt.py") + 1:], "speedrun")[1]
+        Path(cwd, "logs").mkdir()
+        shutil.copy(honest, Path(cwd, "logs", "again.txt"))
+        started.append((Path(cwd, "train_gpt.py").read_text(), given, env))
+        return SimpleNamespace(stdout="Error: no data")
+    started = []
+    monkeypatch.setattr(verify.subprocess, "run", run)
+
+    def replay(change=lambda log: None, seed=None):
+        log = Log(honest)
+        change(log)
+        log.write(tmp_path / "l.txt")
+        capsys.readouterr()
+        status = verify.main([str(tmp_path / "l.txt"), "--replay", str(log.start["seed"] if seed is None else seed), "--json"])
+        rules = {rule["rule"]: rule for rule in json.loads(capsys.readouterr().out).get("rules", ())}
+        return status, *(rules[verify.AGAIN][key] for key in ("verdict", "reason") if rules)
+    replay.started = started
+    return replay
+
+
+def test_a_run_again_has_the_logs_source_settings_and_threads(replay, honest):
+    status, verdict, reason = replay(lambda log: log.start["environment"].update(OMP_NUM_THREADS="3"))
+    ((source, config, environment),), log = replay.started, Log(honest)
+    assert verdict == "pass" and "the same bytes" in reason and environment["OMP_NUM_THREADS"] == "3"
+    assert source + "\n" == log.source
+    stated = json.loads(json.dumps({name: value for name, value in vars(config).items() if name in log.start["config"]}, default=str))
+    differ = {name for name, value in stated.items() if log.start["config"][name] != value}
+    assert differ <= logs.INCIDENTAL and config.seed == log.start["seed"]
+    assert replay(seed=77) == (2,)
+
+
+@pytest.mark.parametrize("loss, cpu, verdict, word", [
+    (0, None, "fail", "on the same processor, threads and torch a run gives the same bytes"),
+    (0.0001, "25/1/1", "pass", "within 0.0005 nats (other, or not logged: cpu_id, so the bytes may differ)"),
+    (0.01, "25/1/1", "fail", "more than 0.0005 nats apart")])
+def test_other_bytes_accuse_nobody_on_another_processor(replay, loss, cpu, verdict, word):
+    def change(log):
+        log.set("end.final_state_hash", "0" * 64).set("end.final_val_loss", log.end["final_val_loss"] + loss)
+        if cpu:
+            log.set("start.hardware.cpu_id", cpu)
+    _, found, reason = replay(change)
+    assert found == verdict and word in reason, reason
+
+
+def test_a_run_again_that_does_not_end_is_no_verdict(replay, monkeypatch):
+    monkeypatch.setattr(verify.logs, "last_run", lambda path: logs.Run(path, reason="not a log: an empty file"))
+    assert replay()[1] == "not checkable" and "it did not end (not a log: an empty file; Error: no data)" in replay()[2]
+
+
+@pytest.mark.slow
+def test_a_run_again_gives_the_same_bytes(honest, data, capsys):
+    assert verify.main([str(honest), "--replay", str(Log(honest).start["seed"]), "--data", str(data), "--json"]) == 0
+    (found,) = [rule for rule in json.loads(capsys.readouterr().out)["rules"] if rule["rule"] == verify.AGAIN]
+    assert found["verdict"] == "pass" and "the same bytes" in found["reason"]
+
+
+def test_a_trial_claims_nothing_and_says_so(race, capsys):
+    def short(log, run, side):
+        log.set("start.target_val_loss", 0).set("start.config.target_val_loss", 0).set("end.target_val_loss", 0)
+        log.set("end.reached", False).set("end.val_tokens", 512).set("start.preset", "speedrun" if run > 4 else "laptop")
+    assert verify.main([str(race(change=short))]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.startswith("A TRIAL: no rule is broken; ") and "4 of 4 runs: a trial: 512 of 999 tokens were scored" in shown
+    assert "Claim not judged: mean loss below target, p < 0.01: a trial: 512" in shown
+
+
 # The reviewer's page
 
 def page_of(capsys, *arguments):
@@ -1633,14 +1750,6 @@ def test_the_public_track_of_larger_models_may_set_one_switch(tmp_path, judge, l
     source = f"import torch\ntorch._inductor.config.coordinate_descent_tuning = True  # allowed\n{more}"
     public_log(tmp_path / "0.txt", public_lines(lambda step: loss + 9 - step), source)
     assert judge(tmp_path)[1][SWITCHES][0] == verdict
-
-
-def test_the_time_that_models_need_is_said_before(race, honest, capsys, monkeypatch):
-    monkeypatch.setattr(examine, "check_model", lambda *_, **__: pytest.fail("was examined before") if not (
-        said := capsys.readouterr().err) else seen.append(said) or dict.fromkeys(examine.RULES, ("pass", "")))
-    seen = []
-    verify.main([str(honest), "--rerun", str(honest.with_suffix(".pt")), "--json"])
-    assert re.match(r"verify.py: examining 1 model, which runs the source in their logs: about \d+ min, if", seen[0])
 
 
 # Honest runs that failed
