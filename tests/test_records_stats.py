@@ -16,6 +16,7 @@ import scipy.stats
 RECORDS = Path(__file__).resolve().parent.parent / "records"
 sys.path.insert(0, str(RECORDS))
 import stats  # noqa: E402
+import verify  # noqa: E402
 
 # The known answers: a record's ten runs, and four runs of the version before it
 LOSSES = [3.2775, 3.2776, 3.2777, 3.2780, 3.2781, 3.2775, 3.2786, 3.2774, 3.2751, 3.2739]
@@ -954,11 +955,16 @@ def test_runs_of_other_lengths_without_a_total_are_not_mixed(write, refusal):
     (lambda text: text.replace("source = ", "Driver Version: 570.1\n" + "=" * 100 + "\nimport a\nsource = "), ""),
     (lambda text: text.replace('"target_val_loss": 3.28', '"target_val_loss": 3.3'), "different targets (3.28 against 3.3)"),
     (lambda text: text.replace('"val_tokens": 100', '"val_tokens": 90'), "validated on different data (100 tokens against 90 tokens)")])
-def test_no_verdict_compares_what_differs(write, refusal, judge, change, says):
+def test_no_verdict_compares_what_differs(write, refusal, judge, capsys, change, says):
+    """Card, number of GPUs, target and validation data: neither stats.py nor verify.py calls a side faster or lower."""
     a, b = [write(name, (edit(log(loss, t + more, start={"target_val_loss": 3.28, "seed": i, "config": {"val_tokens": 100}}))
                          for i, (loss, t) in enumerate(zip(LOSSES, TIMES)))) for name, more, edit in (("a", 0, str), ("b", 1, change))]
     if says:
         assert says in refusal(a, "--vs", b)
+        verify.main([a, "--vs", b])
+        shown = " ".join(capsys.readouterr().out.split())
+        assert f"Claim not judged: {verify.FASTER}: the sets hold runs " in shown and says in shown
+        assert not re.search("Claim shown: faster|(?:lower|higher) by|compared with", shown)
     else:
         assert judge(a, "--vs", b)[0] == 0  # one side does not state its driver
 
