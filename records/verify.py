@@ -1204,7 +1204,7 @@ def main(arguments=None):
                           "rules": [finding._asdict() for finding in findings]}, indent=1))
     else:
         parent = case.theirs or (ROOT / stats.SCRIPT).read_text(encoding="utf-8")
-        diff = difference(parent, examine.source_of(case.runs[0])) if options.diff else []
+        diff = difference(parent, case.runs[0].run.script) if options.diff else []
         print(pages.show("verify.txt.jinja", **page, diff=diff))
     if page["status"] == 2:
         print(f"verify.py: {page['said']}", file=sys.stderr)

@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from datetime import datetime, timedelta, timezone
@@ -26,6 +25,7 @@ from conftest import TINY, some_documents, write_corpus, write_shard
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
+import board  # noqa: E402
 import examine  # noqa: E402
 import leaks  # noqa: E402
 import logs  # noqa: E402
@@ -264,7 +264,7 @@ def says(rules, rule, verdict, *words):
 
 def test_an_honest_race_passes(race, judge, data):
     status, rules = judge(race(), "--data", data)
-    assert status == 0, [(rule, reason) for rule, (verdict, reason) in rules.items() if verdict == "fail"]
+    assert rules[REPLAY][0] == "pass" and status == 0, [(rule, reason) for rule, (verdict, reason) in rules.items() if verdict == "fail"]
     unknown = [rule for rule, (verdict, _) in rules.items() if verdict == "not checkable"]
     assert unknown == [DATA, *COMPARED, *examine.RULES]  # which ask for --vs and --rerun
     assert {verdict for verdict, _ in rules.values()} == {"pass", "not checkable"}
@@ -422,7 +422,7 @@ def test_an_edited_log_is_caught(race, judge, edit):
 def test_a_script_with_a_slow_clock_is_caught(train, judge):
     step = "            losses = worker.step("
     log = train(("self.elapsed += 1000 *", "self.elapsed += 500 *"),
-                ("self.elapsed + 1000 *", "self.elapsed + 500 *"), (step, "            time.sleep(0.05)\n" + step))
+                ("self.elapsed + 1000 *", "self.elapsed + 500 *"), (step, "            time.sleep(0.1)\n" + step), num_steps=4)
     status, rules = judge(log)
     assert status == 1 and "unaccounted for" in rules[SPANS][1]
 
@@ -759,12 +759,23 @@ def test_fineweb_has_its_own_rule(race, judge, change):
     assert "target 3.28" in rules[LOSS][1]  # whatever the log says
 
 
+def leaks_found(honest, folder):
+    """Return (verdict, reason) of the search for validation text in a folder's shards, which the log states."""
+    log = Log(honest)
+    for split in ("train", "val"):
+        (path,) = folder.glob(f"toy_{split}_*.bin")
+        tokens = len(examine.open_shard(path)[0])
+        log.start["shards"][split] = [{"name": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "tokens": tokens}]
+    (e,) = verify.read_runs([log.set("end.val_tokens", tokens - 1).write(folder / "l.txt")], None).runs
+    return leaks.judged(leaks.check_leaks, e, folder)
+
+
 @pytest.mark.parametrize("steal", [
     lambda body: body,
     lambda body: np.where(np.arange(len(body)) == len(body) // 2, (body + 1) % 63, body),  # one token changed
     lambda body: body[:len(body) * 2 // 3],
 ])
-def test_validation_documents_in_training_are_caught(train, judge, tmp_path, steal):
+def test_validation_documents_in_training_are_caught(honest, tmp_path, steal):
     val = some_documents(3, 1000)
     starts = np.append(np.flatnonzero(val == 63), len(val))
     longest = int(np.diff(starts).argmax())
@@ -774,14 +785,14 @@ def test_validation_documents_in_training_are_caught(train, judge, tmp_path, ste
     train_tokens[2001:2001 + len(stolen)] = stolen  # without its BOS, inside another document
     write_shard(tmp_path / "toy_train_000001.bin", train_tokens)
     write_shard(tmp_path / "toy_val_000000.bin", val)
-    log = train(train_files=tmp_path / "toy_train_*.bin", val_files=tmp_path / "toy_val_*.bin", num_steps=4)
-    fails_only(judge(steady(log), "--data", tmp_path), NO_LEAK, f"of document {longest} is in", "token 2001")
+    verdict, reason = leaks_found(honest, tmp_path)
+    assert verdict == "fail" and f"of document {longest} is in" in reason and "token 2001" in reason
 
 
 @pytest.mark.parametrize("every, documents, found", [
     (60, 10, "10 with many tokens changed"), (45, 10, "10 with many tokens changed"), (60, 1, "1 with many tokens changed"),
     (24, 10, "with one token in 32 changed"), (0, 10, "none of 10 validation documents is in training, 0 with")])
-def test_validation_documents_with_many_tokens_changed_are_caught(train, judge, tmp_path, every, documents, found):
+def test_validation_documents_with_many_tokens_changed_are_caught(honest, tmp_path, every, documents, found):
     """every: one in so many tokens is changed in the training data; 0: only the first part of each document is there."""
     val = np.random.default_rng(5).integers(0, 63, 10 * 400)
     at = np.arange(documents * 400)
@@ -789,8 +800,7 @@ def test_validation_documents_with_many_tokens_changed_are_caught(train, judge, 
     val[::400] = 63
     write_shard(tmp_path / "toy_train_000001.bin", np.concatenate([stolen, some_documents(1, 3000)]))
     write_shard(tmp_path / "toy_val_000000.bin", np.append(val, 63))
-    log = train(train_files=tmp_path / "toy_train_*.bin", val_files=tmp_path / "toy_val_*.bin", num_steps=4)
-    verdict, reason = judge(log, "--data", tmp_path)[1][NO_LEAK]
+    verdict, reason = leaks_found(honest, tmp_path)
     assert found in reason and (verdict == "fail") == (documents == 10 and every > 32)
 
 
@@ -1031,7 +1041,9 @@ def test_a_leak_far_behind_the_probe_is_caught(rerun, monkeypatch):
     "tokens[1:9].tolist() != {first}",  # but in the text that a probe might begin with
     "self.calls <= {sequences}",  # but where the loss is known already
 ])
-def test_a_model_that_looks_ahead_where_it_foresees_no_probe_is_caught(rerun, data, when):
+def test_a_model_that_looks_ahead_where_it_foresees_no_probe_is_caught(rerun, data, monkeypatch, when):
+    for few in ("PROBES", "WINDOWS"):
+        monkeypatch.setattr(examine, few, 2)
     text = examine.open_shard(next(data.glob("toy_val_*.bin")))[0]
     when = when.format(first=text[1:9].tolist(), sequences=len(text) // 256 + 1)
     ahead = ("        self.calls = getattr(self, 'calls', 0) + 1\n"
@@ -1047,9 +1059,7 @@ def test_a_model_that_looks_ahead_at_one_place_in_fifty_is_caught(rerun, monkeyp
     monkeypatch.setattr(examine, "CHANGED_LATER", 1)
     rare = ("        at = (tokens.long().cumsum(0) * 7919 % 9973 < 200).nonzero()[:, 0]\n"
             "        at = at[at < len(e) - 1]\n        e = e.index_add(0, at, 0.3 * e[at + 1])\n")
-    for _ in range(3):
-        rules = rerun((EMBED, EMBED + rare), only=[examine.LOSS, examine.CAUSAL])
-        assert rules[examine.CAUSAL][0] == "fail"
+    assert rerun((EMBED, EMBED + rare), only=[examine.LOSS, examine.CAUSAL])[examine.CAUSAL][0] == "fail"
 
 
 @pytest.mark.parametrize("error", ["MemoryError()", "RuntimeError(\"DefaultCPUAllocator: can't allocate memory\")"])
@@ -1075,9 +1085,10 @@ def test_an_allocation_beyond_the_memory_is_an_error():
 
 
 @pytest.mark.slow
-def test_a_model_in_bfloat16_passes(train, rerun):
+def test_a_model_in_bfloat16_passes_and_an_edited_one_does_not(train, rerun, tmp_path):
     log = train(dtype="bfloat16", num_steps=4)
     assert {verdict for verdict, _ in rerun(log=log).values()} == {"pass"}
+    with_one_value_edited(rerun, log, tmp_path)
 
 
 def test_a_loss_that_is_not_the_models_is_caught(rerun, honest):
@@ -1086,13 +1097,15 @@ def test_a_loss_that_is_not_the_models_is_caught(rerun, honest):
     assert [rule for rule, (verdict, _) in rules.items() if verdict == "fail"] == [examine.LOSS]
 
 
-def test_a_single_value_of_a_saved_model_that_is_not_the_logs_is_caught(rerun, train, honest, tmp_path):
-    """Whatever the dtype: parameters in bfloat16, and all in float32."""
-    for log in (honest, train(dtype="bfloat16", num_steps=4)):
-        saved = examine.read_model(log.with_suffix(".pt"))
-        saved["state"]["lm_head.weight"][3, 5] += 1
-        train_gpt.save_file(tmp_path / "saved.pt", saved)
-        says(rerun(log=log, model=tmp_path / "saved.pt", only=[examine.SAVED]), examine.SAVED, "fail", "have hash")
+def with_one_value_edited(rerun, log, folder):
+    saved = examine.read_model(log.with_suffix(".pt"))
+    saved["state"]["lm_head.weight"][3, 5] += 1
+    train_gpt.save_file(folder / "saved.pt", saved)
+    says(rerun(log=log, model=folder / "saved.pt", only=[examine.SAVED]), examine.SAVED, "fail", "have hash")
+
+
+def test_a_single_value_of_a_saved_model_that_is_not_the_logs_is_caught(rerun, honest, tmp_path):
+    with_one_value_edited(rerun, honest, tmp_path)
 
 
 TRAIN_IN_VALIDATION = ("        _, losses[i] = model(inputs.clamp_min(0), targets, windows)\n",
@@ -1338,7 +1351,6 @@ def test_cheat_5_trained_on_validation(train, judge, data, tmp_path):
               "for s in train_shards[:1]],")
     log = steady(train(forged, num_steps=4, micro_batches=2))
     fails_only(judge(log, "--data", data), REPLAY, "trained on something else")
-    assert judge(train(num_steps=4, micro_batches=2), "--data", data)[1][REPLAY][0] == "pass"
 
 
 def with_losses(log, run, losses):
@@ -1370,7 +1382,7 @@ def test_cheat_6_a_run_cloned_under_another_seed(race, judge, shuffle):
     assert judge(race(4, change=lambda log, run, side: change(log, run, side, clone=False)))[0] == 0
 
 
-def test_cheat_8_a_source_that_patches_its_judge(rerun_apart):
+def test_cheat_8_a_source_that_patches_its_judge(rerun):
     """It patches all it can reach: the judge's modules, functions of torch and hashlib, and its output."""
     patch = ("import hashlib as h, builtins\n"
              "for name in ('verify', 'examine', 'leaks'):\n    m = sys.modules.get(name)\n"
@@ -1379,8 +1391,8 @@ def test_cheat_8_a_source_that_patches_its_judge(rerun_apart):
              "torch.Tensor.logsumexp = lambda x, *a, **k: x.gather(1, x.argmax(1)[:, None])[:, 0]\n"
              "builtins.abs = lambda x: 0\n"
              "print('{\"rows\": 1}', flush=True)\n")
-    rules = rerun_apart(("ROOT = Path(", patch + "ROOT = Path("), end__final_val_loss=3.0,
-                        end__validation_hash={"after": "0" * 64}, only=[examine.SAVED, examine.LOSS])
+    rules = rerun(("ROOT = Path(", patch + "ROOT = Path("), end__final_val_loss=3.0,
+                  end__validation_hash={"after": "0" * 64}, only=[examine.SAVED, examine.LOSS])
     assert [verdict for verdict, _ in rules.values()] == ["fail", "fail"]
 
 
@@ -1615,9 +1627,8 @@ def test_a_run_again_has_the_logs_source_settings_and_threads(replay, honest):
     ((source, config, environment),), log = replay.started, Log(honest)
     assert verdict == "pass" and "the same bytes" in reason and environment["OMP_NUM_THREADS"] == "3"
     assert source + "\n" == log.source
-    stated = json.loads(json.dumps({name: value for name, value in vars(config).items() if name in log.start["config"]}, default=str))
-    differ = {name for name, value in stated.items() if log.start["config"][name] != value}
-    assert differ <= logs.INCIDENTAL and config.seed == log.start["seed"]
+    stated = train_gpt.config_of(log.start["config"])
+    assert {name for name, value in vars(config).items() if getattr(stated, name) != value} <= logs.INCIDENTAL and config.seed == stated.seed
     assert replay(seed=77) == (2,)
 
 
@@ -1774,18 +1785,20 @@ def test_input_that_cannot_be_judged(tmp_path, capsys, make, word):
     assert word in error and error.count("\n") == 1
 
 
-def test_a_script_that_cannot_be_imported_breaks_no_rule(tmp_path):
+def test_a_script_that_cannot_be_imported_breaks_no_rule(tmp_path, monkeypatch, capsys):
     """A racer edits train_gpt.py, and writes the pages meanwhile."""
-    shutil.copytree(ROOT / "records" / "templates", tmp_path / "records" / "templates")
-    for path in (ROOT / "records").glob("*.py"):
-        shutil.copy(path, tmp_path / "records")
     (tmp_path / "train_gpt.py").write_text("import torch\nx = half_an_idea\n")
     record = shutil.copytree(ROOT / "records" / "2026-11-22_tinyshakespeare", tmp_path / "records" / "2026-11-22_tinyshakespeare")
     page = (record / "README.md").read_bytes()
-    done = subprocess.run([sys.executable, tmp_path / "records" / "board.py"], capture_output=True, text=True)
-    assert (record / "README.md").read_bytes() == page
-    assert done.returncode == 2 and not done.stdout
-    assert "train_gpt.py cannot be imported (NameError: name 'half_an_idea' is not defined)" in done.stderr and done.stderr.count("\n") == 1
+    monkeypatch.setattr(board, "HERE", tmp_path / "records")
+    monkeypatch.setattr(leaks, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.delitem(sys.modules, "train_gpt")
+    with pytest.raises(SystemExit) as end:
+        board.main([])
+    said = capsys.readouterr()
+    assert (record / "README.md").read_bytes() == page and end.value.code == 2 and not said.out
+    assert "train_gpt.py cannot be imported (NameError: name 'half_an_idea' is not defined)" in said.err and said.err.count("\n") == 1
 
 
 def test_a_broken_model_is_one_line(honest, tmp_path, capsys):
@@ -1824,12 +1837,12 @@ def test_a_manifest_of_anything_is_one_line(race, capsys, line):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_what_no_terminal_shows_is_escaped(honest, tmp_path):
+def test_what_no_terminal_shows_is_escaped(honest, tmp_path, capsys):
     log = Log(honest).set("start.environment", {"TORCH_X": "\ud800\x1b[2J"}).set("start.run_id", "\udcff")
     log.write(tmp_path / "l.txt")
-    done = subprocess.run([sys.executable, ROOT / "records/verify.py", tmp_path / "l.txt"], capture_output=True,
-                          text=True)
-    assert done.returncode == 1 and "TORCH_X=\\ud800\\x1b[2J" in done.stdout and not done.stderr
+    assert verify.main([str(tmp_path / "l.txt")]) == 1
+    said = capsys.readouterr()
+    assert "TORCH_X=\\ud800\\x1b[2J" in said.out and not said.err
 
 
 @pytest.mark.parametrize("line", ["step_avg:1.2.3ms", "step_avg:.ms", "step_avg:nanms", "step_avg:" + "9" * 400 + "ms"])
