@@ -1,13 +1,13 @@
 """Write record folders from races, their pages, the leaderboard, and one HTML file with charts.
 
-    python records/board.py add logs/race-ID records/DATE_NAME "what was tried"     make a record of a race
+    python records/board.py add logs/race-ID records/DATE_NAME "what was tried"     make a record of a race, or of ladders
     python records/board.py                                                         write all pages again
     python records/board.py page                                                    write records/index.html, with charts
 
-`add` copies a race's logs and manifest into a new folder, without this machine's host name and absolute paths. It and the
-plain command write, from the folders alone, each record's README.md (its first line keeps the title) and the leaderboard
-records/README.md. A missing plot.png is drawn; remove one to draw it again. index.html is a single file for any browser,
-without server or network; it is not committed.
+`add` copies a race's logs and manifest into a new folder, without this machine's host name and absolute paths. If the race
+breaks a rule, it asks first. It and the plain command write, from the folders alone, each record's README.md (its first line
+keeps the title) and the leaderboard records/README.md. A missing plot.png is drawn; remove one to draw it again. index.html
+is a single file for any browser, without server or network; it is not committed.
 
 All verdicts come from records/stats.py and records/verify.py. The texts are in records/templates/. Requires jinja2,
 which torch installs.
@@ -50,6 +50,7 @@ LADDER = "ladder.png"  # written by ladder.py, with a page of its own
 COLORS = 6  # in templates/theme.css
 MAX_DIFF_LINES = 60
 MAX_LABEL = 20  # characters of a value in a side's label
+UNKNOWN = "unknown hardware"  # records on it have no rank
 DIFF_CONTEXT = 1  # lines around each change
 # Keys that differ between any two runs, the race's own fields, and the first host's copy of the run's fields
 INCIDENTAL = re.compile(r"(?:config\.|hosts\.\d+\.)?(?:run_id|started|seed|race|launch|log_dir|source_sha256|git\.|"
@@ -133,8 +134,9 @@ def describe_side(side: stats.Side, folder: Path) -> dict:
     """Return what the pages show of a side."""
     runs, letter = side.runs, side.name.removeprefix("side ")
     start = flat(runs[0].start or {})
-    ranks = logs.plural(int(start["ranks"]), "rank") if start.get("ranks", "").isdecimal() else "unknown ranks"
-    source, declared = runs[0].source and runs[0].source.removesuffix("\n"), side.declared.get("sides", {}).get(letter)
+    ranks = logs.plural(runs[0].gpus, "rank") if runs[0].gpus else "unknown ranks"
+    card = " and ".join(sorted({run.card or UNKNOWN for run in runs}))
+    source, declared = runs[0].source and runs[0].script, side.declared.get("sides", {}).get(letter)
     numbers = [race.run if (race := stats.race_of(run)) else str(i) for i, run in enumerate(runs, 1)]
     shown = {number: {"file": Path(run.path).relative_to(folder).as_posix(), "seed": (run.start or {}).get("seed"),
                       "loss": f"{run.final_loss:.{run.loss_decimals}f}",
@@ -142,7 +144,7 @@ def describe_side(side: stats.Side, folder: Path) -> dict:
     return {"label": side.label, "runs": shown, "start": start, "source": source,
             "sha256": digest_of(source, start.get("source_sha256")),
             "flags": declared and shlex.join(declared["flags"]),
-            "where": f"{ranks} on {start.get('hardware.device', 'unknown hardware')}"}
+            "where": f"{ranks} on {card}"}
 
 
 def describe(folder: Path) -> dict:
@@ -168,10 +170,12 @@ def describe(folder: Path) -> dict:
     started = max((str(run.start["started"]) for run in judged[0].runs if "started" in (run.start or {})),
                   default=folder.name[:10])
     loss, broken = report["loss"], sum(rule["verdict"] == "fail" for rule in rules)
+    trial = next((rule["reason"] for rule in rules if rule["rule"] == verify.VAL_TOKENS and verify.TRIAL in rule["reason"]), "")
     record = {"name": folder.name, "title": title_of(folder), "path": f"records/{folder.name}", "report": report,
               "sides": sides, "differ": differ, "diff": diff, "tests": tests_in(report), "started": started,
               "date": started[:16].replace("T", " "), "target": loss["target"], "claims": claims, "rules": rules,
               "broken": broken, "good": bool(loss["significant"]) and not broken, "unseen": unseen,
+              "trial": trial and trial[trial.index(verify.TRIAL):],
               "track": f"{sides[0]['start'].get('preset', 'unknown preset')}, {sides[0]['where']}, "
                        + ("no target" if loss["target"] is None else f"target {loss['target']:g}"),
               "decimals": 1 + max(run.loss_decimals for run in judged[0].runs), "rows": rows_of(sides)}
@@ -220,7 +224,7 @@ def title_of(folder: Path) -> str:
 # Pages
 
 def leaderboards(records: list[dict]) -> list[dict]:
-    """Return a leaderboard for each preset, machine and target: its records by time, good ones with a rank."""
+    """Return a leaderboard for each preset, machine and target: its records by time. Good ones on known hardware have a rank."""
     tracks = {}
     for record in records:
         tracks.setdefault(record["track"], []).append(record)
@@ -230,15 +234,15 @@ def leaderboards(records: list[dict]) -> list[dict]:
         ranks, rows = itertools.count(1), []
         for record in own:
             mean = next((strip["rows"][0]["mean"] for strip in record["strips"] if strip["title"] == "Time"), None)
-            rows.append({"record": record, "rank": next(ranks) if record["good"] else None, "mean": mean, "color": 0,
-                         "hollow": not record["good"], "dots": []})
+            rows.append({"record": record, "rank": next(ranks) if record["good"] and UNKNOWN not in track else None, "mean": mean,
+                         "color": 0, "hollow": not record["good"], "dots": []})
         ends = [value for row in rows for value in row["mean"] or ()]
         found.append({"track": track, "rows": rows, "axis": pages.Axis([0, *ends], tight=True)})
     return found
 
 
-def write_pages(html: bool = False) -> list[dict]:
-    """Write all pages, or with html the one page with charts. Return describe() of each record, newest first.
+def write_pages(html: bool = False, new: dict | None = None) -> None:
+    """Write all pages, or with html the one page with charts. new: describe() of a record, which is not described again.
 
     Raise CannotJudge, before anything is written, if a record gives no verdict."""
     found = sorted((path.parent for path in HERE.glob("*/README.md")), reverse=True)
@@ -246,7 +250,8 @@ def write_pages(html: bool = False) -> list[dict]:
     folders = [folder for folder in found if not (folder / LADDER).exists()]
     if not folders:
         raise CannotJudge(f"no records in {HERE}; make one with `board.py add`")
-    records = sorted(map(describe, folders), key=lambda record: record["started"], reverse=True)
+    records = [new if new and new["name"] == folder.name else describe(folder) for folder in folders]
+    records.sort(key=lambda record: record["started"], reverse=True)
     values = {"records": records, "boards": leaderboards(records), "ladders": ladders}
     texts = {HERE / HTML: pages.render("board.html.jinja", **values)} if html else {
         HERE / "README.md": pages.render("board.md.jinja", **values),
@@ -256,7 +261,6 @@ def write_pages(html: bool = False) -> list[dict]:
         check_private(path, text)
     for path, text in texts.items():
         path.write_bytes(text.encode("utf-8", "backslashreplace"))
-    return records
 
 
 # Publishing
@@ -332,26 +336,43 @@ def new_folder(folder: Path) -> Iterator[None]:
         raise
 
 
-def add(race: Path, folder: Path, title: str) -> list[str]:
-    """Make a record of a race; return the rules that it breaks. Raise CannotJudge, without a trace, on no verdict."""
-    if not race.is_dir():
-        raise CannotJudge(f"{race} is not a folder; name the folder of a race, like logs/race-ID")
+def add(races: list[Path], folder: Path, title: str) -> None:
+    """Make a record of a race, or of ladders. Raise CannotJudge, without a trace, on no verdict, or if nobody wants the page of a
+    race that breaks a rule."""
+    for race in races:
+        if not race.is_dir():
+            raise CannotJudge(f"{race} is not a folder; name the folder of a race, like logs/race-ID")
     if folder.resolve().parent != HERE:
         raise CannotJudge(f"{folder} is not in {HERE}; name a new folder there")
+    manifest = stats.manifest_in(races[0])
+    if len(races) > 1 or manifest and len(manifest.race["sides"]) > 2:
+        import ladder  # which imports this module
+        return ladder.keep(races, folder, ladder.judge(map(ladder.read, races)), title)
     with new_folder(folder):
-        for path in files_of(race):
+        for path in files_of(races[0]):
             (folder / path.name).write_text(published(path), encoding="utf-8")
-        judge_runs(race.resolve())  # a refusal names this folder: the new one will be gone
+        judge_runs(races[0].resolve())  # a refusal names this folder: the new one will be gone
         (folder / "README.md").write_text(f"# {' '.join(title.split())}\n", encoding="utf-8")
-        (record,) = (record for record in write_pages() if record["name"] == folder.name)
-    return [f"{rule['rule']}: {rule['reason']}" for rule in record["rules"] if rule["verdict"] == "fail"]
+        record = describe(folder)
+        if record["broken"]:
+            confirm([f"{rule['rule']}: {rule['reason']}" for rule in record["rules"] if rule["verdict"] == "fail"])
+        write_pages(new=record)
+
+
+def confirm(broken: list[str]) -> None:
+    """Ask whether a page is to say that these rules are broken. Raise CannotJudge unless the answer is yes."""
+    for rule in broken:
+        print(pages.wrap(f"board.py: this race breaks a rule: {rule}"), file=sys.stderr)
+    print("board.py: write a page that says so? [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise CannotJudge("the race breaks a rule, and nothing was written; race again, or answer y")
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command")
-    adding = commands.add_parser("add", help="make a record folder from a race")
-    adding.add_argument("race", type=Path, help="the folder of a race, like logs/race-ID")
+    adding = commands.add_parser("add", help="make a record folder from a race, or from ladders")
+    adding.add_argument("races", type=Path, nargs="+", metavar="race", help="the folder of a race, like logs/race-ID")
     adding.add_argument("folder", type=Path, help="a new folder, like records/DATE_NAME")
     adding.add_argument("title", help="what was tried, in a sentence")
     commands.add_parser("page", help="write one HTML file with charts")
@@ -359,9 +380,7 @@ def main(arguments: list[str] | None = None) -> int:
     leaks.trainer()  # if it cannot be imported, this says so
     try:
         if options.command == "add":
-            for broken in add(options.race, options.folder.absolute(), options.title):
-                print(pages.wrap(f"board.py: warning: this race breaks a rule, as its page states: {broken}"),
-                      file=sys.stderr)
+            add(options.races, options.folder.absolute(), options.title)
         else:
             write_pages(html=options.command == "page")
     except (CannotJudge, OSError) as reason:

@@ -35,7 +35,7 @@ from stats import CannotJudge
 
 SAVED, INITIAL, LOSS, ORDER, CAUSAL = RULES = (
     "the saved model is the log's", "initial weights come from the seed", "independent validation loss",
-    "a sequence's loss is its own", "later tokens do not reach earlier logits")
+    "a sequence's loss depends on no other sequence", "later tokens do not reach earlier logits")
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-3}  # nats, of a mean loss between machines
 LOGIT_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}  # of a logit, within one machine
 PROBE_TOKENS, PROBES = 1024, 12
@@ -45,7 +45,6 @@ BLOCK = 128  # tokens in a block of FlexAttention: a wrong block mask leaks at i
 ROWS, MOST_COLUMNS = 64, 1 << 20  # tokens whose logits are sent at a time; largest vocabulary
 LONGEST_ANSWER = 1 << 20  # bytes of JSON
 PATIENCE_S = 900  # timeout of one answer: the first one compiles
-STARTING_S = 10  # time until a process answers; a model needs three or four processes
 # What may depend on the machine: micro-batches by memory, and the flags named here if `changes` has these words
 FITTED = {"has no fp8": "fp8_head", "MLP's kernels are off": "fp8_mlp", "FlashAttention 3 is not": "attention"}
 PASSED_ON = ("PATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # environment variables
@@ -274,7 +273,7 @@ class Examination:
     def __init__(self, e, model_path, saved, stream, worker):
         self.e, self.model_path, self.saved, self.stream, self.worker = e, model_path, saved, stream, worker
         self.stated, self.config = e.get("start.config", dict), json.loads(json.dumps(saved["config"]))
-        self.source, self.scored, self.dtype = source_of(e), e.get("end.val_tokens", int), self.config["dtype"]
+        self.source, self.scored, self.dtype = e.run.script, e.get("end.val_tokens", int), self.config["dtype"]
         self.bos, self.losses, self.random = saved["bos_id"], [], np.random.default_rng()  # no source can predict it
 
     def check_saved(self):
@@ -416,20 +415,6 @@ def fitted(run):
     return {"micro_batch_splits", *(name for words, name in FITTED.items() if words in said)}
 
 
-def source_of(e):
-    return (e.run.source or "").removesuffix("\n")
-
-
-def seconds_needed(e):
-    """Estimate how long check_model takes, if a token takes as long as in the log's validations."""
-    config, tokens, calls = e.get("start.config", dict), e.get("end.val_tokens", int), max(1, len(e.run.validations))
-    longest = config["val_len"]
-    asked = tokens + (SCORED_AGAIN + CHANGED_LATER) * longest + 5 * PROBES * min(PROBE_TOKENS, longest)
-    asked += WINDOWS * WINDOW_PROBES * BLOCK
-    validation = e.get("end.seconds_outside_clock.validation", NUMBER) * e.get("start.ranks", int)
-    return 4 * STARTING_S + asked / tokens * validation / calls
-
-
 def check_model(e, model_path, folder, only=RULES, tell=lambda rule: None):
     """Return {rule: (verdict, reason)} for run e and its model. folder: of the shards; None: where the log says.
 
@@ -438,7 +423,7 @@ def check_model(e, model_path, folder, only=RULES, tell=lambda rule: None):
         where = folder or os.path.dirname(ROOT / e.get("start.config.val_files", str))
         shards = [open_shard(path) for path in find_shards(e, "val", where)]
         saved = read_model(model_path)
-        with start_worker(source_of(e), model_path) as worker:
+        with start_worker(e.run.script, model_path) as worker:
             asked = Examination(e, model_path, saved, np.concatenate([tokens for tokens, _ in shards]), worker)
             checks = asked.check_saved, asked.check_initial, asked.check_loss, asked.check_order, asked.check_causality
             found = {}

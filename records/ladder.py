@@ -1,8 +1,8 @@
 """Judge a ladder: ideas raced in turn against one base, each with the same seeds, in one race or on several days.
 
     python launch/race.py -n 5 --vs "--sublayer_scales true" --vs "--untie_at 0.67" -- --preset laptop     race two ideas
-    python records/ladder.py logs/race-ID logs/race-OTHER               print the table of these races
-    python records/ladder.py logs/race-ID --record records/DATE_ladder  also keep it: page, plot and logs
+    python records/ladder.py logs/race-ID logs/race-OTHER               print the table of these races, or of a record
+    python records/ladder.py logs/race-ID --record records/DATE_ladder  also keep it, as board.py add does: page, plot and logs
     python records/ladder.py logs/race-ID --equal-time                  also print the command of a race at equal time
 
 The table is that of stats.verdicts: the change in final validation loss and in time of each idea, over pairs of runs with
@@ -38,6 +38,14 @@ VALIDATION = "val data", "val_tokens", "val_len"  # keys of facts_of
 COLORS = {"lower": ("#1b6ac9", "lower"), "slower": ("#d97706", "lower, but takes longer"),
           "higher": ("#c0392b", "higher"),
           "unclear": ("#8a8a8a", f"no difference shown (p ≥ {stats.LEVEL:g} after Holm's correction)")}
+
+
+def races_in(folder):
+    """Return the folders of the races in a record's archive; any other folder as it is."""
+    if not (folder / ARCHIVE).exists():
+        return [folder]
+    unpacked = Path(logs.unpacked(str(folder / ARCHIVE)))
+    return sorted(unpacked.glob("race-*")) or [unpacked]
 
 
 def read(folder):
@@ -82,9 +90,10 @@ def judge(races):
         one, wanted = first = first or (race["id"], facts)
         differ = [f"{name}: {wanted.get(name)} and {facts.get(name)}" for name in {**wanted, **facts}
                   if wanted.get(name) != facts.get(name)]
-        stats.require(not differ, f"the bases of races {one} and {race['id']} differ in {'; '.join(differ[:3])}"
-                      f"{f'; and {len(differ) - 3} more' if len(differ) > 3 else ''}: judge each race by itself")
-        bases.append({"id": race["id"], "n": n, "ranks": race["ranks"], "seed": race["seed"], "versions": any(side["revision"] for side in race["sides"].values()),
+        stats.require(not differ, f"the bases of races {one} and {race['id']} differ in {logs.some(differ, 3, '; ')}: judge "
+                      "each race by itself")
+        bases.append({"id": race["id"], "n": n, "ranks": race["ranks"], "seed": race["seed"],
+                      "versions": any(side["revision"] for side in race["sides"].values()),
                       "loss": stats.summary(sides[base].losses), "time": stats.summary(sides[base].seconds),
                       "flags": shlex.join(race["sides"][base]["flags"])})
         for side in ideas:
@@ -179,7 +188,7 @@ def main(arguments=None):
     parser.add_argument("--title", default="A ladder", help="title of the record's page")
     options = parser.parse_args(arguments)
     try:
-        found = judge(map(read, options.races))
+        found = judge(read(race) for folder in options.races for race in races_in(folder))
         print(table(found))
         if options.equal_time:
             print("\nEach idea in the base's time:", *at_equal_time(found), sep="\n")

@@ -4,6 +4,7 @@ records/verify.py calls these rules when --data names the folder of the shards. 
 and raises Broken or CannotJudge otherwise.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -63,10 +64,7 @@ def is_number(x):
     return isinstance(x, NUMBER) and not isinstance(x, bool) and abs(x) < 1e15
 
 
-def join_findings(findings):
-    """Join findings into one text; only the first ones are spelled out."""
-    more = f"; and {len(findings) - SHOWN} more" if len(findings) > SHOWN else ""
-    return "; ".join(findings[:SHOWN]) + more
+join_findings = functools.partial(logs.some, most=SHOWN, between="; ")
 
 
 def trainer():

@@ -3,9 +3,9 @@
     python records/logs.py PATH...            list every run and file: used, rejected or duplicate, and why
     python records/logs.py --json PATH...     the same as JSON
 
-A PATH is a log (also .gz), an archive of logs (.tar.xz) or a folder. Folders are searched with their subfolders and
-symbolic links, except names that begin with a dot. The reader does not guess and drops nothing silently: a run is used,
-or its file is listed with the reason.
+A PATH is a log (also .gz), an archive of logs (.tar.xz) or a folder. Folders are searched with their subfolders, except
+names that begin with a dot. The reader does not guess and drops nothing silently: a run is used, or its file is listed
+with the reason.
 
 Rules
 - Only lines after the last separator (a line of exactly 100 `=`) count. The text before it may be a script that quotes
@@ -194,6 +194,11 @@ class Run:
         return None
 
     @property
+    def script(self):
+        """The source as its file has it: the log adds a line end. "" without one."""
+        return (self.source or "").removesuffix("\n")
+
+    @property
     def figures(self):
         """The SHA-256 of its step lines, which a race writes down."""
         told = [(step[:5]) for step in self.steps], [line[:3] for line in self.validations]
@@ -314,16 +319,10 @@ def _files(paths, rejected):
             yield path
             continue
         any_file, problems = False, []
-        searched = set(map(str, Path(os.path.realpath(path)).parents))
-        for folder, subfolders, names in os.walk(path, onerror=problems.append, followlinks=True):
-            here = os.path.realpath(folder)
-            if here in searched:
-                rejected.append(_rejected(folder, NOT_A_LOG, "a folder that is searched under another name, or a "
-                                          "parent of the named folder; remove the link to it"))
-                subfolders.clear()
-                continue
-            searched.add(here)
+        for folder, subfolders, names in os.walk(path, onerror=problems.append):
             subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+            rejected += [_rejected(os.path.join(folder, name), NOT_A_LOG, "a link to a folder; name that folder too")
+                         for name in subfolders if os.path.islink(os.path.join(folder, name))]
             any_file = any_file or bool(names)
             for file in (unpacked(os.path.join(folder, name)) for name in sorted(names)):
                 yield from _files([file], rejected) if os.path.isdir(file) else [file]
@@ -812,6 +811,12 @@ def outcomes(logs):
 def plural(count, noun):
     """Return the count with its noun: `1 run`, `2 runs`, `2 batches`."""
     return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
+
+
+def some(texts, most=4, between=", "):
+    """Join texts for a message; only the first ones are spelled out."""
+    texts = list(texts)
+    return between.join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
 def config_of(run):

@@ -23,14 +23,19 @@ EARLY = 0.1  # fraction of a run that its vertical axis ignores: the loss falls 
 
 
 def markdown(value):
-    """Escape a text from a log or an author for Markdown, on one line."""
-    text = re.sub(r"([\\`*_\[\]|])", r"\\\1", " ".join(str(value).split()))
-    return html.escape(text, quote=False)
+    """Escape a text from a log or an author for Markdown, on one line, except its `code`."""
+    parts = re.split(r"`([^`]*)`", " ".join(str(value).split()))
+    return "".join(code(part) if at % 2 else escape(part) for at, part in enumerate(parts))
+
+
+def escape(text):
+    """Escape what Markdown or HTML could take for markup. An underscore within a word is none."""
+    return html.escape(re.sub(r"([\\`*\[\]|]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", text), quote=False)
 
 
 def code(value):
     text = " ".join(str(value).split())
-    return f"`{text}`" if re.fullmatch(r"[^`|<>&\\]+", text) else f"<code>{markdown(text)}</code>"
+    return f"`{text}`" if re.fullmatch(r"[^`|<>&\\]+", text) else f"<code>{escape(text)}</code>"
 
 
 def fence(lines):

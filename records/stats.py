@@ -18,16 +18,12 @@ These tests require a number of runs that was fixed before the first run. Lookin
 p < alpha passes a wrong claim about six times as often. This project's logs contain the declared number, and it is
 enforced. For a race that was declared to run until it is decided, `bounds` keep alpha over all looks.
 
-Right-skewed losses make the t-test lenient: at alpha 1 % it passes 5 to 7 % of wrong claims on exponential losses. From
-ten runs on the p-value of a bootstrap-t, which passes less than half of those, is printed. Looks at a race until decided
-have the same weakness (9 %), so there the bootstrap-t must show the claim at alpha too, which leaves 4 to 6 %. Public
-losses have a skewness of 0.2: 1 % of wrong claims pass, 0.5 % after this veto. With normal losses and a margin of 1 sd
-the veto lowers the power from 25 to 16 % with 6 runs, and from 74 to 71 % with 12 (all simulated).
+Right-skewed losses make the t-test lenient: at alpha 1 % it passes 5 to 7 % of wrong claims on exponential losses, and 9 %
+with looks. From ten runs on the p-value of a bootstrap-t is printed; a race until decided must show the claim by it too.
+Welch's test passes 1.4 % with 3 runs and sd 1:5 (all simulated).
 
-Welch's test passes slightly more than alpha with few runs and unequal spreads: at 1 % it passes 1.4 % with 3 runs and
-sd 1:5, and 1.5 % with looks at up to 4 runs and sd 1:4 (simulated). More runs reduce this.
-
-Intervals have confidence 1 - 2 alpha: the upper end is below the target exactly when the one-sided test is significant.
+A side is compared with its base by two-sided tests at 5 %, with Holm's correction, in races and ladders alike. Intervals of
+the claim have confidence 1 - 2 alpha: the upper end is below the target exactly when the one-sided test is significant.
 Requires logs.py, numpy and scipy; matplotlib for --plot.
 """
 
@@ -65,7 +61,6 @@ STATUS = {HOLDS: 0, NO_CLAIM: 0, FAILS: 1, UNJUDGED: 2, OTHER: 2}
 ALPHA = 0.01
 DEFAULT_TARGET = 3.28  # FineWeb, the public speedrun's main track
 LATE = 0.1  # part of a run in which a clock may be reset after the warm-up
-OUTLIER, OUTLIER_RUNS = 5, 10  # robust standard deviations from the median; least runs
 MOST_RUNS = 1_000_000  # in a plan
 MOST_SHOWN = 20  # runs of a side that cannot be judged
 FUTILE = 0.05  # a race until decided stops if the claim has a smaller chance of being shown at the last look
@@ -73,7 +68,7 @@ LONGER = 1.15  # times a plan's runs, and one more, give such a race the plan's 
 SD_CONFIDENCE = 0.8  # of the upper bound that a plan takes for a pilot's sd
 MOST_MORE = 100  # runs that a comparison advises; more are none
 LEVEL, POWER = 0.05, 0.8  # of a comparison with the base: two-sided, so its intervals have 95 %
-LOSS_PART, TIME_PART = 0.001, 0.01  # the differences that a comparison should tell: parts of the base's loss and time
+LOSS_PART, TIME_PART = 0.001, 0.01  # the differences that a comparison should detect: parts of the base's loss and time
 RESAMPLES, BOOTSTRAP_N = 9999, 10  # fewer runs: its p is above alpha in 29 % of good cases with 5
 EQUAL = 1e-9  # a spread below this is a difference in rounding
 SCRIPT = "train_gpt.py"  # what is raced
@@ -355,42 +350,22 @@ def verdicts(pairs):
         for one, corrected in zip(tested, holm([one.p for one in tested])):
             one.holm = corrected
     for one in found:
-        one.sentence = f"{describe_loss(one)}; {describe_time(one)}"
+        loss, time = one.loss, one.time
+        one.sentence = f"{describe('loss', loss, one.n, f'{abs(loss.value):.4f}', LOSS_PART)}; " + (
+            describe("time", time, one.n, f"{100 * abs(time.value - 1):.2g} %", TIME_PART, 1) if time else "time: not measured")
     return found
 
 
-def describe_loss(verdict):
-    found = verdict.loss
+def describe(what, found, n, by, part, same=0):
+    """Return a Contrast of n runs a side in words. by: the size of the difference; same: the value of none."""
     if found.p is None:
-        return f"lower loss: unknown, {why_untested(verdict.n)}" if found.value else "lower loss: no, the same"
-    if not found.shown:
-        return f"lower loss: not shown (p = {found.holm:.2g}){describe_needed(found, verdict.n, LOSS_PART)}"
-    return (f"lower loss: {'yes' if found.value < 0 else 'no, higher'}, by {abs(found.value):.4f} "
-            f"(p = {found.holm:.2g})")
-
-
-def describe_time(verdict):
-    found = verdict.time
-    if found is None:
-        return "time: not measured"
-    if found.p is None:
-        return f"time: unknown, {why_untested(verdict.n)}"
-    if not found.shown:
-        return f"time: no difference seen (p = {found.holm:.2g}){describe_needed(found, verdict.n, TIME_PART)}"
-    return (f"time: {100 * abs(found.value - 1):.2g} % {'less' if found.value < 1 else 'more'} "
-            f"(p = {found.holm:.2g})")
-
-
-def why_untested(n):
-    return "one run a side shows no spread; race with -n 5" if n < 2 else "all runs differ by the same amount"
-
-
-def describe_needed(found, n, part):
-    if (found.needed or MOST_MORE + n) >= MOST_MORE + n:
-        return f", too noisy to separate {100 * part:g} %"
-    if found.needed <= n:
-        return f", and these runs would show {100 * part:g} %"
-    return f", {plural(found.needed - n, 'more run')} (-n {found.needed}) would separate {100 * part:g} %"
+        why = "one run a side shows no spread; race with -n 5" if n < 2 else "all runs differ by the same amount"
+        return f"{what}: the same" if found.value == same else f"{what}: unknown, {why}"
+    if found.shown:
+        return f"{what}: {'lower' if found.value < same else 'higher'} by {by} (p = {found.holm:.2g})"
+    needs = "too noisy to detect" if (found.needed or math.inf) >= MOST_MORE + n else (
+        f"{plural(n, 'run')} a side suffice to detect" if found.needed <= n else f"-n {found.needed} is needed to detect")
+    return f"{what}: no difference shown (p = {found.holm:.2g}; {needs} {100 * part:g} %)"
 
 
 def show_verdicts(found):
@@ -408,7 +383,7 @@ def table_of_verdicts(found):
                 pages.number(of_time and of_time.holm, 2) if of_time else ""]
 
     p = "p" if len(found) == 1 else "p, Holm"
-    rows = [["", "val loss", "minus the base's (95 %)", p, "time, s", "times the base's (95 %)", p]]
+    rows = [["", "val loss", "difference (95 % CI)", p, "time, s", "ratio (95 % CI)", p]]
     for one in found:
         base = row(one.base, one.base_loss, one.base_seconds)
         rows += [base] * (base not in rows) + [row(one.name, one.mean_loss, one.mean_seconds, one)]
@@ -502,9 +477,6 @@ def check_event(event, first):
                 "a side's revision is no full hash")  # git would take one that begins with - for an option
         require(isinstance(side.get("folder", ""), str) and isinstance(side.get("name", ""), str),
                 "a side's folder or name is no text")
-    theirs = ["folder" in side for side in inner["sides"].values()]
-    require(not any(theirs) or theirs in ([False, True], [True, False]), "a side of another project needs exactly one "
-            "side of this project; race.py makes no other race")
     require(inner["sides"] and are_words(inner["order"]) and len(inner["order"]) == inner["n"] * len(inner["sides"]),
             "its order needs one word for each of its n runs a side")
     require(0 < inner["alpha"] < 0.5, "its alpha is no number between 0 and 0.5")
@@ -526,6 +498,13 @@ def declaration(runs):
 
 
 # The runs that are judged
+
+# What decides a run's time or loss, as its log states it. Sets that differ in one are not compared; the first two must be stated
+FACTS = {"on different numbers of GPUs": lambda run: run.gpus, "on different GPUs": lambda run: run.card,
+         "with different versions of torch": lambda run: run.torch, "with different drivers": lambda run: run.driver,
+         "validated on different data": lambda run: run.validated_on,
+         "with different targets": lambda run: (run.start or {}).get("target_val_loss")}
+
 
 @dataclass
 class Side:
@@ -599,13 +578,7 @@ def side_of(run):
 
 def list_names(items):
     """Return file names of runs for a message, at most four."""
-    return list_some(logs.printable(os.path.basename(item.path)) for item in items)
-
-
-def list_some(texts):
-    """Join texts for a message, at most four."""
-    texts = list(texts)
-    return ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
+    return logs.some(logs.printable(os.path.basename(item.path)) for item in items)
 
 
 def grouped(runs, key):
@@ -627,9 +600,7 @@ def gather(name, found, options, source=None, race_side=None):
             return f"of another source than {source}"
         if options.gpus and run.gpus != options.gpus:
             return f"not a run on {options.gpus} GPUs"
-        if run.disqualified and not options.resumed:
-            return f"{run.disqualified}; --resumed counts it, but not for a record"
-        return None
+        return run.disqualified
 
     runs = [run for run in found.runs if race_side is None or (race_of(run) and race_of(run).side == race_side)]
     side = Side(name, [run for run in runs if not unwanted(run)], found.rejected)
@@ -644,8 +615,6 @@ def gather(name, found, options, source=None, race_side=None):
     if incomplete:
         side.warnings.append(f"started but not counted: {list_names(incomplete)}; give the reason in the record, or "
                              "the claim rests on a selection")
-    if any(run.disqualified for run in side.runs):
-        side.warnings.append("runs that were resumed or began with saved parameters are counted: not for a record")
     return side
 
 
@@ -656,7 +625,7 @@ def check_one_experiment(side, mixed):
         groups = grouped((run for run in side.runs if key(run) is not None), key)
         if len(groups) < 2:
             return
-        listed = list_some(shown.format(value, len(runs), list_names(runs)) for value, runs in groups.items())
+        listed = logs.some(shown.format(value, len(runs), list_names(runs)) for value, runs in groups.items())
         message = f"{side.name} holds runs {what}: {listed}"
         if not mixed:
             example = next(value for value in groups if value != "none")
@@ -672,18 +641,19 @@ def check_one_experiment(side, mixed):
     if len(sources) == 1:
         must_agree("of different lengths in steps",
                    lambda run: run.last_step if run.stated_steps is None else run.stated_steps)
-    must_agree("on different numbers of GPUs", lambda run: run.gpus, "choose one, for instance with --gpus {}")
-    must_agree("validated on different data", lambda run: run.validated_on)
+    numbers, *of_machine, data, _ = FACTS.items()  # choose_target looks at the targets
+    must_agree(*numbers, "choose one, for instance with --gpus {}")
+    must_agree(*data)
+    for what, key in of_machine:
+        if len(found := {key(run): None for run in side.runs if key(run) is not None}) > 1:
+            side.warnings.append(f"{side.name} holds runs {what}: {logs.some(found)}: its times are of several machines, and "
+                                 "losses may differ too")
     must_agree("of different races", lambda run: (side_of(run) or ["none"])[0], shown="{} ({})")
     if sources == {None}:
         side.warnings.append(f"the logs of {side.name} hold no source: they may belong to several experiments")
     if not all(map(race_of, side.runs)):
         side.warnings.append(f"{side.name} declares no number of runs: the verdict is valid only if the number was "
                              "fixed before the first run, and every run that was started is here")
-
-    for what, found in machines([side]):
-        if len(found) > 1:
-            side.warnings.append(f"{side.name} ran on {what}: {list_some(found)}: its times are of several machines, and losses may differ too")
 
     def seeded(run):
         """Return what makes two runs repeats of each other; None if the log states no seed."""
@@ -694,14 +664,6 @@ def check_one_experiment(side, mixed):
             raise CannotJudge(f"{len(runs)} runs of {side.name} share the seed {json.dumps(runs[0].seed)} "
                               f"({list_names(runs)}): they are not independent, and p would be too small; race with "
                               "distinct seeds")
-
-
-def machines(sides, unknown=False):
-    """Yield (what, {value: None}) of what decides a run's time: card, torch, driver. unknown: of cards too."""
-    runs = [run for side in sides for run in side.runs]
-    for what, key in (("different GPUs", "card"), ("different versions of torch", "torch"), ("different drivers", "driver")):
-        values = dict.fromkeys(getattr(run, key) or unknown and key == "card" and "unknown" for run in runs)
-        yield what, {value: None for value in values if value}
 
 
 def check_complete(side):
@@ -718,7 +680,7 @@ def check_complete(side):
         whole = declared == [str(len(runs))] or len(declared) == 1 and are_first and side.declared.get("until_decided")
         failed = [item for item in side.rejected if side_of(item) == which]
         why = "".join(f"; run {race_of(item).run} ({list_names([item])}): {item.reason}" for item in failed)
-        why += "".join(f"; {os.path.basename(path)}: {reason}" for path, reason in side.left_out if "--res" in reason)
+        why += "".join(f"; {os.path.basename(path)}: {reason}" for path, reason in side.left_out if reason.startswith(("resumed at", "begun from")))
         require(whole, f"{where}: {' or '.join(declared)} runs were declared and {len(runs)} can be used{why}; pass "
                 "the logs of all, or race again")
 
@@ -743,23 +705,15 @@ def check_not_shared(a, b):
 
 
 def add_warnings(side):
-    """Add the logs' own notes, and anomalies of their times, to the warnings."""
+    """Add the logs' own notes, and what is wrong with their times, to the warnings."""
     for note, count in Counter(note for run in side.runs for note in run.notes).items():
         side.warnings.append(f"{note} ({count} of {plural(len(side.runs), 'run')} of {side.name})")
-    if stopped := [run for run in side.untimed if run.train_time_ms is not None]:
-        side.warnings.append(f"train_time is not above zero on the last line of {list_names(stopped)}: the times are "
-                             "not judged")
     if side.untimed:
-        return
-    if side.clock_reset:
+        stopped = [run for run in side.untimed if run.train_time_ms is not None]
+        side.warnings += [f"train_time is not above zero on the last line of {list_names(stopped)}: the times are not judged"] * bool(stopped)
+    elif side.clock_reset:
         side.warnings.append(f"the clock was reset during training ({list_names(side.clock_reset)}): the time does not "
                              "cover the whole run")
-    spread = scipy.stats.median_abs_deviation(side.seconds, scale="normal")
-    middle = np.median(side.seconds)
-    for run, seconds in zip(side.runs, side.seconds):
-        if len(side.runs) >= OUTLIER_RUNS and abs(seconds - middle) > OUTLIER * spread > 0:
-            side.warnings.append(f"{list_names([run])} took {seconds:.3f} s where the median is {middle:.3f} s: an "
-                                 "outlier, and counted; check whether the machine was idle")
 
 
 def choose_target(runs, given):
@@ -871,7 +825,8 @@ def judge(sides, options):
     if len(sides) == 2:
         check_comparable(*sides, options.mixed)
     a, alpha = sides[0], options.alpha or declared.get("alpha", ALPHA)
-    others = [f"alpha {alpha:g}, and race.jsonl declares {declared['alpha']:g}"] if declared and alpha != declared["alpha"] else []
+    declares = declared.get("alpha", alpha)
+    others = [f"alpha {alpha:g}, and race.jsonl declares {declares:g}"] * (alpha != declares)
     stated = {logs.target_of(run) for side in sides for run in side.runs} - {None, options.target}
     if options.target is not None and stated:
         others.append(f"target {options.target:g}, and the logs state {' and '.join(map('{:g}'.format, sorted(stated)))}")
@@ -949,20 +904,15 @@ def check_timed(a, b):
 
 
 def check_comparable(a, b, mixed):
-    """Raise CannotJudge if a run is in both sets, Mixed if they differ in what decides a time or a loss: machine, validation
-    data, target. mixed: what logs do not state may differ."""
+    """Raise CannotJudge if a run is in both sets, Mixed if they differ in a fact. Runs of one race ran on one machine; mixed:
+    what logs do not state may differ."""
     check_not_shared(a, b)
-
-    def must_agree(what, key):
-        found = [" and ".join(sorted({str(value) for value in map(key, side.runs) if value is not None})) for side in (a, b)]
-        if found[0] != found[1] and all(found):
-            raise Mixed(f"{what} ({' against '.join(found)})", "compare runs on the same machine, data and target")
-    must_agree("the sets ran on different numbers of GPUs", lambda run: run.gpus or (None if mixed else "unknown"))
-    for what, found in machines((a, b), unknown=not (mixed or a.declared)):
-        if len(found) > 1:
-            raise Mixed(f"the sets ran on {what} ({list_some(found)})", "compare runs on the same machine")
-    must_agree("the sets were validated on different data", lambda run: run.validated_on)
-    must_agree("the sets have different targets", lambda run: (run.start or {}).get("target_val_loss"))
+    for what, key in FACTS.items():
+        unknown = None if mixed or a.declared or what not in [*FACTS][:2] else "unknown"
+        found = [{str(value) for run in side.runs if (value := unknown if key(run) is None else key(run)) is not None} for side in (a, b)]
+        if all(found) and len(found[0] | found[1]) > 1:
+            raise Mixed(f"the sets hold runs {what} ({' against '.join(' and '.join(sorted(values)) for values in found)})",
+                        "compare runs of the same machine, data and target")
     if not any(run.card for run in a.runs + b.runs):
         a.warnings.append("the logs do not state their GPUs: times compare only if all ran on the same machine")
 
@@ -1018,7 +968,7 @@ def differences(found, colors=None):
     return [{"title": title, "unit": f"compared with {found[0].base}, mean and its 95 % interval", "level": (neutral, ""),
              "rows": [{"name": one.name, "color": colors[at] if colors else at, "runs": [], "values": [],
                        "mean": ends_of(getattr(one, part))} for at, one in enumerate(found)]}
-            for part, title, neutral in (("loss", "Loss minus the base's, nats", 0), ("time", "Time divided by the base's", 1))
+            for part, title, neutral in (("loss", "Difference of loss, nats", 0), ("time", "Ratio of times", 1))
             if found and all(getattr(one, part) for one in found)]
 
 
@@ -1045,7 +995,7 @@ def plan(options):
 
     sd and margin come from the flags, or from logs: one set gives losses, two sets (the pilot) times. An sd from logs
     is an upper confidence bound. seen: the logs' own sds; n: runs in the logs, or None."""
-    sd, other_sd, margin, n, pilot, seen = options.sd, options.other_sd, options.margin, None, None, []
+    sd, other_sd, margin, n, pilot, seen = options.sd, None, options.margin, None, None, []
     if sd is None or margin is None:
         require(options.paths, "--plan needs --sd and --margin, or logs to take them from")
         sides = choose_sides(options)
@@ -1101,10 +1051,8 @@ def parse(arguments):
     add("--vs-source", metavar="HASH", help="the same for --vs")
     add("--gpus", type=int, metavar="N", help="judge only runs on N GPUs")
     add("--mixed", action="store_true", help="judge runs of several experiments as one set")
-    add("--resumed", action="store_true", help="count runs that were resumed or began with saved parameters")
     add("--plan", action="store_true", help="print how many runs are needed, and judge nothing")
     add("--sd", type=float, help="for --plan: standard deviation of a run")
-    add("--other-sd", type=float, help="for --plan: sd of the other side's runs (default: the same)")
     add("--margin", type=float, help="for --plan: true difference from the target or the other set")
     add("--power", type=float, default=0.9, help="for --plan: probability of showing it (default: %(default)s)")
     add("--plot", metavar="PNG", help="plot losses and times")
@@ -1120,7 +1068,7 @@ def parse(arguments):
         parser.error(f"--target is {options.target}; give a finite number")
     if options.side and options.vs:
         parser.error("--side takes both sets from PATH; leave out --vs")
-    unused = ("plot",) if options.plan else ("sd", "other_sd", "margin")
+    unused = ("plot",) if options.plan else ("sd", "margin")
     if options.plan and options.sd and options.margin:  # no logs are read
         unused += ("vs", "vs_source", "side")
     for name in unused:

@@ -65,9 +65,9 @@ VERDICTS = PASS, UNKNOWN, FAIL  # in the order of the page
 ALPHA = stats.ALPHA
 LOSS, FASTER = CLAIMS = "mean loss below target, p < 0.01", "faster than the other side, p < 0.01"
 ACCOUNTS, SWITCHES = "every run is accounted for", "no compiler flags in the source"
-CLOCK, COPIES = "the clock is honest", "no run is a copy of another"
+CLOCK, COPIES, VAL_TOKENS = "the clock is honest", "no run is a copy of another", "exactly the stated validation tokens"
 ACCOUNTS_OTHER = "every run of the other side is accounted for"
-PAGE, AGAIN = "the page states what the logs show", "the source gives the run again"
+PAGE, AGAIN, TRIAL = "the page states what the logs show", "the source gives the run again", "a trial"
 PUBLIC_RULES = ACCOUNTS, ACCOUNTS_OTHER, SWITCHES, CLOCK, COPIES, PAGE  # which a log without a description may show
 UNDESCRIBED = "the log does not describe its run (it is not one of this project's)"
 # The public speedrun's medium track, recognized by its target loss, allows one compiler switch (says its README)
@@ -199,8 +199,8 @@ def check_log(e):
     good = re.match(f"d?{kinds}*(?:ep?)?(?:(?<=p)xo*)?", run.shape).end()
     require(re.fullmatch(f"d{kinds}+ep(?:xo*)?", run.shape), f"line {good + 1} after the last separator is not a line "
             f"that the script writes there{f' ({run.odd})' if run.odd else ''}")
-    require((run.source or "").strip(), "it holds no source")
-    seen = hashlib.sha256(run.source.removesuffix("\n").encode("utf-8", "surrogateescape")).hexdigest()  # as its file
+    require(run.script.strip(), "it holds no source")
+    seen = hashlib.sha256(run.script.encode("utf-8", "surrogateescape")).hexdigest()
     require(seen == stated, f"the source in the log has SHA-256 {seen[:8]}..., its description states {stated[:8]}...")
     loss = e.get("end.final_val_loss", NUMBER)
     require(abs(loss - run.final_loss) <= 0.501 * 10 ** -run.loss_decimals,
@@ -258,9 +258,11 @@ def is_fineweb(e):
 
 
 def check_val_tokens(e):
-    """Check the number of validation tokens: the public rule's, or all of the validation shards."""
+    """Check the number of validation tokens: the public rule's, or all of the validation shards. A trial claims no loss."""
     counted = e.get("end.val_tokens", int)
     wanted = FINEWEB_VAL_TOKENS if is_fineweb(e) else sum(shard["tokens"] for shard in shards_of(e)["val"]) - 1
+    if counted < wanted and not logs.target_of(e.run):
+        raise CannotJudge(f"{TRIAL}: {counted:,} of {wanted:,} tokens were scored, and no target is claimed")
     require(counted == wanted, f"{counted:,} tokens were scored, and the rule is {wanted:,}")
     return f"{counted:,} tokens were scored"
 
@@ -324,9 +326,8 @@ def check_source(e, theirs):
     text = "no statement sets a compiler switch openly"
     text += f", except {found.findings[0]}, which this track allows" if found.findings else ""
     if theirs and e.ours:
-        source = examine.source_of(e)
-        text += ("; the same as the other side's" if theirs == source else
-                 f"; differs from the other side's in {lines_changed(theirs, source)} (--diff)")
+        text += ("; the same as the other side's" if theirs == e.run.script else
+                 f"; differs from the other side's in {lines_changed(theirs, e.run.script)} (--diff)")
     return text
 
 
@@ -334,7 +335,7 @@ def compare_source(e, theirs):
     """Return how the source differs from this checkout's script. theirs: see check_source.
 
     No rule's reason says this: the page of a record must not change with the checkout."""
-    checkout, source = (ROOT / stats.SCRIPT).read_text(encoding="utf-8"), examine.source_of(e)
+    checkout, source = (ROOT / stats.SCRIPT).read_text(encoding="utf-8"), e.run.script
     if not e.ours and source != checkout:
         return ""
     return f"Source of {e.name}: " + (f"identical to this checkout's {stats.SCRIPT}." if source == checkout else
@@ -441,9 +442,9 @@ def check_outside(e):
     named = sum(spans.values())
     unnamed = wall - trained - named
     require(abs(unnamed) <= UNNAMED_S, f"wall clock {wall:.2f} s, training {trained:.2f} s, named outside {named:.2f} "
-            f"s: {unnamed:+.2f} s are under no name, and {UNNAMED_S} s are allowed")
+            f"s: {unnamed:+.2f} s are unaccounted for, and {UNNAMED_S} s are allowed")
     shown = ", ".join(f"{name} {seconds:.1f}" for name, seconds in spans.items())
-    return f"of {wall:.1f} s: training {trained:.1f}, {shown}, under no name {unnamed:.4f}"
+    return f"of {wall:.1f} s: training {trained:.1f}, {shown}, unaccounted for {unnamed:.4f}"
 
 
 def check_amounts(e, races):
@@ -739,64 +740,67 @@ def is_shuffled(e):
     return e.run.start.get("config", {}).get("shuffle") is True
 
 
-def claim(runs, others, target, names=("the set", "the --vs set"), judged_only=True):
-    """Return the report of stats.py, by the test that the race declared. target None: the logs' target.
-
-    Raise CannotJudge without a claim, if judged_only."""
+def claim(runs, others, target, names=("the set", "the --vs set")):
+    """Return the report of stats.py, by the test that the race declared. target None: the logs' target."""
     alpha = stats.declaration([e.run for e in runs]).get("alpha", ALPHA)
     require(alpha <= ALPHA, f"its race declared alpha {alpha:g}, and a record wants {ALPHA:g} at most; race again")
     options = stats.parse([".", f"--alpha={alpha!r}", *([f"--target={target!r}"] if target is not None else [])])
     sides = [stats.gather(name, logs.Logs([e.run for e in side]), options)
              for name, side in zip(names, (runs, others)) if side]
     try:
-        report = stats.judge(sides, options)
+        return stats.judge(sides, options)
     except stats.Mixed as reason:
         raise CannotJudge(f"{reason.seen}; name the logs of one experiment, or choose with --source and --vs-source") \
             from None
-    if judged_only and report["verdict"] not in (stats.HOLDS, stats.FAILS):
+
+
+def check_claimed(report, given):
+    """Raise CannotJudge unless stats.py could judge the claim, and where it holds by another target than the logs declare."""
+    if report["verdict"] not in (stats.HOLDS, stats.FAILS):
         raise CannotJudge(report["reason"])
-    return report
+    if given is not None and report["others"] and report["loss"]["significant"]:
+        raise CannotJudge(f"not the declared claim: {'; '.join(report['others'])}; p = {report['loss']['p']:.4g}")
 
 
 def check_loss(runs, given):
     """Check that the mean loss is below the target: on FineWeb 3.28 whatever the logs state."""
+    trials = [reason for e in runs if e.ours and TRIAL in (reason := judged(check_val_tokens, e)[1])]
+    if trials:
+        raise CannotJudge(trials[0])
     fineweb = given is None and any(not e.ours or is_fineweb(e) for e in runs)
     report = claim(runs, [], stats.DEFAULT_TARGET if fineweb else given)
+    check_claimed(report, given)
     loss = report["loss"]
     text = f"mean {loss['mean']:.5f} of {plural(loss['n'], 'run')}, target {loss['target']:g}, p = {loss['p']:.4g}"
     require(loss["significant"], f"{text}: not below {report['alpha']:g}")
-    if given is not None and report["others"]:
-        raise CannotJudge(f"not the declared claim: {'; '.join(report['others'])}; p = {loss['p']:.4g}")
     return text
 
 
-def check_faster(runs, others, target, races):
+def check_faster(case):
     """Check that the record is faster. Clocks that only the runs themselves have read show no claim."""
-    report = claim(runs, others, target)
-    if target is not None and report["others"]:
-        raise CannotJudge(f"not the declared claim: {'; '.join(report['others'])}")
-    found = report["comparison"]
-    (verdict,) = report["verdicts"]
-    text = (f"{report['time']['mean']:.3f} s against {found['other']['mean']:.3f} s: "
-            f"{stats.show_contrast(verdict.time, '.4f')} times the base's, p = {found['p']:.4g} by the {found['test']}")
+    report, runs = case.report, case.runs + case.others
+    check_claimed(report, case.options.target)
+    found, (verdict,) = report["comparison"], report["verdicts"]
+    text = (f"{report['time']['mean']:.3f} s against {found['other']['mean']:.3f} s, ratio "
+            f"{stats.show_contrast(verdict.time, '.4f')}, p = {found['p']:.4g} by the {found['test']}")
     require(found["significant"], f"{text}: not below {report['alpha']:g}")
-    alone = [e for e in runs + others if judged(check_stamps, e, races)[0] == UNKNOWN]
+    alone = [e for e in runs if judged(check_stamps, e, case.races)[0] == UNKNOWN]
     if alone:
-        text += (f"; but by the clocks of the runs alone: no race saw the steps of {len(alone)} of "
-                 f"{plural(len(runs + others), 'run')}")
+        text += f"; but by the clocks of the runs alone: no race saw the steps of {len(alone)} of {plural(len(runs), 'run')}"
     if any(e.ours for e in alone):
         raise CannotJudge(text)
     return text
 
 
-def check_page(runs, found):
+def check_page(case, folder):
     """Compare the page beside the logs: a page of board.py row by row, lists of losses on any other with what logs show."""
-    folder, *more = {os.path.dirname(e.run.path) or "." for e in runs}
-    try:
-        require(not more, "the logs are in several folders")
-        text = Path(folder, "README.md").read_text(encoding="utf-8", errors="replace")
-    except (Broken, OSError) as error:
-        raise CannotJudge(f"no page to compare ({getattr(error, 'strerror', None) or error})") from None
+    runs, found = [e for e in case.whole.runs if os.path.dirname(e.run.path) == folder], case.whole.found
+    text = Path(folder, "README.md").read_text(encoding="utf-8", errors="replace")
+    for what, values in ("Loss", [e.run.final_loss for e in case.runs]), ("Time", [(e.run.train_time_ms or 0) / 1000 for e in case.runs]):
+        if stated := re.search(rf"^- \*\*{what}\*\*: (\d+\.(\d+))", text, re.M):
+            mean = f"{np.mean(values):.{len(stated[2])}f}"
+            require(abs(float(stated[1]) - float(mean)) < 2 * 10 ** -len(stated[2]), f"it states a mean {what.lower()} of {stated[1]}, "
+                    f"the logs {mean}")
     rows = {urllib.parse.unquote(file): (loss, seconds) for loss, file, seconds in _ROW.findall(text)}
     for e in runs if rows else ():
         shown = f"{e.run.final_loss:.{e.run.loss_decimals}f}", "-" if e.run.train_time_ms is None else f"{e.run.train_time_ms / 1000:.3f}"
@@ -826,7 +830,7 @@ def check_again(e, races, data):
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | (
         {"OMP_NUM_THREADS": threads} if threads else {})
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, stats.SCRIPT).write_text(examine.source_of(e), encoding="utf-8", errors="surrogateescape")
+        Path(folder, stats.SCRIPT).write_text(e.run.script, encoding="utf-8", errors="surrogateescape")
         os.symlink(ROOT / "data", Path(folder, "data"))
         done = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={e.get('start.ranks', int)}", stats.SCRIPT,
@@ -1011,10 +1015,21 @@ class Case:
     models: dict
 
     @property
+    def races(self):
+        return {**self.whole.races, **self.apart.races}
+
+    @functools.cached_property
+    def report(self):
+        """The report of stats.py on both sides. Raise CannotJudge or Broken where they do not compare."""
+        raced = [f"side {side[-1].race.side}" for side in (self.runs, self.others) if side and side[-1].race]
+        names = raced if len(raced) == 2 else stats.names_of_sets(self.options)
+        last = max((e.race.side for e in self.others if e.race), default=None)  # of a ladder, its base
+        return claim(self.runs, [e for e in self.others if not e.race or e.race.side == last], self.options.target, names)
+
+    @property
     def theirs(self):
         """The other side's source if it differs from the record's, else None."""
-        theirs = next((e.run.source for e in self.others if e.run.source), None)
-        return theirs.removesuffix("\n") if theirs and theirs != self.runs[0].run.source else None
+        return next((e.run.script for e in self.others if e.run.script not in ("", self.runs[0].run.script)), None)
 
 
 def read_case(options):
@@ -1035,9 +1050,8 @@ def read_case(options):
 def verify(options, case=None):
     """Return all Findings in the order of the rules. Raise CannotJudge if the input allows none."""
     case = case or read_case(options)
-    runs, others, data, findings = case.runs, case.others, options.data, []
+    runs, others, races, data, findings = case.runs, case.others, case.races, options.data, []
     everyone, timed = case.whole.runs, case.whole.runs + case.apart.runs  # the runs whose times are compared
-    races = {**case.whole.races, **case.apart.races}
     distinct = [*shards_read(everyone).values(), *[e for e in everyone if not e.ours][:1]]
     no_data = "" if data else "name the shards' folder with --data"
     no_others = "" if others else "name the logs of the other side with --vs, or race both sides"
@@ -1052,7 +1066,7 @@ def verify(options, case=None):
     each("the log is unaltered", timed, check_log)
     each("one run from its seed", timed, check_beginning)
     each("data stated with digests", everyone, check_shards)
-    each("exactly the stated validation tokens", everyone, check_val_tokens)
+    each(VAL_TOKENS, everyone, check_val_tokens)
     each(SWITCHES, everyone, lambda e: check_source(e, case.theirs))
     each("nothing in the environment changes the run", timed, check_environment)
     each(CLOCK, timed, check_clock)
@@ -1072,7 +1086,7 @@ def verify(options, case=None):
     together("the same hardware on both sides", check_hardware, runs, others, lacks=no_others)
     together("the sides ran in turn", check_interleaved, runs, others, lacks=no_others)
     together("no more time off the clock than the other side", check_spans, runs, others, lacks=no_others)
-    together(FASTER, check_faster, runs, others, options.target, races, lacks=no_others)
+    together(FASTER, check_faster, case, lacks=no_others)
     each("no validation document in training", distinct, lambda e: leaks.check_leaks(e, data), no_data)
     each("trained on the declared shards", everyone, lambda e: leaks.check_replay(e, data), no_data)
     found = examine_all(case)
@@ -1085,11 +1099,7 @@ def verify(options, case=None):
 def examine_all(case):
     """Return [(name, {rule: (verdict, reason)})] of the runs whose models are given."""
     if case.models:
-        known, seconds = judged(lambda: sum(examine.seconds_needed(e) for e, _ in case.models.values()))
-        about = (f"about {max(1, round(seconds / 60))} min, if a token takes as long as in the logs' validations"
-                 if known == PASS else "the logs do not tell how long that takes")
-        print(f"verify.py: examining {plural(len(case.models), 'model')}, which runs the source in their logs: {about}",
-              file=sys.stderr)
+        print(f"verify.py: examining {plural(len(case.models), 'model')}, which runs the source in their logs", file=sys.stderr)
         leaks.trainer()  # no module is loaded once a stranger's source has run
     before = digests_of_judge()
     found = []
@@ -1117,17 +1127,6 @@ def unseen(case):
     return f"{said} To run {e.name} again: `python records/verify.py {shlex.quote(case.options.record[0])} --replay {e.run.start.get('seed')}`"
 
 
-def verdicts_of(case):
-    """Return the sentences of stats.verdicts on the record and the other side, or [] where they do not compare."""
-    raced = [f"side {side[0].race.side}" for side in (case.runs, case.others) if side and side[0].race]
-    try:
-        found = claim(case.runs, case.others, case.options.target, raced if len(raced) == 2 else
-                      stats.names_of_sets(case.options), judged_only=False)["verdicts"]
-    except (CannotJudge, Broken):
-        return []
-    return [f"{one.name}, compared with {one.base}: {one.sentence}" for one in found]
-
-
 def sum_up(findings, case):
     """Return the content of the page: the verdict, and the findings by verdict with failures last."""
     of = {verdict: [f for f in findings if f.rule not in CLAIMS and f.verdict == verdict] for verdict in VERDICTS}
@@ -1135,24 +1134,24 @@ def sum_up(findings, case):
     bare = not counts[FAIL] and any(not e.ours for e in case.runs + case.others)
     public = not any(e.ours for e in case.runs + case.others)
     beyond = [f for f in of[UNKNOWN] if public and f.rule not in PUBLIC_RULES]
-    alike = stats.grouped([f for f in of[UNKNOWN] if f not in beyond], lambda f: f.reason)
-    said = ("FAIL: rules are broken" if len(of[FAIL]) > 1 else "FAIL: a rule is broken" if of[FAIL] else
-            "NOT THE DECLARED CLAIM, no rule is broken" if other and not counts[FAIL] else
-            "NO RULE IS BROKEN, some were not checked: the logs do not describe their runs" if bare else
-            "CLAIM NOT SHOWN, no rule is broken" if counts[FAIL] else
-            "NO RULE IS BROKEN, some were not checked" if of[UNKNOWN] else "PASS")
+    unchecked = [f for f in of[UNKNOWN] if f not in beyond]
+    broken, trial = len(of[FAIL]), any(f.rule == VAL_TOKENS and TRIAL in f.reason for f in of[UNKNOWN])
+    head = ("FAIL" if broken else "NOT THE DECLARED CLAIM" if other and not counts[FAIL] else "CLAIM NOT SHOWN" if counts[FAIL] else
+            "A TRIAL" if trial else "NO RULE IS BROKEN" if of[UNKNOWN] else "PASS")
+    rules = [f"{plural(broken, 'rule')} {'is' if broken == 1 else 'are'} broken" if broken else "no rule is broken"]
+    said = f"{head}: {'; '.join(rules * (head not in ('NO RULE IS BROKEN', 'PASS')) + [f'{len(of[PASS])} hold'])}"
+    said += f", {len(unchecked)} {'was' if len(unchecked) == 1 else 'were'} not checked" * bool(unchecked)
+    said += f", {len(beyond)} need what logs of other projects do not state" * bool(beyond)
+    said += f"; models of {len(case.models)} of {plural(len(case.whole.runs), 'run')}" * bool(case.models)
     parsed, source = judged(compare_source, case.runs[0], case.theirs)
-    hold, broken = (f"{plural(len(of[verdict]), 'rule')} {one if len(of[verdict]) == 1 else many}"
-                    for verdict, one, many in ((PASS, "holds", "hold"), (FAIL, "is broken", "are broken")))
-    more = (f"{len(beyond)} need what logs of other projects do not state" if public else
-            f"models of {len(case.models)} of {plural(len(case.whole.runs), 'run')}")
-    return {"said": f"{said}. {hold}, {broken}, {len(of[UNKNOWN]) - len(beyond)} not checked; {more}",
-            "verdict": FAIL if counts[FAIL] else INCOMPLETE if counts[UNKNOWN] else PASS, "counts": dict(counts),
+    compared, report = judged(lambda: case.report)
+    return {"said": said, "verdict": FAIL if counts[FAIL] else INCOMPLETE if counts[UNKNOWN] else PASS, "counts": dict(counts),
             "status": 1 if counts[FAIL] else 2 if bare or other else 0, "of": of,
             "claims": [f for f in findings if f.rule in CLAIMS], "beyond": beyond,
-            "verdicts": verdicts_of(case), "source": source if parsed == PASS else "",
-            "unseen": [f"{'; '.join(f.rule for f in found)}: {reason}" for reason, found in alike.items()],
-            "broken": [f"{f.rule}: {f.reason}" for f in of[FAIL]], "last": unseen(case),
+            "verdicts": [f"{one.name}, compared with {one.base}: {one.sentence}" for one in report["verdicts"]] if compared == PASS else [],
+            "source": source if parsed == PASS else "", "last": unseen(case), "broken": [f"{f.rule}: {f.reason}" for f in of[FAIL]],
+            "unseen": [f"{'; '.join(f.rule for f in found)}: {reason}"
+                       for reason, found in stats.grouped(unchecked, lambda f: f.reason).items()],
             "findings": sorted((f for f in findings if f not in beyond), key=lambda f: VERDICTS.index(f.verdict))}
 
 
@@ -1180,8 +1179,9 @@ def main(arguments=None):
     try:
         case = read_case(options)
         findings = verify(options, case)
-        if any(Path(e.run.path).with_name("README.md").exists() for e in case.whole.runs):
-            findings.append(Finding(PAGE, *judged(check_page, case.whole.runs, case.whole.found)))
+        for folder in sorted({os.path.dirname(e.run.path) for e in case.whole.runs}):
+            if Path(folder, "README.md").exists():
+                findings.append(Finding(PAGE, *judged(check_page, case, folder)))
         if options.replay is not None:
             again = [e for e in case.whole.runs if e.ours and e.run.start.get("seed") == options.replay]
             again = [e for e in again if e in case.runs] or again
@@ -1204,7 +1204,7 @@ def main(arguments=None):
                           "rules": [finding._asdict() for finding in findings]}, indent=1))
     else:
         parent = case.theirs or (ROOT / stats.SCRIPT).read_text(encoding="utf-8")
-        diff = difference(parent, examine.source_of(case.runs[0])) if options.diff else []
+        diff = difference(parent, case.runs[0].run.script) if options.diff else []
         print(pages.show("verify.txt.jinja", **page, diff=diff))
     if page["status"] == 2:
         print(f"verify.py: {page['said']}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 import hashlib
 import html
+import io
 import json
 import os
 import re
@@ -18,6 +19,7 @@ RECORDS = Path(__file__).resolve().parent.parent / "records"
 sys.path.insert(0, str(RECORDS))
 
 import board  # noqa: E402
+import ladder  # noqa: E402
 import logs  # noqa: E402
 import pages  # noqa: E402
 import stats  # noqa: E402
@@ -81,6 +83,7 @@ def published(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(board, "host_names", lambda: ["my-host"])
         patch.setattr(board, "HERE", folder / "records")
+        patch.setattr(sys, "stdin", io.StringIO("y\ny\n"))  # both break rules
         first = write_race(folder / "race-1", sync="step")
         second = write_race(folder / "race-2", sync="step", source=other, device=HOSTILE, dtype=HOSTILE)
         (second / "race.jsonl").unlink()
@@ -109,7 +112,7 @@ def judged(places, monkeypatch):
               "loss": {**mean, "target": 1.4, "p": 1e-5, "test": "t", "significant": True, "interval": [1.19, 1.21]},
               "time": {"n": 3, "mean": 9.02, "sd": 0.01},
               "verdicts": [{"name": "side a", "base": "side b", "n": 3, "paired": True, "mean_loss": 1.1, "base_loss": 1.12, "mean_seconds": 9.02,
-                            "base_seconds": 10.02, "sentence": "lower loss: yes, by 0.0200 (p = 0.003); time: 10 % less (p = 1e-06)",
+                            "base_seconds": 10.02, "sentence": "loss: lower by 0.0200 (p = 0.003); time: lower by 10 % (p = 1e-06)",
                             "loss": {"value": -0.02, "low": -0.03, "high": -0.01, "p": 0.003, "holm": 0.003, "needed": 3},
                             "time": {"value": 0.9, "low": 0.89, "high": 0.91, "p": 1e-6, "holm": 1e-6, "needed": 3}}],
               "comparison": {"other": {"n": 3, "mean": 10.02, "sd": 0.01}, "difference": -1.0, "interval": [-1.1, -0.9],
@@ -143,7 +146,7 @@ def test_a_race_becomes_a_record_and_a_row(published):
     row = next(line for line in leaderboard.splitlines() if "[2026-01-02" in line)
     assert "A toy \\| record" in row and "1.10000" in row and "9.02 ± 0.01 s" in row and "| 3 |" in row
     said = board.judge_runs(made)["verdicts"][0].sentence
-    assert "lower loss: " in said and "time: " in said
+    assert "loss: " in said and "time: " in said
     for text in (page, row, (published / "index.html").read_text()):
         assert f"{said}" in html.unescape(text)
 
@@ -256,19 +259,58 @@ def test_published_logs_name_no_folder_and_no_host(published):
         assert path.suffix == ".png" or not re.search("/home/me|my-host|/tmp/", path.read_text()), path
 
 
-def test_a_race_that_breaks_a_rule_is_told_as_it_becomes_a_record(judged, tmp_path, capsys):
+def test_a_race_that_breaks_a_rule_becomes_a_record_if_somebody_says_so(judged, tmp_path, capsys, monkeypatch):
     records, _, rules = judged
-    race = write_race(tmp_path / "race-y")
-    for folder, broken in (("2026-01-04_broken", 1), ("2026-01-05_whole", 0)):
-        rules["rules"][2] |= {"verdict": "fail" if broken else "pass", "reason": f"seen {'so it was, ' * 50}and this is the advice"}
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(board, "describe", lambda folder, describe=board.describe: describe(records / "2026-01-02_toy") | {"name": folder.name})
-            assert board.main(["add", str(race), str(records / folder), "a title"]) == 0
+    race, before = write_race(tmp_path / "race-y"), sorted(records.rglob("*"))
+    described = board.describe(records / "2026-01-02_toy")
+    monkeypatch.setattr(board, "describe", lambda folder: described | {"name": folder.name, "broken": described["rules"][0]["verdict"] == "fail"})
+    for answer, broken, status in (("", 1, 2), ("n", 1, 2), ("y", 1, 0), ("", 0, 0)):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(f"{answer}\n"))
+        described["rules"][0] |= {"verdict": "fail" if broken else "pass", "reason": f"seen {'so it was, ' * 50}and this is the advice"}
+        assert board.main(["add", str(race), str(records / f"2026-01-04_{answer}{broken}"), "a title"]) == status
         said = capsys.readouterr()
-        warning = " ".join(said.err.split())
-        assert warning.count("warning: this race breaks a rule, as its page states: three: seen") == broken
-        assert warning.count("so it was, ") == 50 * broken and warning.endswith("and this is the advice" * broken), "no part is left out"
-        assert said.out.startswith(f"written: {os.path.relpath(records / folder / 'README.md')} ")
+        asked = " ".join(said.err.split()).partition("board.py: write a page that says so? [y/N]")
+        assert bool(asked[1]) == asked[0].count("this race breaks a rule: three: seen") == broken
+        assert asked[0].count("so it was, ") == 50 * broken, "no part is left out"
+        assert ("nothing was written" in asked[2]) == (status == 2) == (not said.out.startswith("written: "))
+        if status:
+            assert sorted(records.rglob("*")) == before
+
+
+def test_a_trial_is_said_to_be_one(judged):
+    records, report, rules = judged
+    rules["rules"][1] |= {"rule": verify.VAL_TOKENS, "reason": "6 of 6 runs: a trial: 512 of 999 tokens were scored, and no target is claimed"}
+    assert written()
+    for page in ("index.html", "2026-01-02_toy/README.md"):
+        text = (records / page).read_text()
+        assert "A trial: 512 of 999 tokens were scored, and no target is claimed." in text and "supports no claim" in text
+    report["comparison"], report["loss"] = None, {"n": 3, "mean": 1.2, "sd": None, "target": None, "p": None, "significant": None}
+    assert written() and "## Tests" not in (records / "2026-01-02_toy/README.md").read_text(), "no empty table"
+
+
+def test_records_of_unknown_hardware_have_no_rank_and_cards_are_tracks_of_their_own():
+    def run(card, gpus=8):
+        return logs.Run("x.txt", 1, final_loss=3.2, loss_decimals=1, card=card, gpus=gpus)
+    where = [board.describe_side(stats.Side("side a", [run(card), run(card)]), Path("."))["where"] for card in ("NVIDIA H100", "NVIDIA H200", None)]
+    assert where == ["8 ranks on NVIDIA H100", "8 ranks on NVIDIA H200", "8 ranks on unknown hardware"]
+    strips = [{"title": "Final loss"}]
+    found = board.leaderboards([{"track": f"public, {place}", "good": True, "report": {"time": {"mean": 9}}, "strips": strips} for place in where])
+    assert [one["rows"][0]["rank"] for one in found] == [1, 1, None]
+
+
+def test_a_ladder_becomes_a_record_by_the_same_command(places, monkeypatch, capsys):
+    folder, records = places
+    described = json.loads((folder / "race.jsonl").read_text())
+    described["race"]["sides"]["c"] = described["race"]["sides"]["b"]
+    described["race"]["order"] += ["x"] * 3
+    (folder / "race.jsonl").write_text(json.dumps(described) + "\n")
+    kept = []
+    monkeypatch.setattr(ladder, "read", lambda race: race)
+    monkeypatch.setattr(ladder, "judge", list)
+    monkeypatch.setattr(ladder, "keep", lambda *arguments: kept.append(arguments))
+    new = records / "2026-01-04_ladder"
+    assert board.main(["add", str(folder), str(new), "Ideas"]) == board.main(["add", str(folder), str(folder), str(new), "Ideas"]) == 0
+    assert kept == [([folder] * n, new, [folder] * n, "Ideas") for n in (1, 2)]
 
 
 @pytest.mark.parametrize("text,becomes", [
@@ -295,7 +337,7 @@ def test_the_records_here_name_no_folder_and_each_has_its_pages():
         if (folder / board.LADDER).exists():  # which has its own page
             assert f"({folder.name}/)" in (RECORDS / "README.md").read_text()
             continue
-        assert f"[{folder.name}".replace("_", "\\_") in (RECORDS / "README.md").read_text()
+        assert f"[{folder.name}]" in (RECORDS / "README.md").read_text()
         for path in [*folder.glob("*.txt"), folder / "race.jsonl", folder / "README.md", RECORDS / "README.md"]:
             text = path.read_text().partition(RULE + "\n")[2] or path.read_text()
             assert path.suffix == ".md" or not board.ABSOLUTE_PATH.search(text), path
@@ -383,7 +425,7 @@ def test_without_a_target_or_a_spread_there_is_a_page(judged):
     for log in (records / "2026-01-02_toy").glob("*.txt"):
         log.write_text(re.sub(r" train_time:\S+ step_avg:\S+", "", log.read_text()))
     assert written()
-    assert "Time divided" not in (records / "index.html").read_text()
+    assert "Ratio of times" not in (records / "index.html").read_text()
 
 
 def test_a_leaderboard_is_sorted_by_time_within_a_track_and_ranks_what_is_good():
@@ -562,7 +604,7 @@ def test_a_record_with_a_broken_rule_is_hollow_and_has_no_rank(judged, browser):
 
 def test_the_log_behind_each_run_is_there(page, published):
     links = page.js("[...document.querySelectorAll('a.dot, td a[href$=\".txt\"]')].map(a => a.href)")
-    assert len(links) == 2 * (12 + 6) and all(Path(link.removeprefix("file://")).is_file() for link in links)
+    assert len(links) == 2 * 18 and all(Path(link.removeprefix("file://")).is_file() for link in links)
 
 
 @pytest.mark.parametrize("dark", [False, True])

@@ -190,7 +190,7 @@ def test_another_revision_runs_in_turn_from_a_worktree(repo, capsys):
     revision = f"revision {git(repo, 'rev-parse', 'HEAD~1')[:8]}"
     assert f": side b, {revision}, seed 41; " in shown and f": side a, {ours}, seed 41; " in shown
     assert shown.count(f"\n{revision}  ") == 3, "two interim tables and the last one"
-    assert f"{ours}: lower loss: no, the same; time: 4" in shown
+    assert f"{ours}: loss: the same; time: lower by 4" in shown
     verdicts = {finding.rule: finding.verdict for finding in verify.verify(verify.parse([str(folder)]))}
     assert verdicts["every run is accounted for"] == "pass"
     assert verdicts["faster than the other side, p < 0.01"] == "pass"
@@ -331,7 +331,7 @@ def test_a_ladder_judges_each_idea_against_the_base(repo, capsys):
     assert sorted([better.holm, worse.holm]) == pytest.approx([2 * min(better.p, worse.p), max(better.p, worse.p, 2 * min(better.p, worse.p))])
     assert "race: so far, 2 of 4 runs a side:\n" in shown and "\n--worse -1 --slower 10  3.19" in shown
     assert "| `--worse 2` | +0.02" in shown and "| slower |" in shown and "| yes |" not in shown
-    assert "- `--worse 2`: lower loss: no, higher, by 0.02" in shown and "ladder.py logs/" in shown.splitlines()[-1]
+    assert "- `--worse 2`: loss: higher by 0.02" in shown and "ladder.py logs/" in shown.splitlines()[-1]
     assert {row["steps"] for row in found["rows"]} == {1}  # the stand-in's runs have one
     (command,) = ladder.at_equal_time(found | {"rows": [row | {"steps": 1000} for row in found["rows"]]})
     fitted = [f"{row['verdict'].name} --num_steps {int(1000 / row['verdict'].time.value)}" for row in found["rows"]]
@@ -471,7 +471,7 @@ def test_a_race_by_a_flag_judges_the_side_that_has_it(repo, capsys):
     """Also by its losses, and under its name."""
     assert race.main(["-n", "3", "--vs", "--slower 1 --worse 1", "--", "--slower", "9", "--mood", "jittery"]) == 0
     shown = capsys.readouterr().out
-    assert "--slower 1 --worse 1: lower loss: no, higher, by 0.01" in shown
+    assert "--slower 1 --worse 1: loss: higher by 0.01" in shown
 
 
 def test_a_race_ends_with_a_table_and_the_page_of_its_record_says_the_same(repo, capsys, monkeypatch):
@@ -483,7 +483,7 @@ def test_a_race_ends_with_a_table_and_the_page_of_its_record_says_the_same(repo,
     shown = capsys.readouterr().out
     *_, table, _, advice = shown.rpartition("race: all runs are done")[2].partition("race: to keep this race as a record: ")
     assert re.search(rf"^base +3.2020 +0\.10\d$\n^{idea} +3.19\d\d +-0.01\d\d \(-0.01\d\d … -0.00\d\d\) +0.00\d+ +0.1\d\d +1.0", table, re.M), table
-    sentence = re.search(f"{idea}: (lower loss: yes, by .*?; time: .*?)\\.\n\n", table, re.S)[1].replace("\n", " ")
+    sentence = re.search(f"{idea}: (loss: lower by .*?; time: .*?)\\.\n\n", table, re.S)[1].replace("\n", " ")
     program, tool, *words = shlex.split(advice)
     assert (program, tool, words[0]) == (".venv/bin/python", "records/board.py", "add")
     assert board.main(["add", *(str(repo / word) for word in words[1:3]), words[3]]) == 0
