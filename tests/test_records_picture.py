@@ -206,7 +206,7 @@ def test_a_ladder_s_plot_has_its_conclusion_as_title_short_names_and_explains_gr
             row("--far 1 --x 'a b'", 5.0, 0.1, 0.001)]
     ladder.draw({"rows": rows, "bases": [{"n": 5}]}, tmp_path / "x.svg")
     drawn = (tmp_path / "x.svg").read_text()
-    for said in ("2 of 4 ideas lower the loss: key_offset, slow 1; 1 raises it (5 seeds)", "Time divided by the base's", "1.500", "key_offset", "far 1 x 'a b'", "−0.0200", "+5.0000", "lower", "higher",
+    for said in ("2 of 4 ideas lower the loss: key_offset, slow 1; 1 raises it (5 seeds)", "Ratio of times", "1.500", "key_offset", "far 1 x 'a b'", "−0.0200", "+5.0000", "lower", "higher",
                  "lower, but takes longer", "no difference shown (p ≥ 0.05 after Holm's correction)"):
         assert f">{said}<" in drawn, said
     assert ladder.conclusion(rows[2:3]) == "None of 1 idea is shown to lower the loss"

@@ -4,6 +4,7 @@ nothing; and one run of the real script through the launcher."""
 import hashlib
 import html
 import importlib.util
+import io
 import json
 import math
 import os
@@ -210,7 +211,7 @@ def test_several_revisions_are_compared_with_the_last(repo, capsys, edited):
     times = {run.start["race"]["side"]: run.train_time_ms for run in logs.read([str(folder)]).runs if run.start["seed"] == 2}
     assert [times[side] for side in sorted(times)] == [*[52] * edited, 102, 202]
     shown = capsys.readouterr().out.rpartition("race: all runs are done")[2]
-    assert [f"{name}: lower loss: no, the same; time: " in shown.replace("`", "") for name in names] == [True] * (len(names) - 1) + [False]
+    assert [f"{name}: loss: the same; time: " in shown.replace("`", "") for name in names] == [True] * (len(names) - 1) + [False]
     assert ladder.main([str(folder), "--equal-time"]) == 2 and "give each its --num_steps by hand" in capsys.readouterr().err
 
 
@@ -256,18 +257,6 @@ def test_another_project_s_script_that_leaves_no_run_stops_the_race(repo, theirs
     assert [event["status"] for event in only_race(repo)[2]] == ["started", "done", "started", "failed"]
     shown = capsys.readouterr().out
     assert says.format(theirs=theirs) in shown and ("no step" in shown) == ("steps" in mood) and "run 1b failed (see above)" in shown
-
-
-def test_a_race_without_a_side_of_ours_is_none(repo, theirs, capsys):
-    assert race.main(["-n", "2", *against("'no log'")]) == 1
-    path = only_race(repo)[0] / "race.jsonl"
-    first, _, rest = path.read_text().partition("\n")
-    event = json.loads(first)
-    del event["race"]["sides"]["a"]
-    event["race"]["order"] = event["race"]["order"][::2]
-    path.write_text(json.dumps(event) + "\n")
-    assert race.main(["--resume", str(path), *against("'no log'")]) == 2
-    assert "a side of another project needs exactly one side of this project; " in capsys.readouterr().err
 
 
 def test_another_project_s_script_is_interrupted_with_the_race_and_goes_on(repo, theirs, capsys):
@@ -355,6 +344,7 @@ def test_a_ladder_judges_each_idea_against_the_base(repo, capsys):
         run_id: attempt["stamps"] for run_id, attempt in stats.Manifest.read(folder / "race.jsonl").attempts.items()
         if attempt["run"]}  # as verify.py asks
     assert ladder.main([str(folder), "--record", str(kept)]) == 2 and "a_ladder exists" in capsys.readouterr().err
+    (again / "logs.tar.xz").unlink()  # it is read in place of logs beside it
     next(again.glob("*_02b.txt")).unlink()
     assert ladder.main([str(again)]) == 2 and "_02b.txt holds no complete run" in capsys.readouterr().err
 
@@ -416,7 +406,7 @@ def test_a_ladder_of_races_on_several_days(repo, capsys):
     kept = repo / "a_ladder"
     assert ladder.main([*map(str, folders), "--record", str(kept)]) == 0
     page = (kept / "README.md").read_text()
-    assert "| `--worse 2` | 2 | +0.02" in page and "race 1 (" in page and ", 4 seeds: " in page and "COPY/race-*`" in page
+    assert "| `--worse 2` | 2 | +0.02" in page and "race 1 (" in page and ", 4 seeds: " in page and "records/ladder.py FOLDER`" in page
     subprocess.run(["tar", "-xf", "logs.tar.xz"], cwd=kept, check=True)
     again = [kept / folder.name for folder in folders]  # two races may begin within one second: names tell no order then
     assert ladder.table(ladder.judge(map(ladder.read, again))) == ladder.table(found)
@@ -479,6 +469,7 @@ def test_a_race_ends_with_a_table_and_the_page_of_its_record_says_the_same(repo,
     idea, home = "--worse -1 --slower 5", repo / "records"
     home.mkdir()
     monkeypatch.setattr(board, "HERE", home)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))  # the stand-in's logs lack what some rules ask for
     assert race.main(["-n", "3", "--vs", idea, "--", "--mood", "jittery"]) == 0
     shown = capsys.readouterr().out
     *_, table, _, advice = shown.rpartition("race: all runs are done")[2].partition("race: to keep this race as a record: ")
