@@ -210,7 +210,7 @@ def test_several_revisions_are_compared_with_the_last(repo, capsys, edited):
     times = {run.start["race"]["side"]: run.train_time_ms for run in logs.read([str(folder)]).runs if run.start["seed"] == 2}
     assert [times[side] for side in sorted(times)] == [*[52] * edited, 102, 202]
     shown = capsys.readouterr().out.rpartition("race: all runs are done")[2]
-    assert [f"{name}: lower loss: no, the same; time: " in shown.replace("`", "") for name in names] == [True] * (len(names) - 1) + [False]
+    assert [f"{name}: loss: the same; time: " in shown.replace("`", "") for name in names] == [True] * (len(names) - 1) + [False]
     assert ladder.main([str(folder), "--equal-time"]) == 2 and "give each its --num_steps by hand" in capsys.readouterr().err
 
 
