@@ -2036,6 +2036,7 @@ class Bucket:
         self.receive_buffer: Tensor | None = None   # see Comm.receive_buffer
         self.reduce_handle: Any = None              # of the reduce-scatter in flight
         self.gather_handle: Any = None              # of the all-gather in flight
+        self.versions: Sequence[int] = ()           # how often each parameter was written, if a gather outlives a step
 
     def updates_in(self, step: int) -> bool:
         return step >= self.first_step and (step + 1) % self.rule.every == 0
@@ -2065,9 +2066,7 @@ class Bucket:
             main.add_(grad, alpha=factor)
 
     def start_reduce_scatter(self, comm: Comm, invariant: bool) -> None:
-        """Start the sum of the gradients over ranks. After reduce_handle.wait(), grad_shard holds this rank's part.
-
-        The rest of the buffer holds this rank's own gradients."""
+        """Start the sum over ranks. After reduce_handle.wait() grad_shard holds it; the rest stays this rank's own."""
         for slot in self.needs_overwrite:  # unused parameters
             slot.grad.zero_()
         for slot in self.slots if invariant else ():
@@ -2397,10 +2396,12 @@ class Comm:
         """Start: sent[i] to rank i, received[i] from rank i. Empty tensors are not sent."""
         group = self.cpu_group if self.ranks > 1 and not sent[0].is_cuda else None
         tag = 4404 + (sent[0].dtype == torch.int64)  # those of Reducer.start_call match no others, nor a program's own
-        messages = [dist.P2POp(way, tensors[other], other, group, tag)
+        messages = [(way, tensors[other], other, group, tag)
                     for way, tensors in ((dist.isend, sent), (dist.irecv, received))
                     for other in range(self.ranks) if other != self.rank and tensors[other].numel()]
-        return HandleGroup(*(dist.batch_isend_irecv(messages) if messages else ()), peers=[m.peer for m in messages])
+        handles = (dist.batch_isend_irecv([dist.P2POp(*m) for m in messages]) if messages and sent[0].is_cuda else
+                   [way(*message) for way, *message in messages])  # a batch, which NCCL needs, costs gloo time
+        return HandleGroup(*handles, peers=[m[2] for m in messages])
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum x over ranks in place, and return it."""
@@ -2518,7 +2519,7 @@ class Reducer:
         self.dropped = True                   # no step has ended since all gradients were dropped
         self.call: HandleGroup | None = None  # under way: the comparison of this call with that of the other ranks
         self.number = next(self.numbers) if comm.ranks > 1 else 0  # of this optimizer, the same on all ranks
-        self.calls = np.zeros((comm.ranks, 5), dtype=int)  # of each rank, the last one; see start_call
+        self.calls = [[0] * 5] * comm.ranks   # of each rank, the last one; see start_call
         self.span: Callable[[str], Any] = lambda name: contextlib.nullcontext()  # profiling sets it to name ranges
         for bucket in buckets:
             bucket.receive_buffer = comm.receive_buffer(bucket.grad_data, settings.world_size_invariant)
@@ -2628,34 +2629,30 @@ class Reducer:
             return  # on a GPU the host would wait in every step
         passes = 0 if self.settings.find_unused_parameters else self.backward_passes()  # there they may differ
         writes = sum([param._version for param in self.slots])  # to parameters, as autograd counts them
-        mine = torch.tensor([self.CALLS.index(name), self.step, passes, self.number, writes])
-        rows = mine.repeat(self.comm.ranks, 1)
-        self.call = self.comm.exchange([mine] * self.comm.ranks, rows)
-        self.call.then = rows.numpy
+        rows = torch.tensor([[self.CALLS.index(name), self.step, passes, self.number, writes]] * self.comm.ranks)
+        self.call = self.comm.exchange([rows[self.comm.rank]] * self.comm.ranks, rows)
+        self.call.then = rows.tolist
 
-    def check_call(self, name: str) -> np.ndarray:
-        """Raise RunError on every rank unless all make the same call -> each rank's writes to parameters since then."""
+    def check_call(self, name: str) -> set[int]:
+        """Raise RunError on every rank unless all make the same call -> the ranks' writes to parameters since then."""
         if self.call is None or name != "step()":
             self.start_call(name)
         rows = self.call.wait() if self.call else self.calls
-        calls = [f"{self.CALLS[call]} in step {step} after {passes} backward passes with optimizer {number}"
-                 for call, step, passes, number, _ in rows]
-        for rank, call in enumerate(calls):
-            require(call == calls[0], f"rank {rank} calls {call}, rank 0 {calls[0]}; run as many backward passes, also "
-                    "in no_sync(), on every rank, and make each call on all ranks or on none, in the same order")
-        writes = rows[:, 4] - self.calls[:, 4]
-        self.call, self.calls = None, rows
+        for rank, row in enumerate(rows):
+            if row[:4] != rows[0][:4]:
+                one, first = (f"{self.CALLS[call]} in step {step} after {passes} backward passes with optimizer "
+                              f"{number}" for call, step, passes, number, _ in (row, rows[0]))
+                raise RunError(f"rank {rank} calls {one}, rank 0 {first}; run as many backward passes, also in no_sync"
+                               "(), on every rank, and make each call on all ranks or on none, in the same order")
+        self.call, self.calls, writes = None, rows, {row[4] - last[4] for row, last in zip(rows, self.calls)}
         return writes
 
     def backward_passes(self) -> int:
         """Return the number of backward passes of this step; in no_sync, the most gradients that a parameter got."""
         return max(self.no_sync_grads.values(), default=0) + self.micro_batches
 
-    def launch_rest(self) -> np.ndarray:
-        """Launch the buckets that backward did not. Raise RunError if a micro-batch or a gradient is missing.
-
-        Return how often each rank has written to parameters since the last call.
-        """
+    def launch_rest(self) -> set[int]:
+        """Launch the buckets that backward did not -> what check_call says. RunError if a gradient is missing."""
         if not self.micro_batches or self.micro_batch < self.micro_batches:
             raise RunError(f"step() was called after {self.micro_batch} of {self.micro_batches} micro-batches; call it "
                            "after the last backward, which must not be in no_sync(), and call prepare_for_backward() "
@@ -2736,9 +2733,12 @@ def check_ownership(buckets: Sequence[Bucket]) -> set[nn.Parameter]:
     return seen
 
 def check_all_owned(model: nn.Module, owned: set[nn.Parameter]) -> None:
-    """Raise RunError if a learned parameter of the model is in no bucket. It takes 0.06 ms for 70 parameters."""
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if param.requires_grad and param not in owned:
+    """Raise RunError if a learned parameter of the model is in no bucket."""
+    modules = [model]
+    for module in modules:  # with those that it adds; every step calls this, and named_parameters takes longer
+        modules += [child for child in module._modules.values() if child is not None]
+        if not owned.issuperset(p for p in module._parameters.values() if p is not None and p.requires_grad):
+            name = next(name for name, p in model.named_parameters() if p.requires_grad and p not in owned)
             raise RunError(f"{name} is in no bucket and would never be updated; freeze it by requires_grad_(False), or "
                            "build the optimizer with it, after anything that adds, unfreezes or replaces parameters, "
                            "such as load_state_dict(assign=True)")
@@ -2949,8 +2949,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
             comm.broadcast(x.data)
         self.buffers: Callable[[], dict[str, Tensor]] = dict  # those of the model that belong to its state
         self.reducer = Reducer(buckets, comm, settings, grad_scale)
-        # of the last step, before clipping; only check_grads and clip_norm compute it
-        self.grad_norm: float | None = None
+        self.grad_norm: float | None = None  # of the last step, before clipping; check_grads and clip_norm compute it
         self.prepare_for_backward, self.announce_rows = self.reducer.prepare_for_backward, self.reducer.announce_rows
         rules = {type(bucket.rule).update for bucket in buckets}
         self.compiled = {f: compile_static(f) if compiled else f for f in rules}
@@ -3018,7 +3017,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         reducer, first = self.reducer, not self.reducer.launch_orders
         if self.param_groups != self.groups_seen:
             self.take_numbers()
-        if len({*reducer.launch_rest().tolist()}) > 1 or first:
+        if len(reducer.launch_rest()) > 1 or first:
             self.check_replicas()
         unused = self.find_unused() if self.settings.find_unused_parameters else ()
         if self.settings.check_grads or self.settings.clip_norm:
@@ -3037,10 +3036,10 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
                     self.update(bucket, plan, unused)
                 with reducer.span(f"gather {bucket.name}"):
                     bucket.start_all_gather(self.comm)
-        for bucket in buckets:  # views of one tensor count their writes together
-            bucket.versions = [slot.param._version for slot in bucket.slots]
         reducer.end_step()
         reducer.step, reducer.dropped = reducer.step + 1, False
+        for bucket in buckets if self.settings.overlap_param_gather else ():
+            bucket.versions = [slot.param._version for slot in bucket.slots]  # views of one tensor count together
         if not self.settings.overlap_param_gather:
             self.finish_all_gathers(buckets)
         self.comm.broadcast(*self.buffers().values())  # as in DDP, all go on with rank 0's
@@ -3110,8 +3109,9 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
                 bucket.gather_handle.wait()
             bucket.gather_handle = None
             for slot, version in () if torch.compiler.is_compiling() else zip(bucket.slots, bucket.versions):
-                require(slot.param._version == version, f"{slot.name} was changed after step() and before its new "
-                        "value was there; call optimizer.finish_all_gathers() first, or omit overlap_param_gather")
+                if slot.param._version != version:
+                    raise RunError(f"{slot.name} was changed after step() and before its new value was there; call "
+                                   "optimizer.finish_all_gathers() first, or omit overlap_param_gather")
 
 class AwaitedParameters(dict):
     """A module's parameters: what takes one from the module, by whatever call, waits for its all-gather."""
