@@ -65,10 +65,11 @@ def draw(found: dict[str, list[list[tuple[float, float]]]], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 3.9), layout="constrained")
     ends = {name: [mean(end) for end in zip(*(curve[-1] for curve in curves))] for name, curves in found.items()}
     for (name, curves), color in zip(found.items(), ("#c2410c", "#1d4ed8", "#0f7d86")):
+        curves = [curve[1:] or curve for curve in curves]  # the first point is before the first step
         for curve in curves:
-            axes.plot(*zip(*curve[1:]), "o-", color=color, markersize=3, lw=1, alpha=0.6)  # [0]: before the first step
+            axes.plot(*zip(*curve), "o-", color=color, markersize=3, lw=1, alpha=0.6)
         (seconds, loss), lowest = ends[name], ends[name] == min(ends.values(), key=lambda end: end[1])
-        axes.annotate(f"{name}: {loss:.3f} after {seconds:.1f} s", ends[name] if lowest else curves[0][1], (0, -16 if lowest else 9),
+        axes.annotate(f"{name}: {loss:.3f} after {seconds:.1f} s", ends[name] if lowest else curves[0][0], (0, -16 if lowest else 9),
                       textcoords="offset points", ha="center" if lowest else "left", color=color, fontweight="bold")
     axes.set(xscale="log", xlabel=f"seconds of training (logarithmic); n = {len(curves)} runs of each, in turn", ylabel="validation loss, nats per character")
     axes.xaxis.set_major_formatter("{x:g}")
