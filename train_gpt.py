@@ -2356,6 +2356,7 @@ class Comm:
     """
 
     sent_dtype: torch.dtype | None = None  # of gradients; None: their own
+
     def __init__(self, rank: int = 0, ranks: int = 1, device: torch.device | str = "cpu",
                  timeout: timedelta | None = None):
         """timeout: of collectives of CPU tensors beside a GPU's; None: torch's 30 minutes."""

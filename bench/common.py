@@ -170,7 +170,7 @@ class FakeComm(train_gpt.Comm):
     def all_gather_json(self, mine: Any) -> list[Any]:
         return [json.loads(json.dumps(mine))] * self.ranks
 
-    def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor], tag: int = 0) -> train_gpt.HandleGroup:
+    def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> train_gpt.HandleGroup:
         """Simulate messages: the other ranks read the same rows as this rank, with gradients of 0."""
         for mine, theirs in zip(sent, received):
             theirs.copy_(mine) if mine.shape == theirs.shape else theirs.zero_()
