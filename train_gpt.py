@@ -2556,9 +2556,9 @@ class Reducer:
                 return
             step, loss = self.step, step
         numbers, expected_loss = (step, micro_batch, micro_batches), loss is None or getattr(loss, "requires_grad", 0)
-        require(expected_loss and all(isinstance(x, int | np.integer) for x in numbers) and step >= 0 < micro_batches,
-                f"prepare_for_backward got {', '.join(map(repr, numbers))}, {loss!r}; give it the loss that backward "
-                "starts from, or (step, micro_batch, micro_batches, loss)")
+        if not (expected_loss and all(isinstance(x, int | np.integer) for x in numbers) and step >= 0 < micro_batches):
+            raise RunError(f"prepare_for_backward got {', '.join(map(repr, numbers))}, {loss!r}; give it the loss that "
+                           "backward starts from, or (step, micro_batch, micro_batches, loss)")
         if self.micro_batches and self.micro_batch == self.micro_batches:
             raise RunError(f"all {self.micro_batches} micro-batches of step {self.step} were prepared; call step()")
         expected = (self.step, self.micro_batch) if self.micro_batches else (step, 0)

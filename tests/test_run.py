@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sample
 import train_gpt
@@ -376,6 +377,26 @@ def test_n_gram_tables_begin_anew_so_many_steps_before_the_end(one, tiny):
                 rows = {*x.detach().any(1).nonzero().flatten().tolist()}
                 assert rows <= touched[i], (step, i)
                 assert not step or len(rows) > len(touched[i]) / 2, "the head starts at zero, so step 0 has no gradients"
+
+
+class NoValues(TorchDispatchMode):
+    """Fails where the host would wait for a GPU to have computed a value: by item(), bool(), or sizes that it computes."""
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        assert op._opname not in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero"), "the host would wait for a GPU"
+        return op(*args, **(kwargs or {}))
+
+
+def test_a_step_reads_no_value_of_a_tensor(one, tiny, monkeypatch):
+    """Not that of the loss for a message, for example, whose text no mode of dispatch sees."""
+    monkeypatch.setattr(torch.Tensor, "__repr__", lambda x: pytest.fail("the host would wait for a GPU"))
+    config = dataclasses.replace(tiny, **one[1], layers="- S0M LM M", backout_layer=2, check_grads=False, clip_norm=0.0)
+    worker = train_gpt.Worker(config, train_gpt.Comm(), torch.device("cpu"), train_gpt.find_shards(config.train_files))
+    for step in range(3):
+        plan = train_gpt.plan_of(config, step)
+        batch = worker.stream.next_batch(plan)
+        with NoValues():
+            worker.step(plan, batch)
 
 
 def test_the_state_s_hash_covers_all_that_training_goes_on_from(one, tiny):
