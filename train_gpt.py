@@ -4190,8 +4190,9 @@ def start_log(loop: TrainingLoop, resumed: dict[str, Any] | None, changes: list[
     for path in given_up:  # a later resume must not take what this one gives up
         path.replace(f"{path}.given_up")
     log.say(f"preset {loop.preset}: {comm.ranks} rank(s) on {machine['hardware']['device']}, {params / 1e6:.1f} M "
-            f"parameters, {c.num_steps} steps of {tokens_of_steps(c, 1):,} tokens at first, validation on "
-            f"{(loop.val_sequences[:, 1:] >= 0).sum():,}")
+            f"parameters, {c.num_steps} steps of {(first := tokens_of_steps(c, 1)):,} tokens"
+            f"{' at first' * (tokens_of_steps(c, c.num_steps) != c.num_steps * first)}, validation on "
+            f"{(loop.val_sequences[:, 1:] >= 0).sum():,} tokens")
     for line in changes:
         log.say(line)
     if resumed:

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import mean
+from statistics import median
 
 from common import ROOT, machine, positive, ratios, run, spread, table, train_gpt
 
@@ -58,12 +58,12 @@ def ours(shards: Path, flags: list[str], ranks: int) -> list[tuple[float, float]
 
 
 def draw(found: dict[str, list[list[tuple[float, float]]]], path: Path) -> None:
-    """Draw validation loss over seconds of training: the curves of all rounds of each program, and the mean of their ends."""
+    """Draw validation loss over seconds of training: the curves of all rounds of each program, and the medians of their ends."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     figure, axes = plt.subplots(figsize=(8, 3.9), layout="constrained")
-    ends = {name: [mean(end) for end in zip(*(curve[-1] for curve in curves))] for name, curves in found.items()}
+    ends = {name: [median(end) for end in zip(*(curve[-1] for curve in curves))] for name, curves in found.items()}
     for (name, curves), color in zip(found.items(), ("#c2410c", "#1d4ed8", "#0f7d86")):
         curves = [curve[1:] or curve for curve in curves]  # the first point is before the first step
         for curve in curves:
@@ -71,12 +71,12 @@ def draw(found: dict[str, list[list[tuple[float, float]]]], path: Path) -> None:
         (seconds, loss), lowest = ends[name], ends[name] == min(ends.values(), key=lambda end: end[1])
         axes.annotate(f"{name}: {loss:.3f} after {seconds:.1f} s", ends[name] if lowest else curves[0][0], (0, -16 if lowest else 9),
                       textcoords="offset points", ha="center" if lowest else "left", color=color, fontweight="bold")
-    axes.set(xscale="log", xlabel=f"seconds of training (logarithmic); n = {len(curves)} runs of each, in turn", ylabel="validation loss, nats per character")
+    axes.set(xscale="log", xlabel=f"seconds of training (logarithmic); n = {len(curves)} alternating runs of each, medians", ylabel="validation loss, nats per character")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.margins(0.08, 0.2)
     axes.spines[["top", "right"]].set_visible(False)
     (slow, _), (fast, _), _ = ends.values()
-    axes.set_title(f"A lower loss in {fast:.1f} s than nanoGPT's CPU quick start in {slow:.0f} s, on the same two cores", loc="left", fontsize=11)
+    axes.set_title(f"A lower loss in {fast:.1f} s than nanoGPT's CPU quick start in {slow:.1f} s, on the same two cores", loc="left", fontsize=11)
     figure.savefig(path, dpi=150)
 
 

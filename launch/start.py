@@ -101,7 +101,7 @@ def add_race_options(group):
     group.add_argument("--max-n", type=int, metavar="N", help="with --until-decided: the most runs of each version")
     group.add_argument("--test", choices=("paired", "unpaired"), help="of times: paired t-test of log time, for a "
                        "machine that drifts (default), or Welch's")
-    group.add_argument("--alpha", type=float, metavar="P", help="level of the verdict (default: 0.01)")
+    group.add_argument("--alpha", type=float, metavar="P", help="level of the claim that the loss is below the target (0.01)")
 
 
 def join_versions(words):
@@ -282,12 +282,14 @@ def fit_text(config, given):
             "--micro_batch_tokens")
     at, document, _ = stream.position
     epochs, part = at // len(train) + 1, document / len(stream.loaded[at].result().starts) if at in stream.loaded else 1
-    whole = int(0.97 * steps * sum(sizes) / (sum(sizes[:at]) + part * sizes[at % len(train)]))
+    read_once = sum(sizes[:at % len(train)]) + part * sizes[at % len(train)]  # tokens of the last epoch
+    whole = int(0.97 * steps * sum(sizes) / read_once)
     chosen |= {"target_val_loss": 0, "num_steps": steps, "epochs": epochs}
     say(f"text: a token is a byte. GPT-2's {train_gpt.GPT2_VOCAB:,} tokens of about 4 bytes would occur "
         f"{sum(sizes) / 4 / train_gpt.GPT2_VOCAB:.2g} times each, and their head would be most of a step's work")
     say(f"text: {about}, {steps} steps of {batch:,}: " + (
-        f"{epochs} epochs; the n-gram tables are reset after each, so that they do not memorize the text" if epochs > 1 else
+        f"{epochs - 1 + read_once / sum(sizes):.1f} epochs; the n-gram tables are reset after each, so that they do not memorize "
+        "the text" if epochs > 1 else
         f"part of the text; nearly all of it takes --num_steps {whole}" if whole > 1.05 * steps else "one epoch"))
     if (held := sum(shard.tokens for shard in val)) > MAX_VAL_TOKENS:
         chosen["val_tokens"] = MAX_VAL_TOKENS // config.val_len * config.val_len

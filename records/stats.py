@@ -383,7 +383,7 @@ def table_of_verdicts(found):
                 pages.number(of_time and of_time.holm, 2) if of_time else ""]
 
     p = "p" if len(found) == 1 else "p, Holm"
-    rows = [["", "val loss", "difference (95 % CI)", p, "time, s", "ratio (95 % CI)", p]]
+    rows = [["", "mean loss", "difference (95 % CI)", p, "mean s", "geometric ratio (95 % CI)", p]]
     for one in found:
         base = row(one.base, one.base_loss, one.base_seconds)
         rows += [base] * (base not in rows) + [row(one.name, one.mean_loss, one.mean_seconds, one)]

@@ -437,6 +437,16 @@ def test_micro_batch_splits_keep_the_tokens_of_a_step(preset):
     assert train_gpt.micro_batch_lengths(parts) == {length // 4 for length in train_gpt.micro_batch_lengths(whole)}
 
 
+@pytest.mark.parametrize("preset", ["speedrun", "frontier"])
+def test_sixteen_gpus_need_micro_batches_in_two_parts(preset):
+    """As docs/clusters.md and speedrun.sbatch say of two hosts with 8 GPUs each, and of two with 4."""
+    def refusal(ranks, splits):
+        config = dataclasses.replace(train_gpt.PRESETS[preset], micro_batch_splits=splits)
+        return [says for holds, says in train_gpt.conditions(config, ranks) if not holds and "cannot share" in says]
+    assert "start 8 ranks (--nproc_per_node), or change --micro_batches" in refusal(16, 1)[0]
+    assert not refusal(16, 2) and not refusal(8, 1)
+
+
 @pytest.mark.parametrize("stages, says", [
     ((), "stages end at step 0, and num_steps is 12"),
     ((3, Stage()), "stages: 3 is not a row of it; its type is tuple[Stage, ...]"),

@@ -45,7 +45,7 @@ COMMANDS = {
     "git clone URL gpt-speedrun && cd gpt-speedrun": "needs a network; test_the_commands_of_a_first_hour copies what git tracks",
     "git clone": "the same",
     "pip install git+URL": "needs a network; from a folder: test_readme.py::test_an_installed_package_is_one_module_that_writes_nothing",
-    "python": "test_readme.py::test_the_script_of_the_readme_trains_saves_and_continues",
+    "python own.py": "test_readme.py::test_the_script_of_the_readme_trains_saves_and_continues",
     "./run.sh --help": "test_scripts.py::test_help_installs_nothing_and_fits_on_a_screen",
     "./run.sh --help-all": "test_scripts.py::test_help_installs_nothing_and_fits_on_a_screen",
     "./run.sh": "test_readme.py::test_the_default_run_reaches_its_target",
@@ -53,6 +53,7 @@ COMMANDS = {
     "./test.sh --all": "it runs these tests",
     "./test.sh tests/test_model.py -k rotary": "it runs these tests",
     "./run.sh --text FILE FOLDER …": "test_scripts.py::test_one_command_trains_on_own_text_and_leaves_log_model_picture_and_a_sample",
+    "./run.sh --text input.txt --num_steps 980": LONG + "test_scripts.py::test_steps_and_epochs_fit_the_size_of_a_text",
     './run.sh --text FILE -n 3 --vs "--muon_lr 0.05"': "test_scripts.py::test_a_text_is_encoded_and_its_shards_are_named",
     "./run.sh --preset frontier": "needs a GPU",
     "HF_HUB_OFFLINE=1 ./run.sh": "needs a GPU",
@@ -70,7 +71,7 @@ COMMANDS = {
     "./run.sh --resume logs/race-ID/race.jsonl": "test_records_race.py::",
     ".venv/bin/python records/ladder.py RACE RACE": "test_records_race.py::test_a_ladder_judges_each_idea_against_the_base",
     ".venv/bin/python records/ladder.py RACE --equal-time": "test_records_race.py::test_a_ladder_judges_each_idea_against_the_base",
-    "torchrun --nproc_per_node=2": "test_signals.py::test_torchrun_by_hand",
+    "torchrun --nproc_per_node=2 own.py": "test_readme.py::test_the_script_of_the_readme_trains_saves_and_continues",
     ".venv/bin/python records/stats.py records/2026-11-22_pieces": RUN,
     ".venv/bin/python records/verify.py records/2026-11-22_pieces": RUN,
     "./run.sh -n 10 --vs REVISION": "test_scripts.py::test_what_is_started",
@@ -94,9 +95,9 @@ COMMANDS = {
     "bench/first_gpu --dry": LONG + "test_dry_gpu.py::",
     "python data/cached_fineweb10B.py 9": "modded-nanogpt's",
     "rm -r .venv": "it would delete the tests' own packages",
-    "torchrun --nproc_per_node=8 train_gpt.py": "needs eight GPUs",
+    ".venv/bin/torchrun --nproc_per_node=8 train_gpt.py": "needs eight GPUs; on two ranks: test_signals.py::test_torchrun_by_hand",
     "torchrun --max-restarts 3": "test_signals.py::test_twenty_kills_at_random_moments_change_no_byte",
-    "torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 --rdzv_id RUN train_gpt.py":
+    ".venv/bin/torchrun --nnodes 2 --nproc_per_node 4 --rdzv_backend c10d --rdzv_endpoint HOST:29500 --rdzv_id RUN train_gpt.py":
         "needs two hosts with GPUs; with two network namespaces: test_hosts.py::",
     ".venv/bin/python data/fineweb.py 9": "test_data_fineweb.py::test_a_second_call_requests_nothing_after_a_complete_download",
     "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu130 ./run.sh --setup": "test_scripts.py::test_what_the_tests_add_is_installed_once_and_only_for_them",
@@ -110,8 +111,10 @@ COMMANDS = {
     ".venv/bin/python records/stats.py logs/race-ID": "test_records_stats.py::",
     ".venv/bin/python records/verify.py logs/race-ID --data data/stdlib": "test_records_verify.py::",
     '.venv/bin/python records/board.py add logs/race-ID records/DATE_NAME "what it shows"': "test_records_board.py::",
+    ".venv/bin/python records/board.py page": "test_records_board.py::",
     "sbatch launch/cluster/speedrun.sbatch -n 5": "test_readme.py::test_the_slurm_job_starts_what_it_says",
-    "sbatch --nodes 2 launch/cluster/speedrun.sbatch": "test_readme.py::test_the_slurm_job_starts_what_it_says",
+    "sbatch --nodes 2 --gpus-per-node 4 launch/cluster/speedrun.sbatch": "test_readme.py::test_the_slurm_job_starts_what_it_says",
+    "sbatch --nodes 2 launch/cluster/speedrun.sbatch --micro_batch_splits 2": "test_config.py::test_sixteen_gpus_need_micro_batches_in_two_parts",
     ".venv/bin/python bench/own_model.py": "test_bench.py::test_own_model",
     ".venv/bin/python bench/public_record.py LOG_OR_PROGRAM": "test_bench.py::test_a_last_window_of_18_blocks_in_place_of_20_shows",
     "dry_gpu/setup": "test_dry_gpu.py::",
@@ -186,7 +189,7 @@ def test_the_commands_of_a_first_hour(clone, monkeypatch, capsys):
         programs = {"sample.py": sample, "records/export.py": export, "records/stats.py": stats, "records/verify.py": verify}
         assert programs[program].main(words) == 0, command
         said[command] = capsys.readouterr().out
-    shown = README.split("```")[1]
+    shown = README.split("```")[3]
     for line in ("validation loss ", "model: ", "log: ", "picture: "):
         assert line in tried and line in shown
     for line in README.split("## Check a record")[1].split("```")[1].splitlines()[3:]:
@@ -202,7 +205,7 @@ def test_every_flag_is_one_of_a_program_here_and_every_link_leads_somewhere():
     torchrun = {"--nnodes", "--nproc_per_node", "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--max-restarts"}
     known = {*train_gpt.make_parser()._option_string_actions, *re.findall(r"--[a-z][\w-]+", sources), *torchrun}
     for path in (*PAGES, *RESULTS, *(path for path in (ROOT / "launch/cluster").iterdir() if path.is_file())):
-        text = re.sub(r"^#SBATCH.*|--no-install-recommends|--(gpus all|ipc=host|build-arg|nodes 2|env RACE|race |exclusive|cpus-per-task)", "", path.read_text(), flags=re.M)
+        text = re.sub(r"^#SBATCH.*|--no-install-recommends|--(gpus all|ipc=host|build-arg|nodes 2|gpus-per-node|env RACE|race |exclusive|cpus-per-task)", "", path.read_text(), flags=re.M)
         assert not {*re.findall(r"(?<![\w-])--[a-z][\w-]+", text)} - known, path
     for page, link in ((page, link) for page, text in LINKING.items() for link in re.findall(r"\]\((?!http)([^)]+)\)", text)):
         path, _, heading = link.partition("#")
@@ -324,6 +327,8 @@ def test_flash_attention_3_is_installed_and_imported(name, why, monkeypatch, cap
     ({"SLURM_RESTART_COUNT": "1"}, "", "./run.sh --resume logs/slurm-77.0.step000004.ckpt"),
     ({"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4"}, "", ".venv/bin/python -m torch.distributed.run --nnodes 2 "
      "--nproc_per_node 4 --rdzv_backend c10d --rdzv_endpoint node1:29500 --rdzv_id 77 train_gpt.py --run_id slurm-77.0"),
+    ({"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8"}, "--micro_batch_splits 2", ".venv/bin/python -m torch.distributed.run --nnodes 2 "
+     "--nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint node1:29500 --rdzv_id 77 train_gpt.py --run_id slurm-77.0 --micro_batch_splits 2"),
     ({"SLURM_NNODES": "2"}, "-n 5", ""),
     ({"SLURM_RESTART_COUNT": "1"}, "-n 5", ""),
     ({}, "--resume latest", "./run.sh --resume latest"),

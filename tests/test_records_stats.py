@@ -978,7 +978,7 @@ def test_a_set_on_two_cards_is_warned_of_and_its_times_are_not_pooled(write, jud
 
 def test_a_declared_alpha_is_the_default_and_another_is_no_claim(write, judge):
     race = declare(write("race", raced(10)), n=10, alpha=0.02, sides={"": {"revision": None, "flags": []}})
-    assert "at alpha 0.02; honesty is not checked here: verify.py" in judge(race)[1]
+    assert "at alpha 0.02; verify.py checks the rules." in judge(race)[1]
     status, out, _ = judge(race, "--alpha", 0.4)
     assert status == 2 and out.startswith("Not the declared claim: alpha 0.4, and race.jsonl declares 0.02") and "The claim holds" not in out
 

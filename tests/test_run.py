@@ -163,6 +163,7 @@ def test_log_holds_the_whole_experiment(one):
     assert end["reached"] == (end["final_val_loss"] <= 3.0)
     assert ("target reached" if end["reached"] else "target missed") in printed and str(path) in printed
     assert f"preset speedrun: 1 rank(s) on {start['hardware']['device']}" in printed
+    assert "12 steps of 96 tokens, validation on 999 tokens" in printed
     assert all(float(line.rpartition(":")[2]) > 0 for line in steps[2:] if "train_loss" in line)
 
 
@@ -424,8 +425,8 @@ def test_the_state_s_hash_covers_all_that_training_goes_on_from(one, tiny):
     ("Stage(micro_batches=2, long_window=3), Stage(extra_steps=1, micro_batches=4, long_window=5)", 11)])
 def test_a_stage_of_a_single_step_is_warmed_up_too(one, tmp_path, capsys, stages, steps):
     changes = dict(stages=stages, num_steps=steps, warmup_steps=8, val_every=0, run_id="short")
-    status, _, errors = run_here(flags(tmp_path, one[1], **changes), capsys)
-    assert status == 0, errors
+    status, printed, errors = run_here(flags(tmp_path, one[1], **changes), capsys)
+    assert status == 0 and re.search(rf"{steps} steps of \d+ tokens at first, validation on ", printed), errors
     end = read_log(tmp_path / "logs" / "short.txt")[4]
     assert end["state_hash"]["before_warmup"] == end["state_hash"]["after_warmup"]
 

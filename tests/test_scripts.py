@@ -456,7 +456,8 @@ def test_steps_and_epochs_fit_the_size_of_a_text(gpus, capsys, tmp_path, monkeyp
     assert fit(1_200_000, "--num_steps", str(int(1.07 * int(whole[1]))))[0].epochs == 2
     assert config.ngram_reset == 0 and config.max_document_tokens == laptop.max_document_tokens
     config, says = fit(40_000, val=700_000)
-    assert config.num_steps == start.MAX_EPOCHS * config.ngram_reset and "steps of 2,048: 8 epochs; the n-gram" in says
+    assert config.num_steps == start.MAX_EPOCHS * config.ngram_reset
+    assert start.MAX_EPOCHS - 1 < float(re.search(r"steps of 2,048: (\S+) epochs; the n-gram", says)[1]) <= start.MAX_EPOCHS
     assert reads.count(0) == 2 and len(reads) < 1.2 * config.num_steps, "an epoch before it shows that the text is repeated"
     assert 14 <= config.ngram_reset <= 18 and config.max_document_tokens == 1025, "tables of the last pass alone"
     assert config.val_tokens == 2 ** 18 and "validation on 262,144 of 700,000 tokens" in says and "means little" not in says
@@ -465,6 +466,8 @@ def test_steps_and_epochs_fit_the_size_of_a_text(gpus, capsys, tmp_path, monkeyp
     assert config.muon_momentum_rise == laptop.muon_momentum_rise * 40 // laptop.num_steps
     config, says = fit(140_000)
     assert (config.num_steps, config.epochs) == (laptop.num_steps, 3) and 50 < config.ngram_reset < 60
+    passes = float(re.search(r"135 steps of 2,048: (\S+) epochs", says)[1])
+    assert abs(passes - laptop.num_steps / config.ngram_reset) < 0.1, "not the epochs begun, which are 3"
     assert fit(140_000, "--ngram_reset", "0", "--max_document_tokens", "300")[0].ngram_reset == 0, "as the user says"
     config, _ = fit(40_000, "--num_steps", "70", "--target_val_loss", "2", "--val_tokens", "1024", val=700_000)
     assert (config.num_steps, config.target_val_loss, config.val_tokens) == (70, 2, 1024) and 4 <= config.epochs <= 8
