@@ -245,7 +245,7 @@ def main(folder, ranks, steps, flags):
     import train_gpt as T  # first: preflight imports it too
     import preflight
     facts, times, counted, phases, stats = {}, [], set(), Phases(T.__file__), torch._dynamo.utils.counters["stats"]
-    real_step, real_warm_up, real_validate = T.Worker.step, T.Worker.warm_up, T.validate
+    real_step, real_warm_up, real_validate, real_item = T.Worker.step, T.Worker.warm_up, T.validate, torch.Tensor.item
 
     @functools.cache
     def losses():
@@ -301,7 +301,11 @@ def main(folder, ranks, steps, flags):
         phases.begin("training")
         return out
 
-    T.Worker.step, T.Worker.warm_up, T.validate = step, warm_up, validate
+    def item(x):
+        value = real_item(x)  # the host waits for it
+        return 1.0 if x.is_cuda and x.is_floating_point() else value  # a norm that nothing computed may be no number
+
+    T.Worker.step, T.Worker.warm_up, T.validate, torch.Tensor.item = step, warm_up, validate, item
     T.gpt2_token_bytes = lambda folder: [bytes([number % 256]) for number in range(T.GPT2_VOCAB - 1)]  # bytes decide no time
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # otherwise the limit only leaves code uncompiled, silently
     device = torch.device("cuda", 0)
