@@ -94,8 +94,8 @@ FAULTS = {
         "", "--order"),
     "no-wait-gather": Fault(
         "the forward does not wait for the all-gather",
-        "                    bucket.gather_handle.wait()\n",
-        "                    pass\n", "--order"),
+        "                bucket.gather_handle.wait()\n",
+        "                pass\n", "--order"),
     "blocking-sum": Fault(
         "the next forward waits for the sum of the losses, which runs after all gathers",
         "return dist.all_reduce(x, async_op=True) if",

@@ -14,7 +14,7 @@ from conftest import free_port
 
 DRY = Path(__file__).resolve().parent.parent / "dry_gpu"
 sys.path.insert(0, str(DRY))
-order, simulate = importlib.import_module("order"), importlib.import_module("simulate")
+faults, order, simulate = map(importlib.import_module, ("faults", "order", "simulate"))
 sys.path.remove(str(DRY))
 
 HOME = Path(os.environ.get("DRY_GPU_HOME") or
@@ -298,6 +298,12 @@ os._exit(0)
 def test_uses_of_memory_are_ordered(emulated):
     done = emulated("--order")
     assert done.returncode == 0 and "unordered: 0" in done.stdout, done.stdout + done.stderr
+
+
+def test_each_planted_fault_has_its_place():
+    """A fault whose line was edited shows nothing; this test needs no simulated GPU, so it runs everywhere."""
+    for name, fault in faults.FAULTS.items():
+        assert (DRY.parent / fault.file).read_text().count(fault.old) == 1, name
 
 
 @pytest.mark.parametrize("name", ["kernel-column", "fp8-scale", "flash-window", "wrong-shard", "no-wait-gather"])
