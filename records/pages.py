@@ -146,7 +146,7 @@ class Axis:
 
     def __init__(self, values, most=6, whole=False, tight=False):
         low, high = min(values), max(values)
-        margin = 0.06 * (high - low) or 0.01 * abs(high) or 1
+        margin = next(x for x in (0.06 * (high - low), 0.01 * abs(high), 1) if x > 1e-12)  # smaller values are all drawn as 0
         self.low, self.high = low - margin * (not tight), high + margin / (3 if tight else 1)
         least = (self.high - self.low) / most
         power = 10.0 ** math.floor(math.log10(least))

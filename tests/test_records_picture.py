@@ -141,7 +141,7 @@ def test_an_axis_has_round_ticks_in_their_places(low, high, whole, texts):
 
 
 def test_an_axis_of_one_value_has_a_length():
-    for value in (0, 5, -3, 1e-9):
+    for value in (0, 5, -3, 1e-9, 1e-321):
         assert 0 < pages.Axis([value]).at(value) < 100 and pages.Axis([value]).ticks
 
 
