@@ -214,7 +214,7 @@ def main() -> None:
         print(f"skipped: {reason}")
         return
     print(f"{machine()}; {args.batch} x {args.tokens} tokens a rank\n")
-    head = ["Mbit/s", "variant", "n", "ms a step", "MB sent a step", "times the larger floor", "times DDP"]
+    head = ["Mbit/s", "variant", "n", "ms a step", "MB sent a step", "times the lower bound", "times DDP"]
     print(table(head, []), flush=True)
     with two_hosts() as hosts:
         for mbit in args.mbit:

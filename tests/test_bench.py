@@ -88,7 +88,7 @@ def test_slow_link(start):
     table = {row["variant"]: row for row in rows(out)}
     assert list(table) == [
         "sync=hook", "sync=hook, gathers overlap", "sync=step", "DDP", "compute alone", "communication alone"]
-    assert all(float(table[name]["times the larger floor"].split()[0]) > 0 for name in list(table)[:4])
+    assert all(float(table[name]["times the lower bound"].split()[0]) > 0 for name in list(table)[:4])
     assert not namespaces(process)
 
 
