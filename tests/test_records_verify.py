@@ -1505,7 +1505,7 @@ def test_cheat_12_a_consistent_forgery_is_in_the_paragraph_that_the_last_line_na
     last = " ".join(capsys.readouterr().out.rpartition("\n\n")[2].split())
     assert 'docs/racing.md, "What no rule sees"' in last and "--replay 1`" in last
     section = (ROOT / "docs/racing.md").read_text().partition("## What no rule sees\n")[2].partition("\n## ")[0]
-    assert "under `compile`" in section and "--rerun" in section
+    assert "while a GPU run compiles" in section and "--rerun" in section
 
 
 @pytest.mark.parametrize("seconds, verdict", [(12, "pass"), (40, "not checkable"), (200, "fail")])

@@ -373,7 +373,8 @@ NOTE_PID = "import os, time\nopen({path!r} + str(rank), 'w').write(str(os.getpid
 @pytest.mark.parametrize("hang", [False, True])
 def test_ranks_whose_launcher_is_killed_save_and_end(ranks, hang, flags, elastic, on_ranks, tmp_path):
     """They save like after SIGTERM, and the log has each step once; a rank that hangs in a step ends without."""
-    plant = NOTE_PID.format(path=str(tmp_path / "pid")) + in_step(f"time.sleep(3600 if {hang} and step > 1 else 0.02)")
+    # 15 s, so that on a busy machine too the run has not ended when step 2 is seen
+    plant = NOTE_PID.format(path=str(tmp_path / "pid")) + in_step(f"time.sleep(3600 if {hang} and step > 1 else 0.1)")
     log = tmp_path / "orphan.txt"
     launcher = elastic(ranks, 0, flags("orphan", num_steps=150, save_every=0), plant)
     kill_launcher(launcher, tmp_path, ranks, lambda: log.exists() and "\nstep:2/" in log.read_text())
