@@ -3018,6 +3018,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         reducer, first = self.reducer, not self.reducer.launch_orders
         if self.param_groups != self.groups_seen:
             self.take_numbers()
+        self.finish_all_gathers()  # if no forward has waited, since a rank that waits for one may send nothing more
         if len(reducer.launch_rest()) > 1 or first:
             self.check_replicas()
         unused = self.find_unused() if self.settings.find_unused_parameters else ()
@@ -3027,7 +3028,6 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
             self.grad_norm = check_and_clip(reducer.due, self.comm, self.settings.clip_norm, reducer.step)
         buckets = reducer.due if self.settings.update_order == "launch" else sorted(
             reducer.due[::-1], key=lambda bucket: bucket not in self.read_first)
-        self.finish_all_gathers(buckets)  # if no forward has waited: their inputs must not change in flight
         for bucket in buckets:
             reducer.wait(bucket)
             if bucket.updates_in(reducer.step):
