@@ -309,6 +309,13 @@ def test_the_dockerfile_copies_what_its_set_up_needs(tmp_path):
     assert ignored == [".venv", "logs", "data/*", "!data/*.py", "**/__pycache__"], "a pattern's last slash would be dropped"
 
 
+@pytest.mark.parametrize("name", ["docs/clusters.md", "launch/cluster/Dockerfile", "launch/cluster/modal_app.py", "launch/cluster/speedrun.sbatch"])
+def test_set_up_without_a_driver_takes_the_build_for_gpus(name):
+    """Where an image is built, and on a login node; run.sh alone would take torch's build for CPUs."""
+    said = re.findall(r"PIP_EXTRA_INDEX_URL\W+https://download\.pytorch\.org/whl/(\w+)", (ROOT / name).read_text())
+    assert "cu130" in said and {*said} <= {"cu126", "cu130"}
+
+
 @pytest.mark.parametrize("name", ["docs/gpus.md", "launch/cluster/Dockerfile", "launch/cluster/modal_app.py", "launch/cluster/skypilot.yaml"])
 @pytest.mark.parametrize("why", ["", "kernels: No module named 'kernels'"])
 def test_flash_attention_3_is_installed_and_imported(name, why, monkeypatch, capsys):
@@ -343,7 +350,7 @@ def test_the_slurm_job_starts_what_it_says(tmp_path, environment, flags, started
     def job():
         return subprocess.run(["bash", ROOT / "launch/cluster/speedrun.sbatch", *flags.split()], capture_output=True, text=True, env=environment)
     refused = job()
-    assert refused.returncode == 1 and "run ./run.sh --setup on the login node" in refused.stderr
+    assert refused.returncode == 1 and "on the login node run PIP_EXTRA_INDEX_URL=" in refused.stderr
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "ready").touch()
     (tmp_path / "logs").mkdir()

@@ -23,6 +23,7 @@ app = modal.App("gpt-speedrun")
 shards = modal.Volume.from_name("gpt-speedrun-shards", create_if_missing=True)
 image = (modal.Image.debian_slim(python_version="3.13")
          .apt_install("build-essential", "git", "procps")
+         .env({"PIP_EXTRA_INDEX_URL": "https://download.pytorch.org/whl/cu130"})  # no driver where an image is built
          .add_local_file(here / "run.sh", f"{FOLDER}/run.sh", copy=True)
          .add_local_file(here / "requirements.txt", f"{FOLDER}/requirements.txt", copy=True)
          .run_commands(f"{FOLDER}/run.sh --setup", f"{FOLDER}/.venv/bin/pip install kernels==0.17.2")
