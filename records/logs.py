@@ -613,6 +613,8 @@ def _judge(run, notes, **facts):
             why += f", training lines go on to step {run.last_step}"
     elif total is not None and run.last_step > total:
         why = f"its lines go on to step {run.last_step}{of_total}: training went on after the last validation"
+    elif run.start and run.error and not run.end:  # a resumed race repeats it
+        why = "incomplete: it was stopped after the last validation"
     elif total is None and run.trained_since:
         why = f"incomplete: training lines go on to step {run.last_step} after the last validation at step {last.step}"
     elif total is None and run.cut:

@@ -380,6 +380,13 @@ def test_a_resumed_run_that_ended_again_is_incomplete_once(write):
     assert rejection.kind == logs.INCOMPLETE and rejection.resumed and rejection.index_in_file == 1
 
 
+def test_a_run_that_was_stopped_between_its_last_validation_and_its_end_is_incomplete(write):
+    """A resumed race repeats it; both would share a seed."""
+    rejection = only_rejection(write("\n".join(['{"run_id": "x"}', *common(), "error: interrupted", ""])))
+    assert rejection.kind == logs.INCOMPLETE and "stopped after the last validation; error: interrupted" in rejection.reason
+    assert only_run(write("\n".join(['{"run_id": "x"}', *common(), "error: interrupted", '{"end": {"final_val_loss": 3.2775}}', ""]), "b.txt"))
+
+
 @pytest.mark.parametrize("line", ['{"resumed": 5}', '{"resumed": {"from_step": "x"}}', '{"resumed": {"from_step": -1}}'])
 def test_a_resumption_that_says_not_where_is_told(write, line):
     lines = common()
