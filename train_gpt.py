@@ -3018,7 +3018,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         reducer, first = self.reducer, not self.reducer.launch_orders
         if self.param_groups != self.groups_seen:
             self.take_numbers()
-        self.finish_all_gathers()  # if no forward has waited, since a rank that waits for one may send nothing more
+        self.finish_all_gathers()  # that no forward here has waited for: until they end, another rank may send nothing
         if len(reducer.launch_rest()) > 1 or first:
             self.check_replicas()
         unused = self.find_unused() if self.settings.find_unused_parameters else ()

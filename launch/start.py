@@ -282,13 +282,13 @@ def fit_text(config, given):
             "--micro_batch_tokens")
     at, document, _ = stream.position
     epochs, part = at // len(train) + 1, document / len(stream.loaded[at].result().starts) if at in stream.loaded else 1
-    read_once = sum(sizes[:at % len(train)]) + part * sizes[at % len(train)]  # tokens of the last epoch
-    whole = int(0.97 * steps * sum(sizes) / read_once)
+    passes = at // len(train) + (sum(sizes[:at % len(train)]) + part * sizes[at % len(train)]) / sum(sizes)  # over the text
+    whole = int(0.97 * steps / passes)
     chosen |= {"target_val_loss": 0, "num_steps": steps, "epochs": epochs}
     say(f"text: a token is a byte. GPT-2's {train_gpt.GPT2_VOCAB:,} tokens of about 4 bytes would occur "
         f"{sum(sizes) / 4 / train_gpt.GPT2_VOCAB:.2g} times each, and their head would be most of a step's work")
     say(f"text: {about}, {steps} steps of {batch:,}: " + (
-        f"{epochs - 1 + read_once / sum(sizes):.1f} epochs; the n-gram tables are reset after each, so that they do not memorize "
+        f"{passes:.1f} epochs; the n-gram tables are reset after each, so that they do not memorize "
         "the text" if epochs > 1 else
         f"part of the text; nearly all of it takes --num_steps {whole}" if whole > 1.05 * steps else "one epoch"))
     if (held := sum(shard.tokens for shard in val)) > MAX_VAL_TOKENS:

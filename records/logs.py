@@ -17,7 +17,8 @@ Rules
 - A step counter that decreases begins another run in the same file. Each run is judged separately. A line that several
   ranks print counts once.
 - A run is complete if its last validation is at the step that it states as its total. llm.c's form states no total:
-  its completeness is unknown (None), unless training lines follow the last validation.
+  its completeness is unknown (None), unless training lines follow the last validation. A log of train_gpt.py that ends
+  with an error in place of its end line is incomplete.
 - The loss is `val_loss` (llm.c: `tel`) and the time is `train_time`, both from the last validation line.
 - A line {"resumed": ...} marks a run that resumes from a checkpoint. The earlier lines of later steps are dropped, and
   the decreasing counter begins no other run. Resumed runs, and runs that began from saved parameters, are read;
