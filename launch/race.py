@@ -324,9 +324,9 @@ class Stamps:
 
 
 def complete_log(path):
-    """Return the run of a complete log, or None. Another project's log has neither start nor end line."""
+    """Return the run of a complete log, or None."""
     runs, _, _ = logs.read_file(str(path))
-    return runs[0] if len(runs) == 1 and runs[0].complete and (runs[0].end or not runs[0].start) else None
+    return runs[0] if len(runs) == 1 and runs[0].complete else None
 
 
 def logs_of(folder):

@@ -597,8 +597,9 @@ def _judge(run, notes, **facts):
     total = int(run.total) if run.total else None
     notes = [*notes, *run.notes]
     last = run.validations[-1] if run.validations else None
+    unended = run.start is not None and run.end is None  # train_gpt.py writes both lines; a resumed race repeats such a run
     found = Run(**facts, stated_steps=total, validations=tuple(run.validations), last_step=run.last_step,
-                complete=None if total is None else bool(last) and last.step == total, start=run.start, end=run.end,
+                complete=None if total is None else bool(last) and last.step == total and not unended, start=run.start, end=run.end,
                 clock_falls=tuple(run.clock_falls), resumed=tuple(run.resumed), steps=run.steps)
     of_total = "" if total is None else f" of {total}"
     kind, why = INCOMPLETE, None
@@ -614,8 +615,8 @@ def _judge(run, notes, **facts):
             why += f", training lines go on to step {run.last_step}"
     elif total is not None and run.last_step > total:
         why = f"its lines go on to step {run.last_step}{of_total}: training went on after the last validation"
-    elif run.start and run.error and not run.end:  # a resumed race repeats it
-        why = "incomplete: it was stopped after the last validation"
+    elif unended:
+        why = "incomplete: no end line follows the last validation"
     elif total is None and run.trained_since:
         why = f"incomplete: training lines go on to step {run.last_step} after the last validation at step {last.step}"
     elif total is None and run.cut:

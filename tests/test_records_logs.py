@@ -203,7 +203,7 @@ def test_a_space_that_only_unicode_knows_separates_nothing(write):
 
 @pytest.mark.parametrize("depth, kept", [(10, True), (600, False), (100_000, False)])
 def test_json_nested_deeper_than_any_of_ours_is_left_out(write, depth, kept):
-    path = write(text(['{"run_id": "x", "config": %s}' % ("[" * depth + "]" * depth), *common()]))
+    path = write(text(['{"run_id": "x", "config": %s}' % ("[" * depth + "]" * depth), *common(), '{"end": {}}']))
     run = only_run(path)
     assert (run.start is not None) is kept
     assert any("JSON line that cannot be read" in note for note in run.notes) is not kept
@@ -273,7 +273,7 @@ def test_a_counter_that_falls_back_begins_another_run(write):
 
 
 def test_an_own_start_line_begins_another_run(write):
-    lines = ['{"run_id": "a"}', *common("3.3")[:9], '{"run_id": "b"}', *common()]
+    lines = ['{"run_id": "a"}', *common("3.3")[:9], '{"run_id": "b"}', *common(), '{"end": {}}']
     found = logs.read([write(text(lines))])
     assert found.runs[0].start == {"run_id": "b"} and found.rejected[0].start == {"run_id": "a"}
 
@@ -348,12 +348,13 @@ def resumed(lines, at, again, **more):
     """Return the lines of a run that was killed after `at` lines and resumed from step `again`."""
     told = {"resumed": {"from_step": again, "ranks": 2, "checkpoint": "c", "lost_steps": 3, **more}}
     from_there = next(i for i, line in enumerate(lines) if line.startswith(f"step:{again + 1}/"))
-    return ['{"run_id": "x"}', *lines[:at], "step:1", "error: terminated", json.dumps(told), *lines[from_there:]]
+    return ['{"run_id": "x"}', *lines[:at], "step:1", "error: terminated", json.dumps(told), *lines[from_there:],
+            '{"end": {}}']
 
 
 def test_a_resumed_run_is_one_run_without_what_was_trained_again(write):
     lines = common()
-    whole = only_run(write(text(['{"run_id": "x"}', *lines])))
+    whole = only_run(write(text(['{"run_id": "x"}', *lines, '{"end": {}}'])))
     run = only_run(write(text(resumed(lines, 19, 12)), "b.txt"))
     assert (run.validations, run.steps, run.clock_falls) == (whole.validations, whole.steps, ())
     assert run.resumed[0]["lost_steps"] == 3 and run.complete and run.shape.count("r") == 1
@@ -362,7 +363,7 @@ def test_a_resumed_run_is_one_run_without_what_was_trained_again(write):
     assert any("counts for no record" in note for note in run.notes)
     far = only_run(write(text(resumed(lines, 22, 7)), "d.txt"))  # two validations are repeated
     assert (far.validations, far.steps) == (whole.validations, whole.steps)
-    twice = [*resumed(lines, 19, 12)[:-3], '{"resumed": {"from_step": 15}}', *lines[-6:]]
+    twice = [*resumed(lines, 19, 12)[:-4], '{"resumed": {"from_step": 15}}', *lines[-6:], '{"end": {}}']
     twice = only_run(write(text(twice), "c.txt"))
     assert twice.steps == whole.steps and twice.disqualified.startswith("resumed at step 12, 15")
 
@@ -370,20 +371,22 @@ def test_a_resumed_run_is_one_run_without_what_was_trained_again(write):
 def test_a_checkpoint_before_a_validation_of_its_step_validates_it_again(write):
     lines = common()
     at = next(i for i, line in enumerate(lines) if line.startswith("step:10/20 val_loss"))
-    start = ['{"run_id": "x"}', *lines[:at + 3], '{"resumed": {"from_step": 10}}', *lines[at:]]
+    start = ['{"run_id": "x"}', *lines[:at + 3], '{"resumed": {"from_step": 10}}', *lines[at:], '{"end": {}}']
     run = only_run(write(text(start)))
     assert [v.step for v in run.validations] == [0, 5, 10, 15, 20] and run.complete
 
 
 def test_a_resumed_run_that_ended_again_is_incomplete_once(write):
-    rejection = only_rejection(write(text(resumed(common(), 19, 12)[:-6])))
+    rejection = only_rejection(write(text(resumed(common(), 19, 12)[:-7])))
     assert rejection.kind == logs.INCOMPLETE and rejection.resumed and rejection.index_in_file == 1
 
 
 def test_a_run_that_was_stopped_between_its_last_validation_and_its_end_is_incomplete(write):
     """A resumed race repeats it; both would share a seed."""
-    rejection = only_rejection(write("\n".join(['{"run_id": "x"}', *common(), "error: interrupted", ""])))
-    assert rejection.kind == logs.INCOMPLETE and "stopped after the last validation; error: interrupted" in rejection.reason
+    for told, why in ((["error: interrupted"], "; error: interrupted"), ([], "")):  # stopped, or killed
+        rejection = only_rejection(write("\n".join(['{"run_id": "x"}', *common(), *told, ""])))
+        assert rejection.kind == logs.INCOMPLETE and rejection.reason == f"incomplete: no end line follows the last validation{why}"
+        assert not rejection.complete and rejection.over is bool(told)
     assert only_run(write("\n".join(['{"run_id": "x"}', *common(), "error: interrupted", '{"end": {"final_val_loss": 3.2775}}', ""]), "b.txt"))
 
 
@@ -395,7 +398,7 @@ def test_a_resumption_that_says_not_where_is_told(write, line):
 
 
 def test_a_run_from_saved_parameters_counts_for_no_record(write):
-    run = only_run(write(text(['{"run_id": "x", "init_from": {"path": "m.pt"}}', *common()])))
+    run = only_run(write(text(['{"run_id": "x", "init_from": {"path": "m.pt"}}', *common(), '{"end": {}}'])))
     assert run.disqualified.startswith("begun from saved parameters")
     assert run.notes[0] == f"{run.disqualified}; it counts for no record" and "no record" in command(run.path).stdout
 
@@ -583,7 +586,7 @@ def test_runs_that_share_a_lone_line_are_two_if_source_or_run_id_say_so(tmp_path
     before = "step:0/20 val_loss:10.8258 train_time:0.0s"  # every run begins so
     for step_0 in ("", before):
         for i, start in enumerate(('{"run_id": "x"}', '{"run_id": "y"}', "")):
-            write(text([lone(step_0, start)], source="import torch, one\n"), f"{i}.txt")
+            write(text([lone(step_0, start), '{"end": {}}' if start else ""], source="import torch, one\n"), f"{i}.txt")
         write(text([lone(step_0)], source="import torch, two\n"), "3.txt")
         found = logs.read([tmp_path])
         assert [os.path.basename(run.path) for run in found.runs] == ["0.txt", "1.txt", "3.txt"]
