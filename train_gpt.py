@@ -2774,16 +2774,13 @@ class SavedState:
     def fit_bucket(self, bucket: Bucket, state: dict[str, Tensor]) -> Callable[[], None]:
         """Take one bucket's state out of `state` -> what writes it. Raise RunError if a tensor does not fit."""
         def take(name: str, numel: int) -> Tensor:
-            saved = state.pop(name, torch.empty(0))
-            if saved.numel() != numel:
-                raise RunError(f"the saved state does not fit: {name} has {saved.numel()} values, not {numel}; load a "
-                               "state of the same model and the same rules")
+            saved = state.pop(name, None)
+            if saved is None or saved.numel() != numel:
+                seen = "is missing" if saved is None else f"has {saved.numel()} values, not {numel}"
+                raise RunError(f"the saved state does not fit: {name} {seen}; load a state of the same model and the "
+                               "same rules, or start without one")
             return saved.view(-1)
 
-        updates = {slot.name: int(take(f"{slot.name}/updates", 1)) for slot in bucket.slots}
-        if max(updates.values()) != min(updates.values()):
-            raise RunError(f"the saved state does not fit: parameters of one bucket have different numbers of updates: "
-                           f"{updates}; load a state of the same model and the same rules")
         pending = {"pending"} if f"{bucket.slots[0].name}/pending" in state else set()
         shapes = {"": bucket.param_data, **{f"/{key}": bucket.state.get(key, bucket.param_shard)
                                             for key in (bucket.state.keys() - {"pending"}) | pending}}
@@ -2791,6 +2788,10 @@ class SavedState:
         for slot, (key, x) in itertools.product(bucket.slots, shapes.items()):
             whole = torch.empty(x.numel() * (self.comm.ranks if key else 1), device="meta")
             parts[slot, key] = take(slot.name + key, bucket.view_of(slot, whole).numel())
+        updates = {slot.name: int(take(f"{slot.name}/updates", 1)) for slot in bucket.slots}
+        if max(updates.values()) != min(updates.values()):
+            raise RunError(f"the saved state does not fit: parameters of one bucket have different numbers of updates: "
+                           f"{updates}; load a state of the same model and the same rules")
 
         def write() -> None:
             bucket.updates = max(updates.values())

@@ -1258,8 +1258,8 @@ def test_a_state_is_the_caller_s_own():
 
 
 @pytest.mark.parametrize("spoil,says", [
-    (lambda state: state.pop("four/m"), "four"), (lambda state: state.pop("table"), "table"),
-    (lambda state: state.update({"tall_0": torch.zeros(5)}), "tall_0"),
+    (lambda state: state.pop("four/m"), "four/m is missing"), (lambda state: state.pop("table"), "table is missing"),
+    (lambda state: state.update({"tall_0": torch.zeros(5)}), "tall_0 has 5 values"),
     (lambda state: state.update({"four/v": torch.zeros(240)}), "four/v"),
     (lambda state: state.update({"table/m": torch.zeros(90)}), "table/m"),
     (lambda state: state.update({"wide_1/updates": torch.tensor(7)}), "wide_1"),
