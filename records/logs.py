@@ -769,7 +769,10 @@ def printable(text):
 def brief(text):
     """Return a message as one line for stderr. A long one loses its middle, since the advice stands at the end."""
     text, half = printable(text), MAX_MESSAGE // 2
-    return text if len(text) <= MAX_MESSAGE else f"{text[:half]} ... {text[5 - half:]}"
+    if len(text) <= MAX_MESSAGE:
+        return text
+    before, after = text[:half], text[5 - half:]  # whole words, if there are any
+    return f"{before.rpartition(' ')[0] or before} ... {after.partition(' ')[2] or after}"
 
 
 def refuse(tool, reason):
