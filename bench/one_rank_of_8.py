@@ -104,7 +104,7 @@ def main() -> None:
             rows.append([f"{plans[0].long_window * config.window_block} tokens", len(times), spread(times),
                          f"{1e3 * tokens / median:,.0f}"])
         mean = train_gpt.tokens_of_steps(config, config.num_steps) / config.num_steps
-        rows.append(["the plan's mean", "", f"{weighted:.2f}", f"{1e3 * mean / weighted:,.0f}"])
+        rows.append(["mean of a run", "", f"{weighted:.2f}", f"{1e3 * mean / weighted:,.0f}"])
         worker.stream.close()
     allocated, reserved = train_gpt.peak_memory_mib(device)
     dist.destroy_process_group()

@@ -5,7 +5,7 @@
 Our four variants:
     rule          the update alone, on one bucket of all tensors
     step          DistributedOptimizer.step on one rank, with its checks
-    adds + step   also the hooks' pass that adds each gradient into its slot; torch's optimizers do not need it
+    hooks + step  also the hooks' pass that adds each gradient into its slot; torch's optimizers do not need it
     clip + step   with clipping by the global norm; its peers clip by torch's clip_grad_norm_
 All variants are interleaved, so that none finds its tensors in the cache.
 """
@@ -23,7 +23,7 @@ from common import (EPS, PLAN, adam_optimizer, machine, positive, ratios, run, s
                     train_gpt)
 
 PEERS = {"loop": dict(foreach=False), "foreach": dict(foreach=True), "fused": dict(fused=True)}
-OURS = ("rule", "step", "adds + step", "clip + step")
+OURS = ("rule", "step", "hooks + step", "clip + step")
 CLIP = ", clipping"  # suffix of the names of peers that clip
 LR = 1e-3
 CLIP_NORM = 1.0
@@ -75,7 +75,7 @@ class Variants:
             add()
             optimizer.step()
 
-        self.steps[name] = {"rule": rule, "adds + step": add_and_step}.get(name, optimizer.step)
+        self.steps[name] = {"rule": rule, "hooks + step": add_and_step}.get(name, optimizer.step)
         if name in ("step", "clip + step"):
             self.prepare[name] = add
         elif name == "rule":
@@ -117,7 +117,7 @@ def main() -> None:
                              *(spread(ratios(times[peer + CLIP * (name == "clip + step")], times[name])) for peer in PEERS)])
     print(f"{machine()}\n")
     print(table(["tensors", "threads", "ours", "n", "ms: median (quartiles)",
-                 *(f"times faster than {peer}" for peer in PEERS)], rows))
+                 *(f"× {peer}'s speed" for peer in PEERS)], rows))
 
 
 if __name__ == "__main__":

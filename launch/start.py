@@ -99,9 +99,9 @@ def add_race_options(group):
     group.add_argument("--cmd", help="what starts another project's script in the folder that --vs names")
     group.add_argument("--until-decided", action="store_true", help="stop as soon as the verdict is known")
     group.add_argument("--max-n", type=int, metavar="N", help="with --until-decided: the most runs of each version")
-    group.add_argument("--test", choices=("paired", "unpaired"), help="of times: paired t-test of log time, for a "
-                       "machine that drifts (default), or Welch's")
-    group.add_argument("--alpha", type=float, metavar="P", help="level of the claim that the loss is below the target (0.01)")
+    group.add_argument("--test", choices=("paired", "unpaired"), help="paired t-test of log time, for a machine that "
+                       "drifts (default), or Welch's")
+    group.add_argument("--alpha", type=float, metavar="P", help="level of each of the claim's tests (0.01)")
 
 
 def join_versions(words):

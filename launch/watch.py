@@ -1,4 +1,4 @@
-"""Serve a web page, on this machine only, with the latest runs in common charts; it reloads while they go on.
+"""Serve a web page, on this machine only, with the latest runs in shared charts; it reloads while they run.
 
     python launch/watch.py                  logs/ and its subfolders at http://127.0.0.1:8000
     python launch/watch.py FOLDER --port 0  another folder; port 0: any free port

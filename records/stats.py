@@ -610,7 +610,7 @@ def gather(name, found, options, source=None, race_side=None):
     unused = side.left_out or [(item.path, item.reason) for item in found.rejected]
     reasons = "; ".join(f"{logs.printable(path)}: {reason}" for path, reason in unused[:3])
     require(side.runs, f"{name} holds no run that can be used ({reasons or 'nothing was found'}); "
-            "see `python records/logs.py PATH...`")
+            "see `.venv/bin/python records/logs.py PATH...`")
     incomplete = [item for item in found.rejected if item.kind == logs.INCOMPLETE]
     if incomplete:
         side.warnings.append(f"started but not counted: {list_names(incomplete)}; give the reason in the record, or "

@@ -11,7 +11,7 @@ Requires numpy. Reads .json and .json.gz. A trace of 10 MB takes 0.6 s and 90 Mi
 the unpacked size of the file. Exit status: 0 the figures are printed, 2 the input cannot be used (stderr states why).
 
 Definitions
-    GPU op         An event with ph X and cat kernel, gpu_memcpy or gpu_memset, in capitals or not. A kernel with "nccl",
+    GPU op         An event with ph X and cat kernel, gpu_memcpy or gpu_memset, in any case. A kernel with "nccl",
                    "rccl" or "oneccl" in its name is communication, one named as a copy or fill is memory. Every other
                    kernel is compute. Copies and fills count only as not idle.
     launch         The event of a runtime or driver (cuda, hip, xpu) with the op's args.correlation, or "External id" where

@@ -1124,7 +1124,7 @@ def unseen(case):
     said, e = 'What no rule sees, and how to find it: docs/racing.md, "What no rule sees".', case.runs[0]
     if not e.ours or declared_flags(e, case.whole.races) is None:
         return said
-    return f"{said} To run {e.name} again: `python records/verify.py {shlex.quote(case.options.record[0])} --replay {e.run.start.get('seed')}`"
+    return f"{said} To run {e.name} again: `.venv/bin/python records/verify.py {shlex.quote(case.options.record[0])} --replay {e.run.start.get('seed')}`"
 
 
 def sum_up(findings, case):

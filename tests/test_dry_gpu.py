@@ -482,7 +482,7 @@ def test_first_gpu_continues_and_names_the_first_failure(tmp_path, monkeypatch, 
     for _ in range(2):
         status, output = call()
         assert status == 1 and ran == ["good"] and "| x: ms | 2.0 | 1.0 | -50.0% |" in output and "| worse | failed: KeyError('no key') |" in output
-        assert output.endswith(f"wrong first: bad: failed: exit status 1: ValueError: seen 3; see {tmp_path}/bad.txt\n")
+        assert output.endswith(f"first failure: bad: failed: exit status 1: ValueError: seen 3; see {tmp_path}/bad.txt\n")
     assert call("--only", "good")[0] == 0 and ran == ["good"] * 2
 
 

@@ -60,7 +60,7 @@ COMMANDS = {
     "./run.sh --resume latest": "test_scripts.py::test_a_resumed_run_keeps_the_flags_that_it_began_with",
     "./run.sh -n 10": "test_scripts.py::test_what_is_started",
     "./run.sh -n 5 --vs HEAD": "test_scripts.py::test_what_is_started",
-    './run.sh -n 5 --vs "--muon_lr 0.03" --vs "--lazy_tables false"':
+    './run.sh -n 5 --vs "--muon_lr 0.03" --vs "--adam_lr 0.01"':
         "test_records_race.py::test_a_ladder_judges_each_idea_against_the_base",
     "./run.sh -n 5 --vs ONE --vs TWO --vs main": "test_records_race.py::test_several_revisions_are_compared_with_the_last",
     './run.sh -n 5 --vs ../modded-nanogpt --cmd "torchrun --nproc_per_node=8 train_gpt.py"':
