@@ -43,6 +43,7 @@ MAX_MODELS = 5  # of 64 MB each
 # A small text is repeated up to the preset's steps or MAX_EPOCHS, but at least to MIN_STEPS: fewer learn too little, more
 # learn it by heart (LOG.md)
 MIN_STEPS, MAX_EPOCHS = 40, 8
+LIBRARY = (3, 11)  # version of Python to whose library the target of `laptop` belongs: the losses of others differ by up to 0.04
 MIN_TOKENS = 64  # of a micro-batch, if a text does not fill one of the preset's
 MAX_VAL_TOKENS, MIN_VAL_TOKENS = 2 ** 18, 10_000  # a byte's loss has sd 2 nats, so the mean of fewer is off by 0.02 or more
 # Fields of the config that no part of a run depends on: the preflight answer does not change with them
@@ -230,14 +231,19 @@ def choose(flags, text, trial):
     train_gpt.check_config(config, ranks)  # once here, and not on each rank
     given, usual = train_gpt.make_parser().parse_args(flags), train_gpt.PRESETS[preset]
     chosen = fit_text(config, given) if text else {}
-    if not text and Path(config.train_files).name != Path(usual.train_files).name and given.target_val_loss is None:
+    why = ""
+    if text or given.target_val_loss is not None:
+        pass
+    elif Path(config.train_files).name != Path(usual.train_files).name:
+        why = "your own data"
+    elif not config.resume and config.num_steps < TRIAL * usual.num_steps:
+        why = f"a trial of {config.num_steps} of the preset's {usual.num_steps} steps"
+    elif not config.resume and preset == "laptop" and sys.version_info[:2] != LIBRARY:
+        here, there = ("{}.{}".format(*version) for version in (sys.version_info, LIBRARY))
+        why = f"the text is the library of Python {here}, not of {there}"
+    if why:
         chosen = {"target_val_loss": 0}
-        say(f"your own data: the run has no target loss, since {usual.target_val_loss} belongs to other data; "
-            "--target_val_loss sets one")
-    elif not text and config.num_steps < TRIAL * usual.num_steps and given.target_val_loss is None and not config.resume:
-        chosen = {"target_val_loss": 0}
-        say(f"a trial of {config.num_steps} of the preset's {usual.num_steps} steps: the run has no target loss; "
-            "--target_val_loss sets one")
+        say(f"{why}: the preset's target {usual.target_val_loss} does not apply, and the run has none; --target_val_loss sets one")
     if not config.resume and given.preset is None:  # the same on both sides of a race
         flags = ["--preset", preset, *flags]
     return gpus, ranks, preset, config, flags + as_flags(chosen)

