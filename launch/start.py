@@ -169,12 +169,15 @@ def call(words, kept, each_line=None):
     from ranks import end_with_parent  # before the fork  # noqa: F401
 
     def pass_on(*_):
-        if not noted:
-            child.send_signal(signal.SIGINT)
         noted.append(True)
-    noted = []
+        if child:
+            with contextlib.suppress(IndexError):  # once
+                child.send_signal(unsent.pop())
+    noted, unsent, child = [], [signal.SIGINT], None
+    signal.signal(signal.SIGINT, pass_on)
     with subprocess.Popen(words, stdout=each_line and subprocess.PIPE, text=True, preexec_fn=prepare_child) as child:
-        signal.signal(signal.SIGINT, pass_on)
+        if noted:  # before there was a child
+            pass_on()
         for line in child.stdout or ():
             each_line(line)
     if noted or child.returncode in (130, -signal.SIGINT):

@@ -377,6 +377,22 @@ def test_ctrl_c_while_data_are_made_lets_the_script_clean_up(tree, script):
     assert stderr == "interrupted\nrun.sh: interrupted; complete shards stay\n"
 
 
+def test_ctrl_c_as_a_script_starts_reaches_the_script(monkeypatch):
+    """As on a busy machine, where the script runs before start.py does again."""
+    class Popen(subprocess.Popen):
+        def __init__(self, *words, **options):
+            super().__init__(*words, **options)
+            os.kill(os.getpid(), signal.SIGINT)
+    monkeypatch.setattr(start.subprocess, "Popen", Popen)
+    monkeypatch.setattr(start, "interrupted", lambda *_, kept="nothing was started": sys.exit(kept))
+    before = signal.signal(signal.SIGINT, start.interrupted)
+    try:
+        with pytest.raises(SystemExit, match="complete shards stay"):
+            start.make_data("stdlib.py", "--out", "/dev/null/none")
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.skipif(not ranks.PRCTL, reason="only on Linux a parent's end is a signal")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_a_script_that_makes_data_ends_with_the_launcher(tree, script, number):
