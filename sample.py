@@ -41,6 +41,7 @@ def load_model(path: str | Path) -> tuple[GPT, dict[str, Any]]:
 
     RunError if the file is damaged or does not describe a model.
     """
+    require(Path(path).suffix != ".txt", f"{path} is a log; name a model, which ends in .pt")
     saved = train_gpt.load_file(path)
     try:
         config = dataclasses.replace(train_gpt.config_of(saved["config"]), dtype="float32")  # bf16 is slow on CPUs
@@ -154,7 +155,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 def latest_model(folder: Path) -> Path:
-    found = sorted(folder.rglob("*.pt"), key=lambda path: (path.stat().st_mtime, path.name))
+    found = sorted(folder.glob("*.pt"), key=lambda path: (path.stat().st_mtime, path.name))
     require(found, f"no model in {folder}; train one by ./run.sh (on a GPU: ./run.sh --save_model true), or name a .pt")
     print(f"sample.py: {found[-1]}", file=sys.stderr)
     return found[-1]

@@ -85,6 +85,9 @@ def text_of(line, path, number, begin, field):
 
 
 def not_utf8(path, byte):
+    with open(path, "rb") as file:
+        if file.read(5) == b"%PDF-":
+            return DataError(f"{path} is a PDF; export its text first, for example with pdftotext")
     return DataError(f"{path}: not UTF-8 at byte {byte}; convert it first, for example with iconv -t UTF-8")
 
 

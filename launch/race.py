@@ -597,6 +597,7 @@ def main(arguments=None):
     for number in (signal.SIGTERM, signal.SIGHUP):  # handled like Ctrl-C
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, signal.default_int_handler)
+    manifest = None
     try:
         with contextlib.ExitStack() as held:
             if options.resume:
@@ -630,7 +631,7 @@ def main(arguments=None):
             reason = f"{reason.filename or 'a file'}: {reason.strerror}; free space or set its permissions"
         return logs.refuse("race.py", reason)
     except KeyboardInterrupt:
-        print("race.py: interrupted before a run", file=sys.stderr)
+        print("race.py: interrupted before a run" + (f"; resume with: {resume_command(manifest)}" if manifest else ""), file=sys.stderr)
         return 130
 
 

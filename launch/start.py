@@ -235,13 +235,13 @@ def choose(flags, text, trial):
     given, usual = train_gpt.make_parser().parse_args(flags), train_gpt.PRESETS[preset]
     chosen = fit_text(config, given) if text else {}
     why = ""
-    if text or given.target_val_loss is not None:
-        pass
+    if text or config.resume or given.target_val_loss is not None:
+        pass  # a resumed run keeps its own
     elif Path(config.train_files).name != Path(usual.train_files).name:
         why = "your own data"
-    elif not config.resume and config.num_steps < TRIAL * usual.num_steps:
+    elif config.num_steps < TRIAL * usual.num_steps:
         why = f"a trial of {config.num_steps} of the preset's {usual.num_steps} steps"
-    elif not config.resume and preset == "laptop" and sys.version_info[:2] != LIBRARY:
+    elif preset == "laptop" and sys.version_info[:2] != LIBRARY:
         here, there = ("{}.{}".format(*version) for version in (sys.version_info, LIBRARY))
         why = f"the text is the library of Python {here}, not of {there}"
     if why:
@@ -294,9 +294,7 @@ def fit_text(config, given):
     passes = at // len(train) + (sum(sizes[:at % len(train)]) + part * sizes[at % len(train)]) / sum(sizes)  # over the text
     whole = int(0.97 * steps / passes)
     chosen |= {"target_val_loss": 0, "num_steps": steps, "epochs": epochs}
-    say(f"text: a token is a byte. GPT-2's {train_gpt.GPT2_VOCAB:,} tokens of about 4 bytes would occur "
-        f"{sum(sizes) / 4 / train_gpt.GPT2_VOCAB:.2g} times each, and their head would be most of a step's work")
-    say(f"text: {about}, {steps} steps of {batch:,}: " + (
+    say(f"text: {about} (bytes), {steps} steps of {batch:,}: " + (
         f"{passes:.1f} epochs; the n-gram tables are reset after each, so that they do not memorize "
         "the text" if epochs > 1 else
         f"part of the text; nearly all of it takes --num_steps {whole}" if whole > 1.05 * steps else "one epoch"))

@@ -108,8 +108,8 @@ def main(arguments=None):
     try:
         [os.stat(path) for path in options.paths]  # before a dashboard is opened
         export(options.paths, opener(options.to, options.out), options.follow)
-        place = f"folder {options.out}" if options.to in ("csv", "tensorboard") else f"project {os.path.basename(options.out)}"
-        print(f"{logs.plural(len(options.paths), 'run')} written: {options.to}, {place}")
+        place = f"{options.out}/runs.csv and steps.csv" if options.to == "csv" else options.out if options.to == "tensorboard" else f"project {os.path.basename(options.out)} of {options.to}"
+        print(f"{logs.plural(len(options.paths), 'run')} written: {place}")
         return 0
     except ImportError as error:
         return logs.refuse("export.py", f"--to {options.to}: {error}; install it: .venv/bin/pip install {options.to}, or use --to csv")

@@ -89,7 +89,7 @@ def run_names(runs):
     What tells no more runs apart than the words before it is left out, flags with the mark "…". Runs that differ in
     nothing are named by their files."""
     about = [{"--preset": (run.start or {}).get("preset"),
-              **{f"--{key}": shlex.quote(str(value).lower() if isinstance(value, bool) else str(value)) for key, value in logs.config_of(run).items()},
+              **{f"--{key}": shlex.quote(str(value).lower() if isinstance(value, bool) else str(value)) for key, value in logs.config_of(run).items() if key != "target_val_loss"},
               "source": (run.source_sha256 or "")[:8], "--seed": run.seed} for run in runs]
     names, more = [""] * len(runs), ""
     for key in sorted(dict.fromkeys(itertools.chain(*about)), key=("source", "--seed").__contains__):

@@ -103,7 +103,7 @@ def draw(runs, out):
             if ms:
                 speed.plot(*zip(*mean(ms)), style, color=color)
         for axes, title, unit, kind in (
-                (over_steps, "Loss over steps", "step", "nats per token" + several * "; line: training, dot: validation"),
+                (over_steps, "Loss over steps" + several * "; dots: validation", "step", "nats per token"),
                 (over_seconds, "Loss over time", "seconds of training", "nats per token"), (speed, "Speed", "step", "ms/step")):
             axes.set(title=title, xlabel=unit, ylabel=kind)
             if axes is not speed:

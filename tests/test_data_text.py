@@ -267,6 +267,7 @@ LINES = b'{"text": "first"}\n{"text": "second"}\n'
     ("none.txt", None, "none.txt: no such file or folder"),
     ("empty.txt", b"", "no text in empty.txt"),
     ("blank.jsonl", b"\n\n", "no text in blank.jsonl: every line is blank"),
+    ("a.pdf", b"%PDF-1.7\n\xe2\xe3", "a.pdf is a PDF; export its text first, for example with pdftotext"),
     ("latin.txt", b"a line\n" * 9 + b"caf\xe9\n", "latin.txt: not UTF-8 at byte 66"),
     ("short.txt", b"a line\n" * 9 + b"\xc3", "short.txt: not UTF-8 at byte 63"),
     ("latin.jsonl", LINES + b'{"text": "\xe9"}\n', "latin.jsonl: not UTF-8 at byte 47"),

@@ -744,7 +744,7 @@ def used(optimizer, model, *calls):
 
 
 @pytest.mark.parametrize("table,calls,says", [
-    ((), (), r"qkv.weight \[12, 4\] may hold three matrices.* unit=\(4, 4\); if it is one matrix, unit=\(12, 4\)"),
+    ((), (), r"qkv.weight \[12, 4\] may hold three matrices.* unit=\(4, 4\)\); if it is one matrix, with unit=\(12, 4\)"),
     ([SPLIT, train_gpt.Assignment("norm.*", MUON)], (), r"norm.weight has shape \(12,\).* NorMuon updates whole matrices.* Adam"),
     ([SPLIT._replace(unit=(5, 4))], (), r"qkv.weight has shape \(12, 4\) and unit \(5, 4\)"),
     ([SPLIT, train_gpt.Assignment("*", train_gpt.Adam())], (), r"qkv.weight: 2 lines .*\(qkv.weight, \*\).* narrow the pattern"),

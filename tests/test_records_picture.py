@@ -102,7 +102,7 @@ def test_several_runs_in_one_picture_are_named_by_what_differs(tmp_path):
         paths.append(str(tmp_path / f"{rate}.txt"))
     assert picture.main([*paths, str(tmp_path / "both.svg")]) == 0
     drawn = (tmp_path / "both.svg").read_text()
-    for said in ("2 runs: validation losses from 1.3000 to 1.3000", "--lr 0.1: 1.3000", "--lr 0.2: none yet", "target 1.5", "Loss over steps",
+    for said in ("2 runs: validation losses from 1.3000 to 1.3000", "--lr 0.1: 1.3000", "--lr 0.2: none yet", "target 1.5", "Loss over steps; dots: validation",
                  "Loss over time", "ms/step"):
         assert f">{said}<" in drawn, said
     assert picture.main(paths) == 0 and (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")

@@ -496,7 +496,7 @@ def test_there_is_nothing_to_resume(flags, killed, capsys, tmp_path):
     model = tmp_path / "model.pt"
     for named in ("nowhere", str(tmp_path / "killed.step000003.ckpt"), str(model)):
         status, _, errors = here(["--resume", named], capsys)
-        assert status == 1 and f"--resume {named}: found no checkpoint" in errors and errors.count("\n") == 1
+        assert status == 1 and f"--resume {named}: no such file" in errors and errors.count("\n") == 1
     train_gpt.save_file(model, {"state": {}})
     assert "found no checkpoint" in here(["--resume", str(model)], capsys)[2]
     assert here(["--resume", str(killed)], capsys)[0] == 0

@@ -150,13 +150,14 @@ def test_bytes_of_a_character_are_held_back_and_what_a_terminal_obeys_is_spelled
 @pytest.fixture
 def saved(tiny, tmp_path):
     (tmp_path / "logs" / "race").mkdir(parents=True)
-    return save(tmp_path / "logs" / "race" / "run.pt", tiny)
+    return save(tmp_path / "logs" / "run.pt", tiny)
 
 
 def test_without_a_path_the_latest_model_speaks_and_a_seed_decides(saved, tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sample, "ROOT", tmp_path)
     other = save(tmp_path / "logs" / "newer.pt", dataclasses.replace(tiny, seed=5))
     os.utime(other, (1, 1))
+    (tmp_path / "logs" / "race" / "newest.pt").write_text("of a race, which may be of other data")
 
     def say(*flags):
         assert sample.main([*flags, "--tokens", "30", "--temperature", "1.5", "--top_k", "50", "--prompt", "ü"]) == 0
@@ -169,7 +170,7 @@ def test_without_a_path_the_latest_model_speaks_and_a_seed_decides(saved, tiny, 
 
 
 @pytest.mark.parametrize("flags,status,words", [
-    (["nowhere.pt"], 1, "nowhere.pt: No such file"),
+    (["nowhere.pt"], 1, "nowhere.pt: No such file"), (["run.txt"], 1, "run.txt is a log; name a model, which ends in .pt"),
     (["."], 1, "Is a directory"),
     ([__file__], 1, "not a saved model"),
     (["--tokens", "-3"], 2, "-3 is not a number of at least 0"),
