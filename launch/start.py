@@ -354,8 +354,7 @@ def show_results(folder, before, steps):
         for log in [path for path in new if path.suffix == ".txt" and b'\n{"end": ' in path.read_bytes()][-1:]:
             subprocess.call([PYTHON, "records/picture.py", log], preexec_fn=end_with_parent)
         for model in [path for path in new if path.suffix == ".pt"][-1:]:
-            os.write(1, f"\nText that this model writes after {steps:,} training steps; more steps, such as --num_steps "
-                     f"{10 * steps}, give better text:\n\n".encode())
+            os.write(1, f"\nText that this model writes after {steps:,} training steps; more steps give better text:\n\n".encode())
             subprocess.call([PYTHON, "sample.py", model, "--tokens", "300"], preexec_fn=end_with_parent)
             remove_old_models(folder)
     except OSError:  # the reader or the files are gone

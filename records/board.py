@@ -342,6 +342,8 @@ def add(races: list[Path], folder: Path, title: str) -> None:
     for race in races:
         if not race.is_dir():
             raise CannotJudge(f"{race} is not a folder; name the folder of a race, like logs/race-ID")
+        if not any(path.suffix == ".txt" for path in files_of(race)):
+            raise CannotJudge(f"{race} holds no logs of a race; name a folder like logs/race-ID")
     if folder.resolve().parent != HERE:
         raise CannotJudge(f"{folder} is not in {HERE}; name a new folder there")
     manifest = stats.manifest_in(races[0])

@@ -472,7 +472,7 @@ def check_amounts(e, races):
     require(all(seconds <= BEYOND_DOUBT * most for seconds, most in amounts.values()),
             f"{'; '.join(over)} s: what else is done there?")
     if over:
-        raise CannotJudge(f"inspect this: {'; '.join(over)} s; what else is done there?")
+        raise CannotJudge(f"inspect this: {'; '.join(over)} s; other load on the machine, or work off the clock?")
     return ", ".join(f"{name} {seconds:.1f} of at most {most:.1f} s" for name, (seconds, most) in amounts.items())
 
 
