@@ -3167,8 +3167,8 @@ def finish_spec(spec: ParamSpec) -> ParamSpec:
     param, (rows, columns) = spec.param, spec.rule.unit(spec)
     if not spec.unit and param.shape == (3 * columns, columns):
         raise RunError(f"{spec.name} [{rows}, {columns}] may hold three matrices, such as a fused query, key and value."
-                       f" If so, give it a line: Assignment({spec.name!r}, NorMuon(), unit=({columns}, {columns})); if it "
-                       f"is one matrix, with unit=({rows}, {columns})")
+                       f" If so, give it a line: Assignment({spec.name!r}, NorMuon(), unit=({columns}, {columns})); if "
+                       f"it is one matrix, with unit=({rows}, {columns})")
     return spec._replace(rule=dataclasses.replace(spec.rule, wide=param.numel() > param.shape[0] ** 2),
                          scale=spec.scale * math.sqrt(max(1, rows / columns)))  # as in Keller Jordan's Muon
 
@@ -4455,8 +4455,8 @@ def find_run(config: Config) -> tuple[str, str]:
     run_id = own[-1].stem if own else config.run_id
     if not config.resume and not own:
         return run_id or f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{launch_id()}", ""
-    require(own or latest or named.exists(), f"--resume {config.resume}: no such file; name a .ckpt or the log of a run, "
-            "or latest")
+    require(own or latest or named.exists(), f"--resume {config.resume}: no such file; name a .ckpt or the log of a "
+            "run, or latest")
     if not own and named.suffix == ".ckpt" and named.is_file():
         return run_id, str(named.resolve())
     if not own and latest and not run_id:

@@ -214,7 +214,7 @@ def test_the_saved_model_gives_the_logged_loss_again(one):
     windows = train_gpt.Windows(*saved["windows"])
     loss, tokens = train_gpt.validate(model, sequences, windows, train_gpt.Comm(), torch.device("cpu"))
     assert loss == pytest.approx(end["final_val_loss"], rel=1e-6) and tokens == end["val_tokens"] and saved["step"] == 12
-    with pytest.raises(train_gpt.RunError, match="not a saved model"):
+    with pytest.raises(train_gpt.RunError, match="is a log; name a model"):
         sample.load_model(path)
 
 
