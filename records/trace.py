@@ -636,7 +636,8 @@ def draw(traces, comparison, path):
     every, comm = ([bar for step, zero in zip(steps, zeros) for items in step[first:2] for bar in bars(items, zero)] for first in (0, 1))
     views = [(min(bar)[0], max(map(sum, bar))) for bar in (every, comm or every)]
     (start, end), (late, comm_end) = views
-    views[1] = late - 0.1 * (comm_end - late), end
+    edge = 0.02 * (end - start)
+    views = [(start - edge, end + edge), (late - 0.1 * (comm_end - late), end)]
     views = views[:2 if end - views[1][0] < 0.5 * (end - start) else 1]
     with rc_context(picture.STYLE | {"axes.grid": False}):
         figure = Figure(figsize=(12, 4.4), layout="constrained")
