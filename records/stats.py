@@ -849,8 +849,8 @@ def judge_claim(sides, alpha, target):
     declared, a = sides[0].declared, sides[0]
     target = choose_target(a.runs, target)
     if target is None:
-        return {"verdict": NO_CLAIM, "reason": "the runs had no target loss, so none was claimed; --target judges them "
-                "by one"}
+        return {"verdict": NO_CLAIM, "reason": "the runs had no target loss, so none was claimed; stats.py --target X "
+                "judges them by one"}
     loss = judge_loss(a.losses, target, alpha)
     comparison = None
     if len(sides) == 2:
