@@ -631,7 +631,9 @@ def main(arguments=None):
             reason = f"{reason.filename or 'a file'}: {reason.strerror}; free space or set its permissions"
         return logs.refuse("race.py", reason)
     except KeyboardInterrupt:
-        print("race.py: interrupted before a run" + (f"; resume with: {resume_command(manifest)}" if manifest else ""), file=sys.stderr)
+        declared = manifest and manifest.path.exists()
+        print("race.py: interrupted before a run" + (f"; resume with: {resume_command(manifest)}" if declared else ""),
+              file=sys.stderr)
         return 130
 
 

@@ -284,8 +284,15 @@ def test_a_trial_is_said_to_be_one(judged):
     for page in ("index.html", "2026-01-02_toy/README.md"):
         text = (records / page).read_text()
         assert "A trial: 512 of 999 tokens were scored, and no target is claimed." in text and "supports no claim" in text
+    board_page = (records / "README.md").read_text()
+    assert ": a trial, [" in board_page and "| **trial**: " in board_page
     report["comparison"], report["loss"] = None, {"n": 3, "mean": 1.2, "sd": None, "target": None, "p": None, "significant": None}
     assert written() and "## Tests" not in (records / "2026-01-02_toy/README.md").read_text(), "no empty table"
+
+
+def test_a_folder_without_logs_is_no_race(tmp_path, capsys):
+    assert board.main(["add", str(tmp_path), str(board.HERE / "2026-01-01_none"), "nothing"]) == 2
+    assert capsys.readouterr().err == f"board.py: error: {tmp_path} holds no logs of a race; name a folder like logs/race-ID\n"
 
 
 def test_records_of_unknown_hardware_have_no_rank_and_cards_are_tracks_of_their_own():

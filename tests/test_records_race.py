@@ -516,6 +516,17 @@ def test_a_failed_run_stops_the_race_and_is_repeated_with_its_seed(repo, capsys)
     assert accounts.verdict == "pass" and "run 2, " in accounts.reason and ": failed" in accounts.reason
 
 
+@pytest.mark.parametrize("at, kept", [("run_all", True), ("lock_race", False)])
+def test_an_interrupt_between_runs_says_how_to_resume_a_race_that_is_declared(repo, capsys, monkeypatch, at, kept):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(race, at, interrupt)
+    assert race.main(["-n", "1"]) == 130
+    manifests = [*repo.glob("logs/*/race.jsonl")]
+    says = "race.py: interrupted before a run" + "".join(f"; resume with: {sys.executable} {race.__file__} --resume {path}" for path in manifests)
+    assert capsys.readouterr().err == f"{says}\n" and len(manifests) == kept
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_race_keeps_what_is_done_and_goes_on(repo, capsys, monkeypatch, number):
     processes, popen = [], subprocess.Popen
@@ -712,10 +723,12 @@ def test_a_manifest_that_is_none(tmp_path, capsys, text):
 # What a race leaves beside its logs
 
 def test_each_step_line_is_stamped_as_it_reaches_the_log(repo, monkeypatch):
-    look = race.Stamps.look
+    look, looks = race.Stamps.look, {}
 
     def looked(stamps):
+        before = time.monotonic() - stamps.began
         look(stamps)
+        looks.setdefault((stamps.log.stem, len(stamps.steps)), (before, time.monotonic() - stamps.began))
         (repo / "seen").write_text(f"{stamps.log.stem} {len(stamps.steps)}")  # the script waits for it before its next line
     monkeypatch.setattr(race.Stamps, "look", looked)
     assert race.main(["-n", "1", "--", "--mood", "slowly"]) == 0
@@ -726,6 +739,9 @@ def test_each_step_line_is_stamped_as_it_reaches_the_log(repo, monkeypatch):
     assert events[-1]["stamps"] == digest  # so that nobody leaves them out
     seconds = [second for _, second in stamps]
     assert 0 < seconds[0] < seconds[1] < seconds[2] < seconds[3] <= seconds[4] <= events[-1]["seconds"] + 1e-4
+    for step, second in stamps[:3]:
+        before, after = looks[events[0]["run_id"], step]
+        assert before - 1e-4 <= second <= after + 1e-4
     found = logs.read([str(folder)])
     assert [item.path for item in found.rejected if item.path.endswith(".steps.json")]
     report = stats.gather("it", found, stats.parse([str(folder)]))
