@@ -108,7 +108,8 @@ def main(arguments=None):
     try:
         [os.stat(path) for path in options.paths]  # before a dashboard is opened
         export(options.paths, opener(options.to, options.out), options.follow)
-        place = f"{options.out}/runs.csv and steps.csv" if options.to == "csv" else options.out if options.to == "tensorboard" else f"project {os.path.basename(options.out)} of {options.to}"
+        files = {"csv": f"{options.out}/runs.csv and steps.csv", "tensorboard": options.out}
+        place = files.get(options.to, f"project {os.path.basename(options.out)} of {options.to}")
         print(f"{logs.plural(len(options.paths), 'run')} written: {place}")
         return 0
     except ImportError as error:
