@@ -2317,6 +2317,16 @@ def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ran
 # ------------------------------------------------------------------------------------------------------------------
 # gradient sync: communication
 
+@contextlib.contextmanager
+def naming(which: str) -> Iterator[None]:
+    """Have the error of a message, as it starts or ends, name the rank that it was from or to."""
+    try:
+        yield
+    except RuntimeError as error:
+        cause = str(error).splitlines()[0].rpartition("] ")[2] or str(error)  # without gloo's file and line
+        raise RuntimeError(f"{which} has ended, hangs or makes another call ({cause.split('. ')[0]}); its own output "
+                           "says why") from error
+
 class HandleGroup:
     """Handles of collectives or messages that are waited for together; `then` is called after the last one.
 
@@ -2328,13 +2338,8 @@ class HandleGroup:
 
     def wait(self) -> Any:
         for i, handle in enumerate(self.handles):
-            try:
+            with naming(f"rank {self.peers[i]}" if i < len(self.peers) else "another rank"):
                 handle.wait()
-            except RuntimeError as error:
-                which = f"rank {self.peers[i]}" if i < len(self.peers) else "another rank"
-                cause = str(error).splitlines()[0].rpartition("] ")[2] or str(error)  # without gloo's file and line
-                raise RuntimeError(f"{which} has ended, hangs or makes another call ({cause.split('. ')[0]}); its own "
-                                   "output says why") from error
         return self.then()
 
 def tree_sum(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
@@ -2400,8 +2405,12 @@ class Comm:
         messages = [(way, tensors[other], other, group, tag)
                     for way, tensors in ((dist.isend, sent), (dist.irecv, received))
                     for other in range(self.ranks) if other != self.rank and tensors[other].numel()]
-        handles = (dist.batch_isend_irecv([dist.P2POp(*m) for m in messages]) if messages and sent[0].is_cuda else
-                   [way(*message) for way, *message in messages])  # a batch, which NCCL needs, costs gloo time
+        if messages and sent[0].is_cuda:
+            return HandleGroup(*dist.batch_isend_irecv([dist.P2POp(*m) for m in messages]), peers=[m[2] for m in messages])
+        handles = []
+        for way, *message in messages:  # a batch, which NCCL needs, costs gloo time
+            with naming(f"rank {message[1]}"):
+                handles.append(way(*message))
         return HandleGroup(*handles, peers=[m[2] for m in messages])
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -4861,7 +4870,8 @@ def first_failure(store: dist.Store | None, rank: int, message: str, lost: bool)
     another one ended. lost: this rank saw only that another one is gone, and waits for its reason."""
     mine = f"rank {rank}: {message}"
     with contextlib.suppress(RuntimeError):  # the store went with its host or launcher
-        for _ in range(50 if lost and store else 0):
+        until = time.monotonic() + 5  # under load a question to the store takes long
+        while lost and store and time.monotonic() < until:
             if store.check(["failure"]):
                 return store.get("failure").decode(errors="replace")
             if signals.stop:

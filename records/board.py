@@ -68,7 +68,7 @@ def judge_runs(folder: Path) -> dict:
     try:
         return stats.judge(stats.choose_sides(options), options)
     except CannotJudge as reason:
-        raise CannotJudge(f"{folder}: {reason}; run `.venv/bin/python records/stats.py {folder}` for details") from None
+        raise CannotJudge(f"{reason}; run `.venv/bin/python records/stats.py {folder}` for details") from None
 
 
 def judge_rules(folder: Path) -> tuple[list[dict], str]:

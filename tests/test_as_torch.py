@@ -5,6 +5,7 @@ import copy
 import gc
 import io
 import re
+import time
 import weakref
 from datetime import timedelta
 from pathlib import Path
@@ -237,18 +238,21 @@ def test_replicas_that_a_user_keeps_equal_train_on(on_ranks):
     assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
-def raises_on_rank_1(comm):
+def raises_on_rank_1(comm, seconds):
     model = chain()
     optimizer = make_optimizer(model)
     train(model, optimizer)
     if comm.rank == 1:
         dist.destroy_process_group()
         raise ValueError("mine")
+    time.sleep(seconds)
     train(model, optimizer)
 
 
-def test_a_rank_that_raises_is_named_by_the_others(on_ranks):
-    zero, one = on_ranks(2, in_a_new_group, raises_on_rank_1)
+@pytest.mark.parametrize("seconds", [0, 1])
+def test_a_rank_that_raises_is_named_by_the_others(on_ranks, seconds):
+    """Rank 0's message is on its way when its peer goes, or starts after that."""
+    zero, one = on_ranks(2, in_a_new_group, raises_on_rank_1, seconds)
     assert re.match(r"rank 1 has ended, hangs or makes another call \([^\n/]*\); its own output says why$", str(zero)) and "mine" in str(one)
 
 
