@@ -259,16 +259,6 @@ def on_ranks(_rank_pools):
     return call
 
 
-LONG = ("emulated_gpu", "emulated_steps", "readme", "resume", "records_verify", "run", "records_race", "scripts", "bench",
-        "dry_gpu", "hosts", "optimizer", "model", "records_stats", "sync", "rows", "data_text")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run long test files first, so that all workers end at about the same time."""
-    place = {name: number for number, name in enumerate(LONG)}
-    items.sort(key=lambda item: place.get(item.path.stem.removeprefix("test_"), len(LONG)))
-
-
 _set_up = itertools.count()
 
 

@@ -115,6 +115,7 @@ def said(tmp_path, name):
     return "\n".join(re.findall(r"^train_gpt.py: .*", path.read_text(), re.M)) if path.exists() else ""
 
 
+@pytest.mark.slow
 def test_torchrun_on_two_hosts_as_the_readme_says(spaces, names, flags, on_ranks, tmp_path):
     command = ["torchrun", "--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", "--rdzv_endpoint",
                f"{NAMES[0]}:{PORT + os.getpid() % 1000}", "--rdzv_id", "RUN", str(ROOT / "train_gpt.py"), *flags("both")]

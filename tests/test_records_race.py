@@ -389,6 +389,7 @@ def test_ladders_that_cannot_be(repo, capsys, words, says):
     assert says in capsys.readouterr().err and not (repo / "logs").exists()
 
 
+@pytest.mark.slow
 def test_a_ladder_of_races_on_several_days(repo, capsys):
     """Each idea against its own race's base, Holm's correction over all, one page, and all logs in a record."""
     for ideas, n in ((["--worse -1"], 3), (["--worse 2", "--slower 7 --worse -1"], 4)):
