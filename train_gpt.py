@@ -2405,12 +2405,13 @@ class Comm:
         messages = [(way, tensors[other], other, group, tag)
                     for way, tensors in ((dist.isend, sent), (dist.irecv, received))
                     for other in range(self.ranks) if other != self.rank and tensors[other].numel()]
-        if messages and sent[0].is_cuda:
-            return HandleGroup(*dist.batch_isend_irecv([dist.P2POp(*m) for m in messages]), peers=[m[2] for m in messages])
-        handles = []
-        for way, *message in messages:  # a batch, which NCCL needs, costs gloo time
-            with naming(f"rank {message[1]}"):
-                handles.append(way(*message))
+        if messages and sent[0].is_cuda:  # NCCL needs a batch, which costs gloo time
+            handles = dist.batch_isend_irecv([dist.P2POp(*m) for m in messages])
+        else:
+            handles = []
+            for way, *message in messages:
+                with naming(f"rank {message[1]}"):
+                    handles.append(way(*message))
         return HandleGroup(*handles, peers=[m[2] for m in messages])
 
     def all_reduce(self, x: Tensor) -> Tensor:
