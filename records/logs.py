@@ -53,7 +53,7 @@ SEPARATOR, UTF_16 = b"=" * 100, (b"\xff\xfe", b"\xfe\xff")
 MAX_FILE_MIB = 16  # uncompressed; the longest public log has 1.5
 MAX_NOTES = 20  # on one run
 MAX_DEPTH = 50  # nesting of a JSON line; functions that walk it later need no guard
-MAX_MESSAGE = 600  # characters on stderr: room for a reason between two long paths
+MAX_MESSAGE = 300  # characters on stderr
 DOCUMENTS = {".md", ".markdown", ".rst", ".py", ".ipynb", ".json", ".jsonl", ".csv", ".tsv", ".html", ".pdf",
              ".yaml", ".yml", ".toml", ".sh", ".png", ".jpg", ".svg"}  # never logs, though they may quote log lines
 
