@@ -101,7 +101,9 @@ FURTHER = {  # mechanisms that record 44 lacks: (config values, arguments of ref
 }
 
 
-@pytest.mark.parametrize("name", FURTHER)
+# slow: what "all of frontier" has too
+@pytest.mark.parametrize("name", [name if name.startswith(("token gates", "MUDD", "all")) else pytest.param(name, marks=pytest.mark.slow)
+                                  for name in FURTHER])
 def test_later_mechanisms_are_those_of_a_second_implementation(tiny, name, monkeypatch):
     """Loss and gradients. Each mechanism must change the loss, and each parameter must matter."""
     changes, further = FURTHER[name]
@@ -668,7 +670,7 @@ def largest_h(comm, config, steps):
     return found, {name: x.item() for name, x in state.items() if name.endswith("/h_scale")}, mlps[0].h_scale.item()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_next_step_s_scale_is_by_the_largest_h_of_all_micro_batches_and_ranks(tiny, corpus, on_ranks, ranks):
     config = dataclasses.replace(tiny, layers="- S0M LM M", backout_layer=2, fp8_mlp=True, adam_every=1, **corpus)
     results = on_ranks(ranks, largest_h, config, 3)

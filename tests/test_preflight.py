@@ -246,6 +246,7 @@ def flags(corpus, **changes):
     return ["--preset", "speedrun", *(text for name, v in values.items() for text in (f"--{name}", str(v)))]
 
 
+@pytest.mark.slow
 def test_the_program_prints_a_table_and_the_flags(corpus, script):
     process = script(ROOT / "launch" / "preflight.py", "--ranks", 2, *flags(corpus), OMP_NUM_THREADS="1")
     out, errors = process.communicate(timeout=600)

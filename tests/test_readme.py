@@ -179,6 +179,7 @@ def test_the_default_run_reaches_its_target(clone):
     assert reached in run_in(clone, "./run.sh")
 
 
+@pytest.mark.slow
 def test_the_commands_of_a_first_hour(clone, monkeypatch, capsys):
     """The trial starts as written; the others run in this process, which has torch and scipy already."""
     tried, said = run_in(clone, "./run.sh --trial"), {}

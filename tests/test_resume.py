@@ -92,10 +92,10 @@ def train(comm, argv, kill_at=-1):
 
 
 @pytest.mark.parametrize("settings", [
-    {"save_every": 3}, {"overlap_param_gather": "true", "update_order": "forward", "bucket_mb": 0},
     {"untie_at": 0.7, "head_init": 0.02, "param_groups": 'AdamGroup("head", weight_decay=10.)', "warmup_steps": 6},
     {"world_size_invariant": "true", "overlap_param_gather": "true", "save_every": 5},
     *(pytest.param(settings, marks=pytest.mark.slow) for settings in (
+        {"save_every": 3}, {"overlap_param_gather": "true", "update_order": "forward", "bucket_mb": 0},
         {"sync": "step", "update_order": "forward"}, {"find_unused_parameters": "true", "check_grads": "true"},
         {"clip_norm": 0.05, "bucket_mb": 1}, {"grad_reduce_in_fp32": "true", "dtype": "bfloat16", "overlap_param_gather": "true"},
         {"bf16_compress": "true"}, {"fp8_mlp": "true"}))], ids=lambda settings: " ".join(settings))
@@ -182,7 +182,7 @@ def test_other_ranks_and_buckets_train_on_the_same_tokens(flags, on_ranks, tmp_p
     assert resumed["final_val_loss"] == pytest.approx(whole["final_val_loss"], abs=1e-5)
 
 
-@pytest.mark.parametrize("kill_at", [2, 5])
+@pytest.mark.parametrize("kill_at", [pytest.param(2, marks=pytest.mark.slow), 5])
 def test_a_table_of_stages_goes_on_across_its_changes(kill_at, flags, on_ranks, tmp_path):
     """The batch and the longest document change before steps 3 and 5; documents are split, so that a shard's pieces change."""
     table = dict(stages="Stage(3, 0, 4, 16, 5, 2), Stage(5, 0, 2, 16, 12, 4), Stage(1, 0, 6, 16, 9, 4), Stage(1, 1, 6, 16, 9, 6)",
@@ -349,7 +349,7 @@ def damage(path, how):
     path.write_bytes(content[:None if how == "flipped" else len(content) // 2])
 
 
-@pytest.mark.parametrize("how", ["flipped", "cut"])
+@pytest.mark.parametrize("how", [pytest.param("flipped", marks=pytest.mark.slow), "cut"])
 def test_ranks_resume_from_the_checkpoint_before_a_damaged_one(how, flags, on_ranks, tmp_path):
     on_ranks(2, train, flags("whole"))
     on_ranks(2, train, flags("killed"), 7)

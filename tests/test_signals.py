@@ -130,7 +130,7 @@ def test_ctrl_c_that_one_rank_hears_first_is_no_error_of_it(flags, group, tmp_pa
     assert (tmp_path / "told.txt").read_text().splitlines()[-1] == "error: rank 1: interrupted"
 
 
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ctrl_c_saves_and_a_second_one_ends_at_once(times, flags, elastic, tmp_path):
     """The terminal sends it to the launcher and to both ranks, and the launcher passes it on: that is no second one."""
     plant = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n" + in_step("time.sleep(0.02)")
@@ -272,7 +272,7 @@ def small_disk(tmp_path):
         subprocess.run(["umount", folder], check=True)
 
 
-@pytest.mark.parametrize("room", [1, 2])
+@pytest.mark.parametrize("room", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_disk_with_room_for_one_or_two_checkpoints(room, small_disk, flags, capsys, tmp_path):
     """The oldest goes when the disk is full, but the last good one stays, and a damaged one and partial files go first."""
     every = dict(save_every=1, adam_every=1, keep_checkpoints=5, model_dim=64)
@@ -370,7 +370,7 @@ def kill_launcher(launcher, tmp_path, ranks, ready):
 NOTE_PID = "import os, time\nopen({path!r} + str(rank), 'w').write(str(os.getpid()))\n"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("hang", [False, True])
 def test_ranks_whose_launcher_is_killed_save_and_end(ranks, hang, flags, elastic, on_ranks, tmp_path):
     """They save like after SIGTERM, and the log has each step once; a rank that hangs in a step ends without."""
@@ -395,6 +395,7 @@ def test_ranks_whose_launcher_is_killed_before_training_end(where, flags, elasti
     kill_launcher(launcher, tmp_path, 2, (tmp_path / "slow").exists)
 
 
+@pytest.mark.slow
 def test_torchrun_by_hand(flags, script, tmp_path):
     """It starts the ranks again when one is killed; its own SIGTERM saves and ends."""
     torchrun = script(TORCHRUN, "--standalone", "--nproc_per_node=2", "--max-restarts=3", ROOT / "train_gpt.py",
