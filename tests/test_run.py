@@ -605,11 +605,17 @@ def test_a_signal_while_the_model_is_saved_loses_nothing(one, tmp_path, number):
 # ranks that differ
 
 
+def said_once(ranks):
+    """Return what one of the ranks says of the error of all: rank 0, unless a busy machine delays it."""
+    assert [rank.status for rank in ranks] == [1, 1]
+    said, = (rank.err for rank in ranks if rank.err)
+    assert re.match("train_gpt.py: rank [01]: error: ", said) and said.count("\n") == 1
+    return said
+
+
 def test_ranks_of_other_flags_are_an_error_that_names_the_flag(one, tmp_path):
     ranks = launch(tmp_path, flags(tmp_path, one[1], seed=5), flags(tmp_path, one[1], seed=6))
-    assert [rank.status for rank in ranks] == [1, 1] and not ranks[1].err, "what all ranks say is said once"
-    assert ranks[0].err.startswith("train_gpt.py: rank 0: error: ") and ranks[0].err.count("\n") == 1
-    assert "rank 1 has seed 6; rank 0 has 5. Start every rank with the same flags" in ranks[0].err
+    assert "rank 1 has seed 6; rank 0 has 5. Start every rank with the same flags" in said_once(ranks)
     assert not (tmp_path / "logs").exists()
 
 
@@ -621,9 +627,8 @@ def other_source(rank):
 
 def test_ranks_of_another_source_are_an_error(one, tmp_path):
     ranks = launch(tmp_path, *[flags(tmp_path, one[1])] * 2, setup=other_source)
-    assert [rank.status for rank in ranks] == [1, 1] and not ranks[1].err
-    assert f"rank 1 has source_sha256 {'ab' * 32}; rank 0 has " in ranks[0].err
-    assert "Give every host the same checkout" in ranks[0].err
+    said = said_once(ranks)
+    assert f"rank 1 has source_sha256 {'ab' * 32}; rank 0 has " in said and "Give every host the same checkout" in said
     assert not (tmp_path / "logs").exists()
 
 
@@ -648,8 +653,7 @@ def test_hosts_of_other_data_are_an_error_that_names_the_shard(one, tmp_path, di
     argv = flags(tmp_path, {**one[1], "train_files": "t_*.bin"}, num_steps=10, stages="Stage(long_window=3)")
     ranks = launch(tmp_path, argv, argv, setup=functools.partial(own_folder, tmp_path), LOCAL_WORLD_SIZE=1, LOCAL_RANK=0,
                    GLOO_SOCKET_IFNAME="lo")
-    assert [rank.status for rank in ranks] == [1, 1]
-    assert says in ranks[0].err and "Traceback" not in ranks[0].err + ranks[1].err, ranks
+    assert says in said_once(ranks)
     assert not (tmp_path / "logs").exists()
 
 

@@ -730,7 +730,8 @@ def test_ctrl_c_ends_a_run_with_130_and_says_what_is_kept_and_how_to_go_on(tmp_p
     stderr = run.communicate(timeout=600)[1]
     assert run.returncode == 130, stderr
     [log] = (tmp_path / "logs").glob("*.txt")
-    assert re.search(rf"rank [01]: interrupted before step (\d+); --resume {log} continues from there; the log so far: {log}\n", stderr)
+    said = rf"interrupted before step \d+; --resume {log} continues from there"
+    assert re.search(rf"rank (0: {said}; the log so far: {log}|1: {said})\n", stderr), stderr  # rank 1 has no log
     assert [*log.parent.glob("*.ckpt")]
     assert "Traceback" not in stderr and "torch" not in stderr
 
