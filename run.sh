@@ -16,9 +16,10 @@ lock='import fcntl, sys  # the lock belongs to file 9: it ends with this shell a
 try: fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
 except OSError as error: sys.exit(isinstance(error, BlockingIOError))  # another: a file system without locks'
 if ! ready; then
-    for base in python3 python3.13 python3.12 python3.11 python3.10 python ""; do new_enough "$base" && break; done
+    for base in python3 python3.14 python3.13 python3.12 python3.11 python3.10 python ""; do new_enough "$base" && break; done
     [ -n "$base" ] || fail "no Python 3.10 or newer was found; install one, then run this again"
     case " $* " in *" -h "*|*" --help "*|*" --help-all "*) exec "$base" "$here/launch/start.py" --help ;; esac
+    [ -w "$here/requirements.txt" ] || fail "$here cannot be written; copy it to a folder of your own"
     exec 9<> "$here/requirements.txt"
     until "$base" -c "$lock" 2>/dev/null; do
         [ $((waits++)) -gt 0 ] || say "packages: another run.sh installs them; waiting until it has ended"; sleep 0.2
@@ -28,7 +29,7 @@ cpu_builds=https://download.pytorch.org/whl/cpu
 answers='import os, sys, threading, urllib.request as web; end = threading.Timer(3, os._exit, [1]); end.daemon = True
 end.start(); web.urlopen(web.Request(sys.argv[1], method="HEAD"))'  # a signal that ends it would have bash print a line
 nvidia_driver() {  # its version; nothing without one
-    nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | grep -m 1 -E '^[0-9]' ||
+    nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | grep -E '^[0-9]' ||  # a line for each GPU
         grep -m 1 -oE '[0-9]{3,}\.[0-9.]+' /proc/driver/nvidia/version 2>/dev/null
 }
 if ! ready; then
@@ -37,16 +38,17 @@ if ! ready; then
     if [ -n "${PIP_INDEX_URL:-}${PIP_EXTRA_INDEX_URL:-}" ] || [ "$list" != requirements.txt ]; then
         true  # the user chose where torch comes from, or it is installed
     elif driver=$(nvidia_driver); then
+        driver=${driver%%[!0-9.]*} older=", or take the build for CUDA 12: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 ./run.sh"
+        [ "${driver%%.*}" -ge 525 ] || older=""  # which needs this
         [ "${driver%%.*}" -ge 580 ] || "$python" -c 'import torch' 2>/dev/null || fail "the NVIDIA driver is $driver, and torch's default build is for CUDA 13, which" \
-            "needs 580 or newer. Update the driver, or take the build for CUDA 12:" \
-            "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 ./run.sh"
+            "needs 580 or newer. Update the driver$older"
     elif [ "$(uname)" = Linux ] && "$base" -c "$answers" "$cpu_builds/torch/" >/dev/null 2>&1; then
         build=(--extra-index-url "$cpu_builds") size="1.3 GB, with torch for CPUs: there is no NVIDIA driver"
     fi
     if ! "$python" -m pip --version >/dev/null 2>&1; then
         say "packages: creating .venv with $("$base" --version): about a minute and $size"
         rm -rf "$here/.venv"
-        "$base" -m venv "$here/.venv" || fail "$base cannot create .venv; install its venv module (Debian: python3-venv)"
+        problem=$("$base" -m venv "$here/.venv" 2>&1) || fail "$base cannot create .venv (Debian has venv in python3-venv): $problem"
     fi
     say "packages: installing $list into .venv"
     "$python" -m pip install --quiet --disable-pip-version-check ${build[@]+"${build[@]}"} -r "$here/$list" ||

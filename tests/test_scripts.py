@@ -157,7 +157,7 @@ def machine(tree):
         server.server_close()
 
 
-@pytest.mark.parametrize("driver,by_smi", [("", False), ("580.65.06", True), ("595.71", False)])
+@pytest.mark.parametrize("driver,by_smi", [("", False), ("580.65.06\\n580.65.06; sleep 0.1; echo 580.65.06", True), ("595.71", False)])
 @pytest.mark.parametrize("answers", [True, False])
 def test_torch_s_build_fits_the_machine(machine, driver, by_smi, answers):
     """The build for CPUs comes from PyTorch's index, if that answers within 3 s and there is no NVIDIA driver."""
@@ -177,6 +177,18 @@ def test_an_old_driver_is_told_the_cure_before_the_download(machine, by_smi):
     tree.environment["PIP_EXTRA_INDEX_URL"] = "https://download.pytorch.org/whl/cu126"  # as it says
     done = tree.run("--setup")
     assert done.returncode == 0 and tree.calls() == ["venv", "begins", "ends"], done.stderr
+
+
+def test_a_driver_that_is_too_old_for_cuda_12_has_one_cure(machine):
+    tree, _ = machine("470.57.02", True, True)
+    done = tree.run("--setup")
+    assert done.returncode == 1 and not tree.calls() and "driver is 470.57.02" in done.stderr and done.stderr.endswith("Update the driver\n")
+
+
+def test_what_keeps_venv_from_its_work_is_said(tree):
+    tree.script(tree.play / "python3", BASE.replace('"-m venv "*)', '"-m venv "*) echo no room >&2; exit 1;'))
+    done = tree.run("--setup")
+    assert done.returncode == 1 and "python3 cannot create .venv" in done.stderr and done.stderr.endswith("no room\n"), done.stderr
 
 
 def test_ctrl_c_in_the_set_up_ends_in_a_line_that_says_what_is_kept(tree):
