@@ -4782,7 +4782,7 @@ class Signals:
     STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2
     STOP = 1024  # what a stop adds to `received`; SIGUSR1 adds 1
 
-    GRACE_S = 8  # for the last checkpoint when the launcher is gone, and nobody else would end a rank that hangs
+    GRACE_S = 30  # for the last checkpoint when the launcher is gone, as torchrun gives: nobody else ends a rank that hangs
     MOMENT_S = 1  # after a Ctrl-C its copy may come: torchrun passes it on to ranks that the terminal told already
 
     def __init__(self):
@@ -4898,7 +4898,7 @@ def fail(error: BaseException, config: Config, rank: int, log: Log | None, store
         message = f"{type(error).__name__}: {error}"
     first = f"rank {rank}: {message}"
     with contextlib.suppress(NoAnswer):  # a store on a lost host does not answer
-        first = ThreadPoolExecutor(1).submit(first_failure, store, rank, message, lost).result(Signals.GRACE_S)
+        first = ThreadPoolExecutor(1).submit(first_failure, store, rank, message, lost).result(8)
     mine = first == f"rank {rank}: {message}"
     kept = ""
     if log is not None and log.file is not None:

@@ -376,6 +376,7 @@ def test_ranks_whose_launcher_is_killed_save_and_end(ranks, hang, flags, elastic
     """They save like after SIGTERM, and the log has each step once; a rank that hangs in a step ends without."""
     # 15 s, so that on a busy machine too the run has not ended when step 2 is seen
     plant = NOTE_PID.format(path=str(tmp_path / "pid")) + in_step(f"time.sleep(3600 if {hang} and step > 1 else 0.1)")
+    plant += "train_gpt.Signals.GRACE_S = 2" if hang else ""
     log = tmp_path / "orphan.txt"
     launcher = elastic(ranks, 0, flags("orphan", num_steps=150, save_every=0), plant)
     kill_launcher(launcher, tmp_path, ranks, lambda: log.exists() and "\nstep:2/" in log.read_text())
