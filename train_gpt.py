@@ -4782,7 +4782,7 @@ class Signals:
     STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2
     STOP = 1024  # what a stop adds to `received`; SIGUSR1 adds 1
 
-    GRACE_S = 30  # for the last checkpoint when the launcher is gone, as torchrun gives: nobody else ends a rank that hangs
+    GRACE_S = 30  # for the last checkpoint when the launcher is gone, as torchrun gives; a rank that hangs ends then
     MOMENT_S = 1  # after a Ctrl-C its copy may come: torchrun passes it on to ranks that the terminal told already
 
     def __init__(self):
@@ -4852,7 +4852,8 @@ def describe_error(error: BaseException, config: Config) -> str:
     """Say in one line what was seen and what to do; empty for a bug, which needs its traceback."""
     if isinstance(error, RunError):
         return str(error)
-    if isinstance(error, KeyboardInterrupt):
+    # torch may run a second signal's handler with the first one's exception set; Python makes a SystemError of that
+    if isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(error, torch.OutOfMemoryError):
         return f"{error}; raise --micro_batch_splits, or start by ./run.sh, which chooses it"

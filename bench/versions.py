@@ -30,7 +30,7 @@ def install(version: str) -> Path:
     """Create the environment of a version, or complete it. Return its Python."""
     home = ROOT / ".cache" / "versions" / version
     python = home / "bin" / "python"
-    if not python.exists():
+    if not (home / "bin" / "pip").exists():  # the last that venv makes
         subprocess.run([sys.executable, "-m", "venv", home], check=True)
     others = [line for name in ("requirements.txt", "tests/requirements.txt")
               for line in (ROOT / name).read_text().splitlines() if not line.startswith(("#", "torch=="))]

@@ -130,6 +130,12 @@ def test_ctrl_c_that_one_rank_hears_first_is_no_error_of_it(flags, group, tmp_pa
     assert (tmp_path / "told.txt").read_text().splitlines()[-1] == "error: rank 1: interrupted"
 
 
+def test_an_interrupt_that_a_second_signal_meets_is_an_interrupt():
+    error = SystemError("<built-in function monotonic> returned a result with an exception set")
+    error.__cause__ = KeyboardInterrupt()  # as Python sets it
+    assert train_gpt.describe_error(error, train_gpt.Config()) == train_gpt.INTERRUPTED
+
+
 @pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ctrl_c_saves_and_a_second_one_ends_at_once(times, flags, elastic, tmp_path):
     """The terminal sends it to the launcher and to both ranks, and the launcher passes it on: that is no second one."""
