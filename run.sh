@@ -39,7 +39,7 @@ if ! ready; then
         true  # the user chose where torch comes from, or it is installed
     elif driver=$(nvidia_driver); then
         driver=${driver%%[!0-9.]*} older=", or take the build for CUDA 12: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 ./run.sh"
-        [ "${driver%%.*}" -ge 525 ] || older=""  # which needs this
+        [ "${driver%%.*}" -ge 525 ] || older=""  # CUDA 12 needs this
         [ "${driver%%.*}" -ge 580 ] || "$python" -c 'import torch' 2>/dev/null || fail "the NVIDIA driver is $driver, and torch's default build is for CUDA 13, which" \
             "needs 580 or newer. Update the driver$older"
     elif [ "$(uname)" = Linux ] && "$base" -c "$answers" "$cpu_builds/torch/" >/dev/null 2>&1; then

@@ -304,8 +304,8 @@ def test_a_silent_client_a_dangling_link_and_an_odd_log_do_not_block_the_page(tm
 
 
 def test_the_page_appears_within_a_second(tmp_path):
-    """In seconds of this process, once of three times, as other load must not matter; a library for plots or tests alone takes
-    about one."""
+    """In seconds of this process, in the best of three tries, as other load must not matter; a library for plots or tests alone
+    takes about one."""
     for i in range(watch.SHOWN):
         (tmp_path / f"{i}.txt").write_text(log(START, *steps(1, 2000, 2000), *["# a line of a script"] * i))
     code = ("import pathlib, sys, time; sys.path.insert(0, sys.argv[1]); import watch; watch.page(pathlib.Path(sys.argv[2])); "

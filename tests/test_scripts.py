@@ -157,7 +157,7 @@ def machine(tree):
         server.server_close()
 
 
-@pytest.mark.parametrize("driver,by_smi", [("", False), ("580.65.06\\n580.65.06; sleep 0.1; echo 580.65.06", True), ("595.71", False)])
+@pytest.mark.parametrize("driver,by_smi", [("", False), ("580.65.06; sleep 0.1; echo 580.65.06", True), ("595.71", False)])
 @pytest.mark.parametrize("answers", [True, False])
 def test_torch_s_build_fits_the_machine(machine, driver, by_smi, answers):
     """The build for CPUs comes from PyTorch's index, if that answers within 3 s and there is no NVIDIA driver."""
