@@ -409,7 +409,8 @@ def main() -> None:
         make_shards(home)
         child = subprocess.run([sys.executable, __file__, str(args.log.resolve()), "--program-in", folder], cwd=folder,
                                text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               env={"PATH": "", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "DISABLE_FP8": "1"})
+                               env={"PATH": "", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "DISABLE_FP8": "1",
+                                    "TMPDIR": folder})  # compilers keep caches there
         if child.returncode:
             raise train_gpt.RunError(f"the record's program ended with status {child.returncode}; use one that --help "
                                      f"names. The end of its output: {child.stdout[-2000:]}")
