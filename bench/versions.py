@@ -15,6 +15,7 @@ import platform
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from datetime import date
 from pathlib import Path
@@ -44,8 +45,9 @@ def install(version: str) -> Path:
 def test(python: Path) -> tuple[list[Any], list[str]]:
     """Run the tests -> (numbers of tests that passed, failed and were skipped, and seconds; names of those that failed)."""
     began = time.monotonic()
-    done = subprocess.run([python, "-m", "pytest", *(f"tests/test_{name}.py" for name in TESTS)], cwd=ROOT,
-                          capture_output=True, text=True)
+    with tempfile.TemporaryDirectory() as folder:  # killed processes leave files
+        done = subprocess.run([python, "-m", "pytest", *(f"tests/test_{name}.py" for name in TESTS)], cwd=ROOT,
+                              env={**os.environ, "TMPDIR": folder}, capture_output=True, text=True)
     count = {what: int(n) for n, what in re.findall(r"(\d+) (\w+)", done.stdout.strip().rpartition("\n")[2])}
     train_gpt.require("passed" in count, f"{python}: no test passed: {done.stdout[-500:]}{done.stderr[-500:]}")
     failed = count.get("failed", 0) + count.get("errors", 0) + count.get("error", 0)
