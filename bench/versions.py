@@ -31,7 +31,7 @@ def install(version: str) -> Path:
     """Create the environment of a version, or complete it. Return its Python."""
     home = ROOT / ".cache" / "versions" / version
     python = home / "bin" / "python"
-    if not (home / "bin" / "pip").exists():  # the last that venv makes
+    if not (home / "bin" / "pip").exists():  # venv installs pip last
         subprocess.run([sys.executable, "-m", "venv", home], check=True)
     others = [line for name in ("requirements.txt", "tests/requirements.txt")
               for line in (ROOT / name).read_text().splitlines() if not line.startswith(("#", "torch=="))]
