@@ -58,10 +58,10 @@ def test(python: Path) -> tuple[list[Any], list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("versions", nargs="*", default=VERSIONS, help="versions of torch (default: %(default)s)")
-    names = []
+    versions, names = parser.parse_args().versions, []
     print(f"tests of {', '.join(TESTS)}, Python {platform.python_version()}, {date.today()}\n")
     print(table(["torch", "passed", "failed", "skipped", "seconds"], []), flush=True)
-    for version in parser.parse_args().versions:
+    for version in versions:
         cells, failed = test(install(version))
         print(table_line([version, *cells]), flush=True)
         names += [f"torch {version}: {name}" for name in failed]
