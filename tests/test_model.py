@@ -1079,7 +1079,8 @@ def test_flash_attention_on_gpu_is_the_cpu_s_attention(gpu):
                train_gpt.attend(*on_gpu.unbind(), document_table(docs.to(gpu), 200, 722, 4)).float().cpu()]
     for out, x in zip(results, (qkv, on_gpu)):
         out.square().sum().backward()
-    assert torch.allclose(*results, atol=0.05) and torch.allclose(qkv.grad, on_gpu.grad.float().cpu(), atol=0.2)
+    for exact, x in zip((results[0], *qkv.grad), (results[1], *on_gpu.grad.float().cpu())):
+        assert (x - exact).norm() <= 0.02 * exact.norm()
 
 
 @pytest.mark.gpu

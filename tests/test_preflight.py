@@ -132,6 +132,14 @@ def test_a_broken_part_is_found_and_names_its_fallback(config, monkeypatch, brea
     assert broken is None and not failed(rows), "the fallback does not avoid it"
 
 
+def test_adam_s_steps_below_the_rounding_of_bf16_pass(config):
+    """Seen on an H200: no shard of a small learning rate passed, since only the run's way rounded."""
+    groups = tuple(train_gpt.AdamGroup(kind, 0.01) for kind in ("gates", "smear_gate", "scalars"))
+    rows, _ = preflight.check_parts(trainer_of(config, dtype="bfloat16", param_groups=groups))
+    adam = [float(row[2]) for row in rows if row[0].startswith("Adam")]
+    assert len(adam) > 2 and max(adam) < 0.01
+
+
 def test_the_table_shows_the_compiler_s_message(config, monkeypatch):
     break_compiled(monkeypatch, "Head", no_kernel)
     rows, _ = preflight.check_parts(trainer_of(config, **COMPILED))
