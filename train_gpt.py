@@ -4609,7 +4609,7 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
         config = dataclasses.replace(config, fp8_head=False)
         changes.append("this GPU has no fp8: the head's product stays in bf16")
     edited = [kernel for kernel, (forms, digest) in plain_forms().items()
-              if sha256_of("".join(map(inspect.getsource, forms)).encode())[:8] != digest]
+              if sha256_of("".join(code_of(inspect.getsource(form)) for form in forms).encode())[:8] != digest]
     if edited and "auto" in (config.attention, config.kernels):
         changes.append(f"the plain form of {', '.join(edited)} was edited: it is computed as written, without this "
                        "kernel, and more slowly; --kernels on and --attention flash skip the edit")
@@ -4631,14 +4631,24 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
     return config, changes
 
 def plain_forms() -> dict[str, tuple[tuple[Any, ...], str]]:
-    """Return what GPUs compute by a kernel -> its plain form, and the SHA-256 of the source that the kernel copies.
+    """Return what GPUs compute by a kernel -> its plain form, and the SHA-256 of the code that the kernel copies.
 
     A kernel would ignore an edit of its plain form, so that a race would find no difference: resolve_auto then leaves
     the kernel out. If you change a kernel too, write the new digest, which tests/test_config.py prints.
     """
-    return {"MLP": ((MLP.forward,), "c3329afc"),
-            "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__, cross_entropies), "b3e6e3d3"),
-            "attention": ((attend, cut_in_pieces, seen_by_pieces, mask_in_pieces), "96cd6c52")}
+    return {"MLP": ((MLP.forward,), "44cf195f"),
+            "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__, cross_entropies), "7383c769"),
+            "attention": ((attend, cut_in_pieces, seen_by_pieces, mask_in_pieces), "2647432a")}
+
+def code_of(source: str) -> str:
+    """Return the code of Python source, without comments, docstrings and formatting."""
+    def plain(x: Any) -> Any:  # ast.unparse and ast.dump differ between versions of Python
+        if isinstance(x, list):
+            return [plain(y) for y in x if not isinstance(y, ast.Expr) or not isinstance(y.value, ast.Constant)]
+        if isinstance(x, ast.AST):
+            return type(x).__name__, [(name, plain(v)) for name, v in ast.iter_fields(x) if v not in (None, [])]
+        return x
+    return repr(plain(ast.parse(f"if 1:\n{source}" if source.startswith(" ") else source)))  # a method is indented
 
 def with_digests(shards: list[Shard], comm: Comm, local_rank: int) -> list[Shard]:
     """Add the shards' SHA-256, which one rank of each host computes. RunError if a host has other shards."""
