@@ -3374,7 +3374,8 @@ class TrainingLoop:
             losses = worker.step(plan, worker.stream.next_batch(plan))
             self.losses.record(plan, losses, worker.optimizer.grad_norm)
             if profiler:
-                worker.optimizer.finish_all_gathers()  # torch 2.13 crashes at exit on one that ends after the trace
+                if step == profiled_steps(c)[-1]:  # torch 2.13 crashes at exit on a gather that ends after the trace
+                    worker.optimizer.finish_all_gathers()
                 profiler.step()
         worker.optimizer.finish_all_gathers()
         if self.from_step < c.num_steps:  # else a checkpoint of the last validation already has it
