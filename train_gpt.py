@@ -2317,13 +2317,17 @@ def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ran
 # ------------------------------------------------------------------------------------------------------------------
 # gradient sync: communication
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its kind if it has no text."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
 @contextlib.contextmanager
 def naming(which: str) -> Iterator[None]:
     """Have the error of a message, as it starts or ends, name the rank that it was from or to."""
     try:
         yield
     except RuntimeError as error:
-        cause = str(error).splitlines()[0].rpartition("] ")[2] or str(error)  # without gloo's file and line
+        cause = first_line(error).rpartition("] ")[2]  # without gloo's file and line
         raise RuntimeError(f"{which} has ended, hangs or makes another call ({cause.split('. ')[0]}); its own output "
                            "says why") from error
 
@@ -4840,6 +4844,11 @@ def is_of_this_launch(log: Path) -> bool:
 # what gloo and NCCL say when another rank is gone or does not come
 LOST = re.compile(r"timed? ?out|connection (was |is )?(closed|reset|refused)|broken pipe|socket|closed by peer", re.I)
 
+def is_lost(error: BaseException) -> bool:
+    """Return whether a message or collective, not a racer's code, says that another rank is gone or does not come."""
+    of_gloo = type(error) is RuntimeError and re.match(r"\[\S*gloo/|Application timeout|.*rank.* has ended", str(error))
+    return bool((of_gloo or isinstance(error, dist.DistError)) and LOST.search(str(error)))
+
 def join(config: Config, rank: int, ranks: int, device: torch.device) -> dist.Store:
     """Form the process group -> its store. RunError if the other ranks cannot be reached."""
     timeout, gpu = timedelta(seconds=config.timeout_s), device.type == "cuda"
@@ -4853,7 +4862,7 @@ def join(config: Config, rank: int, ranks: int, device: torch.device) -> dist.St
         dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=ranks, timeout=timeout,
                                 device_id=device if gpu else None, pg_options=options)
     except (ValueError, RuntimeError) as error:
-        raise RunError(f"the {ranks} ranks did not find each other ({str(error).splitlines()[0]}); start them by "
+        raise RunError(f"the {ranks} ranks did not find each other ({first_line(error)}); start them by "
                        "torchrun --nproc_per_node, and check that all of them are alive") from error
     return store
 
@@ -4867,14 +4876,14 @@ def describe_error(error: BaseException, config: Config) -> str:
     if isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(error, torch.OutOfMemoryError):
-        return f"{error}; raise --micro_batch_splits, or start by ./run.sh, which chooses it"
+        return f"{first_line(error)}; raise --micro_batch_splits, or start by ./run.sh, which chooses it"
     if isinstance(error, OSError) and error.errno:
         full, many = "free space or choose another --log_dir", "raise the limit on open files (ulimit -n 1024)"
         cures = {errno.ENOSPC: full, errno.EFBIG: full, errno.EMFILE: many}
         cure = cures.get(error.errno, "mend that, or name another file")
         return f"{error.filename or config.log_dir}: cannot be read or written ({error.strerror}); {cure}"
-    if isinstance(error, RuntimeError) and LOST.search(str(error)):
-        return (f"another rank did not answer ({str(error).splitlines()[0]}). It was killed (perhaps out of memory), "
+    if is_lost(error):
+        return (f"another rank did not answer ({first_line(error)}). It was killed (perhaps out of memory), "
                 f"or it is slower than --timeout_s {config.timeout_s}")
     return ""
 
@@ -4886,19 +4895,20 @@ def first_failure(store: dist.Store | None, rank: int, message: str, lost: bool)
         until = time.monotonic() + 5  # under load a question to the store takes long
         while lost and store and time.monotonic() < until:
             if store.check(["failure"]):
-                return store.get("failure").decode(errors="replace")
+                return store.get("failure").decode(errors="surrogateescape")
             if signals.stop:
                 return ""
             time.sleep(0.1)
         if rank:  # ranks that see the same error let rank 0 report it
             time.sleep(0.5)
         if store:
-            return store.compare_set("failure", "", mine).decode(errors="replace")
+            mine_in_bytes = mine.encode(errors="surrogateescape")  # a file's name may be no UTF-8
+            return store.compare_set("failure", "", mine_in_bytes).decode(errors="surrogateescape")
     return "" if signals.stop and lost else mine
 
 def fail(error: BaseException, config: Config, rank: int, log: Log | None, store: dist.Store | None) -> int:
     """Report a rank's failure to the log, the other ranks and, if it was the first, stderr -> the exit status."""
-    lost = store is not None and not isinstance(error, RunError) and bool(LOST.search(str(error)))
+    lost = store is not None and is_lost(error)
     signals.again_from = math.inf
     for number in Signals.STOPS if store and threading.current_thread() is threading.main_thread() else ():
         # the launcher sends SIGTERM when the first rank ends
