@@ -567,7 +567,8 @@ def shortened(preset: Config, num_steps: int) -> dict[str, Any]:
     stages = [dataclasses.replace(stage, extra_steps=scaled(stage.extra_steps)) for stage in preset.stages]
     return {"stages": tuple(stage for stage, old in zip(stages, preset.stages)
                             if stage.extra_steps or not old.extra_steps),
-            **{name: max(1, scaled(getattr(preset, name))) for name in ("muon_momentum_rise", "muon_momentum_fall")}}
+            **{name: min(steps := getattr(preset, name), max(1, scaled(steps)))
+               for name in ("muon_momentum_rise", "muon_momentum_fall")}}
 
 def json_of(config: Config) -> dict[str, Any]:
     """Return the JSON form of a config. Rows are text, as on the command line."""
@@ -4432,12 +4433,16 @@ def load_parameters(model: GPT, saved: dict[str, Any]) -> None:
                 "saved model. Use the same --layers, --model_dim, --ngrams and vocabulary, and the revision in its log")
         param.copy_(x.view(param.shape))
 
-def step_of(checkpoint: Path) -> int:
-    return int(re.search(r"\.step(\d+)\.ckpt", checkpoint.name)[1])
+CHECKPOINT = re.compile(r"(.+)\.step(\d+)\.ckpt(\.partial|\.given_up|)")  # run id, step, what became of it
 
-def checkpoints(folder: Path, run_id: str, suffix: str = "") -> list[Path]:
-    """The checkpoints of a run, by their step: modification times may come from another clock."""
-    return sorted(folder.glob(f"{glob.escape(run_id)}.step[0-9]*.ckpt{suffix}"), key=step_of)
+def step_of(checkpoint: Path) -> int:
+    return int(CHECKPOINT.fullmatch(checkpoint.name)[2])
+
+def checkpoints(folder: Path, run_id: str = "", suffix: str = "") -> list[Path]:
+    """The checkpoints of a run (of all), by their step: modification times may come from another clock."""
+    found = [path for path in folder.glob("*.ckpt*") if (parts := CHECKPOINT.fullmatch(path.name))
+             and parts[1] == (run_id or parts[1]) and parts[3] == suffix]
+    return sorted(found, key=step_of)
 
 def spare_files(loop: TrainingLoop, keep: int) -> list[Path]:
     """List a run's files that it no longer needs, least needed first: what killed processes wrote in part, checkpoints
@@ -4475,8 +4480,8 @@ def find_run(config: Config) -> tuple[str, str]:
     if not own and named.suffix == ".ckpt" and named.is_file():
         return run_id, str(named.resolve())
     if not own and latest and not run_id:
-        newest = max(folder.glob("*.step[0-9]*.ckpt"), key=saved_at, default=Path())
-        run_id = newest.name.partition(".step")[0]
+        newest = max(checkpoints(folder), key=saved_at, default=Path())
+        run_id = newest.name.rpartition(".step")[0]
     elif not own and not latest:
         run_id = named.stem
     found = checkpoints(folder, run_id) if run_id else []

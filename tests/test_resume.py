@@ -274,6 +274,18 @@ def test_what_a_resume_gives_up_is_no_later_resume_s(flags, capsys, tmp_path):
     assert not list(tmp_path.glob("*.given_up"))
 
 
+@pytest.mark.parametrize("longer", ["a.step1", "a.step000002.ckpt", "[a]", "a "])
+def test_run_ids_that_begin_one_another_share_no_checkpoint(flags, capsys, tmp_path, longer):
+    for name in ("a", longer):
+        here(flags(name), capsys, kill_at=5)
+    of_longer = [tmp_path / f"{longer}.step{step:06}.ckpt" for step in (2, 4)]
+    assert train_gpt.checkpoints(tmp_path, "a") == [tmp_path / f"a.step{step:06}.ckpt" for step in (2, 4)]
+    assert train_gpt.checkpoints(tmp_path, longer) == of_longer
+    assert here(["--resume", str(tmp_path / "a.txt")], capsys)[0] == 0 and train_gpt.checkpoints(tmp_path) == of_longer
+    here(["--resume", "latest", "--log_dir", str(tmp_path)], capsys, kill_at=5)
+    assert resumed_lines(tmp_path / f"{longer}.txt")[-1]["from_step"] == 4
+
+
 @pytest.mark.parametrize("how", ["deleted", "moved"])
 def test_a_log_that_is_deleted_in_the_run_is_an_error(flags, capsys, tmp_path, monkeypatch, how):
     logs, step = tmp_path / "logs", train_gpt.Worker.step
