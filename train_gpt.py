@@ -3507,7 +3507,10 @@ class Worker:
         """
         c, before = self.config, (self.model.rotary.windows, self.model.tied)
         saved, position, digest = self.optimizer.state_dict(), self.stream.position, self.stream.digest
-        begins = [-(-stage.begin // c.adam_every) * c.adam_every for stage in stages_of(c)]  # of a cycle of Adam
+        # a ramp may begin at 0, so that its second step is the first to compute something
+        seconds = [stage.begin + 1 for stage in stages_of(c) if stage.first != stage.last]
+        kinds = *(stage.begin for stage in stages_of(c)), first_untied_step(c), *seconds
+        begins = [*dict.fromkeys(step // c.adam_every * c.adam_every for step in kinds if step < c.num_steps)]
         batches: dict[int, list[np.ndarray]] = {}
         for i in range(c.warmup_steps):
             step = begins[i // c.adam_every % len(begins)] + i % c.adam_every
@@ -3594,7 +3597,7 @@ class TrainLosses:
                 tokens = plan.micro_batches * plan.micro_batch_tokens
                 loss = summed[:-1].sum(dtype=torch.float64).item() / tokens
                 line += f" train_loss:{loss:.4f}" + ("" if grad_norm is None else f" grad_norm:{grad_norm:.4g}")
-            self.log.write(line)
+            self.log.write(line, off_clock=wait)
             self.log.progress(done, loss, self.clock, tokens_of_steps(self.config, done))
 
 def split_sequence(sequence: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -4150,11 +4153,11 @@ class Log:
             self.write("\n" * (written[-1:] not in ("", "\n")) + json.dumps({"resumed": resumed}))
             self.resumes = written.count('\n{"resumed"') + 1
 
-    def write(self, line: str) -> None:
+    def write(self, line: str, off_clock: bool = True) -> None:
         if self.file is not None:
             self.file.write(line + "\n")
             self.file.flush()
-            if not self.path.exists():
+            if off_clock and not self.path.exists():
                 self.file = None  # nobody could read what follows
                 raise RunError(f"{self.path} was deleted or moved while the run wrote it; start the run again, and "
                                "leave its log alone until it ends")
@@ -4405,12 +4408,16 @@ def save_file(path: Path, content: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):
             partial.unlink()
 
+intact: set[Any] = set()  # (path, time of its last change) of files whose digest was verified
+
 def load_file(path: str | Path, check: bool = True) -> dict[str, Any]:
     """Read what save_file wrote; nothing in it is executed. RunError if it is damaged. check=False skips the digest."""
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if check and digest_of(saved) != saved["digest"]:
-            raise ValueError("its content does not match its digest")
+        saved, file = torch.load(path, map_location="cpu", weights_only=True, mmap=True), os.path.abspath(path)
+        if check and (version := (file, os.stat(file).st_mtime_ns)) not in intact:
+            if digest_of(saved) != saved["digest"]:
+                raise ValueError("its content does not match its digest")
+            intact.add(version)
         return saved
     except Exception as error:  # torch.load raises many kinds, and its texts advise to trust the file
         if isinstance(error, OSError) and error.filename:  # it cannot be opened
@@ -4837,9 +4844,11 @@ class Signals:
 
 signals = Signals()
 
+PROCESS = uuid.uuid4().hex
+
 def launch_id() -> str:
-    """Name this launch; the name stays when torchrun restarts the ranks."""
-    launch = os.environ.get("TORCHELASTIC_RUN_ID", uuid.uuid4().hex)
+    """Name this launch; the name stays when torchrun restarts the ranks. Without torchrun a launch is a process."""
+    launch = os.environ.get("TORCHELASTIC_RUN_ID", PROCESS)
     return sha256_of(f"{launch} {os.getppid() if launch == 'none' else ''}".encode())[:8]
 
 def is_of_this_launch(log: Path) -> bool:

@@ -66,6 +66,8 @@ def test_a_shorter_run_scales_the_step_counts_of_its_preset():
     assert counts(parse("--num_steps", "4490", preset="speedrun")[1]) == counts(train_gpt.Config()) == (300, 50, [40])
     flags = ("--num_steps", "449", "--muon_momentum_rise", "30", "--stages", "Stage(long_window=4), Stage(extra_steps=3, long_window=5)")
     assert counts(parse(*flags, preset="speedrun")[1]) == (30, 10, [3]), "flags are not scaled"
+    constant = dataclasses.replace(train_gpt.Config(), muon_momentum_rise=0, muon_momentum_fall=0)
+    assert counts(dataclasses.replace(constant, **train_gpt.shortened(constant, 449))) == (0, 0, [8])
 
 
 @pytest.mark.parametrize("argv,says", [

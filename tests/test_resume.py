@@ -274,6 +274,16 @@ def test_what_a_resume_gives_up_is_no_later_resume_s(flags, capsys, tmp_path):
     assert not list(tmp_path.glob("*.given_up"))
 
 
+def test_a_resume_hashes_its_checkpoint_once(killed, capsys, monkeypatch):
+    hashed, digest = [], train_gpt.digest_of
+    monkeypatch.setattr(train_gpt, "digest_of", lambda content: hashed.append(content["step"]) or digest(content))
+    assert train_gpt.launch_id() == train_gpt.launch_id()
+    for name in (killed, killed.with_name("killed.step000004.ckpt")):
+        monkeypatch.setattr(train_gpt, "intact", set())
+        here(["--resume", str(name)], capsys, kill_at=4)
+    assert hashed == [4, 4] and len(resumed_lines(killed)) == 2
+
+
 @pytest.mark.parametrize("longer", ["a.step1", "a.step000002.ckpt", "[a]", "a "])
 def test_run_ids_that_begin_one_another_share_no_checkpoint(flags, capsys, tmp_path, longer):
     for name in ("a", longer):
