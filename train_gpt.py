@@ -48,6 +48,8 @@ def die_with_launcher() -> None:
             os._exit(1)
 
 if __name__ == "__main__":  # before the other imports, which take seconds
+    if sys.platform == "win32":
+        sys.exit("train_gpt.py: error: a run needs Linux or macOS; on Windows use WSL")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks for a checkpoint, and there is nothing to save yet
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -63,7 +65,6 @@ import contextlib
 import dataclasses
 import difflib
 import errno
-import fcntl
 import functools
 import gc
 import glob
@@ -76,14 +77,12 @@ import json
 import math
 import platform
 import re
-import resource
 import socket
 import subprocess
 import threading
 import traceback
 import unicodedata
 import uuid
-import warnings
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NoAnswer
@@ -2354,10 +2353,6 @@ def tree_sum(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     half = len(terms) // 2
     return torch.add(tree_sum(terms[:half]), tree_sum(terms[half:]), out=out)
 
-# their successors do not exist before torch 2.13, the one version that warns of them
-warnings.filterwarnings("ignore", r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
-                        FutureWarning)
-
 class Comm:
     """The collectives of a run. No other code calls them, so a test can replace the network.
 
@@ -2385,7 +2380,7 @@ class Comm:
     def reduce_scatter(self, shard: Tensor, full: Tensor, buffer: Tensor | None) -> Any:
         """Start: shard <- sum over ranks of this rank's part of full [ranks * shard]. With a buffer, sum as a tree."""
         if buffer is None:
-            return dist.reduce_scatter_tensor(shard, full, async_op=True)
+            return inspect.unwrap(dist.reduce_scatter_tensor)(shard, full, async_op=True)  # torch 2.13's wrapper warns
         shards = full.view(self.ranks, -1)
         received = [*buffer[:self.rank], shards[self.rank], *buffer[self.rank:]]
         return HandleGroup(self.exchange(shards, received), then=lambda: tree_sum(received, out=shard))
@@ -2393,7 +2388,7 @@ class Comm:
     def all_gather(self, full: Tensor, shard: Tensor) -> Any:
         """Start: full [ranks * shard] <- every rank's shard, which may be a view of full."""
         if not self.point_to_point:
-            return dist.all_gather_into_tensor(full, shard, async_op=True)
+            return inspect.unwrap(dist.all_gather_into_tensor)(full, shard, async_op=True)
         shards = full.view(self.ranks, -1)
         shards[self.rank].copy_(shard)  # a no-op if shard is a view of full
         return self.exchange([shard] * self.ranks, shards)
@@ -4121,6 +4116,7 @@ class Log:
 
     def open(self, start: dict[str, Any], environment: str, resumed: dict[str, Any] | None) -> None:
         """Create the file with the source, the environment and the run's description, or append to it."""
+        import fcntl  # here, and resource below: Windows has neither, and other programs need only the optimizer
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rule, used = "=" * 100, (
             f"{self.path} exists, so run_id {self.run_id!r} was used. Choose another --run_id, continue that run "
@@ -4345,6 +4341,7 @@ def peak_memory_mib(device: torch.device) -> tuple[int, int]:
     """(allocated, reserved) on a GPU; on a CPU the largest resident set of the process, twice."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20
+    import resource
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) >> 20
     return resident, resident
 
@@ -4806,7 +4803,7 @@ class Signals:
     it waits for others.
     """
 
-    STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2
+    STOPS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR2") if hasattr(signal, name))
     STOP = 1024  # what a stop adds to `received`; SIGUSR1 adds 1
 
     GRACE_S = 30  # for the last checkpoint when the launcher is gone, as torchrun gives; a rank that hangs ends then
