@@ -1496,6 +1496,7 @@ class DelayedScales:
 
     HEADROOM = 1.8
     KEY = "/h_scale"  # of a scale's name in a saved state, after that of proj
+    BUFFERS = "h_scale", "h_max"  # of an MLP
 
     def __init__(self, model: nn.Module):
         mlps = {name: m for name, m in model.named_modules() if isinstance(m, MLP) and m.fp8}
@@ -2732,6 +2733,15 @@ def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step
             bucket.grad_shard.mul_(clip_norm / math.sqrt(total))
     return math.sqrt(total)
 
+def persistent_buffers(model: nn.Module, scales: bool = False) -> Callable[[], dict[str, Tensor]]:
+    """Return what finds the model's buffers that belong to its state; with `scales` also those of DelayedScales."""
+    places = [(f"{name}.{key}".removeprefix("."), module._buffers, key)  # a module may replace its buffer
+              for name, module in model.named_modules() for key in module._buffers
+              if key not in module._non_persistent_buffers_set
+              and (scales or not isinstance(module, MLP) or key not in DelayedScales.BUFFERS)]
+    return lambda: {name: memory_of(x) for name, buffers, key in places
+                    if (x := buffers.get(key)) is not None and x.layout == torch.strided}
+
 def check_ownership(buckets: Sequence[Bucket]) -> set[nn.Parameter]:
     """Return the parameters in the buckets. Raise RunError if one is there twice or is frozen."""
     seen: set[nn.Parameter] = set()
@@ -2764,7 +2774,7 @@ class SavedState:
     NAME/lr         learning rate           (state_dict only, as all below)
     NAME/initial_lr that of a scheduler of torch
     NAME/step       number of the next step
-    NAME            a buffer, such as a running mean (of make_optimizer's models)
+    NAME            a persistent buffer, such as a running mean
     NAME/h_scale    scale of the input of an MLP's second product; see DelayedScales
     """
 
@@ -2822,6 +2832,7 @@ class SavedState:
         for bucket in self.buckets:
             yield from self.gather_state(bucket).items()
         yield from self.scales.named.items()
+        yield from ((name, x.reshape(-1)) for name, x in self.buffers().items())
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copy named_state, the learning rates and the step to the CPU, on all ranks; call it on all.
@@ -2832,7 +2843,6 @@ class SavedState:
                 "updates of a rule with `every` above 1, whose waiting gradients no state holds; call it after an "
                 "update")
         state = {name: x.detach().to("cpu", copy=True) for name, x in self.named_state()}
-        state |= {name: x.detach().to("cpu", copy=True).view(-1) for name, x in self.buffers().items()}
         for param, group in self.group_of().items():
             name = self.reducer.slots[param][1].name
             rates = {f"{name}/{key}": torch.tensor(float(group[key]), dtype=torch.float64)
@@ -2959,7 +2969,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         frozen = [p for p in model.parameters() if not p.requires_grad]
         for x in (*(bucket.param_data for bucket in buckets), *frozen, *model.buffers()):
             comm.broadcast(x.data)
-        self.buffers: Callable[[], dict[str, Tensor]] = dict  # those of the model that belong to its state
+        self.buffers = persistent_buffers(model)
         self.reducer = Reducer(buckets, comm, settings, grad_scale)
         self.grad_norm: float | None = None  # of the last step, before clipping; check_grads and clip_norm compute it
         self.prepare_for_backward, self.announce_rows = self.reducer.prepare_for_backward, self.reducer.announce_rows
@@ -3189,7 +3199,9 @@ def build_model(config: Config, encoding: Encoding) -> GPT:
 
 def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = False) -> DistributedOptimizer:
     """Build the optimizer of a config. The model must be on its device."""
-    specs = specs_of(config, model)
+    specs, state = specs_of(config, model), persistent_buffers(model)()
+    require(not (config.world_size_invariant and state), f"the buffer {', '.join(state)} follows rank 0's data, so "
+            "world_size_invariant excludes it; register a constant with persistent=False, or omit --exact")
     buckets = fill_buckets(specs, config.bucket_mb * 2 ** 20, comm.rank, comm.ranks, config.grad_reduce_in_fp32)
     # Reducer divides by the number of backwards, splits included. Losses are sums over tokens: a split must not divide
     return DistributedOptimizer(buckets, comm, config, model, float(config.micro_batch_splits), compiled)
@@ -3217,13 +3229,7 @@ def make_optimizer(model: nn.Module, table: Sequence[Assignment] = (), bucket_mb
     if not specs:
         raise RunError("every parameter of this model is frozen; set requires_grad on those to be trained")
     buckets = fill_buckets(specs, bucket_mb * 2 ** 20, *ranks)
-    optimizer = DistributedOptimizer(buckets, Comm(*ranks, specs[0].param.device), settings, model)
-    places = [(f"{name}.{key}".removeprefix("."), module._buffers, key)  # a module may replace its buffer
-              for name, module in model.named_modules() for key in module._buffers
-              if key not in module._non_persistent_buffers_set]
-    optimizer.buffers = lambda: {name: memory_of(x) for name, buffers, key in places
-                                 if (x := buffers.get(key)) is not None and x.layout == torch.strided}
-    return optimizer
+    return DistributedOptimizer(buckets, Comm(*ranks, specs[0].param.device), settings, model)
 
 def check_model(model: nn.Module) -> None:
     """Raise RunError for parameters that are no plain tensors, or that share memory, which buckets would part."""
@@ -4426,8 +4432,9 @@ def load_file(path: str | Path, check: bool = True) -> dict[str, Any]:
 @torch.no_grad()
 def load_parameters(model: GPT, saved: dict[str, Any]) -> None:
     """Copy the parameters of a saved model or checkpoint into a model. RunError if they do not fit."""
-    params = dict(model.named_parameters())
-    unknown = [name for name in saved["state"] if "/" not in name and name not in params]
+    params, buffers = dict(model.named_parameters()), persistent_buffers(model, scales=True)()
+    unknown = [name for name in saved["state"] if "/" not in name and name not in {**params, **buffers}
+               and name.rpartition(".")[2] not in DelayedScales.BUFFERS]  # this model may not be in fp8
     require(not unknown, f"the saved model also has {', '.join(unknown)}; give this model the --layers, --ngrams and "
             "other flags of that run")
     for name, param in params.items():
@@ -4436,6 +4443,9 @@ def load_parameters(model: GPT, saved: dict[str, Any]) -> None:
         require(fits, f"{name} is {list(param.shape)} here and {'missing' if x is None else list(x.shape)} in the "
                 "saved model. Use the same --layers, --model_dim, --ngrams and vocabulary, and the revision in its log")
         param.copy_(x.view(param.shape))
+    for name, buffer in buffers.items():
+        if name in saved["state"]:
+            buffer.copy_(saved["state"][name].view(buffer.shape))
 
 CHECKPOINT = re.compile(r"(.+)\.step(\d+)\.ckpt(\.partial|\.given_up|)")  # run id, step, what became of it
 
@@ -4548,9 +4558,10 @@ def save_checkpoint(loop: TrainingLoop, step: int, stop: bool = False) -> None:
         raise RunError(f"{what} before step {step}; --resume {log.path} continues from there")
 
 def save_model(loop: TrainingLoop) -> Path:
-    """Save the trained parameters beside the log."""
-    path = loop.log.path.with_suffix(".pt")
-    state = {name: p.detach().cpu() for name, p in loop.worker.model.named_parameters()}
+    """Save the trained parameters and persistent buffers beside the log."""
+    path, model = loop.log.path.with_suffix(".pt"), loop.worker.model
+    kept = {**dict(model.named_parameters()), **persistent_buffers(model, scales=True)()}
+    state = {name: x.detach().cpu() for name, x in kept.items()}
     save_in_room(loop, path, {**describe_model(loop, loop.config.num_steps), "state": state})
     return path
 
