@@ -1809,7 +1809,8 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 #     lr, every                           learning rate; steps between updates, which use summed gradients
 #     unit(spec)                          shape of what stays whole on one rank: () an element, (rows, columns) a matrix
 #     init_state(shard)                   tensors such as moments, with one entry per unit
-#     hyper(plan, t)                      numbers of the t-th update
+#     hyper(plan, t)                      numbers of the t-th update; "noise": a seed, in place of which update gets
+#                                         normal random numbers like param, the same on any number of ranks
 #     update(param, grad, state, hyper)   changes param and state in place
 
 # (a, b, c) of the five steps of polar; from Polar Express (arXiv:2505.16932), computed for a safety factor of 1.02
@@ -2082,12 +2083,25 @@ class Bucket:
         if not updates:
             self.state["pending"] = self.grad_shard.clone()
 
+    def hyper(self, plan: Plan) -> dict[str, Any]:
+        """Compute the rule's numbers, and its noise: of each parameter by the seed, the update and the name."""
+        hyper = self.rule.hyper(plan, self.updates)
+        if "noise" in hyper:
+            seed, hyper["noise"] = hyper["noise"], torch.zeros_like(self.param_shard, dtype=torch.float32)
+            for slot in self.slots:
+                own = self.view_of(slot, hyper["noise"], True)
+                begin, of_slot = max(0, self.shard_begin - slot.offset), f"{seed} {self.updates} {slot.name}".encode()
+                random = torch.Generator(own.device).manual_seed(int(sha256_of(of_slot)[:15], 16))
+                own.copy_(torch.randn(slot.param.numel(), generator=random, device=own.device)[begin:begin + len(own)])
+        return hyper
+
     def update(self, update: Callable[..., None], hyper: dict[str, Any], unbatched: bool) -> None:
         """Update this rank's shard. unbatched: one matrix at a time, since a batch may be summed in another order."""
         size = 1 if unbatched and self.param_shard.dim() > 1 else len(self.param_shard)
+        whole = {"scale": self.scale, **({"noise": hyper["noise"]} if "noise" in hyper else {})}
         for part in (slice(i, i + size) for i in range(0, len(self.param_shard), size)):
             update(self.param_shard[part], self.grad_shard[part], {key: x[part] for key, x in self.state.items()},
-                   {**hyper, "scale": self.scale[part]})
+                   {**hyper, **{key: x[part] for key, x in whole.items()}})
 
     def start_all_gather(self, comm: Comm) -> None:
         """Start to write every rank's updated shard into param_data, where the model reads it."""
@@ -2244,6 +2258,8 @@ class RowBucket(Bucket):
         wholes = [self.param_shard, *self.state.values()]
         olds = [whole.index_select(0, self.grad_rows) for whole in wholes]  # on CPUs 5 times as fast as whole[...]
         param, *state = (old.clone() for old in olds)
+        if "noise" in hyper:
+            hyper = {**hyper, "noise": hyper["noise"][self.grad_rows]}
         update(param, self.grad_shard, dict(zip(self.state, state)), hyper)
         has_grad = self.grad_shard.abs().amax(1, keepdim=True) != 0
         for whole, old, new in zip(wholes, olds, (param, *state)):
@@ -3111,10 +3127,14 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         unchanged = [(part, part.clone()) for slot in bucket.slots if slot in unused
                      for part in (bucket.view_of(slot, x, True) for x in (bucket.param_shard, *bucket.state.values()))]
         hyper = {key: self.number(key, v) if isinstance(v, float) and bucket.may_compile else v
-                 for key, v in bucket.rule.hyper(plan, bucket.updates).items()}
-        plain = type(bucket.rule).update
-        update = self.compiled[plain] if bucket.may_compile else plain
-        bucket.update(update, hyper, self.settings.world_size_invariant)
+                 for key, v in bucket.hyper(plan).items()}
+        plain, random = type(bucket.rule).update, torch.cuda if bucket.param_data.is_cuda else torch
+        update, exact = self.compiled[plain] if bucket.may_compile else plain, self.settings.world_size_invariant
+        drawn = random.get_rng_state() if exact else None
+        bucket.update(update, hyper, exact)
+        require(not exact or torch.equal(drawn, random.get_rng_state()), f"{type(bucket.rule).__name__}.update draws "
+                "random numbers, which depend on the number of ranks; let hyper return a seed as \"noise\" and use "
+                "the numbers that update gets there, or omit world_size_invariant")
         for part, old in unchanged:
             part.copy_(old)
         used = [slot.param for slot in bucket.slots if slot not in unused]
