@@ -1089,7 +1089,7 @@ class GPT(nn.Module):
         self.ngrams = nn.ModuleList(NgramTable(c, table) for table in c.ngrams)
         self.smear_gate = parameter(torch.zeros(1, GATE_DIM, dtype=dtype), "smear_gate")
         self.blocks = nn.ModuleList(Block(c, layer) for layer in self.layers)
-        self.lm_head = Head(c, vocab)
+        self.lm_head = Head(c, vocab, encoding.vocab_size)
         self.token_gates = nn.ModuleList(TokenWeights(c, "token_gates", gates_of(c, layers))
                                          for layers in gated_layers(c))
         self.gate_scale = parameter(torch.tensor(TokenWeights.SCALE), "token_gates_biases") if c.token_gates else None
@@ -1530,11 +1530,14 @@ class DelayedScales:
             x.zero_()
 
 class Head(nn.Module):
-    """Map the normed residual stream to logits and the loss. weight [V, dim]; V is the padded vocabulary."""
+    """Map the normed residual stream to logits and the loss. weight [V, dim]; V is the padded vocabulary.
 
-    def __init__(self, config: Config, vocab: int):
+    classes: tokens of the vocabulary, without the padding.
+    """
+
+    def __init__(self, config: Config, vocab: int, classes: int | None = None):
         super().__init__()
-        c, shape = config, (vocab, config.model_dim)
+        c, shape, self.classes = config, (vocab, config.model_dim), classes or vocab
         init = c.head_init * torch.randn(shape, dtype=c.torch_dtype) if c.head_init else torch.zeros(
             shape, dtype=c.torch_dtype)
         self.weight = parameter(init, "head")
@@ -1566,6 +1569,9 @@ class Head(nn.Module):
         objective = (entropies * weights).sum()
         # Add a further loss term here, in plain PyTorch; autograd and torch.compile do the rest. Sum it over tokens, as
         # the cross entropy. A z-loss: objective = objective + 1e-4 * self.softcap(x).logsumexp(1).square().sum()
+        # The classes from self.classes on are padding, which a term over classes must leave out. Label smoothing:
+        # F.cross_entropy(self.softcap(x[:, :self.classes]), targets[0], label_smoothing=0.1, reduction="sum",
+        # ignore_index=-1)
         return objective, entropies[0].detach()
 
 class Softcap(NamedTuple):
@@ -3178,13 +3184,16 @@ class AwaitedParameters(dict):
 # assignment
 
 def rule_of(config: Config, group: AdamGroup | MuonGroup) -> Adam | NorMuon:
-    """Create the update rule of one kind of parameters. For another rule return it here, if group.kind is its kind."""
+    """Create the update rule of one kind of parameters, without the row's lr_mul, which specs_of applies.
+
+    For another rule return it here, if group.kind is its kind.
+    """
     c = config
     if isinstance(group, MuonGroup):
         return NorMuon(c.muon_lr, c.muon_weight_decay, c.muon_beta2, c.torch_dtype)
     beta1, beta2 = (flag if own is None else own for own, flag in (
         (group.beta1, c.adam_beta1), (group.beta2, c.adam_beta2)))
-    return Adam(c.adam_lr * group.lr_mul, beta1, beta2, c.adam_eps, c.adam_every, group.weight_decay,
+    return Adam(c.adam_lr, beta1, beta2, c.adam_eps, c.adam_every, group.weight_decay,
                 c.adam_fp32_moments, rows=group.kind == "ngram_embeds", lazy=c.lazy_tables)
 
 def specs_of(config: Config, model: GPT) -> list[ParamSpec]:
@@ -3194,8 +3203,9 @@ def specs_of(config: Config, model: GPT) -> list[ParamSpec]:
         kind = getattr(param, "kind", None)
         require(kind in groups, f"{name}: PARAM_GROUPS has no row for kind {kind!r}; add one, or create the parameter "
                 f"by parameter(init, kind) with one of {', '.join(groups)}")
-        rule = rule_of(config, groups[kind])
-        scale = groups[kind].lr_mul if isinstance(rule, NorMuon) else 1.0  # Adam's lr includes it
+        rule, scale = rule_of(config, groups[kind]), groups[kind].lr_mul
+        if not isinstance(rule, NorMuon):  # whose scale of each matrix includes it
+            rule, scale = dataclasses.replace(rule, lr=rule.lr * scale), 1.0
         first_step = first_untied_step(config) if kind == "embed" else 0
         specs.append(finish_spec(ParamSpec(name, param, rule, param.unit, scale, first_step)))
     return specs

@@ -556,6 +556,16 @@ def test_every_parameter_is_assigned_exactly_once(tiny):
         train_gpt.specs_of(tiny, model)
 
 
+def test_a_row_s_lr_mul_reaches_every_rule(tiny, monkeypatch):
+    config = dataclasses.replace(tiny, param_groups=(train_gpt.AdamGroup("head", lr_mul=0.5), train_gpt.MuonGroup("attn", lr_mul=3.0)))
+    rule_of, own = train_gpt.rule_of, {"head": Descent(0.25), "attn": Descent(0.125), "mlp_fc": Descent(0.5)}
+    monkeypatch.setattr(train_gpt, "rule_of", lambda config, group: own.get(group.kind) or rule_of(config, group))
+    model = train_gpt.build_model(config, train_gpt.Encoding(64, BOS))
+    lrs = {p.kind: spec.rule.lr for p, spec in zip(model.parameters(), train_gpt.specs_of(config, model))}
+    assert (lrs["head"], lrs["attn"], lrs["mlp_fc"], lrs["embed"], lrs["mlp_proj"]) == (0.125, 0.375, 1.0, 75 * tiny.adam_lr, tiny.muon_lr)
+    train_gpt.build_optimizer(config, model, train_gpt.Comm())
+
+
 def test_every_parameter_is_matched_by_one_line_of_a_table():
     table = [train_gpt.Assignment("*.bias", ONCE), train_gpt.Assignment("*.weight", TALL, scale=2.0, first_step=5)]
     specs = {spec.name: spec for spec in train_gpt.assign(chain(), table)}
