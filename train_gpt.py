@@ -48,6 +48,8 @@ def die_with_launcher() -> None:
             os._exit(1)
 
 if __name__ == "__main__":  # before the other imports, which take seconds
+    if sys.platform == "win32":
+        sys.exit("train_gpt.py: error: a run needs Linux or macOS; on Windows use WSL")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks for a checkpoint, and there is nothing to save yet
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -63,7 +65,6 @@ import contextlib
 import dataclasses
 import difflib
 import errno
-import fcntl
 import functools
 import gc
 import glob
@@ -76,14 +77,12 @@ import json
 import math
 import platform
 import re
-import resource
 import socket
 import subprocess
 import threading
 import traceback
 import unicodedata
 import uuid
-import warnings
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NoAnswer
@@ -567,7 +566,8 @@ def shortened(preset: Config, num_steps: int) -> dict[str, Any]:
     stages = [dataclasses.replace(stage, extra_steps=scaled(stage.extra_steps)) for stage in preset.stages]
     return {"stages": tuple(stage for stage, old in zip(stages, preset.stages)
                             if stage.extra_steps or not old.extra_steps),
-            **{name: max(1, scaled(getattr(preset, name))) for name in ("muon_momentum_rise", "muon_momentum_fall")}}
+            **{name: min(steps := getattr(preset, name), max(1, scaled(steps)))
+               for name in ("muon_momentum_rise", "muon_momentum_fall")}}
 
 def json_of(config: Config) -> dict[str, Any]:
     """Return the JSON form of a config. Rows are text, as on the command line."""
@@ -1089,7 +1089,7 @@ class GPT(nn.Module):
         self.ngrams = nn.ModuleList(NgramTable(c, table) for table in c.ngrams)
         self.smear_gate = parameter(torch.zeros(1, GATE_DIM, dtype=dtype), "smear_gate")
         self.blocks = nn.ModuleList(Block(c, layer) for layer in self.layers)
-        self.lm_head = Head(c, vocab)
+        self.lm_head = Head(c, vocab, encoding.vocab_size)
         self.token_gates = nn.ModuleList(TokenWeights(c, "token_gates", gates_of(c, layers))
                                          for layers in gated_layers(c))
         self.gate_scale = parameter(torch.tensor(TokenWeights.SCALE), "token_gates_biases") if c.token_gates else None
@@ -1496,6 +1496,7 @@ class DelayedScales:
 
     HEADROOM = 1.8
     KEY = "/h_scale"  # of a scale's name in a saved state, after that of proj
+    BUFFERS = "h_scale", "h_max"  # of an MLP
 
     def __init__(self, model: nn.Module):
         mlps = {name: m for name, m in model.named_modules() if isinstance(m, MLP) and m.fp8}
@@ -1529,11 +1530,14 @@ class DelayedScales:
             x.zero_()
 
 class Head(nn.Module):
-    """Map the normed residual stream to logits and the loss. weight [V, dim]; V is the padded vocabulary."""
+    """Map the normed residual stream to logits and the loss. weight [V, dim]; V is the padded vocabulary.
 
-    def __init__(self, config: Config, vocab: int):
+    classes: tokens of the vocabulary, without the padding.
+    """
+
+    def __init__(self, config: Config, vocab: int, classes: int | None = None):
         super().__init__()
-        c, shape = config, (vocab, config.model_dim)
+        c, shape, self.classes = config, (vocab, config.model_dim), classes or vocab
         init = c.head_init * torch.randn(shape, dtype=c.torch_dtype) if c.head_init else torch.zeros(
             shape, dtype=c.torch_dtype)
         self.weight = parameter(init, "head")
@@ -1565,6 +1569,9 @@ class Head(nn.Module):
         objective = (entropies * weights).sum()
         # Add a further loss term here, in plain PyTorch; autograd and torch.compile do the rest. Sum it over tokens, as
         # the cross entropy. A z-loss: objective = objective + 1e-4 * self.softcap(x).logsumexp(1).square().sum()
+        # The classes from self.classes on are padding, which a term over classes must leave out. Label smoothing:
+        # F.cross_entropy(self.softcap(x[:, :self.classes]), targets[0], label_smoothing=0.1, reduction="sum",
+        # ignore_index=-1)
         return objective, entropies[0].detach()
 
 class Softcap(NamedTuple):
@@ -1808,7 +1815,8 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 #     lr, every                           learning rate; steps between updates, which use summed gradients
 #     unit(spec)                          shape of what stays whole on one rank: () an element, (rows, columns) a matrix
 #     init_state(shard)                   tensors such as moments, with one entry per unit
-#     hyper(plan, t)                      numbers of the t-th update
+#     hyper(plan, t)                      numbers of the t-th update; "noise": a seed, in place of which update gets
+#                                         normal random numbers like param, the same on any number of ranks
 #     update(param, grad, state, hyper)   changes param and state in place
 
 # (a, b, c) of the five steps of polar; from Polar Express (arXiv:2505.16932), computed for a safety factor of 1.02
@@ -2081,12 +2089,25 @@ class Bucket:
         if not updates:
             self.state["pending"] = self.grad_shard.clone()
 
+    def hyper(self, plan: Plan) -> dict[str, Any]:
+        """Compute the rule's numbers, and its noise: of each parameter by the seed, the update and the name."""
+        hyper = self.rule.hyper(plan, self.updates)
+        if "noise" in hyper:
+            seed, hyper["noise"] = hyper["noise"], torch.zeros_like(self.param_shard, dtype=torch.float32)
+            for slot in self.slots:
+                own = self.view_of(slot, hyper["noise"], True)
+                begin, of_slot = max(0, self.shard_begin - slot.offset), f"{seed} {self.updates} {slot.name}".encode()
+                random = torch.Generator(own.device).manual_seed(int(sha256_of(of_slot)[:15], 16))
+                own.copy_(torch.randn(slot.param.numel(), generator=random, device=own.device)[begin:begin + len(own)])
+        return hyper
+
     def update(self, update: Callable[..., None], hyper: dict[str, Any], unbatched: bool) -> None:
         """Update this rank's shard. unbatched: one matrix at a time, since a batch may be summed in another order."""
         size = 1 if unbatched and self.param_shard.dim() > 1 else len(self.param_shard)
+        whole = {"scale": self.scale, **({"noise": hyper["noise"]} if "noise" in hyper else {})}
         for part in (slice(i, i + size) for i in range(0, len(self.param_shard), size)):
             update(self.param_shard[part], self.grad_shard[part], {key: x[part] for key, x in self.state.items()},
-                   {**hyper, "scale": self.scale[part]})
+                   {**hyper, **{key: x[part] for key, x in whole.items()}})
 
     def start_all_gather(self, comm: Comm) -> None:
         """Start to write every rank's updated shard into param_data, where the model reads it."""
@@ -2243,6 +2264,8 @@ class RowBucket(Bucket):
         wholes = [self.param_shard, *self.state.values()]
         olds = [whole.index_select(0, self.grad_rows) for whole in wholes]  # on CPUs 5 times as fast as whole[...]
         param, *state = (old.clone() for old in olds)
+        if "noise" in hyper:
+            hyper = {**hyper, "noise": hyper["noise"][self.grad_rows]}
         update(param, self.grad_shard, dict(zip(self.state, state)), hyper)
         has_grad = self.grad_shard.abs().amax(1, keepdim=True) != 0
         for whole, old, new in zip(wholes, olds, (param, *state)):
@@ -2317,13 +2340,17 @@ def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ran
 # ------------------------------------------------------------------------------------------------------------------
 # gradient sync: communication
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its kind if it has no text."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
 @contextlib.contextmanager
 def naming(which: str) -> Iterator[None]:
     """Have the error of a message, as it starts or ends, name the rank that it was from or to."""
     try:
         yield
     except RuntimeError as error:
-        cause = str(error).splitlines()[0].rpartition("] ")[2] or str(error)  # without gloo's file and line
+        cause = first_line(error).rpartition("] ")[2]  # without gloo's file and line
         raise RuntimeError(f"{which} has ended, hangs or makes another call ({cause.split('. ')[0]}); its own output "
                            "says why") from error
 
@@ -2348,10 +2375,6 @@ def tree_sum(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
         return terms[0]
     half = len(terms) // 2
     return torch.add(tree_sum(terms[:half]), tree_sum(terms[half:]), out=out)
-
-# their successors do not exist before torch 2.13, the one version that warns of them
-warnings.filterwarnings("ignore", r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
-                        FutureWarning)
 
 class Comm:
     """The collectives of a run. No other code calls them, so a test can replace the network.
@@ -2380,7 +2403,7 @@ class Comm:
     def reduce_scatter(self, shard: Tensor, full: Tensor, buffer: Tensor | None) -> Any:
         """Start: shard <- sum over ranks of this rank's part of full [ranks * shard]. With a buffer, sum as a tree."""
         if buffer is None:
-            return dist.reduce_scatter_tensor(shard, full, async_op=True)
+            return inspect.unwrap(dist.reduce_scatter_tensor)(shard, full, async_op=True)  # torch 2.13's wrapper warns
         shards = full.view(self.ranks, -1)
         received = [*buffer[:self.rank], shards[self.rank], *buffer[self.rank:]]
         return HandleGroup(self.exchange(shards, received), then=lambda: tree_sum(received, out=shard))
@@ -2388,7 +2411,7 @@ class Comm:
     def all_gather(self, full: Tensor, shard: Tensor) -> Any:
         """Start: full [ranks * shard] <- every rank's shard, which may be a view of full."""
         if not self.point_to_point:
-            return dist.all_gather_into_tensor(full, shard, async_op=True)
+            return inspect.unwrap(dist.all_gather_into_tensor)(full, shard, async_op=True)
         shards = full.view(self.ranks, -1)
         shards[self.rank].copy_(shard)  # a no-op if shard is a view of full
         return self.exchange([shard] * self.ranks, shards)
@@ -2732,6 +2755,15 @@ def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step
             bucket.grad_shard.mul_(clip_norm / math.sqrt(total))
     return math.sqrt(total)
 
+def persistent_buffers(model: nn.Module, scales: bool = False) -> Callable[[], dict[str, Tensor]]:
+    """Return what finds the model's buffers that belong to its state; with `scales` also those of DelayedScales."""
+    places = [(f"{name}.{key}".removeprefix("."), module._buffers, key)  # a module may replace its buffer
+              for name, module in model.named_modules() for key in module._buffers
+              if key not in module._non_persistent_buffers_set
+              and (scales or not isinstance(module, MLP) or key not in DelayedScales.BUFFERS)]
+    return lambda: {name: memory_of(x) for name, buffers, key in places
+                    if (x := buffers.get(key)) is not None and x.layout == torch.strided}
+
 def check_ownership(buckets: Sequence[Bucket]) -> set[nn.Parameter]:
     """Return the parameters in the buckets. Raise RunError if one is there twice or is frozen."""
     seen: set[nn.Parameter] = set()
@@ -2764,7 +2796,7 @@ class SavedState:
     NAME/lr         learning rate           (state_dict only, as all below)
     NAME/initial_lr that of a scheduler of torch
     NAME/step       number of the next step
-    NAME            a buffer, such as a running mean (of make_optimizer's models)
+    NAME            a persistent buffer, such as a running mean
     NAME/h_scale    scale of the input of an MLP's second product; see DelayedScales
     """
 
@@ -2822,6 +2854,7 @@ class SavedState:
         for bucket in self.buckets:
             yield from self.gather_state(bucket).items()
         yield from self.scales.named.items()
+        yield from ((name, x.reshape(-1)) for name, x in self.buffers().items())
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copy named_state, the learning rates and the step to the CPU, on all ranks; call it on all.
@@ -2832,7 +2865,6 @@ class SavedState:
                 "updates of a rule with `every` above 1, whose waiting gradients no state holds; call it after an "
                 "update")
         state = {name: x.detach().to("cpu", copy=True) for name, x in self.named_state()}
-        state |= {name: x.detach().to("cpu", copy=True).view(-1) for name, x in self.buffers().items()}
         for param, group in self.group_of().items():
             name = self.reducer.slots[param][1].name
             rates = {f"{name}/{key}": torch.tensor(float(group[key]), dtype=torch.float64)
@@ -2959,7 +2991,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         frozen = [p for p in model.parameters() if not p.requires_grad]
         for x in (*(bucket.param_data for bucket in buckets), *frozen, *model.buffers()):
             comm.broadcast(x.data)
-        self.buffers: Callable[[], dict[str, Tensor]] = dict  # those of the model that belong to its state
+        self.buffers = persistent_buffers(model)
         self.reducer = Reducer(buckets, comm, settings, grad_scale)
         self.grad_norm: float | None = None  # of the last step, before clipping; check_grads and clip_norm compute it
         self.prepare_for_backward, self.announce_rows = self.reducer.prepare_for_backward, self.reducer.announce_rows
@@ -3101,10 +3133,14 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         unchanged = [(part, part.clone()) for slot in bucket.slots if slot in unused
                      for part in (bucket.view_of(slot, x, True) for x in (bucket.param_shard, *bucket.state.values()))]
         hyper = {key: self.number(key, v) if isinstance(v, float) and bucket.may_compile else v
-                 for key, v in bucket.rule.hyper(plan, bucket.updates).items()}
-        plain = type(bucket.rule).update
-        update = self.compiled[plain] if bucket.may_compile else plain
-        bucket.update(update, hyper, self.settings.world_size_invariant)
+                 for key, v in bucket.hyper(plan).items()}
+        plain, random = type(bucket.rule).update, torch.cuda if bucket.param_data.is_cuda else torch
+        update, exact = self.compiled[plain] if bucket.may_compile else plain, self.settings.world_size_invariant
+        drawn = random.get_rng_state() if exact else None
+        bucket.update(update, hyper, exact)
+        require(not exact or torch.equal(drawn, random.get_rng_state()), f"{type(bucket.rule).__name__}.update draws "
+                "random numbers, which depend on the number of ranks; let hyper return a seed as \"noise\" and use "
+                "the numbers that update gets there, or omit world_size_invariant")
         for part, old in unchanged:
             part.copy_(old)
         used = [slot.param for slot in bucket.slots if slot not in unused]
@@ -3148,13 +3184,16 @@ class AwaitedParameters(dict):
 # assignment
 
 def rule_of(config: Config, group: AdamGroup | MuonGroup) -> Adam | NorMuon:
-    """Create the update rule of one kind of parameters. For another rule return it here, if group.kind is its kind."""
+    """Create the update rule of one kind of parameters, without the row's lr_mul, which specs_of applies.
+
+    For another rule return it here, if group.kind is its kind.
+    """
     c = config
     if isinstance(group, MuonGroup):
         return NorMuon(c.muon_lr, c.muon_weight_decay, c.muon_beta2, c.torch_dtype)
     beta1, beta2 = (flag if own is None else own for own, flag in (
         (group.beta1, c.adam_beta1), (group.beta2, c.adam_beta2)))
-    return Adam(c.adam_lr * group.lr_mul, beta1, beta2, c.adam_eps, c.adam_every, group.weight_decay,
+    return Adam(c.adam_lr, beta1, beta2, c.adam_eps, c.adam_every, group.weight_decay,
                 c.adam_fp32_moments, rows=group.kind == "ngram_embeds", lazy=c.lazy_tables)
 
 def specs_of(config: Config, model: GPT) -> list[ParamSpec]:
@@ -3164,8 +3203,9 @@ def specs_of(config: Config, model: GPT) -> list[ParamSpec]:
         kind = getattr(param, "kind", None)
         require(kind in groups, f"{name}: PARAM_GROUPS has no row for kind {kind!r}; add one, or create the parameter "
                 f"by parameter(init, kind) with one of {', '.join(groups)}")
-        rule = rule_of(config, groups[kind])
-        scale = groups[kind].lr_mul if isinstance(rule, NorMuon) else 1.0  # Adam's lr includes it
+        rule, scale = rule_of(config, groups[kind]), groups[kind].lr_mul
+        if not isinstance(rule, NorMuon):  # whose scale of each matrix includes it
+            rule, scale = dataclasses.replace(rule, lr=rule.lr * scale), 1.0
         first_step = first_untied_step(config) if kind == "embed" else 0
         specs.append(finish_spec(ParamSpec(name, param, rule, param.unit, scale, first_step)))
     return specs
@@ -3189,7 +3229,9 @@ def build_model(config: Config, encoding: Encoding) -> GPT:
 
 def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = False) -> DistributedOptimizer:
     """Build the optimizer of a config. The model must be on its device."""
-    specs = specs_of(config, model)
+    specs, state = specs_of(config, model), persistent_buffers(model)()
+    require(not (config.world_size_invariant and state), f"the buffer {', '.join(state)} follows rank 0's data, so "
+            "world_size_invariant excludes it; register a constant with persistent=False, or omit --exact")
     buckets = fill_buckets(specs, config.bucket_mb * 2 ** 20, comm.rank, comm.ranks, config.grad_reduce_in_fp32)
     # Reducer divides by the number of backwards, splits included. Losses are sums over tokens: a split must not divide
     return DistributedOptimizer(buckets, comm, config, model, float(config.micro_batch_splits), compiled)
@@ -3217,13 +3259,7 @@ def make_optimizer(model: nn.Module, table: Sequence[Assignment] = (), bucket_mb
     if not specs:
         raise RunError("every parameter of this model is frozen; set requires_grad on those to be trained")
     buckets = fill_buckets(specs, bucket_mb * 2 ** 20, *ranks)
-    optimizer = DistributedOptimizer(buckets, Comm(*ranks, specs[0].param.device), settings, model)
-    places = [(f"{name}.{key}".removeprefix("."), module._buffers, key)  # a module may replace its buffer
-              for name, module in model.named_modules() for key in module._buffers
-              if key not in module._non_persistent_buffers_set]
-    optimizer.buffers = lambda: {name: memory_of(x) for name, buffers, key in places
-                                 if (x := buffers.get(key)) is not None and x.layout == torch.strided}
-    return optimizer
+    return DistributedOptimizer(buckets, Comm(*ranks, specs[0].param.device), settings, model)
 
 def check_model(model: nn.Module) -> None:
     """Raise RunError for parameters that are no plain tensors, or that share memory, which buckets would part."""
@@ -3374,7 +3410,8 @@ class TrainingLoop:
             losses = worker.step(plan, worker.stream.next_batch(plan))
             self.losses.record(plan, losses, worker.optimizer.grad_norm)
             if profiler:
-                worker.optimizer.finish_all_gathers()  # torch 2.13 crashes at exit on one that ends after the trace
+                if step == profiled_steps(c)[-1]:  # torch 2.13 crashes at exit on a gather that ends after the trace
+                    worker.optimizer.finish_all_gathers()
                 profiler.step()
         worker.optimizer.finish_all_gathers()
         if self.from_step < c.num_steps:  # else a checkpoint of the last validation already has it
@@ -3501,7 +3538,10 @@ class Worker:
         """
         c, before = self.config, (self.model.rotary.windows, self.model.tied)
         saved, position, digest = self.optimizer.state_dict(), self.stream.position, self.stream.digest
-        begins = [-(-stage.begin // c.adam_every) * c.adam_every for stage in stages_of(c)]  # of a cycle of Adam
+        # a ramp may begin at 0, so that its second step is the first to compute something
+        seconds = [stage.begin + 1 for stage in stages_of(c) if stage.first != stage.last]
+        kinds = *(stage.begin for stage in stages_of(c)), first_untied_step(c), *seconds
+        begins = [*dict.fromkeys(step // c.adam_every * c.adam_every for step in kinds if step < c.num_steps)]
         batches: dict[int, list[np.ndarray]] = {}
         for i in range(c.warmup_steps):
             step = begins[i // c.adam_every % len(begins)] + i % c.adam_every
@@ -3588,7 +3628,7 @@ class TrainLosses:
                 tokens = plan.micro_batches * plan.micro_batch_tokens
                 loss = summed[:-1].sum(dtype=torch.float64).item() / tokens
                 line += f" train_loss:{loss:.4f}" + ("" if grad_norm is None else f" grad_norm:{grad_norm:.4g}")
-            self.log.write(line)
+            self.log.write(line, off_clock=wait)
             self.log.progress(done, loss, self.clock, tokens_of_steps(self.config, done))
 
 def split_sequence(sequence: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -4112,6 +4152,7 @@ class Log:
 
     def open(self, start: dict[str, Any], environment: str, resumed: dict[str, Any] | None) -> None:
         """Create the file with the source, the environment and the run's description, or append to it."""
+        import fcntl  # here, and resource below: Windows has neither, and other programs need only the optimizer
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rule, used = "=" * 100, (
             f"{self.path} exists, so run_id {self.run_id!r} was used. Choose another --run_id, continue that run "
@@ -4144,11 +4185,11 @@ class Log:
             self.write("\n" * (written[-1:] not in ("", "\n")) + json.dumps({"resumed": resumed}))
             self.resumes = written.count('\n{"resumed"') + 1
 
-    def write(self, line: str) -> None:
+    def write(self, line: str, off_clock: bool = True) -> None:
         if self.file is not None:
             self.file.write(line + "\n")
             self.file.flush()
-            if not self.path.exists():
+            if off_clock and not self.path.exists():
                 self.file = None  # nobody could read what follows
                 raise RunError(f"{self.path} was deleted or moved while the run wrote it; start the run again, and "
                                "leave its log alone until it ends")
@@ -4336,6 +4377,7 @@ def peak_memory_mib(device: torch.device) -> tuple[int, int]:
     """(allocated, reserved) on a GPU; on a CPU the largest resident set of the process, twice."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20
+    import resource
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) >> 20
     return resident, resident
 
@@ -4399,12 +4441,16 @@ def save_file(path: Path, content: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):
             partial.unlink()
 
+intact: set[Any] = set()  # (path, time of its last change) of files whose digest was verified
+
 def load_file(path: str | Path, check: bool = True) -> dict[str, Any]:
     """Read what save_file wrote; nothing in it is executed. RunError if it is damaged. check=False skips the digest."""
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if check and digest_of(saved) != saved["digest"]:
-            raise ValueError("its content does not match its digest")
+        saved, file = torch.load(path, map_location="cpu", weights_only=True, mmap=True), os.path.abspath(path)
+        if check and (version := (file, os.stat(file).st_mtime_ns)) not in intact:
+            if digest_of(saved) != saved["digest"]:
+                raise ValueError("its content does not match its digest")
+            intact.add(version)
         return saved
     except Exception as error:  # torch.load raises many kinds, and its texts advise to trust the file
         if isinstance(error, OSError) and error.filename:  # it cannot be opened
@@ -4416,8 +4462,9 @@ def load_file(path: str | Path, check: bool = True) -> dict[str, Any]:
 @torch.no_grad()
 def load_parameters(model: GPT, saved: dict[str, Any]) -> None:
     """Copy the parameters of a saved model or checkpoint into a model. RunError if they do not fit."""
-    params = dict(model.named_parameters())
-    unknown = [name for name in saved["state"] if "/" not in name and name not in params]
+    params, buffers = dict(model.named_parameters()), persistent_buffers(model, scales=True)()
+    unknown = [name for name in saved["state"] if "/" not in name and name not in {**params, **buffers}
+               and name.rpartition(".")[2] not in DelayedScales.BUFFERS]  # this model may not be in fp8
     require(not unknown, f"the saved model also has {', '.join(unknown)}; give this model the --layers, --ngrams and "
             "other flags of that run")
     for name, param in params.items():
@@ -4426,13 +4473,20 @@ def load_parameters(model: GPT, saved: dict[str, Any]) -> None:
         require(fits, f"{name} is {list(param.shape)} here and {'missing' if x is None else list(x.shape)} in the "
                 "saved model. Use the same --layers, --model_dim, --ngrams and vocabulary, and the revision in its log")
         param.copy_(x.view(param.shape))
+    for name, buffer in buffers.items():
+        if name in saved["state"]:
+            buffer.copy_(saved["state"][name].view(buffer.shape))
+
+CHECKPOINT = re.compile(r"(.+)\.step(\d+)\.ckpt(\.partial|\.given_up|)")  # run id, step, what became of it
 
 def step_of(checkpoint: Path) -> int:
-    return int(re.search(r"\.step(\d+)\.ckpt", checkpoint.name)[1])
+    return int(CHECKPOINT.fullmatch(checkpoint.name)[2])
 
-def checkpoints(folder: Path, run_id: str, suffix: str = "") -> list[Path]:
-    """The checkpoints of a run, by their step: modification times may come from another clock."""
-    return sorted(folder.glob(f"{glob.escape(run_id)}.step[0-9]*.ckpt{suffix}"), key=step_of)
+def checkpoints(folder: Path, run_id: str = "", suffix: str = "") -> list[Path]:
+    """The checkpoints of a run (of all), by their step: modification times may come from another clock."""
+    found = [path for path in folder.glob("*.ckpt*") if (parts := CHECKPOINT.fullmatch(path.name))
+             and parts[1] == (run_id or parts[1]) and parts[3] == suffix]
+    return sorted(found, key=step_of)
 
 def spare_files(loop: TrainingLoop, keep: int) -> list[Path]:
     """List a run's files that it no longer needs, least needed first: what killed processes wrote in part, checkpoints
@@ -4470,8 +4524,8 @@ def find_run(config: Config) -> tuple[str, str]:
     if not own and named.suffix == ".ckpt" and named.is_file():
         return run_id, str(named.resolve())
     if not own and latest and not run_id:
-        newest = max(folder.glob("*.step[0-9]*.ckpt"), key=saved_at, default=Path())
-        run_id = newest.name.partition(".step")[0]
+        newest = max(checkpoints(folder), key=saved_at, default=Path())
+        run_id = newest.name.rpartition(".step")[0]
     elif not own and not latest:
         run_id = named.stem
     found = checkpoints(folder, run_id) if run_id else []
@@ -4534,9 +4588,10 @@ def save_checkpoint(loop: TrainingLoop, step: int, stop: bool = False) -> None:
         raise RunError(f"{what} before step {step}; --resume {log.path} continues from there")
 
 def save_model(loop: TrainingLoop) -> Path:
-    """Save the trained parameters beside the log."""
-    path = loop.log.path.with_suffix(".pt")
-    state = {name: p.detach().cpu() for name, p in loop.worker.model.named_parameters()}
+    """Save the trained parameters and persistent buffers beside the log."""
+    path, model = loop.log.path.with_suffix(".pt"), loop.worker.model
+    kept = {**dict(model.named_parameters()), **persistent_buffers(model, scales=True)()}
+    state = {name: x.detach().cpu() for name, x in kept.items()}
     save_in_room(loop, path, {**describe_model(loop, loop.config.num_steps), "state": state})
     return path
 
@@ -4609,7 +4664,7 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
         config = dataclasses.replace(config, fp8_head=False)
         changes.append("this GPU has no fp8: the head's product stays in bf16")
     edited = [kernel for kernel, (forms, digest) in plain_forms().items()
-              if sha256_of("".join(map(inspect.getsource, forms)).encode())[:8] != digest]
+              if sha256_of("".join(code_of(inspect.getsource(form)) for form in forms).encode())[:8] != digest]
     if edited and "auto" in (config.attention, config.kernels):
         changes.append(f"the plain form of {', '.join(edited)} was edited: it is computed as written, without this "
                        "kernel, and more slowly; --kernels on and --attention flash skip the edit")
@@ -4631,14 +4686,24 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
     return config, changes
 
 def plain_forms() -> dict[str, tuple[tuple[Any, ...], str]]:
-    """Return what GPUs compute by a kernel -> its plain form, and the SHA-256 of the source that the kernel copies.
+    """Return what GPUs compute by a kernel -> its plain form, and the SHA-256 of the code that the kernel copies.
 
     A kernel would ignore an edit of its plain form, so that a race would find no difference: resolve_auto then leaves
     the kernel out. If you change a kernel too, write the new digest, which tests/test_config.py prints.
     """
-    return {"MLP": ((MLP.forward,), "c3329afc"),
-            "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__, cross_entropies), "b3e6e3d3"),
-            "attention": ((attend, cut_in_pieces, seen_by_pieces, mask_in_pieces), "96cd6c52")}
+    return {"MLP": ((MLP.forward,), "44cf195f"),
+            "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__, cross_entropies), "7383c769"),
+            "attention": ((attend, cut_in_pieces, seen_by_pieces, mask_in_pieces), "2647432a")}
+
+def code_of(source: str) -> str:
+    """Return the code of Python source, without comments, docstrings and formatting."""
+    def plain(x: Any) -> Any:  # ast.unparse and ast.dump differ between versions of Python
+        if isinstance(x, list):
+            return [plain(y) for y in x if not isinstance(y, ast.Expr) or not isinstance(y.value, ast.Constant)]
+        if isinstance(x, ast.AST):
+            return type(x).__name__, [(name, plain(v)) for name, v in ast.iter_fields(x) if v not in (None, [])]
+        return x
+    return repr(plain(ast.parse(f"if 1:\n{source}" if source.startswith(" ") else source)))  # a method is indented
 
 def with_digests(shards: list[Shard], comm: Comm, local_rank: int) -> list[Shard]:
     """Add the shards' SHA-256, which one rank of each host computes. RunError if a host has other shards."""
@@ -4779,7 +4844,7 @@ class Signals:
     it waits for others.
     """
 
-    STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2
+    STOPS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR2") if hasattr(signal, name))
     STOP = 1024  # what a stop adds to `received`; SIGUSR1 adds 1
 
     GRACE_S = 30  # for the last checkpoint when the launcher is gone, as torchrun gives; a rank that hangs ends then
@@ -4817,9 +4882,11 @@ class Signals:
 
 signals = Signals()
 
+PROCESS = uuid.uuid4().hex
+
 def launch_id() -> str:
-    """Name this launch; the name stays when torchrun restarts the ranks."""
-    launch = os.environ.get("TORCHELASTIC_RUN_ID", uuid.uuid4().hex)
+    """Name this launch; the name stays when torchrun restarts the ranks. Without torchrun a launch is a process."""
+    launch = os.environ.get("TORCHELASTIC_RUN_ID", PROCESS)
     return sha256_of(f"{launch} {os.getppid() if launch == 'none' else ''}".encode())[:8]
 
 def is_of_this_launch(log: Path) -> bool:
@@ -4828,6 +4895,11 @@ def is_of_this_launch(log: Path) -> bool:
 
 # what gloo and NCCL say when another rank is gone or does not come
 LOST = re.compile(r"timed? ?out|connection (was |is )?(closed|reset|refused)|broken pipe|socket|closed by peer", re.I)
+
+def is_lost(error: BaseException) -> bool:
+    """Return whether a message or collective, not a racer's code, says that another rank is gone or does not come."""
+    of_gloo = type(error) is RuntimeError and re.match(r"\[\S*gloo/|Application timeout|.*rank.* has ended", str(error))
+    return bool((of_gloo or isinstance(error, dist.DistError)) and LOST.search(str(error)))
 
 def join(config: Config, rank: int, ranks: int, device: torch.device) -> dist.Store:
     """Form the process group -> its store. RunError if the other ranks cannot be reached."""
@@ -4842,7 +4914,7 @@ def join(config: Config, rank: int, ranks: int, device: torch.device) -> dist.St
         dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=ranks, timeout=timeout,
                                 device_id=device if gpu else None, pg_options=options)
     except (ValueError, RuntimeError) as error:
-        raise RunError(f"the {ranks} ranks did not find each other ({str(error).splitlines()[0]}); start them by "
+        raise RunError(f"the {ranks} ranks did not find each other ({first_line(error)}); start them by "
                        "torchrun --nproc_per_node, and check that all of them are alive") from error
     return store
 
@@ -4856,14 +4928,14 @@ def describe_error(error: BaseException, config: Config) -> str:
     if isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(error, torch.OutOfMemoryError):
-        return f"{error}; raise --micro_batch_splits, or start by ./run.sh, which chooses it"
+        return f"{first_line(error)}; raise --micro_batch_splits, or start by ./run.sh, which chooses it"
     if isinstance(error, OSError) and error.errno:
         full, many = "free space or choose another --log_dir", "raise the limit on open files (ulimit -n 1024)"
         cures = {errno.ENOSPC: full, errno.EFBIG: full, errno.EMFILE: many}
         cure = cures.get(error.errno, "mend that, or name another file")
         return f"{error.filename or config.log_dir}: cannot be read or written ({error.strerror}); {cure}"
-    if isinstance(error, RuntimeError) and LOST.search(str(error)):
-        return (f"another rank did not answer ({str(error).splitlines()[0]}). It was killed (perhaps out of memory), "
+    if is_lost(error):
+        return (f"another rank did not answer ({first_line(error)}). It was killed (perhaps out of memory), "
                 f"or it is slower than --timeout_s {config.timeout_s}")
     return ""
 
@@ -4875,19 +4947,20 @@ def first_failure(store: dist.Store | None, rank: int, message: str, lost: bool)
         until = time.monotonic() + 5  # under load a question to the store takes long
         while lost and store and time.monotonic() < until:
             if store.check(["failure"]):
-                return store.get("failure").decode(errors="replace")
+                return store.get("failure").decode(errors="surrogateescape")
             if signals.stop:
                 return ""
             time.sleep(0.1)
         if rank:  # ranks that see the same error let rank 0 report it
             time.sleep(0.5)
         if store:
-            return store.compare_set("failure", "", mine).decode(errors="replace")
+            mine_in_bytes = mine.encode(errors="surrogateescape")  # a file's name may be no UTF-8
+            return store.compare_set("failure", "", mine_in_bytes).decode(errors="surrogateescape")
     return "" if signals.stop and lost else mine
 
 def fail(error: BaseException, config: Config, rank: int, log: Log | None, store: dist.Store | None) -> int:
     """Report a rank's failure to the log, the other ranks and, if it was the first, stderr -> the exit status."""
-    lost = store is not None and not isinstance(error, RunError) and bool(LOST.search(str(error)))
+    lost = store is not None and is_lost(error)
     signals.again_from = math.inf
     for number in Signals.STOPS if store and threading.current_thread() is threading.main_thread() else ():
         # the launcher sends SIGTERM when the first rank ends

@@ -181,18 +181,17 @@ def rule_parts(worker: T.Worker) -> Iterator[Part]:
     def update(bucket: T.Bucket, noise: Sequence[Tensor], by_plain: bool) -> list[Tensor]:
         held = {"param": bucket.param_shard, "grad": bucket.grad_shard, **bucket.state}
         begun = dict(zip(held, noise))
-        rest = begun.get("rest", 0)
+        rest, bucket.updates = begun.get("rest", 0), 1
         if by_plain:
             held = {name: x.to(torch.float32, copy=True) for name, x in begun.items() if name != "rest"}
             held["param"] += rest
-            hyper = {**bucket.rule.hyper(plan, 1), "dtype": torch.float32, "scale": bucket.scale}
+            hyper = {**bucket.hyper(plan), "dtype": torch.float32, "scale": bucket.scale}
             bucket.rule.update(held["param"], held["grad"], held, hyper)
             if "rest" not in begun:  # a step of a small learning rate is no longer than bf16's rounding of the parameter
                 held["param"] = held["param"].to(bucket.param_shard.dtype).float()
         else:
             for x, y in zip(held.values(), noise):
                 x.copy_(y)
-            bucket.updates = 1
             optimizer.update(bucket, plan)
         param = held["param"].float() + (0 if by_plain else bucket.state.get("rest", 0))
         return [param - begun["param"].float() - rest, *(held[name] for name in bucket.state if name != "rest")]

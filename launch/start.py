@@ -1,7 +1,7 @@
 """Start a run, a race or a preflight check: the program that ./run.sh becomes.
 
 It chooses the preset, the data, the number of ranks and of threads; on GPUs also the flags with which every part of a
-run works and a step fits in memory (launch/preflight.py, once per source, machine and flags; .cache/preflight keeps the
+run works and a step fits in memory (launch/preflight.py, once per code, machine and flags; .cache/preflight keeps the
 answer). Then it starts the ranks in this process, or becomes launch/race.py. After a run it draws the log, and prints
 a sample of the saved model.
 
@@ -313,7 +313,10 @@ def preflight(config, flags, ranks, gpus, show_only):
 
     import train_gpt
     checked = {name: str(value) for name, value in dataclasses.asdict(config).items() if name not in UNCHECKED}
-    key = {"source": train_gpt.file_sha256(train_gpt.__file__), "torch": torch.__version__, "ranks": ranks,
+    # comments, docstrings and formatting need no new check
+    sources = [train_gpt.code_of(Path(file).read_text(encoding="utf-8"))
+               for file in (train_gpt.__file__, Path(__file__).with_name("preflight.py"))]
+    key = {"source": hashlib.sha256("".join(sources).encode()).hexdigest(), "torch": torch.__version__, "ranks": ranks,
            "gpus": gpus and train_gpt.nvidia_smi("name,driver_version"),
            "visible": os.environ.get("CUDA_VISIBLE_DEVICES"), "config": checked}
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]

@@ -5,6 +5,8 @@ import copy
 import gc
 import io
 import re
+import subprocess
+import sys
 import time
 import weakref
 from datetime import timedelta
@@ -30,6 +32,32 @@ def train(model, optimizer, steps=1, x=X):
     for _ in range(steps):
         model(x).square().sum().backward()
         optimizer.step()
+
+
+ELSEWHERE = """
+import signal, sys, warnings
+import torch, torch.distributed as dist, torch.utils.weak
+before = [*warnings.filters]
+sys.modules |= {"fcntl": None, "resource": None}
+for name in ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM"):
+    delattr(signal, name)
+sys.path.insert(0, sys.argv[1])
+import gpt_speedrun
+assert warnings.filters == before
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8), torch.nn.Linear(8, 4))
+optimizer = gpt_speedrun.make_optimizer(model)
+optimizer.comm.point_to_point = False  # as on GPUs
+for bucket in optimizer.buckets:
+    bucket.receive_buffer = None
+model(torch.ones(2, 8)).sum().backward()
+optimizer.step()
+"""
+
+
+def test_the_optimizer_needs_nothing_that_windows_lacks_and_changes_no_warning_filter():
+    done = subprocess.run([sys.executable, "-W", "error", "-c", ELSEWHERE, Path(train_gpt.__file__).parent], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def in_a_new_group(comm, function, *arguments):

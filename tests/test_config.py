@@ -66,6 +66,8 @@ def test_a_shorter_run_scales_the_step_counts_of_its_preset():
     assert counts(parse("--num_steps", "4490", preset="speedrun")[1]) == counts(train_gpt.Config()) == (300, 50, [40])
     flags = ("--num_steps", "449", "--muon_momentum_rise", "30", "--stages", "Stage(long_window=4), Stage(extra_steps=3, long_window=5)")
     assert counts(parse(*flags, preset="speedrun")[1]) == (30, 10, [3]), "flags are not scaled"
+    constant = dataclasses.replace(train_gpt.Config(), muon_momentum_rise=0, muon_momentum_fall=0)
+    assert counts(dataclasses.replace(constant, **train_gpt.shortened(constant, 449))) == (0, 0, [8])
 
 
 @pytest.mark.parametrize("argv,says", [
@@ -571,9 +573,14 @@ def test_an_edit_of_what_a_kernel_replaces_is_not_ignored(monkeypatch):
     monkeypatch.setattr(train_gpt, "find_flash_3", lambda: "")
     auto, comm = train_gpt.PRESETS["frontier"], train_gpt.Comm()
     config, messages = train_gpt.resolve_auto(auto, comm)
-    digests = {name: hashlib.sha256("".join(map(inspect.getsource, forms)).encode()).hexdigest()[:8]
+    digests = {name: hashlib.sha256("".join(train_gpt.code_of(inspect.getsource(form)) for form in forms).encode()).hexdigest()[:8]
                for name, (forms, _) in train_gpt.plain_forms().items()}
     assert (config.kernels, config.attention, messages) == ("on", "flash", []), f"a plain form was changed; plain_forms with {digests}?"
+
+    with monkeypatch.context() as patch:  # words and formatting are no edit
+        source = inspect.getsource
+        patch.setattr(inspect, "getsource", lambda form: re.sub(r'"""(.|\n)*?"""', '"""Words."""\n\n        # remark', source(form)))
+        assert train_gpt.resolve_auto(auto, comm) == (config, [])
 
     def edited(*_):
         return "another computation"

@@ -4,7 +4,9 @@ import copy
 import dataclasses
 import functools
 import importlib.util
+import inspect
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -618,6 +620,19 @@ def rounded_to_e4m3(x):
 def in_e4m3(x):
     scale = np.abs(x).max() / 448
     return scale * rounded_to_e4m3(x / scale)
+
+
+def test_the_label_smoothing_of_the_head_s_comment_gives_padding_nothing():
+    """The comment's own code, on a vocabulary of 257 that is padded to 384."""
+    code = re.search(r"Label smoothing:(.*?ignore_index=-1\))", inspect.getsource(train_gpt.Head.forward), re.S)[1]
+    model = train_gpt.build_model(dataclasses.replace(train_gpt.PRESETS["laptop"], head_init=0.1, ngrams=()), train_gpt.Encoding(257, 256))
+    head, targets = model.lm_head, torch.tensor([[3, 256, -1, 70]])
+    x = head.uncapped_logits(torch.randn(4, 64))
+    loss = eval(code.replace("#", "").strip(), {"F": F, "self": head, "x": x, "targets": targets})
+    logs = head.softcap(x.detach()[:, :257]).log_softmax(1)
+    assert loss.item() == pytest.approx(sum(-0.9 * logs[i, t].item() - 0.1 * logs[i].mean().item() for i, t in ((0, 3), (1, 256), (3, 70))))
+    loss.backward()
+    assert not head.weight.grad[257:].any() and head.weight.grad[:257].any() and len(head.weight) == 384
 
 
 @pytest.mark.parametrize("h_scale", [1.0, 0.002])

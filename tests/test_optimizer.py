@@ -43,6 +43,26 @@ class Descent:
         param.sub_(hyper["lr"] * grad)
 
 
+@dataclasses.dataclass(frozen=True)
+class Langevin(Descent):
+    """Stochastic gradient Langevin dynamics. rows and lazy: as in Adam."""
+
+    seed: int = 3
+    rows: bool = False
+    lazy: bool = True
+    own: bool = False  # numbers of its own
+
+    def unit(self, spec):
+        return tuple(spec.param.shape[1:]) if self.rows else ()
+
+    def hyper(self, plan, t):
+        return {"lr": self.lr, **({} if self.own else {"noise": self.seed})}
+
+    @staticmethod
+    def update(param, grad, state, hyper):
+        param.sub_(hyper["lr"] * grad).add_(hyper["noise"] if "noise" in hyper else torch.randn(param.shape))
+
+
 class Recorder(train_gpt.Comm):
     """Records which collectives are started and waited for."""
 
@@ -534,6 +554,16 @@ def test_every_parameter_is_assigned_exactly_once(tiny):
     model.scalars.kind = "mix"
     with pytest.raises(train_gpt.RunError, match="scalars: PARAM_GROUPS has no row for kind 'mix'; .* embed, .*mlp_proj"):
         train_gpt.specs_of(tiny, model)
+
+
+def test_a_row_s_lr_mul_reaches_every_rule(tiny, monkeypatch):
+    config = dataclasses.replace(tiny, param_groups=(train_gpt.AdamGroup("head", lr_mul=0.5), train_gpt.MuonGroup("attn", lr_mul=3.0)))
+    rule_of, own = train_gpt.rule_of, {"head": Descent(0.25), "attn": Descent(0.125), "mlp_fc": Descent(0.5)}
+    monkeypatch.setattr(train_gpt, "rule_of", lambda config, group: own.get(group.kind) or rule_of(config, group))
+    model = train_gpt.build_model(config, train_gpt.Encoding(64, BOS))
+    lrs = {p.kind: spec.rule.lr for p, spec in zip(model.parameters(), train_gpt.specs_of(config, model))}
+    assert (lrs["head"], lrs["attn"], lrs["mlp_fc"], lrs["embed"], lrs["mlp_proj"]) == (0.125, 0.375, 1.0, 75 * tiny.adam_lr, tiny.muon_lr)
+    train_gpt.build_optimizer(config, model, train_gpt.Comm())
 
 
 def test_every_parameter_is_matched_by_one_line_of_a_table():
@@ -1135,6 +1165,35 @@ def mixed_run(comm, steps, bucket_bytes=0.0, state=None, **changes):
         optimizer.load_state_dict(state)
     mixed_steps(optimizer, params, steps)
     return optimizer.state_dict(), optimizer.state_hash(), {name: p.detach().clone() for name, p in params.items()}
+
+
+def noisy_run(comm, bucket_bytes, steps, state=None, **rule):
+    """Train a chain of matrices and a table of which each step reads three rows -> its state, or the error."""
+    model = nn.ModuleDict({"chain": chain(), "table": nn.Embedding(40, 3, sparse=True)})
+    specs = [spec._replace(rule=Langevin(rows=spec.name == "table.weight", **rule)) for spec in specs_with(model)]
+    optimizer = train_gpt.DistributedOptimizer(train_gpt.fill_buckets(specs, bucket_bytes, comm.rank, comm.ranks), comm,
+                                               train_gpt.SyncSettings(world_size_invariant=True))
+    if state:
+        optimizer.load_state_dict(state)
+    for _ in range(steps):
+        torch.manual_seed(comm.rank)
+        (model["chain"](torch.ones(2, 6)).sum() + model["table"](torch.tensor([1, 17, 38])).sum()).backward()
+        optimizer.step()
+    return optimizer.state_dict()
+
+
+def test_noise_of_a_rule_depends_on_seed_update_and_parameter_alone(on_ranks):
+    whole, *_ = on_ranks(1, noisy_run, 1e9, 3)
+    for ranks, bucket_bytes in ((2, 1e9), (4, 0.0), (3, 100.0)):
+        half, *_ = on_ranks(ranks, noisy_run, bucket_bytes, 1)
+        others = on_ranks(ranks, noisy_run, bucket_bytes, 2, half)
+        assert all(torch.allclose(x, other[name], atol=1e-4) for other in others for name, x in whole.items())
+    noise = torch.cat([x for name, x in whole.items() if name.startswith("chain") and name.endswith("weight")]) / 3 ** 0.5
+    assert 0.7 < noise.std() < 1.3
+    changed = whole["table.weight"].view(40, 3) != on_ranks(1, noisy_run, 1e9, 0)[0]["table.weight"].view(40, 3)
+    assert changed.all(1).nonzero().flatten().tolist() == [1, 17, 38]
+    with pytest.raises(train_gpt.RunError, match="Langevin.update draws random numbers"):
+        noisy_run(train_gpt.Comm(), 0.0, 1, own=True)
 
 
 def invariant_run(comm, steps, bucket_bytes, state=None):

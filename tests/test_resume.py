@@ -147,6 +147,46 @@ def test_random_numbers_in_a_forward_do_not_depend_on_warm_up_resume_or_ranks(fl
     assert len(resumed_lines(tmp_path / "killed.txt")) == 1
 
 
+def train_with_buffer(comm, argv, kill_at=-1):
+    """train() of an idea whose MLPs subtract a running mean, which they keep in a buffer."""
+    init, forward = train_gpt.MLP.__init__, train_gpt.MLP.forward
+
+    def with_buffer(self, config):
+        init(self, config)
+        self.register_buffer("mean", torch.zeros(1, config.model_dim))
+
+    def centred(self, x):
+        if self.training:
+            self.mean.lerp_(x.detach().float().mean(0, keepdim=True) + 1, 0.1)
+        return forward(self, x - self.mean)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt.MLP, "__init__", with_buffer)
+        patch.setattr(train_gpt.MLP, "forward", centred)
+        if kill_at == "load":
+            return sample.load_model(argv)[0].state_dict()
+        train(comm, argv, kill_at)
+
+
+@pytest.mark.parametrize("ranks, changes", [(1, {}), (2, {"fp8_mlp": "true"})])
+def test_a_buffer_of_the_model_is_restored_after_the_warm_up_saved_and_resumed(flags, on_ranks, tmp_path, ranks, changes):
+    changes |= {"save_model": "true", "warmup_steps": 3}
+    on_ranks(ranks, train_with_buffer, flags("whole", **changes))
+    on_ranks(ranks, train_with_buffer, flags("killed", **changes), 7)
+    on_ranks(1, train_with_buffer, flags("from", **changes, init_from=tmp_path / "killed.step000006.ckpt"), 5)
+    on_ranks(ranks, train_with_buffer, ["--resume", str(tmp_path / "killed.txt")])
+    whole, resumed = end_of(tmp_path / "whole.txt"), end_of(tmp_path / "killed.txt")
+    assert whole["state_hash"]["before_warmup"] == whole["state_hash"]["after_warmup"]
+    assert whole["final_state_hash"] == resumed["final_state_hash"] and len(resumed_lines(tmp_path / "killed.txt")) == 1
+    (model,), saved = on_ranks(1, train_with_buffer, tmp_path / "whole.pt", "load"), train_gpt.load_file(tmp_path / "whole.pt")["state"]
+    names = [name for name in saved if name.endswith(".mean")]
+    assert names and all(torch.equal(model[name], saved[name]) and saved[name].abs().min() > 0 for name in names)
+
+
+def test_an_exact_run_refuses_a_buffer_that_follows_one_rank(flags):
+    with pytest.raises(train_gpt.RunError, match="mlp.mean.* follows rank 0.*persistent=False"):
+        train_with_buffer(train_gpt.Comm(), flags("exact", world_size_invariant="true"))
+
+
 def test_the_training_loss_in_the_log_is_the_cross_entropy_whatever_the_objective(flags, on_ranks, tmp_path):
     fixed = dict(adam_lr=0, muon_lr=0, head_init=0.1, val_every=0)  # with other gradients the same parameters
     on_ranks(1, train, flags("plain", **fixed))
@@ -272,6 +312,28 @@ def test_what_a_resume_gives_up_is_no_later_resume_s(flags, capsys, tmp_path):
     here(["--resume", "latest", "--log_dir", str(tmp_path)], capsys, kill_at=5)
     assert [line["from_step"] for line in resumed_lines(tmp_path / "some.txt")] == [4, 4] and steps_saved(tmp_path) == [4, 5]
     assert not list(tmp_path.glob("*.given_up"))
+
+
+def test_a_resume_hashes_its_checkpoint_once(killed, capsys, monkeypatch):
+    hashed, digest = [], train_gpt.digest_of
+    monkeypatch.setattr(train_gpt, "digest_of", lambda content: hashed.append(content["step"]) or digest(content))
+    assert train_gpt.launch_id() == train_gpt.launch_id()
+    for name in (killed, killed.with_name("killed.step000004.ckpt")):
+        monkeypatch.setattr(train_gpt, "intact", set())
+        here(["--resume", str(name)], capsys, kill_at=4)
+    assert hashed == [4, 4] and len(resumed_lines(killed)) == 2
+
+
+@pytest.mark.parametrize("longer", ["a.step1", "a.step000002.ckpt", "[a]", "a "])
+def test_run_ids_that_begin_one_another_share_no_checkpoint(flags, capsys, tmp_path, longer):
+    for name in ("a", longer):
+        here(flags(name), capsys, kill_at=5)
+    of_longer = [tmp_path / f"{longer}.step{step:06}.ckpt" for step in (2, 4)]
+    assert train_gpt.checkpoints(tmp_path, "a") == [tmp_path / f"a.step{step:06}.ckpt" for step in (2, 4)]
+    assert train_gpt.checkpoints(tmp_path, longer) == of_longer
+    assert here(["--resume", str(tmp_path / "a.txt")], capsys)[0] == 0 and train_gpt.checkpoints(tmp_path) == of_longer
+    here(["--resume", "latest", "--log_dir", str(tmp_path)], capsys, kill_at=5)
+    assert resumed_lines(tmp_path / f"{longer}.txt")[-1]["from_step"] == 4
 
 
 @pytest.mark.parametrize("how", ["deleted", "moved"])

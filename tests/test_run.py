@@ -431,6 +431,27 @@ def test_a_stage_of_a_single_step_is_warmed_up_too(one, tmp_path, capsys, stages
     assert end["state_hash"]["before_warmup"] == end["state_hash"]["after_warmup"]
 
 
+@pytest.mark.parametrize("changes", [
+    {"stages": "Stage(5), Stage(6, micro_batches=8), Stage()"}, {"stages": "Stage(5), Stage(prefix_weight=Ramp(0.0, 0.25))", "adam_every": 1},
+    {"stages": "Stage(5, prefix_weight=Ramp(0.0, 0.25)), Stage(prefix_weight=Ramp(0.25, 0.0)), Stage(extra_steps=1, micro_batches=4)"},
+    {"stages": "Stage(9), Stage(long_window=5)", "untie_at": 0.4, "head_init": 0.02, "adam_every": 3}])
+def test_the_warm_up_meets_every_kind_of_step(one, tmp_path, capsys, monkeypatch, changes):
+    """Also a stage of one step within a cycle of Adam, and what a ramp computes from its second step on."""
+    step, plans = train_gpt.Worker.step, []
+    monkeypatch.setattr(train_gpt.Worker, "step", lambda self, plan, batch: plans.append(plan) or step(self, plan, batch))
+    status, _, errors = run_here(flags(tmp_path, one[1], run_id="kinds", val_every=0, **{"warmup_steps": 18, **changes}), capsys)
+    assert status == 0, errors
+    kinds = [(plan.micro_batches, plan.windows.long, plan.prefix_weight > 0, plan.tied and not plan.unties) for plan in plans]
+    assert {*kinds[:18]} == {*kinds[18:]} and len({*kinds}) > 1
+
+
+def test_a_step_asks_the_file_system_nothing_on_the_clock(one, tmp_path, capsys, monkeypatch):
+    clocks, asked, exists = [], [], Path.exists
+    monkeypatch.setattr(train_gpt.Clock, "start", lambda self: clocks.append(self) or setattr(self, "running", True))
+    monkeypatch.setattr(Path, "exists", lambda path: asked.append(bool(clocks and clocks[0].running)) or exists(path))
+    assert run_here(flags(tmp_path, one[1], run_id="asks"), capsys)[0] == 0 and asked and not any(asked)
+
+
 @pytest.mark.parametrize("what", ["rotary", "position"])
 def test_a_warm_up_that_leaves_something_behind_shows_in_the_log(one, tmp_path, capsys, monkeypatch, what):
     warm_up = train_gpt.Worker.warm_up

@@ -348,7 +348,11 @@ def test_the_preflight_answer_is_kept_per_source_machine_and_flags(started, gpus
     assert len(started(*files, "--micro_batches", "16")) == 2
     monkeypatch.setattr(train_gpt, "nvidia_smi", lambda fields: ["another GPU"])
     assert started(*files)[0] == check
-    monkeypatch.setattr(train_gpt, "file_sha256", lambda path: "another source")
+    mine, source = tmp_path / "mine.py", Path(train_gpt.__file__).read_text()
+    monkeypatch.setattr(train_gpt, "__file__", str(mine))
+    mine.write_text(source.replace("return Plan(", "return Plan(  # remark\n        "))
+    assert started(*files) == [run]
+    mine.write_text(source.replace("min(0.9999,", "min(0.9998,"))
     assert started(*files)[0] == check
     gpus(0)
     assert started(*files, "--preset", "laptop", "--preflight") == [

@@ -136,6 +136,38 @@ def test_an_interrupt_that_a_second_signal_meets_is_an_interrupt():
     assert train_gpt.describe_error(error, train_gpt.Config()) == train_gpt.INTERRUPTED
 
 
+class Failing:
+    def __init__(self, text):
+        self.text = text
+
+    def wait(self):
+        raise RuntimeError(self.text)
+
+
+@pytest.mark.parametrize("text, says", [("", "rank 3 has ended, hangs or makes another call (RuntimeError)"),
+                                        ("\n[gloo/pair.cc:1] Connection closed by peer [::1]:5. More\nlines", "call (Connection closed by peer [::1]:5)")])
+def test_an_error_of_a_message_names_the_rank_with_and_without_a_text(text, says):
+    with pytest.raises(RuntimeError) as error:
+        train_gpt.HandleGroup(Failing(text), peers=[3]).wait()
+    assert says in str(error.value)
+    assert ("another rank did not answer" in train_gpt.describe_error(error.value, train_gpt.Config())) == bool(text)
+
+
+@pytest.mark.parametrize("error, lost", [
+    (RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete"), True),
+    (RuntimeError("Application timeout caused pair closure"), True), (dist.DistStoreError("wait timeout after 3000ms"), True),
+    (dist.DistBackendError("NCCL error in: x, remote process exited\nLast error:\nsocketPoll"), True),
+    (RuntimeError("my loss needs a socket and a timeout"), False), (ValueError("timed out"), False),
+    (AttributeError("'Worker' has no attribute 'timeout'"), False), (dist.DistBackendError("NCCL error in: x, invalid usage"), False)])
+def test_only_torch_s_communication_says_that_a_rank_is_lost(error, lost):
+    assert train_gpt.is_lost(error) == lost == bool(train_gpt.describe_error(error, train_gpt.Config()))
+
+
+def test_a_failure_about_a_file_whose_name_is_no_utf_8_reaches_all_ranks():
+    message = os.fsdecode(b"r\xe9sum\xe9.txt") + ": not UTF-8"
+    assert train_gpt.first_failure(dist.HashStore(), 0, message, False) == f"rank 0: {message}"
+
+
 @pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ctrl_c_saves_and_a_second_one_ends_at_once(times, flags, elastic, tmp_path):
     """The terminal sends it to the launcher and to both ranks, and the launcher passes it on: that is no second one."""

@@ -1200,6 +1200,9 @@ def test_profile_has_a_range_for_every_phase(one, tmp_path, capsys, profile, ste
         named = {name.removeprefix(phase + " ") for name in spans if name.startswith(phase + " ")}
         assert {name for name in named if not name.startswith("gather ")} == launched and launched
     launches = [span for name, times in spans.items() if name.startswith("launch ") for span in times]
+    waits = [begin for name, times in spans.items() if name.startswith("wait gather ") for begin, _ in times]
+    inside = [begin for begin in waits if any(a <= begin <= b for a, b in spans["forward"])]
+    assert bool(inside) == (len(steps) > 1), "a trace shows the overlap: only the last traced step waits for its gathers"
     within = "backward" if steps[0] else "step"  # of the first step there is no order yet
     assert all(any(a <= begin and end <= b for a, b in spans[within]) for begin, end in launches)
 
