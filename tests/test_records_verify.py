@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import runpy
 import shutil
 import signal
 import sys
@@ -1434,12 +1435,18 @@ def test_cheat_9_variables_that_change_the_clock(race, judge, variable):
 
 
 def test_variables_of_containers_are_innocuous(race, judge):
-    names = ("PYTHONUNBUFFERED", "PYTHON_VERSION", "PYTHON_SHA256", "PYTHONWARNINGS", "TORCH_HOME", "TORCH_EXTENSIONS_DIR",
-             "TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_CUDA_ARCH_LIST", "PYTORCH_VERSION",
-             "TRITON_HOME")
+    names = ("PYTHONUNBUFFERED", "PYTHON_VERSION", "PYTHON_SHA256", "PYTHONWARNINGS", "PYTHONSTARTUP", "TORCH_HOME",
+             "TORCH_EXTENSIONS_DIR", "TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "TORCH_SHOW_CPP_STACKTRACES",
+             "TORCH_CUDA_ARCH_LIST", "PYTORCH_VERSION", "TRITON_HOME")
     setting = {**dict.fromkeys(names, "ignore"), "PYTHONPATH": "", "LD_LIBRARY_PATH": "/usr/local/cuda/lib64:/usr/local/"
                "cuda-12.4/lib64:/usr/local/nvidia/lib:/lib64:/usr/lib/x86_64-linux-gnu"}
     assert judge(race(1, change=lambda log, *_: log.start["environment"].update(setting)))[1][ENVIRONMENT][0] == "pass"
+
+
+def test_the_tests_take_no_pythonpath_from_the_shell_that_starts_them(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    runpy.run_path(str(ROOT / "tests/conftest.py"))
+    assert "PYTHONPATH" not in os.environ
 
 
 def test_cheat_9_the_judges_own_processes_do_not_see_them(rerun_apart, tmp_path, monkeypatch):
