@@ -1443,10 +1443,11 @@ def test_variables_of_containers_are_innocuous(race, judge):
     assert judge(race(1, change=lambda log, *_: log.start["environment"].update(setting)))[1][ENVIRONMENT][0] == "pass"
 
 
-def test_the_tests_take_no_pythonpath_from_the_shell_that_starts_them(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+@pytest.mark.parametrize("name", ["PYTHONPATH", "PYTHONBREAKPOINT"])
+def test_the_tests_take_no_variable_of_python_from_the_shell_that_starts_them(monkeypatch, name):
+    monkeypatch.setenv(name, "/somewhere")
     runpy.run_path(str(ROOT / "tests/conftest.py"))
-    assert "PYTHONPATH" not in os.environ
+    assert name not in os.environ
 
 
 def test_cheat_9_the_judges_own_processes_do_not_see_them(rerun_apart, tmp_path, monkeypatch):
