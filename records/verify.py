@@ -550,7 +550,7 @@ def check_accounts(runs, found, races):
         of_race = [e for e in runs if e.race and e.race.race_id == race_id]
         if of_race:
             check_attempts(manifest, of_race, here, remarks, unknown)
-            check_declared(manifest, of_race)
+            check_declared(manifest, of_race, unknown)
     if unknown:
         raise CannotJudge("; ".join([*dict.fromkeys(unknown), *remarks]))
     return "; ".join(remarks)
@@ -648,15 +648,16 @@ def parse_flags(flags):
 
 
 def matches(word, stated):
-    """Return whether a flag's word has the value in a log's config. Any value matches auto."""
+    """Return whether a flag's word has the value in a log's config. Any value matches auto. ArgumentTypeError on other
+    scripts' rows."""
+    if isinstance(stated, str) and "(" in stated + word:  # rows, such as stages
+        rows_of = leaks.trainer().parse_value
+        given = rows_of(word)
+        return rows_of(stated)[-len(given):] == given  # param_groups add to those of the preset
+    values = stated if isinstance(stated, list) else [stated]
     try:
-        values = stated if isinstance(stated, list) else [stated]
-        if isinstance(stated, str) and "(" in stated + word:  # rows, such as stages
-            rows_of = leaks.trainer().parse_value
-            given = rows_of(word)
-            return rows_of(stated)[-len(given):] == given  # param_groups add to those of the preset
         return word.lower() in ("auto", str(stated).lower()) or [*map(float, word.split(","))] == values
-    except (ValueError, argparse.ArgumentTypeError):
+    except ValueError:
         return False
 
 
@@ -674,8 +675,10 @@ def check_sides(declared, runs):
                 f"differ in {join_findings(sorted(differ - named))}, and no flag that their race declared says so")
 
 
-def check_declared(manifest, runs):
-    """Check that each run has the number, seed, source and flags that its race declared and wrote down."""
+def check_declared(manifest, runs, unknown):
+    """Check that each run has the number, seed, source and flags that its race declared and wrote down.
+
+    Adds to unknown the rows that only another version of the script can read."""
     declared = manifest.race
     check_sides(declared, runs)
     for e in sorted(runs, key=lambda e: not e.ours):  # logs of other projects cannot be checked
@@ -688,9 +691,12 @@ def check_declared(manifest, runs):
             ("start.source_sha256", side.get("source_sha256")), name=f"{e.name}: its ")
         stated = {"preset": e.run.start.get("preset"), **e.get("start.config", dict)}
         for name, word in parse_flags(side["flags"]).items():
-            require(name in examine.fitted(e.run) or name in stated and matches(word, stated[name]),
-                    f"{e.name}: its race declared --{name} {word}, and its log's config has "
-                    f"{json.dumps(stated.get(name))[:60]}")
+            try:
+                require(name in examine.fitted(e.run) or name in stated and matches(word, stated[name]),
+                        f"{e.name}: its race declared --{name} {word}, and its log's config has "
+                        f"{json.dumps(stated.get(name))[:60]}")
+            except argparse.ArgumentTypeError as error:
+                unknown.append(f"this checkout's {stats.SCRIPT} cannot read --{name}: {error}")
 
 
 def check_wall(runs, races):
