@@ -79,6 +79,11 @@ def trainer():
     return train_gpt
 
 
+@functools.cache
+def source_of_checkout():
+    return (ROOT / "train_gpt.py").read_text(encoding="utf-8")
+
+
 def open_shard(path):
     """Return (memory-mapped uint16 [tokens], Encoding) of a shard."""
     shard = trainer().read_header(Path(path))
@@ -200,7 +205,7 @@ def check_replay(e, folder):
     Where the log's source packs batches by other code, another digest is not checkable."""
     (steps, _), stated, config = e.planned(), e.digest("end.train_digest"), e.get("start.config", dict)
     paths, train_gpt = find_shards(e, "train", folder), trainer()
-    checkout, count = (ROOT / "train_gpt.py").read_text(encoding="utf-8"), plural(steps, "batch")
+    checkout, count = source_of_checkout(), plural(steps, "batch")
     try:
         needed = fields_of_batches(train_gpt, checkout) & config.keys()
         config = train_gpt.config_of({name: config[name] for name in needed})

@@ -1386,8 +1386,7 @@ def test_a_source_that_packs_in_its_own_way_is_replayed_where_it_is(train, judge
     says(rules, REPLAY, "not checkable", "the sections `schedule` and `data` of the source in the log", "--replay")
     assert status == 0
     own = load(planted(packs), tmp_path / "own_train_gpt.py")
-    shutil.copy(own.__file__, tmp_path / "train_gpt.py")
-    monkeypatch.setattr(leaks, "ROOT", tmp_path)
+    monkeypatch.setattr(leaks, "source_of_checkout", lambda: planted(packs))
     monkeypatch.setattr(leaks, "trainer", lambda: own)
     assert judge(log, "--data", data)[1][REPLAY][0] == "pass"
 
@@ -1443,7 +1442,8 @@ def test_cheat_8_a_source_that_patches_its_judge(rerun):
     assert [verdict for verdict, _ in rules.values()] == ["fail", "fail"]
 
 
-OVERWRITES = "\nPath({!r}).write_text('PASS. 25 rules hold')\nROOT = Path("
+FORGED = "PASS. 25 rules hold"
+OVERWRITES = f"\nPath({{!r}}).write_text('{FORGED}')\nROOT = Path("
 
 
 @pytest.mark.slow
@@ -1452,11 +1452,10 @@ def test_cheat_8_a_source_that_rewrites_its_judge(tmp_path, monkeypatch, capsys,
     template = tmp_path / "records/templates/verify.txt.jinja"
     template.parent.mkdir(parents=True)
     template.write_text("honest")
-    shutil.copy(ROOT / "train_gpt.py", tmp_path)
-    monkeypatch.setattr(verify, "ROOT", tmp_path)
     log = Log(honest)
     log.source = planted(("\nROOT = Path(", OVERWRITES.format(str(template)))) + "\n"
-    log.write(tmp_path / "l.txt")
+    log.set("start.source_sha256", hashlib.sha256(log.source[:-1].encode()).hexdigest())
+    steady(log.write(tmp_path / "l.txt"))
     arguments = [str(tmp_path / "l.txt"), "--rerun", str(honest.with_suffix(".pt"))]
     if examine.landlock() > 0:
         monkeypatch.setattr(examine, "start", examine_start)
@@ -1464,11 +1463,22 @@ def test_cheat_8_a_source_that_rewrites_its_judge(tmp_path, monkeypatch, capsys,
         assert template.read_text() == "honest"
         monkeypatch.setattr(examine, "start", Forked)
     monkeypatch.setattr(examine, "bound_disk", lambda _: None)
-    for more in ([], ["--json"]):
-        template.write_text("honest")
-        assert verify.main([*arguments, *more]) == 1
-        shown = capsys.readouterr().out
-        assert "records/templates/verify.txt.jinja changed while models were examined" in shown and "hold" not in shown
+    assert verify.main(arguments) == 0 and template.read_text() == FORGED
+    assert FORGED not in capsys.readouterr().out
+
+
+def test_files_that_are_edited_while_a_model_is_examined_do_not_matter(rerun_apart, tmp_path, monkeypatch):
+    here = shutil.copytree(ROOT / "records", tmp_path / "records", ignore=shutil.ignore_patterns("2*"))
+    monkeypatch.setattr(examine, "__file__", str(here / "examine.py"))
+    examine.copy_of_judge.cache_clear()
+
+    def start(*arguments):
+        process = examine_start(*arguments)
+        (here / "examine.py").write_text("half an idea")
+        return process
+    monkeypatch.setattr(examine, "start", start)
+    rules = rerun_apart(only=[examine.LOSS, examine.ORDER])  # the second one starts another process
+    assert {verdict for verdict, _ in rules.values()} == {"pass"}, rules
 
 
 @pytest.mark.parametrize("variable", [
