@@ -160,6 +160,18 @@ def test_each_log_is_parsed_once(published, monkeypatch):
     assert board.main([]) == 0 and len(parsed) == len(set(parsed)) == len(list(published.glob("*/*.txt")))
 
 
+def test_a_new_record_has_no_other_judged_again_unless_it_has_changed(places, monkeypatch):
+    race, records = places
+    judged, judge = [], board.judge_rules
+    monkeypatch.setattr(board, "judge_rules", lambda folder: judged.append(folder.name) or judge(folder))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 3))  # they break rules
+    for name, wanted in ("a", "a"), ("b", "b"), ("c", "ac"):
+        judged.clear()
+        assert board.main(["add", str(race), str(records / name), "A toy"]) == 0 and sorted(judged) == list(wanted)
+        log = records / "a" / "r1a.txt"
+        log.write_text(log.read_text() + "\n" * (name == "b"))
+
+
 def test_pages_do_not_change_with_the_script_of_this_checkout(published, monkeypatch):
     """A racer who edits train_gpt.py and adds a record finds no other record's page changed."""
     before = {path: path.read_bytes() for path in published.rglob("*.*")}
