@@ -10,7 +10,6 @@ few cores. Ctrl-C stops it.
 
 import argparse
 import contextlib
-import functools
 import json
 import re
 import sys
@@ -30,12 +29,6 @@ PERIOD_S = 5
 HOST = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")  # any port: `ssh -L` may use another
 
 
-@functools.lru_cache(maxsize=1000)
-def read(path, changed):
-    """Return the last run of a log, finished or not. changed: its time stamp, for the cache."""
-    return logs.last_run(path)
-
-
 def latest(folder):
     """Return ([(path, time stamp, run)] of the SHOWN logs that changed last, messages about what is not shown)."""
     stamps, runs, messages, others = [], [], [], 0
@@ -45,7 +38,7 @@ def latest(folder):
         except OSError as error:  # a dangling link, for instance
             messages.append(f"{path.name}: {error.strerror}")
     for changed, path in sorted(stamps, reverse=True):
-        run = read(path, changed)
+        run = logs.last_run(path)  # which parses a file only when its content has changed
         if run.kind == logs.UNREADABLE:
             messages.append(f"{path.name}: {run.reason}")
         elif run.kind == logs.NOT_A_LOG:
@@ -133,8 +126,6 @@ def serve(folder, port):
     """Return a server on the loopback interface. OSError if the port is in use."""
 
     class Handler(BaseHTTPRequestHandler):
-        timeout = 10  # seconds that a client may be silent
-
         def handle(self):
             with contextlib.suppress(ConnectionError):  # a client may leave before its answer
                 super().handle()

@@ -1,7 +1,7 @@
 """Write record folders from races, their pages, the leaderboard, and one HTML file with charts.
 
     python records/board.py add logs/race-ID records/DATE_NAME "what was tried"     make a record of a race, or of ladders
-    python records/board.py                                                         write all pages again
+    python records/board.py                                                         judge all again, and write all pages
     python records/board.py page                                                    write records/index.html, with charts
 
 `add` copies a race's logs and manifest into a new folder, without this machine's host name and absolute paths. If the race
@@ -29,6 +29,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import re
 import shlex
 import shutil
@@ -45,7 +46,7 @@ import verify
 from stats import MANIFEST, STAMPS, CannotJudge
 
 HERE = Path(__file__).resolve().parent
-PLOT, HTML = "plot.png", "index.html"
+PLOT, HTML, CACHE = "plot.png", "index.html", ".cache/records"
 LADDER = "ladder.png"  # written by ladder.py, with a page of its own
 COLORS = 6  # in templates/theme.css
 MAX_DIFF_LINES = 60
@@ -182,6 +183,23 @@ def describe(folder: Path) -> dict:
     return record | {"strips": strips_of(record, judged), "curves": curves_of(record, judged)}
 
 
+def known(folder: Path) -> dict:
+    """Return describe(folder), kept in .cache/ until a file of the record or of the judges changes."""
+    seen, kept = hashlib.sha256(title_of(folder).encode()), HERE.parent / CACHE / folder.name
+    for path in sorted([*folder.iterdir(), *Path(__file__).parent.glob("*.py")]):
+        if path.name not in ("README.md", PLOT):
+            seen.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
+    try:
+        digest, record = pickle.loads(kept.read_bytes())
+    except Exception:  # there is none, or another version wrote it
+        digest = None
+    if digest != seen.digest() or not (folder / PLOT).exists():
+        record = describe(folder)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_bytes(pickle.dumps((seen.digest(), record)))
+    return record
+
+
 def rows_of(sides: list[dict]) -> list[dict]:
     """Return the runs side by side: a row's name, and one run (or None) of each side."""
     numbers = dict.fromkeys(number for side in sides for number in side["runs"])
@@ -241,8 +259,8 @@ def leaderboards(records: list[dict]) -> list[dict]:
     return found
 
 
-def write_pages(html: bool = False, new: dict | None = None) -> None:
-    """Write all pages, or with html the one page with charts. new: describe() of a record, which is not described again.
+def write_pages(html: bool = False) -> None:
+    """Write all pages, or with html the one page with charts.
 
     Raise CannotJudge, before anything is written, if a record gives no verdict."""
     found = sorted((path.parent for path in HERE.glob("*/README.md")), reverse=True)
@@ -250,8 +268,7 @@ def write_pages(html: bool = False, new: dict | None = None) -> None:
     folders = [folder for folder in found if not (folder / LADDER).exists()]
     if not folders:
         raise CannotJudge(f"no records in {HERE}; make one with `board.py add`")
-    records = [new if new and new["name"] == folder.name else describe(folder) for folder in folders]
-    records.sort(key=lambda record: record["started"], reverse=True)
+    records = sorted(map(known, folders), key=lambda record: record["started"], reverse=True)
     values = {"records": records, "boards": leaderboards(records), "ladders": ladders}
     texts = {HERE / HTML: pages.render("board.html.jinja", **values)} if html else {
         HERE / "README.md": pages.render("board.md.jinja", **values),
@@ -355,10 +372,10 @@ def add(races: list[Path], folder: Path, title: str) -> None:
             (folder / path.name).write_text(published(path), encoding="utf-8")
         judge_runs(races[0].resolve())  # a refusal names this folder: the new one will be gone
         (folder / "README.md").write_text(f"# {' '.join(title.split())}\n", encoding="utf-8")
-        record = describe(folder)
+        record = known(folder)
         if record["broken"]:
             confirm([f"{rule['rule']}: {rule['reason']}" for rule in record["rules"] if rule["verdict"] == "fail"])
-        write_pages(new=record)
+        write_pages()
 
 
 def confirm(broken: list[str]) -> None:
@@ -384,6 +401,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.command == "add":
             add(options.races, options.folder.absolute(), options.title)
         else:
+            if not options.command:
+                shutil.rmtree(HERE.parent / CACHE, ignore_errors=True)  # judge all again
             write_pages(html=options.command == "page")
     except (CannotJudge, OSError) as reason:
         return logs.refuse("board.py", reason)

@@ -10,6 +10,7 @@ model that looks ahead at fewer than 1 in 100 places, or at few places of long t
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import importlib.util
 import json
@@ -29,7 +30,7 @@ from pathlib import Path
 import numpy as np
 
 from leaks import (NUMBER, PASS, ROOT, UNKNOWN, Broken, find_shards, join_findings, judged, open_shard, ran_out,
-                   require)
+                   require, source_of_checkout)
 from logs import plural
 from stats import CannotJudge
 
@@ -184,9 +185,19 @@ def read_model(path, device="cpu"):
     return torch.load(path, weights_only=True, map_location=device)
 
 
+@functools.cache
+def copy_of_judge():
+    """Copy this file and what it imports to a temporary folder: an examination takes minutes, and files may be edited."""
+    here, copy = Path(__file__).parent, tempfile.TemporaryDirectory()  # which is removed when this process ends
+    shutil.copytree(here / "templates", Path(copy.name, "templates"))
+    for path in here.glob("*.py"):
+        shutil.copy(path, copy.name)
+    return copy
+
+
 def start(folder, *arguments):
     """Start the process that serves these arguments, isolated, in a folder of its own."""
-    code = (f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import examine; "
+    code = (f"import sys; sys.path.append({copy_of_judge().name!r}); import examine; "
             f"examine.serve(*{arguments!r})")
     environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     environment |= {"HOME": str(folder), "TMPDIR": str(folder)}  # compilers keep caches there
@@ -303,7 +314,7 @@ class Examination:
 
     def check_initial(self):
         """Recompute the initial weights, first with this checkout's script: the source could bring weights along."""
-        ours, seed = (ROOT / "train_gpt.py").read_text(encoding="utf-8"), self.config["seed"]
+        ours, seed = source_of_checkout(), self.config["seed"]
         wanted, seen = self.e.digest("end.state_hash.before_warmup"), None
         if ours != self.source:
             with contextlib.suppress(Broken), start_worker(ours, self.model_path) as other:  # it may reject the config

@@ -4,6 +4,7 @@ records/verify.py calls these rules when --data names the folder of the shards. 
 and raises Broken or CannotJudge otherwise.
 """
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -78,6 +79,11 @@ def trainer():
     return train_gpt
 
 
+@functools.cache
+def source_of_checkout():
+    return (ROOT / "train_gpt.py").read_text(encoding="utf-8")
+
+
 def open_shard(path):
     """Return (memory-mapped uint16 [tokens], Encoding) of a shard."""
     shard = trainer().read_header(Path(path))
@@ -96,8 +102,13 @@ def shards_of(e):
 
 
 def find_shard(shard, folder):
-    """Return the file of a shard that a log states. Raise CannotJudge if it is missing, Broken if it differs."""
+    """Return the file of a shard that a log states. Raise CannotJudge if the reader has another file or none.
+
+    Raise Broken if the log contradicts the public digest of a shard, which data/fineweb.py notes in manifest.json."""
     path, digest = Path(folder) / os.path.basename(shard["name"]), hashlib.sha256()
+    stated, public = shard["sha256"], public_digest(path)
+    require(public in (None, stated), f"the public shard {path.name} has SHA-256 {str(public)[:8]}..., the log states "
+            f"{stated[:8]}...")
     try:
         if not path.is_file() and path.exists():
             raise ValueError("no regular file")
@@ -107,11 +118,22 @@ def find_shard(shard, folder):
     except (OSError, ValueError) as error:  # the name in the log may be invalid
         raise CannotJudge(f"{logs.printable(path)}: {getattr(error, 'strerror', None) or error}; name the folder of "
                           "the shards with --data") from None
-    require(digest.hexdigest() == shard["sha256"],
-            f"{path} has SHA-256 {digest.hexdigest()[:8]}..., the log states {shard['sha256'][:8]}...")
+    if digest.hexdigest() != stated:
+        raise CannotJudge(f"{path} has SHA-256 {digest.hexdigest()[:8]}..., the log states {stated[:8]}...: not the "
+                          "run's data; fetch or create the shards as the run did, and name their folder with --data")
     held = len(open_shard(path)[0])
     require(held == shard["tokens"], f"{path} holds {held:,} tokens, the log states {shard['tokens']:,}")
     return path
+
+
+def public_digest(path):
+    """Return the SHA-256 that a shard has where it is published, or None for data that each machine makes."""
+    try:
+        manifest = json.loads((path.parent / "manifest.json").read_text(encoding="utf-8"))
+        files = manifest["files"] if "revision" in manifest else ()
+        return next((entry["sha256"] for entry in files if entry["name"] == path.name), None)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def find_shards(e, split, folder):
@@ -178,20 +200,39 @@ def fingerprints(tokens):
 # The batches of the run
 
 def check_replay(e, folder):
-    """Check that the declared shards, packed by this checkout's train_gpt.py, give the token digest in the log."""
+    """Check that the declared shards, packed by this checkout's train_gpt.py, give the token digest in the log.
+
+    Where the log's source packs batches by other code, another digest is not checkable."""
     (steps, _), stated, config = e.planned(), e.digest("end.train_digest"), e.get("start.config", dict)
     paths, train_gpt = find_shards(e, "train", folder), trainer()
+    checkout, count = source_of_checkout(), plural(steps, "batch")
     try:
-        seen = digest_of_batches(train_gpt, train_gpt.config_of(config), paths, steps)
+        needed = fields_of_batches(train_gpt, checkout) & config.keys()
+        config = train_gpt.config_of({name: config[name] for name in needed})
+        seen = digest_of_batches(train_gpt, config, paths, steps)
+        wrong = seen != stated and (f"the digest of {count} of the declared shards is {seen[:8]}..., the log states "
+                                    f"{stated[:8]}...")
     except train_gpt.RunError as error:
-        raise Broken(f"the declared shards do not give {plural(steps, 'batch')}: {error}") from None
+        wrong = f"the declared shards do not give {count}: {error}"
     except (TypeError, KeyError) as error:
-        raise CannotJudge(f"this checkout's train_gpt.py rejects the log's config ({error}); check out the revision "
-                          "that the log states, and verify there") from None
-    batches = f"{plural(steps, 'batch')} of the declared shards"
-    require(seen == stated, f"the digest of {batches} is {seen[:8]}..., the log states {stated[:8]}...: it trained on "
-            "something else, or packs its batches in another way than this train_gpt.py")
-    return f"the digest of {batches}, rebuilt here, is that of the log: {stated[:8]}..."
+        raise CannotJudge(f"this checkout's train_gpt.py cannot read the log's config ({error}); verify from a "
+                          "checkout with the source in the log") from None
+    if wrong and code_of_batches(e.run.script) != code_of_batches(checkout):
+        raise CannotJudge(f"{wrong}; the sections `schedule` and `data` of the source in the log are not this "
+                          "checkout's: see --diff, verify from a checkout with that source, or use --replay SEED")
+    require(not wrong, f"{wrong}: it trained on something else")
+    return f"the digest of {count} of the declared shards, rebuilt here, is the log's: {stated[:8]}..."
+
+
+def code_of_batches(source):
+    """Return the sections of a train_gpt.py that decide its batches, or all of another source."""
+    return source.partition("\n# schedule\n")[2].partition("\n# model\n")[0] or source
+
+
+def fields_of_batches(train_gpt, source):
+    """Return the names of the config's fields that decide batches. A log may have fields that this checkout lacks."""
+    stage, fields = ({f.name for f in dataclasses.fields(of)} for of in (train_gpt.StageValues, train_gpt.Config))
+    return stage | fields.intersection(re.findall(r"\b(?:c|config)\.(\w+)", code_of_batches(source)))
 
 
 def digest_of_batches(train_gpt, config, paths, steps):

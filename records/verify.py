@@ -96,8 +96,8 @@ COMPILERS = (r"(?!TORCHELASTIC|TORCH_NCCL|TORCH_CPP_LOG_LEVEL|PYTORCH_(?:CUDA_|H
              r"|(?:TORCHINDUCTOR|TRITON)_CACHE_DIR\b)(?:TORCH|PYTORCH|TRITON|INDUCTOR)[A-Z0-9]*_[A-Z0-9_]+")
 _VARIABLE = re.compile(rf"{COMPILERS}=.*|(?:PYTHON|LD_)\w*=.*", re.S)
 _INNOCUOUS = re.compile(
-    r"PYTHON(?:UNBUFFERED|DONTWRITEBYTECODE|HASHSEED|IOENCODING|UTF8|FAULTHANDLER|NOUSERSITE|SAFEPATH|_VERSION|_SHA256"
-    r"|_PIP_VERSION|_SETUPTOOLS_VERSION|_GET_PIP_\w+)=.*"
+    r"PYTHON(?:UNBUFFERED|DONTWRITEBYTECODE|HASHSEED|IOENCODING|UTF8|FAULTHANDLER|NOUSERSITE|SAFEPATH|STARTUP|_VERSION"
+    r"|_SHA256|_PIP_VERSION|_SETUPTOOLS_VERSION|_GET_PIP_\w+)=.*"
     r"|PYTHONPATH=|PYTHONWARNINGS=[^.]*|(?:TORCH|TRITON)_HOME=.*|PYTORCH_VERSION=.*"
     r"|TORCH_(?:EXTENSIONS_DIR|LOGS|DISTRIBUTED_DEBUG|SHOW_CPP_STACKTRACES|CUDA_ARCH_LIST)=.*"
     r"|LD_LIBRARY_PATH=(?!.*/\.\.)(?:(?:/usr/local/(?:cuda(?:-[\d.]+)?|nvidia)|(?:/usr)?/lib(?:32|64)?)"
@@ -335,7 +335,7 @@ def compare_source(e, theirs):
     """Return how the source differs from this checkout's script. theirs: see check_source.
 
     No rule's reason says this: the page of a record must not change with the checkout."""
-    checkout, source = (ROOT / stats.SCRIPT).read_text(encoding="utf-8"), e.run.script
+    checkout, source = leaks.source_of_checkout(), e.run.script
     if not e.ours and source != checkout:
         return ""
     return f"Source of {e.name}: " + (f"identical to this checkout's {stats.SCRIPT}." if source == checkout else
@@ -550,7 +550,7 @@ def check_accounts(runs, found, races):
         of_race = [e for e in runs if e.race and e.race.race_id == race_id]
         if of_race:
             check_attempts(manifest, of_race, here, remarks, unknown)
-            check_declared(manifest, of_race)
+            check_declared(manifest, of_race, unknown)
     if unknown:
         raise CannotJudge("; ".join([*dict.fromkeys(unknown), *remarks]))
     return "; ".join(remarks)
@@ -648,15 +648,16 @@ def parse_flags(flags):
 
 
 def matches(word, stated):
-    """Return whether a flag's word has the value in a log's config. Any value matches auto."""
+    """Return whether a flag's word has the value in a log's config. Any value matches auto. ArgumentTypeError on other
+    scripts' rows."""
+    if isinstance(stated, str) and "(" in stated + word:  # rows, such as stages
+        rows_of = leaks.trainer().parse_value
+        given = rows_of(word)
+        return rows_of(stated)[-len(given):] == given  # param_groups add to those of the preset
+    values = stated if isinstance(stated, list) else [stated]
     try:
-        values = stated if isinstance(stated, list) else [stated]
-        if isinstance(stated, str) and "(" in stated + word:  # rows, such as stages
-            rows_of = leaks.trainer().parse_value
-            given = rows_of(word)
-            return rows_of(stated)[-len(given):] == given  # param_groups add to those of the preset
         return word.lower() in ("auto", str(stated).lower()) or [*map(float, word.split(","))] == values
-    except (ValueError, argparse.ArgumentTypeError):
+    except ValueError:
         return False
 
 
@@ -674,8 +675,10 @@ def check_sides(declared, runs):
                 f"differ in {join_findings(sorted(differ - named))}, and no flag that their race declared says so")
 
 
-def check_declared(manifest, runs):
-    """Check that each run has the number, seed, source and flags that its race declared and wrote down."""
+def check_declared(manifest, runs, unknown):
+    """Check that each run has the number, seed, source and flags that its race declared and wrote down.
+
+    Adds to unknown the rows that only another version of the script can read."""
     declared = manifest.race
     check_sides(declared, runs)
     for e in sorted(runs, key=lambda e: not e.ours):  # logs of other projects cannot be checked
@@ -688,9 +691,12 @@ def check_declared(manifest, runs):
             ("start.source_sha256", side.get("source_sha256")), name=f"{e.name}: its ")
         stated = {"preset": e.run.start.get("preset"), **e.get("start.config", dict)}
         for name, word in parse_flags(side["flags"]).items():
-            require(name in examine.fitted(e.run) or name in stated and matches(word, stated[name]),
-                    f"{e.name}: its race declared --{name} {word}, and its log's config has "
-                    f"{json.dumps(stated.get(name))[:60]}")
+            try:
+                require(name in examine.fitted(e.run) or name in stated and matches(word, stated[name]),
+                        f"{e.name}: its race declared --{name} {word}, and its log's config has "
+                        f"{json.dumps(stated.get(name))[:60]}")
+            except argparse.ArgumentTypeError as error:
+                unknown.append(f"this checkout's {stats.SCRIPT} cannot read --{name}: {error}")
 
 
 def check_wall(runs, races):
@@ -1099,24 +1105,12 @@ def verify(options, case=None):
 def examine_all(case):
     """Return [(name, {rule: (verdict, reason)})] of the runs whose models are given."""
     if case.models:
-        print(f"verify.py: examining {plural(len(case.models), 'model')}, which runs the source in their logs", file=sys.stderr)
-        leaks.trainer()  # no module is loaded once a stranger's source has run
-    before = digests_of_judge()
-    found = []
-    for number, (e, path) in enumerate(case.models.values(), 1):
-        found.append((e.name, examine.check_model(e, path, case.options.data, tell=lambda rule: print(
-            f"verify.py: model {number} of {len(case.models)}, {e.name}: {rule} ...", file=sys.stderr, flush=True))))
-    after = digests_of_judge()
-    changed = sorted(path for path in {*before, *after} if before.get(path) != after.get(path))
-    require(not changed, f"{join_findings(changed)} changed while models were examined: the source in a log rewrites "
-            "its judge, or somebody worked here; do not trust this checkout, take a fresh one")
-    return found
-
-
-def digests_of_judge():
-    """Return {file of this checkout that judges: SHA-256}."""
-    files = [ROOT / stats.SCRIPT, *ROOT.glob("records/*.py"), *ROOT.glob("records/templates/*")]
-    return {str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+        print(f"verify.py: examining {plural(len(case.models), 'model')}, which runs the source in their logs and takes "
+              "minutes; files that are edited meanwhile do not matter", file=sys.stderr)
+        leaks.trainer(), leaks.source_of_checkout()  # nothing is read anew once a stranger's source has run
+    return [(e.name, examine.check_model(e, path, case.options.data, tell=lambda rule: print(
+        f"verify.py: model {number} of {len(case.models)}, {e.name}: {rule} ...", file=sys.stderr, flush=True)))
+        for number, (e, path) in enumerate(case.models.values(), 1)]
 
 
 def unseen(case):
@@ -1194,16 +1188,13 @@ def main(arguments=None):
         if options.json:
             print(json.dumps({"verdict": "cannot be judged", "reason": str(reason)}))
         return logs.refuse("verify.py", reason)
-    except Broken as reason:  # the judge itself was changed: its templates cannot be trusted
-        print(json.dumps({"verdict": FAIL, "reason": str(reason)}) if options.json else f"FAIL: {reason}")
-        return 1
     page = sum_up(findings, case)
     if options.json:
         print(json.dumps({"verdict": page["verdict"], "counts": page["counts"], "said": page["said"],
                           "source": page["source"], "unseen": page["last"],
                           "rules": [finding._asdict() for finding in findings]}, indent=1))
     else:
-        parent = case.theirs or (ROOT / stats.SCRIPT).read_text(encoding="utf-8")
+        parent = case.theirs or leaks.source_of_checkout()
         diff = difference(parent, case.runs[0].run.script) if options.diff else []
         print(pages.show("verify.txt.jinja", **page, diff=diff))
     if page["status"] == 2:

@@ -20,6 +20,7 @@ sys.path.insert(0, str(RECORDS))
 
 import board  # noqa: E402
 import ladder  # noqa: E402
+import leaks  # noqa: E402
 import logs  # noqa: E402
 import pages  # noqa: E402
 import stats  # noqa: E402
@@ -159,11 +160,22 @@ def test_each_log_is_parsed_once(published, monkeypatch):
     assert board.main([]) == 0 and len(parsed) == len(set(parsed)) == len(list(published.glob("*/*.txt")))
 
 
-def test_pages_do_not_change_with_the_script_of_this_checkout(published, tmp_path, monkeypatch):
+def test_a_new_record_has_no_other_judged_again_unless_it_has_changed(places, monkeypatch):
+    race, records = places
+    judged, judge = [], board.judge_rules
+    monkeypatch.setattr(board, "judge_rules", lambda folder: judged.append(folder.name) or judge(folder))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 3))  # they break rules
+    for name, wanted in ("a", "a"), ("b", "b"), ("c", "ac"):
+        judged.clear()
+        assert board.main(["add", str(race), str(records / name), "A toy"]) == 0 and sorted(judged) == list(wanted)
+        log = records / "a" / "r1a.txt"
+        log.write_text(log.read_text() + "\n" * (name == "b"))
+
+
+def test_pages_do_not_change_with_the_script_of_this_checkout(published, monkeypatch):
     """A racer who edits train_gpt.py and adds a record finds no other record's page changed."""
-    (tmp_path / stats.SCRIPT).write_text("import torch\nprint(open('another script'))\n" * 9)
     before = {path: path.read_bytes() for path in published.rglob("*.*")}
-    monkeypatch.setattr(verify, "ROOT", tmp_path)
+    monkeypatch.setattr(leaks, "source_of_checkout", lambda: "import torch\nprint(open('another script'))\n" * 9)
     monkeypatch.setattr(board, "HERE", published)
     assert board.main([]) == 0 and {path: path.read_bytes() for path in published.rglob("*.*")} == before
 

@@ -1,6 +1,7 @@
 """Tests of records/picture.py and launch/watch.py, on logs of this project and of others."""
 
 import dataclasses
+import gc
 import json
 import os
 import re
@@ -248,6 +249,15 @@ def test_the_page_follows_a_run_from_its_first_step_to_its_end(tmp_path, open_pa
     assert re.search(r"<td>nothing written for \d+ min, and no end line", open_page())
     with pytest.raises(urllib.error.HTTPError):
         open_page("/race-1/")
+
+
+def test_of_a_log_that_grows_one_version_is_kept(tmp_path):
+    for step in range(1, 9):
+        (tmp_path / "run.txt").write_text(log(START, *steps(1, step)))
+        assert f">{step} of 40</td>" in watch.page(tmp_path)
+    gc.collect()
+    kept = [run for run in gc.get_objects() if isinstance(run, logs.Run) and run.path == tmp_path / "run.txt"]
+    assert len(kept) == 1
 
 
 def test_runs_of_a_race_are_named_by_their_side_and_share_its_color(tmp_path, open_page):

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import runpy
 import shutil
 import signal
 import sys
@@ -618,6 +619,7 @@ def declare(folder, side, *flags, kept=True):
     (["--micro_batch_splits", "4"], False, ""),  # depends on the memory
     (["--no_flag", "3"], False, "--no_flag 3, and its log's config has null"),
     (["--micro_batches", "99"], False, "--micro_batches 99"),
+    (["--stages", "Stage(until=1, my_idea=2)"], True, ""),  # which another version of the script can read
 ])
 def test_runs_keep_to_the_flags_that_their_race_declared(race, judge, flags, kept, word):
     folder = race()
@@ -804,10 +806,24 @@ def test_validation_documents_with_many_tokens_changed_are_caught(honest, tmp_pa
     assert found in reason and (verdict == "fail") == (documents == 10 and every > 32)
 
 
-def test_changed_shards_are_caught(race, judge, data, tmp_path):
+@pytest.mark.parametrize("public", [None, "readers", "logs"])
+def test_a_reader_with_other_shards_accuses_no_log_unless_it_contradicts_a_public_digest(race, judge, data, tmp_path, public):
+    """data/fineweb.py notes the hub's digests in manifest.json. The reader's file has changed, or the log lies."""
     shards = shutil.copytree(data, tmp_path / "shards")
-    write_shard(shards / "toy_train_000002.bin", some_documents(7, 6000))
-    fails_only(judge(race(), "--data", shards), (NO_LEAK, REPLAY), "toy_train_000002.bin has SHA-256")
+    path = shards / "toy_train_000002.bin"
+    honest, folder = hashlib.sha256(path.read_bytes()).hexdigest(), race()
+    path.write_bytes(path.read_bytes()[:-2] + b"\1\0")
+    changed = hashlib.sha256(path.read_bytes()).hexdigest()
+    if public:
+        files = [{"name": path.name, "sha256": changed if public == "logs" else honest}]
+        (shards / "manifest.json").write_text(json.dumps({"revision": "1", "files": files}))
+    outcome = judge(folder, "--data", shards)
+    if public == "logs":
+        fails_only(outcome, (NO_LEAK, REPLAY), "the public shard toy_train_000002.bin has SHA-256")
+    else:
+        assert outcome[0] == 0
+        for rule in NO_LEAK, REPLAY:
+            says(outcome[1], rule, "not checkable", "toy_train_000002.bin has SHA-256", "not the run's data")
 
 
 def test_missing_shards_are_not_checkable(race, judge, tmp_path):
@@ -1258,6 +1274,12 @@ def test_a_race_that_does_not_say_how_long_a_run_took_is_caught(race, judge):
     says(judge(folder)[1], WALL, "not checkable", "the race itself")
 
 
+def test_a_wall_clock_that_exceeds_what_the_race_measured_is_caught(race, judge):
+    with manifest_of(folder := race()) as events:
+        prolong(events[4], -6)  # of 5 s that the race measured besides
+    fails_only(judge(folder), WALL, "2a.txt states", "the race that started it measured")
+
+
 @pytest.mark.parametrize("spoil, word", [
     (lambda stamps: "[" * 100_000, "deep"), (lambda stamps: "{}", "no list"), (lambda stamps: [[1, None]], "no list"),
     (lambda stamps: stamps[:-3], "not those of the log"), (lambda stamps: stamps[:4] + [[stamps[4][0], 0]] + stamps[5:], "before"),
@@ -1353,6 +1375,30 @@ def test_cheat_5_trained_on_validation(train, judge, data, tmp_path):
     fails_only(judge(log, "--data", data), REPLAY, "trained on something else")
 
 
+@pytest.mark.parametrize("enough", [True, False])
+def test_a_source_that_packs_in_its_own_way_is_replayed_where_it_is(train, judge, data, monkeypatch, tmp_path, enough):
+    """Documents by length, or two batches of the same: from this checkout it cannot be told, from its own it can."""
+    packs = ("        return documents\n\n    def _limit", "        order = np.argsort(documents.lengths, kind='stable')\n"
+             "        return Documents(documents.tokens, documents.starts[order], documents.lengths[order])\n\n    def _limit") if enough else (
+             "        self.position = Position(index, taken[-1][1] + 1, longest)", "        self.position = Position(index, 0, longest)")
+    log = steady(train(packs, num_steps=4 if enough else 31))
+    status, rules = judge(log, "--data", data)
+    says(rules, REPLAY, "not checkable", "the sections `schedule` and `data` of the source in the log", "--replay")
+    assert status == 0
+    own = load(planted(packs), tmp_path / "own_train_gpt.py")
+    monkeypatch.setattr(leaks, "source_of_checkout", lambda: planted(packs))
+    monkeypatch.setattr(leaks, "trainer", lambda: own)
+    assert judge(log, "--data", data)[1][REPLAY][0] == "pass"
+
+
+def test_config_fields_that_batches_do_not_need_are_not_read(honest, judge, data, tmp_path):
+    """Those of an idea that this checkout does not have, and a list of rows that it cannot read."""
+    log = Log(honest).set("start.config.my_idea", 0.5).set("start.config.param_groups", "LionGroup('head')")
+    says(judge(log.write(tmp_path / "l.txt"), "--data", data)[1], REPLAY, "pass")
+    log.set("start.config.stages", "Stage(until=1, my_idea=2)").write(tmp_path / "l.txt")
+    says(judge(tmp_path / "l.txt", "--data", data)[1], REPLAY, "not checkable", "has no 'my_idea'")
+
+
 def with_losses(log, run, losses):
     """Edit a log as if its run had these training losses, one per step."""
     steps = len(losses)
@@ -1396,7 +1442,8 @@ def test_cheat_8_a_source_that_patches_its_judge(rerun):
     assert [verdict for verdict, _ in rules.values()] == ["fail", "fail"]
 
 
-OVERWRITES = "\nPath({!r}).write_text('PASS. 25 rules hold')\nROOT = Path("
+FORGED = "PASS. 25 rules hold"
+OVERWRITES = f"\nPath({{!r}}).write_text('{FORGED}')\nROOT = Path("
 
 
 @pytest.mark.slow
@@ -1405,11 +1452,10 @@ def test_cheat_8_a_source_that_rewrites_its_judge(tmp_path, monkeypatch, capsys,
     template = tmp_path / "records/templates/verify.txt.jinja"
     template.parent.mkdir(parents=True)
     template.write_text("honest")
-    shutil.copy(ROOT / "train_gpt.py", tmp_path)
-    monkeypatch.setattr(verify, "ROOT", tmp_path)
     log = Log(honest)
     log.source = planted(("\nROOT = Path(", OVERWRITES.format(str(template)))) + "\n"
-    log.write(tmp_path / "l.txt")
+    log.set("start.source_sha256", hashlib.sha256(log.source[:-1].encode()).hexdigest())
+    steady(log.write(tmp_path / "l.txt"))
     arguments = [str(tmp_path / "l.txt"), "--rerun", str(honest.with_suffix(".pt"))]
     if examine.landlock() > 0:
         monkeypatch.setattr(examine, "start", examine_start)
@@ -1417,11 +1463,22 @@ def test_cheat_8_a_source_that_rewrites_its_judge(tmp_path, monkeypatch, capsys,
         assert template.read_text() == "honest"
         monkeypatch.setattr(examine, "start", Forked)
     monkeypatch.setattr(examine, "bound_disk", lambda _: None)
-    for more in ([], ["--json"]):
-        template.write_text("honest")
-        assert verify.main([*arguments, *more]) == 1
-        shown = capsys.readouterr().out
-        assert "records/templates/verify.txt.jinja changed while models were examined" in shown and "hold" not in shown
+    assert verify.main(arguments) == 0 and template.read_text() == FORGED
+    assert FORGED not in capsys.readouterr().out
+
+
+def test_files_that_are_edited_while_a_model_is_examined_do_not_matter(rerun_apart, tmp_path, monkeypatch):
+    here = shutil.copytree(ROOT / "records", tmp_path / "records", ignore=shutil.ignore_patterns("2*"))
+    monkeypatch.setattr(examine, "__file__", str(here / "examine.py"))
+    examine.copy_of_judge.cache_clear()
+
+    def start(*arguments):
+        process = examine_start(*arguments)
+        (here / "examine.py").write_text("half an idea")
+        return process
+    monkeypatch.setattr(examine, "start", start)
+    rules = rerun_apart(only=[examine.LOSS, examine.ORDER])  # the second one starts another process
+    assert {verdict for verdict, _ in rules.values()} == {"pass"}, rules
 
 
 @pytest.mark.parametrize("variable", [
@@ -1434,12 +1491,19 @@ def test_cheat_9_variables_that_change_the_clock(race, judge, variable):
 
 
 def test_variables_of_containers_are_innocuous(race, judge):
-    names = ("PYTHONUNBUFFERED", "PYTHON_VERSION", "PYTHON_SHA256", "PYTHONWARNINGS", "TORCH_HOME", "TORCH_EXTENSIONS_DIR",
-             "TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_CUDA_ARCH_LIST", "PYTORCH_VERSION",
-             "TRITON_HOME")
+    names = ("PYTHONUNBUFFERED", "PYTHON_VERSION", "PYTHON_SHA256", "PYTHONWARNINGS", "PYTHONSTARTUP", "TORCH_HOME",
+             "TORCH_EXTENSIONS_DIR", "TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "TORCH_SHOW_CPP_STACKTRACES",
+             "TORCH_CUDA_ARCH_LIST", "PYTORCH_VERSION", "TRITON_HOME")
     setting = {**dict.fromkeys(names, "ignore"), "PYTHONPATH": "", "LD_LIBRARY_PATH": "/usr/local/cuda/lib64:/usr/local/"
                "cuda-12.4/lib64:/usr/local/nvidia/lib:/lib64:/usr/lib/x86_64-linux-gnu"}
     assert judge(race(1, change=lambda log, *_: log.start["environment"].update(setting)))[1][ENVIRONMENT][0] == "pass"
+
+
+@pytest.mark.parametrize("name", ["PYTHONPATH", "PYTHONBREAKPOINT"])
+def test_the_tests_take_no_variable_of_python_from_the_shell_that_starts_them(monkeypatch, name):
+    monkeypatch.setenv(name, "/somewhere")
+    runpy.run_path(str(ROOT / "tests/conftest.py"))
+    assert name not in os.environ
 
 
 def test_cheat_9_the_judges_own_processes_do_not_see_them(rerun_apart, tmp_path, monkeypatch):
@@ -1538,6 +1602,15 @@ def test_cheat_14_work_under_another_name(honest, judge, tmp_path, change, verdi
     status, rules = judge(log.write(path))
     says(rules, AMOUNTS, verdict, word)
     assert rules[SPANS][0] == "pass" and status == (verdict == "fail")
+
+
+@pytest.mark.parametrize("seconds, verdict", [(30, "pass"), (60, "not checkable")])
+def test_all_validations_may_take_as_long_per_token_as_training(honest, judge, tmp_path, seconds, verdict):
+    """Four validations of 999 tokens, and 40 s of training on 4,608 tokens."""
+    log = Log(honest)
+    pace(log, lambda step, ms: step * 40_000 / 12)
+    log.end["seconds_outside_clock"]["validation"] = seconds
+    says(judge(log.write(tmp_path / "l.txt"))[1], AMOUNTS, verdict, "of at most 37.7 s" if verdict == "pass" else "validation took 60.0 s")
 
 
 def test_the_spans_of_the_script_are_the_judges():
