@@ -126,7 +126,7 @@ def describe_sides(ideas, cmd, flags, name=None):
     if cmd is not None:
         return {"a": here, "b": {"revision": None, "flags": split_flags(cmd), "folder": ideas[0]}}
     if all(idea.startswith("-") for idea in ideas):
-        sides = [{**ours, "flags": flags + split_flags(idea)} for idea in [*ideas, ""]]
+        sides = [{**ours, "flags": flags + start.spelled(split_flags(idea))} for idea in [*ideas, ""]]
         sides[-1] |= {"name": name} if name else {}
         return dict(zip(string.ascii_lowercase, sides))
     sides = {"this checkout": (git("hash-object", SCRIPT), here)}

@@ -283,7 +283,7 @@ def test_another_project_s_script_is_interrupted_with_the_race_and_goes_on(repo,
     assert "train_gpt.py of side b has changed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("vs", ["--slower 7", "--slower=7"])
+@pytest.mark.parametrize("vs", ["--slower 7", "--slower=7", "--slower 7 --num-steps 1", "--num-steps=1 --slower '7'"])
 def test_other_flags(repo, vs):
     assert race.main(["-n", "1", "--vs", vs, "--", "--mood", "good"]) == 0
     folder, _, events = only_race(repo)
