@@ -86,11 +86,27 @@ PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # loaded now: a child must no
 ALONE = [sys.executable, "-I"]  # ignores PYTHON* variables and user packages
 STEP = re.compile(rb"(?:step|s):(\d{1,18})[/ ]")
 
-# Before any run: the script checks its flags and says what it would save
-CHECK = ("import json, sys; sys.path.insert(0, ''); import train_gpt as t; ranks, *flags = sys.argv[1:]\n"
-         "try: _, config = t.parse_config([*flags, '--race=ID:1:1:'], 'laptop'); t.check_config(config, int(ranks))\n"
-         "except t.RunError as error: sys.exit(str(error))\n"
-         "print(json.dumps({'target': getattr(config, 'target_val_loss', None)}))")
+# Before any run: the script checks its flags, opens its data, and says what sides must have in common
+CHECK = """
+import json, sys
+sys.path.insert(0, "")
+import train_gpt as t
+ranks, *flags = sys.argv[1:]
+try:
+    gpus = getattr(t, "count_gpus", int)()  # older revisions lack it, and init_from
+    _, config = t.parse_config([*flags, "--race=ID:1:1:"], "speedrun" if gpus else "laptop")
+    t.check_config(config, int(ranks))
+    train, val = t.find_shards(config.train_files, config.train_shards), t.find_shards(config.val_files)
+    if hasattr(t, "gpt2_token_bytes") and train[0].encoding[0] == t.GPT2_VOCAB and any(
+            stage.first["prefix_weight"] or stage.last["prefix_weight"] for stage in t.stages_of(config)):
+        t.gpt2_token_bytes(train[0].path.parent)
+    if getattr(config, "init_from", ""):
+        open(config.init_from).close()
+except (t.RunError, OSError) as error:
+    sys.exit(str(error))
+print(json.dumps({"target": config.target_val_loss, "compiles": gpus > 0 or config.compile == "on",
+                  "validation": [config.val_len, config.val_tokens, *((s.path.name, s.tokens) for s in val)]}))
+"""
 # Wraps a rank, as torchrun passes no open file on: the rank holds the race's lock as long as it lives
 HOLD = ("import fcntl, os, sys; lock = os.open(sys.argv[1], os.O_RDONLY); fcntl.flock(lock, fcntl.LOCK_SH)\n"
         "os.set_inheritable(lock, True); os.execv(sys.argv[2], sys.argv[2:])")
@@ -170,7 +186,7 @@ def check_flags(flags):
     for word in words:
         name, given, value = word.partition("=")
         require(name not in OWN_FLAGS, f"the race sets {name}; leave it out")
-        if name not in ("--seed", "--train_files", "--val_files"):
+        if name not in ("--seed", "--train_files", "--val_files", "--init_from"):
             kept.append(word)
             continue
         value = value if given else next(words, "")
@@ -178,7 +194,8 @@ def check_flags(flags):
             require(value.isdecimal(), f"--seed is {value!r}; give a whole number: run i gets the seed that many + i")
             seed = int(value)
         else:
-            kept += [name, os.path.join(glob.escape(str(ROOT)), value)]  # absolute paths stay
+            root = str(ROOT) if name == "--init_from" else glob.escape(str(ROOT))
+            kept += [name, os.path.join(root, value)]  # absolute paths stay
     return seed, kept
 
 
@@ -194,10 +211,10 @@ def folders(sides):
                 found[side] = home / version["revision"][:12]
                 require(git("worktree", "add", "--detach", str(found[side]), version["revision"]) is not None,
                         f"git cannot add a worktree of {version['revision'][:12]} in {home}; free space or set TMPDIR")
-                for shard in (ROOT / "data").glob("*/*.bin"):
-                    link = found[side] / shard.relative_to(ROOT)
+                for file in (ROOT / "data").glob("*/*"):  # shards, and what the script reads beside them
+                    link = found[side] / file.relative_to(ROOT)
                     link.parent.mkdir(parents=True, exist_ok=True)  # a link to the folder would show up in git status
-                    link.symlink_to(shard)
+                    link.symlink_to(file)
         yield found
     finally:
         shutil.rmtree(home, ignore_errors=True)
@@ -212,13 +229,19 @@ def source_hash(version, folder):
 
 
 def check_sides(race, where):
-    """Raise CannotRace unless each side has the source that the race began with, and its script accepts the flags."""
+    """Raise CannotRace unless each side has the source that the race began with, its script accepts flags and data, and
+    the sides can be compared."""
     for side, version in race["sides"].items():
         script = f"{SCRIPT}{' of side ' + side if side else ''}"
         (check_command if "folder" in version else check_script)(version, where[side], script, race["ranks"])
         seen = source_hash(version, where[side])
         require(version.setdefault("source_sha256", seen) == seen, f"{script} has changed since the race began; "
                 f"restore it (SHA-256 {version['source_sha256'][:8]}...), or race again")
+    ours = [version for version in race["sides"].values() if "folder" not in version]
+    for name, flags in (("validation", "--val_files, --val_len and --val_tokens"), ("target", "--target_val_loss")):
+        found = {json.dumps(version[name]) for version in ours}
+        require(len(found) == 1 or name == "target" and len(ours) > 2, f"the sides differ in their {name}, so no verdict "
+                f"could compare them: {logs.some(sorted(found), 2, ' and ')}; give {flags} behind --, for all sides")
 
 
 def check_script(version, folder, script, ranks):
@@ -226,7 +249,7 @@ def check_script(version, folder, script, ranks):
                           capture_output=True, text=True)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise CannotRace(f"{script} rejects its flags: {why}")
+        raise CannotRace(f"{script} rejects its flags or data: {why}")
     version.update(json.loads(done.stdout.splitlines()[-1]))
 
 

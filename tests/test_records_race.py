@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from conftest import TINY, wait_until, write_corpus
+from conftest import TINY, some_documents, wait_until, write_corpus, write_gpt2_tokens, write_shard
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
@@ -39,22 +39,30 @@ DRAW = race.draw  # most races here draw nothing
 
 # Takes train_gpt.py's flags of a race and two of its own, and writes its log. SPEED stands for what a version changes.
 SCRIPT = '''
-import argparse, hashlib, json, os, signal, sys, time
+import argparse, hashlib, json, os, signal, sys, time, types
 from pathlib import Path
 SPEED = 100
 class RunError(Exception): pass
+class Config(argparse.Namespace):
+    target_val_loss, compile, train_shards, train_files, val_files, val_len, val_tokens = None, "off", 0, "train", "val", 8, 0
+def find_shards(pattern, limit=0):
+    found = sorted(Path(__file__).parent.glob(f"data/toy/toy_{pattern}_*.bin"))
+    if not found: raise RunError(f"no shard matches {pattern}")
+    return [types.SimpleNamespace(path=path, tokens=path.stat().st_size, encoding=(256, 0)) for path in found]
 def parse_config(argv, preset):
     p = argparse.ArgumentParser("train_gpt.py", allow_abbrev=False)
     for name in ("run_id", "log_dir", "race", "mood"): p.add_argument("--" + name, default="")
     for name in ("seed", "slower", "worse"): p.add_argument("--" + name, type=int, default=0)
     p.add_argument("--num_steps", type=int, default=1)
-    return preset, p.parse_args(argv)
+    for name in ("val_files", "compile"): p.add_argument("--" + name, default=argparse.SUPPRESS)
+    for name in ("val_len", "target_val_loss"): p.add_argument("--" + name, type=float, default=argparse.SUPPRESS)
+    return preset, p.parse_args(argv, Config())
 def check_config(c, ranks):
     if c.slower < 0: raise RunError(f"slower is {c.slower}; give 0 or more")
 def main(argv):
     preset, c = parse_config(argv, "laptop")
     here = Path(__file__).parent
-    if not (here / "data/toy/toy_train_000001.bin").read_bytes(): sys.exit("no data")
+    if not all((here / f"data/toy/{name}").read_bytes() for name in ("toy_train_000001.bin", "beside.it")): sys.exit("no data")
     source = Path(__file__).read_text()
     race = dict(zip(("race_id", "run", "declared_n", "side"), c.race.split(":")))
     race.update(run=int(race["run"]), declared_n=int(race["declared_n"]))
@@ -116,7 +124,8 @@ def repo(tmp_path, monkeypatch):
     """A repository with two versions of the script, the second checked out, in which race.py works."""
     repo = tmp_path / "repo"
     (repo / "data/toy").mkdir(parents=True)
-    (repo / "data/toy/toy_train_000001.bin").write_bytes(b"tokens")
+    for name in "toy_train_000001.bin", "toy_val_000000.bin", "beside.it":
+        (repo / "data/toy" / name).write_bytes(b"tokens")
     (repo / ".gitignore").write_text("/data/*/\n/logs/\n")
     git(repo, "init", "-q")
     git(repo, "add", "-A")
@@ -380,7 +389,7 @@ def test_holm_s_correction():
     (["-n", "2", "--vs", "HEAD~1", "--vs", "--slower 1"], "give flags alone, or revisions alone"),
     (["--until-decided", "--max-n", "4", "--vs", "--slower 1", "--vs", "--slower 2"], "--vs is given 2 times; a race has 25"),
     (["-n", "2", "--vs", "--slower 1", "--vs", "--seed 3"], "--vs sets --seed, and all sides share theirs"),
-    (["-n", "2", "--vs", "--slower 1", "--vs", "--slower -3"], "side b rejects its flags: slower is -3")])
+    (["-n", "2", "--vs", "--slower 1", "--vs", "--slower -3"], "side b rejects its flags or data: slower is -3")])
 def test_ladders_that_cannot_be(repo, capsys, words, says):
     try:
         assert race.main(words) == 2
@@ -662,6 +671,10 @@ def test_a_script_that_changed_is_refused(repo, capsys):
     (["-n", "1", "--", "--slower", "-3"], "slower is -3"),
     (["-n", "1", "--vs", "--slower -3"], "of side a rejects its flags"),
     (["-n", "1", "--vs", "--mood 'x"], "close its quotes"),
+    (["-n", "1", "--vs", "--slower 1 --val_files nowhere"], "side a rejects its flags or data: no shard matches nowhere"),
+    (["-n", "1", "--vs", "--val_len 9"], "the sides differ in their validation"),
+    (["-n", "3", "--vs", "--slower 1", "--vs", "--val_files train"], "the sides differ in their validation"),
+    (["-n", "1", "--vs", "--target_val_loss 3"], "the sides differ in their target"),
     (["-n", "1", "--", "--run_id", "x"], "the race sets --run_id"),
     (["-n", "1", "--vs", "--log_dir=x"], "the race sets --log_dir"),
     (["-n", "1", "--vs", "--seed 3"], "share theirs"),
@@ -678,6 +691,21 @@ def test_what_cannot_be_raced_is_one_line_and_starts_nothing(repo, capsys, argum
     error = capsys.readouterr().err
     assert word in error and error.count("\n") == 1
     assert not (repo / "logs").exists()
+
+
+def test_what_the_script_reads_is_opened_before_the_first_run(tmp_path):
+    """Also GPT-2's tokens beside the shards, which frontier reads, and a saved model."""
+    for split in "train", "val":
+        write_shard(tmp_path / f"toy_{split}_000001.bin", some_documents(1, 9000, 50257, 50256), 50257, 50256)
+    shutil.copy(ROOT / "train_gpt.py", tmp_path)
+    flags = ["--preset", "frontier", "--train_files", "toy_train_*.bin", "--val_files", "toy_val_*.bin"]
+    with pytest.raises(race.CannotRace, match="of side b .*gpt2.tiktoken.* is missing"):
+        race.check_script({"flags": flags}, tmp_path, "train_gpt.py of side b", 1)
+    write_gpt2_tokens(tmp_path)
+    race.check_script(side := {"flags": flags}, tmp_path, "train_gpt.py", 1)
+    assert side["target"] == 3.28 and side["validation"][2:] == [["toy_val_000001.bin", 9000]]
+    with pytest.raises(race.CannotRace, match="No such file.*nowhere.pt"):
+        race.check_script({"flags": [*flags, "--init_from", "nowhere.pt"]}, tmp_path, "train_gpt.py", 1)
 
 
 @pytest.mark.parametrize("arguments, word", [
@@ -918,8 +946,8 @@ def test_what_the_environment_says_to_python_does_not_reach_a_run(repo, monkeypa
 
 
 def test_data_paths_are_those_of_the_checkout():
-    assert race.check_flags(["--train_files", "data/x/*.bin", "--val_files=/y/*.bin", "--seed=3"]) == \
-        (3, ["--train_files", str(ROOT / "data/x/*.bin"), "--val_files", "/y/*.bin"])
+    assert race.check_flags(["--train_files", "data/x/*.bin", "--val_files=/y/*.bin", "--seed=3", "--init_from", "logs/m.pt"]) == \
+        (3, ["--train_files", str(ROOT / "data/x/*.bin"), "--val_files", "/y/*.bin", "--init_from", str(ROOT / "logs/m.pt")])
 
 
 @pytest.mark.slow
