@@ -5,12 +5,13 @@
     python launch/race.py -n 5 --vs ONE --vs TWO --vs BASE           several revisions, and this checkout if it is edited;
                                                       the last is the base
     python launch/race.py -n 5 --vs "--sync step"    five pairs of the same script; side a has these flags in addition
-    python launch/race.py -n 5 --vs "--flag x" --vs "--other y"      a ladder: five runs of each idea and of the base
+    python launch/race.py -n 5 --vs "--muon_lr 0.03" --vs "--sync step"          a ladder: five runs of each idea and of
+                                                      the base
     python launch/race.py -n 5 --vs ../modded-nanogpt --cmd "torchrun --nproc_per_node=8 train_gpt.py"
                                                       side b: another project's script, started by this command in its
                                                       folder
     python launch/race.py --until-decided --max-n 12 --vs HEAD~1     pairs until the claim is decided, 12 at most
-    python launch/race.py -n 5 --ranks 8 -- --preset laptop --num_steps 300      flags for both sides
+    python launch/race.py -n 5 --ranks 2 -- --preset laptop --num_steps 300      flags for both sides
     python launch/race.py --resume logs/race-ID/race.jsonl                       resume a race (if it runs another
                                                       project's script, with the same --vs and --cmd)
 
