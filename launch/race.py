@@ -36,7 +36,7 @@ copied here; race.jsonl states which run it is.
 Runs are started by `python -I` and without PYTHON* variables, so that neither PYTHONPATH nor sitecustomize nor user
 packages change their clocks. Packages installed beside torch still could.
 
-Exit status: 0 all runs are done, 1 one failed, 2 the race cannot be run, 130 interrupted.
+Exit status: 0 all runs are done, 1 one failed, 2 the race cannot be run or judged, 130 interrupted.
 """
 
 import signal
@@ -546,10 +546,9 @@ def run_all(manifest, where, lock):
         if text and len(manifest.done()) % each == 0 and i < len(todo):
             say(text)
     say(f"all runs are done; logs: {folder}\n")
-    if each > 2:
-        ladder.main([str(folder)])
-    else:
-        stats.main(stats_arguments(manifest))
+    judged = ladder.main([str(folder)]) if each > 2 else stats.main(stats_arguments(manifest))
+    if judged == 2 and race["n"] > 1:  # a single run is not meant to be judged
+        return 2
     add = "ladder.py {} --record {} --title" if each > 2 else "board.py add {} {}"
     add = add.format(os.path.relpath(folder, ROOT), f"records/{datetime.now():%Y-%m-%d}_NAME")
     say(f'to keep this {"trial" if race.get("trial") else "race"} as a record: .venv/bin/python records/{add} "what was tried"')
@@ -566,6 +565,8 @@ def new_race(options):
     """Return the Manifest of a new race, not yet written."""
     seed, flags = check_flags(options.flags)
     sides = describe_sides(options.vs, options.cmd, flags, options.name)
+    require(len(sides) < 3 or options.n >= ladder.FEWEST, f"-n is {options.n}, and {len(sides)} sides are judged as a "
+            f"ladder, from {ladder.FEWEST} runs of each on; give -n {ladder.FEWEST} or more")
     require(all(check_flags(side["flags"])[0] is None for side in sides.values() if "folder" not in side),
             "--vs sets --seed, and all sides share theirs; give --seed once, behind --")
     race_id = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{uuid.uuid4().hex[:4]}"
@@ -580,7 +581,8 @@ def new_race(options):
 
 def parse(arguments):
     parser = argparse.ArgumentParser(description="Time runs of one version, or of several in turn.", allow_abbrev=False,
-                                     epilog="Exit status: 0 all done, 1 one failed, 2 cannot run, 130 interrupted.")
+                                     epilog="Exit status: 0 all done, 1 one failed, 2 cannot be run or judged, 130 "
+                                            "interrupted.")
     add = parser.add_argument
     start.add_race_options(parser)
     add("--ranks", type=int, default=1, help="processes of a run (default: 1; run.sh knows what fits)")
