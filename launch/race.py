@@ -15,11 +15,13 @@
     python launch/race.py --resume logs/race-ID/race.jsonl                       resume a race (if it runs another
                                                       project's script, with the same --vs and --cmd)
 
-A first run does not count: it warms the machine up, and its log is not kept. race.jsonl states it as run 0. Then pairs
-run a b, b a, a b, ...: a machine that warms up or becomes busier then affects both sides equally. Run i has seed
-BASE + i on both sides (BASE: --seed among the flags, or 0). The largest number of runs, the deciding test (--test), and
-whether looks may end the race are declared before the first run, so nobody can stop at a convenient moment.
---until-decided looks after every pair, with bounds that keep alpha (stats.bounds).
+A first run does not count: it warms the machine up, and its log is not kept. race.jsonl states it as run 0. Where runs
+compile (on GPUs, or with --compile on), each other side runs up to its first step before that, so that all counted runs
+find their code in this checkout's .cache. All sides share it, and it outlives the race. Then pairs run a b, b a, a b,
+...: a machine that warms up or becomes busier then affects both sides equally. Run i has seed BASE + i on both sides
+(BASE: --seed among the flags, or 0). The largest number of runs, the deciding test (--test), and whether looks may end
+the race are declared before the first run, so nobody can stop at a convenient moment. --until-decided looks after every
+pair, with bounds that keep alpha (stats.bounds).
 
 logs/race-ID/ contains the logs of both sides and:
   race.jsonl         the declaration, and a line before and after each run, also for runs that failed
@@ -241,8 +243,8 @@ def check_sides(race, where):
     ours = [version for version in race["sides"].values() if "folder" not in version]
     for name, flags in (("validation", "--val_files, --val_len and --val_tokens"), ("target", "--target_val_loss")):
         found = {json.dumps(version[name]) for version in ours}
-        require(len(found) == 1 or name == "target" and len(ours) > 2, f"the sides differ in their {name}, so no verdict "
-                f"could compare them: {logs.some(sorted(found), 2, ' and ')}; give {flags} behind --, for all sides")
+        require(len(found) == 1 or name == "target" and len(ours) > 2, f"the sides differ in their {name}, so no "
+                f"verdict could compare them: {logs.some(sorted(found), 2, ' and ')}; give {flags} behind --, for all sides")
 
 
 def check_script(version, folder, script, ranks):
@@ -271,7 +273,9 @@ def command(ranks, lock):
 
 
 def environment(**more):
-    return {**{name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}, **more}
+    """Return the variables of a run. All sides compile into this checkout, since worktrees go with their race."""
+    caches = {f"{name}_CACHE_DIR": str(ROOT / ".cache" / name.lower()) for name in ("TORCHINDUCTOR", "TRITON")}
+    return {**caches, **{name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}, **more}
 
 
 def lock_race(path):
@@ -371,8 +375,18 @@ def take_log(folder, before, log):
         return f"its log {newest} holds no complete run: {why}"
 
 
-def run_once(manifest, folder, lock, run, side, interrupts):
-    """Run once, with a line in the manifest before and after. Return the status: done, failed or interrupted."""
+def first_runs(manifest, todo):
+    """Return the sides that run before `todo`, uncounted. The last warms the machine up, by a whole run. Where runs
+    compile, each other side that has not run yet stops at its first step (another project's script, which does not tell
+    its steps, at its end): the cache then holds its code."""
+    sides, next_side = manifest.race["sides"], todo[0][1]
+    ran = {attempt["side"] for attempt in manifest.attempts.values() if attempt["status"] in ("done", "compiled")}
+    compiles = any(version.get("compiles") for version in sides.values())
+    return [*(side for side in sides if compiles and side not in {*ran, next_side}), next_side]
+
+
+def run_once(manifest, folder, lock, run, side, interrupts, compile_only=False):
+    """Run once, with a line in the manifest before and after. Return done, compiled, failed or interrupted."""
     race = manifest.race
     tries = sum((attempt["run"], attempt["side"]) == (run, side) for attempt in manifest.attempts.values())
     run_id = f"{race['id']}_{run:02}{side}" + (f"_again{tries}" if tries else "")
@@ -391,7 +405,7 @@ def run_once(manifest, folder, lock, run, side, interrupts):
     # in its own session: Ctrl-C reaches only race.py, which passes it on and records the result
     process = subprocess.Popen(words, cwd=folder, env=environment(**threads), start_new_session=True,
                                pass_fds=[lock.fileno()], preexec_fn=die_with_parent)
-    while process.poll() is None and not interrupts:
+    while process.poll() is None and not interrupts and not (compile_only and stamps.steps):
         stamps.look()
         time.sleep(LOOK_S)
     interrupted = process.poll() is None
@@ -403,6 +417,8 @@ def run_once(manifest, folder, lock, run, side, interrupts):
         say(f"`{shlex.join(words)}` of side {side} ended with exit status {code}, and {wrong}")
     # a complete log is a run, whatever its processes' exit status: it must not be repeated
     status = "done" if complete_log(log) else "interrupted" if interrupted else "failed"
+    if compile_only and not interrupts and (stamps.steps or status == "done"):
+        status = "compiled"
     manifest.write({**attempt, "ended_at": now(), "status": status, "exit": code, "seconds": seconds,
                     "logged": log.exists(), "stamps": stamped, "figures": logs.last_run(str(log)).figures})
     if not run:
@@ -411,10 +427,11 @@ def run_once(manifest, folder, lock, run, side, interrupts):
 
 
 def stop(process, interrupts):
-    """Interrupt a run with all its ranks; kill them after PATIENCE_S or at the next interrupt."""
+    """Interrupt a run with all its ranks, or end it without a word where nobody interrupts; kill them after PATIENCE_S
+    or at the next interrupt."""
     patient_until, heard = time.monotonic() + PATIENCE_S, len(interrupts)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT if interrupts else signal.SIGTERM)
         while process.poll() is None and time.monotonic() < patient_until and len(interrupts) == heard:
             time.sleep(LOOK_S)
         if process.poll() is None:
@@ -521,29 +538,32 @@ def run_all(manifest, where, lock):
     race, how, names = manifest.race, resume_command(manifest), logs.side_names(manifest.race)
     looks, each, folder = race["until_decided"], len(race["sides"]), manifest.path.parent
     todo = [which for which in order(race["n"], race["sides"]) if which not in manifest.done()]
-    for i, (run, side) in enumerate([(0, todo[0][1]), *todo] if todo else []):
+    first = first_runs(manifest, todo) if todo else []
+    for i, (run, side) in enumerate([*((0, side) for side in first), *todo]):
         done = len(manifest.done())
         if looks and done >= 2 * each and done % each == 0 and (reason := decided(manifest)):
             say(f"decided: {reason}")
             break
-        what = f"run {done + 1} of {'at most ' * looks}{each * race['n']}" if run else "a first run, not counted"
+        compile_only = i < len(first) - 1
+        what = (f"run {done + 1} of {'at most ' * looks}{each * race['n']}" if run else
+                "compiling up to the first step, not counted" if compile_only else "a first run, not counted")
         say(f"{what}: {f'side {side}, ' if side else ''}{names[side]}, seed {race['seed'] + run}; "
-            f"{time_left(manifest, len(todo) + 1 - i)}")
+            f"{time_left(manifest, len(first) + len(todo) - i)}")
         require(source_hash(race["sides"][side], where[side]) == race["sides"][side]["source_sha256"],
                 f"{SCRIPT} was changed during the race; restore it and resume with: {how}")
         with interrupts_deferred() as interrupts:
-            status = run_once(manifest, where[side], lock, run, side, interrupts)
+            status = run_once(manifest, where[side], lock, run, side, interrupts, compile_only)
         sides = whole_rounds(sides_done(manifest)) if run else []
         found, text = interim(manifest, sides)
         if sides:
             draw(manifest, sides, found)
-        if interrupts or status != "done":
-            ended = {"done": "is done, and the race interrupted", "interrupted": "was interrupted",
-                     "failed": "failed (see above)"}[status]
+        if interrupts or status not in ("done", "compiled"):
+            ended = {"interrupted": "was interrupted", "failed": "failed (see above)"}.get(
+                status, "is done, and the race interrupted")
             say(f"{f'run {run}{side}' if run else what + ','} {ended}; {len(manifest.done())} of {each * race['n']} "
                 f"runs are done and kept. Resume with: {how}")
             return 1 if status == "failed" else 130
-        if text and len(manifest.done()) % each == 0 and i < len(todo):
+        if text and len(manifest.done()) % each == 0 and i < len(first) + len(todo) - 1:
             say(text)
     say(f"all runs are done; logs: {folder}\n")
     judged = ladder.main([str(folder)]) if each > 2 else stats.main(stats_arguments(manifest))

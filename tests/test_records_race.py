@@ -70,6 +70,7 @@ def main(argv):
     start = {"run_id": c.run_id, "seed": c.seed, "config": vars(c), "ranks": 1, "preset": preset,
              "hardware": {"cores": os.cpu_count()},
              "source_sha256": hashlib.sha256(source.encode()).hexdigest(),
+             "caches": [os.environ[f"{name}_CACHE_DIR"] for name in ("TORCHINDUCTOR", "TRITON")],
              "race": race, "isolated": sys.flags.isolated}
     ms = SPEED + c.slower + c.seed * (3 if c.mood == "jittery" and race["side"] == "b" else 1)
     with open(Path(c.log_dir) / f"{c.run_id}.txt", "x") as log:
@@ -78,6 +79,8 @@ def main(argv):
         if c.mood == "stubborn":
             for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)
             Path("deaf").touch(); time.sleep(3600)
+        if c.compile == "on" and race["side"] == "b" and race["run"] == 0:
+            print("step:1/4 train_time:1ms step_avg:1.00ms", file=log, flush=True); time.sleep(3600)
         steps = 4 if c.mood == "slowly" else 1
         for step in range(1, steps):
             print(f"step:{step}/4 train_time:{step}ms step_avg:1.00ms", file=log, flush=True)
@@ -512,6 +515,28 @@ def test_a_run_is_noted_before_it_starts_and_after(repo, monkeypatch):
     assert ended == {**noted[0], "status": "done", "exit": 0, "seconds": ended["seconds"], "logged": True, "stamps": ended["stamps"], "figures": ended["figures"],
                      "ended_at": ended["ended_at"]}
     assert noted[0]["started_at"] <= ended["ended_at"] and "+00:00" in ended["ended_at"]
+
+
+def test_where_runs_compile_each_side_does_so_before_the_runs_that_count(repo, monkeypatch):
+    """It stops at its first step. A race that is resumed compiles nothing again; all sides use the checkout's cache."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
+    assert race.main(["-n", "2", "--vs", "HEAD~1", "--", "--compile", "on"]) == 0
+    folder = only_race(repo)[0]
+
+    def uncounted():
+        events = [json.loads(line) for line in (folder / "race.jsonl").read_text().splitlines()[1:]]
+        return [(event["side"], event["status"]) for event in events if not event["run"] and event["status"] != "started"]
+    assert uncounted() == [("b", "compiled"), ("a", "done")] and not list(folder.rglob("*_00*"))
+    verdicts = {finding.rule: finding.verdict for finding in verify.verify(verify.parse([str(folder)]))}
+    assert verdicts["every run is accounted for"] == "pass"
+    *lines, _ = (folder / "race.jsonl").read_text().splitlines(True)
+    (folder / "race.jsonl").write_text("".join(lines))
+    (folder / f"{json.loads(lines[-1])['run_id']}.txt").unlink()
+    assert race.main(["--resume", str(folder / "race.jsonl")]) == 0
+    assert uncounted()[2:] == [("a", "done")]
+    for run in logs.read([str(folder)]).runs:
+        assert run.start["caches"] == [str(repo / ".cache/torchinductor"), "/elsewhere"]
 
 
 def test_a_failed_run_stops_the_race_and_is_repeated_with_its_seed(repo, capsys):
