@@ -5,20 +5,23 @@
     python launch/race.py -n 5 --vs ONE --vs TWO --vs BASE           several revisions, and this checkout if it is edited;
                                                       the last is the base
     python launch/race.py -n 5 --vs "--sync step"    five pairs of the same script; side a has these flags in addition
-    python launch/race.py -n 5 --vs "--flag x" --vs "--other y"      a ladder: five runs of each idea and of the base
+    python launch/race.py -n 5 --vs "--muon_lr 0.03" --vs "--sync step"          a ladder: five runs of each idea and of
+                                                      the base
     python launch/race.py -n 5 --vs ../modded-nanogpt --cmd "torchrun --nproc_per_node=8 train_gpt.py"
                                                       side b: another project's script, started by this command in its
                                                       folder
     python launch/race.py --until-decided --max-n 12 --vs HEAD~1     pairs until the claim is decided, 12 at most
-    python launch/race.py -n 5 --ranks 8 -- --preset laptop --num_steps 300      flags for both sides
+    python launch/race.py -n 5 --ranks 2 -- --preset laptop --num_steps 300      flags for both sides
     python launch/race.py --resume logs/race-ID/race.jsonl                       resume a race (if it runs another
                                                       project's script, with the same --vs and --cmd)
 
-A first run does not count: it warms the machine up, and its log is not kept. race.jsonl states it as run 0. Then pairs
-run a b, b a, a b, ...: a machine that warms up or becomes busier then affects both sides equally. Run i has seed
-BASE + i on both sides (BASE: --seed among the flags, or 0). The largest number of runs, the deciding test (--test), and
-whether looks may end the race are declared before the first run, so nobody can stop at a convenient moment.
---until-decided looks after every pair, with bounds that keep alpha (stats.bounds).
+A first run does not count: it warms the machine up, and its log is not kept. race.jsonl states it as run 0. Where runs
+compile (on GPUs, or with --compile on), each other side runs up to its first step before that, so that all counted runs
+find their code in this checkout's .cache. All sides share it, and it outlives the race. Then pairs run a b, b a, a b,
+...: a machine that warms up or becomes busier then affects both sides equally. Run i has seed BASE + i on both sides
+(BASE: --seed among the flags, or 0). The largest number of runs, the deciding test (--test), and whether looks may end
+the race are declared before the first run, so nobody can stop at a convenient moment. --until-decided looks after every
+pair, with bounds that keep alpha (stats.bounds).
 
 logs/race-ID/ contains the logs of both sides and:
   race.jsonl         the declaration, and a line before and after each run, also for runs that failed
@@ -35,7 +38,7 @@ copied here; race.jsonl states which run it is.
 Runs are started by `python -I` and without PYTHON* variables, so that neither PYTHONPATH nor sitecustomize nor user
 packages change their clocks. Packages installed beside torch still could.
 
-Exit status: 0 all runs are done, 1 one failed, 2 the race cannot be run, 130 interrupted.
+Exit status: 0 all runs are done, 1 one failed, 2 the race cannot be run or judged, 130 interrupted.
 """
 
 import signal
@@ -86,11 +89,27 @@ PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # loaded now: a child must no
 ALONE = [sys.executable, "-I"]  # ignores PYTHON* variables and user packages
 STEP = re.compile(rb"(?:step|s):(\d{1,18})[/ ]")
 
-# Before any run: the script checks its flags and says what it would save
-CHECK = ("import json, sys; sys.path.insert(0, ''); import train_gpt as t; ranks, *flags = sys.argv[1:]\n"
-         "try: _, config = t.parse_config([*flags, '--race=ID:1:1:'], 'laptop'); t.check_config(config, int(ranks))\n"
-         "except t.RunError as error: sys.exit(str(error))\n"
-         "print(json.dumps({'target': getattr(config, 'target_val_loss', None)}))")
+# Before any run: the script checks its flags, opens its data, and says what sides must have in common
+CHECK = """
+import json, sys
+sys.path.insert(0, "")
+import train_gpt as t
+ranks, *flags = sys.argv[1:]
+try:
+    gpus = getattr(t, "count_gpus", int)()  # older revisions lack it, and init_from
+    _, config = t.parse_config([*flags, "--race=ID:1:1:"], "speedrun" if gpus else "laptop")
+    t.check_config(config, int(ranks))
+    train, val = t.find_shards(config.train_files, config.train_shards), t.find_shards(config.val_files)
+    if hasattr(t, "gpt2_token_bytes") and train[0].encoding[0] == t.GPT2_VOCAB and any(
+            stage.first["prefix_weight"] or stage.last["prefix_weight"] for stage in t.stages_of(config)):
+        t.gpt2_token_bytes(train[0].path.parent)
+    if getattr(config, "init_from", ""):
+        open(config.init_from).close()
+except (t.RunError, OSError) as error:
+    sys.exit(str(error))
+print(json.dumps({"target": config.target_val_loss, "compiles": gpus > 0 or config.compile == "on",
+                  "validation": [config.val_len, config.val_tokens, *((s.path.name, s.tokens) for s in val)]}))
+"""
 # Wraps a rank, as torchrun passes no open file on: the rank holds the race's lock as long as it lives
 HOLD = ("import fcntl, os, sys; lock = os.open(sys.argv[1], os.O_RDONLY); fcntl.flock(lock, fcntl.LOCK_SH)\n"
         "os.set_inheritable(lock, True); os.execv(sys.argv[2], sys.argv[2:])")
@@ -126,7 +145,7 @@ def describe_sides(ideas, cmd, flags, name=None):
     if cmd is not None:
         return {"a": here, "b": {"revision": None, "flags": split_flags(cmd), "folder": ideas[0]}}
     if all(idea.startswith("-") for idea in ideas):
-        sides = [{**ours, "flags": flags + split_flags(idea)} for idea in [*ideas, ""]]
+        sides = [{**ours, "flags": flags + start.spelled(split_flags(idea))} for idea in [*ideas, ""]]
         sides[-1] |= {"name": name} if name else {}
         return dict(zip(string.ascii_lowercase, sides))
     sides = {"this checkout": (git("hash-object", SCRIPT), here)}
@@ -170,7 +189,7 @@ def check_flags(flags):
     for word in words:
         name, given, value = word.partition("=")
         require(name not in OWN_FLAGS, f"the race sets {name}; leave it out")
-        if name not in ("--seed", "--train_files", "--val_files"):
+        if name not in ("--seed", "--train_files", "--val_files", "--init_from"):
             kept.append(word)
             continue
         value = value if given else next(words, "")
@@ -178,7 +197,8 @@ def check_flags(flags):
             require(value.isdecimal(), f"--seed is {value!r}; give a whole number: run i gets the seed that many + i")
             seed = int(value)
         else:
-            kept += [name, os.path.join(glob.escape(str(ROOT)), value)]  # absolute paths stay
+            root = str(ROOT) if name == "--init_from" else glob.escape(str(ROOT))
+            kept += [name, os.path.join(root, value)]  # absolute paths stay
     return seed, kept
 
 
@@ -194,10 +214,10 @@ def folders(sides):
                 found[side] = home / version["revision"][:12]
                 require(git("worktree", "add", "--detach", str(found[side]), version["revision"]) is not None,
                         f"git cannot add a worktree of {version['revision'][:12]} in {home}; free space or set TMPDIR")
-                for shard in (ROOT / "data").glob("*/*.bin"):
-                    link = found[side] / shard.relative_to(ROOT)
+                for file in (ROOT / "data").glob("*/*"):  # shards, and what the script reads beside them
+                    link = found[side] / file.relative_to(ROOT)
                     link.parent.mkdir(parents=True, exist_ok=True)  # a link to the folder would show up in git status
-                    link.symlink_to(shard)
+                    link.symlink_to(file)
         yield found
     finally:
         shutil.rmtree(home, ignore_errors=True)
@@ -212,13 +232,19 @@ def source_hash(version, folder):
 
 
 def check_sides(race, where):
-    """Raise CannotRace unless each side has the source that the race began with, and its script accepts the flags."""
+    """Raise CannotRace unless each side has the source that the race began with, its script accepts flags and data, and
+    the sides can be compared."""
     for side, version in race["sides"].items():
         script = f"{SCRIPT}{' of side ' + side if side else ''}"
         (check_command if "folder" in version else check_script)(version, where[side], script, race["ranks"])
         seen = source_hash(version, where[side])
         require(version.setdefault("source_sha256", seen) == seen, f"{script} has changed since the race began; "
                 f"restore it (SHA-256 {version['source_sha256'][:8]}...), or race again")
+    ours = [version for version in race["sides"].values() if "folder" not in version]
+    for name, flags in (("validation", "--val_files, --val_len and --val_tokens"), ("target", "--target_val_loss")):
+        found = {json.dumps(version[name]) for version in ours}
+        require(len(found) == 1 or name == "target" and len(ours) > 2, f"the sides differ in their {name}, so no "
+                f"verdict could compare them: {logs.some(sorted(found), 2, ' and ')}; give {flags} behind --, for all sides")
 
 
 def check_script(version, folder, script, ranks):
@@ -226,7 +252,7 @@ def check_script(version, folder, script, ranks):
                           capture_output=True, text=True)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise CannotRace(f"{script} rejects its flags: {why}")
+        raise CannotRace(f"{script} rejects its flags or data: {why}")
     version.update(json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -247,7 +273,9 @@ def command(ranks, lock):
 
 
 def environment(**more):
-    return {**{name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}, **more}
+    """Return the variables of a run. All sides compile into this checkout, since worktrees go with their race."""
+    caches = {f"{name}_CACHE_DIR": str(ROOT / ".cache" / name.lower()) for name in ("TORCHINDUCTOR", "TRITON")}
+    return {**caches, **{name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}, **more}
 
 
 def lock_race(path):
@@ -347,8 +375,18 @@ def take_log(folder, before, log):
         return f"its log {newest} holds no complete run: {why}"
 
 
-def run_once(manifest, folder, lock, run, side, interrupts):
-    """Run once, with a line in the manifest before and after. Return the status: done, failed or interrupted."""
+def first_runs(manifest, todo):
+    """Return the sides that run before `todo`, uncounted. The last warms the machine up, by a whole run. Where runs
+    compile, each other side that has not run yet stops at its first step (another project's script, which does not tell
+    its steps, at its end): the cache then holds its code."""
+    sides, next_side = manifest.race["sides"], todo[0][1]
+    ran = {attempt["side"] for attempt in manifest.attempts.values() if attempt["status"] in ("done", "compiled")}
+    compiles = any(version.get("compiles") for version in sides.values())
+    return [*(side for side in sides if compiles and side not in {*ran, next_side}), next_side]
+
+
+def run_once(manifest, folder, lock, run, side, interrupts, compile_only=False):
+    """Run once, with a line in the manifest before and after. Return done, compiled, failed or interrupted."""
     race = manifest.race
     tries = sum((attempt["run"], attempt["side"]) == (run, side) for attempt in manifest.attempts.values())
     run_id = f"{race['id']}_{run:02}{side}" + (f"_again{tries}" if tries else "")
@@ -367,7 +405,7 @@ def run_once(manifest, folder, lock, run, side, interrupts):
     # in its own session: Ctrl-C reaches only race.py, which passes it on and records the result
     process = subprocess.Popen(words, cwd=folder, env=environment(**threads), start_new_session=True,
                                pass_fds=[lock.fileno()], preexec_fn=die_with_parent)
-    while process.poll() is None and not interrupts:
+    while process.poll() is None and not interrupts and not (compile_only and stamps.steps):
         stamps.look()
         time.sleep(LOOK_S)
     interrupted = process.poll() is None
@@ -379,6 +417,8 @@ def run_once(manifest, folder, lock, run, side, interrupts):
         say(f"`{shlex.join(words)}` of side {side} ended with exit status {code}, and {wrong}")
     # a complete log is a run, whatever its processes' exit status: it must not be repeated
     status = "done" if complete_log(log) else "interrupted" if interrupted else "failed"
+    if compile_only and not interrupts and (stamps.steps or status == "done"):
+        status = "compiled"
     manifest.write({**attempt, "ended_at": now(), "status": status, "exit": code, "seconds": seconds,
                     "logged": log.exists(), "stamps": stamped, "figures": logs.last_run(str(log)).figures})
     if not run:
@@ -387,10 +427,11 @@ def run_once(manifest, folder, lock, run, side, interrupts):
 
 
 def stop(process, interrupts):
-    """Interrupt a run with all its ranks; kill them after PATIENCE_S or at the next interrupt."""
+    """Interrupt a run with all its ranks, or end it without a word where nobody interrupts; kill them after PATIENCE_S
+    or at the next interrupt."""
     patient_until, heard = time.monotonic() + PATIENCE_S, len(interrupts)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT if interrupts else signal.SIGTERM)
         while process.poll() is None and time.monotonic() < patient_until and len(interrupts) == heard:
             time.sleep(LOOK_S)
         if process.poll() is None:
@@ -497,35 +538,37 @@ def run_all(manifest, where, lock):
     race, how, names = manifest.race, resume_command(manifest), logs.side_names(manifest.race)
     looks, each, folder = race["until_decided"], len(race["sides"]), manifest.path.parent
     todo = [which for which in order(race["n"], race["sides"]) if which not in manifest.done()]
-    for i, (run, side) in enumerate([(0, todo[0][1]), *todo] if todo else []):
+    first = first_runs(manifest, todo) if todo else []
+    for i, (run, side) in enumerate([*((0, side) for side in first), *todo]):
         done = len(manifest.done())
         if looks and done >= 2 * each and done % each == 0 and (reason := decided(manifest)):
             say(f"decided: {reason}")
             break
-        what = f"run {done + 1} of {'at most ' * looks}{each * race['n']}" if run else "a first run, not counted"
+        compile_only = i < len(first) - 1
+        what = (f"run {done + 1} of {'at most ' * looks}{each * race['n']}" if run else
+                "compiling up to the first step, not counted" if compile_only else "a first run, not counted")
         say(f"{what}: {f'side {side}, ' if side else ''}{names[side]}, seed {race['seed'] + run}; "
-            f"{time_left(manifest, len(todo) + 1 - i)}")
+            f"{time_left(manifest, len(first) + len(todo) - i)}")
         require(source_hash(race["sides"][side], where[side]) == race["sides"][side]["source_sha256"],
                 f"{SCRIPT} was changed during the race; restore it and resume with: {how}")
         with interrupts_deferred() as interrupts:
-            status = run_once(manifest, where[side], lock, run, side, interrupts)
+            status = run_once(manifest, where[side], lock, run, side, interrupts, compile_only)
         sides = whole_rounds(sides_done(manifest)) if run else []
         found, text = interim(manifest, sides)
         if sides:
             draw(manifest, sides, found)
-        if interrupts or status != "done":
-            ended = {"done": "is done, and the race interrupted", "interrupted": "was interrupted",
-                     "failed": "failed (see above)"}[status]
+        if interrupts or status not in ("done", "compiled"):
+            ended = {"interrupted": "was interrupted", "failed": "failed (see above)"}.get(
+                status, "is done, and the race interrupted")
             say(f"{f'run {run}{side}' if run else what + ','} {ended}; {len(manifest.done())} of {each * race['n']} "
                 f"runs are done and kept. Resume with: {how}")
             return 1 if status == "failed" else 130
-        if text and len(manifest.done()) % each == 0 and i < len(todo):
+        if text and len(manifest.done()) % each == 0 and i < len(first) + len(todo) - 1:
             say(text)
     say(f"all runs are done; logs: {folder}\n")
-    if each > 2:
-        ladder.main([str(folder)])
-    else:
-        stats.main(stats_arguments(manifest))
+    judged = ladder.main([str(folder)]) if each > 2 else stats.main(stats_arguments(manifest))
+    if judged == 2 and race["n"] > 1:  # a single run is not meant to be judged
+        return 2
     add = "ladder.py {} --record {} --title" if each > 2 else "board.py add {} {}"
     add = add.format(os.path.relpath(folder, ROOT), f"records/{datetime.now():%Y-%m-%d}_NAME")
     say(f'to keep this {"trial" if race.get("trial") else "race"} as a record: .venv/bin/python records/{add} "what was tried"')
@@ -542,6 +585,8 @@ def new_race(options):
     """Return the Manifest of a new race, not yet written."""
     seed, flags = check_flags(options.flags)
     sides = describe_sides(options.vs, options.cmd, flags, options.name)
+    require(len(sides) < 3 or options.n >= ladder.FEWEST, f"-n is {options.n}, and {len(sides)} sides are judged as a "
+            f"ladder, from {ladder.FEWEST} runs of each on; give -n {ladder.FEWEST} or more")
     require(all(check_flags(side["flags"])[0] is None for side in sides.values() if "folder" not in side),
             "--vs sets --seed, and all sides share theirs; give --seed once, behind --")
     race_id = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{uuid.uuid4().hex[:4]}"
@@ -556,7 +601,8 @@ def new_race(options):
 
 def parse(arguments):
     parser = argparse.ArgumentParser(description="Time runs of one version, or of several in turn.", allow_abbrev=False,
-                                     epilog="Exit status: 0 all done, 1 one failed, 2 cannot run, 130 interrupted.")
+                                     epilog="Exit status: 0 all done, 1 one failed, 2 cannot be run or judged, 130 "
+                                            "interrupted.")
     add = parser.add_argument
     start.add_race_options(parser)
     add("--ranks", type=int, default=1, help="processes of a run (default: 1; run.sh knows what fits)")

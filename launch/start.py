@@ -114,19 +114,19 @@ def join_versions(words):
     return words
 
 
-def spelled(words, parser):
-    """Write each --flag as its program does, with dashes or with underscores."""
+def spelled(words, own=()):
+    """Write each --flag as its program does: with dashes if it is in `own`, else with underscores as train_gpt.py."""
     def spell(word):
         name, equals, value = word.partition("=")
         dashes, underscores = f"--{name[2:].replace('_', '-')}", f"--{name[2:].replace('-', '_')}"
-        return (dashes if dashes in parser._option_string_actions else underscores) + equals + value
+        return (dashes if dashes in own else underscores) + equals + value
     return [spell(word) if re.match(r"--\w", word) else word for word in words]
 
 
 def parse(words):
     """Return (options, the race's words, flags for train_gpt.py), with paths as seen from the user's folder."""
     parser = make_parser()
-    options, flags = parser.parse_known_args(join_versions(spelled(words, parser)))
+    options, flags = parser.parse_known_args(spelled(join_versions(words), parser._option_string_actions))
     race = [word for name in ("n", "cmd", "max_n", "test", "alpha", "name") if (value := getattr(options, name)) is not None
             for word in ("-n" if name == "n" else f"--{name.replace('_', '-')}", str(value))]
     race += [word for version in options.vs for word in ("--vs", version)] + ["--until-decided"] * options.until_decided

@@ -1,6 +1,6 @@
 """Judge a ladder: ideas raced in turn against one base, each with the same seeds, in one race or on several days.
 
-    python launch/race.py -n 5 --vs "--sublayer_scales true" --vs "--untie_at 0.67" -- --preset laptop     race two ideas
+    python launch/race.py -n 5 --vs "--sublayer_scales true" --vs "--sync step" -- --preset laptop      race two ideas
     python records/ladder.py logs/race-ID logs/race-OTHER               print the table of these races, or of a record
     python records/ladder.py logs/race-ID --record records/DATE_ladder  also keep it, as board.py add does: page, plot and logs
     python records/ladder.py logs/race-ID --equal-time                  also print the command of a race at equal time
@@ -32,6 +32,7 @@ import pages
 import picture
 import stats
 
+FEWEST = 3  # runs of each side
 NO_LONGER = 1.1  # times the base's time: an interval that ends below it shows no cost
 ARCHIVE, PICTURE = "logs.tar.xz", "ladder.png"  # all logs contain the same source, so they compress well together
 VALIDATION = "val data", "val_tokens", "val_len"  # keys of facts_of
@@ -53,8 +54,8 @@ def read(folder):
     manifest = stats.Manifest.read(folder / stats.MANIFEST)
     race, done, runs = manifest.race, manifest.done(), {}
     sides, n = race["sides"], race["n"]
-    stats.require(len(sides) > 1 and n > 2, f"{folder}: a race of {logs.plural(len(sides), 'side')}, "
-                  f"{logs.plural(n, 'run')} of each; a ladder has a base, an idea or more, and three runs of each")
+    stats.require(len(sides) > 1 and n >= FEWEST, f"{folder}: a race of {logs.plural(len(sides), 'side')}, "
+                  f"{logs.plural(n, 'run')} of each; a ladder has a base, an idea or more, and {FEWEST} runs of each")
     stats.require(not race["until_decided"] and all("folder" not in side for side in sides.values()), f"{folder}: a race "
                   "with another project, or one that ends when it is decided; stats.py judges this")
     missing = sum((run, side) not in done for side in sides for run in range(1, n + 1))

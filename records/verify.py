@@ -580,7 +580,7 @@ def check_attempts(manifest, runs, here, remarks, unknown):
         which, status, seconds = f"{attempt['run']}{attempt['side']}", attempt["status"], attempt.get("seconds")
         what, log = f"run {which}, {run_id}", here.get(run_id)
         if not attempt["run"]:  # the first run, which warms the machine up; its log is not kept
-            if before not in (None, "failed", "interrupted", "lost"):
+            if before not in (None, "compiled", "failed", "interrupted", "lost"):
                 unknown.append(f"{run_id}, which does not count, followed a run that was done: a race that was resumed, "
                                "or a hidden run")
             before = status

@@ -23,6 +23,8 @@ from conftest import forked, free_port
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
 import export  # noqa: E402
+import ladder  # noqa: E402
+import race  # noqa: E402
 import start  # noqa: E402
 import stats  # noqa: E402
 import verify  # noqa: E402
@@ -199,6 +201,29 @@ def test_the_commands_of_a_first_hour(clone, monkeypatch, capsys):
         assert line in "".join(said.values()), line
     assert next(iter(said.values())).startswith("def read(")
     assert (clone / "logs/speedrun/steps.csv").read_text().count("\n") == 1 + 20 + 1
+
+
+def test_every_documented_run_and_race_is_accepted_by_the_programs_parsers():
+    """Also the script's: flags that it lacks, values that it refuses, ideas of several flags, and numbers of ranks."""
+    found = [line for text in (race.__doc__, ladder.__doc__, start.COMMANDS)
+             for line in re.findall(r"^ +((?:python launch/race\.py|\./run\.sh).*?)(?:  .*)?$", text, re.M)]
+    found += [line for text in PAGES.values() for line in commands(text) if re.match(r"(\w+=\S* )?\./run\.sh", line)]
+    assert len(found) > 30
+    for line in found:
+        program, words = re.fullmatch(r".*?(run\.sh|race\.py) ?(.*)", line).groups()
+        words, flags, ranks = shlex.split(words), [], 8
+        if program == "run.sh":
+            _, words, flags = start.parse(words)
+        if words:
+            options = race.parse(words)
+            flags, ranks = flags + options.flags, options.ranks
+        if "--resume" in line:
+            continue
+        ideas = [idea for idea in options.vs if idea.startswith("-")] if words else []
+        for side in race.describe_sides(ideas, None, race.check_flags(flags)[1]).values():
+            preset, config = train_gpt.parse_config(side["flags"], "laptop")
+            if preset == "laptop":  # others do not fit on every machine
+                train_gpt.check_config(config, ranks if program == "race.py" else train_gpt.usable_ranks(config, ranks))
 
 
 def test_every_flag_is_one_of_a_program_here_and_every_link_leads_somewhere():

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from conftest import TINY, wait_until, write_corpus
+from conftest import TINY, some_documents, wait_until, write_corpus, write_gpt2_tokens, write_shard
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
@@ -39,22 +39,30 @@ DRAW = race.draw  # most races here draw nothing
 
 # Takes train_gpt.py's flags of a race and two of its own, and writes its log. SPEED stands for what a version changes.
 SCRIPT = '''
-import argparse, hashlib, json, os, signal, sys, time
+import argparse, hashlib, json, os, signal, sys, time, types
 from pathlib import Path
 SPEED = 100
 class RunError(Exception): pass
+class Config(argparse.Namespace):
+    target_val_loss, compile, train_shards, train_files, val_files, val_len, val_tokens = None, "off", 0, "train", "val", 8, 0
+def find_shards(pattern, limit=0):
+    found = sorted(Path(__file__).parent.glob(f"data/toy/toy_{pattern}_*.bin"))
+    if not found: raise RunError(f"no shard matches {pattern}")
+    return [types.SimpleNamespace(path=path, tokens=path.stat().st_size, encoding=(256, 0)) for path in found]
 def parse_config(argv, preset):
     p = argparse.ArgumentParser("train_gpt.py", allow_abbrev=False)
     for name in ("run_id", "log_dir", "race", "mood"): p.add_argument("--" + name, default="")
     for name in ("seed", "slower", "worse"): p.add_argument("--" + name, type=int, default=0)
     p.add_argument("--num_steps", type=int, default=1)
-    return preset, p.parse_args(argv)
+    for name in ("val_files", "compile"): p.add_argument("--" + name, default=argparse.SUPPRESS)
+    for name in ("val_len", "target_val_loss"): p.add_argument("--" + name, type=float, default=argparse.SUPPRESS)
+    return preset, p.parse_args(argv, Config())
 def check_config(c, ranks):
     if c.slower < 0: raise RunError(f"slower is {c.slower}; give 0 or more")
 def main(argv):
     preset, c = parse_config(argv, "laptop")
     here = Path(__file__).parent
-    if not (here / "data/toy/toy_train_000001.bin").read_bytes(): sys.exit("no data")
+    if not all((here / f"data/toy/{name}").read_bytes() for name in ("toy_train_000001.bin", "beside.it")): sys.exit("no data")
     source = Path(__file__).read_text()
     race = dict(zip(("race_id", "run", "declared_n", "side"), c.race.split(":")))
     race.update(run=int(race["run"]), declared_n=int(race["declared_n"]))
@@ -62,6 +70,7 @@ def main(argv):
     start = {"run_id": c.run_id, "seed": c.seed, "config": vars(c), "ranks": 1, "preset": preset,
              "hardware": {"cores": os.cpu_count()},
              "source_sha256": hashlib.sha256(source.encode()).hexdigest(),
+             "caches": [os.environ[f"{name}_CACHE_DIR"] for name in ("TORCHINDUCTOR", "TRITON")],
              "race": race, "isolated": sys.flags.isolated}
     ms = SPEED + c.slower + c.seed * (3 if c.mood == "jittery" and race["side"] == "b" else 1)
     with open(Path(c.log_dir) / f"{c.run_id}.txt", "x") as log:
@@ -70,6 +79,8 @@ def main(argv):
         if c.mood == "stubborn":
             for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)
             Path("deaf").touch(); time.sleep(3600)
+        if c.compile == "on" and race["side"] == "b" and race["run"] == 0:
+            print("step:1/4 train_time:1ms step_avg:1.00ms", file=log, flush=True); time.sleep(3600)
         steps = 4 if c.mood == "slowly" else 1
         for step in range(1, steps):
             print(f"step:{step}/4 train_time:{step}ms step_avg:1.00ms", file=log, flush=True)
@@ -116,7 +127,8 @@ def repo(tmp_path, monkeypatch):
     """A repository with two versions of the script, the second checked out, in which race.py works."""
     repo = tmp_path / "repo"
     (repo / "data/toy").mkdir(parents=True)
-    (repo / "data/toy/toy_train_000001.bin").write_bytes(b"tokens")
+    for name in "toy_train_000001.bin", "toy_val_000000.bin", "beside.it":
+        (repo / "data/toy" / name).write_bytes(b"tokens")
     (repo / ".gitignore").write_text("/data/*/\n/logs/\n")
     git(repo, "init", "-q")
     git(repo, "add", "-A")
@@ -283,7 +295,7 @@ def test_another_project_s_script_is_interrupted_with_the_race_and_goes_on(repo,
     assert "train_gpt.py of side b has changed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("vs", ["--slower 7", "--slower=7"])
+@pytest.mark.parametrize("vs", ["--slower 7", "--slower=7", "--slower 7 --num-steps 1", "--num-steps=1 --slower '7'"])
 def test_other_flags(repo, vs):
     assert race.main(["-n", "1", "--vs", vs, "--", "--mood", "good"]) == 0
     folder, _, events = only_race(repo)
@@ -355,7 +367,7 @@ def test_a_ladder_judges_each_idea_against_the_base(repo, capsys):
 
 def test_an_idea_whose_time_is_unknown_is_not_kept(repo, monkeypatch):
     """Its runs took half to three times the base's time; the interval is one of ratios, so it is above 0."""
-    assert race.main(["-n", "3", "--vs", "--worse -1", "--", "--mood", "good"]) == 0
+    assert race.main(["-n", "3", "--vs", "--worse -1", "--", "--mood", "good"]) == 2  # equal times: no claim
     folder, lasted = only_race(repo)[0], {1: 1.0, 2: 3.0, 3: 0.5}
     (row,) = ladder.judge([ladder.read(folder)])["rows"]
     assert row["kept"] == "yes" and row["verdict"].time == stats.Contrast(1.0)
@@ -379,8 +391,9 @@ def test_holm_s_correction():
 @pytest.mark.parametrize("words, says", [
     (["-n", "2", "--vs", "HEAD~1", "--vs", "--slower 1"], "give flags alone, or revisions alone"),
     (["--until-decided", "--max-n", "4", "--vs", "--slower 1", "--vs", "--slower 2"], "--vs is given 2 times; a race has 25"),
-    (["-n", "2", "--vs", "--slower 1", "--vs", "--seed 3"], "--vs sets --seed, and all sides share theirs"),
-    (["-n", "2", "--vs", "--slower 1", "--vs", "--slower -3"], "side b rejects its flags: slower is -3")])
+    (["-n", "2", "--vs", "--slower 1", "--vs", "--slower 2"], "from 3 runs of each on"),
+    (["-n", "3", "--vs", "--slower 1", "--vs", "--seed 3"], "--vs sets --seed, and all sides share theirs"),
+    (["-n", "3", "--vs", "--slower 1", "--vs", "--slower -3"], "side b rejects its flags or data: slower is -3")])
 def test_ladders_that_cannot_be(repo, capsys, words, says):
     try:
         assert race.main(words) == 2
@@ -393,7 +406,7 @@ def test_ladders_that_cannot_be(repo, capsys, words, says):
 def test_a_ladder_of_races_on_several_days(repo, capsys):
     """Each idea against its own race's base, Holm's correction over all, one page, and all logs in a record."""
     for ideas, n in ((["--worse -1"], 3), (["--worse 2", "--slower 7 --worse -1"], 4)):
-        assert race.main(["-n", str(n), *(f"--vs={idea}" for idea in ideas), "--", "--mood", "good"]) == 0
+        assert race.main(["-n", str(n), *(f"--vs={idea}" for idea in ideas), "--", "--mood", "good"]) == (2 if n == 3 else 0)
     folders = sorted((repo / "logs").iterdir(), key=os.path.getmtime)
     alone = [ladder.judge([ladder.read(folder)])["rows"] for folder in folders]
     found = ladder.judge(map(ladder.read, folders))
@@ -420,7 +433,7 @@ def test_a_ladder_of_races_on_several_days(repo, capsys):
 
 def test_bases_that_differ_make_no_ladder(repo, capsys):
     for _ in range(2):
-        assert race.main(["-n", "3", "--vs", "--worse 2"]) == 0
+        assert race.main(["-n", "3", "--vs", "--worse 2 --slower 1"]) == 0
     folders = sorted((repo / "logs").iterdir(), key=os.path.getmtime)
     whole = {path: path.read_text() for path in folders[1].glob("*.txt")}
     for old, new, says in (('"slower": 0', '"slower": 3', "slower: 0 and 3: judge each race by itself"), ("SPEED = 100", "SPEED  = 100", "source: "),
@@ -431,11 +444,11 @@ def test_bases_that_differ_make_no_ladder(repo, capsys):
 
 
 def test_an_idea_that_is_validated_on_something_else_is_no_rung(repo, capsys):
-    assert race.main(["-n", "3", "--vs", "--worse 2"]) == 0
+    assert race.main(["-n", "3", "--vs", "--worse 2 --slower 1"]) == 0
     (folder,) = (repo / "logs").iterdir()
     for path in folder.glob("*a.txt"):
-        path.write_text(path.read_text().replace('"slower": 0', '"slower": 0, "val_len": 9'))
-    assert ladder.main([str(folder)]) == 2 and "--worse 2: an idea must be validated on the same data as its base" in capsys.readouterr().err
+        path.write_text(path.read_text().replace('"slower": 1', '"slower": 1, "val_len": 9'))
+    assert ladder.main([str(folder)]) == 2 and "--worse 2 --slower 1: an idea must be validated on the same data as its base" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words, says", [
@@ -459,7 +472,7 @@ def test_a_ladder_takes_losses_in_full_and_three_runs(repo, capsys):
     declared = json.loads(first)
     declared["race"].update(n=2, order=declared["race"]["order"][:6])
     (folder / "race.jsonl").write_text(json.dumps(declared) + "\n" + "".join(rest))
-    assert ladder.main([str(folder)]) == 2 and "three runs of each" in capsys.readouterr().err
+    assert ladder.main([str(folder)]) == 2 and "3 runs of each" in capsys.readouterr().err
 
 
 def test_a_race_by_a_flag_judges_the_side_that_has_it(repo, capsys):
@@ -502,6 +515,28 @@ def test_a_run_is_noted_before_it_starts_and_after(repo, monkeypatch):
     assert ended == {**noted[0], "status": "done", "exit": 0, "seconds": ended["seconds"], "logged": True, "stamps": ended["stamps"], "figures": ended["figures"],
                      "ended_at": ended["ended_at"]}
     assert noted[0]["started_at"] <= ended["ended_at"] and "+00:00" in ended["ended_at"]
+
+
+def test_where_runs_compile_each_side_does_so_before_the_runs_that_count(repo, monkeypatch):
+    """It stops at its first step. A race that is resumed compiles nothing again; all sides use the checkout's cache."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
+    assert race.main(["-n", "2", "--vs", "HEAD~1", "--", "--compile", "on"]) == 0
+    folder = only_race(repo)[0]
+
+    def uncounted():
+        events = [json.loads(line) for line in (folder / "race.jsonl").read_text().splitlines()[1:]]
+        return [(event["side"], event["status"]) for event in events if not event["run"] and event["status"] != "started"]
+    assert uncounted() == [("b", "compiled"), ("a", "done")] and not list(folder.rglob("*_00*"))
+    verdicts = {finding.rule: finding.verdict for finding in verify.verify(verify.parse([str(folder)]))}
+    assert verdicts["every run is accounted for"] == "pass"
+    *lines, _ = (folder / "race.jsonl").read_text().splitlines(True)
+    (folder / "race.jsonl").write_text("".join(lines))
+    (folder / f"{json.loads(lines[-1])['run_id']}.txt").unlink()
+    assert race.main(["--resume", str(folder / "race.jsonl")]) == 0
+    assert uncounted()[2:] == [("a", "done")]
+    for run in logs.read([str(folder)]).runs:
+        assert run.start["caches"] == [str(repo / ".cache/torchinductor"), "/elsewhere"]
 
 
 def test_a_failed_run_stops_the_race_and_is_repeated_with_its_seed(repo, capsys):
@@ -595,7 +630,7 @@ def test_a_run_with_a_whole_log_is_done_however_it_ended(repo, capsys, monkeypat
     assert "run 1 is done, and the race interrupted; 1 of 2 runs are done" in capsys.readouterr().out
     manifest = (folder / "race.jsonl").read_text().replace("sleepy at the end", "lively")
     (folder / "race.jsonl").write_text(manifest)
-    assert race.main(["--resume", str(folder / "race.jsonl")]) == 0
+    assert race.main(["--resume", str(folder / "race.jsonl")]) == 2  # runs of two moods cannot be judged
     assert starts(only_race(repo)[2]) == [(1, "", 1), (2, "", 2)]
 
 
@@ -662,6 +697,10 @@ def test_a_script_that_changed_is_refused(repo, capsys):
     (["-n", "1", "--", "--slower", "-3"], "slower is -3"),
     (["-n", "1", "--vs", "--slower -3"], "of side a rejects its flags"),
     (["-n", "1", "--vs", "--mood 'x"], "close its quotes"),
+    (["-n", "1", "--vs", "--slower 1 --val_files nowhere"], "side a rejects its flags or data: no shard matches nowhere"),
+    (["-n", "1", "--vs", "--val_len 9"], "the sides differ in their validation"),
+    (["-n", "3", "--vs", "--slower 1", "--vs", "--val_files train"], "the sides differ in their validation"),
+    (["-n", "1", "--vs", "--target_val_loss 3"], "the sides differ in their target"),
     (["-n", "1", "--", "--run_id", "x"], "the race sets --run_id"),
     (["-n", "1", "--vs", "--log_dir=x"], "the race sets --log_dir"),
     (["-n", "1", "--vs", "--seed 3"], "share theirs"),
@@ -678,6 +717,21 @@ def test_what_cannot_be_raced_is_one_line_and_starts_nothing(repo, capsys, argum
     error = capsys.readouterr().err
     assert word in error and error.count("\n") == 1
     assert not (repo / "logs").exists()
+
+
+def test_what_the_script_reads_is_opened_before_the_first_run(tmp_path):
+    """Also GPT-2's tokens beside the shards, which frontier reads, and a saved model."""
+    for split in "train", "val":
+        write_shard(tmp_path / f"toy_{split}_000001.bin", some_documents(1, 9000, 50257, 50256), 50257, 50256)
+    shutil.copy(ROOT / "train_gpt.py", tmp_path)
+    flags = ["--preset", "frontier", "--train_files", "toy_train_*.bin", "--val_files", "toy_val_*.bin"]
+    with pytest.raises(race.CannotRace, match="of side b .*gpt2.tiktoken.* is missing"):
+        race.check_script({"flags": flags}, tmp_path, "train_gpt.py of side b", 1)
+    write_gpt2_tokens(tmp_path)
+    race.check_script(side := {"flags": flags}, tmp_path, "train_gpt.py", 1)
+    assert side["target"] == 3.28 and side["validation"][2:] == [["toy_val_000001.bin", 9000]]
+    with pytest.raises(race.CannotRace, match="No such file.*nowhere.pt"):
+        race.check_script({"flags": [*flags, "--init_from", "nowhere.pt"]}, tmp_path, "train_gpt.py", 1)
 
 
 @pytest.mark.parametrize("arguments, word", [
@@ -930,8 +984,8 @@ def test_what_the_environment_says_to_python_does_not_reach_a_run(repo, monkeypa
 
 
 def test_data_paths_are_those_of_the_checkout():
-    assert race.check_flags(["--train_files", "data/x/*.bin", "--val_files=/y/*.bin", "--seed=3"]) == \
-        (3, ["--train_files", str(ROOT / "data/x/*.bin"), "--val_files", "/y/*.bin"])
+    assert race.check_flags(["--train_files", "data/x/*.bin", "--val_files=/y/*.bin", "--seed=3", "--init_from", "logs/m.pt"]) == \
+        (3, ["--train_files", str(ROOT / "data/x/*.bin"), "--val_files", "/y/*.bin", "--init_from", str(ROOT / "logs/m.pt")])
 
 
 @pytest.mark.slow

@@ -282,6 +282,9 @@ RANKS = "[--nproc_per_node={}][--no-python][PY][-I][-u][train_gpt.py]"
      ["[launch/race.py][--resume][HERE/race.jsonl][--cmd][x y][--vs][../theirs]"]),
     (0, ["-n", "5", "--vs", "--sync=step", "--vs", "--sync step", "--seed", "1"],
      ["[PY][data/stdlib.py]", "[launch/race.py][-n][5][--vs][--sync=step][--vs][--sync step][--ranks][2][--][--preset][laptop][--seed][1]"]),
+    (0, ["-n", "2", "--vs", "--muon_lr 0.05 --adam-lr -1e-3 --train_files 'data/own-x y/*.bin'", "--vs=--b -0.5", "--adam-lr", "1e-3"],
+     ["[PY][data/stdlib.py]", "[launch/race.py][-n][2][--vs][--muon_lr 0.05 --adam-lr -1e-3 --train_files 'data/own-x y/*.bin'][--vs][--b -0.5]"
+      "[--ranks][2][--][--preset][laptop][--adam_lr][1e-3]"]),
     (0, ["-n", "10", "--vs", "REVISION", "--test", "unpaired", "--alpha", ".05"],
      ["[PY][data/stdlib.py]", "[launch/race.py][-n][10][--test][unpaired][--alpha][0.05][--vs][REVISION][--ranks][2][--][--preset][laptop]"]),
     (0, ["--muon-lr", ".05", "--init-from=m", "--max_n", "9", "--until_decided"], ["[PY][data/stdlib.py]",
