@@ -57,14 +57,15 @@ if ! ready; then
     if ! "${own[@]}" "$python" -m pip --version >/dev/null 2>&1; then
         say "packages: creating .venv with $("$base" --version): about a minute and $size"
         rm -rf "$here/.venv"
-        problem=$("${own[@]}" "$base" -m venv "$here/.venv" 2>&1) || fail "$base cannot create .venv (Debian has venv in python3-venv): $problem"
+        problem=$("${own[@]}" "$base" -m venv "$here/.venv" 2>&1) ||
+            fail "$base cannot create .venv (Debian has venv in python3-venv): $problem"
     fi
     say "packages: installing $list into .venv"
-    "${own[@]}" "$python" -m pip install --quiet --disable-pip-version-check ${build[@]+"${build[@]}"} -r "$here/$list" ||
+    "${own[@]}" "$python" -m pip install -q --disable-pip-version-check ${build[@]+"${build[@]}"} -r "$here/$list" ||
         fail "pip could not install $list, see above; check the network, then run this again"
     printf '%s\n' "$wanted" > "$stamp"
-    ready || fail "pip ended without an error, but .venv lacks packages of $list. Remove .venv and run this again; if that does" \
-        "not help, pip's settings send packages elsewhere (target, prefix or root): $python -m pip config list"
+    ready || fail "pip ended without an error, but .venv lacks packages of $list. Remove .venv and run this again; if" \
+        "that does not help, pip's settings send packages elsewhere (target, prefix or root): $python -m pip config list"
 fi
 [ "${1:-}" != --setup ] || { say "packages: ready in .venv"; exit; }
 [ "${1:-}" != --setup-tests ] || exit 0

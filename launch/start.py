@@ -139,7 +139,7 @@ def parse(words):
     if options.init_from is not None:
         flags += ["--init_from", options.init_from]
     for name in ("val_fraction", "field"):
-        require(options.text or not getattr(options, name), f"--{name.replace('_', '-')} needs --text, which it is about")
+        require(options.text or not getattr(options, name), f"--{name.replace('_', '-')} needs --text")
     if options.resume is None:
         return options, race, flags
     require(not options.text, "--resume continues with the text of its run; leave out --text")
@@ -177,7 +177,8 @@ def call(words, kept, each_line=None):
                 child.send_signal(unsent.pop())
     noted, unsent, child = [], [signal.SIGINT], None
     signal.signal(signal.SIGINT, pass_on)
-    with subprocess.Popen(words, stdout=each_line and subprocess.PIPE, text=True, errors="replace", preexec_fn=prepare_child) as child:
+    with subprocess.Popen(words, stdout=each_line and subprocess.PIPE, text=True, errors="replace",
+                          preexec_fn=prepare_child) as child:
         if noted:  # before there was a child
             pass_on()
         for line in child.stdout or ():
@@ -212,7 +213,8 @@ def encode_text(paths, options):
         print(line, end="", flush=True)
     lines, name = [], re.sub(r"[^A-Za-z0-9]", "_", Path(paths[0]).stem)
     shards = f"data/own-{name}-{zlib.crc32(os.fsencode(chr(10).join(paths)))}"  # other paths, another folder
-    make_data("text.py", *paths, "--out", shards, "--encoding", "bytes", "--force", "--by-content", *options, each_line=show)
+    make_data("text.py", *paths, "--out", shards, "--encoding", "bytes", "--force", "--by-content", *options,
+              each_line=show)
     shards = lines[-1].strip()  # another text, another folder: an earlier run may still need its own
     return ["--preset", "laptop", "--train_files", f"{shards}/*_train_*.bin", "--val_files", f"{shards}/*_val_*.bin"]
 
@@ -378,7 +380,7 @@ def remove_old_models(folder):
         found = re.search(rb'^\{"run_id": "%b".*' % re.escape(os.fsencode(model.stem)), log.read_bytes() if log.exists() else b"", re.M)
         if found:
             run = json.loads(found[0])
-            data = re.sub(r"(/own-.*)-\w+/", r"\1/", run["config"]["train_files"])  # an edited text is the same data set
+            data = re.sub(r"(/own-.*)-\w+/", r"\1/", run["config"]["train_files"])  # one data set, edited or not
             newer = seen.setdefault((run["preset"], data), [])
             if sum(steps >= run["config"]["num_steps"] for steps in newer) >= MAX_MODELS:
                 model.unlink()
