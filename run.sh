@@ -1,7 +1,11 @@
 #!/usr/bin/env bash
 # Create .venv once, then become launch/start.py, which knows all options: ./run.sh --help
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"  # sh run.sh
 set -euo pipefail
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+unset CDPATH PYTHONHOME  # cd would print; .venv's Python would not start
+script=${BASH_SOURCE[0]}
+[ ! -L "$script" ] || script=$(readlink -f "$script")
+here=$(cd "$(dirname "$script")" && pwd)
 python=$here/.venv/bin/python kept="nothing was started" waits=0
 say() { printf 'run.sh: %s\n' "$*" >&2; }
 fail() { say "error: $*"; exit 1; }
@@ -10,7 +14,10 @@ trap '' USR1  # it asks a run for a checkpoint, and there is no run yet
 list=requirements.txt stamp=$here/.venv/ready
 [ "${1:-}" != --setup-tests ] || list=tests/requirements.txt stamp=$here/.venv/ready-tests  # test.sh, after --setup
 wanted=$(cksum < "$here/$list")
-ready() { [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && "$python" -c '' 2>/dev/null; }
+# .venv is complete only if its own Python finds each package: a replaced system Python looks elsewhere
+installed='import re, sys; from importlib.metadata import version
+for line in open(sys.argv[1]): (name := re.match(r"[\w-]+", line)) and version(name[0])'
+ready() { [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && "$python" -I -c "$installed" "$here/$list" 2>/dev/null; }
 new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
 lock='import fcntl, sys  # the lock belongs to file 9: it ends with this shell and its children, however they end
 try: fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -32,6 +39,8 @@ nvidia_driver() {  # its version; nothing without one
     nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | grep -E '^[0-9]' ||  # a line for each GPU
         grep -m 1 -oE '[0-9]{3,}\.[0-9.]+' /proc/driver/nvidia/version 2>/dev/null
 }
+# without what a cluster sets for its own packages
+own=(env -u PYTHONPATH -u PIP_TARGET -u PIP_PREFIX -u PIP_ROOT PIP_USER=0)
 if ! ready; then
     kept="what is in .venv stays; run this again to continue"
     build=() size="up to 5 GB, with torch for CUDA"
@@ -40,20 +49,23 @@ if ! ready; then
     elif driver=$(nvidia_driver); then
         driver=${driver%%[!0-9.]*} older=", or take the build for CUDA 12: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 ./run.sh"
         [ "${driver%%.*}" -ge 525 ] || older=""  # CUDA 12 needs this
-        [ "${driver%%.*}" -ge 580 ] || "$python" -c 'import torch' 2>/dev/null || fail "the NVIDIA driver is $driver, and torch's default build is for CUDA 13, which" \
+        [ "${driver%%.*}" -ge 580 ] || "$python" -I -c 'import torch' 2>/dev/null || fail "the NVIDIA driver is $driver, and torch's default build is for CUDA 13, which" \
             "needs 580 or newer. Update the driver$older"
     elif [ "$(uname)" = Linux ] && "$base" -c "$answers" "$cpu_builds/torch/" >/dev/null 2>&1; then
         build=(--extra-index-url "$cpu_builds") size="1.3 GB, with torch for CPUs: there is no NVIDIA driver"
     fi
-    if ! "$python" -m pip --version >/dev/null 2>&1; then
+    if ! "${own[@]}" "$python" -m pip --version >/dev/null 2>&1; then
         say "packages: creating .venv with $("$base" --version): about a minute and $size"
         rm -rf "$here/.venv"
-        problem=$("$base" -m venv "$here/.venv" 2>&1) || fail "$base cannot create .venv (Debian has venv in python3-venv): $problem"
+        problem=$("${own[@]}" "$base" -m venv "$here/.venv" 2>&1) ||
+            fail "$base cannot create .venv (Debian has venv in python3-venv): $problem"
     fi
     say "packages: installing $list into .venv"
-    "$python" -m pip install --quiet --disable-pip-version-check ${build[@]+"${build[@]}"} -r "$here/$list" ||
+    "${own[@]}" "$python" -m pip install -q --disable-pip-version-check ${build[@]+"${build[@]}"} -r "$here/$list" ||
         fail "pip could not install $list, see above; check the network, then run this again"
     printf '%s\n' "$wanted" > "$stamp"
+    ready || fail "pip ended without an error, but .venv lacks packages of $list. Remove .venv and run this again; if" \
+        "that does not help, pip's settings send packages elsewhere (target, prefix or root): $python -m pip config list"
 fi
 [ "${1:-}" != --setup ] || { say "packages: ready in .venv"; exit; }
 [ "${1:-}" != --setup-tests ] || exit 0

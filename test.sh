@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Set up once, then run the tests, from any directory: ./test.sh [--all] [pytest's own arguments]. --all: slow ones too
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"  # sh test.sh
 set -euo pipefail
+unset CDPATH  # cd would print
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 chosen=(-m "not slow")
 [ "${1:-}" != --all ] || { chosen=(); shift; }

@@ -105,6 +105,16 @@ def is_intact(directory, entry):
     return path.is_file() and path.stat().st_size == entry["bytes"] and sha256_of(path) == entry["sha256"]
 
 
+def verified_manifest(directory):
+    """Return the manifest of a directory if it has shards and all of them are intact, else None."""
+    try:
+        manifest = read_manifest(directory)
+    except DataError:
+        return None  # the shards can be made again
+    if manifest and manifest["files"] and all(is_intact(directory, entry) for entry in manifest["files"]):
+        return manifest
+
+
 def print_shards(directory, entries):
     for entry in entries:
         print(f"{Path(directory) / entry['name']}: {entry['documents']:,} documents, {entry['tokens']:,} tokens")
@@ -243,6 +253,8 @@ def run(main):
     """Run a script's main. Print errors that the user can fix in one line on stderr, and exit with a status."""
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # ./run.sh starts its children with SIGINT blocked
+        if sys.stdout:
+            sys.stdout.reconfigure(errors="backslashreplace")  # names of files may not be UTF-8
         main()
     except DataError as error:
         sys.exit(f"error: {error}")

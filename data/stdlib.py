@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shards import BYTES, DataError, ShardWriter, is_intact, only_writer, print_shards, read_manifest, run
+from shards import BYTES, DataError, ShardWriter, only_writer, print_shards, run, verified_manifest
 
 VAL_BYTES = 256 * 1024
 MAX_VAL_DOCUMENT = VAL_BYTES // 4  # no single file dominates the validation loss
@@ -93,12 +93,8 @@ def main():
     made_by = {"python": platform.python_version(),
                "rules_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}
     with only_writer(out):
-        try:
-            manifest = read_manifest(out)
-        except DataError:
-            manifest = None  # every file can be created again
-        if manifest and all(manifest.get(key) == value for key, value in made_by.items()) \
-                and manifest["files"] and all(is_intact(out, entry) for entry in manifest["files"]):
+        manifest = verified_manifest(out)
+        if manifest and all(manifest.get(key) == value for key, value in made_by.items()):
             print(f"{out}: the shards of Python {made_by['python']}'s standard library exist and are verified")
             return
         documents = find_documents()

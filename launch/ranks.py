@@ -35,7 +35,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.run import parse_args, run
 
 HERE = "127.0.0.1"
-FORWARDED = "SIGINT,SIGTERM,SIGHUP,SIGQUIT"  # to the ranks, which have half a minute to end
+FORWARDED = "SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"  # to the ranks, which have half a minute to end
 PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # found now: a forked child must not load libraries
 
 
@@ -83,9 +83,11 @@ def start(words):
     os.environ["LAUNCHER_PID"] = str(os.getpid())
     logging.disable(logging.CRITICAL)
     signal.signal(signal.SIGUSR1, ask_for_checkpoint)  # torch's agent would end the ranks
+    heeded = ",".join(name for name in FORWARDED  # nohup ignores SIGHUP, and torch's agent would heed it
+                      if signal.getsignal(getattr(signal, name)) != signal.SIG_IGN)
     folder = tempfile.TemporaryDirectory(prefix="ranks-")  # torch's agent would leave its own behind
     try:
-        run(parse_args(["--rdzv_backend=loopback", f"--local_addr={HERE}", f"--signals_to_handle={FORWARDED}",
+        run(parse_args(["--rdzv_backend=loopback", f"--local_addr={HERE}", f"--signals_to_handle={heeded}",
                         f"--log_dir={folder.name}", *words]))
         return 0
     except SignalException as received:

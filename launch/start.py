@@ -79,6 +79,7 @@ def make_parser():
     group.add_argument("--text", nargs="+", action="extend", default=[], metavar="PATH",
                        help="files or folders of text")
     group.add_argument("--val-fraction", metavar="X", help="with --text: part of each text for validation (0.1)")
+    group.add_argument("--field", metavar="NAME", help="with --text: field of JSON lines with the text (text)")
     group.add_argument("--resume", metavar="RUN", help="latest, a log or a checkpoint; or the race.jsonl of a race")
     group.add_argument("--init_from", metavar="MODEL", help="start with the parameters of a saved model")
     group.add_argument("--trial", action="store_true", help="a short run or race: 20 steps, short validation, no target")
@@ -137,7 +138,8 @@ def parse(words):
             setattr(options, name, os.path.abspath(path))
     if options.init_from is not None:
         flags += ["--init_from", options.init_from]
-    require(options.text or not options.val_fraction, "--val-fraction needs --text, whose validation part it sets")
+    for name in ("val_fraction", "field"):
+        require(options.text or not getattr(options, name), f"--{name.replace('_', '-')} needs --text")
     if options.resume is None:
         return options, race, flags
     require(not options.text, "--resume continues with the text of its run; leave out --text")
@@ -175,7 +177,8 @@ def call(words, kept, each_line=None):
                 child.send_signal(unsent.pop())
     noted, unsent, child = [], [signal.SIGINT], None
     signal.signal(signal.SIGINT, pass_on)
-    with subprocess.Popen(words, stdout=each_line and subprocess.PIPE, text=True, preexec_fn=prepare_child) as child:
+    with subprocess.Popen(words, stdout=each_line and subprocess.PIPE, text=True, errors="replace",
+                          preexec_fn=prepare_child) as child:
         if noted:  # before there was a child
             pass_on()
         for line in child.stdout or ():
@@ -197,18 +200,22 @@ def become(words):
     os.execv(PYTHON, [PYTHON, *words])
 
 
-def make_data(script, *arguments):
-    call([PYTHON, f"data/{script}", *arguments], "complete shards stay")
+def make_data(script, *arguments, each_line=None):
+    call([PYTHON, f"data/{script}", *arguments], "complete shards stay", each_line)
 
 
 # Choices
 
-def encode_text(paths, val_fraction):
+def encode_text(paths, options):
     """Make shards of a user's text. Return flags that name them."""
-    name = re.sub(r"[^A-Za-z0-9]", "_", Path(paths[0]).stem)
-    shards = f"data/own-{name}-{zlib.crc32(chr(10).join(paths).encode())}"  # another text, another folder
-    fraction = ["--val-fraction", val_fraction] if val_fraction else []
-    make_data("text.py", *paths, "--out", shards, "--encoding", "bytes", "--force", *fraction)
+    def show(line):
+        lines.append(line)
+        print(line, end="", flush=True)
+    lines, name = [], re.sub(r"[^A-Za-z0-9]", "_", Path(paths[0]).stem)
+    shards = f"data/own-{name}-{zlib.crc32(os.fsencode(chr(10).join(paths)))}"  # other paths, another folder
+    make_data("text.py", *paths, "--out", shards, "--encoding", "bytes", "--force", "--by-content", *options,
+              each_line=show)
+    shards = lines[-1].strip()  # another text, another folder: an earlier run may still need its own
     return ["--preset", "laptop", "--train_files", f"{shards}/*_train_*.bin", "--val_files", f"{shards}/*_val_*.bin"]
 
 
@@ -352,7 +359,8 @@ def show_results(folder, before, steps):
     from ranks import end_with_parent
     new = [path for path, _ in sorted(written(folder) - before, key=lambda found: found[1])]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: os._exit(128 + number))
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, lambda number, _: os._exit(128 + number))
     try:
         for log in [path for path in new if path.suffix == ".txt" and b'\n{"end": ' in path.read_bytes()][-1:]:
             subprocess.call([PYTHON, "records/picture.py", log], preexec_fn=end_with_parent)
@@ -375,7 +383,8 @@ def remove_old_models(folder):
         found = re.search(rb'^\{"run_id": "%b".*' % re.escape(os.fsencode(model.stem)), log.read_bytes() if log.exists() else b"", re.M)
         if found:
             run = json.loads(found[0])
-            newer = seen.setdefault((run["preset"], run["config"]["train_files"]), [])
+            data = re.sub(r"(/own-.*)-\w+/", r"\1/", run["config"]["train_files"])  # one data set, edited or not
+            newer = seen.setdefault((run["preset"], data), [])
             if sum(steps >= run["config"]["num_steps"] for steps in newer) >= MAX_MODELS:
                 model.unlink()
                 print(f"removed: {model}; the latest {MAX_MODELS} models of a preset and its data stay, those of longer runs, "
@@ -413,7 +422,8 @@ def main(words):
     import train_gpt
     try:
         if options.text:
-            flags = encode_text(options.text, options.val_fraction) + flags
+            given = {"--val-fraction": options.val_fraction, "--field": options.field}
+            flags = encode_text(options.text, [word for item in given.items() if item[1] for word in item]) + flags
         gpus, ranks, preset, config, flags = choose(flags, options.text, options.trial)
     except (train_gpt.RunError, OSError) as error:
         sys.exit(f"train_gpt.py: error: {error}")

@@ -14,12 +14,14 @@ logs.end_at_ctrl_c(__name__)  # importing matplotlib takes time
 import argparse
 import functools
 import math
+import os
 import statistics
 import textwrap
 from pathlib import Path
 
 import pages
 
+os.environ.pop("MPLBACKEND", None)  # a notebook's is not in .venv, and plots that are only saved need none
 STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
          "grid.color": "#e6e6e6", "axes.axisbelow": True, "axes.titleweight": "bold", "axes.titlelocation": "left",
          "svg.fonttype": "none"}

@@ -613,9 +613,9 @@ def lanes(trace, number):
 
 def draw(traces, comparison, path):
     """Draw a step of two Traces: the first that launched before the optimizer step in one of them only, or the first."""
+    import picture  # first: it answers for the environment
     from matplotlib import rc_context
     from matplotlib.figure import Figure
-    import picture
 
     def bars(items, zero=0):
         return [(milliseconds(item[0] - zero), milliseconds(item[1] - item[0])) for item in items]

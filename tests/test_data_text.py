@@ -1,9 +1,12 @@
 """data/text.py and the writer of shards: all text is written once and in order, or an error is printed."""
+import bz2
 import errno
+import gzip
 import hashlib
 import importlib.resources
 import itertools
 import json
+import lzma
 import os
 import re
 import resource
@@ -222,7 +225,7 @@ def test_a_character_may_lie_across_two_reads(tmp_path, monkeypatch):
     (tmp_path / "t.txt").write_bytes(content)
     assert "".join(text.read_text(tmp_path / "t.txt", 0, len(content))) == PROSE
     (tmp_path / "t.txt").write_bytes(b"four\xc3, and no second byte")
-    with pytest.raises(DataError, match="not UTF-8 at byte 4;"):
+    with pytest.raises(DataError, match="not UTF-8 text at byte 4;"):
         list(text.read_text(tmp_path / "t.txt", 0, 20))
 
 
@@ -260,6 +263,82 @@ def test_existing_shards_are_replaced_only_with_force(convert, tmp_path):
         ["manifest.json", "other.bin", "out_train_000001.bin", "out_val_000000.bin"]
 
 
+@pytest.mark.parametrize("name", ["t.txt", "t.jsonl"])
+@pytest.mark.parametrize("ending", ["gz", "bz2", "xz", "zst"])
+def test_a_packed_text_gives_the_shards_of_the_text(monkeypatch, tmp_path, name, ending):
+    monkeypatch.setattr(text, "CUT_BYTES", 300)
+    write_jsonl(tmp_path / name, [PROSE * (i % 9 + 1) for i in range(100)])
+    content = (tmp_path / name).read_bytes()
+    in_process(monkeypatch, tmp_path, name, "--encoding", "bytes")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.bin")}
+    packed = tmp_path / f"{name}.{ending}"
+    half = len(content) // 2
+    for part in content[:half], content[half:]:  # as `cat a.gz b.gz`
+        with open(packed, "ab") as file:
+            file.write(PACK[ending](part))
+    in_process(monkeypatch, tmp_path, packed.name, "--encoding", "bytes", "--force")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.bin")} == before
+    packed.write_bytes(packed.read_bytes()[:-20])
+    with pytest.raises(SystemExit, match=f"{packed.name}: cannot be unpacked"):
+        in_process(monkeypatch, tmp_path, packed.name, "--encoding", "bytes", "--force")
+
+
+def pack_zst(content):
+    zstd = pytest.importorskip("compression.zstd" if sys.version_info >= (3, 14) else "zstandard")
+    return zstd.compress(content)
+
+
+PACK = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": pack_zst}
+
+
+@pytest.mark.parametrize("name, lines", [
+    ("a.jsonl", True), ("a.NDJSON", True), ("a.jsonlines", True), ("a.json", True), ("array.json", False), ("other.json", False),
+    ("a.txt", False)])
+def test_json_lines_are_told_from_other_text(monkeypatch, tmp_path, capsys, name, lines):
+    """Also after a byte-order mark, which is no part of the text."""
+    content = {"array": b"[1,\n2]\n" * 40, "other": b'{"body": "x"}\n' * 40}.get(name.split(".")[0], b'{"text": "a line"}\n' * 40)
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
+    in_process(monkeypatch, tmp_path, name, "--encoding", "bytes")
+    train = texts_of(tmp_path / "out", "train")
+    assert ({*train} == {"a line"}) if lines else (train[0] in content.decode())
+    assert ("taken as plain text" in capsys.readouterr().out) == (name.endswith(".json") and not lines)
+
+
+def test_an_edited_text_gets_another_folder(monkeypatch, tmp_path, capsys):
+    """A run that was interrupted, or goes on, needs the shards that it began with."""
+    def folder(content, *flags):
+        (tmp_path / "t.txt").write_text(content)
+        in_process(monkeypatch, tmp_path, "t.txt", "--encoding", "bytes", "--by-content", "--force", *flags)
+        return tmp_path / capsys.readouterr().out.splitlines()[-1]
+
+    first = folder(PROSE * 9)
+    shards_of = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in first.iterdir()}
+    others = [folder(PROSE * 10), folder(PROSE * 9, "--val-fraction", "0.3"), folder(PROSE * 9, "--field", "body")]
+    assert folder(PROSE * 9) == first and len({first, *others}) == 4 and all(other.is_dir() for other in others)
+    assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in first.iterdir()} == shards_of
+    next(first.glob("*_train_*")).write_bytes(b"damaged")
+    assert folder(PROSE * 9) == first and {path: path.read_bytes() for path in first.iterdir()} == \
+        {path: content for path, (_, content) in shards_of.items()}
+
+
+def test_names_that_are_not_utf8_are_encoded_and_named(convert, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "utf-8:strict")  # as most locales
+    folder = os.fsencode(tmp_path) + b"/d\xe9p\xf4t"
+    os.mkdir(folder)
+    for name, content in (b"caf\xe9.txt", PROSE.encode() * 9), (b"b\xefn.dat", b"\0"):
+        with open(folder + b"/" + name, "wb") as file:
+            file.write(content)
+    done = convert(os.fsdecode(folder), "--encoding", "bytes")
+    assert done.returncode == 0 and r"left out, not UTF-8 text: " in done.stdout and r"b\udcefn.dat" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name", ["pipe", "/dev/null", "-", "/dev/fd/99"])
+def test_what_is_no_file_is_not_called_empty_or_missing(convert, tmp_path, name):
+    os.mkfifo(tmp_path / "pipe")
+    done = convert(name, "--encoding", "bytes")
+    assert done.returncode == 1 and f"{name}: standard input, a pipe or a device" in done.stderr
+
+
 LINES = b'{"text": "first"}\n{"text": "second"}\n'
 
 
@@ -267,10 +346,17 @@ LINES = b'{"text": "first"}\n{"text": "second"}\n'
     ("none.txt", None, "none.txt: no such file or folder"),
     ("empty.txt", b"", "no text in empty.txt"),
     ("blank.jsonl", b"\n\n", "no text in blank.jsonl: every line is blank"),
-    ("a.pdf", b"%PDF-1.7\n\xe2\xe3", "a.pdf is a PDF; export its text first, for example with pdftotext"),
-    ("latin.txt", b"a line\n" * 9 + b"caf\xe9\n", "latin.txt: not UTF-8 at byte 66"),
-    ("short.txt", b"a line\n" * 9 + b"\xc3", "short.txt: not UTF-8 at byte 63"),
-    ("latin.jsonl", LINES + b'{"text": "\xe9"}\n', "latin.jsonl: not UTF-8 at byte 47"),
+    ("a.pdf", b"%PDF-1.7\n\xe2\xe3", "a.pdf: a PDF; export its text first, for example with pdftotext"),
+    ("a.docx", b"PK\3\4\x14\0\xff", "a.docx: a zip archive"),
+    ("a.parquet", b"PAR1\x15\0\xff", "a.parquet: a Parquet file"),
+    ("a.tgz", gzip.compress(b"a.txt".ljust(257, b"\0") + b"ustar\0"), "a.tgz: a tar archive"),
+    ("utf16.txt", "text".encode("utf-16"), "utf16.txt: UTF-16 text; convert it first: iconv -f UTF-16"),
+    ("utf16.jsonl", '{"text": "x"}'.encode("utf-16"), "utf16.jsonl: UTF-16 text"),
+    ("utf32.txt", "text".encode("utf-32"), "utf32.txt: UTF-32 text"),
+    ("utf16le.txt", "text".encode("utf-16-le"), "utf16le.txt: not UTF-8 text at byte 1"),
+    ("latin.txt", b"a line\n" * 9 + b"caf\xe9\n", "latin.txt: not UTF-8 text at byte 66"),
+    ("short.txt", b"a line\n" * 9 + b"\xc3", "short.txt: not UTF-8 text at byte 63"),
+    ("latin.jsonl", LINES + b'{"text": "\xe9"}\n', "latin.jsonl: not UTF-8 text at byte 47"),
     ("broken.jsonl", LINES + b'{"text": \n', "broken.jsonl:3: not a line of JSON"),
     ("deep.jsonl", LINES + b"[" * 100_000 + b"\n", "deep.jsonl:3: not a line of JSON"),
     ("other.jsonl", LINES + b'{"body": "x", "id": 1}\n', 'other.jsonl:3: no text in a field "text", but the fields'),

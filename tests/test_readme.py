@@ -431,7 +431,7 @@ def test_the_modal_app_brings_logs_back_also_from_a_race_that_failed(tmp_path, m
 def test_an_installed_package_is_one_module_that_writes_nothing(tmp_path):
     """A script elsewhere trains a model with its optimizer, also one that is called train_gpt.py, as modded-nanogpt's."""
     (tmp_path / "source").mkdir()
-    for name in "pyproject.toml", "gpt_speedrun.py", "README.md", "LICENSE", "requirements.txt":
+    for name in "pyproject.toml", "setup.py", "train_gpt.py", "gpt_speedrun.py", "README.md", "LICENSE", "requirements.txt":
         shutil.copy(ROOT / name, tmp_path / "source" / name)
     for folder in "data", "launch", "records", "tests":  # what setuptools could take for packages
         (tmp_path / "source" / folder).mkdir()
@@ -442,7 +442,7 @@ def test_an_installed_package_is_one_module_that_writes_nothing(tmp_path):
                            "--no-build-isolation", "--no-compile", "--target", site, tmp_path / "source"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in site.iterdir() if path.suffix != ".dist-info") == ["gpt_speedrun.py"]
-    assert not (site / "gpt_speedrun.py").is_symlink()
+    assert (site / "gpt_speedrun.py").read_bytes() == (ROOT / "train_gpt.py").read_bytes()
     script = """
 import torch, gpt_speedrun
 model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 10))
@@ -459,3 +459,6 @@ print(gpt_speedrun.__file__, loss.item() < 2.0)
                           env={**os.environ, "PYTHONPATH": str(site)})
     assert done.stdout == f"{site / 'gpt_speedrun.py'} True\n", done.stderr
     assert {*tmp_path.rglob("*")} == before
+    done = subprocess.run([sys.executable, elsewhere / "train_gpt.py"], capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.stdout == f"{ROOT / 'train_gpt.py'} True\n" and not (ROOT / "gpt_speedrun.py").is_symlink(), done.stderr

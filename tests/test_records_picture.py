@@ -110,6 +110,14 @@ def test_several_runs_in_one_picture_are_named_by_what_differs(tmp_path):
     assert "not on the same validation data" in picture.title_of(*(dataclasses.replace(picture.read(paths[0]), validated_on=data) for data in "ab"))
 
 
+def test_a_notebook_s_backend_is_not_needed(tmp_path):
+    """Jupyter and Colab set it for the programs that they start, and it is not in .venv."""
+    (tmp_path / "x.txt").write_text(log(START, *steps(1, 4)))
+    done = subprocess.run([sys.executable, ROOT / "records" / "picture.py", tmp_path / "x.txt"], capture_output=True, text=True,
+                          env={**os.environ, "MPLBACKEND": "module://matplotlib_inline.backend_inline"})
+    assert done.returncode == 0 and (tmp_path / "x.png").exists(), done.stderr
+
+
 @pytest.mark.parametrize("text", ["", "my diary", log(START), None])
 def test_what_is_no_run_is_named_in_a_line(tmp_path, capsys, text):
     if text is not None:

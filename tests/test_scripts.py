@@ -40,6 +40,7 @@ case "$*" in
     "-m pip install "*)
         trap 'echo "ERROR: Operation cancelled by user" >&2; exit 1' INT
         echo begins >> "$PLAY/calls"; echo "$*" >> "$PLAY/pip"
+        env | grep -E "^(PIP_(USER|TARGET|PREFIX|ROOT)|PYTHONPATH|PYTHONHOME)=" > "$PLAY/settings"
         while [ ! -e "$PLAY/go" ]; do sleep 0.02; done
         echo ends >> "$PLAY/calls" ;;
     *) exec "$REAL_PYTHON" "$@" ;;
@@ -185,6 +186,48 @@ def test_a_driver_that_is_too_old_for_cuda_12_has_one_cure(machine):
     assert done.returncode == 1 and not tree.calls() and "driver is 470.57.02" in done.stderr and done.stderr.endswith("Update the driver\n")
 
 
+WITHOUT_PACKAGES = '"$REAL_PYTHON" -S "$@"'  # nor pip, as after the system's Python was replaced by a newer one
+
+
+def test_a_venv_whose_python_finds_no_packages_is_made_anew(tree):
+    tree.set_up(REAL.replace('"$REAL_PYTHON" "$@"', WITHOUT_PACKAGES))
+    tree.let_pip_end()
+    for typed in ["--setup"], ["--setup"]:
+        assert tree.run(*typed).returncode == 0
+        assert tree.calls() == ["venv", "begins", "ends"]
+
+
+def test_the_settings_of_a_cluster_s_packages_do_not_reach_venv(tree):
+    tree.environment |= {"PIP_USER": "1", "PIP_TARGET": "/x", "PIP_PREFIX": "/x", "PIP_ROOT": "/x", "PYTHONHOME": "/x", "PYTHONPATH": "/x"}
+    tree.let_pip_end()
+    assert tree.run("--setup").returncode == 0 and (tree.play / "settings").read_text() == "PIP_USER=0\n"
+
+
+def test_packages_that_pip_puts_elsewhere_are_missed(tree):
+    tree.script(tree.play / "python3", BASE.replace('"$REAL_PYTHON" "$@"', WITHOUT_PACKAGES))
+    tree.let_pip_end()
+    done = tree.run("--setup")
+    assert done.returncode == 1 and "error: pip ended without an error, but .venv lacks packages" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("words, folder, settings", [
+    (["sh", "run.sh"], "my copy", {}), (["./a link"], "play", {}), (["bash", "my copy/run.sh"], ".", {"CDPATH": ".:/"})])
+def test_ways_to_start(tree, words, folder, settings):
+    (tree.play / "a link").symlink_to(tree.root / "run.sh")
+    done = subprocess.run([*words, "--help"], cwd=tree.root.parent / folder, env=tree.environment | settings, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("usage: ./run.sh") and not done.stderr, done.stderr
+
+
+def test_files_keep_their_bytes_on_systems_with_other_line_ends(tmp_path):
+    git = ["git", "-c", "core.autocrlf=true", "-c", "user.name=me", "-c", "user.email=me@example.org"]
+    for name in ".gitattributes", "run.sh":
+        (tmp_path / "a").mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / "a")
+    for words in ["init", "-q", "a"], ["-C", "a", "add", "."], ["-C", "a", "commit", "-qm", "x"], ["clone", "-q", "a", "b"]:
+        subprocess.run([*git, *words], cwd=tmp_path, check=True)
+    assert (tmp_path / "b" / "run.sh").read_bytes() == (ROOT / "run.sh").read_bytes()
+
+
 def test_what_keeps_venv_from_its_work_is_said(tree):
     tree.script(tree.play / "python3", BASE.replace('"-m venv "*)', '"-m venv "*) echo no room >&2; exit 1;'))
     done = tree.run("--setup")
@@ -250,7 +293,8 @@ def started(monkeypatch, tmp_path):
 
     def call(words, kept, each_line=None):
         calls.append(called(*words))
-        for line in ("a table\n", f"{answers.pop()}\n") if each_line else ():
+        answer = f"{words[words.index('--out') + 1]}-DIGEST" if "--out" in words else each_line and answers.pop()
+        for line in ("a table\n", f"{answer}\n") if each_line else ():
             each_line(line)
 
     calls, answers = [], []
@@ -325,14 +369,15 @@ def test_a_resumed_run_keeps_the_flags_that_it_began_with(started, gpus, tmp_pat
 def test_a_text_is_encoded_and_its_shards_are_named(started, gpus, monkeypatch):
     gpus(0)
     monkeypatch.setattr(start, "fit_text", lambda config, given: {"epochs": 2})
-    assert started("--seed", "3", "--text", "my notes", "/b.txt", "--val-fraction", "0.3", "--sync", "step") == [
-        "[PY][data/text.py][HERE/my notes][/b.txt][--out][data/own-my_notes-SUM][--encoding][bytes][--force]"
-        "[--val-fraction][0.3]",
-        RANKS.format(2) + "[--preset][laptop][--train_files][data/own-my_notes-SUM/*_train_*.bin]"
-        "[--val_files][data/own-my_notes-SUM/*_val_*.bin][--seed][3][--sync][step][--epochs][2]"]
+    assert started("--seed", "3", "--text", "my notes", "/b.txt", "--val-fraction", "0.3", "--sync", "step", "--field=body") == [
+        "[PY][data/text.py][HERE/my notes][/b.txt][--out][data/own-my_notes-SUM][--encoding][bytes][--force][--by-content]"
+        "[--val-fraction][0.3][--field][body]",
+        RANKS.format(2) + "[--preset][laptop][--train_files][data/own-my_notes-SUM-DIGEST/*_train_*.bin]"
+        "[--val_files][data/own-my_notes-SUM-DIGEST/*_val_*.bin][--seed][3][--sync][step][--epochs][2]"]
     assert started("--text", "my notes", "-n", "3", "--vs", "--muon_lr 0.05", "--name", "mine")[1] == (
         "[launch/race.py][-n][3][--name][mine][--vs][--muon_lr 0.05][--ranks][2][--][--preset][laptop][--train_files]"
-        "[data/own-my_notes-SUM/*_train_*.bin][--val_files][data/own-my_notes-SUM/*_val_*.bin][--epochs][2]")
+        "[data/own-my_notes-SUM-DIGEST/*_train_*.bin][--val_files][data/own-my_notes-SUM-DIGEST/*_val_*.bin][--epochs][2]")
+    assert started("--text", "my notes", "latin-\udce9.txt")[0].startswith("[PY][data/text.py][HERE/my notes][HERE/latin-\udce9.txt]")
 
 
 def test_the_preflight_answer_is_kept_per_source_machine_and_flags(started, gpus, tmp_path, monkeypatch, capsys):
@@ -368,6 +413,7 @@ def test_the_preflight_answer_is_kept_per_source_machine_and_flags(started, gpus
     (["--resume", "latest", "-n", "3"], 1, "continues one run; leave out -n 3"),
     (["--resume", "latest", "--text", "a.txt"], 1, "continues with the text of its run; leave out --text"),
     (["--text", "--seed", "3"], 2, "argument --text: expected at least one argument"),
+    (["--field", "body"], 1, "--field needs --text"),
     (["--sed", "3"], 2, "train_gpt.py: error: unrecognized arguments: --sed 3; did you mean --seed?"),
     (["--preset", "laptop", "--num_heads", "5"], 1, "train_gpt.py: error: model_dim is 64; give a multiple of 4 * num_heads, 20"),  # once, and not by each rank
 ])
@@ -673,22 +719,42 @@ def test_a_complete_run_is_drawn_and_its_model_writes_a_sample(tmp_path, monkeyp
         os.close(writer)
 
 
+@pytest.mark.parametrize("action", [signal.SIG_IGN, signal.SIG_DFL])
+def test_a_run_that_nohup_started_heeds_no_hangup(tmp_path, monkeypatch, action):
+    options, handled, before = [], [], signal.signal(signal.SIGHUP, action)
+    monkeypatch.setattr(ranks, "run", options.append)
+    monkeypatch.setattr(ranks.logging, "disable", lambda level: None)
+    monkeypatch.setattr(signal, "signal", lambda number, action: handled.append(number))
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCH_CPP_LOG_LEVEL", "LAUNCHER_PID"):
+        monkeypatch.setenv(name, "")
+    try:
+        ranks.start(["train_gpt.py"])
+        start.show_results(tmp_path, set(), 1)
+    finally:
+        monkeypatch.undo()
+        signal.signal(signal.SIGHUP, before)
+    assert ("SIGHUP" in options[0].signals_to_handle) == (signal.SIGHUP in handled) == (action == signal.SIG_DFL)
+    assert "SIGTERM" in options[0].signals_to_handle and signal.SIGTERM in handled
+
+
 def test_five_models_of_runs_as_long_stay(tmp_path, capsys):
-    def model(name, age, log=None, steps=20, preset="laptop"):
+    def model(name, age, log=None, steps=20, preset="laptop", data="data/own-notes-12-{}/*_train_*.bin"):
         (tmp_path / f"{name}.pt").touch()
         os.utime(tmp_path / f"{name}.pt", (10_000 - age, 10_000 - age))
-        first = {"run_id": name, "preset": preset, "config": {"train_files": "a", "num_steps": steps}}
+        data = data.format(f"{age:x}")  # of a text that was edited before each run
+        first = {"run_id": name, "preset": preset, "config": {"train_files": data, "num_steps": steps}}
         (tmp_path / f"{name}.txt").write_text(log or f"source\n{json.dumps(first)}\n")
 
     for age in range(7):
         model(f"run{age}", age)
     model("long", 8, steps=135)
     model("other", 9, preset="frontier")
+    model("another", 10, data="data/own-notes-13-{}/*_train_*.bin")
     model("renamed", 20, '\n{"run_id": "run9", "started": 0}\n')
     model("notes", 30, "my own")
     (tmp_path / "alone.pt").touch()
     start.remove_old_models(tmp_path)
-    assert {path.stem for path in tmp_path.glob("*.pt")} == {"run0", "run1", "run2", "run3", "run4", "long", "other", "renamed", "notes", "alone"}
+    assert {path.stem for path in tmp_path.glob("*.pt")} == {"run0", "run1", "run2", "run3", "run4", "long", "other", "another", "renamed", "notes", "alone"}
     assert [line.split(";")[0] for line in capsys.readouterr().out.splitlines()] == [
         f"removed: {tmp_path / name}.pt" for name in ("run5", "run6")]
     start.remove_old_models(tmp_path)
