@@ -1378,7 +1378,8 @@ def test_cheat_5_trained_on_validation(train, judge, data, tmp_path):
 @pytest.mark.parametrize("enough", [True, False])
 def test_a_source_that_packs_in_its_own_way_is_replayed_where_it_is(train, judge, data, monkeypatch, tmp_path, enough):
     """Documents by length, or two batches of the same: from this checkout it cannot be told, from its own it can."""
-    end, advances = "        return documents\n\n    def _limit", "self.position = Position(index, taken[-1][1] + 1, longest)"
+    end = "        return documents\n\n    def _limit"
+    advances = "self.position = Position(index, taken[-1][1] + 1, longest)"
     sorts = ("        order = np.argsort(documents.lengths, kind='stable')\n"
              "        documents = Documents(documents.tokens, documents.starts[order], documents.lengths[order])\n")
     packs = (end, sorts + end) if enough else (advances, "self.position = Position(index, 0, longest)")
