@@ -187,7 +187,7 @@ def read_model(path, device="cpu"):
 
 @functools.cache
 def copy_of_judge():
-    """Copy this file and what it imports to a temporary folder: an examination takes minutes, and files may be edited."""
+    """Copy this file and its imports to a temporary folder: files may be edited in the minutes of an examination."""
     here, copy = Path(__file__).parent, tempfile.TemporaryDirectory()  # which is removed when this process ends
     shutil.copytree(here / "templates", Path(copy.name, "templates"))
     for path in here.glob("*.py"):

@@ -220,7 +220,8 @@ def check_replay(e, folder):
     if wrong and code_of_batches(e.run.script) != code_of_batches(checkout):
         raise CannotJudge(f"{wrong}; the sections `schedule` and `data` of the source in the log are not this "
                           "checkout's: see --diff, verify from a checkout with that source, or use --replay SEED")
-    require(not wrong, f"{wrong}: it trained on something else")
+    require(not wrong, f"{wrong}: it trained on something else, or code outside of its sections `schedule` and `data` "
+            "chooses its batches")
     return f"the digest of {count} of the declared shards, rebuilt here, is the log's: {stated[:8]}..."
 
 

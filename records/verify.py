@@ -1105,8 +1105,8 @@ def verify(options, case=None):
 def examine_all(case):
     """Return [(name, {rule: (verdict, reason)})] of the runs whose models are given."""
     if case.models:
-        print(f"verify.py: examining {plural(len(case.models), 'model')}, which runs the source in their logs and takes "
-              "minutes; files that are edited meanwhile do not matter", file=sys.stderr)
+        print(f"verify.py: examining {plural(len(case.models), 'model')}, which runs the source in their logs and "
+              "takes minutes; files that are edited meanwhile do not matter", file=sys.stderr)
         leaks.trainer(), leaks.source_of_checkout()  # nothing is read anew once a stranger's source has run
     return [(e.name, examine.check_model(e, path, case.options.data, tell=lambda rule: print(
         f"verify.py: model {number} of {len(case.models)}, {e.name}: {rule} ...", file=sys.stderr, flush=True)))

@@ -910,8 +910,9 @@ def test_a_run_that_is_stopped_leaves_no_process_of_its_group(monkeypatch, heeds
     """Its launcher may end without its ranks. They heed the interrupt, or are killed."""
     monkeypatch.setattr(race, "PATIENCE_S", 60 if heeds else 0.1)
     code = "import signal, subprocess\n" + "signal.signal(signal.SIGINT, signal.SIG_IGN)\n" * (not heeds)
-    run = subprocess.Popen([sys.executable, "-c", code + "rank = subprocess.Popen(['sleep', '60'])\nprint(flush=True)\nrank.wait()"],
-                           start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    code += "rank = subprocess.Popen(['sleep', '60'])\nprint(flush=True)\nrank.wait()"
+    run = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE,
+                           stderr=subprocess.DEVNULL)
     run.stdout.readline()
     race.stop(run, [])
     run.communicate(timeout=20)  # the rank holds the pipe until it ends
@@ -969,7 +970,8 @@ def test_a_race_goes_on_where_nobody_reads_it(repo):
 
 def test_a_wish_for_a_checkpoint_ends_no_race(repo, tmp_path):
     """From the start on, including the slow import of scipy."""
-    (tmp_path / "scipy.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGUSR1); print('alive', flush=True); os._exit(0)")
+    (tmp_path / "scipy.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGUSR1)\n"
+                                       "print('alive', flush=True); os._exit(0)")
     code = f"import runpy, sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT / 'launch')!r}]; runpy.run_path(" \
            f"{str(ROOT / 'launch/race.py')!r}, run_name='__main__')"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=600).stdout == b"alive\n"
