@@ -220,10 +220,9 @@ PARAM_GROUPS = (
 class SyncSettings:
     """How ranks exchange gradients and parameters.
 
-    clip_norm changes results. find_unused_parameters allows what is an error without it. The others change only time
-    and memory, but for world_size_invariant: it fixes every order of summation. Gradients of micro-batches stay apart
-    ("pending") until the launch, are summed as a binary tree over micro-batches, then over ranks, and no operation
-    takes several parameters at once.
+    clip_norm changes results. find_unused_parameters allows what is an error without it. world_size_invariant fixes
+    every order of summation: gradients of micro-batches stay apart ("pending") until the launch, and are summed as a
+    binary tree over micro-batches, then over ranks. All other settings change only time and memory.
     """
 
     sync: str = option("hook", "start reduce-scatters in backward, or in the step", ("hook", "step"))
@@ -263,8 +262,7 @@ class Config(SyncSettings, StageValues):
                          "to each other's keys), a digit (value table), "
                          "x (heads remove a token's own value: XSA, arXiv:2603.09078), g and d (with token_gates: "
                          "output gates; attention maps mixed over heads: DC, arXiv:2405.08553), M (MLP), +N (skip "
-                         "connection from layer N); c in front (attention reads the output of backout_layer); - "
-                         "(nothing)")
+                         "connection from layer N); c in front (attention reads backout_layer); - (nothing)")
     ngrams: tuple[Ngrams, ...] = option((), "n-gram embedding tables, Ngrams(N, ROWS, WIDTH) each")
     ngram_reset: int = option(0, "zero the n-gram tables every N steps, counted back from the last step; with N = the "
                               "steps per epoch, no row has seen the tokens that it helps to predict (0: never)", min=0)
@@ -329,8 +327,7 @@ class Config(SyncSettings, StageValues):
     muon_momentum_rise: int = option(300, "steps of the momentum warm-up", min=0)
     muon_momentum_fall: int = option(50, "steps of the momentum cooldown", min=0)
     muon_beta2: float = option(0.95, "decay of NorMuon's second moment", min=0, exclusive_max=1)
-    # with muon_qk_heads, second moments are per column for queries and keys, per row for values and outputs; else all
-    # are per column
+    # with muon_qk_heads, second moments are per row for values and outputs; all others are per column
     muon_qk_heads: int = option(0, "heads per matrix of queries or keys that NorMuon orthogonalizes (0: all)", min=0)
 
     # gradient sync (see also SyncSettings)
@@ -384,8 +381,7 @@ PRESETS = {
         logit_shift=5.0,  # a lower cap; logits have more room below x = 0 than above
         fp8_x_scale=100 / 448, fp8_weight_scale=1.6 / 448, fp8_grad_scale=0.75 / 448, fp8_mlp=True,
         num_steps=1285, cooldown=0.6, lr_floor=0.15,
-        # Batches and documents grow; the loss predicts several tokens ahead at first. The stages end at steps 423 (a
-        # third would be 424), 847, 1270 and 1285
+        # Batches and documents grow; at first several tokens are predicted. Ends: 423 (1/3: 424), 847, 1270, 1285
         stages=(
             Stage(until=0.333, micro_batch_tokens=16384, max_document_tokens=896, long_window=3, peak_lr_factor=1.0,
                   loss_weights=Ramp((1.0, 0.5, 0.25), (1.0, 0.5, 0.0)), prefix_weight=0.25),
@@ -631,8 +627,7 @@ MIN_GROUP_LAYERS = 4
 def layer_groups(config: Config) -> list[range]:
     """Cut the layers into the groups that are compiled together.
 
-    A group ends where a layer's output is saved anyway, if it then has at least MIN_GROUP_LAYERS
-    layers, and where the next layer computes token gates.
+    A group of at least MIN_GROUP_LAYERS ends where an output is saved anyway, any where the next layer computes gates.
     """
     count, saved = len(parse_layers(config.layers)), saved_layers(config)
     begins, gates = [0], {layers.start for layers in gated_layers(config)}
@@ -751,8 +746,7 @@ def values_of(row: Stage, config: Config, where: str) -> tuple[dict[str, Any], d
             wrong = out_of_range(f, end)
             require(not wrong, f"{where}: {wrong}")
             values[f.name] = end
-        require(f.type != "Numbers" or len(ends[0]) == len(ends[1]), f"{where}: the ends of {v} differ in length; pad "
-                "the shorter one with zeros")
+        require(f.type != "Numbers" or len(ends[0]) == len(ends[1]), f"{where}: the ends of {v} differ in length")
     for values in both:
         require(values["micro_batch_tokens"] % splits == 0, f"{where}: micro_batch_splits is {splits}; it must divide "
                 f"micro_batch_tokens, {values['micro_batch_tokens']}")
@@ -974,8 +968,7 @@ def validation_sequences(shards: list[Shard], tokens: int, length: int) -> np.nd
     require(len(stream) >= wanted, f"validation needs {wanted} tokens, and {len(shards)} shard(s) like "
             f"{shards[0].path} hold {len(stream)}; fetch the whole split, or lower --val_tokens (a multiple of "
             "--val_len; 0: all)")
-    require((stream == shards[0].encoding.bos_id).any(), f"{shards[0].path}: no BOS ({shards[0].encoding.bos_id}), so "
-            "no document begins; create it again")
+    require((stream == shards[0].encoding.bos_id).any(), f"{shards[0].path}: no BOS begins a document; create it again")
     padded = np.pad(stream, (0, -(len(stream) - 1) % length), constant_values=-1)
     return np.lib.stride_tricks.sliding_window_view(padded, length + 1)[::length]
 
@@ -1031,8 +1024,7 @@ def load_tokens(shard: Shard) -> np.ndarray:
     """
     raw = shard.path.read_bytes()
     same = len(raw) == HEADER_INTS * 4 + 2 * shard.tokens and (not shard.sha256 or shard.sha256 == sha256_of(raw))
-    require(same, f"{shard.path}: the file has changed since the run began; start the run again, and leave its data "
-            "unchanged while it runs")
+    require(same, f"{shard.path}: the file has changed since the run began; start the run again")
     tokens = np.frombuffer(raw, dtype="<u2", offset=HEADER_INTS * 4)
     highest = int(tokens.max(initial=0))
     require(highest < shard.encoding.vocab_size, f"{shard.path}: token {highest}, but the vocabulary has "
@@ -1230,10 +1222,6 @@ class GPT(nn.Module):
         objective, cross_entropy = (torch.stack(terms).sum() for terms in zip(*losses))
         return objective, cross_entropy
 
-    def logits(self, inputs: Tensor, windows: Windows) -> Tensor:
-        """inputs [T] -> float32 [T, padded vocabulary]."""
-        return self.lm_head.logits(self.trunk(inputs, windows))
-
     def rows_read(self, tokens: Tensor) -> dict[nn.Parameter, Tensor]:
         """Find the rows of each n-gram table that a forward of these tokens [..., T] reads."""
         return {table.weight: hashes % table.num_embeddings
@@ -1267,8 +1255,7 @@ class GPT(nn.Module):
 class Context(NamedTuple):
     """Inputs that all layers of one forward share.
 
-    x0, ngram_embeds: [T, dim]. rotary: cosines, sines, softmax scale. masks: see GPT.masks. Other fields: see
-    GPT.mixing_weights.
+    x0, ngram_embeds: [T, dim]. rotary: cosines, sines, softmax scale. Others: see GPT.masks and GPT.mixing_weights.
     """
 
     x0: Tensor
@@ -1284,8 +1271,7 @@ class Context(NamedTuple):
 class Group(nn.Module):
     """Consecutive layers that are compiled together; the last group also prepares the head's input.
 
-    Gradients leave backward group by group. Tuples hold the modules, or nn.Module would register them twice;
-    parameters() tells for which of them a forward must wait.
+    Gradients leave backward group by group. Tuples hold the modules, or nn.Module would register them twice.
     """
 
     def __init__(self, model: GPT, numbers: range):
@@ -1462,8 +1448,7 @@ class Attention(nn.Module):
         return gate[..., None] * value_embeds.view(*gate.shape, -1)
 
 class MLP(nn.Module):
-    """x [T, dim] -> relu(x @ fc) ** 2 @ proj.T, with fc and proj [dim, 4 dim]. kernels: use the Triton kernels, unless
-    forward was edited (see plain_forms).
+    """x [T, dim] -> relu(x @ fc) ** 2 @ proj.T, with fc and proj [dim, 4 dim]. kernels: see plain_forms.
 
     With fp8_mlp both products are in fp8 in training; see DelayedScales.
     """
@@ -1530,10 +1515,7 @@ class DelayedScales:
             x.zero_()
 
 class Head(nn.Module):
-    """Map the normed residual stream to logits and the loss. weight [V, dim]; V is the padded vocabulary.
-
-    classes: tokens of the vocabulary, without the padding.
-    """
+    """Map the normed residual stream to logits and the loss. weight [V, dim]: of `classes` tokens, then padding."""
 
     def __init__(self, config: Config, vocab: int, classes: int | None = None):
         super().__init__()
@@ -1569,9 +1551,8 @@ class Head(nn.Module):
         objective = (entropies * weights).sum()
         # Add a further loss term here, in plain PyTorch; autograd and torch.compile do the rest. Sum it over tokens, as
         # the cross entropy. A z-loss: objective = objective + 1e-4 * self.softcap(x).logsumexp(1).square().sum()
-        # The classes from self.classes on are padding, which a term over classes must leave out. Label smoothing:
-        # F.cross_entropy(self.softcap(x[:, :self.classes]), targets[0], label_smoothing=0.1, reduction="sum",
-        # ignore_index=-1)
+        # A term over classes must leave out the padding: F.cross_entropy(self.softcap(x[:, :self.classes]), targets[0],
+        # label_smoothing=0.1, reduction="sum", ignore_index=-1)
         return objective, entropies[0].detach()
 
 class Softcap(NamedTuple):
@@ -1595,8 +1576,7 @@ def cross_entropies(x: Tensor, targets: Tensor, softcap: Softcap) -> Tensor:
 class NgramTable(nn.Embedding):
     """An embedding of the n tokens that end at each position. Tokens of an earlier document are read as BOS.
 
-    A hash assigns the rows. Another part of it assigns signs, so that n-grams in one row interfere with mean 0 (feature
-    hashing, arXiv:0902.2206).
+    A hash assigns rows, and signs, so that n-grams in one row interfere with mean 0 (arXiv:0902.2206).
     """
 
     SIGNS, BITS, FACTOR = 8192, 40, 2_654_435  # of the hash; its products stay below 2 ** 63
@@ -1737,8 +1717,7 @@ class Rotary(nn.Module):
     def set_windows(self, windows: tuple[int, ...]) -> None:
         """Compute the tables for a sequence of long windows, in tokens; see stretch.
 
-        Starts from the initial frequencies, so the tables depend only on the plan of a step. Writes in place, because
-        compiled blocks keep a reference to these tensors.
+        Start from the initial frequencies: only the plan decides. Write in place: compiled blocks keep these tensors.
         """
         if windows == self.windows:
             return
@@ -1760,8 +1739,7 @@ def rotary_frequencies(head_dim: int) -> Tensor:
     return torch.cat([rotated, torch.zeros(head_dim // 4)])
 
 def stretch(frequencies: Tensor, scale: float, window: int, longer: int) -> tuple[Tensor, float]:
-    """Adapt frequencies and softmax scale to a window that grows from `window` to `longer` tokens, by YaRN
-    (arXiv:2309.00071).
+    """Adapt frequencies and softmax scale to a window that grows to `longer` tokens, by YaRN (arXiv:2309.00071).
 
     Frequencies with 32 or more rotations per old window are kept. Those with less than one are divided by the growth.
     """
@@ -1955,8 +1933,7 @@ def rounded(x: Tensor) -> Tensor:
 # Who calls whom, below: in backward a hook calls Reducer.register_grad_ready, which calls Bucket.add_grad and, for a
 # complete bucket, Reducer.launch -> Bucket.start_reduce_scatter. Then DistributedOptimizer.step does for each bucket:
 # Reducer.wait, Bucket.update by the rule, Bucket.start_all_gather; at the end finish_all_gathers, or the next forward
-# does it. Bucket is memory, Comm sends, Reducer decides when. RowBucket is the same for tables of which a step uses few
-# rows; skip it at first.
+# does it. Bucket is memory, Comm sends, Reducer decides when. RowBucket is for tables; skip it at first.
 
 class ParamSpec(NamedTuple):
     """A parameter, its update rule, and how the rule treats the parameter.
@@ -2053,8 +2030,7 @@ class Bucket:
         """Add the parameter's new gradient times factor into its slot, and set param.grad to None."""
         grad, slot.param.grad = slot.param.grad, None
         if grad.requires_grad:  # the buffer would hold the graphs of all steps
-            raise RunError(f"{slot.name} got a gradient with a graph of its own, which no rule uses; call backward() "
-                           "without create_graph=True")
+            raise RunError(f"{slot.name} got a gradient with a graph too; call backward() without create_graph=True")
         self.accumulate(slot, grad, factor, invariant)
         self.needs_overwrite.discard(slot)
         self.missing.discard(slot)
@@ -2185,8 +2161,7 @@ class RowBucket(Bucket):
     def announce(self, comm: Comm, rows: Iterable[Tensor], last: bool) -> None:
         """Mark rows as read by this rank. last: the next launch sends them, so tell all ranks now."""
         if self.announcement is not None:
-            raise RunError(f"rows of {self.slots[0].name} were announced twice in one step; announce the rows of all "
-                           "micro-batches at once")
+            raise RunError(f"rows of {self.slots[0].name} were announced twice in one step; announce all at once")
         for indices in rows:
             self.reads.index_fill_(0, indices.cpu(), 1)
         if last:
@@ -2649,8 +2624,7 @@ class Reducer:
             for slot in bucket.slots if self.settings.world_size_invariant else ():
                 if len(slot.pending_grads) < expected:  # the tree, and with it the sum, would depend on the ranks
                     raise RunError(f"{slot.name} got a gradient in {len(slot.pending_grads)} of {expected} micro-"
-                                   "batches; use it in all, as world-size-invariant mode needs, or omit "
-                                   "--world_size_invariant")
+                                   "batches; use it in all, or omit world_size_invariant")
             bucket.start_reduce_scatter(self.comm, self.settings.world_size_invariant)
             self.launches += 1
 
@@ -2737,8 +2711,7 @@ class Reducer:
             bucket.drop_gradients()
 
 def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step: int) -> float:
-    """Scale all gradients down if their norm exceeds clip_norm -> the norm before. Raise RunError on every rank if one
-    is not finite."""
+    """Clip all gradients by their norm, and return it. Raise RunError on every rank if one is not finite."""
     squares = []  # float32 norms of short rows, squared and summed in float64: fast and accurate
     for shard in (bucket.grad_shard for bucket in buckets):
         rows = shard.view(-1, math.gcd(shard.numel(), Bucket.SHARD_ALIGNMENT))
@@ -2783,8 +2756,7 @@ def check_all_owned(model: nn.Module, owned: set[nn.Parameter]) -> None:
         if not owned.issuperset(p for p in module._parameters.values() if p is not None and p.requires_grad):
             name = next(name for name, p in model.named_parameters() if p.requires_grad and p not in owned)
             raise RunError(f"{name} is in no bucket and would never be updated; freeze it by requires_grad_(False), or "
-                           "build the optimizer with it, after anything that adds, unfreezes or replaces parameters, "
-                           "such as load_state_dict(assign=True)")
+                           "build the optimizer after anything that adds, unfreezes or replaces parameters (by assign)")
 
 class SavedState:
     """Save and load the state of buckets, independent of the number of ranks and of bucket sizes.
@@ -2819,8 +2791,7 @@ class SavedState:
             saved = state.pop(name, None)
             if saved is None or saved.numel() != numel:
                 seen = "is missing" if saved is None else f"has {saved.numel()} values, not {numel}"
-                raise RunError(f"the saved state does not fit: {name} {seen}; load a state of the same model and the "
-                               "same rules, or start without one")
+                raise RunError(f"the saved state does not fit: {name} {seen}; load one of the same model and rules")
             return saved.view(-1)
 
         pending = {"pending"} if f"{bucket.slots[0].name}/pending" in state else set()
@@ -2862,8 +2833,7 @@ class SavedState:
         RunError between the updates of a rule.
         """
         require(not self.between_updates, f"state_dict() was called before step {self.reducer.step}, between two "
-                "updates of a rule with `every` above 1, whose waiting gradients no state holds; call it after an "
-                "update")
+                "updates of a rule with `every` above 1: no state holds waiting gradients; call it after an update")
         state = {name: x.detach().to("cpu", copy=True) for name, x in self.named_state()}
         for param, group in self.group_of().items():
             name = self.reducer.slots[param][1].name
@@ -2899,8 +2869,7 @@ class SavedState:
             if name in state and state[name].numel() == x.numel():  # states of older versions have none
                 writes.append(functools.partial(x.copy_, state.pop(name).view_as(x)))
         if state:
-            raise RunError(f"the saved state does not fit: this model has no {', '.join(sorted(state))}; load a state "
-                           "of the same model and the same rules")
+            raise RunError(f"the saved state does not fit: this model has no {', '.join(sorted(state))}")
         self.finish_all_gathers()
         self.reducer.drop_gradients()
         self.reducer.check_call("load_state_dict()")
@@ -2931,8 +2900,7 @@ class SavedState:
     def copy_parameter(self, source: str, target: str) -> None:
         """Copy a parameter and its state to another, such as a head that was tied to the embedding until this step."""
         if self.between_updates:
-            raise RunError(f"{target} cannot be copied from {source} while gradients wait for an update; copy it one "
-                           "step later")
+            raise RunError(f"{target} cannot be copied while gradients wait for an update; copy it one step later")
         self.finish_all_gathers()
         bucket_of = {slot.name: bucket for bucket in self.buckets for slot in bucket.slots}
         copied = {target + name.removeprefix(source): x for name, x in self.gather_state(bucket_of[source]).items()
@@ -2962,8 +2930,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         for f in dataclasses.fields(SyncSettings):
             require(not (wrong := out_of_range(f, getattr(settings, f.name))), wrong)
         if settings.world_size_invariant and (settings.find_unused_parameters or settings.clip_norm):
-            raise RunError("world-size-invariant mode excludes find_unused_parameters and clip_norm, whose sums depend "
-                           "on the number of ranks; omit one of them")
+            raise RunError("world-size-invariant mode excludes find_unused_parameters and clip_norm; omit one")
         if settings.overlap_param_gather and model is None:
             raise RunError("overlap_param_gather waits in the model's forward; give the optimizer the model")
         tasks = "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"  # not SLURM_NTASKS: a batch
@@ -3014,8 +2981,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
             module.__dict__["_parameters"] = AwaitedParameters(module._parameters, self)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise RunError("an optimizer cannot be copied or pickled, since it has hooks on its model; copy the model, and "
-                       "save state_dict()")
+        raise RunError("an optimizer cannot be copied or pickled; copy the model, and save state_dict()")
 
     @property
     def _step_supports_amp_scaling(self) -> NoReturn:
@@ -3053,8 +3019,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
     def step(self, plan: Plan = Plan()) -> None:
         """For each bucket in turn: wait for its reduce-scatter, update this rank's shard, start its all-gather.
 
-        With overlap_param_gather the next forward waits for the all-gathers, otherwise step does. The rules read
-        lr_factor and momentum of the plan.
+        With overlap_param_gather the next forward waits for the all-gathers. Rules read the plan's numbers.
         """
         require(not callable(plan), "step() does not take a closure; call backward() before it")
         check_all_owned(self.model, self.owned)
@@ -3184,10 +3149,7 @@ class AwaitedParameters(dict):
 # assignment
 
 def rule_of(config: Config, group: AdamGroup | MuonGroup) -> Adam | NorMuon:
-    """Create the update rule of one kind of parameters, without the row's lr_mul, which specs_of applies.
-
-    For another rule return it here, if group.kind is its kind.
-    """
+    """Create a kind's update rule; specs_of applies lr_mul. Return another rule here, if group.kind is its kind."""
     c = config
     if isinstance(group, MuonGroup):
         return NorMuon(c.muon_lr, c.muon_weight_decay, c.muon_beta2, c.torch_dtype)
@@ -3250,8 +3212,7 @@ def make_optimizer(model: nn.Module, table: Sequence[Assignment] = (), bucket_mb
                    adam_lr: float = Adam.lr) -> DistributedOptimizer:
     """Build the optimizer of any model, on the model's device. table: replaces lines of default_assignments."""
     if not isinstance(model, nn.Module):
-        raise RunError(f"make_optimizer got a {type(model).__name__}; give it the model itself, since rules are chosen "
-                       "by parameter names and kinds of modules")
+        raise RunError(f"make_optimizer got a {type(model).__name__}; give it the model itself")
     check_model(model)
     require(bucket_mb >= 0, f"bucket_mb is {bucket_mb!r}; it must be from 0 on")
     ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -3268,12 +3229,10 @@ def check_model(model: nn.Module) -> None:
     holders = collections.defaultdict(list)  # storage -> (name, tensor) in it
     for name, x in named_tensors(model):
         plain = not hasattr(x, "__tensor_flatten__")
-        require(not isinstance(x, nn.parameter.UninitializedTensorMixin), f"{name} has no shape yet; run a forward "
-                "before the optimizer is built")
+        require(not isinstance(x, nn.parameter.UninitializedTensorMixin), f"{name} has no shape yet; run a forward")
         require(plain or not x.requires_grad, f"{name} is a {type(x).__name__}; build the optimizer of plain tensors, "
                 "before FSDP2, tensor parallelism or quantization")
-        require(x.layout == torch.strided or not dist.is_initialized(), f"{name} has layout {x.layout}; make it dense, "
-                "since all ranks get rank 0's")
+        require(x.layout == torch.strided or not dist.is_initialized(), f"{name} has layout {x.layout}; make it dense")
         if plain and x.layout == torch.strided and x.numel() and x.device.type != "meta":
             holders[x.untyped_storage().data_ptr()].append((name, x))
     for tensors in holders.values():
@@ -3581,8 +3540,7 @@ def validate(model: GPT, sequences: np.ndarray, windows: Windows, comm: Comm, de
 class TrainLosses:
     """Training losses, read without making the host wait for the device: each is read some steps after its step.
 
-    The requests to save that a rank has received are sent with them. LAG steps later all ranks know them, and save
-    before the same step.
+    Each rank's requests to save are sent with them. LAG steps later all ranks know them, and save before one step.
     """
 
     LAG = 4
@@ -3865,14 +3823,7 @@ def kernel_programs(a: Tensor, b: Tensor, dtype: torch.dtype) -> int:
     return torch.cuda.get_device_properties(a.device).multi_processor_count if on_gpu else 0
 
 if triton is not None:
-    def launch_metadata(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, int]:
-        """Report FLOPs and bytes to Triton's profiler."""
-        m, n, k = (args[size] for size in "MNK")
-        width = 2 - args["FP8"]
-        return {f"flops{8 * width}": 2 * m * n * k,
-                "bytes": width * (m * k + k * n) + m * n * (2 + 2 * args["BACKWARD"] + args["FP8"])}
-
-    @triton.jit(launch_metadata=launch_metadata)
+    @triton.jit
     def relu_squared_kernel(a, b, h, out, h8, scale, h_scale, h_max, M, N, K, TILE_M: tl.constexpr,
                             TILE_N: tl.constexpr, TILE_K: tl.constexpr, PROGRAMS: tl.constexpr, BACKWARD: tl.constexpr,
                             FP8: tl.constexpr):
@@ -3916,8 +3867,7 @@ def to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
 class HeadLoss(torch.autograd.Function):
     """Head.forward with softcapped_loss: x [T, dim], weight [V, dim] -> (objective, entropies [n]). scales: for fp8.
 
-    Forward computes the logits' gradient and keeps it in place of the logits. The gradient of the objective is a factor
-    of backward's products.
+    Forward keeps the logits' gradient in place of the logits. Backward multiplies it by the objective's gradient.
     """
 
     @staticmethod
@@ -3958,11 +3908,6 @@ def softcapped_loss(x: Tensor, targets: Tensor, weights: Tensor, softcap: Softca
 LOSS_CHUNK = 2048  # logits that softcapped_loss_kernel loads at once: two for each of 1,024 threads
 
 if triton is not None:
-    def loss_metadata(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, int]:
-        """Report the bytes and special functions of softcapped_loss_kernel, for dry_gpu."""
-        x, grad = args["x"], args["grad"]
-        return {"bytes": x.nbytes + grad.nbytes, "special": 3 * x.numel()}
-
     @triton.jit
     def softcap_and_exp(x, CAP: tl.constexpr, SHIFT: tl.constexpr, SOFTNESS: tl.constexpr):
         """s = sigmoid((x + SHIFT) / SOFTNESS) and exp(CAP * s - CAP): three special functions."""
@@ -3970,14 +3915,13 @@ if triton is not None:
         s = 1 / (1 + tl.exp2(x * (-LOG2_E / SOFTNESS) - SHIFT * LOG2_E / SOFTNESS))
         return s, tl.exp2(s * (CAP * LOG2_E) - CAP * LOG2_E)
 
-    @triton.jit(launch_metadata=loss_metadata)
+    @triton.jit
     def softcapped_loss_kernel(x, targets, weights, losses, grad, T, V: tl.constexpr, N: tl.constexpr,
                                CAP: tl.constexpr, SHIFT: tl.constexpr, SOFTNESS: tl.constexpr, SCALE: tl.constexpr,
                                CHUNK: tl.constexpr, PACK: tl.constexpr):
         """One program per row. It holds in registers what the gradient needs until the row's sum is known.
 
-        PACK: hold it in bf16, two chunks in one register. All 1,024 threads have 64 registers, and a row of 50,304
-        logits fills half of them.
+        PACK: hold it in bf16, two chunks in one register. A row of 50,304 logits fills half of the 64 registers.
         """
         at, row = tl.arange(0, CHUNK), tl.program_id(0)
         x += row.to(tl.int64) * V
@@ -4051,8 +3995,7 @@ def fp8_gradients(grad8: Tensor, grad_scale: float | Tensor, x8: Tensor, weight8
     grad_x = fp8_product(grad8, by_column[0], grad_scale, scales.weight, fast=False)
     return grad_x, fp8_product(grad8.T.contiguous(), by_column[1], grad_scale, scales.x, fast=False)
 
-# A module global: as an attribute of FP8Linear it would break the compiled graph, and with it the fusion of the casts
-# and the loss
+# A module global: as an attribute of FP8Linear it would break the compiled graph, and the fusion of casts and loss
 def fp8_product(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float | Tensor, fast: bool,
                 dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Multiply a [m, k], row-major, by b [k, n], column-major, each times its scale -> [m, n] of dtype."""
@@ -4155,8 +4098,7 @@ class Log:
         import fcntl  # here, and resource below: Windows has neither, and other programs need only the optimizer
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rule, used = "=" * 100, (
-            f"{self.path} exists, so run_id {self.run_id!r} was used. Choose another --run_id, continue that run "
-            "by --resume, or delete its log")
+            f"{self.path} exists, so run_id {self.run_id!r} was used. Choose another --run_id, or --resume it")
         try:
             file = open(self.path, "a+" if resumed else "x+", encoding="utf-8", errors="replace", newline="")
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -4465,8 +4407,7 @@ def load_parameters(model: GPT, saved: dict[str, Any]) -> None:
     params, buffers = dict(model.named_parameters()), persistent_buffers(model, scales=True)()
     unknown = [name for name in saved["state"] if "/" not in name and name not in {**params, **buffers}
                and name.rpartition(".")[2] not in DelayedScales.BUFFERS]  # this model may not be in fp8
-    require(not unknown, f"the saved model also has {', '.join(unknown)}; give this model the --layers, --ngrams and "
-            "other flags of that run")
+    require(not unknown, f"the saved model also has {', '.join(unknown)}; give this model the --layers, --ngrams of it")
     for name, param in params.items():
         x = saved["state"].get("lm_head.weight" if saved.get("tied") and name == "embed.weight" else name)
         fits = x is not None and x.shape in (param.shape, (param.numel(),))  # checkpoints hold them flat
@@ -4489,8 +4430,7 @@ def checkpoints(folder: Path, run_id: str = "", suffix: str = "") -> list[Path]:
     return sorted(found, key=step_of)
 
 def spare_files(loop: TrainingLoop, keep: int) -> list[Path]:
-    """List a run's files that it no longer needs, least needed first: what killed processes wrote in part, checkpoints
-    of a past that a resume gave up, and older ones than the latest `keep`."""
+    """List files to spare, least needed first: partial ones, given-up checkpoints, and all but the latest `keep`."""
     run = loop.log.path.parent, loop.log.run_id
     return [*checkpoints(*run, ".partial"), loop.log.path.with_suffix(".pt.partial"), *checkpoints(*run, ".given_up"),
             *checkpoints(*run)[:-keep or None]]
@@ -4519,8 +4459,7 @@ def find_run(config: Config) -> tuple[str, str]:
     run_id = own[-1].stem if own else config.run_id
     if not config.resume and not own:
         return run_id or f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{launch_id()}", ""
-    require(own or latest or named.exists(), f"--resume {config.resume}: no such file; name a .ckpt or the log of a "
-            "run, or latest")
+    require(own or latest or named.exists(), f"--resume {config.resume}: no such file; name a .ckpt, a log or latest")
     if not own and named.suffix == ".ckpt" and named.is_file():
         return run_id, str(named.resolve())
     if not own and latest and not run_id:
@@ -4616,8 +4555,7 @@ def resume(loop: TrainingLoop) -> dict[str, Any] | None:
              if f.name not in FREE_TO_CHANGE and getattr(loop.requested, f.name) != getattr(old, f.name)]
     require(not other, f"{path} belongs to a run with another {', '.join(other)}. Delete it, or give this run its own "
             "--run_id and torchrun its own --rdzv_id")
-    require(saved["data"] == digests_of(loop.shards), f"the shards are not those of {path}; give --train_files and "
-            "--val_files")
+    require(saved["data"] == digests_of(loop.shards), f"the shards are not those of {path}; name those")
     worker.optimizer.load_state_dict(saved["state"])
     worker.stream.position = Position(*saved["position"])
     # the digest is a sum over ranks: rank 0 holds the past
@@ -4738,10 +4676,7 @@ def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
     windows, value_tables = {layer.window for layer in layers}, {layer.value_table for layer in layers} - {None}
     kinds, own = [group.kind for group in PARAM_GROUPS], [group.kind for group in c.param_groups]
     unknown = ", ".join(repr(kind) for kind in own if kind not in kinds)
-    profile, memory = re.fullmatch(r"(\d+):(\d+)", c.profile), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # each rank holds parameters and, during the warm-up, a saved copy of the state
-    here, size, moment = env_int("LOCAL_WORLD_SIZE", ranks), c.torch_dtype.itemsize, moment_bytes(c)
-    needed = ngram_entries(c) * (here * (2 * size + 4 * moment) + 2 * moment)
+    profile = re.fullmatch(r"(\d+):(\d+)", c.profile)
     rank_dependent = [name for name, on in (("bf16_compress", c.bf16_compress), ("clip_norm", c.clip_norm), (
         "find_unused_parameters", c.find_unused_parameters), ("attention flash", c.attention == "flash")) if on]
     yield from (
@@ -4771,9 +4706,7 @@ def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
         (not c.untie_at or c.head_init, "untie_at: a tied head of zeros learns nothing; give --head_init 0.005"),
         (not c.untie_at or "embed" not in own, "param_groups: with untie_at head's row serves embed; drop embed's"),
         (not unknown, f"param_groups: unknown kinds {unknown}; the kinds are {', '.join(kinds)}"),
-        (c.ngram_hash == "documents" or {t.n for t in c.ngrams} <= {2}, "ngram_hash record is for n-grams with N = 2"),
-        (needed <= memory, f"ngrams: training the tables takes {needed >> 30} GiB, and this machine has "
-         f"{memory >> 30}; give them fewer rows"))
+        (c.ngram_hash == "documents" or {t.n for t in c.ngrams} <= {2}, "ngram_hash record is for n-grams with N = 2"))
     for i, layer in enumerate(layers):
         yield (layer.skip_from is None or layer.skip_from < i, f"layers: layer {i} has a skip connection from layer "
                f"{layer.skip_from}; it must come from an earlier layer")
@@ -4797,12 +4730,6 @@ def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
         yield from found
         if not all(holds for holds, _ in found):
             return  # most mistakes are the same in every stage
-
-def ngram_entries(config: Config) -> int:
-    return sum(table.rows * table.width for table in config.ngrams)
-
-def moment_bytes(config: Config) -> int:
-    return 4 if config.adam_fp32_moments else config.torch_dtype.itemsize
 
 ROW_LIMITS = {"lr_mul": (0, math.inf), "beta1": (0, 1), "beta2": (0, 1), "weight_decay": (0, math.inf),
               "n": (2, 10), "rows": (1, math.inf), "width": (1, math.inf)}  # from, below
@@ -4840,8 +4767,7 @@ class Signals:
     """SIGUSR1 asks for a checkpoint. In training, Ctrl-C, SIGTERM, SIGHUP and SIGUSR2, which says that the launcher has
     died, ask for a checkpoint and then stop the run. A second Ctrl-C ends it at once.
 
-    Before training, and in a race, which repeats whole runs, they have their default action: the process ends even if
-    it waits for others.
+    Before training, and in a race, which repeats whole runs, they end the process, even if it waits for others.
     """
 
     STOPS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR2") if hasattr(signal, name))
