@@ -188,9 +188,9 @@ class MuonGroup:
 class Ngrams:
     """An n-gram embedding table [rows, width]. A hash assigns n-grams to rows."""
 
-    n: int = option(2, "tokens", min=2, max=9)
-    rows: int = option(16384, "rows")
-    width: int = option(64, "entries of a row")
+    n: int = option(dataclasses.MISSING, "tokens of an n-gram", min=2, max=9)
+    rows: int = option(dataclasses.MISSING, "rows")
+    width: int = option(dataclasses.MISSING, "entries of a row")
     __repr__ = show_row
 
 # One row per kind of parameters. The model names the kind where it creates a parameter: parameter(init, kind)
@@ -218,9 +218,9 @@ PARAM_GROUPS = (
 class SyncSettings:
     """How ranks exchange gradients and parameters.
 
-    clip_norm changes results. The others change only time and memory, but for world_size_invariant: it fixes every order of summation. Gradients of micro-batches stay apart
-    ("pending") until the launch, are summed as a binary tree over micro-batches, then over ranks, and no operation
-    takes several parameters at once.
+    clip_norm changes results. The others change only time and memory, but for world_size_invariant: it fixes every
+    order of summation. Gradients of micro-batches stay apart ("pending") until the launch, are summed as a binary tree
+    over micro-batches, then over ranks, and no operation takes several parameters at once.
     """
 
     sync: str = option("hook", "start reduce-scatters in backward, or in the step", ("hook", "step"))
@@ -2267,7 +2267,7 @@ def naming(which: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        cause = str(error).partition("\n")[0].rpartition("] ")[2] or str(error)  # without gloo's file and line
+        cause = str(error).splitlines()[0].rpartition("] ")[2] or str(error)  # without gloo's file and line
         raise RuntimeError(f"{which} has ended, hangs or makes another call ({cause.split('. ')[0]}); its own output "
                            "says why") from error
 
@@ -2467,9 +2467,9 @@ class Reducer:
     def prepare_for_backward(self, step: int, micro_batch: int = 0, micro_batches: int = 1) -> None:
         """Prepare for the backward of one of this rank's micro-batches; the last one of a step launches buckets."""
         expected = (self.step, self.micro_batch) if self.micro_batches else (step, 0)
-        require((step, micro_batch) == expected, f"micro-batch {micro_batch} of {micro_batches} of step {step} was "
-                f"prepared, but micro-batch {expected[1]} of step {expected[0]} is next; prepare each backward once, "
-                "in order, and then call step()")
+        if (step, micro_batch) != expected or micro_batch and micro_batches != self.micro_batches:
+            raise RunError(f"micro-batch {micro_batch} of {micro_batches} of step {step} was prepared, but micro-batch "
+                           f"{expected[1]} of step {expected[0]} is next; prepare each once, and then call step()")
         self.step, self.micro_batch, self.micro_batches = step, micro_batch + 1, micro_batches
         self.factor = self.grad_scale / (micro_batches * self.comm.ranks)
         self.launch_order = self.launch_orders.get(sum(step >= bucket.first_step for bucket in self.buckets), [])
@@ -2480,10 +2480,11 @@ class Reducer:
 
     def register_grad_ready(self, bucket: Bucket, slot: Slot) -> None:
         """Add a parameter's new gradient into its slot, and launch complete buckets in order. This is the hook."""
-        require(self.step >= bucket.first_step, f"{slot.name} got a gradient in step {self.step}, before step "
-                f"{bucket.first_step}, its first; do not use the parameter before it")
-        require(slot in bucket.missing and bucket.reduce_handle is None, f"{slot.name} got its gradient twice in one "
-                "backward, or one that was not prepared; call prepare_for_backward() before each backward")
+        if self.step < bucket.first_step:
+            raise RunError(f"{slot.name} got a gradient in step {self.step}, before step {bucket.first_step}, its "
+                           "first; do not use the parameter before it")
+        if slot not in bucket.missing:
+            raise RunError(f"{slot.name} got its gradient twice in one backward; prepare each backward separately")
         bucket.add_grad(slot, self.factor, self.settings.world_size_invariant)
         if not self.launch_order:
             if not bucket.missing:
@@ -2495,24 +2496,29 @@ class Reducer:
     def launch(self, bucket: Bucket) -> None:
         """Start the bucket's reduce-scatter."""
         with self.span(f"launch {bucket.name}"):
+            expected = self.backward_passes()
             for slot in bucket.slots if self.settings.world_size_invariant else ():
-                # the tree, and with it the sum, would depend on the ranks
-                require(len(slot.pending_grads) >= self.backward_passes(), f"{slot.name} got a gradient in "
-                        f"{len(slot.pending_grads)} of {self.backward_passes()} micro-batches; use it in all, as world-"
-                        "size-invariant mode needs, or omit --world_size_invariant")
+                if len(slot.pending_grads) < expected:  # the tree, and with it the sum, would depend on the ranks
+                    raise RunError(f"{slot.name} got a gradient in {len(slot.pending_grads)} of {expected} micro-"
+                                   "batches; use it in all, as world-size-invariant mode needs, or omit "
+                                   "--world_size_invariant")
             bucket.start_reduce_scatter(self.comm, self.settings.world_size_invariant)
             self.launches += 1
 
     def backward_passes(self) -> int:
         return self.micro_batches
 
-    def launch_rest(self) -> None:
-        """Launch the buckets that backward did not. RunError if a gradient is missing."""
-        for bucket in self.due:
+    def check_complete(self) -> None:
+        """Raise RunError if a parameter of the step has no gradient."""
+        for bucket in (bucket for bucket in self.due if bucket.missing):
             missing = [slot.name for slot in bucket.slots if slot in bucket.missing]
-            require(not missing, f"bucket {bucket.name} was not launched: {len(bucket.slots) - len(missing)} of "
-                    f"{len(bucket.slots)} of its parameters got a gradient, not {', '.join(missing)}; use each in the "
-                    "loss")
+            raise RunError(f"bucket {bucket.name} was not launched: {len(bucket.slots) - len(missing)} of "
+                           f"{len(bucket.slots)} of its parameters got a gradient, not {', '.join(missing)}; use each "
+                           "in the loss")
+
+    def launch_rest(self) -> None:
+        """Launch the buckets that backward did not."""
+        self.check_complete()
         if not self.launch_order:
             self.set_launch_order()
         for bucket in self.due[self.launches:]:
@@ -2643,8 +2649,9 @@ class SavedState:
         scales = {name: x for name, x in state.items() if name.endswith(DelayedScales.KEY)}
         state = {name: x for name, x in state.items() if name not in scales}
         writes = [self.fit_bucket(bucket, state) for bucket in self.buckets]
-        require(not state, f"the saved state does not fit: this model has no {', '.join(sorted(state))}; load a state "
-                "of the same model and the same rules")
+        if state:
+            raise RunError(f"the saved state does not fit: this model has no {', '.join(sorted(state))}; load a state "
+                           "of the same model and the same rules")
         self.finish_all_gathers()
         self.reducer.drop_gradients()
         self.scales.load(scales)
@@ -2679,9 +2686,7 @@ class DistributedOptimizer(SavedState):
     """Parameters out: updates this rank's shard of each bucket, and all-gathers the new parameters.
 
         before each backward:   prepare_for_backward(step, micro_batch, micro_batches)
-        after the last one:     step(plan)
-
-    Gradients are averaged over micro-batches and ranks. gpt_speedrun.make_optimizer builds one for other models.
+        after the last one:     step(plan), by the gradients' mean over micro-batches and ranks
     """
 
     Reducer = Reducer
@@ -2690,8 +2695,7 @@ class DistributedOptimizer(SavedState):
                  grad_scale: float = 1.0, compiled: bool = False):
         """model: must hold the buckets' parameters. grad_scale: see Reducer."""
         self.buckets, self.comm, self.settings, self.scales = list(buckets), comm, settings, DelayedScales(model)
-        for x in (*(bucket.param_data for bucket in buckets), *model.buffers()):
-            comm.broadcast(x.data)
+        self.replicate(model)
         self.reducer = self.Reducer(buckets, comm, settings, grad_scale)
         self.grad_norm: float | None = None  # of the last step, before clipping; check_grads and clip_norm compute it
         self.prepare_for_backward, self.announce_rows = self.reducer.prepare_for_backward, self.reducer.announce_rows
@@ -2700,13 +2704,20 @@ class DistributedOptimizer(SavedState):
         # compiled code takes numbers as tensors, or each new number would compile it again; each name has its own
         as_tensor = functools.lru_cache(256)(lambda name, x: torch.full((), x, device=comm.device))
         self.number = as_tensor if compiled else lambda name, x: x
-        self.forward_hooks: list[Any] = []
         self.read_first: list[Bucket] = []  # buckets that the model's own hook waits for, before any layer's
         for module, params in outer_modules(model) if settings.overlap_param_gather else ():
             reads = list(dict.fromkeys(self.reducer.slots[p][0] for p in params if p in self.reducer.slots))
             self.read_first = reads if module is model else self.read_first
-            self.forward_hooks.append(module.register_forward_pre_hook(
-                lambda *_, reads=reads: self.finish_all_gathers(reads)))
+            self.wait_before(module, reads)
+
+    def replicate(self, model: nn.Module) -> None:
+        """Give every rank the parameters and the buffers of rank 0."""
+        for x in (*(bucket.param_data for bucket in self.buckets), *model.buffers()):
+            self.comm.broadcast(x.data)
+
+    def wait_before(self, module: nn.Module, buckets: Sequence[Bucket]) -> None:
+        """Have the module's forward wait for the all-gathers of these buckets."""
+        module.register_forward_pre_hook(lambda *_: self.finish_all_gathers(buckets))
 
     @torch.no_grad()
     def step(self, plan: Plan = Plan()) -> None:
@@ -3680,7 +3691,8 @@ def start_log(loop: TrainingLoop, resumed: dict[str, Any] | None, changes: list[
     log.open(start, environment, resumed and {
         "at": started, **resumed, "damaged": damages, "ranks": comm.ranks, "source_sha256": machine["source_sha256"],
         "launch": launch_id(), "changes": changes, "hosts": hosts})
-    remove_files(given_up)  # a later resume must not take what this one gives up
+    for path in given_up:  # a later resume must not take what this one gives up
+        path.replace(f"{path}.given_up")
     log.say(f"preset {loop.preset}: {comm.ranks} rank(s) on {machine['hardware']['device']}, {params / 1e6:.1f} M "
             f"parameters, {c.num_steps} steps of {(first := tokens_of_steps(c, 1)):,} tokens"
             f"{' at first' * (tokens_of_steps(c, c.num_steps) != c.num_steps * first)}, validation on "
@@ -3695,7 +3707,7 @@ def finish(loop: TrainingLoop, loss: float, val_tokens: int) -> None:
     c, clock, worker, log = loop.config, loop.clock, loop.worker, loop.log
     compiles = compile_stats()[0] - loop.compiles
     with clock.off("hashing"):
-        after, final_hash, digest = hash_of(named_tensors(worker.model)), state_hash(worker), all_digest(worker)
+        model_hash, final_hash, digest = hash_of(named_tensors(worker.model)), state_hash(worker), all_digest(worker)
     saved_as = ""
     if c.save_model and worker.comm.rank == 0:  # before the log's end: until then the run can be resumed
         with clock.off("saving"):
@@ -3707,7 +3719,8 @@ def finish(loop: TrainingLoop, loss: float, val_tokens: int) -> None:
         "train_tokens": tokens_of_steps(c, c.num_steps), "train_digest": digest, "val_tokens": val_tokens,
         "train_time_ms": clock.elapsed, "wall_seconds": wall_seconds, "seconds_outside_clock": clock.outside,
         "compiles_after_warmup": compiles, "state_hash": loop.state_hashes, "final_state_hash": final_hash,
-        "model_hash": after, "changed_by_validation": loop.changed_by_validation, "peak_memory_mib": allocated, "resumed": log.resumes}}))
+        "model_hash": model_hash, "changed_by_validation": loop.changed_by_validation, "peak_memory_mib": allocated,
+        "resumed": log.resumes}}))
     log.write(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
     if worker.comm.rank == 0:
         verdict, target = "", ""
@@ -3915,9 +3928,10 @@ def checkpoints(folder: Path, run_id: str, suffix: str = "") -> list[Path]:
     return sorted(folder.glob(f"{glob.escape(run_id)}.step[0-9]*.ckpt{suffix}"), key=step_of)
 
 def spare_files(loop: TrainingLoop, keep: int) -> list[Path]:
-    """List a run's files that it no longer needs: what killed processes wrote in part, and all checkpoints but `keep`."""
+    """List a run's files that it no longer needs, least needed first: what killed processes wrote in part, checkpoints
+    of a past that a resume gave up, and older ones than the latest `keep`."""
     run = loop.log.path.parent, loop.log.run_id
-    return [*checkpoints(*run, ".partial"), loop.log.path.with_suffix(".pt.partial"),
+    return [*checkpoints(*run, ".partial"), loop.log.path.with_suffix(".pt.partial"), *checkpoints(*run, ".given_up"),
             *checkpoints(*run)[:-keep or None]]
 
 def remove_files(paths: Iterable[Path]) -> None:
@@ -4042,7 +4056,7 @@ def resume(loop: TrainingLoop) -> dict[str, Any] | None:
             "--run_id and torchrun its own --rdzv_id")
     require(saved["data"] == digests_of(loop.shards), f"the shards are not those of {path}; give --train_files and "
             "--val_files")
-    agree(loop.comm, "checkpoints", {path: f"with the digest {saved['digest']}"}, "Give every host the same one")
+    agree(loop.comm, "checkpoints", {"the digest": saved["digest"]}, f"Give every host the same {Path(path).name}")
     worker.optimizer.load_state_dict(saved["state"])
     worker.stream.position = Position(*saved["position"])
     # the digest is a sum over ranks: rank 0 holds the past
@@ -4154,7 +4168,8 @@ def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
     kinds, own = [group.kind for group in PARAM_GROUPS], [group.kind for group in c.param_groups]
     unknown = ", ".join(repr(kind) for kind in own if kind not in kinds)
     profile = re.fullmatch(r"(\d+):(\d+)", c.profile)
-    rank_dependent = [name for name, on in (("bf16_compress", c.bf16_compress), ("clip_norm", c.clip_norm), ("attention flash", c.attention == "flash")) if on]
+    rank_dependent = [name for name, on in (("bf16_compress", c.bf16_compress), ("clip_norm", c.clip_norm),
+                                            ("attention flash", c.attention == "flash")) if on]
     yield from (
         (c.model_dim % (4 * c.num_heads) == 0,
          f"model_dim is {c.model_dim}; give a multiple of 4 * num_heads, {4 * c.num_heads}"),
@@ -4215,9 +4230,8 @@ def out_of_range(f: dataclasses.Field, v: Any) -> str:
         for row in v:
             if type(row).__name__ not in f.type:
                 return f"{f.name}: {row!r} is not a row of it; its type is {f.type}"
-            for of_row in dataclasses.fields(row):
-                if type(row) is not Stage and getattr(row, of_row.name) is not None and (
-                        wrong := out_of_range(of_row, getattr(row, of_row.name))):
+            for of_row in dataclasses.fields(row) if type(row) is not Stage else ():
+                if (x := getattr(row, of_row.name)) is not None and (wrong := out_of_range(of_row, x)):
                     return f"{f.name}: {row}: {wrong}"
         return ""
     if f.type.removesuffix(" | None") not in ("int", "float", "Numbers"):

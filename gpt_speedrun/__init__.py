@@ -1,7 +1,8 @@
-"""make_optimizer trains any nn.Module by the sharded NorMuon and Adam of train_gpt.py (here: engine.py, a link to it).
+"""Train any nn.Module by the sharded NorMuon and Adam of the speedrun: call make_optimizer(model).
 
-The engine trains one model, whose loop is known. What other people's models and loops need is here: a table of rules by
-parameter names, torch.optim's interface, and an error for what would train wrongly. docs/gradient-sync.md explains all.
+engine.py is train_gpt.py, which trains one model by one loop. This file adds what other models and loops need: a table
+of rules by parameter names, torch.optim's interface, and an error for what would train wrongly. The sections are
+assignment, gradients, optimizer and checks. docs/gradient-sync.md of the repository explains all.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ import math
 import os
 import re
 import weakref
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Callable, Iterator, NamedTuple, NoReturn, Sequence
+from typing import Any, Iterator, NamedTuple, NoReturn, Sequence
 
 import numpy as np
 import torch
@@ -27,13 +27,17 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import engine
-from .engine import (Adam, Bucket, Comm, Config, DelayedScales, DistributedOptimizer, NorMuon, ParamSpec, Plan, RunError,
-                     Slot, agree, env_int, fill_buckets, finish_spec, named_tensors, option, out_of_range, require,
-                     sum_bits)
+from .engine import (Adam, Bucket, Comm, Config, DistributedOptimizer, NorMuon, ParamSpec, Plan, RowBucket, RunError,
+                     Slot, agree, env_int, finish_spec, named_tensors, option, out_of_range, require, sum_bits)
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class SyncSettings(engine.SyncSettings):
+    """How ranks exchange gradients and parameters; find_unused_parameters is as in DDP."""
+
     find_unused_parameters: bool = option(False, "allow parameters without a gradient, which stay unchanged")
+
+# ------------------------------------------------------------------------------------------------------------------
+# assignment
 
 class Assignment(NamedTuple):
     """For make_optimizer: a pattern of parameter names and the rule of these parameters; see ParamSpec for the rest."""
@@ -48,59 +52,34 @@ def make_optimizer(model: nn.Module, table: Sequence[Assignment] = (), bucket_mb
                    settings: SyncSettings = SyncSettings(), muon_lr: float = NorMuon.lr,
                    adam_lr: float = Adam.lr) -> Optimizer:
     """Build the optimizer of any model, on the model's device. table: replaces lines of default_assignments."""
-    if not isinstance(model, nn.Module):
-        raise RunError(f"make_optimizer got a {type(model).__name__}; give it the model itself, since rules are chosen "
-                       "by parameter names and kinds of modules")
+    require(isinstance(model, nn.Module), f"make_optimizer got a {type(model).__name__}; give it the model itself, "
+            "since rules are chosen by parameter names and kinds of modules")
     check_model(model)
     require(bucket_mb >= 0, f"bucket_mb is {bucket_mb!r}; it must be from 0 on")
     ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     specs = assign(model, default_assignments(model, table, muon_lr, adam_lr))
-    if not specs:
-        raise RunError("every parameter of this model is frozen; set requires_grad on those to be trained")
-    for spec in specs:
-        check_spec(spec)
+    require(specs, "every parameter of this model is frozen; set requires_grad on those to be trained")
     buckets = fill_buckets(specs, bucket_mb * 2 ** 20, *ranks)
     return Optimizer(buckets, Comm(*ranks, specs[0].param.device), settings, model)
 
-def check_model(model: nn.Module) -> None:
-    """Raise RunError for parameters that are no plain tensors, or that share memory, which buckets would part."""
-    require("FullyShardedDataParallel" not in {type(module).__name__ for module in model.modules()},
-            "the model is sharded by FSDP; build the optimizer of the plain model, which it shards itself")
-    holders = collections.defaultdict(list)  # storage -> (name, tensor) in it
-    for name, x in named_tensors(model):
-        plain = not hasattr(x, "__tensor_flatten__")
-        require(not isinstance(x, nn.parameter.UninitializedTensorMixin), f"{name} has no shape yet; run a forward "
-                "before the optimizer is built")
-        require(plain or not x.requires_grad, f"{name} is a {type(x).__name__}; build the optimizer of plain tensors, "
-                "before FSDP2, tensor parallelism or quantization")
-        require(x.layout == torch.strided or not dist.is_initialized(), f"{name} has layout {x.layout}; make it dense, "
-                "since all ranks get rank 0's")
-        if plain and x.layout == torch.strided and x.numel() and x.device.type != "meta":
-            holders[x.untyped_storage().data_ptr()].append((name, x))
-    for tensors in holders.values():
-        memory = np.empty(tensors[0][1].untyped_storage().nbytes(), np.uint8)  # stands for it; is never touched
-        placed = [(name, x.requires_grad, np.ndarray(x.shape, f"V{x.itemsize}", memory, x.storage_offset() * x.itemsize,
-                                                     [stride * x.itemsize for stride in x.stride()]))
-                  for name, x in tensors]
-        for (name, learned, a), (other, other_learned, b) in itertools.combinations(placed, 2):
-            require(not ((learned or other_learned) and np.shares_memory(a, b)), f"{name} and {other} share memory, "
-                    "which buckets would part; tie modules by one Parameter (a.weight = b.weight), or clone")
+def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ranks: int) -> list[Bucket]:
+    """Check parameters and rules, and put the parameters into buckets. Raise RunError if no bucket can take one."""
+    for spec in specs:
+        check_spec(spec)
+        require(spec.param.device == specs[0].param.device, f"{spec.name} is on {spec.param.device}, {specs[0].name} "
+                f"is on {specs[0].param.device}; move the model to one device first")
+    return engine.fill_buckets(specs, bucket_bytes, rank, ranks)
 
 def assign(model: nn.Module, table: Sequence[Assignment]) -> list[ParamSpec]:
-    """Assign every parameter that is not frozen its rule by name. RunError unless exactly one line matches each."""
+    """Assign every parameter that is not frozen its rule by name. Raise RunError unless one line matches each."""
     specs = []
     for name, param in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
         lines = [line for line in table if fnmatchcase(name, line.pattern)]
-        if len(lines) != 1:
-            raise RunError(f"{name}: {len(lines)} lines of the table of assignments match it "
-                           f"({', '.join(line.pattern for line in lines) or 'none'}), but one must; "
-                           f"{'narrow the pattern of the others' if lines else 'add a line for it'}")
+        require(len(lines) == 1, f"{name}: {len(lines)} lines of the table of assignments match it "
+                f"({', '.join(line.pattern for line in lines) or 'none'}), but one must; "
+                f"{'narrow the pattern of the others' if lines else 'add a line for it'}")
         spec = ParamSpec(name, param, *lines[0][1:])
-        rows, columns = (*spec.rule.unit(spec), 0, 0)[:2] if isinstance(spec.rule, NorMuon) else (0, 0)
-        if rows and not spec.unit and param.shape == (3 * columns, columns):
-            raise RunError(f"{name} [{rows}, {columns}] may hold three matrices, such as a fused query, key and value."
-                           f" If so, give it a line: Assignment({name!r}, NorMuon(), unit=({columns}, {columns})); if "
-                           f"it is one matrix, with unit=({rows}, {columns})")
+        check_fused(spec)
         specs.append(finish_spec(spec))
     return specs
 
@@ -148,126 +127,52 @@ def default_assignments(model: nn.Module, table: Sequence[Assignment] = (), muon
     return lines
 
 # ------------------------------------------------------------------------------------------------------------------
-# what would train wrongly is refused
-
-RULE_MEMBERS = "lr", "every", "unit", "init_state", "hyper", "update"
-
-def check_rule(name: str, rule: Any) -> None:
-    """Raise RunError for numbers that no training can use. Those of another rule than these two are its own affair."""
-    require(isinstance(rule.every, int) and rule.every > 0, f"{name}: {type(rule).__name__} has every={rule.every!r}; "
-            "it must be a whole number above 0")
-    for key, x in vars(rule).items() if isinstance(rule, Adam | NorMuon) else ():
-        below = 1 if key.startswith("beta") else math.inf
-        require(type(x) not in (int, float) or 0 <= x < below, f"{name}: {type(rule).__name__} has {key}={x!r}; it "
-                f"must be from 0 on, below {below}")
-
-def check_spec(spec: ParamSpec) -> None:
-    """Raise RunError for a parameter or a rule that no bucket can take."""
-    frozen = getattr(spec.rule, "__dataclass_params__", None)
-    require(frozen and frozen.frozen and all(hasattr(spec.rule, name) for name in RULE_MEMBERS),
-            f"{spec.name}: {type(spec.rule).__name__} is not an update rule; write a frozen dataclass with "
-            f"{', '.join(RULE_MEMBERS)}, as Adam has")
-    check_rule(spec.name, spec.rule)
-    require(spec.param.numel(), f"{spec.name} has shape {tuple(spec.param.shape)}, but a bucket needs parameters "
-            "with elements; remove it from the model, or freeze it by requires_grad_(False)")
-    require(0 <= spec.scale < math.inf and spec.first_step >= 0, f"{spec.name} has scale {spec.scale} and "
-            f"first_step {spec.first_step}; both must be from 0 on")
-    require(not (isinstance(spec.rule, Adam | NorMuon) and spec.param.is_complex()), f"{spec.name} is "
-            f"{spec.param.dtype}, which Adam and NorMuon cannot update; make the parameter real, and use "
-            "torch.view_as_complex in the forward")
-    require(spec.scale == 1 or len(spec.rule.unit(spec)) == 2, f"{spec.name}: its scale is not 1, but "
-            f"{type(spec.rule).__name__} does not update matrices and ignores it; change the rule's lr instead")
-
-def check_views(bucket: Bucket, hooks: Any) -> None:
-    """Raise RunError if a parameter is no longer a view of its bucket, or has a hook that cannot see gradients."""
-    start, size = bucket.param_data.data_ptr(), bucket.param_data.element_size()
-    for slot in bucket.slots:
-        param = slot.param
-        if next(reversed(param._post_accumulate_grad_hooks or {}), 0) != hooks[param].id:
-            raise RunError(f"{slot.name} was given a post-accumulate hook after the optimizer was built, and it "
-                           "sees .grad None; set it before, or use register_hook, which gets the gradient")
-        if param.dtype != bucket.param_data.dtype or param.data_ptr() != start + slot.offset * size:
-            raise RunError(f"{slot.name} was given other memory or another dtype ({param.dtype}) after its "
-                           f"bucket {bucket.name} was built ({bucket.param_data.dtype}); move or cast the model before")
-
-def check_ownership(buckets: Sequence[Bucket]) -> set[nn.Parameter]:
-    """Return the parameters in the buckets. Raise RunError if one is there twice or is frozen."""
-    seen: set[nn.Parameter] = set()
-    for slot in (slot for bucket in buckets for slot in bucket.slots):
-        if slot.param in seen:
-            raise RunError(f"{slot.name} is in two buckets or twice in one; put each parameter into one bucket, once")
-        if not slot.param.requires_grad:
-            raise RunError(f"{slot.name} is frozen, so its bucket would wait forever for a gradient; leave it out")
-        seen.add(slot.param)
-    return seen
-
-def check_all_owned(model: nn.Module, owned: set[nn.Parameter]) -> None:
-    """Raise RunError if a learned parameter of the model is in no bucket."""
-    modules = [model]
-    for module in modules:  # with those that it adds; every step calls this, and named_parameters takes longer
-        modules += [child for child in module._modules.values() if child is not None]
-        if not owned.issuperset(p for p in module._parameters.values() if p is not None and p.requires_grad):
-            name = next(name for name, p in model.named_parameters() if p.requires_grad and p not in owned)
-            raise RunError(f"{name} is in no bucket and would never be updated; freeze it by requires_grad_(False), or "
-                           "build the optimizer with it, after anything that adds, unfreezes or replaces parameters, "
-                           "such as load_state_dict(assign=True)")
-
-def memory_of(x: Tensor) -> Tensor:
-    """View each element of an expanded tensor once."""
-    return x[tuple(slice(None if stride else 1) for stride in x.stride())]
-
-def used_parameters(loss: Tensor) -> set[nn.Parameter]:
-    """Return the leaves of a loss's autograd graph: the parameters that will get a gradient."""
-    seen, open_nodes = set(), [loss.grad_fn]
-    while open_nodes:
-        if (node := open_nodes.pop()) is not None and node not in seen:
-            seen.add(node)
-            open_nodes += [further for further, _ in node.next_functions]
-    return {getattr(node, "variable", None) for node in seen}
-
-# ------------------------------------------------------------------------------------------------------------------
-# torch.optim's interface
+# gradients
 
 HOOKS = WeakIdKeyDictionary()  # parameter -> handle of its hook; an attribute of the parameter would be pickled
 
+# What ranks compare. kind: index in Reducer.CALLS; passes: backward passes of the step; optimizer: its number;
+# writes: to all parameters so far, as autograd counts them
+Call = collections.namedtuple("Call", "kind step passes optimizer writes")
+
 class Reducer(engine.Reducer):
-    """Without prepare_for_backward, the one backward outside of no_sync completes the step; earlier ones run inside.
+    """Without prepare_for_backward, the one backward outside of no_sync completes the step; earlier ones run inside."""
 
-    The ranks compare their calls before the first message of each.
-    """
-
-    CALLS = "step()", "state_dict()", "load_state_dict()", "check_replicas()"
+    CALLS = "step()", "state_dict()", "load_state_dict()", "check_replicas()"  # compared before their first message
     numbers = itertools.count(1)
 
     def __init__(self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings, grad_scale: float):
-        self.in_no_sync, self.in_step = False, False  # in_step: a gradient or an announcement has come since step()
+        self.in_no_sync, self.in_step = False, False  # in_step: a gradient or rows have come since the last step
         self.no_sync_grads = collections.Counter[Slot]()  # gradients that this step added in no_sync
-        self.compared = False  # in this step already
-        self.call: Any = None  # under way: the comparison of this call with that of the other ranks
         self.number = next(self.numbers) if comm.ranks > 1 else 0  # of this optimizer, the same on all ranks
-        self.calls = [[0] * 5] * comm.ranks   # of each rank, the last one; see start_call
-        self.unused: set[Slot] = set()        # that no rank has used since their last update
+        self.call, self.compared = None, False  # handle of the comparison under way; the one of step() is done
+        self.calls = [Call(0, 0, 0, 0, 0)] * comm.ranks  # of each rank, the last one that was compared
+        self.unused: set[Slot] = set()  # parameters that no rank has used since their last update
+        self.hooks: dict[nn.Parameter, Any] = {}  # handles
+        self.optimizer: Any = lambda: None        # weak reference
         super().__init__(buckets, comm, settings, grad_scale)
 
     def set_hook(self, param: nn.Parameter) -> None:
-        """Set the parameter's hook in place of an earlier optimizer's. It keeps nothing alive."""
+        """Set the parameter's hook in place of an earlier optimizer's."""
         if param in HOOKS:
             HOOKS[param].remove()
-        me = weakref.ref(self)
-        HOOKS[param] = param.register_post_accumulate_grad_hook(
+        me = weakref.ref(self)  # a hook on a tensor keeps alive what it refers to, also in a cycle
+        HOOKS[param] = self.hooks[param] = param.register_post_accumulate_grad_hook(
             lambda param: (reducer := me()) and reducer.register_grad_ready(*reducer.slots[param]))
 
     def announce_rows(self, step: int, rows: dict[nn.Parameter, Tensor]) -> None:
         self.in_step = True
-        if any(bucket.announcement is not None for bucket in self.buckets if isinstance(bucket, engine.RowBucket)):
-            raise RunError("rows were announced twice in one step; announce the rows of all micro-batches at once")
+        for bucket in self.buckets:
+            if isinstance(bucket, RowBucket) and bucket.announcement is not None:
+                raise RunError(f"rows of {bucket.slots[0].name} were announced twice in one step; announce the rows of "
+                               "all micro-batches at once")
         super().announce_rows(step, rows)
 
     def prepare_for_backward(self, step: int | Tensor, micro_batch: int = 0, micro_batches: int = 1,
                              loss: Tensor | None = None) -> None:
-        """loss: the tensor that backward starts from; tells which parameters find_unused_parameters need not wait for.
+        """Do the same as the engine's. loss: what backward starts from, so that unused parameters are not waited for.
 
-        Given in place of the step, it is that of the step's last backward. In no_sync() it changes nothing.
+        Given in place of the step, it is the loss of the step's last backward. In no_sync() it changes nothing.
         """
         if isinstance(step, Tensor) and step.requires_grad:
             if self.in_no_sync:
@@ -279,8 +184,6 @@ class Reducer(engine.Reducer):
                            "backward starts from, or (step, micro_batch, micro_batches, loss)")
         if self.micro_batches and self.micro_batch == self.micro_batches:
             raise RunError(f"all {self.micro_batches} micro-batches of step {self.step} were prepared; call step()")
-        require(not micro_batch or micro_batches == self.micro_batches, f"micro-batch {micro_batch} of {micro_batches} "
-                f"was prepared, but this step has {self.micro_batches}")
         super().prepare_for_backward(step, micro_batch, micro_batches)
         self.in_step = True  # so that zero_grad() drops this step if its backward fails
         if self.micro_batch == micro_batches and loss is not None and self.settings.find_unused_parameters:
@@ -292,17 +195,18 @@ class Reducer(engine.Reducer):
         if bucket.reduce_handle is not None:
             raise RunError(f"{slot.name} got a gradient after its bucket {bucket.name} was launched; call step() "
                            "before the next backward, or run all but the last of a step in no_sync()")
-        if slot.param.grad.requires_grad:  # the buffer would hold the graphs of all steps
+        self.in_step, begun = True, self.step >= bucket.first_step  # if not begun, the engine refuses the gradient
+        if slot.param.grad.requires_grad:
+            slot.param.grad = None  # the buffer would hold the graphs of all steps
             raise RunError(f"{slot.name} got a gradient with a graph of its own, which no rule uses; call backward() "
                            "without create_graph=True")
-        self.in_step = True
-        if not self.micro_batches:
-            if self.in_no_sync and self.step >= bucket.first_step:
+        if begun and not self.micro_batches:
+            if self.in_no_sync:
                 bucket.add_grad(slot, self.grad_scale / self.comm.ranks, self.settings.world_size_invariant)
                 self.no_sync_grads[slot] += 1
                 return
             self.prepare_for_backward(self.step)
-        if slot not in bucket.missing and self.step >= bucket.first_step:
+        if begun and slot not in bucket.missing:
             raise RunError(f"{slot.name} got its gradient twice in one backward; prepare each backward separately, "
                            "with the loss that it starts from, or run all but the last of a step in no_sync()")
         super().register_grad_ready(bucket, slot)
@@ -316,18 +220,24 @@ class Reducer(engine.Reducer):
         """Return the number of backward passes of this step; in no_sync, the most gradients that a parameter got."""
         return max(self.no_sync_grads.values(), default=0) + self.micro_batches
 
+    def check_complete(self) -> None:
+        try:
+            super().check_complete()
+        except RunError as error:
+            raise RunError(f"{error}, or set find_unused_parameters") from None
+
     def launch_rest(self) -> None:
         if not self.micro_batches or self.micro_batch < self.micro_batches:
             raise RunError(f"step() was called after {self.micro_batch} of {self.micro_batches} micro-batches; call it "
                            "after the last backward, which must not be in no_sync(), and call prepare_for_backward() "
                            "before every backward or before none")
         for bucket in self.due:
-            check_views(bucket, HOOKS)
+            check_views(bucket, self.hooks)
             if self.settings.find_unused_parameters:
                 bucket.missing.clear()
+        self.check_complete()
         first, writes, self.compared = not self.launch_orders, self.check_call("step()"), True
         super().launch_rest()
-        self.compared = False
         if len(writes) > 1 or first:
             self.optimizer().check_replicas()
         self.unused = self.find_unused() if self.settings.find_unused_parameters else set()
@@ -339,38 +249,50 @@ class Reducer(engine.Reducer):
         return {slot for slot, count in zip(used, counts.tolist()) if not count}
 
     def start_call(self, name: str) -> None:
-        """Tell the other ranks, before the first message of a call, which one this rank makes, and what it wrote."""
+        """Send this rank's call to all ranks."""
         if self.comm.ranks == 1 or name == "step()" and self.launch_order and not self.comm.point_to_point:
             return  # on a GPU the host would wait in every step
         passes = 0 if self.settings.find_unused_parameters else self.backward_passes()  # there they may differ
-        writes = sum([param._version for param in self.slots])  # to parameters, as autograd counts them
-        rows = torch.tensor([[self.CALLS.index(name), self.step, passes, self.number, writes]] * self.comm.ranks)
+        writes = sum([param._version for param in self.slots])
+        rows = torch.tensor([Call(self.CALLS.index(name), self.step, passes, self.number, writes)] * self.comm.ranks)
         self.call = self.comm.exchange([rows[self.comm.rank]] * self.comm.ranks, rows)
-        self.call.then = rows.tolist
+        self.call.then = lambda: [Call(*row) for row in rows.tolist()]
 
     def check_call(self, name: str) -> set[int]:
-        """Raise RunError on every rank unless all make the same call -> the ranks' writes to parameters since then."""
+        """Compare the calls of all ranks; RunError on each if they differ. Return their numbers of new writes."""
         if self.call is None or name != "step()":
             self.start_call(name)
-        rows = self.call.wait() if self.call else self.calls
-        for rank, row in enumerate(rows):
-            if row[:4] != rows[0][:4]:
-                one, first = (f"{self.CALLS[call]} in step {step} after {passes} backward passes with optimizer "
-                              f"{number}" for call, step, passes, number, _ in (row, rows[0]))
+        calls = self.call.wait() if self.call else self.calls
+        for rank, call in enumerate(calls):
+            if call[:4] != calls[0][:4]:
+                one, first = (f"{self.CALLS[x.kind]} in step {x.step} after {x.passes} backward passes with optimizer "
+                              f"{x.optimizer}" for x in (call, calls[0]))
                 raise RunError(f"rank {rank} calls {one}, rank 0 {first}; run as many backward passes, also in no_sync"
                                "(), on every rank, and make each call on all ranks or on none, in the same order")
-        self.call, self.calls, writes = None, rows, {row[4] - last[4] for row, last in zip(rows, self.calls)}
-        return writes
+        self.call, self.calls, before = None, calls, self.calls
+        return {call.writes - last.writes for call, last in zip(calls, before)}
 
     def end_step(self) -> None:
         super().end_step()
-        self.in_step = False
+        self.in_step = self.compared = False
         self.no_sync_grads.clear()
 
     def drop_gradients(self) -> None:
         if self.call is not None:  # its messages are under way
             self.check_call("step()")
         super().drop_gradients()
+
+def used_parameters(loss: Tensor) -> set[nn.Parameter]:
+    """Return the leaves of a loss's autograd graph: the parameters that will get a gradient."""
+    seen, open_nodes = set(), [loss.grad_fn]
+    while open_nodes:
+        if (node := open_nodes.pop()) is not None and node not in seen:
+            seen.add(node)
+            open_nodes += [further for further, _ in node.next_functions]
+    return {getattr(node, "variable", None) for node in seen}
+
+# ------------------------------------------------------------------------------------------------------------------
+# optimizer
 
 class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
     """The engine's optimizer as a torch optimizer: call `backward()` and `step()`.
@@ -379,19 +301,20 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
     in `no_sync()`. param_groups has one group for each rule and learning rate: set its "lr", or use a torch scheduler.
     Since .grad is always None, clip by settings.clip_norm.
 
-    A state also has NAME/lr, NAME/initial_lr (of a scheduler), NAME/step, the number of the next step, and buffers.
+    A saved state has the names of SavedState, buffers, and for each parameter NAME/lr, NAME/initial_lr (a scheduler's)
+    and NAME/step, the number of the next step.
     """
 
     Reducer = Reducer
 
     def __init__(self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings, model: nn.Module,
-                 grad_scale: float = 1.0, compiled: bool = False):
+                 grad_scale: float = 1.0):
         require(isinstance(settings, SyncSettings), f"settings is a {type(settings).__name__}, not SyncSettings(...)")
         for f in dataclasses.fields(settings):
             require(not (wrong := out_of_range(f, getattr(settings, f.name))), wrong)
-        if settings.world_size_invariant and (settings.find_unused_parameters or settings.clip_norm):
-            raise RunError("world-size-invariant mode excludes find_unused_parameters and clip_norm, whose sums depend "
-                           "on the number of ranks; omit one of them")
+        require(not (settings.world_size_invariant and (settings.find_unused_parameters or settings.clip_norm)),
+                "world-size-invariant mode excludes find_unused_parameters and clip_norm, whose sums depend on the "
+                "number of ranks; omit one of them")
         tasks = "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"  # not SLURM_NTASKS: a batch
         name = next((name for name in tasks if name in os.environ), tasks[0])             # script has it too
         require(env_int(name, 1) <= 1 or comm.ranks > 1 or dist.is_initialized(), f"{name} in the environment is "
@@ -399,6 +322,7 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
                 "torchrun and call init_process_group() first, or set WORLD_SIZE=1 if each is to train alone")
         self.model, self.owned = model, check_ownership(buckets)
         check_all_owned(model, self.owned)
+        self.forward_hooks, self.versions = [], {}  # handles; how often parameters whose gather runs were written
         groups: dict[Any, dict[str, Any]] = {}  # by rule and learning rate
         for bucket in buckets:
             kind = (type(bucket.rule).__name__, bucket.rule.lr)
@@ -412,19 +336,28 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
             **{f"bucket {bucket.name}": f"of {bucket.param_data.dtype}, gradients of {bucket.grad_data.dtype}, "
                f"{bucket.rule}, {[(slot.name, *slot.param.shape) for slot in bucket.slots]}" for bucket in buckets},
         }, "Build the same model from the same config on every rank")
-        super().__init__(buckets, comm, settings, model, grad_scale, compiled)
+        super().__init__(buckets, comm, settings, model, grad_scale)
         self.reducer.optimizer = weakref.ref(self)
-        for p in model.parameters():
-            if not p.requires_grad:
-                comm.broadcast(p.data)
         places = [(f"{name}.{key}".removeprefix("."), module._buffers, key)  # a module may replace its buffer
                   for name, module in model.named_modules() for key in module._buffers
                   if key not in module._non_persistent_buffers_set]
         self.buffers = lambda: {name: memory_of(x) for name, buffers, key in places
                                 if (x := buffers.get(key)) is not None and x.layout == torch.strided}
-        self.guarded = list(model.modules()) * settings.overlap_param_gather
+        self.guarded = list(model.modules()) if settings.overlap_param_gather else []
         for module in self.guarded:
             module.__dict__["_parameters"] = AwaitedParameters(module._parameters, self)
+
+    def replicate(self, model: nn.Module) -> None:
+        """Give every rank the parameters, frozen ones too, and the buffers of rank 0, whatever their dtypes."""
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        for x in (*(bucket.param_data for bucket in self.buckets), *frozen, *model.buffers()):
+            broadcast(self.comm, x.data)
+
+    def wait_before(self, module: nn.Module, buckets: Sequence[Bucket]) -> None:
+        """Do the same as the engine's. The hook keeps neither the optimizer nor its buckets alive."""
+        me, at = weakref.ref(self), [self.buckets.index(bucket) for bucket in buckets]
+        self.forward_hooks.append(module.register_forward_pre_hook(
+            lambda *_: (optimizer := me()) and optimizer.finish_all_gathers([optimizer.buckets[i] for i in at])))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RunError("an optimizer cannot be copied or pickled, since it has hooks on its model; copy the model, and "
@@ -441,7 +374,7 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
 
     def remove_hooks(self) -> None:
         """Remove the hooks from the model: gradients stay in .grad again, unless a later optimizer set its own."""
-        for hook in (*self.forward_hooks, *map(HOOKS.get, self.reducer.slots)):
+        for hook in (*self.forward_hooks, *self.reducer.hooks.values()):
             hook.remove()
         self.finish_all_gathers()
         for module in self.guarded:
@@ -462,20 +395,19 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         if self.reducer.in_step:
             self.reducer.drop_gradients()
 
+    @torch.no_grad()
     def step(self, plan: Plan = Plan()) -> None:
         require(not callable(plan), "step() does not take a closure; call backward() before it")
         check_all_owned(self.model, self.owned)
         if self.param_groups != self.groups_seen:
             self.take_numbers()
         super().step(plan)
-        for bucket in self.buckets:
-            if bucket.gather_handle is not None:  # views of one tensor count together
-                bucket.versions = [slot.param._version for slot in bucket.slots]
-        for x in self.buffers().values():  # as in DDP, all go on with rank 0's
-            self.comm.broadcast(x)
+        self.versions = {bucket: [slot.param._version for slot in bucket.slots] for bucket in self.buckets
+                         if bucket.gather_handle is not None}  # views of one tensor count together
+        broadcast(self.comm, *self.buffers().values())  # as in DDP, all go on with rank 0's
 
     def update(self, bucket: Bucket, plan: Plan) -> None:
-        """Unused parameters and their state stay unchanged."""
+        """Do the same as the engine's, but keep unused parameters and their state unchanged."""
         unchanged = [(part, part.clone()) for slot in bucket.slots if slot in self.reducer.unused
                      for part in (bucket.view_of(slot, x, True) for x in (bucket.param_shard, *bucket.state.values()))]
         super().update(bucket, plan)
@@ -485,14 +417,14 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         torch.autograd.graph.increment_version(used)  # so that backward refuses a graph of the old values
 
     def finish_all_gathers(self, buckets: Sequence[Bucket] | None = None) -> None:
+        """Do the same as the engine's. Raise RunError if the program wrote to a parameter meanwhile."""
         waiting = [b for b in (self.buckets if buckets is None else buckets) if b.gather_handle is not None]
         super().finish_all_gathers(waiting)
         for bucket in () if torch.compiler.is_compiling() else waiting:
-            for slot, version in zip(bucket.slots, getattr(bucket, "versions", ())):
+            for slot, version in zip(bucket.slots, self.versions.get(bucket, ())):
                 if slot.param._version != version:
                     raise RunError(f"{slot.name} was changed after step() and before its new value was there; call "
                                    "optimizer.finish_all_gathers() first, or omit overlap_param_gather")
-            bucket.versions = ()
 
     def group_of(self) -> dict[nn.Parameter, dict[str, Any]]:
         """Map each parameter to its group in param_groups, whose groups may be replaced."""
@@ -544,6 +476,7 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load a state_dict, the same on all ranks, and drop all unused gradients. RunError if it does not fit."""
         for name, x in state.items() if isinstance(state, collections.abc.Mapping) else [("it", state)]:
             require(isinstance(x, Tensor) and x.dim() < 2, f"the saved state does not fit: {name} is a "
                     f"{type(x).__name__} {[*getattr(x, 'shape', ())]}, not a tensor of one dimension; load what the "
@@ -554,21 +487,27 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
             names = {plain(name): name for name in ours}
             state = {names.get(plain(name := key.partition("/")[0]), name) + key[len(name):]: x
                      for key, x in state.items()}
-        state, steps, writes, groups = dict(state), [0], [], self.group_of()
+        state, steps, writes, groups = dict(state), [], [], self.group_of()
         for param, (_, slot) in self.reducer.slots.items():
             rates = {key: float(state.pop(name)) for key in ("lr", "initial_lr")
                      if (name := f"{slot.name}/{key}") in state}
             writes.append(functools.partial(groups[param].update, rates))
-            steps.append(int(state.pop(f"{slot.name}/step", 0)))
+            steps.append(int(state.pop(f"{slot.name}/step", -1)))
         for name, x in self.buffers().items():
             if name in state and state[name].numel() == x.numel():  # states of older versions have none
                 writes.append(functools.partial(x.copy_, state.pop(name).view_as(x)))
-        self.reducer.check_call("load_state_dict()")
+        left = dict(state)
+        for bucket in self.buckets:
+            self.fit_bucket(bucket, left)  # RunError, before anything is changed; the engine refuses what is left
+        if not left:
+            self.finish_all_gathers()
+            self.reducer.drop_gradients()
+            self.reducer.check_call("load_state_dict()")
         super().load_state_dict(state)
         torch.autograd.graph.increment_version(list(self.reducer.slots))
         for write in writes:
             write()
-        self.reducer.step = max(self.reducer.step, *steps)
+        self.reducer.step = max(steps) if -1 not in steps else max(self.reducer.step, *steps)
         self.check_replicas()
 
     def check_replicas(self) -> None:
@@ -600,3 +539,112 @@ class AwaitedParameters(dict):
     def __reduce__(self) -> tuple:  # a copy of the model has plain ones
         return dict, (self.items(),)
 
+def memory_of(x: Tensor) -> Tensor:
+    """View each element of an expanded tensor once."""
+    return x[tuple(slice(None if stride else 1) for stride in x.stride())]
+
+def broadcast(comm: Comm, *tensors: Tensor) -> None:
+    """Copy rank 0's tensors to all ranks in one message, whatever their dtypes; they may be slices, or expanded."""
+    if comm.ranks > 1 and tensors:
+        copies = [memory_of(x).to(comm.device, memory_format=torch.contiguous_format, copy=True) for x in tensors]
+        sent = torch.cat([x.view(-1).view(torch.uint8) for x in copies])
+        comm.broadcast(sent)
+        for x, new, part in zip(tensors, copies, sent.split([x.nbytes for x in copies])):
+            new.view(-1).view(torch.uint8).copy_(part)
+            memory_of(x).copy_(new)
+
+# ------------------------------------------------------------------------------------------------------------------
+# checks: what would train wrongly is refused
+
+def check_model(model: nn.Module) -> None:
+    """Raise RunError for parameters that are no plain tensors, or that share memory, which buckets would part."""
+    require("FullyShardedDataParallel" not in {type(module).__name__ for module in model.modules()},
+            "the model is sharded by FSDP; build the optimizer of the plain model, which it shards itself")
+    holders = collections.defaultdict(list)  # storage -> (name, tensor) in it
+    for name, x in named_tensors(model):
+        plain = not hasattr(x, "__tensor_flatten__")
+        require(not isinstance(x, nn.parameter.UninitializedTensorMixin), f"{name} has no shape yet; run a forward "
+                "before the optimizer is built")
+        require(plain or not x.requires_grad, f"{name} is a {type(x).__name__}; build the optimizer of plain tensors, "
+                "before FSDP2, tensor parallelism or quantization")
+        require(x.layout == torch.strided or not dist.is_initialized(), f"{name} has layout {x.layout}; make it dense, "
+                "since all ranks get rank 0's")
+        if plain and x.layout == torch.strided and x.numel() and x.device.type != "meta":
+            holders[x.untyped_storage().data_ptr()].append((name, x))
+    for tensors in holders.values():
+        memory = np.empty(tensors[0][1].untyped_storage().nbytes(), np.uint8)  # stands for it; is never touched
+        placed = [(name, x.requires_grad, np.ndarray(x.shape, f"V{x.itemsize}", memory, x.storage_offset() * x.itemsize,
+                                                     [stride * x.itemsize for stride in x.stride()]))
+                  for name, x in tensors]
+        for (name, learned, a), (other, other_learned, b) in itertools.combinations(placed, 2):
+            require(not ((learned or other_learned) and np.shares_memory(a, b)), f"{name} and {other} share memory, "
+                    "which buckets would part; tie modules by one Parameter (a.weight = b.weight), or clone")
+
+RULE_MEMBERS = "lr", "every", "unit", "init_state", "hyper", "update"
+
+def check_rule(name: str, rule: Any) -> None:
+    """Raise RunError if a number of Adam or NorMuon is out of range. Other rules check their own."""
+    require(isinstance(rule.every, int) and rule.every > 0, f"{name}: {type(rule).__name__} has every={rule.every!r}; "
+            "it must be a whole number above 0")
+    for key, x in vars(rule).items() if isinstance(rule, Adam | NorMuon) else ():
+        below = 1 if key.startswith("beta") else math.inf
+        require(type(x) not in (int, float) or 0 <= x < below, f"{name}: {type(rule).__name__} has {key}={x!r}; it "
+                f"must be from 0 on, below {below}")
+
+def check_fused(spec: ParamSpec) -> None:
+    """Raise RunError if a matrix of NorMuon may be several, and the table does not say."""
+    if isinstance(spec.rule, NorMuon) and not spec.unit:
+        name, (rows, columns) = spec.name, spec.rule.unit(spec)
+        require(spec.param.shape != (3 * columns, columns), f"{name} [{rows}, {columns}] may hold three matrices, such "
+                f"as a fused query, key and value. If so, give it a line: Assignment({name!r}, NorMuon(), "
+                f"unit=({columns}, {columns})); if it is one matrix, with unit=({rows}, {columns})")
+
+def check_spec(spec: ParamSpec) -> None:
+    """Raise RunError for a parameter or a rule that no bucket can take."""
+    frozen = getattr(spec.rule, "__dataclass_params__", None)
+    require(frozen and frozen.frozen and all(hasattr(spec.rule, name) for name in RULE_MEMBERS),
+            f"{spec.name}: {type(spec.rule).__name__} is not an update rule; write a frozen dataclass with "
+            f"{', '.join(RULE_MEMBERS)}, as Adam has")
+    check_rule(spec.name, spec.rule)
+    require(spec.param.numel(), f"{spec.name} has shape {tuple(spec.param.shape)}, but a bucket needs parameters "
+            "with elements; remove it from the model, or freeze it by requires_grad_(False)")
+    require(0 <= spec.scale < math.inf and spec.first_step >= 0, f"{spec.name} has scale {spec.scale} and "
+            f"first_step {spec.first_step}; both must be from 0 on")
+    require(not (isinstance(spec.rule, Adam | NorMuon) and spec.param.is_complex()), f"{spec.name} is "
+            f"{spec.param.dtype}, which Adam and NorMuon cannot update; make the parameter real, and use "
+            "torch.view_as_complex in the forward")
+    require(spec.scale == 1 or len(spec.rule.unit(spec)) == 2, f"{spec.name}: its scale is not 1, but "
+            f"{type(spec.rule).__name__} does not update matrices and ignores it; change the rule's lr instead")
+
+def check_views(bucket: Bucket, hooks: dict[nn.Parameter, Any]) -> None:
+    """Raise RunError if a parameter is no longer a view of its bucket, or has a hook that cannot see gradients."""
+    start, size = bucket.param_data.data_ptr(), bucket.param_data.element_size()
+    for slot, param in ((slot, slot.param) for slot in bucket.slots):
+        if next(reversed(param._post_accumulate_grad_hooks or {}), 0) != hooks[param].id:
+            raise RunError(f"{slot.name} was given a post-accumulate hook after the optimizer was built, and it "
+                           "sees .grad None; set it before, or use register_hook, which gets the gradient")
+        if param.dtype != bucket.param_data.dtype or param.data_ptr() != start + slot.offset * size:
+            raise RunError(f"{slot.name} was given other memory or another dtype ({param.dtype}) after its "
+                           f"bucket {bucket.name} was built ({bucket.param_data.dtype}); move or cast the model before")
+
+def check_ownership(buckets: Sequence[Bucket]) -> set[nn.Parameter]:
+    """Return the parameters in the buckets. Raise RunError if one is there twice or is frozen."""
+    seen: set[nn.Parameter] = set()
+    for slot in (slot for bucket in buckets for slot in bucket.slots):
+        if slot.param in seen:
+            raise RunError(f"{slot.name} is in two buckets or twice in one; put each parameter into one bucket, once")
+        if not slot.param.requires_grad:
+            raise RunError(f"{slot.name} is frozen, so its bucket would wait forever for a gradient; leave it out")
+        seen.add(slot.param)
+    return seen
+
+def check_all_owned(model: nn.Module, owned: set[nn.Parameter]) -> None:
+    """Raise RunError if a learned parameter of the model is in no bucket."""
+    modules = [model]
+    for module in modules:  # with those that it adds; every step calls this, and named_parameters takes longer
+        modules += [child for child in module._modules.values() if child is not None]
+        if not owned.issuperset(p for p in module._parameters.values() if p is not None and p.requires_grad):
+            name = next(name for name, p in model.named_parameters() if p.requires_grad and p not in owned)
+            raise RunError(f"{name} is in no bucket and would never be updated; freeze it by requires_grad_(False), or "
+                           "build the optimizer with it, after anything that adds, unfreezes or replaces parameters, "
+                           "such as load_state_dict(assign=True)")
