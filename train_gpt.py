@@ -4245,7 +4245,7 @@ def out_of_range(f: dataclasses.Field, v: Any) -> str:
             isinstance(x, kind) and math.isfinite(x) and (x > 0 if low is None else x >= low)
             and x <= high and x < below for x in numbers):
         return ""
-    wanted = [{"int": "a whole number", "float": "a number", "Numbers": "a tuple of numbers"}[f.type]]
+    wanted = [{"int": "a whole number", "Numbers": "a tuple of numbers"}.get(f.type, "a number")]
     wanted += ["above 0"] if low is None else [f"from {low:g} on"] if low > -math.inf else []
     wanted += [f"{words} {bound:g}" for words, bound in (("at most", high), ("below", below)) if bound < math.inf]
     return f"{f.name} is {v!r}; it must be {', '.join(wanted)}"

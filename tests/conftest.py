@@ -66,6 +66,11 @@ def tiny() -> train_gpt.Config:
     return train_gpt.Config(**TINY)
 
 
+def logits_of(model, inputs, windows):
+    """inputs [T] -> float32 [T, padded vocabulary]."""
+    return model.lm_head.logits(model.trunk(inputs, windows))
+
+
 def write_shard(path, tokens, vocab_size=64, bos_id=63, **header):
     """Write a shard of these tokens; magic=, version= and count= change the header."""
     words = np.zeros(256, dtype="<i4")
