@@ -404,11 +404,12 @@ def memory_needed(config: T.Config, vocab_size: int, ranks: int) -> tuple[int, i
     attentions, mlps = sum(bool(layer.window) for layer in layers), sum(layer.mlp for layer in layers)
     value_tables, saved_outputs = len({layer.value_table for layer in layers} - {None}), len(T.saved_layers(c))
     matrices = (4 * attentions + 8 * mlps) * c.model_dim ** 2
-    entries = (2 + value_tables) * vocab_size * c.model_dim + T.ngram_entries(c)
+    ngrams, moment = sum(table.rows * table.width for table in c.ngrams), 4 if c.adam_fp32_moments else size
+    entries = (2 + value_tables) * vocab_size * c.model_dim + ngrams
     # parameters, gradients but those of n-gram tables, and a rank's share of the moments: one in float32 for a matrix, with
     # its rest if it is in bf16, two for an entry
-    gradients, of_matrix = entries - T.ngram_entries(c), 8 if size == 2 else 4
-    permanent = size * (2 * matrices + entries + gradients) + (of_matrix * matrices + 2 * T.moment_bytes(c) * entries) / ranks
+    gradients, of_matrix = entries - ngrams, 8 if size == 2 else 4
+    permanent = size * (2 * matrices + entries + gradients) + (of_matrix * matrices + 2 * moment * entries) / ranks
     width, logits, lengths = c.model_dim * size, vocab_size * size, T.micro_batch_lengths(c)  # bytes of a token
     eager, of_mlp = c.compile == "off", 14 if c.kernels in ("loss", "off") else 10
     saved = ((9 if eager else 4) * attentions + of_mlp * mlps + 32) * width
