@@ -64,7 +64,7 @@ def make_optimizer(model: nn.Module, table: Sequence[Assignment] = (), bucket_mb
 
 def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ranks: int) -> list[Bucket]:
     """Check parameters and rules, and put the parameters into buckets. Raise RunError if no bucket can take one."""
-    for spec in specs:
+    for spec in reversed(specs):  # as buckets are filled
         check_spec(spec)
         require(spec.param.device == specs[0].param.device, f"{spec.name} is on {spec.param.device}, {specs[0].name} "
                 f"is on {specs[0].param.device}; move the model to one device first")

@@ -46,7 +46,7 @@ COMMANDS = {
     ".venv/bin/python records/stats.py --plan --sd 0.0013 --margin 0.002": RUN,
     "git clone URL gpt-speedrun && cd gpt-speedrun": "needs a network; test_the_commands_of_a_first_hour copies what git tracks",
     "git clone": "the same",
-    "pip install git+URL": "needs a network; from a folder: test_readme.py::test_an_installed_package_is_one_module_that_writes_nothing",
+    "pip install git+URL": "needs a network; from a folder: test_readme.py::test_an_installed_package_has_two_files_and_writes_nothing",
     "python own.py": "test_readme.py::test_the_script_of_the_readme_trains_saves_and_continues",
     "./run.sh --help": "test_scripts.py::test_help_installs_nothing_and_fits_on_a_screen",
     "./run.sh --help-all": "test_scripts.py::test_help_installs_nothing_and_fits_on_a_screen",
