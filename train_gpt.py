@@ -83,12 +83,10 @@ import threading
 import traceback
 import unicodedata
 import uuid
-import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NoAnswer
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, NamedTuple, NoReturn, Sequence
 
@@ -100,7 +98,6 @@ except ModuleNotFoundError as error:
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 try:
     import triton
@@ -172,10 +169,10 @@ class AdamGroup:
     """How Adam updates one kind of parameters. None: the value of adam_beta1 or adam_beta2."""
 
     kind: str
-    lr_mul: float = 1.0  # times adam_lr
-    beta1: float | None = None
-    beta2: float | None = None
-    weight_decay: float = 0.0  # cautious, times the squared learning rate of the kind
+    lr_mul: float = option(1.0, "times adam_lr", min=0)
+    beta1: float | None = option(None, "None: adam_beta1", min=0, exclusive_max=1)
+    beta2: float | None = option(None, "None: adam_beta2", min=0, exclusive_max=1)
+    weight_decay: float = option(0.0, "cautious, times the squared learning rate of the kind", min=0)
     __repr__ = show_row
 
 @dataclass(frozen=True)
@@ -183,16 +180,16 @@ class MuonGroup:
     """How NorMuon updates one kind of matrices."""
 
     kind: str
-    lr_mul: float = 1.0  # times muon_lr
+    lr_mul: float = option(1.0, "times muon_lr", min=0)
     __repr__ = show_row
 
 @dataclass(frozen=True)
 class Ngrams:
     """An n-gram embedding table [rows, width]. A hash assigns n-grams to rows."""
 
-    n: int
-    rows: int
-    width: int
+    n: int = option(dataclasses.MISSING, "tokens of an n-gram", min=2, max=9)
+    rows: int = option(dataclasses.MISSING, "rows")
+    width: int = option(dataclasses.MISSING, "entries of a row")
     __repr__ = show_row
 
 # One row per kind of parameters. The model names the kind where it creates a parameter: parameter(init, kind)
@@ -220,15 +217,14 @@ PARAM_GROUPS = (
 class SyncSettings:
     """How ranks exchange gradients and parameters.
 
-    clip_norm changes results. find_unused_parameters allows what is an error without it. world_size_invariant fixes
-    every order of summation: gradients of micro-batches stay apart ("pending") until the launch, and are summed as a
-    binary tree over micro-batches, then over ranks. All other settings change only time and memory.
+    clip_norm changes results. world_size_invariant fixes every order of summation: gradients of micro-batches stay
+    apart ("pending") until the launch, and are summed as a binary tree over micro-batches, then over ranks. All other
+    settings change only time and memory.
     """
 
     sync: str = option("hook", "start reduce-scatters in backward, or in the step", ("hook", "step"))
     update_order: str = option("launch", "order of updates: of launches, or of the forward", ("launch", "forward"))
     overlap_param_gather: bool = option(False, "overlap all-gathers with the next forward, layer by layer")
-    find_unused_parameters: bool = option(False, "allow parameters without a gradient, which stay unchanged")
     check_grads: bool = option(False, "stop before a step with a non-finite gradient (synchronizes the GPU)")
     clip_norm: float = option(0.0, "largest norm of a step's gradients (0: no clipping); see grad_norm in a log. "
                               "train_gpt.py sums its loss over tokens, so norms are far above 1", min=0)
@@ -1957,7 +1953,6 @@ class Slot:
     param: nn.Parameter
     offset: int   # of the first element in the bucket
     grad: Tensor  # view of the bucket's gradient buffer, in the parameter's shape
-    hook: Any = None  # handle of the parameter's hook
     pending_grads: list[Tensor] = field(default_factory=list)  # gradients to be summed at launch, not yet in `grad`
 
 @functools.lru_cache(maxsize=256)
@@ -1994,15 +1989,10 @@ class Bucket:
         self.shard_numel, self.shard_begin = per_rank * unit_numel, rank * per_rank * unit_numel
         self.param_data = torch.zeros(ranks * self.shard_numel, dtype=first.dtype, device=first.device)
         self.grad_data = torch.zeros_like(self.param_data, dtype=grad_dtype or first.dtype, device=self.grad_device)
-        require(len(unit) == 2 or all(spec.scale == 1 for spec in specs), f"{specs[0].name}: its scale is not 1, but "
-                f"{type(self.rule).__name__} does not update matrices and ignores it; change the rule's lr instead")
         scale = torch.ones(ranks * per_rank, 1, 1, dtype=torch.promote_types(first.dtype, torch.float32))
         self.slots = []
         for spec, begin, count in zip(specs, itertools.accumulate(counts, initial=0), counts):
             param, here = spec.param, slice(begin * unit_numel, begin * unit_numel + spec.param.numel())
-            if (param.dtype, param.device) != (first.dtype, first.device):
-                raise RunError(f"bucket {name}: {spec.name} is {param.dtype} on {param.device}, {specs[0].name} is "
-                               f"{first.dtype} on {first.device}; use one bucket per dtype, and move the model first")
             self.param_data[here].copy_(param.detach().reshape(-1))
             param.data, param.grad = self.param_data[here].view(param.shape), None
             self.slots.append(Slot(spec.name, param, here.start, self.grad_data[here].view(param.shape)))
@@ -2021,7 +2011,6 @@ class Bucket:
         self.receive_buffer: Tensor | None = None   # see Comm.receive_buffer
         self.reduce_handle: Any = None              # of the reduce-scatter in flight
         self.gather_handle: Any = None              # of the all-gather in flight
-        self.versions: Sequence[int] = ()           # how often each parameter was written, if a gather outlives a step
 
     def updates_in(self, step: int) -> bool:
         return step >= self.first_step and (step + 1) % self.rule.every == 0
@@ -2029,8 +2018,6 @@ class Bucket:
     def add_grad(self, slot: Slot, factor: float, invariant: bool = False) -> None:
         """Add the parameter's new gradient times factor into its slot, and set param.grad to None."""
         grad, slot.param.grad = slot.param.grad, None
-        if grad.requires_grad:  # the buffer would hold the graphs of all steps
-            raise RunError(f"{slot.name} got a gradient with a graph too; call backward() without create_graph=True")
         self.accumulate(slot, grad, factor, invariant)
         self.needs_overwrite.discard(slot)
         self.missing.discard(slot)
@@ -2100,17 +2087,6 @@ class Bucket:
         for slot in self.slots:
             slot.pending_grads.clear()
 
-    def check_views(self) -> None:
-        """Raise RunError if a parameter is no longer a view of this bucket, or has a hook that cannot see gradients."""
-        start, size = self.param_data.data_ptr(), self.param_data.element_size()
-        for slot in self.slots:
-            if slot.hook and next(reversed(slot.param._post_accumulate_grad_hooks or {}), 0) != slot.hook.id:
-                raise RunError(f"{slot.name} was given a post-accumulate hook after the optimizer was built, and it "
-                               "sees .grad None; set it before, or use register_hook, which gets the gradient")
-            if slot.param.dtype != self.param_data.dtype or slot.param.data_ptr() != start + slot.offset * size:
-                raise RunError(f"{slot.name} was given other memory or another dtype ({slot.param.dtype}) after its "
-                               f"bucket {self.name} was built ({self.param_data.dtype}); move or cast the model before")
-
     def view_of(self, slot: Slot, x: Tensor, of_shard: bool = False) -> Tensor:
         """View a parameter's part of a tensor over all shards or over this rank's.
 
@@ -2160,8 +2136,6 @@ class RowBucket(Bucket):
 
     def announce(self, comm: Comm, rows: Iterable[Tensor], last: bool) -> None:
         """Mark rows as read by this rank. last: the next launch sends them, so tell all ranks now."""
-        if self.announcement is not None:
-            raise RunError(f"rows of {self.slots[0].name} were announced twice in one step; announce all at once")
         for indices in rows:
             self.reads.index_fill_(0, indices.cpu(), 1)
         if last:
@@ -2272,35 +2246,12 @@ class RowBucket(Bucket):
         self.finish_announcement()
         super().drop_gradients()
 
-RULE_MEMBERS = "lr", "every", "unit", "init_state", "hyper", "update"
-
-def check_rule(name: str, rule: Any) -> None:
-    """Raise RunError for numbers that no training can use. Those of another rule than these two are its own affair."""
-    require(isinstance(rule.every, int) and rule.every > 0, f"{name}: {type(rule).__name__} has every={rule.every!r}; "
-            "it must be a whole number above 0")
-    for key, x in vars(rule).items() if isinstance(rule, Adam | NorMuon) else ():
-        below = 1 if key.startswith("beta") else math.inf
-        require(type(x) not in (int, float) or 0 <= x < below, f"{name}: {type(rule).__name__} has {key}={x!r}; it "
-                f"must be from 0 on, below {below}")
-
 def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ranks: int,
                  grad_reduce_in_fp32: bool = False) -> list[Bucket]:
     """Group parameters with the same rule, dtype, unit and first step into buckets, starting at the last layer."""
     open_groups: dict[Any, list[ParamSpec]] = {}
     groups: list[list[ParamSpec]] = []
     for spec in reversed(specs):
-        frozen = getattr(spec.rule, "__dataclass_params__", None)
-        require(frozen and frozen.frozen and all(hasattr(spec.rule, name) for name in RULE_MEMBERS),
-                f"{spec.name}: {type(spec.rule).__name__} is not an update rule; write a frozen dataclass with "
-                f"{', '.join(RULE_MEMBERS)}, as Adam has")
-        check_rule(spec.name, spec.rule)
-        require(spec.param.numel(), f"{spec.name} has shape {tuple(spec.param.shape)}, but a bucket needs parameters "
-                "with elements; remove it from the model, or freeze it by requires_grad_(False)")
-        require(0 <= spec.scale < math.inf and spec.first_step >= 0, f"{spec.name} has scale {spec.scale} and "
-                f"first_step {spec.first_step}; both must be from 0 on")
-        require(not (isinstance(spec.rule, Adam | NorMuon) and spec.param.is_complex()), f"{spec.name} is "
-                f"{spec.param.dtype}, which Adam and NorMuon cannot update; make the parameter real, and use "
-                "torch.view_as_complex in the forward")
         key = (spec.rule, spec.param.dtype, spec.rule.unit(spec), spec.first_step)
         if not (group := open_groups.setdefault(key, [])):
             groups.append(group)
@@ -2422,15 +2373,10 @@ class Comm:
         """Start: x <- its sum over ranks. On GPUs only a stream that waits for the handle waits."""
         return dist.all_reduce(x, async_op=True) if self.ranks > 1 else HandleGroup()
 
-    def broadcast(self, *tensors: Tensor) -> None:
-        """Copy rank 0's tensors to all ranks in one message, whatever their dtypes; they may be slices, or expanded."""
-        if self.ranks > 1 and tensors:
-            copies = [memory_of(x).to(self.device, memory_format=torch.contiguous_format, copy=True) for x in tensors]
-            sent = torch.cat([x.view(-1).view(torch.uint8) for x in copies])
-            dist.broadcast(sent, 0)
-            for x, new, part in zip(tensors, copies, sent.split([x.nbytes for x in copies])):
-                new.view(-1).view(torch.uint8).copy_(part)
-                memory_of(x).copy_(new)
+    def broadcast(self, x: Tensor) -> None:
+        """Copy rank 0's tensor to all ranks."""
+        if self.ranks > 1:
+            dist.broadcast(x.view(-1).view(torch.uint8), 0)  # gloo takes no bool
 
     def all_gather_json(self, mine: Any) -> list[Any]:
         """Return every rank's value, in the order of ranks. JSON, unlike pickle, executes nothing on arrival."""
@@ -2451,10 +2397,6 @@ class CompressedComm(Comm):
         small = full.to(self.sent_dtype)
         small_shard = small.view(self.ranks, -1)[self.rank]
         return HandleGroup(super().reduce_scatter(small_shard, small, buffer), then=lambda: shard.copy_(small_shard))
-
-def memory_of(x: Tensor) -> Tensor:
-    """View each element of an expanded tensor once."""
-    return x[tuple(slice(None if stride else 1) for stride in x.stride())]
 
 def agree(comm: Comm, what: str, mine: dict[str, Any], cure: str) -> None:
     """Raise RunError on every rank unless all ranks have the same values; it names the value, the rank and both."""
@@ -2478,31 +2420,12 @@ def outer_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Iterator[nn.Par
     for child in running:
         yield child, child.parameters()
 
-def used_parameters(loss: Tensor) -> set[nn.Parameter]:
-    """Return the leaves of a loss's autograd graph: the parameters that will get a gradient."""
-    seen, open_nodes = set(), [loss.grad_fn]
-    while open_nodes:
-        if (node := open_nodes.pop()) is not None and node not in seen:
-            seen.add(node)
-            open_nodes += [further for further, _ in node.next_functions]
-    return {getattr(node, "variable", None) for node in seen}
-
-HOOKS = WeakIdKeyDictionary()  # parameter -> handle of its hook; an attribute of the parameter would be pickled
-
-def set_hook(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> Any:
-    """Set the parameter's post-accumulate hook in place of an earlier optimizer's. Return the handle."""
-    if param in HOOKS:
-        HOOKS[param].remove()
-    HOOKS[param] = param.register_post_accumulate_grad_hook(hook)
-    return HOOKS[param]
-
 class Reducer:
     """Gradients in: hooks add them into slots, and launch a bucket's reduce-scatter when all its slots are complete.
 
     All ranks launch buckets in one order: the order in which rank 0's backward completed them. Each set of buckets that
     take part has its own order, learned in its first step: a tied head is complete last, an untied one first. A bucket
-    that is complete early waits for its turn. Without prepare_for_backward, the one backward outside of no_sync
-    completes the step; earlier ones of the step run inside.
+    that is complete early waits for its turn.
 
     state                                     set by                           cleared by
     slot in needs_overwrite: no gradient yet  the bucket's update              register_grad_ready
@@ -2522,21 +2445,16 @@ class Reducer:
         self.launches = 0                     # how many of `due` are launched
         self.step = 0                         # the current step or, between steps, the next one
         self.micro_batch, self.micro_batches, self.factor = 0, 0, 1.0
-        self.in_no_sync = False
-        self.no_sync_grads = collections.Counter[Slot]()  # gradients that this step added in no_sync
-        self.in_step = False                  # a gradient or an announcement has come since the last step
         self.dropped = True                   # no step has ended since all gradients were dropped
-        self.call: HandleGroup | None = None  # under way: the comparison of this call with that of the other ranks
-        self.number = next(self.numbers) if comm.ranks > 1 else 0  # of this optimizer, the same on all ranks
-        self.calls = [[0] * 5] * comm.ranks   # of each rank, the last one; see start_call
         self.span: Callable[[str], Any] = lambda name: contextlib.nullcontext()  # profiling sets it to name ranges
         for bucket in buckets:
             bucket.receive_buffer = comm.receive_buffer(bucket.grad_data, settings.world_size_invariant)
         self.slots = {slot.param: (bucket, slot) for bucket in buckets for slot in bucket.slots}
-        me = weakref.ref(self)  # a hook on a tensor keeps alive what it refers to, also in a cycle
-        for _, slot in self.slots.values():
-            slot.hook = set_hook(
-                slot.param, lambda param: (reducer := me()) and reducer.register_grad_ready(*reducer.slots[param]))
+        for param in self.slots:
+            self.set_hook(param)
+
+    def set_hook(self, param: nn.Parameter) -> None:
+        param.register_post_accumulate_grad_hook(lambda param: self.register_grad_ready(*self.slots[param]))
 
     def reduces_in(self, bucket: Bucket, step: int) -> bool:
         return step >= bucket.first_step and (self.settings.world_size_invariant or bucket.updates_in(step))
@@ -2546,75 +2464,38 @@ class Reducer:
 
         rows: int tensors of any shape on the CPU. If all ranks omit the call, they wait for one another at launch.
         """
-        self.in_step = True
         for bucket in self.buckets:
             if isinstance(bucket, RowBucket):
                 bucket.announce(self.comm, [rows[slot.param].flatten().long() + bucket.first_row(slot)
                                             for slot in bucket.slots], self.reduces_in(bucket, step))
 
-    def prepare_for_backward(self, step: int | Tensor, micro_batch: int = 0, micro_batches: int = 1,
-                             loss: Tensor | None = None) -> None:
-        """Prepare for the backward of one of this rank's micro-batches; the last one of a step launches buckets.
-
-        loss: the tensor that backward starts from; tells which parameters find_unused_parameters need not wait for.
-        Given in place of the step, it is that of the step's last backward. In no_sync() it changes nothing.
-        """
-        if isinstance(step, Tensor) and step.requires_grad:
-            if self.in_no_sync:
-                return
-            step, loss = self.step, step
-        numbers, expected_loss = (step, micro_batch, micro_batches), loss is None or getattr(loss, "requires_grad", 0)
-        if not (expected_loss and all(isinstance(x, int | np.integer) for x in numbers) and step >= 0 < micro_batches):
-            raise RunError(f"prepare_for_backward got {', '.join(map(repr, numbers))}, {loss!r}; give it the loss that "
-                           "backward starts from, or (step, micro_batch, micro_batches, loss)")
-        if self.micro_batches and self.micro_batch == self.micro_batches:
-            raise RunError(f"all {self.micro_batches} micro-batches of step {self.step} were prepared; call step()")
+    def prepare_for_backward(self, step: int, micro_batch: int = 0, micro_batches: int = 1) -> None:
+        """Prepare for the backward of one of this rank's micro-batches; the last one of a step launches buckets."""
         expected = (self.step, self.micro_batch) if self.micro_batches else (step, 0)
         if (step, micro_batch) != expected or micro_batch and micro_batches != self.micro_batches:
             raise RunError(f"micro-batch {micro_batch} of {micro_batches} of step {step} was prepared, but micro-batch "
-                           f"{expected[1]} of step {expected[0]} is next; prepare each backward once, in order, and "
-                           "then call step()")
+                           f"{expected[1]} of step {expected[0]} is next; prepare each once, and then call step()")
         self.step, self.micro_batch, self.micro_batches = step, micro_batch + 1, micro_batches
-        self.in_step = True  # so that zero_grad() drops this step if its backward fails
         self.factor = self.grad_scale / (micro_batches * self.comm.ranks)
         self.launch_order = self.launch_orders.get(sum(step >= bucket.first_step for bucket in self.buckets), [])
-        self.completed = []
-        last = self.micro_batch == micro_batches
+        self.completed, self.launches, last = [], 0, self.micro_batch == micro_batches
         self.due = [bucket for bucket in self.launch_order or self.buckets if last and self.reduces_in(bucket, step)]
-        self.launches = 0
         for bucket in self.buckets:
             bucket.missing.update(bucket.slots)
-        if last and loss is not None and self.settings.find_unused_parameters:
-            used = used_parameters(loss)
-            for bucket in self.due:
-                bucket.missing = {slot for slot in bucket.slots if slot.param in used}
 
     def register_grad_ready(self, bucket: Bucket, slot: Slot) -> None:
         """Add a parameter's new gradient into its slot, and launch complete buckets in order. This is the hook."""
-        if bucket.reduce_handle is not None:
-            raise RunError(f"{slot.name} got a gradient after its bucket {bucket.name} was launched; call step() "
-                           "before the next backward, or run all but the last of a step in no_sync()")
-        self.in_step = True
         if self.step < bucket.first_step:
             raise RunError(f"{slot.name} got a gradient in step {self.step}, before step {bucket.first_step}, its "
                            "first; do not use the parameter before it")
-        if not self.micro_batches:
-            if self.in_no_sync:
-                bucket.add_grad(slot, self.grad_scale / self.comm.ranks, self.settings.world_size_invariant)
-                self.no_sync_grads[slot] += 1
-                return
-            self.prepare_for_backward(self.step)
         if slot not in bucket.missing:
-            raise RunError(f"{slot.name} got its gradient twice in one backward; prepare each backward separately, "
-                           "with the loss that it starts from, or run all but the last of a step in no_sync()")
+            raise RunError(f"{slot.name} got its gradient twice in one backward; prepare each backward separately")
         bucket.add_grad(slot, self.factor, self.settings.world_size_invariant)
         if not self.launch_order:
             if not bucket.missing:
                 self.completed.append(bucket)
         elif self.settings.sync == "hook":
             while self.launches < len(self.due) and not self.due[self.launches].missing:
-                if not self.launches:
-                    self.start_call("step()")
                 self.launch(self.due[self.launches])
 
     def launch(self, bucket: Bucket) -> None:
@@ -2628,56 +2509,24 @@ class Reducer:
             bucket.start_reduce_scatter(self.comm, self.settings.world_size_invariant)
             self.launches += 1
 
-    CALLS = "step()", "state_dict()", "load_state_dict()", "check_replicas()"
-    numbers = itertools.count(1)
-
-    def start_call(self, name: str) -> None:
-        """Tell the other ranks, before the first message of a call, which one this rank makes, and what it wrote."""
-        if self.comm.ranks == 1 or name == "step()" and self.launch_order and not self.comm.point_to_point:
-            return  # on a GPU the host would wait in every step
-        passes = 0 if self.settings.find_unused_parameters else self.backward_passes()  # there they may differ
-        writes = sum([param._version for param in self.slots])  # to parameters, as autograd counts them
-        rows = torch.tensor([[self.CALLS.index(name), self.step, passes, self.number, writes]] * self.comm.ranks)
-        self.call = self.comm.exchange([rows[self.comm.rank]] * self.comm.ranks, rows)
-        self.call.then = rows.tolist
-
-    def check_call(self, name: str) -> set[int]:
-        """Raise RunError on every rank unless all make the same call -> the ranks' writes to parameters since then."""
-        if self.call is None or name != "step()":
-            self.start_call(name)
-        rows = self.call.wait() if self.call else self.calls
-        for rank, row in enumerate(rows):
-            if row[:4] != rows[0][:4]:
-                one, first = (f"{self.CALLS[call]} in step {step} after {passes} backward passes with optimizer "
-                              f"{number}" for call, step, passes, number, _ in (row, rows[0]))
-                raise RunError(f"rank {rank} calls {one}, rank 0 {first}; run as many backward passes, also in no_sync"
-                               "(), on every rank, and make each call on all ranks or on none, in the same order")
-        self.call, self.calls, writes = None, rows, {row[4] - last[4] for row, last in zip(rows, self.calls)}
-        return writes
-
     def backward_passes(self) -> int:
-        """Return the number of backward passes of this step; in no_sync, the most gradients that a parameter got."""
-        return max(self.no_sync_grads.values(), default=0) + self.micro_batches
+        return self.micro_batches
 
-    def launch_rest(self) -> set[int]:
-        """Launch the buckets that backward did not -> what check_call says. RunError if a gradient is missing."""
-        if not self.micro_batches or self.micro_batch < self.micro_batches:
-            raise RunError(f"step() was called after {self.micro_batch} of {self.micro_batches} micro-batches; call it "
-                           "after the last backward, which must not be in no_sync(), and call prepare_for_backward() "
-                           "before every backward or before none")
-        for bucket in self.due:
-            bucket.check_views()
-            if bucket.missing and not self.settings.find_unused_parameters:
-                missing = [slot.name for slot in bucket.slots if slot in bucket.missing]
-                raise RunError(f"bucket {bucket.name} was not launched: {len(bucket.slots) - len(missing)} of "
-                               f"{len(bucket.slots)} of its parameters got a gradient, not {', '.join(missing)}; use "
-                               "each in the loss, or set find_unused_parameters")
-        writes = self.check_call("step()")
+    def check_complete(self) -> None:
+        """Raise RunError if a parameter of the step has no gradient."""
+        for bucket in (bucket for bucket in self.due if bucket.missing):
+            missing = [slot.name for slot in bucket.slots if slot in bucket.missing]
+            raise RunError(f"bucket {bucket.name} was not launched: {len(bucket.slots) - len(missing)} of "
+                           f"{len(bucket.slots)} of its parameters got a gradient, not {', '.join(missing)}; use each "
+                           "in the loss")
+
+    def launch_rest(self) -> None:
+        """Launch the buckets that backward did not."""
+        self.check_complete()
         if not self.launch_order:
             self.set_launch_order()
         for bucket in self.due[self.launches:]:
             self.launch(bucket)
-        return writes
 
     def set_launch_order(self) -> None:
         """Broadcast rank 0's order: the buckets that its backward completed, then the others."""
@@ -2696,13 +2545,10 @@ class Reducer:
                 bucket.carry_over(bucket.updates_in(self.step))
 
     def end_step(self) -> None:
-        self.due, self.micro_batch, self.micro_batches, self.in_step = [], 0, 0, False
-        self.no_sync_grads.clear()
+        self.due, self.micro_batch, self.micro_batches = [], 0, 0
 
     def drop_gradients(self) -> None:
         """Drop all gradients that no update has used, including those in flight."""
-        if self.call is not None:  # its messages are under way
-            self.check_call("step()")
         for bucket in self.due:
             self.wait(bucket)
         self.end_step()
@@ -2734,29 +2580,7 @@ def persistent_buffers(model: nn.Module, scales: bool = False) -> Callable[[], d
               for name, module in model.named_modules() for key in module._buffers
               if key not in module._non_persistent_buffers_set
               and (scales or not isinstance(module, MLP) or key not in DelayedScales.BUFFERS)]
-    return lambda: {name: memory_of(x) for name, buffers, key in places
-                    if (x := buffers.get(key)) is not None and x.layout == torch.strided}
-
-def check_ownership(buckets: Sequence[Bucket]) -> set[nn.Parameter]:
-    """Return the parameters in the buckets. Raise RunError if one is there twice or is frozen."""
-    seen: set[nn.Parameter] = set()
-    for slot in (slot for bucket in buckets for slot in bucket.slots):
-        if slot.param in seen:
-            raise RunError(f"{slot.name} is in two buckets or twice in one; put each parameter into one bucket, once")
-        if not slot.param.requires_grad:
-            raise RunError(f"{slot.name} is frozen, so its bucket would wait forever for a gradient; leave it out")
-        seen.add(slot.param)
-    return seen
-
-def check_all_owned(model: nn.Module, owned: set[nn.Parameter]) -> None:
-    """Raise RunError if a learned parameter of the model is in no bucket."""
-    modules = [model]
-    for module in modules:  # with those that it adds; every step calls this, and named_parameters takes longer
-        modules += [child for child in module._modules.values() if child is not None]
-        if not owned.issuperset(p for p in module._parameters.values() if p is not None and p.requires_grad):
-            name = next(name for name, p in model.named_parameters() if p.requires_grad and p not in owned)
-            raise RunError(f"{name} is in no bucket and would never be updated; freeze it by requires_grad_(False), or "
-                           "build the optimizer after anything that adds, unfreezes or replaces parameters (by assign)")
+    return lambda: {name: x for name, buffers, key in places if (x := buffers.get(key)) is not None}
 
 class SavedState:
     """Save and load the state of buckets, independent of the number of ranks and of bucket sizes.
@@ -2765,9 +2589,6 @@ class SavedState:
     NAME/KEY        a tensor of its rule, such as a moment
     NAME/updates    number of updates so far
     NAME/pending    gradients of earlier steps that wait for an update (world-size-invariant mode)
-    NAME/lr         learning rate           (state_dict only, as all below)
-    NAME/initial_lr that of a scheduler of torch
-    NAME/step       number of the next step
     NAME            a persistent buffer, such as a running mean
     NAME/h_scale    scale of the input of an MLP's second product; see DelayedScales
     """
@@ -2815,56 +2636,30 @@ class SavedState:
                 bucket.view_of(slot, {"": bucket.param_data, **wholes}[key]).copy_(part)
             for key, x in bucket.state.items():
                 x.view(-1).copy_(wholes[f"/{key}"][self.comm.rank])
-            torch.autograd.graph.increment_version([slot.param for slot in bucket.slots])
         return write
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter and every tensor of its state, whole on every rank, on all of which it is called."""
         self.finish_all_gathers()
-        self.reducer.check_call("state_dict()")
         for bucket in self.buckets:
             yield from self.gather_state(bucket).items()
         yield from self.scales.named.items()
         yield from ((name, x.reshape(-1)) for name, x in self.buffers().items())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copy named_state, the learning rates and the step to the CPU, on all ranks; call it on all.
-
-        RunError between the updates of a rule.
-        """
+        """Copy named_state to the CPU, on all ranks; call it on all. RunError between the updates of a rule."""
         require(not self.between_updates, f"state_dict() was called before step {self.reducer.step}, between two "
                 "updates of a rule with `every` above 1: no state holds waiting gradients; call it after an update")
-        state = {name: x.detach().to("cpu", copy=True) for name, x in self.named_state()}
-        for param, group in self.group_of().items():
-            name = self.reducer.slots[param][1].name
-            rates = {f"{name}/{key}": torch.tensor(float(group[key]), dtype=torch.float64)
-                     for key in ("lr", "initial_lr") if key in group}
-            state |= {**rates, f"{name}/step": torch.tensor(self.reducer.step)}
-        return state
+        return {name: x.detach().to("cpu", copy=True) for name, x in self.named_state()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load a state_dict, the same on all ranks, and drop all unused gradients.
 
         RunError, before anything is changed, if the state does not fit.
         """
-        for name, x in state.items() if isinstance(state, collections.abc.Mapping) else [("it", state)]:
-            require(isinstance(x, Tensor) and x.dim() < 2, f"the saved state does not fit: {name} is a "
-                    f"{type(x).__name__} {[*getattr(x, 'shape', ())]}, not a tensor of one dimension; load what the "
-                    "optimizer's state_dict() returned")
-        ours = [*(slot.name for _, slot in self.reducer.slots.values()), *self.buffers()]
-        if not state.keys() >= {*ours}:  # torch.compile(model) and DDP put words into names
-            plain = functools.partial(re.compile(r"^module\.|\b_orig_mod\.").sub, "")
-            names = {plain(name): name for name in ours}
-            state = {names.get(plain(name := key.partition("/")[0]), name) + key[len(name):]: x
-                     for key, x in state.items()}
         scales = {name: x for name, x in state.items() if name.endswith(DelayedScales.KEY)}
         state = {name: x for name, x in state.items() if name not in scales}
-        steps, writes, groups = [0], [self.fit_bucket(bucket, state) for bucket in self.buckets], self.group_of()
-        for param, (_, slot) in self.reducer.slots.items():  # a run's checkpoint has none of these; its plan does
-            rates = {key: float(state.pop(name)) for key in ("lr", "initial_lr")
-                     if (name := f"{slot.name}/{key}") in state}
-            writes.append(functools.partial(groups[param].update, rates))
-            steps.append(int(state.pop(f"{slot.name}/step", -1)))
+        writes = [self.fit_bucket(bucket, state) for bucket in self.buckets]
         for name, x in self.buffers().items():
             if name in state and state[name].numel() == x.numel():  # states of older versions have none
                 writes.append(functools.partial(x.copy_, state.pop(name).view_as(x)))
@@ -2872,22 +2667,10 @@ class SavedState:
             raise RunError(f"the saved state does not fit: this model has no {', '.join(sorted(state))}")
         self.finish_all_gathers()
         self.reducer.drop_gradients()
-        self.reducer.check_call("load_state_dict()")
         self.scales.load(scales)
         for write in writes:
             write()
-        self.reducer.step = max([*steps, *(b.updates * b.rule.every for b in self.buckets if -1 in steps)])
-        self.check_replicas()
-
-    def check_replicas(self) -> None:
-        """Raise RunError on every rank unless all have the same parameters. Call it on all ranks."""
-        self.finish_all_gathers()
-        self.reducer.check_call("check_replicas()")
-        slots = [slot for bucket in self.buckets for slot in bucket.slots]
-        if self.comm.ranks > 1:
-            sums = torch.stack([sum_bits(slot.param) for slot in slots]).tolist()
-            agree(self.comm, "parameters", {slot.name: f"with the checksum {x}" for slot, x in zip(slots, sums)},
-                  "Change and load parameters after make_optimizer on all ranks alike")
+        self.reducer.step = max(bucket.updates * bucket.rule.every for bucket in self.buckets)
 
     @property
     def between_updates(self) -> bool:
@@ -2911,55 +2694,22 @@ class SavedState:
         """Compute the SHA-256 of named_state and further tensors."""
         return hash_of([*self.named_state(), *further])
 
-class DistributedOptimizer(SavedState, torch.optim.Optimizer):
+class DistributedOptimizer(SavedState):
     """Parameters out: updates this rank's shard of each bucket, and all-gathers the new parameters.
 
         before each backward:   prepare_for_backward(step, micro_batch, micro_batches)
-        after the last one:     step(plan)
-
-    Gradients are averaged over micro-batches and ranks. It is also a torch optimizer: without the first line and
-    without a plan, call `backward()` and `step()`. Then, as in DDP, gradients are averaged over ranks only, and summed
-    over the backwards of a step; run all but the last of these in `no_sync()`. param_groups has one group for each rule
-    and learning rate: set its "lr", or use a torch scheduler. Since .grad is always None, clip by settings.clip_norm.
+        after the last one:     step(plan), by the gradients' mean over micro-batches and ranks
     """
 
-    def __init__(self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings = SyncSettings(),
-                 model: nn.Module | None = None, grad_scale: float = 1.0, compiled: bool = False):
-        """model: must hold the buckets' parameters; overlap_param_gather needs it. grad_scale: see Reducer."""
-        require(isinstance(settings, SyncSettings), f"settings is a {type(settings).__name__}, not SyncSettings(...)")
-        for f in dataclasses.fields(SyncSettings):
-            require(not (wrong := out_of_range(f, getattr(settings, f.name))), wrong)
-        if settings.world_size_invariant and (settings.find_unused_parameters or settings.clip_norm):
-            raise RunError("world-size-invariant mode excludes find_unused_parameters and clip_norm; omit one")
-        if settings.overlap_param_gather and model is None:
-            raise RunError("overlap_param_gather waits in the model's forward; give the optimizer the model")
-        tasks = "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"  # not SLURM_NTASKS: a batch
-        name = next((name for name in tasks if name in os.environ), tasks[0])             # script has it too
-        require(env_int(name, 1) <= 1 or comm.ranks > 1 or dist.is_initialized(), f"{name} in the environment is "
-                f"{os.environ.get(name)}, but no process group exists, so each rank would train alone; start by "
-                "torchrun and call init_process_group() first, or set WORLD_SIZE=1 if each is to train alone")
-        model = nn.Module() if model is None else model
-        self.buckets, self.comm, self.settings = list(buckets), comm, settings
-        self.model, self.owned, self.scales = model, check_ownership(buckets), DelayedScales(model)
-        check_all_owned(model, self.owned)
-        groups: dict[Any, dict[str, Any]] = {}  # by rule and learning rate
-        for bucket in buckets:
-            kind = (type(bucket.rule).__name__, bucket.rule.lr)
-            group = groups.setdefault(kind, {"rule": kind[0], "lr": kind[1], "params": []})
-            group["params"] += [slot.param for slot in bucket.slots]
-        super().__init__(groups.values(), {})
-        self.groups_seen = self.copy_groups()
-        agree(comm, "models or settings", {  # otherwise different buckets would be summed with one another
-            "gradient scale": grad_scale, "communication": type(comm).__name__,
-            **{f.name: getattr(settings, f.name) for f in dataclasses.fields(SyncSettings)},
-            **{f"bucket {bucket.name}": f"of {bucket.param_data.dtype}, gradients of {bucket.grad_data.dtype}, "
-               f"{bucket.rule}, {[(slot.name, *slot.param.shape) for slot in bucket.slots]}" for bucket in buckets},
-        }, "Build the same model from the same config on every rank")
-        frozen = [p for p in model.parameters() if not p.requires_grad]
-        for x in (*(bucket.param_data for bucket in buckets), *frozen, *model.buffers()):
-            comm.broadcast(x.data)
+    Reducer = Reducer
+
+    def __init__(self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings, model: nn.Module,
+                 grad_scale: float = 1.0, compiled: bool = False):
+        """model: must hold the buckets' parameters. grad_scale: see Reducer."""
+        self.buckets, self.comm, self.settings, self.scales = list(buckets), comm, settings, DelayedScales(model)
         self.buffers = persistent_buffers(model)
-        self.reducer = Reducer(buckets, comm, settings, grad_scale)
+        self.replicate(model)
+        self.reducer = self.Reducer(buckets, comm, settings, grad_scale)
         self.grad_norm: float | None = None  # of the last step, before clipping; check_grads and clip_norm compute it
         self.prepare_for_backward, self.announce_rows = self.reducer.prepare_for_backward, self.reducer.announce_rows
         rules = {type(bucket.rule).update for bucket in buckets}
@@ -2967,53 +2717,20 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         # compiled code takes numbers as tensors, or each new number would compile it again; each name has its own
         as_tensor = functools.lru_cache(256)(lambda name, x: torch.full((), x, device=comm.device))
         self.number = as_tensor if compiled else lambda name, x: x
-        self.forward_hooks: list[Any] = []
         self.read_first: list[Bucket] = []  # buckets that the model's own hook waits for, before any layer's
         for module, params in outer_modules(model) if settings.overlap_param_gather else ():
-            reads = list(dict.fromkeys(self.reducer.slots[p][0] for p in params if p in self.owned))
+            reads = list(dict.fromkeys(self.reducer.slots[p][0] for p in params if p in self.reducer.slots))
             self.read_first = reads if module is model else self.read_first
-            self.forward_hooks.append(module.register_forward_pre_hook(
-                lambda *_, me=weakref.ref(self), at=[self.buckets.index(bucket) for bucket in reads]:
-                (optimizer := me()) and optimizer.finish_all_gathers([optimizer.buckets[i] for i in at])))
-        # compiled code reads parameters after these hooks only; outside of it each read waits
-        self.guarded = list(model.modules()) * (settings.overlap_param_gather and not compiled)
-        for module in self.guarded:
-            module.__dict__["_parameters"] = AwaitedParameters(module._parameters, self)
+            self.wait_before(module, reads)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise RunError("an optimizer cannot be copied or pickled; copy the model, and save state_dict()")
+    def replicate(self, model: nn.Module) -> None:
+        """Give every rank the parameters and the buffers of rank 0."""
+        for x in (*(bucket.param_data for bucket in self.buckets), *model.buffers()):
+            self.comm.broadcast(x.data)
 
-    @property
-    def _step_supports_amp_scaling(self) -> NoReturn:
-        raise RunError("GradScaler cannot be used: it reads .grad, which is None; train in bfloat16 without a scaler")
-
-    def add_param_group(self, group: dict[str, Any]) -> None:
-        if hasattr(self, "reducer"):
-            raise RunError("existing buckets cannot take a further parameter; build the optimizer with all of them")
-        self.param_groups.append(group)  # torch's own method would import its compiler, which takes over a second
-
-    def remove_hooks(self) -> None:
-        """Remove the hooks from the model: gradients stay in .grad again, unless a later optimizer set its own."""
-        for hook in (*self.forward_hooks, *(slot.hook for _, slot in self.reducer.slots.values())):
-            hook.remove()
-        self.finish_all_gathers()
-        for module in self.guarded:
-            if getattr(module._parameters, "optimizer", lambda: None)() is self:
-                module.__dict__["_parameters"] = dict(module._parameters)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Only accumulate gradients: for all but the last backward of a step. Every rank must run as many in it."""
-        self.reducer.in_no_sync = True
-        try:
-            yield
-        finally:
-            self.reducer.in_no_sync = False
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of a step that is not finished, on every rank. After step() there is nothing to do."""
-        if self.reducer.in_step:
-            self.reducer.drop_gradients()
+    def wait_before(self, module: nn.Module, buckets: Sequence[Bucket]) -> None:
+        """Have the module's forward wait for the all-gathers of these buckets."""
+        module.register_forward_pre_hook(lambda *_: self.finish_all_gathers(buckets))
 
     @torch.no_grad()
     def step(self, plan: Plan = Plan()) -> None:
@@ -3021,15 +2738,9 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
 
         With overlap_param_gather the next forward waits for the all-gathers. Rules read the plan's numbers.
         """
-        require(not callable(plan), "step() does not take a closure; call backward() before it")
-        check_all_owned(self.model, self.owned)
-        reducer, first = self.reducer, not self.reducer.launch_orders
-        if self.param_groups != self.groups_seen:
-            self.take_numbers()
+        reducer = self.reducer
         self.finish_all_gathers()  # that no forward here has waited for: until they end, another rank may send nothing
-        if len(reducer.launch_rest()) > 1 or first:
-            self.check_replicas()
-        unused = self.find_unused() if self.settings.find_unused_parameters else ()
+        reducer.launch_rest()
         if self.settings.check_grads or self.settings.clip_norm:
             for bucket in reducer.due:
                 reducer.wait(bucket)
@@ -3042,61 +2753,22 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
                 with reducer.span(f"update {bucket.name}"):
                     bucket.needs_overwrite.update(bucket.slots)
                     bucket.updates += 1
-                    self.update(bucket, plan, unused)
+                    self.update(bucket, plan)
                 with reducer.span(f"gather {bucket.name}"):
                     bucket.start_all_gather(self.comm)
         reducer.end_step()
         reducer.step, reducer.dropped = reducer.step + 1, False
-        for bucket in buckets if self.settings.overlap_param_gather else ():
-            bucket.versions = [slot.param._version for slot in bucket.slots]  # views of one tensor count together
         if not self.settings.overlap_param_gather:
             self.finish_all_gathers(buckets)
-        self.comm.broadcast(*self.buffers().values())  # as in DDP, all go on with rank 0's
+        self.sync_buffers()
 
-    def group_of(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """Map each parameter to its group in param_groups, whose groups may be replaced."""
-        groups = {param: group for group in self.param_groups for param in group["params"]}
-        missing = [slot.name for _, slot in self.reducer.slots.values() if slot.param not in groups]
-        require(not missing, f"param_groups has no {', '.join(missing)} any more; put them back, and freeze by lr 0")
-        return groups
+    def sync_buffers(self) -> None:
+        """As in DDP, all ranks go on with the buffers of rank 0."""
+        for x in self.buffers().values():
+            self.comm.broadcast(x)
 
-    SETTINGS_OF_TORCH = {"betas", "eps", "weight_decay", "momentum", "nesterov", "dampening", "amsgrad", "maximize"}
-
-    def take_numbers(self) -> None:
-        """Give the rules the numbers of param_groups, which a program may edit. RunError for what cannot change."""
-        groups = self.group_of()
-        for bucket in self.buckets:
-            group, rule = groups[bucket.slots[0].param], bucket.rule
-            apart = [slot.name for slot in bucket.slots if (other := groups[slot.param]) is not group
-                     and {**other, "params": ()} != {**group, "params": ()}]
-            require(not apart, f"{', '.join(apart)} and {bucket.slots[0].name} share a bucket, but their groups in "
-                    "param_groups differ; give them one group, or build the optimizer by bucket_mb=0")
-            fields = {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}
-            numbers = {key: x for key, x in fields.items() if key != "every" and type(x) in (int, float)}
-            for key in group.keys() & (fields.keys() | self.SETTINGS_OF_TORCH):
-                require(key in numbers and math.isfinite(group[key]), f"{type(rule).__name__} cannot use {key}="
-                        f"{group[key]!r} of param_groups; a group can change {', '.join(sorted(numbers))}, to numbers")
-                numbers[key] = float(group[key])
-            changed = {key: x for key, x in numbers.items() if x != fields[key]}
-            bucket.rule = dataclasses.replace(rule, **changed) if changed else rule
-            check_rule("param_groups", bucket.rule)
-        self.groups_seen = self.copy_groups()
-
-    def copy_groups(self) -> list[dict[str, Any]]:
-        """Copy param_groups, so that an edit shows."""
-        return [{key: [*x] if key == "params" else float(x) if isinstance(x, Tensor) else x for key, x in group.items()}
-                for group in self.param_groups]
-
-    def find_unused(self) -> set[Slot]:
-        """Return the parameters that no rank has used since their last update."""
-        used = {slot: slot not in bucket.needs_overwrite for bucket in self.reducer.due for slot in bucket.slots}
-        counts = self.comm.all_reduce(torch.tensor([*used.values()], dtype=torch.float32, device=self.comm.device))
-        return {slot for slot, count in zip(used, counts.tolist()) if not count}
-
-    def update(self, bucket: Bucket, plan: Plan, unused: Iterable[Slot] = ()) -> None:
-        """Update this rank's shard by the bucket's rule. Unused parameters and state stay unchanged."""
-        unchanged = [(part, part.clone()) for slot in bucket.slots if slot in unused
-                     for part in (bucket.view_of(slot, x, True) for x in (bucket.param_shard, *bucket.state.values()))]
+    def update(self, bucket: Bucket, plan: Plan) -> None:
+        """Update this rank's shard by the bucket's rule."""
         hyper = {key: self.number(key, v) if isinstance(v, float) and bucket.may_compile else v
                  for key, v in bucket.hyper(plan).items()}
         plain, random = type(bucket.rule).update, torch.cuda if bucket.param_data.is_cuda else torch
@@ -3106,44 +2778,14 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         require(not exact or torch.equal(drawn, random.get_rng_state()), f"{type(bucket.rule).__name__}.update draws "
                 "random numbers, which depend on the number of ranks; let hyper return a seed as \"noise\" and use "
                 "the numbers that update gets there, or omit world_size_invariant")
-        for part, old in unchanged:
-            part.copy_(old)
-        used = [slot.param for slot in bucket.slots if slot not in unused]
-        torch.autograd.graph.increment_version(used)  # so that backward refuses a graph of the old values
 
     def finish_all_gathers(self, buckets: Sequence[Bucket] | None = None) -> None:
         """Wait for the all-gathers of these buckets (None: all), so that every parameter has its new value."""
         for bucket in self.buckets if buckets is None else buckets:
-            self.finish_all_gather(bucket)
-
-    def finish_all_gather(self, bucket: Bucket) -> None:
-        if bucket.gather_handle is not None:
-            with self.reducer.span(f"wait gather {bucket.name}"):
-                bucket.gather_handle.wait()
-            bucket.gather_handle = None
-            for slot, version in () if torch.compiler.is_compiling() else zip(bucket.slots, bucket.versions):
-                if slot.param._version != version:
-                    raise RunError(f"{slot.name} was changed after step() and before its new value was there; call "
-                                   "optimizer.finish_all_gathers() first, or omit overlap_param_gather")
-
-class AwaitedParameters(dict):
-    """A module's parameters: what takes one from the module, by whatever call, waits for its all-gather."""
-
-    def __init__(self, params: dict[str, nn.Parameter | None], optimizer: DistributedOptimizer):
-        super().__init__(params.items())
-        self.optimizer = weakref.ref(optimizer)
-
-    def __getitem__(self, name: str) -> nn.Parameter | None:
-        param, optimizer = super().__getitem__(name), None if torch.compiler.is_compiling() else self.optimizer()
-        if optimizer is not None and param in optimizer.reducer.slots:
-            optimizer.finish_all_gather(optimizer.reducer.slots[param][0])
-        return param
-
-    def items(self) -> list[tuple[str, nn.Parameter | None]]:  # torch's modules use no other method
-        return [(name, self[name]) for name in self]
-
-    def __reduce__(self) -> tuple:  # a copy of the model has plain ones
-        return dict, (self.items(),)
+            if bucket.gather_handle is not None:
+                with self.reducer.span(f"wait gather {bucket.name}"):
+                    bucket.gather_handle.wait()
+                bucket.gather_handle = None
 
 # ------------------------------------------------------------------------------------------------------------------
 # assignment
@@ -3173,14 +2815,10 @@ def specs_of(config: Config, model: GPT) -> list[ParamSpec]:
     return specs
 
 def finish_spec(spec: ParamSpec) -> ParamSpec:
-    """Complete NorMuon's settings from the matrix's shape. Raise RunError if a fused matrix has no unit."""
+    """Complete NorMuon's settings from the matrix's shape."""
     if not isinstance(spec.rule, NorMuon):
         return spec
     param, (rows, columns) = spec.param, spec.rule.unit(spec)
-    if not spec.unit and param.shape == (3 * columns, columns):
-        raise RunError(f"{spec.name} [{rows}, {columns}] may hold three matrices, such as a fused query, key and value."
-                       f" If so, give it a line: Assignment({spec.name!r}, NorMuon(), unit=({columns}, {columns})); if "
-                       f"it is one matrix, with unit=({rows}, {columns})")
     return spec._replace(rule=dataclasses.replace(spec.rule, wide=param.numel() > param.shape[0] ** 2),
                          scale=spec.scale * math.sqrt(max(1, rows / columns)))  # as in Keller Jordan's Muon
 
@@ -3197,107 +2835,6 @@ def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = Fal
     buckets = fill_buckets(specs, config.bucket_mb * 2 ** 20, comm.rank, comm.ranks, config.grad_reduce_in_fp32)
     # Reducer divides by the number of backwards, splits included. Losses are sums over tokens: a split must not divide
     return DistributedOptimizer(buckets, comm, config, model, float(config.micro_batch_splits), compiled)
-
-class Assignment(NamedTuple):
-    """For make_optimizer: a pattern of parameter names and the rule of these parameters; see ParamSpec for the rest."""
-
-    pattern: str
-    rule: Adam | NorMuon
-    unit: tuple[int, int] | None = None
-    scale: float = 1.0
-    first_step: int = 0
-
-def make_optimizer(model: nn.Module, table: Sequence[Assignment] = (), bucket_mb: float = Config.bucket_mb,
-                   settings: SyncSettings = SyncSettings(), muon_lr: float = NorMuon.lr,
-                   adam_lr: float = Adam.lr) -> DistributedOptimizer:
-    """Build the optimizer of any model, on the model's device. table: replaces lines of default_assignments."""
-    if not isinstance(model, nn.Module):
-        raise RunError(f"make_optimizer got a {type(model).__name__}; give it the model itself")
-    check_model(model)
-    require(bucket_mb >= 0, f"bucket_mb is {bucket_mb!r}; it must be from 0 on")
-    ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    specs = assign(model, default_assignments(model, table, muon_lr, adam_lr))
-    if not specs:
-        raise RunError("every parameter of this model is frozen; set requires_grad on those to be trained")
-    buckets = fill_buckets(specs, bucket_mb * 2 ** 20, *ranks)
-    return DistributedOptimizer(buckets, Comm(*ranks, specs[0].param.device), settings, model)
-
-def check_model(model: nn.Module) -> None:
-    """Raise RunError for parameters that are no plain tensors, or that share memory, which buckets would part."""
-    require("FullyShardedDataParallel" not in {type(module).__name__ for module in model.modules()},
-            "the model is sharded by FSDP; build the optimizer of the plain model, which it shards itself")
-    holders = collections.defaultdict(list)  # storage -> (name, tensor) in it
-    for name, x in named_tensors(model):
-        plain = not hasattr(x, "__tensor_flatten__")
-        require(not isinstance(x, nn.parameter.UninitializedTensorMixin), f"{name} has no shape yet; run a forward")
-        require(plain or not x.requires_grad, f"{name} is a {type(x).__name__}; build the optimizer of plain tensors, "
-                "before FSDP2, tensor parallelism or quantization")
-        require(x.layout == torch.strided or not dist.is_initialized(), f"{name} has layout {x.layout}; make it dense")
-        if plain and x.layout == torch.strided and x.numel() and x.device.type != "meta":
-            holders[x.untyped_storage().data_ptr()].append((name, x))
-    for tensors in holders.values():
-        memory = np.empty(tensors[0][1].untyped_storage().nbytes(), np.uint8)  # stands for it; is never touched
-        placed = [(name, x.requires_grad, np.ndarray(x.shape, f"V{x.itemsize}", memory, x.storage_offset() * x.itemsize,
-                                                     [stride * x.itemsize for stride in x.stride()]))
-                  for name, x in tensors]
-        for (name, learned, a), (other, other_learned, b) in itertools.combinations(placed, 2):
-            require(not ((learned or other_learned) and np.shares_memory(a, b)), f"{name} and {other} share memory, "
-                    "which buckets would part; tie modules by one Parameter (a.weight = b.weight), or clone")
-
-def assign(model: nn.Module, table: Sequence[Assignment]) -> list[ParamSpec]:
-    """Assign every parameter that is not frozen its rule by name. RunError unless exactly one line matches each."""
-    specs = []
-    for name, param in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
-        lines = [line for line in table if fnmatchcase(name, line.pattern)]
-        if len(lines) != 1:
-            raise RunError(f"{name}: {len(lines)} lines of the table of assignments match it "
-                           f"({', '.join(line.pattern for line in lines) or 'none'}), but one must; "
-                           f"{'narrow the pattern of the others' if lines else 'add a line for it'}")
-        specs.append(finish_spec(ParamSpec(name, param, *lines[0][1:])))
-    return specs
-
-def default_assignments(model: nn.Module, table: Sequence[Assignment] = (), muon_lr: float = NorMuon.lr,
-                        adam_lr: float = Adam.lr) -> list[Assignment]:
-    """Add a line to the table for each parameter that it does not match.
-
-    Matrices inside the model get NorMuon. Embeddings, the last matrix (the head), norms and vectors get Adam. The fused
-    matrices of torch's recurrent layers, attention and grouped convolutions are split; your own fused matrices need a
-    line with their unit. Raise RunError if a line matches no parameter, or a parameter may be no single matrix.
-    """
-    embeddings, units, head = set(), {}, None
-    learned = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    for module in model.modules():
-        own = [p for p in module.parameters(recurse=False) if p.dim() > 1]
-        head = own[-1] if own else head  # a tied head is an embedding
-        embeddings.update(own if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else ())
-        if isinstance(module, (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)):
-            rows = module.embed_dim if isinstance(module, nn.MultiheadAttention) else module.hidden_size
-            units |= {p: (rows, p.shape[1]) for p in own if p.shape[0] > rows}
-    for line in table:
-        require(isinstance(line, Assignment), f"the table has {line!r}; each line must be Assignment(pattern, rule)")
-        if isinstance(line.rule, type):
-            raise RunError(f"{line.pattern}: its rule is the class {line.rule.__name__}; write {line.rule.__name__}()")
-        if not any(fnmatchcase(name, line.pattern) for name, _ in learned):
-            raise RunError(f"{line.pattern} matches no parameter that is not frozen; see model.named_parameters()")
-    lines = list(table)
-    for name, p in learned:
-        if any(fnmatchcase(name, line.pattern) for line in table):
-            continue
-        owner, _, parametrized = f".{name}".partition(".parametrizations.")
-        module = model.get_submodule(owner[1:] if parametrized else name.rpartition(".")[0])
-        conv, groups = isinstance(module, nn.modules.conv._ConvNd), getattr(module, "groups", 1)
-        if conv and groups > 1 and p.dim() > 2:
-            units[p] = (p.shape[0] // groups, p.shape[1:].numel())
-        inside = p.dim() > 1 and 1 < p.shape[0] < p.numel() and units.get(p, (2,))[0] > 1 and not (
-            p is head or p in embeddings or isinstance(module, nn.LayerNorm | nn.RMSNorm))
-        known = conv or isinstance(module, (nn.Linear, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention))
-        known |= p.dim() == 2 and re.search(r"weight$|lora", name, re.I) is not None  # usual names of matrices
-        require(not inside or known, f"{name} {[*p.shape]} is not known to be one matrix. Give it a line: Assignment("
-                f"{name!r}, NorMuon()) if it is one, Assignment({name!r}, NorMuon(), unit={tuple(p.shape[-2:])}) if it "
-                f"holds several, as of experts, Assignment({name!r}, Adam()) if it is none, as positions")
-        rule = NorMuon(muon_lr, polar_dtype=torch.bfloat16 if p.is_cuda else torch.float32) if inside else Adam(adam_lr)
-        lines.append(Assignment(glob.escape(name), rule, units.get(p) if inside else None))
-    return lines
 
 # ------------------------------------------------------------------------------------------------------------------
 # training
@@ -3320,9 +2857,7 @@ def run_training(config: Config, preset: str, comm: Comm, device: torch.device, 
     loop.warm_up()
     with contextlib.nullcontext() if config.race else signals.caught():
         loop.train()
-        with clock.off("hashing"):
-            before = hash_of(named_tensors(worker.model))
-        finish(loop, before, *loop.validate(config.num_steps))
+        finish(loop, *loop.validate(config.num_steps))
 
 class TrainingLoop:
     """The steps of a run, around a Worker: warm-up, all steps, validations, checkpoints, the log. See run_training."""
@@ -3439,7 +2974,7 @@ class Worker:
         model, optimizer, cross_entropies = self.model, self.optimizer, []
         model.apply_schedule(plan.rotary_windows, plan.tied and not plan.unties)
         if plan.tied:  # the embedding reads the head's weights before the head's own forward would wait for them
-            optimizer.finish_all_gather(optimizer.reducer.slots[model.lm_head.weight][0])
+            optimizer.finish_all_gathers([optimizer.reducer.slots[model.lm_head.weight][0]])
         if plan.unties:
             optimizer.copy_parameter("lm_head.weight", "embed.weight")
         if plan.resets_ngrams:
@@ -3460,7 +2995,7 @@ class Worker:
                 objective, cross_entropy = model(inputs, targets, plan.windows, plan.loss_weights, plan.prefix_weight)
             if i + 1 == len(batch):
                 optimizer.scales.start_gather(self.comm)
-            optimizer.prepare_for_backward(plan.step, i, len(batch), objective)
+            optimizer.prepare_for_backward(plan.step, i, len(batch))
             with optimizer.reducer.span("backward"):
                 objective.backward()
                 cross_entropies.append(cross_entropy)
@@ -4192,12 +3727,12 @@ def start_log(loop: TrainingLoop, resumed: dict[str, Any] | None, changes: list[
     if resumed:
         log.say(f"resuming from step {loop.from_step}{', because ' * bool(damages)}{'; '.join(damages)}")
 
-def finish(loop: TrainingLoop, before: str, loss: float, val_tokens: int) -> None:
-    """Save the model, then write the result. before: hash of the model before the last validation."""
+def finish(loop: TrainingLoop, loss: float, val_tokens: int) -> None:
+    """Save the model, then write the result."""
     c, clock, worker, log = loop.config, loop.clock, loop.worker, loop.log
     compiles = compile_stats()[0] - loop.compiles
     with clock.off("hashing"):
-        after, final_hash, digest = hash_of(named_tensors(worker.model)), state_hash(worker), all_digest(worker)
+        model_hash, final_hash, digest = hash_of(named_tensors(worker.model)), state_hash(worker), all_digest(worker)
     saved_as = ""
     if c.save_model and worker.comm.rank == 0:  # before the log's end: until then the run can be resumed
         with clock.off("saving"):
@@ -4209,8 +3744,8 @@ def finish(loop: TrainingLoop, before: str, loss: float, val_tokens: int) -> Non
         "train_tokens": tokens_of_steps(c, c.num_steps), "train_digest": digest, "val_tokens": val_tokens,
         "train_time_ms": clock.elapsed, "wall_seconds": wall_seconds, "seconds_outside_clock": clock.outside,
         "compiles_after_warmup": compiles, "state_hash": loop.state_hashes, "final_state_hash": final_hash,
-        "validation_hash": {"before": before, "after": after},
-        "changed_by_validation": loop.changed_by_validation, "peak_memory_mib": allocated, "resumed": log.resumes}}))
+        "model_hash": model_hash, "changed_by_validation": loop.changed_by_validation, "peak_memory_mib": allocated,
+        "resumed": log.resumes}}))
     log.write(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
     if worker.comm.rank == 0:
         verdict, target = "", ""
@@ -4556,6 +4091,7 @@ def resume(loop: TrainingLoop) -> dict[str, Any] | None:
     require(not other, f"{path} belongs to a run with another {', '.join(other)}. Delete it, or give this run its own "
             "--run_id and torchrun its own --rdzv_id")
     require(saved["data"] == digests_of(loop.shards), f"the shards are not those of {path}; name those")
+    agree(loop.comm, "checkpoints", {"the digest": saved["digest"]}, f"Give every host the same {Path(path).name}")
     worker.optimizer.load_state_dict(saved["state"])
     worker.stream.position = Position(*saved["position"])
     # the digest is a sum over ranks: rank 0 holds the past
@@ -4677,8 +4213,8 @@ def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
     kinds, own = [group.kind for group in PARAM_GROUPS], [group.kind for group in c.param_groups]
     unknown = ", ".join(repr(kind) for kind in own if kind not in kinds)
     profile = re.fullmatch(r"(\d+):(\d+)", c.profile)
-    rank_dependent = [name for name, on in (("bf16_compress", c.bf16_compress), ("clip_norm", c.clip_norm), (
-        "find_unused_parameters", c.find_unused_parameters), ("attention flash", c.attention == "flash")) if on]
+    rank_dependent = [name for name, on in (("bf16_compress", c.bf16_compress), ("clip_norm", c.clip_norm),
+                                            ("attention flash", c.attention == "flash")) if on]
     yield from (
         (c.model_dim % (4 * c.num_heads) == 0,
          f"model_dim is {c.model_dim}; give a multiple of 4 * num_heads, {4 * c.num_heads}"),
@@ -4731,23 +4267,19 @@ def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
         if not all(holds for holds, _ in found):
             return  # most mistakes are the same in every stage
 
-ROW_LIMITS = {"lr_mul": (0, math.inf), "beta1": (0, 1), "beta2": (0, 1), "weight_decay": (0, math.inf),
-              "n": (2, 10), "rows": (1, math.inf), "width": (1, math.inf)}  # from, below
-
 def out_of_range(f: dataclasses.Field, v: Any) -> str:
     """Say how a value violates its field's declaration; empty if it does not."""
-    if (choices := f.metadata["choices"]) and v not in choices:
+    if (choices := f.metadata.get("choices")) and v not in choices:
         return f"{f.name} is {v!r}; it must be one of {', '.join(map(repr, choices))}"
     if holds_rows(f):
         for row in v:
             if type(row).__name__ not in f.type:
                 return f"{f.name}: {row!r} is not a row of it; its type is {f.type}"
-            for name, (low, below) in ROW_LIMITS.items():
-                x = getattr(row, name, None)
-                if x is not None and not (isinstance(x, int if low else int | float) and low <= x < below):
-                    return f"{f.name}: {row} has {name} {x!r}; it must be a number from {low} on, below {below:g}"
+            for of_row in dataclasses.fields(row) if type(row) is not Stage else ():
+                if (x := getattr(row, of_row.name)) is not None and (wrong := out_of_range(of_row, x)):
+                    return f"{f.name}: {row}: {wrong}"
         return ""
-    if f.type not in ("int", "float", "Numbers"):
+    if f.type.removesuffix(" | None") not in ("int", "float", "Numbers"):
         return ""
     low, high, below = (f.metadata[name] for name in ("min", "max", "exclusive_max"))
     several, kind = f.type == "Numbers", int if f.type == "int" else int | float
@@ -4758,7 +4290,7 @@ def out_of_range(f: dataclasses.Field, v: Any) -> str:
             isinstance(x, kind) and math.isfinite(x) and (x > 0 if low is None else x >= low)
             and x <= high and x < below for x in numbers):
         return ""
-    wanted = [{"int": "a whole number", "float": "a number", "Numbers": "a tuple of numbers"}[f.type]]
+    wanted = [{"int": "a whole number", "Numbers": "a tuple of numbers"}.get(f.type, "a number")]
     wanted += ["above 0"] if low is None else [f"from {low:g} on"] if low > -math.inf else []
     wanted += [f"{words} {bound:g}" for words, bound in (("at most", high), ("below", below)) if bound < math.inf]
     return f"{f.name} is {v!r}; it must be {', '.join(wanted)}"

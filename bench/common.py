@@ -27,6 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import gpt_speedrun  # noqa: E402
 import train_gpt  # noqa: E402
 
 
@@ -193,7 +194,7 @@ def run(main: Callable[[], None]) -> None:
         signal.signal(number, _stop)
     try:
         main()
-    except (train_gpt.RunError, KeyboardInterrupt) as error:
+    except (train_gpt.RunError, gpt_speedrun.RunError, KeyboardInterrupt) as error:
         sys.exit(f"error: {str(error) or 'interrupted'}")
 
 
@@ -234,16 +235,16 @@ class Transformer(nn.Module):
 
 
 def adam_optimizer(model: nn.Module, comm: train_gpt.Comm, lr: float, bucket_mb: float,
-                   **settings: Any) -> train_gpt.DistributedOptimizer:
+                   **settings: Any) -> gpt_speedrun.Optimizer:
     """Build our optimizer with Adam for every parameter. settings: fields of SyncSettings."""
-    rule = train_gpt.Adam(lr, 0.9, 0.999, EPS, every=1)
-    specs = [train_gpt.ParamSpec(name, param, rule) for name, param in model.named_parameters()]
-    buckets = train_gpt.fill_buckets(specs, bucket_mb * 2 ** 20, comm.rank, comm.ranks)
-    return train_gpt.DistributedOptimizer(buckets, comm, train_gpt.SyncSettings(**settings), model)
+    rule = gpt_speedrun.Adam(lr, 0.9, 0.999, EPS, every=1)
+    specs = [gpt_speedrun.ParamSpec(name, param, rule) for name, param in model.named_parameters()]
+    buckets = gpt_speedrun.fill_buckets(specs, bucket_mb * 2 ** 20, comm.rank, comm.ranks)
+    return gpt_speedrun.Optimizer(buckets, comm, gpt_speedrun.SyncSettings(**settings), model)
 
 
 EPS = 1e-16  # negligible, because torch's Adam adds eps elsewhere
-PLAN = train_gpt.Plan()  # constant learning rate
+PLAN = gpt_speedrun.Plan()  # constant learning rate
 
 
 def some_text(vocab_size: int, batch: int, tokens: int, rank: int, step: int) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@
 
 Our four variants:
     rule          the update alone, on one bucket of all tensors
-    step          DistributedOptimizer.step on one rank, with its checks
+    step          gpt_speedrun's Optimizer.step on one rank, with its checks
     hooks + step  also the hooks' pass that adds each gradient into its slot; torch's optimizers do not need it
     clip + step   with clipping by the global norm; its peers clip by torch's clip_grad_norm_
 All variants are interleaved, so that none finds its tensors in the cache.

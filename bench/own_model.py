@@ -1,7 +1,7 @@
 """Train a model that is not this project's, a GRU, by make_optimizer and by DDP with torch.optim.Muon and AdamW."""
 from torch import manual_seed, nn, optim
 
-from common import on_ranks, run, some_text, table, train_gpt
+from common import gpt_speedrun, on_ranks, run, some_text, table
 
 VOCAB, DIM, MUON_LR, ADAM_LR = 64, 64, 0.02, 0.003
 
@@ -15,7 +15,7 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets.T.flatten())
 
 def ours(model):
-    return model, [train_gpt.make_optimizer(model, muon_lr=MUON_LR, adam_lr=ADAM_LR)]
+    return model, [gpt_speedrun.make_optimizer(model, muon_lr=MUON_LR, adam_lr=ADAM_LR)]
 
 def theirs(model):
     matrices = [p for p in model.gru.parameters() if p.dim() == 2]

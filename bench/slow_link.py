@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from common import (Transformer, add_model_flags, adam_optimizer, machine, on_ranks, positive, ratios,
+from common import (Transformer, add_model_flags, adam_optimizer, gpt_speedrun, machine, on_ranks, positive, ratios,
                     run, some_text, spread, table, table_line, take_turns, train_gpt)
 
 LINK = "wire"  # the interface's name within each host
@@ -124,7 +124,7 @@ class Rank:
         torch.manual_seed(0)
         return Transformer(self.args.layers, self.args.dim, self.args.vocab, self.args.tokens)
 
-    def buckets(self, comm: train_gpt.Comm, **settings: Any) -> tuple[Transformer, train_gpt.DistributedOptimizer]:
+    def buckets(self, comm: train_gpt.Comm, **settings: Any) -> tuple[Transformer, gpt_speedrun.Optimizer]:
         model = self.model()
         return model, adam_optimizer(model, comm, LR, self.args.bucket_mb, **settings)
 

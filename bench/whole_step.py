@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from common import (EPS, Transformer, add_model_flags, adam_optimizer, machine, on_ranks, positive, ratios,
+from common import (EPS, Transformer, add_model_flags, adam_optimizer, gpt_speedrun, machine, on_ranks, positive, ratios,
                     run, some_text, spread, table, take_turns, train_gpt)
 
 LR = 1e-3
@@ -79,7 +79,7 @@ class Variant:
 
     def state_bytes(self) -> int:
         """Count the bytes of optimizer state on this rank."""
-        if isinstance(self.optimizer, train_gpt.DistributedOptimizer):
+        if isinstance(self.optimizer, gpt_speedrun.Optimizer):
             state = [bucket.state for bucket in self.optimizer.buckets]
         else:
             state = getattr(self.optimizer, "optim", self.optimizer).state.values()  # ZeRO wraps an optimizer

@@ -296,7 +296,8 @@ class Examination:
         require(not differ, f"its config is not the log's: {join_findings(differ)}")
         digests = {name: digest_of(x) for name, x in self.saved["state"].items()}
         seen = hash_of({**self.worker.initial_state(self.stated)["buffers"], **digests})
-        self.compare("its parameters have hash", seen, self.e.digest("end.validation_hash.after"))
+        stated = "end.validation_hash.after" if "validation_hash" in self.e.run.end else "end.model_hash"  # of older logs
+        self.compare("its parameters have hash", seen, self.e.digest(stated))
         return "its config is the log's, and its parameters are those of the last validation"
 
     def compare(self, what, seen, wanted, so=""):

@@ -483,10 +483,15 @@ def check_same(e, where, what_follows, what):
 
 
 def check_validation(e):
-    """Check the hash at the last validation, and that the parameters' checksum stayed the same at each one."""
-    text, changed = check_same(e, "end.validation_hash", "", "validation"), e.run.end.get("changed_by_validation")
+    """Check that the parameters' checksum stayed the same at each validation. Older logs have hashes at the last one."""
+    end, text = e.run.end or {}, ""
+    if "validation_hash" in end:
+        text, changed = check_same(e, "end.validation_hash", "", "validation"), end.get("changed_by_validation")
+    else:
+        e.digest("end.model_hash")
+        changed = e.get("end.changed_by_validation", int)
     require(changed in (0, None), f"{changed} of {plural(len(e.run.validations), 'validation')} changed the parameters")
-    return text if changed is None else f"{text}, and the same parameters at each validation"
+    return text if changed is None else f"{text}{', and ' * bool(text)}the same parameters at each validation"
 
 
 def check_compiles(e):
@@ -725,7 +730,7 @@ def check_copies(runs):
         marks, seed, end = [], e.ours and e.get("start.seed", int), e.run.end or {}
         losses = {step.step: step.train_loss for step in e.run.steps if step.train_loss is not None}
         if e.ours:
-            hashes = json.dumps([end.get(key) for key in ("final_state_hash", "state_hash", "validation_hash")])
+            hashes = json.dumps([end.get(key) for key in ("final_state_hash", "state_hash", "validation_hash", "model_hash")])
             marks += [(seed, "state hash", digest) for digest in re.findall(f'"({SHA256.pattern})"', hashes)]
             if is_shuffled(e):
                 marks.append((seed, "digest of its tokens", e.digest("end.train_digest")))

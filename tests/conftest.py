@@ -26,6 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import gpt_speedrun
 import train_gpt
 from train_gpt import Stage
 
@@ -65,6 +66,11 @@ TORCHRUN = Path(torch.__file__).parent / "distributed" / "run.py"  # what `torch
 def tiny() -> train_gpt.Config:
     """The twelve layers of record 44, with small dimensions."""
     return train_gpt.Config(**TINY)
+
+
+def logits_of(model, inputs, windows):
+    """inputs [T] -> float32 [T, padded vocabulary]."""
+    return model.lm_head.logits(model.trunk(inputs, windows))
 
 
 def write_shard(path, tokens, vocab_size=64, bos_id=63, **header):
@@ -129,7 +135,7 @@ def _begin(target: Callable, arguments: tuple) -> None:
 def forked(target: Callable, *arguments: Any, daemon: bool = False) -> multiprocessing.Process:
     """Start a process that has torch imported, and runs target(*arguments), a function of a test module."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "train_gpt", "pytest", "hypothesis", "torch.distributed.run"])
+    context.set_forkserver_preload(["torch", "train_gpt", "gpt_speedrun", "pytest", "hypothesis", "torch.distributed.run"])
     process = context.Process(target=_begin, args=(target, arguments), daemon=daemon)
     process.start()
     return process
@@ -200,7 +206,7 @@ def _serve(rank: int, ranks: int, port: int, pipe: Connection) -> None:
         try:
             pipe.send(("result", function(train_gpt.Comm(rank, ranks), *arguments)))
         except Exception as error:
-            pipe.send(("error", (error if isinstance(error, train_gpt.RunError) else RuntimeError(traceback.format_exc()))))
+            pipe.send(("error", (error if isinstance(error, train_gpt.RunError | gpt_speedrun.RunError) else RuntimeError(traceback.format_exc()))))
 
 
 class Ranks:

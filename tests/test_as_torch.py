@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import gpt_speedrun
 import test_optimizer
 import test_programs
 import test_sync
-import train_gpt
+from gpt_speedrun import Adam, Assignment, NorMuon, RunError, SyncSettings, make_optimizer
 from test_optimizer import chain
 from test_sync import Hostile
-from train_gpt import Adam, Assignment, NorMuon, RunError, SyncSettings, make_optimizer
 
 X = torch.ones(2, 6)
 
@@ -56,7 +56,7 @@ optimizer.step()
 
 
 def test_the_optimizer_needs_nothing_that_windows_lacks_and_changes_no_warning_filter():
-    done = subprocess.run([sys.executable, "-W", "error", "-c", ELSEWHERE, Path(train_gpt.__file__).parent], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", ELSEWHERE, Path(gpt_speedrun.__file__).parent.parent], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -144,7 +144,7 @@ def reads(comm, how):
     results = []
     for overlap in (True, False):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(train_gpt, "Comm", Hostile)
+            patch.setattr(gpt_speedrun, "Comm", Hostile)
             model = Reads()
             optimizer = make_optimizer(model, bucket_mb=0, settings=SyncSettings(overlap_param_gather=overlap))
             train(model, optimizer)
@@ -680,7 +680,7 @@ def test_one_layer_s_state_is_a_view_of_its_bucket():
 
 
 def test_the_table_in_the_docs_names_existing_tests():
-    text = (Path(train_gpt.__file__).parent / "docs" / "gradient-sync.md").read_text()
+    text = (Path(__file__).parents[1] / "docs" / "gradient-sync.md").read_text()
     rows = [row for row in text.splitlines() if re.match(r"\| .* \| (yes|no|partly) \|", row)]
     names = [re.findall(r"`(test_\w+)`", row) for row in rows]
     known = {**vars(test_optimizer), **vars(test_sync), **vars(test_programs), **globals()}

@@ -18,7 +18,7 @@ import torch.utils.flop_counter  # imported before PlainFlashAttention replaces 
 
 import reference
 import train_gpt
-from conftest import some_documents, write_shard
+from conftest import logits_of, some_documents, write_shard
 from test_sync import Hostile
 from train_gpt import AdamGroup, MuonGroup, Ramp, Stage
 
@@ -340,11 +340,11 @@ def test_a_later_token_changes_no_earlier_logits(tiny):
     model = shaken(tiny).eval()
     x, _ = tokens_of(6, 64)
     windows = train_gpt.Windows(16, 8)
-    before = model.lm_head.logits(model.trunk(x, windows))
+    before = logits_of(model, x, windows)
     for at in (1, 17, 40, 63):
         changed = x.clone()
         changed[at] = (changed[at] + 5) % 60
-        after = model.lm_head.logits(model.trunk(changed, windows))
+        after = logits_of(model, changed, windows)
         assert torch.equal(before[:at], after[:at]) and not torch.equal(before[at], after[at])
 
 
@@ -546,7 +546,7 @@ def test_losses_are_those_by_hand(tiny, loss_tokens):
     y[20] = -1
     model, windows = shaken(tiny), train_gpt.Windows(16, 8)
     model.loss_tokens = loss_tokens
-    logits = model.lm_head.logits(model.trunk(x, windows)).double().log_softmax(-1)
+    logits = logits_of(model, x, windows).double().log_softmax(-1)
     ahead = [-sum(logits[t, y[t + k]] for t in range(64 - k) if t + k != 20).item() for k in range(3)]
     for weights in (1.0,), (1.0, 0.0), (1.0, 0.5, 0.25), (0.3, 2.0):
         objective, cross_entropy = model(x, y, windows, weights)
@@ -566,7 +566,7 @@ def test_validation_is_the_mean_cross_entropy_of_the_next_token(tiny):
     with torch.no_grad():
         for sequence, end in zip(sequences, (64, 64, 39)):
             x, y = torch.from_numpy(sequence[:-1]).clamp_min(0), torch.from_numpy(sequence[1:]).long()
-            total += F.cross_entropy(model.lm_head.logits(model.trunk(x, windows))[:end].double(), y[:end], reduction="sum").item()
+            total += F.cross_entropy(logits_of(model, x, windows)[:end].double(), y[:end], reduction="sum").item()
     assert loss == pytest.approx(total / tokens, rel=1e-6)
     model.lm_head.fp8 = True
     in_fp8 = sum(model(torch.from_numpy(s[:-1]).clamp_min(0), torch.from_numpy(s[1:]).long(), windows)[1].item() for s in sequences)
@@ -758,7 +758,7 @@ class PlainTraining:
         self.c, self.model = config, copy.deepcopy(model)
         for module in self.model.modules():  # copied hooks would wait for the gathers of the other model
             module._forward_pre_hooks.clear()
-        self.model.forward = lambda x, _, windows: self.model.lm_head.logits(self.model.trunk(x, windows))
+        self.model.forward = lambda x, _, windows: logits_of(self.model, x, windows)
         self.p = {name: p.detach().double().clone() for name, p in model.named_parameters()}
         factors = {"scalars": 5, "lm_head.weight": 1, "embed.weight": 1 if config.untie_at else 75,
                    **{f"value_embeds.{i}.weight": 75 for i in range(3)}}

@@ -12,14 +12,16 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import gpt_speedrun
 import reference
 import train_gpt
 from conftest import TINY, some_documents
+from gpt_speedrun import engine
 
 BOS = 63
-ONCE = train_gpt.Adam(lr=0.01, beta1=0.65, beta2=0.95, eps=1e-8, every=1)
-FULL = train_gpt.Plan(lr_factor=1.0, momentum=0.95)
-WIDE, TALL = (train_gpt.NorMuon(0.03, 1.2, 0.95, torch.float32, wide=wide) for wide in (True, False))
+ONCE = engine.Adam(lr=0.01, beta1=0.65, beta2=0.95, eps=1e-8, every=1)
+FULL = engine.Plan(lr_factor=1.0, momentum=0.95)
+WIDE, TALL = (engine.NorMuon(0.03, 1.2, 0.95, torch.float32, wide=wide) for wide in (True, False))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Langevin(Descent):
         param.sub_(hyper["lr"] * grad).add_(hyper["noise"] if "noise" in hyper else torch.randn(param.shape))
 
 
-class Recorder(train_gpt.Comm):
+class Recorder(engine.Comm):
     """Records which collectives are started and waited for."""
 
     def __init__(self, rank=0, ranks=1):
@@ -108,19 +110,19 @@ def chain(widths=(6, 5, 7, 4), seed=0):
 
 
 def specs_with(model, rule=ONCE):
-    return [train_gpt.ParamSpec(name, p, rule) for name, p in model.named_parameters()]
+    return [engine.ParamSpec(name, p, rule) for name, p in model.named_parameters()]
 
 
 def optimizer_of(model, comm=None, bucket_bytes=0.0, rule=ONCE, grad_scale=1.0, **changes):
     """An optimizer with one rule for every parameter of the model. changes: SyncSettings."""
-    comm = comm or train_gpt.Comm()
-    buckets = train_gpt.fill_buckets(specs_with(model, rule), bucket_bytes, comm.rank, comm.ranks)
-    return train_gpt.DistributedOptimizer(buckets, comm, train_gpt.SyncSettings(**changes), grad_scale=grad_scale)
+    comm = comm or engine.Comm()
+    buckets = gpt_speedrun.fill_buckets(specs_with(model, rule), bucket_bytes, comm.rank, comm.ranks)
+    return gpt_speedrun.Optimizer(buckets, comm, gpt_speedrun.SyncSettings(**changes), model, grad_scale)
 
 
 def bucket_of(params, rule=ONCE, rank=0, ranks=1, grad_dtype=None, **spec):
     """Build one bucket of parameters by name."""
-    return train_gpt.Bucket("b", [train_gpt.ParamSpec(n, p, rule, **spec) for n, p in params.items()], rank, ranks, grad_dtype)
+    return engine.Bucket("b", [engine.ParamSpec(n, p, rule, **spec) for n, p in params.items()], rank, ranks, grad_dtype)
 
 
 def slot_of(optimizer, name):
@@ -134,13 +136,13 @@ def test_adam_is_the_record_s_formula_in_float64():
     """eps is as large as the gradients, so that its place in the formula shows; several steps use the state."""
     draw = torch.Generator().manual_seed(0)
     p = torch.randn(1000, generator=draw, dtype=torch.float64)
-    rule = train_gpt.Adam(lr=0.01, beta1=0.65, beta2=0.95, eps=0.5, every=1)
+    rule = engine.Adam(lr=0.01, beta1=0.65, beta2=0.95, eps=0.5, every=1)
     plain, state = reference.Adam(p.clone()), rule.init_state(p)
     misplaced = nn.Parameter(p.clone())
     judge = torch.optim.AdamW([misplaced], lr=0.01, betas=(0.65, 0.95), eps=0.5, weight_decay=0)
     for t in range(1, 6):
         g = torch.randn(1000, generator=draw, dtype=torch.float64)
-        rule.update(p, g, state, rule.hyper(train_gpt.Plan(lr_factor=0.7), t))
+        rule.update(p, g, state, rule.hyper(engine.Plan(lr_factor=0.7), t))
         plain.step(g, lr=0.007, eps=0.5)
         misplaced.grad = g
         judge.step()
@@ -157,7 +159,7 @@ def test_adam_is_torch_s_where_eps_is_tiny():
     judge = torch.optim.AdamW([theirs], lr=0.005, betas=(0.65, 0.95), eps=1e-20, weight_decay=0)
     for t in range(1, 6):
         theirs.grad = torch.randn(1000)
-        rule.update(p, theirs.grad, state, rule.hyper(train_gpt.Plan(lr_factor=0.5), t))
+        rule.update(p, theirs.grad, state, rule.hyper(engine.Plan(lr_factor=0.5), t))
         judge.step()
         assert torch.allclose(p, theirs, rtol=1e-5, atol=1e-6)
 
@@ -172,8 +174,8 @@ def test_a_compiled_rule_is_the_same_rule(rule, shape):
         p, state = first.clone(), rule.init_state(first)
         for t in (1, 2, 3):
             g = torch.randn(shape, generator=torch.Generator().manual_seed(t))
-            hyper = {**rule.hyper(train_gpt.Plan(lr_factor=0.5, momentum=0.9), t), "scale": torch.full((len(p), 1, 1), 2.0)}
-            if isinstance(rule, train_gpt.Adam):
+            hyper = {**rule.hyper(engine.Plan(lr_factor=0.5, momentum=0.9), t), "scale": torch.full((len(p), 1, 1), 2.0)}
+            if isinstance(rule, engine.Adam):
                 hyper["eps"] = 0.3
             update(p, g, state, hyper)
         results.append([p, *state.values()])
@@ -192,8 +194,8 @@ def test_adam_leaves_alone_what_never_had_a_gradient():
 def test_polar_gives_singular_values_near_one_and_keeps_directions(shape):
     torch.manual_seed(1)
     u = torch.randn(3, *shape)
-    o = train_gpt.polar(u, torch.float32)
-    singular, rounded = torch.linalg.svdvals(o), train_gpt.polar(u, torch.bfloat16)
+    o = engine.polar(u, torch.float32)
+    singular, rounded = torch.linalg.svdvals(o), engine.polar(u, torch.bfloat16)
     assert rounded.dtype == torch.bfloat16 and torch.cosine_similarity(rounded.float().flatten(), o.flatten(), dim=0) > 0.98
     assert (singular > 0.6).all() and (singular < 1.3).all()
     a, _, b = torch.linalg.svd(u, full_matrices=False)
@@ -209,12 +211,12 @@ def test_normuon_is_the_record_s_written_plainly(shape, matrices, k):
     rule = WIDE if shape[1] > shape[0] else TALL
     scale = k * math.sqrt(max(1, shape[0] / shape[1]))
     bucket = bucket_of({"p": param}, rule, unit=(shape[0], shape[1] // matrices), scale=scale)
-    optimizer = train_gpt.DistributedOptimizer([bucket], train_gpt.Comm())
+    optimizer = gpt_speedrun.Optimizer([bucket], engine.Comm(), gpt_speedrun.SyncSettings(), nn.ParameterDict({"p": param}))
     for step in range(4):
         g = torch.randn(shape)
         optimizer.prepare_for_backward(step)
         (param * g).sum().backward()
-        optimizer.step(train_gpt.Plan(lr_factor=0.7, momentum=0.9))
+        optimizer.step(engine.Plan(lr_factor=0.7, momentum=0.9))
         plain.step(g.double(), f=0.7, momentum=0.9)
         assert torch.allclose(param.double(), plain.p, rtol=1e-4, atol=1e-5)
 
@@ -240,7 +242,7 @@ def test_every_matrix_of_torch_s_muon_has_the_same_directions():
     theirs = nn.Parameter(torch.zeros(16, 32))
     theirs.grad = g.clone()
     torch.optim.Muon([theirs], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, ns_steps=8).step()
-    ours = train_gpt.polar(g[None], torch.float32)[0]
+    ours = engine.polar(g[None], torch.float32)[0]
     assert torch.cosine_similarity(ours.flatten(), -theirs.detach().flatten(), dim=0) > 0.98
 
 
@@ -281,8 +283,8 @@ def test_a_matrix_lies_whole_on_one_rank(count, ranks):
 def test_each_matrix_has_its_own_scale_on_whatever_rank_it_lies():
     def scales(rank, ranks):
         params = [nn.Parameter(torch.ones(3, 14)) for _ in range(3)]
-        specs = [train_gpt.ParamSpec(str(i), p, WIDE, unit=(3, 7), scale=2.0 + i) for i, p in enumerate(params)]
-        return train_gpt.Bucket("b", specs, rank, ranks).scale.flatten().tolist()
+        specs = [engine.ParamSpec(str(i), p, WIDE, unit=(3, 7), scale=2.0 + i) for i, p in enumerate(params)]
+        return engine.Bucket("b", specs, rank, ranks).scale.flatten().tolist()
     assert scales(0, 1) == [2, 2, 3, 3, 4, 4]
     assert [scales(rank, 4) for rank in range(4)] == [[2, 2], [3, 3], [4, 4], [1, 1]]
 
@@ -329,7 +331,7 @@ def test_a_gradient_goes_into_its_place_in_one_pass():
         p = nn.Parameter(torch.zeros(64, dtype=dtype))
         bucket = bucket_of({"p": p}, grad_dtype=torch.float32)
         grads = [torch.randn(64).to(dtype) for _ in range(4)]
-        train_gpt.factor_tensor(1 / 3, dtype, torch.float32, bucket.grad_data.device)  # is made once
+        engine.factor_tensor(1 / 3, dtype, torch.float32, bucket.grad_data.device)  # is made once
         names = []
         for g in grads[:2]:
             p.grad = g.clone()
@@ -497,7 +499,7 @@ def test_a_parameter_without_a_gradient_is_an_error_with_its_name_and_count():
     optimizer = optimizer_of(model, bucket_bytes=1e9)
     optimizer.prepare_for_backward(0)
     model[:2](torch.randn(2, 6)).sum().backward()
-    with pytest.raises(train_gpt.RunError, match=r"4 of 6 .* not 2\.bias, 2\.weight"):
+    with pytest.raises(engine.RunError, match=r"4 of 6 .* not 2\.bias, 2\.weight"):
         optimizer.step(FULL)
 
 
@@ -505,19 +507,19 @@ def test_a_parameter_without_a_gradient_is_an_error_with_its_name_and_count():
 def test_a_step_before_backward_or_a_backward_before_the_step_is_an_error(sync):
     model = chain()
     optimizer = optimizer_of(model, sync=sync)
-    with pytest.raises(train_gpt.RunError, match="prepare_for_backward"):
+    with pytest.raises(engine.RunError, match="prepare_for_backward"):
         optimizer.step(FULL)
     optimizer.prepare_for_backward(0)
-    with pytest.raises(train_gpt.RunError, match="0 of 1"):
+    with pytest.raises(engine.RunError, match="0 of 1"):
         optimizer.step(FULL)
     for step in (0, 1):
         if step:
             optimizer.prepare_for_backward(step)
         model(torch.ones(1, 6)).sum().backward()
-        with pytest.raises(train_gpt.RunError, match=r"^all 1 micro-batches.*call step\(\)"):
+        with pytest.raises(engine.RunError, match=r"^all 1 micro-batches.*call step\(\)"):
             optimizer.prepare_for_backward(step + 1)
         optimizer.step(FULL)
-    with pytest.raises(train_gpt.RunError, match="prepare_for_backward"):
+    with pytest.raises(engine.RunError, match="prepare_for_backward"):
         optimizer.step(FULL)
 
 
@@ -525,11 +527,11 @@ def test_a_step_before_backward_or_a_backward_before_the_step_is_an_error(sync):
 def test_a_parameter_ready_twice_is_an_error_with_its_name(micro_batch):
     """In every micro-batch: two backwards in one micro-batch would count twice."""
     a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
-    optimizer = train_gpt.DistributedOptimizer([bucket_of({"a": a, "b": b})], train_gpt.Comm())
+    optimizer = optimizer_of(nn.ParameterDict({"a": a, "b": b}), bucket_bytes=1e9)
     for i in range(micro_batch + 1):
         optimizer.prepare_for_backward(0, i, 2)
         a.sum().backward()
-    with pytest.raises(train_gpt.RunError, match="^a got its gradient twice"):
+    with pytest.raises(engine.RunError, match="^a got its gradient twice"):
         a.sum().backward()
 
 
@@ -543,7 +545,7 @@ def test_a_parameter_moved_out_of_its_bucket_is_found(break_it):
     break_it(model)
     optimizer.prepare_for_backward(0)
     dtype = model[1].weight.dtype
-    with pytest.raises(train_gpt.RunError, match="other memory or another dtype"):
+    with pytest.raises(engine.RunError, match="other memory or another dtype"):
         model(torch.randn(2, 6, dtype=dtype)).sum().backward()
         optimizer.step(FULL)
 
@@ -567,19 +569,19 @@ def test_a_row_s_lr_mul_reaches_every_rule(tiny, monkeypatch):
 
 
 def test_every_parameter_is_matched_by_one_line_of_a_table():
-    table = [train_gpt.Assignment("*.bias", ONCE), train_gpt.Assignment("*.weight", TALL, scale=2.0, first_step=5)]
-    specs = {spec.name: spec for spec in train_gpt.assign(chain(), table)}
+    table = [gpt_speedrun.Assignment("*.bias", ONCE), gpt_speedrun.Assignment("*.weight", TALL, scale=2.0, first_step=5)]
+    specs = {spec.name: spec for spec in gpt_speedrun.assign(chain(), table)}
     assert len(specs) == 6 and specs["0.weight"].first_step == 5 and specs["0.weight"].scale == 2.0
-    with pytest.raises(train_gpt.RunError, match="0.weight: 0 lines .*add a line"):
-        train_gpt.assign(chain(), table[:1])
-    with pytest.raises(train_gpt.RunError, match=r"0.weight: 2 lines .*\(\*.weight, 0.\*\).* narrow"):
-        train_gpt.assign(chain(), [*table, train_gpt.Assignment("0.*", ONCE)])
+    with pytest.raises(engine.RunError, match="0.weight: 0 lines .*add a line"):
+        gpt_speedrun.assign(chain(), table[:1])
+    with pytest.raises(engine.RunError, match=r"0.weight: 2 lines .*\(\*.weight, 0.\*\).* narrow"):
+        gpt_speedrun.assign(chain(), [*table, gpt_speedrun.Assignment("0.*", ONCE)])
 
 
-@pytest.mark.parametrize("other,says", [({"dtype": torch.bfloat16}, "torch.bfloat16 on cpu"), ({"device": "meta"}, "torch.float32 on meta")])
-def test_a_bucket_of_two_dtypes_or_devices_is_refused(other, says):
-    with pytest.raises(train_gpt.RunError, match=f"second is {says}"):
-        bucket_of({"first": nn.Parameter(torch.zeros(2)), "second": nn.Parameter(torch.zeros(2, **other))})
+def test_parameters_on_two_devices_are_refused():
+    params = nn.ParameterDict({"first": nn.Parameter(torch.zeros(2)), "second": nn.Parameter(torch.zeros(2, device="meta"))})
+    with pytest.raises(engine.RunError, match="second is on meta, first is on cpu; move the model to one device first"):
+        gpt_speedrun.make_optimizer(params)
 
 
 # as one of torch's optimizers
@@ -663,7 +665,7 @@ def test_schedulers_and_learning_rates_work_on_the_groups():
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)) if scheduled else None
         for step in range(4):
             model(torch.ones(2, 6)).square().sum().backward()
-            optimizer.step(FULL if scheduled else train_gpt.Plan(lr_factor=1 / (1 + step)))
+            optimizer.step(FULL if scheduled else engine.Plan(lr_factor=1 / (1 + step)))
             if schedule:
                 schedule.step()
         trained.append(list(model.parameters()))
@@ -732,14 +734,14 @@ class Zoo(nn.Module):
 
 
 def test_parameters_of_any_model_have_a_rule_by_default():
-    found = {spec.name: spec for spec in train_gpt.assign(Zoo(), train_gpt.default_assignments(Zoo()))}
-    inside = {name: spec.rule.unit(spec) for name, spec in found.items() if isinstance(spec.rule, train_gpt.NorMuon)}
+    found = {spec.name: spec for spec in gpt_speedrun.assign(Zoo(), gpt_speedrun.default_assignments(Zoo()))}
+    inside = {name: spec.rule.unit(spec) for name, spec in found.items() if isinstance(spec.rule, engine.NorMuon)}
     assert inside == {"gru.weight_ih_l0": (6, 8), "gru.weight_hh_l0": (6, 6), "attention.in_proj_weight": (8, 8),
                       "attention.out_proj.weight": (8, 8), "conv.weight": (4, 24), "mix.weight": (8, 6)}
     assert len(found) == len(list(Zoo().parameters()))
     assert found["conv.weight"].rule.wide and not found["mix.weight"].rule.wide and found["mix.weight"].scale == (8 / 6) ** 0.5
-    tied = train_gpt.assign(Zoo(tied=True), train_gpt.default_assignments(Zoo(tied=True)))
-    assert {spec.name for spec in tied if isinstance(spec.rule, train_gpt.NorMuon)} == set(inside)
+    tied = gpt_speedrun.assign(Zoo(tied=True), gpt_speedrun.default_assignments(Zoo(tied=True)))
+    assert {spec.name for spec in tied if isinstance(spec.rule, engine.NorMuon)} == set(inside)
 
 
 def test_fused_matrices_are_updated_each_by_itself():
@@ -748,7 +750,7 @@ def test_fused_matrices_are_updated_each_by_itself():
     results = []
     for parts, unit in (([fused], (4, 4)), (fused.split(4), None), ([fused], (12, 4))):
         params = nn.ParameterList(part.clone() for part in parts)
-        optimizer = train_gpt.make_optimizer(params, [train_gpt.Assignment("*", train_gpt.NorMuon(), unit)])
+        optimizer = gpt_speedrun.make_optimizer(params, [gpt_speedrun.Assignment("*", engine.NorMuon(), unit)])
         torch.cat(list(params)).mul(grad).sum().backward()
         optimizer.step()
         results.append(torch.cat(list(params)).detach())
@@ -764,8 +766,8 @@ class Fused(nn.Module):
         return self.head(self.norm(self.qkv(x)))
 
 
-MUON = train_gpt.NorMuon()
-SPLIT = train_gpt.Assignment("qkv.weight", MUON, unit=(4, 4))
+MUON = engine.NorMuon()
+SPLIT = gpt_speedrun.Assignment("qkv.weight", MUON, unit=(4, 4))
 
 
 def used(optimizer, model, *calls):
@@ -775,9 +777,9 @@ def used(optimizer, model, *calls):
 
 @pytest.mark.parametrize("table,calls,says", [
     ((), (), r"qkv.weight \[12, 4\] may hold three matrices.* unit=\(4, 4\)\); if it is one matrix, with unit=\(12, 4\)"),
-    ([SPLIT, train_gpt.Assignment("norm.*", MUON)], (), r"norm.weight has shape \(12,\).* NorMuon updates whole matrices.* Adam"),
+    ([SPLIT, gpt_speedrun.Assignment("norm.*", MUON)], (), r"norm.weight has shape \(12,\).* NorMuon updates whole matrices.* Adam"),
     ([SPLIT._replace(unit=(5, 4))], (), r"qkv.weight has shape \(12, 4\) and unit \(5, 4\)"),
-    ([SPLIT, train_gpt.Assignment("*", train_gpt.Adam())], (), r"qkv.weight: 2 lines .*\(qkv.weight, \*\).* narrow the pattern"),
+    ([SPLIT, gpt_speedrun.Assignment("*", engine.Adam())], (), r"qkv.weight: 2 lines .*\(qkv.weight, \*\).* narrow the pattern"),
     ([SPLIT._replace(pattern="blocks.*")], (), r"blocks.\* matches no parameter that is not frozen"),
     ([SPLIT], ["step"], r"step\(\) was called after 0 .* after the last backward"),
     ([SPLIT], ["backward", "step", "step"], r"step\(\) was called after 0 "),
@@ -785,24 +787,24 @@ def used(optimizer, model, *calls):
     ([SPLIT], ["backward", "step", "backward", "backward"], r"launched; call step\(\) .* no_sync\(\)")], ids=str)
 def test_a_wrong_use_is_answered_with_the_cure(table, calls, says):
     model = Fused()
-    with pytest.raises(train_gpt.RunError, match=says) as raised:
-        used(train_gpt.make_optimizer(model, table), model, *calls)
+    with pytest.raises(engine.RunError, match=says) as raised:
+        used(gpt_speedrun.make_optimizer(model, table), model, *calls)
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("arguments,says", [
     (lambda model: [model.parameters()], "got a generator; give it the model itself"),
     (lambda model: [nn.ReLU()], "every parameter of this model is frozen; set requires_grad"),
-    (lambda model: [model, [train_gpt.Assignment("*", train_gpt.Adam)]], r"the class Adam; write Adam\(\)")])
+    (lambda model: [model, [gpt_speedrun.Assignment("*", engine.Adam)]], r"the class Adam; write Adam\(\)")])
 def test_what_is_no_model_and_no_rule_is_named(arguments, says):
-    with pytest.raises(train_gpt.RunError, match=says):
-        train_gpt.make_optimizer(*arguments(Fused()))
+    with pytest.raises(engine.RunError, match=says):
+        gpt_speedrun.make_optimizer(*arguments(Fused()))
 
 
-@pytest.mark.parametrize("build", [train_gpt.make_optimizer, optimizer_of])
+@pytest.mark.parametrize("build", [gpt_speedrun.make_optimizer, optimizer_of])
 def test_ranks_without_a_process_group_are_refused(monkeypatch, build):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(train_gpt.RunError, match=r"WORLD_SIZE .* is 2, but no process group .* call init_process_group\(\) first"):
+    with pytest.raises(engine.RunError, match=r"WORLD_SIZE .* is 2, but no process group .* call init_process_group\(\) first"):
         build(chain())
     monkeypatch.setenv("WORLD_SIZE", "1")
     build(chain())
@@ -811,7 +813,7 @@ def test_ranks_without_a_process_group_are_refused(monkeypatch, build):
 def built_under_torchrun(comm):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORLD_SIZE", "2")
-        return train_gpt.make_optimizer(chain()).comm.ranks
+        return gpt_speedrun.make_optimizer(chain()).comm.ranks
 
 
 def test_ranks_with_a_process_group_train_together(on_ranks):
@@ -822,22 +824,22 @@ def test_an_optimizer_of_a_model_that_computes_nothing():
     """One rank needs no values from the device, so `meta` shows sizes before memory is allocated."""
     with torch.device("meta"):
         model = torch.nn.Linear(8, 4)
-    optimizer = train_gpt.make_optimizer(model)
+    optimizer = gpt_speedrun.make_optimizer(model)
     assert sum(len(bucket.slots) for bucket in optimizer.buckets) == 2
 
 
 def test_a_closure_is_refused_before_anything_is_updated():
-    optimizer = train_gpt.make_optimizer(Fused(), [SPLIT])
-    with pytest.raises(train_gpt.RunError, match=r"does not take a closure; call backward\(\) before it"):
+    optimizer = gpt_speedrun.make_optimizer(Fused(), [SPLIT])
+    with pytest.raises(engine.RunError, match=r"does not take a closure; call backward\(\) before it"):
         optimizer.step(lambda: None)
 
 
 def test_a_step_whose_backwards_all_were_in_no_sync_is_an_error():
     model = Fused()
-    optimizer = train_gpt.make_optimizer(model, [SPLIT])
+    optimizer = gpt_speedrun.make_optimizer(model, [SPLIT])
     with optimizer.no_sync():
         used(optimizer, model, "backward")
-    with pytest.raises(train_gpt.RunError, match=r"must not be in no_sync\(\)"):
+    with pytest.raises(engine.RunError, match=r"must not be in no_sync\(\)"):
         optimizer.step()
 
 
@@ -853,26 +855,26 @@ class Keeps(Descent):
 
 
 @pytest.mark.parametrize("rule, scale, says", [
-    *((Keeps(key=key), 1.0, f"returned '{key}'.* a name other than updates, pending, lr, step") for key in train_gpt.Bucket.RESERVED),
+    *((Keeps(key=key), 1.0, f"returned '{key}'.* a name other than updates, pending, lr, step") for key in engine.Bucket.RESERVED),
     (Keeps(shape=()), 1.0, r"returned 'kept' \[\]; each tensor needs 64 entries"),
     (Keeps(), 3.0, "p: its scale is not 1, but Keeps does not update matrices"),
     (dataclasses.make_dataclass("Thawed", [("lr", float, 1.0)])(), 1.0, "p: Thawed is not an update rule; write a frozen dataclass"),
     (types.SimpleNamespace(lr=1.0), 1.0, "SimpleNamespace is not an update rule; write a frozen dataclass with lr, every, unit, init_state")], ids=str)
 def test_a_rule_that_cannot_be_one_is_refused(rule, scale, says):
-    with pytest.raises(train_gpt.RunError, match=says):
-        train_gpt.fill_buckets([train_gpt.ParamSpec("p", nn.Parameter(torch.zeros(5)), rule, scale=scale)], 0.0, 0, 1)
+    with pytest.raises(engine.RunError, match=says):
+        gpt_speedrun.fill_buckets([engine.ParamSpec("p", nn.Parameter(torch.zeros(5)), rule, scale=scale)], 0.0, 0, 1)
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0)])
 @pytest.mark.parametrize("table,says", [((), r"but a bucket needs .* freeze it"),
-                                        ([train_gpt.Assignment("empty", train_gpt.NorMuon())], "NorMuon updates whole matrices")])
+                                        ([gpt_speedrun.Assignment("empty", engine.NorMuon())], "NorMuon updates whole matrices")])
 def test_an_empty_parameter_is_refused(shape, table, says):
     model = chain()
     model.empty = nn.Parameter(torch.zeros(shape))
-    with pytest.raises(train_gpt.RunError, match=rf"empty has shape \({shape[0]},.*{says}"):
-        train_gpt.make_optimizer(model, table)
+    with pytest.raises(engine.RunError, match=rf"empty has shape \({shape[0]},.*{says}"):
+        gpt_speedrun.make_optimizer(model, table)
     model.empty.requires_grad_(False)
-    train_gpt.make_optimizer(model)
+    gpt_speedrun.make_optimizer(model)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
@@ -881,7 +883,7 @@ def test_a_gradient_with_a_graph_is_refused(sync):
     """Also where it would be added to an earlier one, which torch allows."""
     model = chain()
     optimizer = optimizer_of(model)
-    with pytest.raises(train_gpt.RunError, match=r"2.bias got a gradient with a graph .* without create_graph=True"):
+    with pytest.raises(engine.RunError, match=r"2.bias got a gradient with a graph .* without create_graph=True"):
         for create_graph in (False, True):
             with contextlib.nullcontext() if sync and create_graph else optimizer.no_sync():
                 model(torch.ones(2, 6)).square().sum().backward(create_graph=create_graph)
@@ -889,24 +891,24 @@ def test_a_gradient_with_a_graph_is_refused(sync):
 
 def test_invariant_mode_counts_the_gradients_in_no_sync():
     model = Fused()
-    optimizer = train_gpt.make_optimizer(model, [SPLIT], settings=train_gpt.SyncSettings(world_size_invariant=True))
+    optimizer = gpt_speedrun.make_optimizer(model, [SPLIT], settings=gpt_speedrun.SyncSettings(world_size_invariant=True))
     with optimizer.no_sync():
         model.qkv.weight.sum().backward()
-    with pytest.raises(train_gpt.RunError, match="got a gradient in 1 of 2 micro-batches"):
+    with pytest.raises(engine.RunError, match="got a gradient in 1 of 2 micro-batches"):
         used(optimizer, model, "backward", "step")
 
 
 def every_second_step(comm, invariant):
     """Run four steps of two micro-batches, with different gradients on each rank -> Adam's parameter after each step."""
     p = nn.Parameter(torch.zeros(5, dtype=torch.float64))
-    rule = train_gpt.Adam(lr=0.01, beta1=0.65, beta2=0.95, eps=0.3, every=2)
+    rule = engine.Adam(lr=0.01, beta1=0.65, beta2=0.95, eps=0.3, every=2)
     optimizer = optimizer_of(nn.ParameterDict({"p": p}), comm, rule=rule, world_size_invariant=invariant)
     after = []
     for step in range(4):
         for i in range(2):
             optimizer.prepare_for_backward(step, i, 2)
             (p * gradient_of(step, 2 * comm.rank + i)).sum().backward()
-        optimizer.step(train_gpt.Plan(lr_factor=0.7))
+        optimizer.step(engine.Plan(lr_factor=0.7))
         after.append(p.detach().clone())
     return after
 
@@ -951,7 +953,7 @@ def one_step(optimizer, model, plan, micro_batches):
     model.apply_schedule(plan.rotary_windows, plan.tied)
     for i, micro_batch in enumerate(micro_batches):
         objective, cross_entropy = model(micro_batch[:-1], micro_batch[1:], plan.windows)
-        optimizer.prepare_for_backward(plan.step, i, len(micro_batches), objective)
+        optimizer.prepare_for_backward(plan.step, i, len(micro_batches))
         objective.backward()
         losses.append(cross_entropy.item())
     optimizer.step(plan)
@@ -978,8 +980,7 @@ def test_any_number_of_ranks_trains_the_same_model(on_ranks, batches):
 
 
 VARIANTS = [{"sync": "step"}, {"bucket_mb": 0.0}, {"bucket_mb": 1000.0}, {"update_order": "forward"}, {"overlap_param_gather": True},
-            {"overlap_param_gather": True, "update_order": "forward"}, {"check_grads": True}, {"clip_norm": 1e9},
-            {"find_unused_parameters": True}]
+            {"overlap_param_gather": True, "update_order": "forward"}, {"check_grads": True}, {"clip_norm": 1e9}]
 
 
 @pytest.mark.slow
@@ -1047,10 +1048,10 @@ class Buffered(nn.Module):
 
 def of_another_seed(comm):
     model = Buffered(seed=comm.rank)
-    optimizer_of(model.layer, comm)  # without the model it broadcasts its own parameters only
+    optimizer_of(model.layer, comm)  # broadcasts the layer's parameters only
     alone = model.frozen.detach().clone()
-    specs = [train_gpt.ParamSpec(n, p, ONCE) for n, p in model.named_parameters() if p.requires_grad]
-    train_gpt.DistributedOptimizer(train_gpt.fill_buckets(specs, 0, comm.rank, comm.ranks), comm, model=model)
+    specs = [engine.ParamSpec(n, p, ONCE) for n, p in model.named_parameters() if p.requires_grad]
+    gpt_speedrun.Optimizer(gpt_speedrun.fill_buckets(specs, 0, comm.rank, comm.ranks), comm, gpt_speedrun.SyncSettings(), model)
     return alone, [x.detach().clone() for x in (*model.parameters(), *model.buffers())]
 
 
@@ -1100,7 +1101,7 @@ def test_ranks_that_differ_all_get_an_error_that_names_the_difference(_rank_pool
     on_ranks(2, nothing)
     for kind, error in _rank_pools[2].outcomes(build_otherwise, what):
         assert kind == "error"
-        with pytest.raises(train_gpt.RunError, match=DIFFERENCES[what][1]):
+        with pytest.raises(engine.RunError, match=DIFFERENCES[what][1]):
             raise error
 
 
@@ -1116,7 +1117,7 @@ def test_micro_batches_are_counted(calls, says):
     """With one micro-batch more or fewer the mean would be wrong; the error comes where it happens."""
     model = chain()
     optimizer = optimizer_of(model)
-    with pytest.raises(train_gpt.RunError, match=says):
+    with pytest.raises(engine.RunError, match=says):
         for call in calls:
             if call == "step":
                 optimizer.step(FULL)
@@ -1137,13 +1138,13 @@ def mixture(bucket_bytes, comm, **changes):
     torch.manual_seed(5)
     params = nn.ParameterDict({name: nn.Parameter(torch.randn(shape)) for name, shape in MIXED_SHAPES.items()})
     params["halved"] = nn.Parameter(params["halved"].detach().bfloat16())
-    adam = train_gpt.Adam(lr=0.01, beta1=0.65, beta2=0.95, eps=0.1, every=2)
+    adam = engine.Adam(lr=0.01, beta1=0.65, beta2=0.95, eps=0.1, every=2)
     rules = {"wide": WIDE, "tall": TALL, "four": WIDE}
     kinds = ((name, p, rules.get(name.split("_")[0], adam)) for name, p in params.items())
-    specs = [train_gpt.ParamSpec(name, p, rule, (6, 10) if name == "four" else None, 1.0 + i / 10 * (rule is not adam))
+    specs = [engine.ParamSpec(name, p, rule, (6, 10) if name == "four" else None, 1.0 + i / 10 * (rule is not adam))
              for i, (name, p, rule) in enumerate(kinds)]
-    buckets = train_gpt.fill_buckets(specs, bucket_bytes, comm.rank, comm.ranks)
-    return train_gpt.DistributedOptimizer(buckets, comm, train_gpt.SyncSettings(**changes), params), params
+    buckets = gpt_speedrun.fill_buckets(specs, bucket_bytes, comm.rank, comm.ranks)
+    return gpt_speedrun.Optimizer(buckets, comm, gpt_speedrun.SyncSettings(**changes), params), params
 
 
 def mixed_steps(optimizer, params, steps):
@@ -1156,7 +1157,7 @@ def mixed_steps(optimizer, params, steps):
             loss = sum((p * torch.randn(p.shape, generator=draw).to(p.dtype)).sum() for p in params.values())
             optimizer.prepare_for_backward(step, i, share, loss)
             loss.backward()
-        optimizer.step(train_gpt.Plan(lr_factor=0.9, momentum=0.9))
+        optimizer.step(engine.Plan(lr_factor=0.9, momentum=0.9))
 
 
 def mixed_run(comm, steps, bucket_bytes=0.0, state=None, **changes):
@@ -1171,8 +1172,8 @@ def noisy_run(comm, bucket_bytes, steps, state=None, **rule):
     """Train a chain of matrices and a table of which each step reads three rows -> its state, or the error."""
     model = nn.ModuleDict({"chain": chain(), "table": nn.Embedding(40, 3, sparse=True)})
     specs = [spec._replace(rule=Langevin(rows=spec.name == "table.weight", **rule)) for spec in specs_with(model)]
-    optimizer = train_gpt.DistributedOptimizer(train_gpt.fill_buckets(specs, bucket_bytes, comm.rank, comm.ranks), comm,
-                                               train_gpt.SyncSettings(world_size_invariant=True))
+    optimizer = gpt_speedrun.Optimizer(engine.fill_buckets(specs, bucket_bytes, comm.rank, comm.ranks), comm,
+                                       gpt_speedrun.SyncSettings(world_size_invariant=True), model)
     if state:
         optimizer.load_state_dict(state)
     for _ in range(steps):
@@ -1192,8 +1193,8 @@ def test_noise_of_a_rule_depends_on_seed_update_and_parameter_alone(on_ranks):
     assert 0.7 < noise.std() < 1.3
     changed = whole["table.weight"].view(40, 3) != on_ranks(1, noisy_run, 1e9, 0)[0]["table.weight"].view(40, 3)
     assert changed.all(1).nonzero().flatten().tolist() == [1, 17, 38]
-    with pytest.raises(train_gpt.RunError, match="Langevin.update draws random numbers"):
-        noisy_run(train_gpt.Comm(), 0.0, 1, own=True)
+    with pytest.raises(engine.RunError, match="Langevin.update draws random numbers"):
+        noisy_run(engine.Comm(), 0.0, 1, own=True)
 
 
 def invariant_run(comm, steps, bucket_bytes, state=None):
@@ -1241,12 +1242,12 @@ def test_load_is_the_inverse_of_state_at_other_ranks_and_bucket_sizes(on_ranks):
 
 def test_a_state_between_updates_is_known_and_one_at_an_update_goes_on_to_the_byte():
     """By default no state holds the first half of an Adam cycle; a state after the second half resumes exactly."""
-    comm = train_gpt.Comm()
+    comm = engine.Comm()
     optimizer, params = mixture(300.0, comm)
     assert not optimizer.between_updates
     mixed_steps(optimizer, params, [0])
     assert optimizer.between_updates
-    with pytest.raises(train_gpt.RunError, match=r"before step 1, between two updates .*waiting gradients.* after an update"):
+    with pytest.raises(engine.RunError, match=r"before step 1, between two updates .*waiting gradients.* after an update"):
         optimizer.state_dict()
     with optimizer.no_sync():
         sum(p.sum() for p in params.values()).backward()
@@ -1281,7 +1282,7 @@ def test_all_ranks_know_that_a_gradient_of_one_rank_waits(_rank_pools, on_ranks)
 
 
 def test_pending_sums_of_an_invariant_run_count_once_in_a_plain_run():
-    comm = train_gpt.Comm()
+    comm = engine.Comm()
     whole, state = mixed_run(comm, range(6))[0], mixed_run(comm, range(3), world_size_invariant=True)[0]
     for name, x in mixed_run(comm, range(3, 6), 0.0, state)[0].items():
         assert torch.allclose(x.float(), whole[name].float(), rtol=1e-4, atol=0.02 if name.startswith("halved") else 1e-5), name
@@ -1290,7 +1291,7 @@ def test_pending_sums_of_an_invariant_run_count_once_in_a_plain_run():
 @pytest.mark.parametrize("invariant", [False, True])
 def test_state_put_back_after_warm_up_leaves_nothing_of_it(invariant):
     """Drops gradients of half a cycle, of a step that failed, and of a step that was not finished."""
-    optimizer, params = mixture(300.0, train_gpt.Comm(), check_grads=True, world_size_invariant=invariant)
+    optimizer, params = mixture(300.0, engine.Comm(), check_grads=True, world_size_invariant=invariant)
     saved, fresh = optimizer.state_dict(), optimizer.state_hash()
     mixed_steps(optimizer, params, range(3))
     trained = optimizer.state_hash()
@@ -1298,7 +1299,7 @@ def test_state_put_back_after_warm_up_leaves_nothing_of_it(invariant):
     assert optimizer.state_hash() == fresh != trained
     optimizer.prepare_for_backward(0)
     sum(p.sum() for p in params.values()).mul(math.nan).backward()
-    with pytest.raises(train_gpt.RunError, match="not finite"):
+    with pytest.raises(engine.RunError, match="not finite"):
         optimizer.step(FULL)
     optimizer.load_state_dict(saved)
     optimizer.prepare_for_backward(0, 0, 2)
@@ -1309,7 +1310,7 @@ def test_state_put_back_after_warm_up_leaves_nothing_of_it(invariant):
 
 
 def test_a_state_is_the_caller_s_own():
-    optimizer, params = mixture(0.0, train_gpt.Comm())
+    optimizer, params = mixture(0.0, engine.Comm())
     state = optimizer.state_dict()
     kept = {name: x.clone() for name, x in state.items()}
     mixed_steps(optimizer, params, range(2))
@@ -1328,19 +1329,19 @@ def test_a_state_is_the_caller_s_own():
     *((lambda state, x=x: state.update({"table": x.T}), r"table is a Tensor \[7, 10\], not .* one dimension") for x in
       (torch.zeros(10, 7), torch.zeros(7, 10).T.contiguous()))])
 def test_a_state_that_does_not_fit_is_refused_by_name(spoil, says):
-    optimizer, _ = mixture(1e9, train_gpt.Comm())
+    optimizer, _ = mixture(1e9, engine.Comm())
     state = optimizer.state_dict()
     spoil(state)
-    with pytest.raises(train_gpt.RunError, match=f"does not fit.*{says}"):
+    with pytest.raises(engine.RunError, match=f"does not fit.*{says}"):
         optimizer.load_state_dict(state)
 
 
 def late_steps(comm, steps=range(4)):
     """Three buckets of one parameter, `late` from step 2 -> launch orders, launches in backward, error, parameters, updates."""
     params = nn.ParameterDict({name: nn.Parameter(torch.zeros(3, dtype=torch.float64)) for name in ("a", "b", "late")})
-    specs = [train_gpt.ParamSpec(name, p, ONCE, first_step=2 if name == "late" else 0) for name, p in params.items()]
-    buckets = train_gpt.fill_buckets(specs, 0, comm.rank, comm.ranks)
-    optimizer = train_gpt.DistributedOptimizer(buckets, comm, train_gpt.SyncSettings(), params)
+    specs = [engine.ParamSpec(name, p, ONCE, first_step=2 if name == "late" else 0) for name, p in params.items()]
+    buckets = gpt_speedrun.fill_buckets(specs, 0, comm.rank, comm.ranks)
+    optimizer = gpt_speedrun.Optimizer(buckets, comm, gpt_speedrun.SyncSettings(), params)
     orders, launches, error = [], [], ""
     for step in steps:
         optimizer.prepare_for_backward(step)
@@ -1350,7 +1351,7 @@ def late_steps(comm, steps=range(4)):
         if step == 1:
             try:
                 params["late"].sum().backward()
-            except train_gpt.RunError as caught:
+            except engine.RunError as caught:
                 error, params["late"].grad = str(caught), None
         launches.append(optimizer.reducer.launches)
         optimizer.step(FULL)
@@ -1383,9 +1384,9 @@ def untied_steps(comm):
     """Tie two parameters until step 3."""
     torch.manual_seed(0)
     params = nn.ParameterDict({"embed": nn.Parameter(torch.randn(4, 5)), "head": nn.Parameter(torch.zeros(4, 5))})
-    rule = train_gpt.Adam(lr=0.01, beta1=0.65, beta2=0.95, eps=0.1, every=1)
-    specs = [train_gpt.ParamSpec(n, p, rule, first_step=3 if n == "head" else 0) for n, p in params.items()]
-    optimizer = train_gpt.DistributedOptimizer(train_gpt.fill_buckets(specs, 1e9, comm.rank, comm.ranks), comm, model=params)
+    rule = engine.Adam(lr=0.01, beta1=0.65, beta2=0.95, eps=0.1, every=1)
+    specs = [engine.ParamSpec(n, p, rule, first_step=3 if n == "head" else 0) for n, p in params.items()]
+    optimizer = gpt_speedrun.Optimizer(gpt_speedrun.fill_buckets(specs, 1e9, comm.rank, comm.ranks), comm, gpt_speedrun.SyncSettings(), params)
     for step in range(6):
         if step == 3:
             optimizer.copy_parameter("embed", "head")
@@ -1444,9 +1445,9 @@ def test_the_tied_stage_has_its_own_launch_order(on_ranks, ranks, batches):
 
 
 def test_a_parameter_cannot_be_copied_between_updates():
-    optimizer, params = mixture(0.0, train_gpt.Comm())
+    optimizer, params = mixture(0.0, engine.Comm())
     mixed_steps(optimizer, params, [0])
-    with pytest.raises(train_gpt.RunError, match="wide_1 cannot be copied.*wait for an update"):
+    with pytest.raises(engine.RunError, match="wide_1 cannot be copied.*wait for an update"):
         optimizer.copy_parameter("wide_0", "wide_1")
     mixed_steps(optimizer, params, [1])
     optimizer.copy_parameter("wide_0", "wide_1")

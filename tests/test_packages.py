@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = {"data", "launch", "records", "dry_gpu", "bench", "tests"}
+FOLDERS = {"gpt_speedrun", "data", "launch", "records", "dry_gpu", "bench", "tests"}
 # Not for everybody: triton comes with torch's CUDA build, modal is the caller of launch/cluster/modal_app.py,
 # records/export.py names the package of a dashboard that is not installed, and data/text.py one of two that unpack zstd
 # (compression is Python 3.14's own). pip itself gets setuptools for setup.py.

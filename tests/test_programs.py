@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-import train_gpt
+import gpt_speedrun
 from test_sync import Hostile
 
 WIDTH = 4
@@ -177,8 +177,8 @@ def by_engine(comm, program, phase, state):
         with torch.no_grad():
             for x in (*model.parameters(), *model.buffers()):
                 x.add_(comm.rank)
-    with mock.patch.object(train_gpt, "Comm", Hostile) if p.hostile else contextlib.nullcontext():
-        optimizer = train_gpt.make_optimizer(model, [train_gpt.Assignment("*", Momentum(every=p.every))], p.bucket_mb, train_gpt.SyncSettings(**p.settings))
+    with mock.patch.object(gpt_speedrun, "Comm", Hostile) if p.hostile else contextlib.nullcontext():
+        optimizer = gpt_speedrun.make_optimizer(model, [gpt_speedrun.Assignment("*", Momentum(every=p.every))], p.bucket_mb, gpt_speedrun.SyncSettings(**p.settings))
     if state is not None:
         optimizer.load_state_dict(state)
     first = phase * p.steps

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from unittest import mock
 
@@ -47,7 +48,7 @@ COMMANDS = {
     ".venv/bin/python records/stats.py --plan --sd 0.0013 --margin 0.002": RUN,
     "git clone URL gpt-speedrun && cd gpt-speedrun": "needs a network; test_the_commands_of_a_first_hour copies what git tracks",
     "git clone": "the same",
-    "pip install git+URL": "needs a network; from a folder: test_readme.py::test_an_installed_package_is_one_module_that_writes_nothing",
+    "pip install git+URL": "needs a network; from a folder: test_readme.py::test_an_installed_package_has_two_files_and_writes_nothing",
     "python own.py": "test_readme.py::test_the_script_of_the_readme_trains_saves_and_continues",
     "./run.sh --help": "test_scripts.py::test_help_installs_nothing_and_fits_on_a_screen",
     "./run.sh --help-all": "test_scripts.py::test_help_installs_nothing_and_fits_on_a_screen",
@@ -267,14 +268,14 @@ def run_own(folder, rank, port, output):
 
 
 def test_the_script_of_the_readme_trains_saves_and_continues(tmp_path):
-    """As written, beside nothing but the module: on two ranks, which save; alone, from what they saved; and alone."""
+    """As written, beside nothing but the package: on two ranks, which save; alone, from what they saved; and alone."""
     block, = scripts(README)
     losses = []
     for number, (folder, ranks) in enumerate((("a", 2), ("a", 1), ("b", 1))):
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "own.py").write_text(block)
-        if not (link := tmp_path / folder / "gpt_speedrun.py").exists():
-            link.symlink_to(ROOT / "train_gpt.py")
+        if not (link := tmp_path / folder / "gpt_speedrun").exists():
+            link.symlink_to(ROOT / "gpt_speedrun")
         output, port = tmp_path / f"output{number}", free_port() if ranks == 2 else 0
         processes = [forked(run_own, tmp_path / folder, rank, port, output) for rank in range(ranks)]
         for process in processes:
@@ -428,21 +429,42 @@ def test_the_modal_app_brings_logs_back_also_from_a_race_that_failed(tmp_path, m
     assert (app.here / "logs/race/a.txt").read_text() == "[-n][5][--vs][--muon_lr 0.05]"
 
 
-def test_an_installed_package_is_one_module_that_writes_nothing(tmp_path):
+def package_source(folder):
+    """Copy what an installation reads."""
+    shutil.copytree(ROOT / "gpt_speedrun", folder / "gpt_speedrun", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in "pyproject.toml", "setup.py", "MANIFEST.in", "train_gpt.py", "README.md", "LICENSE", "requirements.txt":
+        shutil.copy(ROOT / name, folder / name)
+    for name in "data", "launch", "records", "tests":  # what setuptools could take for packages
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").touch()
+    return folder
+
+
+def build(source, what, folder):
+    """Call a function of setuptools.build_meta -> the path of what it built in the folder."""
+    make = f"from setuptools import build_meta; print(build_meta.build_{what}({str(folder)!r}))"
+    done = subprocess.run([sys.executable, "-c", make], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder / done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("by", ["sdist", pytest.param("wheel", marks=pytest.mark.slow)])
+def test_an_installed_package_has_two_files_and_writes_nothing(tmp_path, by):
     """A script elsewhere trains a model with its optimizer, also one that is called train_gpt.py, as modded-nanogpt's."""
-    (tmp_path / "source").mkdir()
-    for name in "pyproject.toml", "setup.py", "train_gpt.py", "gpt_speedrun.py", "README.md", "LICENSE", "requirements.txt":
-        shutil.copy(ROOT / name, tmp_path / "source" / name)
-    for folder in "data", "launch", "records", "tests":  # what setuptools could take for packages
-        (tmp_path / "source" / folder).mkdir()
-        (tmp_path / "source" / folder / "__init__.py").touch()
+    source = package_source(tmp_path / "source")
+    if by == "sdist":
+        source = build(source, "sdist", tmp_path)
+        with tarfile.open(source) as archive:
+            assert archive.getmember(f"{source.name.removesuffix('.tar.gz')}/train_gpt.py").isreg()
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()
     done = subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps",
-                           "--no-build-isolation", "--no-compile", "--target", site, tmp_path / "source"], capture_output=True, text=True)
+                           "--no-build-isolation", "--no-compile", "--target", site, source], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in site.iterdir() if path.suffix != ".dist-info") == ["gpt_speedrun.py"]
-    assert (site / "gpt_speedrun.py").read_bytes() == (ROOT / "train_gpt.py").read_bytes()
+    package, = (path for path in site.iterdir() if path.suffix != ".dist-info")
+    assert package.name == "gpt_speedrun" and sorted(path.name for path in package.iterdir()) == ["__init__.py", "engine.py"]
+    assert not (package / "engine.py").is_symlink()
+    assert (package / "engine.py").read_bytes() == (ROOT / "train_gpt.py").read_bytes()
     script = """
 import torch, gpt_speedrun
 model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 10))
@@ -457,8 +479,9 @@ print(gpt_speedrun.__file__, loss.item() < 2.0)
     before = {*tmp_path.rglob("*")}
     done = subprocess.run([sys.executable, "-B", "train_gpt.py"], cwd=elsewhere, capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": str(site)})
-    assert done.stdout == f"{site / 'gpt_speedrun.py'} True\n", done.stderr
+    assert done.stdout == f"{package / '__init__.py'} True\n", done.stderr
     assert {*tmp_path.rglob("*")} == before
     done = subprocess.run([sys.executable, elsewhere / "train_gpt.py"], capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert done.stdout == f"{ROOT / 'train_gpt.py'} True\n" and not (ROOT / "gpt_speedrun.py").is_symlink(), done.stderr
+    assert done.stdout == f"{ROOT / 'gpt_speedrun' / '__init__.py'} True\n", done.stderr
+    assert not (ROOT / "gpt_speedrun" / "engine.py").is_symlink()

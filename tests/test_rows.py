@@ -10,11 +10,11 @@ from torch import nn
 import reference
 import train_gpt
 from conftest import some_documents
+from gpt_speedrun import Adam, Comm, ParamSpec, RowBucket, RunError, fill_buckets
 from test_optimizer import FULL, optimizer_of, train_steps
 from test_sync import Hostile
-from train_gpt import Comm, RowBucket, RunError
 
-LAZY = train_gpt.Adam(lr=0.1, beta1=0.65, beta2=0.95, eps=1e-3, rows=True)
+LAZY = Adam(lr=0.1, beta1=0.65, beta2=0.95, eps=1e-3, rows=True)
 SIZES, WIDTH = (7, 12), 4  # of two tables in one bucket: of two ranks the first owns some of the second
 
 
@@ -346,7 +346,7 @@ def test_gradients_that_wait_take_no_more_memory_than_a_gradient_of_all_rows():
 
 def test_only_tables_have_rows():
     with pytest.raises(RunError, match=r"scale has shape \(3,\), but Adam with `rows` updates tables \[rows, width\]; use Adam without `rows`"):
-        train_gpt.fill_buckets([train_gpt.ParamSpec("scale", nn.Parameter(torch.zeros(3)), LAZY)], 0, 0, 1)
+        fill_buckets([ParamSpec("scale", nn.Parameter(torch.zeros(3)), LAZY)], 0, 0, 1)
 
 
 def test_more_rows_may_be_announced_than_are_read():

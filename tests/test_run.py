@@ -157,7 +157,7 @@ def test_log_holds_the_whole_experiment(one):
     assert f"val_loss:{end['final_val_loss']:.4f}" in validated[-1] and end["steps"] == 12 and end["train_tokens"] == 12 * 96
     assert start["vocab_size"] == 64 and end["val_tokens"] == 999 and end["compiles_after_warmup"] == end["resumed"] == 0
     assert end["state_hash"]["before_warmup"] == end["state_hash"]["after_warmup"] != end["final_state_hash"]
-    assert end["validation_hash"]["before"] == end["validation_hash"]["after"]
+    assert end["changed_by_validation"] == 0 and re.fullmatch("[0-9a-f]{64}", end["model_hash"])
     assert {"setup", "warmup", "compile", "validation"} <= set(end["seconds_outside_clock"])
     assert end["train_time_ms"] / 1000 + sum(end["seconds_outside_clock"].values()) == pytest.approx(end["wall_seconds"], abs=1.0)
     assert end["reached"] == (end["final_val_loss"] <= 3.0)

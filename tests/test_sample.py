@@ -16,7 +16,7 @@ import torch
 
 import sample
 import train_gpt
-from conftest import some_documents, write_gpt2_tokens
+from conftest import logits_of, some_documents, write_gpt2_tokens
 from train_gpt import Encoding, RunError, Windows
 
 BYTES, WINDOWS = Encoding(257, 256), Windows(12, 4)
@@ -70,7 +70,7 @@ def test_logits_are_those_of_the_model(tiny, tmp_path, name, tied):
     model, saved = sample.load_model(path)
     original.apply_schedule(train_gpt.plan_of(config, config.num_steps).rotary_windows, tied)
     assert not model.training and model.tied == tied and len(model.rotary.windows) > 1
-    expected = original.lm_head.logits(original.trunk(torch.tensor(text), saved["windows"])).detach().numpy()
+    expected = logits_of(original, torch.tensor(text), saved["windows"]).detach().numpy()
     for end in range(1, len(text) + 1):
         logits = sample.next_logits(model, saved["windows"], text[:end])
         np.testing.assert_allclose(logits, expected[end - 1], rtol=0, atol=1e-4)
@@ -93,7 +93,7 @@ def test_a_new_parameter_of_the_model_changes_the_text(tiny, tmp_path, monkeypat
         model, saved = sample.load_model(path)
         tokens = [256, *b"def "]
         for _ in range(20):
-            tokens.append(int(model.lm_head.logits(model.trunk(torch.tensor(tokens), saved["windows"]))[-1, :257].argmax()))
+            tokens.append(int(logits_of(model, torch.tensor(tokens), saved["windows"])[-1, :257].argmax()))
         assert sample.main([str(path), "--prompt", "def ", "--tokens", "20", "--temperature", "0"]) == 0
         assert (text := capsys.readouterr().out) == "".join(shown(tokens[1:])) + "\n"
         return text
@@ -113,7 +113,7 @@ def test_a_bf16_model_with_an_fp8_head_is_computed_in_float32(tiny, tmp_path):
     logits = sample.next_logits(model, saved["windows"], text)
     assert logits.dtype == np.float32
     for one, gap in (exact, 1e-4), (original, 0.5):
-        np.testing.assert_allclose(logits, one.lm_head.logits(one.trunk(torch.tensor(text), saved["windows"]))[-1].detach(), rtol=0, atol=gap)
+        np.testing.assert_allclose(logits, logits_of(one, torch.tensor(text), saved["windows"])[-1].detach(), rtol=0, atol=gap)
 
 
 @pytest.mark.parametrize("layers", ["SM SM", "PM SM"])
@@ -122,7 +122,7 @@ def test_a_text_may_be_longer_than_the_model_s_longest_sequence(tiny, layers):
     config = dataclasses.replace(tiny, layers=layers, backout_layer=0, ngrams=(train_gpt.Ngrams(2, 40, 8),), val_len=48)
     model, longer, text = shaken(config), shaken(dataclasses.replace(config, val_len=512)), a_text(300)
     assert sample.longest_context(model) == 48
-    expected = longer.lm_head.logits(longer.trunk(torch.tensor(text), Windows(4, 4)))[-1].detach()
+    expected = logits_of(longer, torch.tensor(text), Windows(4, 4))[-1].detach()
     np.testing.assert_allclose(sample.next_logits(model, Windows(4, 4), text), expected, rtol=0, atol=1e-4)
 
 

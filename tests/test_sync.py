@@ -59,7 +59,7 @@ test_the_table_names_existing_tests reads this table.
     E7 no_sync                  test_only_the_last_micro_batch_sends, test_grad_scale_multiplies_gradients_in_no_sync_too,
                                 test_gradients_in_no_sync_are_counted_anew_in_each_step
     E8 communication hook       test_compressed_gradients_are_sums_of_bf16_of_every_rank, test_settings_reach_a_whole_run
-    E9 refused or left out      test_frozen, test_a_bucket_of_two_dtypes_or_devices_is_refused
+    E9 refused or left out      test_frozen, test_parameters_on_two_devices_are_refused
     E10 layout                  test_a_transposed_gradient_lands_right
     invariant mode              test_invariant_mode_gives_the_same_bytes_at_any_number_of_ranks,
                                 test_an_invariant_run_prints_the_same_losses_at_any_number_of_ranks
@@ -79,7 +79,7 @@ test_the_table_names_existing_tests reads this table.
                                 test_the_whole_model_reads_nothing_before_it_has_come
     in no bucket, in two        test_a_parameter_in_no_bucket_or_in_two_is_named,
                                 test_a_parameter_that_begins_to_learn_later_is_named
-    two dtypes in a bucket      test_a_bucket_of_two_dtypes_or_devices_is_refused
+    two devices                 test_parameters_on_two_devices_are_refused
     second backward             test_a_wrong_use_is_answered_with_the_cure
     one model at the start      test_all_ranks_begin_with_the_parameters_buffers_and_frozen_ones_of_rank_0
     not finite                  test_a_gradient_that_is_not_finite_stops_every_rank_before_the_step,
@@ -104,14 +104,16 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import gpt_speedrun
 import test_optimizer
 import test_run
 import train_gpt
 from conftest import some_documents
+from gpt_speedrun import Comm, Optimizer, Reducer, RunError, SyncSettings, fill_buckets
+from gpt_speedrun.engine import CompressedComm, ParamSpec, factor_tensor, tree_sum
 from test_optimizer import (BOS, FULL, ONCE, Descent, Operations, Recorder, chain, mixed_steps,
                             mixture, optimizer_of, specs_with, train_steps)
 from test_run import flags, launch, one, read_log, run_here  # noqa: F401  (fixtures)
-from train_gpt import Comm, DistributedOptimizer, Reducer, RunError
 
 
 # networks
@@ -209,10 +211,10 @@ class Collectives(Comm):
 
 def build(model, comm, mutant=None, rule=Descent(), bucket_bytes=0.0, **changes):
     """Build an optimizer that has the model; a mutant may replace the optimizer or its Reducer."""
-    with mock.patch.object(train_gpt, "Reducer", mutant if mutant and issubclass(mutant, Reducer) else Reducer):
-        engine = mutant if mutant and issubclass(mutant, DistributedOptimizer) else DistributedOptimizer
-        buckets = train_gpt.fill_buckets(specs_with(model, rule), bucket_bytes, comm.rank, comm.ranks)
-        return engine(buckets, comm, train_gpt.SyncSettings(**changes), model)
+    with mock.patch.object(Optimizer, "Reducer", mutant if mutant and issubclass(mutant, Reducer) else Reducer):
+        engine = mutant if mutant and issubclass(mutant, Optimizer) else Optimizer
+        buckets = fill_buckets(specs_with(model, rule), bucket_bytes, comm.rank, comm.ranks)
+        return engine(buckets, comm, SyncSettings(**changes), model)
 
 
 def run_steps(engine, model, x, steps):
@@ -336,7 +338,7 @@ def test_the_group_of_cpu_tensors_has_the_run_s_timeout(monkeypatch):
     groups = []
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.setattr(dist, "new_group", lambda **settings: groups.append(settings))
-    train_gpt.Comm(0, 2, "cuda", timedelta(seconds=7)).cpu_group
+    Comm(0, 2, "cuda", timedelta(seconds=7)).cpu_group
     assert groups == [{"backend": "gloo", "timeout": timedelta(seconds=7)}]
 
 
@@ -372,7 +374,7 @@ class StepsEarly(Reducer):
         pass
 
 
-class GathersUnwaited(DistributedOptimizer):
+class GathersUnwaited(Optimizer):
     def finish_all_gathers(self, buckets=None):
         pass
 
@@ -420,7 +422,7 @@ def check_light_hook(mutant):
     params = nn.ParameterDict({name: nn.Parameter(torch.zeros(1000)) for name in "pq"})
     engine = build(params, Comm(), mutant, bucket_bytes=1e9)
     bucket, = engine.reducer.launch_orders[len(engine.buckets)] = engine.buckets
-    train_gpt.factor_tensor(0.5, torch.float32, torch.float32, bucket.grad_data.device)  # is made once
+    factor_tensor(0.5, torch.float32, torch.float32, bucket.grad_data.device)  # is made once
     for i in range(2):
         engine.prepare_for_backward(0, i, 2)
         with Operations() as operations:
@@ -491,7 +493,7 @@ def group_names(comm):
     generator = torch.Generator().manual_seed(7)
     shapes = torch.randint(1, 9, (20, 2), generator=generator).tolist()
     model = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
-    buckets = train_gpt.fill_buckets(specs_with(model), 100, comm.rank, comm.ranks)
+    buckets = fill_buckets(specs_with(model), 100, comm.rank, comm.ranks)
     return [[slot.name for slot in bucket.slots] for bucket in buckets]
 
 
@@ -564,8 +566,6 @@ def test_a_gather_is_waited_for_where_the_forward_reads_it():
                 lambda *_, name=name: seen.append((name, sum(bucket.gather_handle is not None for bucket in engine.buckets))))
     model(X)
     assert seen == [("0", 4), ("1", 2), ("2", 0)], "each layer waits for its own two buckets, and for no other"
-    with pytest.raises(RunError, match="give the optimizer the model"):
-        optimizer_of(chain(), overlap_param_gather=True)
 
 
 def test_a_gather_that_no_forward_read_is_waited_for_before_the_next_update():
@@ -836,7 +836,7 @@ def test_a_parameter_that_begins_to_learn_later_is_named(how, name, steps):
     """At the next step, though no loss uses the parameter."""
     model = chain()
     model.add_module("frozen", nn.Linear(4, 4, bias=False).requires_grad_(False))
-    engine = train_gpt.make_optimizer(model)
+    engine = gpt_speedrun.make_optimizer(model)
     run_steps(engine, model, X, range(steps))
     how(model)
     with pytest.raises(RunError, match=rf"^{name} is in no bucket .* adds, unfreezes or replaces parameters"):
@@ -847,17 +847,17 @@ def test_a_parameter_in_no_bucket_or_in_two_is_named():
     model = chain()
     specs = specs_with(model)
 
-    def engine(specs, model=None):
-        return DistributedOptimizer(train_gpt.fill_buckets(specs, 0, 0, 1), Comm(), model=model)
+    def engine(specs):
+        return Optimizer(fill_buckets(specs, 0, 0, 1), Comm(), SyncSettings(), model)
     with pytest.raises(RunError, match=r"^2\.bias is in no bucket"):
-        engine(specs[:-1], model)
+        engine(specs[:-1])
     with pytest.raises(RunError, match=r"^0\.weight is in two buckets"):
         engine([*specs, specs[0]])
     model[2].bias.requires_grad_(False)
     with pytest.raises(RunError, match=r"^2\.bias is frozen"):
         engine(specs)
     frozen = model[2].bias.clone()
-    run_steps(engine(specs[:-1], model), model, X, range(1))
+    run_steps(engine(specs[:-1]), model, X, range(1))
     assert torch.equal(model[2].bias, frozen) and model[2].weight.grad is None
 
 
@@ -967,7 +967,7 @@ def test_invariant_mode_refuses_what_it_cannot_keep(changes):
 
 def compressed_step(comm, ranks):
     """Run one step of descent on different gradients per rank -> parameters, dtypes of the receive buffers."""
-    comm = train_gpt.CompressedComm(comm.rank, comm.ranks)
+    comm = CompressedComm(comm.rank, comm.ranks)
     p = nn.Parameter(torch.zeros(500))
     optimizer = optimizer_of(nn.ParameterDict({"p": p}), comm, rule=Descent(1.0))
     optimizer.prepare_for_backward(0)
@@ -985,7 +985,7 @@ def test_compressed_gradients_are_sums_of_bf16_of_every_rank(on_ranks, ranks):
     """To the byte: each rank's share of the mean rounded to bf16, summed as a tree."""
     sent = [(gradient(rank) * torch.tensor(1 / ranks)).bfloat16() for rank in range(ranks)]
     for p, dtypes in on_ranks(ranks, compressed_step, ranks):
-        assert torch.equal(p, -train_gpt.tree_sum(sent).float())
+        assert torch.equal(p, -tree_sum(sent).float())
         assert dtypes == {torch.bfloat16}
         assert not torch.equal(p, -sum(gradient(rank) for rank in range(ranks)) / ranks)
 
@@ -1031,9 +1031,9 @@ def clipped_gradients(comm, limit):
     """Run one step of descent from zero, on gradients from 1 to 1,000 in buckets of different sizes -> parameters."""
     shapes = [(3, 5), (70, 70), (9, 64), (9, 64)]
     params = nn.ParameterDict({str(i): nn.Parameter(torch.zeros(shape)) for i, shape in enumerate(shapes)})
-    specs = [train_gpt.ParamSpec(n, p, (Descent if n == "1" else DescentOfMatrices)(1.0)) for n, p in params.items()]
-    buckets = train_gpt.fill_buckets(specs, 1e9, comm.rank, comm.ranks)
-    optimizer = DistributedOptimizer(buckets, comm, train_gpt.SyncSettings(clip_norm=limit))
+    specs = [ParamSpec(n, p, (Descent if n == "1" else DescentOfMatrices)(1.0)) for n, p in params.items()]
+    buckets = fill_buckets(specs, 1e9, comm.rank, comm.ranks)
+    optimizer = Optimizer(buckets, comm, SyncSettings(clip_norm=limit), params)
     optimizer.prepare_for_backward(0)
     sum((p * big_gradient(i, p.shape)).sum() for i, p in enumerate(params.values())).backward()
     optimizer.step(FULL)
@@ -1209,8 +1209,7 @@ def test_profile_has_a_range_for_every_phase(one, tmp_path, capsys, profile, ste
 
 def test_settings_reach_a_whole_run(one, tmp_path, capsys):  # noqa: F811
     """All settings that change no byte at once, and bf16_compress, which does."""
-    harmless = {"overlap_param_gather": "true", "update_order": "forward", "check_grads": "true", "clip_norm": 1e9,
-                "find_unused_parameters": "true"}
+    harmless = {"overlap_param_gather": "true", "update_order": "forward", "check_grads": "true", "clip_norm": 1e9}
     ends = []
     for i, changes in enumerate(({}, harmless, {"bf16_compress": "true"})):
         status, _, errors = run_here(flags(tmp_path, one[1], run_id=str(i), **SHORT, **changes), capsys)

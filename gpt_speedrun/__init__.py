@@ -1,0 +1,646 @@
+"""Train any nn.Module by the sharded NorMuon and Adam of the speedrun: call make_optimizer(model).
+
+engine.py is train_gpt.py, which trains one model by one loop. This file adds what other models and loops need: a table
+of rules by parameter names, torch.optim's interface, and an error for what would train wrongly. The sections are
+assignment, gradients, optimizer and checks. docs/gradient-sync.md of the repository explains all.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import contextlib
+import dataclasses
+import functools
+import glob
+import itertools
+import math
+import os
+import re
+import weakref
+from fnmatch import fnmatchcase
+from typing import Any, Iterator, NamedTuple, NoReturn, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from . import engine
+from .engine import (Adam, Bucket, Comm, Config, DistributedOptimizer, NorMuon, ParamSpec, Plan, RowBucket, RunError,
+                     Slot, agree, env_int, finish_spec, named_tensors, option, out_of_range, require, sum_bits)
+
+@dataclasses.dataclass(frozen=True)
+class SyncSettings(engine.SyncSettings):
+    """How ranks exchange gradients and parameters; find_unused_parameters is as in DDP."""
+
+    find_unused_parameters: bool = option(False, "allow parameters without a gradient, which stay unchanged")
+
+# ------------------------------------------------------------------------------------------------------------------
+# assignment
+
+class Assignment(NamedTuple):
+    """For make_optimizer: a pattern of parameter names and the rule of these parameters; see ParamSpec for the rest."""
+
+    pattern: str
+    rule: Adam | NorMuon
+    unit: tuple[int, int] | None = None
+    scale: float = 1.0
+    first_step: int = 0
+
+def make_optimizer(model: nn.Module, table: Sequence[Assignment] = (), bucket_mb: float = Config.bucket_mb,
+                   settings: SyncSettings = SyncSettings(), muon_lr: float = NorMuon.lr,
+                   adam_lr: float = Adam.lr) -> Optimizer:
+    """Build the optimizer of any model, on the model's device. table: replaces lines of default_assignments."""
+    require(isinstance(model, nn.Module), f"make_optimizer got a {type(model).__name__}; give it the model itself, "
+            "since rules are chosen by parameter names and kinds of modules")
+    check_model(model)
+    require(bucket_mb >= 0, f"bucket_mb is {bucket_mb!r}; it must be from 0 on")
+    ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    specs = assign(model, default_assignments(model, table, muon_lr, adam_lr))
+    require(specs, "every parameter of this model is frozen; set requires_grad on those to be trained")
+    buckets = fill_buckets(specs, bucket_mb * 2 ** 20, *ranks)
+    return Optimizer(buckets, Comm(*ranks, specs[0].param.device), settings, model)
+
+def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ranks: int) -> list[Bucket]:
+    """Check parameters and rules, and put the parameters into buckets. Raise RunError if no bucket can take one."""
+    for spec in reversed(specs):  # as buckets are filled
+        check_spec(spec)
+        require(spec.param.device == specs[0].param.device, f"{spec.name} is on {spec.param.device}, {specs[0].name} "
+                f"is on {specs[0].param.device}; move the model to one device first")
+    return engine.fill_buckets(specs, bucket_bytes, rank, ranks)
+
+def assign(model: nn.Module, table: Sequence[Assignment]) -> list[ParamSpec]:
+    """Assign every parameter that is not frozen its rule by name. Raise RunError unless one line matches each."""
+    specs = []
+    for name, param in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
+        lines = [line for line in table if fnmatchcase(name, line.pattern)]
+        require(len(lines) == 1, f"{name}: {len(lines)} lines of the table of assignments match it "
+                f"({', '.join(line.pattern for line in lines) or 'none'}), but one must; "
+                f"{'narrow the pattern of the others' if lines else 'add a line for it'}")
+        spec = ParamSpec(name, param, *lines[0][1:])
+        check_fused(spec)
+        specs.append(finish_spec(spec))
+    return specs
+
+def default_assignments(model: nn.Module, table: Sequence[Assignment] = (), muon_lr: float = NorMuon.lr,
+                        adam_lr: float = Adam.lr) -> list[Assignment]:
+    """Add a line to the table for each parameter that it does not match.
+
+    Matrices inside the model get NorMuon. Embeddings, the last matrix (the head), norms and vectors get Adam. The fused
+    matrices of torch's recurrent layers, attention and grouped convolutions are split; your own fused matrices need a
+    line with their unit. Raise RunError if a line matches no parameter, or a parameter may be no single matrix.
+    """
+    embeddings, units, head = set(), {}, None
+    learned = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    for module in model.modules():
+        own = [p for p in module.parameters(recurse=False) if p.dim() > 1]
+        head = own[-1] if own else head  # a tied head is an embedding
+        embeddings.update(own if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else ())
+        if isinstance(module, (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)):
+            rows = module.embed_dim if isinstance(module, nn.MultiheadAttention) else module.hidden_size
+            units |= {p: (rows, p.shape[1]) for p in own if p.shape[0] > rows}
+    for line in table:
+        require(isinstance(line, Assignment), f"the table has {line!r}; each line must be Assignment(pattern, rule)")
+        if isinstance(line.rule, type):
+            raise RunError(f"{line.pattern}: its rule is the class {line.rule.__name__}; write {line.rule.__name__}()")
+        if not any(fnmatchcase(name, line.pattern) for name, _ in learned):
+            raise RunError(f"{line.pattern} matches no parameter that is not frozen; see model.named_parameters()")
+    lines = list(table)
+    for name, p in learned:
+        if any(fnmatchcase(name, line.pattern) for line in table):
+            continue
+        owner, _, parametrized = f".{name}".partition(".parametrizations.")
+        module = model.get_submodule(owner[1:] if parametrized else name.rpartition(".")[0])
+        conv, groups = isinstance(module, nn.modules.conv._ConvNd), getattr(module, "groups", 1)
+        if conv and groups > 1 and p.dim() > 2:
+            units[p] = (p.shape[0] // groups, p.shape[1:].numel())
+        inside = p.dim() > 1 and 1 < p.shape[0] < p.numel() and units.get(p, (2,))[0] > 1 and not (
+            p is head or p in embeddings or isinstance(module, nn.LayerNorm | nn.RMSNorm))
+        known = conv or isinstance(module, (nn.Linear, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention))
+        known |= p.dim() == 2 and re.search(r"weight$|lora", name, re.I) is not None  # usual names of matrices
+        require(not inside or known, f"{name} {[*p.shape]} is not known to be one matrix. Give it a line: Assignment("
+                f"{name!r}, NorMuon()) if it is one, Assignment({name!r}, NorMuon(), unit={tuple(p.shape[-2:])}) if it "
+                f"holds several, as of experts, Assignment({name!r}, Adam()) if it is none, as positions")
+        rule = NorMuon(muon_lr, polar_dtype=torch.bfloat16 if p.is_cuda else torch.float32) if inside else Adam(adam_lr)
+        lines.append(Assignment(glob.escape(name), rule, units.get(p) if inside else None))
+    return lines
+
+# ------------------------------------------------------------------------------------------------------------------
+# gradients
+
+HOOKS = WeakIdKeyDictionary()  # parameter -> handle of its hook; an attribute of the parameter would be pickled
+
+# What ranks compare. kind: index in Reducer.CALLS; passes: backward passes of the step; optimizer: its number;
+# writes: to all parameters so far, as autograd counts them
+Call = collections.namedtuple("Call", "kind step passes optimizer writes")
+
+class Reducer(engine.Reducer):
+    """Without prepare_for_backward, the one backward outside of no_sync completes the step; earlier ones run inside."""
+
+    CALLS = "step()", "state_dict()", "load_state_dict()", "check_replicas()"  # compared before their first message
+    numbers = itertools.count(1)
+
+    def __init__(self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings, grad_scale: float):
+        self.in_no_sync, self.in_step = False, False  # in_step: a gradient or rows have come since the last step
+        self.no_sync_grads = collections.Counter[Slot]()  # gradients that this step added in no_sync
+        self.number = next(self.numbers) if comm.ranks > 1 else 0  # of this optimizer, the same on all ranks
+        self.call, self.compared = None, False  # handle of the comparison under way; the one of step() is done
+        self.calls = [Call(0, 0, 0, 0, 0)] * comm.ranks  # of each rank, the last one that was compared
+        self.unused: set[Slot] = set()  # parameters that no rank has used since their last update
+        self.hooks: dict[nn.Parameter, Any] = {}  # handles
+        self.optimizer: Any = lambda: None        # weak reference
+        super().__init__(buckets, comm, settings, grad_scale)
+
+    def set_hook(self, param: nn.Parameter) -> None:
+        """Set the parameter's hook in place of an earlier optimizer's."""
+        if param in HOOKS:
+            HOOKS[param].remove()
+        me = weakref.ref(self)  # a hook on a tensor keeps alive what it refers to, also in a cycle
+        HOOKS[param] = self.hooks[param] = param.register_post_accumulate_grad_hook(
+            lambda param: (reducer := me()) and reducer.register_grad_ready(*reducer.slots[param]))
+
+    def announce_rows(self, step: int, rows: dict[nn.Parameter, Tensor]) -> None:
+        self.in_step = True
+        for bucket in self.buckets:
+            if isinstance(bucket, RowBucket) and bucket.announcement is not None:
+                raise RunError(f"rows of {bucket.slots[0].name} were announced twice in one step; announce the rows of "
+                               "all micro-batches at once")
+        super().announce_rows(step, rows)
+
+    def prepare_for_backward(self, step: int | Tensor, micro_batch: int = 0, micro_batches: int = 1,
+                             loss: Tensor | None = None) -> None:
+        """Do the same as the engine's. loss: what backward starts from, so that unused parameters are not waited for.
+
+        Given in place of the step, it is the loss of the step's last backward. In no_sync() it changes nothing.
+        """
+        if isinstance(step, Tensor) and step.requires_grad:
+            if self.in_no_sync:
+                return
+            step, loss = self.step, step
+        numbers, expected_loss = (step, micro_batch, micro_batches), loss is None or getattr(loss, "requires_grad", 0)
+        if not (expected_loss and all(isinstance(x, int | np.integer) for x in numbers) and step >= 0 < micro_batches):
+            raise RunError(f"prepare_for_backward got {', '.join(map(repr, numbers))}, {loss!r}; give it the loss that "
+                           "backward starts from, or (step, micro_batch, micro_batches, loss)")
+        if self.micro_batches and self.micro_batch == self.micro_batches:
+            raise RunError(f"all {self.micro_batches} micro-batches of step {self.step} were prepared; call step()")
+        super().prepare_for_backward(step, micro_batch, micro_batches)
+        self.in_step = True  # so that zero_grad() drops this step if its backward fails
+        if self.micro_batch == micro_batches and loss is not None and self.settings.find_unused_parameters:
+            used = used_parameters(loss)
+            for bucket in self.due:
+                bucket.missing = {slot for slot in bucket.slots if slot.param in used}
+
+    def register_grad_ready(self, bucket: Bucket, slot: Slot) -> None:
+        if bucket.reduce_handle is not None:
+            raise RunError(f"{slot.name} got a gradient after its bucket {bucket.name} was launched; call step() "
+                           "before the next backward, or run all but the last of a step in no_sync()")
+        self.in_step, begun = True, self.step >= bucket.first_step  # if not begun, the engine refuses the gradient
+        if slot.param.grad.requires_grad:
+            slot.param.grad = None  # the buffer would hold the graphs of all steps
+            raise RunError(f"{slot.name} got a gradient with a graph of its own, which no rule uses; call backward() "
+                           "without create_graph=True")
+        if begun and not self.micro_batches:
+            if self.in_no_sync:
+                bucket.add_grad(slot, self.grad_scale / self.comm.ranks, self.settings.world_size_invariant)
+                self.no_sync_grads[slot] += 1
+                return
+            self.prepare_for_backward(self.step)
+        if begun and slot not in bucket.missing:
+            raise RunError(f"{slot.name} got its gradient twice in one backward; prepare each backward separately, "
+                           "with the loss that it starts from, or run all but the last of a step in no_sync()")
+        super().register_grad_ready(bucket, slot)
+
+    def launch(self, bucket: Bucket) -> None:
+        if not self.launches and self.call is None and not self.compared:
+            self.start_call("step()")
+        super().launch(bucket)
+
+    def backward_passes(self) -> int:
+        """Return the number of backward passes of this step; in no_sync, the most gradients that a parameter got."""
+        return max(self.no_sync_grads.values(), default=0) + self.micro_batches
+
+    def check_complete(self) -> None:
+        try:
+            super().check_complete()
+        except RunError as error:
+            raise RunError(f"{error}, or set find_unused_parameters") from None
+
+    def launch_rest(self) -> None:
+        if not self.micro_batches or self.micro_batch < self.micro_batches:
+            raise RunError(f"step() was called after {self.micro_batch} of {self.micro_batches} micro-batches; call it "
+                           "after the last backward, which must not be in no_sync(), and call prepare_for_backward() "
+                           "before every backward or before none")
+        for bucket in self.due:
+            check_views(bucket, self.hooks)
+            if self.settings.find_unused_parameters:
+                bucket.missing.clear()
+        self.check_complete()
+        first, writes, self.compared = not self.launch_orders, self.check_call("step()"), True
+        super().launch_rest()
+        if len(writes) > 1 or first:
+            self.optimizer().check_replicas()
+        self.unused = self.find_unused() if self.settings.find_unused_parameters else set()
+
+    def find_unused(self) -> set[Slot]:
+        """Return the parameters that no rank has used since their last update."""
+        used = {slot: slot not in bucket.needs_overwrite for bucket in self.due for slot in bucket.slots}
+        counts = self.comm.all_reduce(torch.tensor([*used.values()], dtype=torch.float32, device=self.comm.device))
+        return {slot for slot, count in zip(used, counts.tolist()) if not count}
+
+    def start_call(self, name: str) -> None:
+        """Send this rank's call to all ranks."""
+        if self.comm.ranks == 1 or name == "step()" and self.launch_order and not self.comm.point_to_point:
+            return  # on a GPU the host would wait in every step
+        passes = 0 if self.settings.find_unused_parameters else self.backward_passes()  # there they may differ
+        writes = sum([param._version for param in self.slots])
+        rows = torch.tensor([Call(self.CALLS.index(name), self.step, passes, self.number, writes)] * self.comm.ranks)
+        self.call = self.comm.exchange([rows[self.comm.rank]] * self.comm.ranks, rows)
+        self.call.then = lambda: [Call(*row) for row in rows.tolist()]
+
+    def check_call(self, name: str) -> set[int]:
+        """Compare the calls of all ranks; RunError on each if they differ. Return their numbers of new writes."""
+        if self.call is None or name != "step()":
+            self.start_call(name)
+        calls = self.call.wait() if self.call else self.calls
+        for rank, call in enumerate(calls):
+            if call[:4] != calls[0][:4]:
+                one, first = (f"{self.CALLS[x.kind]} in step {x.step} after {x.passes} backward passes with optimizer "
+                              f"{x.optimizer}" for x in (call, calls[0]))
+                raise RunError(f"rank {rank} calls {one}, rank 0 {first}; run as many backward passes, also in no_sync"
+                               "(), on every rank, and make each call on all ranks or on none, in the same order")
+        self.call, self.calls, before = None, calls, self.calls
+        return {call.writes - last.writes for call, last in zip(calls, before)}
+
+    def end_step(self) -> None:
+        super().end_step()
+        self.in_step = self.compared = False
+        self.no_sync_grads.clear()
+
+    def drop_gradients(self) -> None:
+        if self.call is not None:  # its messages are under way
+            self.check_call("step()")
+        super().drop_gradients()
+
+def used_parameters(loss: Tensor) -> set[nn.Parameter]:
+    """Return the leaves of a loss's autograd graph: the parameters that will get a gradient."""
+    seen, open_nodes = set(), [loss.grad_fn]
+    while open_nodes:
+        if (node := open_nodes.pop()) is not None and node not in seen:
+            seen.add(node)
+            open_nodes += [further for further, _ in node.next_functions]
+    return {getattr(node, "variable", None) for node in seen}
+
+# ------------------------------------------------------------------------------------------------------------------
+# optimizer
+
+class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
+    """The engine's optimizer as a torch optimizer: call `backward()` and `step()`.
+
+    As in DDP, gradients are averaged over ranks, and summed over the backwards of a step; run all but the last of these
+    in `no_sync()`. param_groups has one group for each rule and learning rate: set its "lr", or use a torch scheduler.
+    Since .grad is always None, clip by settings.clip_norm.
+
+    A saved state has the names of SavedState, buffers, and for each parameter NAME/lr, NAME/initial_lr (a scheduler's)
+    and NAME/step, the number of the next step.
+    """
+
+    Reducer = Reducer
+
+    def __init__(self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings, model: nn.Module,
+                 grad_scale: float = 1.0):
+        require(isinstance(settings, SyncSettings), f"settings is a {type(settings).__name__}, not SyncSettings(...)")
+        for f in dataclasses.fields(settings):
+            require(not (wrong := out_of_range(f, getattr(settings, f.name))), wrong)
+        require(not (settings.world_size_invariant and (settings.find_unused_parameters or settings.clip_norm)),
+                "world-size-invariant mode excludes find_unused_parameters and clip_norm, whose sums depend on the "
+                "number of ranks; omit one of them")
+        tasks = "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"  # not SLURM_NTASKS: a batch
+        name = next((name for name in tasks if name in os.environ), tasks[0])             # script has it too
+        require(env_int(name, 1) <= 1 or comm.ranks > 1 or dist.is_initialized(), f"{name} in the environment is "
+                f"{os.environ.get(name)}, but no process group exists, so each rank would train alone; start by "
+                "torchrun and call init_process_group() first, or set WORLD_SIZE=1 if each is to train alone")
+        self.model, self.owned = model, check_ownership(buckets)
+        check_all_owned(model, self.owned)
+        self.forward_hooks, self.versions = [], {}  # handles; how often parameters whose gather runs were written
+        groups: dict[Any, dict[str, Any]] = {}  # by rule and learning rate
+        for bucket in buckets:
+            kind = (type(bucket.rule).__name__, bucket.rule.lr)
+            group = groups.setdefault(kind, {"rule": kind[0], "lr": kind[1], "params": []})
+            group["params"] += [slot.param for slot in bucket.slots]
+        torch.optim.Optimizer.__init__(self, groups.values(), {})
+        self.groups_seen = self.copy_groups()
+        agree(comm, "models or settings", {  # otherwise different buckets would be summed with one another
+            "gradient scale": grad_scale, "communication": type(comm).__name__,
+            **{f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)},
+            **{f"bucket {bucket.name}": f"of {bucket.param_data.dtype}, gradients of {bucket.grad_data.dtype}, "
+               f"{bucket.rule}, {[(slot.name, *slot.param.shape) for slot in bucket.slots]}" for bucket in buckets},
+        }, "Build the same model from the same config on every rank")
+        super().__init__(buckets, comm, settings, model, grad_scale)
+        self.reducer.optimizer = weakref.ref(self)
+        of_model = self.buffers
+        self.buffers = lambda: {name: memory_of(x) for name, x in of_model().items() if x.layout == torch.strided}
+        self.guarded = list(model.modules()) if settings.overlap_param_gather else []
+        for module in self.guarded:
+            module.__dict__["_parameters"] = AwaitedParameters(module._parameters, self)
+
+    def replicate(self, model: nn.Module) -> None:
+        """Give every rank the parameters, frozen ones too, and the buffers of rank 0, whatever their dtypes."""
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        for x in (*(bucket.param_data for bucket in self.buckets), *frozen, *model.buffers()):
+            broadcast(self.comm, x.data)
+
+    def wait_before(self, module: nn.Module, buckets: Sequence[Bucket]) -> None:
+        """Do the same as the engine's. The hook keeps neither the optimizer nor its buckets alive."""
+        me, at = weakref.ref(self), [self.buckets.index(bucket) for bucket in buckets]
+        self.forward_hooks.append(module.register_forward_pre_hook(
+            lambda *_: (optimizer := me()) and optimizer.finish_all_gathers([optimizer.buckets[i] for i in at])))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RunError("an optimizer cannot be copied or pickled, since it has hooks on its model; copy the model, and "
+                       "save state_dict()")
+
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:
+        raise RunError("GradScaler cannot be used: it reads .grad, which is None; train in bfloat16 without a scaler")
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        if hasattr(self, "reducer"):
+            raise RunError("existing buckets cannot take a further parameter; build the optimizer with all of them")
+        self.param_groups.append(group)  # torch's own method would import its compiler, which takes over a second
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks from the model: gradients stay in .grad again, unless a later optimizer set its own."""
+        for hook in (*self.forward_hooks, *self.reducer.hooks.values()):
+            hook.remove()
+        self.finish_all_gathers()
+        for module in self.guarded:
+            if getattr(module._parameters, "optimizer", lambda: None)() is self:
+                module.__dict__["_parameters"] = dict(module._parameters)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Only accumulate gradients: for all but the last backward of a step. Every rank must run as many in it."""
+        self.reducer.in_no_sync = True
+        try:
+            yield
+        finally:
+            self.reducer.in_no_sync = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of a step that is not finished, on every rank. After step() there is nothing to do."""
+        if self.reducer.in_step:
+            self.reducer.drop_gradients()
+
+    @torch.no_grad()
+    def step(self, plan: Plan = Plan()) -> None:
+        require(not callable(plan), "step() does not take a closure; call backward() before it")
+        check_all_owned(self.model, self.owned)
+        if self.param_groups != self.groups_seen:
+            self.take_numbers()
+        super().step(plan)
+        self.versions = {bucket: [slot.param._version for slot in bucket.slots] for bucket in self.buckets
+                         if bucket.gather_handle is not None}  # views of one tensor count together
+
+    def sync_buffers(self) -> None:
+        broadcast(self.comm, *self.buffers().values())
+
+    def update(self, bucket: Bucket, plan: Plan) -> None:
+        """Do the same as the engine's, but keep unused parameters and their state unchanged."""
+        unchanged = [(part, part.clone()) for slot in bucket.slots if slot in self.reducer.unused
+                     for part in (bucket.view_of(slot, x, True) for x in (bucket.param_shard, *bucket.state.values()))]
+        super().update(bucket, plan)
+        for part, old in unchanged:
+            part.copy_(old)
+        used = [slot.param for slot in bucket.slots if slot not in self.reducer.unused]
+        torch.autograd.graph.increment_version(used)  # so that backward refuses a graph of the old values
+
+    def finish_all_gathers(self, buckets: Sequence[Bucket] | None = None) -> None:
+        """Do the same as the engine's. Raise RunError if the program wrote to a parameter meanwhile."""
+        waiting = [b for b in (self.buckets if buckets is None else buckets) if b.gather_handle is not None]
+        super().finish_all_gathers(waiting)
+        for bucket in () if torch.compiler.is_compiling() else waiting:
+            for slot, version in zip(bucket.slots, self.versions.get(bucket, ())):
+                if slot.param._version != version:
+                    raise RunError(f"{slot.name} was changed after step() and before its new value was there; call "
+                                   "optimizer.finish_all_gathers() first, or omit overlap_param_gather")
+
+    def group_of(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """Map each parameter to its group in param_groups, whose groups may be replaced."""
+        groups = {param: group for group in self.param_groups for param in group["params"]}
+        missing = [slot.name for _, slot in self.reducer.slots.values() if slot.param not in groups]
+        require(not missing, f"param_groups has no {', '.join(missing)} any more; put them back, and freeze by lr 0")
+        return groups
+
+    SETTINGS_OF_TORCH = {"betas", "eps", "weight_decay", "momentum", "nesterov", "dampening", "amsgrad", "maximize"}
+
+    def take_numbers(self) -> None:
+        """Give the rules the numbers of param_groups, which a program may edit. RunError for what cannot change."""
+        groups = self.group_of()
+        for bucket in self.buckets:
+            group, rule = groups[bucket.slots[0].param], bucket.rule
+            apart = [slot.name for slot in bucket.slots if (other := groups[slot.param]) is not group
+                     and {**other, "params": ()} != {**group, "params": ()}]
+            require(not apart, f"{', '.join(apart)} and {bucket.slots[0].name} share a bucket, but their groups in "
+                    "param_groups differ; give them one group, or build the optimizer by bucket_mb=0")
+            fields = {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}
+            numbers = {key: x for key, x in fields.items() if key != "every" and type(x) in (int, float)}
+            for key in group.keys() & (fields.keys() | self.SETTINGS_OF_TORCH):
+                require(key in numbers and math.isfinite(group[key]), f"{type(rule).__name__} cannot use {key}="
+                        f"{group[key]!r} of param_groups; a group can change {', '.join(sorted(numbers))}, to numbers")
+                numbers[key] = float(group[key])
+            changed = {key: x for key, x in numbers.items() if x != fields[key]}
+            bucket.rule = dataclasses.replace(rule, **changed) if changed else rule
+            check_rule("param_groups", bucket.rule)
+        self.groups_seen = self.copy_groups()
+
+    def copy_groups(self) -> list[dict[str, Any]]:
+        """Copy param_groups, so that an edit shows."""
+        return [{key: [*x] if key == "params" else float(x) if isinstance(x, Tensor) else x for key, x in group.items()}
+                for group in self.param_groups]
+
+    def named_state(self) -> Iterator[tuple[str, Tensor]]:
+        self.finish_all_gathers()
+        self.reducer.check_call("state_dict()")
+        yield from super().named_state()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        state = super().state_dict()
+        for param, group in self.group_of().items():
+            name = self.reducer.slots[param][1].name
+            rates = {f"{name}/{key}": torch.tensor(float(group[key]), dtype=torch.float64)
+                     for key in ("lr", "initial_lr") if key in group}
+            state |= {**rates, f"{name}/step": torch.tensor(self.reducer.step)}
+        return state
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load a state_dict, the same on all ranks, and drop all unused gradients. RunError if it does not fit."""
+        for name, x in state.items() if isinstance(state, collections.abc.Mapping) else [("it", state)]:
+            require(isinstance(x, Tensor) and x.dim() < 2, f"the saved state does not fit: {name} is a "
+                    f"{type(x).__name__} {[*getattr(x, 'shape', ())]}, not a tensor of one dimension; load what the "
+                    "optimizer's state_dict() returned")
+        ours = [*(slot.name for _, slot in self.reducer.slots.values()), *self.buffers()]
+        if not state.keys() >= {*ours}:  # torch.compile(model) and DDP put words into names
+            plain = functools.partial(re.compile(r"^module\.|\b_orig_mod\.").sub, "")
+            names = {plain(name): name for name in ours}
+            state = {names.get(plain(name := key.partition("/")[0]), name) + key[len(name):]: x
+                     for key, x in state.items()}
+        state, steps, writes, groups = dict(state), [], [], self.group_of()
+        for param, (_, slot) in self.reducer.slots.items():
+            rates = {key: float(state.pop(name)) for key in ("lr", "initial_lr")
+                     if (name := f"{slot.name}/{key}") in state}
+            writes.append(functools.partial(groups[param].update, rates))
+            steps.append(int(state.pop(f"{slot.name}/step", -1)))
+        sizes = {name: x.numel() for name, x in self.buffers().items()}
+        left = {name: x for name, x in state.items() if sizes.get(name) != x.numel()}
+        for bucket in self.buckets:
+            self.fit_bucket(bucket, left)  # RunError, before anything is changed; the engine refuses what is left
+        if not left:
+            self.finish_all_gathers()
+            self.reducer.drop_gradients()
+            self.reducer.check_call("load_state_dict()")
+        super().load_state_dict(state)
+        torch.autograd.graph.increment_version(list(self.reducer.slots))
+        for write in writes:
+            write()
+        self.reducer.step = max(steps) if -1 not in steps else max(self.reducer.step, *steps)
+        self.check_replicas()
+
+    def check_replicas(self) -> None:
+        """Raise RunError on every rank unless all have the same parameters. Call it on all ranks."""
+        self.finish_all_gathers()
+        self.reducer.check_call("check_replicas()")
+        slots = [slot for bucket in self.buckets for slot in bucket.slots]
+        if self.comm.ranks > 1:
+            sums = torch.stack([sum_bits(slot.param) for slot in slots]).tolist()
+            agree(self.comm, "parameters", {slot.name: f"with the checksum {x}" for slot, x in zip(slots, sums)},
+                  "Change and load parameters after make_optimizer on all ranks alike")
+
+class AwaitedParameters(dict):
+    """A module's parameters: what takes one from the module, by whatever call, waits for its all-gather."""
+
+    def __init__(self, params: dict[str, nn.Parameter | None], optimizer: DistributedOptimizer):
+        super().__init__(params.items())
+        self.optimizer = weakref.ref(optimizer)
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        param, optimizer = super().__getitem__(name), None if torch.compiler.is_compiling() else self.optimizer()
+        if optimizer is not None and param in optimizer.reducer.slots:
+            optimizer.finish_all_gathers([optimizer.reducer.slots[param][0]])
+        return param
+
+    def items(self) -> list[tuple[str, nn.Parameter | None]]:  # torch's modules use no other method
+        return [(name, self[name]) for name in self]
+
+    def __reduce__(self) -> tuple:  # a copy of the model has plain ones
+        return dict, (self.items(),)
+
+def memory_of(x: Tensor) -> Tensor:
+    """View each element of an expanded tensor once."""
+    return x[tuple(slice(None if stride else 1) for stride in x.stride())]
+
+def broadcast(comm: Comm, *tensors: Tensor) -> None:
+    """Copy rank 0's tensors to all ranks in one message, whatever their dtypes; they may be slices, or expanded."""
+    if comm.ranks > 1 and tensors:
+        copies = [memory_of(x).to(comm.device, memory_format=torch.contiguous_format, copy=True) for x in tensors]
+        sent = torch.cat([x.view(-1).view(torch.uint8) for x in copies])
+        comm.broadcast(sent)
+        for x, new, part in zip(tensors, copies, sent.split([x.nbytes for x in copies])):
+            new.view(-1).view(torch.uint8).copy_(part)
+            memory_of(x).copy_(new)
+
+# ------------------------------------------------------------------------------------------------------------------
+# checks: what would train wrongly is refused
+
+def check_model(model: nn.Module) -> None:
+    """Raise RunError for parameters that are no plain tensors, or that share memory, which buckets would part."""
+    require("FullyShardedDataParallel" not in {type(module).__name__ for module in model.modules()},
+            "the model is sharded by FSDP; build the optimizer of the plain model, which it shards itself")
+    holders = collections.defaultdict(list)  # storage -> (name, tensor) in it
+    for name, x in named_tensors(model):
+        plain = not hasattr(x, "__tensor_flatten__")
+        require(not isinstance(x, nn.parameter.UninitializedTensorMixin), f"{name} has no shape yet; run a forward "
+                "before the optimizer is built")
+        require(plain or not x.requires_grad, f"{name} is a {type(x).__name__}; build the optimizer of plain tensors, "
+                "before FSDP2, tensor parallelism or quantization")
+        require(x.layout == torch.strided or not dist.is_initialized(), f"{name} has layout {x.layout}; make it dense, "
+                "since all ranks get rank 0's")
+        if plain and x.layout == torch.strided and x.numel() and x.device.type != "meta":
+            holders[x.untyped_storage().data_ptr()].append((name, x))
+    for tensors in holders.values():
+        memory = np.empty(tensors[0][1].untyped_storage().nbytes(), np.uint8)  # stands for it; is never touched
+        placed = [(name, x.requires_grad, np.ndarray(x.shape, f"V{x.itemsize}", memory, x.storage_offset() * x.itemsize,
+                                                     [stride * x.itemsize for stride in x.stride()]))
+                  for name, x in tensors]
+        for (name, learned, a), (other, other_learned, b) in itertools.combinations(placed, 2):
+            require(not ((learned or other_learned) and np.shares_memory(a, b)), f"{name} and {other} share memory, "
+                    "which buckets would part; tie modules by one Parameter (a.weight = b.weight), or clone")
+
+RULE_MEMBERS = "lr", "every", "unit", "init_state", "hyper", "update"
+
+def check_rule(name: str, rule: Any) -> None:
+    """Raise RunError if a number of Adam or NorMuon is out of range. Other rules check their own."""
+    require(isinstance(rule.every, int) and rule.every > 0, f"{name}: {type(rule).__name__} has every={rule.every!r}; "
+            "it must be a whole number above 0")
+    for key, x in vars(rule).items() if isinstance(rule, Adam | NorMuon) else ():
+        below = 1 if key.startswith("beta") else math.inf
+        require(type(x) not in (int, float) or 0 <= x < below, f"{name}: {type(rule).__name__} has {key}={x!r}; it "
+                f"must be from 0 on, below {below}")
+
+def check_fused(spec: ParamSpec) -> None:
+    """Raise RunError if a matrix of NorMuon may be several, and the table does not say."""
+    if isinstance(spec.rule, NorMuon) and not spec.unit:
+        name, (rows, columns) = spec.name, spec.rule.unit(spec)
+        require(spec.param.shape != (3 * columns, columns), f"{name} [{rows}, {columns}] may hold three matrices, such "
+                f"as a fused query, key and value. If so, give it a line: Assignment({name!r}, NorMuon(), "
+                f"unit=({columns}, {columns})); if it is one matrix, with unit=({rows}, {columns})")
+
+def check_spec(spec: ParamSpec) -> None:
+    """Raise RunError for a parameter or a rule that no bucket can take."""
+    frozen = getattr(spec.rule, "__dataclass_params__", None)
+    require(frozen and frozen.frozen and all(hasattr(spec.rule, name) for name in RULE_MEMBERS),
+            f"{spec.name}: {type(spec.rule).__name__} is not an update rule; write a frozen dataclass with "
+            f"{', '.join(RULE_MEMBERS)}, as Adam has")
+    check_rule(spec.name, spec.rule)
+    require(spec.param.numel(), f"{spec.name} has shape {tuple(spec.param.shape)}, but a bucket needs parameters "
+            "with elements; remove it from the model, or freeze it by requires_grad_(False)")
+    require(0 <= spec.scale < math.inf and spec.first_step >= 0, f"{spec.name} has scale {spec.scale} and "
+            f"first_step {spec.first_step}; both must be from 0 on")
+    require(not (isinstance(spec.rule, Adam | NorMuon) and spec.param.is_complex()), f"{spec.name} is "
+            f"{spec.param.dtype}, which Adam and NorMuon cannot update; make the parameter real, and use "
+            "torch.view_as_complex in the forward")
+    require(spec.scale == 1 or len(spec.rule.unit(spec)) == 2, f"{spec.name}: its scale is not 1, but "
+            f"{type(spec.rule).__name__} does not update matrices and ignores it; change the rule's lr instead")
+
+def check_views(bucket: Bucket, hooks: dict[nn.Parameter, Any]) -> None:
+    """Raise RunError if a parameter is no longer a view of its bucket, or has a hook that cannot see gradients."""
+    start, size = bucket.param_data.data_ptr(), bucket.param_data.element_size()
+    for slot, param in ((slot, slot.param) for slot in bucket.slots):
+        if next(reversed(param._post_accumulate_grad_hooks or {}), 0) != hooks[param].id:
+            raise RunError(f"{slot.name} was given a post-accumulate hook after the optimizer was built, and it "
+                           "sees .grad None; set it before, or use register_hook, which gets the gradient")
+        if param.dtype != bucket.param_data.dtype or param.data_ptr() != start + slot.offset * size:
+            raise RunError(f"{slot.name} was given other memory or another dtype ({param.dtype}) after its "
+                           f"bucket {bucket.name} was built ({bucket.param_data.dtype}); move or cast the model before")
+
+def check_ownership(buckets: Sequence[Bucket]) -> set[nn.Parameter]:
+    """Return the parameters in the buckets. Raise RunError if one is there twice or is frozen."""
+    seen: set[nn.Parameter] = set()
+    for slot in (slot for bucket in buckets for slot in bucket.slots):
+        if slot.param in seen:
+            raise RunError(f"{slot.name} is in two buckets or twice in one; put each parameter into one bucket, once")
+        if not slot.param.requires_grad:
+            raise RunError(f"{slot.name} is frozen, so its bucket would wait forever for a gradient; leave it out")
+        seen.add(slot.param)
+    return seen
+
+def check_all_owned(model: nn.Module, owned: set[nn.Parameter]) -> None:
+    """Raise RunError if a learned parameter of the model is in no bucket."""
+    modules = [model]
+    for module in modules:  # with those that it adds; every step calls this, and named_parameters takes longer
+        modules += [child for child in module._modules.values() if child is not None]
+        if not owned.issuperset(p for p in module._parameters.values() if p is not None and p.requires_grad):
+            name = next(name for name, p in model.named_parameters() if p.requires_grad and p not in owned)
+            raise RunError(f"{name} is in no bucket and would never be updated; freeze it by requires_grad_(False), or "
+                           "build the optimizer with it, after anything that adds, unfreezes or replaces parameters, "
+                           "such as load_state_dict(assign=True)")
