@@ -7,10 +7,6 @@
 ./run.sh draws the plot after each run. Exit status: 0 drawn, 2 nothing to draw.
 """
 
-import logs
-
-logs.end_at_ctrl_c(__name__)  # importing matplotlib takes time
-
 import argparse
 import functools
 import math
@@ -18,6 +14,7 @@ import statistics
 import textwrap
 from pathlib import Path
 
+import logs
 import pages
 
 STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,

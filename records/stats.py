@@ -27,10 +27,6 @@ the claim have confidence 1 - 2 alpha: the upper end is below the target exactly
 Requires logs.py, numpy and scipy; matplotlib for --plot.
 """
 
-import logs
-
-logs.end_at_ctrl_c(__name__)  # scipy takes seconds to import
-
 import argparse
 import bisect
 import contextlib
@@ -50,6 +46,7 @@ from typing import NamedTuple
 import numpy as np
 import scipy.stats
 
+import logs
 import pages
 from logs import brief, config_of, plural
 

@@ -23,10 +23,6 @@ A log is a run's own statement. Independent evidence: race.py's clock for times,
 What none of this shows is in docs/racing.md, under "What no rule sees"; every verdict names it.
 """
 
-import logs
-
-logs.end_at_ctrl_c(__name__)  # scipy takes seconds to import
-
 import argparse
 import ast
 import difflib
@@ -53,6 +49,7 @@ import scipy.stats
 
 import examine
 import leaks
+import logs
 import pages
 import stats
 from leaks import (FAIL, NUMBER, PASS, ROOT, SHA256, UNKNOWN, Broken, is_number, join_findings, judged, require,
