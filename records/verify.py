@@ -793,7 +793,8 @@ def check_page(case, folder):
     """Compare the page beside the logs: a page of board.py row by row, lists of losses on any other with what logs show."""
     runs, found = [e for e in case.whole.runs if os.path.dirname(e.run.path) == folder], case.whole.found
     text = Path(folder, "README.md").read_text(encoding="utf-8", errors="replace")
-    for what, values in ("Loss", [e.run.final_loss for e in case.runs]), ("Time", [(e.run.train_time_ms or 0) / 1000 for e in case.runs]):
+    for what, values in (("Loss", stats.Side("", [e.run for e in case.runs]).losses),
+                         ("Time", [(e.run.train_time_ms or 0) / 1000 for e in case.runs])):
         if stated := re.search(rf"^- \*\*{what}\*\*: (\d+\.(\d+))", text, re.M):
             mean = f"{np.mean(values):.{len(stated[2])}f}"
             require(abs(float(stated[1]) - float(mean)) < 2 * 10 ** -len(stated[2]), f"it states a mean {what.lower()} of {stated[1]}, "
