@@ -30,7 +30,7 @@ logs/race-ID/ contains the logs of both sides and:
   race.png           a plot of the rounds that all sides have done, redrawn after each run
 
 A failed run stops the race, since the failure would probably repeat; --resume repeats the run with its seed. race.jsonl
-is locked while any run of the race lives.
+is locked while this program lives, or the launcher of a run.
 
 Another project's script has its own seeds. The newest log in logs/*.txt of its folder is taken as the run's log and
 copied here; race.jsonl states which run it is.
@@ -49,9 +49,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it requests a checkpoint; races repeat whole runs instead
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "records"))
-import logs  # noqa: E402
-
-logs.end_at_ctrl_c(__name__)  # scipy takes seconds to import
 
 import argparse
 import contextlib
@@ -75,6 +72,7 @@ import uuid
 from datetime import datetime, timezone
 
 import ladder
+import logs
 import start
 import stats
 from stats import MANIFEST, SCRIPT, Manifest, order
@@ -110,9 +108,6 @@ except (t.RunError, OSError) as error:
 print(json.dumps({"target": config.target_val_loss, "compiles": gpus > 0 or config.compile == "on",
                   "validation": [config.val_len, config.val_tokens, *((s.path.name, s.tokens) for s in val)]}))
 """
-# Wraps a rank, as torchrun passes no open file on: the rank holds the race's lock as long as it lives
-HOLD = ("import fcntl, os, sys; lock = os.open(sys.argv[1], os.O_RDONLY); fcntl.flock(lock, fcntl.LOCK_SH)\n"
-        "os.set_inheritable(lock, True); os.execv(sys.argv[2], sys.argv[2:])")
 
 
 class CannotRace(Exception):
@@ -267,9 +262,8 @@ def check_command(version, folder, *_):
 
 # The race
 
-def command(ranks, lock):
-    return [*ALONE, str(ROOT / "launch" / "ranks.py"), f"--nproc_per_node={ranks}", "--no-python", *ALONE,
-            "-c", HOLD, str(lock), *ALONE, "-u", SCRIPT]
+def command(ranks):
+    return [*ALONE, str(ROOT / "launch" / "ranks.py"), f"--nproc_per_node={ranks}", "--no-python", *ALONE, "-u", SCRIPT]
 
 
 def environment(**more):
@@ -279,13 +273,10 @@ def environment(**more):
 
 
 def lock_race(path):
-    """Lock the race's file for this process and its children. Raise CannotRace if a run of the race still lives.
-
-    The lock is exclusive to enter and shared to stay: ranks lock the file too, and may outlive their parent."""
-    file = open(path, "a+b")  # NFS locks only what is open for both
+    """Lock the race's file for this process and its children. Raise CannotRace if the race still runs."""
+    file = open(path, "ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
         raise CannotRace(f"this race, or a run of it, is still running; wait, or stop it: `fuser {path}` lists its "
@@ -397,7 +388,7 @@ def run_once(manifest, folder, lock, run, side, interrupts, compile_only=False):
     version = race["sides"][side]
     foreign, before, words = "folder" in version, logs_of(folder), version["flags"]
     if not foreign:
-        words = [*command(race["ranks"], manifest.path), *words, f"--seed={seed}", f"--run_id={run_id}",
+        words = [*command(race["ranks"]), *words, f"--seed={seed}", f"--run_id={run_id}",
                  f"--log_dir={log.parent}", f"--race={race['id']}:{run}:{race['n']}:{side}"]
     manifest.write(attempt)
     threads = {"OMP_NUM_THREADS": race["threads"]} if race.get("threads") else {}  # also when the race is resumed

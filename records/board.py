@@ -17,10 +17,6 @@ Exit status: 0 written, 2 not possible (stderr states why).
 
 from __future__ import annotations
 
-import logs
-
-logs.end_at_ctrl_c(__name__)  # importing scipy takes seconds
-
 import argparse
 import contextlib
 import difflib
@@ -40,6 +36,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import leaks
+import logs
 import pages
 import stats
 import verify

@@ -16,10 +16,6 @@ ends near the base's time nor lies above it, the time is unknown: race again on 
 Exit status: 0 judged, 2 nothing to judge.
 """
 
-import logs
-
-logs.end_at_ctrl_c(__name__)  # scipy takes seconds to import
-
 import argparse
 import io
 import re
@@ -28,6 +24,7 @@ import tarfile
 from pathlib import Path
 
 import board
+import logs
 import pages
 import picture
 import stats

@@ -883,23 +883,12 @@ def main(arguments=None):
     return 0 if logs.runs and not unreadable else 2
 
 
-def end_at_ctrl_c(name):
-    """Let Ctrl-C stop a tool without a traceback while it imports, until run_main. name: the tool's __name__."""
-    def end(*_):
-        os.write(2, b"interrupted\n")
-        os._exit(130)
-    if name == "__main__":
-        signal.signal(signal.SIGINT, end)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # run.sh blocks the signal until here
-
-
 def run_main(main):
     """Call main() and exit with its status. A closed pipe (`| head`) is no error; Ctrl-C gives no traceback."""
-    if callable(signal.getsignal(signal.SIGINT)):  # set by end_at_ctrl_c
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # a path or a log may hold what the terminal cannot show
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # run.sh starts race.py with SIGINT blocked
         status = main()
         sys.stdout.flush()
     except BrokenPipeError:

@@ -7,10 +7,6 @@
 ./run.sh draws the plot after each run. Exit status: 0 drawn, 2 nothing to draw.
 """
 
-import logs
-
-logs.end_at_ctrl_c(__name__)  # importing matplotlib takes time
-
 import argparse
 import functools
 import math
@@ -19,6 +15,7 @@ import statistics
 import textwrap
 from pathlib import Path
 
+import logs
 import pages
 
 os.environ.pop("MPLBACKEND", None)  # a notebook's is not in .venv, and plots that are only saved need none

@@ -12,7 +12,8 @@ Exit status: 0 the claim holds, 1 it does not, 2 it cannot be judged (too few ru
 The claim: the mean final loss is below the target (one-sided one-sample t-test, p < alpha). With a second set also: the
 mean train_time is below the second set's. Both must hold, so a wrong claim passes with probability alpha at most. The
 test of times is the one that race.jsonl declared before the first run: the paired t-test of log time, for runs in turn
-on a machine that drifts, or Welch's t-test (also without a declaration).
+on a machine that drifts, or Welch's t-test of log time. Two sets without a declaration are compared by Welch's t-test
+of seconds, as public records do. The p of a claim is one-sided, that of the table two-sided, of the same test.
 
 These tests require a number of runs that was fixed before the first run. Looking after every run and stopping at
 p < alpha passes a wrong claim about six times as often. This project's logs contain the declared number, and it is
@@ -26,10 +27,6 @@ A side is compared with its base by two-sided tests at 5 %, with Holm's correcti
 the claim have confidence 1 - 2 alpha: the upper end is below the target exactly when the one-sided test is significant.
 Requires logs.py, numpy and scipy; matplotlib for --plot.
 """
-
-import logs
-
-logs.end_at_ctrl_c(__name__)  # scipy takes seconds to import
 
 import argparse
 import bisect
@@ -50,6 +47,7 @@ from typing import NamedTuple
 import numpy as np
 import scipy.stats
 
+import logs
 import pages
 from logs import brief, config_of, plural
 
@@ -100,8 +98,9 @@ def require(condition, message, error=CannotJudge):
 # Statistics. Arrays of runs [..., n]; tests over the last axis
 
 # One-sided t-tests of: mean(losses) < target; Welch's of mean(times) < mean(others); the paired one of times < others
+welch_t = functools.partial(scipy.stats.ttest_ind, axis=-1, equal_var=False)
 one_sample_t_less = functools.partial(scipy.stats.ttest_1samp, axis=-1, alternative="less")
-welch_t_less = functools.partial(scipy.stats.ttest_ind, axis=-1, equal_var=False, alternative="less")
+welch_t_less = functools.partial(welch_t, alternative="less")
 paired_t_less = functools.partial(scipy.stats.ttest_rel, axis=-1, alternative="less")
 
 
@@ -229,10 +228,6 @@ def summary(values):
             "min": float(values.min()), "max": float(values.max())}
 
 
-def _tested(result, kind):
-    return {"test": kind, "t": float(result.statistic), "df": float(result.df), "p": float(result.pvalue)}
-
-
 def _interval(two_sided, alpha):
     return [float(end) for end in two_sided.confidence_interval(1 - 2 * alpha)]
 
@@ -243,28 +238,29 @@ def judge_loss(losses, target, alpha):
     require(found["n"] > 1, f"a test needs at least 2 runs, and there is {found['n']}; add runs (see --plan)")
     require(np.ptp(losses), f"all {found['n']} losses are {losses[0]}: with sd 0 a t-test is not defined; use distinct "
             "seeds, and log more decimals")
+    test = one_sample_t_less(losses, target)
     return {**found, "target": target, "interval": _interval(scipy.stats.ttest_1samp(losses, target), alpha),
             "p_bootstrap": float(bootstrap_t_less(losses, target)) if found["n"] >= BOOTSTRAP_N else None,
-            **_tested(one_sample_t_less(losses, target), "one-sided one-sample t-test, mean < target")}
+            "test": "one-sided one-sample t-test, mean < target", "t": float(test.statistic), "df": float(test.df),
+            "p": float(test.pvalue)}
 
 
-def compare_times(times, others, alpha, paired=False):
-    """Test whether seconds are less than others', or log time in pairs of runs in turn; return a dict."""
-    a, b = summary(times), summary(others)
-    for found in (a, b):
-        require(found["n"] > 1, f"comparing times needs at least 2 runs a side, and one has {found['n']}; add runs")
-    require(np.ptp(times) or np.ptp(others), "the times of each side are all equal: with sd 0 a t-test is not defined; "
+def compare_times(sides, verdict, alpha):
+    """Return the claim that the first of two Sides takes less time as a dict: the test of their Verdict, one-sided."""
+    seconds, declared, found = [side.seconds for side in sides], sides[0].declared.get("test"), verdict.time
+    fewest = min(map(len, seconds))
+    require(fewest > 1, f"comparing times needs at least 2 runs a side, and one has {fewest}; add runs")
+    require(verdict.paired or declared != "paired", "race.jsonl declares the paired test, and these runs give no "
+            "pairs; pass the logs of the whole race")
+    require(found.p is not None, "the times, or the ratios of pairs, are all equal: with sd 0 a t-test is not defined; "
             "log milliseconds")
-    ours, theirs, found = np.log(times), np.log(others), {"other": b, "difference": a["mean"] - b["mean"]}
-    if not paired:
-        two_sided = scipy.stats.ttest_ind(times, others, equal_var=False)
-        return {**found, "interval": _interval(two_sided, alpha), "p_two_sided": float(two_sided.pvalue),
-                **_tested(welch_t_less(times, others), "one-sided Welch t-test, time < other time")}
-    require(len(ours) == len(theirs) and np.ptp(ours - theirs) > EQUAL, "race.jsonl declares the paired test, and these "
-            "runs give no pairs that differ; pass the logs of the whole race")
-    return {**found, "ratio": float(np.exp(np.mean(theirs - ours))),
-            "interval": list(map(math.exp, _interval(scipy.stats.ttest_rel(theirs, ours), alpha))),
-            **_tested(paired_t_less(ours, theirs), "one-sided paired t-test of log time")}
+    kinds = {None: "Welch t-test of", "unpaired": "Welch t-test of log", "paired": "paired t-test of log"}
+    part = {"other": summary(seconds[1]), "test": f"one-sided {kinds[declared]} time", "t": found.t, "df": found.df,
+            "p": found.p_less}
+    if not declared:
+        part |= {"difference": float(np.subtract(*map(np.mean, seconds))), "p_two_sided": found.p,
+                 "interval": _interval(welch_t(*seconds), alpha)}
+    return part
 
 
 # A side against the base: is its loss lower, and its time less?
@@ -273,14 +269,22 @@ def compare_times(times, others, alpha, paired=False):
 class Contrast:
     """The difference of a side's loss to the base's in nats, or the ratio of its time to the base's.
 
-    low, high: the 95 % interval; p: two-sided; holm: the same with Holm's correction for all sides; needed: runs a side
-    that show LOSS_PART or TIME_PART with POWER. None where runs have no spread (one run, or equal differences)."""
+    low, high: the 95 % interval; t, df, p: of the two-sided test; holm: p with Holm's correction for all sides; needed:
+    runs a side that show LOSS_PART or TIME_PART with POWER. None where runs have no spread (one run, or equal
+    differences)."""
     value: float
     low: float | None = None
     high: float | None = None
     p: float | None = None
     holm: float | None = None
     needed: int | None = None
+    t: float | None = None
+    df: float | None = None
+
+    @property
+    def p_less(self):
+        """The p of the one-sided test that the side's mean is less than the base's."""
+        return self.p / 2 if self.t < 0 else 1 - self.p / 2
 
     @property
     def shown(self):
@@ -312,12 +316,23 @@ def contrast(ours, base, paired, margin, ideas):
     samples, n = [ours - base] if paired else [ours, base], min(len(ours), len(base))
     if n < 2 or max(map(np.ptp, samples)) <= EQUAL:
         return found
-    test = scipy.stats.ttest_rel(ours, base) if paired else scipy.stats.ttest_ind(ours, base, equal_var=False)
+    test = scipy.stats.ttest_rel(ours, base) if paired else welch_t(ours, base)
     found.low, found.high = _interval(test, LEVEL / 2)
-    found.p = float(test.pvalue)
+    found.t, found.df, found.p = float(test.statistic), float(test.df), float(test.pvalue)
     spreads = [upper_sd(float(np.std(sample, ddof=1)), len(sample)) or EQUAL for sample in samples]
     with contextlib.suppress(CannotJudge):  # more than MOST_RUNS
         found.needed = runs_needed(spreads[0], margin, LEVEL / 2 / ideas, POWER, len(samples), spreads[-1])
+    return found
+
+
+def contrast_times(ours, base, paired, declared, ideas):
+    """Compare the logarithms of two arrays of seconds, but test the seconds where no test was declared."""
+    found = contrast(np.log(ours), np.log(base), paired and declared == "paired", math.log1p(TIME_PART), ideas)
+    found.value, found.low, found.high = (
+        end if end is None else math.exp(end) for end in (found.value, found.low, found.high))
+    if not declared and found.p is not None:
+        raw = welch_t(ours, base)
+        found.t, found.df, found.p = float(raw.statistic), float(raw.df), float(raw.pvalue)
     return found
 
 
@@ -336,12 +351,8 @@ def verdicts(pairs):
         matched, (side, base) = pair_up(side, base), in_turn(side, base)
         timed = not any(one.untimed or one.clock_reset for one in (side, base))
         seconds = [one.seconds if timed else [] for one in (side, base)]
-        time = contrast(*map(np.log, seconds), bool(matched) and side.declared.get("test") != "unpaired",
-                        math.log1p(TIME_PART), len(pairs)) if timed else None
-        if time:
-            time = replace(time, **{end: None if value is None else math.exp(value) for end, value in (
-                ("value", time.value), ("low", time.low), ("high", time.high))})
-        losses = [one.exact_losses for one in (side, base)]
+        time = contrast_times(*seconds, bool(matched), side.declared.get("test"), len(pairs)) if timed else None
+        losses = [one.losses for one in (side, base)]
         means = [float(np.mean(values)) if values else None for values in (*losses, *seconds)]
         found.append(Verdict(side.label, base.label, min(map(len, losses)), bool(matched), *means[:2],
                              contrast(*losses, bool(matched), LOSS_PART * abs(means[1]), len(pairs)), *means[2:], time))
@@ -524,15 +535,11 @@ class Side:
 
     @property
     def losses(self):
-        return [run.final_loss for run in self.runs]
-
-    @property
-    def exact_losses(self):
-        """The losses without rounding, if the logs state them: rounded differences are often equal."""
+        """The final losses, without rounding if the logs state them: rounded differences are often equal."""
         stated = [(run.end or {}).get("final_val_loss") for run in self.runs]
-        agree = all(isinstance(exact, float) and abs(exact - loss) < 10.0 ** -run.loss_decimals
-                    for exact, loss, run in zip(stated, self.losses, self.runs))
-        return stated if agree else self.losses
+        agree = all(isinstance(exact, float) and abs(exact - run.final_loss) < 10.0 ** -run.loss_decimals
+                    for exact, run in zip(stated, self.runs))
+        return stated if agree else [run.final_loss for run in self.runs]
 
     @property
     def seconds(self):
@@ -835,7 +842,7 @@ def judge(sides, options):
               "comparison": None,
               "time": None if a.untimed or len({run.card for run in a.runs} - {None}) > 1 else summary(a.seconds)}
     try:
-        report |= judge_claim(sides, alpha, options.target)
+        report |= judge_claim(sides, *report["verdicts"] or [None], alpha, options.target)
     except Undecided:
         raise
     except CannotJudge as reason:
@@ -844,7 +851,7 @@ def judge(sides, options):
                      **list_runs(sides), "sides": sides}
 
 
-def judge_claim(sides, alpha, target):
+def judge_claim(sides, verdict, alpha, target):
     """Return the record's claim as a part of the report. Raise CannotJudge where its tests are undefined."""
     declared, a = sides[0].declared, sides[0]
     target = choose_target(a.runs, target)
@@ -855,8 +862,7 @@ def judge_claim(sides, alpha, target):
     comparison = None
     if len(sides) == 2:
         check_timed(*sides)
-        comparison = compare_times(*(side.seconds for side in in_turn(*sides)), alpha,
-                                   declared.get("test") == "paired")
+        comparison = compare_times(sides, verdict, alpha)
     stop = judge_looks(sides, loss["target"], alpha) if declared.get("until_decided") else None
     below, faster = loss["p"] < alpha, comparison is None or comparison["p"] < alpha
     if stop:
@@ -868,8 +874,8 @@ def judge_claim(sides, alpha, target):
     reasons = [f"mean loss {'' if below else 'not significantly '}< {loss['target']:g} (p = {loss['p']:.4g}{doubt})"]
     if comparison:
         comparison["significant"] = faster
-        reasons.append(f"{'' if faster else 'not significantly '}faster"
-                       f"{' by the paired test of log time' * ('ratio' in comparison)} (p = {comparison['p']:.4g})")
+        by = " by the paired test of log time" if declared.get("test") == "paired" else ""
+        reasons.append(f"{'' if faster else 'not significantly '}faster{by} (p = {comparison['p']:.4g})")
     reasons.append(f"at alpha {alpha:g}" if not stop else f"decided for {stop['outcome']} after {stop['n']} of at most "
                    f"{stop['most']} runs, at alpha {alpha:g} over all looks")
     return {"verdict": HOLDS if below and faster else FAILS, "reason": ", ".join(reasons),
@@ -881,14 +887,12 @@ def judge_looks(sides, target, alpha):
     a, declared = sides[0], sides[0].declared
     require(alpha == declared["alpha"], f"the race declared to run until it is decided at alpha {declared['alpha']:g}, "
             f"not {alpha:g}; use --alpha {declared['alpha']:g}")
-    runs = pair_up(*sides) or []
-    losses = [ours.final_loss for ours, *_ in runs]
-    seconds = np.transpose([[run.train_time_ms for run in pair] for pair in runs])
-    tests = [lambda look: one_sample_t_less(losses[:look], target)]
+    ours, *_ = sides = in_turn(*sides)
+    tests = [lambda look: one_sample_t_less(ours.losses[:look], target)]
     if len(sides) == 2:
-        tests.append(lambda look: paired_t_less(*np.log(seconds[:, :look])) if declared["test"] == "paired" else
-                     welch_t_less(*seconds[:, :look]))
-    stop = evaluate_looks(tests, len(runs), declared["n"], alpha, losses, target)
+        less = paired_t_less if declared["test"] == "paired" else welch_t_less
+        tests.append(lambda look: less(*(np.log(side.seconds[:look]) for side in sides)))
+    stop = evaluate_looks(tests, len(pair_up(*sides) or ()), declared["n"], alpha, ours.losses, target)
     if stop is None:
         raise Undecided(f"the race runs until it is decided, and after {len(a.runs)} of at most "
                         f"{plural(declared['n'], 'run')} it is not; resume it with race.py --resume")
@@ -917,10 +921,10 @@ def check_comparable(a, b, mixed):
         a.warnings.append("the logs do not state their GPUs: times compare only if all ran on the same machine")
 
 
-def in_turn(a, b):
-    """Return two Sides with their runs in the order of their pairs, if they are pairs."""
-    pairs = pair_up(a, b)
-    return [replace(side, runs=list(runs)) for side, runs in zip((a, b), zip(*pairs))] if pairs else [a, b]
+def in_turn(*sides):
+    """Return the Sides with their runs in the order of the race, if all runs have pairs."""
+    pairs = pair_up(*sides)
+    return [replace(side, runs=list(runs)) for side, runs in zip(sides, zip(*pairs))] if pairs else list(sides)
 
 
 # Output
@@ -954,7 +958,7 @@ def strips(sides, target):
         return {"name": side.label, "color": at, "runs": side.runs, "values": list(map(float, values)),
                 "mean": (mean, *(mean_interval(values, LEVEL / 2) or (mean, mean)))}
     found = [{"title": "Final loss", "unit": "nats per token", "level": target and (target, f"target {target:g}"),
-              "rows": [row(at, side, side.exact_losses) for at, side in enumerate(sides)]}]
+              "rows": [row(at, side, side.losses) for at, side in enumerate(sides)]}]
     if not any(side.untimed for side in sides):
         found.append({"title": "Time", "unit": "seconds of training", "level": None,
                       "rows": [row(at, side, side.seconds) for at, side in enumerate(sides)]})

@@ -7,16 +7,15 @@
     ... --json                                                  print the same figures as JSON
     ... --picture FILE.png                                      draw a step of the first rank of each version
 
-Requires numpy. Reads .json and .json.gz. A trace of 10 MB takes 0.6 s and 90 MiB; memory grows by about six times
-the unpacked size of the file. Exit status: 0 the figures are printed, 2 the input cannot be used (stderr states why).
+Requires numpy. Reads .json and .json.gz of NVIDIA GPUs, and of CPUs. A trace of 10 MB takes 0.6 s and 90 MiB; memory
+grows by about six times the unpacked size of the file. Exit status: 0 the figures are printed, 2 the input cannot be
+used (stderr states why).
 
 Definitions
-    GPU op         An event with ph X and cat kernel, gpu_memcpy or gpu_memset, in any case. A kernel with "nccl",
-                   "rccl" or "oneccl" in its name is communication, one named as a copy or fill is memory. Every other
-                   kernel is compute. Copies and fills count only as not idle.
-    launch         The event of a runtime or driver (cuda, hip, xpu) with the op's args.correlation, or "External id" where
-                   none has one. An op without a launch was enqueued before recording began. Such
-                   orphans are counted, named and excluded from all figures.
+    GPU op         An event with ph X and cat kernel, gpu_memcpy or gpu_memset. A kernel with "nccl" in its name is
+                   communication, every other kernel is compute. Copies and fills count only as not idle.
+    launch         The cuda_runtime or cuda_driver event with the op's args.correlation. An op without a launch was
+                   enqueued before recording began. Such orphans are counted, named and excluded from all figures.
     step           A ProfilerStep#N mark. An op belongs to the step that contains its launch, since the GPU runs far
                    behind the host.
     busy           Length of the union of intervals. overlap = |comm ∩ compute|, exposed = |comm| - overlap,
@@ -86,11 +85,9 @@ NOWHERE = -1  # the step of an event outside all steps
 LITTLE = 0.01  # of the busy time
 MAX_TIME = 1 << 62  # ns, the year 2116: the sum of a time and a duration fits in 64 bits
 
-GPU_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"}  # the last two, and capitals, by torch 1.8 to 1.13
-LAUNCH = re.compile("(?:[a-z0-9]+_)?(?:runtime|driver)")  # of cuda, hip, xpu, ...
-HOST_CATEGORIES = {"cpu_op", "user_annotation", "operator"}
-COMMUNICATION = re.compile("(?:n|r|one|h|m|x)ccl", re.I)
-MEMORY = re.compile("Mem(cpy|set)|__amd_rocclr_(copy|fill)|Copy(Host|Device)To|FillBuffer")  # some profilers call copies kernels
+GPU_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset"}
+LAUNCH_CATEGORIES = {"cuda_runtime", "cuda_driver"}
+HOST_CATEGORIES = {"cpu_op", "user_annotation"}
 STEP_MARK = re.compile(r"ProfilerStep#(\d{1,18})")
 HOST_NAMES = re.compile(r"ProfilerStep#\d+|Optimizer\.step#|nccl:|gloo:|c10d::|autograd::engine::evaluate_function"
                         r"|(?:launch|wait|update|gather) |(forward|backward|step)$")
@@ -109,9 +106,9 @@ def collective(name):
 
 def kind_of(category, name, arguments):
     """Return the kind of a GPU op: compute, memory, or the collective of a communication kernel."""
-    if category != "kernel" or MEMORY.match(name):
+    if category != "kernel":
         return "memory"
-    if not COMMUNICATION.search(name):
+    if "nccl" not in name.lower():
         return "compute"
     kind = collective(name)
     return kind if kind != "other" else collective(str(arguments.get("Collective name")))
@@ -144,7 +141,6 @@ class Trace:
     ops: dict = field(default_factory=lambda: defaultdict(list))  # N → [Op] launched inside the step
     outside: list = field(default_factory=list)  # [Op] launched in no step
     orphans: list = field(default_factory=list)  # [Op] without a launch
-    stated: bool = True  # whether an op has the number that links it to its launch
     broken: int = 0  # relevant events without a usable name, time or duration
 
     def all_ops(self):
@@ -172,18 +168,15 @@ def read(path):
     """Read a trace file and assign every GPU op to its launch and its step."""
     events, header = load(path)
     trace, host, marks, marked = Trace(path), [], defaultdict(list), []  # marked: (thread, mark)
-    key = next((key for key in ("correlation", "External id", "external id") if any(
-        isinstance(event, dict) and str(event.get("cat")).lower() in GPU_CATEGORIES and key in members(event.get("args"))
-        for event in events)), "correlation")
     ops = []  # (correlation, Op without its thread)
     launches = {}  # correlation → (start, thread)
     for event in events:
         if not isinstance(event, dict) or event.get("ph") != "X":
             continue
-        category, name, arguments = str(event.get("cat")).lower(), event.get("name"), members(event.get("args"))
-        on_gpu, is_launch = category in GPU_CATEGORIES, LAUNCH.fullmatch(category)
+        category, name, arguments = str(event.get("cat")), event.get("name"), members(event.get("args"))
+        on_gpu, is_launch = category in GPU_CATEGORIES, category in LAUNCH_CATEGORIES
         on_host = category in HOST_CATEGORIES and HOST_NAMES.match(str(name))
-        correlation = arguments.get(key)
+        correlation = arguments.get("correlation")
         if not isinstance(correlation, int) or correlation <= 0:  # 0: unknown
             correlation = None
         if not (on_gpu or on_host or is_launch and correlation is not None):
@@ -216,7 +209,6 @@ def read(path):
     if main_threads and len(ranks) > 1 or twice:
         whose = f"processes {', '.join(sorted(ranks)[:4])}" if len(ranks) > 1 else "steps that overlap on one thread"
         raise TraceError(f"{path}: holds several ranks ({whose}), whose launches cannot be told apart; give the file of each rank")
-    trace.stated = any(correlation is not None for correlation, _ in ops)
     trace.steps = {step: sorted(marks[step]) for step in sorted(marks)}
     host.sort()
     for span, step in zip(host, steps_at([span.start for span in host], trace.steps)):
@@ -368,15 +360,12 @@ def check(trace):
     host_comm = any(named(host, "launch ", "gloo:", "c10d::") for host in trace.host.values())
     for wrong, problem in (
             (not trace.steps, "no ProfilerStep#N mark; call the profiler's step() after every training step"),
-            (gpu_ops and not trace.stated,
-             f"none of its {gpu_ops} GPU ops states args.correlation, so their launches and steps are unknown (older profilers of AMD "
-             "GPUs); record with a newer torch"),
             (gpu_ops and not linked,
              f"none of its {gpu_ops} GPU ops has its launch in the trace; record with ProfilerActivity.CPU as well"),
             (gpu_ops and not inside,
              f"none of its {gpu_ops} GPU ops was launched inside a step; record whole steps"),
             (gpu_ops and not gpu_comm,
-             f'no communication: none of its {gpu_ops} GPU ops is a kernel with "nccl" (rccl, oneccl) in its name; {ranks}'),
+             f'no communication: none of its {gpu_ops} GPU ops is a kernel with "nccl" in its name; {ranks}'),
             (not gpu_ops and not host_comm,
              f"no communication: neither GPU ops nor ranges `launch ...`, gloo:* or c10d::*; {ranks}")):
         if wrong:

@@ -23,10 +23,6 @@ A log is a run's own statement. Independent evidence: race.py's clock for times,
 What none of this shows is in docs/racing.md, under "What no rule sees"; every verdict names it.
 """
 
-import logs
-
-logs.end_at_ctrl_c(__name__)  # scipy takes seconds to import
-
 import argparse
 import ast
 import difflib
@@ -53,6 +49,7 @@ import scipy.stats
 
 import examine
 import leaks
+import logs
 import pages
 import stats
 from leaks import (FAIL, NUMBER, PASS, ROOT, SHA256, UNKNOWN, Broken, is_number, join_findings, judged, require,
@@ -807,7 +804,8 @@ def check_page(case, folder):
     """Compare the page beside the logs: a page of board.py row by row, lists of losses on any other with what logs show."""
     runs, found = [e for e in case.whole.runs if os.path.dirname(e.run.path) == folder], case.whole.found
     text = Path(folder, "README.md").read_text(encoding="utf-8", errors="replace")
-    for what, values in ("Loss", [e.run.final_loss for e in case.runs]), ("Time", [(e.run.train_time_ms or 0) / 1000 for e in case.runs]):
+    for what, values in (("Loss", stats.Side("", [e.run for e in case.runs]).losses),
+                         ("Time", [(e.run.train_time_ms or 0) / 1000 for e in case.runs])):
         if stated := re.search(rf"^- \*\*{what}\*\*: (\d+\.(\d+))", text, re.M):
             mean = f"{np.mean(values):.{len(stated[2])}f}"
             require(abs(float(stated[1]) - float(mean)) < 2 * 10 ** -len(stated[2]), f"it states a mean {what.lower()} of {stated[1]}, "

@@ -715,17 +715,6 @@ def test_a_log_that_changes_is_parsed_again(tmp_path):
 LONG = ("n" * 200 + "/") * 10
 
 
-@pytest.mark.parametrize("tool", ["stats", "verify", "board", "ladder"])
-def test_ctrl_c_while_a_tool_imports_is_a_word_and_130(tmp_path, tool):
-    (tmp_path / "scipy").mkdir()
-    (tmp_path / "scipy" / "__init__.py").write_text(
-        "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(3600)")
-    code = f"import runpy, sys; sys.path[:0] = [{str(tmp_path)!r}, {str(RECORDS)!r}]; runpy.run_path(" \
-           f"{str(RECORDS / tool)!r} + '.py', run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
-    assert (done.returncode, done.stderr) == (130, "interrupted\n")
-
-
 @pytest.mark.parametrize("tool, words", [
     ("export", [LONG, "--to", "csv"]), ("picture", [LONG]), ("trace", [LONG]), ("trace", [f"{LONG}{i}" for i in range(300)]),
     ("ladder", [LONG]), ("stats", [LONG]), ("verify", [LONG]), ("board", ["add", LONG, "x", "y"]), ("board", [])])

@@ -138,7 +138,7 @@ def repo(tmp_path, monkeypatch):
         git(repo, "add", "-A")
         git(repo, "commit", "-qm", f"speed {speed}")
     monkeypatch.setattr(race, "ROOT", repo)
-    monkeypatch.setattr(race, "command", lambda ranks, lock: [*race.ALONE, "train_gpt.py"])
+    monkeypatch.setattr(race, "command", lambda ranks: [*race.ALONE, "train_gpt.py"])
     monkeypatch.setattr(race, "PATIENCE_S", 10)
     monkeypatch.setattr(race, "draw", lambda *_: None)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -467,7 +467,7 @@ def test_a_ladder_takes_losses_in_full_and_three_runs(repo, capsys):
     for path in folder.glob("*.txt"):
         path.write_text(re.sub(r'(?<="final_val_loss": )[\d.]+', lambda loss: f"{float(loss[0]):.4f}1234", path.read_text()))
     _, runs = ladder.read(folder)
-    assert all(f"{loss:.8f}".endswith("1234") for loss in stats.Side("all", list(runs.values())).exact_losses)
+    assert all(f"{loss:.8f}".endswith("1234") for loss in stats.Side("all", list(runs.values())).losses)
     first, *rest = (folder / "race.jsonl").read_text().splitlines(True)
     declared = json.loads(first)
     declared["race"].update(n=2, order=declared["race"]["order"][:6])
@@ -874,7 +874,7 @@ def test_a_race_until_decided_stops_for_want_of_a_chance(repo, capsys):
 # Races that die
 
 DRIVER = ("import sys; sys.path.insert(0, {launch!r}); import race; from pathlib import Path; race.ROOT = Path({root!r})\n"
-          "race.command = lambda ranks, lock: [*race.ALONE, 'train_gpt.py']; race.draw = lambda *_: None\n"
+          "race.command = lambda ranks: [*race.ALONE, 'train_gpt.py']; race.draw = lambda *_: None\n"
           "sys.exit(race.main(sys.argv[1:]))")
 
 
@@ -945,19 +945,6 @@ def test_a_race_is_not_resumed_beside_a_run_of_it_that_lives(repo, capsys):
     manifest.write_text(manifest.read_text().replace("stubborn", "lively"))
     assert race.main(["--resume", str(manifest)]) == 0
     assert [event["status"] for event in only_race(repo)[2][:2]] == ["started", "lost"]
-
-
-def test_a_rank_holds_the_lock_as_long_as_it_lives(tmp_path):
-    """Its launcher passes no open file on, and may be killed before it."""
-    (tmp_path / "race.jsonl").touch()
-    words = [*race.ALONE, "-c", race.HOLD, str(tmp_path / "race.jsonl"), *race.ALONE, "-c", "print(1, flush=True); input()"]
-    with race.lock_race(tmp_path / "race.jsonl"):
-        rank = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert rank.stdout.readline() == b"1\n"
-    with pytest.raises(race.CannotRace, match="still running"):
-        race.lock_race(tmp_path / "race.jsonl")
-    rank.communicate(b"\n")
-    race.lock_race(tmp_path / "race.jsonl").close()
 
 
 def test_a_race_goes_on_where_nobody_reads_it(repo):
