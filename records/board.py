@@ -3,11 +3,14 @@
     python records/board.py add logs/race-ID records/DATE_NAME "what was tried"     make a record of a race, or of ladders
     python records/board.py                                                         judge all again, and write all pages
     python records/board.py page                                                    write records/index.html, with charts
+    python records/board.py pack records/DATE_NAME                                  pack logs that lie in a record's folder
 
-`add` copies a race's logs and manifest into a new folder, without this machine's host name and absolute paths. If the race
-breaks a rule, it asks first. It and the plain command write, from the folders alone, each record's README.md (its first line
-keeps the title) and the leaderboard records/README.md. A missing plot.png is drawn; remove one to draw it again. index.html
-is a single file for any browser, without server or network; it is not committed.
+`add` packs a race's logs and manifest into logs.tar.xz of a new folder, without this machine's host name and absolute
+paths. If the race breaks a rule, it asks first. All tools read the archive as if its files lay beside it. `pack` packs
+files that do lie beside it, and removes them; the same files always give the same archive. `add`, `pack` and the plain
+command write, from the folders alone, each record's README.md (its first line keeps the title) and the leaderboard
+records/README.md. A missing plot.png is drawn; remove one to draw it again. index.html is a single file for any browser,
+without server or network; it is not committed.
 
 All verdicts come from records/stats.py and records/verify.py. The texts are in records/templates/. Requires jinja2,
 which torch installs.
@@ -136,13 +139,18 @@ def describe_side(side: stats.Side, folder: Path) -> dict:
     card = " and ".join(sorted({run.card or UNKNOWN for run in runs}))
     source, declared = runs[0].source and runs[0].script, side.declared.get("sides", {}).get(letter)
     numbers = [race.run if (race := stats.race_of(run)) else str(i) for i, run in enumerate(runs, 1)]
-    shown = {number: {"file": Path(run.path).relative_to(folder).as_posix(), "seed": (run.start or {}).get("seed"),
+    shown = {number: {"link": link_to(Path(run.path), folder), "seed": (run.start or {}).get("seed"),
                       "loss": f"{run.final_loss:.{run.loss_decimals}f}",
                       "time": run.train_time_ms and run.train_time_ms / 1000} for number, run in zip(numbers, runs)}
     return {"label": side.label, "runs": shown, "start": start, "source": source,
             "sha256": digest_of(source, start.get("source_sha256")),
             "flags": declared and shlex.join(declared["flags"]),
             "where": f"{ranks} on {card}"}
+
+
+def link_to(log: Path, folder: Path) -> str:
+    """Return the link from a record's page to a log, or to its archive with the log as fragment."""
+    return f"{logs.ARCHIVE}#" * (not log.exists()) + quote(log.relative_to(folder).as_posix())
 
 
 def describe(folder: Path) -> dict:
@@ -210,7 +218,8 @@ def strips_of(record: dict, sides: list[stats.Side]) -> list[dict]:
     """Return the charts of losses and times: of each side, and compared with the base in pairs of equal seeds."""
     def dots(row: dict) -> dict:
         return row | {"color": row["color"] % COLORS, "dots": [
-            (value, f"{Path(run.path).name}: {value:.4f}", quote(f"{record['name']}/{Path(run.path).name}"))
+            (value, f"{Path(run.path).name}: {value:.4f}",
+             f"{quote(record['name'])}/{link_to(Path(run.path), HERE / record['name'])}")
             for run, value in zip(row["runs"], row["values"])]}
     found = stats.strips(sides, record["target"])
     found += stats.differences(stats.verdicts([(side, sides[-1]) for side in sides[:-1]]))
@@ -337,6 +346,17 @@ def published(path: Path) -> str:
     return text
 
 
+def pack(folder: Path) -> None:
+    """Put the files of a race that lie in a record's folder into an archive. Raise CannotJudge if there are none."""
+    files, archive = files_of(folder), folder / logs.ARCHIVE
+    if not files or archive.exists() or not (folder / "README.md").exists():
+        raise CannotJudge(f"{folder} is no record with unpacked logs and no {logs.ARCHIVE}")
+    logs.pack({path.name: path.read_bytes() for path in files}, archive)
+    for path in files:
+        path.unlink()
+    write_pages()
+
+
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[None]:
     """Make a folder, and remove it if the code that fills it fails."""
@@ -365,8 +385,7 @@ def add(races: list[Path], folder: Path, title: str) -> None:
         import ladder  # which imports this module
         return ladder.keep(races, folder, ladder.judge(map(ladder.read, races)), title)
     with new_folder(folder):
-        for path in files_of(races[0]):
-            (folder / path.name).write_text(published(path), encoding="utf-8")
+        logs.pack({path.name: published(path).encode() for path in files_of(races[0])}, folder / logs.ARCHIVE)
         judge_runs(races[0].resolve())  # a refusal names this folder: the new one will be gone
         (folder / "README.md").write_text(f"# {' '.join(title.split())}\n", encoding="utf-8")
         record = known(folder)
@@ -392,18 +411,23 @@ def main(arguments: list[str] | None = None) -> int:
     adding.add_argument("folder", type=Path, help="a new folder, like records/DATE_NAME")
     adding.add_argument("title", help="what was tried, in a sentence")
     commands.add_parser("page", help="write one HTML file with charts")
+    packing = commands.add_parser("pack", help=f"put the logs in a record's folder into {logs.ARCHIVE}")
+    packing.add_argument("folder", type=Path, help="a record, like records/DATE_NAME")
     options = parser.parse_args(arguments)
     leaks.trainer()  # if it cannot be imported, this says so
     try:
         if options.command == "add":
             add(options.races, options.folder.absolute(), options.title)
+        elif options.command == "pack":
+            pack(options.folder.absolute())
         else:
             if not options.command:
                 shutil.rmtree(HERE.parent / CACHE, ignore_errors=True)  # judge all again
             write_pages(html=options.command == "page")
     except (CannotJudge, OSError) as reason:
         return logs.refuse("board.py", reason)
-    page = options.folder / "README.md" if options.command == "add" else HERE / (HTML if options.command else "README.md")
+    page = (options.folder / "README.md" if options.command in ("add", "pack") else
+            HERE / (HTML if options.command else "README.md"))
     print(f"written: {os.path.relpath(page)}{'' if options.command == 'page' else ' and the other pages'}")
     return 0
 

@@ -106,7 +106,7 @@ def main(arguments=None):
     parser.add_argument("--follow", action="store_true", help="until the runs have ended")
     options = parser.parse_args(arguments)
     try:
-        [os.stat(path) for path in options.paths]  # before a dashboard is opened
+        [logs.exists(path) or os.stat(path) for path in options.paths]  # before a dashboard is opened
         export(options.paths, opener(options.to, options.out), options.follow)
         files = {"csv": f"{options.out}/runs.csv and steps.csv", "tensorboard": options.out}
         place = files.get(options.to, f"project {os.path.basename(options.out)} of {options.to}")

@@ -17,10 +17,8 @@ Exit status: 0 judged, 2 nothing to judge.
 """
 
 import argparse
-import io
 import re
 import shlex
-import tarfile
 from pathlib import Path
 
 import board
@@ -31,7 +29,7 @@ import stats
 
 FEWEST = 3  # runs of each side
 NO_LONGER = 1.1  # times the base's time: an interval that ends below it shows no cost
-ARCHIVE, PICTURE = "logs.tar.xz", "ladder.png"  # all logs contain the same source, so they compress well together
+PICTURE = "ladder.png"
 VALIDATION = "val data", "val_tokens", "val_len"  # keys of facts_of
 COLORS = {"lower": ("#1b6ac9", "lower"), "slower": ("#d97706", "lower, but takes longer"),
           "higher": ("#c0392b", "higher"),
@@ -39,11 +37,9 @@ COLORS = {"lower": ("#1b6ac9", "lower"), "slower": ("#d97706", "lower, but takes
 
 
 def races_in(folder):
-    """Return the folders of the races in a record's archive; any other folder as it is."""
-    if not (folder / ARCHIVE).exists():
-        return [folder]
-    unpacked = Path(logs.unpacked(str(folder / ARCHIVE)))
-    return sorted(unpacked.glob("race-*")) or [unpacked]
+    """Return the folders of the races in a record's archive, for logs.open_file; any other folder as it is."""
+    packed = [folder / name for name in logs.members(folder / logs.ARCHIVE)]
+    return [path.parent for path in packed if path.name == stats.MANIFEST] or [folder]
 
 
 def read(folder):
@@ -123,7 +119,7 @@ def at_equal_time(found):
 def table(found, title=None):
     """Return the table in Markdown; with a title the page of a record."""
     return pages.show("ladder.md.jinja", **found, title=title, level=stats.LEVEL, no_longer=NO_LONGER,
-                      contrast=stats.show_contrast, picture=PICTURE, archive=ARCHIVE)
+                      contrast=stats.show_contrast, picture=PICTURE, archive=logs.ARCHIVE)
 
 
 def short(name):
@@ -166,13 +162,9 @@ def keep(folders, record, found, title):
     """Write the record's folder: README.md, plot, and the races' files in one archive (several races in subfolders)."""
     with board.new_folder(record):
         draw(found, record / PICTURE)
-        with tarfile.open(record / ARCHIVE, "w:xz") as archive:
-            for folder, base in zip(folders, found["bases"]):
-                home = f"race-{base['id']}/" * (len(folders) > 1)
-                for path in board.files_of(folder):
-                    text, packed = board.published(path).encode(), tarfile.TarInfo(home + path.name)
-                    packed.size = len(text)
-                    archive.addfile(packed, io.BytesIO(text))
+        homes = [f"race-{base['id']}/" * (len(folders) > 1) for base in found["bases"]]
+        logs.pack({home + path.name: board.published(path).encode() for folder, home in zip(folders, homes)
+                   for path in board.files_of(folder)}, record / logs.ARCHIVE)
         (record / "README.md").write_text(f"{table(found, title)}\n", encoding="utf-8")
         if record.absolute().parent == board.HERE:
             board.write_pages()

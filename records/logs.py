@@ -3,9 +3,11 @@
     python records/logs.py PATH...            list every run and file: used, rejected or duplicate, and why
     python records/logs.py --json PATH...     the same as JSON
 
-A PATH is a log (also .gz), an archive of logs (.tar.xz) or a folder. Folders are searched with their subfolders, except
-names that begin with a dot. The reader does not guess and drops nothing silently: a run is used, or its file is listed
-with the reason.
+A PATH is a log (also .gz), an archive of logs (.tar, .tar.xz, .tar.gz) or a folder. Folders are searched with their
+subfolders and archives, except names that begin with a dot. Nothing is unpacked on disk. The files of a record's
+logs.tar.xz have the paths that they would have beside it: `records/DATE_NAME/RUN.txt` names a log in
+records/DATE_NAME/logs.tar.xz. Files of any other archive have paths like `logs.tar/RUN.txt`. The reader does not guess
+and drops nothing silently: a run is used, or its file is listed with the reason.
 
 Rules
 - Only lines after the last separator (a line of exactly 100 `=`) count. The text before it may be a script that quotes
@@ -40,10 +42,8 @@ import os
 import re
 import shlex
 import signal
-import stat
 import sys
 import tarfile
-import tempfile
 import zlib
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -51,6 +51,8 @@ from typing import NamedTuple
 
 SEPARATOR, UTF_16 = b"=" * 100, (b"\xff\xfe", b"\xfe\xff")
 MAX_FILE_MIB = 16  # uncompressed; the longest public log has 1.5
+MAX_ARCHIVE_MIB = 256  # all its files, uncompressed
+ARCHIVE = "logs.tar.xz"  # of a record: all logs contain the same source, so they compress well together
 MAX_NOTES = 20  # on one run
 MAX_DEPTH = 50  # nesting of a JSON line; functions that walk it later need no guard
 MAX_MESSAGE = 300  # characters on stderr
@@ -262,13 +264,16 @@ def read_file(path):
     """Read one file. Return (runs, rejected, digest of its contents or None if it was not read)."""
     stem, suffix = os.path.splitext(os.path.basename(path).lower().removesuffix(".gz"))
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
+        if os.path.exists(path) and not os.path.isfile(path):
             raise _Refused(UNREADABLE, "not a regular file; name a log file or a folder")
         if suffix in DOCUMENTS or stem == "readme":
             what = f"a {suffix} file" if suffix in DOCUMENTS else "a README"
             raise _Refused(NOT_A_LOG, f"{what}; rename it to .txt if it is a log")
         with open_unpacked(path) as file:
             content = file.read((MAX_FILE_MIB << 20) + 1)
+        if is_archive(path):
+            raise _Refused(UNREADABLE, f"an archive that is broken, empty, or of more than {MAX_ARCHIVE_MIB} MiB; copy "
+                           "it again from its origin, or unpack it")
         digest = hashlib.sha256(content).digest()
         if _cache.get(path, (None,))[0] != digest:
             _cache[path] = digest, *_parse(path, content)
@@ -286,38 +291,88 @@ def _rejected(path, kind, reason):
     return Run(path, reason=f"{kind}: {reason}", kind=kind)
 
 
+# Files, on disk or in an archive
+
+def is_archive(path):
+    return str(path).endswith((".tar", ".tar.xz", ".tar.gz"))
+
+
+def members(archive):
+    """Return {name: bytes} of the files in an archive, sorted; {} if it cannot be read.
+
+    Links and hidden folders are left out. Of a file that is too long for a log, only the beginning is kept."""
+    try:
+        state = os.stat(archive)
+        return _members(os.fspath(archive), state.st_mtime_ns, state.st_size) if os.path.isfile(archive) else {}
+    except (OSError, ValueError, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError):
+        return {}
+
+
+@functools.lru_cache(4)
+def _members(archive, *_):
+    found, left = {}, MAX_ARCHIVE_MIB << 20
+    with tarfile.open(archive) as packed:
+        for member in packed:
+            *folders, name = Path(member.name).parts or ("",)
+            left -= member.size
+            if left < 0:
+                return {}
+            if member.isfile() and not any(folder.startswith((".", "/")) for folder in folders):
+                found["/".join([*folders, name])] = packed.extractfile(member).read((MAX_FILE_MIB << 20) + 1)
+    return dict(sorted(found.items()))
+
+
+def pack(files, path):
+    """Write {name: bytes} into a .tar.xz without owner and date: the same files give the same archive.
+
+    Raise OSError if they are too long to be read again."""
+    with tarfile.open(path, "w:xz") as archive:
+        for name, content in sorted(files.items()):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    if members(path) != files:
+        os.remove(path)
+        raise OSError(f"{path}: a file has more than {MAX_FILE_MIB} MiB, or all have more than {MAX_ARCHIVE_MIB} MiB")
+
+
+def _packed(path):
+    """Return the bytes of a file in an archive, or None if the path is on disk or nowhere."""
+    if os.path.lexists(path):
+        return None
+    home = next((folder for folder in Path(path).parents if os.path.lexists(folder)), Path())
+    archive = home / ARCHIVE if os.path.isdir(home) else home
+    return members(archive).get(Path(path).relative_to(home).as_posix()) if is_archive(archive) else None
+
+
+def exists(path):
+    """Return whether there is such a file, on disk or in an archive."""
+    return os.path.isfile(path) or _packed(path) is not None
+
+
+def open_file(path):
+    """Open a file, on disk or in an archive, for reading bytes."""
+    packed = _packed(path)
+    return open(path, "rb") if packed is None else io.BufferedReader(io.BytesIO(packed))
+
+
 def open_unpacked(path):
-    """Open a file for reading bytes. gzip is recognized by its first bytes, not by the file name."""
-    file = open(path, "rb")
+    """Open a file like open_file. gzip is recognized by its first bytes, not by the file name."""
+    file = open_file(path)
     return gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file
 
 
-@functools.lru_cache
-def unpacked(path):
-    """Return the folder in which the files of an archive are, until this process ends; any other path as it is."""
-    if not path.endswith((".tar", ".tar.xz", ".tar.gz")):
-        return path
-    _unpacked.append(folder := tempfile.TemporaryDirectory(prefix=f"{os.path.basename(path)}-"))
-    try:
-        with tarfile.open(path) as archive:
-            for member in archive:
-                *inside, name = Path(member.name).parts
-                if member.isfile() and ".." not in inside and not member.name.startswith("/") and member.size <= MAX_FILE_MIB << 20:
-                    place = Path(folder.name, *inside)
-                    place.mkdir(parents=True, exist_ok=True)
-                    (place / name).write_bytes(archive.extractfile(member).read())
-    except (OSError, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError):
-        return path  # it is no log
-    return folder.name
-
-
-_unpacked = []  # keeps the folders
+def listing(path):
+    """Return the path of each file in an archive, or [path] if it is none. A file on disk keeps its own path."""
+    home = os.path.dirname(path) if os.path.basename(path) == ARCHIVE else path
+    beside = {name: os.path.join(home, name) for name in members(path)} if is_archive(path) else {}
+    return [os.path.join(path, name) if os.path.lexists(place) else place for name, place in beside.items()] or [path]
 
 
 def _files(paths, rejected):
-    for path in map(unpacked, map(os.fspath, paths)):
+    for path in map(os.fspath, paths):
         if not os.path.isdir(path):
-            yield path
+            yield from listing(path)
             continue
         any_file, problems = False, []
         for folder, subfolders, names in os.walk(path, onerror=problems.append):
@@ -325,8 +380,7 @@ def _files(paths, rejected):
             rejected += [_rejected(os.path.join(folder, name), NOT_A_LOG, "a link to a folder; name that folder too")
                          for name in subfolders if os.path.islink(os.path.join(folder, name))]
             any_file = any_file or bool(names)
-            for file in (unpacked(os.path.join(folder, name)) for name in sorted(names)):
-                yield from _files([file], rejected) if os.path.isdir(file) else [file]
+            yield from sorted(file for name in names for file in listing(os.path.join(folder, name)))
         rejected += [_rejected(problem.filename, UNREADABLE, f"folder ({problem.strerror}); check its permissions")
                      for problem in problems]
         if not any_file and not problems:

@@ -448,7 +448,7 @@ class Manifest:
         """Read a manifest. cut: the offset where an incomplete last line begins (after a power failure), or None."""
         manifest = cls(Path(path).resolve())
         try:
-            text = manifest.path.read_bytes()
+            text = logs.open_file(manifest.path).read()
         except OSError as error:
             raise CannotJudge(f"{path}: {error.strerror}; name the {MANIFEST} of the race") from None
         whole = text[:text.rfind(b"\n") + 1]
@@ -498,7 +498,7 @@ def check_event(event, first):
 def manifest_in(folder):
     """Return the Manifest in a folder, or None. Raise CannotJudge if it cannot be read."""
     path = Path(folder) / MANIFEST
-    return Manifest.read(path) if path.is_file() else None
+    return Manifest.read(path) if logs.exists(path) else None
 
 
 def declaration(runs):

@@ -115,7 +115,7 @@ _PACKAGES = {"torch", "torchvision", "torchao", "triton", "numpy", "scipy", "mat
 
 
 # A run in the table of a page of board.py: loss, file, seconds. Losses listed one after another on other pages
-_ROW = re.compile(r"\[(\d+\.\d+)\]\(([^)\s]+)\) \| ([\d.]+|-) ")
+_ROW = re.compile(r"\[(\d+\.\d+)\]\((?:[\w.]+#)?([^)\s]+)\) \| ([\d.]+|-) ")
 NUMBERS, NEAR = re.compile(r"\d\.\d{3,8}"), 0.02  # nats
 _LOSSES = re.compile(rf"(?:(?<![\d.]){NUMBERS.pattern}(?![\d.])[\s,;|\]\['\"*-]+){{2,}}{NUMBERS.pattern}(?![\d.])")
 ANOTHER_MACHINE = 5e-4  # nats: seen 5e-5 between two generations of one processor; seeds differ by 1.4e-3 (sd)
@@ -396,12 +396,12 @@ def check_stamps(e, races):
     path = Path(re.sub(r"\.txt$", "", e.run.path.removesuffix(".gz")) + stats.STAMPS)
     steps, name = e.run.steps, logs.printable(path.name)
     try:
-        text, wanted = path.read_bytes() if path.exists() else None, attempt_of(e, races).get("stamps")
+        text, wanted = logs.open_file(path).read() if logs.exists(path) else None, attempt_of(e, races).get("stamps")
         require(wanted in (None, text is not None and hashlib.sha256(text).hexdigest()), f"{name} is missing, or not "
                 f"what the race wrote: by its {stats.MANIFEST} its SHA-256 is {str(wanted)[:8]}...; restore it")
-        stamps = logs.parse_json(path.read_text(encoding="utf-8"))
-    except OSError:
-        raise CannotJudge(f"there is no {name} beside the log: race.py writes it") from None
+        if text is None:
+            raise CannotJudge(f"there is no {name} beside the log: race.py writes it")
+        stamps = logs.parse_json(text.decode())
     except ValueError as error:
         raise Broken(f"{name}: {error}") from None
     require(isinstance(stamps, list) and all(isinstance(pair, list) and len(pair) == 2 and all(map(is_number, pair))
@@ -1177,7 +1177,7 @@ def main(arguments=None):
         case = read_case(options)
         findings = verify(options, case)
         for folder in sorted({os.path.dirname(e.run.path) for e in case.whole.runs}):
-            if Path(folder, "README.md").exists():
+            if Path(folder, "README.md").exists() and not Path(folder, "ladder.png").exists():  # its page lists no runs
                 findings.append(Finding(PAGE, *judged(check_page, case, folder)))
         if options.replay is not None:
             again = [e for e in case.whole.runs if e.ours and e.run.start.get("seed") == options.replay]

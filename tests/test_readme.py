@@ -116,6 +116,9 @@ COMMANDS = {
     ".venv/bin/python records/verify.py logs/race-ID --data data/stdlib": "test_records_verify.py::",
     '.venv/bin/python records/board.py add logs/race-ID records/DATE_NAME "what it shows"': "test_records_board.py::",
     ".venv/bin/python records/board.py page": "test_records_board.py::",
+    ".venv/bin/python records/board.py pack records/DATE_NAME":
+        "test_records_board.py::test_unpacked_logs_of_a_record_are_packed_again_into_the_same_bytes",
+    ".venv/bin/python records/stats.py records/DATE_NAME": "test_records_logs.py::test_an_archive_is_read_like_files_beside_it",
     "sbatch launch/cluster/speedrun.sbatch -n 5": "test_readme.py::test_the_slurm_job_starts_what_it_says",
     "sbatch --nodes 2 --gpus-per-node 4 launch/cluster/speedrun.sbatch": "test_readme.py::test_the_slurm_job_starts_what_it_says",
     "sbatch --nodes 2 launch/cluster/speedrun.sbatch --micro_batch_splits 2": "test_config.py::test_sixteen_gpus_need_micro_batches_in_two_parts",

@@ -137,12 +137,13 @@ def written():
 
 def test_a_race_becomes_a_record_and_a_row(published):
     made = published / "2026-01-02_toy"
-    logs = [f"r{run}{side}.txt" for run in (1, 2, 3) for side in "ab"]
-    assert sorted(path.name for path in made.iterdir()) == sorted(["README.md", "plot.png", "r1a.steps.json", "race.jsonl", *logs])
+    names = [f"r{run}{side}.txt" for run in (1, 2, 3) for side in "ab"]
+    assert sorted(path.name for path in made.iterdir()) == ["README.md", logs.ARCHIVE, "plot.png"]
+    assert [*logs.members(made / logs.ARCHIVE)] == sorted(["r1a.steps.json", "race.jsonl", *names])
     page = (made / "README.md").read_text()
     assert page.startswith("# A toy | record\n") and "python records/stats.py records/2026-01-02_toy " in page
     assert "1.10000" in page and "9.02 ± 0.01 s" in page and "revision `c0ffee`" in page and "below the target 1.4 (p = " in page
-    assert "\n| seed 2 | [1.1000](r2a.txt) | 9.020 | [1.1200](r2b.txt) | 10.020 |\n" in page  # side by side
+    assert "\n| seed 2 | [1.1000](logs.tar.xz#r2a.txt) | 9.020 | [1.1200](logs.tar.xz#r2b.txt) | 10.020 |\n" in page  # side by side
     leaderboard = (published / "README.md").read_text()
     row = next(line for line in leaderboard.splitlines() if "[2026-01-02" in line)
     assert "A toy \\| record" in row and "1.10000" in row and "9.02 ± 0.01 s" in row and "| 3 |" in row
@@ -157,7 +158,18 @@ def test_each_log_is_parsed_once(published, monkeypatch):
     monkeypatch.setattr(logs, "_parse", lambda path, content: parsed.append(path) or parse(path, content))
     monkeypatch.setattr(logs, "_cache", {})
     monkeypatch.setattr(board, "HERE", published)
-    assert board.main([]) == 0 and len(parsed) == len(set(parsed)) == len(list(published.glob("*/*.txt")))
+    assert board.main([]) == 0 and len(parsed) == len(set(parsed)) == 12
+
+
+def test_unpacked_logs_of_a_record_are_packed_again_into_the_same_bytes(published, tmp_path, monkeypatch, capsys):
+    records = shutil.copytree(published, tmp_path / "records")
+    record, before = records / "2026-01-02_toy", {path: path.read_bytes() for path in records.rglob("*.*")}
+    monkeypatch.setattr(board, "HERE", records)
+    assert board.main(["pack", str(record)]) == 2 and "no record with unpacked logs" in capsys.readouterr().err
+    subprocess.run(["tar", "-xf", logs.ARCHIVE], cwd=record, check=True)
+    (record / logs.ARCHIVE).unlink()
+    assert board.main([]) == 0 and "[1.1000](r2a.txt)" in (record / "README.md").read_text()
+    assert board.main(["pack", str(record)]) == 0 and {path: path.read_bytes() for path in records.rglob("*.*")} == before
 
 
 def test_a_new_record_has_no_other_judged_again_unless_it_has_changed(places, monkeypatch):
@@ -262,13 +274,13 @@ def test_what_cannot_be_judged_leaves_nothing_behind(places, capsys, spoil, says
 
 def test_published_logs_name_no_folder_and_no_host(published):
     folder = published.parent / "race-1"
-    before, after = (place.joinpath("r1a.txt").read_text().splitlines() for place in (folder, published / "2026-01-02_toy"))
+    before, after = (logs.open_file(place / "r1a.txt").read().decode().splitlines() for place in (folder, published / "2026-01-02_toy"))
     assert [i for i, (a, b) in enumerate(zip(before, after)) if a != b] == [4, 6] and len(before) == len(after)
     assert after[4] == "Running Python on host at python3"
     start = json.loads(after[6])
     assert start["environment"] == {"OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": "error.json"} and start["config"]["log_dir"] == "logs"
-    for path in published.rglob("*.*"):
-        assert path.suffix == ".png" or not re.search("/home/me|my-host|/tmp/", path.read_text()), path
+    for path in (file for path in published.rglob("*.*") for file in logs.listing(str(path))):
+        assert path.endswith(".png") or not re.search(b"/home/me|my-host|/tmp/", logs.open_file(path).read()), path
 
 
 def test_a_race_that_breaks_a_rule_becomes_a_record_if_somebody_says_so(judged, tmp_path, capsys, monkeypatch):
@@ -357,9 +369,12 @@ def test_the_records_here_name_no_folder_and_each_has_its_pages():
             assert f"({folder.name}/)" in (RECORDS / "README.md").read_text()
             continue
         assert f"[{folder.name}]" in (RECORDS / "README.md").read_text()
-        for path in [*folder.glob("*.txt"), folder / "race.jsonl", folder / "README.md", RECORDS / "README.md"]:
-            text = path.read_text().partition(RULE + "\n")[2] or path.read_text()
-            assert path.suffix == ".md" or not board.ABSOLUTE_PATH.search(text), path
+        files = [file for path in folder.iterdir() for file in logs.listing(str(path)) if not file.endswith(".png")]
+        assert len(files) > 6 and str(folder / "race.jsonl") in files
+        for path in [*files, str(RECORDS / "README.md")]:
+            text = logs.open_file(path).read().decode()
+            text = text.partition(RULE + "\n")[2] or text
+            assert path.endswith(".md") or not board.ABSOLUTE_PATH.search(text), path
             assert not re.search(r"(?<![\w.*])/(?:home|root|work|tmp|mnt|Users)/", text), path
 
 
@@ -411,7 +426,7 @@ def test_the_page_needs_nothing_else(published):
     for tag, attributes in Tags(text).found:
         assert tag not in ("link", "iframe", "object") and "src" not in attributes, tag
         if "href" in attributes and not attributes["href"].startswith("#"):
-            assert (published / attributes["href"].replace("%2F", "/")).exists(), attributes
+            assert (published / attributes["href"].partition("#")[0].replace("%2F", "/")).exists(), attributes
 
 
 def test_every_page_says_the_verdict_the_doubts_and_the_broken_rules(judged):
@@ -623,7 +638,7 @@ def test_a_record_with_a_broken_rule_is_hollow_and_has_no_rank(judged, browser):
 
 def test_the_log_behind_each_run_is_there(page, published):
     links = page.js("[...document.querySelectorAll('a.dot, td a[href$=\".txt\"]')].map(a => a.href)")
-    assert len(links) == 2 * 18 and all(Path(link.removeprefix("file://")).is_file() for link in links)
+    assert len(links) == 2 * 18 and all(Path(link.removeprefix("file://").partition("#")[0]).is_file() for link in links)
 
 
 @pytest.mark.parametrize("dark", [False, True])

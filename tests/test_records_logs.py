@@ -11,6 +11,7 @@ import re
 import resource
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -797,15 +798,52 @@ def test_times_with_a_fraction_are_times(write):
     assert [step[:2] for step in only_run(write(text(lines))).steps] == [step[:2] for step in only_run(write(text(common()))).steps]
 
 
-def test_an_archive_is_read_like_its_files(tmp_path, write):
-    import tarfile
+def test_an_archive_is_read_like_files_beside_it(tmp_path, write):
+    files = {"a.txt": text(common()).encode(), "race-1/b.txt": gzip.compress(text(common("3.1000")).encode()), "race.jsonl": b"{}"}
+    logs.pack(files, tmp_path / "logs.tar.xz")
+    first = (tmp_path / "logs.tar.xz").read_bytes()
+    logs.pack(dict(reversed(files.items())), tmp_path / "logs.tar.xz")
+    assert (tmp_path / "logs.tar.xz").read_bytes() == first
+    packed = logs.read([str(tmp_path)])
+    assert logs.read([str(tmp_path / "logs.tar.xz")]) == packed and os.listdir(tmp_path) == ["logs.tar.xz"]
+    assert not logs.exists(tmp_path / "c.txt") and logs.open_file(tmp_path / "race.jsonl").read() == b"{}"
+    os.remove(tmp_path / "logs.tar.xz")
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    beside = logs.read([str(tmp_path)])
+    assert beside.runs == packed.runs and len(packed.runs) == 2 and beside.rejected == packed.rejected
+    logs.pack({"a.txt": text(common("3.2000")).encode()}, tmp_path / "logs.tar.xz")  # a file on disk does not hide it
+    assert sorted(run.path for run in logs.read([str(tmp_path)]).runs) == [
+        str(tmp_path / name) for name in ("a.txt", "logs.tar.xz/a.txt", "race-1/b.txt")]
+
+
+def test_nothing_in_an_archive_leaves_it(tmp_path, write):
     write(text(common()), "a.txt")
-    with tarfile.open(tmp_path / "logs.tar.xz", "w:xz") as archive:
-        archive.add(tmp_path / "a.txt", "race-1/a.txt")
-        archive.add(tmp_path / "a.txt", "../out.txt")
-    os.remove(tmp_path / "a.txt")
-    assert only_run(str(tmp_path)).final_loss == only_run(str(tmp_path / "logs.tar.xz")).final_loss == 3.2775
-    assert not (tmp_path.parent / "out.txt").exists()
+    with tarfile.open(tmp_path / "b.tar", "w") as archive:
+        for name in ("../out.txt", "/out.txt", "c/../../out.txt", ".hidden/a.txt", "./c/a.txt"):
+            packed = tarfile.TarInfo(name)
+            packed.size = (tmp_path / "a.txt").stat().st_size
+            archive.addfile(packed, open(tmp_path / "a.txt", "rb"))
+        packed = tarfile.TarInfo("d.txt")
+        packed.type, packed.linkname = tarfile.SYMTYPE, str(tmp_path / "a.txt")
+        archive.addfile(packed)
+    assert logs.listing(str(tmp_path / "b.tar")) == [str(tmp_path / "b.tar/c/a.txt")]
+    assert only_run(str(tmp_path / "b.tar")).final_loss == 3.2775 and not (tmp_path.parent / "out.txt").exists()
+
+
+def test_an_archive_that_cannot_be_read_is_no_archive_without_logs(tmp_path, monkeypatch):
+    logs.pack({"a.txt": text(common()).encode(), "b.txt": b"\1" * 2 ** 20}, tmp_path / "logs.tar.xz")
+    whole = (tmp_path / "logs.tar.xz").read_bytes()
+    for content, most in ((whole[:400], 1), (b"", 1), (b"x", 1), (whole, 0)):
+        (tmp_path / "logs.tar.xz").write_bytes(content)
+        monkeypatch.setattr(logs, "MAX_ARCHIVE_MIB", most * 256)
+        logs._members.cache_clear()
+        (rejected,) = logs.read([str(tmp_path)]).rejected
+        assert rejected.kind == logs.UNREADABLE and "an archive that is broken" in rejected.reason
+    with pytest.raises(OSError, match="more than 0 MiB"):
+        logs.pack({"a.txt": b"1"}, tmp_path / "logs.tar.xz")
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("end", [{"final_val_loss": 3.3}, {"train_time_ms": 3000}, {"steps": 30}])

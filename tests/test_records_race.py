@@ -360,7 +360,7 @@ def test_a_ladder_judges_each_idea_against_the_base(repo, capsys):
         run_id: attempt["stamps"] for run_id, attempt in stats.Manifest.read(folder / "race.jsonl").attempts.items()
         if attempt["run"]}  # as verify.py asks
     assert ladder.main([str(folder), "--record", str(kept)]) == 2 and "a_ladder exists" in capsys.readouterr().err
-    (again / "logs.tar.xz").unlink()  # it is read in place of logs beside it
+    (again / "logs.tar.xz").unlink()
     next(again.glob("*_02b.txt")).unlink()
     assert ladder.main([str(again)]) == 2 and "_02b.txt holds no complete run" in capsys.readouterr().err
 
@@ -425,6 +425,8 @@ def test_a_ladder_of_races_on_several_days(repo, capsys):
     assert ladder.main([*map(str, folders), "--record", str(kept)]) == 0
     page = (kept / "README.md").read_text()
     assert "| `--worse 2` | 2 | +0.02" in page and "race 1 (" in page and ", 4 seeds: " in page and "records/ladder.py FOLDER`" in page
+    packed = {path: ladder.read(path) for path in ladder.races_in(kept)}
+    assert {*packed} == {kept / folder.name for folder in folders} and all(packed[kept / folder.name][0]["id"] in folder.name for folder in folders)
     subprocess.run(["tar", "-xf", "logs.tar.xz"], cwd=kept, check=True)
     again = [kept / folder.name for folder in folders]  # two races may begin within one second: names tell no order then
     assert ladder.table(ladder.judge(map(ladder.read, again))) == ladder.table(found)
