@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = {"data", "launch", "records", "dry_gpu", "bench", "tests"}
+FOLDERS = {"gpt_speedrun", "data", "launch", "records", "dry_gpu", "bench", "tests"}
 # Not for everybody: triton comes with torch's CUDA build, modal is the caller of launch/cluster/modal_app.py, and
-# records/export.py names the package of a dashboard that is not installed.
-OPTIONAL = {"triton", "modal", "wandb", "trackio", "tensorboard"}
+# records/export.py names the package of a dashboard that is not installed. pyproject.toml declares setuptools for setup.py.
+OPTIONAL = {"triton", "modal", "wandb", "trackio", "tensorboard", "setuptools"}
 WITHIN = {"tiktoken_ext": "tiktoken", "yaml": "pyyaml"}  # import → package with another name
 
 
