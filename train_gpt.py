@@ -83,6 +83,7 @@ import threading
 import traceback
 import unicodedata
 import uuid
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NoAnswer
 from dataclasses import dataclass, field
@@ -2376,7 +2377,7 @@ class Comm:
     def broadcast(self, x: Tensor) -> None:
         """Copy rank 0's tensor to all ranks."""
         if self.ranks > 1:
-            dist.broadcast(x.view(-1).view(torch.uint8), 0)  # gloo takes no bool
+            dist.broadcast(x.view(-1).view(torch.uint8), 0)  # gloo does not know every dtype
 
     def all_gather_json(self, mine: Any) -> list[Any]:
         """Return every rank's value, in the order of ranks. JSON, unlike pickle, executes nothing on arrival."""
@@ -2453,8 +2454,10 @@ class Reducer:
         for param in self.slots:
             self.set_hook(param)
 
-    def set_hook(self, param: nn.Parameter) -> None:
-        param.register_post_accumulate_grad_hook(lambda param: self.register_grad_ready(*self.slots[param]))
+    def set_hook(self, param: nn.Parameter) -> Any:
+        me = weakref.ref(self)  # a hook on a tensor keeps alive what it refers to, also in a cycle
+        return param.register_post_accumulate_grad_hook(
+            lambda param: (reducer := me()) and reducer.register_grad_ready(*reducer.slots[param]))
 
     def reduces_in(self, bucket: Bucket, step: int) -> bool:
         return step >= bucket.first_step and (self.settings.world_size_invariant or bucket.updates_in(step))
@@ -2512,17 +2515,13 @@ class Reducer:
     def backward_passes(self) -> int:
         return self.micro_batches
 
-    def check_complete(self) -> None:
-        """Raise RunError if a parameter of the step has no gradient."""
+    def launch_rest(self) -> None:
+        """Launch the buckets that backward did not. RunError if a gradient is missing."""
         for bucket in (bucket for bucket in self.due if bucket.missing):
             missing = [slot.name for slot in bucket.slots if slot in bucket.missing]
             raise RunError(f"bucket {bucket.name} was not launched: {len(bucket.slots) - len(missing)} of "
                            f"{len(bucket.slots)} of its parameters got a gradient, not {', '.join(missing)}; use each "
                            "in the loss")
-
-    def launch_rest(self) -> None:
-        """Launch the buckets that backward did not."""
-        self.check_complete()
         if not self.launch_order:
             self.set_launch_order()
         for bucket in self.due[self.launches:]:

@@ -152,13 +152,12 @@ class Reducer(engine.Reducer):
         self.optimizer: Any = lambda: None        # weak reference
         super().__init__(buckets, comm, settings, grad_scale)
 
-    def set_hook(self, param: nn.Parameter) -> None:
+    def set_hook(self, param: nn.Parameter) -> Any:
         """Set the parameter's hook in place of an earlier optimizer's."""
         if param in HOOKS:
             HOOKS[param].remove()
-        me = weakref.ref(self)  # a hook on a tensor keeps alive what it refers to, also in a cycle
-        HOOKS[param] = self.hooks[param] = param.register_post_accumulate_grad_hook(
-            lambda param: (reducer := me()) and reducer.register_grad_ready(*reducer.slots[param]))
+        HOOKS[param] = self.hooks[param] = super().set_hook(param)
+        return HOOKS[param]
 
     def announce_rows(self, step: int, rows: dict[nn.Parameter, Tensor]) -> None:
         self.in_step = True
@@ -220,12 +219,6 @@ class Reducer(engine.Reducer):
         """Return the number of backward passes of this step; in no_sync, the most gradients that a parameter got."""
         return max(self.no_sync_grads.values(), default=0) + self.micro_batches
 
-    def check_complete(self) -> None:
-        try:
-            super().check_complete()
-        except RunError as error:
-            raise RunError(f"{error}, or set find_unused_parameters") from None
-
     def launch_rest(self) -> None:
         if not self.micro_batches or self.micro_batch < self.micro_batches:
             raise RunError(f"step() was called after {self.micro_batch} of {self.micro_batches} micro-batches; call it "
@@ -235,7 +228,11 @@ class Reducer(engine.Reducer):
             check_views(bucket, self.hooks)
             if self.settings.find_unused_parameters:
                 bucket.missing.clear()
-        self.check_complete()
+            if bucket.missing:  # before the ranks compare their calls
+                missing = [slot.name for slot in bucket.slots if slot in bucket.missing]
+                raise RunError(f"bucket {bucket.name} was not launched: {len(bucket.slots) - len(missing)} of "
+                               f"{len(bucket.slots)} of its parameters got a gradient, not {', '.join(missing)}; use "
+                               "each in the loss, or set find_unused_parameters")
         first, writes, self.compared = not self.launch_orders, self.check_call("step()"), True
         super().launch_rest()
         if len(writes) > 1 or first:

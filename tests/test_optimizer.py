@@ -3,8 +3,10 @@
 import contextlib
 import copy
 import dataclasses
+import gc
 import math
 import types
+import weakref
 
 import pytest
 import torch
@@ -987,6 +989,33 @@ VARIANTS = [{"sync": "step"}, {"bucket_mb": 0.0}, {"bucket_mb": 1000.0}, {"updat
 def test_no_setting_changes_a_byte(on_ranks, batches):
     hashes = {str(flags): on_ranks(2, train_steps, flags, 2, batches[:, :4])[0][1] for flags in ({}, *VARIANTS)}
     assert len(set(hashes.values())) == 1, hashes
+
+
+def buffers_of_an_idea(comm):
+    """Build the optimizer of train_gpt.py for a model with further buffers, other ones on each rank."""
+    config = train_gpt.Config(**TINY)
+    model = train_gpt.build_model(config, train_gpt.Encoding(64, BOS))
+    for i, x in enumerate((torch.tensor([True, False]), torch.tensor(3.0), torch.ones(3).bfloat16(), torch.arange(3))):
+        model.register_buffer(f"idea{i}", x + comm.rank if x.dtype != torch.bool else x ^ bool(comm.rank))
+    train_gpt.build_optimizer(config, model, comm)
+    return [x for name, x in model.named_buffers() if "idea" in name]
+
+
+def test_buffers_of_an_idea_are_rank_0_s(on_ranks):
+    for buffers in on_ranks(2, buffers_of_an_idea):
+        assert [x.tolist() for x in buffers] == [[True, False], 3.0, [1.0] * 3, [0, 1, 2]]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_model_of_train_gpt_is_freed_with_its_optimizer(overlap):
+    """The preflight builds one after another on a GPU."""
+    config = train_gpt.Config(**TINY | {"overlap_param_gather": overlap})
+    model = train_gpt.build_model(config, train_gpt.Encoding(64, BOS))
+    optimizer = train_gpt.build_optimizer(config, model, train_gpt.Comm())
+    alive = [weakref.ref(bucket.param_data) for bucket in optimizer.buckets]
+    del model, optimizer
+    gc.collect()
+    assert not any(memory() is not None for memory in alive)
 
 
 def test_flags_of_the_config_reach_the_engine(batches):

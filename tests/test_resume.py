@@ -126,6 +126,25 @@ def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(settings, flags, o
     assert times == sorted(times) and times[0] >= before[0], "the clock goes on from the checkpoint's"
 
 
+def resumed_with_another(comm, argv):
+    """Resume where rank 1 reads another checkpoint -> the error."""
+    load_file = train_gpt.load_file
+    train_gpt.load_file = lambda path, **check: {**load_file(path, **check), "digest": "0123" if comm.rank else "4567"}
+    try:
+        train(comm, argv)
+    except train_gpt.RunError as error:
+        return str(error)
+    finally:
+        train_gpt.load_file = load_file
+
+
+def test_hosts_that_resume_from_different_checkpoints_all_say_so(flags, on_ranks, tmp_path):
+    on_ranks(2, train, flags("copied"), 5)
+    for error in on_ranks(2, resumed_with_another, ["--resume", str(tmp_path / "copied.step000004.ckpt"), "--log_dir", str(tmp_path)]):
+        assert error == ("the ranks' checkpoints differ: rank 1 has the digest 0123; rank 0 has 4567. Give every host the same "
+                         "copied.step000004.ckpt")
+
+
 def train_with_dropout(comm, argv, kill_at=-1):
     """train() of an idea with random numbers in its forward."""
     loss = train_gpt.GPT.loss
