@@ -349,7 +349,7 @@ LINES = b'{"text": "first"}\n{"text": "second"}\n'
     ("a.pdf", b"%PDF-1.7\n\xe2\xe3", "a.pdf: a PDF; export its text first, for example with pdftotext"),
     ("a.docx", b"PK\3\4\x14\0\xff", "a.docx: a zip archive"),
     ("a.parquet", b"PAR1\x15\0\xff", "a.parquet: a Parquet file"),
-    ("a.tgz", gzip.compress(b"a.txt".ljust(257, b"\0") + b"ustar\0"), "a.tgz: a tar archive"),
+    ("a.tgz", gzip.compress(b"a.txt".ljust(257, b"\0") + b"ustar\0", mtime=0), "a.tgz: a tar archive"),
     ("utf16.txt", "text".encode("utf-16"), "utf16.txt: UTF-16 text; convert it first: iconv -f UTF-16"),
     ("utf16.jsonl", '{"text": "x"}'.encode("utf-16"), "utf16.jsonl: UTF-16 text"),
     ("utf32.txt", "text".encode("utf-32"), "utf32.txt: UTF-32 text"),
