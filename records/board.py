@@ -119,15 +119,6 @@ def short_diff(before: str, after: str, names: tuple[str, str]) -> list[str]:
     return lines if more <= 0 else [*lines[:MAX_DIFF_LINES], f"… and {logs.plural(more, 'more line')}"]
 
 
-def tests_in(report: object, where: tuple[str, ...] = ()) -> list[dict]:
-    """Return every test in a report of stats.py: the dicts with a `p` and a `test`; `also` has their other p-values."""
-    if not isinstance(report, dict):
-        return []
-    also = {key[2:].replace("_", " "): p for key, p in report.items() if key.startswith("p_") and p is not None}
-    found = [{"of": " ".join(where), "also": also, **report}] if "p" in report and "test" in report else []
-    return found + [test for key, value in report.items() for test in tests_in(value, (*where, key))]
-
-
 def describe_side(side: stats.Side, folder: Path) -> dict:
     """Return what the pages show of a side."""
     runs, letter = side.runs, side.name.removeprefix("side ")
@@ -175,13 +166,13 @@ def describe(folder: Path) -> dict:
     loss, broken = report["loss"], sum(rule["verdict"] == "fail" for rule in rules)
     trial = next((rule["reason"] for rule in rules if rule["rule"] == verify.VAL_TOKENS and verify.TRIAL in rule["reason"]), "")
     return {"name": folder.name, "title": title_of(folder), "path": f"records/{folder.name}", "report": report,
-              "sides": sides, "differ": differ, "diff": diff, "tests": tests_in(report), "started": started,
-              "date": started[:16].replace("T", " "), "target": loss["target"], "claims": claims, "rules": rules,
-              "broken": broken, "good": bool(loss["significant"]) and not broken, "unseen": unseen,
-              "trial": trial and trial[trial.index(verify.TRIAL):],
-              "track": f"{sides[0]['start'].get('preset', 'unknown preset')}, {sides[0]['where']}, "
-                       + ("no target" if loss["target"] is None else f"target {loss['target']:g}"),
-              "decimals": 1 + max(run.loss_decimals for run in judged[0].runs), "rows": rows_of(sides)}
+            "sides": sides, "differ": differ, "diff": diff, "started": started,
+            "date": started[:16].replace("T", " "), "claims": claims, "rules": rules,
+            "broken": broken, "good": bool(loss["significant"]) and not broken, "unseen": unseen,
+            "trial": trial and trial[trial.index(verify.TRIAL):],
+            "track": f"{sides[0]['start'].get('preset', 'unknown preset')}, {sides[0]['where']}, "
+                     + ("no target" if loss["target"] is None else f"target {loss['target']:g}"),
+            "decimals": 1 + max(run.loss_decimals for run in judged[0].runs), "rows": rows_of(sides)}
 
 
 def known(folder: Path) -> dict:

@@ -104,14 +104,12 @@ def judged(places, monkeypatch):
     (records / "2026-01-02_toy" / "plot.png").write_bytes(b"")
     mean = {"n": 3, "mean": 1.202, "sd": 0.001}
     report = {"verdict": "the claim holds", "reason": "because", "alpha": 0.01, "warnings": [], "left_out": [],
-              "loss": {**mean, "target": 1.4, "p": 1e-5, "test": "t", "significant": True, "interval": [1.19, 1.21]},
+              "loss": {**mean, "target": 1.4, "p": 1e-5, "significant": True},
               "time": {"n": 3, "mean": 9.02, "sd": 0.01},
               "verdicts": [{"name": "side a", "base": "side b", "n": 3, "paired": True, "mean_loss": 1.1, "base_loss": 1.12, "mean_seconds": 9.02,
                             "base_seconds": 10.02, "sentence": "loss: lower by 0.0200 (p = 0.003); time: lower by 10 % (p = 1e-06)",
                             "loss": {"value": -0.02, "low": -0.03, "high": -0.01, "p": 0.003, "holm": 0.003, "needed": 3},
-                            "time": {"value": 0.9, "low": 0.89, "high": 0.91, "p": 1e-6, "holm": 1e-6, "needed": 3}}],
-              "comparison": {"other": {"n": 3, "mean": 10.02, "sd": 0.01}, "difference": -1.0, "interval": [-1.1, -0.9],
-                             "p": 1e-6, "test": "Welch", "significant": True}}
+                            "time": {"value": 0.9, "low": 0.89, "high": 0.91, "p": 1e-6, "holm": 1e-6, "needed": 3}}]}
     rules = {"rules": [{"rule": name, "verdict": verdict, "reason": "seen"} for name, verdict in
                        (("one", "pass"), ("two", "not checkable"), ("three", "fail"), ("faster than the other side, p < 0.01", "fail"))],
              "unseen": ""}
@@ -193,7 +191,7 @@ def test_a_page_names_what_differs_and_the_sources_digests(published):
     digest = hashlib.sha256(b"import torch\nprint('one')\n").hexdigest()
     assert "\n| `sync` | `hook` | `step` |\n" in page and page.count(digest) == 2
     assert "The source is the same on both sides: its digest is that of `git show c0ffee:train_gpt.py`." in page
-    differs = page[page.index("## Differences"):page.index("## Tests")]
+    differs = page[page.index("## Differences"):page.index("## Rules")]
     assert not any(word in differs for word in ("run_id", "race_side", "log_dir", "started", "| `seed`"))
     page = (published / "2026-01-03_hostile" / "README.md").read_text()
     diff = page.partition("```diff\n")[2].partition("```")[0].splitlines()
@@ -305,8 +303,6 @@ def test_a_trial_is_said_to_be_one(judged):
     assert "A trial: 512 of 999 tokens were scored, and no target is claimed." in text and "supports no claim" in text
     board_page = (records / "README.md").read_text()
     assert ": a trial, [" in board_page and "| **trial**: " in board_page
-    report["comparison"], report["loss"] = None, {"n": 3, "mean": 1.2, "sd": None, "target": None, "p": None, "significant": None}
-    assert written() and "## Tests" not in (records / "2026-01-02_toy/README.md").read_text(), "no empty table"
 
 
 def test_a_folder_without_logs_is_no_race(tmp_path, capsys):
@@ -393,7 +389,7 @@ def test_every_page_says_the_verdict_the_doubts_and_the_broken_rules(judged):
         assert said in text and "1 rule is broken" in text and "p = 0.24 by a bootstrap-t" in text, page
     lead = next(line for line in (records / "README.md").read_text().splitlines() if line.startswith("The newest"))
     assert said in lead and "1 rule is broken" in lead and "p = 0.24 by a bootstrap-t" in lead
-    report["comparison"], report["verdicts"], report["loss"]["significant"], report["loss"]["p"] = None, [], False, 0.3
+    report["verdicts"], report["loss"]["significant"], report["loss"]["p"] = [], False, 0.3
     assert written()
     page = (records / "2026-01-02_toy/README.md").read_text()
     assert "not shown to be below the target 1.4 (p = 0.3, n = 3)" in page and said not in page
@@ -404,7 +400,7 @@ def test_without_a_target_or_a_spread_there_is_a_page(judged):
     report["loss"] = {"n": 1, "mean": 1.2, "sd": None, "target": None, "p": None, "significant": None}
     for part in ("loss", "time"):
         report["verdicts"][0][part] |= dict.fromkeys(("low", "high", "p", "holm", "needed"))
-    report["time"], report["comparison"] = {"n": 1, "mean": 9.02, "sd": None}, None
+    report["time"] = {"n": 1, "mean": 9.02, "sd": None}
     assert written()
     text = (records / "2026-01-02_toy/README.md").read_text()
     assert "without a target" in text and "| -0.0200 | - |" in text and "nan" not in text
@@ -434,12 +430,3 @@ def test_fails_come_first_and_the_claim_is_no_rule(judged):
     assert places == sorted(places) and "not shown" in part
     rules["unseen"] = "No log shows <everything>."
     assert written() and "No log shows &lt;everything&gt;." in (records / "2026-01-02_toy/README.md").read_text()
-
-
-def test_every_test_of_the_report_is_listed(judged):
-    records, report, _ = judged
-    report["comparison"]["losses"] = {"test": "a new one", "p": 0.0321, "t": 2.5, "df": 7.25, "p_two_sided": 0.0642, "p_none": None}
-    assert written()
-    rows = [line for line in (records / "2026-01-02_toy/README.md").read_text().splitlines() if line.startswith(("| loss |", "| comparison"))]
-    assert rows == ["| loss | t | - | - | 1e-05 |", "| comparison | Welch | - | - | 1e-06 |",
-                    "| comparison losses | a new one; two sided p = 0.0642 | 2.5 | 7.25 | 0.0321 |"]
