@@ -231,7 +231,8 @@ def write_pages() -> None:
         raise CannotJudge(f"no records in {HERE}; make one with `board.py add`")
     records = sorted(map(known, folders), key=lambda record: record["started"], reverse=True)
     texts = {HERE / record["name"] / "README.md": pages.render("record.md.jinja", record=record) for record in records}
-    texts[HERE / "README.md"] = pages.render("board.md.jinja", records=records, boards=leaderboards(records), ladders=ladders)
+    texts[HERE / "README.md"] = pages.render("board.md.jinja", records=records, ladders=ladders,
+                                            boards=leaderboards(records))
     texts = {path: text.replace(f"{HERE.parent}{os.sep}", "") for path, text in texts.items()}
     for path, text in texts.items():
         check_private(path, text)

@@ -315,7 +315,8 @@ def test_records_of_unknown_hardware_have_no_rank_and_cards_are_tracks_of_their_
         return logs.Run("x.txt", 1, final_loss=3.2, loss_decimals=1, card=card, gpus=gpus)
     where = [board.describe_side(stats.Side("side a", [run(card), run(card)]), Path("."))["where"] for card in ("NVIDIA H100", "NVIDIA H200", None)]
     assert where == ["8 ranks on NVIDIA H100", "8 ranks on NVIDIA H200", "8 ranks on unknown hardware"]
-    found = board.leaderboards([{"track": f"public, {place}", "good": True, "report": {"time": {"mean": 9}}} for place in where])
+    found = board.leaderboards([{"track": f"public, {place}", "good": True, "report": {"time": {"mean": 9}}}
+                                for place in where])
     assert [one["rows"][0]["rank"] for one in found] == [1, 1, None]
 
 
@@ -426,7 +427,8 @@ def test_fails_come_first_and_the_claim_is_no_rule(judged):
     assert written()
     text = (records / "2026-01-02_toy/README.md").read_text()
     part = text[text.rindex("1 rule is broken; 1 holds, 1 could not be checked"):]
-    places = [part.index(f"| {name} |") for name in ("three", "two", "one", "claim, not a rule: faster than the other side, p &lt; 0.01")]
+    places = [part.index(f"| {name} |") for name in (
+        "three", "two", "one", "claim, not a rule: faster than the other side, p &lt; 0.01")]
     assert places == sorted(places) and "not shown" in part
     rules["unseen"] = "No log shows <everything>."
     assert written() and "No log shows &lt;everything&gt;." in (records / "2026-01-02_toy/README.md").read_text()

@@ -155,7 +155,8 @@ def test_an_axis_of_one_value_has_a_length():
 
 
 def test_a_target_far_away_is_a_note_and_the_axis_follows_the_data():
-    lines = [{"name": "x", "color": 0, "style": "", "dots": [], "points": [(step, 2 - step / 100) for step in range(1, 101)]}]
+    lines = [{"name": "x", "color": 0, "style": "", "dots": [],
+              "points": [(step, 2 - step / 100) for step in range(1, 101)]}]
     near, far = (pages.chart("Loss", "step", lines, (target, f"target {target}")) for target in (0.8, 3.28))
     assert near["level"] is not None and not near["note"] and far["level"] is None
     assert far["note"] == "target 3.28 is far above" and far["y"].high < 2 < near["y"].high + 1
