@@ -1,16 +1,14 @@
-"""Write record folders from races, their pages, the leaderboard, and one HTML file with charts.
+"""Write record folders from races, their pages, and the leaderboard.
 
     python records/board.py add logs/race-ID records/DATE_NAME "what was tried"     make a record of a race, or of ladders
     python records/board.py                                                         judge all again, and write all pages
-    python records/board.py page                                                    write records/index.html, with charts
     python records/board.py pack records/DATE_NAME                                  pack logs that lie in a record's folder
 
 `add` packs a race's logs and manifest into logs.tar.xz of a new folder, without this machine's host name and absolute
 paths. If the race breaks a rule, it asks first. All tools read the archive as if its files lay beside it. `pack` packs
 files that do lie beside it, and removes them; the same files always give the same archive. `add`, `pack` and the plain
 command write, from the folders alone, each record's README.md (its first line keeps the title) and the leaderboard
-records/README.md. A missing plot.png is drawn; remove one to draw it again. index.html is a single file for any browser,
-without server or network; it is not committed.
+records/README.md. A missing plot.png is drawn; remove one to draw it again.
 
 All verdicts come from records/stats.py and records/verify.py. The texts are in records/templates/. Requires jinja2,
 which torch installs.
@@ -46,9 +44,8 @@ import verify
 from stats import MANIFEST, STAMPS, CannotJudge
 
 HERE = Path(__file__).resolve().parent
-PLOT, HTML, CACHE = "plot.png", "index.html", ".cache/records"
+PLOT, CACHE = "plot.png", ".cache/records"
 LADDER = "ladder.png"  # written by ladder.py, with a page of its own
-COLORS = 6  # in templates/theme.css
 MAX_DIFF_LINES = 60
 MAX_LABEL = 20  # characters of a value in a side's label
 UNKNOWN = "unknown hardware"  # records on it have no rank
@@ -122,15 +119,6 @@ def short_diff(before: str, after: str, names: tuple[str, str]) -> list[str]:
     return lines if more <= 0 else [*lines[:MAX_DIFF_LINES], f"… and {logs.plural(more, 'more line')}"]
 
 
-def tests_in(report: object, where: tuple[str, ...] = ()) -> list[dict]:
-    """Return every test in a report of stats.py: the dicts with a `p` and a `test`; `also` has their other p-values."""
-    if not isinstance(report, dict):
-        return []
-    also = {key[2:].replace("_", " "): p for key, p in report.items() if key.startswith("p_") and p is not None}
-    found = [{"of": " ".join(where), "also": also, **report}] if "p" in report and "test" in report else []
-    return found + [test for key, value in report.items() for test in tests_in(value, (*where, key))]
-
-
 def describe_side(side: stats.Side, folder: Path) -> dict:
     """Return what the pages show of a side."""
     runs, letter = side.runs, side.name.removeprefix("side ")
@@ -177,15 +165,14 @@ def describe(folder: Path) -> dict:
                   default=folder.name[:10])
     loss, broken = report["loss"], sum(rule["verdict"] == "fail" for rule in rules)
     trial = next((rule["reason"] for rule in rules if rule["rule"] == verify.VAL_TOKENS and verify.TRIAL in rule["reason"]), "")
-    record = {"name": folder.name, "title": title_of(folder), "path": f"records/{folder.name}", "report": report,
-              "sides": sides, "differ": differ, "diff": diff, "tests": tests_in(report), "started": started,
-              "date": started[:16].replace("T", " "), "target": loss["target"], "claims": claims, "rules": rules,
-              "broken": broken, "good": bool(loss["significant"]) and not broken, "unseen": unseen,
-              "trial": trial and trial[trial.index(verify.TRIAL):],
-              "track": f"{sides[0]['start'].get('preset', 'unknown preset')}, {sides[0]['where']}, "
-                       + ("no target" if loss["target"] is None else f"target {loss['target']:g}"),
-              "decimals": 1 + max(run.loss_decimals for run in judged[0].runs), "rows": rows_of(sides)}
-    return record | {"strips": strips_of(record, judged), "curves": curves_of(record, judged)}
+    return {"name": folder.name, "title": title_of(folder), "path": f"records/{folder.name}", "report": report,
+            "sides": sides, "differ": differ, "diff": diff, "started": started,
+            "date": started[:16].replace("T", " "), "claims": claims, "rules": rules,
+            "broken": broken, "good": bool(loss["significant"]) and not broken, "unseen": unseen,
+            "trial": trial and trial[trial.index(verify.TRIAL):],
+            "track": f"{sides[0]['start'].get('preset', 'unknown preset')}, {sides[0]['where']}, "
+                     + ("no target" if loss["target"] is None else f"target {loss['target']:g}"),
+            "decimals": 1 + max(run.loss_decimals for run in judged[0].runs), "rows": rows_of(sides)}
 
 
 def known(folder: Path) -> dict:
@@ -214,33 +201,6 @@ def rows_of(sides: list[dict]) -> list[dict]:
     return [{"name": name, "runs": runs} for name, runs in zip(names, found)]
 
 
-def strips_of(record: dict, sides: list[stats.Side]) -> list[dict]:
-    """Return the charts of losses and times: of each side, and compared with the base in pairs of equal seeds."""
-    def dots(row: dict) -> dict:
-        return row | {"color": row["color"] % COLORS, "dots": [
-            (value, f"{Path(run.path).name}: {value:.4f}",
-             f"{quote(record['name'])}/{link_to(Path(run.path), HERE / record['name'])}")
-            for run, value in zip(row["runs"], row["values"])]}
-    found = stats.strips(sides, record["target"])
-    found += stats.differences(stats.verdicts([(side, sides[-1]) for side in sides[:-1]]))
-    return [pages.strip(strip["title"], strip["unit"], list(map(dots, strip["rows"])), strip["level"]) for strip in found]
-
-
-def curves_of(record: dict, sides: list[stats.Side]) -> list[dict]:
-    """Return the charts over a run: one line for each side, the mean over its runs."""
-    by_step, by_time, target = [], [], record["target"]
-    for i, side in enumerate(sides):
-        trained, validated = pages.mean_curves(side.runs)
-        for at, lines in ((0, by_step), (1, by_time)):
-            if trained or validated:
-                lines.append({"name": side.label, "color": i % COLORS, "style": "dashed" * (0 < i == len(sides) - 1),
-                              "points": [(one[at], one[2]) for one in trained],
-                              "dots": [(one[at], one[2]) for one in validated]})
-    level = target and (target, f"target {target:g}")
-    return [pages.chart(title, unit, lines, level, whole) for title, unit, lines, whole in (
-        ("Loss over steps", "step", by_step, True), ("Loss over time", "seconds of training", by_time, False)) if lines]
-
-
 def title_of(folder: Path) -> str:
     return (folder / "README.md").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
 
@@ -255,30 +215,24 @@ def leaderboards(records: list[dict]) -> list[dict]:
     found = []
     for track, own in tracks.items():
         own.sort(key=lambda record: record["report"]["time"]["mean"] if record["report"]["time"] else math.inf)
-        ranks, rows = itertools.count(1), []
-        for record in own:
-            mean = next((strip["rows"][0]["mean"] for strip in record["strips"] if strip["title"] == "Time"), None)
-            rows.append({"record": record, "rank": next(ranks) if record["good"] and UNKNOWN not in track else None, "mean": mean,
-                         "color": 0, "hollow": not record["good"], "dots": []})
-        ends = [value for row in rows for value in row["mean"] or ()]
-        found.append({"track": track, "rows": rows, "axis": pages.Axis([0, *ends], tight=True)})
+        ranks = itertools.count(1)
+        rows = [{"record": record, "rank": next(ranks) if record["good"] and UNKNOWN not in track else None}
+                for record in own]
+        found.append({"track": track, "rows": rows})
     return found
 
 
-def write_pages(html: bool = False) -> None:
-    """Write all pages, or with html the one page with charts.
-
-    Raise CannotJudge, before anything is written, if a record gives no verdict."""
+def write_pages() -> None:
+    """Write all pages. Raise CannotJudge, before anything is written, if a record gives no verdict."""
     found = sorted((path.parent for path in HERE.glob("*/README.md")), reverse=True)
     ladders = [{"name": folder.name, "title": title_of(folder)} for folder in found if (folder / LADDER).exists()]
     folders = [folder for folder in found if not (folder / LADDER).exists()]
     if not folders:
         raise CannotJudge(f"no records in {HERE}; make one with `board.py add`")
     records = sorted(map(known, folders), key=lambda record: record["started"], reverse=True)
-    values = {"records": records, "boards": leaderboards(records), "ladders": ladders}
-    texts = {HERE / HTML: pages.render("board.html.jinja", **values)} if html else {
-        HERE / "README.md": pages.render("board.md.jinja", **values),
-        **{HERE / record["name"] / "README.md": pages.render("record.md.jinja", record=record) for record in records}}
+    texts = {HERE / record["name"] / "README.md": pages.render("record.md.jinja", record=record) for record in records}
+    texts[HERE / "README.md"] = pages.render("board.md.jinja", records=records, ladders=ladders,
+                                            boards=leaderboards(records))
     texts = {path: text.replace(f"{HERE.parent}{os.sep}", "") for path, text in texts.items()}
     for path, text in texts.items():
         check_private(path, text)
@@ -410,7 +364,6 @@ def main(arguments: list[str] | None = None) -> int:
     adding.add_argument("races", type=Path, nargs="+", metavar="race", help="the folder of a race, like logs/race-ID")
     adding.add_argument("folder", type=Path, help="a new folder, like records/DATE_NAME")
     adding.add_argument("title", help="what was tried, in a sentence")
-    commands.add_parser("page", help="write one HTML file with charts")
     packing = commands.add_parser("pack", help=f"put the logs in a record's folder into {logs.ARCHIVE}")
     packing.add_argument("folder", type=Path, help="a record, like records/DATE_NAME")
     options = parser.parse_args(arguments)
@@ -421,14 +374,12 @@ def main(arguments: list[str] | None = None) -> int:
         elif options.command == "pack":
             pack(options.folder.absolute())
         else:
-            if not options.command:
-                shutil.rmtree(HERE.parent / CACHE, ignore_errors=True)  # judge all again
-            write_pages(html=options.command == "page")
+            shutil.rmtree(HERE.parent / CACHE, ignore_errors=True)  # judge all again
+            write_pages()
     except (CannotJudge, OSError) as reason:
         return logs.refuse("board.py", reason)
-    page = (options.folder / "README.md" if options.command in ("add", "pack") else
-            HERE / (HTML if options.command else "README.md"))
-    print(f"written: {os.path.relpath(page)}{'' if options.command == 'page' else ' and the other pages'}")
+    page = (options.folder if options.command else HERE) / "README.md"
+    print(f"written: {os.path.relpath(page)} and the other pages")
     return 0
 
 

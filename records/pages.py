@@ -1,4 +1,4 @@
-"""Render templates/ to terminal text, Markdown and HTML with charts, with jinja2."""
+"""Render templates/ to terminal text, Markdown and the live page's HTML with charts, with jinja2."""
 
 import html
 import itertools
@@ -19,6 +19,7 @@ TEMPLATES = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.iter
 WIDTH = 120  # columns of a terminal
 SMOOTHED = 1 / 20  # fraction of a run's steps in a running mean
 POINTS = 100  # of a line
+TICKS = 6  # of an axis, about
 EARLY = 0.1  # fraction of a run that its vertical axis ignores: the loss falls too far for one scale
 
 
@@ -69,7 +70,7 @@ def show(template, **values):
     return re.sub("\n{3,}", "\n\n", render(template, **values)).strip("\n")
 
 
-# Charts: places in percent of the chart's width and height, for templates/charts.html.jinja
+# Charts: places in percent of the chart's width and height, for templates/watch.html.jinja
 
 def running_means(points, steps=None):
     """Return points with the running mean of their last value, POINTS of them at most.
@@ -144,11 +145,11 @@ class Axis:
 
     ticks: (place, text); whole: no fraction in a tick; tight: hardly a margin, as for steps"""
 
-    def __init__(self, values, most=6, whole=False, tight=False):
+    def __init__(self, values, whole=False, tight=False):
         low, high = min(values), max(values)
         margin = next(x for x in (0.06 * (high - low), 0.01 * abs(high), 1) if x > 1e-12)  # smaller values are all drawn as 0
         self.low, self.high = low - margin * (not tight), high + margin / (3 if tight else 1)
-        least = (self.high - self.low) / most
+        least = (self.high - self.low) / TICKS
         power = 10.0 ** math.floor(math.log10(least))
         step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= 0.999 * least)
         step = max(step, 1) if whole else step
@@ -164,9 +165,8 @@ class Axis:
 def chart(title, unit, lines, level=None, whole=False):
     """Return the drawing of lines over steps or seconds.
 
-    lines: dicts with name, color (0 to 5), points [(x, y)], dots [(x, y)], and perhaps a style, faint or dashed.
+    lines: dicts with name, color (0 to 5), points [(x, y)], dots [(x, y)], and a style, faint or none.
     level: (value, name) of a horizontal line. The vertical axis follows the data; a level far away becomes a note."""
-    lines = [{"style": "", **line} for line in lines]
     drawn = [line["points"] or line["dots"] for line in lines]
     late = [y for line, points in zip(lines, drawn) for x, y in (*line["points"], *line["dots"])
             if x >= EARLY * points[-1][0]]
@@ -176,19 +176,7 @@ def chart(title, unit, lines, level=None, whole=False):
 
     def path(points):
         return "L".join(f"{x.at(a)},{round(100 - y.at(b), 2)}" for a, b in points)
-    for line in lines:
-        line |= {"path": path(line["points"]), "dots": "".join(f"M{path([dot])}h0" for dot in line["dots"])}
+    lines = [{**line, "path": path(line["points"]), "dots": "".join(f"M{path([dot])}h0" for dot in line["dots"])}
+             for line in lines]
     return {"title": title, "unit": unit, "lines": lines, "x": x, "y": y, "note": note,
             "level": round(100 - y.at(level[0]), 2) if shown else None, "level_name": level and level[1]}
-
-
-def strip(title, unit, rows, level=None):
-    """Return the drawing of rows of dots on one horizontal axis.
-
-    rows: dicts with name, color, dots [(value, text, link or None)], mean (mean, low, high), and perhaps hollow.
-    level: (value, name) of a vertical line; far from the values it becomes a note."""
-    values = [value for row in rows for value in (*(dot[0] for dot in row["dots"]), *row["mean"])]
-    note, shown = far_note(level, values)
-    axis = Axis([*values, level[0]] if shown else values, most=4)
-    return {"title": title, "unit": unit, "rows": rows, "axis": axis, "note": note,
-            "level": axis.at(level[0]) if shown else None}

@@ -949,13 +949,13 @@ def ends_of(found):
 
 
 def strips(sides, target):
-    """Return what plots and pages show of single runs: a strip of final losses, and one of times.
+    """Return what plots show of single runs: a strip of final losses, and one of times.
 
     A strip is a dict of title, unit, level (value, name) or None, and rows: dicts of name, color (the place of its
-    side), runs, the value of each, and mean (mean, low, high: its 95 % interval)."""
+    side), the value of each run, and mean (mean, low, high: its 95 % interval)."""
     def row(at, side, values):
         mean = float(np.mean(values))
-        return {"name": side.label, "color": at, "runs": side.runs, "values": list(map(float, values)),
+        return {"name": side.label, "color": at, "values": list(map(float, values)),
                 "mean": (mean, *(mean_interval(values, LEVEL / 2) or (mean, mean)))}
     found = [{"title": "Final loss", "unit": "nats per token", "level": target and (target, f"target {target:g}"),
               "rows": [row(at, side, side.losses) for at, side in enumerate(sides)]}]
@@ -970,7 +970,7 @@ def differences(found, colors=None):
 
     colors: of each Verdict, instead of the places of their sides."""
     return [{"title": title, "unit": f"compared with {found[0].base}, mean and its 95 % interval", "level": (neutral, ""),
-             "rows": [{"name": one.name, "color": colors[at] if colors else at, "runs": [], "values": [],
+             "rows": [{"name": one.name, "color": colors[at] if colors else at, "values": [],
                        "mean": ends_of(getattr(one, part))} for at, one in enumerate(found)]}
             for part, title, neutral in (("loss", "Difference of loss, nats", 0), ("time", "Ratio of times", 1))
             if found and all(getattr(one, part) for one in found)]

@@ -115,7 +115,6 @@ COMMANDS = {
     ".venv/bin/python records/stats.py logs/race-ID": "test_records_stats.py::",
     ".venv/bin/python records/verify.py logs/race-ID --data data/stdlib": "test_records_verify.py::",
     '.venv/bin/python records/board.py add logs/race-ID records/DATE_NAME "what it shows"': "test_records_board.py::",
-    ".venv/bin/python records/board.py page": "test_records_board.py::",
     ".venv/bin/python records/board.py pack records/DATE_NAME":
         "test_records_board.py::test_unpacked_logs_of_a_record_are_packed_again_into_the_same_bytes",
     ".venv/bin/python records/stats.py records/DATE_NAME": "test_records_logs.py::test_an_archive_is_read_like_files_beside_it",
