@@ -5,8 +5,10 @@
     python records/verify.py RECORD --source HASH --vs RECORD --vs-source HASH     two versions whose logs share a folder
     python records/verify.py RECORD --data DIR         also hash the shards in DIR, rebuild the batches, and search for
                                                        validation text in the training data
-    python records/verify.py RECORD --rerun MODEL...   also evaluate saved models, ideally one of each run: examine.py
-    python records/verify.py RECORD --replay SEED      also run one run again, by the source, ranks and threads in its log
+    python records/verify.py RECORD --rerun MODEL...   also evaluate saved models, ideally one of each run: examine.py;
+                                                       it runs the source in the logs: do it in a container
+    python records/verify.py RECORD --replay SEED      also run one run again, by the source, ranks and threads in its
+                                                       log: likewise
     python records/verify.py RECORD --diff             also print how the source differs from its parent: the other
                                                        side's source, or this checkout's train_gpt.py
     --json  for programs; its verdict is pass, fail, or incomplete (nothing fails, but some rules could not be checked)
@@ -1108,9 +1110,10 @@ def verify(options, case=None):
 def examine_all(case):
     """Return [(name, {rule: (verdict, reason)})] of the runs whose models are given."""
     if case.models:
-        print(f"verify.py: examining {plural(len(case.models), 'model')}, which runs the source in their logs and "
-              "takes minutes; files that are edited meanwhile do not matter", file=sys.stderr)
-        leaks.trainer(), leaks.source_of_checkout()  # nothing is read anew once a stranger's source has run
+        print(f"verify.py: examining {plural(len(case.models), 'model')}, which runs the source in their logs and takes "
+              "minutes; if somebody else wrote it, run it in a container. Files that are edited meanwhile do not matter",
+              file=sys.stderr)
+        leaks.trainer(), leaks.source_of_checkout()  # read before somebody edits them
     return [(e.name, examine.check_model(e, path, case.options.data, tell=lambda rule: print(
         f"verify.py: model {number} of {len(case.models)}, {e.name}: {rule} ...", file=sys.stderr, flush=True)))
         for number, (e, path) in enumerate(case.models.values(), 1)]
@@ -1163,8 +1166,8 @@ def parse(arguments):
     parser.add_argument("--data", metavar="DIR",
                         help="folder of the shards: hash and replay them, search for validation text in training")
     parser.add_argument("--rerun", nargs="+", metavar="MODEL",
-                        help="saved models, or folders of them; RUNS the source in their logs")
-    parser.add_argument("--replay", type=int, metavar="SEED", help="run this seed's run again; RUNS the source in its log")
+                        help="saved models, or folders of them; RUNS the source in their logs: use a container")
+    parser.add_argument("--replay", type=int, metavar="SEED", help="run this seed's run again; RUNS the source in its log: use a container")
     parser.add_argument("--target", type=float, help="target loss (default: 3.28 on FineWeb, else the logs' target)")
     parser.add_argument("--diff", action="store_true", help="print the differences between the source and its parent")
     parser.add_argument("--json", action="store_true", help="print the findings for programs")
@@ -1185,7 +1188,8 @@ def main(arguments=None):
             if not again:
                 raise CannotJudge(f"--replay {options.replay}: no log states this seed; name one of "
                                   f"{join_findings([str(e.run.seed) for e in case.whole.runs])}")
-            print(f"verify.py: running {again[0].name} again, by the source in it ...", file=sys.stderr, flush=True)
+            print(f"verify.py: running {again[0].name} again, by the source in it; if somebody else wrote that, do it in a "
+                  "container ...", file=sys.stderr, flush=True)
             findings.append(Finding(AGAIN, *judged(check_again, again[0], case.whole.races, options.data)))
     except CannotJudge as reason:
         if options.json:

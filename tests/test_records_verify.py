@@ -1443,31 +1443,6 @@ def test_cheat_8_a_source_that_patches_its_judge(rerun):
     assert [verdict for verdict, _ in rules.values()] == ["fail", "fail"]
 
 
-FORGED = "PASS. 25 rules hold"
-OVERWRITES = f"\nPath({{!r}}).write_text('{FORGED}')\nROOT = Path("
-
-
-@pytest.mark.slow
-def test_cheat_8_a_source_that_rewrites_its_judge(tmp_path, monkeypatch, capsys, forked, honest):
-    """It runs in a separate process, but on the same disk."""
-    template = tmp_path / "records/templates/verify.txt.jinja"
-    template.parent.mkdir(parents=True)
-    template.write_text("honest")
-    log = Log(honest)
-    log.source = planted(("\nROOT = Path(", OVERWRITES.format(str(template)))) + "\n"
-    log.set("start.source_sha256", hashlib.sha256(log.source[:-1].encode()).hexdigest())
-    steady(log.write(tmp_path / "l.txt"))
-    arguments = [str(tmp_path / "l.txt"), "--rerun", str(honest.with_suffix(".pt"))]
-    if examine.landlock() > 0:
-        monkeypatch.setattr(examine, "start", examine_start)
-        assert verify.main(arguments) == 1 and "PermissionError" in capsys.readouterr().out
-        assert template.read_text() == "honest"
-        monkeypatch.setattr(examine, "start", Forked)
-    monkeypatch.setattr(examine, "bound_disk", lambda _: None)
-    assert verify.main(arguments) == 0 and template.read_text() == FORGED
-    assert FORGED not in capsys.readouterr().out
-
-
 def test_files_that_are_edited_while_a_model_is_examined_do_not_matter(rerun_apart, tmp_path, monkeypatch):
     here = shutil.copytree(ROOT / "records", tmp_path / "records", ignore=shutil.ignore_patterns("2*"))
     monkeypatch.setattr(examine, "__file__", str(here / "examine.py"))
@@ -1942,18 +1917,3 @@ def test_billions_are_not_counted_out(honest, tmp_path, judge):
     log.lines[-1] = f"step:{10 ** 12}/{10 ** 12} {loss} {time_ms} step_avg:0.00ms"
     status, rules = judge(log.write(tmp_path / "l.txt"))
     assert rules[CLOCK][0] == rules[ACCOUNTS][0] == "fail" and "have a line" in rules[CLOCK][1]
-
-
-@pytest.mark.skipif(examine.landlock() < 1, reason="the system has no Landlock")
-@pytest.mark.parametrize("place", ["\nROOT = Path(", EMBED])
-def test_a_source_that_reads_the_validation_text_is_caught(rerun, data, place):
-    """When it is loaded, or in a forward pass. It may read Python's own files, as imports do."""
-    shard = next(data.glob("toy_val_*.bin"))
-    read = "{}open({!r}, 'rb').read()\n" if place == EMBED else "\n{}open({!r}, 'rb').read()"
-    for path, verdict in ((shard, "fail"), (os.__file__, "pass")):
-        plant = read.format("        " if place == EMBED else "", str(path))
-        rules = rerun((place, place + plant if place == EMBED else plant + place), only=[examine.LOSS])
-        if verdict == "pass":
-            says(rules, examine.LOSS, "pass")
-        else:
-            assert any(found == "fail" and "PermissionError" in reason for found, reason in rules.values()), rules
