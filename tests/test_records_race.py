@@ -1,7 +1,6 @@
 """launch/race.py: order, seeds, declaration, worktree, failure, Ctrl-C and resumption, with a script that trains
 nothing; and one run of the real script through the launcher."""
 
-import hashlib
 import html
 import importlib.util
 import io
