@@ -25,7 +25,6 @@ pair, with bounds that keep alpha (stats.bounds).
 
 logs/race-ID/ contains the logs of both sides and:
   race.jsonl         the declaration, and a line before and after each run, also for runs that failed
-  RUNID.steps.json   [step, seconds] when each step line reached the log, by this process's clock since the run started
   RUNID.pt           its model, with --save_model true: verify.py --rerun needs it
   race.png           a plot of the rounds that all sides have done, redrawn after each run
 
@@ -85,7 +84,7 @@ UNCOUNTED = "uncounted"  # subfolder for the log of the first run while it runs
 LOOK_S = 0.02  # between two looks at a run's log
 PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # loaded now: a child must not load libraries before it execs
 ALONE = [sys.executable, "-I"]  # ignores PYTHON* variables and user packages
-STEP = re.compile(rb"(?:step|s):(\d{1,18})[/ ]")
+STEP = re.compile(rb"^(?:step|s):\d{1,18}[/ ]", re.M)
 
 # Before any run: the script checks its flags, opens its data, and says what sides must have in common
 CHECK = """
@@ -313,33 +312,10 @@ def settle(manifest):
             manifest.write({**attempt, "status": status, "logged": log.exists(), "settled": now()})
 
 
-class Stamps:
-    """Records when each step line of a run reached its log: [step, seconds since its process was started]."""
-
-    def __init__(self, log):
-        self.log, self.began, self.file, self.rest, self.steps = log, time.monotonic(), None, b"", []
-
-    def look(self):
-        if self.file is None:
-            with contextlib.suppress(OSError):
-                self.file = open(self.log, "rb")
-        seconds = round(time.monotonic() - self.began, 4)
-        *lines, self.rest = (self.rest + (self.file.read() if self.file else b"")).split(b"\n")
-        for line in lines:
-            found = STEP.match(line)
-            if line == logs.SEPARATOR:
-                self.steps.clear()  # lines before it are source
-            elif found:
-                self.steps.append([int(found[1]), seconds])
-
-    def write(self):
-        """Write the file beside the log and return its SHA-256, or None without a log."""
-        self.look()
-        if self.file:
-            self.file.close()
-            text = (json.dumps(self.steps) + "\n").encode()
-            self.log.with_suffix(stats.STAMPS).write_bytes(text)
-            return hashlib.sha256(text).hexdigest()
+def has_begun(log):
+    """Return whether a log has a line of a step. The text before the last separator is source."""
+    _, whole, lines = log.read_bytes().rpartition(logs.SEPARATOR + b"\n") if log.exists() else ("", "", b"")
+    return bool(whole and STEP.search(lines))
 
 
 def complete_log(path):
@@ -392,26 +368,24 @@ def run_once(manifest, folder, lock, run, side, interrupts, compile_only=False):
                  f"--log_dir={log.parent}", f"--race={race['id']}:{run}:{race['n']}:{side}"]
     manifest.write(attempt)
     threads = {"OMP_NUM_THREADS": race["threads"]} if race.get("threads") else {}  # also when the race is resumed
-    stamps = Stamps(log)
+    began = time.monotonic()
     # in its own session: Ctrl-C reaches only race.py, which passes it on and records the result
     process = subprocess.Popen(words, cwd=folder, env=environment(**threads), start_new_session=True,
                                pass_fds=[lock.fileno()], preexec_fn=die_with_parent)
-    while process.poll() is None and not interrupts and not (compile_only and stamps.steps):
-        stamps.look()
+    while process.poll() is None and not interrupts and not (compile_only and has_begun(log)):
         time.sleep(LOOK_S)
     interrupted = process.poll() is None
     if interrupted:
         stop(process, interrupts)
-    stamped = stamps.write()
-    seconds, code = time.monotonic() - stamps.began, process.wait()
+    seconds, code = time.monotonic() - began, process.wait()
     if foreign and (wrong := take_log(folder, before, log)) and not interrupted:
         say(f"`{shlex.join(words)}` of side {side} ended with exit status {code}, and {wrong}")
     # a complete log is a run, whatever its processes' exit status: it must not be repeated
     status = "done" if complete_log(log) else "interrupted" if interrupted else "failed"
-    if compile_only and not interrupts and (stamps.steps or status == "done"):
+    if compile_only and not interrupts and (has_begun(log) or status == "done"):
         status = "compiled"
     manifest.write({**attempt, "ended_at": now(), "status": status, "exit": code, "seconds": seconds,
-                    "logged": log.exists(), "stamps": stamped, "figures": logs.last_run(str(log)).figures})
+                    "logged": log.exists(), "figures": logs.last_run(str(log)).figures})
     if not run:
         shutil.rmtree(log.parent)
     return status

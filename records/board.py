@@ -41,7 +41,7 @@ import logs
 import pages
 import stats
 import verify
-from stats import MANIFEST, STAMPS, CannotJudge
+from stats import MANIFEST, CannotJudge
 
 HERE = Path(__file__).resolve().parent
 PLOT, CACHE = "plot.png", ".cache/records"
@@ -285,8 +285,8 @@ def check_private(path: Path, text: str) -> None:
 
 
 def files_of(race: Path) -> list[Path]:
-    """Return a race's files to publish: the manifest, the logs, and the times at which their lines were seen."""
-    return sorted(path for path in race.iterdir() if path.name == MANIFEST or path.name.endswith((".txt", STAMPS)))
+    """Return a race's files to publish: the manifest and the logs."""
+    return sorted(path for path in race.iterdir() if path.name == MANIFEST or path.suffix == ".txt")
 
 
 def published(path: Path) -> str:

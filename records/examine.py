@@ -1,15 +1,14 @@
 """Examine a saved model: the source in its log computes the logits in a separate process; the rest is computed here.
 
-records/verify.py calls these rules for --rerun. The source is untrusted. Its process gets tokens and returns logits;
-losses, hashes and comparisons are computed here from these logits and from the saved bytes. The process starts without
-PYTHON* and LD_* variables and never sees the target of the last token. With Landlock (Linux) it can write only to its
-own folder, and read only the model, its own folder, Python and the system: no shards and no home folder. A table of
-answers in the source itself can be found only by a reader. The places where later tokens are changed are random: a
-model that looks ahead at fewer than 1 in 100 places, or at few places of long texts only, may pass.
+records/verify.py calls these rules for --rerun. The source is untrusted, and its process may read and write all files
+of its user: run it in a container. The process gets tokens and returns logits; losses, hashes and comparisons are
+computed here from these logits and from the saved bytes. The process starts without PYTHON* and LD_* variables and
+never sees the target of the last token. A source that reads the validation text, or has a table of answers, can be
+found only by a reader. The places where later tokens are changed are random: a model that looks ahead at fewer than 1
+in 100 places, or at few places of long texts only, may pass.
 """
 
 import contextlib
-import ctypes
 import functools
 import hashlib
 import importlib.util
@@ -102,41 +101,6 @@ def bound_memory():
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def landlock():
-    """Return the version of Landlock (Linux 5.13 and later), or less than 1 without it."""
-    return ctypes.CDLL(None).syscall(444, None, 0, 1) if sys.platform == "linux" else 0
-
-
-def readable(model_path):
-    """Return the files and folders that an honest source may read: of Python, its packages and the system."""
-    maps = Path("/proc/self/maps")  # on Linux: libraries may lie elsewhere
-    lines = maps.read_text().splitlines() if maps.exists() else ()
-    libraries = {os.path.dirname(line.split(maxsplit=5)[5]) for line in lines if " r-xp " in line and " /" in line}
-    system = "/usr", "/bin", "/lib", "/lib64", "/etc", "/proc", "/sys"
-    python = sys.prefix, sys.base_prefix, *(path for path in sys.path if "-packages" in path)
-    compiler = os.path.realpath(shutil.which("cc") or "/usr/bin/cc")  # Triton calls it
-    found = {*system, *python, *libraries, str(Path(compiler).parent.parent), model_path}
-    return {path for path in found if path != "/" and os.path.exists(path)}
-
-
-def bound_disk(model_path):
-    """Allow this process to write only to its folder and to devices, and to read only these and what is readable(),
-    where Landlock exists."""
-    create, add, restrict, no_new_privileges = 444, 445, 446, 38  # system calls; the last one is prctl's option
-    version = landlock()
-    if version < 1:
-        return
-    kernel = ctypes.CDLL(None)
-    writing, reading, listing = 0x1FF2 | 0x4000 * (version > 2), 0x4, 0x8  # write, remove, make; truncate
-    every = writing | reading | listing
-    rules = kernel.syscall(create, struct.pack("Q", every), 8, 0)
-    for path, rights in ((".", every), ("/dev", every), *((path, reading | listing) for path in readable(model_path))):
-        rights &= every if os.path.isdir(path) else ~listing
-        kernel.syscall(add, rules, 1, struct.pack("=Qi", rights, os.open(path, os.O_PATH)), 0)
-    kernel.prctl(no_new_privileges, 1, 0, 0, 0)
-    kernel.syscall(restrict, rules, 0)
-
-
 def serve(source_path, model_path, descriptor):
     """Answer questions: a config with its initial state, tokens with their logits, ROWS at a time.
 
@@ -164,7 +128,6 @@ def serve(source_path, model_path, descriptor):
                 connection.send_bytes(logits)
 
     bound_memory()
-    bound_disk(model_path)
     loaded = attempt(load, source_path, model_path)
     if loaded:
         module, model, windows, saved = loaded

@@ -70,7 +70,7 @@ LOSS_PART, TIME_PART = 0.001, 0.01  # the differences that a comparison should d
 RESAMPLES, BOOTSTRAP_N = 9999, 10  # fewer runs: its p is above alpha in 29 % of good cases with 5
 EQUAL = 1e-9  # a spread below this is a difference in rounding
 SCRIPT = "train_gpt.py"  # what is raced
-MANIFEST, STAMPS, PICTURE = "race.jsonl", ".steps.json", "race.png"  # written by race.py beside the logs
+MANIFEST, PICTURE = "race.jsonl", "race.png"  # written by race.py beside the logs
 
 
 class CannotJudge(Exception):

@@ -55,7 +55,7 @@ def write_race(folder, **baseline):
              "b": {"revision": None, "flags": ["--sync", "step"]}}
     race = {"id": "x", "n": 3, "seed": 0, "ranks": 2, "sides": sides, "threads": "1", "revision": None,
             "declared": "2026-01-02T03:00:00+00:00", "order": ["1a", "1b", "2b", "2a", "3a", "3b"]}
-    (folder / "r1a.steps.json").write_text("[[1, 2.5]]\n")
+    (folder / "r1a.steps.json").write_text("[[1, 2.5]]\n")  # older races wrote it
     (folder / "race.png").write_bytes(b"drawn while it ran")
     (folder / "race.jsonl").write_text(json.dumps({"race": race}) + "\n")
     return folder
@@ -131,7 +131,7 @@ def test_a_race_becomes_a_record_and_a_row(published):
     made = published / "2026-01-02_toy"
     names = [f"r{run}{side}.txt" for run in (1, 2, 3) for side in "ab"]
     assert sorted(path.name for path in made.iterdir()) == ["README.md", logs.ARCHIVE, "plot.png"]
-    assert [*logs.members(made / logs.ARCHIVE)] == sorted(["r1a.steps.json", "race.jsonl", *names])
+    assert [*logs.members(made / logs.ARCHIVE)] == sorted(["race.jsonl", *names])
     page = (made / "README.md").read_text()
     assert page.startswith("# A toy | record\n") and "python records/stats.py records/2026-01-02_toy " in page
     assert "1.10000" in page and "9.02 ± 0.01 s" in page and "revision `c0ffee`" in page and "below the target 1.4 (p = " in page

@@ -38,12 +38,11 @@ SOURCE = (ROOT / "train_gpt.py").read_text()
 RULE, UNNAMED = "=" * 100, verify.UNNAMED_S
 WHOLE, FROM_SEED, STATED = "the log is unaltered", "one run from its seed", "data stated with digests"
 VAL_TOKENS, ENVIRONMENT = "exactly the stated validation tokens", "nothing in the environment changes the run"
-CLOCK, STAMPS = "the clock is honest", "the race's clock saw each step take as long"
+CLOCK = "the clock is honest"
 SPANS, WALL = "all time outside the clock is named", "the wall clock agrees with the race's"
 WARM_UP, TRAINS, COMPILES = "warm-up does not train", "validation does not train", "nothing is compiled on the clock"
 COPIES, NO_LEAK, REPLAY = "no run is a copy of another", "no validation document in training", "trained on the declared shards"
 DATA, HARDWARE, IN_TURN = "the same data on both sides", "the same hardware on both sides", "the sides ran in turn"
-AMOUNTS = "time outside the clock is explained by its work"
 OFF_CLOCK = "no more time off the clock than the other side"
 LOSS, FASTER, ACCOUNTS, SWITCHES = verify.LOSS, verify.FASTER, verify.ACCOUNTS, verify.SWITCHES
 COMPARED = [HARDWARE, IN_TURN, OFF_CLOCK, FASTER]
@@ -143,10 +142,8 @@ class Log:
 
 @pytest.fixture
 def race(honest, tmp_path):
-    """race(n, sides, change, slow) -> a folder with the logs of an honest race.
-
-    change(log, run, side) edits a log; the race's clock runs slow(side) times as fast as the logs'."""
-    def race(n=4, sides="a", change=lambda log, run, side: None, slow=lambda side: 1):
+    """race(n, sides, change) -> a folder with the logs of an honest race. change(log, run, side) edits a log."""
+    def race(n=4, sides="a", change=lambda log, run, side: None):
         folder = tmp_path / "race"
         folder.mkdir()
         order = racing.order(n, sides)
@@ -154,10 +151,10 @@ def race(honest, tmp_path):
         for run, side in order:
             log = Log(honest).label(run, n, side, loss=4.0 + 0.01 * run).set("start.started", clock.isoformat())
             change(log, run, side)
-            write_stamps(log.write(folder / f"{run}{side}.txt"), log, slow(side))
+            log.write(folder / f"{run}{side}.txt")
             event = {"run": run, "side": side, "run_id": f"{run}{side}", "status": "started", "seed": run,
                      "started_at": log.start["started"]}
-            seconds = slow(side) * log.end["wall_seconds"] + 5
+            seconds = log.end["wall_seconds"] + 5
             clock += timedelta(seconds=math.ceil(seconds))
             events += [event, {**event, "status": "done", "logged": True, "seconds": seconds}]
             prolong(events[-1], 0)
@@ -188,19 +185,6 @@ def public_log(path, lines, source="import torch", environment="env"):
 
 def public_lines(loss=lambda step: 4 - step / 20, pace=60):
     return [f"step:{s}/9 val_loss:{loss(s):.4f} train_time:{pace * s}ms step_avg:{pace}.00ms" for s in range(1, 10)]
-
-
-def write_stamps(path, log, slow=1):
-    """Write the time stamps that race.py leaves beside a log. Validations take their part of the named time."""
-    (found,), *_ = logs.read_file(str(path)) if log.lines else ([None],)
-    seconds = 5 * slow
-    stamps, before = [], 0
-    each = log.end["seconds_outside_clock"]["validation"] / sum("val_loss" in line for line in log.lines)
-    for step in found.steps if found else ():
-        seconds += slow * ((step.time_ms - before) / 1000 + (each if step.validation else 0))
-        stamps.append([step.step, seconds])
-        before = step.time_ms
-    path.with_suffix(".steps.json").write_text(json.dumps(stamps))
 
 
 @contextlib.contextmanager
@@ -359,7 +343,7 @@ LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
     "a last time in other digits": (lambda log: edit_line(log, -1, f"{log.end['train_time_ms']:.0f}ms", "1e3ms"),
                                     (WHOLE, CLOCK), "not a line that the script writes"),
     "a last time that falls": (lambda log: edit_line(log, -1, f"{log.end['train_time_ms']:.0f}ms", "1000ms"),
-                               (CLOCK, STAMPS), "falls to 1000 ms at step 12"),
+                               CLOCK, "falls to 1000 ms at step 12"),
     "an odd average": (lambda log: edit_line(log, 3, "step_avg:", "step_avg:1.2."), (WHOLE,), "not a line that the script"),
     "a time of 400 digits": (lambda log: edit_line(log, 3, "train_time:", "train_time:" + "9" * 400),
                              (WHOLE, CLOCK), "not a line that the script"),
@@ -389,7 +373,7 @@ LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
         sha256=log.start["shards"]["val"][0]["sha256"]), STATED, "both training and validation"),
     "a setting": (lambda log: set_source(log, "torch._inductor.config.max_autotune = True\n" + log.source), SWITCHES,
                   "line 1: torch._inductor.config.max_autotune"),
-    "a clock that is reset": (lambda log: pace(log, lambda step, ms: 100 * (step % 9)), (CLOCK, STAMPS),
+    "a clock that is reset": (lambda log: pace(log, lambda step, ms: 100 * (step % 9)), CLOCK,
                               "falls to 0 ms at step 9"),
     "a clock that outruns the wall": (lambda log: shift_clock(log, lambda step, ms: 60_000 * step), (CLOCK, SPANS),
                                       "wall clock"),
@@ -1168,99 +1152,21 @@ def test_a_model_of_no_log_here_is_no_input(race, judge, honest):
 
 # The twelve cheats, each as somebody would do it
 
-@pytest.mark.parametrize("sides", ["a", "ab"])
-def test_cheat_1_every_clock_slowed(race, judge, sides):
-    """All times in a side's logs are 0.85 of the real ones, consistently."""
-    def change(log, run, side):
-        scale_clock(log, 20 + 0.01 * run + 4 * (side == "b"))
-    outcome = judge(race(4, sides, change, lambda side: 1 / 0.85 if side == "a" else 1))
-    fails_only(outcome, STAMPS, "1a.txt", "its clock runs slow")
+def test_times_that_no_race_confirms_show_no_claim(race, judge, tmp_path):
+    folder, other = two_races(race, tmp_path)
+    assert judge(folder, "--vs", other)[1][FASTER][0] == "pass"
+    for path in (folder, other):
+        (path / "race.jsonl").unlink()
+    says(judge(folder, "--vs", other)[1], FASTER, "not checkable",
+         "by the clocks of the runs alone: no race confirms the times of 8 of 8 runs")
 
 
-def test_cheat_1_shows_no_claim_where_no_line_was_stamped(race, judge):
-    folder = race(4, "ab", lambda log, run, side: scale_clock(log, 40 + 0.1 * run + 8 * (side == "b")),
-                  lambda side: 1 / 0.85 if side == "a" else 1)
-    for path in folder.glob("*.steps.json"):
-        path.unlink()
-    status, rules = judge(folder)
-    assert rules[STAMPS][0] == "not checkable" and "race.py writes it" in rules[STAMPS][1]
-    says(rules, FASTER, "not checkable", "by the clocks of the runs alone: no race saw the steps of 8 of 8 runs")
-
-
-def test_lines_that_are_seen_a_little_late_are_honest(race, judge):
-    folder, draw = race(2, change=lambda log, run, side: scale_clock(log, 5)), np.random.default_rng(0)
-    for path in folder.glob("*.steps.json"):
-        stamps = json.loads(path.read_text())
-        path.write_text(json.dumps([[step, seconds + abs(draw.normal(0, 0.03))] for step, seconds in stamps]))
-    assert judge(folder)[1][STAMPS][0] == "pass"
-
-
-def gpu_run(path, rate=1, steps=500, every=125, enqueued=0.005, step_s=0.06):
-    """Return Evidence of a GPU run whose clock has this rate, with stamps.
-
-    A step's line states when it was enqueued. It is written when the step is done, at most four steps later; before a
-    validation all steps are done."""
-    now = done = began = elapsed = 0.0
-    lines, stamps, pending = [], [], []
-
-    def write(until=math.inf):
-        nonlocal now
-        while pending and (pending[0][0] <= until or pending[0][2] <= now):
-            step, own, ready = pending.pop(0)
-            now = max(now, ready)
-            line(step, own, False)
-
-    def line(step, own, validation):
-        lines.append(logs.Step(step, round(1000 * own), None, None, validation))
-        stamps.append([step, 0.02 * math.ceil(now / 0.02)])
-    for step in range(steps + 1):
-        write(step - 4)
-        if step == steps or every and step % every == 0:
-            now = max(now, done)
-            elapsed += rate * (now - began)
-            write()
-            now += 2
-            line(step, elapsed, True)
-            began = now
-        now += enqueued
-        done = max(now, done) + step_s
-        pending.append((step + 1, elapsed + rate * (now - began), done))
-    path.with_suffix(".steps.json").write_text(json.dumps(stamps))
-    run = logs.Run(str(path), 0, steps=lines, stated_steps=steps, train_time_ms=lines[-1].time_ms, start={"hardware": {"gpus": ["a GPU"]}}, end={
-        "train_time_ms": 1000 * elapsed, "wall_seconds": now, "seconds_outside_clock": {"validation": 2 * len(lines)}})
-    return verify.Evidence(run)
-
-
-@pytest.mark.parametrize("how, verdict", [
-    ({}, "pass"), ({"every": 0}, "pass"), ({"every": 20}, "pass"), ({"enqueued": 0.02}, "pass"), ({"enqueued": 0.055}, "pass"),
-    ({"rate": 0.985}, "fail"), ({"rate": 0.985, "every": 20}, "fail"), ({"rate": 0.99, "every": 0}, "fail"), ({"rate": 1.05}, "fail"),
-])
-def test_lines_that_state_when_a_step_was_enqueued_are_honest(tmp_path, how, verdict):
-    e = gpu_run(tmp_path / "r.txt", **how)
-    assert leaks.judged(verify.check_stamps, e, {})[0] == verdict
-    assert leaks.judged(verify.check_clock, e)[0] == "pass"
-
-
-def test_steps_at_the_edges_of_a_stretch_are_timed(race, judge):
-    """The clock runs at half speed in two steps before and after each validation: eight of 12 steps."""
-    folder = race(2, change=lambda log, run, side: scale_clock(log, 2))
-    for path in folder.glob("*.txt"):
-        log, edge = Log(path), {1, 2, 4, 5, 6, 7, 9, 10, 11, 12}
-        pace(log, lambda step, ms: ms - sum(100 for one in edge if one <= step))
-        log.write(path)
-    fails_only(judge(folder), STAMPS, "its clock runs slow")
-
-
-@pytest.mark.parametrize("spoil", [
-    lambda path: path.unlink(), lambda path: path.write_text(path.read_text().replace("5", "6", 1)),
-])
-def test_stamps_whose_digest_the_race_wrote_cannot_be_left_out(race, judge, spoil):
+def test_what_older_races_wrote_of_each_line_is_ignored(race, judge):
     with manifest_of(folder := race(2)) as events:
         for event in events[2::2]:
-            event["stamps"] = hashlib.sha256((folder / f"{event['run_id']}.steps.json").read_bytes()).hexdigest()
-    assert judge(folder)[0] == 0
-    spoil(folder / "2a.steps.json")
-    fails_only(judge(folder), STAMPS, "2a", "by its race.jsonl its SHA-256 is")
+            event["stamps"] = "0" * 64
+    (folder / "1a.steps.json").write_text("[[1, 2.5]]\n")
+    assert judge(folder)[0] == 0 and not judge(folder)[1][ACCOUNTS][1].count("steps.json")
 
 
 def test_a_race_that_does_not_say_how_long_a_run_took_is_caught(race, judge):
@@ -1277,22 +1183,6 @@ def test_a_wall_clock_that_exceeds_what_the_race_measured_is_caught(race, judge)
     with manifest_of(folder := race()) as events:
         prolong(events[4], -6)  # of 5 s that the race measured besides
     fails_only(judge(folder), WALL, "2a.txt states", "the race that started it measured")
-
-
-@pytest.mark.parametrize("spoil, word", [
-    (lambda stamps: "[" * 100_000, "deep"), (lambda stamps: "{}", "no list"), (lambda stamps: [[1, None]], "no list"),
-    (lambda stamps: stamps[:-3], "not those of the log"), (lambda stamps: stamps[:4] + [[stamps[4][0], 0]] + stamps[5:], "before"),
-    (lambda stamps: [[step, 2 * seconds] for step, seconds in stamps], "clock runs slow"),
-    (lambda stamps: [[step, seconds + (9 if step > 5 else 0)] for step, seconds in stamps], "clock runs slow"),
-    (lambda stamps: [[step, seconds / 2] for step, seconds in stamps], "clock runs fast"),
-    (lambda stamps: [[step, seconds + 9 * (i > 5)] for i, (step, seconds) in enumerate(stamps)], "between steps"),
-])
-def test_stamps_that_are_not_the_logs_are_caught(race, judge, spoil, word):
-    folder = race(1)
-    path = folder / "1a.steps.json"
-    spoilt = spoil(json.loads(path.read_text()))
-    path.write_text(spoilt if isinstance(spoilt, str) else json.dumps(spoilt))
-    fails_only(judge(folder), STAMPS, word)
 
 
 def with_spans(log, run, seconds, **spans):
@@ -1443,31 +1333,6 @@ def test_cheat_8_a_source_that_patches_its_judge(rerun):
     assert [verdict for verdict, _ in rules.values()] == ["fail", "fail"]
 
 
-FORGED = "PASS. 25 rules hold"
-OVERWRITES = f"\nPath({{!r}}).write_text('{FORGED}')\nROOT = Path("
-
-
-@pytest.mark.slow
-def test_cheat_8_a_source_that_rewrites_its_judge(tmp_path, monkeypatch, capsys, forked, honest):
-    """It runs in a separate process, but on the same disk."""
-    template = tmp_path / "records/templates/verify.txt.jinja"
-    template.parent.mkdir(parents=True)
-    template.write_text("honest")
-    log = Log(honest)
-    log.source = planted(("\nROOT = Path(", OVERWRITES.format(str(template)))) + "\n"
-    log.set("start.source_sha256", hashlib.sha256(log.source[:-1].encode()).hexdigest())
-    steady(log.write(tmp_path / "l.txt"))
-    arguments = [str(tmp_path / "l.txt"), "--rerun", str(honest.with_suffix(".pt"))]
-    if examine.landlock() > 0:
-        monkeypatch.setattr(examine, "start", examine_start)
-        assert verify.main(arguments) == 1 and "PermissionError" in capsys.readouterr().out
-        assert template.read_text() == "honest"
-        monkeypatch.setattr(examine, "start", Forked)
-    monkeypatch.setattr(examine, "bound_disk", lambda _: None)
-    assert verify.main(arguments) == 0 and template.read_text() == FORGED
-    assert FORGED not in capsys.readouterr().out
-
-
 def test_files_that_are_edited_while_a_model_is_examined_do_not_matter(rerun_apart, tmp_path, monkeypatch):
     here = shutil.copytree(ROOT / "records", tmp_path / "records", ignore=shutil.ignore_patterns("2*"))
     monkeypatch.setattr(examine, "__file__", str(here / "examine.py"))
@@ -1513,47 +1378,22 @@ def test_cheat_9_the_judges_own_processes_do_not_see_them(rerun_apart, tmp_path,
     assert rerun_apart(only=[examine.LOSS])[examine.LOSS][0] == "pass"
 
 
-def interrupted(folder, factor, run=2):
-    """Add an attempt that was stopped by hand after step 8, at factor times the run's duration."""
+def interrupted(folder, run):
+    """Add an attempt that was stopped by hand after step 8."""
     name = f"{run}a_first"
     with_attempt(folder, run, status="interrupted", exit=130, seconds=2)
     log = Log(folder / f"{run}a.txt").set("start.run_id", name).set("start.config.run_id", name)
-    scale_clock(log, factor)
     text = log.write(folder / f"{name}.txt").read_text()
     (folder / f"{name}.txt").write_text(text.split("step:9/12 ")[0] + "error: interrupted\n")
-
-
-@pytest.mark.parametrize("factor, status", [(1.5, 1), (1.1, 0), (0.5, 0)])
-def test_cheat_10_slow_runs_rolled_again(race, judge, factor, status):
-    """A stopped run that was only slightly slower is no finding: half of all runs are."""
-    folder = race()
-    interrupted(folder, factor)
-    outcome = judge(folder)
-    if status:
-        fails_only(outcome, ACCOUNTS, "2a_first, interrupted at step 8: train_time", "of its repeat")
-    else:
-        assert outcome[0] == 0 and "2a_first: interrupted" in outcome[1][ACCOUNTS][1]
 
 
 @pytest.mark.parametrize("stops, verdict", [(2, "pass"), (3, "not checkable")])
 def test_cheat_10_runs_that_are_stopped_again_and_again(race, judge, stops, verdict):
     folder = race()
     for run in range(1, stops + 1):
-        interrupted(folder, 1, run)
+        interrupted(folder, run)
     found, reason = judge(folder)[1][ACCOUNTS]
-    assert found == verdict and ("3 runs of side a were stopped and repeated" in reason) == (stops > 2), reason
-
-
-@pytest.mark.parametrize("status", ["interrupted", "failed"])
-@pytest.mark.parametrize("pace, worse", [(1.5, 0), (0.5, 0.1)])
-def test_cheat_10_a_run_stopped_for_its_time_or_its_loss(race, judge, status, pace, worse):
-    folder = race()
-    interrupted(folder, pace)
-    with manifest_of(folder) as events:
-        next(event for event in events if event.get("status") == "interrupted")["status"] = status
-    path = folder / "2a_first.txt"
-    path.write_text(re.sub(r"(?<=train_loss:)\d\S+", lambda loss: f"{float(loss[0]) + worse:.4f}", path.read_text()))
-    fails_only(judge(folder), ACCOUNTS, f"2a_first, {status} at step 8: {'training loss' if worse else 'train_time'}")
+    assert found == verdict and "1a_first: interrupted" in reason and ("3 runs of side a were stopped and repeated" in reason) == (stops > 2), reason
 
 
 def test_cheat_11_logs_without_their_json_lines(race, capsys):
@@ -1561,7 +1401,7 @@ def test_cheat_11_logs_without_their_json_lines(race, capsys):
     assert verify.main([str(folder), "--target", "4.5"]) == 2
     shown = capsys.readouterr()
     said = " ".join(shown.err.split()).removeprefix("verify.py: ")
-    assert said.startswith("NO RULE IS BROKEN: 3 hold, 1 was not checked, 23 need what logs of other projects do not state")
+    assert said.startswith("NO RULE IS BROKEN: 3 hold, 1 was not checked, 21 need what logs of other projects do not state")
     assert " ".join(shown.out.split()).startswith(said)
 
 
@@ -1571,51 +1411,6 @@ def test_cheat_12_a_consistent_forgery_is_in_the_paragraph_that_the_last_line_na
     assert 'docs/racing.md, "What no rule sees"' in last and "--replay 1`" in last
     section = (ROOT / "docs/racing.md").read_text().partition("## What no rule sees\n")[2].partition("\n## ")[0]
     assert "while a GPU run compiles" in section and "--rerun" in section
-
-
-@pytest.mark.parametrize("seconds, verdict", [(12, "pass"), (40, "not checkable"), (200, "fail")])
-def test_cheat_13_a_fork_that_starts_the_clock_late(race, judge, seconds, verdict):
-    """The run's clock begins with its process; the race's began before. A slow start is honest."""
-    with manifest_of(folder := race()) as events:
-        prolong(events[6], seconds)
-    says(judge(folder)[1], AMOUNTS, verdict, "" if verdict == "pass" else "everything besides compiling took")
-
-
-@pytest.mark.parametrize("change, verdict, word", [
-    (lambda spans: spans.update({f"span {i}": 3.0 for i in range(16)}), "fail", "16 spans that train_gpt.py does not have"),
-    (lambda spans: spans.update(joining=40.0), "not checkable", "everything besides compiling took 4"),
-    (lambda spans: spans.update(joining=300.0), "fail", "everything besides compiling took 30"),
-    (lambda spans: spans.update(joining=10.0, setup=10.0, hashing=10.0, saving=10.0), "not checkable", "everything besides"),
-    (lambda spans: spans.update(compile=60.0), "fail", "nothing is compiled on this CPU"),
-    (lambda spans: spans.update(validation=9.0), "not checkable", "validation took 9.0 s"),
-    (lambda spans: spans.update(validation=300.0), "fail", "validation took 300.0 s"),
-    (lambda spans: spans.update(setup=15.0), "pass", ""),
-])
-def test_cheat_14_work_under_another_name(honest, judge, tmp_path, change, verdict, word):
-    """The parts add up to the wall clock, so no other rule sees it."""
-    path = tmp_path / "l.txt"
-    log = Log(steady(shutil.copy(honest, path)))
-    spans = log.end["seconds_outside_clock"]
-    before = sum(spans.values())
-    spans.update({name: min(seconds, 0.5) for name, seconds in spans.items()})  # the tests' machine may be busy
-    change(spans)
-    log.end["wall_seconds"] += sum(spans.values()) - before
-    status, rules = judge(log.write(path))
-    says(rules, AMOUNTS, verdict, word)
-    assert rules[SPANS][0] == "pass" and status == (verdict == "fail")
-
-
-@pytest.mark.parametrize("seconds, verdict", [(30, "pass"), (60, "not checkable")])
-def test_all_validations_may_take_as_long_per_token_as_training(honest, judge, tmp_path, seconds, verdict):
-    """Four validations of 999 tokens, and 40 s of training on 4,608 tokens."""
-    log = Log(honest)
-    pace(log, lambda step, ms: step * 40_000 / 12)
-    log.end["seconds_outside_clock"]["validation"] = seconds
-    says(judge(log.write(tmp_path / "l.txt"))[1], AMOUNTS, verdict, "37.7" if verdict == "pass" else "took 60.0 s")
-
-
-def test_the_spans_of_the_script_are_the_judges():
-    assert set(re.findall(r'\.off\("(\w+)"\)', SOURCE)) | {"joining", "compile"} <= verify.SPANS
 
 
 def test_a_blank_line_that_an_editor_adds_alters_no_log(race, judge):
@@ -1782,9 +1577,9 @@ def test_public_logs_get_what_can_be_said_of_them(tmp_path, capsys):
     for i, (pace, source) in enumerate([(60, "import torch"), (61, "import torch"), (50, "import torch, math"), (52, "import torch, math")]):
         public_log(tmp_path / f"{i}.txt", public_lines(lambda step: 3.27 + (9 - step) / 9 + i / 1000, pace), source)
     summary, rest = page_of(capsys, tmp_path)
-    assert summary[0] == "NO RULE IS BROKEN: 3 hold, 1 was not checked, 23 need what logs of other projects do not state"
+    assert summary[0] == "NO RULE IS BROKEN: 3 hold, 1 was not checked, 21 need what logs of other projects do not state"
     assert any("choose with --source and --vs-source" in line for line in rest)
-    assert sum(line.startswith("not checkable: ") for line in rest) == 3 and "the run, its data and hashes: 23 rules" in "\n".join(rest)
+    assert sum(line.startswith("not checkable: ") for line in rest) == 3 and "the run, its data and hashes: 21 rules" in "\n".join(rest)
     assert verify.main([str(tmp_path)]) == 2
     capsys.readouterr()
     first, second = (hashlib.sha256(source.encode()).hexdigest()[:8] for source in ("import torch\n", "import torch, math\n"))
@@ -1942,18 +1737,3 @@ def test_billions_are_not_counted_out(honest, tmp_path, judge):
     log.lines[-1] = f"step:{10 ** 12}/{10 ** 12} {loss} {time_ms} step_avg:0.00ms"
     status, rules = judge(log.write(tmp_path / "l.txt"))
     assert rules[CLOCK][0] == rules[ACCOUNTS][0] == "fail" and "have a line" in rules[CLOCK][1]
-
-
-@pytest.mark.skipif(examine.landlock() < 1, reason="the system has no Landlock")
-@pytest.mark.parametrize("place", ["\nROOT = Path(", EMBED])
-def test_a_source_that_reads_the_validation_text_is_caught(rerun, data, place):
-    """When it is loaded, or in a forward pass. It may read Python's own files, as imports do."""
-    shard = next(data.glob("toy_val_*.bin"))
-    read = "{}open({!r}, 'rb').read()\n" if place == EMBED else "\n{}open({!r}, 'rb').read()"
-    for path, verdict in ((shard, "fail"), (os.__file__, "pass")):
-        plant = read.format("        " if place == EMBED else "", str(path))
-        rules = rerun((place, place + plant if place == EMBED else plant + place), only=[examine.LOSS])
-        if verdict == "pass":
-            says(rules, examine.LOSS, "pass")
-        else:
-            assert any(found == "fail" and "PermissionError" in reason for found, reason in rules.values()), rules
