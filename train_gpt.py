@@ -139,10 +139,10 @@ class StageValues:
     micro_batches: int = option(8, "micro-batches per step over all ranks; ranks take equal shares")
     micro_batch_tokens: int = option(2048 * 16, "tokens per forward and backward pass: one packed sequence")
     max_document_tokens: int = option(2048, "longest training document; a batch then has many documents", min=2)
-    long_window: int = option(3, "long attention window in blocks; the short window is half of it")
+    long_window: int = option(3, "long attention window in blocks; the short window is half of it, rounded down")
     peak_lr_factor: float = option(1.0, "factor on every learning rate before the cooldown", min=0)
     loss_weights: Numbers = option((1.0,), "weights in the objective: next token, the one after it, …; such as 1,.5")
-    prefix_weight: float = option(0.0, "weight in the objective of the longest token that begins the next one", min=0)
+    prefix_weight: float = option(0.0, "weight of a target: the longest token that begins the next one", min=0)
 
 @dataclass(frozen=True)
 class Ramp:
@@ -262,7 +262,7 @@ class Config(SyncSettings, StageValues):
                          "connection from layer N); c in front (attention reads backout_layer); - (nothing)")
     ngrams: tuple[Ngrams, ...] = option((), "n-gram embedding tables, Ngrams(N, ROWS, WIDTH) each")
     ngram_reset: int = option(0, "zero the n-gram tables every N steps, counted back from the last step; with N = the "
-                              "steps per epoch, no row has seen the tokens that it helps to predict (0: never)", min=0)
+                              "steps per epoch, no row was trained on the text that it is used on (0: never)", min=0)
     ngram_hash: str = option("documents", "hash of n-grams: within documents, or record 89's", ("documents", "record"))
     model_dim: int = option(768, "width of the residual stream", min=GATE_DIM)
     num_heads: int = option(6, "attention heads")
@@ -387,7 +387,7 @@ PRESETS = {
             Stage(micro_batch_tokens=49152, max_document_tokens=2048, long_window=11, peak_lr_factor=1.73,
                   loss_weights=(1.0,), prefix_weight=0.0),
             Stage(extra_steps=15, micro_batch_tokens=49152, max_document_tokens=2048, long_window=13,
-                  peak_lr_factor=0.15, loss_weights=(1.0,), prefix_weight=0.0),  # peak_lr_factor has almost no effect
+                  peak_lr_factor=0.15, loss_weights=(1.0,), prefix_weight=0.0),  # lr_floor decides here, not peak
         ),
         muon_lr=0.023, muon_beta2=0.9, muon_qk_heads=2, adam_eps=1e-10, adam_fp32_moments=True,
         param_groups=(
@@ -683,7 +683,7 @@ def interpolate(first: Any, last: Any, done: float) -> Any:
     return first if first == last else first + done * (last - first)
 
 def lr_factor(config: Config, step: int, peak: float) -> float:
-    """Compute the learning-rate factor: `peak`, the stage's, before the cooldown; in it, linear from peak to lr_floor.
+    """Compute the learning-rate factor: the stage's `peak` before the cooldown, then linear from it to lr_floor.
 
     The factor jumps where a new stage has another peak."""
     c, scheduled = config, scheduled_steps(config)
@@ -2738,7 +2738,7 @@ class DistributedOptimizer(SavedState):
         With overlap_param_gather the next forward waits for the all-gathers. Rules read the plan's numbers.
         """
         reducer = self.reducer
-        self.finish_all_gathers()  # that no forward here has waited for: until they end, another rank may send nothing
+        self.finish_all_gathers()  # another rank may wait for those that no forward of this rank needed
         reducer.launch_rest()
         if self.settings.check_grads or self.settings.clip_norm:
             for bucket in reducer.due:
@@ -2807,7 +2807,7 @@ def specs_of(config: Config, model: GPT) -> list[ParamSpec]:
         require(kind in groups, f"{name}: PARAM_GROUPS has no row for kind {kind!r}; add one, or create the parameter "
                 f"by parameter(init, kind) with one of {', '.join(groups)}")
         rule, scale = rule_of(config, groups[kind]), groups[kind].lr_mul
-        if not isinstance(rule, NorMuon):  # whose scale of each matrix includes it
+        if not isinstance(rule, NorMuon):  # NorMuon applies lr_mul by spec.scale
             rule, scale = dataclasses.replace(rule, lr=rule.lr * scale), 1.0
         first_step = first_untied_step(config) if kind == "embed" else 0
         specs.append(finish_spec(ParamSpec(name, param, rule, param.unit, scale, first_step)))
@@ -3129,7 +3129,7 @@ def split_sequence(sequence: np.ndarray, device: torch.device) -> tuple[Tensor, 
     return tokens[:-1], tokens[1:].long()
 
 def count_documents(model: GPT, tokens: np.ndarray) -> None:
-    """Find the documents of the sequence that forward takes next, on the host, which FlashAttention needs to know them.
+    """Find the documents of the sequence that forward takes next, on the host: FlashAttention needs their bounds there.
 
     Without them, or with more documents than a DocumentTable has room for, attention masks in pieces.
     """
