@@ -142,7 +142,7 @@ class StageValues:
     long_window: int = option(3, "long attention window in blocks; the short window is half of it, rounded down")
     peak_lr_factor: float = option(1.0, "factor on every learning rate before the cooldown", min=0)
     loss_weights: Numbers = option((1.0,), "weights in the objective: next token, the one after it, …; such as 1,.5")
-    prefix_weight: float = option(0.0, "weight of a target: the longest token that begins the next one", min=0)
+    prefix_weight: float = option(0.0, "weight of a further target: the longest token that begins the next", min=0)
 
 @dataclass(frozen=True)
 class Ramp:
