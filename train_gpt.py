@@ -2515,13 +2515,20 @@ class Reducer:
     def backward_passes(self) -> int:
         return self.micro_batches
 
-    def launch_rest(self) -> None:
-        """Launch the buckets that backward did not. RunError if a gradient is missing."""
-        for bucket in (bucket for bucket in self.due if bucket.missing):
+    CURE = "use each in the loss"
+
+    def check_complete(self, bucket: Bucket) -> None:
+        """Raise RunError if a parameter of the bucket got no gradient in this step."""
+        if bucket.missing:
             missing = [slot.name for slot in bucket.slots if slot in bucket.missing]
             raise RunError(f"bucket {bucket.name} was not launched: {len(bucket.slots) - len(missing)} of "
-                           f"{len(bucket.slots)} of its parameters got a gradient, not {', '.join(missing)}; use each "
-                           "in the loss")
+                           f"{len(bucket.slots)} of its parameters got a gradient, not {', '.join(missing)}; "
+                           f"{self.CURE}")
+
+    def launch_rest(self) -> None:
+        """Launch the buckets that backward did not. RunError if a gradient is missing."""
+        for bucket in self.due:
+            self.check_complete(bucket)
         if not self.launch_order:
             self.set_launch_order()
         for bucket in self.due[self.launches:]:

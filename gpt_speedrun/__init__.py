@@ -138,6 +138,7 @@ Call = collections.namedtuple("Call", "kind step passes optimizer writes")
 class Reducer(engine.Reducer):
     """Without prepare_for_backward, the one backward outside of no_sync completes the step; earlier ones run inside."""
 
+    CURE = "use each in the loss, or set find_unused_parameters"
     CALLS = "step()", "state_dict()", "load_state_dict()", "check_replicas()"  # compared before their first message
     numbers = itertools.count(1)
 
@@ -228,11 +229,7 @@ class Reducer(engine.Reducer):
             check_views(bucket, self.hooks)
             if self.settings.find_unused_parameters:
                 bucket.missing.clear()
-            if bucket.missing:  # before the ranks compare their calls
-                missing = [slot.name for slot in bucket.slots if slot in bucket.missing]
-                raise RunError(f"bucket {bucket.name} was not launched: {len(bucket.slots) - len(missing)} of "
-                               f"{len(bucket.slots)} of its parameters got a gradient, not {', '.join(missing)}; use "
-                               "each in the loss, or set find_unused_parameters")
+            self.check_complete(bucket)  # before the ranks compare their calls
         first, writes, self.compared = not self.launch_orders, self.check_call("step()"), True
         super().launch_rest()
         if len(writes) > 1 or first:
