@@ -47,7 +47,10 @@ def die_with_launcher() -> None:
         if not os.path.exists(f"/proc/{os.environ.get('LAUNCHER_PID', os.getppid())}"):  # it died before prctl
             os._exit(1)
 
-if __name__ == "__main__":  # before the other imports, which take seconds
+# Programs that import this file to start a run, such as frontier.py, set STARTS_A_RUN
+STARTED = __name__ == "__main__" or getattr(sys.modules["__main__"], "STARTS_A_RUN", False)
+
+if STARTED:  # before the other imports, which take seconds
     if sys.platform == "win32":
         sys.exit("train_gpt.py: error: a run needs Linux or macOS; on Windows use WSL")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import
@@ -59,7 +62,6 @@ if __name__ == "__main__":  # before the other imports, which take seconds
 
 import argparse
 import ast
-import base64
 import collections
 import contextlib
 import dataclasses
@@ -119,21 +121,21 @@ def require(condition: Any, message: str) -> None:
 # ------------------------------------------------------------------------------------------------------------------
 # config
 
-Numbers = tuple[float, ...]
-LayerNumbers = tuple[int, ...]
-
 def option(default: Any, meaning: str, choices: tuple[str, ...] = (), min: float | None = None, max: float = math.inf,
-           exclusive_max: float = math.inf) -> Any:
-    """Declare a config field: default, meaning and limits. Without `min`, a number must be above 0."""
+           exclusive_max: float = math.inf, free: bool = False) -> Any:
+    """Declare a config field: default, meaning and limits. Without `min`, a number must be above 0.
+
+    free: a resumed run may change it, since it decides how the run is computed, not what it computes.
+    """
     return field(default=default, metadata={"meaning": meaning, "choices": choices, "min": min, "max": max,
-                                            "exclusive_max": exclusive_max})
+                                            "exclusive_max": exclusive_max, "free": free})
 
 @dataclass(frozen=True)
 class StageValues:
     """Values that a stage may set. A stage that does not set one uses the flag of the same name.
 
-    To schedule another number, add a field: it becomes a flag, a value of stages and a value of each step's Plan, which
-    Worker.step and the rules' hyper(plan, t) read.
+    To schedule another number, add a field of type float: it becomes a flag, a value of stages, and an entry of
+    `scheduled`, which Head.forward, Context and each step's Plan hold.
     """
 
     micro_batches: int = option(8, "micro-batches per step over all ranks; ranks take equal shares")
@@ -141,15 +143,13 @@ class StageValues:
     max_document_tokens: int = option(2048, "longest training document; a batch then has many documents", min=2)
     long_window: int = option(3, "long attention window in blocks; the short window is half of it, rounded down")
     peak_lr_factor: float = option(1.0, "factor on every learning rate before the cooldown", min=0)
-    loss_weights: Numbers = option((1.0,), "weights in the objective: next token, the one after it, …; such as 1,.5")
-    prefix_weight: float = option(0.0, "weight of a further target: the longest token that begins the next", min=0)
 
 @dataclass(frozen=True)
 class Ramp:
     """A value that changes linearly from `first`, at a stage's first step, to `last`, at its end."""
 
-    first: float | Numbers
-    last: float | Numbers
+    first: float
+    last: float
 
 def show_row(row: Any) -> str:
     """Show a row as it is written on the command line, without fields at their default."""
@@ -157,13 +157,18 @@ def show_row(row: Any) -> str:
     shown = (repr(v) if f.default is dataclasses.MISSING else f"{f.name}={v!r}" for f, v in values if v != f.default)
     return f"{type(row).__name__}({', '.join(shown)})"
 
-# until: the end of the stage (up to 1: a fraction of the scheduled steps; above 1: a step). extra_steps: the length of
-# a stage after the schedule, in place of `until`; the scheduled steps are num_steps minus all extra_steps. The other
-# fields are those of StageValues (None: the flag's value)
-Stage = dataclasses.make_dataclass(
-    "Stage", [("until", float, 1.0), ("extra_steps", int, 0),
-              *((f.name, f.type, None) for f in dataclasses.fields(StageValues))],
-    frozen=True, repr=False, namespace={"__repr__": show_row, "__module__": __name__})
+def stage_type(values: type[StageValues]) -> type:
+    """Create the class of a stage's row: its end, and the fields of `values` (None: the flag's value).
+
+    until: the end (up to 1: a fraction of the scheduled steps; above 1: a step). extra_steps: the length of a stage
+    after the schedule, in place of `until`; the scheduled steps are num_steps minus all extra_steps.
+    """
+    return dataclasses.make_dataclass(
+        "Stage", [("until", float, 1.0), ("extra_steps", int, 0),
+                  *((f.name, f.type, None) for f in dataclasses.fields(values))],
+        frozen=True, repr=False, namespace={"__repr__": show_row, "__module__": values.__module__})
+
+Stage = stage_type(StageValues)
 
 @dataclass(frozen=True)
 class AdamGroup:
@@ -176,6 +181,13 @@ class AdamGroup:
     weight_decay: float = option(0.0, "cautious, times the squared learning rate of the kind", min=0)
     __repr__ = show_row
 
+    def rule(self, config: Config) -> Adam:
+        """Create the kind's update rule; specs_of applies lr_mul."""
+        beta1, beta2 = (flag if own is None else own for own, flag in (
+            (self.beta1, config.adam_beta1), (self.beta2, config.adam_beta2)))
+        return Adam(config.adam_lr, beta1, beta2, config.adam_eps, config.adam_every, self.weight_decay,
+                    rows=self.kind == "ngram_embeds", lazy=config.lazy_tables)
+
 @dataclass(frozen=True)
 class MuonGroup:
     """How NorMuon updates one kind of matrices."""
@@ -183,6 +195,9 @@ class MuonGroup:
     kind: str
     lr_mul: float = option(1.0, "times muon_lr", min=0)
     __repr__ = show_row
+
+    def rule(self, config: Config) -> NorMuon:
+        return NorMuon(config.muon_lr, config.muon_weight_decay, config.muon_beta2, config.torch_dtype)
 
 @dataclass(frozen=True)
 class Ngrams:
@@ -193,20 +208,15 @@ class Ngrams:
     width: int = option(dataclasses.MISSING, "entries of a row")
     __repr__ = show_row
 
-# One row per kind of parameters. The model names the kind where it creates a parameter: parameter(init, kind)
+# One row per kind of parameters. The model names the kind where it creates a parameter: parameter(init, kind). For
+# another update rule, write a class of rows whose method `rule` creates it
 PARAM_GROUPS = (
     AdamGroup("embed", lr_mul=75.0),  # embeddings start at unit scale and must move far
     AdamGroup("value_embeds", lr_mul=75.0),
     AdamGroup("ngram_embeds", lr_mul=25.0),  # most rows get few gradients and must move far with each
     AdamGroup("head"),
     AdamGroup("scalars", lr_mul=5.0),  # mixing weights: faster than the head, slower than embeddings
-    AdamGroup("resid_lambdas", lr_mul=5.0),
-    AdamGroup("post_lambdas"),
     AdamGroup("xsa_lambdas"),
-    AdamGroup("token_gates", lr_mul=0.1),  # small networks, whose outputs weight whole residual streams
-    AdamGroup("token_gates_biases", lr_mul=0.1),
-    AdamGroup("mudd", lr_mul=0.25),
-    AdamGroup("mudd_biases", lr_mul=0.25),
     MuonGroup("gates"),
     MuonGroup("smear_gate"),
     MuonGroup("attn"),
@@ -223,10 +233,11 @@ class SyncSettings:
     settings change only time and memory.
     """
 
-    sync: str = option("hook", "start reduce-scatters in backward, or in the step", ("hook", "step"))
-    update_order: str = option("launch", "order of updates: of launches, or of the forward", ("launch", "forward"))
-    overlap_param_gather: bool = option(False, "overlap all-gathers with the next forward, layer by layer")
-    check_grads: bool = option(False, "stop before a step with a non-finite gradient (synchronizes the GPU)")
+    sync: str = option("hook", "start reduce-scatters in backward, or in the step", ("hook", "step"), free=True)
+    update_order: str = option("launch", "order of updates: of launches, or of the forward", ("launch", "forward"),
+                               free=True)
+    overlap_param_gather: bool = option(False, "overlap all-gathers with the next forward, layer by layer", free=True)
+    check_grads: bool = option(False, "stop before a step with a non-finite gradient (synchronizes the GPU)", free=True)
     clip_norm: float = option(0.0, "largest norm of a step's gradients (0: no clipping); see grad_norm in a log. "
                               "train_gpt.py sums its loss over tokens, so norms are far above 1", min=0)
     world_size_invariant: bool = option(False, "same bytes on any number of ranks: tree sums, one thread, no batching")
@@ -235,14 +246,23 @@ GATE_DIM = 12  # channels of the residual stream that gates read
 
 @dataclass(frozen=True)
 class Config(SyncSettings, StageValues):
-    """Every value that decides a run. The defaults are record 44 of the public speedrun."""
+    """Every value that decides a run. The defaults are record 44 of the public speedrun.
+
+    Its class also names what a run is built from: rows, kinds of parameters, model and worker. frontier.py has another.
+    """
+
+    row_types = Stage, Ramp, AdamGroup, MuonGroup, Ngrams  # of its values; the first is that of `stages`
+    base_groups = PARAM_GROUPS
+    model_type = property(lambda self: GPT)
+    worker_type = property(lambda self: Worker)
+    help_groups = {}  # further entries of HELP_GROUPS
 
     seed: int = option(0, "seed of the initialization and of the document order", min=0, max=2 ** 63 - 1)
     target_val_loss: float = option(3.28, "target validation loss in nats per token (0: none)", min=0)
 
     # data
-    train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "training shards")
-    val_files: str = option("data/fineweb10B/fineweb_val_*.bin", "validation shards")
+    train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "training shards", free=True)
+    val_files: str = option("data/fineweb10B/fineweb_val_*.bin", "validation shards", free=True)
     train_shards: int = option(9, "training shards to read, in order of their names (0: all)", min=0)
     epochs: int = option(1, "passes over the training shards; the race allows one")
     long_documents: str = option("cut", "cut documents at max_document_tokens, or split them", ("cut", "split"))
@@ -254,34 +274,16 @@ class Config(SyncSettings, StageValues):
 
     # model
     layers: str = option("- S1M S2M SM LM SM SM+5 M+4 SM+3 S0M+2 S1M+1 L2M", "one word per layer (read Block and "
-                         "Attention first): S or L (attention "
-                         "with the short or long window) or P (short window; heads j and num_heads / 2 + j attend "
-                         "to each other's keys), a digit (value table), "
-                         "x (heads remove a token's own value: XSA, arXiv:2603.09078), g and d (with token_gates: "
-                         "output gates; attention maps mixed over heads: DC, arXiv:2405.08553), M (MLP), +N (skip "
-                         "connection from layer N); c in front (attention reads backout_layer); - (nothing)")
+                         "Attention first): S or L (attention with the short or long window), a digit (value table), "
+                         "x (heads remove a token's own value: XSA, arXiv:2603.09078), M (MLP), +N (skip connection "
+                         "from layer N); - (nothing)")
     ngrams: tuple[Ngrams, ...] = option((), "n-gram embedding tables, Ngrams(N, ROWS, WIDTH) each")
     ngram_reset: int = option(0, "zero the n-gram tables every N steps, counted back from the last step; with N = the "
                               "steps per epoch, no row was trained on the text that it is used on (0: never)", min=0)
-    ngram_hash: str = option("documents", "hash of n-grams: within documents, or record 89's", ("documents", "record"))
     model_dim: int = option(768, "width of the residual stream", min=GATE_DIM)
     num_heads: int = option(6, "attention heads")
     backout_layer: int = option(8, "layer whose output is partly subtracted before the head", min=0)
-    resid_lambda_init: float = option(1.0, "initial weight of the residual stream; above 1 favours later layers")
-    sublayer_scales: bool = option(False, "learned weights of residual stream and output for attention and for MLP")
-    token_gates: LayerNumbers = option((), "layers at whose start a small network computes gates per token for the "
-                                       "layers from there on, such as 0,4: of x0, n-gram embeddings, skip connections, "
-                                       "x, g and d (empty: x and a sigmoid gate per head in each layer)")
-    mudd: bool = option(False, "last layer and head mix earlier outputs by weights per token (MUDD, arXiv:2502.12170)")
-    value_gates: bool = option(False, "gate the value table per head and token")
-    key_offset: bool = option(False, "long-window keys: unrotated part from the previous token (induction heads)")
-    output_init: float = option(0.0, "scale of the initial attention output matrices (0: zeros)", min=0)
-    head_init: float = option(0.0, "standard deviation of the head's initialization", min=0)
-    value_init: float = option(1.0, "standard deviation of the value tables' initialization", min=0)
-    untie_at: float = option(0.0, "fraction of the schedule in which head and embedding are one matrix; then the "
-                            "embedding becomes a copy with its own updates (0: never tied)", min=0, max=1)
-    logit_cap: float = option(30.0, "logits = logit_cap * sigmoid((x + logit_shift) / 7.5)")
-    logit_shift: float = option(0.0, "see logit_cap", min=-math.inf)
+    logit_cap: float = option(30.0, "logits = logit_cap * sigmoid(x / 7.5)")
     # Adam's moments have the dtype of their parameter, as in the record. Three roundings of the record are left out,
     # since float32 costs nothing there: NorMuon's gates, their moments, and its normalization after polar. One is
     # added: matrices and their gradients are sent in bf16, as in records from 57 on; see NorMuon.init_state
@@ -291,7 +293,6 @@ class Config(SyncSettings, StageValues):
     fp8_x_scale: float = option(math.sqrt(768) / 448, "scale of the head's input in fp8: up to 448 times it fits")
     fp8_weight_scale: float = option(2.0 ** -9, "scale of the head's weights in fp8: up to 448 times it fits")
     fp8_grad_scale: float = option(1 / 448, "scale of the logits' gradient in fp8: up to 57,344 times it fits")
-    fp8_mlp: bool = option(False, "compute the MLPs' forward in fp8 during training; GPUs need their Triton kernels")
 
     # schedule
     num_steps: int = option(2245, "training steps; with fewer, extra_steps and muon_momentum_* shrink in proportion")
@@ -313,7 +314,6 @@ class Config(SyncSettings, StageValues):
     adam_beta1: float = option(0.65, "first moment's decay; a token's gradients are far apart", min=0, exclusive_max=1)
     adam_beta2: float = option(0.95, "decay of the second moment", min=0, exclusive_max=1)
     adam_eps: float = option(1e-8, "added to the denominator, so that 0 / 0 is 0")
-    adam_fp32_moments: bool = option(False, "keep Adam's moments in float32, whatever the parameter's dtype")
     adam_every: int = option(2, "steps per Adam update, which uses the sum of their gradients")
     lazy_tables: bool = option(False, "update only the n-gram rows that a step uses, and send only their new values")
     muon_lr: float = option(0.03, "NorMuon's learning rate: the size of an orthogonal update", min=0)
@@ -324,37 +324,43 @@ class Config(SyncSettings, StageValues):
     muon_momentum_rise: int = option(300, "steps of the momentum warm-up", min=0)
     muon_momentum_fall: int = option(50, "steps of the momentum cooldown", min=0)
     muon_beta2: float = option(0.95, "decay of NorMuon's second moment", min=0, exclusive_max=1)
-    # with muon_qk_heads, second moments are per row for values and outputs; all others are per column
-    muon_qk_heads: int = option(0, "heads per matrix of queries or keys that NorMuon orthogonalizes (0: all)", min=0)
 
     # gradient sync (see also SyncSettings)
     # the default bucket holds 16 of the record's largest matrices in bf16, two per rank
-    bucket_mb: float = option(72.0, "MiB of parameters per bucket (0: one bucket per parameter)", min=0)
+    bucket_mb: float = option(72.0, "MiB of parameters per bucket (0: one bucket per parameter)", min=0,
+                             free=True)
     grad_reduce_in_fp32: bool = option(False, "accumulate and send the gradients of bf16 parameters in float32")
     bf16_compress: bool = option(False, "send gradients in bf16")
 
     # machine
     micro_batch_splits: int = option(1, "parts that each micro-batch is split into, to save GPU memory")
-    compile: str = option("auto", "torch.compile for blocks, head and rules; auto: on GPUs", ("auto", "on", "off"))
+    compile: str = option("auto", "torch.compile for blocks, head and rules; auto: on GPUs", ("auto", "on", "off"),
+                          free=True)
     # flash is FlashAttention 3 on Hopper where it is installed, else torch's own
     attention: str = option("auto", "flash: FlashAttention; masked: SDPA; auto: flash on GPUs in bf16, else masked",
-                            ("auto", "flash", "masked"))
+                            ("auto", "flash", "masked"), free=True)
     kernels: str = option("auto", "Triton kernels, on: of MLP and loss; loss: of the loss only; auto: on for Hopper "
-                          "GPUs and later, loss for other GPUs", ("auto", "on", "loss", "off"))
-    warmup_steps: int = option(30, "untimed warm-up steps over all stages; the state is restored after them", min=0)
-    timeout_s: int = option(300, "seconds until a collective fails if a rank does not join it", max=10 ** 6)
-    profile: str = option("", "A:B writes a Chrome trace of steps A to B per rank")
+                          "GPUs and later, loss for other GPUs", ("auto", "on", "loss", "off"), free=True)
+    warmup_steps: int = option(30, "untimed warm-up steps over all stages; the state is restored after them", min=0,
+                               free=True)
+    timeout_s: int = option(300, "seconds until a collective fails if a rank does not join it", max=10 ** 6, free=True)
+    profile: str = option("", "A:B writes a Chrome trace of steps A to B per rank", free=True)
 
     # log and saved files
-    log_dir: str = option("logs", "folder of logs, checkpoints and models")
-    run_id: str = option("", "name of the log (empty: from the time and the launch)")
+    log_dir: str = option("logs", "folder of logs, checkpoints and models", free=True)
+    run_id: str = option("", "name of the log (empty: from the time and the launch)", free=True)
     train_loss_every: int = option(10, "steps between training losses in the log", min=0)
-    save_every: int = option(0, "steps between checkpoints, off the clock (0: only on SIGTERM and SIGUSR1)", min=0)
-    keep_checkpoints: int = option(2, "checkpoints to keep until the run has finished")
-    resume: str = option("", "checkpoint or log to resume from, or latest")
+    save_every: int = option(0, "steps between checkpoints, off the clock (0: only on SIGTERM and SIGUSR1)", min=0,
+                             free=True)
+    keep_checkpoints: int = option(2, "checkpoints to keep until the run has finished", free=True)
+    resume: str = option("", "checkpoint or log to resume from, or latest", free=True)
     init_from: str = option("", "saved model or checkpoint to start from; such a run cannot be a record")
-    save_model: bool = option(False, "save the trained model for sample.py and verify.py")
+    save_model: bool = option(False, "save the trained model for sample.py and verify.py", free=True)
     race: str = option("", "set by launch/race.py: ID:RUN:DECLARED_N:SIDE")
+
+    def conditions(self, ranks: int) -> Iterator[tuple[Any, str]]:
+        """Yield conditions on several values, each with the message if it does not hold."""
+        return conditions(self, ranks)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -364,48 +370,12 @@ class Config(SyncSettings, StageValues):
     def head_dim(self) -> int:
         return self.model_dim // self.num_heads
 
+    def parse_layers(self) -> tuple[Layer, ...]:
+        return parse_layers(self.layers)
+
 PRESETS = {
-    # overlap_param_gather saves 0.7 ms per step, for frontier 1.2 ms, on the simulated GPU (dry_gpu)
+    # overlap_param_gather saves 0.7 ms per step on the simulated GPU (dry_gpu)
     "speedrun": Config(overlap_param_gather=True, update_order="forward"),
-    # Record 89 of the public speedrun; bench/public_record.py compares it with the record's own program
-    "frontier": Config(
-        # the record's first layer has neither attention nor MLP; the others are numbered without it
-        layers="PM S0xM P1M LxgM SxM PM M+3 SxM cS2M cP3M cL4gdM", backout_layer=7, value_gates=True,
-        sublayer_scales=True, resid_lambda_init=1.1, token_gates=(0, 4), mudd=True, key_offset=True,
-        overlap_param_gather=True, update_order="forward",
-        ngrams=(Ngrams(2, 377280, 768),), ngram_hash="record",
-        output_init=1.0, head_init=0.005, value_init=0.01, untie_at=2 / 3, logit_cap=23.0,
-        logit_shift=5.0,  # a lower cap; logits have more room below x = 0 than above
-        fp8_x_scale=100 / 448, fp8_weight_scale=1.6 / 448, fp8_grad_scale=0.75 / 448, fp8_mlp=True,
-        num_steps=1285, cooldown=0.6, lr_floor=0.15,
-        # Batches and documents grow; at first several tokens are predicted. Ends: 423 (1/3: 424), 847, 1270, 1285
-        stages=(
-            Stage(until=0.333, micro_batch_tokens=16384, max_document_tokens=896, long_window=3, peak_lr_factor=1.0,
-                  loss_weights=Ramp((1.0, 0.5, 0.25), (1.0, 0.5, 0.0)), prefix_weight=0.25),
-            Stage(until=2/3, micro_batch_tokens=32768, max_document_tokens=2048, long_window=7, peak_lr_factor=1.52,
-                  loss_weights=Ramp((1.0, 0.5), (1.0, 0.0)), prefix_weight=Ramp(0.25, 0.0)),
-            Stage(micro_batch_tokens=49152, max_document_tokens=2048, long_window=11, peak_lr_factor=1.73,
-                  loss_weights=(1.0,), prefix_weight=0.0),
-            Stage(extra_steps=15, micro_batch_tokens=49152, max_document_tokens=2048, long_window=13,
-                  peak_lr_factor=0.15, loss_weights=(1.0,), prefix_weight=0.0),  # lr_floor decides here, not peak
-        ),
-        muon_lr=0.023, muon_beta2=0.9, muon_qk_heads=2, adam_eps=1e-10, adam_fp32_moments=True,
-        param_groups=(
-            AdamGroup("head", 1.0, beta1=0.5, beta2=0.95, weight_decay=0.75),
-            AdamGroup("value_embeds", 75.0, beta1=0.75, beta2=0.95, weight_decay=0.025),
-            AdamGroup("ngram_embeds", 75.0, beta1=0.75, beta2=0.95, weight_decay=0.025),
-            AdamGroup("scalars", 5.0, beta1=0.9, beta2=0.99),
-            AdamGroup("resid_lambdas", 5.0, beta1=0.9, beta2=0.95),
-            AdamGroup("post_lambdas", 1.0, beta1=0.9, beta2=0.95),
-            AdamGroup("gates", 1.0, beta1=0.9, beta2=0.99, weight_decay=0.005),
-            AdamGroup("smear_gate", 0.01, beta1=0.9, beta2=0.99),
-            AdamGroup("token_gates", 0.1, beta1=0.9, beta2=0.99, weight_decay=0.005),
-            AdamGroup("token_gates_biases", 0.1, beta1=0.9, beta2=0.99),
-            AdamGroup("mudd", 0.25, beta1=0.9, beta2=0.99, weight_decay=0.005),
-            AdamGroup("mudd_biases", 0.25, beta1=0.9, beta2=0.99),
-            MuonGroup("mlp_proj", lr_mul=4.0),
-        ),
-    ),
     # A small run for two CPU cores on the bytes of Python's standard library. In a short run more tokens help more than
     # more layers, and longer n-grams help more than both (LOG.md)
     "laptop": Config(
@@ -425,26 +395,20 @@ PRESETS = {
     ),
 }
 
-# Values that a resumed run may change: they decide how the run is computed, not what it computes
-FREE_TO_CHANGE = {f.name for f in dataclasses.fields(SyncSettings)} - {"world_size_invariant", "clip_norm"} | {
-    "bucket_mb", "compile", "attention", "kernels", "warmup_steps", "timeout_s", "profile", "log_dir",
-    "run_id", "save_every", "keep_checkpoints", "resume", "save_model", "train_files", "val_files"}
-
 # Titles in the order of --help: each holds the fields from the named one to the next name in this table
 HELP_GROUPS = {"seed": "the run", "train_files": "data", "layers": "model", "num_steps": "schedule",
                "micro_batches": "values that stages may set", "param_groups": "optimizers", "sync": "gradient sync",
                "bucket_mb": "gradient sync", "micro_batch_splits": "machine", "log_dir": "log and saved files"}
 
 EXAMPLES = {"int": "a whole number such as 3", "float": "a number such as .5", "bool": "true or false",
-            "Numbers": "a list of numbers such as 1,.5,.25", "LayerNumbers": "a list of layers such as 0,4",
             "rows": "a list of rows such as Stage(until=1/3, long_window=3) or AdamGroup('head', lr_mul=.5)"}
 
-def parse_value(text: str, kind: str = "rows") -> Any:
+def parse_value(text: str, kind: str = "rows", row_types: tuple[type, ...] = Config.row_types) -> Any:
     """Parse a flag's text by the type of its field; `rows` such as `Stage(until=1/3, long_window=3), Stage()`.
 
-    Only row classes, numbers, fractions, strings, tuples, true and false are allowed. ArgumentTypeError on others.
+    Only row_types, numbers, fractions, strings, tuples, true and false are allowed. ArgumentTypeError on others.
     """
-    names = {row.__name__: row for row in (Stage, Ramp, AdamGroup, MuonGroup, Ngrams)}
+    names = {row.__name__: row for row in row_types}
 
     def value(node: ast.expr) -> Any:
         match node:
@@ -464,17 +428,14 @@ def parse_value(text: str, kind: str = "rows") -> Any:
                     raise ValueError(f"{name} has no {unknown!r}, only {', '.join(fields)}")
                 return names[name](*map(value, node.args), **{k.arg: value(k.value) for k in node.keywords})
         raise ValueError(f"{ast.unparse(node)!r} is neither a number, a string, a tuple nor one of {', '.join(names)}")
-    types = {"int": (int,), "float": (int, float), "bool": (bool,), "Numbers": (int, float), "LayerNumbers": (int,)}
+    types = {"int": (int,), "float": (int, float), "bool": (bool,)}
     try:
         v = value(ast.parse(f"({text})", mode="eval").body)
-        several = v if isinstance(v, tuple) else (v,)
-        if kind in types and not all(type(x) in types[kind] for x in several):
+        if kind == "rows":
+            return v if isinstance(v, tuple) else (v,)
+        if type(v) not in types[kind]:
             raise ValueError(f"{v!r} has another type")
-        several = tuple(map(float, several)) if float in types.get(kind, ()) else several
-        if kind in ("int", "float", "bool"):
-            v, = several
-            return v
-        return several
+        return float(v) if kind == "float" else v
     except (SyntaxError, ValueError, TypeError, ArithmeticError) as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not {EXAMPLES[kind]}: {getattr(error, 'msg', error)}") from None
 
@@ -495,62 +456,79 @@ class Parser(argparse.ArgumentParser):
         meant = f"; did you mean {near[0]}?" if near else ";"
         self.exit(2, f"{self.prog}: error: {message}{meant} {self.prog} --help lists the flags\n")
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser(presets: dict[str, Config]) -> argparse.ArgumentParser:
+    config_type, program = type(usual := next(iter(presets.values()))), source_files(usual)[0].name
     parser = Parser(
-        prog="train_gpt.py", description=__doc__.split("\n\n")[0], allow_abbrev=False,
+        prog=program, description=__doc__.split("\n\n")[0], allow_abbrev=False,
         formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=40, width=160),
-        usage="train_gpt.py [--preset NAME] [--flag VALUE ...]",
-        epilog="Every flag is a field of the config. Brackets show speedrun's value, and other presets' that differ. "
-               "Relative paths start at the script's folder.")
-    parser.add_argument("--preset", choices=PRESETS, help="base of the values below (speedrun with a GPU, else laptop)")
-    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(HELP_GROUPS.values())}
-    for f in dataclasses.fields(Config):
-        if f.name in HELP_GROUPS:
-            group = groups[HELP_GROUPS[f.name]]
+        usage=f"{program} [--preset NAME] [--flag VALUE ...]",
+        epilog=f"Every flag is a field of the config. Brackets show {[*presets][0]}'s value, and other presets' that "
+               "differ. Relative paths start at the script's folder.")
+    parser.add_argument("--preset", choices=presets, help="base of the values below (default: the first with a GPU, "
+                        "else the last)")
+    titles = HELP_GROUPS | config_type.help_groups
+    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(titles.values())}
+    for f in dataclasses.fields(config_type):
+        if f.name in titles:
+            group = groups[titles[f.name]]
         aliases = ["--exact"] if f.name == "world_size_invariant" else []
         choices, kind = f.metadata["choices"] or None, "rows" if holds_rows(f) else f.type
         group.add_argument(
-            f"--{f.name}", *aliases, type=str if kind == "str" else functools.partial(parse_value, kind=kind),
-            choices=choices, metavar=None if choices else kind.upper(),
-            help=(f.metadata["meaning"] + preset_values(f)).replace("%", "%%"))
+            f"--{f.name}", *aliases, choices=choices, metavar=None if choices else kind.upper(),
+            type=str if kind == "str" else functools.partial(parse_value, kind=kind, row_types=config_type.row_types),
+            help=(f.metadata["meaning"] + preset_values(f, presets)).replace("%", "%%"))
     return parser
 
-def preset_values(f: dataclasses.Field) -> str:
-    """Show speedrun's value of a field, and those of other presets that differ, unless they are too long to show."""
+def preset_values(f: dataclasses.Field, presets: dict[str, Config]) -> str:
+    """Show the first preset's value of a field, and others that differ, unless they are too long to show."""
     if f.name in ("stages", "param_groups"):
         return ""
     usual, *others = (f"{v:.4g}" if isinstance(v, float) else ",".join(map(str, v)) if isinstance(v, tuple) else
-                      str(v) or "empty" for v in (getattr(preset, f.name) for preset in PRESETS.values()))
-    differ = (f"{name}: {value}" for name, value in zip([*PRESETS][1:], others) if value != usual)
+                      str(v) or "empty" for v in (getattr(preset, f.name) for preset in presets.values()))
+    differ = (f"{name}: {value}" for name, value in zip([*presets][1:], others) if value != usual)
     return f" ({'; '.join([usual, *differ])})"
 
-def parse_config(argv: Sequence[str], default_preset: str) -> tuple[str, Config]:
+def parse_config(argv: Sequence[str], default_preset: str,
+                 presets: dict[str, Config] = PRESETS) -> tuple[str, Config]:
     """Parse flags into the preset's name and the config.
 
-    A resumed run has the config of its checkpoint; only fields in FREE_TO_CHANGE may differ. Raise SystemExit on an
+    A resumed run has the config of its checkpoint; only fields that are `free` may differ. Raise SystemExit on an
     unknown or ill-typed flag, RunError if there is no checkpoint to resume from.
     """
-    given = {name: v for name, v in vars(make_parser().parse_args(argv)).items() if v is not None}
+    given = {name: v for name, v in vars(make_parser(presets).parse_args(argv)).items() if v is not None}
     preset = given.pop("preset", default_preset)
-    usual = PRESETS[preset]
+    usual = presets[preset]
     if "param_groups" in given:
         given["param_groups"] = (*usual.param_groups, *given["param_groups"])  # later rows replace earlier ones
     config = dataclasses.replace(usual, **shortened(usual, given.get("num_steps", usual.num_steps)) | given)
-    idle = [f.name for f in dataclasses.fields(StageValues) if f.name in given and "stages" not in given
+    idle = [f.name for f in stage_fields(usual) if f.name in given and "stages" not in given
             and all(getattr(stage, f.name) is not None for stage in usual.stages)]
     require(not idle, f"--{', --'.join(idle)} has no effect, because every stage of {preset} sets that value; change "
             f"it in --stages '{', '.join(map(repr, config.stages))}'")
     if not config.resume:
         return preset, config
-    path, fixed = Path(find_run(config)[1]), sorted(given.keys() - FREE_TO_CHANGE)
+    path, fixed = Path(find_run(config)[1]), sorted(given.keys() & {f.name for f in fixed_fields(config)})
     require(not fixed, f"--resume continues {path}; leave out --{', --'.join(fixed)}, which would make it another run")
     saved = load_file(path, check=False)  # its checksum is verified when the state is loaded
     try:
         given.update(run_id=saved["run_id"], log_dir=str(path.parent), resume=str(path))
-        return saved["preset"], dataclasses.replace(config_of(saved["config"]), **given)
+        return saved["preset"], dataclasses.replace(config_of(saved["config"], type(config)), **given)
     except (KeyError, TypeError) as error:
-        raise RunError(f"{path}: not a checkpoint of this version of train_gpt.py ({error}); name another one, or "
-                       "resume with the version whose source opens its log") from error
+        raise RunError(f"{path}: not a checkpoint of this version of {source_files(config)[0].name} ({error}); name "
+                       "another one, or resume with the version whose source opens its log") from error
+
+def fixed_fields(config: Config) -> list[dataclasses.Field]:
+    """Return the fields that a resumed run may not change."""
+    return [f for f in dataclasses.fields(config) if not f.metadata["free"]]
+
+def stage_fields(config: Config) -> list[dataclasses.Field]:
+    """Return the fields that stages may set."""
+    of_row = {f.name for f in dataclasses.fields(config.row_types[0])}
+    return [f for f in dataclasses.fields(config) if f.name in of_row]
+
+def source_files(config: Config) -> list[Path]:
+    """Return the files that define the config's classes: the program that runs it, then what that imports."""
+    return [*dict.fromkeys(Path(inspect.getfile(base)) for base in type(config).__mro__[:-1])]
 
 def shortened(preset: Config, num_steps: int) -> dict[str, Any]:
     """Scale the preset's step counts to a run of fewer steps. A longer run keeps them."""
@@ -567,77 +545,56 @@ def json_of(config: Config) -> dict[str, Any]:
     return {f.name: ", ".join(map(repr, getattr(config, f.name))) if holds_rows(f) else getattr(config, f.name)
             for f in dataclasses.fields(config)}
 
-def config_of(fields: dict[str, Any]) -> Config:
+def config_of(fields: dict[str, Any], config_type: type[Config] = Config) -> Config:
     """Rebuild a config from its JSON form. Raise TypeError if another version of this script wrote it."""
-    rows = {f.name for f in dataclasses.fields(Config) if holds_rows(f)}
+    rows = {f.name for f in dataclasses.fields(config_type) if holds_rows(f)}
     try:
-        return Config(**{name: parse_value(v) if name in rows else tuple(v) if isinstance(v, list) else v
-                         for name, v in fields.items()})
+        return config_type(**{name: parse_value(v, row_types=config_type.row_types) if name in rows else v
+                              for name, v in fields.items()})
     except argparse.ArgumentTypeError as error:
         raise TypeError(str(error)) from None
 
 class Layer(NamedTuple):
     """The contents of one layer; see Config.layers."""
 
-    window: str | None       # of its attention: S, L, P, or None for no attention
+    window: str | None       # of its attention: S, L, or None for no attention
     value_table: int | None
     mlp: bool
-    reads_backout: bool = False  # attention reads the output of backout_layer
     skip_from: int | None = None
     xsa: bool = False
-    gated: bool = False  # per token, without a sigmoid
-    dc: bool = False
-    mudd: bool = False
 
 def parse_layers(words: str) -> tuple[Layer, ...]:
     """Parse Config.layers: `S1M+5` -> Layer("S", 1, True, skip_from=5). RunError on an invalid word."""
     require(words.split(), "layers is empty; give at least one layer")
 
     def parse(word: str) -> Layer:
-        found = re.fullmatch(r"-|(?=[^+])(?:(c?)([SLP])(\d?)(x?)(g?)(d?))?(M?)(?:\+(\d+))?", word)
-        require(found, f"layers: {word!r} is not a layer; write S, L or P, optionally with a digit, x, g, d, M, +N, "
-                "and c in front, such as cS1xM+0; or M; or -")
-        reads_backout, window, table, xsa, gated, dc, mlp, skip = found.groups()
-        return Layer(window, int(table) if table else None, bool(mlp), bool(reads_backout), int(skip) if skip else None,
-                     bool(xsa), bool(gated), bool(dc))
+        found = re.fullmatch(r"-|(?=[^+])(?:([SL])(\d?)(x?))?(M?)(?:\+(\d+))?", word)
+        require(found, f"layers: {word!r} is not a layer; write S or L, optionally with a digit, x, M and +N, such as "
+                "S1xM+0; or M; or -")
+        window, table, xsa, mlp, skip = found.groups()
+        return Layer(window, int(table) if table else None, bool(mlp), int(skip) if skip else None, bool(xsa))
     return tuple(map(parse, words.split()))
 
-def layers_of(config: Config) -> tuple[Layer, ...]:
-    layers = parse_layers(config.layers)
-    return (*layers[:-1], *(last._replace(mudd=config.mudd) for last in layers[-1:]))
-
 def saved_layers(config: Config) -> set[int]:
-    """Return the layers whose outputs later layers or the head read. -1: the input of the first layer."""
-    layers = layers_of(config)
-    of_mudd = {-1, len(layers) - 2} if config.mudd else set()
-    return {layer.skip_from for layer in layers} - {None} | {config.backout_layer} | of_mudd
-
-def gated_layers(config: Config) -> list[range]:
-    """Return the layers that each network of token_gates computes gates for. RunError on an invalid list."""
-    count, begins = len(parse_layers(config.layers)), config.token_gates
-    require(not begins or begins[0] == 0 and begins[-1] < count and [*begins] == sorted({*begins}), "token_gates is "
-            f"{begins}; give numbers of layers, 0 and later ones up to {count - 1}, in order, such as 0,4")
-    return [range(*ends) for ends in itertools.pairwise([*begins, count])] if begins else []
+    """Return the layers whose outputs later layers or the head read."""
+    return {layer.skip_from for layer in config.parse_layers()} - {None} | {config.backout_layer}
 
 MIN_GROUP_LAYERS = 4
 
 def layer_groups(config: Config) -> list[range]:
     """Cut the layers into the groups that are compiled together.
 
-    A group of at least MIN_GROUP_LAYERS ends where an output is saved anyway, any where the next layer computes gates.
+    A group of at least MIN_GROUP_LAYERS ends where an output is saved anyway.
     """
-    count, saved = len(parse_layers(config.layers)), saved_layers(config)
-    begins, gates = [0], {layers.start for layers in gated_layers(config)}
+    count, saved, begins = len(config.parse_layers()), saved_layers(config), [0]
     for i in range(1, count):
-        if i in gates or i - 1 in saved and min(i - begins[-1], count - i) >= MIN_GROUP_LAYERS:
+        if i - 1 in saved and min(i - begins[-1], count - i) >= MIN_GROUP_LAYERS:
             begins.append(i)
     return [range(*ends) for ends in itertools.pairwise([*begins, count])]
 
 def param_groups(config: Config) -> dict[str, AdamGroup | MuonGroup]:
     """Map each kind of parameters to its row. Rows of config.param_groups replace those of PARAM_GROUPS."""
-    groups = {group.kind: group for group in (*PARAM_GROUPS, *config.param_groups)}
-    # an embedding that was tied begins with the head's state, and learns like the head
-    return groups | {"embed": groups["head"]} if config.untie_at else groups
+    return {group.kind: group for group in (*config.base_groups, *config.param_groups)}
 
 # ------------------------------------------------------------------------------------------------------------------
 # schedule
@@ -649,17 +606,19 @@ class Windows(NamedTuple):
     short: int
 
 @dataclass(frozen=True)
-class Plan(StageValues):
+class Plan:
     """Everything that depends on the step, for one step."""
 
     step: int = 0
+    micro_batches: int = 0
+    micro_batch_tokens: int = 0
+    max_document_tokens: int = 0
     lr_factor: float = 1.0  # on every learning rate
     momentum: float = Config.muon_momentum  # NorMuon's
     windows: Windows = Windows(0, 0)  # also those of a validation before this step
     rotary_windows: tuple[int, ...] = ()  # distinct long windows up to now, in tokens; the rotary is stretched to each
-    tied: bool = False  # head and embedding share weights in a validation before this step, and in it unless `unties`
     resets_ngrams: bool = False  # before this step
-    unties: bool = False  # in this step the embedding gets weights of its own, which begin as the head's
+    scheduled: dict[str, float] = field(default_factory=dict)  # all stage values that are no integers
 
 def plan_of(config: Config, step: int) -> Plan:
     """Compute the plan of a step. The plan of step num_steps is that of the last validation."""
@@ -670,16 +629,14 @@ def plan_of(config: Config, step: int) -> Plan:
     now = {name: interpolate(first, stage.last[name], done) for name, first in stage.first.items()}
     rotary = [key * c.window_block for key, _ in itertools.groupby(s.first["long_window"] for s in stages[:at + 1])]
     longest = c.final_window if step == c.num_steps else now["long_window"]
-    untie = first_untied_step(c)
-    return Plan(**now, step=step, lr_factor=lr_factor(c, step, now["peak_lr_factor"]), momentum=momentum(c, step),
-                windows=Windows(longest * c.window_block, now["long_window"] // 2 * c.window_block),
-                rotary_windows=tuple(rotary), tied=0 < untie >= step, unties=0 < untie == step,
-                resets_ngrams=c.ngram_reset > 0 < step < c.num_steps and (c.num_steps - step) % c.ngram_reset == 0)
+    return Plan(step, now["micro_batches"], now["micro_batch_tokens"], now["max_document_tokens"],
+                lr_factor(c, step, now["peak_lr_factor"]), momentum(c, step),
+                Windows(longest * c.window_block, now["long_window"] // 2 * c.window_block), tuple(rotary),
+                c.ngram_reset > 0 < step < c.num_steps and (c.num_steps - step) % c.ngram_reset == 0,
+                {f.name: float(now[f.name]) for f in stage_fields(c) if f.type == "float"})
 
-def interpolate(first: Any, last: Any, done: float) -> Any:
-    """Interpolate linearly from first (done = 0) to last (done = 1); tuples element by element."""
-    if isinstance(first, tuple):
-        return tuple(interpolate(a, b, done) for a, b in zip(first, last))
+def interpolate(first: float, last: float, done: float) -> float:
+    """Interpolate linearly from first (done = 0) to last (done = 1)."""
     return first if first == last else first + done * (last - first)
 
 def lr_factor(config: Config, step: int, peak: float) -> float:
@@ -735,7 +692,7 @@ def stages_of(config: Config) -> tuple[StageSteps, ...]:
 def values_of(row: Stage, config: Config, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Compute a stage's StageValues at its first step and at its end. Raise RunError on an impossible value."""
     both, splits = ({}, {}), config.micro_batch_splits
-    for f in dataclasses.fields(StageValues):
+    for f in stage_fields(config):
         v = getattr(row, f.name)
         v = getattr(config, f.name) if v is None else v
         ends = (v.first, v.last) if isinstance(v, Ramp) and f.type != "int" else (v, v)
@@ -743,7 +700,6 @@ def values_of(row: Stage, config: Config, where: str) -> tuple[dict[str, Any], d
             wrong = out_of_range(f, end)
             require(not wrong, f"{where}: {wrong}")
             values[f.name] = end
-        require(f.type != "Numbers" or len(ends[0]) == len(ends[1]), f"{where}: the ends of {v} differ in length")
     for values in both:
         require(values["micro_batch_tokens"] % splits == 0, f"{where}: micro_batch_splits is {splits}; it must divide "
                 f"micro_batch_tokens, {values['micro_batch_tokens']}")
@@ -759,14 +715,6 @@ def scheduled_steps(config: Config) -> int:
     scheduled = config.num_steps - sum(stage.extra_steps for stage in config.stages)
     require(scheduled > 0, f"stages: the extra steps leave {scheduled} of num_steps {config.num_steps}; give fewer")
     return scheduled
-
-def first_untied_step(config: Config) -> int:
-    """Return the first step with an untied embedding: after the first Adam update at or after untie_at.
-
-    0: the two are not tied at all. A step beyond the last: they stay tied.
-    """
-    cycles = math.ceil(scheduled_steps(config) * config.untie_at) // config.adam_every + 1
-    return cycles * config.adam_every if config.untie_at else 0
 
 def longest_window(config: Config) -> int:
     """Return the longest attention window of the run, in tokens."""
@@ -1031,15 +979,6 @@ def load_tokens(shard: Shard) -> np.ndarray:
 def sha256_of(data: Any) -> str:
     return hashlib.sha256(data).hexdigest()
 
-def gpt2_token_bytes(folder: Path) -> list[bytes]:
-    """Read the bytes of GPT-2's tokens, without the special one at the end. data/ writes their file beside shards."""
-    path, expected = folder / "gpt2.tiktoken", "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
-    content = path.read_bytes() if path.is_file() else b""
-    require(sha256_of(content) == expected, f"{path}, the bytes of GPT-2's tokens for prefix_weight and sample.py, "
-            f"{'is damaged' if content else 'is missing'}; write it by .venv/bin/python data/gpt2.py {folder} on a "
-            "host with a network, or copy it there")
-    return [base64.b64decode(line.split()[0]) for line in content.splitlines()]
-
 # ------------------------------------------------------------------------------------------------------------------
 # model
 
@@ -1047,7 +986,7 @@ def gpt2_token_bytes(folder: Path) -> list[bytes]:
 # their own. Tensor names may end in their shape: T tokens, H heads, D entries of a head
 
 def compiled(function: Callable) -> Callable:
-    """Mark a method that GPT.compile_parts compiles."""
+    """Mark a method that compile_parts compiles."""
     function.compiles = True
     return function
 
@@ -1058,113 +997,75 @@ def compile_static(function: Callable) -> Callable:
     return torch.compile(function, dynamic=False)
 
 class GPT(nn.Module):
-    """The model of record 44, with the later mechanisms that the config asks for.
+    """The model of record 44, with n-gram tables and XSA where the config asks for them.
 
     Processes one packed sequence [T] at a time. The vocabulary is padded to a multiple of 128.
     """
 
     def __init__(self, config: Config, encoding: Encoding):
         super().__init__()
-        c, self.bos_id, self.layers, self.tied = config, encoding.bos_id, layers_of(config), False
-        self.config = c
+        c, self.bos_id, self.layers = config, encoding.bos_id, config.parse_layers()
         lengths = micro_batch_lengths(c)
         self.loss_tokens = min(lengths)  # tokens per call of the head: one size for one graph, and less memory
         count, vocab, dtype = len(self.layers), -(-encoding.vocab_size // 128) * 128, c.torch_dtype
         tables = 1 + max((layer.value_table for layer in self.layers if layer.value_table is not None), default=-1)
         self.embed = embedding(vocab, c.model_dim, "embed", dtype)
         self.value_embeds = nn.ModuleList(embedding(vocab, c.model_dim, "value_embeds", dtype) for _ in range(tables))
-        for table in self.value_embeds:
-            table.weight.data.mul_(c.value_init)
         self.ngrams = nn.ModuleList(NgramTable(c, table) for table in c.ngrams)
         self.smear_gate = parameter(torch.zeros(1, GATE_DIM, dtype=dtype), "smear_gate")
-        self.blocks = nn.ModuleList(Block(c, layer) for layer in self.layers)
+        self.blocks = nn.ModuleList(Block(c, layer, number) for number, layer in enumerate(self.layers))
         self.lm_head = Head(c, vocab, encoding.vocab_size)
-        self.token_gates = nn.ModuleList(TokenWeights(c, "token_gates", gates_of(c, layers))
-                                         for layers in gated_layers(c))
-        self.gate_scale = parameter(torch.tensor(TokenWeights.SCALE), "token_gates_biases") if c.token_gates else None
-        self.mudd = Mudd(c) if c.mudd else None
-        self.groups = nn.ModuleList(Group(self, numbers) for numbers in layer_groups(c))
+        self.groups = nn.ModuleList(Group(self, c, numbers) for numbers in layer_groups(c))
         # all scalar weights of the layers are one parameter, in this order; see mixing_weights
         skips = sum(layer.skip_from is not None for layer in self.layers)
-        block_mix = [] if c.sublayer_scales else [c.resid_lambda_init, 0.0]
-        value_mix = [0.5, 1.0 if c.sublayer_scales else 0.5]
-        scalars = {"skips": [-1.5] * skips, "blocks": block_mix * count, "values": value_mix * count,
-                   "smear": [0.0], "backout": [0.5] * (not c.mudd)}
+        scalars = {"skips": [-1.5] * skips, "blocks": [1.0, 0.0] * count, "values": [0.5, 0.5] * count,
+                   "smear": [0.0], "backout": [0.5]}
         self.scalar_sizes = [len(init) for init in scalars.values()]
         self.scalars = parameter(torch.tensor([*itertools.chain(*scalars.values())]), "scalars")
-        self.resid_lambdas = self.post_lambdas = None
-        if c.sublayer_scales:  # see Block. A layer has two, so each is the root of the layer's weight
-            self.resid_lambdas = parameter(torch.full((count, 2), math.sqrt(c.resid_lambda_init)), "resid_lambdas")
-            self.post_lambdas = parameter(torch.ones(count, 2), "post_lambdas")
-        # the longest other token that begins each token; -1: none, also for the target -1. See fill_prefixes
-        self.register_buffer("prefixes", torch.full((vocab + 1,), -1), persistent=False)
-        self.pairs = any(layer.window == "P" for layer in self.layers)
-        self.rotary = Rotary(c, max(c.val_len, *lengths) * (1 + self.pairs))
+        self.rotary = Rotary(c, max(c.val_len, *lengths))
+        self.scheduled: dict[str, Tensor] = {}  # of this step, see apply_schedule
         self.reach = 0  # above 0: all masks in pieces have one shape, for windows up to `reach` tokens
         self.flash, self.counted = False, None  # counted: of the next sequence, by count_documents
 
-    def forward(self, inputs: Tensor, targets: Tensor, windows: Windows, loss_weights: Numbers = (1.0,),
-                prefix_weight: float = 0.0) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: Tensor, targets: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
         """inputs, targets [T] -> (objective, cross entropy) in nats, summed over tokens; see Head.forward.
 
-        loss_weights: weights of the next token, the one after it, …. Targets of -1 are not counted, nor are tokens
-        beyond the sequence. prefix_weight: weight of the next token's prefix.
+        Targets of -1 are not counted.
         """
-        return self.loss(self.trunk(inputs, windows), targets, loss_weights, prefix_weight)
+        return self.loss(self.trunk(inputs, windows), targets)
 
     def trunk(self, tokens: Tensor, windows: Windows) -> Tensor:
         """Tokens [T] -> the normed residual stream before the head [T, dim]."""
-        masks, (x0, ngram_embeds) = self.masks(tokens, windows), self.embed_tokens(tokens)
-        context = self.context(x0, ngram_embeds, masks)
-        x, gates = x0.view_as(x0), None  # another tensor object: if x were x0, torch.compile would make a further graph
+        context = self.context(self.embed_tokens(tokens), self.masks(tokens, windows))
+        x = context.x0.view_as(context.x0)  # a new object: with x0 itself torch.compile would build a further graph
         saved: dict[int, Tensor] = {}  # outputs of the layers that later layers read
         values: dict[int, Tensor] = {}  # looked up just before their first group: backward ends their gradients there
         for group in self.groups:
             for table in sorted({self.layers[i].value_table for i in group.numbers} - {None} - values.keys()):
                 values[table] = self.value_embeds[table](tokens)
-            x, outputs, gates = group(x, context, saved, values, gates)
+            x, outputs = group(x, context, saved, values)
             saved |= outputs
         return x
 
     def masks(self, tokens: Tensor, windows: Windows) -> dict[str | None, Mask | None]:
         """Build the mask of each kind of attention, by its letter in `layers`, for tokens [T]; see attend."""
-        counted, self.counted, dtype = self.counted, None, self.embed.weight.dtype  # counted is valid for one sequence
-        has_dc = any(layer.dc for layer in self.layers)
-        docs = None if counted and not has_dc else (tokens == self.bos_id).cumsum(0)
+        counted, self.counted = self.counted, None  # it is valid for one sequence
+        docs = None if counted else (tokens == self.bos_id).cumsum(0)
 
-        def make(window: int, positions: int = 1) -> Mask:
-            if not counted:
-                return mask_in_pieces(docs.repeat_interleave(positions), window, self.reach or window, dtype)
-            starts, longest, count = counted
-            return DocumentTable(starts if positions == 1 else positions * starts,
-                                 torch.tensor([window, positions * longest, count]))
-        paired = {"P": make(windows.short, 2)} if self.pairs else {}
-        dc = {"dc": self.dc_mask(docs, dtype)} if has_dc else {}
-        return {"L": make(windows.long), "S": make(windows.short), None: None, **paired, **dc}
+        def make(window: int) -> Mask:
+            return document_table(counted, window) if counted else mask_in_pieces(
+                docs, window, self.reach or window, self.embed.weight.dtype)
+        return {"L": make(windows.long), "S": make(windows.short), None: None}
+
+    def embed_tokens(self, tokens: Tensor) -> Tensor:
+        """Tokens [T] -> x0, the residual stream before the first layer [T, dim]."""
+        _, _, _, smear_weight, _ = self.scalars.split(self.scalar_sizes)
+        x0 = self.smear(self.embed(tokens), self.smear_gate, smear_weight[0])
+        for table, rows in zip(self.ngrams, self.ngram_rows(tokens) if self.ngrams else ()):
+            x0 = x0 + F.pad(table(*rows), (0, x0.size(1) - table.embedding_dim))  # a narrow table: the first entries
+        return x0
 
     # compiled by itself, as ngram_rows: 20 small kernels less, each of which costs the host more than the GPU
-    @staticmethod
-    @compiled
-    def dc_mask(docs: Tensor, dtype: torch.dtype) -> Tensor:
-        return mask_in_pieces(docs, *[DC_WINDOW - 1] * 2, dtype, DC_PIECE)
-
-    def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Tokens [T] -> x0, the residual stream before the first layer [T, dim], and the n-gram embeddings [T, dim].
-
-        Without token_gates the n-gram embeddings are added to x0, and the second value is None.
-        """
-        e = F.embedding(tokens, self.lm_head.weight) if self.tied else self.embed(tokens)
-        _, _, _, smear_weight, _ = self.scalars.split(self.scalar_sizes)
-        x0 = self.smear(e, self.smear_gate, smear_weight[0])
-        gated = self.config.token_gates and self.config.ngrams
-        total = None if gated else x0
-        for table, rows in zip(self.ngrams, self.ngram_rows(tokens) if self.ngrams else ()):
-            embeds, missing = table(*rows), x0.size(1) - table.embedding_dim
-            embeds = F.pad(embeds, (0, missing)) if missing else embeds  # a narrow table fills the first entries
-            total = embeds if total is None else total + embeds
-        return (x0, total) if gated else (total, None)
-
-    # compiled by itself, see compile_parts
     @staticmethod
     @compiled
     def smear(e: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
@@ -1180,10 +1081,8 @@ class GPT(nn.Module):
 
     def ngram_hashes(self, tokens: Tensor) -> list[Tensor]:
         """Hash the n-grams that end at tokens [..., T] -> int64 [..., T] for each table."""
-        if self.config.ngram_hash == "record":
-            return [table.record_hash(tokens) for table in self.ngrams]
         token, in_document, last_tokens = tokens.long(), torch.ones_like(tokens, dtype=torch.bool), []
-        for _ in range(max([0, *[table.n for table in self.ngrams]])):
+        for _ in range(max(table.n for table in self.ngrams)):
             last_tokens.append(torch.where(in_document, token, self.bos_id))
             in_document = in_document & (token != self.bos_id)
             token = F.pad(token[..., :-1], (1, 0), value=self.bos_id)
@@ -1192,30 +1091,22 @@ class GPT(nn.Module):
             hashes.append(NgramTable.hash(hashes[-1] ^ token))
         return [hashes[table.n] for table in self.ngrams]
 
-    def context(self, x0: Tensor, ngram_embeds: Tensor | None, masks: dict[str | None, Mask | None]) -> Context:
+    def context(self, x0: Tensor, masks: dict[str | None, Mask | None]) -> Context:
         # unbound at once: backward of many single selections would pad each gradient with zeros and add them up
-        skip_weights, mixes, value_mixes, _, backouts = (x.unbind() for x in self.mixing_weights())
-        return Context(x0, ngram_embeds, (self.rotary.cos, self.rotary.sin, self.rotary.scale), masks, skip_weights,
-                      mixes, value_mixes, next(iter(backouts), None), self.gate_scale)
+        skip_weights, mixes, value_mixes, _, (backout,) = (x.unbind() for x in self.mixing_weights())
+        return Context(x0, (self.rotary.cos, self.rotary.sin, self.rotary.scale), masks, skip_weights, mixes,
+                       value_mixes, backout, self.scheduled, {})
 
     def mixing_weights(self) -> tuple[Tensor, ...]:
-        """Split the scalars into weights of skip connections [n], of blocks [layers, 2 or 4] (mix in Block), of
-        values [layers, 2] (value_mix in Attention), of smear [1] and of the backout layer's output [1 or 0]."""
+        """Split the scalars into weights of skip connections [n], of blocks [layers, 2] (mix in Block), of values
+        [layers, 2] (value_mix in Attention), of smear [1] and of the backout layer's output [1]."""
         skips, mixes, value_mixes, smear, backout = self.scalars.split(self.scalar_sizes)
-        if self.resid_lambdas is not None:
-            mixes = torch.cat([self.resid_lambdas, self.post_lambdas], 1)
-        return skips, mixes.view(len(self.layers), -1), value_mixes.view(-1, 2), smear, backout
+        return skips, mixes.view(-1, 2), value_mixes.view(-1, 2), smear, backout
 
-    def loss(self, x: Tensor, targets: Tensor, loss_weights: Numbers,
-             prefix_weight: float = 0.0) -> tuple[Tensor, Tensor]:
+    def loss(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the losses of `forward` from the normed residual stream [T, dim]."""
-        rows = [F.pad(targets[k:], (0, k), value=-1) for k in range(len(loss_weights))]
-        if prefix_weight:
-            rows, loss_weights = [*rows, self.prefixes[targets]], (*loss_weights, prefix_weight)
-        ahead = torch.stack(rows)
-        weights = to_device(torch.tensor(loss_weights), x.device)
-        pieces = zip(x.split(self.loss_tokens), ahead.split(self.loss_tokens, dim=1))
-        losses = [self.lm_head(x_piece, targets_piece, weights) for x_piece, targets_piece in pieces]
+        pieces = zip(x.split(self.loss_tokens), targets.split(self.loss_tokens))
+        losses = [self.lm_head(x_piece, targets_piece, self.scheduled) for x_piece, targets_piece in pieces]
         objective, cross_entropy = (torch.stack(terms).sum() for terms in zip(*losses))
         return objective, cross_entropy
 
@@ -1224,46 +1115,27 @@ class GPT(nn.Module):
         return {table.weight: hashes % table.num_embeddings
                 for table, hashes in zip(self.ngrams, self.ngram_hashes(tokens))}
 
-    def fill_prefixes(self, tokens: Sequence[bytes]) -> None:
-        """Find the prefix of each token, the longest other token that begins it. tokens: the bytes of each."""
-        prefixes, begun = torch.full((len(self.prefixes),), -1), []  # begun: tokens that begin one another
-        for token, number in sorted((token, number) for number, token in enumerate(tokens)):
-            while begun and not token.startswith(begun[-1][0]):
-                begun.pop()
-            prefixes[number] = begun[-1][1] if begun else -1
-            begun.append((token, number))
-        self.prefixes.copy_(prefixes)
-
-    def apply_schedule(self, rotary_windows: tuple[int, ...], tied: bool) -> None:
-        """Set the state of the model that depends on the step; see Plan."""
-        self.rotary.set_windows(rotary_windows)
-        self.tied = tied
-
-    def compile_parts(self) -> None:
-        """Compile each method marked with @compiled by itself.
-
-        Gradients leave backward group by group. If the whole model were compiled, all would appear at its end.
-        """
-        for module in self.modules():
-            for name in dir(type(module)):
-                if getattr(getattr(type(module), name), "compiles", False):
-                    setattr(module, name, compile_static(getattr(module, name)))
+    def apply_schedule(self, plan: Plan) -> None:
+        """Set the state of the model that depends on the step."""
+        self.rotary.set_windows(plan.rotary_windows)
+        self.scheduled = scheduled_tensors(plan, self.embed.weight.device)
 
 class Context(NamedTuple):
     """Inputs that all layers of one forward share.
 
-    x0, ngram_embeds: [T, dim]. rotary: cosines, sines, softmax scale. Others: see GPT.masks and GPT.mixing_weights.
+    x0: [T, dim]. rotary: cosines, sines, softmax scale. scheduled: numbers of this step, see StageValues. left: a place
+    for an idea, tensors that a layer leaves for later ones. Others: see GPT.masks and GPT.mixing_weights.
     """
 
     x0: Tensor
-    ngram_embeds: Tensor | None
     rotary: tuple[Tensor, Tensor, Tensor]
     masks: dict[str | None, Mask | None]
     skip_weights: Sequence[Tensor]
     mixes: Sequence[Tensor]
     value_mixes: Sequence[Tensor]
-    backout: Tensor | None
-    gate_scale: Tensor | None
+    backout: Tensor
+    scheduled: dict[str, Tensor]
+    left: dict[str, Tensor]
 
 class Group(nn.Module):
     """Consecutive layers that are compiled together; the last group also prepares the head's input.
@@ -1271,256 +1143,115 @@ class Group(nn.Module):
     Gradients leave backward group by group. Tuples hold the modules, or nn.Module would register them twice.
     """
 
-    def __init__(self, model: GPT, numbers: range):
+    def __init__(self, model: GPT, config: Config, numbers: range):
         super().__init__()
-        c, self.numbers, self.last = model.config, numbers, numbers.stop == len(model.layers)
-        self.blocks, self.backout, self.token_gates = tuple(model.blocks[i] for i in numbers), c.backout_layer, None
-        self.computes_gates = False
-        for layers, gates in zip(gated_layers(c), model.token_gates):
-            if numbers.start in layers:
-                self.token_gates, self.computes_gates = (gates,), numbers.start == layers.start
-        self.mudd = (model.mudd,) if self.last and c.mudd else None
+        self.numbers, self.last, self.backout = numbers, numbers.stop == len(model.layers), config.backout_layer
+        self.blocks = tuple(model.blocks[i] for i in numbers)
         with_skip = (i for i, layer in enumerate(model.layers) if layer.skip_from is not None)
         self.skips = {i: n for n, i in enumerate(with_skip)}
-        self.saves = saved_layers(c) - ({*numbers} if self.last else set())
+        self.saves = saved_layers(config) - ({*numbers} if self.last else set())
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        modules = *self.blocks, *(self.token_gates or ()), *(self.mudd or ())
-        return itertools.chain(*(module.parameters() for module in modules))
+        return itertools.chain(*(block.parameters() for block in self.blocks))
 
     @compiled
-    def forward(self, x: Tensor, context: Context, saved: dict[int, Tensor], values: dict[int, Tensor],
-                gates: Tensor | None) -> tuple[Tensor, dict[int, Tensor], Tensor | None]:
+    def forward(self, x: Tensor, context: Context, saved: dict[int, Tensor],
+                values: dict[int, Tensor]) -> tuple[Tensor, dict[int, Tensor]]:
         """Map the residual stream x [T, dim] to the next group's, or to the head's normed input.
 
-        saved: outputs of earlier layers. values: rows of the value tables. gates: those of the group before. Returns
-        also this group's outputs to be saved, and its gates.
+        saved: outputs of earlier layers. values: rows of the value tables. Return also outputs of this group to save.
         """
-        if self.computes_gates:
-            gates = self.token_gates[0].compute(x, context.gate_scale)
-        by_name = self.token_gates[0].by_name(gates) if self.token_gates else {}
         outputs = dict(saved)
-        if self.numbers.start == 0:
-            if (-1, "ngrams") in by_name:
-                x = x + by_name[-1, "ngrams"] * context.ngram_embeds
-            outputs[-1] = x
         for i, block in zip(self.numbers, self.blocks):
-            layer, layer_context, mix = block.layer, context, context.mixes[i]
-            own = {name: gate for (number, name), gate in by_name.items() if number == i}
-            if layer.skip_from is not None:
-                weight = torch.sigmoid(context.skip_weights[self.skips[i]])
-                x = x + (weight * own["skip"] if "skip" in own else weight) * outputs[layer.skip_from]
-            value_embeds = values.get(layer.value_table)
-            if layer.mudd:
-                x, value_embeds, mix, mudd_gates = self.mudd[0].layer_inputs(x, outputs, value_embeds)
-                own, layer_context = own | mudd_gates, context._replace(x0=outputs[-1])
-            if layer.window or layer.mlp:
-                attn_input = outputs[self.backout] if layer.reads_backout else None
-                x = block.forward(x, layer_context, mix, value_embeds, context.value_mixes[i], attn_input, own)
+            if (source := block.layer.skip_from) is not None:
+                x = x + torch.sigmoid(context.skip_weights[self.skips[i]]) * outputs[source]
+            if block.layer.window or block.layer.mlp:
+                x = block.forward(x, context, values.get(block.layer.value_table))
             outputs[i] = x
         if self.last:
-            x = self.mudd[0].head_input(x, outputs, values.get(0)) if self.mudd else (
-                x - context.backout * outputs[self.backout])
-            x = norm(x)
-        return x, {i: output for i, output in outputs.items() if i in self.saves and i not in saved}, gates
+            x = norm(x - context.backout * outputs[self.backout])
+        return x, {i: output for i, output in outputs.items() if i in self.saves and i not in saved}
 
 class Block(nn.Module):
-    """A layer: attention and MLP, each if the layer has it, add their output to the residual stream.
+    """A layer: attention and MLP, each if the layer has it, add their output to the residual stream."""
 
-    mix [2]: weights of x and x0. With sublayer_scales mix [4]: weights of the residual stream at attention and at the
-    MLP, and of their outputs; learned, or computed for each token [T, 1].
-    """
-
-    def __init__(self, config: Config, layer: Layer):
+    def __init__(self, config: Config, layer: Layer, number: int):
         super().__init__()
-        self.layer, self.scaled = layer, config.sublayer_scales
-        self.attn = Attention(config, layer) if layer.window else None
+        self.config, self.layer, self.number = config, layer, number
+        self.attn = Attention(config, layer, number) if layer.window else None
         self.mlp = MLP(config) if layer.mlp else None
 
-    def forward(self, x: Tensor, context: Context, mix: Sequence[Tensor], value_embeds: Tensor | None,
-                value_mix: Tensor, attn_input: Tensor | None, gates: dict[str, Tensor]) -> Tensor:
-        """Map the residual stream x [T, dim] to the next layer's.
-
-        attn_input [T, dim]: attention reads it in place of x. gates: see gates_of.
-        """
-        if self.scaled:
-            resid_lambda_attn, resid_lambda_mlp, post_lambda_attn, post_lambda_mlp = mix
-        else:
-            x = mix[0] * x + mix[1] * context.x0
+    def forward(self, x: Tensor, context: Context, value_embeds: Tensor | None) -> Tensor:
+        """Map the residual stream x [T, dim] to the next layer's."""
+        mix = context.mixes[self.number]
+        x = mix[0] * x + mix[1] * context.x0
         if self.attn is not None:
-            y = self.attn(norm(x if attn_input is None else attn_input), value_embeds, value_mix, context, gates)
-            x = resid_lambda_attn * x + post_lambda_attn * y if self.scaled else x + y
-            if "x0" in gates:
-                x = x + gates["x0"] * context.x0
-            if "ngrams" in gates:
-                x = x + gates["ngrams"] * context.ngram_embeds
+            x = x + self.attn(norm(x), value_embeds, context)
         if self.mlp is not None:
-            x = resid_lambda_mlp * x + post_lambda_mlp * self.mlp(norm(x)) if self.scaled else x + self.mlp(norm(x))
+            x = x + self.mlp(norm(x))
         return x
 
 class Attention(nn.Module):
     """Causal attention with a gate per head and token.
 
-    Weights: qkvo [dim, 4 dim]; with muon_qk_heads qk [dim, 2 dim] and vo [2 dim, dim] instead, because NorMuon treats
-    them differently. Without token_gates: gate [heads, GATE_DIM], xsa_lambda [heads]. value_gate [heads, GATE_DIM].
+    Weights: qkvo [dim, 4 dim], gate [heads, GATE_DIM], with x in the layer's word xsa_lambda [heads].
     """
 
-    def __init__(self, config: Config, layer: Layer):
+    def __init__(self, config: Config, layer: Layer, number: int):
         super().__init__()
-        c, dim = config, config.model_dim
-        self.heads, self.window, self.paired = c.num_heads, layer.window, layer.window == "P"
-        self.key_offset, self.scaled = c.key_offset and layer.window == "L", c.sublayer_scales
-        # The query, key, value and output matrices [dim, dim], one after another in memory. Their shape decides
-        # NorMuon's second moments (finish_spec): [dim, 4 dim] per column, [2 dim, dim] per row
+        c, dim, self.layer, self.number = config, config.model_dim, layer, number
+        self.heads = c.num_heads
+        # the query, key, value and output matrices [dim, dim], one after another in memory; outputs begin at 0
         qkvo = uniform(4 * dim, dim, dim)
-        qkvo[3 * dim:] = qkvo[3 * dim:] * c.output_init if c.output_init else 0  # a product with 0 could be -0
-        self.qkvo, qkvo = None, qkvo.to(c.torch_dtype)
-        if c.muon_qk_heads:
-            self.qk = parameter(qkvo[:2 * dim].reshape(dim, 2 * dim), "attn", (c.muon_qk_heads * c.head_dim, dim))
-            self.vo = parameter(qkvo[2 * dim:].clone(), "attn", (dim, dim))
-        else:
-            self.qkvo = parameter(qkvo.view(dim, 4 * dim), "attn", (dim, dim))
+        qkvo[3 * dim:] = 0  # a product with 0 could be -0
+        self.qkvo = parameter(qkvo.to(c.torch_dtype).view(dim, 4 * dim), "attn", (dim, dim))
         gate = torch.zeros(c.num_heads, GATE_DIM, dtype=c.torch_dtype)
-        self.gate = self.value_gate = self.xsa_lambda = None
-        if not c.token_gates:
-            self.gate = parameter(gate, "gates", tuple(gate.shape))
-        if c.value_gates and layer.value_table is not None and not layer.mudd:
-            self.value_gate = parameter(torch.zeros_like(gate), "gates", tuple(gate.shape))
-        if layer.xsa and not c.token_gates:
+        self.gate = parameter(gate, "gates", tuple(gate.shape))
+        self.xsa_lambda = None
+        if layer.xsa:
             self.xsa_lambda = parameter(torch.zeros(c.num_heads, dtype=c.torch_dtype), "xsa_lambdas")
 
-    def forward(self, x: Tensor, value_embeds: Tensor | None, value_mix: Tensor, context: Context,
-                gates: dict[str, Tensor]) -> Tensor:
-        """x, value_embeds [T, dim] -> [T, dim].
-
-        value_mix [2]: weights of the layer's values and of the value embeddings; with sublayer_scales of the layer's
-        values and of the output. gates: the layer's token gates, by name, [T, heads].
-        """
+    def forward(self, x: Tensor, value_embeds: Tensor | None, context: Context) -> Tensor:
+        """x, value_embeds [T, dim] -> [T, dim]."""
         tokens, dim = x.shape
-        cos, sin, scale = context.rotary
-        qkvo = torch.cat([self.qk.view(2 * dim, dim), self.vo]) if self.qkvo is None else self.qkvo.view(4 * dim, dim)
-        qkv_weight, o_weight = qkvo.split((3 * dim, dim))
-        if self.scaled:  # cheaper on the weights; queries and keys are normed
-            qkv_weight, o_weight = value_mix[0] * qkv_weight, value_mix[1] * o_weight
+        value_mix, (cos, sin, scale) = context.value_mixes[self.number], context.rotary
+        qkv_weight, o_weight = self.qkvo.view(4 * dim, dim).split((3 * dim, dim))
         qkv = F.linear(x, qkv_weight).view(tokens, 3 * self.heads, -1)
         qk, v = qkv.split((2 * self.heads, self.heads), dim=1)
-        qk, v = norm(qk), v if self.scaled else value_mix[0] * v
+        q, k = rotate(norm(qk), cos[:tokens, None], sin[:tokens, None]).chunk(2, dim=1)
+        v = value_mix[0] * v
         if value_embeds is not None:
-            value_embeds = self.gate_values(x, value_embeds).view_as(v)
-            v = v + (value_embeds if self.scaled else value_mix[1] * value_embeds)
-        if self.paired:  # the rotary has two positions per token: the first for even heads, the second for odd ones
-            cos, sin = (table[:2 * tokens].view(tokens, 1, 2, -1) for table in (cos, sin))
-            q, k = rotate(qk.unflatten(1, (-1, 2)), cos, sin).flatten(1, 2).chunk(2, dim=1)
-        else:
-            q, k = rotate(qk, cos[:tokens, None], sin[:tokens, None]).chunk(2, dim=1)
-        if self.key_offset:
-            k = offset_keys(k)
-        if self.paired:  # one sequence of twice the length: head j of a token, then head j + H / 2
-            q, k, v = (x.reshape(2 * tokens, self.heads // 2, -1) for x in (q, k, v))
-        y = attend(q * scale, k, v, context.masks[self.window])
-        if "dc_read" in gates:
-            y = y + mix_heads(q * scale, k, v, gates["dc_read"], gates["dc_write"], context.masks["dc"])
-        if self.paired:
-            y = y.reshape(tokens, self.heads, -1)
-        xsa = gates.get("xsa", self.xsa_lambda)
-        if xsa is not None:
-            projection = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
-            y = y - torch.tanh(xsa)[..., None] * projection * v
-        if self.gate is not None:
-            y = y * torch.sigmoid(F.linear(x[:, :self.gate.size(1)], self.gate))[..., None]
-        if "gate" in gates:
-            y = y * gates["gate"][..., None]
+            v = v + value_mix[1] * value_embeds.view_as(v)
+        y = attend(q * scale, k, v, context.masks[self.layer.window])
+        if self.xsa_lambda is not None:
+            y = exclude_own_value(y, v, self.xsa_lambda)
+        y = y * torch.sigmoid(F.linear(x[:, :GATE_DIM], self.gate))[..., None]
         return F.linear(y.reshape(tokens, dim), o_weight)
 
-    def gate_values(self, x: Tensor, value_embeds: Tensor) -> Tensor:
-        """Multiply each head's value embeddings by a gate from 0 to 2.
-
-        Half of the gate's inputs are entries of x, half are entries of the embedding.
-        """
-        if self.value_gate is None:
-            return value_embeds
-        inputs = self.value_gate.size(1)
-        gate_input = torch.cat([x[:, :inputs // 2], value_embeds[:, :inputs - inputs // 2]], dim=1)
-        gate = 2 * torch.sigmoid(F.linear(gate_input, self.value_gate))
-        return gate[..., None] * value_embeds.view(*gate.shape, -1)
-
 class MLP(nn.Module):
-    """x [T, dim] -> relu(x @ fc) ** 2 @ proj.T, with fc and proj [dim, 4 dim]. kernels: see plain_forms.
-
-    With fp8_mlp both products are in fp8 in training; see DelayedScales.
-    """
+    """x [T, dim] -> relu(x @ fc) ** 2 @ proj.T, with fc and proj [dim, 4 dim]. kernels: see PLAIN_FORMS."""
 
     def __init__(self, config: Config):
         super().__init__()
         dim, dtype = config.model_dim, config.torch_dtype
         self.fc = parameter(uniform(dim, 4 * dim, dim).to(dtype), "mlp_fc")
         self.proj = parameter(torch.zeros(dim, 4 * dim, dtype=dtype), "mlp_proj")
-        self.kernels, self.fp8 = False, config.fp8_mlp
-        if self.fp8:
-            self.register_buffer("h_scale", torch.ones(()))
-            self.register_buffer("h_max", torch.zeros(()))
+        self.kernels = False
 
     def forward(self, x: Tensor) -> Tensor:
-        in_fp8 = (self.h_scale, self.h_max) if self.fp8 and self.training else ()
-        if self.kernels or in_fp8:
-            return ReluSquaredMLP.apply(x, self.fc, self.proj, *in_fp8)
+        if self.kernels:
+            return ReluSquaredMLP.apply(x, self.fc, self.proj)
         h = x @ self.fc
         return F.linear(h.relu() * h, self.proj)  # relu squared; square() is slow on CPUs
-
-class DelayedScales:
-    """The scales of the MLPs' squared activations h in fp8. h is divided by its scale before it is rounded.
-
-    The scale must be known before h is. It is HEADROOM / 448 times the largest h of the step before, over all
-    micro-batches and ranks, so it is the same for any number of ranks; larger values saturate. In the first step it is
-    1. The inputs and the weights are scaled by their own largest values (to_e4m3). The record's ranks each have their
-    own scale of h, and its scale of proj is 1.12 times that of the step before.
-    """
-
-    HEADROOM = 1.8
-    KEY = "/h_scale"  # of a scale's name in a saved state, after that of proj
-    BUFFERS = "h_scale", "h_max"  # of an MLP
-
-    def __init__(self, model: nn.Module):
-        mlps = {name: m for name, m in model.named_modules() if isinstance(m, MLP) and m.fp8}
-        self.named = {f"{name}.proj{self.KEY}": mlp.h_scale for name, mlp in mlps.items()}
-        self.maxima = [mlp.h_max for mlp in mlps.values()]
-
-    @torch.no_grad()
-    def start_gather(self, comm: Comm) -> None:
-        """Start to gather all ranks' maxima, after the last forward of a step."""
-        if self.maxima:
-            self.own = torch.stack(self.maxima)
-            self.gathered = self.own.new_empty(comm.ranks * len(self.own))
-            self.handle = comm.all_gather(self.gathered, self.own)
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Set the scales of the next step."""
-        if self.maxima:
-            self.handle.wait()
-            scales = self.gathered.view(-1, len(self.own)).amax(0).clamp_min(1e-12) * (self.HEADROOM / E4M3_MAX)
-            torch._foreach_copy_([*self.named.values()], scales.unbind())
-            torch._foreach_zero_(self.maxima)
-
-    def load(self, state: dict[str, Tensor]) -> None:
-        """Load the scales and remove them from `state`, also those of a model in fp8 if this one is not."""
-        for name in [name for name in state if name.endswith(self.KEY)]:
-            if name in self.named:
-                self.named[name].copy_(state[name].view(()))
-            del state[name]
-        for x in self.maxima:
-            x.zero_()
 
 class Head(nn.Module):
     """Map the normed residual stream to logits and the loss. weight [V, dim]: of `classes` tokens, then padding."""
 
     def __init__(self, config: Config, vocab: int, classes: int | None = None):
         super().__init__()
-        c, shape, self.classes = config, (vocab, config.model_dim), classes or vocab
-        init = c.head_init * torch.randn(shape, dtype=c.torch_dtype) if c.head_init else torch.zeros(
-            shape, dtype=c.torch_dtype)
-        self.weight = parameter(init, "head")
-        self.fp8, self.softcap = c.fp8_head, Softcap(c.logit_cap, c.logit_shift)
+        c, self.classes = config, classes or vocab
+        self.weight = parameter(torch.zeros(vocab, c.model_dim, dtype=c.torch_dtype), "head")
+        self.fp8, self.softcap = c.fp8_head, Softcap(c.logit_cap)
         self.kernels = False
         self.fp8_scales = FP8Scales(c.fp8_x_scale, c.fp8_weight_scale, c.fp8_grad_scale)
 
@@ -1534,41 +1265,33 @@ class Head(nn.Module):
         return self.softcap(self.uncapped_logits(x))
 
     @compiled
-    def forward(self, x: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute (objective, which training minimizes; cross entropy of the next token), in nats, summed over tokens.
+    def forward(self, x: Tensor, targets: Tensor, scheduled: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Compute (objective, which training minimizes; cross entropy), in nats, summed over tokens.
 
-        x [T, dim]; targets [n, T]: row k holds the tokens k + 1 ahead, -1 is not counted; weights [n] of the rows.
+        x [T, dim]; targets [T], -1 is not counted; scheduled: numbers of this step, see StageValues.
         """
-        if self.kernels and self.training:  # not after an edit of this method: see plain_forms
-            scales = self.fp8_scales if self.fp8 else None
-            objective, entropies = HeadLoss.apply(x, self.weight, targets, weights, self.softcap, scales)
+        if self.kernels and self.training:  # not after an edit of this method: see PLAIN_FORMS
+            scales, one = self.fp8_scales if self.fp8 else None, x.new_ones(1, dtype=torch.float32)
+            objective, entropies = HeadLoss.apply(x, self.weight, targets[None], one, self.softcap, scales)
             return objective, entropies[0]
         x = self.uncapped_logits(x)
-        entropies = cross_entropies(x, targets, self.softcap)
-        objective = (entropies * weights).sum()
+        objective = cross_entropy = F.cross_entropy(self.softcap(x), targets, ignore_index=-1, reduction="sum")
         # Add a further loss term here, in plain PyTorch; autograd and torch.compile do the rest. Sum it over tokens, as
         # the cross entropy. A z-loss: objective = objective + 1e-4 * self.softcap(x).logsumexp(1).square().sum()
-        # A term over classes must leave out the padding: F.cross_entropy(self.softcap(x[:, :self.classes]), targets[0],
+        # A term over classes must leave out the padding: F.cross_entropy(self.softcap(x[:, :self.classes]), targets,
         # label_smoothing=0.1, reduction="sum", ignore_index=-1)
-        return objective, entropies[0].detach()
+        return objective, cross_entropy.detach()
 
 class Softcap(NamedTuple):
     """Bound logits softly between 0 and cap, in float32."""
 
     cap: float
-    shift: float
+    shift: float = 0.0
     softness: float = 7.5
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         return self.cap * torch.sigmoid((x + self.shift if self.shift else x) / self.softness)
-
-def cross_entropies(x: Tensor, targets: Tensor, softcap: Softcap) -> Tensor:
-    """Sum the cross entropies in nats over the positions, for each row of targets [n, T] -> [n].
-
-    x [T, V]: logits before the soft cap. Positions with target -1 are not counted.
-    """
-    return torch.stack([F.cross_entropy(softcap(x), row, ignore_index=-1, reduction="sum") for row in targets])
 
 class NgramTable(nn.Embedding):
     """An embedding of the n tokens that end at each position. Tokens of an earlier document are read as BOS.
@@ -1594,107 +1317,10 @@ class NgramTable(nn.Embedding):
         """Rows of the table and of its signs [T], see GPT.ngram_rows -> [T, width]."""
         return super().forward(rows) * self.signs.index_select(0, signs)
 
-    def record_hash(self, tokens: Tensor) -> Tensor:
-        """Hash the pairs that end at tokens [..., T] as record 89 does, also across documents.
-
-        The first token has the last row. The second token's row is computed with the number of that row in place of the
-        first token; at the record's size that product exceeds int32, and wraps.
-        """
-        tokens, last = tokens.int(), self.num_embeddings - 1
-        before = F.pad(tokens[..., :-1], (1, 0))
-        sign = (before ^ tokens) % self.SIGNS
-        sign[..., :1].zero_()  # an assignment of a number would make the host wait for the GPU
-        before[..., 1:2].fill_(last)
-        row = (36313 * tokens ^ 27191 * before) % last
-        row[..., :1].fill_(last)
-        return sign.long() * self.num_embeddings + row
-
     @classmethod
     def hash(cls, number: Tensor) -> Tensor:
         number = number * cls.FACTOR % 2 ** cls.BITS
         return number ^ (number >> 21)
-
-class TokenWeights(nn.Module):
-    """A small network that computes weights per token: scale * (out @ gelu(hidden @ x) + bias).
-
-    `init` names the weights and gives their initial values; out starts at 0, so the tokens begin with equal weights.
-    """
-
-    WIDTH, SCALE = 64, 0.1
-
-    def __init__(self, config: Config, kind: str, init: dict[Any, list[float]]):
-        super().__init__()
-        dim, dtype, self.sizes = config.model_dim, config.torch_dtype, {name: len(v) for name, v in init.items()}
-        bound, values = 1 / math.sqrt(dim), torch.tensor([*itertools.chain(*init.values())])
-        self.hidden = parameter(torch.empty(self.WIDTH, dim).uniform_(-bound, bound).to(dtype), kind)
-        self.out = parameter(torch.zeros(len(values), self.WIDTH, dtype=dtype), kind)
-        self.bias = parameter((values / self.SCALE).to(dtype), f"{kind}_biases")
-
-    def compute(self, x: Tensor, scale: Tensor | float = SCALE) -> Tensor:
-        """x [T, dim] -> all weights [T, n]."""
-        scale = scale.type_as(x) if isinstance(scale, Tensor) else scale
-        return (F.linear(F.gelu(F.linear(x, self.hidden)), self.out) + self.bias) * scale
-
-    def by_name(self, weights: Tensor) -> dict[Any, Tensor]:
-        """Split all weights [T, n] into those of each name [T, size]."""
-        return dict(zip(self.sizes, weights.split([*self.sizes.values()], dim=1)))
-
-class Mudd(nn.Module):
-    """Multiway dynamic dense connections: the last layer and the head mix earlier outputs by weights per token.
-
-    Sources of the last layer: the input of the first layer, the output of backout_layer, and the residual stream.
-    Sources of the head: the saved outputs (see saved_layers) and the embeddings of the first value table.
-    """
-
-    def __init__(self, config: Config):
-        super().__init__()
-        c, last, scale = config, layers_of(config)[-1], math.sqrt(config.resid_lambda_init)
-        self.backout, self.heads = c.backout_layer, c.num_heads
-        self.sources = sorted(saved_layers(c))
-        self.reads_table = any(layer.value_table is not None for layer in layers_of(c))
-        init = {"values": [0.0] * 3, "residual": [0.0] * 3, "mix": [scale, scale, 1.0, 1.0], "x0": [0.0],
-                "ngrams": [NGRAM_GATE_INIT] * bool(c.token_gates and c.ngrams),
-                "value_gates": [2.0, 2.0] * (last.value_table is not None)}
-        self.layer = TokenWeights(c, "mudd", {name: v for name, v in init.items() if v})
-        self.head = TokenWeights(c, "mudd", {"sources": [-0.5 * (i == c.backout_layer) for i in self.sources]
-                                             + [0.0] * self.reads_table})
-
-    def layer_inputs(self, x: Tensor, saved: dict[int, Tensor], value_embeds: Tensor | None) -> tuple[
-            Tensor, Tensor, tuple[Tensor, ...], dict[str, Tensor]]:
-        """Compute what the last layer reads: the residual stream, value embeddings, mix and gates of Block."""
-        weights = self.layer.by_name(self.layer.compute(x))
-        sources = saved[-1], saved[self.backout], x
-        mixed = weighted_sum(weights["values"], sources)
-        if value_embeds is not None:  # a gate for each half of the heads
-            gate = weights["value_gates"].repeat_interleave(self.heads // 2, dim=1)
-            mixed = mixed + (gate[..., None] * value_embeds.view(len(x), self.heads, -1)).view_as(x)
-        gates = {name: weights[name] for name in ("x0", "ngrams") if name in weights}
-        return x + weighted_sum(weights["residual"], sources), mixed, weights["mix"].split(1, dim=1), gates
-
-    def head_input(self, x: Tensor, saved: dict[int, Tensor], value_embeds: Tensor | None) -> Tensor:
-        sources = [saved[i] for i in self.sources] + [value_embeds] * self.reads_table
-        return x + weighted_sum(self.head.compute(x), sources)
-
-def weighted_sum(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:
-    """weights [T, n], n sources [T, dim] -> [T, dim]."""
-    return sum(weight * source for weight, source in zip(weights.split(1, dim=1), sources))
-
-NGRAM_GATE_INIT = 0.05
-
-def gates_of(config: Config, layers: range) -> dict[tuple[int, str], list[float]]:
-    """Return the initial values of the token gates of these layers, by (layer, name); layer -1: before the first."""
-    every, heads, has_ngrams, init = layers_of(config), config.num_heads, bool(config.ngrams), {}
-    first = next((i for i, layer in enumerate(every) if layer.window), 0)
-    for i in layers:
-        layer = every[i]
-        mixes_in = layer.window and not layer.mudd  # whose own weights mix in both
-        present = {"x0": mixes_in and [0.0], "ngrams": mixes_in and has_ngrams and [NGRAM_GATE_INIT],
-                   "skip": layer.skip_from is not None and [0.5], "xsa": layer.xsa and [0.0] * heads,
-                   "gate": layer.gated and [0.25] * heads, "dc_read": layer.dc and [1.0] * heads,
-                   "dc_write": layer.dc and [0.0] * heads}
-        # the first layer's n-gram embeddings are added before it
-        init |= {(-1 if name == "ngrams" and i == first else i, name): v for name, v in present.items() if v}
-    return init
 
 class Rotary(nn.Module):
     """Rotary tables cos and sin [tokens, head_dim / 2], and the softmax scale for their frequencies."""
@@ -1750,22 +1376,22 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1)
 
-def offset_keys(k_THD: Tensor) -> Tensor:
-    """Replace the unrotated entries of each key, quarters 1 and 3, whose frequencies are 0, by the previous token's.
+def exclude_own_value(y_THD: Tensor, v_THD: Tensor, weights: Tensor) -> Tensor:
+    """Subtract tanh(weights) times the part of attention's output along the token's own value: XSA (arXiv:2603.09078).
 
-    As in the record, the first token of a document takes them from the document before.
+    weights: [H] or [T, H].
     """
-    quarters = torch.arange(k_THD.size(-1), device=k_THD.device) // (k_THD.size(-1) // 4)
-    return torch.where(quarters % 2 == 1, torch.cat([k_THD[:1], k_THD[:-1]]), k_THD)
+    projection = (y_THD * v_THD).sum(-1, keepdim=True) / v_THD.square().sum(-1, keepdim=True).clamp_min(1e-8)
+    return y_THD - torch.tanh(weights)[..., None] * projection * v_THD
 
 def norm(x: Tensor) -> Tensor:
     """Apply RMS norm over the last dimension, without gain."""
     return F.rms_norm(x, (x.size(-1),))
 
-def parameter(init: Tensor, kind: str, unit: tuple[int, int] | None = None) -> nn.Parameter:
-    """Create a parameter of a kind, which has a row in PARAM_GROUPS. unit: see ParamSpec."""
+def parameter(init: Tensor, kind: str, unit: tuple[int, int] | None = None, first_step: int = 0) -> nn.Parameter:
+    """Create a parameter of a kind, which has a row in PARAM_GROUPS. unit, first_step: see ParamSpec."""
     param = nn.Parameter(init)
-    param.kind, param.unit = kind, unit
+    param.kind, param.unit, param.first_step = kind, unit, first_step
     return param
 
 def embedding(rows: int, width: int, kind: str, dtype: torch.dtype) -> nn.Embedding:
@@ -1782,6 +1408,20 @@ def uniform(rows: int, columns: int, fan_in: int) -> Tensor:
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Copy from the CPU without waiting for the copy."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+
+def scheduled_tensors(plan: Plan, device: torch.device) -> dict[str, Tensor]:
+    """Return the plan's scheduled numbers, each a tensor without dimensions: a new number compiles nothing anew."""
+    return dict(zip(plan.scheduled, to_device(torch.tensor([*plan.scheduled.values()]), device).unbind()))
+
+def compile_parts(model: nn.Module) -> None:
+    """Compile each method marked with @compiled by itself.
+
+    Gradients leave backward group by group. If the whole model were compiled, all would appear at its end.
+    """
+    for module in model.modules():
+        for name in dir(type(module)):
+            if getattr(getattr(type(module), name), "compiles", False):
+                setattr(module, name, compile_static(getattr(module, name)))
 
 # ------------------------------------------------------------------------------------------------------------------
 # update rules
@@ -2580,12 +2220,11 @@ def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step
             bucket.grad_shard.mul_(clip_norm / math.sqrt(total))
     return math.sqrt(total)
 
-def persistent_buffers(model: nn.Module, scales: bool = False) -> Callable[[], dict[str, Tensor]]:
-    """Return what finds the model's buffers that belong to its state; with `scales` also those of DelayedScales."""
+def persistent_buffers(model: nn.Module) -> Callable[[], dict[str, Tensor]]:
+    """Return what finds the model's buffers that belong to its state."""
     places = [(f"{name}.{key}".removeprefix("."), module._buffers, key)  # a module may replace its buffer
               for name, module in model.named_modules() for key in module._buffers
-              if key not in module._non_persistent_buffers_set
-              and (scales or not isinstance(module, MLP) or key not in DelayedScales.BUFFERS)]
+              if key not in module._non_persistent_buffers_set]
     return lambda: {name: x for name, buffers, key in places if (x := buffers.get(key)) is not None}
 
 class SavedState:
@@ -2596,12 +2235,12 @@ class SavedState:
     NAME/updates    number of updates so far
     NAME/pending    gradients of earlier steps that wait for an update (world-size-invariant mode)
     NAME            a persistent buffer, such as a running mean
-    NAME/h_scale    scale of the input of an MLP's second product; see DelayedScales
+    NAME            a further tensor, which all ranks compute alike, such as a scale
     """
 
     buckets: list[Bucket]
     comm: Comm
-    scales: DelayedScales
+    further: dict[str, Tensor]
 
     def gather_state(self, bucket: Bucket) -> dict[str, Tensor]:
         """All-gather one bucket's state; every tensor is whole on every rank."""
@@ -2649,7 +2288,7 @@ class SavedState:
         self.finish_all_gathers()
         for bucket in self.buckets:
             yield from self.gather_state(bucket).items()
-        yield from self.scales.named.items()
+        yield from self.further.items()
         yield from ((name, x.reshape(-1)) for name, x in self.buffers().items())
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -2663,17 +2302,15 @@ class SavedState:
 
         RunError, before anything is changed, if the state does not fit.
         """
-        scales = {name: x for name, x in state.items() if name.endswith(DelayedScales.KEY)}
-        state = {name: x for name, x in state.items() if name not in scales}
+        state = dict(state)
         writes = [self.fit_bucket(bucket, state) for bucket in self.buckets]
-        for name, x in self.buffers().items():
+        for name, x in (self.buffers() | self.further).items():
             if name in state and state[name].numel() == x.numel():  # states of older versions have none
                 writes.append(functools.partial(x.copy_, state.pop(name).view_as(x)))
         if state:
             raise RunError(f"the saved state does not fit: this model has no {', '.join(sorted(state))}")
         self.finish_all_gathers()
         self.reducer.drop_gradients()
-        self.scales.load(scales)
         for write in writes:
             write()
         self.reducer.step = max(bucket.updates * bucket.rule.every for bucket in self.buckets)
@@ -2712,7 +2349,7 @@ class DistributedOptimizer(SavedState):
     def __init__(self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings, model: nn.Module,
                  grad_scale: float = 1.0, compiled: bool = False):
         """model: must hold the buckets' parameters. grad_scale: see Reducer."""
-        self.buckets, self.comm, self.settings, self.scales = list(buckets), comm, settings, DelayedScales(model)
+        self.buckets, self.comm, self.settings, self.further = list(buckets), comm, settings, {}
         self.buffers = persistent_buffers(model)
         self.replicate(model)
         self.reducer = self.Reducer(buckets, comm, settings, grad_scale)
@@ -2796,16 +2433,6 @@ class DistributedOptimizer(SavedState):
 # ------------------------------------------------------------------------------------------------------------------
 # assignment
 
-def rule_of(config: Config, group: AdamGroup | MuonGroup) -> Adam | NorMuon:
-    """Create a kind's update rule; specs_of applies lr_mul. Return another rule here, if group.kind is its kind."""
-    c = config
-    if isinstance(group, MuonGroup):
-        return NorMuon(c.muon_lr, c.muon_weight_decay, c.muon_beta2, c.torch_dtype)
-    beta1, beta2 = (flag if own is None else own for own, flag in (
-        (group.beta1, c.adam_beta1), (group.beta2, c.adam_beta2)))
-    return Adam(c.adam_lr, beta1, beta2, c.adam_eps, c.adam_every, group.weight_decay,
-                c.adam_fp32_moments, rows=group.kind == "ngram_embeds", lazy=c.lazy_tables)
-
 def specs_of(config: Config, model: GPT) -> list[ParamSpec]:
     """Assign every parameter that is not frozen its update rule, by its kind, in the model's order."""
     groups, specs = param_groups(config), []
@@ -2813,11 +2440,10 @@ def specs_of(config: Config, model: GPT) -> list[ParamSpec]:
         kind = getattr(param, "kind", None)
         require(kind in groups, f"{name}: PARAM_GROUPS has no row for kind {kind!r}; add one, or create the parameter "
                 f"by parameter(init, kind) with one of {', '.join(groups)}")
-        rule, scale = rule_of(config, groups[kind]), groups[kind].lr_mul
+        rule, scale = groups[kind].rule(config), groups[kind].lr_mul
         if not isinstance(rule, NorMuon):  # NorMuon applies lr_mul by spec.scale
             rule, scale = dataclasses.replace(rule, lr=rule.lr * scale), 1.0
-        first_step = first_untied_step(config) if kind == "embed" else 0
-        specs.append(finish_spec(ParamSpec(name, param, rule, param.unit, scale, first_step)))
+        specs.append(finish_spec(ParamSpec(name, param, rule, param.unit, scale, param.first_step)))
     return specs
 
 def finish_spec(spec: ParamSpec) -> ParamSpec:
@@ -2831,7 +2457,7 @@ def finish_spec(spec: ParamSpec) -> ParamSpec:
 def build_model(config: Config, encoding: Encoding) -> GPT:
     """Build the model of a config on the CPU. A seed gives the same initialization on every machine."""
     torch.manual_seed(config.seed)
-    return GPT(config, encoding)
+    return config.model_type(config, encoding)
 
 def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = False) -> DistributedOptimizer:
     """Build the optimizer of a config. The model must be on its device."""
@@ -2855,7 +2481,7 @@ def run_training(config: Config, preset: str, comm: Comm, device: torch.device, 
         require(device.type == "cuda" or config.attention in ("auto", "masked"), f"attention {config.attention} "
                 "needs a GPU, and this machine has none; use --attention auto")
         val_sequences = validation_sequences(shards["val"], config.val_tokens, config.val_len)
-        worker = Worker(config, comm, device, shards["train"])
+        worker = config.worker_type(config, comm, device, shards["train"])
         worker.stream.check_enough()
         loop = TrainingLoop(preset, requested, worker, shards, val_sequences, clock, log)
         resumed = resume(loop)
@@ -2881,7 +2507,8 @@ class TrainingLoop:
             before = state_hash(self.worker)
         self.log.say(f"warm-up: {self.config.warmup_steps} steps off the clock")
         with self.clock.off("warmup"):
-            self.worker.warm_up(self.val_sequences[0], self.losses.record)
+            first = plan_of(self.config, self.from_step)
+            self.worker.warm_up(first, self.val_sequences[0], self.losses.record)
         self.losses.pending, self.losses.sent = [], 0  # a request to save that came in the warm-up is sent again
         self.compiles = compile_stats()[0]
         with self.clock.off("hashing"):
@@ -2896,12 +2523,12 @@ class TrainingLoop:
         with self.clock.off("hashing"):  # wait for the slowest rank, or its hash would delay this rank's first step
             self.comm.all_reduce(torch.zeros((), device=self.comm.device))
         self.clock.start()
-        worker.model.fill_prefixes(worker.token_bytes)  # on the clock, as in the record; the warm-up runs without
+        worker.before_training()
         for step in range(self.from_step, c.num_steps):
             self.losses.write(step)
             if step in self.losses.save_at or c.save_every and step % c.save_every == 0 and step > self.from_step:
                 save_due = True
-            if save_due and not worker.optimizer.between_updates:
+            if save_due and worker.can_save(step):
                 save_checkpoint(self, step)
                 save_due = False
             if c.val_every and step % c.val_every == 0:
@@ -2927,7 +2554,7 @@ class TrainingLoop:
         SIGTERM stops a validation where a checkpoint can be saved: a launcher may not wait for its end.
         """
         self.worker.optimizer.finish_all_gathers()  # they belong to the steps before
-        can_save = step == self.config.num_steps or not self.worker.optimizer.between_updates
+        can_save = step == self.config.num_steps or self.worker.can_save(step)
         with self.clock.off("validation"):
             self.losses.write(step, wait=True)
             before = checksum(self.worker.model)
@@ -2966,29 +2593,21 @@ class Worker:
             if block.mlp is not None:
                 block.mlp.kernels = config.kernels == "on"
         if self.compiled:
-            self.model.compile_parts()
+            compile_parts(self.model)
         self.optimizer = build_optimizer(config, self.model, comm, self.compiled)
-        # other encodings are of bytes, which have no prefixes
-        has_prefixes = any(stage.first["prefix_weight"] or stage.last["prefix_weight"] for stage in stages_of(config))
-        has_prefixes = has_prefixes and train_shards[0].encoding[0] == GPT2_VOCAB
-        self.token_bytes = gpt2_token_bytes(train_shards[0].path.parent) if has_prefixes else []
-        first = plan_of(config, 0)
-        self.model.apply_schedule(first.rotary_windows, first.tied)
+        self.model.apply_schedule(plan_of(config, 0))
 
     def step(self, plan: Plan, batch: list[np.ndarray]) -> list[Tensor]:
         """Train on this rank's micro-batches. Return the summed cross entropy of each, still on the device."""
         model, optimizer, cross_entropies = self.model, self.optimizer, []
-        model.apply_schedule(plan.rotary_windows, plan.tied and not plan.unties)
-        if plan.tied:  # the embedding reads the head's weights before the head's own forward would wait for them
-            optimizer.finish_all_gathers([optimizer.reducer.slots[model.lm_head.weight][0]])
-        if plan.unties:
-            optimizer.copy_parameter("lm_head.weight", "embed.weight")
+        model.apply_schedule(plan)
+        self.before_step(plan)
         if plan.resets_ngrams:
             optimizer.finish_all_gathers()
             for bucket in optimizer.buckets:
                 if isinstance(bucket, RowBucket):
                     bucket.reset()
-        if self.config.ngrams:
+        if model.ngrams:
             read = model.rows_read(torch.from_numpy(np.stack(batch)[:, :-1].astype(np.int32)))
             optimizer.announce_rows(plan.step, read)
         for i, micro_batch in enumerate(batch):
@@ -2998,50 +2617,57 @@ class Worker:
             seed = np.random.SeedSequence((self.config.seed, plan.step, self.comm.rank * len(batch) + i))
             torch.manual_seed(int(seed.generate_state(1, np.uint64)[0]))
             with optimizer.reducer.span("forward"):
-                objective, cross_entropy = model(inputs, targets, plan.windows, plan.loss_weights, plan.prefix_weight)
-            if i + 1 == len(batch):
-                optimizer.scales.start_gather(self.comm)
+                objective, cross_entropy = model(inputs, targets, plan.windows)
             optimizer.prepare_for_backward(plan.step, i, len(batch))
             with optimizer.reducer.span("backward"):
                 objective.backward()
                 cross_entropies.append(cross_entropy)
+        self.before_update(plan)
         with optimizer.reducer.span("step"):
             optimizer.step(plan)
-            optimizer.scales.update()
         self.after_step(plan)
         return cross_entropies
 
-    def after_step(self, plan: Plan) -> None:
-        """A place for an idea: runs after each optimizer step, on the clock, and in the warm-up.
+    # Places for an idea. What they compute counts as training, and must be the same on all ranks
 
-        Before you read or change parameters, wait for them: self.optimizer.finish_all_gathers(). A change must be the
-        same on all ranks. The warm-up restores, and a checkpoint keeps, parameters and the rules' state (see
-        NorMuon.init_state); other state that you create here is lost on a resume.
+    def before_training(self) -> None:
+        """Runs once, on the clock, before the first step, also of a resumed run."""
+
+    def before_step(self, plan: Plan) -> None:
+        """Runs before each step's first forward, and in the warm-up."""
+
+    def before_update(self, plan: Plan) -> None:
+        """Runs after each step's last backward, before the optimizer step, and in the warm-up."""
+
+    def after_step(self, plan: Plan) -> None:
+        """Runs after each optimizer step, and in the warm-up.
+
+        Before you read or change parameters, wait for them: self.optimizer.finish_all_gathers(). The warm-up restores,
+        and a checkpoint keeps, parameters and the rules' state (see NorMuon.init_state) and the tensors that you add
+        to self.optimizer.further; other state that you create here is lost on a resume.
         """
+
+    def can_save(self, step: int) -> bool:
+        """Return whether the state before a step can be saved now; save_every and signals then wait until it can."""
+        return not self.optimizer.between_updates
 
     def after_training(self) -> None:
-        """A place for an idea: runs once, on the clock, after the last step and before the last validation.
-
-        All parameters have arrived. A change must be the same on all ranks.
-        """
+        """Runs once, after the last step and before the last validation. All parameters have arrived."""
 
     def validate(self, plan: Plan, sequences: np.ndarray,
                  stop: Callable[[], bool] = lambda: False) -> tuple[float, int] | None:
         self.optimizer.finish_all_gathers()
-        self.model.apply_schedule(plan.rotary_windows, plan.tied)
+        self.model.apply_schedule(plan)
         return validate(self.model, sequences, plan.windows, self.comm, self.device, stop)
 
-    def warm_up(self, val_sequence: np.ndarray, record: Callable[[Plan, list[Tensor]], None]) -> None:
+    def warm_up(self, first: Plan, val_sequence: np.ndarray, record: Callable[[Plan, list[Tensor]], None]) -> None:
         """Run every stage and kind of step, to compile and allocate everything off the clock. Restore the state.
 
-        record: called after each step, as in training.
+        first: the plan of the first step after it. record: called after each step, as in training.
         """
-        c, before = self.config, (self.model.rotary.windows, self.model.tied)
+        c = self.config
         saved, position, digest = self.optimizer.state_dict(), self.stream.position, self.stream.digest
-        # a ramp may begin at 0, so that its second step is the first to compute something
-        seconds = [stage.begin + 1 for stage in stages_of(c) if stage.first != stage.last]
-        kinds = *(stage.begin for stage in stages_of(c)), first_untied_step(c), *seconds
-        begins = [*dict.fromkeys(step // c.adam_every * c.adam_every for step in kinds if step < c.num_steps)]
+        begins = [*dict.fromkeys(step // c.adam_every * c.adam_every for step in self.kinds_of_steps())]
         batches: dict[int, list[np.ndarray]] = {}
         for i in range(c.warmup_steps):
             step = begins[i // c.adam_every % len(begins)] + i % c.adam_every
@@ -3052,10 +2678,16 @@ class Worker:
         if c.warmup_steps:
             self.validate(plan_of(c, c.num_steps), val_sequence[None].repeat(self.comm.ranks, 0))
         self.optimizer.load_state_dict(saved)
-        self.model.apply_schedule(*before)
+        self.model.apply_schedule(first)
         self.stream.position, self.stream.digest = position, digest
         gc.collect()  # compilation leaves cycles that hold GPU memory
         gc.freeze()  # later collections, on the clock, skip what exists now
+
+    def kinds_of_steps(self) -> list[int]:
+        """Return a step of each kind that is compiled by itself: of each stage, and where a ramp has left a 0."""
+        stages = stages_of(self.config)
+        seconds = [stage.begin + 1 for stage in stages if stage.first != stage.last]
+        return [step for step in (*(stage.begin for stage in stages), *seconds) if step < self.config.num_steps]
 
 @torch.no_grad()
 def validate(model: GPT, sequences: np.ndarray, windows: Windows, comm: Comm, device: torch.device,
@@ -3173,21 +2805,6 @@ def seen_by_pieces(x: Tensor, mask: Tensor) -> Tensor:
     pieces, piece, keys = mask.shape
     return F.pad(x, (0, 0) * (x.dim() - 1) + (keys - piece, pieces * piece - len(x))).unfold(0, keys, piece)
 
-def mix_heads(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, read: Tensor, write: Tensor, mask: Tensor) -> Tensor:
-    """Compute what dynamically composable heads add to attention [T, H, D]: each head attends by one map of all heads.
-
-    The map of a token is the sum of the heads' softmax within `mask`, weighted by norm(read); head h adds its values
-    under this map times write_h. read, write [T, H]. q must contain the softmax scale. mask: of mask_in_pieces.
-    """
-    tokens, heads, dim = q_THD.shape
-    q, k = cut_in_pieces(q_THD, mask), seen_by_pieces(k_THD, mask).mT
-    read = F.rms_norm(read.to(torch.promote_types(read.dtype, torch.float32)), (heads,), eps=1e-6).type_as(q)
-    attention_map = (cut_in_pieces(read, mask)[..., None] * (q @ k.mT + mask[:, None]).softmax(-1)).sum(1)
-    out = attention_map @ seen_by_pieces(v_THD.flatten(1), mask).mT  # one product for all heads' values
-    return write[..., None] * out.view(-1, heads, dim)[:tokens]
-
-DC_WINDOW, DC_PIECE = 112, 128  # tokens that d looks at, see mix_heads; queries per piece
-
 MASK_PIECE = {"cuda": 1024, "cpu": 64}  # least queries per piece; with fewer queries fewer masked keys are computed
 
 def mask_in_pieces(docs: Tensor, window: int, reach: int, dtype: torch.dtype, piece: int = 0) -> Tensor:
@@ -3215,6 +2832,11 @@ class DocumentTable(NamedTuple):
 
     starts: Tensor
     numbers: Tensor
+
+def document_table(counted: tuple[Tensor, int, int], window: int) -> DocumentTable:
+    """Build FlashAttention's mask from what count_documents found."""
+    starts, longest, count = counted
+    return DocumentTable(starts, torch.tensor([window, longest, count]))
 
 DOCUMENT_ROOM = 16  # a sequence of T tokens has room for T / DOCUMENT_ROOM documents in its table
 
@@ -3287,102 +2909,54 @@ flash_attention.register_autograd(
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output))
 
 class ReluSquaredMLP(torch.autograd.Function):
-    """MLP.forward by relu_squared. Saves only the squared activations for backward.
-
-    With h_scale and h_max forward is in fp8; see DelayedScales. Backward is the same, and reads unrounded tensors.
-    """
+    """MLP.forward by relu_squared. Saves only the squared activations for backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fc: Tensor, proj: Tensor, h_scale: Tensor | None = None,
-                h_max: Tensor | None = None) -> Tensor:
-        if h_scale is None:
-            h = relu_squared(x, fc)
-            y = F.linear(h, proj)
-        else:
-            (x8, x_scale), (fc8, fc_scale), (proj8, proj_scale) = map(to_e4m3, (x, fc, proj))
-            by_column = fc8.T.contiguous().T
-            h, h8 = relu_squared_in_fp8(x8, by_column, x_scale * fc_scale, h_scale, h_max, x.dtype)
-            y = fp8_product(h8, proj8.T, h_scale, proj_scale, True, x.dtype)
+    def forward(ctx: Any, x: Tensor, fc: Tensor, proj: Tensor) -> Tensor:
+        h = relu_squared(x, fc)
         ctx.save_for_backward(x, fc, proj, h)
-        return y
+        return F.linear(h, proj)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, fc, proj, h = ctx.saved_tensors
         grad_y = relu_squared(grad, proj, h)
-        return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h, None, None
+        return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h
 
 def relu_squared(a: Tensor, b: Tensor, h: Tensor | None = None) -> Tensor:
     """Compute relu(a @ b) ** 2, or its backward (a @ b) * 2 sqrt(h) if its result h is given. a [m, k], b [k, n]."""
-    if programs := kernel_programs(a, b, a.dtype):
-        return relu_squared_by_triton(a, b, h, programs)
-    y = a @ b
-    return y.relu() * y if h is None else 2 * y * h.sqrt()
-
-def relu_squared_in_fp8(a: Tensor, b: Tensor, scale: Tensor, h_scale: Tensor, h_max: Tensor,
-                        dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Compute h = relu(a @ b * scale) ** 2 and h8 = h / h_scale in e4m3. Raise h_max to the largest h.
-
-    a [m, k] in e4m3, row-major; b [k, n] in e4m3, column-major; scale, h_scale and h_max have no dimensions.
-    """
-    if programs := kernel_programs(a, b, dtype):
-        return relu_squared_by_triton(a, b, None, programs, scale, h_scale, h_max)
-    y = fp8_product(a, b, scale, torch.ones_like(scale), True, torch.float32)
-    h = y.relu() * y
-    h_max.copy_(torch.maximum(h_max, h.amax()))
-    return h.to(dtype), (h / h_scale).to(torch.float8_e4m3fn)
-
-def relu_squared_by_triton(a: Tensor, b: Tensor, h: Tensor | None, programs: int,
-                           *scales: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute relu_squared, or with scales relu_squared_in_fp8, by the kernel. Sizes must be multiples of the tiles.
-
-    programs: one per multiprocessor.
-    """
+    if not (programs := kernel_programs(a, b, a.dtype)):
+        y = a @ b
+        return y.relu() * y if h is None else 2 * y * h.sqrt()
     (m, k), n, half = a.shape, b.size(1), [TILE_M, TILE_N // 2]
-    fp8, inner = bool(scales), tile_k(a)
-    out = a.new_empty(m, n, dtype=torch.bfloat16 if a.itemsize == 1 else a.dtype)
-    h8 = a.new_empty(m, n) if fp8 else out
-    # tensor cores read the inner dimension of b contiguously in fp8
-    tiles = [(a, [TILE_M, inner]), (b.T, [TILE_N, inner]) if fp8 else (b, [inner, TILE_N]),
-             (out if h is None else h, half), (out, half), (h8, half)]
+    out = a.new_empty(m, n)
+    tiles = (a, [TILE_M, TILE_K]), (b, [TILE_K, TILE_N]), (out if h is None else h, half), (out, half)
     relu_squared_kernel[(programs,)](
-        *(TensorDescriptor.from_tensor(x.contiguous(), tile) for x, tile in tiles), *(scales or (None,) * 3),
-        m, n, k, TILE_M, TILE_N, inner, programs, h is not None, fp8, num_warps=8, num_stages=3)
-    return (out, h8) if fp8 else out
+        *(TensorDescriptor.from_tensor(x.contiguous(), tile) for x, tile in tiles), m, n, k, TILE_M, TILE_N, TILE_K,
+        programs, h is not None, num_warps=8, num_stages=3)
+    return out
 
 # Tile sizes of the MLP's product: two warp groups, and three stages in Hopper's shared memory
 TILE_M, TILE_N, TILE_K = 128, 256, 64
 
-def tile_k(a: Tensor) -> int:
-    """Return the tile's inner size: as many bytes in fp8 as in bf16."""
-    return 2 * TILE_K if a.itemsize == 1 else TILE_K
-
 def kernel_programs(a: Tensor, b: Tensor, dtype: torch.dtype) -> int:
     """Return with how many programs the kernel computes a @ b, one per multiprocessor; 0 if it cannot."""
-    fits = not (len(a) % TILE_M or b.size(1) % TILE_N or len(b) % tile_k(a))
+    fits = not (len(a) % TILE_M or b.size(1) % TILE_N or len(b) * a.itemsize % (2 * TILE_K))
     on_gpu = a.is_cuda and dtype == torch.bfloat16 and fits
     return torch.cuda.get_device_properties(a.device).multi_processor_count if on_gpu else 0
 
 if triton is not None:
     @triton.jit
-    def relu_squared_kernel(a, b, h, out, h8, scale, h_scale, h_max, M, N, K, TILE_M: tl.constexpr,
-                            TILE_N: tl.constexpr, TILE_K: tl.constexpr, PROGRAMS: tl.constexpr, BACKWARD: tl.constexpr,
-                            FP8: tl.constexpr):
+    def relu_squared_kernel(a, b, h, out, M, N, K, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+                            PROGRAMS: tl.constexpr, BACKWARD: tl.constexpr):
         """Persistent kernel: a program starts its next tile while it stores the last one, in two halves."""
         HALF: tl.constexpr = TILE_N // 2
-        columns, largest = N // TILE_N, 0.0
-        if FP8:
-            y_scale, to_h8 = tl.load(scale), 1 / tl.load(h_scale)
+        columns = N // TILE_N
         for tile in tl.range(tl.program_id(0), M // TILE_M * columns, PROGRAMS, flatten=True):
             row, column = tile // columns * TILE_M, tile % columns * TILE_N
             y = tl.zeros((TILE_M, TILE_N), tl.float32)
             for k in range(0, K, TILE_K):
-                if FP8:
-                    y = tl.dot(a.load([row, k]), b.load([column, k]).T, y)
-                else:
-                    y = tl.dot(a.load([row, k]), b.load([k, column]), y)
-            if FP8:
-                y = y * y_scale
+                y = tl.dot(a.load([row, k]), b.load([k, column]), y)
             halves = y.reshape(TILE_M, 2, HALF).permute(0, 2, 1).split()
             for i in tl.static_range(2):
                 y = halves[i]
@@ -3391,22 +2965,9 @@ if triton is not None:
                 else:
                     y = tl.maximum(y, 0) * y
                 out.store([row, column + i * HALF], y.to(out.dtype))
-                if FP8:
-                    h8.store([row, column + i * HALF], (y * to_h8).to(h8.dtype))
-                    largest = tl.maximum(largest, tl.max(tl.max(y, 1), 0))
-        if FP8:
-            tl.atomic_max(h_max, largest)
-
-E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
-
-def to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round a matrix to e4m3, scaled so that its largest value fits -> (rounded, scale)."""
-    # per row first, since compiled code fuses that into the kernel that computes x
-    scale = x.abs().amax(1).amax().float().clamp_min(1e-12) / E4M3_MAX
-    return (x.float() / scale).to(torch.float8_e4m3fn), scale
 
 class HeadLoss(torch.autograd.Function):
-    """Head.forward with softcapped_loss: x [T, dim], weight [V, dim] -> (objective, entropies [n]). scales: for fp8.
+    """Head.forward by softcapped_loss: x [T, dim], weight [V, dim] -> (objective, entropies [n]). scales: for fp8.
 
     Forward keeps the logits' gradient in place of the logits. Backward multiplies it by the objective's gradient.
     """
@@ -3435,9 +2996,10 @@ class HeadLoss(torch.autograd.Function):
 
 def softcapped_loss(x: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
                     grad_scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """Compute cross_entropies, and the gradient of their weighted sum, by a kernel that reads the logits x [T, V] once.
+    """Compute cross entropies, and the gradient of their weighted sum, by a kernel that reads the logits x [T, V] once.
 
-    Return (float32 [n, T], the gradient [T, V]): in x's dtype or, with a grad_scale, divided by it and in e5m2.
+    targets [n, T], -1 is not counted; weights [n]. Return (float32 [n, T], the gradient [T, V]): in x's dtype or, with
+    a grad_scale, divided by it and in e5m2.
     """
     losses = torch.empty(targets.shape, dtype=torch.float32, device=x.device)
     grad = torch.empty(x.shape, dtype=x.dtype if grad_scale is None else torch.float8_e5m2, device=x.device)
@@ -3654,7 +3216,7 @@ class Log:
         if not begun:  # new, deleted, or stopped while its head was written
             file.truncate(0)
             try:
-                print(Path(__file__).read_text(encoding="utf-8"), rule, environment, rule, json.dumps(start), sep="\n",
+                print(source_of(self.config), rule, environment, rule, json.dumps(start), sep="\n",
                       file=file, flush=True)
             except OSError:
                 self.path.unlink()  # the run did not start
@@ -3708,7 +3270,7 @@ class Log:
 def start_log(loop: TrainingLoop, resumed: dict[str, Any] | None, changes: list[str]) -> None:
     """Open the log with a description of the run. changes: what this machine changed in the config."""
     c, comm, log, worker = loop.config, loop.comm, loop.log, loop.worker
-    machine, environment = describe_machine(worker.device)
+    machine, environment = describe_machine(c, worker.device)
     hosts = describe_hosts(comm, machine)
     if comm.rank:
         return
@@ -3800,7 +3362,13 @@ def cpu_name(*keys: str) -> str:
         return "/".join(said[key].strip() for key in keys or ("model name",))
     return platform.processor() or platform.machine()
 
-def describe_machine(device: torch.device) -> tuple[dict[str, Any], str]:
+def source_of(config: Config) -> str:
+    """Return the source of the program: of one file as it is, of several each below a line that names it."""
+    files = source_files(config)
+    texts = [path.read_text(encoding="utf-8") for path in files]
+    return texts[0] if len(files) == 1 else "".join(f"# file: {path.name}\n{text}" for path, text in zip(files, texts))
+
+def describe_machine(config: Config, device: torch.device) -> tuple[dict[str, Any], str]:
     """(hardware, versions, source hash and environment variables for the JSON line; the free text above it)."""
     on_gpu, cpu, cores = device.type == "cuda", cpu_name(), os.cpu_count()
     gpus = [dict(zip(("name", "uuid", "driver"), row.split(", "))) for row in nvidia_smi("name,uuid,driver_version")]
@@ -3813,7 +3381,7 @@ def describe_machine(device: torch.device) -> tuple[dict[str, Any], str]:
                 "cpu": cpu, "cpu_id": cpu_name("cpu family", "model", "stepping"),
                 "cores": cores, "threads": torch.get_num_threads()}
     return {"hardware": hardware, "versions": versions, "environment": environment,
-            "source_sha256": file_sha256(__file__)}, text
+            "source_sha256": sha256_of(source_of(config).encode())}, text
 
 def describe_hosts(comm: Comm, mine: dict[str, Any]) -> list[dict[str, Any]]:
     """Describe each host: its ranks, hardware, versions and source. RunError if source or packages differ."""
@@ -3945,12 +3513,11 @@ def load_file(path: str | Path, check: bool = True) -> dict[str, Any]:
 @torch.no_grad()
 def load_parameters(model: GPT, saved: dict[str, Any]) -> None:
     """Copy the parameters of a saved model or checkpoint into a model. RunError if they do not fit."""
-    params, buffers = dict(model.named_parameters()), persistent_buffers(model, scales=True)()
-    unknown = [name for name in saved["state"] if "/" not in name and name not in {**params, **buffers}
-               and name.rpartition(".")[2] not in DelayedScales.BUFFERS]  # this model may not be in fp8
+    params, buffers = dict(model.named_parameters()), persistent_buffers(model)()
+    unknown = [name for name in saved["state"] if "/" not in name and name not in {**params, **buffers}]
     require(not unknown, f"the saved model also has {', '.join(unknown)}; give this model the --layers, --ngrams of it")
     for name, param in params.items():
-        x = saved["state"].get("lm_head.weight" if saved.get("tied") and name == "embed.weight" else name)
+        x = saved["state"].get(name)
         fits = x is not None and x.shape in (param.shape, (param.numel(),))  # checkpoints hold them flat
         require(fits, f"{name} is {list(param.shape)} here and {'missing' if x is None else list(x.shape)} in the "
                 "saved model. Use the same --layers, --model_dim, --ngrams and vocabulary, and the revision in its log")
@@ -4070,17 +3637,15 @@ def save_checkpoint(loop: TrainingLoop, step: int, stop: bool = False) -> None:
 def save_model(loop: TrainingLoop) -> Path:
     """Save the trained parameters and persistent buffers beside the log."""
     path, model = loop.log.path.with_suffix(".pt"), loop.worker.model
-    kept = {**dict(model.named_parameters()), **persistent_buffers(model, scales=True)()}
+    kept = {**dict(model.named_parameters()), **persistent_buffers(model)()}
     state = {name: x.detach().cpu() for name, x in kept.items()}
     save_in_room(loop, path, {**describe_model(loop, loop.config.num_steps), "state": state})
     return path
 
 def describe_model(loop: TrainingLoop, step: int) -> dict[str, Any]:
     """Describe what rebuilds the model before a step, on any machine."""
-    plan, encoding = plan_of(loop.config, step), loop.shards["train"][0].encoding
-    return {"run_id": loop.log.run_id, "config": json_of(loop.requested), "step": step,
-            "windows": list(plan.windows), **encoding._asdict(), "rotary_windows": list(plan.rotary_windows),
-            "tied": plan.tied}
+    return {"run_id": loop.log.run_id, "program": source_files(loop.config)[0].name, "config": json_of(loop.requested),
+            "step": step, **loop.shards["train"][0].encoding._asdict()}
 
 def digests_of(shards: dict[str, list[Shard]]) -> list[str]:
     return [shard.sha256 for split in shards.values() for shard in split]
@@ -4091,9 +3656,9 @@ def resume(loop: TrainingLoop) -> dict[str, Any] | None:
     if not path:
         return {"from_step": 0, "checkpoint": None} if restarts() else None
     saved = load_file(path)
-    old = config_of(saved["config"])  # with --resume the same config; when torchrun restarts, flags made this one
-    other = [f.name for f in dataclasses.fields(Config)
-             if f.name not in FREE_TO_CHANGE and getattr(loop.requested, f.name) != getattr(old, f.name)]
+    # with --resume the same config; when torchrun restarts, flags made this one
+    old = config_of(saved["config"], type(loop.config))
+    other = [f.name for f in fixed_fields(old) if getattr(loop.requested, f.name) != getattr(old, f.name)]
     require(not other, f"{path} belongs to a run with another {', '.join(other)}. Delete it, or give this run its own "
             "--run_id and torchrun its own --rdzv_id")
     require(saved["data"] == digests_of(loop.shards), f"the shards are not those of {path}; name those")
@@ -4102,7 +3667,6 @@ def resume(loop: TrainingLoop) -> dict[str, Any] | None:
     worker.stream.position = Position(*saved["position"])
     # the digest is a sum over ranks: rank 0 holds the past
     worker.stream.digest = int(saved["train_digest"], 16) if loop.comm.rank == 0 else 0
-    worker.model.apply_schedule(tuple(saved["rotary_windows"]), saved["tied"])
     loop.clock.load_state(saved["clock"])
     loop.from_step = saved["step"]
     return {"from_step": loop.from_step, "checkpoint": Path(path).name,
@@ -4143,7 +3707,8 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
     if config.fp8_head and capability < [8, 9]:
         config = dataclasses.replace(config, fp8_head=False)
         changes.append("this GPU has no fp8: the head's product stays in bf16")
-    edited = [kernel for kernel, (forms, digest) in plain_forms().items()
+    plain_forms = sys.modules[config.model_type.__module__].PLAIN_FORMS
+    edited = [kernel for kernel, (forms, digest) in plain_forms.items()
               if sha256_of("".join(code_of(inspect.getsource(form)) for form in forms).encode())[:8] != digest]
     if edited and "auto" in (config.attention, config.kernels):
         changes.append(f"the plain form of {', '.join(edited)} was edited: it is computed as written, without this "
@@ -4160,20 +3725,14 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
         if chosen == "on" and (capability < [9, 0] or "MLP" in edited):  # the MLP's kernel needs TMA
             chosen = "loss"
         config = dataclasses.replace(config, kernels=chosen)
-    if config.fp8_mlp and config.kernels != "on":
-        config = dataclasses.replace(config, fp8_mlp=False)
-        changes.append("the MLP's kernels are off: its products stay in bf16")
     return config, changes
 
-def plain_forms() -> dict[str, tuple[tuple[Any, ...], str]]:
-    """Return what GPUs compute by a kernel -> its plain form, and the SHA-256 of the code that the kernel copies.
-
-    A kernel would ignore an edit of its plain form, so that a race would find no difference: resolve_auto then leaves
-    the kernel out. If you change a kernel too, write the new digest, which tests/test_config.py prints.
-    """
-    return {"MLP": ((MLP.forward,), "44cf195f"),
-            "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__, cross_entropies), "7383c769"),
-            "attention": ((attend, cut_in_pieces, seen_by_pieces, mask_in_pieces), "2647432a")}
+# What GPUs compute by a kernel: its plain form, and the SHA-256 of the code that the kernel copies. A kernel would
+# ignore an edit of its plain form, so that a race would find no difference: resolve_auto then leaves the kernel out. If
+# you change a kernel too, write the new digest, which tests/test_config.py prints
+PLAIN_FORMS = {"MLP": ((MLP.forward,), "23bd82f3"),
+               "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__), "35cd86cc"),
+               "attention": ((attend, cut_in_pieces, seen_by_pieces, mask_in_pieces), "2647432a")}
 
 def code_of(source: str) -> str:
     """Return the code of Python source, without comments, docstrings and formatting."""
@@ -4209,14 +3768,14 @@ def check_config(config: Config, ranks: int) -> None:
     """Raise a RunError that lists all values that are impossible by themselves or for this number of ranks."""
     wrong = [message for f in dataclasses.fields(config) if (message := out_of_range(f, getattr(config, f.name)))]
     require(not wrong, "; ".join(wrong))  # the conditions need possible numbers
-    wrong = [message for holds, message in conditions(config, ranks) if not holds]
+    wrong = [message for holds, message in config.conditions(ranks) if not holds]
     require(not wrong, "; ".join(wrong))
 
 def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
     """Yield each condition on several values, with the message if it does not hold. RunError on an invalid row."""
-    layers, gated, all_stages = parse_layers(c.layers), gated_layers(c), stages_of(c)
-    windows, value_tables = {layer.window for layer in layers}, {layer.value_table for layer in layers} - {None}
-    kinds, own = [group.kind for group in PARAM_GROUPS], [group.kind for group in c.param_groups]
+    layers, all_stages = c.parse_layers(), stages_of(c)
+    value_tables = {layer.value_table for layer in layers} - {None}
+    kinds, own = [group.kind for group in c.base_groups], [group.kind for group in c.param_groups]
     unknown = ", ".join(repr(kind) for kind in own if kind not in kinds)
     profile = re.fullmatch(r"(\d+):(\d+)", c.profile)
     rank_dependent = [name for name, on in (("bf16_compress", c.bf16_compress), ("clip_norm", c.clip_norm),
@@ -4233,42 +3792,21 @@ def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
         (not (c.world_size_invariant and rank_dependent), f"world_size_invariant excludes {', '.join(rank_dependent)}, "
          "whose sums depend on the number of ranks or on timing; leave out one of them"),
         (c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}"),
-        (not any(layer.reads_backout for layer in layers[:c.backout_layer + 1]),
-         f"layers: c reads the output of backout_layer {c.backout_layer}; write it only in later layers"),
         (value_tables == {*range(len(value_tables))}, f"layers: value tables {value_tables}; number them from 0"),
-        (value_tables or not c.value_gates, "value_gates needs a value table in layers, such as S0M; add one"),
-        ("L" in windows or not c.key_offset, "key_offset needs a layer with the long window; write L for one"),
-        ("P" not in windows or c.num_heads % 2 == 0, f"layers: P pairs heads, and num_heads is {c.num_heads}; write S"),
-        (not c.muon_qk_heads or c.num_heads % c.muon_qk_heads == 0,
-         f"muon_qk_heads is {c.muon_qk_heads}; it must divide num_heads, {c.num_heads}, or be 0"),
-        (not gated or c.sublayer_scales, "token_gates needs sublayer_scales; give --sublayer_scales true"),
-        (not c.mudd or c.sublayer_scales, "mudd needs sublayer_scales; give --sublayer_scales true"),
-        (not c.mudd or layers[-1].window and c.num_heads % 2 == 0,
-         "mudd needs attention in the last layer and an even num_heads"),
-        (not c.untie_at or c.head_init, "untie_at: a tied head of zeros learns nothing; give --head_init 0.005"),
-        (not c.untie_at or "embed" not in own, "param_groups: with untie_at head's row serves embed; drop embed's"),
-        (not unknown, f"param_groups: unknown kinds {unknown}; the kinds are {', '.join(kinds)}"),
-        (c.ngram_hash == "documents" or {t.n for t in c.ngrams} <= {2}, "ngram_hash record is for n-grams with N = 2"))
+        (not unknown, f"param_groups: unknown kinds {unknown}; the kinds are {', '.join(kinds)}"))
     for i, layer in enumerate(layers):
         yield (layer.skip_from is None or layer.skip_from < i, f"layers: layer {i} has a skip connection from layer "
                f"{layer.skip_from}; it must come from an earlier layer")
-        yield (layer.window != "P" or not (layer.xsa or layer.dc), f"layers: layer {i} has P with x or d, which need "
-               "unpaired heads; write S or L")
-        yield (gated or not (layer.gated or layer.dc), f"layers: layer {i} has g or d, whose gates are computed per "
-               "token; give --token_gates 0")
     for table in c.ngrams:
         yield table.width <= c.model_dim, f"ngrams: {table} is wider than model_dim, {c.model_dim}; give at most that"
     for stage in all_stages:
-        n, ahead, tokens = (stage.first["micro_batches"], len(stage.first["loss_weights"]),
-                            stage.first["micro_batch_tokens"])
+        n = stage.first["micro_batches"]
         where = f"the stage from step {stage.begin} on has {n} micro-batches"
         found = (
             (ranks > 0 and n % ranks == 0, f"{where}, which {ranks} ranks cannot share evenly; start "
              f"{usable_ranks(c, ranks)} ranks (--nproc_per_node), or change --micro_batches"),
             (not c.world_size_invariant or n & (n - 1) == 0 and ranks & (ranks - 1) == 0, "world_size_invariant sums a "
-             f"batch as a binary tree, and {where} on {ranks} ranks; make both powers of two"),
-            (ahead <= tokens, f"loss_weights has {ahead} weights from step {stage.begin} on, and a micro-batch has "
-             f"{tokens} tokens; give fewer"))
+             f"batch as a binary tree, and {where} on {ranks} ranks; make both powers of two"))
         yield from found
         if not all(holds for holds, _ in found):
             return  # most mistakes are the same in every stage
@@ -4281,22 +3819,17 @@ def out_of_range(f: dataclasses.Field, v: Any) -> str:
         for row in v:
             if type(row).__name__ not in f.type:
                 return f"{f.name}: {row!r} is not a row of it; its type is {f.type}"
-            for of_row in dataclasses.fields(row) if type(row) is not Stage else ():
+            for of_row in dataclasses.fields(row) if type(row).__name__ != "Stage" else ():
                 if (x := getattr(row, of_row.name)) is not None and (wrong := out_of_range(of_row, x)):
                     return f"{f.name}: {row}: {wrong}"
         return ""
-    if f.type.removesuffix(" | None") not in ("int", "float", "Numbers"):
+    if f.type.removesuffix(" | None") not in ("int", "float"):
         return ""
     low, high, below = (f.metadata[name] for name in ("min", "max", "exclusive_max"))
-    several, kind = f.type == "Numbers", int if f.type == "int" else int | float
-    numbers = v if several and isinstance(v, tuple) else (v,)
-    if several and any(numbers):
-        low = 0  # one weight above 0 suffices
-    if numbers and several == (numbers is v) and all(
-            isinstance(x, kind) and math.isfinite(x) and (x > 0 if low is None else x >= low)
-            and x <= high and x < below for x in numbers):
+    if (isinstance(v, int if f.type == "int" else int | float) and math.isfinite(v)
+            and (v > 0 if low is None else v >= low) and v <= high and v < below):
         return ""
-    wanted = [{"int": "a whole number", "Numbers": "a tuple of numbers"}.get(f.type, "a number")]
+    wanted = ["a whole number" if f.type == "int" else "a number"]
     wanted += ["above 0"] if low is None else [f"from {low:g} on"] if low > -math.inf else []
     wanted += [f"{words} {bound:g}" for words, bound in (("at most", high), ("below", below)) if bound < math.inf]
     return f"{f.name} is {v!r}; it must be {', '.join(wanted)}"
@@ -4469,16 +4002,19 @@ def process_start() -> float:
         return IMPORTED
     return time.perf_counter() - age
 
-def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
-    """One rank of a run, as torchrun started it, or the only one -> the exit status. began: see Clock."""
+def main(presets: dict[str, Config], argv: Sequence[str] | None = None, began: float | None = None) -> int:
+    """Run one rank, as torchrun started it, or the only one; return the exit status. began: see Clock.
+
+    presets: of one class of configs, which names all that a run is built from; the first is for GPUs.
+    """
     began = began or time.perf_counter()
-    rank, log, store, config = 0, None, None, Config()
+    rank, log, store, config = 0, None, None, next(iter(presets.values()))
     try:
         rank, ranks, local_rank = map(env_int, ("RANK", "WORLD_SIZE", "LOCAL_RANK"), (0, 1, 0))
         for library in ("TORCHINDUCTOR", "TRITON"):  # the next run and all ranks use what they compile
             os.environ.setdefault(f"{library}_CACHE_DIR", str(ROOT / ".cache" / library.lower()))
         gpus = count_gpus()
-        preset, config = parse_config(sys.argv[1:] if argv is None else argv, "speedrun" if gpus else "laptop")
+        preset, config = parse_config(sys.argv[1:] if argv is None else argv, [*presets][0 if gpus else -1], presets)
         check_config(config, ranks)
         run_id, checkpoint = find_run(config)
         log = Log(config, rank, run_id)
@@ -4510,9 +4046,13 @@ def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
     finally:
         gc.unfreeze()
 
-if __name__ == "__main__":
+def start(presets: dict[str, Config]) -> NoReturn:
+    """Be the program: run main on the process's own arguments, then exit."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGUSR1, signals.handle)
     if sys.stdout is not None:
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may have letters that the terminal lacks
-    sys.exit(main(began=process_start()))
+    sys.exit(main(presets, began=process_start()))
+
+if __name__ == "__main__":
+    start(PRESETS)

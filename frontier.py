@@ -1,0 +1,855 @@
+"""The public head of the GPT speedrun: record 89, as the preset `frontier`. Racers of the head edit this file.
+
+    ./run.sh --preset frontier                set up, fetch the data and train on GPUs
+    torchrun --nproc_per_node=8 frontier.py   train on eight GPUs, with data already fetched
+    python frontier.py --help                 every flag
+
+This file holds what the record adds to record 44: its config, its model and its rows of update rules. All else is
+train_gpt.py, which it imports: data, schedule, gradient sync, training loop, attention, log. The source of both files
+opens the log of a run. bench/public_record.py compares this file with the record's own program.
+
+    section    contents                                                         to start, search for
+    config     stage values, kinds of parameters, fields, the preset            class Config, PRESETS
+    model      groups, blocks, attention, MLP, weights per token, head          class GPT, def trunk, class Head
+    worker     what a training step does besides: tied embedding, fp8 scales    class Worker
+    kernels    DC's attention maps, the MLP in fp8                              def mix_heads, class ReluSquaredInFP8
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+STARTS_A_RUN = __name__ == "__main__"  # train_gpt.py then prepares the process before it imports torch
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # python -I leaves it out
+
+import base64
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Iterator, NamedTuple, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import train_gpt
+from train_gpt import (
+    GATE_DIM, GPT2_VOCAB, TILE_K, TILE_M, TILE_N, Encoding, HeadLoss, Mask, MuonGroup, NgramTable, Ngrams, Plan, Ramp,
+    ReluSquaredMLP, Rotary, Shard, Softcap, Windows, attend, compiled, cut_in_pieces, document_table, embedding,
+    exclude_own_value, fp8_product, kernel_programs, mask_in_pieces, norm, option, parameter, relu_squared, require,
+    rotate, scheduled_steps, seen_by_pieces, sha256_of, show_row, stage_type, start, to_device, uniform)
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # it comes with torch's GPU builds
+    triton = None
+
+# ------------------------------------------------------------------------------------------------------------------
+# config
+
+@dataclass(frozen=True)
+class StageValues(train_gpt.StageValues):
+    """Values that a stage may set: also the weights of further targets."""
+
+    second_token_weight: float = option(0.0, "weight in the objective of the token after the next", min=0)
+    third_token_weight: float = option(0.0, "weight in the objective of the token two after the next", min=0)
+    prefix_weight: float = option(0.0, "weight of a further target: the longest token that begins the next", min=0)
+
+Stage = stage_type(StageValues)
+
+@dataclass(frozen=True, repr=False)
+class AdamGroup(train_gpt.AdamGroup):
+    """How Adam updates one kind of parameters, with moments in float32."""
+
+    def rule(self, config: Config) -> train_gpt.Adam:
+        return dataclasses.replace(super().rule(config), fp32_moments=True)
+
+# One row per kind of parameters
+PARAM_GROUPS = (
+    AdamGroup("head", 1.0, beta1=0.5, beta2=0.95, weight_decay=0.75),
+    AdamGroup("embed", 1.0, beta1=0.5, beta2=0.95, weight_decay=0.75),  # once untied it continues as the head did
+    AdamGroup("value_embeds", 75.0, beta1=0.75, beta2=0.95, weight_decay=0.025),
+    AdamGroup("ngram_embeds", 75.0, beta1=0.75, beta2=0.95, weight_decay=0.025),
+    AdamGroup("scalars", 5.0, beta1=0.9, beta2=0.99),
+    AdamGroup("resid_lambdas", 5.0, beta1=0.9, beta2=0.95),
+    AdamGroup("post_lambdas", 1.0, beta1=0.9, beta2=0.95),
+    AdamGroup("gates", 1.0, beta1=0.9, beta2=0.99, weight_decay=0.005),
+    AdamGroup("smear_gate", 0.01, beta1=0.9, beta2=0.99),
+    AdamGroup("token_gates", 0.1, beta1=0.9, beta2=0.99, weight_decay=0.005),  # outputs weight whole residual streams
+    AdamGroup("token_gates_biases", 0.1, beta1=0.9, beta2=0.99),
+    AdamGroup("mudd", 0.25, beta1=0.9, beta2=0.99, weight_decay=0.005),
+    AdamGroup("mudd_biases", 0.25, beta1=0.9, beta2=0.99),
+    MuonGroup("attn"),
+    MuonGroup("mlp_fc", lr_mul=2.0),
+    MuonGroup("mlp_proj", lr_mul=4.0),
+)
+
+@dataclass(frozen=True)
+class Config(train_gpt.Config, StageValues):
+    """Every value that decides a run. The defaults, with PRESETS, are record 89 of the public speedrun."""
+
+    row_types = Stage, Ramp, AdamGroup, MuonGroup, Ngrams
+    base_groups = PARAM_GROUPS
+    model_type = property(lambda self: GPT)
+    worker_type = property(lambda self: Worker)
+    help_groups = {"second_token_weight": "values that stages may set", "bigram_rows": "model of record 89"}
+
+    # the record's first layer has neither attention nor MLP; the others are numbered without it
+    layers: str = option("PM S0xM P1M LxgM SxM PM M+3 SxM cS2M cP3M cL4gdM", "one word per layer (read Block and "
+                         "Attention first): S or L (attention with the short or long window) or P (short window; heads "
+                         "j and num_heads / 2 + j attend to each other's keys), a digit (value table), x (heads remove "
+                         "a token's own value: XSA, arXiv:2603.09078), g (a gate per head and token), d (attention "
+                         "maps mixed over heads: DC, arXiv:2405.08553), M (MLP), +N (skip connection from layer N); c "
+                         "in front (attention reads backout_layer)")
+    bigram_rows: int = option(377280, "rows of the table of pairs of tokens", min=2)
+    token_gates: str = option("0,4", "layers at whose start a small network computes gates per token for the layers "
+                              "from there on: of x0, bigram embeddings, skip connections, x, g and d")
+    output_init: float = option(1.0, "scale of the initial attention output matrices", min=0)
+    # a tied head of zeros learns nothing
+    head_init: float = option(0.005, "standard deviation of the head's initialization")
+    value_init: float = option(0.01, "standard deviation of the value tables' initialization", min=0)
+    resid_lambda_init: float = option(1.1, "initial weight of the residual stream; above 1 favours later layers")
+    untie_at: float = option(2 / 3, "fraction of the schedule in which head and embedding are one matrix; then the "
+                             "embedding becomes a copy with its own updates (0: never tied)", min=0, max=1)
+    # a lower cap than record 44's; logits have more room below x = 0 than above
+    logit_shift: float = option(5.0, "logits = logit_cap * sigmoid((x + logit_shift) / 7.5)", min=-math.inf)
+    fp8_mlp: bool = option(True, "compute the MLPs' forward in fp8 during training; on GPUs only where kernels are on")
+    # second moments are per row for values and outputs; all others are per column
+    muon_qk_heads: int = option(2, "heads per matrix of queries or keys that NorMuon orthogonalizes")
+
+    def parse_layers(self) -> tuple[Layer, ...]:
+        return parse_layers(self.layers)
+
+    def conditions(self, ranks: int) -> Iterator[tuple[Any, str]]:
+        yield from super().conditions(ranks)
+        c, layers, begins = self, self.parse_layers(), gate_begins(self)
+        tables = any(layer.value_table is not None for layer in layers)
+        yield from (
+            (begins[:1] == [0] and begins[-1] < len(layers) and begins == sorted({*begins}), f"token_gates is "
+             f"{c.token_gates!r}; give numbers of layers, 0 and later ones up to {len(layers) - 1}, such as 0,4"),
+            (layers[0].window and layers[-1].window and tables, "layers: the first and the last layer need attention, "
+             "and one layer a value table, such as S0M"),
+            (not any(layer.reads_backout for layer in layers[:c.backout_layer + 1]),
+             f"layers: c reads the output of backout_layer {c.backout_layer}; write it only in later layers"),
+            (c.num_heads % 2 == 0, f"num_heads is {c.num_heads}; P and the last layer need an even number"),
+            (c.num_heads % c.muon_qk_heads == 0,
+             f"muon_qk_heads is {c.muon_qk_heads}; it must divide num_heads, {c.num_heads}"),
+            (not c.ngrams, "ngrams: this model has one table, see --bigram_rows; leave it empty"))
+        for i, layer in enumerate(layers):
+            yield (layer.window != "P" or not (layer.xsa or layer.dc), f"layers: layer {i} has P with x or d, which "
+                   "need unpaired heads; write S or L")
+
+PRESETS = {"frontier": Config(
+    backout_layer=7, overlap_param_gather=True, update_order="forward", logit_cap=23.0,
+    fp8_x_scale=100 / 448, fp8_weight_scale=1.6 / 448, fp8_grad_scale=0.75 / 448,
+    num_steps=1285, cooldown=0.6, lr_floor=0.15, muon_lr=0.023, muon_beta2=0.9, adam_eps=1e-10,
+    # Batches and documents grow; at first several tokens are predicted. Ends: 423 (1/3: 424), 847, 1270, 1285
+    stages=(
+        Stage(until=0.333, micro_batch_tokens=16384, max_document_tokens=896, long_window=3, peak_lr_factor=1.0,
+              second_token_weight=0.5, third_token_weight=Ramp(0.25, 0.0), prefix_weight=0.25),
+        Stage(until=2/3, micro_batch_tokens=32768, max_document_tokens=2048, long_window=7, peak_lr_factor=1.52,
+              second_token_weight=Ramp(0.5, 0.0), third_token_weight=0.0, prefix_weight=Ramp(0.25, 0.0)),
+        Stage(micro_batch_tokens=49152, max_document_tokens=2048, long_window=11, peak_lr_factor=1.73,
+              second_token_weight=0.0, third_token_weight=0.0, prefix_weight=0.0),
+        Stage(extra_steps=15, micro_batch_tokens=49152, max_document_tokens=2048, long_window=13, peak_lr_factor=0.15,
+              second_token_weight=0.0, third_token_weight=0.0, prefix_weight=0.0),  # lr_floor decides here, not peak
+    ),
+)}
+
+class Layer(NamedTuple):
+    """The contents of one layer; see Config.layers."""
+
+    window: str | None       # of its attention: S, L, P, or None for no attention
+    value_table: int | None
+    mlp: bool
+    skip_from: int | None
+    reads_backout: bool  # attention reads the output of backout_layer
+    xsa: bool
+    gated: bool
+    dc: bool
+    last: bool  # its inputs are mixed by Mudd
+
+@functools.lru_cache(maxsize=16)
+def parse_layers(words: str) -> tuple[Layer, ...]:
+    """Parse Config.layers. RunError on an invalid word."""
+    require(words.split(), "layers is empty; give at least one layer")
+
+    def parse(word: str, last: bool) -> Layer:
+        found = re.fullmatch(r"(?=[^+])(?:(c?)([SLP])(\d?)(x?)(g?)(d?))?(M?)(?:\+(\d+))?", word)
+        require(found, f"layers: {word!r} is not a layer; write S, L or P, optionally with a digit, x, g, d, M, +N, "
+                "and c in front, such as cS1xM+0; or M")
+        backout, window, table, xsa, gated, dc, mlp, skip = found.groups()
+        return Layer(window, int(table) if table else None, bool(mlp), int(skip) if skip else None, bool(backout),
+                     bool(xsa), bool(gated), bool(dc), last)
+    *others, final = words.split()
+    return *(parse(word, False) for word in others), parse(final, True)
+
+def saved_layers(config: Config) -> set[int]:
+    """Return the layers whose outputs later layers or the head read. -1: the input of the first layer."""
+    layers = config.parse_layers()
+    return {layer.skip_from for layer in layers} - {None} | {config.backout_layer, -1, len(layers) - 2}
+
+def gate_begins(config: Config) -> list[int]:
+    words = config.token_gates.split(",")
+    require(all(word.strip().isdecimal() for word in words), f"token_gates is {config.token_gates!r}; give numbers of "
+            "layers such as 0,4")
+    return [*map(int, words)]
+
+def gated_layers(config: Config) -> list[range]:
+    """Return the layers that each network of token gates computes gates for."""
+    return [range(*ends) for ends in itertools.pairwise([*gate_begins(config), len(config.parse_layers())])]
+
+def layer_groups(config: Config) -> list[range]:
+    """Cut the layers into the groups that are compiled together.
+
+    One ends where the next layer computes gates, and where it has enough layers and an output is saved anyway.
+    """
+    count, saved, begins = len(config.parse_layers()), saved_layers(config), [0]
+    for i in range(1, count):
+        large = min(i - begins[-1], count - i) >= train_gpt.MIN_GROUP_LAYERS
+        if i in gate_begins(config) or i - 1 in saved and large:
+            begins.append(i)
+    return [range(*ends) for ends in itertools.pairwise([*begins, count])]
+
+def first_untied_step(config: Config) -> int:
+    """Return the first step with an untied embedding: after the first Adam update at or after untie_at.
+
+    0: the two are not tied at all. A step beyond the last: they stay tied.
+    """
+    cycles = math.ceil(scheduled_steps(config) * config.untie_at) // config.adam_every + 1
+    return cycles * config.adam_every if config.untie_at else 0
+
+# ------------------------------------------------------------------------------------------------------------------
+# model
+
+class GPT(nn.Module):
+    """The model of record 89. Processes one packed sequence [T] at a time."""
+
+    def __init__(self, config: Config, encoding: Encoding):
+        super().__init__()
+        c, self.config, self.bos_id, self.layers = config, config, encoding.bos_id, config.parse_layers()
+        lengths, dtype = train_gpt.micro_batch_lengths(c), c.torch_dtype
+        self.loss_tokens = min(lengths)  # tokens per call of the head: one size for one graph, and less memory
+        count, vocab = len(self.layers), -(-encoding.vocab_size // 128) * 128
+        tables = 1 + max(layer.value_table for layer in self.layers if layer.value_table is not None)
+        self.embed = embedding(vocab, c.model_dim, "embed", dtype)
+        self.embed.weight.first_step = first_untied_step(c)
+        self.value_embeds = nn.ModuleList(embedding(vocab, c.model_dim, "value_embeds", dtype) for _ in range(tables))
+        for table in self.value_embeds:
+            table.weight.data.mul_(c.value_init)
+        self.ngrams = nn.ModuleList([BigramTable(c, Ngrams(2, c.bigram_rows, c.model_dim))])
+        self.smear_gate = parameter(torch.zeros(1, GATE_DIM, dtype=dtype), "smear_gate")
+        self.blocks = nn.ModuleList(Block(c, layer) for layer in self.layers)
+        self.lm_head = Head(c, vocab, encoding.vocab_size)
+        self.token_gates = nn.ModuleList(TokenWeights(c, "token_gates", gates_of(c, layers))
+                                         for layers in gated_layers(c))
+        self.gate_scale = parameter(torch.tensor(TokenWeights.SCALE), "token_gates_biases")
+        self.mudd = Mudd(c)
+        self.groups = nn.ModuleList(Group(self, numbers) for numbers in layer_groups(c))
+        # weights of skip connections, of values and outputs of each layer (value_mix in Attention), and of smear
+        skips = sum(layer.skip_from is not None for layer in self.layers)
+        self.scalars = parameter(torch.tensor([-1.5] * skips + [0.5, 1.0] * count + [0.0]), "scalars")
+        self.scalar_sizes = skips, 2 * count, 1
+        # a layer has two weights of its residual stream (see Block), so each is the root of the layer's weight
+        self.resid_lambdas = parameter(torch.full((count, 2), math.sqrt(c.resid_lambda_init)), "resid_lambdas")
+        self.post_lambdas = parameter(torch.ones(count, 2), "post_lambdas")
+        # the longest other token that begins each token; -1: none, also for the target -1. See fill_prefixes
+        self.register_buffer("prefixes", torch.full((vocab + 1,), -1), persistent=False)
+        self.rotary = Rotary(c, 2 * max(c.val_len, *lengths))  # P has two positions per token
+        self.tied = False  # head and embedding are one matrix
+        self.further_weights: dict[str, float] = {}  # of this step's further targets
+        self.reach = 0  # above 0: all masks in pieces have one shape, for windows up to `reach` tokens
+        self.flash, self.counted = False, None  # counted: of the next sequence, by train_gpt.count_documents
+
+    def forward(self, inputs: Tensor, targets: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
+        """inputs, targets [T] -> (objective, cross entropy) in nats, summed over tokens; see Head.forward.
+
+        Targets of -1 are not counted, nor are tokens beyond the sequence.
+        """
+        return self.loss(self.trunk(inputs, windows), targets)
+
+    def trunk(self, tokens: Tensor, windows: Windows) -> Tensor:
+        """Tokens [T] -> the normed residual stream before the head [T, dim]."""
+        masks, (x0, bigram_embeds) = self.masks(tokens, windows), self.embed_tokens(tokens)
+        context = self.context(x0, bigram_embeds, masks)
+        x, gates = x0.view_as(x0), None  # a new object: with x0 itself torch.compile would build a further graph
+        saved: dict[int, Tensor] = {}  # outputs of the layers that later layers read
+        values: dict[int, Tensor] = {}  # looked up just before their first group: backward ends their gradients there
+        for group in self.groups:
+            for table in sorted({self.layers[i].value_table for i in group.numbers} - {None} - values.keys()):
+                values[table] = self.value_embeds[table](tokens)
+            x, outputs, gates = group(x, context, saved, values, gates)
+            saved |= outputs
+        return x
+
+    def masks(self, tokens: Tensor, windows: Windows) -> dict[str | None, Mask | None]:
+        """Build the mask of each kind of attention, by its letter in `layers`, for tokens [T]; see attend."""
+        counted, self.counted, dtype = self.counted, None, self.embed.weight.dtype  # counted is valid for one sequence
+        has_pairs, has_dc = (any(found) for found in zip(*((x.window == "P", x.dc) for x in self.layers)))
+        docs = None if counted and not has_dc else (tokens == self.bos_id).cumsum(0)
+
+        def make(window: int, positions: int = 1) -> Mask:
+            if not counted:
+                return mask_in_pieces(docs.repeat_interleave(positions), window, self.reach or window, dtype)
+            starts, longest, count = counted
+            starts = starts if positions == 1 else positions * starts
+            return document_table((starts, positions * longest, count), window)
+        masks = {"L": make(windows.long), "S": make(windows.short), None: None}
+        return masks | ({"P": make(windows.short, 2)} if has_pairs else {}) | (
+            {"dc": self.dc_mask(docs, dtype)} if has_dc else {})
+
+    # compiled by itself: 20 small kernels less, each of which costs the host more than the GPU
+    @staticmethod
+    @compiled
+    def dc_mask(docs: Tensor, dtype: torch.dtype) -> Tensor:
+        return mask_in_pieces(docs, *[DC_WINDOW - 1] * 2, dtype, DC_PIECE)
+
+    def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens [T] -> x0, the residual stream before the first layer, and the bigram embeddings, both [T, dim]."""
+        e = F.embedding(tokens, self.lm_head.weight) if self.tied else self.embed(tokens)
+        x0 = self.smear(e, self.smear_gate, self.scalars.split(self.scalar_sizes)[2][0])
+        table, = self.ngrams
+        return x0, table(*self.bigram_row(tokens))
+
+    smear = staticmethod(train_gpt.GPT.smear)
+
+    @compiled
+    def bigram_row(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Find the row, and that of the signs, of the pair that ends at each token [T]."""
+        return self.ngrams[0].row_and_sign(tokens)
+
+    def rows_read(self, tokens: Tensor) -> dict[nn.Parameter, Tensor]:
+        """Find the rows of the bigram table that a forward of these tokens [..., T] reads."""
+        table, = self.ngrams
+        return {table.weight: table.row_and_sign(tokens)[0]}
+
+    def context(self, x0: Tensor, bigram_embeds: Tensor, masks: dict[str | None, Mask | None]) -> Context:
+        # unbound at once: backward of many single selections would pad each gradient with zeros and add them up
+        skip_weights, value_mixes, _ = self.scalars.split(self.scalar_sizes)
+        mixes = torch.cat([self.resid_lambdas, self.post_lambdas], 1)
+        return Context(x0, bigram_embeds, (self.rotary.cos, self.rotary.sin, self.rotary.scale), masks,
+                       skip_weights.unbind(), mixes.unbind(), value_mixes.view(-1, 2).unbind(), self.gate_scale)
+
+    def loss(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the losses of `forward` from the normed residual stream [T, dim]."""
+        rows, weights = [targets], [1.0]
+        second, third, prefix = (
+            self.further_weights.get(f"{name}_weight", 0.0) if self.training else 0.0
+            for name in ("second_token", "third_token", "prefix"))
+        for ahead, weight in ((1, second), (2, third)):
+            if weight:
+                rows, weights = [*rows, F.pad(targets[ahead:], (0, ahead), value=-1)], [*weights, weight]
+        if prefix:
+            rows, weights = [*rows, self.prefixes[targets]], [*weights, prefix]
+        further, weights = torch.stack(rows), to_device(torch.tensor(weights), x.device)
+        pieces = zip(x.split(self.loss_tokens), further.split(self.loss_tokens, dim=1))
+        losses = [self.lm_head(x_piece, targets_piece, weights) for x_piece, targets_piece in pieces]
+        objective, cross_entropy = (torch.stack(terms).sum() for terms in zip(*losses))
+        return objective, cross_entropy
+
+    def fill_prefixes(self, tokens: Sequence[bytes]) -> None:
+        """Find the prefix of each token, the longest other token that begins it. tokens: the bytes of each."""
+        prefixes, begun = torch.full((len(self.prefixes),), -1), []  # begun: tokens that begin one another
+        for token, number in sorted((token, number) for number, token in enumerate(tokens)):
+            while begun and not token.startswith(begun[-1][0]):
+                begun.pop()
+            prefixes[number] = begun[-1][1] if begun else -1
+            begun.append((token, number))
+        self.prefixes.copy_(prefixes)
+
+    def apply_schedule(self, plan: Plan) -> None:
+        """Set the state of the model that depends on the step. In the step that unties, Worker ends `tied`."""
+        self.rotary.set_windows(plan.rotary_windows)
+        self.tied, self.further_weights = plan.step <= first_untied_step(self.config) > 0, plan.scheduled
+
+class Context(NamedTuple):
+    """Inputs that all layers of one forward share.
+
+    x0, bigram_embeds: [T, dim]. rotary: cosines, sines, softmax scale. masks: see GPT.masks. skip_weights: a number for
+    each skip connection. mixes: see Block. value_mixes: see Attention. gate_scale: see TokenWeights.
+    """
+
+    x0: Tensor
+    bigram_embeds: Tensor
+    rotary: tuple[Tensor, Tensor, Tensor]
+    masks: dict[str | None, Mask | None]
+    skip_weights: Sequence[Tensor]
+    mixes: Sequence[Tensor]
+    value_mixes: Sequence[Tensor]
+    gate_scale: Tensor
+
+class Group(nn.Module):
+    """Consecutive layers that are compiled together; the last group also prepares the head's input.
+
+    Gradients leave backward group by group. Tuples hold the modules, or nn.Module would register them twice.
+    """
+
+    def __init__(self, model: GPT, numbers: range):
+        super().__init__()
+        c, self.numbers, self.last = model.config, numbers, numbers.stop == len(model.layers)
+        self.blocks, self.backout = tuple(model.blocks[i] for i in numbers), c.backout_layer
+        (layers, gates), = ((layers, gates) for layers, gates in zip(gated_layers(c), model.token_gates)
+                            if numbers.start in layers)
+        self.token_gates, self.computes_gates = (gates,), numbers.start == layers.start
+        self.mudd = (model.mudd,) if self.last else ()
+        with_skip = (i for i, layer in enumerate(model.layers) if layer.skip_from is not None)
+        self.skips = {i: n for n, i in enumerate(with_skip)}
+        self.saves = saved_layers(c) - ({*numbers} if self.last else set())
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        modules = *self.blocks, *self.token_gates, *self.mudd
+        return itertools.chain(*(module.parameters() for module in modules))
+
+    @compiled
+    def forward(self, x: Tensor, context: Context, saved: dict[int, Tensor], values: dict[int, Tensor],
+                gates: Tensor | None) -> tuple[Tensor, dict[int, Tensor], Tensor]:
+        """Map the residual stream x [T, dim] to the next group's, or to the head's normed input.
+
+        saved: outputs of earlier layers. values: rows of the value tables. gates: those of the group before. Return
+        also this group's outputs to be saved, and its gates.
+        """
+        if self.computes_gates:
+            gates = self.token_gates[0].compute(x, context.gate_scale)
+        by_layer, outputs = self.token_gates[0].by_name(gates), dict(saved)
+        if self.numbers.start == 0:
+            x = x + by_layer[-1, "bigrams"] * context.bigram_embeds
+            outputs[-1] = x
+        for i, block in zip(self.numbers, self.blocks):
+            layer, layer_context, mix = block.layer, context, context.mixes[i]
+            layer_gates = {name: gate for (number, name), gate in by_layer.items() if number == i}
+            if layer.skip_from is not None:
+                weight = torch.sigmoid(context.skip_weights[self.skips[i]])
+                x = x + weight * layer_gates["skip"] * outputs[layer.skip_from]
+            value_embeds = values.get(layer.value_table)
+            if layer.last:
+                x, value_embeds, mix, further = self.mudd[0].layer_inputs(x, outputs, value_embeds)
+                layer_gates, layer_context = layer_gates | further, context._replace(x0=outputs[-1])
+            attn_input = outputs[self.backout] if layer.reads_backout else None
+            x = block.forward(x, layer_context, mix, value_embeds, context.value_mixes[i], attn_input, layer_gates)
+            outputs[i] = x
+        if self.last:
+            x = norm(self.mudd[0].head_input(x, outputs, values[0]))
+        return x, {i: output for i, output in outputs.items() if i in self.saves and i not in saved}, gates
+
+class Block(nn.Module):
+    """A layer: attention and MLP, each if the layer has it, add their output to the residual stream.
+
+    mix [4]: weights of the residual stream at attention and at the MLP, and of their outputs; learned, or in the last
+    layer computed for each token [T, 1].
+    """
+
+    def __init__(self, config: Config, layer: Layer):
+        super().__init__()
+        self.layer = layer
+        self.attn = Attention(config, layer) if layer.window else None
+        self.mlp = MLP(config) if layer.mlp else None
+
+    def forward(self, x: Tensor, context: Context, mix: Sequence[Tensor], value_embeds: Tensor | None,
+                value_mix: Tensor, attn_input: Tensor | None, gates: dict[str, Tensor]) -> Tensor:
+        """Map the residual stream x [T, dim] to the next layer's.
+
+        attn_input [T, dim]: attention reads it in place of x. gates: see gates_of.
+        """
+        resid_lambda_attn, resid_lambda_mlp, post_lambda_attn, post_lambda_mlp = mix
+        if self.attn is not None:
+            y = self.attn(norm(x if attn_input is None else attn_input), value_embeds, value_mix, context, gates)
+            x = resid_lambda_attn * x + post_lambda_attn * y + gates["x0"] * context.x0
+            if "bigrams" in gates:
+                x = x + gates["bigrams"] * context.bigram_embeds
+        if self.mlp is not None:
+            x = resid_lambda_mlp * x + post_lambda_mlp * self.mlp(norm(x))
+        return x
+
+class Attention(nn.Module):
+    """Causal attention. Weights: qk [dim, 2 dim], vo [2 dim, dim], value_gate [heads, GATE_DIM]."""
+
+    def __init__(self, config: Config, layer: Layer):
+        super().__init__()
+        c, dim, self.heads, self.layer = config, config.model_dim, config.num_heads, layer
+        # The query, key, value and output matrices [dim, dim]. Queries and keys are apart, as NorMuon treats them
+        # differently. The shapes decide its second moments (finish_spec): [dim, 2 dim] per column, [2 dim, dim] per row
+        qkvo = uniform(4 * dim, dim, dim)
+        qkvo[3 * dim:] *= c.output_init
+        qkvo = qkvo.to(c.torch_dtype)
+        self.qk = parameter(qkvo[:2 * dim].reshape(dim, 2 * dim), "attn", (c.muon_qk_heads * c.head_dim, dim))
+        self.vo = parameter(qkvo[2 * dim:].clone(), "attn", (dim, dim))
+        self.value_gate = None
+        if layer.value_table is not None and not layer.last:  # the last layer's is computed by Mudd
+            gate = torch.zeros(c.num_heads, GATE_DIM, dtype=c.torch_dtype)
+            self.value_gate = parameter(gate, "gates", tuple(gate.shape))
+
+    def forward(self, x: Tensor, value_embeds: Tensor | None, value_mix: Tensor, context: Context,
+                gates: dict[str, Tensor]) -> Tensor:
+        """x, value_embeds [T, dim] -> [T, dim].
+
+        value_mix [2]: weights of the layer's values and of its output. gates: of heads, see gates_of.
+        """
+        (tokens, dim), (cos, sin, scale), paired = x.shape, context.rotary, self.layer.window == "P"
+        qkv_weight, o_weight = torch.cat([self.qk.view(2 * dim, dim), self.vo]).split((3 * dim, dim))
+        # cheaper on the weights; queries and keys are normed
+        qkv_weight, o_weight = value_mix[0] * qkv_weight, value_mix[1] * o_weight
+        qkv = F.linear(x, qkv_weight).view(tokens, 3 * self.heads, -1)
+        qk, v = qkv.split((2 * self.heads, self.heads), dim=1)
+        qk = norm(qk)
+        if value_embeds is not None:
+            v = v + self.gate_values(x, value_embeds).view_as(v)
+        if paired:  # the rotary has two positions per token: the first for even heads, the second for odd ones
+            cos, sin = (table[:2 * tokens].view(tokens, 1, 2, -1) for table in (cos, sin))
+            q, k = rotate(qk.unflatten(1, (-1, 2)), cos, sin).flatten(1, 2).chunk(2, dim=1)
+        else:
+            q, k = rotate(qk, cos[:tokens, None], sin[:tokens, None]).chunk(2, dim=1)
+        if self.layer.window == "L":
+            k = offset_keys(k)
+        if paired:  # one sequence of twice the length: head j of a token, then head j + H / 2
+            q, k, v = (x.reshape(2 * tokens, self.heads // 2, -1) for x in (q, k, v))
+        y = attend(q * scale, k, v, context.masks[self.layer.window])
+        if self.layer.dc:
+            y = y + mix_heads(q * scale, k, v, gates["dc_read"], gates["dc_write"], context.masks["dc"])
+        if paired:
+            y = y.reshape(tokens, self.heads, -1)
+        if self.layer.xsa:
+            y = exclude_own_value(y, v, gates["xsa"])
+        if self.layer.gated:
+            y = y * gates["gate"][..., None]
+        return F.linear(y.reshape(tokens, dim), o_weight)
+
+    def gate_values(self, x: Tensor, value_embeds: Tensor) -> Tensor:
+        """Multiply each head's value embeddings by a gate from 0 to 2.
+
+        Half of the gate's inputs are entries of x, half are entries of the embedding.
+        """
+        if self.value_gate is None:
+            return value_embeds
+        inputs = self.value_gate.size(1)
+        gate_input = torch.cat([x[:, :inputs // 2], value_embeds[:, :inputs - inputs // 2]], dim=1)
+        gate = 2 * torch.sigmoid(F.linear(gate_input, self.value_gate))
+        return gate[..., None] * value_embeds.view(*gate.shape, -1)
+
+def offset_keys(k_THD: Tensor) -> Tensor:
+    """Replace the unrotated entries of each key, quarters 1 and 3, whose frequencies are 0, by the previous token's.
+
+    It enables induction heads. As in the record, the first token of a document takes them from the document before.
+    """
+    quarters = torch.arange(k_THD.size(-1), device=k_THD.device) // (k_THD.size(-1) // 4)
+    return torch.where(quarters % 2 == 1, torch.cat([k_THD[:1], k_THD[:-1]]), k_THD)
+
+class MLP(nn.Module):
+    """x [T, dim] -> relu(x @ fc) ** 2 @ proj.T, with fc and proj [dim, 4 dim]. kernels: see PLAIN_FORMS.
+
+    With fp8_mlp both products are in fp8 in training; see DelayedScales.
+    """
+
+    def __init__(self, config: Config):
+        super().__init__()
+        dim, dtype = config.model_dim, config.torch_dtype
+        self.fc = parameter(uniform(dim, 4 * dim, dim).to(dtype), "mlp_fc")
+        self.proj = parameter(torch.zeros(dim, 4 * dim, dtype=dtype), "mlp_proj")
+        self.kernels, self.fp8 = False, config.fp8_mlp
+        if self.fp8:
+            self.register_buffer("h_scale", torch.ones(()), persistent=False)
+            self.register_buffer("h_max", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fp8 and self.training and (self.kernels or not x.is_cuda):
+            return ReluSquaredInFP8.apply(x, self.fc, self.proj, self.h_scale, self.h_max)
+        if self.kernels:
+            return ReluSquaredMLP.apply(x, self.fc, self.proj)
+        h = x @ self.fc
+        return F.linear(h.relu() * h, self.proj)  # relu squared; square() is slow on CPUs
+
+class DelayedScales:
+    """The scales of the MLPs' squared activations h in fp8. h is divided by its scale before it is rounded.
+
+    The scale must be known before h is. It is HEADROOM / 448 times the largest h of the step before, over all
+    micro-batches and ranks, so it is the same for any number of ranks; larger values saturate. In the first step it is
+    1. The inputs and the weights are scaled by their own largest values (to_e4m3). The record's ranks each have their
+    own scale of h, and its scale of proj is 1.12 times that of the step before.
+    """
+
+    HEADROOM = 1.8
+
+    def __init__(self, model: nn.Module, comm: train_gpt.Comm):
+        mlps = {name: m for name, m in model.named_modules() if isinstance(m, MLP) and m.fp8}
+        self.named = {f"{name}.proj/h_scale": mlp.h_scale for name, mlp in mlps.items()}
+        self.maxima, self.comm = [mlp.h_max for mlp in mlps.values()], comm
+
+    @torch.no_grad()
+    def start_gather(self) -> None:
+        """Start to gather all ranks' maxima, after the last forward of a step."""
+        if self.maxima:
+            self.own = torch.stack(self.maxima)
+            self.gathered = self.own.new_empty(self.comm.ranks * len(self.own))
+            self.handle = self.comm.all_gather(self.gathered, self.own)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Set the scales of the next step."""
+        if self.maxima:
+            self.handle.wait()
+            scales = self.gathered.view(-1, len(self.own)).amax(0).clamp_min(1e-12) * (self.HEADROOM / E4M3_MAX)
+            torch._foreach_copy_([*self.named.values()], scales.unbind())
+            torch._foreach_zero_(self.maxima)
+
+class Head(train_gpt.Head):
+    """Map the normed residual stream to logits and the loss. weight [V, dim]: of `classes` tokens, then padding."""
+
+    def __init__(self, config: Config, vocab: int, classes: int | None = None):
+        super().__init__(config, vocab, classes)
+        self.weight.data = config.head_init * torch.randn(vocab, config.model_dim, dtype=config.torch_dtype)
+        self.softcap = Softcap(config.logit_cap, config.logit_shift)
+
+    @compiled
+    def forward(self, x: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute (objective, which training minimizes; cross entropy of the next token), in nats, summed over tokens.
+
+        x [T, dim]; targets [n, T]: the next token, then further targets, -1 is not counted; weights [n] of the rows.
+        """
+        if self.kernels and self.training:  # not after an edit of this method: see PLAIN_FORMS
+            scales = self.fp8_scales if self.fp8 else None
+            objective, entropies = HeadLoss.apply(x, self.weight, targets, weights, self.softcap, scales)
+            return objective, entropies[0]
+        x = self.uncapped_logits(x)
+        entropies = torch.stack([
+            F.cross_entropy(self.softcap(x), row, ignore_index=-1, reduction="sum") for row in targets])
+        objective = (entropies * weights).sum()
+        return objective, entropies[0].detach()
+
+class BigramTable(NgramTable):
+    """An embedding of the pair of tokens that ends at each position, also across documents."""
+
+    def row_and_sign(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Hash the pairs that end at tokens [..., T] as record 89 does -> rows of the table, rows of the signs.
+
+        The first token has the last row. The second token's row is computed with the number of that row in place of the
+        first token; at the record's size that product exceeds int32, and wraps.
+        """
+        tokens, last = tokens.int(), self.num_embeddings - 1
+        before = F.pad(tokens[..., :-1], (1, 0))
+        sign = (before ^ tokens) % self.SIGNS
+        sign[..., :1].zero_()  # an assignment of a number would make the host wait for the GPU
+        before[..., 1:2].fill_(last)
+        row = (36313 * tokens ^ 27191 * before) % last
+        row[..., :1].fill_(last)
+        return row.long(), sign.long()
+
+class TokenWeights(nn.Module):
+    """A small network that computes weights per token: scale * (out @ gelu(hidden @ x) + bias).
+
+    `init` names the weights and gives their initial values; out starts at 0, so the tokens begin with equal weights.
+    """
+
+    WIDTH, SCALE = 64, 0.1
+
+    def __init__(self, config: Config, kind: str, init: dict[Any, list[float]]):
+        super().__init__()
+        dim, dtype, self.sizes = config.model_dim, config.torch_dtype, {name: len(v) for name, v in init.items()}
+        bound, values = 1 / math.sqrt(dim), torch.tensor([*itertools.chain(*init.values())])
+        self.hidden = parameter(torch.empty(self.WIDTH, dim).uniform_(-bound, bound).to(dtype), kind)
+        self.out = parameter(torch.zeros(len(values), self.WIDTH, dtype=dtype), kind)
+        self.bias = parameter((values / self.SCALE).to(dtype), f"{kind}_biases")
+
+    def compute(self, x: Tensor, scale: Tensor | float = SCALE) -> Tensor:
+        """x [T, dim] -> all weights [T, n]."""
+        scale = scale.type_as(x) if isinstance(scale, Tensor) else scale
+        return (F.linear(F.gelu(F.linear(x, self.hidden)), self.out) + self.bias) * scale
+
+    def by_name(self, weights: Tensor) -> dict[Any, Tensor]:
+        """Split all weights [T, n] into those of each name [T, size]."""
+        return dict(zip(self.sizes, weights.split([*self.sizes.values()], dim=1)))
+
+BIGRAM_GATE_INIT = 0.05
+
+def gates_of(config: Config, layers: range) -> dict[tuple[int, str], list[float]]:
+    """Return the initial values of the token gates of these layers, by (layer, name); layer -1: before the first."""
+    every, heads, init = config.parse_layers(), config.num_heads, {}
+    for i in layers:
+        layer = every[i]
+        mixes_in = layer.window and not layer.last  # Mudd has the last layer's
+        present = {"x0": mixes_in and [0.0], "bigrams": mixes_in and [BIGRAM_GATE_INIT],
+                   "skip": layer.skip_from is not None and [0.5], "xsa": layer.xsa and [0.0] * heads,
+                   "gate": layer.gated and [0.25] * heads, "dc_read": layer.dc and [1.0] * heads,
+                   "dc_write": layer.dc and [0.0] * heads}
+        # the first layer's bigram embeddings are added before it
+        init |= {(-1 if name == "bigrams" and i == 0 else i, name): v for name, v in present.items() if v}
+    return init
+
+class Mudd(nn.Module):
+    """Multiway dynamic dense connections (arXiv:2502.12170): last layer and head mix earlier outputs by token weights.
+
+    Sources of the last layer: the input of the first layer, the output of backout_layer, and the residual stream.
+    Sources of the head: the saved outputs (see saved_layers) and the embeddings of the first value table.
+    """
+
+    def __init__(self, config: Config):
+        super().__init__()
+        c, last, scale = config, config.parse_layers()[-1], math.sqrt(config.resid_lambda_init)
+        self.backout, self.heads, self.sources = c.backout_layer, c.num_heads, sorted(saved_layers(c))
+        init = {"values": [0.0] * 3, "residual": [0.0] * 3, "mix": [scale, scale, 1.0, 1.0], "x0": [0.0],
+                "bigrams": [BIGRAM_GATE_INIT]}
+        if last.value_table is not None:
+            init["value_gates"] = [2.0, 2.0]
+        self.layer = TokenWeights(c, "mudd", init)
+        self.head = TokenWeights(c, "mudd", {"sources": [-0.5 if i == c.backout_layer else 0.0 for i in self.sources]
+                                             + [0.0]})
+
+    def layer_inputs(self, x: Tensor, saved: dict[int, Tensor], value_embeds: Tensor | None) -> tuple[
+            Tensor, Tensor, tuple[Tensor, ...], dict[str, Tensor]]:
+        """Compute what the last layer reads: the residual stream, value embeddings, mix and gates of Block."""
+        weights = self.layer.by_name(self.layer.compute(x))
+        sources = saved[-1], saved[self.backout], x
+        mixed = weighted_sum(weights["values"], sources)
+        if value_embeds is not None:  # a gate for each half of the heads
+            gate = weights["value_gates"].repeat_interleave(self.heads // 2, dim=1)
+            mixed = mixed + (gate[..., None] * value_embeds.view(len(x), self.heads, -1)).view_as(x)
+        gates = {name: weights[name] for name in ("x0", "bigrams")}
+        return x + weighted_sum(weights["residual"], sources), mixed, weights["mix"].split(1, dim=1), gates
+
+    def head_input(self, x: Tensor, saved: dict[int, Tensor], value_embeds: Tensor) -> Tensor:
+        return x + weighted_sum(self.head.compute(x), [*(saved[i] for i in self.sources), value_embeds])
+
+def weighted_sum(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:
+    """weights [T, n], n sources [T, dim] -> [T, dim]."""
+    return sum(weight * source for weight, source in zip(weights.split(1, dim=1), sources))
+
+# ------------------------------------------------------------------------------------------------------------------
+# worker
+
+class Worker(train_gpt.Worker):
+    """What one rank trains. Besides train_gpt's step: the tied embedding, prefixes as targets, and scales of fp8."""
+
+    def __init__(self, config: Config, comm: train_gpt.Comm, device: torch.device, train_shards: list[Shard]):
+        super().__init__(config, comm, device, train_shards)
+        self.scales = DelayedScales(self.model, comm)
+        self.optimizer.further |= self.scales.named
+        # other encodings are of bytes, which have no prefixes
+        stages, of_gpt2 = train_gpt.stages_of(config), train_shards[0].encoding.vocab_size == GPT2_VOCAB
+        wanted = of_gpt2 and any(stage.first["prefix_weight"] or stage.last["prefix_weight"] for stage in stages)
+        self.token_bytes = gpt2_token_bytes(train_shards[0].path.parent) if wanted else []
+
+    def before_training(self) -> None:
+        self.model.fill_prefixes(self.token_bytes)  # on the clock, as in the record; the warm-up runs without
+
+    def before_step(self, plan: Plan) -> None:
+        model, optimizer = self.model, self.optimizer
+        if model.tied:  # the embedding reads the head's weights before the head's own forward would wait for them
+            optimizer.finish_all_gathers([optimizer.reducer.slots[model.lm_head.weight][0]])
+        if plan.step == first_untied_step(self.config) > 0:
+            optimizer.copy_parameter("lm_head.weight", "embed.weight")
+            model.tied = False
+
+    def before_update(self, plan: Plan) -> None:
+        self.scales.start_gather()
+
+    def after_step(self, plan: Plan) -> None:
+        self.scales.update()
+
+    def kinds_of_steps(self) -> list[int]:
+        untied = first_untied_step(self.config)
+        return super().kinds_of_steps() + ([untied] if untied < self.config.num_steps else [])
+
+def gpt2_token_bytes(folder: Path) -> list[bytes]:
+    """Read the bytes of GPT-2's tokens, without the special one at the end. data/ writes their file beside shards."""
+    path, expected = folder / "gpt2.tiktoken", "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
+    content = path.read_bytes() if path.is_file() else b""
+    require(sha256_of(content) == expected, f"{path}, the bytes of GPT-2's tokens for prefix_weight and sample.py, "
+            f"{'is damaged' if content else 'is missing'}; write it by .venv/bin/python data/gpt2.py {folder} on a "
+            "host with a network, or copy it there")
+    return [base64.b64decode(line.split()[0]) for line in content.splitlines()]
+
+# ------------------------------------------------------------------------------------------------------------------
+# kernels
+
+DC_WINDOW, DC_PIECE = 112, 128  # tokens that d looks at, see mix_heads; queries per piece
+
+def mix_heads(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, read: Tensor, write: Tensor, mask: Tensor) -> Tensor:
+    """Compute what dynamically composable heads add to attention [T, H, D]: each head attends by one map of all heads.
+
+    The map of a token is the sum of the heads' softmax within `mask`, weighted by norm(read); head h adds its values
+    under this map times write_h. read, write [T, H]. q must contain the softmax scale. mask: of mask_in_pieces.
+    """
+    tokens, heads, dim = q_THD.shape
+    q, k = cut_in_pieces(q_THD, mask), seen_by_pieces(k_THD, mask).mT
+    read = F.rms_norm(read.to(torch.promote_types(read.dtype, torch.float32)), (heads,), eps=1e-6).type_as(q)
+    attention_map = (cut_in_pieces(read, mask)[..., None] * (q @ k.mT + mask[:, None]).softmax(-1)).sum(1)
+    out = attention_map @ seen_by_pieces(v_THD.flatten(1), mask).mT  # one product for all heads' values
+    return write[..., None] * out.view(-1, heads, dim)[:tokens]
+
+class ReluSquaredInFP8(torch.autograd.Function):
+    """MLP.forward in fp8; see DelayedScales. Backward is that of ReluSquaredMLP, and reads unrounded tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fc: Tensor, proj: Tensor, h_scale: Tensor, h_max: Tensor) -> Tensor:
+        (x8, x_scale), (fc8, fc_scale), (proj8, proj_scale) = map(to_e4m3, (x, fc, proj))
+        by_column = fc8.T.contiguous().T
+        h, h8 = relu_squared_in_fp8(x8, by_column, x_scale * fc_scale, h_scale, h_max, x.dtype)
+        ctx.save_for_backward(x, fc, proj, h)
+        return fp8_product(h8, proj8.T, h_scale, proj_scale, True, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, fc, proj, h = ctx.saved_tensors
+        grad_y = relu_squared(grad, proj, h)
+        return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h, None, None
+
+E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
+
+def to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round a matrix to e4m3, scaled so that its largest value fits -> (rounded, scale)."""
+    # per row first, since compiled code fuses that into the kernel that computes x
+    scale = x.abs().amax(1).amax().float().clamp_min(1e-12) / E4M3_MAX
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale
+
+def relu_squared_in_fp8(a: Tensor, b: Tensor, scale: Tensor, h_scale: Tensor, h_max: Tensor,
+                        dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Compute h = relu(a @ b * scale) ** 2 and h8 = h / h_scale in e4m3. Raise h_max to the largest h.
+
+    a [m, k] in e4m3, row-major; b [k, n] in e4m3, column-major; scale, h_scale and h_max have no dimensions.
+    """
+    if not (programs := kernel_programs(a, b, dtype)):
+        y = fp8_product(a, b, scale, torch.ones_like(scale), True, torch.float32)
+        h = y.relu() * y
+        h_max.copy_(torch.maximum(h_max, h.amax()))
+        return h.to(dtype), (h / h_scale).to(torch.float8_e4m3fn)
+    (m, k), n, half, inner = a.shape, b.size(1), [TILE_M, TILE_N // 2], 2 * TILE_K  # as many bytes as in bf16
+    h, h8 = a.new_empty(m, n, dtype=dtype), a.new_empty(m, n)
+    # tensor cores read the inner dimension of b contiguously in fp8
+    tiles = (a, [TILE_M, inner]), (b.T, [TILE_N, inner]), (h, half), (h8, half)
+    relu_squared_in_fp8_kernel[(programs,)](
+        *(TensorDescriptor.from_tensor(x.contiguous(), tile) for x, tile in tiles), scale, h_scale, h_max, m, n, k,
+        TILE_M, TILE_N, inner, programs, num_warps=8, num_stages=3)
+    return h, h8
+
+if triton is not None:
+    @triton.jit
+    def relu_squared_in_fp8_kernel(a, b, h, h8, scale, h_scale, h_max, M, N, K, TILE_M: tl.constexpr,
+                                   TILE_N: tl.constexpr, TILE_K: tl.constexpr, PROGRAMS: tl.constexpr):
+        """Persistent kernel: a program starts its next tile while it stores the last one, in two halves."""
+        HALF: tl.constexpr = TILE_N // 2
+        columns, largest = N // TILE_N, 0.0
+        y_scale, to_h8 = tl.load(scale), 1 / tl.load(h_scale)
+        for tile in tl.range(tl.program_id(0), M // TILE_M * columns, PROGRAMS, flatten=True):
+            row, column = tile // columns * TILE_M, tile % columns * TILE_N
+            y = tl.zeros((TILE_M, TILE_N), tl.float32)
+            for k in range(0, K, TILE_K):
+                y = tl.dot(a.load([row, k]), b.load([column, k]).T, y)
+            halves = (y * y_scale).reshape(TILE_M, 2, HALF).permute(0, 2, 1).split()
+            for i in tl.static_range(2):
+                y = tl.maximum(halves[i], 0) * halves[i]
+                h.store([row, column + i * HALF], y.to(h.dtype))
+                h8.store([row, column + i * HALF], (y * to_h8).to(h8.dtype))
+                largest = tl.maximum(largest, tl.max(tl.max(y, 1), 0))
+        tl.atomic_max(h_max, largest)
+
+# See train_gpt.PLAIN_FORMS
+PLAIN_FORMS = {"MLP": ((MLP.forward,), "23489df8"),
+               "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__), "a523c7a4"),
+               "attention": train_gpt.PLAIN_FORMS["attention"]}
+
+if __name__ == "__main__":
+    start(PRESETS)
