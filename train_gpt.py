@@ -8,19 +8,19 @@ This file is the whole experiment, and its source opens the log of every run. Re
 after the section training; the later ones compute the same faster, and keep a run safe.
 
     section         contents                                                    to start, search for
-    config          every value that decides a run; presets; flags              class Config, PRESETS
+    config          every value that decides a run; presets; flags; checks      class Config, PRESETS
     schedule        stages; everything that depends on the step                 def plan_of, def lr_factor
     data            shards, document packing, a stream that preloads            class Stream
     model           attention, MLP, blocks, the forward pass, the loss          class GPT, def trunk, class Head
     update rules    how a parameter and its state change, no communication      class Adam, class NorMuon
+    training        a run, its loop, the step of a rank, validation             class TrainingLoop, class Worker
     gradient sync   buckets (memory), collectives, gradients in backward,       class Bucket, class Comm, class Reducer,
                     the optimizer step                                          class DistributedOptimizer
-    assignment      parameter kind -> update rule and multipliers               def rule_of
-    training        a run, its loop, the step of a rank, validation             class TrainingLoop, class Worker
+    assignment      parameter kind -> update rule and multipliers               def specs_of
     masks, kernels  attention, MLP and loss on CPUs and GPUs                    def attend
     log and clock   the only log file, the only output, the training clock      class Log
     checkpoint      save and resume                                             def save_checkpoint
-    machine, main   checks, set-up, signals, failures                           def main, def check_config
+    machine, main   set-up, signals, failures                                   def main
 
 Gradient sync in one paragraph: autograd computes a gradient, and a hook adds it into the parameter's slot of a bucket
 (Reducer.register_grad_ready). When a bucket is complete, the hook's last line starts its reduce-scatter while backward
@@ -164,8 +164,8 @@ def stage_type(values: type[StageValues]) -> type:
     after the schedule, in place of `until`; the scheduled steps are num_steps minus all extra_steps.
     """
     return dataclasses.make_dataclass(
-        "Stage", [("until", float, 1.0), ("extra_steps", int, 0),
-                  *((f.name, f.type, None) for f in dataclasses.fields(values))],
+        "Stage", [("until", "float", 1.0), ("extra_steps", "int", option(0, "length", min=0)),
+                  *((f.name, f.type, field(default=None, metadata=f.metadata)) for f in dataclasses.fields(values))],
         frozen=True, repr=False, namespace={"__repr__": show_row, "__module__": values.__module__})
 
 Stage = stage_type(StageValues)
@@ -596,6 +596,84 @@ def param_groups(config: Config) -> dict[str, AdamGroup | MuonGroup]:
     """Map each kind of parameters to its row. Rows of config.param_groups replace those of PARAM_GROUPS."""
     return {group.kind: group for group in (*config.base_groups, *config.param_groups)}
 
+# All checks of values are here and in stages_of; find_shards and resolve_auto check the config against data and GPUs
+
+def check_config(config: Config, ranks: int) -> None:
+    """Raise a RunError that lists all values that are impossible by themselves or for this number of ranks."""
+    wrong = [message for f in dataclasses.fields(config) if (message := out_of_range(f, getattr(config, f.name)))]
+    require(not wrong, "; ".join(wrong))  # the conditions need possible numbers
+    wrong = [message for holds, message in config.conditions(ranks) if not holds]
+    require(not wrong, "; ".join(wrong))
+
+def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
+    """Yield each condition on several values, with the message if it does not hold. RunError on an invalid row."""
+    layers, all_stages = c.parse_layers(), stages_of(c)
+    value_tables = {layer.value_table for layer in layers} - {None}
+    kinds, own = [group.kind for group in c.base_groups], [group.kind for group in c.param_groups]
+    unknown = ", ".join(repr(kind) for kind in own if kind not in kinds)
+    profile = re.fullmatch(r"(\d+):(\d+)", c.profile)
+    rank_dependent = [name for name, on in (("bf16_compress", c.bf16_compress), ("clip_norm", c.clip_norm),
+                                            ("attention flash", c.attention == "flash")) if on]
+    yield from (
+        (c.model_dim % (4 * c.num_heads) == 0,
+         f"model_dim is {c.model_dim}; give a multiple of 4 * num_heads, {4 * c.num_heads}"),
+        (c.val_tokens % c.val_len == 0, f"val_tokens is {c.val_tokens}; give a multiple of val_len, {c.val_len}, or 0"),
+        ("/" not in c.run_id and c.run_id not in (".", ".."), f"run_id is {c.run_id!r}; give a file name without '/'"),
+        (re.fullmatch(r"([^:]+:\d+:\d+:[^:]*)?", c.race), f"race is {c.race!r}; only launch/race.py sets it"),
+        (not c.profile or profile and int(profile[1]) <= int(profile[2]) < c.num_steps, f"profile is {c.profile!r}; "
+         f"give the first and the last step, such as 10:13, below num_steps {c.num_steps}"),
+        (c.attention != "flash" or c.dtype == "bfloat16", "attention flash needs dtype bfloat16; use --attention auto"),
+        (not (c.world_size_invariant and rank_dependent), f"world_size_invariant excludes {', '.join(rank_dependent)}, "
+         "whose sums depend on the number of ranks or on timing; leave out one of them"),
+        (c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}"),
+        (value_tables == {*range(len(value_tables))}, f"layers: value tables {value_tables}; number them from 0"),
+        (not unknown, f"param_groups: unknown kinds {unknown}; the kinds are {', '.join(kinds)}"))
+    for i, layer in enumerate(layers):
+        yield (layer.skip_from is None or layer.skip_from < i, f"layers: layer {i} has a skip connection from layer "
+               f"{layer.skip_from}; it must come from an earlier layer")
+    for row in c.stages:
+        tokens = row.micro_batch_tokens or c.micro_batch_tokens
+        yield tokens % c.micro_batch_splits == 0, (f"stages: {row!r}: micro_batch_splits is {c.micro_batch_splits}; it "
+                                                   f"must divide micro_batch_tokens, {tokens}")
+    for table in c.ngrams:
+        yield table.width <= c.model_dim, f"ngrams: {table} is wider than model_dim, {c.model_dim}; give at most that"
+    for stage in all_stages:
+        n = stage.first["micro_batches"]
+        where = f"the stage from step {stage.begin} on has {n} micro-batches"
+        found = (
+            (ranks > 0 and n % ranks == 0, f"{where}, which {ranks} ranks cannot share evenly; start "
+             f"{usable_ranks(c, ranks)} ranks (--nproc_per_node), or change --micro_batches"),
+            (not c.world_size_invariant or n & (n - 1) == 0 and ranks & (ranks - 1) == 0, "world_size_invariant sums a "
+             f"batch as a binary tree, and {where} on {ranks} ranks; make both powers of two"))
+        yield from found
+        if not all(holds for holds, _ in found):
+            return  # most mistakes are the same in every stage
+
+def out_of_range(f: dataclasses.Field, v: Any) -> str:
+    """Say how a value violates its field's declaration; empty if it does not."""
+    if (choices := f.metadata.get("choices")) and v not in choices:
+        return f"{f.name} is {v!r}; it must be one of {', '.join(map(repr, choices))}"
+    if holds_rows(f):
+        for row in v:
+            if type(row).__name__ not in f.type:
+                return f"{f.name}: {row!r} is not a row of it; its type is {f.type}"
+            for of_row, x in ((of_row, getattr(row, of_row.name)) for of_row in dataclasses.fields(row)):
+                ends = (x.first, x.last) if isinstance(x, Ramp) and of_row.type == "float" else (x,)
+                for wrong in (out_of_range(of_row, end) for end in ends if end is not None):
+                    if wrong:
+                        return f"{f.name}: {row}: {wrong}"
+        return ""
+    if f.type.removesuffix(" | None") not in ("int", "float") or not f.metadata:
+        return ""
+    low, high, below = (f.metadata[name] for name in ("min", "max", "exclusive_max"))
+    if (isinstance(v, int if f.type == "int" else int | float) and math.isfinite(v)
+            and (v > 0 if low is None else v >= low) and v <= high and v < below):
+        return ""
+    wanted = ["a whole number" if f.type == "int" else "a number"]
+    wanted += ["above 0"] if low is None else [f"from {low:g} on"] if low > -math.inf else []
+    wanted += [f"{words} {bound:g}" for words, bound in (("at most", high), ("below", below)) if bound < math.inf]
+    return f"{f.name} is {v!r}; it must be {', '.join(wanted)}"
+
 # ------------------------------------------------------------------------------------------------------------------
 # schedule
 
@@ -682,36 +760,25 @@ def stages_of(config: Config) -> tuple[StageSteps, ...]:
                     f"{where} has until={until!r}; give a fraction of the scheduled steps, or a whole step above 1")
             end = math.ceil(round(until if until > 1 else until * scheduled, 6))  # until=1/3 is not exactly a third
             require(begin <= end <= scheduled, f"{where} ends at step {end}; let it end in {begin} to {scheduled}")
-        first, last = values_of(row, c, where)
         if end > begin:
-            stages.append(StageSteps(begin, end, first, last))
+            stages.append(StageSteps(begin, end, *values_of(row, c)))
         begin = end
     require(begin == c.num_steps, f"stages end at step {begin}, and num_steps is {c.num_steps}; end one at until=1")
     return tuple(stages)
 
-def values_of(row: Stage, config: Config, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Compute a stage's StageValues at its first step and at its end. Raise RunError on an impossible value."""
-    both, splits = ({}, {}), config.micro_batch_splits
-    for f in stage_fields(config):
-        v = getattr(row, f.name)
-        v = getattr(config, f.name) if v is None else v
-        ends = (v.first, v.last) if isinstance(v, Ramp) and f.type != "int" else (v, v)
-        for values, end in zip(both, ends):
-            wrong = out_of_range(f, end)
-            require(not wrong, f"{where}: {wrong}")
-            values[f.name] = end
-    for values in both:
-        require(values["micro_batch_tokens"] % splits == 0, f"{where}: micro_batch_splits is {splits}; it must divide "
-                f"micro_batch_tokens, {values['micro_batch_tokens']}")
-        values["micro_batches"] *= splits
-        values["micro_batch_tokens"] //= splits
-    return both
+def values_of(row: Stage, config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a stage's StageValues at its first step and at its end, with micro-batches after their split."""
+    first, last = {}, {}
+    for name in (f.name for f in stage_fields(config)):
+        v = getattr(config, name) if getattr(row, name) is None else getattr(row, name)
+        first[name], last[name] = (v.first, v.last) if isinstance(v, Ramp) else (v, v)
+    for values in (first, last):
+        values["micro_batches"] *= config.micro_batch_splits
+        values["micro_batch_tokens"] //= config.micro_batch_splits
+    return first, last
 
 def scheduled_steps(config: Config) -> int:
     """Count the steps of the run without extra_steps. Raise RunError if none is left."""
-    for row in config.stages:
-        require(isinstance(row.extra_steps, int) and row.extra_steps >= 0, f"stages: {row!r} has extra_steps "
-                f"{row.extra_steps!r}; they must be a whole number, from 0 on")
     scheduled = config.num_steps - sum(stage.extra_steps for stage in config.stages)
     require(scheduled > 0, f"stages: the extra steps leave {scheduled} of num_steps {config.num_steps}; give fewer")
     return scheduled
@@ -1563,6 +1630,313 @@ class NorMuon:
 def rounded(x: Tensor) -> Tensor:
     """Round float32 values to bf16. Compiled code would drop two casts, to bf16 and back."""
     return (x.to(torch.bfloat16).view(torch.int16).int() << 16).view(torch.float32)
+
+# ------------------------------------------------------------------------------------------------------------------
+# training
+
+class TrainingLoop:
+    """A run around a Worker: set-up, warm-up, all steps, validations, checkpoints, the log."""
+
+    def __init__(self, config: Config, preset: str, comm: Comm, device: torch.device, log: Log, began: float):
+        """began: see Clock."""
+        self.requested, self.preset, self.comm, self.log = config, preset, comm, log
+        self.clock, self.from_step, self.changed_by_validation, changes = Clock(device, began), 0, 0, []
+        with self.clock.off("setup"):
+            self.shards = find_data(config, comm)
+            if device.type == "cuda":
+                config, changes = resolve_auto(config, comm)
+            require(device.type == "cuda" or config.attention in ("auto", "masked"), f"attention {config.attention} "
+                    "needs a GPU, and this machine has none; use --attention auto")
+            self.config, self.losses = config, TrainLosses(config, comm, self.clock, log)
+            self.val_sequences = validation_sequences(self.shards["val"], config.val_tokens, config.val_len)
+            self.worker = config.worker_type(config, comm, device, self.shards["train"])
+            self.worker.stream.check_enough()
+            resumed = resume(self)
+            start_log(self, resumed, changes)
+
+    def run(self) -> None:
+        self.warm_up()
+        with contextlib.nullcontext() if self.config.race else signals.caught():
+            self.train()
+            finish(self, *self.validate(self.config.num_steps))
+
+    def warm_up(self) -> None:
+        with self.clock.off("hashing"):
+            before = state_hash(self.worker)
+        self.log.say(f"warm-up: {self.config.warmup_steps} steps off the clock")
+        with self.clock.off("warmup"):
+            first = plan_of(self.config, self.from_step)
+            self.worker.warm_up(first, self.val_sequences[0], self.losses.record)
+        self.losses.pending, self.losses.sent = [], 0  # a request to save that came in the warm-up is sent again
+        self.compiles = compile_stats()[0]
+        with self.clock.off("hashing"):
+            self.state_hashes = {"before_warmup": before, "after_warmup": state_hash(self.worker)}
+
+    def train(self) -> None:
+        """The loop over all steps. A checkpoint or a validation with a step's number comes before that step."""
+        c, worker, save_due = self.config, self.worker, False
+        profiler = profiler_of(self) if c.profile else None
+        if profiler:
+            profiler.start()
+        with self.clock.off("hashing"):  # wait for the slowest rank, or its hash would delay this rank's first step
+            self.comm.all_reduce(torch.zeros((), device=self.comm.device))
+        self.clock.start()
+        worker.before_training()
+        for step in range(self.from_step, c.num_steps):
+            self.losses.write(step)
+            if step in self.losses.save_at or c.save_every and step % c.save_every == 0 and step > self.from_step:
+                save_due = True
+            if save_due and worker.can_save(step):
+                save_checkpoint(self, step)
+                save_due = False
+            if c.val_every and step % c.val_every == 0:
+                self.validate(step)
+            plan = plan_of(c, step)
+            losses = worker.step(plan, worker.stream.next_batch(plan))
+            self.losses.record(plan, losses, worker.optimizer.grad_norm)
+            if profiler:
+                if step == profiled_steps(c)[-1]:  # torch 2.13 crashes at exit on a gather that ends after the trace
+                    worker.optimizer.finish_all_gathers()
+                profiler.step()
+        worker.optimizer.finish_all_gathers()
+        if self.from_step < c.num_steps:  # else a checkpoint of the last validation already has it
+            worker.after_training()
+        self.clock.stop()
+        self.losses.write(c.num_steps, wait=True)
+        if profiler:
+            profiler.stop()
+
+    def validate(self, step: int) -> tuple[float, int]:
+        """Validate off the clock -> (loss, tokens). RunError if the loss is not finite.
+
+        SIGTERM stops a validation where a checkpoint can be saved: a launcher may not wait for its end.
+        """
+        self.worker.optimizer.finish_all_gathers()  # they belong to the steps before
+        can_save = step == self.config.num_steps or self.worker.can_save(step)
+        with self.clock.off("validation"):
+            self.losses.write(step, wait=True)
+            before = checksum(self.worker.model)
+            result = self.worker.validate(plan_of(self.config, step), self.val_sequences,
+                                           lambda: can_save and signals.stop)
+            if result:
+                line = (f"step:{step}/{self.config.num_steps} val_loss:{result[0]:.4f} "
+                        f"{show_times(self.clock.elapsed, step)}")
+                self.log.write(line)
+                self.log.say(line)
+            self.changed_by_validation += checksum(self.worker.model) != before
+        if not result:
+            save_checkpoint(self, step, stop=True)
+        loss, _ = result
+        require(math.isfinite(loss), f"the validation loss before step {step} is {loss}; lower the learning rates")
+        return result
+
+class Worker:
+    """What one rank trains: its model, optimizer and stream, and the training step. See TrainingLoop for the run."""
+
+    def __init__(self, config: Config, comm: Comm, device: torch.device, train_shards: list[Shard]):
+        gpu = device.type == "cuda"
+        self.config, self.comm, self.device = config, comm, device
+        self.compiled = config.compile == "on" or (config.compile == "auto" and gpu)
+        if config.world_size_invariant:
+            torch.set_num_threads(1)  # the split of a product over threads decides the order of its sums
+        self.stream = Stream(train_shards, config, comm.rank, comm.ranks)
+        self.model = build_model(config, train_shards[0].encoding).to(device)
+        if config.init_from and not config.resume:
+            load_parameters(self.model, load_file(config.init_from))
+        if config.attention == "masked" or self.compiled:  # compiled code needs masks of one shape
+            self.model.reach = longest_window(config)
+        self.model.flash = config.attention == "flash"
+        self.model.lm_head.kernels = gpu and config.kernels in ("on", "loss")
+        for block in self.model.blocks:
+            if block.mlp is not None:
+                block.mlp.kernels = config.kernels == "on"
+        if self.compiled:
+            compile_parts(self.model)
+        self.optimizer = build_optimizer(config, self.model, comm, self.compiled)
+        self.model.apply_schedule(plan_of(config, 0))
+
+    def step(self, plan: Plan, batch: list[np.ndarray]) -> list[Tensor]:
+        """Train on this rank's micro-batches. Return the summed cross entropy of each, still on the device."""
+        model, optimizer, cross_entropies = self.model, self.optimizer, []
+        model.apply_schedule(plan)
+        self.before_step(plan)
+        if plan.resets_ngrams:
+            optimizer.finish_all_gathers()
+            for bucket in optimizer.buckets:
+                if isinstance(bucket, RowBucket):
+                    bucket.reset()
+        if model.ngrams:
+            read = model.rows_read(torch.from_numpy(np.stack(batch)[:, :-1].astype(np.int32)))
+            optimizer.announce_rows(plan.step, read)
+        for i, micro_batch in enumerate(batch):
+            inputs, targets = split_sequence(micro_batch, self.device)
+            count_documents(model, micro_batch[:-1])
+            # random numbers in a forward, such as a dropout's, depend neither on the warm-up, a resume nor the ranks
+            seed = np.random.SeedSequence((self.config.seed, plan.step, self.comm.rank * len(batch) + i))
+            torch.manual_seed(int(seed.generate_state(1, np.uint64)[0]))
+            with optimizer.reducer.span("forward"):
+                objective, cross_entropy = model(inputs, targets, plan.windows)
+            optimizer.prepare_for_backward(plan.step, i, len(batch))
+            with optimizer.reducer.span("backward"):
+                objective.backward()
+                cross_entropies.append(cross_entropy)
+        self.before_update(plan)
+        with optimizer.reducer.span("step"):
+            optimizer.step(plan)
+        self.after_step(plan)
+        return cross_entropies
+
+    # Places for an idea. What they compute counts as training, and must be the same on all ranks
+
+    def before_training(self) -> None:
+        """Runs once, on the clock, before the first step, also of a resumed run."""
+
+    def before_step(self, plan: Plan) -> None:
+        """Runs before each step's first forward, and in the warm-up."""
+
+    def before_update(self, plan: Plan) -> None:
+        """Runs after each step's last backward, before the optimizer step, and in the warm-up."""
+
+    def after_step(self, plan: Plan) -> None:
+        """Runs after each optimizer step, and in the warm-up.
+
+        Before you read or change parameters, wait for them: self.optimizer.finish_all_gathers(). The warm-up restores,
+        and a checkpoint keeps, parameters and the rules' state (see NorMuon.init_state) and the tensors that you add
+        to self.optimizer.further; other state that you create here is lost on a resume.
+        """
+
+    def can_save(self, step: int) -> bool:
+        """Return whether the state before a step can be saved now; save_every and signals then wait until it can."""
+        return not self.optimizer.between_updates
+
+    def after_training(self) -> None:
+        """Runs once, after the last step and before the last validation. All parameters have arrived."""
+
+    def validate(self, plan: Plan, sequences: np.ndarray,
+                 stop: Callable[[], bool] = lambda: False) -> tuple[float, int] | None:
+        self.optimizer.finish_all_gathers()
+        self.model.apply_schedule(plan)
+        return validate(self.model, sequences, plan.windows, self.comm, self.device, stop)
+
+    def warm_up(self, first: Plan, val_sequence: np.ndarray, record: Callable[[Plan, list[Tensor]], None]) -> None:
+        """Run every stage and kind of step, to compile and allocate everything off the clock. Restore the state.
+
+        first: the plan of the first step after it. record: called after each step, as in training.
+        """
+        c = self.config
+        saved, position, digest = self.optimizer.state_dict(), self.stream.position, self.stream.digest
+        begins = [*dict.fromkeys(step // c.adam_every * c.adam_every for step in self.kinds_of_steps())]
+        batches: dict[int, list[np.ndarray]] = {}
+        for i in range(c.warmup_steps):
+            step = begins[i // c.adam_every % len(begins)] + i % c.adam_every
+            if step not in batches:  # a stage may have a single step
+                self.stream.position = position
+                batches[step] = self.stream.next_batch(plan_of(c, step))
+            record(plan_of(c, step), self.step(plan_of(c, step), batches[step]))
+        if c.warmup_steps:
+            self.validate(plan_of(c, c.num_steps), val_sequence[None].repeat(self.comm.ranks, 0))
+        self.optimizer.load_state_dict(saved)
+        self.model.apply_schedule(first)
+        self.stream.position, self.stream.digest = position, digest
+        gc.collect()  # compilation leaves cycles that hold GPU memory
+        gc.freeze()  # later collections, on the clock, skip what exists now
+
+    def kinds_of_steps(self) -> list[int]:
+        """Return a step of each kind that is compiled by itself: of each stage, and where a ramp has left a 0."""
+        stages = stages_of(self.config)
+        seconds = [stage.begin + 1 for stage in stages if stage.first != stage.last]
+        return [step for step in (*(stage.begin for stage in stages), *seconds) if step < self.config.num_steps]
+
+@torch.no_grad()
+def validate(model: GPT, sequences: np.ndarray, windows: Windows, comm: Comm, device: torch.device,
+             stop: Callable[[], bool] = lambda: False) -> tuple[float, int] | None:
+    """Compute (mean loss in nats per token, tokens scored) over sequences int32 [n, length + 1], shared by the ranks.
+
+    Each sequence's loss has a slot of its own, so that the mean does not depend on the number of ranks. Before every
+    fourth sequence the ranks ask whether to `stop` early; all of them then return None.
+    """
+    model.eval()
+    losses, stopped = torch.zeros(len(sequences), dtype=torch.float64, device=device), False
+    for turn, first in enumerate(range(0, len(sequences), comm.ranks)):
+        if turn % 4 == 0 and (stopped := bool(comm.all_reduce(losses.new_full((), stop())))):
+            break
+        if (i := first + comm.rank) < len(sequences):
+            inputs, targets = split_sequence(sequences[i], device)
+            count_documents(model, sequences[i, :-1])
+            _, losses[i] = model(inputs.clamp_min(0), targets, windows)
+    model.train()
+    tokens = int((sequences[:, 1:] >= 0).sum())
+    return None if stopped else (comm.all_reduce(losses).sum().item() / tokens, tokens)
+
+class TrainLosses:
+    """Training losses, read without making the host wait for the device: each is read some steps after its step.
+
+    Each rank's requests to save are sent with them. LAG steps later all ranks know them, and save before one step.
+    """
+
+    LAG = 4
+
+    def __init__(self, config: Config, comm: Comm, clock: Clock, log: Log):
+        self.config, self.comm, self.clock, self.log, self.sent = config, comm, clock, log, 0
+        self.save_at: dict[int, bool] = {}  # all ranks save before these steps; True: and stop
+        self.pending: list[tuple[Plan, float, float | None, Tensor, Any]] = []
+        self.stream = torch.cuda.Stream() if clock.device.type == "cuda" else None
+
+    def record(self, plan: Plan, losses: list[Tensor], grad_norm: float | None = None) -> None:
+        """Start the sum of each micro-batch's loss over all ranks, with this rank's new requests to save."""
+        own = torch.stack(losses).detach()
+        summed = own.new_zeros(plan.micro_batches + 1)
+        summed[self.comm.rank * len(own):(self.comm.rank + 1) * len(own)] = own
+        if (received := signals.received) > self.sent:  # rarely: copying a number to a GPU makes the host wait
+            summed[-1], self.sent = received - self.sent, received
+        handle, event = self.comm.start_all_reduce(summed), None
+        # collectives run one after another, so this one follows the step's all-gathers. If the main stream waited for
+        # it, the next forward would wait for all of them
+        with torch.cuda.stream(self.stream):
+            handle.wait()
+            if own.is_cuda:
+                summed.record_stream(self.stream)
+                summed = torch.empty(summed.shape, dtype=summed.dtype, pin_memory=True).copy_(summed, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record()
+        self.pending.append((plan, self.clock.read(), grad_norm, summed, event))
+
+    def write(self, step: int, wait: bool = False) -> None:
+        """Log the losses that have arrived before a step. RunError on a loss that is not finite."""
+        while self.pending and (wait or self.pending[0][0].step < step - self.LAG or self.pending[0][-1] is None
+                                or self.pending[0][-1].query()):
+            plan, train_time, grad_norm, summed, event = self.pending.pop(0)
+            done = plan.step + 1
+            if event is not None:
+                event.synchronize()
+            require(summed.isfinite().all(), f"the training loss of step {done} is not finite; lower the learning rate")
+            if summed[-1]:
+                self.save_at[done + self.LAG] = summed[-1].item() >= Signals.STOP
+            loss, line = None, f"step:{done}/{self.config.num_steps} {show_times(train_time, done)}"
+            if self.config.train_loss_every and done % self.config.train_loss_every == 0:  # in nats per token
+                tokens = plan.micro_batches * plan.micro_batch_tokens
+                loss = summed[:-1].sum(dtype=torch.float64).item() / tokens
+                line += f" train_loss:{loss:.4f}" + ("" if grad_norm is None else f" grad_norm:{grad_norm:.4g}")
+            self.log.write(line, off_clock=wait)
+            self.log.progress(done, loss, self.clock, tokens_of_steps(self.config, done))
+
+def split_sequence(sequence: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Move [T + 1] tokens to the device without waiting for it -> inputs int32 [T], targets int64 [T]."""
+    tokens = to_device(torch.from_numpy(sequence.astype(np.int32)), device)
+    return tokens[:-1], tokens[1:].long()
+
+def count_documents(model: GPT, tokens: np.ndarray) -> None:
+    """Find the documents of the sequence that forward takes next, on the host: FlashAttention needs their bounds there.
+
+    Without them, or with more documents than a DocumentTable has room for, attention masks in pieces.
+    """
+    if model.flash:
+        begins = np.flatnonzero(tokens.clip(0) == model.bos_id)  # padding of the last sequence is -1, read as token 0
+        count, room, model.counted = len(begins) + 1, len(tokens) // DOCUMENT_ROOM, None
+        if count <= room:
+            starts = np.pad(begins.astype(np.int32), (1, room - count + 1), constant_values=(0, len(tokens)))
+            on_device = to_device(torch.from_numpy(starts), model.embed.weight.device)
+            model.counted = on_device, int(np.diff(starts).max()), count
 
 # ------------------------------------------------------------------------------------------------------------------
 # gradient sync: buckets
@@ -2467,318 +2841,6 @@ def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = Fal
     buckets = fill_buckets(specs, config.bucket_mb * 2 ** 20, comm.rank, comm.ranks, config.grad_reduce_in_fp32)
     # Reducer divides by the number of backwards, splits included. Losses are sums over tokens: a split must not divide
     return DistributedOptimizer(buckets, comm, config, model, float(config.micro_batch_splits), compiled)
-
-# ------------------------------------------------------------------------------------------------------------------
-# training
-
-def run_training(config: Config, preset: str, comm: Comm, device: torch.device, log: Log, began: float) -> None:
-    """A whole run, from the data to the result. began: see Clock."""
-    clock, requested, changes = Clock(device, began), config, []
-    with clock.off("setup"):
-        shards = find_data(config, comm)
-        if device.type == "cuda":
-            config, changes = resolve_auto(config, comm)
-        require(device.type == "cuda" or config.attention in ("auto", "masked"), f"attention {config.attention} "
-                "needs a GPU, and this machine has none; use --attention auto")
-        val_sequences = validation_sequences(shards["val"], config.val_tokens, config.val_len)
-        worker = config.worker_type(config, comm, device, shards["train"])
-        worker.stream.check_enough()
-        loop = TrainingLoop(preset, requested, worker, shards, val_sequences, clock, log)
-        resumed = resume(loop)
-        start_log(loop, resumed, changes)
-    loop.warm_up()
-    with contextlib.nullcontext() if config.race else signals.caught():
-        loop.train()
-        finish(loop, *loop.validate(config.num_steps))
-
-class TrainingLoop:
-    """The steps of a run, around a Worker: warm-up, all steps, validations, checkpoints, the log. See run_training."""
-
-    def __init__(self, preset: str, requested: Config, worker: Worker, shards: dict[str, list[Shard]],
-                 val_sequences: np.ndarray, clock: Clock, log: Log):
-        """requested: the config before its `auto` values were resolved for this machine."""
-        self.preset, self.requested, self.worker, self.shards = preset, requested, worker, shards
-        self.config, self.comm, self.clock, self.log = worker.config, worker.comm, clock, log
-        self.val_sequences, self.from_step, self.changed_by_validation = val_sequences, 0, 0
-        self.losses = TrainLosses(worker.config, worker.comm, clock, log)
-
-    def warm_up(self) -> None:
-        with self.clock.off("hashing"):
-            before = state_hash(self.worker)
-        self.log.say(f"warm-up: {self.config.warmup_steps} steps off the clock")
-        with self.clock.off("warmup"):
-            first = plan_of(self.config, self.from_step)
-            self.worker.warm_up(first, self.val_sequences[0], self.losses.record)
-        self.losses.pending, self.losses.sent = [], 0  # a request to save that came in the warm-up is sent again
-        self.compiles = compile_stats()[0]
-        with self.clock.off("hashing"):
-            self.state_hashes = {"before_warmup": before, "after_warmup": state_hash(self.worker)}
-
-    def train(self) -> None:
-        """The loop over all steps. A checkpoint or a validation with a step's number comes before that step."""
-        c, worker, save_due = self.config, self.worker, False
-        profiler = profiler_of(self) if c.profile else None
-        if profiler:
-            profiler.start()
-        with self.clock.off("hashing"):  # wait for the slowest rank, or its hash would delay this rank's first step
-            self.comm.all_reduce(torch.zeros((), device=self.comm.device))
-        self.clock.start()
-        worker.before_training()
-        for step in range(self.from_step, c.num_steps):
-            self.losses.write(step)
-            if step in self.losses.save_at or c.save_every and step % c.save_every == 0 and step > self.from_step:
-                save_due = True
-            if save_due and worker.can_save(step):
-                save_checkpoint(self, step)
-                save_due = False
-            if c.val_every and step % c.val_every == 0:
-                self.validate(step)
-            plan = plan_of(c, step)
-            losses = worker.step(plan, worker.stream.next_batch(plan))
-            self.losses.record(plan, losses, worker.optimizer.grad_norm)
-            if profiler:
-                if step == profiled_steps(c)[-1]:  # torch 2.13 crashes at exit on a gather that ends after the trace
-                    worker.optimizer.finish_all_gathers()
-                profiler.step()
-        worker.optimizer.finish_all_gathers()
-        if self.from_step < c.num_steps:  # else a checkpoint of the last validation already has it
-            worker.after_training()
-        self.clock.stop()
-        self.losses.write(c.num_steps, wait=True)
-        if profiler:
-            profiler.stop()
-
-    def validate(self, step: int) -> tuple[float, int]:
-        """Validate off the clock -> (loss, tokens). RunError if the loss is not finite.
-
-        SIGTERM stops a validation where a checkpoint can be saved: a launcher may not wait for its end.
-        """
-        self.worker.optimizer.finish_all_gathers()  # they belong to the steps before
-        can_save = step == self.config.num_steps or self.worker.can_save(step)
-        with self.clock.off("validation"):
-            self.losses.write(step, wait=True)
-            before = checksum(self.worker.model)
-            result = self.worker.validate(plan_of(self.config, step), self.val_sequences,
-                                           lambda: can_save and signals.stop)
-            if result:
-                line = (f"step:{step}/{self.config.num_steps} val_loss:{result[0]:.4f} "
-                        f"{show_times(self.clock.elapsed, step)}")
-                self.log.write(line)
-                self.log.say(line)
-            self.changed_by_validation += checksum(self.worker.model) != before
-        if not result:
-            save_checkpoint(self, step, stop=True)
-        loss, _ = result
-        require(math.isfinite(loss), f"the validation loss before step {step} is {loss}; lower the learning rates")
-        return result
-
-class Worker:
-    """What one rank trains: its model, optimizer and stream, and the training step. See TrainingLoop for the run."""
-
-    def __init__(self, config: Config, comm: Comm, device: torch.device, train_shards: list[Shard]):
-        gpu = device.type == "cuda"
-        self.config, self.comm, self.device = config, comm, device
-        self.compiled = config.compile == "on" or (config.compile == "auto" and gpu)
-        if config.world_size_invariant:
-            torch.set_num_threads(1)  # the split of a product over threads decides the order of its sums
-        self.stream = Stream(train_shards, config, comm.rank, comm.ranks)
-        self.model = build_model(config, train_shards[0].encoding).to(device)
-        if config.init_from and not config.resume:
-            load_parameters(self.model, load_file(config.init_from))
-        if config.attention == "masked" or self.compiled:  # compiled code needs masks of one shape
-            self.model.reach = longest_window(config)
-        self.model.flash = config.attention == "flash"
-        self.model.lm_head.kernels = gpu and config.kernels in ("on", "loss")
-        for block in self.model.blocks:
-            if block.mlp is not None:
-                block.mlp.kernels = config.kernels == "on"
-        if self.compiled:
-            compile_parts(self.model)
-        self.optimizer = build_optimizer(config, self.model, comm, self.compiled)
-        self.model.apply_schedule(plan_of(config, 0))
-
-    def step(self, plan: Plan, batch: list[np.ndarray]) -> list[Tensor]:
-        """Train on this rank's micro-batches. Return the summed cross entropy of each, still on the device."""
-        model, optimizer, cross_entropies = self.model, self.optimizer, []
-        model.apply_schedule(plan)
-        self.before_step(plan)
-        if plan.resets_ngrams:
-            optimizer.finish_all_gathers()
-            for bucket in optimizer.buckets:
-                if isinstance(bucket, RowBucket):
-                    bucket.reset()
-        if model.ngrams:
-            read = model.rows_read(torch.from_numpy(np.stack(batch)[:, :-1].astype(np.int32)))
-            optimizer.announce_rows(plan.step, read)
-        for i, micro_batch in enumerate(batch):
-            inputs, targets = split_sequence(micro_batch, self.device)
-            count_documents(model, micro_batch[:-1])
-            # random numbers in a forward, such as a dropout's, depend neither on the warm-up, a resume nor the ranks
-            seed = np.random.SeedSequence((self.config.seed, plan.step, self.comm.rank * len(batch) + i))
-            torch.manual_seed(int(seed.generate_state(1, np.uint64)[0]))
-            with optimizer.reducer.span("forward"):
-                objective, cross_entropy = model(inputs, targets, plan.windows)
-            optimizer.prepare_for_backward(plan.step, i, len(batch))
-            with optimizer.reducer.span("backward"):
-                objective.backward()
-                cross_entropies.append(cross_entropy)
-        self.before_update(plan)
-        with optimizer.reducer.span("step"):
-            optimizer.step(plan)
-        self.after_step(plan)
-        return cross_entropies
-
-    # Places for an idea. What they compute counts as training, and must be the same on all ranks
-
-    def before_training(self) -> None:
-        """Runs once, on the clock, before the first step, also of a resumed run."""
-
-    def before_step(self, plan: Plan) -> None:
-        """Runs before each step's first forward, and in the warm-up."""
-
-    def before_update(self, plan: Plan) -> None:
-        """Runs after each step's last backward, before the optimizer step, and in the warm-up."""
-
-    def after_step(self, plan: Plan) -> None:
-        """Runs after each optimizer step, and in the warm-up.
-
-        Before you read or change parameters, wait for them: self.optimizer.finish_all_gathers(). The warm-up restores,
-        and a checkpoint keeps, parameters and the rules' state (see NorMuon.init_state) and the tensors that you add
-        to self.optimizer.further; other state that you create here is lost on a resume.
-        """
-
-    def can_save(self, step: int) -> bool:
-        """Return whether the state before a step can be saved now; save_every and signals then wait until it can."""
-        return not self.optimizer.between_updates
-
-    def after_training(self) -> None:
-        """Runs once, after the last step and before the last validation. All parameters have arrived."""
-
-    def validate(self, plan: Plan, sequences: np.ndarray,
-                 stop: Callable[[], bool] = lambda: False) -> tuple[float, int] | None:
-        self.optimizer.finish_all_gathers()
-        self.model.apply_schedule(plan)
-        return validate(self.model, sequences, plan.windows, self.comm, self.device, stop)
-
-    def warm_up(self, first: Plan, val_sequence: np.ndarray, record: Callable[[Plan, list[Tensor]], None]) -> None:
-        """Run every stage and kind of step, to compile and allocate everything off the clock. Restore the state.
-
-        first: the plan of the first step after it. record: called after each step, as in training.
-        """
-        c = self.config
-        saved, position, digest = self.optimizer.state_dict(), self.stream.position, self.stream.digest
-        begins = [*dict.fromkeys(step // c.adam_every * c.adam_every for step in self.kinds_of_steps())]
-        batches: dict[int, list[np.ndarray]] = {}
-        for i in range(c.warmup_steps):
-            step = begins[i // c.adam_every % len(begins)] + i % c.adam_every
-            if step not in batches:  # a stage may have a single step
-                self.stream.position = position
-                batches[step] = self.stream.next_batch(plan_of(c, step))
-            record(plan_of(c, step), self.step(plan_of(c, step), batches[step]))
-        if c.warmup_steps:
-            self.validate(plan_of(c, c.num_steps), val_sequence[None].repeat(self.comm.ranks, 0))
-        self.optimizer.load_state_dict(saved)
-        self.model.apply_schedule(first)
-        self.stream.position, self.stream.digest = position, digest
-        gc.collect()  # compilation leaves cycles that hold GPU memory
-        gc.freeze()  # later collections, on the clock, skip what exists now
-
-    def kinds_of_steps(self) -> list[int]:
-        """Return a step of each kind that is compiled by itself: of each stage, and where a ramp has left a 0."""
-        stages = stages_of(self.config)
-        seconds = [stage.begin + 1 for stage in stages if stage.first != stage.last]
-        return [step for step in (*(stage.begin for stage in stages), *seconds) if step < self.config.num_steps]
-
-@torch.no_grad()
-def validate(model: GPT, sequences: np.ndarray, windows: Windows, comm: Comm, device: torch.device,
-             stop: Callable[[], bool] = lambda: False) -> tuple[float, int] | None:
-    """Compute (mean loss in nats per token, tokens scored) over sequences int32 [n, length + 1], shared by the ranks.
-
-    Each sequence's loss has a slot of its own, so that the mean does not depend on the number of ranks. Before every
-    fourth sequence the ranks ask whether to `stop` early; all of them then return None.
-    """
-    model.eval()
-    losses, stopped = torch.zeros(len(sequences), dtype=torch.float64, device=device), False
-    for turn, first in enumerate(range(0, len(sequences), comm.ranks)):
-        if turn % 4 == 0 and (stopped := bool(comm.all_reduce(losses.new_full((), stop())))):
-            break
-        if (i := first + comm.rank) < len(sequences):
-            inputs, targets = split_sequence(sequences[i], device)
-            count_documents(model, sequences[i, :-1])
-            _, losses[i] = model(inputs.clamp_min(0), targets, windows)
-    model.train()
-    tokens = int((sequences[:, 1:] >= 0).sum())
-    return None if stopped else (comm.all_reduce(losses).sum().item() / tokens, tokens)
-
-class TrainLosses:
-    """Training losses, read without making the host wait for the device: each is read some steps after its step.
-
-    Each rank's requests to save are sent with them. LAG steps later all ranks know them, and save before one step.
-    """
-
-    LAG = 4
-
-    def __init__(self, config: Config, comm: Comm, clock: Clock, log: Log):
-        self.config, self.comm, self.clock, self.log, self.sent = config, comm, clock, log, 0
-        self.save_at: dict[int, bool] = {}  # all ranks save before these steps; True: and stop
-        self.pending: list[tuple[Plan, float, float | None, Tensor, Any]] = []
-        self.stream = torch.cuda.Stream() if clock.device.type == "cuda" else None
-
-    def record(self, plan: Plan, losses: list[Tensor], grad_norm: float | None = None) -> None:
-        """Start the sum of each micro-batch's loss over all ranks, with this rank's new requests to save."""
-        own = torch.stack(losses).detach()
-        summed = own.new_zeros(plan.micro_batches + 1)
-        summed[self.comm.rank * len(own):(self.comm.rank + 1) * len(own)] = own
-        if (received := signals.received) > self.sent:  # rarely: copying a number to a GPU makes the host wait
-            summed[-1], self.sent = received - self.sent, received
-        handle, event = self.comm.start_all_reduce(summed), None
-        # collectives run one after another, so this one follows the step's all-gathers. If the main stream waited for
-        # it, the next forward would wait for all of them
-        with torch.cuda.stream(self.stream):
-            handle.wait()
-            if own.is_cuda:
-                summed.record_stream(self.stream)
-                summed = torch.empty(summed.shape, dtype=summed.dtype, pin_memory=True).copy_(summed, non_blocking=True)
-                event = torch.cuda.Event()
-                event.record()
-        self.pending.append((plan, self.clock.read(), grad_norm, summed, event))
-
-    def write(self, step: int, wait: bool = False) -> None:
-        """Log the losses that have arrived before a step. RunError on a loss that is not finite."""
-        while self.pending and (wait or self.pending[0][0].step < step - self.LAG or self.pending[0][-1] is None
-                                or self.pending[0][-1].query()):
-            plan, train_time, grad_norm, summed, event = self.pending.pop(0)
-            done = plan.step + 1
-            if event is not None:
-                event.synchronize()
-            require(summed.isfinite().all(), f"the training loss of step {done} is not finite; lower the learning rate")
-            if summed[-1]:
-                self.save_at[done + self.LAG] = summed[-1].item() >= Signals.STOP
-            loss, line = None, f"step:{done}/{self.config.num_steps} {show_times(train_time, done)}"
-            if self.config.train_loss_every and done % self.config.train_loss_every == 0:  # in nats per token
-                tokens = plan.micro_batches * plan.micro_batch_tokens
-                loss = summed[:-1].sum(dtype=torch.float64).item() / tokens
-                line += f" train_loss:{loss:.4f}" + ("" if grad_norm is None else f" grad_norm:{grad_norm:.4g}")
-            self.log.write(line, off_clock=wait)
-            self.log.progress(done, loss, self.clock, tokens_of_steps(self.config, done))
-
-def split_sequence(sequence: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Move [T + 1] tokens to the device without waiting for it -> inputs int32 [T], targets int64 [T]."""
-    tokens = to_device(torch.from_numpy(sequence.astype(np.int32)), device)
-    return tokens[:-1], tokens[1:].long()
-
-def count_documents(model: GPT, tokens: np.ndarray) -> None:
-    """Find the documents of the sequence that forward takes next, on the host: FlashAttention needs their bounds there.
-
-    Without them, or with more documents than a DocumentTable has room for, attention masks in pieces.
-    """
-    if model.flash:
-        begins = np.flatnonzero(tokens.clip(0) == model.bos_id)  # padding of the last sequence is -1, read as token 0
-        count, room, model.counted = len(begins) + 1, len(tokens) // DOCUMENT_ROOM, None
-        if count <= room:
-            starts = np.pad(begins.astype(np.int32), (1, room - count + 1), constant_values=(0, len(tokens)))
-            on_device = to_device(torch.from_numpy(starts), model.embed.weight.device)
-            model.counted = on_device, int(np.diff(starts).max()), count
 
 # ------------------------------------------------------------------------------------------------------------------
 # masks and kernels
@@ -3764,76 +3826,6 @@ def find_data(config: Config, comm: Comm) -> dict[str, list[Shard]]:
     local_rank = env_int("LOCAL_RANK", 0)
     return {"train": with_digests(train, comm, local_rank), "val": with_digests(val, comm, local_rank)}
 
-def check_config(config: Config, ranks: int) -> None:
-    """Raise a RunError that lists all values that are impossible by themselves or for this number of ranks."""
-    wrong = [message for f in dataclasses.fields(config) if (message := out_of_range(f, getattr(config, f.name)))]
-    require(not wrong, "; ".join(wrong))  # the conditions need possible numbers
-    wrong = [message for holds, message in config.conditions(ranks) if not holds]
-    require(not wrong, "; ".join(wrong))
-
-def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
-    """Yield each condition on several values, with the message if it does not hold. RunError on an invalid row."""
-    layers, all_stages = c.parse_layers(), stages_of(c)
-    value_tables = {layer.value_table for layer in layers} - {None}
-    kinds, own = [group.kind for group in c.base_groups], [group.kind for group in c.param_groups]
-    unknown = ", ".join(repr(kind) for kind in own if kind not in kinds)
-    profile = re.fullmatch(r"(\d+):(\d+)", c.profile)
-    rank_dependent = [name for name, on in (("bf16_compress", c.bf16_compress), ("clip_norm", c.clip_norm),
-                                            ("attention flash", c.attention == "flash")) if on]
-    yield from (
-        (c.model_dim % (4 * c.num_heads) == 0,
-         f"model_dim is {c.model_dim}; give a multiple of 4 * num_heads, {4 * c.num_heads}"),
-        (c.val_tokens % c.val_len == 0, f"val_tokens is {c.val_tokens}; give a multiple of val_len, {c.val_len}, or 0"),
-        ("/" not in c.run_id and c.run_id not in (".", ".."), f"run_id is {c.run_id!r}; give a file name without '/'"),
-        (re.fullmatch(r"([^:]+:\d+:\d+:[^:]*)?", c.race), f"race is {c.race!r}; only launch/race.py sets it"),
-        (not c.profile or profile and int(profile[1]) <= int(profile[2]) < c.num_steps, f"profile is {c.profile!r}; "
-         f"give the first and the last step, such as 10:13, below num_steps {c.num_steps}"),
-        (c.attention != "flash" or c.dtype == "bfloat16", "attention flash needs dtype bfloat16; use --attention auto"),
-        (not (c.world_size_invariant and rank_dependent), f"world_size_invariant excludes {', '.join(rank_dependent)}, "
-         "whose sums depend on the number of ranks or on timing; leave out one of them"),
-        (c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}"),
-        (value_tables == {*range(len(value_tables))}, f"layers: value tables {value_tables}; number them from 0"),
-        (not unknown, f"param_groups: unknown kinds {unknown}; the kinds are {', '.join(kinds)}"))
-    for i, layer in enumerate(layers):
-        yield (layer.skip_from is None or layer.skip_from < i, f"layers: layer {i} has a skip connection from layer "
-               f"{layer.skip_from}; it must come from an earlier layer")
-    for table in c.ngrams:
-        yield table.width <= c.model_dim, f"ngrams: {table} is wider than model_dim, {c.model_dim}; give at most that"
-    for stage in all_stages:
-        n = stage.first["micro_batches"]
-        where = f"the stage from step {stage.begin} on has {n} micro-batches"
-        found = (
-            (ranks > 0 and n % ranks == 0, f"{where}, which {ranks} ranks cannot share evenly; start "
-             f"{usable_ranks(c, ranks)} ranks (--nproc_per_node), or change --micro_batches"),
-            (not c.world_size_invariant or n & (n - 1) == 0 and ranks & (ranks - 1) == 0, "world_size_invariant sums a "
-             f"batch as a binary tree, and {where} on {ranks} ranks; make both powers of two"))
-        yield from found
-        if not all(holds for holds, _ in found):
-            return  # most mistakes are the same in every stage
-
-def out_of_range(f: dataclasses.Field, v: Any) -> str:
-    """Say how a value violates its field's declaration; empty if it does not."""
-    if (choices := f.metadata.get("choices")) and v not in choices:
-        return f"{f.name} is {v!r}; it must be one of {', '.join(map(repr, choices))}"
-    if holds_rows(f):
-        for row in v:
-            if type(row).__name__ not in f.type:
-                return f"{f.name}: {row!r} is not a row of it; its type is {f.type}"
-            for of_row in dataclasses.fields(row) if type(row).__name__ != "Stage" else ():
-                if (x := getattr(row, of_row.name)) is not None and (wrong := out_of_range(of_row, x)):
-                    return f"{f.name}: {row}: {wrong}"
-        return ""
-    if f.type.removesuffix(" | None") not in ("int", "float"):
-        return ""
-    low, high, below = (f.metadata[name] for name in ("min", "max", "exclusive_max"))
-    if (isinstance(v, int if f.type == "int" else int | float) and math.isfinite(v)
-            and (v > 0 if low is None else v >= low) and v <= high and v < below):
-        return ""
-    wanted = ["a whole number" if f.type == "int" else "a number"]
-    wanted += ["above 0"] if low is None else [f"from {low:g} on"] if low > -math.inf else []
-    wanted += [f"{words} {bound:g}" for words, bound in (("at most", high), ("below", below)) if bound < math.inf]
-    return f"{f.name} is {v!r}; it must be {', '.join(wanted)}"
-
 class Signals:
     """SIGUSR1 asks for a checkpoint. In training, Ctrl-C, SIGTERM, SIGHUP and SIGUSR2, which says that the launcher has
     died, ask for a checkpoint and then stop the run. A second Ctrl-C ends it at once.
@@ -4034,7 +4026,7 @@ def main(presets: dict[str, Config], argv: Sequence[str] | None = None, began: f
         config = dataclasses.replace(config, resume=config.resume or checkpoint)
         agree(comm, "configs", {key: str(v) for key, v in json_of(config).items()},
               "Start every rank with the same flags, and give every host the same checkpoints")
-        run_training(config, preset, comm, device, log, began)
+        TrainingLoop(config, preset, comm, device, log, began).run()
         log.close()
         if ranks > 1:
             dist.destroy_process_group()
