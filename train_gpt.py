@@ -228,8 +228,8 @@ PARAM_GROUPS = (
 class SyncSettings:
     """How ranks exchange gradients and parameters.
 
-    clip_norm changes results. world_size_invariant fixes every order of summation: gradients of micro-batches stay
-    apart ("pending") until the launch, and are summed as a binary tree over micro-batches, then over ranks. All other
+    clip_norm changes results. world_size_invariant fixes every order of summation: gradients of micro-batches are kept
+    ("pending") until the launch, and are summed as a binary tree over micro-batches, then over ranks. All other
     settings change only time and memory.
     """
 
@@ -3273,9 +3273,10 @@ class Log:
             raise RunError(f"{self.path}: another process trains this run; wait for it or stop it") from None
         file.seek(0)
         begun = re.search(rf"\n{rule}\n(\{{.*)\n", written := file.read())
-        own = begun and '\n{"end"' not in written and (resumed["checkpoint"] or is_of_this_launch(self.path))
-        require(own or not begun, used)
-        if not begun:  # new, deleted, or stopped while its head was written
+        if begun:
+            ended, of_launch = '\n{"end"' in written, is_of_this_launch(self.path)
+            require(not ended and (resumed["checkpoint"] or of_launch), used)
+        else:  # new, deleted, or stopped while its head was written
             file.truncate(0)
             try:
                 print(source_of(self.config), rule, environment, rule, json.dumps(start), sep="\n",
@@ -3600,7 +3601,10 @@ def checkpoints(folder: Path, run_id: str = "", suffix: str = "") -> list[Path]:
     return sorted(found, key=step_of)
 
 def spare_files(loop: TrainingLoop, keep: int) -> list[Path]:
-    """List files to spare, least needed first: partial ones, given-up checkpoints, and all but the latest `keep`."""
+    """List the files that the run does not need, least needed first.
+
+    Partial files of killed processes; checkpoints later than the one that was resumed; all but the latest `keep`.
+    """
     run = loop.log.path.parent, loop.log.run_id
     return [*checkpoints(*run, ".partial"), loop.log.path.with_suffix(".pt.partial"), *checkpoints(*run, ".given_up"),
             *checkpoints(*run)[:-keep or None]]
@@ -3621,21 +3625,22 @@ def save_in_room(loop: TrainingLoop, path: Path, content: dict[str, Any]) -> Non
             remove_files([spare.pop(0)])
 
 def find_run(config: Config) -> tuple[str, str]:
-    """Find (run id, checkpoint to resume from). Ranks that torchrun has restarted continue their run."""
+    """Find (run id, checkpoint to resume from; empty for a new run)."""
     named, latest = Path(config.resume), config.resume == "latest"
     named = named if named.exists() else ROOT / named
     folder = ROOT / config.log_dir if latest or not config.resume else named.parent
-    own = sorted((log for log in folder.glob("*.txt") if restarts() and is_of_this_launch(log)), key=os.path.getmtime)
-    run_id = own[-1].stem if own else config.run_id
-    if not config.resume and not own:
-        return run_id or f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{launch_id()}", ""
-    require(own or latest or named.exists(), f"--resume {config.resume}: no such file; name a .ckpt, a log or latest")
-    if not own and named.suffix == ".ckpt" and named.is_file():
-        return run_id, str(named.resolve())
-    if not own and latest and not run_id:
+    of_launch = [log for log in folder.glob("*.txt") if is_of_this_launch(log)] if restarts() else []
+    if of_launch:  # torchrun has restarted the ranks: they continue their run
+        run_id = max(of_launch, key=os.path.getmtime).stem
+    elif not config.resume:
+        return config.run_id or f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{launch_id()}", ""
+    elif latest:
         newest = max(checkpoints(folder), key=saved_at, default=Path())
-        run_id = newest.name.rpartition(".step")[0]
-    elif not own and not latest:
+        run_id = config.run_id or newest.name.rpartition(".step")[0]
+    else:
+        require(named.exists(), f"--resume {config.resume}: no such file; name a .ckpt, a log or latest")
+        if named.suffix == ".ckpt" and named.is_file():
+            return config.run_id, str(named.resolve())
         run_id = named.stem
     found = checkpoints(folder, run_id) if run_id else []
     require(found or not config.resume, f"--resume {config.resume}: found no checkpoint in {folder}. Name a .ckpt, or "
@@ -3837,7 +3842,7 @@ class Signals:
     STOP = 1024  # what a stop adds to `received`; SIGUSR1 adds 1
 
     GRACE_S = 30  # for the last checkpoint when the launcher is gone, as torchrun gives; a rank that hangs ends then
-    MOMENT_S = 1  # after a Ctrl-C its copy may come: torchrun passes it on to ranks that the terminal told already
+    MOMENT_S = 1  # torchrun forwards a Ctrl-C that the terminal has already sent to the ranks; that copy is ignored
 
     def __init__(self):
         self.received, self.stop, self.again_from = 0, False, math.inf
