@@ -211,7 +211,7 @@ class Collectives(Comm):
 
 def build(model, comm, mutant=None, rule=Descent(), bucket_bytes=0.0, **changes):
     """Build an optimizer that has the model; a mutant may replace the optimizer or its Reducer."""
-    with mock.patch.object(Optimizer, "Reducer", mutant if mutant and issubclass(mutant, Reducer) else Reducer):
+    with mock.patch.object(Optimizer, "reducer_class", mutant if mutant and issubclass(mutant, Reducer) else Reducer):
         engine = mutant if mutant and issubclass(mutant, Optimizer) else Optimizer
         buckets = fill_buckets(specs_with(model, rule), bucket_bytes, comm.rank, comm.ranks)
         return engine(buckets, comm, SyncSettings(**changes), model)
