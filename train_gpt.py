@@ -2007,10 +2007,10 @@ class DistributedOptimizer:
         self.grad_norm: float | None = None  # of the last step, before clipping; check_grads and clip_norm compute it
         updates = {type(bucket.rule).update for bucket in buckets}
         self.compiled_updates = {f: compile_static(f) if compiled else f for f in updates}
-        # compiled code takes numbers as tensors, or each new number would compile it again; each name has its own
+        # compiled code takes numbers as tensors, or each new number would compile it again; each name has its tensor
         as_tensor = functools.lru_cache(256)(lambda name, x: torch.full((), x, device=comm.device))
         self.scalar = as_tensor if compiled else lambda name, x: x
-        self.buckets_of_model: list[Bucket] = []  # the model's own hook waits for these, before any layer's hook
+        self.buckets_of_model: list[Bucket] = []  # the model's hook waits for these, before any layer's hook
         if settings.overlap_param_gather:
             for module, params in outer_modules(model):
                 read = list(dict.fromkeys(self.reducer.slots[p][0] for p in params if p in self.reducer.slots))
@@ -2104,7 +2104,7 @@ def outer_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Iterator[nn.Par
     """Yield modules whose forward hooks run outside of compiled code, each with the parameters that it reads.
 
     These are the model and its children that have a forward; a ModuleList's children one by one. The model reads its
-    own parameters, and those that none of these children lists.
+    direct parameters, and all that none of these children lists.
     """
     children = [x for child in model.children() for x in (child if isinstance(child, nn.ModuleList) else [child])]
     running = [child for child in children if type(child).forward is not nn.Module.forward]
@@ -2391,7 +2391,7 @@ class Bucket:
         self.gather_handle = comm.all_gather(self.param_data, self.param_shard.view(-1))
 
     def nonfinite(self) -> list[str]:
-        """Name parameters with a non-finite gradient: summed over ranks in this rank's shard, its own elsewhere."""
+        """Name parameters with a non-finite gradient: a sum over ranks within this rank's shard, local outside it."""
         return [slot.name for slot in self.slots if not slot.grad.isfinite().all()]
 
     def drop_gradients(self) -> None:
@@ -2466,7 +2466,7 @@ class Comm:
     def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> HandleGroup:
         """Start to send sent[i] to rank i and to receive received[i] from it. Empty tensors are not sent."""
         group = self.cpu_group if self.ranks > 1 and not sent[0].is_cuda else None
-        # messages of int64 compare calls (gpt_speedrun); neither tag matches another message, nor a program's own
+        # messages of int64 match no others, so a subclass can send them between these; no program uses these tags
         tag = 4404 + (sent[0].dtype == torch.int64)
         messages = [(way, tensors[other], other, group, tag)
                     for way, tensors in ((dist.isend, sent), (dist.irecv, received))
@@ -2544,13 +2544,13 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, or its kind if it has no text."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
-def agree(comm: Comm, what: str, mine: dict[str, Any], cure: str) -> None:
+def agree(comm: Comm, subject: str, mine: dict[str, Any], cure: str) -> None:
     """Raise RunError on every rank unless all ranks have the same values; it names the value, the rank and both."""
     for rank, theirs in enumerate(everyones := comm.all_gather_json(mine)):
         for key in {**everyones[0], **theirs}:
             here, first = theirs.get(key, "nothing"), everyones[0].get(key, "nothing")
             if here != first:
-                raise RunError(f"the ranks' {what} differ: rank {rank} has {key} {here}; rank 0 has {first}. {cure}")
+                raise RunError(f"the ranks' {subject} differ: rank {rank} has {key} {here}; rank 0 has {first}. {cure}")
 
 class RowBucket(Bucket):
     """Tables of which a step reads few rows. Ranks send only the gradients of these rows (Adam.rows).
@@ -2571,8 +2571,8 @@ class RowBucket(Bucket):
         self.may_compile = not self.rule.lazy  # otherwise the number of rows differs from step to step
         self.all_rows = self.param_data.view(-1, *self.param_shard.shape[1:])  # [rows of all ranks, width]
         self.set_grads(torch.empty(0).long(), self.param_shard[:0].to(self.grad_data.dtype))
-        self.read_by_me = torch.zeros(len(self.all_rows), dtype=torch.uint8)  # 1: this rank has announced the row
-        self.announcement: Any = None  # handle of the exchange of read_bits, every rank's read_by_me as bits
+        self.announced = torch.zeros(len(self.all_rows), dtype=torch.uint8)  # 1: this rank has announced the row
+        self.announcement: Any = None  # handle of the exchange of read_bits, every rank's announced as bits
 
     def set_grads(self, indices: Tensor, grads: Tensor) -> None:
         """Set the summed gradients [n, width] of n rows of this shard, whose first row has index 0."""
@@ -2590,34 +2590,34 @@ class RowBucket(Bucket):
         if not invariant and sum(x._nnz() for x in slot.pending_grads) > len(slot.param):
             slot.pending_grads = [tree_sum(slot.pending_grads).coalesce()]
 
-    def announce(self, comm: Comm, rows: Iterable[Tensor], last: bool) -> None:
+    def announce(self, comm: Comm, indices: Iterable[Tensor], last: bool) -> None:
         """Mark rows as read by this rank. last: the next launch sends their gradients, so tell all ranks now."""
-        for indices in rows:
-            self.read_by_me.index_fill_(0, indices.cpu(), 1)
+        for x in indices:
+            self.announced.index_fill_(0, x.cpu(), 1)
         if last:
-            self.read_bits = torch.from_numpy(np.packbits(self.read_by_me.numpy())).repeat(comm.ranks, 1)
+            self.read_bits = torch.from_numpy(np.packbits(self.announced.numpy())).repeat(comm.ranks, 1)
             self.announcement = comm.exchange([self.read_bits[comm.rank]] * comm.ranks, self.read_bits)
 
     def finish_announcement(self) -> None:
-        """Wait for the announcement, if one is in flight, and clear read_by_me for the next step."""
+        """Wait for the announcement, if one is in flight, and clear announced for the next step."""
         if self.announcement is not None:
             self.announcement.wait()
         self.announcement = None
-        self.read_by_me.zero_()
+        self.announced.zero_()
 
     def indices(self, mask: np.ndarray) -> Tensor:
         """Return the indices of the rows in a mask, sorted, on the bucket's device."""
         return to_device(torch.from_numpy(np.flatnonzero(mask)), self.all_rows.device)
 
-    def scatter_add(self, indices: Tensor, grads: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-        """Sum pairs (indices of rows, gradients) into [n, width], for n sorted indices. RunError for other rows."""
-        sums = torch.zeros(len(indices), self.all_rows.size(1), dtype=self.grad_data.dtype, device=indices.device)
-        for rows, values in grads:
-            at = torch.searchsorted(indices, rows)
-            known = (F.pad(indices, (0, 1), value=-1)[at] == rows).all()
-            if indices.is_cuda:
-                torch._assert_async(known)  # does not make the host wait
-            elif not known:
+    def scatter_add(self, known: Tensor, grads: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+        """Sum pairs (indices of rows, gradients) into [n, width], for n sorted indices `known`. RunError for others."""
+        sums = torch.zeros(len(known), self.all_rows.size(1), dtype=self.grad_data.dtype, device=known.device)
+        for indices, values in grads:
+            at = torch.searchsorted(known, indices)
+            all_known = (F.pad(known, (0, 1), value=-1)[at] == indices).all()
+            if known.is_cuda:
+                torch._assert_async(all_known)  # does not make the host wait
+            elif not all_known:
                 raise RunError(f"{', '.join(slot.name for slot in self.slots)}: rows got a gradient that were not "
                                "announced; in every step announce all rows that it reads, or announce none")
             sums.index_add_(0, at, values.to(sums.dtype))
@@ -2633,9 +2633,9 @@ class RowBucket(Bucket):
             self.announce(comm, [indices for indices, _ in grads], True)
         self.finish_announcement()
         # only the bits in use are unpacked: record 89's table on 8 ranks has 3 million of them
-        bits, rows, per_rank = self.read_bits.numpy(), len(self.all_rows), len(self.param_shard)
-        read_by_me = np.unpackbits(bits[comm.rank], count=rows).view(bool).reshape(comm.ranks, -1)  # [owner, its row]
-        self.read_by_any = np.unpackbits(np.bitwise_or.reduce(bits), count=rows).view(bool).reshape(comm.ranks, -1)
+        bits, total, per_rank = self.read_bits.numpy(), len(self.all_rows), len(self.param_shard)
+        read_by_me = np.unpackbits(bits[comm.rank], count=total).view(bool).reshape(comm.ranks, -1)  # [owner, its row]
+        self.read_by_any = np.unpackbits(np.bitwise_or.reduce(bits), count=total).view(bool).reshape(comm.ranks, -1)
         byte, skipped = divmod(per_rank * comm.rank, 8)
         mine_read_by = np.unpackbits(bits[:, byte:], 1, skipped + per_rank).view(bool)[:, skipped:]  # [rank, my row]
         sums = self.scatter_add(self.indices(read_by_me), grads)
@@ -2738,7 +2738,7 @@ def take_state(bucket: Bucket, state: dict[str, Tensor]) -> dict[str, Tensor]:
     return taken
 
 def write_state(bucket: Bucket, saved: dict[str, Tensor], comm: Comm) -> None:
-    """Write what take_state returned to the bucket."""
+    """Write the tensors that take_state returned to the bucket."""
     first = bucket.slots[0].name
     bucket.updates = int(saved[f"{first}/updates"])
     if f"{first}/pending" in saved:

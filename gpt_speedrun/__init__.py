@@ -57,7 +57,7 @@ def make_optimizer(model: nn.Module, table: Sequence[Assignment] = (), bucket_mb
     require(bucket_mb >= 0, f"bucket_mb is {bucket_mb!r}; it must be from 0 on")
     ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     specs = assign(model, default_assignments(model, table, muon_lr, adam_lr))
-    require(specs, "every parameter of this model is frozen; set requires_grad on those to be trained")
+    require(specs, "every parameter of this model is frozen; set requires_grad on the ones to be trained")
     buckets = fill_buckets(specs, bucket_mb * 2 ** 20, *ranks)
     return Optimizer(buckets, Comm(*ranks, specs[0].param.device), settings, model)
 
@@ -175,7 +175,7 @@ class Reducer(engine.Reducer):
 
     def prepare_for_backward(self, step: int | Tensor, micro_batch: int = 0, micro_batches: int = 1,
                              loss: Tensor | None = None) -> None:
-        """Do the same as the engine's. loss: what backward starts from, so that unused parameters are not waited for.
+        """Do the same as the engine's. loss: the start of backward, so that unused parameters are not waited for.
 
         Given in place of the step, it is the loss of the step's last backward. In no_sync() it changes nothing.
         """
@@ -554,7 +554,7 @@ def broadcast(comm: Comm, *tensors: Tensor) -> None:
             memory_of(x).copy_(new)
 
 # ------------------------------------------------------------------------------------------------------------------
-# checks: what would train wrongly is refused
+# checks: refuse each use that would train wrongly
 
 def check_model(model: nn.Module) -> None:
     """Raise RunError for parameters that are no plain tensors, or that share memory, which buckets would part."""
