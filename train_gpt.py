@@ -2555,10 +2555,10 @@ def agree(comm: Comm, subject: str, mine: dict[str, Any], cure: str) -> None:
 class RowBucket(Bucket):
     """Tables of which a step reads few rows. Ranks send only the gradients of these rows (Adam.rows).
 
-    message               from, to                 sent
-    a bit per row: read?  each rank, all           before the forward (announce), or at launch
-    gradients of rows     each rank, row's owner   at launch, after the last gradient
-    new values of rows    row's owner, all         after the update
+    message               from and to              sent
+    a bit per row: read?  each rank to all         before the forward (announce), or at launch
+    gradients of rows     each rank to the owner   at launch, after the last gradient
+    new values of rows    the owner to all         after the update
 
     The rows of all tables of the bucket have consecutive indices. All rows are updated and gathered if the rule is not
     lazy, or if world-size-invariant mode sums several steps.

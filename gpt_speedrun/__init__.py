@@ -88,7 +88,7 @@ def default_assignments(model: nn.Module, table: Sequence[Assignment] = (), muon
 
     Matrices inside the model get NorMuon. Embeddings, the last matrix (the head), norms and vectors get Adam. The fused
     matrices of torch's recurrent layers, attention and grouped convolutions are split. Raise RunError for a parameter
-    that may be several matrices or none; such a one needs a line.
+    that may be several matrices or none, and that needs a line.
     """
     learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
     check_table(table, learned)
