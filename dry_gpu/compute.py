@@ -117,7 +117,7 @@ class Side:
     def keep_grads(self, bucket):
         """Copy the gradients that a rule gets: all ranks' shards."""
         shard = bucket.param_shard.new_zeros(bucket.param_shard.shape, dtype=bucket.grad_data.dtype)
-        rows = getattr(bucket, "grad_rows", slice(None))
+        rows = getattr(bucket, "grad_indices", slice(None))
         shard[rows] = bucket.grad_shard
         whole = shard.new_empty(self.comm.ranks * shard.numel())
         self.comm.all_gather(whole, shard.view(-1)).wait()

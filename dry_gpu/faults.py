@@ -85,8 +85,8 @@ FAULTS = {
         "self.indices(self.read_by_any[comm.rank - 1])", RANKS, "Expected Tensor with single nonzero value"),
     "stale-number": Fault(
         "compiled rules keep the first value of each number",
-        "self.number = as_tensor if compiled else",
-        "self.number = (lambda name, x, known={}: known.setdefault(name, as_tensor(name, x))) if compiled else",
+        "self.scalar = as_tensor if compiled else",
+        "self.scalar = (lambda name, x, known={}: known.setdefault(name, as_tensor(name, x))) if compiled else",
         "--compare laptop"),
     "no-wait-reduce": Fault(
         "the update does not wait for the reduce-scatter",

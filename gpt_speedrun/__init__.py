@@ -1,8 +1,7 @@
 """Train any nn.Module by the sharded NorMuon and Adam of the speedrun: call make_optimizer(model).
 
-engine.py is train_gpt.py, which trains one model by one loop. This file adds what other models and loops need: a table
-of rules by parameter names, torch.optim's interface, and an error for what would train wrongly. The sections are
-assignment, gradients, optimizer and checks. docs/gradient-sync.md of the repository explains all.
+engine.py is train_gpt.py, which trains one model by one loop. Other models and loops also need a table of rules by
+parameter names, torch.optim's interface, and checks of their use. docs/gradient-sync.md of the repository explains all.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def make_optimizer(model: nn.Module, table: Sequence[Assignment] = (), bucket_mb
     require(bucket_mb >= 0, f"bucket_mb is {bucket_mb!r}; it must be from 0 on")
     ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     specs = assign(model, default_assignments(model, table, muon_lr, adam_lr))
-    require(specs, "every parameter of this model is frozen; set requires_grad on those to be trained")
+    require(specs, "every parameter of this model is frozen; set requires_grad on the ones to be trained")
     buckets = fill_buckets(specs, bucket_mb * 2 ** 20, *ranks)
     return Optimizer(buckets, Comm(*ranks, specs[0].param.device), settings, model)
 
@@ -88,89 +87,95 @@ def default_assignments(model: nn.Module, table: Sequence[Assignment] = (), muon
     """Add a line to the table for each parameter that it does not match.
 
     Matrices inside the model get NorMuon. Embeddings, the last matrix (the head), norms and vectors get Adam. The fused
-    matrices of torch's recurrent layers, attention and grouped convolutions are split; your own fused matrices need a
-    line with their unit. Raise RunError if a line matches no parameter, or a parameter may be no single matrix.
+    matrices of torch's recurrent layers, attention and grouped convolutions are split. Raise RunError for a parameter
+    that may be several matrices or none, and that needs a line.
     """
-    embeddings, units, head = set(), {}, None
-    learned = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    check_table(table, learned)
+    embeddings, units, head = set(), {}, None  # units: of fused matrices
     for module in model.modules():
-        own = [p for p in module.parameters(recurse=False) if p.dim() > 1]
-        head = own[-1] if own else head  # a tied head is an embedding
-        embeddings.update(own if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else ())
-        if isinstance(module, (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)):
-            rows = module.embed_dim if isinstance(module, nn.MultiheadAttention) else module.hidden_size
-            units |= {p: (rows, p.shape[1]) for p in own if p.shape[0] > rows}
-    for line in table:
-        require(isinstance(line, Assignment), f"the table has {line!r}; each line must be Assignment(pattern, rule)")
-        if isinstance(line.rule, type):
-            raise RunError(f"{line.pattern}: its rule is the class {line.rule.__name__}; write {line.rule.__name__}()")
-        if not any(fnmatchcase(name, line.pattern) for name, _ in learned):
-            raise RunError(f"{line.pattern} matches no parameter that is not frozen; see model.named_parameters()")
+        matrices = [p for p in module.parameters(recurse=False) if p.dim() > 1]
+        head = matrices[-1] if matrices else head  # a tied head is an embedding
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            embeddings.update(matrices)
+        if isinstance(module, nn.RNNBase | nn.RNNCellBase | nn.MultiheadAttention):
+            height = module.embed_dim if isinstance(module, nn.MultiheadAttention) else module.hidden_size
+            units |= {p: (height, p.shape[1]) for p in matrices if p.shape[0] > height}
     lines = list(table)
-    for name, p in learned:
+    for name, p in learned.items():
         if any(fnmatchcase(name, line.pattern) for line in table):
             continue
         owner, _, parametrized = f".{name}".partition(".parametrizations.")
         module = model.get_submodule(owner[1:] if parametrized else name.rpartition(".")[0])
-        conv, groups = isinstance(module, nn.modules.conv._ConvNd), getattr(module, "groups", 1)
-        if conv and groups > 1 and p.dim() > 2:
-            units[p] = (p.shape[0] // groups, p.shape[1:].numel())
-        inside = p.dim() > 1 and 1 < p.shape[0] < p.numel() and units.get(p, (2,))[0] > 1 and not (
-            p is head or p in embeddings or isinstance(module, nn.LayerNorm | nn.RMSNorm))
-        known = conv or isinstance(module, (nn.Linear, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention))
+        conv = isinstance(module, nn.modules.conv._ConvNd)
+        if conv and module.groups > 1 and p.dim() > 2:
+            units[p] = (p.shape[0] // module.groups, p.shape[1:].numel())
+        vector = p.dim() < 2 or not 1 < p.shape[0] < p.numel() or units.get(p, p.shape)[0] < 2
+        if vector or p is head or p in embeddings or isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            lines.append(Assignment(glob.escape(name), Adam(adam_lr)))
+            continue
+        known = conv or isinstance(module, nn.Linear | nn.RNNBase | nn.RNNCellBase | nn.MultiheadAttention)
         known |= p.dim() == 2 and re.search(r"weight$|lora", name, re.I) is not None  # usual names of matrices
-        require(not inside or known, f"{name} {[*p.shape]} is not known to be one matrix. Give it a line: Assignment("
-                f"{name!r}, NorMuon()) if it is one, Assignment({name!r}, NorMuon(), unit={tuple(p.shape[-2:])}) if it "
-                f"holds several, as of experts, Assignment({name!r}, Adam()) if it is none, as positions")
-        rule = NorMuon(muon_lr, polar_dtype=torch.bfloat16 if p.is_cuda else torch.float32) if inside else Adam(adam_lr)
-        lines.append(Assignment(glob.escape(name), rule, units.get(p) if inside else None))
+        require(known, f"{name} {[*p.shape]} is not known to be one matrix. Give it a line: Assignment({name!r}, "
+                f"NorMuon()) if it is one, Assignment({name!r}, NorMuon(), unit={tuple(p.shape[-2:])}) if it holds "
+                f"several, as of experts, Assignment({name!r}, Adam()) if it is none, as positions")
+        rule = NorMuon(muon_lr, polar_dtype=torch.bfloat16 if p.is_cuda else torch.float32)
+        lines.append(Assignment(glob.escape(name), rule, units.get(p)))
     return lines
+
+def check_table(table: Sequence[Assignment], learned: dict[str, nn.Parameter]) -> None:
+    """Raise RunError for a line that is no Assignment of a rule, or that matches no parameter."""
+    for line in table:
+        require(isinstance(line, Assignment), f"the table has {line!r}; each line must be Assignment(pattern, rule)")
+        if isinstance(line.rule, type):
+            raise RunError(f"{line.pattern}: its rule is the class {line.rule.__name__}; write {line.rule.__name__}()")
+        if not any(fnmatchcase(name, line.pattern) for name in learned):
+            raise RunError(f"{line.pattern} matches no parameter that is not frozen; see model.named_parameters()")
 
 # ------------------------------------------------------------------------------------------------------------------
 # gradients
 
 HOOKS = WeakIdKeyDictionary()  # parameter -> handle of its hook; an attribute of the parameter would be pickled
 
-# What ranks compare. kind: index in Reducer.CALLS; passes: backward passes of the step; optimizer: its number;
+# What ranks compare. method: index in Reducer.CALLS; passes: backward passes of the step; optimizer: its id;
 # writes: to all parameters so far, as autograd counts them
-Call = collections.namedtuple("Call", "kind step passes optimizer writes")
+Call = collections.namedtuple("Call", "method step passes optimizer writes")
 
 class Reducer(engine.Reducer):
     """Without prepare_for_backward, the one backward outside of no_sync completes the step; earlier ones run inside."""
 
     CURE = "use each in the loss, or set find_unused_parameters"
     CALLS = "step()", "state_dict()", "load_state_dict()", "check_replicas()"  # compared before their first message
-    numbers = itertools.count(1)
+    optimizer_ids = itertools.count(1)
 
     def __init__(self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings, grad_scale: float):
         self.in_no_sync, self.in_step = False, False  # in_step: a gradient or rows have come since the last step
         self.no_sync_grads = collections.Counter[Slot]()  # gradients that this step added in no_sync
-        self.number = next(self.numbers) if comm.ranks > 1 else 0  # of this optimizer, the same on all ranks
-        self.call, self.compared = None, False  # handle of the comparison under way; the one of step() is done
-        self.calls = [Call(0, 0, 0, 0, 0)] * comm.ranks  # of each rank, the last one that was compared
+        self.optimizer_id = next(self.optimizer_ids) if comm.ranks > 1 else 0  # the same on all ranks
+        self.call, self.compared = None, False  # handle of the exchange of calls; whether step() is compared already
+        self.last_calls = [Call(0, 0, 0, 0, 0)] * comm.ranks  # of each rank, the last one that was compared
         self.unused: set[Slot] = set()  # parameters that no rank has used since their last update
         self.hooks: dict[nn.Parameter, Any] = {}  # handles
         self.optimizer: Any = lambda: None        # weak reference
         super().__init__(buckets, comm, settings, grad_scale)
 
-    def set_hook(self, param: nn.Parameter) -> Any:
+    def set_hook(self, param: nn.Parameter) -> None:
         """Set the parameter's hook in place of an earlier optimizer's."""
         if param in HOOKS:
             HOOKS[param].remove()
         HOOKS[param] = self.hooks[param] = super().set_hook(param)
-        return HOOKS[param]
 
-    def announce_rows(self, step: int, rows: dict[nn.Parameter, Tensor]) -> None:
+    def announce_rows(self, step: int, indices: dict[nn.Parameter, Tensor]) -> None:
         self.in_step = True
         for bucket in self.buckets:
             if isinstance(bucket, RowBucket) and bucket.announcement is not None:
                 raise RunError(f"rows of {bucket.slots[0].name} were announced twice in one step; announce the rows of "
                                "all micro-batches at once")
-        super().announce_rows(step, rows)
+        super().announce_rows(step, indices)
 
     def prepare_for_backward(self, step: int | Tensor, micro_batch: int = 0, micro_batches: int = 1,
                              loss: Tensor | None = None) -> None:
-        """Do the same as the engine's. loss: what backward starts from, so that unused parameters are not waited for.
+        """Do the same as the engine's. loss: the start of backward, so that unused parameters are not waited for.
 
         Given in place of the step, it is the loss of the step's last backward. In no_sync() it changes nothing.
         """
@@ -178,9 +183,9 @@ class Reducer(engine.Reducer):
             if self.in_no_sync:
                 return
             step, loss = self.step, step
-        numbers, expected_loss = (step, micro_batch, micro_batches), loss is None or getattr(loss, "requires_grad", 0)
-        if not (expected_loss and all(isinstance(x, int | np.integer) for x in numbers) and step >= 0 < micro_batches):
-            raise RunError(f"prepare_for_backward got {', '.join(map(repr, numbers))}, {loss!r}; give it the loss that "
+        counts, expected_loss = (step, micro_batch, micro_batches), loss is None or getattr(loss, "requires_grad", 0)
+        if not (expected_loss and all(isinstance(x, int | np.integer) for x in counts) and step >= 0 < micro_batches):
+            raise RunError(f"prepare_for_backward got {', '.join(map(repr, counts))}, {loss!r}; give it the loss that "
                            "backward starts from, or (step, micro_batch, micro_batches, loss)")
         if self.micro_batches and self.micro_batch == self.micro_batches:
             raise RunError(f"all {self.micro_batches} micro-batches of step {self.step} were prepared; call step()")
@@ -214,6 +219,11 @@ class Reducer(engine.Reducer):
     def launch(self, bucket: Bucket) -> None:
         if not self.launches and self.call is None and not self.compared:
             self.start_call("step()")
+        expected = self.backward_passes()
+        for slot in bucket.slots if self.settings.world_size_invariant else ():
+            if len(slot.pending_grads) < expected:  # the tree, and with it the sum, would depend on the ranks
+                raise RunError(f"{slot.name} got a gradient in {len(slot.pending_grads)} of {expected} micro-batches; "
+                               "use it in all, or omit world_size_invariant")
         super().launch(bucket)
 
     def backward_passes(self) -> int:
@@ -222,9 +232,8 @@ class Reducer(engine.Reducer):
 
     def launch_rest(self) -> None:
         if not self.micro_batches or self.micro_batch < self.micro_batches:
-            raise RunError(f"step() was called after {self.micro_batch} of {self.micro_batches} micro-batches; call it "
-                           "after the last backward, which must not be in no_sync(), and call prepare_for_backward() "
-                           "before every backward or before none")
+            raise RunError(f"step() was called after {self.micro_batch} of {self.micro_batches} micro-batches. Run the "
+                           "last backward outside no_sync(), and call prepare_for_backward() before each, or never")
         for bucket in self.due:
             check_views(bucket, self.hooks)
             if self.settings.find_unused_parameters:
@@ -243,27 +252,28 @@ class Reducer(engine.Reducer):
         return {slot for slot, count in zip(used, counts.tolist()) if not count}
 
     def start_call(self, name: str) -> None:
-        """Send this rank's call to all ranks."""
+        """Start to send this rank's call to all ranks."""
         if self.comm.ranks == 1 or name == "step()" and self.launch_order and not self.comm.point_to_point:
             return  # on a GPU the host would wait in every step
-        passes = 0 if self.settings.find_unused_parameters else self.backward_passes()  # there they may differ
+        passes = 0 if self.settings.find_unused_parameters else self.backward_passes()  # with it they may differ
         writes = sum([param._version for param in self.slots])
-        rows = torch.tensor([Call(self.CALLS.index(name), self.step, passes, self.number, writes)] * self.comm.ranks)
-        self.call = self.comm.exchange([rows[self.comm.rank]] * self.comm.ranks, rows)
-        self.call.then = lambda: [Call(*row) for row in rows.tolist()]
+        mine = Call(self.CALLS.index(name), self.step, passes, self.optimizer_id, writes)
+        calls = torch.tensor([mine] * self.comm.ranks)
+        self.call = self.comm.exchange([calls[self.comm.rank]] * self.comm.ranks, calls)
+        self.call.then = lambda: [Call(*values) for values in calls.tolist()]
 
     def check_call(self, name: str) -> set[int]:
-        """Compare the calls of all ranks; RunError on each if they differ. Return their numbers of new writes."""
+        """Compare all ranks' calls; RunError on each if they differ. Return the distinct numbers of new writes."""
         if self.call is None or name != "step()":
             self.start_call(name)
-        calls = self.call.wait() if self.call else self.calls
+        calls = self.call.wait() if self.call else self.last_calls
         for rank, call in enumerate(calls):
-            if call[:4] != calls[0][:4]:
-                one, first = (f"{self.CALLS[x.kind]} in step {x.step} after {x.passes} backward passes with optimizer "
-                              f"{x.optimizer}" for x in (call, calls[0]))
+            if call._replace(writes=0) != calls[0]._replace(writes=0):
+                one, first = (f"{self.CALLS[x.method]} in step {x.step} after {x.passes} backward passes with "
+                              f"optimizer {x.optimizer}" for x in (call, calls[0]))
                 raise RunError(f"rank {rank} calls {one}, rank 0 {first}; run as many backward passes, also in no_sync"
                                "(), on every rank, and make each call on all ranks or on none, in the same order")
-        self.call, self.calls, before = None, calls, self.calls
+        self.call, self.last_calls, before = None, calls, self.last_calls
         return {call.writes - last.writes for call, last in zip(calls, before)}
 
     def end_step(self) -> None:
@@ -295,11 +305,11 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
     in `no_sync()`. param_groups has one group for each rule and learning rate: set its "lr", or use a torch scheduler.
     Since .grad is always None, clip by settings.clip_norm.
 
-    A saved state has the names of SavedState, buffers, and for each parameter NAME/lr, NAME/initial_lr (a scheduler's)
+    A saved state has the engine's names and, for each parameter, NAME/lr, NAME/initial_lr (a scheduler's)
     and NAME/step, the number of the next step.
     """
 
-    Reducer = Reducer
+    reducer_class = Reducer
 
     def __init__(self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings, model: nn.Module,
                  grad_scale: float = 1.0):
@@ -391,7 +401,7 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         require(not callable(plan), "step() does not take a closure; call backward() before it")
         check_all_owned(self.model, self.owned)
         if self.param_groups != self.groups_seen:
-            self.take_numbers()
+            self.apply_groups()
         super().step(plan)
         self.versions = {bucket: [slot.param._version for slot in bucket.slots] for bucket in self.buckets
                          if bucket.gather_handle is not None}  # views of one tensor count together
@@ -428,8 +438,8 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
 
     SETTINGS_OF_TORCH = {"betas", "eps", "weight_decay", "momentum", "nesterov", "dampening", "amsgrad", "maximize"}
 
-    def take_numbers(self) -> None:
-        """Give the rules the numbers of param_groups, which a program may edit. RunError for what cannot change."""
+    def apply_groups(self) -> None:
+        """Give the rules the values in param_groups, which a program may edit. RunError if one cannot be changed."""
         groups = self.group_of()
         for bucket in self.buckets:
             group, rule = groups[bucket.slots[0].param], bucket.rule
@@ -438,12 +448,12 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
             require(not apart, f"{', '.join(apart)} and {bucket.slots[0].name} share a bucket, but their groups in "
                     "param_groups differ; give them one group, or build the optimizer by bucket_mb=0")
             fields = {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}
-            numbers = {key: x for key, x in fields.items() if key != "every" and type(x) in (int, float)}
+            values = {key: x for key, x in fields.items() if key != "every" and type(x) in (int, float)}
             for key in group.keys() & (fields.keys() | self.SETTINGS_OF_TORCH):
-                require(key in numbers and math.isfinite(group[key]), f"{type(rule).__name__} cannot use {key}="
-                        f"{group[key]!r} of param_groups; a group can change {', '.join(sorted(numbers))}, to numbers")
-                numbers[key] = float(group[key])
-            changed = {key: x for key, x in numbers.items() if x != fields[key]}
+                require(key in values and math.isfinite(group[key]), f"{type(rule).__name__} cannot use {key}="
+                        f"{group[key]!r} of param_groups; a group can change {', '.join(sorted(values))}, to numbers")
+                values[key] = float(group[key])
+            changed = {key: x for key, x in values.items() if x != fields[key]}
             bucket.rule = dataclasses.replace(rule, **changed) if changed else rule
             check_rule("param_groups", bucket.rule)
         self.groups_seen = self.copy_groups()
@@ -488,7 +498,7 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         sizes = {name: x.numel() for name, x in self.buffers().items()}
         left = {name: x for name, x in state.items() if sizes.get(name) != x.numel()}
         for bucket in self.buckets:
-            self.fit_bucket(bucket, left)  # RunError, before anything is changed; the engine refuses what is left
+            engine.take_state(bucket, left)  # RunError, before any change; the engine refuses the other tensors
         if not left:
             self.finish_all_gathers()
             self.reducer.drop_gradients()
@@ -511,7 +521,7 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
                   "Change and load parameters after make_optimizer on all ranks alike")
 
 class AwaitedParameters(dict):
-    """A module's parameters: what takes one from the module, by whatever call, waits for its all-gather."""
+    """A module's dict of parameters. Reading one first waits for the all-gather of its bucket."""
 
     def __init__(self, params: dict[str, nn.Parameter | None], optimizer: DistributedOptimizer):
         super().__init__(params.items())
@@ -537,14 +547,14 @@ def broadcast(comm: Comm, *tensors: Tensor) -> None:
     """Copy rank 0's tensors to all ranks in one message, whatever their dtypes; they may be slices, or expanded."""
     if comm.ranks > 1 and tensors:
         copies = [memory_of(x).to(comm.device, memory_format=torch.contiguous_format, copy=True) for x in tensors]
-        sent = torch.cat([x.view(-1).view(torch.uint8) for x in copies])
-        comm.broadcast(sent)
-        for x, new, part in zip(tensors, copies, sent.split([x.nbytes for x in copies])):
+        packed = torch.cat([x.view(-1).view(torch.uint8) for x in copies])
+        comm.broadcast(packed)
+        for x, new, part in zip(tensors, copies, packed.split([x.nbytes for x in copies])):
             new.view(-1).view(torch.uint8).copy_(part)
             memory_of(x).copy_(new)
 
 # ------------------------------------------------------------------------------------------------------------------
-# checks: what would train wrongly is refused
+# checks: refuse each use that would train wrongly
 
 def check_model(model: nn.Module) -> None:
     """Raise RunError for parameters that are no plain tensors, or that share memory, which buckets would part."""

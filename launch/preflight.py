@@ -243,11 +243,11 @@ def transfer_parts(worker: T.Worker) -> Iterator[Part]:
 
     def send_rows(bucket: T.RowBucket, by_plain: bool) -> list[Tensor]:
         """Send gradients of random rows of the first table to their owners, and return them as values to all ranks."""
-        slot, sums = bucket.slots[0], torch.zeros_like(bucket.rows, dtype=torch.float32)
+        slot, sums = bucket.slots[0], torch.zeros_like(bucket.all_rows, dtype=torch.float32)
         for rank in range(comm.ranks):
             noise = torch.Generator().manual_seed(rank)
             rows = torch.randint(len(slot.param), (1, 4096), generator=noise)
-            grads = torch.randn(4096, bucket.rows.size(1), generator=noise).to(device, bucket.grad_data.dtype)
+            grads = torch.randn(4096, bucket.all_rows.size(1), generator=noise).to(device, bucket.grad_data.dtype)
             sums.index_add_(0, rows[0].to(device) + bucket.first_row(slot), grads.float())
             if rank == comm.rank:
                 slot.pending_grads = [torch.sparse_coo_tensor(rows.to(device), grads, slot.param.shape,
@@ -255,20 +255,20 @@ def transfer_parts(worker: T.Worker) -> Iterator[Part]:
         if by_plain:
             slot.pending_grads = []
             return [sums]
-        bucket.rows.zero_()
+        bucket.all_rows.zero_()
         bucket.start_reduce_scatter(comm, invariant)
         bucket.reduce_handle.wait()
         bucket.reduce_handle = None
-        bucket.param_shard[bucket.grad_rows] = bucket.grad_shard.to(bucket.rows.dtype)
+        bucket.param_shard[bucket.grad_indices] = bucket.grad_shard.to(bucket.all_rows.dtype)
         bucket.start_all_gather(comm)
         bucket.gather_handle.wait()
         bucket.gather_handle = None
-        return [bucket.rows.clone()]
+        return [bucket.all_rows.clone()]
 
     yield Part("load a shard", f"{shard.tokens:,} tokens", load, 0.0)
     row_buckets = [bucket for bucket in worker.optimizer.buckets if isinstance(bucket, T.RowBucket)]
     for bucket in row_buckets[:comm.ranks - 1]:  # the first; none on a single rank
-        yield Part("rows to their owners, to all", f"{4096 * bucket.rows[0].nbytes >> 10:,} KiB",
+        yield Part("rows to their owners, to all", f"{4096 * bucket.all_rows[0].nbytes >> 10:,} KiB",
                    functools.partial(torch.no_grad()(send_rows), bucket), ALLOWED[comm.sent_dtype or dtype])
     for kind in ("all-reduce", "reduce-scatter", "all-gather") if comm.ranks > 1 else ():
         yield Part(kind, f"{of_all_ranks[0].nbytes >> 10:,} KiB", functools.partial(exchange, kind),

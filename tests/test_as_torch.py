@@ -61,7 +61,7 @@ def test_the_optimizer_needs_nothing_that_windows_lacks_and_changes_no_warning_f
 
 
 def in_a_new_group(comm, function, *arguments):
-    """-> what a rank returned, or its error. What is under way then belongs to a process group that nobody uses again."""
+    """Return a rank's result or its error. Messages under way then belong to a process group that nobody uses again."""
     store = dist.distributed_c10d._get_default_store()
     try:
         return function(comm, *arguments)

@@ -131,11 +131,11 @@ def test_parse_value_refuses_everything_else(text, says):
 
 def test_param_groups_replace_rows_of_the_same_kind():
     for preset in train_gpt.PRESETS:
-        base = train_gpt.param_groups(train_gpt.PRESETS[preset])
+        base = train_gpt.groups_by_kind(train_gpt.PRESETS[preset])
         config = parse("--param_groups", "AdamGroup('ngram_embeds', 7), MuonGroup('mlp_fc')", preset=preset)[1]
-        assert train_gpt.param_groups(config) == base | {"ngram_embeds": AdamGroup("ngram_embeds", 7), "mlp_fc": MuonGroup("mlp_fc")}
+        assert train_gpt.groups_by_kind(config) == base | {"ngram_embeds": AdamGroup("ngram_embeds", 7), "mlp_fc": MuonGroup("mlp_fc")}
     assert base["ngram_embeds"] == AdamGroup("ngram_embeds", 4.0) != base["head"] == AdamGroup("head")
-    frontier = train_gpt.param_groups(train_gpt.PRESETS["frontier"])
+    frontier = train_gpt.groups_by_kind(train_gpt.PRESETS["frontier"])
     assert frontier["embed"] == frontier["head"] == AdamGroup("head", beta1=0.5, beta2=0.95, weight_decay=0.75), "tied at first"
 
 

@@ -36,7 +36,7 @@ def loss_of(model, rows):
 
 
 def train(comm, steps=4, micro_batches=2, announce=True, every=1, network=Comm, changes={}, lazy=True):
-    """Train some steps -> the optimizer's state, and what this rank sent in the last step."""
+    """Train some steps. Return the optimizer's state, and what this rank sent in the last step."""
     model, comm = tables(), Counting(comm.rank, comm.ranks) if network is Comm else network(comm.rank, comm.ranks)
     optimizer = optimizer_of(model, comm, 1e9, dataclasses.replace(LAZY, every=every, lazy=lazy), **changes)
     for step in range(steps):
@@ -206,7 +206,7 @@ def test_a_gradient_of_zero_is_none(on_ranks, invariant):
 
 def rows_that_sum_to_zero(comm, invariant):
     """Update all rows; then row 1 has a gradient whose elements sum to 0, and two gradients of row 2 cancel out:
-    of two micro-batches on one rank, else of two ranks. -> the states before and after."""
+    of two micro-batches on one rank, else of two ranks. Return the states before and after."""
     model = tables()
     optimizer = optimizer_of(model, comm, 1e9, LAZY, world_size_invariant=invariant)
     micro_batches, states, signs = 2 // comm.ranks, [], torch.tensor([1.0, -1.0, 2.0, -2.0])

@@ -211,7 +211,7 @@ class Collectives(Comm):
 
 def build(model, comm, mutant=None, rule=Descent(), bucket_bytes=0.0, **changes):
     """Build an optimizer that has the model; a mutant may replace the optimizer or its Reducer."""
-    with mock.patch.object(Optimizer, "Reducer", mutant if mutant and issubclass(mutant, Reducer) else Reducer):
+    with mock.patch.object(Optimizer, "reducer_class", mutant if mutant and issubclass(mutant, Reducer) else Reducer):
         engine = mutant if mutant and issubclass(mutant, Optimizer) else Optimizer
         buckets = fill_buckets(specs_with(model, rule), bucket_bytes, comm.rank, comm.ranks)
         return engine(buckets, comm, SyncSettings(**changes), model)
@@ -225,7 +225,7 @@ def run_steps(engine, model, x, steps):
 
 
 def flow(model, x, comm=None, mutant=None, **changes):
-    """Train three steps of descent, on different data per rank -> (optimizer, parameters)."""
+    """Train three steps of descent, on different data per rank. Return (optimizer, parameters)."""
     engine = build(model, comm or Comm(), mutant, **changes)
     run_steps(engine, model, x, range(3))
     engine.finish_all_gathers()
@@ -326,7 +326,7 @@ class Counting(Comm):
 
 
 def received_in(comm):
-    """Train three steps with six buckets -> (number of buffers, whether each message arrived in a buffer or in parameters)."""
+    """Train three steps with six buckets. Return (number of buffers, whether each message arrived in a buffer or in parameters)."""
     comm = Counting(comm.rank, comm.ranks)
     engine = flow(chain(), X, comm)[0]
     kept = {x.untyped_storage().data_ptr() for x in (*comm.buffers, *(bucket.param_data for bucket in engine.buckets))}
@@ -966,7 +966,7 @@ def test_invariant_mode_refuses_what_it_cannot_keep(changes):
 
 
 def compressed_step(comm, ranks):
-    """Run one step of descent on different gradients per rank -> parameters, dtypes of the receive buffers."""
+    """Run one step of descent on different gradients per rank. Return parameters and dtypes of the receive buffers."""
     comm = CompressedComm(comm.rank, comm.ranks)
     p = nn.Parameter(torch.zeros(500))
     optimizer = optimizer_of(nn.ParameterDict({"p": p}), comm, rule=Descent(1.0))
@@ -1003,7 +1003,7 @@ def test_clip_is_by_the_norm_over_all_ranks(on_ranks):
 
 
 def clipped_step(comm, norm, limit):
-    """Run one step of descent from zero on gradients of this norm -> the norm of the update."""
+    """Run one step of descent from zero on gradients of this norm. Return the norm of the update."""
     params = nn.ParameterDict({name: nn.Parameter(torch.zeros(100)) for name in "ab"})
     optimizer = optimizer_of(params, comm, rule=Descent(1.0), clip_norm=limit)
     sum((p * norm / 200 ** 0.5).sum() for p in params.values()).backward()
@@ -1028,7 +1028,7 @@ class DescentOfMatrices(Descent):
 
 
 def clipped_gradients(comm, limit):
-    """Run one step of descent from zero, on gradients from 1 to 1,000 in buckets of different sizes -> parameters."""
+    """Run one step of descent from zero, on gradients from 1 to 1,000 in buckets of different sizes. Return the parameters."""
     shapes = [(3, 5), (70, 70), (9, 64), (9, 64)]
     params = nn.ParameterDict({str(i): nn.Parameter(torch.zeros(shape)) for i, shape in enumerate(shapes)})
     specs = [ParamSpec(n, p, (Descent if n == "1" else DescentOfMatrices)(1.0)) for n, p in params.items()]
