@@ -534,9 +534,8 @@ def run_all(manifest, where, lock):
     judged = ladder.main([str(folder)]) if each > 2 else stats.main(stats_arguments(manifest))
     if judged == 2 and race["n"] > 1:  # a single run is not meant to be judged
         return 2
-    add = "ladder.py {} --record {} --title" if each > 2 else "board.py add {} {}"
-    add = add.format(os.path.relpath(folder, ROOT), f"records/{datetime.now():%Y-%m-%d}_NAME")
-    say(f'to keep this {"trial" if race.get("trial") else "race"} as a record: .venv/bin/python records/{add} "what was tried"')
+    add = f"records/board.py add {os.path.relpath(folder, ROOT)} records/{datetime.now():%Y-%m-%d}_NAME"
+    say(f'to keep this {"trial" if race.get("trial") else "race"} as a record: .venv/bin/python {add} "what was tried"')
     return 0
 
 

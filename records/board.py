@@ -1,6 +1,6 @@
 """Write record folders from races, their pages, and the leaderboard.
 
-    python records/board.py add logs/race-ID records/DATE_NAME "what was tried"     make a record of a race, or of ladders
+    python records/board.py add logs/race-ID records/DATE_NAME "what was tried"     make a record of a race
     python records/board.py                                                         judge all again, and write all pages
     python records/board.py pack records/DATE_NAME                                  pack logs that lie in a record's folder
 
@@ -36,6 +36,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
+import ladder
 import leaks
 import logs
 import pages
@@ -45,7 +46,6 @@ from stats import MANIFEST, CannotJudge
 
 HERE = Path(__file__).resolve().parent
 PLOT, CACHE = "plot.png", ".cache/records"
-LADDER = "ladder.png"  # written by ladder.py, with a page of its own
 MAX_DIFF_LINES = 60
 MAX_LABEL = 20  # characters of a value in a side's label
 UNKNOWN = "unknown hardware"  # records on it have no rank
@@ -61,7 +61,10 @@ ABSOLUTE_PATH = re.compile(r"(?:file://|(?<![\w./~*-]))/(?!/)(?:[^\s\"'<>|:,;/\\
 # Contents of a record
 
 def judge_runs(folder: Path) -> dict:
-    """Return the report of stats.py. Raise CannotJudge if the runs cannot be compared."""
+    """Return the report of stats.py, of a race of several ideas that of ladder.py. CannotJudge if runs cannot be compared."""
+    manifest = stats.manifest_in(folder)
+    if manifest and len(manifest.race["sides"]) > 2:
+        return ladder.report(ladder.judge([ladder.read(folder)]))
     options = stats.parse([str(folder)])
     try:
         return stats.judge(stats.choose_sides(options), options)
@@ -146,11 +149,12 @@ def describe(folder: Path) -> dict:
     report, (found, unseen) = judge_runs(folder), judge_rules(folder)
     if not (folder / PLOT).exists():
         stats.plot(report["sides"], report["verdicts"], str(folder / PLOT))
+    judged, declared = report["sides"], report["sides"][0].declared
+    several = len(judged) > 2
     claims = [rule for rule in found if rule["rule"] in verify.CLAIMS]
     rules = sorted((rule for rule in found if rule not in claims), reverse=True,
                    key=lambda rule: verify.VERDICTS.index(rule["verdict"]))
-    judged, declared = report["sides"], report["sides"][0].declared
-    differ = differences([[run.start or {} for run in side.runs] for side in judged])
+    differ = [] if several else differences([[run.start or {} for run in side.runs] for side in judged])
     if len(judged) == 1 and declared:
         judged = [stats.replace(judged[0], name="")]
     for i, side in enumerate(judged):
@@ -159,15 +163,15 @@ def describe(folder: Path) -> dict:
             side.name += f": {', '.join(values)}"
     sides = [describe_side(side, folder) for side in judged]
     diff = []
-    if len(sides) > 1 and None not in (sides[0]["source"], sides[1]["source"]):
+    if len(sides) == 2 and None not in (sides[0]["source"], sides[1]["source"]):
         diff = short_diff(sides[1]["source"], sides[0]["source"], (sides[1]["label"], sides[0]["label"]))
     started = max((str(run.start["started"]) for run in judged[0].runs if "started" in (run.start or {})),
                   default=folder.name[:10])
     loss, broken = report["loss"], sum(rule["verdict"] == "fail" for rule in rules)
     trial = next((rule["reason"] for rule in rules if rule["rule"] == verify.VAL_TOKENS and verify.TRIAL in rule["reason"]), "")
     return {"name": folder.name, "title": title_of(folder), "path": f"records/{folder.name}", "report": report,
-            "sides": sides, "differ": differ, "diff": diff, "started": started,
-            "date": started[:16].replace("T", " "), "claims": claims, "rules": rules,
+            "several": several, "sides": sides, "differ": differ, "diff": diff, "started": started,
+            "date": started[:16].replace("T", " "), "claims": [] if several else claims, "rules": rules,
             "broken": broken, "good": bool(loss["significant"]) and not broken, "unseen": unseen,
             "trial": trial and trial[trial.index(verify.TRIAL):],
             "track": f"{sides[0]['start'].get('preset', 'unknown preset')}, {sides[0]['where']}, "
@@ -224,15 +228,14 @@ def leaderboards(records: list[dict]) -> list[dict]:
 
 def write_pages() -> None:
     """Write all pages. Raise CannotJudge, before anything is written, if a record gives no verdict."""
-    found = sorted((path.parent for path in HERE.glob("*/README.md")), reverse=True)
-    ladders = [{"name": folder.name, "title": title_of(folder)} for folder in found if (folder / LADDER).exists()]
-    folders = [folder for folder in found if not (folder / LADDER).exists()]
+    folders = sorted((path.parent for path in HERE.glob("*/README.md")), reverse=True)
     if not folders:
         raise CannotJudge(f"no records in {HERE}; make one with `board.py add`")
     records = sorted(map(known, folders), key=lambda record: record["started"], reverse=True)
     texts = {HERE / record["name"] / "README.md": pages.render("record.md.jinja", record=record) for record in records}
-    texts[HERE / "README.md"] = pages.render("board.md.jinja", records=records, ladders=ladders,
-                                            boards=leaderboards(records))
+    ladders = [record for record in records if record["several"]]
+    boards = leaderboards([record for record in records if not record["several"]])
+    texts[HERE / "README.md"] = pages.render("board.md.jinja", newest=records[0], ladders=ladders, boards=boards)
     texts = {path: text.replace(f"{HERE.parent}{os.sep}", "") for path, text in texts.items()}
     for path, text in texts.items():
         check_private(path, text)
@@ -324,23 +327,18 @@ def new_folder(folder: Path) -> Iterator[None]:
         raise
 
 
-def add(races: list[Path], folder: Path, title: str) -> None:
-    """Make a record of a race, or of ladders. Raise CannotJudge, without a trace, on no verdict, or if nobody wants the page of a
-    race that breaks a rule."""
-    for race in races:
-        if not race.is_dir():
-            raise CannotJudge(f"{race} is not a folder; name the folder of a race, like logs/race-ID")
-        if not any(path.suffix == ".txt" for path in files_of(race)):
-            raise CannotJudge(f"{race} holds no logs of a race; name a folder like logs/race-ID")
+def add(race: Path, folder: Path, title: str) -> None:
+    """Make a record of a race. Raise CannotJudge, without a trace, on no verdict, or if nobody wants the page of a race that
+    breaks a rule."""
+    if not race.is_dir():
+        raise CannotJudge(f"{race} is not a folder; name the folder of a race, like logs/race-ID")
+    if not any(path.suffix == ".txt" for path in files_of(race)):
+        raise CannotJudge(f"{race} holds no logs of a race; name a folder like logs/race-ID")
     if folder.resolve().parent != HERE:
         raise CannotJudge(f"{folder} is not in {HERE}; name a new folder there")
-    manifest = stats.manifest_in(races[0])
-    if len(races) > 1 or manifest and len(manifest.race["sides"]) > 2:
-        import ladder  # which imports this module
-        return ladder.keep(races, folder, ladder.judge(map(ladder.read, races)), title)
     with new_folder(folder):
-        logs.pack({path.name: published(path).encode() for path in files_of(races[0])}, folder / logs.ARCHIVE)
-        judge_runs(races[0].resolve())  # a refusal names this folder: the new one will be gone
+        logs.pack({path.name: published(path).encode() for path in files_of(race)}, folder / logs.ARCHIVE)
+        judge_runs(race.resolve())  # a refusal names this folder: the new one will be gone
         (folder / "README.md").write_text(f"# {' '.join(title.split())}\n", encoding="utf-8")
         record = known(folder)
         if record["broken"]:
@@ -360,8 +358,8 @@ def confirm(broken: list[str]) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command")
-    adding = commands.add_parser("add", help="make a record folder from a race, or from ladders")
-    adding.add_argument("races", type=Path, nargs="+", metavar="race", help="the folder of a race, like logs/race-ID")
+    adding = commands.add_parser("add", help="make a record folder from a race")
+    adding.add_argument("race", type=Path, help="the folder of a race, like logs/race-ID")
     adding.add_argument("folder", type=Path, help="a new folder, like records/DATE_NAME")
     adding.add_argument("title", help="what was tried, in a sentence")
     packing = commands.add_parser("pack", help=f"put the logs in a record's folder into {logs.ARCHIVE}")
@@ -370,7 +368,7 @@ def main(arguments: list[str] | None = None) -> int:
     leaks.trainer()  # if it cannot be imported, this says so
     try:
         if options.command == "add":
-            add(options.races, options.folder.absolute(), options.title)
+            add(options.race, options.folder.absolute(), options.title)
         elif options.command == "pack":
             pack(options.folder.absolute())
         else:

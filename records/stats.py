@@ -66,6 +66,7 @@ LONGER = 1.15  # times a plan's runs, and one more, give such a race the plan's 
 SD_CONFIDENCE = 0.8  # of the upper bound that a plan takes for a pilot's sd
 MOST_MORE = 100  # runs that a comparison advises; more are none
 LEVEL, POWER = 0.05, 0.8  # of a comparison with the base: two-sided, so its intervals have 95 %
+NO_LONGER = 1.1  # times the base's time: an interval that ends below it shows no cost
 LOSS_PART, TIME_PART = 0.001, 0.01  # the differences that a comparison should detect: parts of the base's loss and time
 RESAMPLES, BOOTSTRAP_N = 9999, 10  # fewer runs: its p is above alpha in 29 % of good cases with 5
 EQUAL = 1e-9  # a spread below this is a difference in rounding
@@ -306,6 +307,15 @@ class Verdict:
     time: Contrast | None
     sentence: str = ""
 
+    @property
+    def kept(self):
+        """Whether to keep the idea: "yes", "no", or why a lower loss does not suffice."""
+        if not self.loss.shown or self.loss.value > 0:
+            return "no"
+        if self.time and self.time.low and self.time.low > 1:
+            return "slower"
+        return "yes" if self.time and (self.time.high or self.time.value) < NO_LONGER else "time unknown"
+
 
 def contrast(ours, base, paired, margin, ideas):
     """Compare the means of two arrays by a paired t-test or Welch's.
@@ -385,20 +395,21 @@ def show_verdicts(found):
 
 
 def table_of_verdicts(found):
-    """Return the table of Verdicts as text: each base, and its sides."""
+    """Return the table of Verdicts as text: each base and its sides; of several sides also which are kept."""
+    several = len(found) > 1
     def row(name, loss, seconds, verdict=None):
         of_loss, of_time = (verdict.loss, verdict.time) if verdict else (None, None)
         return [textwrap.shorten(name, 28, placeholder=" …"), f"{loss:.4f}", show_contrast(of_loss, "+.4f"),
                 pages.number(of_loss and of_loss.holm, 2) if of_loss else "",
                 "-" if seconds is None else f"{seconds:.3f}", show_contrast(of_time, ".4f"),
-                pages.number(of_time and of_time.holm, 2) if of_time else ""]
+                pages.number(of_time and of_time.holm, 2) if of_time else "", verdict.kept if verdict else ""]
 
-    p = "p" if len(found) == 1 else "p, Holm"
-    rows = [["", "mean loss", "difference (95 % CI)", p, "mean s", "geometric ratio (95 % CI)", p]]
+    p = "p, Holm" if several else "p"
+    rows = [["", "mean loss", "difference (95 % CI)", p, "mean s", "geometric ratio (95 % CI)", p, "kept"]]
     for one in found:
         base = row(one.base, one.base_loss, one.base_seconds)
         rows += [base] * (base not in rows) + [row(one.name, one.mean_loss, one.mean_seconds, one)]
-    return "\n".join(logs.columns(rows))
+    return "\n".join(logs.columns(rows if several else [row[:-1] for row in rows]))
 
 
 def show_contrast(found, form):
@@ -965,30 +976,56 @@ def strips(sides, target):
     return found
 
 
-def differences(found, colors=None):
-    """Return the chart of Verdicts, of a race or a ladder: a strip of losses, and one of times if all have one.
+def differences(found):
+    """Return the chart of Verdicts: a strip of losses, and one of times if all have one.
 
-    colors: of each Verdict, instead of the places of their sides."""
-    return [{"title": title, "unit": f"compared with {found[0].base}, mean and its 95 % interval", "level": (neutral, ""),
-             "rows": [{"name": one.name, "color": colors[at] if colors else at, "values": [],
-                       "mean": ends_of(getattr(one, part))} for at, one in enumerate(found)]}
-            for part, title, neutral in (("loss", "Difference of loss, nats", 0), ("time", "Ratio of times", 1))
-            if found and all(getattr(one, part) for one in found)]
+    Of several ideas only the first strip names the rows, and the color says what is shown of their loss."""
+    def color(at, one):
+        if len(found) == 1:
+            return at
+        return "#8a8a8a" if not one.loss.shown else 0 if one.loss.value < 0 else 1
+
+    def strip(part, title, neutral):
+        named = len(found) == 1 or part == "loss"
+        rows = [{"name": one.name if named else "", "color": color(at, one), "values": [], "mean": ends_of(getattr(one, part))}
+                for at, one in enumerate(found)]
+        return {"title": title, "unit": f"compared with {found[0].base}, mean and its 95 % interval", "level": (neutral, ""),
+                "rows": rows}
+    return [strip(*about) for about in (("loss", "Difference of loss, nats", 0), ("time", "Ratio of times", 1))
+            if found and all(getattr(one, about[0]) for one in found)]
+
+
+def conclusion(found):
+    """Return in a sentence which ideas' Verdicts show a lower loss, and how many a higher one."""
+    lower = [textwrap.shorten(one.name, 48, placeholder=" …") for one in found if one.loss.shown and one.loss.value < 0]
+    higher = [one for one in found if one.loss.shown and one.loss.value > 0]
+    said = f"{len(lower)} of {plural(len(found), 'idea')} {'lowers' if len(lower) == 1 else 'lower'} the loss"
+    if 0 < len(lower) < 4:
+        said += f": {', '.join(lower)}"
+    return said + (f"; {len(higher)} {'raises' if len(higher) == 1 else 'raise'} it" if higher else "")
 
 
 def plot(sides, found, path):
-    """Plot each side's mean loss over time, and its losses and times in dots. The Verdicts (found) are the title."""
+    """Plot the sides' runs and what the Verdicts (found) show; of several ideas only their differences to the base."""
     import picture
 
-    target = None
-    with contextlib.suppress(CannotJudge):  # several targets
-        target = choose_target(sides[0].runs, None)
-    titles = [f"{one.name} against {one.base}: {one.sentence}" for one in found] or [
-        f"{side.label}: " * (len(sides) > 1) + f"{show_mean(summary(side.losses), 'nats per token')}"
-        f"{'' if side.untimed else ', ' + show_mean(summary(side.seconds))} (mean ± sd, n = {len(side.runs)})"
-        for side in sides]
+    if len(found) > 1:
+        found = sorted(found, key=lambda one: one.loss.value)
+        runs = " or ".join(map(str, sorted({one.n for one in found})))
+        titles = [f"{conclusion(found)} ({runs} seeds)", "Blue: lower loss; orange: higher; grey: no difference shown "
+                  f"(p ≥ {LEVEL:g} after Holm's correction)"]
+        target, shown, columns = None, [], [[strip] for strip in differences(found)]
+    else:
+        target = None
+        with contextlib.suppress(CannotJudge):  # several targets
+            target = choose_target(sides[0].runs, None)
+        titles = [f"{one.name} against {one.base}: {one.sentence}" for one in found] or [
+            f"{side.label}: " * (len(sides) > 1) + f"{show_mean(summary(side.losses), 'nats per token')}"
+            f"{'' if side.untimed else ', ' + show_mean(summary(side.seconds))} (mean ± sd, n = {len(side.runs)})"
+            for side in sides]
+        shown, columns = sides, [strips(sides, target), differences(found)]
     try:
-        picture.draw_sides(titles, sides, [strips(sides, target), differences(found)], target, path)
+        picture.draw_sides(titles, shown, columns, target, path)
     except (OSError, ValueError) as error:
         raise CannotJudge(f"cannot write the plot {logs.printable(path)} ({error}); give a .png in a folder that "
                           "exists") from None

@@ -16,7 +16,6 @@ RECORDS = Path(__file__).resolve().parent.parent / "records"
 sys.path.insert(0, str(RECORDS))
 
 import board  # noqa: E402
-import ladder  # noqa: E402
 import leaks  # noqa: E402
 import logs  # noqa: E402
 import pages  # noqa: E402
@@ -320,21 +319,6 @@ def test_records_of_unknown_hardware_have_no_rank_and_cards_are_tracks_of_their_
     assert [one["rows"][0]["rank"] for one in found] == [1, 1, None]
 
 
-def test_a_ladder_becomes_a_record_by_the_same_command(places, monkeypatch, capsys):
-    folder, records = places
-    described = json.loads((folder / "race.jsonl").read_text())
-    described["race"]["sides"]["c"] = described["race"]["sides"]["b"]
-    described["race"]["order"] += ["x"] * 3
-    (folder / "race.jsonl").write_text(json.dumps(described) + "\n")
-    kept = []
-    monkeypatch.setattr(ladder, "read", lambda race: race)
-    monkeypatch.setattr(ladder, "judge", list)
-    monkeypatch.setattr(ladder, "keep", lambda *arguments: kept.append(arguments))
-    new = records / "2026-01-04_ladder"
-    assert board.main(["add", str(folder), str(new), "Ideas"]) == board.main(["add", str(folder), str(folder), str(new), "Ideas"]) == 0
-    assert kept == [([folder] * n, new, [folder] * n, "Ideas") for n in (1, 2)]
-
-
 @pytest.mark.parametrize("text,becomes", [
     ("error: [Errno 28] /home/me/x/r.txt: full", "error: [Errno 28] r.txt: full"),
     ('{"path": "/data/me/init.pt"}', '{"path": "init.pt"}'),
@@ -356,10 +340,7 @@ def test_a_machine_that_is_called_like_a_preset_changes_no_manifest(monkeypatch)
 
 def test_the_records_here_name_no_folder_and_each_has_its_pages():
     for folder in (path.parent for path in RECORDS.glob("*/README.md")):
-        if (folder / board.LADDER).exists():  # which has its own page
-            assert f"({folder.name}/)" in (RECORDS / "README.md").read_text()
-            continue
-        assert f"[{folder.name}]" in (RECORDS / "README.md").read_text()
+        assert f"({folder.name}/)" in (RECORDS / "README.md").read_text()
         files = [file for path in folder.iterdir() for file in logs.listing(str(path)) if not file.endswith(".png")]
         assert len(files) > 6 and str(folder / "race.jsonl") in files
         for path in [*files, str(RECORDS / "README.md")]:
