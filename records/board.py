@@ -42,7 +42,8 @@ import logs
 import pages
 import stats
 import verify
-from stats import MANIFEST, CannotJudge
+from logs import UserError, require
+from manifest import MANIFEST, manifest_in, race_of
 
 HERE = Path(__file__).resolve().parent
 PLOT, CACHE = "plot.png", ".cache/records"
@@ -61,15 +62,15 @@ ABSOLUTE_PATH = re.compile(r"(?:file://|(?<![\w./~*-]))/(?!/)(?:[^\s\"'<>|:,;/\\
 # Contents of a record
 
 def judge_runs(folder: Path) -> dict:
-    """Return the report of stats.py, of a race of several ideas that of ladder.py. CannotJudge if runs cannot be compared."""
-    manifest = stats.manifest_in(folder)
+    """Return the report of stats.py, of a race of several ideas that of ladder.py. UserError if runs cannot be compared."""
+    manifest = manifest_in(folder)
     if manifest and len(manifest.race["sides"]) > 2:
         return ladder.report(ladder.judge([ladder.read(folder)]))
     options = stats.parse([str(folder)])
     try:
         return stats.judge(stats.choose_sides(options), options)
-    except CannotJudge as reason:
-        raise CannotJudge(f"{reason}; run `.venv/bin/python records/stats.py {folder}` for details") from None
+    except UserError as reason:
+        raise UserError(f"{reason}; run `.venv/bin/python records/stats.py {folder}` for details") from None
 
 
 def judge_rules(folder: Path) -> tuple[list[dict], str]:
@@ -78,7 +79,7 @@ def judge_rules(folder: Path) -> tuple[list[dict], str]:
     try:
         case = verify.read_case(options)
         return [finding._asdict() for finding in verify.verify(options, case)], verify.unseen(case)
-    except CannotJudge as reason:
+    except UserError as reason:
         return [{"rule": "the rules can be checked", "verdict": "not checkable", "reason": str(reason)}], ""
 
 
@@ -129,7 +130,7 @@ def describe_side(side: stats.Side, folder: Path) -> dict:
     ranks = logs.plural(runs[0].gpus, "rank") if runs[0].gpus else "unknown ranks"
     card = " and ".join(sorted({run.card or UNKNOWN for run in runs}))
     source, declared = runs[0].source and runs[0].script, side.declared.get("sides", {}).get(letter)
-    numbers = [race.run if (race := stats.race_of(run)) else str(i) for i, run in enumerate(runs, 1)]
+    numbers = [race.run if (race := race_of(run)) else str(i) for i, run in enumerate(runs, 1)]
     shown = {number: {"link": link_to(Path(run.path), folder), "seed": (run.start or {}).get("seed"),
                       "loss": f"{run.final_loss:.{run.loss_decimals}f}",
                       "time": run.train_time_ms and run.train_time_ms / 1000} for number, run in zip(numbers, runs)}
@@ -145,7 +146,7 @@ def link_to(log: Path, folder: Path) -> str:
 
 
 def describe(folder: Path) -> dict:
-    """Return everything that the pages show of a record. Raise CannotJudge if stats.py gives no report."""
+    """Return everything that the pages show of a record. Raise UserError if stats.py gives no report."""
     report, (found, unseen) = judge_runs(folder), judge_rules(folder)
     if not (folder / PLOT).exists():
         stats.plot(report["sides"], report["verdicts"], str(folder / PLOT))
@@ -227,10 +228,9 @@ def leaderboards(records: list[dict]) -> list[dict]:
 
 
 def write_pages() -> None:
-    """Write all pages. Raise CannotJudge, before anything is written, if a record gives no verdict."""
+    """Write all pages. Raise UserError, before anything is written, if a record gives no verdict."""
     folders = sorted((path.parent for path in HERE.glob("*/README.md")), reverse=True)
-    if not folders:
-        raise CannotJudge(f"no records in {HERE}; make one with `board.py add`")
+    require(folders, f"no records in {HERE}; make one with `board.py add`")
     records = sorted(map(known, folders), key=lambda record: record["started"], reverse=True)
     texts = {HERE / record["name"] / "README.md": pages.render("record.md.jinja", record=record) for record in records}
     ladders = [record for record in records if record["several"]]
@@ -277,13 +277,13 @@ def private_names(source: str) -> list[str]:
 
 
 def check_private(path: Path, text: str) -> None:
-    """Raise CannotJudge if a text names this machine, the user's home folder or this checkout."""
+    """Raise UserError if a text names this machine, the user's home folder or this checkout."""
     home, source = os.path.expanduser("~"), text.partition(SEPARATOR + "\n")[0]
     private = [*private_names(source), str(HERE.parent), *([home] if home.count("/") > 1 else [])]
     for word in private:
         if at := re.search(whole_word(word), text):
             line = text.count("\n", 0, at.start()) + 1
-            raise CannotJudge(f"{path.name}, line {line}, names this machine or one of its folders ({word}); "
+            raise UserError(f"{path.name}, line {line}, names this machine or one of its folders ({word}); "
                               "remove the name from the race's files")
 
 
@@ -293,21 +293,21 @@ def files_of(race: Path) -> list[Path]:
 
 
 def published(path: Path) -> str:
-    """Return the redacted text of a race's file. Raise CannotJudge if it is not text or still names this machine."""
+    """Return the redacted text of a race's file. Raise UserError if it is not text or still names this machine."""
     try:
         text = redact(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise CannotJudge(f"{path}: cannot be read as a log ({error}); copy it again, or remove it from the "
+        raise UserError(f"{path}: cannot be read as a log ({error}); copy it again, or remove it from the "
                           "folder") from error
     check_private(path, text)
     return text
 
 
 def pack(folder: Path) -> None:
-    """Put the files of a race that lie in a record's folder into an archive. Raise CannotJudge if there are none."""
+    """Put the files of a race that lie in a record's folder into an archive. Raise UserError if there are none."""
     files, archive = files_of(folder), folder / logs.ARCHIVE
-    if not files or archive.exists() or not (folder / "README.md").exists():
-        raise CannotJudge(f"{folder} is no record with unpacked logs and no {logs.ARCHIVE}")
+    require(files and not archive.exists() and (folder / "README.md").exists(),
+            f"{folder} is no record with unpacked logs and no {logs.ARCHIVE}")
     logs.pack({path.name: path.read_bytes() for path in files}, archive)
     for path in files:
         path.unlink()
@@ -317,8 +317,7 @@ def pack(folder: Path) -> None:
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[None]:
     """Make a folder, and remove it if the code that fills it fails."""
-    if folder.exists():
-        raise CannotJudge(f"{folder} exists; choose another name, or remove it")
+    require(not folder.exists(), f"{folder} exists; choose another name, or remove it")
     folder.mkdir(parents=True)
     try:
         yield
@@ -328,14 +327,11 @@ def new_folder(folder: Path) -> Iterator[None]:
 
 
 def add(race: Path, folder: Path, title: str) -> None:
-    """Make a record of a race. Raise CannotJudge, without a trace, on no verdict, or if nobody wants the page of a race that
+    """Make a record of a race. Raise UserError, without a trace, on no verdict, or if nobody wants the page of a race that
     breaks a rule."""
-    if not race.is_dir():
-        raise CannotJudge(f"{race} is not a folder; name the folder of a race, like logs/race-ID")
-    if not any(path.suffix == ".txt" for path in files_of(race)):
-        raise CannotJudge(f"{race} holds no logs of a race; name a folder like logs/race-ID")
-    if folder.resolve().parent != HERE:
-        raise CannotJudge(f"{folder} is not in {HERE}; name a new folder there")
+    require(race.is_dir(), f"{race} is not a folder; name the folder of a race, like logs/race-ID")
+    require(any(path.suffix == ".txt" for path in files_of(race)), f"{race} holds no logs of a race; name a folder like logs/race-ID")
+    require(folder.resolve().parent == HERE, f"{folder} is not in {HERE}; name a new folder there")
     with new_folder(folder):
         logs.pack({path.name: published(path).encode() for path in files_of(race)}, folder / logs.ARCHIVE)
         judge_runs(race.resolve())  # a refusal names this folder: the new one will be gone
@@ -347,12 +343,12 @@ def add(race: Path, folder: Path, title: str) -> None:
 
 
 def confirm(broken: list[str]) -> None:
-    """Ask whether a page is to say that these rules are broken. Raise CannotJudge unless the answer is yes."""
+    """Ask whether a page is to say that these rules are broken. Raise UserError unless the answer is yes."""
     for rule in broken:
         print(pages.wrap(f"board.py: this race breaks a rule: {rule}"), file=sys.stderr)
     print("board.py: write a page that says so? [y/N] ", end="", file=sys.stderr, flush=True)
-    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        raise CannotJudge("the race breaks a rule, and nothing was written; race again, or answer y")
+    require(sys.stdin.readline().strip().lower() in ("y", "yes"),
+            "the race breaks a rule, and nothing was written; race again, or answer y")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -374,7 +370,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             shutil.rmtree(HERE.parent / CACHE, ignore_errors=True)  # judge all again
             write_pages()
-    except (CannotJudge, OSError) as reason:
+    except (UserError, OSError) as reason:
         return logs.refuse("board.py", reason)
     page = (options.folder if options.command else HERE) / "README.md"
     print(f"written: {os.path.relpath(page)} and the other pages")

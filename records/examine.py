@@ -28,10 +28,9 @@ from pathlib import Path
 
 import numpy as np
 
-from leaks import (NUMBER, PASS, ROOT, UNKNOWN, Broken, find_shards, join_findings, judged, open_shard, ran_out,
-                   require, source_of_checkout)
+from leaks import (NUMBER, PASS, ROOT, UNKNOWN, Broken, CannotJudge, find_shards, join_findings, judged, open_shard,
+                   ran_out, require, source_of_checkout)
 from logs import plural
-from stats import CannotJudge
 
 SAVED, INITIAL, LOSS, ORDER, CAUSAL = RULES = (
     "the saved model is the log's", "initial weights come from the seed", "independent validation loss",

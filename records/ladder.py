@@ -23,6 +23,8 @@ from pathlib import Path
 import logs
 import pages
 import stats
+from logs import UserError, require
+from manifest import MANIFEST, Manifest
 
 FEWEST = 3  # runs of each side
 VALIDATION = "val data", "val_tokens", "val_len"  # keys of facts_of
@@ -33,20 +35,20 @@ KEPT = (f"Kept: the loss is lower at p < {stats.LEVEL:g} with Holm's correction,
 
 def read(folder):
     """Return (declaration, {(run, side): logs.Run}) of a race. Raise CannotJudge if a run is missing."""
-    manifest = stats.Manifest.read(folder / stats.MANIFEST)
+    manifest = Manifest.read(folder / MANIFEST)
     race, done, runs = manifest.race, manifest.done(), {}
     sides, n = race["sides"], race["n"]
-    stats.require(len(sides) > 1 and n >= FEWEST, f"{folder}: a race of {logs.plural(len(sides), 'side')}, "
+    require(len(sides) > 1 and n >= FEWEST, f"{folder}: a race of {logs.plural(len(sides), 'side')}, "
                   f"{logs.plural(n, 'run')} of each; a ladder has a base, an idea or more, and {FEWEST} runs of each")
-    stats.require(not race["until_decided"] and all("folder" not in side for side in sides.values()), f"{folder}: a race "
+    require(not race["until_decided"] and all("folder" not in side for side in sides.values()), f"{folder}: a race "
                   "with another project, or one that ends when it is decided; stats.py judges this")
     missing = sum((run, side) not in done for side in sides for run in range(1, n + 1))
-    stats.require(not missing, f"{folder}: {logs.plural(missing, 'run')} missing; resume with race.py --resume "
-                  f"{folder / stats.MANIFEST}")
+    require(not missing, f"{folder}: {logs.plural(missing, 'run')} missing; resume with race.py --resume "
+                  f"{folder / MANIFEST}")
     for which, attempt in done.items():
         found, rejected, _ = logs.read_file(str(folder / f"{attempt['run_id']}.txt"))
         why = f": {rejected[0].reason}" if rejected else ""
-        stats.require(len(found) == 1 and found[0].train_time_ms,
+        require(len(found) == 1 and found[0].train_time_ms,
                       f"{attempt['run_id']}.txt holds no complete run{why}; restore the logs of the race")
         runs[which] = found[0]
     return race, runs
@@ -64,7 +66,7 @@ def judge(races):
     """Return the bases and a row for each idea, by race, the largest gain first. races: results of read."""
     bases, rows, pairs, first = [], [], [], None
     for number, (race, runs) in enumerate(races, 1):
-        stats.require(all(race["id"] != base["id"] for base in bases), f"race {race['id']} is given twice")
+        require(all(race["id"] != base["id"] for base in bases), f"race {race['id']} is given twice")
         n, names = race["n"], logs.side_names(race)
         sides = {side: stats.Side(f"side {side}", [runs[run, side] for run in range(1, n + 1)], declared=race)
                  for side in names}
@@ -73,14 +75,14 @@ def judge(races):
         one, wanted = first = first or (race["id"], facts)
         differ = [f"{name}: {wanted.get(name)} and {facts.get(name)}" for name in {**wanted, **facts}
                   if wanted.get(name) != facts.get(name)]
-        stats.require(not differ, f"the bases of races {one} and {race['id']} differ in {logs.some(differ, 3, '; ')}: judge "
+        require(not differ, f"the bases of races {one} and {race['id']} differ in {logs.some(differ, 3, '; ')}: judge "
                       "each race by itself")
         bases.append({"id": race["id"], "n": n, "ranks": race["ranks"], "seed": race["seed"], "side": sides[base],
                       "versions": any(side["revision"] for side in race["sides"].values()),
                       "flags": shlex.join(race["sides"][base]["flags"])})
         for side in ideas:
             its = facts_of(race, runs[1, side])
-            stats.require(all(its.get(name) == facts.get(name) for name in VALIDATION), f"{names[side]}: an idea must "
+            require(all(its.get(name) == facts.get(name) for name in VALIDATION), f"{names[side]}: an idea must "
                           "be validated on the same data as its base; race it without that flag")
             pairs.append((sides[side], sides[base]))
             rows.append({"race": number, "steps": runs[1, side].last_step, "side": sides[side]})
@@ -92,7 +94,7 @@ def judge(races):
 def at_equal_time(found):
     """Yield each race's command on new seeds, with the steps of each idea that fit into the base's time."""
     for number, base in enumerate(found["bases"], 1):
-        stats.require(not base["versions"], f"race {base['id']} is one of versions: give each its --num_steps by hand")
+        require(not base["versions"], f"race {base['id']} is one of versions: give each its --num_steps by hand")
         words = ["-n", str(base["n"]), "--ranks", str(base["ranks"])]
         for row in found["rows"]:
             flags = re.sub(r"(^| )--num_steps[ =]\d+", "", row["verdict"].name)
@@ -128,7 +130,7 @@ def main(arguments=None):
         print(table(found))
         if options.equal_time:
             print("\nEach idea in the base's time:", *at_equal_time(found), sep="\n")
-    except (stats.CannotJudge, OSError) as reason:
+    except (UserError, OSError) as reason:
         return logs.refuse("ladder.py", reason)
     return 0
 

@@ -27,16 +27,12 @@ VALIDATION = COLORS[1]
 FAR = 6  # times the median reach of the intervals: differences beyond it are an arrow
 
 
-class NothingToDraw(Exception):
-    """The message states what was seen and what to do."""
-
-
 def read(path):
-    """Return the last run of a log, finished or not. Raise NothingToDraw if no step has a time."""
+    """Return the last run of a log, finished or not. Raise logs.UserError if no step has a time."""
     run = logs.last_run(path)
     if not run.steps:
         why = run.reason and f" ({run.reason})"
-        raise NothingToDraw(f"{path}: no step with a train_time{why}; name the log of a run")
+        raise logs.UserError(f"{path}: no step with a train_time{why}; name the log of a run")
     return run
 
 
@@ -206,7 +202,7 @@ def main(arguments=None):
     *paths, out = paths if drawn else [*paths, paths[0].with_name("runs.png") if len(paths) > 1 else paths[0].with_suffix(".png")]
     try:
         draw([read(path) for path in paths], out)
-    except (NothingToDraw, OSError, ValueError) as reason:
+    except (logs.UserError, OSError, ValueError) as reason:
         return logs.refuse("picture.py", reason)
     print(f"picture: {out}")
     return 0

@@ -58,10 +58,6 @@ import pages
 # Reading ------------------------------------------------------------------------------------------------------------
 
 
-class TraceError(Exception):
-    """The input gives no figures. The message is the line that the user sees."""
-
-
 class Span(NamedTuple):
     """A host event. Times are integer nanoseconds: µs since 1970 in a float would lose the fraction."""
     start: int
@@ -158,10 +154,10 @@ def load(path):
             raise ValueError('neither a list of events nor an object with a list "traceEvents"')
         return events, members(content)
     except (EOFError, zlib.error, gzip.BadGzipFile, ValueError, RecursionError) as error:
-        raise TraceError(f"{path}: not a complete Chrome trace ({error}); record it again with torch.profiler's "
+        raise logs.UserError(f"{path}: not a complete Chrome trace ({error}); record it again with torch.profiler's "
                          "export_chrome_trace, or copy the whole file again") from None
     except OSError as error:
-        raise TraceError(f"{path}: {error.strerror or error}; name a torch.profiler trace, .json or .json.gz") from None
+        raise logs.UserError(f"{path}: {error.strerror or error}; name a torch.profiler trace, .json or .json.gz") from None
 
 
 def read(path):
@@ -208,7 +204,7 @@ def read(path):
              for a, b in itertools.pairwise(group) if b[1].start < a[1].end]
     if main_threads and len(ranks) > 1 or twice:
         whose = f"processes {', '.join(sorted(ranks)[:4])}" if len(ranks) > 1 else "steps that overlap on one thread"
-        raise TraceError(f"{path}: holds several ranks ({whose}), whose launches cannot be told apart; give the file of each rank")
+        raise logs.UserError(f"{path}: holds several ranks ({whose}), whose launches cannot be told apart; give the file of each rank")
     trace.steps = {step: sorted(marks[step]) for step in sorted(marks)}
     host.sort()
     for span, step in zip(host, steps_at([span.start for span in host], trace.steps)):
@@ -352,7 +348,7 @@ def host_figures(host):
 
 
 def check(trace):
-    """Raise TraceError if the trace says nothing about communication. The message says how to record one that does."""
+    """Raise logs.UserError if the trace says nothing about communication. The message says how to record one that does."""
     inside = trace.all_ops()
     linked = len(inside) + len(trace.outside)
     gpu_ops, ranks = linked + len(trace.orphans), "record a run of two ranks or more"
@@ -369,7 +365,7 @@ def check(trace):
             (not gpu_ops and not host_comm,
              f"no communication: neither GPU ops nor ranges `launch ...`, gloo:* or c10d::*; {ranks}")):
         if wrong:
-            raise TraceError(f"{trace.path}: {problem}")
+            raise logs.UserError(f"{trace.path}: {problem}")
 
 
 def analyse(trace):
@@ -534,7 +530,7 @@ def compare(left, right):
     device = left[0]["device"]
     for analysis in (*left, *right):
         if analysis["device"] != device:
-            raise TraceError(f"{analysis['trace']}: a {analysis['device'].upper()} trace, but {left[0]['trace']} is a "
+            raise logs.UserError(f"{analysis['trace']}: a {analysis['device'].upper()} trace, but {left[0]['trace']} is a "
                              f"{device.upper()} trace; compare traces of the same device")
     (total_a, steps_a), (total_b, steps_b) = set_means(left), set_means(right)
     common = [(n, n) for n in steps_a if n in steps_b]
@@ -664,7 +660,7 @@ def read_set(paths, problems):
         try:
             trace = read(path)
             check(trace)
-        except TraceError as problem:
+        except logs.UserError as problem:
             problems.append(str(problem))
             continue
         recording = repr((trace.rank, trace.steps))
@@ -691,11 +687,11 @@ def main(arguments=None):
     try:
         if problems:
             several = f"{len(problems)} files cannot be used: " if len(problems) > 1 else ""
-            raise TraceError(several + "; ".join(problems))
+            raise logs.UserError(several + "; ".join(problems))
         comparison = compare(analyses, others) if others else None
         if options.picture:
             draw([read(paths[0]) for paths in (options.traces, options.vs)], comparison, options.picture)
-    except (TraceError, OSError, ValueError) as problem:
+    except (logs.UserError, OSError, ValueError) as problem:
         return logs.refuse("trace.py", problem)
     if options.json:
         print(json.dumps({"traces": analyses, "vs": others, "comparison": comparison}, indent=1))

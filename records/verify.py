@@ -53,10 +53,10 @@ import leaks
 import logs
 import pages
 import stats
-from leaks import (FAIL, NUMBER, PASS, ROOT, SHA256, UNKNOWN, Broken, is_number, join_findings, judged, require,
-                   shards_of)
+from leaks import (FAIL, NUMBER, PASS, ROOT, SHA256, UNKNOWN, Broken, CannotJudge, is_number, join_findings, judged,
+                   require, shards_of)
 from logs import plural
-from stats import CannotJudge
+from manifest import MANIFEST, declaration, manifest_in, order, race_of
 
 INCOMPLETE = "incomplete"  # all rules together: nothing fails, and some rule could not be checked
 VERDICTS = PASS, UNKNOWN, FAIL  # in the order of the page
@@ -134,7 +134,7 @@ class Evidence:
 
     @functools.cached_property
     def race(self):
-        return stats.race_of(self.run)
+        return race_of(self.run)
 
     def get(self, where, kind=object):
         """Return the value at a path like `end.state_hash.before_warmup`.
@@ -459,7 +459,7 @@ def check_accounts(runs, found, races):
         if which is None:
             unknown.append("no number of runs was declared: some may be missing")
         elif not declared:
-            unknown.append(f"there is no {stats.MANIFEST} of race {race_id}: other attempts cannot be seen")
+            unknown.append(f"there is no {MANIFEST} of race {race_id}: other attempts cannot be seen")
         remarks += [f"{side.name}: {plural(len(of_side), 'run')}, as declared"] * (which is not None)
     remarks += [f"{logs.printable(os.path.basename(item.path))}: {item.reason}" for item in found.rejected
                 if item.kind in (logs.INCOMPLETE, logs.NOT_FINITE)]
@@ -467,7 +467,7 @@ def check_accounts(runs, found, races):
     strangers = {str(e.run.start.get("run_id")) for e in runs if e.ours and not attempt_of(e, races)
                  and (e.race and e.race.race_id in races or os.path.dirname(os.path.realpath(e.run.path)) in homes)}
     require(not strangers,
-            f"not started by this race, by its {stats.MANIFEST}: {join_findings(sorted(strangers))}")
+            f"not started by this race, by its {MANIFEST}: {join_findings(sorted(strangers))}")
     # the log of another project has no run_id: its name has
     here = {str((item.start or {}).get("run_id", Path(item.path).stem)): item
             for item in [*found.rejected, *found.runs]}
@@ -492,8 +492,8 @@ def check_attempts(manifest, here, remarks, unknown):
     race.py writes a line before it starts a run and one after. here: {run_id: Run of logs.py}. Adds to remarks, and to
     unknown what cannot be checked."""
     declared, tried, done, stopped = manifest.race, [], set(), Counter()
-    require(declared["order"] == [f"{run}{side}" for run, side in stats.order(declared["n"], declared["sides"])],
-            f"the order in {stats.MANIFEST} is not that of {plural(declared['n'], 'run')} a side")
+    require(declared["order"] == [f"{run}{side}" for run, side in order(declared["n"], declared["sides"])],
+            f"the order in {MANIFEST} is not that of {plural(declared['n'], 'run')} a side")
     for earlier, event in itertools.pairwise([{}, *manifest.events]):
         begun = earlier.get("status") == "started" and earlier["run_id"] == event["run_id"]
         require(begun or event["status"] == "started", f"{event['run_id']} ended ({event['status']}), and the line "
@@ -516,7 +516,7 @@ def check_attempts(manifest, here, remarks, unknown):
             require(log, f"{what}, was started (done), and its log is not here")
             require(which not in done, f"run {which} was done twice")
             require(attempt.get("figures") in (None, log.figures), f"{what}: its lines are not those that the race saw, by their "
-                    f"SHA-256 in {stats.MANIFEST}; restore the log")
+                    f"SHA-256 in {MANIFEST}; restore the log")
             done.add(which)
             continue
         remarks.append(f"{what}: {status}")
@@ -530,7 +530,7 @@ def check_attempts(manifest, here, remarks, unknown):
     unknown += [f"{count} runs of side {side} were stopped and repeated: with so many, chance alone finds a faster one"
                 for side, count in stopped.items() if count > STOPS]
     require(tried == declared["order"][:len(tried)],
-            f"by {stats.MANIFEST} the runs were not started in the order it declares")
+            f"by {MANIFEST} the runs were not started in the order it declares")
 
 
 def declared_flags(e, races):
@@ -590,7 +590,7 @@ def check_declared(manifest, runs, unknown):
         attempt = manifest.attempts[e.get("start.run_id", str)]
         side = declared["sides"][attempt["side"]]  # its order names no other
         e.require_stated(
-            stats.MANIFEST, ("start.race.declared_n", declared["n"]), ("start.race.run", attempt["run"]),
+            MANIFEST, ("start.race.declared_n", declared["n"]), ("start.race.run", attempt["run"]),
             ("start.race.side", attempt["side"]), ("start.ranks", declared["ranks"]),
             ("start.seed", declared["seed"] + attempt["run"]), ("start.seed", attempt.get("seed")),
             ("start.source_sha256", side.get("source_sha256")), name=f"{e.name}: its ")
@@ -611,14 +611,14 @@ def check_wall(runs, races):
         attempt = attempt_of(e, races)
         measured = attempt.get("seconds")
         require(is_number(measured) or attempt.get("status") != "done" or attempt.get("settled"), f"{e.name}: its line "
-                f"in {stats.MANIFEST} states seconds {json.dumps(measured)[:20]}; a race writes how long each run took")
+                f"in {MANIFEST} states seconds {json.dumps(measured)[:20]}; a race writes how long each run took")
         if is_number(measured):
             wall = e.get("end.wall_seconds", NUMBER)
             lags.append(measured - wall)
             require(lags[-1] >= -0.1, f"{e.name} states {wall:.1f} s by the wall clock, the race that started it "
                     f"measured {measured:.1f}")
     if not lags:
-        raise CannotJudge(f"no {stats.MANIFEST} tells how long the runs took: race them with race.py" if not any(
+        raise CannotJudge(f"no {MANIFEST} tells how long the runs took: race them with race.py" if not any(
             attempt_of(e, races) for e in runs) else "the race itself had ended before its runs did")
     return f"the race measured {min(lags):.1f} to {max(lags):.1f} s more than each run's wall clock, which starts later"
 
@@ -653,7 +653,7 @@ def is_shuffled(e):
 
 def claim(runs, others, target, names=("the set", "the --vs set")):
     """Return the report of stats.py, by the test that the race declared. target None: the logs' target."""
-    alpha = stats.declaration([e.run for e in runs]).get("alpha", ALPHA)
+    alpha = declaration([e.run for e in runs]).get("alpha", ALPHA)
     require(alpha <= ALPHA, f"its race declared alpha {alpha:g}, and a record wants {ALPHA:g} at most; race again")
     options = stats.parse([".", f"--alpha={alpha!r}", *([f"--target={target!r}"] if target is not None else [])])
     sides = [stats.gather(name, logs.Logs([e.run for e in side]), options)
@@ -889,7 +889,7 @@ def read_runs(paths, source):
         reasons = join_findings([f"{item.path}: {item.reason}" for item in unreadable or found.rejected])
         raise CannotJudge(f"no run to judge ({reasons or 'nothing was found'}); name a folder of logs, or logs")
     folders = [path for path in paths if os.path.isdir(path)] + [os.path.dirname(run.path) or "." for run in found.runs]
-    for manifest in filter(None, map(stats.manifest_in, sorted({os.path.realpath(folder) for folder in folders}))):
+    for manifest in filter(None, map(manifest_in, sorted({os.path.realpath(folder) for folder in folders}))):
         races[manifest.race["id"]] = manifest
     runs = [Evidence(run) for run in found.runs if (run.source_sha256 or "").startswith((source or "").lower())]
     if not runs:

@@ -711,12 +711,12 @@ def test_what_the_script_reads_is_opened_before_the_first_run(tmp_path):
         write_shard(tmp_path / f"toy_{split}_000001.bin", some_documents(1, 9000, 50257, 50256), 50257, 50256)
     shutil.copy(ROOT / "train_gpt.py", tmp_path)
     flags = ["--preset", "frontier", "--train_files", "toy_train_*.bin", "--val_files", "toy_val_*.bin"]
-    with pytest.raises(race.CannotRace, match="of side b .*gpt2.tiktoken.* is missing"):
+    with pytest.raises(logs.UserError, match="of side b .*gpt2.tiktoken.* is missing"):
         race.check_script({"flags": flags}, tmp_path, "train_gpt.py of side b", 1)
     write_gpt2_tokens(tmp_path)
     race.check_script(side := {"flags": flags}, tmp_path, "train_gpt.py", 1)
     assert side["target"] == 3.28 and side["validation"][2:] == [["toy_val_000001.bin", 9000]]
-    with pytest.raises(race.CannotRace, match="No such file.*nowhere.pt"):
+    with pytest.raises(logs.UserError, match="No such file.*nowhere.pt"):
         race.check_script({"flags": [*flags, "--init_from", "nowhere.pt"]}, tmp_path, "train_gpt.py", 1)
 
 
