@@ -187,20 +187,17 @@ def check_log(e):
     good = re.match(f"d?{kinds}*(?:ep?)?(?:(?<=p)xo*)?", run.shape).end()
     require(re.fullmatch(f"d{kinds}+ep(?:xo*)?", run.shape), f"line {good + 1} after the last separator is not a line "
             f"that the script writes there{f' ({run.odd})' if run.odd else ''}")
+    require(not run.contradiction, run.contradiction)
     require(run.script.strip(), "it holds no source")
     seen = hashlib.sha256(run.script.encode("utf-8", "surrogateescape")).hexdigest()
     require(seen == stated, f"the source in the log has SHA-256 {seen[:8]}..., its description states {stated[:8]}...")
-    loss = e.get("end.final_val_loss", NUMBER)
-    require(abs(loss - run.final_loss) <= 0.501 * 10 ** -run.loss_decimals,
-            f"its end states final_val_loss {loss}, its last validation line {run.final_loss:.{run.loss_decimals}f}")
     (steps, tokens), raced, run_id = e.planned(), e.race_by_flags(), e.get("start.run_id", str)
-    require(steps == run.stated_steps and run.start.get("race") == raced,
-            f"its plan has {steps} steps, its lines {run.stated_steps}; start.race is "
-            f"{json.dumps(run.start.get('race'))[:120]}, by its flags {json.dumps(raced)[:120]}")
+    require(run.start.get("race") == raced,
+            f"start.race is {json.dumps(run.start.get('race'))[:120]}, by its flags {json.dumps(raced)[:120]}")
     e.require_stated(
         "the rest of the log", ("end.resumed", len(run.resumed)), ("end.steps", steps), ("end.train_tokens", tokens),
-        ("start.seed", e.get("start.config.seed")), ("end.target_val_loss", e.get("start.target_val_loss")),
-        ("end.reached", loss <= e.get("end.target_val_loss", NUMBER)),
+        ("start.seed", e.get("start.config.seed")),
+        ("end.reached", e.get("end.final_val_loss", NUMBER) <= e.get("end.target_val_loss", NUMBER)),
         ("start.target_val_loss", e.get("start.config.target_val_loss")),
         ("start.config.run_id", run_id if raced else e.get("start.config.run_id")))
     e.digest("end.final_state_hash")
@@ -362,10 +359,7 @@ def check_clock(e):
         wanted = next((i for i, step in enumerate(steps, 1) if step != i), len(steps) + 1)
         require(wanted > e.run.stated_steps == len(steps),
                 f"of {e.run.stated_steps} steps {len(steps)} have a line; step {wanted} is missing or out of order")
-        stated, last = e.get("end.train_time_ms", NUMBER), e.run.train_time_ms
-        require(last is not None and abs(stated - last) <= 1,
-                f"its end states train_time_ms {stated:.0f}, its last validation line {last}")
-        wall = e.get("end.wall_seconds", NUMBER)
+        stated, wall = e.get("end.train_time_ms", NUMBER), e.get("end.wall_seconds", NUMBER)
         require(stated <= 1000 * wall, f"train_time is {stated / 1000:.1f} s, the wall clock {wall:.1f} s")
     below = ", below the wall clock" if e.ours else ""
     return f"train_time rises on {len(timed)} lines and agrees with step_avg{below}"

@@ -339,11 +339,11 @@ LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
     "a step cut out": (lambda log: log.lines.pop(4), CLOCK, "of 12 steps 11 have a line"),
     "a step that is there twice": (lambda log: log.lines.insert(4, log.lines[4]), CLOCK, "of 12 steps 13"),
     "a last time in seconds": (lambda log: edit_line(log, -1, f"{log.end['train_time_ms']:.0f}ms", "1.000s"),
-                               (WHOLE, CLOCK), "not a line that the script writes"),
+                               WHOLE, "not a line that the script writes"),
     "a last time in other digits": (lambda log: edit_line(log, -1, f"{log.end['train_time_ms']:.0f}ms", "1e3ms"),
-                                    (WHOLE, CLOCK), "not a line that the script writes"),
+                                    WHOLE, "not a line that the script writes"),
     "a last time that falls": (lambda log: edit_line(log, -1, f"{log.end['train_time_ms']:.0f}ms", "1000ms"),
-                               CLOCK, "falls to 1000 ms at step 12"),
+                               (WHOLE, CLOCK), "its end states train_time_ms"),
     "an odd average": (lambda log: edit_line(log, 3, "step_avg:", "step_avg:1.2."), (WHOLE,), "not a line that the script"),
     "a time of 400 digits": (lambda log: edit_line(log, 3, "train_time:", "train_time:" + "9" * 400),
                              (WHOLE, CLOCK), "not a line that the script"),
@@ -363,7 +363,7 @@ LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
                                "declared_n"),
     "another race": (lambda log: log.set("start.config.race", "x:1:9:a"), WHOLE, "start.race"),
     "a race of no form": (lambda log: log.set("start.config.race", "x"), WHOLE, "start.race"),
-    "a plan of more steps": (lambda log: log.set("start.planned.steps", 13), WHOLE, "its plan has 13 steps"),
+    "a plan of more steps": (lambda log: log.set("start.planned.steps", 13), WHOLE, "its plan states steps 13"),
     "a plan of one token": (lambda log: log.set("start.planned.train_tokens", 1), WHOLE, "train_tokens"),
     "saved weights": (lambda log: log.set("start.init_from", {"path": "m.pt", "sha256": "0" * 64}), FROM_SEED,
                       "begun from saved parameters", "such runs count for no record"),
@@ -379,7 +379,7 @@ LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
                                       "wall clock"),
     "a hash that is none": (lambda log: log.set("end.final_state_hash", "x"), WHOLE, "no SHA-256"),
     "a step_avg": (lambda log: edit_line(log, 3, "step_avg:", "step_avg:9"), CLOCK, "step_avg"),
-    "the end's time": (lambda log: log.set("end.train_time_ms", log.end["train_time_ms"] - 90), (CLOCK, SPANS),
+    "the end's time": (lambda log: log.set("end.train_time_ms", log.end["train_time_ms"] - 90), (WHOLE, SPANS),
                        "train_time_ms"),
     "a nameless span": (lambda log: log.set("end.wall_seconds", log.end["wall_seconds"] + 0.06), SPANS,
                         "+0.06 s are unaccounted for"),
@@ -731,8 +731,7 @@ def test_the_other_side_must_be_honest_too(race, judge, tmp_path):
 
 def test_an_edited_clock_of_the_other_side_is_caught(race, judge, tmp_path):
     folder, other = two_races(race, tmp_path, lambda log: log.set("end.train_time_ms", log.end["train_time_ms"] + 60))
-    status, rules = judge(folder, "--vs", other)
-    assert "1a.txt: its end states train_time_ms" in rules[CLOCK][1]
+    says(judge(folder, "--vs", other)[1], WHOLE, "fail", "1a.txt: its end states train_time_ms")
 
 
 # The data
