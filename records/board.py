@@ -26,7 +26,6 @@ import itertools
 import json
 import math
 import os
-import pickle
 import re
 import shlex
 import shutil
@@ -46,9 +45,8 @@ from logs import UserError, require
 from manifest import MANIFEST, manifest_in, race_of
 
 HERE = Path(__file__).resolve().parent
-PLOT, CACHE = "plot.png", ".cache/records"
+PLOT = "plot.png"
 MAX_DIFF_LINES = 60
-MAX_LABEL = 20  # characters of a value in a side's label
 UNKNOWN = "unknown hardware"  # records on it have no rank
 DIFF_CONTEXT = 1  # lines around each change
 # Keys that differ between any two runs, the race's own fields, and the first host's copy of the run's fields
@@ -81,14 +79,6 @@ def judge_rules(folder: Path) -> tuple[list[dict], str]:
         return [finding._asdict() for finding in verify.verify(options, case)], verify.unseen(case)
     except UserError as reason:
         return [{"rule": "the rules can be checked", "verdict": "not checkable", "reason": str(reason)}], ""
-
-
-def digest_of(source: str | None, stated: str | None) -> str | None:
-    """Return the SHA-256 of the source file, as printed by `git show REVISION:train_gpt.py | sha256sum`."""
-    if source is None:
-        return stated
-    digests = [hashlib.sha256(text.encode()).hexdigest() for text in (source, source + "\n")]
-    return stated if stated in digests else digests[0]
 
 
 def flat(value: object, name: str = "") -> dict[str, str]:
@@ -135,7 +125,7 @@ def describe_side(side: stats.Side, folder: Path) -> dict:
                       "loss": f"{run.final_loss:.{run.loss_decimals}f}",
                       "time": run.train_time_ms and run.train_time_ms / 1000} for number, run in zip(numbers, runs)}
     return {"label": side.label, "runs": shown, "start": start, "source": source,
-            "sha256": digest_of(source, start.get("source_sha256")),
+            "sha256": start.get("source_sha256") or source and hashlib.sha256(source.encode()).hexdigest(),
             "flags": declared and shlex.join(declared["flags"]),
             "where": f"{ranks} on {card}"}
 
@@ -158,10 +148,6 @@ def describe(folder: Path) -> dict:
     differ = [] if several else differences([[run.start or {} for run in side.runs] for side in judged])
     if len(judged) == 1 and declared:
         judged = [stats.replace(judged[0], name="")]
-    for i, side in enumerate(judged):
-        values = [f"{name} {row[i]}" for name, *row in differ if "." not in name and max(map(len, row)) <= MAX_LABEL]
-        if not declared and 0 < len(values) < 4:  # no flags are known
-            side.name += f": {', '.join(values)}"
     sides = [describe_side(side, folder) for side in judged]
     diff = []
     if len(sides) == 2 and None not in (sides[0]["source"], sides[1]["source"]):
@@ -178,23 +164,6 @@ def describe(folder: Path) -> dict:
             "track": f"{sides[0]['start'].get('preset', 'unknown preset')}, {sides[0]['where']}, "
                      + ("no target" if loss["target"] is None else f"target {loss['target']:g}"),
             "decimals": 1 + max(run.loss_decimals for run in judged[0].runs), "rows": rows_of(sides)}
-
-
-def known(folder: Path) -> dict:
-    """Return describe(folder), kept in .cache/ until a file of the record or of the judges changes."""
-    seen, kept = hashlib.sha256(title_of(folder).encode()), HERE.parent / CACHE / folder.name
-    for path in sorted([*folder.iterdir(), *Path(__file__).parent.glob("*.py")]):
-        if path.name not in ("README.md", PLOT):
-            seen.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
-    try:
-        digest, record = pickle.loads(kept.read_bytes())
-    except Exception:  # there is none, or another version wrote it
-        digest = None
-    if digest != seen.digest() or not (folder / PLOT).exists():
-        record = describe(folder)
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_bytes(pickle.dumps((seen.digest(), record)))
-    return record
 
 
 def rows_of(sides: list[dict]) -> list[dict]:
@@ -231,7 +200,7 @@ def write_pages() -> None:
     """Write all pages. Raise UserError, before anything is written, if a record gives no verdict."""
     folders = sorted((path.parent for path in HERE.glob("*/README.md")), reverse=True)
     require(folders, f"no records in {HERE}; make one with `board.py add`")
-    records = sorted(map(known, folders), key=lambda record: record["started"], reverse=True)
+    records = sorted(map(describe, folders), key=lambda record: record["started"], reverse=True)
     texts = {HERE / record["name"] / "README.md": pages.render("record.md.jinja", record=record) for record in records}
     ladders = [record for record in records if record["several"]]
     boards = leaderboards([record for record in records if not record["several"]])
@@ -336,7 +305,7 @@ def add(race: Path, folder: Path, title: str) -> None:
         logs.pack({path.name: published(path).encode() for path in files_of(race)}, folder / logs.ARCHIVE)
         judge_runs(race.resolve())  # a refusal names this folder: the new one will be gone
         (folder / "README.md").write_text(f"# {' '.join(title.split())}\n", encoding="utf-8")
-        record = known(folder)
+        record = describe(folder)
         if record["broken"]:
             confirm([f"{rule['rule']}: {rule['reason']}" for rule in record["rules"] if rule["verdict"] == "fail"])
         write_pages()
@@ -368,7 +337,6 @@ def main(arguments: list[str] | None = None) -> int:
         elif options.command == "pack":
             pack(options.folder.absolute())
         else:
-            shutil.rmtree(HERE.parent / CACHE, ignore_errors=True)  # judge all again
             write_pages()
     except (UserError, OSError) as reason:
         return logs.refuse("board.py", reason)

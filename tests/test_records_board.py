@@ -163,20 +163,6 @@ def test_unpacked_logs_of_a_record_are_packed_again_into_the_same_bytes(publishe
     assert board.main(["pack", str(record)]) == 0 and {path: path.read_bytes() for path in records.rglob("*.*")} == before
 
 
-def test_a_new_record_has_no_other_judged_again_unless_it_has_changed(places, monkeypatch):
-    race, records = places
-    judged, judge = [], board.judge_rules
-    monkeypatch.setattr(board, "judge_rules", lambda folder: judged.append(folder.name) or judge(folder))
-    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 3))  # they break rules
-    for name, wanted in ("a", "a"), ("b", "b"), ("c", "ac"):
-        judged.clear()
-        assert board.main(["add", str(race), str(records / name), "A toy"]) == 0 and sorted(judged) == list(wanted)
-        if name == "b":
-            archive = records / "a" / logs.ARCHIVE
-            files = logs.members(archive)
-            logs.pack(files | {"r1a.txt": files["r1a.txt"] + b"\n"}, archive)
-
-
 def test_pages_do_not_change_with_the_script_of_this_checkout(published, monkeypatch):
     """A racer who edits train_gpt.py and adds a record finds no other record's page changed."""
     before = {path: path.read_bytes() for path in published.rglob("*.*")}
@@ -202,17 +188,6 @@ def test_a_long_diff_is_cut_and_says_by_how_much():
     lines = board.short_diff("".join(f"{i}\n" for i in range(500)), "", ("b", "a"))
     assert len(lines) == board.MAX_DIFF_LINES + 1 and lines[-1] == f"… and {503 - board.MAX_DIFF_LINES} more lines"
     assert pages.fence(["````x", "``"]) == "`````"
-
-
-@pytest.mark.parametrize("stated", [True, False])
-@pytest.mark.parametrize("source", ["print()\n", "print()", "print()\n\n"])
-def test_a_digest_is_that_of_the_file(tmp_path, source, stated):
-    """train_gpt.py writes its source, a line end, and the separator."""
-    digest = hashlib.sha256(source.encode()).hexdigest()
-    (tmp_path / "x.txt").write_text(f"{source}\n{RULE}\nmore\n{RULE}\nstep:1/1 val_loss:1.0 train_time:1ms step_avg:1ms\n")
-    (run,), *_ = logs.read_file(str(tmp_path / "x.txt"))
-    assert board.digest_of(run.source.removesuffix("\n"), digest if stated else None) == digest
-    assert board.digest_of(None, "stated") == "stated"
 
 
 def test_differences_are_what_is_alike_within_each_side():
