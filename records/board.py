@@ -60,7 +60,7 @@ ABSOLUTE_PATH = re.compile(r"(?:file://|(?<![\w./~*-]))/(?!/)(?:[^\s\"'<>|:,;/\\
 # Contents of a record
 
 def judge_runs(folder: Path) -> dict:
-    """Return the report of stats.py, of a race of several ideas that of ladder.py. UserError if runs cannot be compared."""
+    """Return the report of stats.py, of a race of several ideas that of ladder.py. UserError if runs do not compare."""
     manifest = manifest_in(folder)
     if manifest and len(manifest.race["sides"]) > 2:
         return ladder.report(ladder.judge([ladder.read(folder)]))
@@ -296,10 +296,10 @@ def new_folder(folder: Path) -> Iterator[None]:
 
 
 def add(race: Path, folder: Path, title: str) -> None:
-    """Make a record of a race. Raise UserError, without a trace, on no verdict, or if nobody wants the page of a race that
-    breaks a rule."""
+    """Make a record of a race. Raise UserError, without a trace, if there is no verdict or nobody wants the page."""
     require(race.is_dir(), f"{race} is not a folder; name the folder of a race, like logs/race-ID")
-    require(any(path.suffix == ".txt" for path in files_of(race)), f"{race} holds no logs of a race; name a folder like logs/race-ID")
+    require(any(path.suffix == ".txt" for path in files_of(race)),
+            f"{race} holds no logs of a race; name a folder like logs/race-ID")
     require(folder.resolve().parent == HERE, f"{folder} is not in {HERE}; name a new folder there")
     with new_folder(folder):
         logs.pack({path.name: published(path).encode() for path in files_of(race)}, folder / logs.ARCHIVE)

@@ -28,28 +28,29 @@ from manifest import MANIFEST, Manifest
 
 FEWEST = 3  # runs of each side
 VALIDATION = "val data", "val_tokens", "val_len"  # keys of facts_of
-KEPT = (f"Kept: the loss is lower at p < {stats.LEVEL:g} with Holm's correction, and the time's interval ends below {stats.NO_LONGER:g}. "
-        f"Slower: the interval of the time lies above 1. The time is unknown if its interval contains 1 and ends above {stats.NO_LONGER:g}. "
-        "Losses are those after the last step, so a slower idea may be no gain at equal time: race it again with fewer --num_steps.")
+KEPT = (f"Kept: the loss is lower at p < {stats.LEVEL:g} with Holm's correction, and the time's interval ends below "
+        f"{stats.NO_LONGER:g}. Slower: the interval of the time lies above 1. The time is unknown if its interval contains 1 "
+        f"and ends above {stats.NO_LONGER:g}. Losses are those after the last step, so a slower idea may be no gain at equal "
+        "time: race it again with fewer --num_steps.")
 
 
 def read(folder):
-    """Return (declaration, {(run, side): logs.Run}) of a race. Raise CannotJudge if a run is missing."""
+    """Return (declaration, {(run, side): logs.Run}) of a race. Raise UserError if a run is missing."""
     manifest = Manifest.read(folder / MANIFEST)
     race, done, runs = manifest.race, manifest.done(), {}
     sides, n = race["sides"], race["n"]
     require(len(sides) > 1 and n >= FEWEST, f"{folder}: a race of {logs.plural(len(sides), 'side')}, "
-                  f"{logs.plural(n, 'run')} of each; a ladder has a base, an idea or more, and {FEWEST} runs of each")
+            f"{logs.plural(n, 'run')} of each; a ladder has a base, an idea or more, and {FEWEST} runs of each")
     require(not race["until_decided"] and all("folder" not in side for side in sides.values()), f"{folder}: a race "
-                  "with another project, or one that ends when it is decided; stats.py judges this")
+            "with another project, or one that ends when it is decided; stats.py judges this")
     missing = sum((run, side) not in done for side in sides for run in range(1, n + 1))
     require(not missing, f"{folder}: {logs.plural(missing, 'run')} missing; resume with race.py --resume "
-                  f"{folder / MANIFEST}")
+            f"{folder / MANIFEST}")
     for which, attempt in done.items():
         found, rejected, _ = logs.read_file(str(folder / f"{attempt['run_id']}.txt"))
         why = f": {rejected[0].reason}" if rejected else ""
         require(len(found) == 1 and found[0].train_time_ms,
-                      f"{attempt['run_id']}.txt holds no complete run{why}; restore the logs of the race")
+                f"{attempt['run_id']}.txt holds no complete run{why}; restore the logs of the race")
         runs[which] = found[0]
     return race, runs
 
@@ -76,14 +77,14 @@ def judge(races):
         differ = [f"{name}: {wanted.get(name)} and {facts.get(name)}" for name in {**wanted, **facts}
                   if wanted.get(name) != facts.get(name)]
         require(not differ, f"the bases of races {one} and {race['id']} differ in {logs.some(differ, 3, '; ')}: judge "
-                      "each race by itself")
+                "each race by itself")
         bases.append({"id": race["id"], "n": n, "ranks": race["ranks"], "seed": race["seed"], "side": sides[base],
                       "versions": any(side["revision"] for side in race["sides"].values()),
                       "flags": shlex.join(race["sides"][base]["flags"])})
         for side in ideas:
             its = facts_of(race, runs[1, side])
             require(all(its.get(name) == facts.get(name) for name in VALIDATION), f"{names[side]}: an idea must "
-                          "be validated on the same data as its base; race it without that flag")
+                    "be validated on the same data as its base; race it without that flag")
             pairs.append((sides[side], sides[base]))
             rows.append({"race": number, "steps": runs[1, side].last_step, "side": sides[side]})
     for row, verdict in zip(rows, stats.verdicts(pairs)):
@@ -108,21 +109,24 @@ def report(found):
     """Return what one ladder has shown, in the form of stats.judge, without a claim."""
     rows, base = found["rows"], found["bases"][0]["side"]
     verdicts = [row["verdict"] for row in rows]
-    return {"sides": [*(row["side"] for row in rows), base], "verdicts": verdicts, "alpha": stats.LEVEL, "warnings": [], "left_out": [],
-            "loss": {**dict.fromkeys(("target", "p", "significant")), **stats.summary(base.losses)},
+    return {"sides": [*(row["side"] for row in rows), base], "verdicts": verdicts, "alpha": stats.LEVEL, "warnings": [],
+            "left_out": [], "loss": {**dict.fromkeys(("target", "p", "significant")), **stats.summary(base.losses)},
             "time": stats.summary(base.seconds), "verdict": stats.conclusion(verdicts), "reason": KEPT}
 
 
 def table(found):
     """Return the table as text: the bases, the Verdicts of the ideas, and what "kept" means."""
-    bases = [f"Base of race {base['id']}: {base['flags']}; {base['n']} seeds, loss {stats.show_mean(stats.summary(base['side'].losses), 'nats')}, "
-             f"time {stats.show_mean(stats.summary(base['side'].seconds))} (mean ± sd)" for base in found["bases"]]
-    return "\n\n".join([*map(pages.wrap, bases), stats.show_verdicts([row["verdict"] for row in found["rows"]]), pages.wrap(KEPT)])
+    said = [f"Base of race {base['id']}: {base['flags']}; {base['n']} seeds, loss "
+            f"{stats.show_mean(stats.summary(base['side'].losses), 'nats')}, time "
+            f"{stats.show_mean(stats.summary(base['side'].seconds))} (mean ± sd)" for base in found["bases"]]
+    shown = stats.show_verdicts([row["verdict"] for row in found["rows"]])
+    return "\n\n".join([*map(pages.wrap, said), shown, pages.wrap(KEPT)])
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("races", type=Path, nargs="+", metavar="RACE", help="folder of a race whose --vs are flags, or of its record")
+    parser.add_argument("races", type=Path, nargs="+", metavar="RACE",
+                        help="folder of a race whose --vs are flags, or of its record")
     parser.add_argument("--equal-time", action="store_true", help="print the race of each idea in the base's time")
     options = parser.parse_args(arguments)
     try:

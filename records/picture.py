@@ -17,6 +17,7 @@ from pathlib import Path
 
 import logs
 import pages
+from logs import UserError
 
 os.environ.pop("MPLBACKEND", None)  # a notebook's is not in .venv, and plots that are only saved need none
 STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
@@ -28,11 +29,11 @@ FAR = 6  # times the median reach of the intervals: differences beyond it are an
 
 
 def read(path):
-    """Return the last run of a log, finished or not. Raise logs.UserError if no step has a time."""
+    """Return the last run of a log, finished or not. Raise UserError if no step has a time."""
     run = logs.last_run(path)
     if not run.steps:
         why = run.reason and f" ({run.reason})"
-        raise logs.UserError(f"{path}: no step with a train_time{why}; name the log of a run")
+        raise UserError(f"{path}: no step with a train_time{why}; name the log of a run")
     return run
 
 
@@ -159,7 +160,8 @@ def draw_curves(axes, sides, target):
     timed, late = not any(side.untimed for side in sides), []
     for at, side in enumerate(sides):
         color, label = COLORS[at % len(COLORS)], f"{shorten(side.label)}, n = {len(side.runs)}"
-        trained, validated = ([(found[int(timed)], found[2]) for found in points] for points in pages.mean_curves(side.runs))
+        trained, validated = ([(found[int(timed)], found[2]) for found in points]
+                              for points in pages.mean_curves(side.runs))
         line = "--" if len(sides) > 1 and side is sides[-1] else "-"  # the base's may lie on the others
         for points, style in ((trained, line), (validated, "o" if trained else "o" + line)):
             if points:
@@ -202,7 +204,7 @@ def main(arguments=None):
     *paths, out = paths if drawn else [*paths, paths[0].with_name("runs.png") if len(paths) > 1 else paths[0].with_suffix(".png")]
     try:
         draw([read(path) for path in paths], out)
-    except (logs.UserError, OSError, ValueError) as reason:
+    except (UserError, OSError, ValueError) as reason:
         return logs.refuse("picture.py", reason)
     print(f"picture: {out}")
     return 0

@@ -848,22 +848,23 @@ def differences(found):
 
     def strip(part, title, neutral):
         named = len(found) == 1 or part == "loss"
-        rows = [{"name": one.name if named else "", "color": color(at, one), "values": [], "mean": ends_of(getattr(one, part))}
-                for at, one in enumerate(found)]
-        return {"title": title, "unit": f"compared with {found[0].base}, mean and its 95 % interval", "level": (neutral, ""),
-                "rows": rows}
+        rows = [{"name": one.name if named else "", "color": color(at, one), "values": [],
+                 "mean": ends_of(getattr(one, part))} for at, one in enumerate(found)]
+        return {"title": title, "unit": f"compared with {found[0].base}, mean and its 95 % interval",
+                "level": (neutral, ""), "rows": rows}
     return [strip(*about) for about in (("loss", "Difference of loss, nats", 0), ("time", "Ratio of times", 1))
             if found and all(getattr(one, about[0]) for one in found)]
 
 
 def conclusion(found):
     """Return in a sentence which ideas' Verdicts show a lower loss, and how many a higher one."""
-    lower = [textwrap.shorten(one.name, 48, placeholder=" …") for one in found if one.loss.shown and one.loss.value < 0]
-    higher = [one for one in found if one.loss.shown and one.loss.value > 0]
+    shown = [one for one in found if one.loss.shown]
+    lower = [textwrap.shorten(one.name, 48, placeholder=" …") for one in shown if one.loss.value < 0]
+    higher = len(shown) - len(lower)
     said = f"{len(lower)} of {plural(len(found), 'idea')} {'lowers' if len(lower) == 1 else 'lower'} the loss"
     if 0 < len(lower) < 4:
         said += f": {', '.join(lower)}"
-    return said + (f"; {len(higher)} {'raises' if len(higher) == 1 else 'raise'} it" if higher else "")
+    return said + (f"; {higher} {'raises' if higher == 1 else 'raise'} it" if higher else "")
 
 
 def plot(sides, found, path):
