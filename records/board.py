@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import hashlib
 import itertools
 import json
@@ -48,7 +47,6 @@ HERE = Path(__file__).resolve().parent
 PLOT = "plot.png"
 MAX_DIFF_LINES = 60
 UNKNOWN = "unknown hardware"  # records on it have no rank
-DIFF_CONTEXT = 1  # lines around each change
 # Keys that differ between any two runs, the race's own fields, and the first host's copy of the run's fields
 INCIDENTAL = re.compile(r"(?:config\.|hosts\.\d+\.)?(?:run_id|started|seed|race|launch|log_dir|source_sha256|git\.|"
                         r"environment\.TORCHELASTIC_)|hosts\.0\.(?!ranks)")
@@ -108,7 +106,8 @@ def differences(sides: list[list[dict]]) -> list[tuple[str, ...]]:
 
 
 def short_diff(before: str, after: str, names: tuple[str, str]) -> list[str]:
-    lines = [*difflib.unified_diff(before.splitlines(), after.splitlines(), *names, lineterm="", n=DIFF_CONTEXT)]
+    changed = verify.difference(before, after)[2:]
+    lines = [f"--- {names[0]}", f"+++ {names[1]}", *changed] if changed else []
     more = len(lines) - MAX_DIFF_LINES
     return lines if more <= 0 else [*lines[:MAX_DIFF_LINES], f"… and {logs.plural(more, 'more line')}"]
 

@@ -35,7 +35,7 @@ class Broken(Exception):
     """A rule is broken; the message says how. CannotJudge: it cannot be checked."""
 
 
-require = functools.partial(logs.require, error=Broken)
+require, checkable = functools.partial(logs.require, error=Broken), logs.require
 
 
 def judged(check, *arguments):

@@ -53,8 +53,8 @@ import leaks
 import logs
 import pages
 import stats
-from leaks import (FAIL, NUMBER, PASS, ROOT, SHA256, UNKNOWN, Broken, CannotJudge, is_number, join_findings, judged,
-                   require, shards_of)
+from leaks import (FAIL, NUMBER, PASS, ROOT, SHA256, UNKNOWN, Broken, CannotJudge, checkable, is_number, join_findings,
+                   judged, require, shards_of)
 from logs import plural
 from manifest import MANIFEST, declaration, manifest_in, order, race_of
 
@@ -140,8 +140,7 @@ class Evidence:
         """Return the value at a path like `end.state_hash.before_warmup`.
 
         Raise CannotJudge if the log has no description, Broken if the value is missing or of another type."""
-        if not self.ours:
-            raise CannotJudge(UNDESCRIBED)
+        checkable(self.ours, UNDESCRIBED)
         found = {"start": self.run.start, "end": self.run.end}
         for key in where.split("."):
             found = found.get(key) if isinstance(found, dict) else None
@@ -345,8 +344,7 @@ def check_clock(e):
         require(len(falls) == 1 and first.step <= 11 and not e.ours,
                 f"train_time falls to {first.time_ms:.0f} ms at step {first.step}")
         timed = timed[falls[0]:]  # community scripts reset the clock after their first steps
-    if len(timed) < 2:
-        raise CannotJudge("fewer than two lines with train_time")
+    checkable(len(timed) > 1, "fewer than two lines with train_time")
     warm = (0,) if e.ours else (0, 1, 10)  # steps that community scripts exclude from their average
     # at step 0 nothing was averaged, and a few ms may have passed
     wrong = [[f"at step {line.step} train_time is {line.time_ms:.0f} ms, by its step_avg of {line.average} ms "
@@ -636,8 +634,7 @@ def check_copies(runs):
             (one, before), shown = seen.setdefault((what, mark), (e, owner)), mark[:8] if isinstance(mark, str) else ""
             require(before == owner, f"{one.name} and {e.name} have the same {what} {shown}" + (
                 "" if owner is e else f", and the seeds {before} and {owner}"))
-    if not seen:
-        raise CannotJudge("the logs hold neither state hashes nor the times of their steps")
+    checkable(seen, "the logs hold neither state hashes nor the times of their steps")
     return f"no two of {plural(len(runs), 'run')} share times, no two seeds share a state hash or losses"
 
 
@@ -661,8 +658,7 @@ def claim(runs, others, target, names=("the set", "the --vs set")):
 
 def check_claimed(report, given):
     """Raise CannotJudge unless stats.py could judge the claim, and where it holds by another target than the logs declare."""
-    if report["verdict"] not in (stats.HOLDS, stats.FAILS):
-        raise CannotJudge(report["reason"])
+    checkable(report["verdict"] in (stats.HOLDS, stats.FAILS), report["reason"])
     if given is not None and report["others"] and report["loss"]["significant"]:
         raise CannotJudge(f"not the declared claim: {'; '.join(report['others'])}; p = {report['loss']['p']:.4g}")
 
@@ -693,8 +689,7 @@ def check_faster(case):
     if alone:
         text += ("; but by the clocks of the runs alone: no race confirms the times of "
                  f"{len(alone)} of {plural(len(runs), 'run')}")
-    if any(e.ours for e in alone):
-        raise CannotJudge(text)
+    checkable(not any(e.ours for e in alone), text)
     return text
 
 
@@ -720,8 +715,7 @@ def check_page(case, folder):
     if lacking and not rows:
         raise CannotJudge(f"README.md lists {len(stated)} losses, and no log here shows {len(lacking)} of them: "
                           f"{', '.join(lacking[:12])}{' ...' * (len(lacking) > 12)}; ask for the logs of these runs")
-    if not rows and not stated:
-        raise CannotJudge("README.md lists no losses of single runs")
+    checkable(rows or stated, "README.md lists no losses of single runs")
     return f"README.md states what {plural(len(runs), 'log')} show{'s' * (len(runs) == 1)}"
 
 
@@ -836,8 +830,7 @@ def check_spans(runs, others):
     """Check that the record's gain is no time that was moved off its clock: it may spend a part of it more there.
 
     Validation counts by the call. Compiling takes what the code needs, so more of it is for a reader to judge."""
-    if min(len(runs), len(others)) < 2:
-        raise CannotJudge("fewer than two runs on a side")
+    checkable(min(len(runs), len(others)) > 1, "fewer than two runs on a side")
     calls = np.mean([len(e.run.validations) for e in others])
 
     def seconds(e):
@@ -859,8 +852,7 @@ def check_spans(runs, others):
 
     asked = f"off its clock the record's side spends more: {text}; what else is done there?"
     require(not more(off, their_off, MOVED_MOST), asked)
-    if more(off, their_off, MOVED) or more(compiled, their_compiled, MOVED):
-        raise CannotJudge(f"inspect this: {asked}")
+    checkable(not more(off, their_off, MOVED) and not more(compiled, their_compiled, MOVED), f"inspect this: {asked}")
     return text
 
 
@@ -896,8 +888,7 @@ def read_runs(paths, source):
 def find_models(paths, runs):
     """Return {run_id: (Evidence, file of the model)}. Raise CannotJudge for a file that is no model of these runs."""
     files = [file for path in map(Path, paths) for file in (sorted(path.glob("*.pt")) if path.is_dir() else [path])]
-    if not files:
-        raise CannotJudge(f"{logs.printable(paths[0])}: holds no .pt; name models that --save_model true wrote")
+    checkable(files, f"{logs.printable(paths[0])}: holds no .pt; name models that --save_model true wrote")
     by_id, models = {e.run.start.get("run_id"): e for e in runs if e.ours}, {}
     for path in files:
         try:
@@ -905,8 +896,7 @@ def find_models(paths, runs):
         except Exception as error:
             raise CannotJudge(f"{path}: not a model that train_gpt.py saved ({type(error).__name__}); run it with "
                               "--save_model true") from None
-        if run_id not in by_id:
-            raise CannotJudge(f"{path} is of run {run_id}, whose log is not given; name that log too")
+        checkable(run_id in by_id, f"{path} is of run {run_id}, whose log is not given; name that log too")
         models[run_id] = by_id[run_id], path
     return models
 
@@ -948,8 +938,7 @@ def read_case(options):
     if not options.vs and len(sides) > 1:
         runs = [e for e in whole.runs if e.race and e.race.side == options.side]
         others = [e for e in whole.runs if e not in runs]
-        if not runs:
-            raise CannotJudge(f"--side {options.side}: the race has the sides {', '.join(sides)}; name one of them")
+        checkable(runs, f"--side {options.side}: the race has the sides {', '.join(sides)}; name one of them")
     models = find_models(options.rerun, whole.runs) if options.rerun else {}
     return Case(options, whole, apart, runs, others, models)
 
