@@ -53,7 +53,6 @@ import argparse
 import contextlib
 import ctypes
 import fcntl
-import functools
 import glob
 import hashlib
 import itertools
@@ -74,7 +73,9 @@ import ladder
 import logs
 import start
 import stats
-from stats import MANIFEST, SCRIPT, Manifest, order
+from logs import UserError, require
+from manifest import MANIFEST, Manifest, order, race_of
+from stats import SCRIPT
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN_FLAGS = ("--run_id", "--log_dir", "--resume", "--race")
@@ -107,13 +108,6 @@ except (t.RunError, OSError) as error:
 print(json.dumps({"target": config.target_val_loss, "compiles": gpus > 0 or config.compile == "on",
                   "validation": [config.val_len, config.val_tokens, *((s.path.name, s.tokens) for s in val)]}))
 """
-
-
-class CannotRace(Exception):
-    """The race cannot be run; the message says what was seen and what to do."""
-
-
-require = functools.partial(stats.require, error=CannotRace)
 
 
 # Versions
@@ -174,7 +168,7 @@ def split_flags(text):
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise CannotRace(f"{text!r} cannot be split into words ({error}); close its quotes") from None
+        raise UserError(f"{text!r} cannot be split into words ({error}); close its quotes") from None
 
 
 def check_flags(flags):
@@ -226,7 +220,7 @@ def source_hash(version, folder):
 
 
 def check_sides(race, where):
-    """Raise CannotRace unless each side has the source that the race began with, its script accepts flags and data, and
+    """Raise UserError unless each side has the source that the race began with, its script accepts flags and data, and
     the sides can be compared."""
     for side, version in race["sides"].items():
         script = f"{SCRIPT}{' of side ' + side if side else ''}"
@@ -246,7 +240,7 @@ def check_script(version, folder, script, ranks):
                           capture_output=True, text=True)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise CannotRace(f"{script} rejects its flags or data: {why}")
+        raise UserError(f"{script} rejects its flags or data: {why}")
     version.update(json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -272,13 +266,13 @@ def environment(**more):
 
 
 def lock_race(path):
-    """Lock the race's file for this process and its children. Raise CannotRace if the race still runs."""
+    """Lock the race's file for this process and its children. Raise UserError if the race still runs."""
     file = open(path, "ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise CannotRace(f"this race, or a run of it, is still running; wait, or stop it: `fuser {path}` lists its "
+        raise UserError(f"this race, or a run of it, is still running; wait, or stop it: `fuser {path}` lists its "
                          "processes") from None
     return file
 
@@ -421,8 +415,8 @@ def sides_done(manifest):
 
 def whole_rounds(sides):
     """Return the Sides with the runs of those rounds that all of them have done."""
-    rounds = [{stats.race_of(run).run for run in side.runs} for side in sides]
-    return [stats.replace(side, runs=[run for run in side.runs if stats.race_of(run).run in set.intersection(*rounds)])
+    rounds = [{race_of(run).run for run in side.runs} for side in sides]
+    return [stats.replace(side, runs=[run for run in side.runs if race_of(run).run in set.intersection(*rounds)])
             for side in sides]
 
 
@@ -446,7 +440,7 @@ def draw(manifest, sides, found):
     try:
         stats.plot(sides, found, str(path.with_name(".next.png")))
         path.with_name(".next.png").replace(path)
-    except (stats.CannotJudge, ImportError, OSError) as reason:
+    except (UserError, ImportError, OSError) as reason:
         say(logs.brief(f"no plot: {reason}"))
 
 
@@ -457,10 +451,10 @@ def decided(manifest):
         report = stats.judge(stats.choose_sides(options), options)
         if report["verdict"] != stats.UNJUDGED:
             return report["reason"]
-        raise stats.CannotJudge(report["reason"])
+        raise UserError(report["reason"])
     except stats.Undecided:
         return None
-    except stats.CannotJudge as reason:
+    except UserError as reason:
         say(logs.brief(f"cannot be judged yet: {reason}"))
     return None
 
@@ -492,7 +486,7 @@ def resume_command(manifest):
 
 
 def check_resumed(manifest, vs, words):
-    """Raise CannotRace unless the user repeats another project's command: the manifest may come from elsewhere."""
+    """Raise UserError unless the user repeats another project's command: the manifest may come from elsewhere."""
     theirs = [version for version in manifest.race["sides"].values() if "folder" in version]
     require(not theirs or (vs, words) == ([theirs[0]["folder"]], theirs[0]["flags"]),
             f"this race runs another project's command; to allow it: {resume_command(manifest)}")
@@ -534,9 +528,8 @@ def run_all(manifest, where, lock):
     judged = ladder.main([str(folder)]) if each > 2 else stats.main(stats_arguments(manifest))
     if judged == 2 and race["n"] > 1:  # a single run is not meant to be judged
         return 2
-    add = "ladder.py {} --record {} --title" if each > 2 else "board.py add {} {}"
-    add = add.format(os.path.relpath(folder, ROOT), f"records/{datetime.now():%Y-%m-%d}_NAME")
-    say(f'to keep this {"trial" if race.get("trial") else "race"} as a record: .venv/bin/python records/{add} "what was tried"')
+    add = f"records/board.py add {os.path.relpath(folder, ROOT)} records/{datetime.now():%Y-%m-%d}_NAME"
+    say(f'to keep this {"trial" if race.get("trial") else "race"} as a record: .venv/bin/python {add} "what was tried"')
     return 0
 
 
@@ -637,7 +630,7 @@ def main(arguments=None):
                 f"{logs.plural(race['ranks'], 'rank')}, seeds {race['seed'] + 1} to {race['seed'] + race['n']}; "
                 f"declared in {manifest.path}")
             return run_all(manifest, where, lock)
-    except (CannotRace, stats.CannotJudge, OSError) as reason:
+    except (UserError, OSError) as reason:
         if isinstance(reason, OSError):
             reason = f"{reason.filename or 'a file'}: {reason.strerror}; free space or set its permissions"
         return logs.refuse("race.py", reason)

@@ -28,10 +28,9 @@ from pathlib import Path
 
 import numpy as np
 
-from leaks import (NUMBER, PASS, ROOT, UNKNOWN, Broken, find_shards, join_findings, judged, open_shard, ran_out,
-                   require, source_of_checkout)
+from leaks import (NUMBER, PASS, ROOT, UNKNOWN, Broken, CannotJudge, checkable, find_shards, join_findings, judged,
+                   open_shard, ran_out, require, source_of_checkout)
 from logs import plural
-from stats import CannotJudge
 
 SAVED, INITIAL, LOSS, ORDER, CAUSAL = RULES = (
     "the saved model is the log's", "initial weights come from the seed", "independent validation loss",
@@ -331,8 +330,7 @@ class Examination:
 
     def numbers(self, most):
         """Return the numbers of some scored sequences (all if there are fewer) in random order."""
-        if not self.losses:
-            raise CannotJudge("the loss was not evaluated (see the reason above)")
+        checkable(self.losses, "the loss was not evaluated (see the reason above)")
         return self.random.permutation(len(self.losses))[:most]
 
     def check_causality(self):

@@ -16,8 +16,7 @@ from pathlib import Path
 import numpy as np
 
 import logs
-from logs import plural
-from stats import CannotJudge
+from logs import UserError as CannotJudge, plural
 
 ROOT = Path(__file__).resolve().parent.parent
 PASS, FAIL, UNKNOWN = "pass", "fail", "not checkable"
@@ -33,13 +32,10 @@ SHA256 = re.compile("[0-9a-f]{64}")
 
 
 class Broken(Exception):
-    """A rule is broken; the message says how."""
+    """A rule is broken; the message says how. CannotJudge: it cannot be checked."""
 
 
-def require(condition, message):
-    """Raise Broken with this message unless the condition holds."""
-    if not condition:
-        raise Broken(message)
+require, checkable = functools.partial(logs.require, error=Broken), logs.require
 
 
 def judged(check, *arguments):

@@ -253,6 +253,16 @@ def read(paths):
     return logs
 
 
+class UserError(Exception):
+    """The message says what was seen and what to do."""
+
+
+def require(condition, message, error=UserError):
+    """Raise the error with this message unless the condition holds."""
+    if not condition:
+        raise error(message)
+
+
 _cache = {}  # path → (digest, runs, rejected), since board.py lets stats.py and verify.py read the same logs
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import logs
 import pages
+from logs import UserError
 
 os.environ.pop("MPLBACKEND", None)  # a notebook's is not in .venv, and plots that are only saved need none
 STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
@@ -27,16 +28,12 @@ VALIDATION = COLORS[1]
 FAR = 6  # times the median reach of the intervals: differences beyond it are an arrow
 
 
-class NothingToDraw(Exception):
-    """The message states what was seen and what to do."""
-
-
 def read(path):
-    """Return the last run of a log, finished or not. Raise NothingToDraw if no step has a time."""
+    """Return the last run of a log, finished or not. Raise UserError if no step has a time."""
     run = logs.last_run(path)
     if not run.steps:
         why = run.reason and f" ({run.reason})"
-        raise NothingToDraw(f"{path}: no step with a train_time{why}; name the log of a run")
+        raise UserError(f"{path}: no step with a train_time{why}; name the log of a run")
     return run
 
 
@@ -158,52 +155,42 @@ def draw_strip(axes, strip):
     axes.grid(False, axis="y")
 
 
-def draw_differences(title, parts, legend, path):
-    """Plot stats.differences beside each other. legend: {words: color}"""
-    import matplotlib.lines
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(6.5 * len(parts), 2.2 + 0.36 * len(parts[0]["rows"])), layout="constrained")
-        for at, (axes, part) in enumerate(zip(figure.subplots(1, len(parts), squeeze=False)[0], parts)):
-            draw_strip(axes, part)
-            if at:
-                axes.set_yticks([])
-        figure.legend([matplotlib.lines.Line2D([], [], marker="D", color=color) for color in legend.values()],
-                      [*legend], loc="outside lower left", ncols=4, frameon=False, fontsize=9)
-        figure.suptitle("\n".join(textwrap.wrap(title, 55 * len(parts))), fontweight="bold", x=0.01, ha="left")
-        figure.savefig(path, dpi=150)
+def draw_curves(axes, sides, target):
+    """Plot the mean loss of each side over time, or over steps without clocks."""
+    timed, late = not any(side.untimed for side in sides), []
+    for at, side in enumerate(sides):
+        color, label = COLORS[at % len(COLORS)], f"{shorten(side.label)}, n = {len(side.runs)}"
+        trained, validated = ([(found[int(timed)], found[2]) for found in points]
+                              for points in pages.mean_curves(side.runs))
+        line = "--" if len(sides) > 1 and side is sides[-1] else "-"  # the base's may lie on the others
+        for points, style in ((trained, line), (validated, "o" if trained else "o" + line)):
+            if points:
+                axes.plot(*zip(*points), style, color=color, label=label)
+                late += [loss for place, loss in points if place >= pages.EARLY * points[-1][0]]
+                label = None
+    follow(axes, late, target)
+    if late:
+        axes.legend(frameon=False)
+    axes.set(title="Loss", xlabel="seconds of training" if timed else "step",
+             ylabel="nats per token; line: training, dot: validation")
 
 
 def draw_sides(titles, sides, strips, target, path):
-    """Plot the mean loss of each side over time (over steps without clocks), and beside it columns of strips."""
+    """Plot the curves of the sides, if any are given, and beside them columns of strips."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    timed, strips = not any(side.untimed for side in sides), list(filter(None, strips))
+    strips = list(filter(None, strips))
+    columns, rows = bool(sides) + len(strips), len(strips[0][0]["rows"])
+    size = (4.8 * columns, 4.2 + 0.2 * rows) if sides else (6.5 * columns, 2.2 + 0.36 * rows)
     with matplotlib.rc_context(STYLE):
-        columns = 1 + len(strips)
-        figure = Figure(figsize=(4.8 * columns, 4.2 + 0.2 * len(sides)), layout="constrained")
-        lines = [line for title in titles for line in textwrap.wrap(logs.printable(title), 48 * columns)]
+        figure = Figure(figsize=size, layout="constrained")
+        lines = [line for title in titles for line in textwrap.wrap(logs.printable(title), int(10 * size[0]))]
         figure.suptitle("\n".join(lines), x=0.01, ha="left", fontweight="bold")
         grid = figure.add_gridspec(max(map(len, strips)), columns)
-        curves, late = figure.add_subplot(grid[:, 0]), []
-        for at, side in enumerate(sides):
-            color, label = COLORS[at % len(COLORS)], f"{shorten(side.label)}, n = {len(side.runs)}"
-            trained, validated = ([(found[int(timed)], found[2]) for found in points]
-                                  for points in pages.mean_curves(side.runs))
-            line = "--" if len(sides) > 1 and side is sides[-1] else "-"  # the base's may lie on the others
-            for points, style in ((trained, line), (validated, "o" if trained else "o" + line)):
-                if points:
-                    curves.plot(*zip(*points), style, color=color, label=label)
-                    late += [loss for place, loss in points if place >= pages.EARLY * points[-1][0]]
-                    label = None
-        follow(curves, late, target)
-        if late:
-            curves.legend(frameon=False)
-        curves.set(title="Loss", xlabel="seconds of training" if timed else "step",
-                   ylabel="nats per token; line: training, dot: validation")
-        for column, parts in enumerate(strips, 1):
+        if sides:
+            draw_curves(figure.add_subplot(grid[:, 0]), sides, target)
+        for column, parts in enumerate(strips, columns - len(strips)):
             for row, strip in enumerate(parts):
                 draw_strip(figure.add_subplot(grid[row, column]), strip)
         figure.savefig(path, dpi=150)
@@ -217,7 +204,7 @@ def main(arguments=None):
     *paths, out = paths if drawn else [*paths, paths[0].with_name("runs.png") if len(paths) > 1 else paths[0].with_suffix(".png")]
     try:
         draw([read(path) for path in paths], out)
-    except (NothingToDraw, OSError, ValueError) as reason:
+    except (UserError, OSError, ValueError) as reason:
         return logs.refuse("picture.py", reason)
     print(f"picture: {out}")
     return 0

@@ -35,28 +35,25 @@ import functools
 import json
 import math
 import os
-import re
 import sys
 import textwrap
 import warnings
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import scipy.stats
 
 import logs
 import pages
-from logs import brief, config_of, plural
+from logs import UserError, brief, config_of, plural, require
+from manifest import ALPHA, declaration, race_of, side_of
 
 warnings.filterwarnings("ignore", category=RuntimeWarning, module="scipy")  # t of equal values: p is nan then
 
 HOLDS, FAILS = "the claim holds", "the claim does not hold"
 UNJUDGED, NO_CLAIM, OTHER = "the claim cannot be judged", "no claim was declared", "this is not the declared claim"
 STATUS = {HOLDS: 0, NO_CLAIM: 0, FAILS: 1, UNJUDGED: 2, OTHER: 2}
-ALPHA = 0.01
 DEFAULT_TARGET = 3.28  # FineWeb, the public speedrun's main track
 LATE = 0.1  # part of a run in which a clock may be reset after the warm-up
 MOST_RUNS = 1_000_000  # in a plan
@@ -66,18 +63,15 @@ LONGER = 1.15  # times a plan's runs, and one more, give such a race the plan's 
 SD_CONFIDENCE = 0.8  # of the upper bound that a plan takes for a pilot's sd
 MOST_MORE = 100  # runs that a comparison advises; more are none
 LEVEL, POWER = 0.05, 0.8  # of a comparison with the base: two-sided, so its intervals have 95 %
+NO_LONGER = 1.1  # times the base's time: an interval that ends below it shows no cost
 LOSS_PART, TIME_PART = 0.001, 0.01  # the differences that a comparison should detect: parts of the base's loss and time
 RESAMPLES, BOOTSTRAP_N = 9999, 10  # fewer runs: its p is above alpha in 29 % of good cases with 5
 EQUAL = 1e-9  # a spread below this is a difference in rounding
 SCRIPT = "train_gpt.py"  # what is raced
-MANIFEST, PICTURE = "race.jsonl", "race.png"  # written by race.py beside the logs
+PICTURE = "race.png"  # written by race.py beside the logs
 
 
-class CannotJudge(Exception):
-    """The input does not allow a verdict; the message says what was seen and what to do."""
-
-
-class Mixed(CannotJudge):
+class Mixed(UserError):
     """The runs belong to several experiments. seen: the message without this program's advice."""
 
     def __init__(self, seen, advice):
@@ -85,14 +79,8 @@ class Mixed(CannotJudge):
         self.seen = seen
 
 
-class Undecided(CannotJudge):
+class Undecided(UserError):
     """A race that runs until it is decided is still open."""
-
-
-def require(condition, message, error=CannotJudge):
-    """Raise the error with this message unless the condition holds."""
-    if not condition:
-        raise error(message)
 
 
 # Statistics. Arrays of runs [..., n]; tests over the last axis
@@ -143,7 +131,7 @@ def upper_sd(sd, n):
 
 
 def runs_needed(sd, margin, alpha, wanted, sets=1, other_sd=None):
-    """Return the least n (a side) with the wanted power. Raise CannotJudge if it exceeds MOST_RUNS."""
+    """Return the least n (a side) with the wanted power. Raise UserError if it exceeds MOST_RUNS."""
     n = bisect.bisect_left(range(MOST_RUNS + 1), wanted, lo=2,
                            key=lambda n: power(n, sd, margin, alpha, sets, other_sd))
     require(n <= MOST_RUNS, f"a margin of {margin:g} at sd {sd:g} needs more than {MOST_RUNS:,} runs; use a larger one")
@@ -233,7 +221,7 @@ def _interval(two_sided, alpha):
 
 
 def judge_loss(losses, target, alpha):
-    """Return the loss part of a verdict as a dict. Raise CannotJudge where a t-test is undefined."""
+    """Return the loss part of a verdict as a dict. Raise UserError where a t-test is undefined."""
     found = summary(losses)
     require(found["n"] > 1, f"a test needs at least 2 runs, and there is {found['n']}; add runs (see --plan)")
     require(np.ptp(losses), f"all {found['n']} losses are {losses[0]}: with sd 0 a t-test is not defined; use distinct "
@@ -306,6 +294,15 @@ class Verdict:
     time: Contrast | None
     sentence: str = ""
 
+    @property
+    def kept(self):
+        """Whether to keep the idea: "yes", "no", or why a lower loss does not suffice."""
+        if not self.loss.shown or self.loss.value > 0:
+            return "no"
+        if self.time and self.time.low and self.time.low > 1:
+            return "slower"
+        return "yes" if self.time and (self.time.high or self.time.value) < NO_LONGER else "time unknown"
+
 
 def contrast(ours, base, paired, margin, ideas):
     """Compare the means of two arrays by a paired t-test or Welch's.
@@ -320,7 +317,7 @@ def contrast(ours, base, paired, margin, ideas):
     found.low, found.high = _interval(test, LEVEL / 2)
     found.t, found.df, found.p = float(test.statistic), float(test.df), float(test.pvalue)
     spreads = [upper_sd(float(np.std(sample, ddof=1)), len(sample)) or EQUAL for sample in samples]
-    with contextlib.suppress(CannotJudge):  # more than MOST_RUNS
+    with contextlib.suppress(UserError):  # more than MOST_RUNS
         found.needed = runs_needed(spreads[0], margin, LEVEL / 2 / ideas, POWER, len(samples), spreads[-1])
     return found
 
@@ -385,20 +382,21 @@ def show_verdicts(found):
 
 
 def table_of_verdicts(found):
-    """Return the table of Verdicts as text: each base, and its sides."""
+    """Return the table of Verdicts as text: each base and its sides; of several sides also which are kept."""
+    several = len(found) > 1
     def row(name, loss, seconds, verdict=None):
         of_loss, of_time = (verdict.loss, verdict.time) if verdict else (None, None)
         return [textwrap.shorten(name, 28, placeholder=" …"), f"{loss:.4f}", show_contrast(of_loss, "+.4f"),
                 pages.number(of_loss and of_loss.holm, 2) if of_loss else "",
                 "-" if seconds is None else f"{seconds:.3f}", show_contrast(of_time, ".4f"),
-                pages.number(of_time and of_time.holm, 2) if of_time else ""]
+                pages.number(of_time and of_time.holm, 2) if of_time else "", verdict.kept if verdict else ""]
 
-    p = "p" if len(found) == 1 else "p, Holm"
-    rows = [["", "mean loss", "difference (95 % CI)", p, "mean s", "geometric ratio (95 % CI)", p]]
+    p = "p, Holm" if several else "p"
+    rows = [["", "mean loss", "difference (95 % CI)", p, "mean s", "geometric ratio (95 % CI)", p, "kept"]]
     for one in found:
         base = row(one.base, one.base_loss, one.base_seconds)
         rows += [base] * (base not in rows) + [row(one.name, one.mean_loss, one.mean_seconds, one)]
-    return "\n".join(logs.columns(rows))
+    return "\n".join(logs.columns(rows if several else [row[:-1] for row in rows]))
 
 
 def show_contrast(found, form):
@@ -406,106 +404,6 @@ def show_contrast(found, form):
         return ""
     interval = "" if found.p is None else f" ({found.low:{form}} … {found.high:{form}})"
     return f"{found.value:{form}}{interval}"
-
-
-# The manifest of a race
-
-RACE_KEYS = {"id": str, "sides": dict, "ranks": int, "n": int, "seed": int, "order": list, "alpha": float, "test": str,
-             "until_decided": bool}
-RACE_DEFAULTS = {"alpha": ALPHA, "test": "unpaired", "until_decided": False}
-RUN_KEYS = {"run_id": str, "run": int, "side": str, "status": str}
-
-
-def order(n, sides):
-    """Return (run, side) pairs in the order of a race: a b, b a, a b, ..."""
-    names = list(sides)
-    return [(run, side) for run in range(1, n + 1) for side in (names if run % 2 else names[::-1])]
-
-
-class Manifest:
-    """race.jsonl: the declaration, then a line before and one after each run. write() returns when it is on disk."""
-
-    def __init__(self, path):
-        self.path, self.race, self.events, self.cut = path, None, [], None
-        self.attempts = {}  # by run_id, its events merged
-
-    def write(self, event):
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(event) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        self.take(event)
-
-    def take(self, event):
-        if "race" in event:
-            self.race = event["race"]
-        else:
-            self.events.append(event)
-            self.attempts.setdefault(event["run_id"], {}).update(event)
-
-    @classmethod
-    def read(cls, path):
-        """Read a manifest. cut: the offset where an incomplete last line begins (after a power failure), or None."""
-        manifest = cls(Path(path).resolve())
-        try:
-            text = logs.open_file(manifest.path).read()
-        except OSError as error:
-            raise CannotJudge(f"{path}: {error.strerror}; name the {MANIFEST} of the race") from None
-        whole = text[:text.rfind(b"\n") + 1]
-        for number, line in enumerate(whole.splitlines(), 1):
-            try:
-                manifest.take(check_event(logs.parse_json(line), first=number == 1))
-            except (ValueError, CannotJudge) as error:
-                raise CannotJudge(f"{path}: line {number} is no line of a race ({error}); restore it, or name the "
-                                  f"{MANIFEST} of a race") from None
-        require(manifest.race, f"{path}: no line describes the race; name the {MANIFEST} of a race")
-        manifest.cut = len(whole) if whole != text else None
-        return manifest
-
-    def done(self):
-        """Return {(run, side): attempt}, without the first run (number 0), which does not count."""
-        return {(a["run"], a["side"]): a for a in self.attempts.values() if a["status"] == "done" and a["run"]}
-
-
-def check_event(event, first):
-    """Check a line of the manifest. Raise CannotJudge unless it is the declaration (the first line) or a run's."""
-    def are_words(value):
-        return isinstance(value, list) and all(isinstance(word, str) for word in value)
-
-    inner, keys = (event.get("race"), RACE_KEYS) if first and isinstance(event, dict) else (event, RUN_KEYS)
-    if first and isinstance(inner, dict):
-        event["race"] = inner = {**RACE_DEFAULTS, **inner}
-    for key, kind in keys.items():
-        require(isinstance(inner, dict) and isinstance(inner.get(key), kind), f"its {key} is no {kind.__name__}")
-    require(re.fullmatch(r"[\w.-]{1,100}", inner["id" if first else "run_id"]), "its id is no file name")
-    if not first:
-        require("race" not in event, "the race is described a second time")  # only the first description is checked
-        return event
-    for side in inner["sides"].values():
-        require(isinstance(side, dict) and "revision" in side and are_words(side.get("flags")),
-                "a side needs a revision and flags")
-        require(side["revision"] is None or re.fullmatch("[0-9a-f]{40,64}", str(side["revision"])),
-                "a side's revision is no full hash")  # git would take one that begins with - for an option
-        require(isinstance(side.get("folder", ""), str) and isinstance(side.get("name", ""), str),
-                "a side's folder or name is no text")
-    require(inner["sides"] and are_words(inner["order"]) and len(inner["order"]) == inner["n"] * len(inner["sides"]),
-            "its order needs one word for each of its n runs a side")
-    require(0 < inner["alpha"] < 0.5, "its alpha is no number between 0 and 0.5")
-    require(inner["test"] in ("paired", "unpaired"), "its test is neither paired nor unpaired")
-    return event
-
-
-def manifest_in(folder):
-    """Return the Manifest in a folder, or None. Raise CannotJudge if it cannot be read."""
-    path = Path(folder) / MANIFEST
-    return Manifest.read(path) if logs.exists(path) else None
-
-
-def declaration(runs):
-    """Return the declaration in race.jsonl if all runs belong to that race, else {}."""
-    (folder, race_id), *others = {(os.path.dirname(run.path), race_of(run) and race_of(run).race_id) for run in runs}
-    manifest = manifest_in(folder) if race_id and not others else None
-    return manifest.race if manifest and manifest.race["id"] == race_id else {}
 
 
 # The runs that are judged
@@ -557,32 +455,6 @@ class Side:
                 if len(run.clock_falls) > 1 or any(step > LATE * run.last_step for step in run.clock_falls)]
 
 
-class Race(NamedTuple):
-    """The race field of a log's start line."""
-    race_id: str
-    side: str
-    run: str
-    declared_n: object
-
-
-def race_of(run):
-    """Return the Race of a run or a rejected one, or None. For another project's script race.jsonl states it."""
-    race = (run.start or {}).get("race")
-    if not race and (manifest := manifest_in(os.path.dirname(run.path))):
-        attempt = manifest.attempts.get(Path(run.path).stem)
-        if attempt and "folder" in manifest.race["sides"].get(attempt["side"], {}):
-            race = {"race_id": manifest.race["id"], "declared_n": manifest.race["n"], **attempt}
-    if not isinstance(race, dict) or "race_id" not in race:
-        return None
-    return Race(str(race["race_id"]), str(race.get("side") or ""), str(race.get("run")), race.get("declared_n"))
-
-
-def side_of(run):
-    """Return (race id, side), or None."""
-    race = race_of(run)
-    return race and race[:2]
-
-
 def list_names(items):
     """Return file names of runs for a message, at most four."""
     return logs.some(logs.printable(os.path.basename(item.path)) for item in items)
@@ -626,7 +498,7 @@ def gather(name, found, options, source=None, race_side=None):
 
 
 def check_one_experiment(side, mixed):
-    """Raise CannotJudge if the runs belong to several experiments; only warn if mixed."""
+    """Raise UserError if the runs belong to several experiments; only warn if mixed."""
     def must_agree(what, key, advice="pass the logs of one", shown="{} ({}: {})"):
         """Require one key(run) of all runs; None is ignored. {} in advice: an example."""
         groups = grouped((run for run in side.runs if key(run) is not None), key)
@@ -668,13 +540,13 @@ def check_one_experiment(side, mixed):
 
     for experiment, runs in grouped(side.runs, seeded).items():
         if experiment and len(runs) > 1:
-            raise CannotJudge(f"{len(runs)} runs of {side.name} share the seed {json.dumps(runs[0].seed)} "
+            raise UserError(f"{len(runs)} runs of {side.name} share the seed {json.dumps(runs[0].seed)} "
                               f"({list_names(runs)}): they are not independent, and p would be too small; race with "
                               "distinct seeds")
 
 
 def check_complete(side):
-    """Raise CannotJudge unless each race has exactly its declared runs, or the first ones if it ends when decided."""
+    """Raise UserError unless each race has exactly its declared runs, or the first ones if it ends when decided."""
     for which, runs in grouped(side.runs, side_of).items():
         if which is None:
             continue
@@ -693,22 +565,22 @@ def check_complete(side):
 
 
 def check_none_diverged(side):
-    """Raise CannotJudge if a run diverged: it is evidence against the claim, and cannot enter a mean."""
+    """Raise UserError if a run diverged: it is evidence against the claim, and cannot enter a mean."""
     sources, races = {run.source_sha256 for run in side.runs}, set(map(side_of, side.runs))
     diverged = [item for item in side.rejected if item.kind == logs.NOT_FINITE and item.source_sha256 in sources
                 and side_of(item) in races]
     if diverged:
-        raise CannotJudge(f"{list_names(diverged)} of {side.name} diverged ({diverged[0].reason}): a run that was "
+        raise UserError(f"{list_names(diverged)} of {side.name} diverged ({diverged[0].reason}): a run that was "
                           "started and is evidence against the claim; fix the cause and race again")
 
 
 def check_not_shared(a, b):
-    """Raise CannotJudge if a run is in both sets."""
+    """Raise UserError if a run is in both sets."""
     _, copies = logs.without_copies(a.runs + b.runs)
     paths = {os.path.realpath(run.path) for run in a.runs}
     shared = [run.path for run in b.runs if os.path.realpath(run.path) in paths] or [copy.path for copy in copies]
     if shared:
-        raise CannotJudge(f"{logs.printable(shared[0])} is in both sets; a run belongs to one")
+        raise UserError(f"{logs.printable(shared[0])} is in both sets; a run belongs to one")
 
 
 def add_warnings(side):
@@ -818,7 +690,7 @@ def names_of_sets(options):
 def judge(sides, options):
     """Return the report, a dict for --json; the Sides are under "sides".
 
-    Raise CannotJudge if the runs cannot be compared at all. A claim that cannot be judged is stated in the report."""
+    Raise UserError if the runs cannot be compared at all. A claim that cannot be judged is stated in the report."""
     declared = declaration([run for side in sides for run in side.runs])
     for side in sides:
         side.declared = declared
@@ -845,14 +717,14 @@ def judge(sides, options):
         report |= judge_claim(sides, *report["verdicts"] or [None], alpha, options.target)
     except Undecided:
         raise
-    except CannotJudge as reason:
+    except UserError as reason:
         report |= {"verdict": UNJUDGED, "reason": str(reason)}
     return report | {"warnings": list(dict.fromkeys(warning for side in sides for warning in side.warnings)),
                      **list_runs(sides), "sides": sides}
 
 
 def judge_claim(sides, verdict, alpha, target):
-    """Return the record's claim as a part of the report. Raise CannotJudge where its tests are undefined."""
+    """Return the record's claim as a part of the report. Raise UserError where its tests are undefined."""
     declared, a = sides[0].declared, sides[0]
     target = choose_target(a.runs, target)
     if target is None:
@@ -900,7 +772,7 @@ def judge_looks(sides, target, alpha):
 
 
 def check_timed(a, b):
-    """Raise CannotJudge unless every run of two Sides states the time of the whole run."""
+    """Raise UserError unless every run of two Sides states the time of the whole run."""
     for odd, seen in (
             (a.untimed + b.untimed, "no train_time above zero on the last validation line of {}"),
             (a.clock_reset + b.clock_reset, "the clock was reset during training ({}), so times do not compare")):
@@ -908,7 +780,7 @@ def check_timed(a, b):
 
 
 def check_comparable(a, b, mixed):
-    """Raise CannotJudge if a run is in both sets, Mixed if they differ in a fact. Runs of one race ran on one machine; mixed:
+    """Raise UserError if a run is in both sets, Mixed if they differ in a fact. Runs of one race ran on one machine; mixed:
     what logs do not state may differ."""
     check_not_shared(a, b)
     for what, key in FACTS.items():
@@ -965,32 +837,59 @@ def strips(sides, target):
     return found
 
 
-def differences(found, colors=None):
-    """Return the chart of Verdicts, of a race or a ladder: a strip of losses, and one of times if all have one.
+def differences(found):
+    """Return the chart of Verdicts: a strip of losses, and one of times if all have one.
 
-    colors: of each Verdict, instead of the places of their sides."""
-    return [{"title": title, "unit": f"compared with {found[0].base}, mean and its 95 % interval", "level": (neutral, ""),
-             "rows": [{"name": one.name, "color": colors[at] if colors else at, "values": [],
-                       "mean": ends_of(getattr(one, part))} for at, one in enumerate(found)]}
-            for part, title, neutral in (("loss", "Difference of loss, nats", 0), ("time", "Ratio of times", 1))
-            if found and all(getattr(one, part) for one in found)]
+    Of several ideas only the first strip names the rows, and the color says what is shown of their loss."""
+    def color(at, one):
+        if len(found) == 1:
+            return at
+        return "#8a8a8a" if not one.loss.shown else 0 if one.loss.value < 0 else 1
+
+    def strip(part, title, neutral):
+        named = len(found) == 1 or part == "loss"
+        rows = [{"name": one.name if named else "", "color": color(at, one), "values": [],
+                 "mean": ends_of(getattr(one, part))} for at, one in enumerate(found)]
+        return {"title": title, "unit": f"compared with {found[0].base}, mean and its 95 % interval",
+                "level": (neutral, ""), "rows": rows}
+    return [strip(*about) for about in (("loss", "Difference of loss, nats", 0), ("time", "Ratio of times", 1))
+            if found and all(getattr(one, about[0]) for one in found)]
+
+
+def conclusion(found):
+    """Return in a sentence which ideas' Verdicts show a lower loss, and how many a higher one."""
+    shown = [one for one in found if one.loss.shown]
+    lower = [textwrap.shorten(one.name, 48, placeholder=" …") for one in shown if one.loss.value < 0]
+    higher = len(shown) - len(lower)
+    said = f"{len(lower)} of {plural(len(found), 'idea')} {'lowers' if len(lower) == 1 else 'lower'} the loss"
+    if 0 < len(lower) < 4:
+        said += f": {', '.join(lower)}"
+    return said + (f"; {higher} {'raises' if higher == 1 else 'raise'} it" if higher else "")
 
 
 def plot(sides, found, path):
-    """Plot each side's mean loss over time, and its losses and times in dots. The Verdicts (found) are the title."""
+    """Plot the sides' runs and what the Verdicts (found) show; of several ideas only their differences to the base."""
     import picture
 
-    target = None
-    with contextlib.suppress(CannotJudge):  # several targets
-        target = choose_target(sides[0].runs, None)
-    titles = [f"{one.name} against {one.base}: {one.sentence}" for one in found] or [
-        f"{side.label}: " * (len(sides) > 1) + f"{show_mean(summary(side.losses), 'nats per token')}"
-        f"{'' if side.untimed else ', ' + show_mean(summary(side.seconds))} (mean ± sd, n = {len(side.runs)})"
-        for side in sides]
+    if len(found) > 1:
+        found = sorted(found, key=lambda one: one.loss.value)
+        runs = " or ".join(map(str, sorted({one.n for one in found})))
+        titles = [f"{conclusion(found)} ({runs} seeds)", "Blue: lower loss; orange: higher; grey: no difference shown "
+                  f"(p ≥ {LEVEL:g} after Holm's correction)"]
+        target, shown, columns = None, [], [[strip] for strip in differences(found)]
+    else:
+        target = None
+        with contextlib.suppress(UserError):  # several targets
+            target = choose_target(sides[0].runs, None)
+        titles = [f"{one.name} against {one.base}: {one.sentence}" for one in found] or [
+            f"{side.label}: " * (len(sides) > 1) + f"{show_mean(summary(side.losses), 'nats per token')}"
+            f"{'' if side.untimed else ', ' + show_mean(summary(side.seconds))} (mean ± sd, n = {len(side.runs)})"
+            for side in sides]
+        shown, columns = sides, [strips(sides, target), differences(found)]
     try:
-        picture.draw_sides(titles, sides, [strips(sides, target), differences(found)], target, path)
+        picture.draw_sides(titles, shown, columns, target, path)
     except (OSError, ValueError) as error:
-        raise CannotJudge(f"cannot write the plot {logs.printable(path)} ({error}); give a .png in a folder that "
+        raise UserError(f"cannot write the plot {logs.printable(path)} ({error}); give a .png in a folder that "
                           "exists") from None
 
 
@@ -1103,9 +1002,9 @@ def main(arguments=None):
             report["verdict"] = OTHER
         if options.plot:
             plot(sides, report["verdicts"], options.plot)
-    except CannotJudge as reason:
+    except UserError as reason:
         if options.plot and sides:
-            with contextlib.suppress(CannotJudge):
+            with contextlib.suppress(UserError):
                 plot(sides, [], options.plot)
         if options.json:
             print(logs.show_json({"verdict": UNJUDGED, "reason": str(reason), **list_runs(sides)}))

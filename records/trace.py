@@ -54,12 +54,9 @@ import numpy as np
 
 import logs
 import pages
+from logs import UserError
 
 # Reading ------------------------------------------------------------------------------------------------------------
-
-
-class TraceError(Exception):
-    """The input gives no figures. The message is the line that the user sees."""
 
 
 class Span(NamedTuple):
@@ -158,10 +155,10 @@ def load(path):
             raise ValueError('neither a list of events nor an object with a list "traceEvents"')
         return events, members(content)
     except (EOFError, zlib.error, gzip.BadGzipFile, ValueError, RecursionError) as error:
-        raise TraceError(f"{path}: not a complete Chrome trace ({error}); record it again with torch.profiler's "
+        raise UserError(f"{path}: not a complete Chrome trace ({error}); record it again with torch.profiler's "
                          "export_chrome_trace, or copy the whole file again") from None
     except OSError as error:
-        raise TraceError(f"{path}: {error.strerror or error}; name a torch.profiler trace, .json or .json.gz") from None
+        raise UserError(f"{path}: {error.strerror or error}; name a torch.profiler trace, .json or .json.gz") from None
 
 
 def read(path):
@@ -208,7 +205,7 @@ def read(path):
              for a, b in itertools.pairwise(group) if b[1].start < a[1].end]
     if main_threads and len(ranks) > 1 or twice:
         whose = f"processes {', '.join(sorted(ranks)[:4])}" if len(ranks) > 1 else "steps that overlap on one thread"
-        raise TraceError(f"{path}: holds several ranks ({whose}), whose launches cannot be told apart; give the file of each rank")
+        raise UserError(f"{path}: holds several ranks ({whose}), whose launches cannot be told apart; give the file of each rank")
     trace.steps = {step: sorted(marks[step]) for step in sorted(marks)}
     host.sort()
     for span, step in zip(host, steps_at([span.start for span in host], trace.steps)):
@@ -352,7 +349,7 @@ def host_figures(host):
 
 
 def check(trace):
-    """Raise TraceError if the trace says nothing about communication. The message says how to record one that does."""
+    """Raise UserError if the trace says nothing about communication. The message says how to record one that does."""
     inside = trace.all_ops()
     linked = len(inside) + len(trace.outside)
     gpu_ops, ranks = linked + len(trace.orphans), "record a run of two ranks or more"
@@ -369,7 +366,7 @@ def check(trace):
             (not gpu_ops and not host_comm,
              f"no communication: neither GPU ops nor ranges `launch ...`, gloo:* or c10d::*; {ranks}")):
         if wrong:
-            raise TraceError(f"{trace.path}: {problem}")
+            raise UserError(f"{trace.path}: {problem}")
 
 
 def analyse(trace):
@@ -534,7 +531,7 @@ def compare(left, right):
     device = left[0]["device"]
     for analysis in (*left, *right):
         if analysis["device"] != device:
-            raise TraceError(f"{analysis['trace']}: a {analysis['device'].upper()} trace, but {left[0]['trace']} is a "
+            raise UserError(f"{analysis['trace']}: a {analysis['device'].upper()} trace, but {left[0]['trace']} is a "
                              f"{device.upper()} trace; compare traces of the same device")
     (total_a, steps_a), (total_b, steps_b) = set_means(left), set_means(right)
     common = [(n, n) for n in steps_a if n in steps_b]
@@ -664,7 +661,7 @@ def read_set(paths, problems):
         try:
             trace = read(path)
             check(trace)
-        except TraceError as problem:
+        except UserError as problem:
             problems.append(str(problem))
             continue
         recording = repr((trace.rank, trace.steps))
@@ -691,11 +688,11 @@ def main(arguments=None):
     try:
         if problems:
             several = f"{len(problems)} files cannot be used: " if len(problems) > 1 else ""
-            raise TraceError(several + "; ".join(problems))
+            raise UserError(several + "; ".join(problems))
         comparison = compare(analyses, others) if others else None
         if options.picture:
             draw([read(paths[0]) for paths in (options.traces, options.vs)], comparison, options.picture)
-    except (TraceError, OSError, ValueError) as problem:
+    except (UserError, OSError, ValueError) as problem:
         return logs.refuse("trace.py", problem)
     if options.json:
         print(json.dumps({"traces": analyses, "vs": others, "comparison": comparison}, indent=1))

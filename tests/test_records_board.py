@@ -16,7 +16,6 @@ RECORDS = Path(__file__).resolve().parent.parent / "records"
 sys.path.insert(0, str(RECORDS))
 
 import board  # noqa: E402
-import ladder  # noqa: E402
 import leaks  # noqa: E402
 import logs  # noqa: E402
 import pages  # noqa: E402
@@ -164,20 +163,6 @@ def test_unpacked_logs_of_a_record_are_packed_again_into_the_same_bytes(publishe
     assert board.main(["pack", str(record)]) == 0 and {path: path.read_bytes() for path in records.rglob("*.*")} == before
 
 
-def test_a_new_record_has_no_other_judged_again_unless_it_has_changed(places, monkeypatch):
-    race, records = places
-    judged, judge = [], board.judge_rules
-    monkeypatch.setattr(board, "judge_rules", lambda folder: judged.append(folder.name) or judge(folder))
-    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 3))  # they break rules
-    for name, wanted in ("a", "a"), ("b", "b"), ("c", "ac"):
-        judged.clear()
-        assert board.main(["add", str(race), str(records / name), "A toy"]) == 0 and sorted(judged) == list(wanted)
-        if name == "b":
-            archive = records / "a" / logs.ARCHIVE
-            files = logs.members(archive)
-            logs.pack(files | {"r1a.txt": files["r1a.txt"] + b"\n"}, archive)
-
-
 def test_pages_do_not_change_with_the_script_of_this_checkout(published, monkeypatch):
     """A racer who edits train_gpt.py and adds a record finds no other record's page changed."""
     before = {path: path.read_bytes() for path in published.rglob("*.*")}
@@ -203,17 +188,6 @@ def test_a_long_diff_is_cut_and_says_by_how_much():
     lines = board.short_diff("".join(f"{i}\n" for i in range(500)), "", ("b", "a"))
     assert len(lines) == board.MAX_DIFF_LINES + 1 and lines[-1] == f"… and {503 - board.MAX_DIFF_LINES} more lines"
     assert pages.fence(["````x", "``"]) == "`````"
-
-
-@pytest.mark.parametrize("stated", [True, False])
-@pytest.mark.parametrize("source", ["print()\n", "print()", "print()\n\n"])
-def test_a_digest_is_that_of_the_file(tmp_path, source, stated):
-    """train_gpt.py writes its source, a line end, and the separator."""
-    digest = hashlib.sha256(source.encode()).hexdigest()
-    (tmp_path / "x.txt").write_text(f"{source}\n{RULE}\nmore\n{RULE}\nstep:1/1 val_loss:1.0 train_time:1ms step_avg:1ms\n")
-    (run,), *_ = logs.read_file(str(tmp_path / "x.txt"))
-    assert board.digest_of(run.source.removesuffix("\n"), digest if stated else None) == digest
-    assert board.digest_of(None, "stated") == "stated"
 
 
 def test_differences_are_what_is_alike_within_each_side():
@@ -320,21 +294,6 @@ def test_records_of_unknown_hardware_have_no_rank_and_cards_are_tracks_of_their_
     assert [one["rows"][0]["rank"] for one in found] == [1, 1, None]
 
 
-def test_a_ladder_becomes_a_record_by_the_same_command(places, monkeypatch, capsys):
-    folder, records = places
-    described = json.loads((folder / "race.jsonl").read_text())
-    described["race"]["sides"]["c"] = described["race"]["sides"]["b"]
-    described["race"]["order"] += ["x"] * 3
-    (folder / "race.jsonl").write_text(json.dumps(described) + "\n")
-    kept = []
-    monkeypatch.setattr(ladder, "read", lambda race: race)
-    monkeypatch.setattr(ladder, "judge", list)
-    monkeypatch.setattr(ladder, "keep", lambda *arguments: kept.append(arguments))
-    new = records / "2026-01-04_ladder"
-    assert board.main(["add", str(folder), str(new), "Ideas"]) == board.main(["add", str(folder), str(folder), str(new), "Ideas"]) == 0
-    assert kept == [([folder] * n, new, [folder] * n, "Ideas") for n in (1, 2)]
-
-
 @pytest.mark.parametrize("text,becomes", [
     ("error: [Errno 28] /home/me/x/r.txt: full", "error: [Errno 28] r.txt: full"),
     ('{"path": "/data/me/init.pt"}', '{"path": "init.pt"}'),
@@ -356,10 +315,7 @@ def test_a_machine_that_is_called_like_a_preset_changes_no_manifest(monkeypatch)
 
 def test_the_records_here_name_no_folder_and_each_has_its_pages():
     for folder in (path.parent for path in RECORDS.glob("*/README.md")):
-        if (folder / board.LADDER).exists():  # which has its own page
-            assert f"({folder.name}/)" in (RECORDS / "README.md").read_text()
-            continue
-        assert f"[{folder.name}]" in (RECORDS / "README.md").read_text()
+        assert f"({folder.name}/)" in (RECORDS / "README.md").read_text()
         files = [file for path in folder.iterdir() for file in logs.listing(str(path)) if not file.endswith(".png")]
         assert len(files) > 6 and str(folder / "race.jsonl") in files
         for path in [*files, str(RECORDS / "README.md")]:

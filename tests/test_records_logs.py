@@ -83,40 +83,131 @@ def only_rejection(path):
     return found.rejected[0]
 
 
-# Forms
+# One log, and what is read of it
 
-def test_the_common_form(write):
-    run = only_run(write(text(common("3.2754", 2245, 250, 137554))))
-    assert (run.final_loss, run.loss_decimals, run.train_time_ms) == (3.2754, 4, 137554)
-    assert (run.stated_steps, run.last_step, run.complete, run.gpus) == (2245, 2245, True, 8)
-    assert [v.step for v in run.validations] == [*range(0, 2245, 250), 2245]
-    assert run.validations[0].time_ms == 0 and run.notes == () and run.clock_falls == ()
-    assert run.source_sha256 == hashlib.sha256(b"import torch\n").hexdigest()
+COMMON, MANY = common(), "9" * 5000  # Python refuses to parse an int of so many digits, and a float of a fifteenth of them
+OWN, GOES_ON = '{"run_id": "x"}', [f"step:{step}/20 train_time:{100 * step}ms step_avg:100.00ms" for step in (21, 22)]
+WORLD = {"on NVIDIA H100 NVL with world_size 2": 2, "config={'seed': 5, 'world_size': 2, 'x': 1}": 2, "world_size=4": 4,
+         f"world_size={MANY}": 8}
+FALLS = [f"step:{i}/30 train_time:{t}ms step_avg:nanms" for i, t in enumerate([*range(900, 910), *range(20)], 1)]
+FALLS.append("step:30/30 val_loss:3.2 train_time:25ms step_avg:1ms")
+LLM_C = "s:0 tel:11.0092\ns:1 trl:9.1 lr:0.1 norm:2\ns:2 tel:3.0366\n"
+# By name: the log, and values of its run; of reason and noted a part
+FORMS = {
+    "the common form": (text(common("3.2754", 2245, 250, 137554)), {
+        "final_loss": 3.2754, "loss_decimals": 4, "train_time_ms": 137554, "stated_steps": 2245, "last_step": 2245, "complete": True,
+        "gpus": 8, "notes": (), "clock_falls": (), "source_sha256": hashlib.sha256(b"import torch\n").hexdigest()}),
+    "train_loss": (text(["step:0/3 val_loss:10.9264 train_time:285ms step_avg:nanms",
+                         *(f"step:{i}/3 train_loss:9.1 train_time:{70 + i}ms step_avg:nanms" for i in (1, 2, 3)),
+                         "step:3/3 val_loss:3.2785 train_time:80ms step_avg:26.67ms"]), {
+        "final_loss": 3.2785, "train_time_ms": 80, "last_step": 3, "clock_falls": (1,), "notes": ("train_time decreases at step 1",)}),
+    "seconds and further fields": (text([
+        "step:125/250 val_loss:4.51874 train_time:24.082s step_avg:192.66ms", "step:250/250 val_loss:3.512345 "
+        "val_ema_loss:3.4 ema_beta:0.99 mode:fast train_time:541.343s step_avg:1ms final_eval"]), {
+        "final_loss": 3.512345, "loss_decimals": 6, "train_time_ms": 541343, "notes": ("also logs val_ema_loss; the loss is val_loss",),
+        "extras": {"val_ema_loss": 3.4, "ema_beta": 0.99, "mode": "fast"}}),
+    "bars": (text(["step:   0/20 | val_loss:9.1 | train_time:0.0s | step_avg:nanms", "step:  20/20 | val_loss:3.2 | train_time:57.1s"]),
+             {"final_loss": 3.2, "train_time_ms": 57100, "stated_steps": 20, "notes": ()}),
+    "commas": (text(["step:0/20, tokens seen: 0.00M, val_loss:9.1 train_time:0.20s",
+                     "step:20/20, tokens seen: 6.54M, val_loss:3.2 train_time:57.1s step_avg:100ms"]),
+               {"final_loss": 3.2, "train_time_ms": 57100, "stated_steps": 20, "notes": ()}),
+    "fields in another order": (text([*COMMON[:-1], "step:20/20 train_time:2000ms step_avg:100.00ms val_loss:3.2775"]), {"final_loss": 3.2775}),
+    "llm.c, without total and time": ("s:0 tel:10.968871\ns:0 trl:10.9\ns:1 trl:9.5\ns:2 tel:3.2950\n", {
+        "final_loss": 3.295, "complete": None, "stated_steps": None, "train_time_ms": None, "loss_decimals": 4, "gpus": None,
+        "source_sha256": None, "noted": "cannot be known"}),
+    "llm.c, cut off": ("s:0 tel:11.0\ns:250 tel:6.1\ns:250 trl:6.1818 lr:0.0", {"reason": "cut off follows"}),
+    "llm.c, not trained": ("s:0 tel:11.0092\n", {"reason": "before any training"}),
+    "llm.c, trained further": ("s:0 tel:10.9\ns:0 trl:10.9\ns:1 trl:9.5\n", {
+        "kind": logs.INCOMPLETE, "reason": "training lines go on to step 1"}),
+    "llm.c and another metric": (LLM_C + "s:2 eval:0.3044\n", {"final_loss": 3.0366}),
+    "llm.c, another metric, trained further": (f"{LLM_C}s:2 eval:0.3044\ns:2 trl:3.1 lr:0.1\n", {"kind": logs.INCOMPLETE, "reason": ""}),
+    "another metric": (text([*COMMON, "step:20 cplm_diag nll:3.2742 lm_nll:3.3572 alpha:0.0568"]), {
+        "final_loss": 3.2775, "stated_steps": 20, "complete": True, "notes": ()}),
+    "training behind the stated total": (text([*COMMON, *GOES_ON]), {"kind": logs.INCOMPLETE, "reason": "go on to step 22 of 20"}),
+    "our own": (text(['{"run_id": "x", "seed": 7, "ranks": 2, "target_val_loss": 3.28}', *COMMON,
+                      '{"end": {"final_val_loss": 3.27752, "peak_memory_mib": 12}}']), {
+        "start": {"run_id": "x", "seed": 7, "ranks": 2, "target_val_loss": 3.28}, "gpus": 2, "notes": (),
+        "end": {"final_val_loss": 3.27752, "peak_memory_mib": 12}}),
+    "our own, failed": (text([OWN, *COMMON[:9], "error: out of memory"]), {"start": {"run_id": "x"}, "reason": "; error: out of memory"}),
+    "our own, without a step": (text([OWN]), {"reason": "incomplete: no validation line; it reached no step"}),
+    "our own, stopped before its end": ("\n".join([OWN, *COMMON, "error: interrupted", ""]), {  # a resumed race repeats it
+        "kind": logs.INCOMPLETE, "over": True, "reason": "no end line follows the last validation; error: interrupted"}),
+    "our own, killed before its end": ("\n".join([OWN, *COMMON, ""]), {
+        "kind": logs.INCOMPLETE, "over": False, "reason": "no end line follows the last validation"}),
+    "our own, interrupted at its end": ("\n".join([OWN, *COMMON, "error: interrupted", '{"end": {"final_val_loss": 3.2775}}', ""]), {}),
+    **{f"{decimals} decimals": (text(common(f"{3.25:.{decimals}f}")), {"loss_decimals": decimals}) for decimals in (4, 5, 6)},
+    "a long time": (text([*COMMON[:3], f"step:3/20 train_time:{MANY}ms step_avg:1ms", *COMMON[3:]]), {
+        "final_loss": 3.2775, "train_time_ms": 2000}),
+    "a long last time": (text([*COMMON[:-1], COMMON[-1].replace("2000", MANY)]), {
+        "noted": "the last validation line states no train_time"}),
+    **{f"JSON with {len(digits)} digits": (text(['{"run_id": "x", "ranks": %s}' % digits, *COMMON, '{"end": {"final_val_loss": %s}}' % digits]), {
+        "end": {"final_val_loss": math.inf}, "gpus": 8}) for digits in ("1" + "0" * 400, MANY)},
+    "a space that only Unicode knows": (text([*COMMON[:-1], "step:20/20 note\x1cval_loss:3.1 train_time:2000ms"]), {
+        "kind": logs.INCOMPLETE, "reason": ""}),
+    "look-alikes in the source": (text(COMMON, source="'''\n" + "\n".join(common("9.9999")) + f"\n{OWN}\n{gpu_table(3)}world_size=3\n'''\n"), {
+        "final_loss": 3.2775, "gpus": 8, "index_in_file": 1, "start": None}),
+    "a run before the last separator": (text(common("3.1000")) + text(common("3.2000")), {
+        "final_loss": 3.2, "notes": ("5 validation lines before the last separator do not count",)}),
+    "a separator at the end": ("\n".join(COMMON) + "\n" + SEPARATOR, {"kind": logs.NOT_A_LOG, "reason": ""}),
+    **{f"GPUs by {words[:40]}": (text(COMMON, environment=f"{words}\n{gpu_table(8)}"), {"gpus": gpus}) for words, gpus in WORLD.items()},
+    "one GPU in the table": (text(COMMON, environment=gpu_table(1)), {"gpus": 1}),
+    "the table twice": (text(COMMON, environment=gpu_table(8) * 2), {"gpus": 8}),
+    "no GPU": (text(COMMON, environment="a CPU\n"), {"gpus": None}),
+    "no validation at step 0": (text([line for line in COMMON if "val_loss" in line][1:]), {"notes": ()}),
+    "resumed in a file of its own": (text([line for line in COMMON if "val_loss" in line][2:]), {"notes": ("begins at step 10",)}),
+    "two validations of a step": (text([*COMMON, "step:20/20 val_loss:3.2701 train_time:2000ms step_avg:1ms"]), {
+        "final_loss": 3.2701, "notes": ("validated more than once at step 20: the last one counts",)}),
+    "text between the lines": (text(["Compiling model", "Resetting Model", "0%|   | 0/8\r" + COMMON[0], *COMMON[1:5],
+                                     "W0727 a warning", "", *COMMON[5:]]), {"final_loss": 3.2775, "notes": ()}),
+    "a clock that falls": (text(FALLS), {"clock_falls": (11,), "train_time_ms": 25}),
+    "a clock that falls twice": (text([*FALLS[:25], "step:26/30 train_time:3ms step_avg:1ms", *FALLS[26:]]), {"clock_falls": (11, 26)}),
+    "an early last validation": (text(COMMON[:6] + ["step:5/20 val_loss:5.0 train_time:500ms step_avg:1ms"]), {
+        "reason": "incomplete: the last validation is at step 5 of 20"}),
+    "no last step": (text(COMMON[:14]), {"reason": "incomplete: the last validation is at step 10 of 20, training lines go on to step 11"}),
+    "no last validation": (text(COMMON[:-1]), {
+        "reason": "incomplete: the last validation is at step 15 of 20, training lines go on to step 20"}),
+    "no validation": (text(COMMON[1:3]), {"reason": "incomplete: no validation line; it reached step 2 of 20"}),
+    "a last loss of nan": (text(common("nan")), {"reason": "val_loss is nan at step 20 of 20"}),
+    "a last loss of inf": (text(common("inf")), {"reason": "val_loss is inf at step 20 of 20"}),
+    "a first loss of nan": (text([COMMON[0].replace("val_loss:10.", "val_loss:nan "), *COMMON[1:]]), {
+        "reason": "val_loss is nan at step 0 of 20"}),
+    "no line end": (text(COMMON).rstrip("\n"), {"notes": ()}),
+    "no line end and nothing else": ("\n".join(COMMON), {"notes": ()}),
+    "no line end, llm.c": ("s:0 tel:10.9688\ns:1 tel:3.2950", {"final_loss": 3.295}),
+    "fewer digits in the last line, llm.c": ("s:0 tel:10.9688\ns:1 tel:3.29", {"reason": "a line that is cut off follows"}),
+    "one line": ("step:9/9 val_loss:3.2 train_time:5ms step_avg:1ms", {"final_loss": 3.2}),
+    "one line, cut off": ("step:9/9 val_loss:3.2", {"reason": "cut off and dropped"}),
+    **{f"cut off behind {end}": (text(COMMON).partition("step:20/20 val_loss")[0] + end, {
+        "kind": logs.INCOMPLETE, "reason": f"cut off and dropped: {end!r}"}) for end in (
+        "st", "step:", "step:20/2", "step:20/20 ", "step:20/20 val_l", "step:20/20 val_loss:3.27", "step:20/20 val_loss:3.2775",
+        "step:20/20 val_loss:3.2775 train_time:20", "step:20/20 val_loss:3.2775 train_time:2000m",
+        "step:20/20 val_loss:3.2775 train_time:2000ms", "step:20/20 val_loss:3.2775 train_time:2000ms step_avg:100.0")},
+    "a card in the table": (text(COMMON, environment=gpu_table(8).replace("H100 80GB HBM3 ", "A100-SXM4-80GB ")), {
+        "card": "NVIDIA A100-SXM4-80GB", "torch": None}),
+    "a card and torch in a sentence": (text(COMMON, environment="Running PyTorch 2.10.0+cu128 compiled for CUDA 12.8 on "
+                                            "NVIDIA GH200 120GB with world_size 4"), {"card": "NVIDIA GH200 120GB", "torch": "2.10.0+cu128"}),
+    "a card of AMD": (text(COMMON, environment="GPU[0]: Card Series: AMD Instinct MI300X\ntorch version: 2.9.1"), {
+        "card": "AMD Instinct MI300X", "torch": "2.9.1"}),
+    "a card as a setting": (text(COMMON, environment="device_name=NVIDIA L40S with world_size=8"), {"card": "NVIDIA L40S", "torch": None}),
+    "a seed": (text(COMMON, environment="Using seed=10\n"), {"seed": 10}),
+    "words that are no seed": (text(COMMON, environment="num_seeds: 3\nseed_everything\n"), {"seed": None}),
+    "settings above the script": (f"Namespace(lr=0.02, seed=3, log_dir='a')\n{SEPARATOR}\n{text(COMMON)}", {"config": {"lr": "0.02"}, "seed": 3}),
+    **{f"an end line with another {key}": (text([OWN, *COMMON, json.dumps({"end": {key: value}})]), {"contradicts": "its end states"})
+       for key, value in (("final_val_loss", 3.3), ("train_time_ms", 3000), ("steps", 30))},
+}
 
 
-def test_the_form_with_train_loss(write):
-    lines = ["step:0/3 val_loss:10.9264 train_time:285ms step_avg:nanms",
-             *(f"step:{i}/3 train_loss:9.1 train_time:{70 + i}ms step_avg:nanms" for i in (1, 2, 3)),
-             "step:3/3 val_loss:3.2785 train_time:80ms step_avg:26.67ms"]
-    run = only_run(write(text(lines)))
-    assert (run.final_loss, run.train_time_ms, run.last_step) == (3.2785, 80, 3)
-    assert run.clock_falls == (1,) and run.notes == ("train_time decreases at step 1",)
-
-
-def test_the_form_in_seconds_with_further_fields(write):
-    run = only_run(write(text(["step:125/250 val_loss:4.51874 train_time:24.082s step_avg:192.66ms",
-                               "step:250/250 val_loss:3.512345 val_ema_loss:3.4 ema_beta:0.99 mode:fast "
-                               "train_time:541.343s step_avg:1ms final_eval"])))
-    assert (run.final_loss, run.loss_decimals, run.train_time_ms) == (3.512345, 6, 541343)
-    assert run.validations[-1].extras == {"val_ema_loss": 3.4, "ema_beta": 0.99, "mode": "fast"}
-    assert run.notes == ("also logs val_ema_loss; the loss is val_loss",)
-
-
-def test_llm_c_states_no_total_and_no_time(write):
-    run = only_run(write("s:0 tel:10.968871\ns:0 trl:10.9\ns:1 trl:9.5\ns:2 tel:3.2950\n"))
-    assert (run.final_loss, run.complete, run.stated_steps, run.train_time_ms) == (3.2950, None, None, None)
-    assert run.loss_decimals == 4 and run.gpus is None and run.source_sha256 is None
-    assert any("cannot be known" in note for note in run.notes)
+@pytest.mark.parametrize("name", FORMS)
+def test_one_log_gives_one_run_or_the_reason_why_not(write, name):
+    content, wanted = FORMS[name]
+    run = only_rejection(write(content)) if "reason" in wanted else only_run(write(content))
+    for key, value in wanted.items():
+        if key in ("reason", "noted", "contradicts"):
+            seen = {"reason": run.reason, "noted": "; ".join(run.notes), "contradicts": run.contradiction or ""}[key]
+            assert value in seen
+        else:
+            seen = {"extras": lambda: run.validations[-1].extras, "config": lambda: logs.config_of(run)}.get(key, lambda: getattr(run, key))()
+            assert seen == value, key
 
 
 def test_the_form_with_spaces_and_bars(write):
@@ -127,79 +218,6 @@ def test_the_form_with_spaces_and_bars(write):
                                    *lines[:2], lines[2].replace("789", "929")]))])
     assert [run.train_time_ms for run in found.runs] == [112789, 112929] and not found.rejected
     assert {(run.final_loss, run.stated_steps, run.notes) for run in found.runs} == {(3.2791, 1840, ())}
-
-
-@pytest.mark.parametrize("first, last", [
-    ("step:   0/20 | val_loss:9.1 | train_time:0.0s | step_avg:nanms", "step:  20/20 | val_loss:3.2 | train_time:57.1s"),
-    ("step:0/20, tokens seen: 0.00M, val_loss:9.1 train_time:0.20s", "step:20/20, tokens seen: 6.54M, val_loss:3.2 "
-     "train_time:57.1s step_avg:100ms")])
-def test_further_spellings(write, first, last):
-    run = only_run(write(text([first, last])))
-    assert (run.final_loss, run.train_time_ms, run.stated_steps, run.notes) == (3.2, 57100, 20, ())
-
-
-def test_another_metric_beside_the_last_validation_is_no_training(write):
-    diagnostic = "step:20 cplm_diag nll:3.2742 lm_nll:3.3572 alpha:0.0568"
-    run = only_run(write(text([*common(), diagnostic])))
-    assert (run.final_loss, run.stated_steps, run.complete, run.notes) == (3.2775, 20, True, ())
-    llm_c = "s:0 tel:11.0092\ns:1 trl:9.1 lr:0.1 norm:2\ns:2 tel:3.0366\ns:2 eval:0.3044\n"
-    assert only_run(write(llm_c)).final_loss == 3.0366
-    assert only_rejection(write(llm_c + "s:2 trl:3.1 lr:0.1\n")).kind == logs.INCOMPLETE
-
-
-def test_llm_c_that_was_cut_off_or_never_trained_is_incomplete(write):
-    assert "cut off follows" in only_rejection(write("s:0 tel:11.0\ns:250 tel:6.1\ns:250 trl:6.1818 lr:0.0")).reason
-    assert "before any training" in only_rejection(write("s:0 tel:11.0092\n")).reason
-
-
-def test_llm_c_that_went_on_training_is_incomplete(write):
-    rejection = only_rejection(write("s:0 tel:10.9\ns:0 trl:10.9\ns:1 trl:9.5\n"))
-    assert rejection.kind == logs.INCOMPLETE and "training lines go on to step 1" in rejection.reason
-
-
-def test_a_run_that_goes_on_after_its_stated_total_is_rejected(write):
-    further = [f"step:{step}/20 train_time:{100 * step}ms step_avg:100.00ms" for step in (21, 22)]
-    rejection = only_rejection(write(text([*common(), *further])))
-    assert rejection.kind == logs.INCOMPLETE and "go on to step 22 of 20" in rejection.reason
-
-
-def test_our_own_json_lines(write):
-    start = {"run_id": "x", "seed": 7, "ranks": 2, "target_val_loss": 3.28}
-    end = {"end": {"final_val_loss": 3.27752, "peak_memory_mib": 12}}
-    run = only_run(write(text([json.dumps(start), *common(), json.dumps(end)])))
-    assert run.start == start and run.end == end["end"] and run.gpus == 2 and run.notes == ()
-
-
-def test_our_own_failed_run_is_named_with_its_error(write):
-    rejection = only_rejection(write(text(['{"run_id": "x"}', *common()[:9], "error: out of memory"])))
-    assert rejection.start == {"run_id": "x"} and rejection.reason.endswith("; error: out of memory")
-    rejection = only_rejection(write(text(['{"run_id": "y"}']), "b.txt"))
-    assert rejection.reason == "incomplete: no validation line; it reached no step"
-
-
-@pytest.mark.parametrize("decimals", [4, 5, 6])
-def test_decimals_are_kept(write, decimals):
-    assert only_run(write(text(common(f"{3.25:.{decimals}f}")))).loss_decimals == decimals
-
-
-def test_numbers_of_any_length_are_no_error(write):
-    """Python refuses to parse an int of that many digits, and a float of a fifteenth of them."""
-    many = "9" * 5000
-    run = only_run(write(text([*common()[:3], f"step:3/20 train_time:{many}ms step_avg:1ms", *common()[3:]])))
-    assert (run.final_loss, run.train_time_ms) == (3.2775, 2000)
-    run = only_run(write(text(common(), environment=f"world_size={many}\n" + gpu_table(8))))
-    assert run.gpus == 8
-    for digits in ("1" + "0" * 400, many):
-        end = '{"end": {"final_val_loss": %s}}' % digits
-        run = only_run(write(text(['{"run_id": "x", "ranks": %s}' % digits, *common(), end])))
-        assert run.end == {"final_val_loss": math.inf} and run.gpus == 8
-    run = only_run(write(text([*common()[:-1], common()[-1].replace("2000", many)])))
-    assert "the last validation line states no train_time" in run.notes
-
-
-def test_a_space_that_only_unicode_knows_separates_nothing(write):
-    lines = [*common()[:-1], "step:20/20 note\x1cval_loss:3.1 train_time:2000ms"]
-    assert only_rejection(write(text(lines))).kind == logs.INCOMPLETE
 
 
 @pytest.mark.parametrize("depth, kept", [(10, True), (600, False), (100_000, False)])
@@ -239,32 +257,6 @@ def test_the_source_is_the_text_that_is_python(write, content, source):
     assert run.final_loss == 3.2775 and run.notes == ()
 
 
-def test_look_alikes_in_the_source_do_not_count(write):
-    quoted = "'''\n" + "\n".join(common("9.9999")) + "\n" + '{"run_id": "quoted"}\n' + gpu_table(3) + "world_size=3\n'''\n"
-    run = only_run(write(text(common(), source=quoted)))
-    assert run.final_loss == 3.2775 and run.gpus == 8 and run.index_in_file == 1 and run.start is None
-
-
-def test_a_run_before_the_last_separator_does_not_count_but_is_named(write):
-    run = only_run(write(text(common("3.1000")) + text(common("3.2000"))))
-    assert run.final_loss == 3.2 and run.notes == ("5 validation lines before the last separator do not count",)
-
-
-def test_a_separator_that_ends_the_file_counts(write):
-    assert only_rejection(write("\n".join(common()) + "\n" + SEPARATOR)).kind == logs.NOT_A_LOG
-
-
-# GPUs
-
-def test_gpus_come_from_ranks_world_size_or_the_table(write):
-    assert only_run(write(text(common(), environment=gpu_table(1)))).gpus == 1
-    assert only_run(write(text(common(), environment="Running on H100 with world_size=4\n" + gpu_table(8)))).gpus == 4
-    assert only_run(write(text(common(), environment=gpu_table(8) + gpu_table(8)))).gpus == 8
-    assert only_run(write(text(common(), environment="a CPU\n"))).gpus is None
-    for spelling in ("on NVIDIA H100 NVL with world_size 2", "config={'seed': 5, 'world_size': 2, 'x': 1}"):
-        assert only_run(write(text(common(), environment=f"{spelling}\n{gpu_table(8)}"))).gpus == 2
-
-
 # Several runs in a file, and the clock
 
 def test_a_counter_that_falls_back_begins_another_run(write):
@@ -287,38 +279,6 @@ def test_a_start_that_came_to_nothing_and_another(write):
 def test_a_resumed_run_is_noted(write):
     found = logs.read([write(text(common()[:19] + common()[13:]))])
     assert found.runs[0].notes == ("begins at step 11",) and found.rejected[0].kind == logs.INCOMPLETE
-
-
-def test_a_run_resumed_in_a_file_of_its_own_is_noted(write):
-    lines = [line for line in common() if "val_loss" in line]
-    assert only_run(write(text(lines[1:]))).notes == ()  # a run without a validation before its first step
-    assert only_run(write(text(lines[2:]))).notes == ("begins at step 10",)
-
-
-def test_validating_twice_at_one_step_is_one_run(write):
-    run = only_run(write(text([*common("3.2775"), "step:20/20 val_loss:3.2701 train_time:2000ms step_avg:1ms"])))
-    assert run.final_loss == 3.2701 and run.notes == ("validated more than once at step 20: the last one counts",)
-
-
-def test_text_between_the_lines_is_ignored(write):
-    lines = ["Compiling model", "Resetting Model", "0%|   | 0/8\r" + common()[0], *common()[1:5], "W0727 a warning", "",
-             *common()[5:]]
-    run = only_run(write(text(lines)))
-    assert run.notes == () and run.validations[0].step == 0
-
-
-def test_the_clock_may_fall_back_and_each_fall_is_told(write):
-    lines = [f"step:{i}/30 train_time:{t}ms step_avg:nanms" for i, t in enumerate([*range(900, 910), *range(20)], 1)]
-    final = "step:30/30 val_loss:3.2 train_time:25ms step_avg:1ms"
-    run = only_run(write(text([*lines, final])))
-    assert run.clock_falls == (11,) and run.train_time_ms == 25
-    lines[25] = "step:26/30 train_time:3ms step_avg:1ms"
-    assert only_run(write(text([*lines, final]))).clock_falls == (11, 26)
-
-
-def test_fields_may_come_in_any_order(write):
-    lines = [*common()[:-1], "step:20/20 train_time:2000ms step_avg:100.00ms val_loss:3.2775"]
-    assert only_run(write(text(lines))).final_loss == 3.2775
 
 
 # What is kept of a run
@@ -382,15 +342,6 @@ def test_a_resumed_run_that_ended_again_is_incomplete_once(write):
     assert rejection.kind == logs.INCOMPLETE and rejection.resumed and rejection.index_in_file == 1
 
 
-def test_a_run_that_was_stopped_between_its_last_validation_and_its_end_is_incomplete(write):
-    """A resumed race repeats it; both would share a seed."""
-    for told, why in ((["error: interrupted"], "; error: interrupted"), ([], "")):  # stopped, or killed
-        rejection = only_rejection(write("\n".join(['{"run_id": "x"}', *common(), *told, ""])))
-        assert rejection.kind == logs.INCOMPLETE and rejection.reason == f"incomplete: no end line follows the last validation{why}"
-        assert not rejection.complete and rejection.over is bool(told)
-    assert only_run(write("\n".join(['{"run_id": "x"}', *common(), "error: interrupted", '{"end": {"final_val_loss": 3.2775}}', ""]), "b.txt"))
-
-
 @pytest.mark.parametrize("line", ['{"resumed": 5}', '{"resumed": {"from_step": "x"}}', '{"resumed": {"from_step": -1}}'])
 def test_a_resumption_that_says_not_where_is_told(write, line):
     lines = common()
@@ -404,35 +355,7 @@ def test_a_run_from_saved_parameters_counts_for_no_record(write):
     assert run.notes[0] == f"{run.disqualified}; it counts for no record" and "no record" in command(run.path).stdout
 
 
-# Runs that cannot be used
-
-@pytest.mark.parametrize("lines, reason", [
-    (common()[:6] + ["step:5/20 val_loss:5.0 train_time:500ms step_avg:1ms"],
-     "incomplete: the last validation is at step 5 of 20"),
-    (common()[:14], "incomplete: the last validation is at step 10 of 20, training lines go on to step 11"),
-    (common()[:-1], "incomplete: the last validation is at step 15 of 20, training lines go on to step 20"),
-    (common()[1:3], "incomplete: no validation line; it reached step 2 of 20"),
-    (common("nan"), "val_loss is nan at step 20 of 20"),
-    (common("inf"), "val_loss is inf at step 20 of 20"),
-    ([common()[0].replace("val_loss:10.", "val_loss:nan "), *common()[1:]], "val_loss is nan at step 0 of 20"),
-])
-def test_a_run_that_cannot_be_used_is_named_with_its_reason(write, lines, reason):
-    path = write(text(lines))
-    assert only_rejection(path).reason == reason and only_rejection(path).path == path
-
-
 # Cut-off ends
-
-@pytest.mark.parametrize("end", [
-    "st", "step:", "step:20/2", "step:20/20 ", "step:20/20 val_l", "step:20/20 val_loss:3.27",
-    "step:20/20 val_loss:3.2775", "step:20/20 val_loss:3.2775 train_time:20",
-    "step:20/20 val_loss:3.2775 train_time:2000m",
-    "step:20/20 val_loss:3.2775 train_time:2000ms", "step:20/20 val_loss:3.2775 train_time:2000ms step_avg:100.0"])
-def test_a_cut_off_last_line_is_dropped_and_told(write, end):
-    cut = text(common())
-    rejection = only_rejection(write(cut[:cut.index("step:20/20 val_loss")] + end))
-    assert rejection.kind == logs.INCOMPLETE and f"cut off and dropped: {end!r}" in rejection.reason
-
 
 def test_every_cut_gives_the_whole_final_line_or_none_of_it(write):
     """Cut a log after every byte: its run is rejected unless the last validation line is complete."""
@@ -445,15 +368,6 @@ def test_every_cut_gives_the_whole_final_line_or_none_of_it(write):
         assert bool(found.runs) == (length >= enough), whole[:length][-60:]
         if found.runs:
             assert (found.runs[0].final_loss, found.runs[0].train_time_ms) == (3.27, 1000)
-
-
-def test_a_whole_last_line_needs_no_line_end(write):
-    assert only_run(write(text(common()).rstrip("\n"))).notes == ()
-    assert only_run(write("\n".join(common()))).notes == ()
-    assert only_run(write("s:0 tel:10.9688\ns:1 tel:3.2950")).final_loss == 3.295
-    assert "a line that is cut off follows" in only_rejection(write("s:0 tel:10.9688\ns:1 tel:3.29")).reason
-    assert only_run(write("step:9/9 val_loss:3.2 train_time:5ms step_avg:1ms")).final_loss == 3.2
-    assert "cut off and dropped" in only_rejection(write("step:9/9 val_loss:3.2")).reason
 
 
 def test_lines_that_cannot_be_read_are_told(write):
@@ -755,26 +669,9 @@ def test_sides_are_named_by_what_they_are(sides, names):
 
 # What public logs state, and parts of runs
 
-@pytest.mark.parametrize("environment, card, torch", [
-    (gpu_table(8).replace("H100 80GB HBM3 ", "A100-SXM4-80GB "), "NVIDIA A100-SXM4-80GB", None),
-    ("Running PyTorch 2.10.0+cu128 compiled for CUDA 12.8 on NVIDIA GH200 120GB with world_size 4", "NVIDIA GH200 120GB", "2.10.0+cu128"),
-    ("GPU[0]: Card Series: AMD Instinct MI300X\ntorch version: 2.9.1", "AMD Instinct MI300X", "2.9.1"),
-    ("device_name=NVIDIA L40S with world_size=8", "NVIDIA L40S", None)])
-def test_the_card_and_torch_that_a_public_log_states(write, environment, card, torch):
-    run = only_run(write(text(common(), environment=environment)))
-    assert (run.card, run.torch) == (card, torch)
-
-
 def test_seeds_that_a_script_prints_are_read_for_each_trial(write):
     trials = [line for i in (4, 5) for line in (f"trial:{i}/9 seed:{i}", *common(f"3.27{i}", seed=i))]
     assert [run.seed for run in logs.read([write(text(trials))]).runs] == [4, 5]
-    assert only_run(write(text(common(), environment="Using seed=10\n"))).seed == 10
-    assert only_run(write(text(common(), environment="num_seeds: 3\nseed_everything\n"))).seed is None
-
-
-def test_settings_above_the_script_differ_and_seeds_and_paths_do_not(write):
-    run = only_run(write(f"Namespace(lr=0.02, seed=3, log_dir='a')\n{SEPARATOR}\n" + text(common())))
-    assert logs.config_of(run) == {"lr": "0.02"} and run.seed == 3
 
 
 def test_parts_of_a_counted_run_are_duplicates_and_an_aborted_run_is_none(tmp_path, write):
@@ -844,8 +741,3 @@ def test_an_archive_that_cannot_be_read_is_no_archive_without_logs(tmp_path, mon
     with pytest.raises(OSError, match="more than 0 MiB"):
         logs.pack({"a.txt": b"1"}, tmp_path / "logs.tar.xz")
     assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("end", [{"final_val_loss": 3.3}, {"train_time_ms": 3000}, {"steps": 30}])
-def test_an_end_line_that_contradicts_the_lines(write, end):
-    assert "its end states" in only_run(write(text(['{"run_id": "x"}', *common(), json.dumps({"end": end})]))).contradiction

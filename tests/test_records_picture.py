@@ -22,7 +22,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
-import ladder  # noqa: E402
 import logs  # noqa: E402
 import pages  # noqa: E402
 import picture  # noqa: E402
@@ -207,20 +206,19 @@ def test_a_race_s_plot_says_its_verdict_and_follows_its_data(tmp_path):
     assert "1.2033 ± 0.1002 nats per token, 9.9000 ± 0.9000 s (mean ± sd, n = 3)" in (tmp_path / "x.svg").read_text()
 
 
-def test_a_ladder_s_plot_has_its_conclusion_as_title_short_names_and_explains_grey(tmp_path):
-    def row(name, value, half, holm, kept="no"):
-        loss = stats.Contrast(value, value - half, value + half, holm, holm)
-        return {"verdict": stats.Verdict(name, "base", 5, True, 1, 1, loss, 1, 1, stats.Contrast(1.5, 1.4, 1.6, 0.001, 0.001)), "kept": kept}
-    rows = [row("--key_offset true", -0.02, 0.001, 0.01, "yes"), row("--slow 1", -0.01, 0.001, 0.02, "slower"), row("--sync step", 0.0, 0.002, 0.9),
-            row("--far 1 --x 'a b'", 5.0, 0.1, 0.001)]
-    ladder.draw({"rows": rows, "bases": [{"n": 5}]}, tmp_path / "x.svg")
+def test_a_plot_of_several_ideas_has_its_conclusion_as_title_and_explains_its_colors(tmp_path):
+    def verdict(name, value, holm):
+        return stats.Verdict(name, "base", 5, True, 1, 1, stats.Contrast(value, value - 0.001, value + 0.001, holm, holm), 1, 1,
+                             stats.Contrast(1.5, 1.4, 1.6, 0.001, 0.001))
+    found = [verdict("--far 1", 5.0, 0.001), verdict("--key_offset true", -0.02, 0.01), verdict("--slow 1", -0.01, 0.02),
+             verdict("--sync step", 0.0, 0.9)]
+    stats.plot([], found, str(tmp_path / "x.svg"))
     drawn = (tmp_path / "x.svg").read_text()
-    for said in ("2 of 4 ideas lower the loss: key_offset, slow 1; 1 raises it (5 seeds)", "Ratio of times", "1.500", "key_offset", "far 1 x 'a b'", "−0.0200", "+5.0000", "lower", "higher",
-                 "lower, but takes longer", "no difference shown (p ≥ 0.05 after Holm's correction)"):
+    for said in ("2 of 4 ideas lower the loss: --key_offset true, --slow 1; 1 raises it (5 seeds)", "Ratio of times", "1.500",
+                 "--far 1", "−0.0200", "+5.0000"):
         assert f">{said}<" in drawn, said
-    assert ladder.conclusion(rows[2:3]) == "None of 1 idea is shown to lower the loss"
-    ladder.draw({"rows": rows[2:3], "bases": [{"n": 5}]}, tmp_path / "x.svg")
-    assert ">lower<" not in (tmp_path / "x.svg").read_text()
+    assert "grey: no difference shown (p ≥ 0.05" in drawn
+    assert stats.conclusion(found[3:]) == "0 of 1 idea lower the loss"
 
 
 @pytest.fixture

@@ -304,10 +304,10 @@ def test_a_ladder_corrects_for_the_number_of_its_ideas(repo, monkeypatch):
     for level, kept in ((0.006, "yes"), (0.004, "no")):
         monkeypatch.setattr(stats, "LEVEL", level)
         rows = ladder.judge(found)["rows"]
-        assert [row["kept"] for row in rows] == [kept] * 2 and all(0.002 < row["verdict"].loss.p < 0.003 for row in rows)
+        assert [row["verdict"].kept for row in rows] == [kept] * 2 and all(0.002 < row["verdict"].loss.p < 0.003 for row in rows)
 
 
-def test_a_ladder_judges_each_idea_against_the_base(repo, capsys):
+def test_a_ladder_judges_each_idea_against_the_base(repo, capsys, monkeypatch):
     """Three ideas and the base in turn; figures agree with scipy, and the record's logs give the same page."""
     assert race.main(["-n", "4", "--vs", "--worse 2", "--vs", "--worse -1 --slower 10", "--vs=--slower 7", "--", "--mood", "good"]) == 0
     folder, described, events = only_race(repo)
@@ -323,13 +323,13 @@ def test_a_ladder_judges_each_idea_against_the_base(repo, capsys):
     assert loss.value == pytest.approx(sum(2 * (10 + s % 3) / 1000 for s in seeds) / 4) and loss.p == pytest.approx(test.pvalue)
     assert (loss.low, loss.high) == pytest.approx(tuple(test.confidence_interval()))
     assert better["verdict"].time.value == pytest.approx(scipy.stats.gmean([(110 + s) / (100 + s) for s in seeds]))
-    assert (better["kept"], slower["kept"], worse["kept"]) == ("slower", "no", "no") and slower["verdict"].loss.p is None
+    assert (better["verdict"].kept, slower["verdict"].kept, worse["verdict"].kept) == ("slower", "no", "no") and slower["verdict"].loss.p is None
     assert better["verdict"].time.low > 1 and slower["verdict"].time.low > 1 and worse["verdict"].time.p is None
     better, worse = better["verdict"].loss, worse["verdict"].loss
     assert sorted([better.holm, worse.holm]) == pytest.approx([2 * min(better.p, worse.p), max(better.p, worse.p, 2 * min(better.p, worse.p))])
     assert "race: so far, 2 of 4 runs a side:\n" in shown and "\n--worse -1 --slower 10  3.19" in shown
-    assert "| `--worse 2` | +0.02" in shown and "| slower |" in shown and "| yes |" not in shown
-    assert "- `--worse 2`: loss: higher by 0.02" in shown and "ladder.py logs/" in shown.splitlines()[-1]
+    (line,) = [line for line in shown.rpartition("all runs are done")[2].splitlines() if line.startswith("--worse -1 --slower 10  ")]
+    assert line.endswith("  slower") and "--worse 2: loss: higher by 0.02" in shown and "board.py add logs/" in shown.splitlines()[-1]
     assert {row["steps"] for row in found["rows"]} == {1}  # the stand-in's runs have one
     (command,) = ladder.at_equal_time(found | {"rows": [row | {"steps": 1000} for row in found["rows"]]})
     fitted = [f"{row['verdict'].name} --num_steps {int(1000 / row['verdict'].time.value)}" for row in found["rows"]]
@@ -340,18 +340,19 @@ def test_a_ladder_judges_each_idea_against_the_base(repo, capsys):
                for row in found["rows"][:1] for flags in ("--num_steps 20 --a 'b c'", "--a 'b c' --num_steps=20")}
     assert idea == "--a 'b c' --num_steps 10"
     assert 900 < int(fitted[0].split()[-1]) < 920 and fitted[0].startswith("--worse -1 --slower 10 ")
-    kept = repo / "a_ladder"
-    assert ladder.main([str(folder), "--equal-time", "--record", str(kept), "--title", "Ideas"]) == 0
+    assert ladder.main([str(folder), "--equal-time"]) == 0
     assert "--vs '--worse -1 --slower 10 --num_steps 1'" in capsys.readouterr().out
-    assert (kept / "ladder.png").read_bytes()[:4] == b"\x89PNG" and (kept / "README.md").read_text().startswith("# Ideas\n")
-    again = repo / "again"
-    shutil.copytree(kept, again)
-    subprocess.run(["tar", "-xf", "logs.tar.xz"], cwd=again, check=True)
-    assert ladder.table(ladder.judge([ladder.read(again)])) == ladder.table(found)
-    assert ladder.main([str(folder), "--record", str(kept)]) == 2 and "a_ladder exists" in capsys.readouterr().err
-    (again / "logs.tar.xz").unlink()
-    next(again.glob("*_02b.txt")).unlink()
-    assert ladder.main([str(again)]) == 2 and "_02b.txt holds no complete run" in capsys.readouterr().err
+    records = repo / "records"
+    monkeypatch.setattr(board, "HERE", records)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))  # the stand-in's logs break rules
+    assert board.main(["add", str(folder), str(records / "ideas"), "Ideas"]) == 0
+    assert sorted(path.name for path in (records / "ideas").iterdir()) == ["README.md", "logs.tar.xz", "plot.png"]
+    page = (records / "ideas/README.md").read_text()
+    assert page.startswith("# Ideas\n") and "| --worse 2 | 3.2" in page and " | slower |" in page and "(logs.tar.xz#" in page
+    assert "1 of 3 ideas lowers the loss: --worse -1 --slower 10; 1 raises it" in (records / "README.md").read_text()
+    assert ladder.table(ladder.judge([ladder.read(records / "ideas")])) == ladder.table(found)
+    next(folder.glob("*_02b.txt")).unlink()
+    assert ladder.main([str(folder)]) == 2 and "_02b.txt holds no complete run" in capsys.readouterr().err
 
 
 def test_an_idea_whose_time_is_unknown_is_not_kept(repo, monkeypatch):
@@ -359,7 +360,7 @@ def test_an_idea_whose_time_is_unknown_is_not_kept(repo, monkeypatch):
     assert race.main(["-n", "3", "--vs", "--worse -1", "--", "--mood", "good"]) == 2  # equal times: no claim
     folder, lasted = only_race(repo)[0], {1: 1.0, 2: 3.0, 3: 0.5}
     (row,) = ladder.judge([ladder.read(folder)])["rows"]
-    assert row["kept"] == "yes" and row["verdict"].time == stats.Contrast(1.0)
+    assert row["verdict"].kept == "yes" and row["verdict"].time == stats.Contrast(1.0)
     race_, runs = ladder.read(folder)
     runs = {(run, side): stats.replace(each, train_time_ms=each.train_time_ms * (lasted[run] if side == "a" else 1))
             for (run, side), each in runs.items()}
@@ -368,7 +369,7 @@ def test_an_idea_whose_time_is_unknown_is_not_kept(repo, monkeypatch):
     low, high = np.exp(scipy.stats.t.interval(0.95, 2, ratios.mean(), scipy.stats.sem(ratios)))
     found = row["verdict"]
     assert (found.time.low, found.time.high) == pytest.approx((low, high)) and not found.time.shown
-    assert found.loss.shown and found.loss.value < 0 and row["kept"] == "time unknown"
+    assert found.loss.shown and found.loss.value < 0 and row["verdict"].kept == "time unknown"
 
 
 def test_holm_s_correction():
@@ -408,17 +409,11 @@ def test_a_ladder_of_races_on_several_days(repo, capsys):
             assert (one.time.value, one.time.low) == (other.time.value, other.time.low) and rows[one.name]["race"] == number
     losses = [row["verdict"].loss for row in rows.values()]
     assert [loss.holm for loss in losses] == stats.holm([loss.p for loss in losses])
-    assert {idea: row["kept"] for idea, row in rows.items()} == {"--worse -1": "yes", "--worse 2": "no", "--slower 7 --worse -1": "slower"}
+    assert {idea: row["verdict"].kept for idea, row in rows.items()} == {"--worse -1": "yes", "--worse 2": "no", "--slower 7 --worse -1": "slower"}
     capsys.readouterr()
-    kept = repo / "a_ladder"
-    assert ladder.main([*map(str, folders), "--record", str(kept)]) == 0
-    page = (kept / "README.md").read_text()
-    assert "| `--worse 2` | 2 | +0.02" in page and "race 1 (" in page and ", 4 seeds: " in page and "records/ladder.py FOLDER`" in page
-    packed = {path: ladder.read(path) for path in ladder.races_in(kept)}
-    assert {*packed} == {kept / folder.name for folder in folders} and all(packed[kept / folder.name][0]["id"] in folder.name for folder in folders)
-    subprocess.run(["tar", "-xf", "logs.tar.xz"], cwd=kept, check=True)
-    again = [kept / folder.name for folder in folders]  # two races may begin within one second: names tell no order then
-    assert ladder.table(ladder.judge(map(ladder.read, again))) == ladder.table(found)
+    assert ladder.main([*map(str, folders)]) == 0
+    page = capsys.readouterr().out
+    assert page.count("Base of race ") == 2 and "; 4 seeds, loss " in page and "\n--worse 2 " in page
     assert ladder.main([str(folders[0])] * 2) == 2 and "is given twice" in capsys.readouterr().err
 
 
@@ -716,12 +711,12 @@ def test_what_the_script_reads_is_opened_before_the_first_run(tmp_path):
         write_shard(tmp_path / f"toy_{split}_000001.bin", some_documents(1, 9000, 50257, 50256), 50257, 50256)
     shutil.copy(ROOT / "train_gpt.py", tmp_path)
     flags = ["--preset", "frontier", "--train_files", "toy_train_*.bin", "--val_files", "toy_val_*.bin"]
-    with pytest.raises(race.CannotRace, match="of side b .*gpt2.tiktoken.* is missing"):
+    with pytest.raises(logs.UserError, match="of side b .*gpt2.tiktoken.* is missing"):
         race.check_script({"flags": flags}, tmp_path, "train_gpt.py of side b", 1)
     write_gpt2_tokens(tmp_path)
     race.check_script(side := {"flags": flags}, tmp_path, "train_gpt.py", 1)
     assert side["target"] == 3.28 and side["validation"][2:] == [["toy_val_000001.bin", 9000]]
-    with pytest.raises(race.CannotRace, match="No such file.*nowhere.pt"):
+    with pytest.raises(logs.UserError, match="No such file.*nowhere.pt"):
         race.check_script({"flags": [*flags, "--init_from", "nowhere.pt"]}, tmp_path, "train_gpt.py", 1)
 
 

@@ -397,25 +397,6 @@ def test_llm_c_logs_give_a_loss_and_no_time(write, judge, refusal, old):
 
 # What cannot be judged
 
-def test_too_few_runs(write, refusal, new):
-    one = write("one", [log(3.2, 140)])
-    assert "at least 2 runs, and there is 1" in refusal(one)
-    assert "at least 2 runs a side, and one has 1" in refusal(new, "--vs", write("other", [log(3.2, 141, "other")]))
-    assert "no run that can be used" in refusal(write("none", ["hello"]))
-    assert "a folder without files" in refusal(write("empty", []))
-
-
-def test_losses_without_spread(write, refusal):
-    assert "with sd 0 a t-test is not defined" in refusal(write("same", (log(3.27, 140 + i / 7) for i in range(5))))
-
-
-def test_times_without_spread_or_without_a_clock(write, refusal):
-    sets = [write(name, (log(3.27 + i / 999, seconds, name) for i in range(3)))
-            for name, seconds in (("a", 140), ("b", 141), ("zero", 0))]
-    assert "with sd 0" in refusal(sets[0], "--vs", sets[1])
-    assert "no train_time above zero" in refusal(sets[0], "--vs", sets[2])
-
-
 def test_a_path_that_is_not_there(new, refusal, judge):
     assert "none/*.txt: unreadable" in refusal(new, "none/*.txt")
     status, out, _ = judge("none", "--json")
@@ -454,11 +435,6 @@ def test_one_source_with_two_configs(write, refusal, judge):
     assert "whose lr differs: 0.1 (5), 0.2 (5)" in refusal(write("two", configured(lambda i: 0.1 * (1 + i % 2))))
 
 
-def test_one_source_with_two_lengths(write, refusal):
-    folder = write("lengths", (log(loss, t, steps=20 + 5 * (i % 2)) for i, (loss, t) in enumerate(zip(LOSSES, TIMES))))
-    assert "different lengths in steps: 20 (5: 0.txt" in refusal(folder)
-
-
 def test_one_gpu_runs_among_others(write, refusal, judge, old):
     folder = write("gpus", (log(loss, t, gpus=1 if i == 3 else 8) for i, (loss, t) in enumerate(zip(LOSSES, TIMES))))
     message = refusal(folder)
@@ -467,10 +443,6 @@ def test_one_gpu_runs_among_others(write, refusal, judge, old):
     assert status == 0 and "3.txt: not a run on 8 GPUs" in out
     ones = write("ones", (log(loss, t, gpus=1) for loss, t in zip(LOSSES, TIMES)))
     assert "(1 against 8)" in refusal(ones, "--vs", old)
-
-
-def test_a_run_in_both_sets(new, old, refusal):
-    assert "0.txt is in both sets" in refusal(new, "--vs", f"{new}/0.txt", old, "--mixed")
 
 
 def test_copies_count_once_and_are_named(new, judge):
@@ -533,26 +505,41 @@ def test_a_whole_race(write, judge):
     assert status == 0 and "declares no number" not in out and "Warning" not in out
 
 
-def test_a_race_with_a_missing_or_a_failed_run(write, refusal):
-    logs = raced(10)
-    folder = write("race", logs[:9])
-    assert "race r, side a: 10 runs were declared and 9 can be used; pass" in refusal(folder)
-    write("race", [logs[9][:-300]])
-    assert "9 can be used; run 10 (" in (message := refusal(folder)) and "9.txt): incomplete: " in message
+RACE = raced(10)
+OTHER_RACE = [content.replace("train_time:1", "train_time:2") for content in raced(5, race_id="q", seed=5)]
+SAME_SEEDS = [content.replace("train_time:1", "train_time:2") for content in raced(5, race_id="q")]
+STEADY = {name: [log(3.27 + i / 999, seconds, name) for i in range(3)] for name, seconds in (("a", 140), ("b", 141), ("zero", 0))}
+LENGTHS = ["\n".join(["import torch", "=" * 100, *(f"s:{step} tel:{5 - step / 1000:.4f}" for step in range(0, last + 1, 250)), ""])
+           for last in (500, 250)]
 
 
-def test_a_race_with_more_runs_than_declared_or_one_twice(write, refusal):
-    assert "9 runs were declared and 10 can be used" in refusal(write("more", raced(10, declared=9)))
-    twice = raced(10)
-    twice[3] = twice[3].replace('"run": 4', '"run": 5')
-    assert "run 5 is there more than once" in refusal(write("twice", twice))
+@pytest.mark.parametrize("says, contents, others, flags", [
+    ("at least 2 runs, and there is 1", [log(3.2, 140)], [], []),
+    ("at least 2 runs a side, and one has 1", map(log, LOSSES, TIMES), [log(3.2, 141, "other")], []),
+    ("no run that can be used", ["hello"], [], []),
+    ("a folder without files", [], [], []),
+    ("with sd 0 a t-test is not defined", [log(3.27, 140 + i / 7) for i in range(5)], [], []),
+    ("with sd 0", STEADY["a"], STEADY["b"], []),
+    ("no train_time above zero", STEADY["a"], STEADY["zero"], []),
+    ("different lengths in steps: 20 (5: 0.txt", [log(LOSSES[i], TIMES[i], steps=20 + 5 * (i % 2)) for i in range(10)], [], []),
+    ("different lengths in steps: 500 (1: 0.txt), 250 (1: 1.txt)", LENGTHS, [], []),
+    ("0.txt is in both sets", map(log, LOSSES, TIMES), [log(LOSSES[0], TIMES[0]), *STEADY["a"]], ["--mixed"]),
+    ("race r, side a: 10 runs were declared and 9 can be used; pass", RACE[:9], [], []),
+    ("9 can be used; run 10 (9.txt): incomplete: ", [*RACE[:9], RACE[9][:-300]], [], []),
+    ("9 runs were declared and 10 can be used", raced(10, declared=9), [], []),
+    ("run 5 is there more than once", [content.replace('"run": 4', '"run": 5') for content in RACE], [], []),
+    ("different races: r (5), q (5)", raced(5) + OTHER_RACE, [], []),
+    ("2 runs of the set share the seed 1 (0.txt, 5.txt)", raced(5) + SAME_SEEDS, [], ["--mixed"]),
+    ("10 runs of the set share the seed 7",
+     [log(loss, t).replace("|   0  ", "Using seed=7\n|   0  ", 1) for loss, t in zip(LOSSES, TIMES)], [], []),
+    ("2.txt contradicts itself: its end states final_val_loss",
+     [*raced(5)[:2], re.sub("val_loss:3.27.*? ", "val_loss:3.2701 ", raced(5)[2]), *raced(5)[3:]], [], [])])
+def test_sets_that_cannot_be_judged_are_refused(write, refusal, says, contents, others, flags):
+    assert says in refusal(write("set", contents), *(["--vs", write("other", others)] if others else []), *flags)
 
 
-def test_runs_of_two_races(write, refusal, judge):
-    other = [content.replace("train_time:1", "train_time:2") for content in raced(5, race_id="q", seed=5)]
-    folder = write("races", raced(5) + other)
-    assert "different races: r (5), q (5)" in refusal(folder)
-    assert judge(folder, "--mixed")[0] == 0
+def test_runs_of_two_races_may_be_mixed(write, judge):
+    assert judge(write("races", raced(5) + OTHER_RACE), "--mixed")[0] == 0
 
 
 def test_both_sides_of_a_race(write, judge, refusal):
@@ -830,11 +817,6 @@ def test_runs_of_one_seed_are_not_independent(write, judge, refusal):
     assert judge(folder, "--mixed")[0] == 0  # one seed, but another experiment
 
 
-def test_two_races_from_one_seed_are_not_independent(write, refusal):
-    other = [content.replace("train_time:1", "train_time:2") for content in raced(5, race_id="q")]
-    assert "2 runs of the set share the seed 1 (0.txt, 5.txt)" in refusal(write("races", raced(5) + other), "--mixed")
-
-
 def test_start_lines_of_any_content_do_not_break_the_tool(write, judge):
     odd = [{"race": 3}, {"race": {"race_id": [], "run": {}, "declared_n": "x"}}, {"seed": {}}, {"config": [1]},
            {"target_val_loss": {}}, {"ranks": "x"}, {"started": 5}]
@@ -948,12 +930,6 @@ def test_runs_that_cannot_be_judged_are_shown(write, judge):
     assert status == 2 and report["runs"][0]["val_loss"] == 3.2775 and len(report["left_out"]) == 1
 
 
-def test_runs_of_other_lengths_without_a_total_are_not_mixed(write, refusal):
-    lines = ["import torch", "=" * 100, *(f"s:{step} tel:{5 - step / 1000:.4f}" for step in (0, 250, 500))]
-    folder = write("llmc", ["\n".join([*lines, ""]), "\n".join([*lines[:-1], ""])])
-    assert "different lengths in steps: 500 (1: 0.txt), 250 (1: 1.txt)" in refusal(folder)
-
-
 # Sets that differ
 
 @pytest.mark.parametrize("change, says", [
@@ -990,18 +966,7 @@ def test_a_declared_alpha_is_the_default_and_another_is_no_claim(write, judge):
     assert status == 2 and out.startswith("Not the declared claim: alpha 0.4, and race.jsonl declares 0.02") and "The claim holds" not in out
 
 
-def test_a_forged_line_is_refused(write, refusal):
-    contents = raced(5)
-    contents[2] = re.sub("val_loss:3.27.*? ", "val_loss:3.2701 ", contents[2])
-    assert "2.txt contradicts itself: its end states final_val_loss" in refusal(write("forged", contents))
-
-
 def test_where_the_loss_reached_the_target(new, judge):
     status, out, _ = judge(new, "--at-target", "--target", 7)
     assert status == 0 and "first at or below 7 at step 10.0 ± 0.0 (mean ± sd, n = 10)" in out and "at look 2" in out
     assert "This is no claim" in out
-
-
-def test_seeds_in_the_text_are_not_independent(write, refusal):
-    contents = [log(loss, t).replace("|   0  ", "Using seed=7\n|   0  ", 1) for loss, t in zip(LOSSES, TIMES)]
-    assert "10 runs of the set share the seed 7" in refusal(write("seeds", contents))

@@ -339,11 +339,11 @@ LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
     "a step cut out": (lambda log: log.lines.pop(4), CLOCK, "of 12 steps 11 have a line"),
     "a step that is there twice": (lambda log: log.lines.insert(4, log.lines[4]), CLOCK, "of 12 steps 13"),
     "a last time in seconds": (lambda log: edit_line(log, -1, f"{log.end['train_time_ms']:.0f}ms", "1.000s"),
-                               (WHOLE, CLOCK), "not a line that the script writes"),
+                               WHOLE, "not a line that the script writes"),
     "a last time in other digits": (lambda log: edit_line(log, -1, f"{log.end['train_time_ms']:.0f}ms", "1e3ms"),
-                                    (WHOLE, CLOCK), "not a line that the script writes"),
+                                    WHOLE, "not a line that the script writes"),
     "a last time that falls": (lambda log: edit_line(log, -1, f"{log.end['train_time_ms']:.0f}ms", "1000ms"),
-                               CLOCK, "falls to 1000 ms at step 12"),
+                               (WHOLE, CLOCK), "its end states train_time_ms"),
     "an odd average": (lambda log: edit_line(log, 3, "step_avg:", "step_avg:1.2."), (WHOLE,), "not a line that the script"),
     "a time of 400 digits": (lambda log: edit_line(log, 3, "train_time:", "train_time:" + "9" * 400),
                              (WHOLE, CLOCK), "not a line that the script"),
@@ -363,7 +363,7 @@ LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
                                "declared_n"),
     "another race": (lambda log: log.set("start.config.race", "x:1:9:a"), WHOLE, "start.race"),
     "a race of no form": (lambda log: log.set("start.config.race", "x"), WHOLE, "start.race"),
-    "a plan of more steps": (lambda log: log.set("start.planned.steps", 13), WHOLE, "its plan has 13 steps"),
+    "a plan of more steps": (lambda log: log.set("start.planned.steps", 13), WHOLE, "its plan states steps 13"),
     "a plan of one token": (lambda log: log.set("start.planned.train_tokens", 1), WHOLE, "train_tokens"),
     "saved weights": (lambda log: log.set("start.init_from", {"path": "m.pt", "sha256": "0" * 64}), FROM_SEED,
                       "begun from saved parameters", "such runs count for no record"),
@@ -379,7 +379,7 @@ LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
                                       "wall clock"),
     "a hash that is none": (lambda log: log.set("end.final_state_hash", "x"), WHOLE, "no SHA-256"),
     "a step_avg": (lambda log: edit_line(log, 3, "step_avg:", "step_avg:9"), CLOCK, "step_avg"),
-    "the end's time": (lambda log: log.set("end.train_time_ms", log.end["train_time_ms"] - 90), (CLOCK, SPANS),
+    "the end's time": (lambda log: log.set("end.train_time_ms", log.end["train_time_ms"] - 90), (WHOLE, SPANS),
                        "train_time_ms"),
     "a nameless span": (lambda log: log.set("end.wall_seconds", log.end["wall_seconds"] + 0.06), SPANS,
                         "+0.06 s are unaccounted for"),
@@ -415,14 +415,12 @@ def test_a_script_with_a_slow_clock_is_caught(train, judge):
 
 # Selected runs
 
-def test_cherry_picked_runs_are_caught(race, judge):
+def test_a_run_whose_log_was_removed_is_caught(race, judge):
     folder = race()
+    whole = (folder / "2a.txt").read_text()
     (folder / "2a.txt").unlink()
     fails_only(judge(folder), ACCOUNTS, "4 runs were declared and 3 can be used")
-
-
-def test_a_failed_run_whose_log_was_removed_is_caught(race, judge):
-    folder = race()
+    (folder / "2a.txt").write_text(whole)
     with_attempt(folder, 2, status="failed", seconds=1)
     fails_only(judge(folder), ACCOUNTS, "2a_first", "its log is not here")
     log = (folder / "2a.txt").read_text().replace('"run_id": "2a"', '"run_id": "2a_first"')
@@ -440,26 +438,29 @@ def test_a_run_that_left_no_log_is_no_mere_remark(race, judge, status, seconds, 
     says(judge(folder)[1], ACCOUNTS, verdict, "2a_first", word)
 
 
-MANIFEST_EDITS = {  # what is done to its lines, a word of the reason
-    "fewer runs were declared": (lambda e: e[0]["race"].update(n=3, order=["1a", "2a", "3a"]), "order it declares"),
-    "more runs were declared": (lambda e: e[0]["race"].update(n=5, order=["1a", "2a", "3a", "4a", "5a"]), "is 4; by"),
-    "another order": (lambda e: e[0]["race"]["order"].reverse(), "the order"),
-    "an order that was not kept": (lambda e: e.__setitem__(slice(1, None), e[-2:] + e[1:-2]), "in the order it declares"),
-    "another seed": (lambda e: e[0]["race"].update(seed=7), "start.seed is 1"),
-    "another seed of a run": (lambda e: e[6].update(seed=7), "start.seed is 3"),
-    "another source": (lambda e: e[0]["race"]["sides"]["a"].update(source_sha256="0" * 64), "source_sha256"),
-    "a run that was done twice": (lambda e: [event.update(run=2) for event in e[5:7]], "done twice"),
-    "a side of another race": (lambda e: e[2].update(side="c"), "order it declares"),
-    "a start left out": (lambda e: e.pop(3), "2a ended (done), and the line before does not say that it was started"),
+MANIFEST_EDITS = {  # what is done to its lines, which rule finds it, words of the reason
+    "fewer runs were declared": (lambda e: e[0]["race"].update(n=3, order=["1a", "2a", "3a"]), ACCOUNTS, "order it declares"),
+    "more runs were declared": (lambda e: e[0]["race"].update(n=5, order=["1a", "2a", "3a", "4a", "5a"]), ACCOUNTS, "is 4; by"),
+    "another order": (lambda e: e[0]["race"]["order"].reverse(), ACCOUNTS, "the order"),
+    "an order that was not kept": (lambda e: e.__setitem__(slice(1, None), e[-2:] + e[1:-2]), ACCOUNTS, "in the order it declares"),
+    "another seed": (lambda e: e[0]["race"].update(seed=7), ACCOUNTS, "start.seed is 1"),
+    "another seed of a run": (lambda e: e[6].update(seed=7), ACCOUNTS, "start.seed is 3"),
+    "another source": (lambda e: e[0]["race"]["sides"]["a"].update(source_sha256="0" * 64), ACCOUNTS, "source_sha256"),
+    "a run that was done twice": (lambda e: [event.update(run=2) for event in e[5:7]], ACCOUNTS, "done twice"),
+    "a side of another race": (lambda e: e[2].update(side="c"), ACCOUNTS, "order it declares"),
+    "a start left out": (lambda e: e.pop(3), ACCOUNTS, "2a ended (done), and the line before does not say that it was started"),
+    "a run from elsewhere": (lambda e: e.__delitem__(slice(-2, None)), ACCOUNTS, "4a", "not started by this race"),
+    "no duration": (lambda e: e[4].pop("seconds"), WALL, "2a.txt", "states seconds null"),
+    "a duration below the run's": (lambda e: prolong(e[4], -6), WALL, "2a.txt states", "the race that started it measured"),
 }
 
 
 @pytest.mark.parametrize("edit", MANIFEST_EDITS)
 def test_a_manifest_that_is_not_its_logs_is_caught(race, judge, edit):
-    change, word = MANIFEST_EDITS[edit]
+    change, rule, *words = MANIFEST_EDITS[edit]
     with manifest_of(folder := race()) as events:
         change(events)
-    fails_only(judge(folder), ACCOUNTS, word)
+    fails_only(judge(folder), rule, *words)
 
 
 def test_the_manifest_is_found_beside_the_logs(race, judge, tmp_path):
@@ -474,12 +475,6 @@ def test_the_manifest_is_found_beside_the_logs(race, judge, tmp_path):
     for new, log in enumerate(declared_anew, 1):
         log.write(folder / f"{new + 2}a.txt")
     says(judge(folder)[1], ACCOUNTS, "not checkable", "there is no race.jsonl")
-
-
-def test_a_run_from_elsewhere_is_caught(race, judge):
-    with manifest_of(folder := race()) as events:
-        del events[-2:]
-    fails_only(judge(folder), ACCOUNTS, "4a", "not started by this race")
 
 
 def test_a_diverged_run_beside_the_others_is_caught(race, judge):
@@ -548,14 +543,6 @@ def test_another_side_that_describes_nothing_is_no_pass(race, judge, tmp_path):
     folder, other = two_races(race, tmp_path)
     strip(other)
     assert judge(folder, "--vs", other)[0] == 2
-
-
-def test_what_cannot_be_judged_is_said_in_one_short_line(tmp_path, capsys):
-    for i in range(9):
-        (tmp_path / f"{i}{'x' * 150}.txt").write_text("no log")
-    assert verify.main([str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and len(error) <= 301 and error.endswith("or logs\n")
 
 
 def test_a_loss_not_surely_below_target_is_caught(race, judge):
@@ -731,8 +718,7 @@ def test_the_other_side_must_be_honest_too(race, judge, tmp_path):
 
 def test_an_edited_clock_of_the_other_side_is_caught(race, judge, tmp_path):
     folder, other = two_races(race, tmp_path, lambda log: log.set("end.train_time_ms", log.end["train_time_ms"] + 60))
-    status, rules = judge(folder, "--vs", other)
-    assert "1a.txt: its end states train_time_ms" in rules[CLOCK][1]
+    says(judge(folder, "--vs", other)[1], WHOLE, "fail", "1a.txt: its end states train_time_ms")
 
 
 # The data
@@ -1161,28 +1147,11 @@ def test_times_that_no_race_confirms_show_no_claim(race, judge, tmp_path):
          "by the clocks of the runs alone: no race confirms the times of 8 of 8 runs")
 
 
-def test_what_older_races_wrote_of_each_line_is_ignored(race, judge):
-    with manifest_of(folder := race(2)) as events:
-        for event in events[2::2]:
-            event["stamps"] = "0" * 64
-    (folder / "1a.steps.json").write_text("[[1, 2.5]]\n")
-    assert judge(folder)[0] == 0 and not judge(folder)[1][ACCOUNTS][1].count("steps.json")
-
-
-def test_a_race_that_does_not_say_how_long_a_run_took_is_caught(race, judge):
+def test_a_race_that_ended_before_its_runs_did_tells_no_duration(race, judge):
     with manifest_of(folder := race()) as events:
-        del events[4]["seconds"]
-    fails_only(judge(folder), WALL, "2a.txt", "states seconds null")
-    with manifest_of(folder) as events:
         for event in events[2::2]:  # each ended when the race itself had died
             event.update(seconds=None, settled=event["started_at"])
     says(judge(folder)[1], WALL, "not checkable", "the race itself")
-
-
-def test_a_wall_clock_that_exceeds_what_the_race_measured_is_caught(race, judge):
-    with manifest_of(folder := race()) as events:
-        prolong(events[4], -6)  # of 5 s that the race measured besides
-    fails_only(judge(folder), WALL, "2a.txt states", "the race that started it measured")
 
 
 def with_spans(log, run, seconds, **spans):
