@@ -24,7 +24,8 @@ the race are declared before the first run, so nobody can stop at a convenient m
 pair, with bounds that keep alpha (stats.bounds).
 
 logs/race-ID/ contains the logs of both sides and:
-  race.jsonl         the declaration, and a line before and after each run, also for runs that failed
+  race.jsonl         the declaration, with the source and config of each side, and a line before and after each run, also
+                     for runs that failed
   RUNID.pt           its model, with --save_model true: verify.py --rerun needs it
   race.png           a plot of the rounds that all sides have done, redrawn after each run
 
@@ -94,7 +95,7 @@ import train_gpt as t
 ranks, *flags = sys.argv[1:]
 try:
     gpus = getattr(t, "count_gpus", int)()  # older revisions lack it, and init_from
-    _, config = t.parse_config([*flags, "--race=ID:1:1:"], "speedrun" if gpus else "laptop")
+    preset, config = t.parse_config([*flags, "--race=ID:1:1:"], "speedrun" if gpus else "laptop")
     t.check_config(config, int(ranks))
     train, val = t.find_shards(config.train_files, config.train_shards), t.find_shards(config.val_files)
     if hasattr(t, "gpt2_token_bytes") and train[0].encoding[0] == t.GPT2_VOCAB and any(
@@ -102,9 +103,10 @@ try:
         t.gpt2_token_bytes(train[0].path.parent)
     if getattr(config, "init_from", ""):
         open(config.init_from).close()
+    described = t.describe_config(config)["config"]  # as the log of a run shows it
 except (t.RunError, OSError) as error:
     sys.exit(str(error))
-print(json.dumps({"target": config.target_val_loss, "compiles": gpus > 0 or config.compile == "on",
+print(json.dumps({"config": {"preset": preset, **described}, "target": config.target_val_loss, "compiles": gpus > 0 or config.compile == "on",
                   "validation": [config.val_len, config.val_tokens, *((s.path.name, s.tokens) for s in val)]}))
 """
 

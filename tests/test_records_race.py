@@ -56,6 +56,8 @@ def parse_config(argv, preset):
     for name in ("val_files", "compile"): p.add_argument("--" + name, default=argparse.SUPPRESS)
     for name in ("val_len", "target_val_loss"): p.add_argument("--" + name, type=float, default=argparse.SUPPRESS)
     return preset, p.parse_args(argv, Config())
+def describe_config(c):
+    return {"config": vars(c)}
 def check_config(c, ranks):
     if c.slower < 0: raise RunError(f"slower is {c.slower}; give 0 or more")
 def main(argv):
