@@ -103,10 +103,11 @@ try:
         t.gpt2_token_bytes(train[0].path.parent)
     if getattr(config, "init_from", ""):
         open(config.init_from).close()
-    described = t.describe_config(config)["config"]  # as the log of a run shows it
+    # as the log of a run shows it; older revisions leave paths as they are
+    described = getattr(t, "without_folders", str)(json.dumps(t.describe_config(config)["config"]))
 except (t.RunError, OSError) as error:
     sys.exit(str(error))
-print(json.dumps({"config": {"preset": preset, **described}, "target": config.target_val_loss, "compiles": gpus > 0 or config.compile == "on",
+print(json.dumps({"config": {"preset": preset, **json.loads(described)}, "target": config.target_val_loss, "compiles": gpus > 0 or config.compile == "on",
                   "validation": [config.val_len, config.val_tokens, *((s.path.name, s.tokens) for s in val)]}))
 """
 
@@ -180,7 +181,9 @@ def split_flags(text):
 
 
 def check_flags(flags):
-    """Return (seed or None, flags without it), with data paths relative to this checkout made absolute."""
+    """Return (seed or None, flags without it), with paths that are right on all sides.
+
+    A revision's worktree has this checkout's data, and other paths relative to this checkout become absolute."""
     seed, kept, words = None, [], iter(flags)
     for word in words:
         name, given, value = word.partition("=")
@@ -194,7 +197,8 @@ def check_flags(flags):
             seed = int(value)
         else:
             root = str(ROOT) if name == "--init_from" else glob.escape(str(ROOT))
-            kept += [name, os.path.join(root, value)]  # absolute paths stay
+            path = os.path.normpath(os.path.join(root, value))
+            kept += [name, path.removeprefix(f"{root}/") if path.startswith(f"{root}/data/") else path]
     return seed, kept
 
 

@@ -383,8 +383,12 @@ class Examination:
 
 
 def agree(name, asked, stated):
-    """Return whether a run for which a value was asked may state another: its machine decides `auto`, and may lack fp8."""
-    return asked in (stated, "auto") or name in ("fp8_head", "fp8_mlp") and (asked, stated) == (True, False)
+    """Return whether the log of a run that was asked for a value may state the other.
+
+    Its machine decides `auto`, and may lack fp8. A log leaves out the folders of this machine."""
+    without = {"train_files", "val_files", "log_dir", "init_from", "resume"}
+    return (asked in (stated, "auto") or name in ("fp8_head", "fp8_mlp") and (asked, stated) == (True, False)
+            or name in without and str(asked).endswith(f"/{stated}"))
 
 
 def check_model(e, model_path, folder, only=RULES, tell=lambda rule: None):
