@@ -958,8 +958,8 @@ def examined(honest, data, folder):
 
 
 @pytest.mark.slow
-def test_an_honest_model_passes_in_a_process_of_its_own(honest, script):
-    judging = script(ROOT / "records/verify.py", honest, "--rerun", honest.with_suffix(".pt"), "--json", PATH="")
+def test_an_honest_model_passes_in_a_process_of_its_own(honest, data, script):
+    judging = script(ROOT / "records/verify.py", honest, "--rerun", honest.with_suffix(".pt"), "--data", data, "--json", PATH="")
     out, errors = judging.communicate(timeout=600)
     assert judging.returncode == 0, out + errors
     report = json.loads(out)
