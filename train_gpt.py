@@ -3222,6 +3222,14 @@ def curve(losses: Sequence[float]) -> str:
     low, high = min(means), max(means)
     return "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / (high - low or 1))] for mean in means)
 
+# this folder, or the folders of another path that is neither of the system nor a part of a word or URL
+FOLDERS = re.compile(rf"{re.escape(str(ROOT))}/(?=[\w.*])|"
+                     r"""(?<![\w./~*-])/(?!/|usr/|lib\w*/)(?:[^\s"'<>|:,;/\\]+/)+(?=[\w.*])""")
+
+def without_folders(text: str) -> str:
+    """Leave the folders of this machine out of a text, since logs are published. Paths in this folder stay relative."""
+    return FOLDERS.sub("", text)
+
 class Log:
     """A run's log file and what it prints. Only rank 0 writes; each line is in the file when write returns."""
 
@@ -3255,8 +3263,8 @@ class Log:
         else:  # new, deleted, or stopped while its head was written
             file.truncate(0)
             try:
-                print(source_of(self.config), rule, environment, rule, json.dumps(start), sep="\n",
-                      file=file, flush=True)
+                print(source_of(self.config), rule, without_folders(environment), rule,
+                      without_folders(json.dumps(start, ensure_ascii=False)), sep="\n", file=file, flush=True)
             except OSError:
                 self.path.unlink()  # the run did not start
                 raise
@@ -3266,7 +3274,9 @@ class Log:
             began = datetime.fromisoformat((json.loads(begun[1]) if begun else start)["started"])
             resumed = {"lost_seconds": (datetime.now(timezone.utc) - began).total_seconds(), **resumed,
                        "lost_steps": max(0, int((steps or [0])[-1]) - resumed["from_step"])}
-            self.write("\n" * (written[-1:] not in ("", "\n")) + json.dumps({"resumed": resumed}))
+            if written[-1:] not in ("", "\n"):
+                self.write("")
+            self.write(without_folders(json.dumps({"resumed": resumed})))
             self.resumes = written.count('\n{"resumed"') + 1
 
     def write(self, line: str, off_clock: bool = True) -> None:
@@ -3947,7 +3957,7 @@ def fail(error: BaseException, config: Config, rank: int, log: Log | None, store
     kept = ""
     if log is not None and log.file is not None:
         with contextlib.suppress(OSError, RunError):
-            log.write(f"error: {message if mine or not first else first}")
+            log.write(without_folders(f"error: {message if mine or not first else first}"))
             kept = f"; the log so far: {log.path}"
         with contextlib.suppress(OSError):  # of a full disk; Python 3.13 reports a file that is still open at the end
             log.close()

@@ -24,7 +24,8 @@ the race are declared before the first run, so nobody can stop at a convenient m
 pair, with bounds that keep alpha (stats.bounds).
 
 logs/race-ID/ contains the logs of both sides and:
-  race.jsonl         the declaration, and a line before and after each run, also for runs that failed
+  race.jsonl         the declaration, with the source and config of each side, and a line before and after each run, also
+                     for runs that failed
   RUNID.pt           its model, with --save_model true: verify.py --rerun needs it
   race.png           a plot of the rounds that all sides have done, redrawn after each run
 
@@ -83,6 +84,7 @@ DEFAULT_N = 5  # runs of each side
 PATIENCE_S = 30  # until a run that ignores an interrupt is killed
 UNCOUNTED = "uncounted"  # subfolder for the log of the first run while it runs
 LOOK_S = 0.02  # between two looks at a run's log
+ENDED = {"interrupted": "was interrupted", "failed": "failed (see above)"}  # by the status of a run that stops the race
 PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # loaded now: a child must not load libraries before it execs
 ALONE = [sys.executable, "-I"]  # ignores PYTHON* variables and user packages
 STEP = re.compile(rb"^(?:step|s):\d{1,18}[/ ]", re.M)
@@ -95,7 +97,7 @@ import train_gpt as t
 ranks, *flags = sys.argv[1:]
 try:
     gpus = getattr(t, "count_gpus", int)()  # older revisions lack it, and init_from
-    _, config = t.parse_config([*flags, "--race=ID:1:1:"], "speedrun" if gpus else "laptop")
+    preset, config = t.parse_config([*flags, "--race=ID:1:1:"], "speedrun" if gpus else "laptop")
     t.check_config(config, int(ranks))
     train, val = t.find_shards(config.train_files, config.train_shards), t.find_shards(config.val_files)
     if hasattr(t, "gpt2_token_bytes") and train[0].encoding[0] == t.GPT2_VOCAB and any(
@@ -103,9 +105,11 @@ try:
         t.gpt2_token_bytes(train[0].path.parent)
     if getattr(config, "init_from", ""):
         open(config.init_from).close()
+    # as the log of a run shows it; older revisions leave paths as they are
+    described = getattr(t, "without_folders", str)(json.dumps(t.describe_config(config)["config"]))
 except (t.RunError, OSError) as error:
     sys.exit(str(error))
-print(json.dumps({"target": config.target_val_loss, "compiles": gpus > 0 or config.compile == "on",
+print(json.dumps({"config": {"preset": preset, **json.loads(described)}, "target": config.target_val_loss, "compiles": gpus > 0 or config.compile == "on",
                   "validation": [config.val_len, config.val_tokens, *((s.path.name, s.tokens) for s in val)]}))
 """
 
@@ -172,7 +176,9 @@ def split_flags(text):
 
 
 def check_flags(flags):
-    """Return (seed or None, flags without it), with data paths relative to this checkout made absolute."""
+    """Return (seed or None, flags without it), with paths that are right on all sides.
+
+    A revision's worktree has this checkout's data, and other paths relative to this checkout become absolute."""
     seed, kept, words = None, [], iter(flags)
     for word in words:
         name, given, value = word.partition("=")
@@ -186,7 +192,8 @@ def check_flags(flags):
             seed = int(value)
         else:
             root = str(ROOT) if name == "--init_from" else glob.escape(str(ROOT))
-            kept += [name, os.path.join(root, value)]  # absolute paths stay
+            path = os.path.normpath(os.path.join(root, value))
+            kept += [name, path.removeprefix(f"{root}/") if path.startswith(f"{root}/data/") else path]
     return seed, kept
 
 
@@ -446,7 +453,7 @@ def draw(manifest, sides, found):
 
 def decided(manifest):
     """Return why a race that runs until it is decided is over, or None."""
-    options = stats.parse(stats_arguments(manifest))
+    options = stats.parse(stats_arguments(manifest.path.parent, manifest.race))
     try:
         report = stats.judge(stats.choose_sides(options), options)
         if report["verdict"] != stats.UNJUDGED:
@@ -459,10 +466,9 @@ def decided(manifest):
     return None
 
 
-def stats_arguments(manifest):
+def stats_arguments(folder, race):
     """Return the arguments for stats.py."""
-    race = manifest.race
-    return [*map(str, sorted(manifest.path.parent.glob("*.txt"))), f"--alpha={race['alpha']}"]
+    return [*map(str, sorted(folder.glob("*.txt"))), f"--alpha={race['alpha']}"]
 
 
 def time_left(manifest, runs):
@@ -498,16 +504,18 @@ def run_all(manifest, where, lock):
     looks, each, folder = race["until_decided"], len(race["sides"]), manifest.path.parent
     todo = [which for which in order(race["n"], race["sides"]) if which not in manifest.done()]
     first = first_runs(manifest, todo) if todo else []
-    for i, (run, side) in enumerate([*((0, side) for side in first), *todo]):
-        done = len(manifest.done())
+    plan = [*((0, side) for side in first), *todo]
+    for i, (run, side) in enumerate(plan):
+        done, compile_only = len(manifest.done()), i < len(first) - 1
         if looks and done >= 2 * each and done % each == 0 and (reason := decided(manifest)):
             say(f"decided: {reason}")
             break
-        compile_only = i < len(first) - 1
-        what = (f"run {done + 1} of {'at most ' * looks}{each * race['n']}" if run else
-                "compiling up to the first step, not counted" if compile_only else "a first run, not counted")
+        if run:
+            what = f"run {done + 1} of {'at most ' if looks else ''}{each * race['n']}"
+        else:
+            what = "compiling up to the first step, not counted" if compile_only else "a first run, not counted"
         say(f"{what}: {f'side {side}, ' if side else ''}{names[side]}, seed {race['seed'] + run}; "
-            f"{time_left(manifest, len(first) + len(todo) - i)}")
+            f"{time_left(manifest, len(plan) - i)}")
         require(source_hash(race["sides"][side], where[side]) == race["sides"][side]["source_sha256"],
                 f"{SCRIPT} was changed during the race; restore it and resume with: {how}")
         with interrupts_deferred() as interrupts:
@@ -517,15 +525,20 @@ def run_all(manifest, where, lock):
         if sides:
             draw(manifest, sides, found)
         if interrupts or status not in ("done", "compiled"):
-            ended = {"interrupted": "was interrupted", "failed": "failed (see above)"}.get(
-                status, "is done, and the race interrupted")
-            say(f"{f'run {run}{side}' if run else what + ','} {ended}; {len(manifest.done())} of {each * race['n']} "
-                f"runs are done and kept. Resume with: {how}")
+            which = f"run {run}{side}" if run else f"{what},"
+            say(f"{which} {ENDED.get(status, 'is done, and the race interrupted')}; {len(manifest.done())} of "
+                f"{each * race['n']} runs are done and kept. Resume with: {how}")
             return 1 if status == "failed" else 130
-        if text and len(manifest.done()) % each == 0 and i < len(first) + len(todo) - 1:
+        if text and len(manifest.done()) % each == 0 and i < len(plan) - 1:
             say(text)
     say(f"all runs are done; logs: {folder}\n")
-    judged = ladder.main([str(folder)]) if each > 2 else stats.main(stats_arguments(manifest))
+    return judge(race, folder)
+
+
+def judge(race, folder):
+    """Print the verdict of a race, and the command that keeps it as a record. Return the exit status."""
+    each = len(race["sides"])
+    judged = ladder.main([str(folder)]) if each > 2 else stats.main(stats_arguments(folder, race))
     if judged == 2 and race["n"] > 1:  # a single run is not meant to be judged
         return 2
     add = f"records/board.py add {os.path.relpath(folder, ROOT)} records/{datetime.now():%Y-%m-%d}_NAME"

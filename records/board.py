@@ -4,8 +4,8 @@
     python records/board.py                                                         judge all again, and write all pages
     python records/board.py pack records/DATE_NAME                                  pack logs that lie in a record's folder
 
-`add` packs a race's logs and manifest into logs.tar.xz of a new folder, without this machine's host name and absolute
-paths. If the race breaks a rule, it asks first. All tools read the archive as if its files lay beside it. `pack` packs
+`add` packs a race's logs and manifest into logs.tar.xz of a new folder. It refuses files that name this machine or its
+folders. If the race breaks a rule, it asks first. All tools read the archive as if its files lay beside it. `pack` packs
 files that do lie beside it, and removes them; the same files always give the same archive. `add`, `pack` and the plain
 command write, from the folders alone, each record's README.md (its first line keeps the title) and the leaderboard
 records/README.md. A missing plot.png is drawn; remove one to draw it again.
@@ -50,9 +50,6 @@ UNKNOWN = "unknown hardware"  # records on it have no rank
 # Keys that differ between any two runs, the race's own fields, and the first host's copy of the run's fields
 INCIDENTAL = re.compile(r"(?:config\.|hosts\.\d+\.)?(?:run_id|started|seed|race|launch|log_dir|source_sha256|git\.|"
                         r"environment\.TORCHELASTIC_)|hosts\.0\.(?!ranks)")
-SEPARATOR = logs.SEPARATOR.decode()
-# An absolute path of at least two folders, outside longer words and URLs
-ABSOLUTE_PATH = re.compile(r"(?:file://|(?<![\w./~*-]))/(?!/)(?:[^\s\"'<>|:,;/\\]+/)+([^\s\"'<>|:,;/\\]*)")
 
 
 # Contents of a record
@@ -213,46 +210,17 @@ def write_pages() -> None:
 
 # Publishing
 
-def redact(text: str) -> str:
-    """Remove host names and folders of this machine from a log or a manifest, since they may be private.
-
-    Of an absolute path the last part stays. The source in a log stays unchanged."""
-    source, separator, rest = text.partition(SEPARATOR + "\n")
-    if not separator:
-        source, rest = "", text
-    rest = ABSOLUTE_PATH.sub(lambda path: path[1] or "folder", rest)
-    for name in private_names(source):
-        rest = re.sub(whole_word(name), "host", rest)
-    return source + separator + rest
-
-
-def whole_word(word: str) -> str:
-    return rf"(?<![\w.-]){re.escape(word)}(?![\w-])"
-
-
-def host_names() -> list[str]:
-    """Return this machine's name and its first part, the longer first."""
-    name = socket.gethostname()
-    return [name for name in dict.fromkeys((name, name.partition(".")[0])) if name and not name.startswith("localhost")]
-
-
-def private_names(source: str) -> list[str]:
-    """Return the host's names, except one that is also a word of the source, like `laptop`: it reveals nothing.
-
-    A manifest has no source; its names are compared with this checkout's script."""
-    words = source + (Path(__file__).resolve().parent.parent / stats.SCRIPT).read_text(encoding="utf-8")
-    return [name for name in host_names() if not re.search(whole_word(name), words)]
-
-
 def check_private(path: Path, text: str) -> None:
-    """Raise UserError if a text names this machine, the user's home folder or this checkout."""
-    home, source = os.path.expanduser("~"), text.partition(SEPARATOR + "\n")[0]
-    private = [*private_names(source), str(HERE.parent), *([home] if home.count("/") > 1 else [])]
-    for word in private:
-        if at := re.search(whole_word(word), text):
+    """Raise UserError if a text names this checkout's folder, the user's home folder or this machine.
+
+    A machine whose name is also a word of the script, like `laptop`, reveals nothing."""
+    names = {str(HERE.parent), os.path.expanduser("~"), socket.gethostname().partition(".")[0]}
+    for name in names - {"", "/", "/root", "localhost"}:
+        at = re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", text)
+        if at and name not in leaks.source_of_checkout():
             line = text.count("\n", 0, at.start()) + 1
-            raise UserError(f"{path.name}, line {line}, names this machine or one of its folders ({word}); "
-                              "remove the name from the race's files")
+            raise UserError(f"{path.name}, line {line}, names this machine or one of its folders ({name}); "
+                              "race again, with data in data/, or remove the name from the race's files")
 
 
 def files_of(race: Path) -> list[Path]:
@@ -261,9 +229,9 @@ def files_of(race: Path) -> list[Path]:
 
 
 def published(path: Path) -> str:
-    """Return the redacted text of a race's file. Raise UserError if it is not text or still names this machine."""
+    """Return the text of a race's file. Raise UserError if it is not text or names this machine."""
     try:
-        text = redact(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except ValueError as error:
         raise UserError(f"{path}: cannot be read as a log ({error}); copy it again, or remove it from the "
                           "folder") from error

@@ -44,8 +44,6 @@ BLOCK = 128  # tokens in a block of FlexAttention: a wrong block mask leaks at i
 ROWS, MOST_COLUMNS = 64, 1 << 20  # tokens whose logits are sent at a time; largest vocabulary
 LONGEST_ANSWER = 1 << 20  # bytes of JSON
 PATIENCE_S = 900  # timeout of one answer: the first one compiles
-# What may depend on the machine: micro-batches by memory, and the flags named here if `changes` has these words
-FITTED = {"has no fp8": "fp8_head", "MLP's kernels are off": "fp8_mlp", "FlashAttention 3 is not": "attention"}
 PASSED_ON = ("PATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # environment variables
 
 
@@ -253,8 +251,8 @@ class Examination:
         """Compare the saved config and the hash of parameters and buffers with the log's.
 
         The source computes the buffers' digests; a false one cannot turn other parameters into the log's hash."""
-        differ = sorted(key for key in {*self.stated, *self.config} - fitted(self.e.run)
-                        if self.config.get(key) not in ("auto", self.stated.get(key)))
+        differ = sorted(key for key in {*self.stated, *self.config}
+                        if not agree(key, self.config.get(key), self.stated.get(key)))
         require(not differ, f"its config is not the log's: {join_findings(differ)}")
         digests = {name: digest_of(x) for name, x in self.saved["state"].items()}
         seen = hash_of({**self.worker.initial_state(self.stated)["buffers"], **digests})
@@ -382,10 +380,13 @@ class Examination:
         return len(probes)
 
 
-def fitted(run):
-    """Return the names of a run's config values that may depend on the machine."""
-    said = "\n".join(map(str, run.start.get("changes") or ()))
-    return {"micro_batch_splits", *(name for words, name in FITTED.items() if words in said)}
+def agree(name, asked, stated):
+    """Return whether the log of a run that was asked for a value may state the other.
+
+    Its machine decides `auto`, and may lack fp8. A log leaves out the folders of this machine."""
+    without = {"train_files", "val_files", "log_dir", "init_from", "resume"}
+    return (asked in (stated, "auto") or name in ("fp8_head", "fp8_mlp") and (asked, stated) == (True, False)
+            or name in without and str(asked).endswith(f"/{stated}"))
 
 
 def check_model(e, model_path, folder, only=RULES, tell=lambda rule: None):

@@ -96,7 +96,8 @@ _SETTING = re.compile(
     r"|_TorchCompile|\bcompile\(.*\b(?:mode|options)=" rf"|environb?\[b?['\"]{COMPILERS}['\"]\] \|?=(?!=)"
     rf"|\b(?:setdefault|putenv)\(b?['\"]{COMPILERS}|environ.*['\"( ]{COMPILERS}(?:['\"]:|=)", re.S)
 _MEDIUM = re.compile(r": torch\._inductor\.config\.coordinate_descent_tuning = True$")
-DATA_FLAGS = {"preset", "train_files", "train_shards"}
+# Values of a config that a race sets for each run
+OF_EACH_RUN = re.compile("seed|run_id|log_dir|race.*")
 MOST_CHARACTERS = 1 << 20  # of a source: its syntax tree takes a thousand times as much memory
 # Public packages that such scripts import. Any other module is code that the log does not contain
 _PACKAGES = {"torch", "torchvision", "torchao", "triton", "numpy", "scipy", "matplotlib", "pandas", "numba", "tiktoken",
@@ -131,6 +132,10 @@ class Evidence:
     def ours(self):
         """Whether the log describes its run. Such a log must hold everything that this project's logs hold."""
         return self.run.start is not None
+
+    @property
+    def has_config(self):
+        return self.ours and isinstance(self.run.start.get("config"), dict)
 
     @functools.cached_property
     def race(self):
@@ -467,7 +472,7 @@ def check_accounts(runs, found, races):
         of_race = [e for e in runs if e.race and e.race.race_id == race_id]
         if of_race:
             check_attempts(manifest, here, remarks, unknown)
-            check_declared(manifest, of_race, unknown)
+            check_declared(manifest, of_race)
     if unknown:
         raise CannotJudge("; ".join([*dict.fromkeys(unknown), *remarks]))
     return "; ".join(remarks)
@@ -525,59 +530,20 @@ def check_attempts(manifest, here, remarks, unknown):
             f"by {MANIFEST} the runs were not started in the order it declares")
 
 
-def declared_flags(e, races):
-    """Return the flags that a run's race declared for its side, or None."""
-    sides = races[e.race.race_id].race["sides"] if e.race and e.race.race_id in races else {}
-    return sides[e.race.side]["flags"] if e.race and e.race.side in sides else None
+def declared_config(e, races):
+    """Return the config that a run's race declared for its side; {} without one."""
+    race = races[e.race.race_id].race if e.race and e.race.race_id in races else {"sides": {}}
+    return race["sides"].get(e.race and e.race.side, {}).get("config", {})
 
 
-def parse_flags(flags):
-    """Return {name: value} of flags; of a repeated flag the last value, of a flag without value "true"."""
-    values, name = {}, None
-    for word in flags:
-        if word.startswith("--"):
-            name, is_whole, value = word[2:].partition("=")
-            name = "world_size_invariant" if name == "exact" else name  # its alias
-            values[name] = value if is_whole else "true"
-        elif name:
-            values[name] = word
-    return values
+def stated_config(e):
+    """Return the config in a log, and the preset that it began from."""
+    return {"preset": e.run.start.get("preset"), **e.get("start.config", dict)}
 
 
-def matches(word, stated):
-    """Return whether a flag's word has the value in a log's config. Any value matches auto. ArgumentTypeError on other
-    scripts' rows."""
-    if isinstance(stated, str) and "(" in stated + word:  # rows, such as stages
-        rows_of = leaks.trainer().parse_value
-        given = rows_of(word)
-        return rows_of(stated)[-len(given):] == given  # param_groups add to those of the preset
-    values = stated if isinstance(stated, list) else [stated]
-    try:
-        return word.lower() in ("auto", str(stated).lower()) or [*map(float, word.split(","))] == values
-    except ValueError:
-        return False
-
-
-def check_sides(declared, runs):
-    """Check that the configs of sides with one source differ only in the flags that the race declared."""
-    first = {e.race.side: e for e in reversed(runs) if e.ours and e.race.side in declared["sides"]}
-    for one, other in itertools.combinations([first[side] for side in sorted(first)], 2):
-        flags, configs = zip(*((parse_flags(declared["sides"][e.race.side]["flags"]), stats.config_of(e.run))
-                               for e in (one, other)))
-        named = {name for name, _ in flags[0].items() ^ flags[1].items()}
-        fitted = examine.fitted(one.run) | examine.fitted(other.run)
-        differ = {name for name in {*configs[0], *configs[1]} - fitted if configs[0].get(name) != configs[1].get(name)}
-        moves_others = named & {"preset", "num_steps"}
-        require(one.run.source != other.run.source or moves_others or differ <= named, f"{one.name} and {other.name} "
-                f"differ in {join_findings(sorted(differ - named))}, and no flag that their race declared says so")
-
-
-def check_declared(manifest, runs, unknown):
-    """Check that each run has the number, seed, source and flags that its race declared and wrote down.
-
-    Adds to unknown the rows that only another version of the script can read."""
+def check_declared(manifest, runs):
+    """Check that each run has the number, seed, source and config that its race declared and wrote down."""
     declared = manifest.race
-    check_sides(declared, runs)
     for e in sorted(runs, key=lambda e: not e.ours):  # logs of other projects cannot be checked
         attempt = manifest.attempts[e.get("start.run_id", str)]
         side = declared["sides"][attempt["side"]]  # its order names no other
@@ -586,14 +552,45 @@ def check_declared(manifest, runs, unknown):
             ("start.race.side", attempt["side"]), ("start.ranks", declared["ranks"]),
             ("start.seed", declared["seed"] + attempt["run"]), ("start.seed", attempt.get("seed")),
             ("start.source_sha256", side.get("source_sha256")), name=f"{e.name}: its ")
-        stated = {"preset": e.run.start.get("preset"), **e.get("start.config", dict)}
-        for name, word in parse_flags(side["flags"]).items():
-            try:
-                require(name in examine.fitted(e.run) or name in stated and matches(word, stated[name]),
-                        f"{e.name}: its race declared --{name} {word}, and its log's config has "
-                        f"{json.dumps(stated.get(name))[:60]}")
-            except argparse.ArgumentTypeError as error:
-                unknown.append(f"this checkout's {stats.SCRIPT} cannot read --{name}: {error}")
+        wanted, stated = side["config"], stated_config(e)
+        for name in sorted({*wanted, *stated}):
+            require(OF_EACH_RUN.fullmatch(name) or examine.agree(name, wanted.get(name), stated.get(name)), f"{e.name}: its race declared {name} "
+                    f"{json.dumps(wanted.get(name))[:60]}, and its log's config has {json.dumps(stated.get(name))[:60]}")
+
+
+# Races before 2026-11-28 declared flags alone
+
+def add_configs(race, runs):
+    """Add to each side of a race that declared flags the config that they mean.
+
+    A value that its flags name is theirs. Any other is that of the base's run if only flags separate the two sides, else
+    that of the side's own first run, with which its other runs must agree."""
+    first = {e.race.side: e for e in reversed(runs) if e.race and e.race.race_id == race["id"] and e.has_config}
+    *_, base = race["sides"]
+    for side in [side for side, version in race["sides"].items() if side in first and "config" not in version]:
+        version, one, other = race["sides"][side], first[side], first.get(base, first[side])
+        words, words_of_base = parse_flags(version["flags"]), parse_flags(race["sides"][base]["flags"])
+        config = stated_config(one)
+        if one.run.source == other.run.source and not {"preset", "num_steps"} & dict(words.items() ^ words_of_base.items()).keys():
+            config |= {name: value for name, value in stated_config(other).items() if name not in {**words, **words_of_base}}
+        config |= {name: word for name, word in words.items() if not means(word, config.get(name))}
+        version["config"] = config
+
+
+def parse_flags(flags):
+    """Return {name: value} of flags like `--name value` or `--name=value`."""
+    words = [part for flag in flags for part in (flag[2:].split("=", 1) if flag.startswith("--") else [flag])]
+    return dict(zip(words[::2], words[1::2]))
+
+
+def means(word, stated):
+    """Return whether a flag's word has this value in a log's config. Only the script can read rows such as stages."""
+    if "(" in word or word.lower() in ("auto", str(stated).lower()):
+        return True
+    try:
+        return [*map(float, word.split(","))] == (stated if isinstance(stated, list) else [stated])
+    except ValueError:
+        return False
 
 
 def check_wall(runs, races):
@@ -719,12 +716,12 @@ def check_page(case, folder):
     return f"README.md states what {plural(len(runs), 'log')} show{'s' * (len(runs) == 1)}"
 
 
-def check_again(e, races, data):
-    """Run the source in a log again, with its ranks, threads and flags, and compare state hash and loss."""
-    config, flags = e.get("start.config", dict), declared_flags(e, races)
-    if flags is None:
-        flags = [f"--{name}={','.join(map(str, value)) if isinstance(value, list) else str(value).lower() if type(value) is bool else value}"
-                 for name, value in config.items() if name not in logs.INCIDENTAL and not name.startswith("race_")]
+def check_again(e, data):
+    """Run the source in a log again, with its ranks, threads and config, and compare state hash and loss."""
+    config = {name: value for name, value in stated_config(e).items()
+              if name not in logs.INCIDENTAL and not name.startswith("race_")}
+    flags = [f"--{name}={','.join(map(str, value)) if isinstance(value, list) else str(value).lower() if type(value) is bool else value}"
+             for name, value in config.items()]
     if data:
         flags = [*flags, *(f"--{split}={Path(data).resolve() / Path(config[split]).name}" for split in ("train_files", "val_files"))]
     threads = e.get("start.environment", dict).get("OMP_NUM_THREADS")
@@ -769,20 +766,20 @@ def check_data(runs, others, races):
     def digests(e, split):
         return [shard["sha256"] for shard in shards_of(e)[split]]
 
-    def flags(e):
-        return {name: word for name, word in parse_flags(declared_flags(e, races) or []).items() if name in DATA_FLAGS}
+    def differ(e, name):
+        return declared_config(runs[0], races).get(name) != declared_config(e, races).get(name)
 
     found = check_alike(runs + others, lambda e: {
         "end.val_tokens": e.get("end.val_tokens", int), "val_len": e.get("start.config.val_len", int),
         "the validation shards' SHA-256": digests(e, "val")})
     first, declared = digests(runs[0], "train"), set()
     for e in others:
-        its, named = digests(e, "train"), dict(flags(runs[0]).items() ^ flags(e).items())
-        fewer = "train_shards" in named and all(one == other for one, other in zip(first, its))
-        if its != first and not (fewer or {"preset", "train_files"} & named.keys()):
+        its = digests(e, "train")
+        fewer = differ(e, "train_shards") and all(one == other for one, other in zip(first, its))
+        if its != first and not (fewer or differ(e, "train_files")):
             raise CannotJudge(f"inspect this: {runs[0].name} and {e.name} trained on shards with different digests, "
-                              "and no flag that their race declared says so (--train_files, --train_shards)")
-        declared |= named.keys() if its != first else set()
+                              "and their race declared the same train_files and train_shards")
+        declared |= {name for name in ("train_files", "train_shards") if its != first and differ(e, name)}
     return (f"{found['end.val_tokens']:,} validation tokens of the same shards, in sequences of {found['val_len']:,}; "
             f"{f'other training shards, as {sorted(declared)} declare' if declared else 'the same training shards'}")
 
@@ -882,6 +879,8 @@ def read_runs(paths, source):
         there = join_findings([f"{digest:.8} ({plural(len(of_source), 'run')})" for digest, of_source in stats.grouped(
             found.runs, lambda run: run.source_sha256 or "none").items()])
         raise CannotJudge(f"no run has a source whose hash begins with {source}; there are {there}")
+    for manifest in races.values():
+        add_configs(manifest.race, runs)
     return RunSet(runs, found, races)
 
 
@@ -1005,7 +1004,7 @@ def examine_all(case):
 def unseen(case):
     """Return the last line: where the paragraph is on what no rule sees, and the command that runs a run again."""
     said, e = 'What no rule sees, and how to find it: docs/racing.md, "What no rule sees".', case.runs[0]
-    if not e.ours or declared_flags(e, case.whole.races) is None:
+    if not e.ours:
         return said
     return f"{said} To run {e.name} again: `.venv/bin/python records/verify.py {shlex.quote(case.options.record[0])} --replay {e.run.start.get('seed')}`"
 
@@ -1073,7 +1072,7 @@ def main(arguments=None):
                                   f"{join_findings([str(e.run.seed) for e in case.whole.runs])}")
             print(f"verify.py: running {again[0].name} again, by the source in it; if somebody else wrote that, do it in a "
                   "container ...", file=sys.stderr, flush=True)
-            findings.append(Finding(AGAIN, *judged(check_again, again[0], case.whole.races, options.data)))
+            findings.append(Finding(AGAIN, *judged(check_again, again[0], options.data)))
     except CannotJudge as reason:
         if options.json:
             print(json.dumps({"verdict": "cannot be judged", "reason": str(reason)}))

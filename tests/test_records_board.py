@@ -29,14 +29,14 @@ HOSTILE = "</script ><script>window.hacked = 1</script><img src=x onerror='windo
 def write_log(folder, run, side, loss, seconds, declared=3, source="import torch\nprint('one')\n", device="a machine", **config):
     """Write a run of ten steps in the form of train_gpt.py."""
     start = {"run_id": f"r{run}{side}", "started": f"2026-01-02T03:0{run}:05+00:00", "preset": "toy",
-             "config": {"seed": run, "log_dir": "/home/me/logs", "sync": "hook", "race_side": side, **config}, "seed": run,
-             "ranks": 2, "environment": {"OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": "/home/me/error.json"},
+             "config": {"seed": run, "log_dir": "logs", "sync": "hook", "race_side": side, **config}, "seed": run,
+             "ranks": 2, "environment": {"OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": "error.json"},
              "git": {"revision": "c0ffee", "clean": True}, "source_sha256": hashlib.sha256(source.encode()).hexdigest(),
              "hardware": {"device": device, "gpus": []}, "target_val_loss": 1.4,
              "race": {"race_id": "x", "run": run, "declared_n": declared, "side": side}}
     steps = [f"step:{i}/10 train_time:{i * seconds * 100:.0f}ms step_avg:{seconds * 100:.2f}ms train_loss:{5 - 0.37 * i - 0.01 * run:.4f}"
              for i in range(1, 11)]
-    lines = [source, RULE, "Running Python on my-host at /home/me/python3", RULE, json.dumps(start),
+    lines = [source, RULE, "Running Python", RULE, json.dumps(start),
              "step:0/10 val_loss:5.0000 train_time:0ms step_avg:0.00ms", *steps[:5],
              f"step:5/10 val_loss:{3 + loss / 10:.4f} train_time:{seconds * 500:.0f}ms step_avg:{seconds * 100:.2f}ms", *steps[5:],
              f"step:10/10 val_loss:{loss:.4f} train_time:{seconds * 1000:.0f}ms step_avg:{seconds * 100:.2f}ms",
@@ -50,7 +50,7 @@ def write_race(folder, **baseline):
     for run in (1, 2, 3):
         write_log(folder, run, "a", 1 + 0.05 * run, 9 + 0.01 * run)
         write_log(folder, run, "b", 1.02 + 0.05 * run, 10 + 0.01 * run, **baseline)
-    sides = {"a": {"revision": None, "flags": ["--train_files", "/home/me/data/*.bin"]},
+    sides = {"a": {"revision": None, "flags": ["--train_files", "data/*.bin"]},
              "b": {"revision": None, "flags": ["--sync", "step"]}}
     race = {"id": "x", "n": 3, "seed": 0, "ranks": 2, "sides": sides, "threads": "1", "revision": None,
             "declared": "2026-01-02T03:00:00+00:00", "order": ["1a", "1b", "2b", "2a", "3a", "3b"]}
@@ -63,7 +63,7 @@ def write_race(folder, **baseline):
 @pytest.fixture
 def places(tmp_path, monkeypatch):
     """Return (a race, an empty folder of records) on a machine with a known name."""
-    monkeypatch.setattr(board, "host_names", lambda: ["my-host"])
+    monkeypatch.setattr(board.socket, "gethostname", lambda: "my-host.local")
     monkeypatch.setattr(board, "HERE", tmp_path / "records")
     (tmp_path / "records").mkdir()
     return write_race(tmp_path / "race-x"), tmp_path / "records"
@@ -76,7 +76,6 @@ def published(tmp_path_factory):
     (folder / "records").mkdir()
     other = "import torch\n" + "".join(f"print({i})\n" for i in range(40)) + "print('two')\n"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(board, "host_names", lambda: ["my-host"])
         patch.setattr(board, "HERE", folder / "records")
         patch.setattr(sys, "stdin", io.StringIO("y\ny\n"))  # both break rules
         first = write_race(folder / "race-1", sync="step")
@@ -224,6 +223,7 @@ def test_without_records_there_is_no_leaderboard(places, capsys):
     (lambda folder, records: (records / "new").mkdir(), "exists"),
     (lambda folder, records: (folder / "r4a.txt").write_bytes(b"\xff\xfe"), "r4a.txt: cannot be read as a log"),
     (lambda folder, records: write_log(folder, 3, "a", 1.2, 9.0, source=f"x = '{records.parent}'\n"), "r3a.txt, line 1, names"),
+    (lambda folder, records: write_log(folder, 3, "a", 1.2, 9.0, device="on my-host"), "r3a.txt, line 7, names"),
 ])
 def test_what_cannot_be_judged_leaves_nothing_behind(places, capsys, spoil, says):
     folder, records = places
@@ -239,17 +239,6 @@ def test_what_cannot_be_judged_leaves_nothing_behind(places, capsys, spoil, says
 
 
 # Publishing ---------------------------------------------------------------------------------------------------------
-
-def test_published_logs_name_no_folder_and_no_host(published):
-    folder = published.parent / "race-1"
-    before, after = (logs.open_file(place / "r1a.txt").read().decode().splitlines() for place in (folder, published / "2026-01-02_toy"))
-    assert [i for i, (a, b) in enumerate(zip(before, after)) if a != b] == [4, 6] and len(before) == len(after)
-    assert after[4] == "Running Python on host at python3"
-    start = json.loads(after[6])
-    assert start["environment"] == {"OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": "error.json"} and start["config"]["log_dir"] == "logs"
-    for path in (file for path in published.rglob("*.*") for file in logs.listing(str(path))):
-        assert path.endswith(".png") or not re.search(b"/home/me|my-host|/tmp/", logs.open_file(path).read()), path
-
 
 def test_a_race_that_breaks_a_rule_becomes_a_record_if_somebody_says_so(judged, tmp_path, capsys, monkeypatch):
     records, _, rules = judged
@@ -294,23 +283,6 @@ def test_records_of_unknown_hardware_have_no_rank_and_cards_are_tracks_of_their_
     assert [one["rows"][0]["rank"] for one in found] == [1, 1, None]
 
 
-@pytest.mark.parametrize("text,becomes", [
-    ("error: [Errno 28] /home/me/x/r.txt: full", "error: [Errno 28] r.txt: full"),
-    ('{"path": "/data/me/init.pt"}', '{"path": "init.pt"}'),
-    ('"--train_files", "/home/me/data/*.bin"', '"--train_files", "*.bin"'),
-    ("LD_PRELOAD=/usr/lib/libx.so:/opt/me/liby.so", "LD_PRELOAD=libx.so:liby.so"),
-    ("see file:///home/me/x", "see x"),
-    ("https://example.com/a/b data/stdlib/x_*.bin 3/4 150W / 700W and/or", None), ("my-host.", "host."), ("my-hostess", None),
-    ('{"train": "train"}', None)])
-def test_what_is_published_of_a_line(monkeypatch, text, becomes):
-    monkeypatch.setattr(board, "host_names", lambda: ["my-host", "train"])  # and the source speaks of train
-    assert board.redact(f"train = '/home/me/code'\n{RULE}\n{text}\n") == f"train = '/home/me/code'\n{RULE}\n{becomes or text}\n"
-
-
-def test_a_machine_that_is_called_like_a_preset_changes_no_manifest(monkeypatch):
-    monkeypatch.setattr(board, "host_names", lambda: ["laptop", "my-host"])
-    manifest = '{"race": {"sides": {"a": {"flags": ["--preset", "laptop"]}}, "on": "my-host"}}\n'
-    assert board.redact(manifest) == manifest.replace("my-host", "host")
 
 
 def test_the_records_here_name_no_folder_and_each_has_its_pages():
@@ -321,7 +293,6 @@ def test_the_records_here_name_no_folder_and_each_has_its_pages():
         for path in [*files, str(RECORDS / "README.md")]:
             text = logs.open_file(path).read().decode()
             text = text.partition(RULE + "\n")[2] or text
-            assert path.endswith(".md") or not board.ABSOLUTE_PATH.search(text), path
             assert not re.search(r"(?<![\w.*])/(?:home|root|work|tmp|mnt|Users)/", text), path
 
 

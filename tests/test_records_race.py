@@ -56,6 +56,8 @@ def parse_config(argv, preset):
     for name in ("val_files", "compile"): p.add_argument("--" + name, default=argparse.SUPPRESS)
     for name in ("val_len", "target_val_loss"): p.add_argument("--" + name, type=float, default=argparse.SUPPRESS)
     return preset, p.parse_args(argv, Config())
+def describe_config(c):
+    return {"config": vars(c)}
 def check_config(c, ranks):
     if c.slower < 0: raise RunError(f"slower is {c.slower}; give 0 or more")
 def main(argv):
@@ -66,10 +68,10 @@ def main(argv):
     race = dict(zip(("race_id", "run", "declared_n", "side"), c.race.split(":")))
     race.update(run=int(race["run"]), declared_n=int(race["declared_n"]))
     c.mood *= race["run"] > 0  # the first run, which does not count, has none
-    start = {"run_id": c.run_id, "seed": c.seed, "config": vars(c), "ranks": 1, "preset": preset,
+    start = {"run_id": c.run_id, "seed": c.seed, "config": vars(c) | {"log_dir": "logs"}, "ranks": 1, "preset": preset,
              "hardware": {"cores": os.cpu_count()},
              "source_sha256": hashlib.sha256(source.encode()).hexdigest(),
-             "caches": [os.environ[f"{name}_CACHE_DIR"] for name in ("TORCHINDUCTOR", "TRITON")],
+             "caches": [os.environ[f"{name}_CACHE_DIR"] for name in ("TORCHINDUCTOR", "TRITON")] * (c.compile == "on"),
              "race": race, "isolated": sys.flags.isolated}
     ms = SPEED + c.slower + c.seed * (3 if c.mood == "jittery" and race["side"] == "b" else 1)
     with open(Path(c.log_dir) / f"{c.run_id}.txt", "x") as log:
@@ -938,8 +940,9 @@ def test_what_the_environment_says_to_python_does_not_reach_a_run(repo, monkeypa
 
 
 def test_data_paths_are_those_of_the_checkout():
-    assert race.check_flags(["--train_files", "data/x/*.bin", "--val_files=/y/*.bin", "--seed=3", "--init_from", "logs/m.pt"]) == \
-        (3, ["--train_files", str(ROOT / "data/x/*.bin"), "--val_files", "/y/*.bin", "--init_from", str(ROOT / "logs/m.pt")])
+    given = ["--train_files", "x/../data/x/*.bin", "--val_files=/y/*.bin", "--seed=3", "--init_from", "logs/m.pt"]
+    kept = ["--train_files", "data/x/*.bin", "--val_files", "/y/*.bin", "--init_from", str(ROOT / "logs/m.pt")]
+    assert race.check_flags(given) == (3, kept)
 
 
 @pytest.mark.slow

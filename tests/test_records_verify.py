@@ -147,20 +147,21 @@ def race(honest, tmp_path):
         folder = tmp_path / "race"
         folder.mkdir()
         order = racing.order(n, sides)
-        events, clock = [], datetime(2025, 1, 1, tzinfo=timezone.utc)
+        events, clock, versions = [], datetime(2025, 1, 1, tzinfo=timezone.utc), {}
         for run, side in order:
             log = Log(honest).label(run, n, side, loss=4.0 + 0.01 * run).set("start.started", clock.isoformat())
             change(log, run, side)
             log.write(folder / f"{run}{side}.txt")
+            versions.setdefault(side, {"revision": None, "flags": [], "source_sha256": log.start["source_sha256"],
+                                       "config": {"preset": "laptop", **log.start["config"]}})
             event = {"run": run, "side": side, "run_id": f"{run}{side}", "status": "started", "seed": run,
                      "started_at": log.start["started"]}
             seconds = log.end["wall_seconds"] + 5
             clock += timedelta(seconds=math.ceil(seconds))
             events += [event, {**event, "status": "done", "logged": True, "seconds": seconds}]
             prolong(events[-1], 0)
-        versions = {side: {"revision": None, "flags": [],
-                           "source_sha256": log.start["source_sha256"]} for side in sides}
-        declared = {"id": "x", "n": n, "seed": 0, "ranks": 1, "sides": versions, "order": [f"{r}{s}" for r, s in order]}
+        declared = {"id": "x", "n": n, "seed": 0, "ranks": 1, "sides": dict(sorted(versions.items())),
+                    "order": [f"{r}{s}" for r, s in order]}
         with manifest_of(folder) as lines:
             lines += [{"race": declared}, *events]
         return folder
@@ -565,58 +566,39 @@ def test_sides_that_cannot_be_compared_are_caught(faster, judge, change, rule, w
     fails_only(judge(faster(lambda log, run, side: side == "b" and change(log))), rule, word)
 
 
-def declare(folder, side, *flags, kept=True):
-    """Declare flags for a side in the manifest and, if kept, set them in the configs of its logs."""
+def declare(folder, side, **config):
+    """Declare other values for a side in the manifest."""
     with manifest_of(folder) as events:
-        events[0]["race"]["sides"][side]["flags"] = list(flags)
-    for path in folder.glob(f"*{side}.txt") if kept else ():
-        log = Log(path)
-        for name, word in verify.parse_flags(flags).items():
-            if name in log.start["config"]:
-                log.set(f"start.config.{name}", int(word) if word.isdigit() else word)
-        log.write(path)
+        events[0]["race"]["sides"][side]["config"] |= config
 
 
-@pytest.mark.parametrize("flags, kept, word", [
-    (["--val_every", "7"], False, "its race declared --val_every 7, and its log's config has"),
-    (["--val_every=7"], True, ""),
-    (["--ngrams="], True, ""),
-    (["--compile=auto"], False, ""),
-    (["--compile=on"], False, "--compile on"),
-    (["--val_every", "9", "--val_every", "7"], True, ""),
-    (["--attention", "flash"], False, "--attention flash"),
-    (["--preset", "speedrun"], True, "its race declared --preset speedrun"),
-    (["--lazy_tables", "--loss_weights", "1,.5"], False, "--loss_weights 1,.5"),
-    (["--loss_weights", "1.0"], False, ""),
-    (["--micro_batch_splits", "4"], False, ""),  # depends on the memory
-    (["--no_flag", "3"], False, "--no_flag 3, and its log's config has null"),
-    (["--micro_batches", "99"], False, "--micro_batches 99"),
-    (["--stages", "Stage(until=1, my_idea=2)"], True, ""),  # which another version of the script can read
-])
-def test_runs_keep_to_the_flags_that_their_race_declared(race, judge, flags, kept, word):
-    folder = race()
-    declare(folder, "a", *flags, kept=kept)
+@pytest.mark.parametrize("declared, word", [
+    ({"muon_lr": 0.05}, "1a.txt: its race declared muon_lr 0.05, and its log's config has"),
+    ({"stages": "Stage(until=1, my_idea=2)"}, "its race declared stages"), ({"preset": "speedrun"}, "its race declared preset"),
+    ({"loss_weights": [1, 0.5]}, "loss_weights [1, 0.5]"), ({"micro_batch_splits": 4}, "micro_batch_splits 4"),
+    ({"no_field": 3}, "no_field 3, and its log's config has null"), ({"compile": "on"}, 'compile "on"'),
+    ({"fp8_mlp": None}, "fp8_mlp null"), ({"compile": "auto"}, ""), ({"fp8_mlp": True}, ""), ({"run_id": "x", "seed": 9}, "")])
+def test_a_run_with_another_config_than_declared_fails(race, judge, declared, word):
+    declare(folder := race(), "a", **declared)
     if word:
         fails_only(judge(folder), ACCOUNTS, word)
     assert judge(folder)[0] == bool(word)
-    for path in folder.glob("*.txt"):  # the script says which values it changed for this machine
-        log = Log(path)
-        log.start["changes"] = ["FlashAttention 3 is not installed: torch's own"]
-        log.write(path)
-    assert judge(folder)[0] == (bool(word) and flags[0] != "--attention")
 
 
-def test_changes_for_a_machine_are_recognized_by_the_words_of_the_script():
-    assert all(words in SOURCE for words in examine.FITTED)
-
-
-@pytest.mark.parametrize("flags, words", [
-    ([], "1a.txt and 1b.txt differ in muon_lr, and no flag"), (["--muon_lr", "0.5"], ""), (["--num_steps", "2"], "")])
-def test_sides_differ_in_what_their_race_declared_alone(faster, judge, flags, words):
+@pytest.mark.parametrize("flags, flags_of_base, word", [
+    ([], [], "1a.txt: its race declared muon_lr 0.5"), ([], ["--muon_lr=0.5"], ""), (["--muon_lr=0.5"], ["--muon_lr", ".5"], "muon_lr \"0.5\""),
+    (["--layers", "L1M"], ["--muon_lr=.5"], "1a.txt: its race declared layers \"L1M\""), (["--num_steps=12"], [], ""),
+    (["--ngrams="], ["--muon_lr=.5", "--loss_weights", "1.0"], ""), (["--num_steps", "7"], [], "num_steps \"7\""),
+    (["--stages", "Stage(until=1/2), Stage()", "--compile", "auto"], ["--muon_lr=.5"], "")])
+def test_a_race_that_declared_flags_is_judged_by_them(faster, judge, flags, flags_of_base, word):
+    """As races before 2026-11-28 did."""
     folder = faster(lambda log, run, side: side == "b" and log.set("start.config.muon_lr", 0.5))
-    declare(folder, "b", *flags, kept=False)
-    failed = judge(folder)[1][ACCOUNTS]
-    assert (failed[0] == "fail") == (bool(words) or "--num_steps" in flags) and words in failed[1]
+    with manifest_of(folder) as events:
+        for version, of_side in zip(events[0]["race"]["sides"].values(), (flags, flags_of_base)):
+            version["flags"] = of_side
+            del version["config"]
+    verdict, reason = judge(folder)[1][ACCOUNTS]
+    assert (verdict == "fail") == bool(word) and word in reason, reason
 
 
 @pytest.mark.parametrize("change, word", [
@@ -624,33 +606,29 @@ def test_sides_differ_in_what_their_race_declared_alone(faster, judge, flags, wo
     (lambda log: log.set("start.config.val_len", 128), "val_len: 256 and 128"),
     (lambda log: (log.set("end.val_tokens", 99), log.start["shards"]["val"][0].update(tokens=100)), "val_tokens: "),
 ])
-@pytest.mark.parametrize("flags", [[], ["--val_files", "other_*.bin", "--val_len=128", "--val_tokens=99"]])
-def test_sides_that_are_validated_on_something_else_are_caught(race, faster, judge, tmp_path, change, word, flags):
-    """In one race, whatever it declares, and in two races."""
+def test_sides_that_are_validated_on_something_else_are_caught(race, faster, judge, tmp_path, change, word):
+    """In one race, although it declares that, and in two races."""
     folder = faster(lambda log, run, side: side == "b" and change(log))
-    declare(folder, "b", *flags)
-    undeclared = [ACCOUNTS] * (not flags and "val_len" in word)
-    fails_only(judge(folder), [*undeclared, DATA], "1a.txt and 1b.txt differ in ")
+    fails_only(judge(folder), DATA, "1a.txt and 1b.txt differ in ")
     assert word in judge(folder)[1][DATA][1]
     folder.rename(tmp_path / "both")
     folder, other = two_races(race, tmp_path, change)
     says(judge(folder, "--vs", other)[1], DATA, "fail", word)
 
 
-@pytest.mark.parametrize("flags, left, verdict, word", [
-    ([], 1, "not checkable", "inspect this: 1a.txt and 1b.txt trained on shards with different digests"),
-    (["--train_shards", "1"], 1, "pass", "other training shards, as ['train_shards'] declare"),
-    (["--train_shards=2"], 2, "not checkable", "inspect this"),  # but its first shards are others
-    (["--train_files=x/*.bin"], 2, "pass", "other training shards, as ['train_files'] declare"),
+@pytest.mark.parametrize("config, left, verdict, word", [
+    ({}, 1, "not checkable", "inspect this: 1a.txt and 1b.txt trained on shards with different digests"),
+    ({"train_shards": 1}, 1, "pass", "other training shards, as ['train_shards'] declare"),
+    ({"train_shards": 2}, 2, "not checkable", "inspect this"),  # but its first shards are others
+    ({"train_files": "x/*.bin"}, 2, "pass", "other training shards, as ['train_files'] declare"),
 ])
-def test_other_training_data_are_to_be_declared_or_looked_at(faster, judge, flags, left, verdict, word):
+def test_other_training_data_are_to_be_declared_or_looked_at(faster, judge, config, left, verdict, word):
     def other(log, run, side):
         if side == "b":
+            log.start["config"] |= config
             first, *rest = log.start["shards"]["train"]
             log.start["shards"]["train"] = [first] if left == 1 else [{**first, "sha256": "5e" * 32}, *rest]
-    folder = faster(other)
-    declare(folder, "b", *flags)
-    status, rules = judge(folder)
+    status, rules = judge(faster(other))
     assert (status, rules[DATA][0]) == (0, verdict) and word in rules[DATA][1]
 
 
@@ -966,8 +944,8 @@ def examined(honest, data, folder):
 
 
 @pytest.mark.slow
-def test_an_honest_model_passes_in_a_process_of_its_own(honest, script):
-    judging = script(ROOT / "records/verify.py", honest, "--rerun", honest.with_suffix(".pt"), "--json", PATH="")
+def test_an_honest_model_passes_in_a_process_of_its_own(honest, data, script):
+    judging = script(ROOT / "records/verify.py", honest, "--rerun", honest.with_suffix(".pt"), "--data", data, "--json", PATH="")
     out, errors = judging.communicate(timeout=600)
     assert judging.returncode == 0, out + errors
     report = json.loads(out)
@@ -975,13 +953,11 @@ def test_an_honest_model_passes_in_a_process_of_its_own(honest, script):
     assert {rules[rule] for rule in examine.RULES} == {"pass"} and "models of 1 of 1 run" in report["said"]
 
 
-@pytest.mark.parametrize("saved, stated, changes, differ", [
-    ("auto", "flex", [], ""), ("flash", "flex", ["FlashAttention 3 is not installed"], ""),
-    ("flash", "flex", [], "attention"), ("flash", "flex", ["this GPU has no fp8"], "attention"), ("flex", "flex", [], "")])
-def test_a_saved_model_may_leave_to_the_machine_what_the_log_says_it_chose(saved, stated, changes, differ):
+@pytest.mark.parametrize("saved, stated, differ", [("auto", "flash", ""), ("masked", "flash", "attention"), ("flash", "flash", "")])
+def test_a_saved_model_has_the_config_of_its_log_but_for_what_the_machine_chose(saved, stated, differ):
     examination = examine.Examination.__new__(examine.Examination)
     examination.stated, examination.config, examination.saved = {"attention": stated}, {"attention": saved}, {"state": {}}
-    examination.e = SimpleNamespace(run=SimpleNamespace(start={"changes": changes}, end={}), digest=lambda where: examine.hash_of({}))
+    examination.e = SimpleNamespace(run=SimpleNamespace(end={}), digest=lambda where: examine.hash_of({}))
     examination.worker = SimpleNamespace(initial_state=lambda config: {"buffers": {}})
     verdict, reason = leaks.judged(examination.check_saved)
     assert (verdict, differ in reason) == ("fail" if differ else "pass", True), reason
@@ -1465,8 +1441,9 @@ def test_a_run_again_has_the_logs_source_settings_and_threads(replay, honest):
     ((source, config, environment),), log = replay.started, Log(honest)
     assert verdict == "pass" and "the same bytes" in reason and environment["OMP_NUM_THREADS"] == "3"
     assert source + "\n" == log.source
-    stated = train_gpt.config_of(log.start["config"])
-    assert {name for name, value in vars(config).items() if getattr(stated, name) != value} <= logs.INCIDENTAL and config.seed == stated.seed
+    stated = train_gpt.config_of(log.start["config"])  # rows of param_groups are added to the preset's
+    assert {name for name, value in vars(config).items() if getattr(stated, name) != value} <= {
+        *logs.INCIDENTAL, "param_groups"} and config.seed == stated.seed
     assert replay(seed=77) == (2,)
 
 
