@@ -879,6 +879,18 @@ def outcomes(logs):
     return sorted(rows)
 
 
+def files_of(source):
+    """Return {file name: text} of a source. The first file is the program; a source of one file is train_gpt.py."""
+    before, *parts = FILE_LINE.split(source)
+    return {"train_gpt.py": source} if before or not parts else dict(zip(parts[::2], parts[1::2]))
+
+
+def source_in(folder, program):
+    """Return the source of a program in a folder as its log has it: with train_gpt.py, which it imports."""
+    texts = {name: Path(folder, name).read_text(encoding="utf-8") for name in dict.fromkeys((program, "train_gpt.py"))}
+    return texts[program] if len(texts) == 1 else "".join(f"# file: {name}\n{text}" for name, text in texts.items())
+
+
 def plural(count, noun):
     """Return the count with its noun: `1 run`, `2 runs`, `2 batches`."""
     return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
