@@ -53,6 +53,7 @@ SEPARATOR, UTF_16 = b"=" * 100, (b"\xff\xfe", b"\xfe\xff")
 MAX_FILE_MIB = 16  # uncompressed; the longest public log has 1.5
 MAX_ARCHIVE_MIB = 256  # all its files, uncompressed
 ARCHIVE = "logs.tar.xz"  # of a record: all logs contain the same source, so they compress well together
+FILE_LINE = re.compile(r"^# file: ([\w.-]+\.py)\n", re.M)  # above each file of a source of several files
 MAX_NOTES = 20  # on one run
 MAX_DEPTH = 50  # nesting of a JSON line; functions that walk it later need no guard
 MAX_MESSAGE = 300  # characters on stderr
