@@ -41,14 +41,11 @@ from train_gpt import (
     GATE_DIM, GPT2_VOCAB, TILE_K, TILE_M, TILE_N, Encoding, HeadLoss, Mask, MuonGroup, NgramTable, Ngrams, Plan, Ramp,
     ReluSquaredMLP, Rotary, Shard, Softcap, Windows, attend, compiled, cut_in_pieces, document_table, embedding,
     exclude_own_value, fp8_product, kernel_programs, mask_in_pieces, norm, option, parameter, relu_squared, require,
-    rotate, scheduled_steps, seen_by_pieces, sha256_of, show_row, stage_type, start, to_device, uniform)
+    rotate, scheduled_steps, seen_by_pieces, sha256_of, stage_type, start, to_device, triton)
 
-try:
-    import triton
+if triton is not None:
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # it comes with torch's GPU builds
-    triton = None
 
 # ------------------------------------------------------------------------------------------------------------------
 # config
@@ -108,8 +105,8 @@ class Config(train_gpt.Config, StageValues):
                          "maps mixed over heads: DC, arXiv:2405.08553), M (MLP), +N (skip connection from layer N); c "
                          "in front (attention reads backout_layer)")
     bigram_rows: int = option(377280, "rows of the table of pairs of tokens", min=2)
-    token_gates: str = option("0,4", "layers at whose start a small network computes gates per token for the layers "
-                              "from there on: of x0, bigram embeddings, skip connections, x, g and d")
+    token_gates: str = option("0,4", "layers that begin a small network's range. Per token it computes gates of x0, "
+                              "bigram embeddings, skip connections, x, g and d for the layers up to the next one")
     output_init: float = option(1.0, "scale of the initial attention output matrices", min=0)
     # a tied head of zeros learns nothing
     head_init: float = option(0.005, "standard deviation of the head's initialization")
@@ -120,7 +117,6 @@ class Config(train_gpt.Config, StageValues):
     # a lower cap than record 44's; logits have more room below x = 0 than above
     logit_shift: float = option(5.0, "logits = logit_cap * sigmoid((x + logit_shift) / 7.5)", min=-math.inf)
     fp8_mlp: bool = option(True, "compute the MLPs' forward in fp8 during training; on GPUs only where kernels are on")
-    # second moments are per row for values and outputs; all others are per column
     muon_qk_heads: int = option(2, "heads per matrix of queries or keys that NorMuon orthogonalizes")
 
     def parse_layers(self) -> tuple[Layer, ...]:
@@ -259,7 +255,7 @@ class GPT(nn.Module):
         # a layer has two weights of its residual stream (see Block), so each is the root of the layer's weight
         self.resid_lambdas = parameter(torch.full((count, 2), math.sqrt(c.resid_lambda_init)), "resid_lambdas")
         self.post_lambdas = parameter(torch.ones(count, 2), "post_lambdas")
-        # the longest other token that begins each token; -1: none, also for the target -1. See fill_prefixes
+        # the longest other token that begins each token, or -1; the last entry is for the target -1. See fill_prefixes
         self.register_buffer("prefixes", torch.full((vocab + 1,), -1), persistent=False)
         self.rotary = Rotary(c, 2 * max(c.val_len, *lengths))  # P has two positions per token
         self.tied = False  # head and embedding are one matrix
@@ -280,7 +276,8 @@ class GPT(nn.Module):
         context = self.context(x0, bigram_embeds, masks)
         x, gates = x0.view_as(x0), None  # a new object: with x0 itself torch.compile would build a further graph
         saved: dict[int, Tensor] = {}  # outputs of the layers that later layers read
-        values: dict[int, Tensor] = {}  # looked up just before their first group: backward ends their gradients there
+        # looked up just before the first group that reads it: its gradient is complete when backward has left the group
+        values: dict[int, Tensor] = {}
         for group in self.groups:
             for table in sorted({self.layers[i].value_table for i in group.numbers} - {None} - values.keys()):
                 values[table] = self.value_embeds[table](tokens)
@@ -291,7 +288,7 @@ class GPT(nn.Module):
     def masks(self, tokens: Tensor, windows: Windows) -> dict[str | None, Mask | None]:
         """Build the mask of each kind of attention, by its letter in `layers`, for tokens [T]; see attend."""
         counted, self.counted, dtype = self.counted, None, self.embed.weight.dtype  # counted is valid for one sequence
-        has_pairs, has_dc = (any(found) for found in zip(*((x.window == "P", x.dc) for x in self.layers)))
+        has_pairs, has_dc = any(layer.window == "P" for layer in self.layers), any(layer.dc for layer in self.layers)
         docs = None if counted and not has_dc else (tokens == self.bos_id).cumsum(0)
 
         def make(window: int, positions: int = 1) -> Mask:
@@ -321,7 +318,7 @@ class GPT(nn.Module):
 
     @compiled
     def bigram_row(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Find the row, and that of the signs, of the pair that ends at each token [T]."""
+        """Return the table row and the sign row of the pair that ends at each token [T]."""
         return self.ngrams[0].row_and_sign(tokens)
 
     def rows_read(self, tokens: Tensor) -> dict[nn.Parameter, Tensor]:
@@ -366,7 +363,8 @@ class GPT(nn.Module):
     def apply_schedule(self, plan: Plan) -> None:
         """Set the state of the model that depends on the step. In the step that unties, Worker ends `tied`."""
         self.rotary.set_windows(plan.rotary_windows)
-        self.tied, self.further_weights = plan.step <= first_untied_step(self.config) > 0, plan.scheduled
+        untied = first_untied_step(self.config)
+        self.tied, self.further_weights = untied > 0 and plan.step <= untied, plan.scheduled
 
 class Context(NamedTuple):
     """Inputs that all layers of one forward share.
@@ -387,15 +385,14 @@ class Context(NamedTuple):
 class Group(nn.Module):
     """Consecutive layers that are compiled together; the last group also prepares the head's input.
 
-    Gradients leave backward group by group. Tuples hold the modules, or nn.Module would register them twice.
+    Modules are in tuples, so that nn.Module does not register them twice.
     """
 
     def __init__(self, model: GPT, numbers: range):
         super().__init__()
         c, self.numbers, self.last = model.config, numbers, numbers.stop == len(model.layers)
         self.blocks, self.backout = tuple(model.blocks[i] for i in numbers), c.backout_layer
-        (layers, gates), = ((layers, gates) for layers, gates in zip(gated_layers(c), model.token_gates)
-                            if numbers.start in layers)
+        layers, gates = next(found for found in zip(gated_layers(c), model.token_gates) if numbers.start in found[0])
         self.token_gates, self.computes_gates = (gates,), numbers.start == layers.start
         self.mudd = (model.mudd,) if self.last else ()
         with_skip = (i for i, layer in enumerate(model.layers) if layer.skip_from is not None)
@@ -539,18 +536,12 @@ def offset_keys(k_THD: Tensor) -> Tensor:
     quarters = torch.arange(k_THD.size(-1), device=k_THD.device) // (k_THD.size(-1) // 4)
     return torch.where(quarters % 2 == 1, torch.cat([k_THD[:1], k_THD[:-1]]), k_THD)
 
-class MLP(nn.Module):
-    """x [T, dim] -> relu(x @ fc) ** 2 @ proj.T, with fc and proj [dim, 4 dim]. kernels: see PLAIN_FORMS.
-
-    With fp8_mlp both products are in fp8 in training; see DelayedScales.
-    """
+class MLP(train_gpt.MLP):
+    """train_gpt's MLP. With fp8_mlp both products are in fp8 in training; see DelayedScales."""
 
     def __init__(self, config: Config):
-        super().__init__()
-        dim, dtype = config.model_dim, config.torch_dtype
-        self.fc = parameter(uniform(dim, 4 * dim, dim).to(dtype), "mlp_fc")
-        self.proj = parameter(torch.zeros(dim, 4 * dim, dtype=dtype), "mlp_proj")
-        self.kernels, self.fp8 = False, config.fp8_mlp
+        super().__init__(config)
+        self.fp8 = config.fp8_mlp
         if self.fp8:
             self.register_buffer("h_scale", torch.ones(()), persistent=False)
             self.register_buffer("h_max", torch.zeros(()), persistent=False)
@@ -558,10 +549,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.fp8 and self.training and (self.kernels or not x.is_cuda):
             return ReluSquaredInFP8.apply(x, self.fc, self.proj, self.h_scale, self.h_max)
-        if self.kernels:
-            return ReluSquaredMLP.apply(x, self.fc, self.proj)
-        h = x @ self.fc
-        return F.linear(h.relu() * h, self.proj)  # relu squared; square() is slow on CPUs
+        return super().forward(x)
 
 class DelayedScales:
     """The scales of the MLPs' squared activations h in fp8. h is divided by its scale before it is rounded.
@@ -610,7 +598,7 @@ class Head(train_gpt.Head):
 
         x [T, dim]; targets [n, T]: the next token, then further targets, -1 is not counted; weights [n] of the rows.
         """
-        if self.kernels and self.training:  # not after an edit of this method: see PLAIN_FORMS
+        if self.kernels and self.training:  # an edit of this method turns the kernel off: see PLAIN_FORMS
             scales = self.fp8_scales if self.fp8 else None
             objective, entropies = HeadLoss.apply(x, self.weight, targets, weights, self.softcap, scales)
             return objective, entropies[0]
@@ -626,8 +614,8 @@ class BigramTable(NgramTable):
     def row_and_sign(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Hash the pairs that end at tokens [..., T] as record 89 does -> rows of the table, rows of the signs.
 
-        The first token has the last row. The second token's row is computed with the number of that row in place of the
-        first token; at the record's size that product exceeds int32, and wraps.
+        The first token has the last row. For the second token the hash has the number of that row in place of the first
+        token; at the record's size the product overflows int32, and wraps.
         """
         tokens, last = tokens.int(), self.num_embeddings - 1
         before = F.pad(tokens[..., :-1], (1, 0))
@@ -768,15 +756,15 @@ def gpt2_token_bytes(folder: Path) -> list[bytes]:
 DC_WINDOW, DC_PIECE = 112, 128  # tokens that d looks at, see mix_heads; queries per piece
 
 def mix_heads(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, read: Tensor, write: Tensor, mask: Tensor) -> Tensor:
-    """Compute what dynamically composable heads add to attention [T, H, D]: each head attends by one map of all heads.
+    """Compute what dynamically composable heads add to attention [T, H, D]: all heads attend by one further map.
 
-    The map of a token is the sum of the heads' softmax within `mask`, weighted by norm(read); head h adds its values
+    The map is the sum over heads of their softmax maps within `mask`, weighted by norm(read). Head h adds its values
     under this map times write_h. read, write [T, H]. q must contain the softmax scale. mask: of mask_in_pieces.
     """
     tokens, heads, dim = q_THD.shape
-    q, k = cut_in_pieces(q_THD, mask), seen_by_pieces(k_THD, mask).mT
+    q, k = cut_in_pieces(q_THD, mask), seen_by_pieces(k_THD, mask)
     read = F.rms_norm(read.to(torch.promote_types(read.dtype, torch.float32)), (heads,), eps=1e-6).type_as(q)
-    attention_map = (cut_in_pieces(read, mask)[..., None] * (q @ k.mT + mask[:, None]).softmax(-1)).sum(1)
+    attention_map = (cut_in_pieces(read, mask)[..., None] * (q @ k + mask[:, None]).softmax(-1)).sum(1)
     out = attention_map @ seen_by_pieces(v_THD.flatten(1), mask).mT  # one product for all heads' values
     return write[..., None] * out.view(-1, heads, dim)[:tokens]
 
@@ -793,9 +781,7 @@ class ReluSquaredInFP8(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, fc, proj, h = ctx.saved_tensors
-        grad_y = relu_squared(grad, proj, h)
-        return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h, None, None
+        return *ReluSquaredMLP.backward(ctx, grad), None, None
 
 E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
 
@@ -847,7 +833,7 @@ if triton is not None:
         tl.atomic_max(h_max, largest)
 
 # See train_gpt.PLAIN_FORMS
-PLAIN_FORMS = {"MLP": ((MLP.forward,), "23489df8"),
+PLAIN_FORMS = {"MLP": ((MLP.forward, train_gpt.MLP.forward), "26c9f07d"),
                "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__), "a523c7a4"),
                "attention": train_gpt.PLAIN_FORMS["attention"]}
 

@@ -5,14 +5,17 @@
     python train_gpt.py --preset laptop         train on one rank; --help lists every flag
 
 This file is the whole experiment, and its source opens the log of every run. Read it from the top. A racer can stop
-after the section training; the later ones compute the same faster, and keep a run safe.
+after the section training; the later ones say how ranks, GPUs and files do what it asks for.
+
+An idea for this model goes into this file, one for the public head into frontier.py, which imports this file. An
+optimizer for another model or training loop goes into gpt_speedrun/, which does so too.
 
     section         contents                                                    to start, search for
     config          every value that decides a run; presets; flags; checks      class Config, PRESETS
     schedule        stages; everything that depends on the step                 def plan_of, def lr_factor
     data            shards, document packing, a stream that preloads            class Stream
     model           attention, MLP, blocks, the forward pass, the loss          class GPT, def trunk, class Head
-    update rules    how a parameter and its state change, no communication      class Adam, class NorMuon
+    update rules    how a parameter and its state change, no communication      class Adam:, class NorMuon
     training        a run, its loop, the step of a rank, validation             class TrainingLoop, class Worker
     gradient sync   the optimizer step, gradients in backward, buckets          class DistributedOptimizer,
                     (memory), collectives, tables, saved state                  class Reducer, class Bucket, class Comm
@@ -23,11 +26,12 @@ after the section training; the later ones compute the same faster, and keep a r
     machine, main   set-up, signals, failures                                   def main
 
 Gradient sync in one paragraph: autograd computes a gradient, and a hook adds it into the parameter's slot of a bucket
-(Reducer.register_grad_ready). When a bucket is complete, the hook's last line starts its reduce-scatter while backward
-continues (Reducer.launch, Comm.reduce_scatter). The optimizer step waits for each bucket, updates this rank's shard by
-the bucket's rule, and starts the all-gather that writes the new parameters where the model reads them. In the first
-step, and in the first after the set of buckets that take part changes, buckets start after backward, and the order in
-which they were complete becomes the launch order. The warm-up normally runs these steps.
+(Reducer.register_grad_ready). In the last micro-batch the hook starts the reduce-scatter of each complete bucket, in a
+fixed launch order, while backward continues (Reducer.launch, Comm.reduce_scatter). The optimizer step waits for each
+bucket, updates this rank's shard by the bucket's rule, and starts the all-gather that writes the new parameters where
+the model reads them. The launch order is learned in the first step, and again when the set of participating buckets
+changes. In such a step buckets start after backward, and the order in which they were complete becomes the launch
+order. Normally the warm-up runs these steps.
 """
 
 from __future__ import annotations
@@ -125,7 +129,7 @@ def option(default: Any, meaning: str, choices: tuple[str, ...] = (), min: float
            exclusive_max: float = math.inf, free: bool = False) -> Any:
     """Declare a config field: default, meaning and limits. Without `min`, a number must be above 0.
 
-    free: a resumed run may change it, since it decides how the run is computed, not what it computes.
+    free: a resumed run may change it. It decides how the run is computed; at most roundings depend on it.
     """
     return field(default=default, metadata={"meaning": meaning, "choices": choices, "min": min, "max": max,
                                             "exclusive_max": exclusive_max, "free": free})
@@ -134,8 +138,8 @@ def option(default: Any, meaning: str, choices: tuple[str, ...] = (), min: float
 class StageValues:
     """Values that a stage may set. A stage that does not set one uses the flag of the same name.
 
-    To schedule another number, add a field of type float: it becomes a flag, a value of stages, and an entry of
-    `scheduled`, which Head.forward, Context and each step's Plan hold.
+    To schedule another number, add a field of type float. It becomes a flag and a value of stages. Read it in
+    Head.forward, as context.scheduled in layers, or as plan.scheduled in update rules.
     """
 
     micro_batches: int = option(8, "micro-batches per step over all ranks; ranks take equal shares")
@@ -146,7 +150,7 @@ class StageValues:
 
 @dataclass(frozen=True)
 class Ramp:
-    """A value that changes linearly from `first`, at a stage's first step, to `last`, at its end."""
+    """A value of type float that changes linearly from `first`, at a stage's first step, to `last`, at its end."""
 
     first: float
     last: float
@@ -229,14 +233,14 @@ class SyncSettings:
     """How ranks exchange gradients and parameters.
 
     clip_norm changes results. world_size_invariant fixes every order of summation: gradients of micro-batches are kept
-    ("pending") until the launch, and are summed as a binary tree over micro-batches, then over ranks. All other
-    settings change only time and memory.
+    ("pending") until the launch, and are summed as a binary tree over micro-batches, then over ranks. check_grads may
+    stop the run. All other settings change only time and memory.
     """
 
     sync: str = option("hook", "start reduce-scatters in backward, or in the step", ("hook", "step"), free=True)
     update_order: str = option("launch", "order of updates: of launches, or of the forward", ("launch", "forward"),
                                free=True)
-    overlap_param_gather: bool = option(False, "overlap all-gathers with the next forward, layer by layer", free=True)
+    overlap_param_gather: bool = option(False, "overlap all-gathers with the next forward, part by part", free=True)
     check_grads: bool = option(False, "stop before a step with a non-finite gradient (synchronizes the GPU)", free=True)
     clip_norm: float = option(0.0, "largest norm of a step's gradients (0: no clipping); see grad_norm in a log. "
                               "train_gpt.py sums its loss over tokens, so norms are far above 1", min=0)
@@ -248,10 +252,11 @@ GATE_DIM = 12  # channels of the residual stream that gates read
 class Config(SyncSettings, StageValues):
     """Every value that decides a run. The defaults are record 44 of the public speedrun.
 
-    Its class also names what a run is built from: rows, kinds of parameters, model and worker. frontier.py has another.
+    Attributes of its class name the classes of rows, the kinds of parameters, the model and the worker. frontier.py
+    defines another one.
     """
 
-    row_types = Stage, Ramp, AdamGroup, MuonGroup, Ngrams  # of its values; the first is that of `stages`
+    row_types = Stage, Ramp, AdamGroup, MuonGroup, Ngrams  # that fields may hold; the first is the class of `stages`
     base_groups = PARAM_GROUPS
     model_type = property(lambda self: GPT)
     worker_type = property(lambda self: Worker)
@@ -278,24 +283,25 @@ class Config(SyncSettings, StageValues):
                          "x (heads remove a token's own value: XSA, arXiv:2603.09078), M (MLP), +N (skip connection "
                          "from layer N); - (nothing)")
     ngrams: tuple[Ngrams, ...] = option((), "n-gram embedding tables, Ngrams(N, ROWS, WIDTH) each")
-    ngram_reset: int = option(0, "zero the n-gram tables every N steps, counted back from the last step; with N = the "
-                              "steps per epoch, no row was trained on the text that it is used on (0: never)", min=0)
+    ngram_reset: int = option(0, "zero the n-gram tables every N steps, counted back from the last step (0: never); "
+                              "with N = the steps of an epoch no table sees a text twice", min=0)
     model_dim: int = option(768, "width of the residual stream", min=GATE_DIM)
     num_heads: int = option(6, "attention heads")
     backout_layer: int = option(8, "layer whose output is partly subtracted before the head", min=0)
     logit_cap: float = option(30.0, "logits = logit_cap * sigmoid(x / 7.5)")
-    # Adam's moments have the dtype of their parameter, as in the record. Three roundings of the record are left out,
-    # since float32 costs nothing there: NorMuon's gates, their moments, and its normalization after polar. One is
-    # added: matrices and their gradients are sent in bf16, as in records from 57 on; see NorMuon.init_state
+    # Adam's moments have the dtype of their parameter, as in the record. The record rounds NorMuon's gates, their
+    # moments, and its normalization after polar to bf16; this file keeps them in float32, which costs nothing. Matrices
+    # and their gradients are sent in bf16, as in records from 57 on; see NorMuon.init_state
     dtype: str = option("bfloat16", "dtype of activations and parameters, but for scalars", ("bfloat16", "float32"))
-    fp8_head: bool = option(True, "compute the head in fp8 during training, on GPUs that have fp8")
+    fp8_head: bool = option(True, "compute the head in fp8 during training; off on GPUs without fp8")
     # x is normed, so its entries are at most sqrt(model_dim); a gradient of the summed cross entropy is within 1
     fp8_x_scale: float = option(math.sqrt(768) / 448, "scale of the head's input in fp8: up to 448 times it fits")
     fp8_weight_scale: float = option(2.0 ** -9, "scale of the head's weights in fp8: up to 448 times it fits")
     fp8_grad_scale: float = option(1 / 448, "scale of the logits' gradient in fp8: up to 57,344 times it fits")
 
     # schedule
-    num_steps: int = option(2245, "training steps; with fewer, extra_steps and muon_momentum_* shrink in proportion")
+    num_steps: int = option(2245, "training steps; with fewer, extra_steps, muon_momentum_rise and "
+                            "muon_momentum_fall shrink in proportion")
     stages: tuple[Stage, ...] = option(
         (Stage(until=1/3, long_window=3), Stage(until=2/3, long_window=7), Stage(long_window=11),
          Stage(extra_steps=40, long_window=13)),
@@ -317,8 +323,8 @@ class Config(SyncSettings, StageValues):
     adam_every: int = option(2, "steps per Adam update, which uses the sum of their gradients")
     lazy_tables: bool = option(False, "update only the n-gram rows that a step uses, and send only their new values")
     muon_lr: float = option(0.03, "NorMuon's learning rate: the size of an orthogonal update", min=0)
-    muon_weight_decay: float = option(1.2, "cautious weight decay, times the square of muon_lr by its schedule, and "
-                                      "times the matrix's own factor, which has lr_mul in it", min=0)
+    muon_weight_decay: float = option(1.2, "cautious weight decay: an update subtracts this times lr_factor ** 2 * "
+                                      "muon_lr ** 2 * lr_mul of a weight, where it moves the weight towards 0", min=0)
     muon_momentum: float = option(0.95, "NorMuon's momentum between warm-up and cooldown", min=0, exclusive_max=1)
     muon_momentum_low: float = option(0.85, "NorMuon's momentum at step 0 and at num_steps", min=0, exclusive_max=1)
     muon_momentum_rise: int = option(300, "steps of the momentum warm-up", min=0)
@@ -395,7 +401,7 @@ PRESETS = {
     ),
 }
 
-# Titles in the order of --help: each holds the fields from the named one to the next name in this table
+# Titles of --help. A title covers the fields from its key to the next key, in the order of the fields
 HELP_GROUPS = {"seed": "the run", "train_files": "data", "layers": "model", "num_steps": "schedule",
                "micro_batches": "values that stages may set", "param_groups": "optimizers", "sync": "gradient sync",
                "bucket_mb": "gradient sync", "micro_batch_splits": "machine", "log_dir": "log and saved files"}
@@ -596,7 +602,7 @@ def groups_by_kind(config: Config) -> dict[str, AdamGroup | MuonGroup]:
     """Map each kind of parameters to its row. Rows of config.param_groups replace those of PARAM_GROUPS."""
     return {group.kind: group for group in (*config.base_groups, *config.param_groups)}
 
-# All checks of values are here and in stages_of; find_shards and resolve_auto check the config against data and GPUs
+# Checks of values are here, in parse_layers and in stages_of. find_shards and resolve_auto compare with data and GPUs
 
 def check_config(config: Config, ranks: int) -> None:
     """Raise a RunError that lists all values that are impossible by themselves or for this number of ranks."""
@@ -694,7 +700,7 @@ class Plan:
     lr_factor: float = 1.0  # on every learning rate
     momentum: float = Config.muon_momentum  # NorMuon's
     windows: Windows = Windows(0, 0)  # also those of a validation before this step
-    rotary_windows: tuple[int, ...] = ()  # distinct long windows up to now, in tokens; the rotary is stretched to each
+    rotary_windows: tuple[int, ...] = ()  # long windows in tokens up to now; the rotary is stretched to each
     resets_ngrams: bool = False  # before this step
     scheduled: dict[str, float] = field(default_factory=dict)  # all stage values that are no integers
 
@@ -811,8 +817,9 @@ class Stream:
     tokens. A batch lies within one shard: when documents run out, the batch begins again in the next shard. Each
     epoch reads all shards, in a new order of documents if they are shuffled.
 
-    digest is a sum modulo 2**256 of one SHA-256 per micro-batch of this rank: of its step and its index in the step
-    (8 bytes each), then its tokens. The sum over ranks does not depend on their number. A resumed run continues it.
+    digest identifies what was read: the sum modulo 2**256 of SHA-256(step, index in the step, tokens), 8 bytes each for
+    the first two, over this rank's micro-batches. The sum over ranks does not depend on their number. A resumed run
+    continues it.
     """
 
     def __init__(self, shards: list[Shard], config: Config, rank: int = 0, ranks: int = 1):
@@ -839,7 +846,9 @@ class Stream:
         return documents
 
     def _limit(self, index: int, longest: int) -> tuple[Documents, np.ndarray, np.ndarray]:
-        """Limit a shard's documents to `longest` tokens. Return pieces, offsets (see pack) and document of each.
+        """Limit a shard's documents to `longest` tokens.
+
+        Return the pieces, their offsets (see pack), and for each piece the index of its document.
 
         Start to load the next shard; drop all others.
         """
@@ -1106,7 +1115,8 @@ class GPT(nn.Module):
         context = self.context(self.embed_tokens(tokens), self.masks(tokens, windows))
         x = context.x0.view_as(context.x0)  # a new object: with x0 itself torch.compile would build a further graph
         saved: dict[int, Tensor] = {}  # outputs of the layers that later layers read
-        values: dict[int, Tensor] = {}  # looked up just before their first group: backward ends their gradients there
+        # looked up just before the first group that reads it: its gradient is complete when backward has left the group
+        values: dict[int, Tensor] = {}
         for group in self.groups:
             for table in sorted({self.layers[i].value_table for i in group.numbers} - {None} - values.keys()):
                 values[table] = self.value_embeds[table](tokens)
@@ -1142,7 +1152,7 @@ class GPT(nn.Module):
 
     @compiled
     def ngram_rows(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Find the row, and that of the signs, of the n-gram that ends at each token [T], for each table."""
+        """Return, for each table, the table row and the sign row of the n-gram that ends at each token [T]."""
         return [(hashes % table.num_embeddings, hashes // table.num_embeddings % table.SIGNS)
                 for table, hashes in zip(self.ngrams, self.ngram_hashes(tokens))]
 
@@ -1207,7 +1217,7 @@ class Context(NamedTuple):
 class Group(nn.Module):
     """Consecutive layers that are compiled together; the last group also prepares the head's input.
 
-    Gradients leave backward group by group. Tuples hold the modules, or nn.Module would register them twice.
+    Gradients leave backward group by group. Blocks are in a tuple, so that nn.Module does not register them twice.
     """
 
     def __init__(self, model: GPT, config: Config, numbers: range):
@@ -1337,7 +1347,7 @@ class Head(nn.Module):
 
         x [T, dim]; targets [T], -1 is not counted; scheduled: numbers of this step, see StageValues.
         """
-        if self.kernels and self.training:  # not after an edit of this method: see PLAIN_FORMS
+        if self.kernels and self.training:  # an edit of this method turns the kernel off: see PLAIN_FORMS
             scales, one = self.fp8_scales if self.fp8 else None, x.new_ones(1, dtype=torch.float32)
             objective, entropies = HeadLoss.apply(x, self.weight, targets[None], one, self.softcap, scales)
             return objective, entropies[0]
@@ -1407,7 +1417,8 @@ class Rotary(nn.Module):
     def set_windows(self, windows: tuple[int, ...]) -> None:
         """Compute the tables for a sequence of long windows, in tokens; see stretch.
 
-        Start from the initial frequencies: only the plan decides. Write in place: compiled blocks keep these tensors.
+        Each call starts from the initial frequencies, so that the tables depend on `windows` alone. It writes in place,
+        because compiled blocks keep these tensors.
         """
         if windows == self.windows:
             return
@@ -1497,8 +1508,9 @@ def compile_parts(model: nn.Module) -> None:
 #     lr, every                           learning rate; steps between updates, which use summed gradients
 #     unit(spec)                          shape of what stays whole on one rank: () an element, (rows, columns) a matrix
 #     init_state(shard)                   tensors such as moments, with one entry per unit
-#     hyper(plan, t)                      numbers of the t-th update; "noise": a seed, in place of which update gets
-#                                         normal random numbers like param, the same on any number of ranks
+#     hyper(plan, t)                      numbers of the t-th update. In place of "noise", a seed, update gets normal
+#                                         random numbers of param's shape, the same on any number of ranks; for
+#                                         matrices it also gets "scale", see ParamSpec
 #     update(param, grad, state, hyper)   changes param and state in place
 
 # (a, b, c) of the five steps of polar; from Polar Express (arXiv:2505.16932), computed for a safety factor of 1.02
@@ -1595,7 +1607,8 @@ class NorMuon:
     def init_state(self, shard: Tensor) -> dict[str, Tensor]:
         """Create the momentum of a shard [n, rows, columns] and the second moments per column or row, in float32.
 
-        For a shard in bf16 also its rest: updates change shard + rest, since bf16 would round most of them away.
+        For a shard in bf16 also create `rest`, its float32 remainder: updates change shard + rest, because bf16 would
+        round most of them away.
         """
         dtype = torch.promote_types(shard.dtype, torch.float32)
         second = shard[:, :1] if self.wide else shard[:, :, :1]
@@ -1699,7 +1712,7 @@ class TrainingLoop:
                     worker.optimizer.finish_all_gathers()
                 profiler.step()
         worker.optimizer.finish_all_gathers()
-        if self.from_step < c.num_steps:  # else a checkpoint of the last validation already has it
+        if self.from_step < c.num_steps:  # a checkpoint of the last validation was saved after after_training
             worker.after_training()
         self.clock.stop()
         self.losses.write(c.num_steps, wait=True)
@@ -1829,7 +1842,7 @@ class Worker:
         batches: dict[int, list[np.ndarray]] = {}
         for i in range(c.warmup_steps):
             step = begins[i // c.adam_every % len(begins)] + i % c.adam_every
-            if step not in batches:  # a stage may have a single step
+            if step not in batches:  # by step, since the steps of an Adam cycle may belong to different stages
                 self.stream.position = position
                 batches[step] = self.stream.next_batch(plan_of(c, step))
             record(plan_of(c, step), self.step(plan_of(c, step), batches[step]))
@@ -1869,9 +1882,10 @@ def validate(model: GPT, sequences: np.ndarray, windows: Windows, comm: Comm, de
     return None if stopped else (comm.all_reduce(losses).sum().item() / tokens, tokens)
 
 class TrainLosses:
-    """Training losses, read without making the host wait for the device: each is read some steps after its step.
+    """Sum training losses over ranks, and read them up to LAG steps later, so that the host does not wait for a GPU.
 
-    Each rank's requests to save are sent with them. LAG steps later all ranks know them, and save before one step.
+    The same message carries each rank's requests to save. LAG steps later all ranks know them, and save before the same
+    step.
     """
 
     LAG = 4
@@ -1928,7 +1942,7 @@ def split_sequence(sequence: np.ndarray, device: torch.device) -> tuple[Tensor, 
 def count_documents(model: GPT, tokens: np.ndarray) -> None:
     """Find the documents of the sequence that forward takes next, on the host: FlashAttention needs their bounds there.
 
-    Without them, or with more documents than a DocumentTable has room for, attention masks in pieces.
+    Without them, or with more documents than a DocumentTable has room for, attention uses mask_in_pieces.
     """
     if model.flash:
         begins = np.flatnonzero(tokens.clip(0) == model.bos_id)  # padding of the last sequence is -1, read as token 0
@@ -1959,7 +1973,7 @@ class DistributedOptimizer:
     def step(self, plan: Plan = Plan()) -> None:
         """For each bucket in turn: wait for its reduce-scatter, update this rank's shard, start its all-gather."""
         reducer = self.reducer
-        # no forward waited for these; until they end, another rank cannot send its next messages
+        # finish those that no forward waited for, or other ranks could not send their next messages
         self.finish_all_gathers()
         reducer.launch_rest()
         if self.settings.check_grads or self.settings.clip_norm:
@@ -2022,7 +2036,8 @@ class DistributedOptimizer:
         self.grad_norm: float | None = None  # of the last step, before clipping; check_grads and clip_norm compute it
         updates = {type(bucket.rule).update for bucket in buckets}
         self.compiled_updates = {f: compile_static(f) if compiled else f for f in updates}
-        # compiled code takes numbers as tensors, or each new number would compile it again; each name has its tensor
+        # Compiled code gets numbers as tensors: a new Python number would compile it again. Each name has its own
+        # tensor, since torch.compile would take two equal inputs for one
         as_tensor = functools.lru_cache(256)(lambda name, x: torch.full((), x, device=comm.device))
         self.scalar = as_tensor if compiled else lambda name, x: x
         self.buckets_of_model: list[Bucket] = []  # the model's hook waits for these, before any layer's hook
@@ -2481,7 +2496,7 @@ class Comm:
     def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> HandleGroup:
         """Start to send sent[i] to rank i and to receive received[i] from it. Empty tensors are not sent."""
         group = self.cpu_group if self.ranks > 1 and not sent[0].is_cuda else None
-        # messages of int64 match no others, so a subclass can send them between these; no program uses these tags
+        # messages of int64 have a tag of their own, so that a subclass can send them between these
         tag = 4404 + (sent[0].dtype == torch.int64)
         messages = [(way, tensors[other], other, group, tag)
                     for way, tensors in ((dist.isend, sent), (dist.irecv, received))
@@ -2502,7 +2517,7 @@ class Comm:
         return x
 
     def start_all_reduce(self, x: Tensor) -> Any:
-        """Start to sum x over ranks in place. On GPUs only a stream that waits for the handle waits."""
+        """Start to sum x over ranks in place. On GPUs only the stream that calls handle.wait() waits."""
         return dist.all_reduce(x, async_op=True) if self.ranks > 1 else HandleGroup()
 
     def broadcast(self, x: Tensor) -> None:
@@ -2794,7 +2809,8 @@ def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = Fal
     require(not (config.world_size_invariant and state), f"the buffer {', '.join(state)} follows rank 0's data, so "
             "world_size_invariant excludes it; register a constant with persistent=False, or omit --exact")
     buckets = fill_buckets(specs, config.bucket_mb * 2 ** 20, comm.rank, comm.ranks, config.grad_reduce_in_fp32)
-    # Reducer divides by the number of backwards, splits included. Losses are sums over tokens: a split must not divide
+    # Reducer divides by the number of backward passes, which splits multiply. The loss is a sum over tokens, so a split
+    # must not change the gradient: grad_scale undoes its division
     return DistributedOptimizer(buckets, comm, config, model, float(config.micro_batch_splits), compiled)
 
 def specs_of(config: Config, model: GPT) -> list[ParamSpec]:
@@ -2843,7 +2859,8 @@ def seen_by_pieces(x: Tensor, mask: Tensor) -> Tensor:
     pieces, piece, keys = mask.shape
     return F.pad(x, (0, 0) * (x.dim() - 1) + (keys - piece, pieces * piece - len(x))).unfold(0, keys, piece)
 
-MASK_PIECE = {"cuda": 1024, "cpu": 64}  # least queries per piece; with fewer queries fewer masked keys are computed
+# least queries per piece. Smaller pieces compute fewer masked keys; GPUs need larger ones to be busy
+MASK_PIECE = {"cuda": 1024, "cpu": 64}
 
 def mask_in_pieces(docs: Tensor, window: int, reach: int, dtype: torch.dtype, piece: int = 0) -> Tensor:
     """Build the mask of scaled_dot_product_attention, which lets a token see its window within its document.
@@ -3136,7 +3153,7 @@ def fp8_gradients(grad8: Tensor, grad_scale: float | Tensor, x8: Tensor, weight8
     grad_x = fp8_product(grad8, by_column[0], grad_scale, scales.weight, fast=False)
     return grad_x, fp8_product(grad8.T.contiguous(), by_column[1], grad_scale, scales.x, fast=False)
 
-# A module global: as an attribute of FP8Linear it would break the compiled graph, and the fusion of casts and loss
+# Keep it a function of the module: a method of FP8Linear breaks the compiled graph, and the fusion of casts and loss
 def fp8_product(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float | Tensor, fast: bool,
                 dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Multiply a [m, k], row-major, by b [k, n], column-major, each times its scale -> [m, n] of dtype."""
@@ -3709,7 +3726,7 @@ def resume(loop: TrainingLoop) -> dict[str, Any] | None:
     if not path:
         return {"from_step": 0, "checkpoint": None} if restarts() else None
     saved = load_file(path)
-    # with --resume the same config; when torchrun restarts, flags made this one
+    # --resume took the config from this checkpoint; after a restart by torchrun flags made it
     old = config_of(saved["config"], type(loop.config))
     other = [f.name for f in fixed_fields(old) if getattr(loop.requested, f.name) != getattr(old, f.name)]
     require(not other, f"{path} belongs to a run with another {', '.join(other)}. Delete it, or give this run its own "
@@ -3763,9 +3780,12 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
     plain_forms = sys.modules[config.model_type.__module__].PLAIN_FORMS
     edited = [kernel for kernel, (forms, digest) in plain_forms.items()
               if sha256_of("".join(code_of(inspect.getsource(form)) for form in forms).encode())[:8] != digest]
-    if edited and "auto" in (config.attention, config.kernels):
-        changes.append(f"the plain form of {', '.join(edited)} was edited: it is computed as written, without this "
-                       "kernel, and more slowly; --kernels on and --attention flash skip the edit")
+    forced = {"attention": config.attention == "flash", "MLP": config.kernels == "on",
+              "loss": config.kernels in ("on", "loss")}
+    for kernel in edited:
+        changes.append(f"the plain form of {kernel} was edited: " + (
+            "--kernels or --attention asks for the kernel, which ignores the edit; leave that flag out"
+            if forced[kernel] else "it is computed as written, without its kernel, and more slowly"))
     if config.attention == "auto":
         fits = (capability >= [8, 0] and config.dtype == "bfloat16" and not config.world_size_invariant
                 and "attention" not in edited)
