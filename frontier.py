@@ -40,8 +40,8 @@ import train_gpt
 from train_gpt import (
     GATE_DIM, GPT2_VOCAB, TILE_K, TILE_M, TILE_N, Encoding, HeadLoss, Mask, MuonGroup, NgramTable, Ngrams, Plan, Ramp,
     ReluSquaredMLP, Rotary, Shard, Softcap, Windows, attend, compiled, cut_in_pieces, document_table, embedding,
-    exclude_own_value, fp8_product, kernel_programs, mask_in_pieces, norm, option, parameter, relu_squared, require,
-    rotate, scheduled_steps, seen_by_pieces, sha256_of, stage_type, start, to_device, triton)
+    exclude_own_value, fp8_product, kernel_programs, mask_in_pieces, norm, option, parameter, require, rotate,
+    scheduled_steps, seen_by_pieces, sha256_of, stage_type, start, to_device, triton, uniform)
 
 if triton is not None:
     import triton.language as tl
