@@ -560,10 +560,21 @@ def test_every_parameter_is_assigned_exactly_once(tiny):
         train_gpt.specs_of(tiny, model)
 
 
-def test_a_row_s_lr_mul_reaches_every_rule(tiny, monkeypatch):
-    config = dataclasses.replace(tiny, param_groups=(train_gpt.AdamGroup("head", lr_mul=0.5), train_gpt.MuonGroup("attn", lr_mul=3.0)))
-    rule_of, own = train_gpt.rule_of, {"head": Descent(0.25), "attn": Descent(0.125), "mlp_fc": Descent(0.5)}
-    monkeypatch.setattr(train_gpt, "rule_of", lambda config, group: own.get(group.kind) or rule_of(config, group))
+@dataclasses.dataclass(frozen=True)
+class DescentGroup:
+    """An idea's row: a kind of parameters with a rule of its own."""
+
+    kind: str
+    lr: float
+    lr_mul: float
+
+    def rule(self, config):
+        return Descent(self.lr)
+
+
+def test_a_row_of_an_idea_creates_its_rule_and_lr_mul_reaches_every_rule(tiny):
+    rows = DescentGroup("head", 0.25, 0.5), DescentGroup("attn", 0.125, 3.0), DescentGroup("mlp_fc", 0.5, 2.0)
+    config = dataclasses.replace(tiny, param_groups=rows)
     model = train_gpt.build_model(config, train_gpt.Encoding(64, BOS))
     lrs = {p.kind: spec.rule.lr for p, spec in zip(model.parameters(), train_gpt.specs_of(config, model))}
     assert (lrs["head"], lrs["attn"], lrs["mlp_fc"], lrs["embed"], lrs["mlp_proj"]) == (0.125, 0.375, 1.0, 75 * tiny.adam_lr, tiny.muon_lr)
@@ -952,7 +963,7 @@ def train_steps(comm, flags, steps, batches):
 
 def one_step(optimizer, model, plan, micro_batches):
     losses = []
-    model.apply_schedule(plan.rotary_windows, plan.tied)
+    model.apply_schedule(plan)
     for i, micro_batch in enumerate(micro_batches):
         objective, cross_entropy = model(micro_batch[:-1], micro_batch[1:], plan.windows)
         optimizer.prepare_for_backward(plan.step, i, len(micro_batches))
@@ -1440,37 +1451,6 @@ def test_a_tied_parameter_may_come_untied_at_a_step(on_ranks, ranks):
     for params in on_ranks(ranks, untied_steps):
         for name, plain in (("embed", embed), ("head", head)):
             assert torch.allclose(params[name].double(), plain.p, rtol=1e-5, atol=1e-6), name
-
-
-def tied_launches(comm, warm_up, batches):
-    """Warm up, return to step 0, and train two tied steps.
-
-    -> names of the Adam buckets of step 1 launched before the head's gradient is complete, launch order.
-    """
-    config = train_gpt.Config(**TINY | {"untie_at": 2 / 3})
-    model = train_gpt.build_model(config, train_gpt.Encoding(64, BOS))
-    optimizer, launched = train_gpt.build_optimizer(config, model, comm), []
-    saved, reducer = optimizer.state_dict(), optimizer.reducer
-    model.lm_head.weight.register_hook(lambda g: launched.append([
-        bucket.name for bucket in reducer.due[:reducer.launches] if isinstance(bucket.rule, train_gpt.Adam)]))
-    for i, step in enumerate((*warm_up, 0, 1)):
-        if i == len(warm_up):
-            optimizer.load_state_dict(saved)
-        plan = train_gpt.plan_of(config, step)
-        assert plan.tied == (step < 9) and not (plan.tied and plan.unties)
-        one_step(optimizer, model, plan, batches[step % 2].chunk(comm.ranks)[comm.rank])
-    return launched[-1], [bucket.name for bucket in reducer.launch_order]
-
-
-@pytest.mark.parametrize("ranks", [2])
-def test_the_tied_stage_has_its_own_launch_order(on_ranks, ranks, batches):
-    """The tied head is complete last, since the embedding reads it: after a warm-up that ends untied, Adam's other
-    buckets must not wait for it. Every rank uses the order of a run without warm-up."""
-    plain = on_ranks(ranks, tied_launches, (), batches[:, :4])
-    for warm_up in ((9,), (0, 1, 9)):
-        results = on_ranks(ranks, tied_launches, warm_up, batches[:, :4])
-        assert all(launched for launched, _ in results), "no Adam bucket is launched before the end of backward"
-        assert all(order == plain[0][1] for _, order in results), "another order"
 
 
 def test_a_parameter_cannot_be_copied_between_updates():
