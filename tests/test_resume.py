@@ -305,6 +305,16 @@ def test_the_last_so_many_are_kept(flags, capsys, tmp_path):
     assert [(line["from_step"], line["lost_steps"]) for line in resumed_lines(tmp_path / "some.txt")] == [(4, 2), (5, 0)]
 
 
+def test_a_checkpoint_waits_until_the_worker_can_save(flags, capsys, tmp_path, monkeypatch):
+    """Those due before the steps 2, 4 and 6 come before 3 and 7: an idea cannot save in between."""
+    asked = []
+    monkeypatch.setattr(train_gpt.Worker, "can_save", lambda self, step: asked.append(step) or step % 4 == 3)
+    here(flags("some", save_every=2, adam_every=1, keep_checkpoints=9, val_every=0), capsys, kill_at=7)
+    assert steps_saved(tmp_path) == [3, 7] and asked == [2, 3, 4, 5, 6, 7]
+    assert here(["--resume", "latest", "--log_dir", str(tmp_path)], capsys)[0] == 0
+    assert resumed_lines(tmp_path / "some.txt")[0]["from_step"] == 7
+
+
 def test_the_latest_checkpoint_is_that_of_the_last_step_whatever_the_clock_said(flags, capsys, tmp_path):
     """Modification times in the future: the clock was set back, or another host wrote them."""
     here(flags("some", save_every=2, adam_every=1), capsys, kill_at=5)

@@ -269,13 +269,15 @@ def test_another_seed_is_another_run(one, tmp_path, capsys):
     assert log[2]["race"] == {"race_id": "2026-11-21_1", "run": 2, "declared_n": 5, "side": "ours"}
 
 
-def test_an_idea_has_a_place_after_each_step_and_one_after_training(one, tmp_path, capsys, monkeypatch):
-    steps = []
-    monkeypatch.setattr(train_gpt.Worker, "after_step", lambda self, plan: steps.append(plan.step))
+def test_an_idea_has_places_around_each_step_and_around_training(one, tmp_path, capsys, monkeypatch):
+    seen, places = [], ("before_step", "before_update", "after_step")
+    for name in ("before_training", *places):
+        monkeypatch.setattr(train_gpt.Worker, name, lambda self, plan=None, name=name: seen.append((name, plan and plan.step)))
     monkeypatch.setattr(train_gpt.Worker, "after_training", lambda self: self.model.lm_head.weight.data.zero_())
-    status, _, errors = run_here(flags(tmp_path, one[1], run_id="places", warmup_steps=0), capsys)
+    status, _, errors = run_here(flags(tmp_path, one[1], run_id="places", warmup_steps=2), capsys)
     assert status == 0, errors
-    assert steps == [*range(TINY["num_steps"])]
+    in_steps = [[(name, step) for step in steps for name in places] for steps in (range(2), range(TINY["num_steps"]))]
+    assert seen == [*in_steps[0], ("before_training", None), *in_steps[1]]
     end = read_log(tmp_path / "logs" / "places.txt")[4]
     assert end["final_val_loss"] == pytest.approx(np.log(128)), "with a head of zeros all tokens are equally likely"
     assert end["changed_by_validation"] == 0
