@@ -134,36 +134,22 @@ def slot_of(optimizer, name):
 # rules
 
 
-def test_adam_is_the_record_s_formula_in_float64():
-    """eps is as large as the gradients, so that its place in the formula shows; several steps use the state."""
+@pytest.mark.parametrize("eps, as_torch", [(0.5, False), (1e-20, True)])
+def test_adam_is_the_record_s_formula_in_float64(eps, as_torch):
+    """Several steps use the state. torch has another place for eps, which shows where eps is as large as the gradients."""
     draw = torch.Generator().manual_seed(0)
     p = torch.randn(1000, generator=draw, dtype=torch.float64)
-    rule = engine.Adam(lr=0.01, beta1=0.65, beta2=0.95, eps=0.5, every=1)
+    rule = engine.Adam(lr=0.01, beta1=0.65, beta2=0.95, eps=eps, every=1)
     plain, state = reference.Adam(p.clone()), rule.init_state(p)
-    misplaced = nn.Parameter(p.clone())
-    judge = torch.optim.AdamW([misplaced], lr=0.01, betas=(0.65, 0.95), eps=0.5, weight_decay=0)
+    theirs = nn.Parameter(p.clone())
+    judge = torch.optim.AdamW([theirs], lr=0.007, betas=(0.65, 0.95), eps=eps, weight_decay=0)
     for t in range(1, 6):
         g = torch.randn(1000, generator=draw, dtype=torch.float64)
         rule.update(p, g, state, rule.hyper(engine.Plan(lr_factor=0.7), t))
-        plain.step(g, lr=0.007, eps=0.5)
-        misplaced.grad = g
+        plain.step(g, lr=0.007, eps=eps)
+        theirs.grad = g
         judge.step()
-        assert torch.allclose(p, plain.p, rtol=1e-12, atol=0)
-    assert not torch.allclose(p, misplaced, rtol=1e-3), "torch's place of eps would not show here"
-
-
-def test_adam_is_torch_s_where_eps_is_tiny():
-    torch.manual_seed(0)
-    theirs = nn.Parameter(torch.randn(1000))
-    p = theirs.detach().clone()
-    rule = dataclasses.replace(ONCE, eps=1e-20)
-    state = rule.init_state(p)
-    judge = torch.optim.AdamW([theirs], lr=0.005, betas=(0.65, 0.95), eps=1e-20, weight_decay=0)
-    for t in range(1, 6):
-        theirs.grad = torch.randn(1000)
-        rule.update(p, theirs.grad, state, rule.hyper(engine.Plan(lr_factor=0.5), t))
-        judge.step()
-        assert torch.allclose(p, theirs, rtol=1e-5, atol=1e-6)
+        assert torch.allclose(p, plain.p, rtol=1e-12, atol=0) and torch.allclose(p, theirs, rtol=1e-5) == as_torch
 
 
 @pytest.mark.parametrize("rule,shape", [(ONCE, (40,)), (WIDE, (2, 3, 7)), (TALL, (2, 7, 3))], ids=["adam", "wide", "tall"])
@@ -496,15 +482,6 @@ def test_building_twice_fires_once_and_hooks_can_be_removed():
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_a_parameter_without_a_gradient_is_an_error_with_its_name_and_count():
-    model = chain()
-    optimizer = optimizer_of(model, bucket_bytes=1e9)
-    optimizer.prepare_for_backward(0)
-    model[:2](torch.randn(2, 6)).sum().backward()
-    with pytest.raises(engine.RunError, match=r"4 of 6 .* not 2\.bias, 2\.weight"):
-        optimizer.step(FULL)
-
-
 @pytest.mark.parametrize("sync", ["hook", "step"])
 def test_a_step_before_backward_or_a_backward_before_the_step_is_an_error(sync):
     model = chain()
@@ -523,18 +500,6 @@ def test_a_step_before_backward_or_a_backward_before_the_step_is_an_error(sync):
         optimizer.step(FULL)
     with pytest.raises(engine.RunError, match="prepare_for_backward"):
         optimizer.step(FULL)
-
-
-@pytest.mark.parametrize("micro_batch", [0, 1])
-def test_a_parameter_ready_twice_is_an_error_with_its_name(micro_batch):
-    """In every micro-batch: two backwards in one micro-batch would count twice."""
-    a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
-    optimizer = optimizer_of(nn.ParameterDict({"a": a, "b": b}), bucket_bytes=1e9)
-    for i in range(micro_batch + 1):
-        optimizer.prepare_for_backward(0, i, 2)
-        a.sum().backward()
-    with pytest.raises(engine.RunError, match="^a got its gradient twice"):
-        a.sum().backward()
 
 
 @pytest.mark.parametrize("break_it", [
@@ -589,12 +554,6 @@ def test_every_parameter_is_matched_by_one_line_of_a_table():
         gpt_speedrun.assign(chain(), table[:1])
     with pytest.raises(engine.RunError, match=r"0.weight: 2 lines .*\(\*.weight, 0.\*\).* narrow"):
         gpt_speedrun.assign(chain(), [*table, gpt_speedrun.Assignment("0.*", ONCE)])
-
-
-def test_parameters_on_two_devices_are_refused():
-    params = nn.ParameterDict({"first": nn.Parameter(torch.zeros(2)), "second": nn.Parameter(torch.zeros(2, device="meta"))})
-    with pytest.raises(engine.RunError, match="second is on meta, first is on cpu; move the model to one device first"):
-        gpt_speedrun.make_optimizer(params)
 
 
 # as one of torch's optimizers
@@ -784,20 +743,41 @@ SPLIT = gpt_speedrun.Assignment("qkv.weight", MUON, unit=(4, 4))
 
 
 def used(optimizer, model, *calls):
+    """Do what each word or parameter says: a tuple prepares a backward, a parameter gets its gradient alone."""
     for call in calls:
-        getattr(optimizer, call)() if call == "step" else model(torch.ones(1, 4)).sum().backward()
+        if call == "step":
+            optimizer.step()
+        elif call == "closure":
+            optimizer.step(lambda: None)
+        else:
+            if isinstance(call, tuple):
+                optimizer.prepare_for_backward(*call)
+            with optimizer.no_sync() if str(call).startswith("in no_sync") else contextlib.nullcontext():
+                loss = model(torch.ones(1, 4)).sum()
+                (model.qkv.weight.sum() if "qkv" in call else loss).backward(create_graph="graph" in call)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @pytest.mark.parametrize("table,calls,says", [
     ((), (), r"qkv.weight \[12, 4\] may hold three matrices.* unit=\(4, 4\)\); if it is one matrix, with unit=\(12, 4\)"),
     ([SPLIT, gpt_speedrun.Assignment("norm.*", MUON)], (), r"norm.weight has shape \(12,\).* NorMuon updates whole matrices.* Adam"),
     ([SPLIT._replace(unit=(5, 4))], (), r"qkv.weight has shape \(12, 4\) and unit \(5, 4\)"),
     ([SPLIT, gpt_speedrun.Assignment("*", engine.Adam())], (), r"qkv.weight: 2 lines .*\(qkv.weight, \*\).* narrow the pattern"),
     ([SPLIT._replace(pattern="blocks.*")], (), r"blocks.\* matches no parameter that is not frozen"),
-    ([SPLIT], ["step"], r"step\(\) was called after 0 .* after the last backward"),
-    ([SPLIT], ["backward", "step", "step"], r"step\(\) was called after 0 "),
-    ([SPLIT], ["backward", "backward"], r"twice in one backward; .*no_sync\(\)"),
-    ([SPLIT], ["backward", "step", "backward", "backward"], r"launched; call step\(\) .* no_sync\(\)")], ids=str)
+    *(([SPLIT], calls, says) for calls, says in (
+        (["step"], r"step\(\) was called after 0 .* after the last backward"),
+        (["backward", "step", "step"], r"step\(\) was called after 0 "), (["closure"], r"does not take a closure; call backward\(\) before it"),
+        (["backward", "backward"], r"twice in one backward; .*no_sync\(\)"),
+        (["backward", "step", "backward", "backward"], r"launched; call step\(\) .* no_sync\(\)"),
+        (["in no_sync", "step"], r"must not be in no_sync\(\)"), ([(0, 0, 1), "qkv"], "^qkv.weight got its gradient twice"),
+        ([(0, 0, 2), (0, 1, 2), "qkv"], "^qkv.weight got its gradient twice"), (["qkv", "step"], r"of \d .* not "),
+        (["in no_sync graph"], r"got a gradient with a graph .* without create_graph=True"),
+        (["in no_sync", "in no_sync graph"], r"got a gradient with a graph .* without create_graph=True"),
+        (["in no_sync", "graph"], r"got a gradient with a graph .* without create_graph=True"),
+        # with one micro-batch more or fewer the mean would be wrong; the error comes where it happens
+        ([(0, 0, 2), (0, 1, 3)], "micro-batch 1 of step 0 .*"), ([(0, 0, 2), (0, 0, 2)], "micro-batch 1 of step 0 is next"),
+        ([(0, 0, 2), (1, 0, 2)], "micro-batch 1 of step 0 is next"), ([(0, 1, 2)], "micro-batch 0 of step 0 is next"),
+        ([(0, 0, 3), (0, 1, 3), "step"], "2 of 3"), ([(0, 0, 1), (0, 1, 2)], r"step\(\)")))], ids=str)
 def test_a_wrong_use_is_answered_with_the_cure(table, calls, says):
     model = Fused()
     with pytest.raises(engine.RunError, match=says) as raised:
@@ -805,9 +785,20 @@ def test_a_wrong_use_is_answered_with_the_cure(table, calls, says):
     assert "\n" not in str(raised.value)
 
 
+def test_invariant_mode_counts_the_gradients_in_no_sync():
+    model = Fused()
+    optimizer = gpt_speedrun.make_optimizer(model, [SPLIT], settings=gpt_speedrun.SyncSettings(world_size_invariant=True))
+    with pytest.raises(engine.RunError, match="got a gradient in 1 of 2 micro-batches"):
+        used(optimizer, model, "in no_sync qkv", "backward", "step")
+
+
+TWO_DEVICES = {"first": nn.Parameter(torch.zeros(2)), "second": nn.Parameter(torch.zeros(2, device="meta"))}
+
+
 @pytest.mark.parametrize("arguments,says", [
     (lambda model: [model.parameters()], "got a generator; give it the model itself"),
     (lambda model: [nn.ReLU()], "every parameter of this model is frozen; set requires_grad"),
+    (lambda model: [nn.ParameterDict(TWO_DEVICES)], "second is on meta, first is on cpu; move the model to one device first"),
     (lambda model: [model, [gpt_speedrun.Assignment("*", engine.Adam)]], r"the class Adam; write Adam\(\)")])
 def test_what_is_no_model_and_no_rule_is_named(arguments, says):
     with pytest.raises(engine.RunError, match=says):
@@ -839,21 +830,6 @@ def test_an_optimizer_of_a_model_that_computes_nothing():
         model = torch.nn.Linear(8, 4)
     optimizer = gpt_speedrun.make_optimizer(model)
     assert sum(len(bucket.slots) for bucket in optimizer.buckets) == 2
-
-
-def test_a_closure_is_refused_before_anything_is_updated():
-    optimizer = gpt_speedrun.make_optimizer(Fused(), [SPLIT])
-    with pytest.raises(engine.RunError, match=r"does not take a closure; call backward\(\) before it"):
-        optimizer.step(lambda: None)
-
-
-def test_a_step_whose_backwards_all_were_in_no_sync_is_an_error():
-    model = Fused()
-    optimizer = gpt_speedrun.make_optimizer(model, [SPLIT])
-    with optimizer.no_sync():
-        used(optimizer, model, "backward")
-    with pytest.raises(engine.RunError, match=r"must not be in no_sync\(\)"):
-        optimizer.step()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -888,27 +864,6 @@ def test_an_empty_parameter_is_refused(shape, table, says):
         gpt_speedrun.make_optimizer(model, table)
     model.empty.requires_grad_(False)
     gpt_speedrun.make_optimizer(model)
-
-
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-@pytest.mark.parametrize("sync", [False, True])
-def test_a_gradient_with_a_graph_is_refused(sync):
-    """Also where it would be added to an earlier one, which torch allows."""
-    model = chain()
-    optimizer = optimizer_of(model)
-    with pytest.raises(engine.RunError, match=r"2.bias got a gradient with a graph .* without create_graph=True"):
-        for create_graph in (False, True):
-            with contextlib.nullcontext() if sync and create_graph else optimizer.no_sync():
-                model(torch.ones(2, 6)).square().sum().backward(create_graph=create_graph)
-
-
-def test_invariant_mode_counts_the_gradients_in_no_sync():
-    model = Fused()
-    optimizer = gpt_speedrun.make_optimizer(model, [SPLIT], settings=gpt_speedrun.SyncSettings(world_size_invariant=True))
-    with optimizer.no_sync():
-        model.qkv.weight.sum().backward()
-    with pytest.raises(engine.RunError, match="got a gradient in 1 of 2 micro-batches"):
-        used(optimizer, model, "backward", "step")
 
 
 def every_second_step(comm, invariant):
@@ -1147,23 +1102,6 @@ def test_ranks_that_differ_all_get_an_error_that_names_the_difference(_rank_pool
 
 def nothing(comm):
     return comm.rank
-
-
-@pytest.mark.parametrize("calls,says", [
-    ([(0, 0, 2), (0, 1, 3)], "micro-batch 1 of step 0 .*"), ([(0, 0, 2), (0, 0, 2)], "micro-batch 1 of step 0 is next"),
-    ([(0, 0, 2), (1, 0, 2)], "micro-batch 1 of step 0 is next"), ([(0, 1, 2)], "micro-batch 0 of step 0 is next"),
-    ([(0, 0, 3), (0, 1, 3), "step"], "2 of 3"), ([(0, 0, 1), (0, 1, 2)], r"step\(\)")], ids=str)
-def test_micro_batches_are_counted(calls, says):
-    """With one micro-batch more or fewer the mean would be wrong; the error comes where it happens."""
-    model = chain()
-    optimizer = optimizer_of(model)
-    with pytest.raises(engine.RunError, match=says):
-        for call in calls:
-            if call == "step":
-                optimizer.step(FULL)
-            else:
-                optimizer.prepare_for_backward(*call)
-                model(torch.ones(1, 6)).sum().backward()
 
 
 # state
