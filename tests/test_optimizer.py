@@ -134,8 +134,7 @@ def slot_of(optimizer, name):
 # rules
 
 
-@pytest.mark.parametrize("eps, as_torch", [(0.5, False), (1e-20, True)])
-def test_adam_is_the_record_s_formula_in_float64(eps, as_torch):
+def test_adam_is_the_record_s_formula_in_float64(eps=0.5, as_torch=False):
     """Several steps use the state. torch has another place for eps, which shows where eps is as large as the gradients."""
     draw = torch.Generator().manual_seed(0)
     p = torch.randn(1000, generator=draw, dtype=torch.float64)
@@ -150,6 +149,10 @@ def test_adam_is_the_record_s_formula_in_float64(eps, as_torch):
         theirs.grad = g
         judge.step()
         assert torch.allclose(p, plain.p, rtol=1e-12, atol=0) and torch.allclose(p, theirs, rtol=1e-5) == as_torch
+
+
+def test_adam_is_torch_s_where_eps_is_tiny():
+    test_adam_is_the_record_s_formula_in_float64(1e-20, True)
 
 
 @pytest.mark.parametrize("rule,shape", [(ONCE, (40,)), (WIDE, (2, 3, 7)), (TALL, (2, 7, 3))], ids=["adam", "wide", "tall"])
@@ -743,7 +746,7 @@ SPLIT = gpt_speedrun.Assignment("qkv.weight", MUON, unit=(4, 4))
 
 
 def used(optimizer, model, *calls):
-    """Do what each word or parameter says: a tuple prepares a backward, a parameter gets its gradient alone."""
+    """Do what each call says. A tuple prepares a backward; qkv gives qkv.weight alone a gradient."""
     for call in calls:
         if call == "step":
             optimizer.step()
@@ -753,36 +756,66 @@ def used(optimizer, model, *calls):
             if isinstance(call, tuple):
                 optimizer.prepare_for_backward(*call)
             with optimizer.no_sync() if str(call).startswith("in no_sync") else contextlib.nullcontext():
-                loss = model(torch.ones(1, 4)).sum()
-                (model.qkv.weight.sum() if "qkv" in call else loss).backward(create_graph="graph" in call)
+                given = [p for name, p in model.named_parameters() if call == "all but qkv.bias" and name != "qkv.bias"]
+                loss = model.qkv.weight.sum() if str(call).endswith("qkv") else model(torch.ones(1, 4)).sum()
+                (sum(p.sum() for p in given) if given else loss).backward(create_graph="graph" in call)
 
 
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-@pytest.mark.parametrize("table,calls,says", [
-    ((), (), r"qkv.weight \[12, 4\] may hold three matrices.* unit=\(4, 4\)\); if it is one matrix, with unit=\(12, 4\)"),
-    ([SPLIT, gpt_speedrun.Assignment("norm.*", MUON)], (), r"norm.weight has shape \(12,\).* NorMuon updates whole matrices.* Adam"),
-    ([SPLIT._replace(unit=(5, 4))], (), r"qkv.weight has shape \(12, 4\) and unit \(5, 4\)"),
-    ([SPLIT, gpt_speedrun.Assignment("*", engine.Adam())], (), r"qkv.weight: 2 lines .*\(qkv.weight, \*\).* narrow the pattern"),
-    ([SPLIT._replace(pattern="blocks.*")], (), r"blocks.\* matches no parameter that is not frozen"),
-    *(([SPLIT], calls, says) for calls, says in (
-        (["step"], r"step\(\) was called after 0 .* after the last backward"),
-        (["backward", "step", "step"], r"step\(\) was called after 0 "), (["closure"], r"does not take a closure; call backward\(\) before it"),
-        (["backward", "backward"], r"twice in one backward; .*no_sync\(\)"),
-        (["backward", "step", "backward", "backward"], r"launched; call step\(\) .* no_sync\(\)"),
-        (["in no_sync", "step"], r"must not be in no_sync\(\)"), ([(0, 0, 1), "qkv"], "^qkv.weight got its gradient twice"),
-        ([(0, 0, 2), (0, 1, 2), "qkv"], "^qkv.weight got its gradient twice"), (["qkv", "step"], r"of \d .* not "),
-        (["in no_sync graph"], r"got a gradient with a graph .* without create_graph=True"),
-        (["in no_sync", "in no_sync graph"], r"got a gradient with a graph .* without create_graph=True"),
-        (["in no_sync", "graph"], r"got a gradient with a graph .* without create_graph=True"),
-        # with one micro-batch more or fewer the mean would be wrong; the error comes where it happens
-        ([(0, 0, 2), (0, 1, 3)], "micro-batch 1 of step 0 .*"), ([(0, 0, 2), (0, 0, 2)], "micro-batch 1 of step 0 is next"),
-        ([(0, 0, 2), (1, 0, 2)], "micro-batch 1 of step 0 is next"), ([(0, 1, 2)], "micro-batch 0 of step 0 is next"),
-        ([(0, 0, 3), (0, 1, 3), "step"], "2 of 3"), ([(0, 0, 1), (0, 1, 2)], r"step\(\)")))], ids=str)
-def test_a_wrong_use_is_answered_with_the_cure(table, calls, says):
+def refused(says, *calls, table=(SPLIT,)):
     model = Fused()
     with pytest.raises(engine.RunError, match=says) as raised:
         used(gpt_speedrun.make_optimizer(model, table), model, *calls)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("table,says", [
+    ((), r"qkv.weight \[12, 4\] may hold three matrices.* unit=\(4, 4\)\); if it is one matrix, with unit=\(12, 4\)"),
+    ([SPLIT, gpt_speedrun.Assignment("norm.*", MUON)], r"norm.weight has shape \(12,\).* NorMuon updates whole matrices.* Adam"),
+    ([SPLIT._replace(unit=(5, 4))], r"qkv.weight has shape \(12, 4\) and unit \(5, 4\)"),
+    ([SPLIT, gpt_speedrun.Assignment("*", engine.Adam())], r"qkv.weight: 2 lines .*\(qkv.weight, \*\).* narrow the pattern"),
+    ([SPLIT._replace(pattern="blocks.*")], r"blocks.\* matches no parameter that is not frozen")], ids=str)
+def test_a_wrong_table_is_answered_with_the_cure(table, says):
+    refused(says, table=table)
+
+
+@pytest.mark.parametrize("calls,says", [
+    (["step"], r"step\(\) was called after 0 .* after the last backward"),
+    (["backward", "step", "step"], r"step\(\) was called after 0 "), (["backward", "backward"], r"twice in one backward; .*no_sync\(\)"),
+    (["backward", "step", "backward", "backward"], r"launched; call step\(\) .* no_sync\(\)"),
+    (["in no_sync", "step"], r"must not be in no_sync\(\)")], ids=str)
+def test_a_wrong_use_is_answered_with_the_cure(calls, says):
+    refused(says, *calls)
+
+
+@pytest.mark.parametrize("calls,says", [
+    ([(0, 0, 2), (0, 1, 3)], "micro-batch 1 of step 0 .*"), ([(0, 0, 2), (0, 0, 2)], "micro-batch 1 of step 0 is next"),
+    ([(0, 0, 2), (1, 0, 2)], "micro-batch 1 of step 0 is next"), ([(0, 1, 2)], "micro-batch 0 of step 0 is next"),
+    ([(0, 0, 3), (0, 1, 3), "step"], "2 of 3"), ([(0, 0, 1), (0, 1, 2)], r"step\(\)")], ids=str)
+def test_micro_batches_are_counted(calls, says):
+    """With one micro-batch more or fewer the mean would be wrong; the error comes where it happens."""
+    refused(says, *calls)
+
+
+@pytest.mark.parametrize("calls", [[(0, 0, 1)], [(0, 0, 2), (0, 1, 2)]], ids=str)
+def test_a_parameter_ready_twice_is_an_error_with_its_name(calls):
+    """In every micro-batch: two backwards in one micro-batch would count twice."""
+    refused("^qkv.weight got its gradient twice", *calls, "qkv")
+
+
+def test_a_parameter_without_a_gradient_is_an_error_with_its_name_and_count():
+    refused(r"4 of 5 .* not qkv\.bias; use", "all but qkv.bias", "step")
+    refused(r"0 of 5 .* not head\.bias, head\.weight, norm\.bias, norm\.weight, qkv\.bias; use", "qkv", "step")
+
+
+def test_a_closure_is_refused_before_anything_is_updated():
+    refused(r"does not take a closure; call backward\(\) before it", "closure")
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("calls", [["in no_sync", "in no_sync graph"], ["in no_sync", "graph"], ["graph"]], ids=str)
+def test_a_gradient_with_a_graph_is_refused(calls):
+    """Also where it would be added to an earlier one, which torch allows."""
+    refused("got a gradient with a graph .* without create_graph=True", *calls)
 
 
 def test_invariant_mode_counts_the_gradients_in_no_sync():
@@ -792,13 +825,15 @@ def test_invariant_mode_counts_the_gradients_in_no_sync():
         used(optimizer, model, "in no_sync qkv", "backward", "step")
 
 
-TWO_DEVICES = {"first": nn.Parameter(torch.zeros(2)), "second": nn.Parameter(torch.zeros(2, device="meta"))}
+def test_parameters_on_two_devices_are_refused():
+    params = nn.ParameterDict({"first": nn.Parameter(torch.zeros(2)), "second": nn.Parameter(torch.zeros(2, device="meta"))})
+    with pytest.raises(engine.RunError, match="second is on meta, first is on cpu; move the model to one device first"):
+        gpt_speedrun.make_optimizer(params)
 
 
 @pytest.mark.parametrize("arguments,says", [
     (lambda model: [model.parameters()], "got a generator; give it the model itself"),
     (lambda model: [nn.ReLU()], "every parameter of this model is frozen; set requires_grad"),
-    (lambda model: [nn.ParameterDict(TWO_DEVICES)], "second is on meta, first is on cpu; move the model to one device first"),
     (lambda model: [model, [gpt_speedrun.Assignment("*", engine.Adam)]], r"the class Adam; write Adam\(\)")])
 def test_what_is_no_model_and_no_rule_is_named(arguments, says):
     with pytest.raises(engine.RunError, match=says):
