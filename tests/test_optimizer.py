@@ -14,6 +14,7 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import frontier
 import gpt_speedrun
 import reference
 import train_gpt
@@ -1424,6 +1425,38 @@ def test_a_tied_parameter_may_come_untied_at_a_step(on_ranks, ranks):
     for params in on_ranks(ranks, untied_steps):
         for name, plain in (("embed", embed), ("head", head)):
             assert torch.allclose(params[name].double(), plain.p, rtol=1e-5, atol=1e-6), name
+
+
+def tied_launches(comm, warm_up, batches):
+    """Warm up, return to step 0, and train two tied steps.
+
+    -> names of the Adam buckets of step 1 launched before the head's gradient is complete, launch order.
+    """
+    config = frontier.Config(**TINY | dict(
+        layers="S0M LM SM", backout_layer=1, token_gates="0", bigram_rows=50, fp8_mlp=False, stages=(frontier.Stage(),)))
+    model = train_gpt.build_model(config, train_gpt.Encoding(64, BOS))
+    optimizer, launched = train_gpt.build_optimizer(config, model, comm), []
+    saved, reducer = optimizer.state_dict(), optimizer.reducer
+    model.lm_head.weight.register_hook(lambda g: launched.append([
+        bucket.name for bucket in reducer.due[:reducer.launches] if isinstance(bucket.rule, train_gpt.Adam)]))
+    for i, step in enumerate((*warm_up, 0, 1)):
+        if i == len(warm_up):
+            optimizer.load_state_dict(saved)
+        mine = batches[step % 2].chunk(comm.ranks)[comm.rank]
+        optimizer.announce_rows(step, model.rows_read(mine[:, :-1]))
+        one_step(optimizer, model, train_gpt.plan_of(config, step), mine)
+        assert model.tied == (step <= 10)
+    return launched[-1], [bucket.name for bucket in reducer.launch_order]
+
+
+def test_the_tied_stage_has_its_own_launch_order(on_ranks, batches):
+    """The tied head is complete last, since the embedding reads it: after a warm-up that ends untied, Adam's other
+    buckets must not wait for it. Every rank uses the order of a run without warm-up."""
+    plain = on_ranks(2, tied_launches, (), batches[:, :4])
+    for warm_up in ((11,), (0, 1, 11)):
+        results = on_ranks(2, tied_launches, warm_up, batches[:, :4])
+        assert all(launched for launched, _ in results), "no Adam bucket is launched before the end of backward"
+        assert all(order == plain[0][1] for _, order in results), "another order"
 
 
 def test_a_parameter_cannot_be_copied_between_updates():
