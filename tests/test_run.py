@@ -210,7 +210,7 @@ def test_the_saved_model_gives_the_logged_loss_again(one):
     model, saved = sample.load_model(path.with_suffix(".pt"))
     end = read_log(path)[4]
     sequences = train_gpt.validation_sequences(train_gpt.find_shards(corpus["val_files"]), 0, 64)
-    windows = train_gpt.Windows(*saved["windows"])
+    windows = train_gpt.plan_of(train_gpt.config_of(saved["config"]), saved["step"]).windows
     loss, tokens = train_gpt.validate(model, sequences, windows, train_gpt.Comm(), torch.device("cpu"))
     assert loss == pytest.approx(end["final_val_loss"], rel=1e-6) and tokens == end["val_tokens"] and saved["step"] == 12
     with pytest.raises(train_gpt.RunError, match="is a log; name a model"):
