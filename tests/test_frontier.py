@@ -346,11 +346,11 @@ def test_a_model_with_flash_attention_is_the_same_model(layers, monkeypatch):
     assert_flash_is_the_same(shaken(config), monkeypatch)
 
 
+@torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
 def test_every_group_is_compiled(monkeypatch):
     """Beyond its recompile limit torch only warns, and computes without compilation. Tied and untied, by step."""
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
     config, (x, y) = small(), tokens_of(5, 40)
     model = scheduled_model(config)
     model.reach = train_gpt.longest_window(config)

@@ -628,11 +628,11 @@ def test_parameter_groups_train_as_a_plain_second_training_does(tmp_path, tiny):
     plain.train(worker, 6)
 
 
+@torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
 def test_every_group_is_compiled(tiny, monkeypatch):
     """Beyond its recompile limit torch only warns, and computes without compilation."""
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
     config = dataclasses.replace(tiny, layers="M S SM S0 S0M L LM L1 L1M SM L0M", backout_layer=3)
     model, (x, y) = shaken(config), tokens_of(5, 40)
     model.reach = train_gpt.longest_window(config)
