@@ -3988,7 +3988,8 @@ def fail(error: BaseException, config: Config, rank: int, log: Log | None, store
     with contextlib.suppress(OSError):
         if mine:
             label = "error: " * (status != 130)
-            print(f"train_gpt.py: rank {rank}: {label}{printable(message)}{kept}", file=sys.stderr, flush=True)
+            print(f"{source_files(config)[0].name}: rank {rank}: {label}{printable(message)}{kept}", file=sys.stderr,
+                  flush=True)
             if os.environ.get("TORCHELASTIC_ERROR_FILE"):  # what torchrun reports
                 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
                 get_error_handler().record_exception(error)

@@ -143,7 +143,7 @@ def _begin(target: Callable, arguments: tuple) -> None:
 def forked(target: Callable, *arguments: Any, daemon: bool = False) -> multiprocessing.Process:
     """Start a process that has torch imported, and runs target(*arguments), a function of a test module."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "train_gpt", "gpt_speedrun", "pytest", "hypothesis", "torch.distributed.run"])
+    context.set_forkserver_preload(["torch", "train_gpt", "frontier", "gpt_speedrun", "pytest", "hypothesis", "torch.distributed.run"])
     process = context.Process(target=_begin, args=(target, arguments), daemon=daemon)
     process.start()
     return process

@@ -1,6 +1,6 @@
-"""Implement record 44 a second time, for the tests: one process, float64, no buckets, explicit loops.
+"""Implement the records 44 and 89 a second time, for the tests: one process, float64, no buckets, explicit loops.
 
-This code follows the record's description, not train_gpt.py. If the results differ, one of them is wrong.
+This code follows the records' descriptions, not train_gpt.py and frontier.py. If the results differ, one of them is wrong.
 """
 
 from __future__ import annotations
@@ -42,29 +42,26 @@ RECORD = "- S1M S2M SM LM SM SM+5 M+4 SM+3 S0M+2 S1M+1 L2M"
 
 
 def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softcap=(30, 0, 7.5), layers=RECORD, backout_layer=8,
-         ahead=(1,), ngrams=None, offset=False, gates_from=(), dc_window=112, prefixes=None, prefix_weight=0):
+         ahead=(1,), ngrams=None, gates_from=(), dc_window=112, prefixes=None, prefix_weight=0):
     """Compute the weighted sum of the cross entropies of the tokens 1, 2, … ahead, with weights `ahead`.
 
-    p: parameters by name, float64. x, y: lists of tokens. added [T, dim]: added to the residual stream before the first
-    layer. softcap: cap, shift, softness. ngrams [T, dim]: n-gram embeddings that each layer adds. offset: in layers with
-    the long window, the unrotated entries of a key are those of the previous token. Value gates, MUDD and
-    sublayer_scales are used if p has their parameters. The matrices are qkvo, or qk and vo. gates_from: layers at which
-    gates per token are computed. dc_window: tokens that d sees. prefixes, prefix_weight: another token to predict in
-    place of each, or -1, and its weight.
+    p: parameters by name, float64. x, y: lists of tokens. Record 44 with XSA, and added [T, dim] on the residual stream
+    before the first layer. With gates_from record 89: layers at which gates per token are computed; ngrams [T, dim]: n-gram
+    embeddings that each layer adds; dc_window: tokens that d sees; prefixes, prefix_weight: another token to predict in place
+    of each, or -1, and its weight. softcap: cap, shift, softness.
 
-    layers: one word per layer. L: long window; S: short window; P: heads j and j + heads / 2 share one softmax; c: attention reads the output of backout_layer; digit: value table; x: XSA; g: gates of the
-    heads without a sigmoid; d: DC; M: MLP; +n: skip connection from layer n.
+    layers: one word per layer. L: long window; S: short window; P: heads j and j + heads / 2 share one softmax; c: attention
+    reads the output of backout_layer; digit: value table; x: XSA; g: gates of the heads; d: DC; M: MLP; +n: skip connection
+    from layer n. In record 89 the unrotated entries of a key are those of the previous token in layers with L.
     """
-    layers = layers.split()
+    layers, late = layers.split(), bool(gates_from)
     count = len(layers)
     T, dim = len(x), p["embed.weight"].shape[1]
     D = dim // heads
     if freqs is None:
         freqs = torch.cat([(1 / 1024) ** torch.linspace(0, 1, D // 4), torch.zeros(D // 4)]).double()
     n = sum("+" in word for word in layers)
-    scaled = "resid_lambdas" in p
-    mixes = 0 if scaled else 2
-    mudd = "mudd.head.bias" in p
+    mixes = 0 if late else 2
     skips, lam = list(p["scalars"][:n]), p["scalars"][n:n + mixes * count].view(count, mixes)
     rest = p["scalars"][n + mixes * count:]
     sa, smear, backout = rest[:2 * count].view(count, 2), rest[2 * count], rest[-1]
@@ -78,40 +75,37 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
     outputs, tables = {}, {}
     for i, word in enumerate(layers):
         word, _, skip = word.partition("+")
-        is_mudd, has_attention = mudd and i == count - 1, word not in "-M"
+        is_last, has_attention = late and i == count - 1, word not in "-M"
         if i in gates_from:
             queue = list(token_weights(p, f"token_gates.{gates_from.index(i)}", h, p["gate_scale"]).T)
         def gates(n, present):
-            return [queue.pop(0)[:, None] for _ in range(n)] if gates_from and present else []
-        mixes_in = has_attention and not is_mudd
-        (add_h0,), (add_ngrams,) = gates(1, mixes_in) or [0], gates(1, mixes_in and ngrams is not None) or [0]
+            return [queue.pop(0)[:, None] for _ in range(n)] if late and present else []
+        (add_h0,), (add_ngrams,) = (gates(1, has_attention and not is_last) or [0] for _ in range(2))
         skip_gate = gates(1, skip)
         xsa_gates, head_gates, reads, writes = (gates(heads, letter in word) for letter in "xgdd")
         if i == 0:
-            if ngrams is not None:
+            if late:
                 h, add_ngrams = h + add_ngrams * ngrams, 0
             outputs[-1] = h
         if skip:
-            skip_weight = torch.sigmoid(skips.pop(0)) * (skip_gate[0] if skip_gate else 1)
-            h = h + skip_weight * outputs[int(skip)]
+            h = h + torch.sigmoid(skips.pop(0)) * (skip_gate[0] if skip_gate else 1) * outputs[int(skip)]
         if word == "-":
             outputs[i] = h
             continue
         added_values, first = 0, h0
-        if is_mudd:
+        if is_last:
             of_token = list(token_weights(p, "mudd.layer", h)[..., None].unbind(1))
             sources, first = (outputs[-1], outputs[backout_layer], h), outputs[-1]
             added_values = sum(of_token[j] * sources[j] for j in range(3)).view(T, heads, D)
             h = h + sum(of_token[3 + j] * sources[j] for j in range(3))
-            resid_attn, resid_mlp, post_attn, post_mlp, add_h0 = of_token[6:11]
-            add_ngrams = of_token[11] if gates_from and ngrams is not None else 0
-        elif scaled:
+            resid_attn, resid_mlp, post_attn, post_mlp, add_h0, add_ngrams = of_token[6:12]
+        elif late:
             (resid_attn, resid_mlp), (post_attn, post_mlp) = p["resid_lambdas"][i], p["post_lambdas"][i]
         else:
             h = lam[i, 0] * h + lam[i, 1] * h0
         if word != "M":
             a = rms(outputs[backout_layer] if "c" in word else h)
-            names = ("qkvo",) if f"blocks.{i}.attn.qkvo" in p else ("qk", "vo")
+            names = ("qk", "vo") if late else ("qkvo",)
             w = torch.cat([p[f"blocks.{i}.attn.{name}"].reshape(-1, dim, dim) for name in names])
             q, k, v = ((a @ w[j].T).view(T, heads, D) for j in range(3))
             q, k = rms(q), rms(k)
@@ -120,20 +114,20 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
                         for part in (q, k))
             else:
                 q, k = rotary(q, freqs), rotary(k, freqs)
-            if offset and "L" in word:
+            if late and "L" in word:
                 shift_by = [int(freq == 0) for freq in freqs.tolist()] * 2
                 k = torch.stack([torch.stack([k[max(0, t - shift_by[d]), :, d] for d in range(D)], -1) for t in range(T)])
-            v = sa[i, 0] * v
-            v = v + added_values
+            v = sa[i, 0] * v + added_values
             if number := [c for c in word if c.isdigit()]:
                 values = tables[number[0]] = p[f"value_embeds.{number[0]}.weight"][x]
-                value_gate = torch.ones(T, heads, dtype=a.dtype)
-                if is_mudd:
+                value_gate = sa[i, 1].expand(T, heads)
+                if is_last:
                     value_gate = torch.stack([of_token[-2 + (head >= heads // 2)][:, 0] for head in range(heads)], 1)
-                if (gate := p.get(f"blocks.{i}.attn.value_gate")) is not None:
+                elif late:
+                    gate = p[f"blocks.{i}.attn.value_gate"]
                     half = gate.shape[1] // 2
                     value_gate = 2 * torch.sigmoid(a[:, :half] @ gate[:, :half].T + values[:, :gate.shape[1] - half] @ gate[:, half:].T)
-                v = v + (1 if scaled else sa[i, 1]) * value_gate[..., None] * values.view(T, heads, D)
+                v = v + value_gate[..., None] * values.view(T, heads, D)
             window = long if "L" in word else short
             heads_out = []
             for head in range(heads):
@@ -159,29 +153,25 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
                         alpha = xsa_gates[head][t] if xsa_gates else p[f"blocks.{i}.attn.xsa_lambda"][head]
                         y_t = y_t - torch.tanh(alpha) * (y_t @ own) / (own @ own) * own
                     mixed.append(y_t)
-                if gates_from:
+                if late:
                     gate = head_gates[head] if head_gates else 1
                 else:
                     weight = p[f"blocks.{i}.attn.gate"]
                     gate = torch.sigmoid(a[:, :weight.shape[1]] @ weight[head])[:, None]
                 heads_out.append(torch.stack(mixed) * gate)
             out = torch.stack(heads_out, 1).reshape(T, dim) @ w[3].T
-            if scaled:
-                h = resid_attn * h + post_attn * sa[i, 1] * out + add_h0 * first
-                if ngrams is not None:
-                    h = h + add_ngrams * ngrams
+            if late:
+                h = resid_attn * h + post_attn * sa[i, 1] * out + add_h0 * first + add_ngrams * ngrams
             else:
                 h = h + out
         if "M" in word:
             out = torch.relu(rms(h) @ p[f"blocks.{i}.mlp.fc"]).square() @ p[f"blocks.{i}.mlp.proj"].T
-            h = resid_mlp * h + post_mlp * out if scaled else h + out
+            h = resid_mlp * h + post_mlp * out if late else h + out
         outputs[i] = h
-    if mudd:
+    if late:
         saved = sorted({-1, backout_layer, count - 2} | {int(word.split("+")[1]) for word in layers if "+" in word})
-        sources = [outputs[i] for i in saved] + [tables[n] for n in tables if n == "0"]
-        weights = token_weights(p, "mudd.head", h)
-        assert len(sources) == weights.shape[1]
-        h = rms(h + sum(weights[:, j, None] * source for j, source in enumerate(sources)))
+        sources, weights = [*(outputs[i] for i in saved), tables["0"]], token_weights(p, "mudd.head", h)
+        h = rms(h + sum(weight[:, None] * source for weight, source in zip(weights.T, sources, strict=True)))
     else:
         h = rms(h - backout * outputs[backout_layer])
     cap, shift, softness = softcap

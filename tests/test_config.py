@@ -14,13 +14,19 @@ import types
 import pytest
 import torch
 
+import frontier
 import train_gpt
 from conftest import TINY
 from train_gpt import AdamGroup, MuonGroup, Ngrams, Ramp, Stage
 
 
+PROGRAMS = {"train_gpt": train_gpt.PRESETS, "frontier": frontier.PRESETS}
+PRESETS = {name: config for presets in PROGRAMS.values() for name, config in presets.items()}
+
+
 def parse(*argv, preset="laptop"):
-    return train_gpt.parse_config(argv, preset)
+    presets = frontier.PRESETS if preset == "frontier" else train_gpt.PRESETS
+    return train_gpt.parse_config(argv, preset, presets)
 
 
 def as_text(value):
@@ -33,17 +39,20 @@ def as_text(value):
 # flags
 
 
-def test_every_value_is_a_flag_of_its_type():
-    argv, expected = [], {}
-    for f in dataclasses.fields(train_gpt.Config):
+@pytest.mark.parametrize("preset", ["speedrun", "frontier"])
+def test_every_value_is_a_flag_of_its_type(preset):
+    argv, expected, usual = [], {}, PRESETS[preset]
+    stage = usual.row_types[0]
+    for f in dataclasses.fields(usual):
         default, choices = f.default, f.metadata["choices"]
         new = choices[-1] if choices else {
-            "int": 3, "float": 0.25, "str": "x", "bool": default is False, "Numbers": (1.0, 0.5), "LayerNumbers": (0, 2), "ngrams": (Ngrams(2, 5, 7),), "param_groups": (MuonGroup("attn", 0.5),),
-            "stages": (Stage(until=0.5, long_window=2), Stage(peak_lr_factor=Ramp(1, 0.5)))}[f.name if train_gpt.holds_rows(f) else f.type]
+            "int": 3, "float": 0.25, "str": "x", "bool": default is False, "ngrams": (Ngrams(2, 5, 7),),
+            "param_groups": (MuonGroup("attn", 0.5),),
+            "stages": (stage(until=0.5, long_window=2), stage(peak_lr_factor=Ramp(1, 0.5)))}[f.name if train_gpt.holds_rows(f) else f.type]
         if f.name != "resume":  # a checkpoint decides all other values
             argv += [f"--{f.name}", as_text(new)]
             expected[f.name] = new
-    assert parse(*argv, preset="speedrun")[1] == train_gpt.Config(**expected)
+    assert parse(*argv, preset=preset)[1] == type(usual)(**expected)
 
 
 def test_the_preset_is_the_default_one_unless_named():
@@ -55,7 +64,7 @@ def test_the_preset_is_the_default_one_unless_named():
 
 def test_a_shorter_run_scales_the_step_counts_of_its_preset():
     counts = lambda config: (config.muon_momentum_rise, config.muon_momentum_fall, [s.extra_steps for s in config.stages if s.extra_steps])
-    for preset, whole in train_gpt.PRESETS.items():
+    for preset, whole in PRESETS.items():
         for steps in (*range(1, 20), whole.num_steps - 1, whole.num_steps, 2 * whole.num_steps):
             config = parse("--num_steps", str(steps), preset=preset)[1]
             train_gpt.check_config(config, 1)
@@ -71,11 +80,11 @@ def test_a_shorter_run_scales_the_step_counts_of_its_preset():
 
 @pytest.mark.parametrize("argv,says", [
     (["--num_step", "3"], "unrecognized arguments: --num_step 3; did you mean --num_steps?"), (["--zzz"], "--help lists the flags"), (["--num_steps", "many"], "'many' is not a whole number such as 3: "), (["--num_steps", "3.0"], "3.0 has another type"),
-    (["--seed", "1,2"], "'1,2' is not a whole number"), (["--token_gates", "0 x"], "'0 x' is not a list of layers such as 0,4: invalid syntax"),
-    (["--token_gates", "0,4.5"], "has another type"), (["--ngrams", "Ngrams(2, 16384)"], "missing 1 required positional argument: 'width'"),
+    (["--seed", "1,2"], "'1,2' is not a whole number"), (["--lr_floor", "x"], "'x' is not a number such as .5: "),
+    (["--ngrams", "Ngrams(2, 16384)"], "missing 1 required positional argument: 'width'"),
     (["--shuffle", "yes"], "'yes' is not true or false: "),
     (["--sync", "never"], "choose from"), (["--preset", "desktop"], "desktop"), (["stray"], "stray"),
-    (["--loss_weights", "1;2"], "'1;2' is not a list of numbers such as 1,.5,.25"),
+    (["--preset", "frontier"], "argument --preset: invalid choice: 'frontier' (choose from"),
     (["--stages", "Stage(unitl=1)"], "is not a list of rows such as Stage(until=1/3, long_window=3)")])
 def test_unknown_and_ill_typed_flags_are_refused(argv, says, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -84,16 +93,18 @@ def test_unknown_and_ill_typed_flags_are_refused(argv, says, capsys):
     assert stop.value.code == 2 and says in errors and errors.count("\n") == 1 and "--help" in errors
 
 
-def test_help_names_every_flag_once_under_its_title(capsys):
+@pytest.mark.parametrize("preset, titles, example", [
+    ("laptop", {}, "(2245; laptop: 135)"), ("frontier", frontier.Config.help_groups, "(1285)")])
+def test_help_names_every_flag_once_under_its_title(preset, titles, example, capsys):
     with pytest.raises(SystemExit) as stop:
-        parse("--help")
+        parse("--help", preset=preset)
     shown = capsys.readouterr().out
     assert stop.value.code == 0 and max(map(len, shown.splitlines())) <= 160
-    for f in dataclasses.fields(train_gpt.Config):
+    for f in dataclasses.fields(PRESETS[preset]):
         assert len(re.findall(rf"^  --{f.name}[ ,]", shown, re.M)) == 1 and f.metadata["meaning"][:20] in shown
-    titles = [line[:-1] for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert titles[1:] == list(dict.fromkeys(train_gpt.HELP_GROUPS.values()))
-    assert "(2245; frontier: 1285; laptop: 135)" in shown
+    found = [line[:-1] for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert found[1:] == list(dict.fromkeys((train_gpt.HELP_GROUPS | titles).values()))
+    assert example in shown
     flags = [line for line in shown.splitlines() if line.startswith("  --")]
     assert len(shown.splitlines()) - len(flags) < 45, "few flags take more than one line"
 
@@ -104,9 +115,9 @@ def test_help_names_every_flag_once_under_its_title(capsys):
 @pytest.mark.parametrize("text, rows", [
     ("Stage()", (Stage(),)),
     ("Stage(until=1/3, long_window=3), Stage(),", (Stage(until=1 / 3, long_window=3), Stage())),
-    ("[Stage(10, loss_weights=[1, .5])]", (Stage(until=10, loss_weights=(1, 0.5)),)),
+    ("[Stage(10, micro_batches=3)]", (Stage(until=10, micro_batches=3),)),
     ("(Stage(0.5),\n Stage(extra_steps=2))", (Stage(until=0.5), Stage(extra_steps=2))),
-    ("Stage(loss_weights=Ramp((1, -.5), (1, 0)))", (Stage(loss_weights=Ramp((1, -0.5), (1, 0))),)),
+    ("Stage(peak_lr_factor=Ramp((1, -.5), [1, 0]))", (Stage(peak_lr_factor=Ramp((1, -0.5), (1, 0))),)),
     ("AdamGroup('head', beta1=.5), MuonGroup(\"attn\", 2)", (AdamGroup("head", beta1=0.5), MuonGroup("attn", lr_mul=2))),
     ("", ()),
 ])
@@ -130,13 +141,12 @@ def test_parse_value_refuses_everything_else(text, says):
 
 
 def test_param_groups_replace_rows_of_the_same_kind():
-    for preset in train_gpt.PRESETS:
-        base = train_gpt.groups_by_kind(train_gpt.PRESETS[preset])
+    for preset, usual in PRESETS.items():
+        base, adam = train_gpt.groups_by_kind(usual), usual.row_types[2]
         config = parse("--param_groups", "AdamGroup('ngram_embeds', 7), MuonGroup('mlp_fc')", preset=preset)[1]
-        assert train_gpt.groups_by_kind(config) == base | {"ngram_embeds": AdamGroup("ngram_embeds", 7), "mlp_fc": MuonGroup("mlp_fc")}
+        assert train_gpt.groups_by_kind(config) == base | {"ngram_embeds": adam("ngram_embeds", 7), "mlp_fc": MuonGroup("mlp_fc")}
+    base = train_gpt.groups_by_kind(PRESETS["laptop"])
     assert base["ngram_embeds"] == AdamGroup("ngram_embeds", 4.0) != base["head"] == AdamGroup("head")
-    frontier = train_gpt.groups_by_kind(train_gpt.PRESETS["frontier"])
-    assert frontier["embed"] == frontier["head"] == AdamGroup("head", beta1=0.5, beta2=0.95, weight_decay=0.75), "tied at first"
 
 
 @pytest.mark.parametrize("rows, says", [
@@ -146,22 +156,20 @@ def test_param_groups_replace_rows_of_the_same_kind():
     ("AdamGroup('head', lr_mul=-1)", "lr_mul is -1; it must be a number, from 0 on"),
     ("AdamGroup('head', 1e999)", "lr_mul is inf"), ("MuonGroup('attn', 'x')", "lr_mul is 'x'"),
     ("AdamGroup('head', weight_decay=(1, 2))", "weight_decay is (1, 2)"),
-    ("AdamGroup('embed')", "with untie_at head's row serves embed; drop embed's"),
     ("Stage()", "param_groups: Stage() is not a row of it; its type is tuple[AdamGroup | MuonGroup, ...]"), ("3", "param_groups: 3 is not a row"),
 ])
 def test_impossible_param_groups_are_refused(rows, says):
     with pytest.raises(train_gpt.RunError) as error:
-        train_gpt.check_config(parse("--param_groups", rows, preset="frontier")[1], 1)
+        train_gpt.check_config(parse("--param_groups", rows)[1], 1)
     assert says in str(error.value)
 
 
-@pytest.mark.parametrize("config", [*train_gpt.PRESETS.values(), train_gpt.Config(**{**TINY, "loss_weights": (1.0, 0.5)})],
-                         ids=[*train_gpt.PRESETS, "tiny"])
+@pytest.mark.parametrize("config", [*PRESETS.values(), train_gpt.Config(**TINY)], ids=[*PRESETS, "tiny"])
 def test_a_config_survives_json_and_flags(config):
-    assert train_gpt.config_of(json.loads(json.dumps(train_gpt.json_of(config)))) == config
+    assert train_gpt.config_of(json.loads(json.dumps(train_gpt.json_of(config))), type(config)) == config
     fields = [f.name for f in dataclasses.fields(config) if f.name != "resume"]
     argv = itertools.chain.from_iterable((f"--{name}", as_text(getattr(config, name))) for name in fields)
-    assert parse(*argv, preset="speedrun")[1] == config
+    assert parse(*argv, preset="frontier" if isinstance(config, frontier.Config) else "speedrun")[1] == config
 
 
 @pytest.mark.parametrize("changes", [dict(stages="until long_window; 1 3"), dict(stages=None), dict(micro_tokens=1024)], ids=str)
@@ -217,34 +225,16 @@ def refused(changes, ranks=1):
     ({}, 3, "the stage from step 0 on has 8 micro-batches, which 3 ranks cannot share evenly; start 2 ranks"),
     ({"micro_batches": 12}, 8, "12 micro-batches, which 8 ranks cannot share evenly; start 6 ranks"),
     ({"num_heads": 3}, 1, "model_dim is 32; give a multiple of 4 * num_heads, 12"),
-    ({"layers": "S0M X"}, 1, "'X' is not a layer; write S, L or P"),
+    ({"layers": "S0M X"}, 1, "'X' is not a layer; write S or L"),
     ({"layers": "0M"}, 1, "'0M' is not a layer"),
     ({"layers": ""}, 1, "give at least one layer"),
     ({"layers": "S2M SM S0M"}, 1, "value tables {0, 2}; number them from 0"),
     ({"backout_layer": -1}, 1, "backout_layer is -1; it must be a whole number, from 0 on"),
     ({"backout_layer": 12}, 1, "layers has 0 to 11"),
-    ({"layers": "cM"}, 1, "'cM' is not a layer"),
+    ({"layers": "P0M"}, 1, "'P0M' is not a layer"),
     ({"layers": "SM -+0"}, 1, "'-+0' is not a layer"),
     ({"layers": "SM +0"}, 1, "'+0' is not a layer"),
     ({"layers": "S0M SM+1"}, 1, "layer 1 has a skip connection from layer 1; it must come from an earlier layer"),
-    ({"layers": "S0M PxM", "backout_layer": 0}, 1, "layer 1 has P with x or d, which need unpaired heads; write S or L"),
-    ({"layers": "S0M SgM", "backout_layer": 0}, 1, "layer 1 has g or d, whose gates are computed per token; give --token_gates 0"),
-    ({"token_gates": (0,)}, 1, "token_gates needs sublayer_scales; give --sublayer_scales true"),
-    ({"token_gates": (1, 4), "sublayer_scales": True}, 1, "token_gates is (1, 4); give numbers of layers, 0 and later ones up to 11"),
-    ({"token_gates": (0, 12), "sublayer_scales": True}, 1, "token_gates is (0, 12)"),
-    ({"token_gates": (0, 3, 3), "sublayer_scales": True}, 1, "token_gates is (0, 3, 3)"),
-    ({"mudd": True}, 1, "mudd needs sublayer_scales"),
-    ({"mudd": True, "sublayer_scales": True, "layers": "SM M", "backout_layer": 0}, 1, "mudd needs attention in the last layer"),
-    ({"prefix_weight": -1.0}, 1, "prefix_weight is -1.0; it must be a number, from 0 on"),
-    ({"ngram_hash": "record", "ngrams": (Ngrams(3, 50, 8),)}, 1, "ngram_hash record is for n-grams with N = 2"),
-    ({"layers": "S0M cSM LM", "backout_layer": 1}, 1, "c reads the output of backout_layer 1; write it only in later layers"),
-    ({"layers": "P0M SM", "backout_layer": 1, "num_heads": 1}, 1, "num_heads is 1; write S"),
-    ({"untie_at": 1.5}, 1, "untie_at is 1.5; it must be a number, from 0 on, at most 1"),
-    ({"untie_at": 0.5}, 1, "untie_at: a tied head of zeros learns nothing; give --head_init"),
-    ({"untie_at": float("nan")}, 1, "untie_at is nan"),
-    ({"layers": "SM LM", "value_gates": True}, 1, "value_gates needs a value table in layers"),
-    ({"loss_weights": (1.0,) * 200, "micro_batch_tokens": 128}, 1, "has 200 weights from step 0 on, and a micro-batch has 128 tokens"),
-    ({"logit_shift": float("inf")}, 1, "logit_shift is inf; it must be a number"),
     ({"seed": 2 ** 64}, 1, "seed is 18446744073709551616; it must be a whole number, from 0 on, at most"),
     ({"timeout_s": 10 ** 14}, 2, "timeout_s is 100000000000000; it must be a whole number, above 0, at most"),
     ({"val_tokens": 100}, 1, "val_tokens is 100; give a multiple of val_len, 64, or 0"),
@@ -254,8 +244,6 @@ def refused(changes, ranks=1):
     ({"micro_batches": 0}, 1, "micro_batches is 0; it must be a whole number, above 0"),
     ({"micro_batch_splits": 0}, 1, "micro_batch_splits is 0; it must be a whole number, above 0"),
     ({"micro_batch_splits": 5}, 1, "micro_batch_splits is 5; it must divide micro_batch_tokens, 48"),
-    ({"loss_weights": (0.0, 0.0)}, 1, "loss_weights is (0.0, 0.0)"),
-    ({"loss_weights": (1.0, float("inf"))}, 1, "loss_weights is (1.0, inf); it must be a tuple of numbers, from 0 on"),
     ({"num_steps": 0}, 1, "num_steps is 0; it must be a whole number, above 0"),
     ({"run_id": "../x"}, 1, "a file name without '/'"),
     ({"max_document_tokens": 1}, 1, "max_document_tokens is 1; it must be a whole number, from 2 on"),
@@ -268,8 +256,6 @@ def refused(changes, ranks=1):
     ({"world_size_invariant": True, "micro_batches": 6}, 1, "has 6 micro-batches on 1 ranks; make both powers of two"),
     ({"attention": "flash"}, 1, "attention flash needs dtype bfloat16; use --attention auto"),
     ({"attention": "flash", "dtype": "bfloat16", "world_size_invariant": True}, 1, "excludes attention flash"),
-    ({"key_offset": True, "layers": "S0M SM", "backout_layer": 0}, 1, "key_offset needs a layer with the long window; write L for one"),
-    ({"muon_qk_heads": 4}, 1, "muon_qk_heads is 4; it must divide num_heads, 2, or be 0"),
     ({"ngrams": (Stage(),)}, 1, "ngrams: Stage() is not a row of it; its type is tuple[Ngrams, ...]"),
     ({"ngrams": (Ngrams(1, 64, 8),)}, 1, "Ngrams(1, 64, 8): n is 1; it must be a whole number, from 2 on, at most 9"),
     ({"ngrams": (Ngrams(2, 0, 8),)}, 1, "Ngrams(2, 0, 8): rows is 0; it must be a whole number, above 0"),
@@ -289,18 +275,18 @@ def test_a_message_lists_each_mistake_once():
 
 
 def test_a_flag_that_every_stage_of_the_preset_overrides_is_refused():
-    for flags, name in ((("--preset", "frontier", "--micro_batch_tokens", "8192"), "micro_batch_tokens"), (("--long_window", "4"), "long_window")):
+    for preset, name in ("frontier", "micro_batch_tokens"), ("frontier", "prefix_weight"), ("laptop", "long_window"):
         with pytest.raises(train_gpt.RunError, match=rf"--{name} has no effect, because every stage .* change it in --stages 'Stage\("):
-            parse(*flags)
+            parse(f"--{name}", "4", preset=preset)
     assert parse("--long_window", "4", "--stages", "Stage()")[1].long_window == 4
     assert parse("--micro_batch_tokens", "8192")[1].micro_batch_tokens == 8192
 
 
-@pytest.mark.parametrize("preset", train_gpt.PRESETS)
+@pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_presets_are_possible(preset, ranks):
     """With up to eight ranks; the laptop preset with up to two."""
-    config = train_gpt.PRESETS[preset]
+    config = PRESETS[preset]
     train_gpt.check_config(config, min(ranks, 2) if preset == "laptop" else ranks)
     train_gpt.check_config(train_gpt.Config(**{**TINY, "layers": "SM", "backout_layer": 0}), ranks)
 
@@ -349,7 +335,7 @@ def test_speedrun_s_plan_is_record_44_s_at_every_step():
         long, short, factor, momentum = plan_of_record_44(step)
         assert plan.step == step and plan.windows == (128 * long, 128 * short), step
         assert plan.lr_factor == pytest.approx(factor, rel=1e-12) and plan.momentum == pytest.approx(momentum, rel=1e-12), step
-        assert (plan.micro_batches, plan.max_document_tokens, plan.loss_weights) == (8, 2048, (1.0,))
+        assert (plan.micro_batches, plan.max_document_tokens, plan.scheduled) == (8, 2048, {"peak_lr_factor": 1.0})
         if step < 2245 and 128 * long not in seen:
             seen.append(128 * long)
         assert plan.rotary_windows == tuple(seen), step
@@ -393,11 +379,9 @@ def test_a_stage_ends_at_the_next_whole_step(until, scheduled, end):
 
 
 def test_a_ramp_is_linear_within_its_stage():
-    config = with_stages(Stage(until=4, peak_lr_factor=Ramp(0.5, 1), loss_weights=Ramp((1.0, 0.5), (1.0, 0.0))),
-                         Stage(loss_weights=(1.0, 0.0)), Stage(extra_steps=2, peak_lr_factor=2, loss_weights=(1.0, 0.0)), cooldown=0.0)
-    assert plans(config, "peak_lr_factor") == pytest.approx([0.5, 0.625, 0.75, 0.875] + [1.0] * 6 + [2.0] * 3)
-    assert plans(config, "lr_factor") == plans(config, "peak_lr_factor")
-    assert plans(config, "loss_weights") == [(1.0, 0.5), (1.0, 0.375), (1.0, 0.25), (1.0, 0.125)] + [(1.0, 0.0)] * 9
+    config = with_stages(Stage(until=4, peak_lr_factor=Ramp(0.5, 1)), Stage(), Stage(extra_steps=2, peak_lr_factor=2), cooldown=0.0)
+    assert plans(config, "lr_factor") == pytest.approx([0.5, 0.625, 0.75, 0.875] + [1.0] * 6 + [2.0] * 3)
+    assert plans(config, "scheduled") == [{"peak_lr_factor": factor} for factor in plans(config, "lr_factor")]
 
 
 def test_the_cooldown_scales_the_stage_s_peak():
@@ -413,9 +397,9 @@ def test_steps_after_the_schedule_keep_the_floor():
     assert plans(config, "lr_factor")[10:] == pytest.approx([0.1 + 0.9 * 0.0002] * 3)
 
 
-@pytest.mark.parametrize("preset", train_gpt.PRESETS)
+@pytest.mark.parametrize("preset", PRESETS)
 def test_micro_batch_splits_keep_the_tokens_of_a_step(preset):
-    whole = train_gpt.PRESETS[preset]
+    whole = PRESETS[preset]
     parts = dataclasses.replace(whole, micro_batch_splits=4)
     for step in range(whole.num_steps + 1):
         old, new = train_gpt.plan_of(whole, step), train_gpt.plan_of(parts, step)
@@ -428,8 +412,8 @@ def test_micro_batch_splits_keep_the_tokens_of_a_step(preset):
 def test_sixteen_gpus_need_micro_batches_in_two_parts(preset):
     """As docs/clusters.md and speedrun.sbatch say of two hosts with 8 GPUs each, and of two with 4."""
     def refusal(ranks, splits):
-        config = dataclasses.replace(train_gpt.PRESETS[preset], micro_batch_splits=splits)
-        return [says for holds, says in train_gpt.conditions(config, ranks) if not holds and "cannot share" in says]
+        config = dataclasses.replace(PRESETS[preset], micro_batch_splits=splits)
+        return [says for holds, says in config.conditions(ranks) if not holds and "cannot share" in says]
     assert "start 8 ranks (--nproc_per_node), or change --micro_batches" in refusal(16, 1)[0]
     assert not refusal(16, 2) and not refusal(8, 1)
 
@@ -451,12 +435,6 @@ def test_sixteen_gpus_need_micro_batches_in_two_parts(preset):
     ((Stage(long_window=7.0),), "long_window is 7.0; it must be a whole number"),
     ((Stage(long_window=0),), "stages: Stage(long_window=0): long_window is 0; it must be a whole number, above 0"),
     ((Stage(long_window=Ramp(3, 7)),), "long_window is Ramp(first=3, last=7); it must be a whole number"),
-    ((Stage(loss_weights=1),), "loss_weights is 1; it must be a tuple of numbers"),
-    ((Stage(loss_weights=()),), "loss_weights is (); it must be a tuple of numbers"),
-    ((Stage(loss_weights=(0, 0)),), "loss_weights is (0, 0)"),
-    ((Stage(loss_weights=(1, "b")),), "loss_weights is (1, 'b'); it must be a tuple of numbers"),
-    ((Stage(loss_weights=(1, float("nan"))),), "loss_weights is (1, nan)"),
-    ((Stage(loss_weights=Ramp((1, 1), (1,))),), "the ends of Ramp(first=(1, 1), last=(1,)) differ in length"),
     ((Stage(peak_lr_factor=-1),), "peak_lr_factor is -1; it must be a number, from 0 on"),
     ((Stage(peak_lr_factor=(1, 2)),), "peak_lr_factor is (1, 2); it must be a number"),
     ((Stage(peak_lr_factor=Ramp(1, -1)),), "peak_lr_factor is -1"),
@@ -545,39 +523,33 @@ def test_all_ranks_leave_out_what_the_oldest_gpu_lacks(monkeypatch):
     known = train_gpt.Config(attention="masked", kernels="on")
     assert train_gpt.resolve_auto(train_gpt.Config(attention="masked"), comm) == (known, [])
     comm.all_gather_json = lambda mine: json.loads(json.dumps([mine, {str: "", tuple: (8, 0)}[type(mine)]]))
-    config, messages = train_gpt.resolve_auto(train_gpt.Config(fp8_mlp=True), comm)
-    assert not config.fp8_head and config.kernels == "loss" and messages == [
-        "this GPU has no fp8: the head's product stays in bf16", "the MLP's kernels are off: its products stay in bf16"]
-    assert not config.fp8_mlp
+    config, messages = train_gpt.resolve_auto(train_gpt.Config(), comm)
+    assert not config.fp8_head and config.kernels == "loss"
+    assert messages == ["this GPU has no fp8: the head's product stays in bf16"]
 
 
-def test_an_edit_of_what_a_kernel_replaces_is_not_ignored(monkeypatch):
+@pytest.mark.parametrize("program", [train_gpt, frontier], ids=PROGRAMS)
+def test_an_edit_of_what_a_kernel_replaces_is_not_ignored(program, monkeypatch):
     """A kernel computes what it was written for, so an edited plain form must be used in its place."""
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(train_gpt, "triton", "installed")
     monkeypatch.setattr(train_gpt, "find_flash_3", lambda: "")
-    auto, comm = train_gpt.PRESETS["frontier"], train_gpt.Comm()
+    auto, comm = [*program.PRESETS.values()][0], train_gpt.Comm()
     config, messages = train_gpt.resolve_auto(auto, comm)
     digests = {name: hashlib.sha256("".join(train_gpt.code_of(inspect.getsource(form)) for form in forms).encode()).hexdigest()[:8]
-               for name, (forms, _) in train_gpt.plain_forms().items()}
-    assert (config.kernels, config.attention, messages) == ("on", "flash", []), f"a plain form was changed; plain_forms with {digests}?"
+               for name, (forms, _) in program.PLAIN_FORMS.items()}
+    assert (config.kernels, config.attention, messages) == ("on", "flash", []), f"a plain form was changed; PLAIN_FORMS with {digests}?"
 
+    source = inspect.getsource
     with monkeypatch.context() as patch:  # words and formatting are no edit
-        source = inspect.getsource
         patch.setattr(inspect, "getsource", lambda form: re.sub(r'"""(.|\n)*?"""', '"""Words."""\n\n        # remark', source(form)))
         assert train_gpt.resolve_auto(auto, comm) == (config, [])
-
-    def edited(*_):
-        return "another computation"
-    for place, name, kernels, attention, kernel in ((train_gpt.MLP, "forward", "loss", "flash", "MLP"),
-                                                    (train_gpt, "cross_entropies", "off", "flash", "loss"),
-                                                    (train_gpt.Head, "forward", "off", "flash", "loss"),
-                                                    (train_gpt, "attend", "on", "masked", "attention")):
+    for form, kernels, attention, kernel in ((program.MLP.forward, "loss", "flash", "MLP"), (train_gpt.Softcap.__call__, "off", "flash", "loss"),
+                                             (program.Head.forward, "off", "flash", "loss"), (train_gpt.attend, "on", "masked", "attention")):
         with monkeypatch.context() as patch:
-            patch.setattr(place, name, edited)
+            patch.setattr(inspect, "getsource", lambda of: "def edited(): pass" if of is form else source(of))
             config, (message, *_) = train_gpt.resolve_auto(auto, comm)
             assert (config.kernels, config.attention) == (kernels, attention) and f"plain form of {kernel} was edited" in message
-            assert config.fp8_mlp == (kernels == "on")
             own = dataclasses.replace(auto, kernels="on", attention="flash")  # as the user says
             assert train_gpt.resolve_auto(own, comm) == (own, [])
 
@@ -585,6 +557,7 @@ def test_an_edit_of_what_a_kernel_replaces_is_not_ignored(monkeypatch):
 # the source
 
 
-def test_no_line_is_too_long_to_read():
-    with open(train_gpt.__file__, encoding="utf-8") as source:
+@pytest.mark.parametrize("program", [train_gpt, frontier], ids=PROGRAMS)
+def test_no_line_is_too_long_to_read(program):
+    with open(program.__file__, encoding="utf-8") as source:
         assert [number for number, line in enumerate(source, 1) if len(line.rstrip()) > 120] == []

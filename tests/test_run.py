@@ -27,8 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sample
 import train_gpt
-from train_gpt import Stage
-from conftest import TINY, TORCHRUN, forked, some_documents, write_corpus, write_gpt2_tokens, write_shard
+from conftest import TINY, TORCHRUN, forked, some_documents, write_corpus, write_shard
 
 ROOT = Path(train_gpt.__file__).parent
 
@@ -56,7 +55,7 @@ def _rank(argv, environment, setup, out, err):
     signal.signal(signal.SIGUSR1, train_gpt.signals.handle)
     if setup is not None:
         setup(int(environment["RANK"]))
-    sys.exit(train_gpt.main(argv))
+    sys.exit(train_gpt.main(train_gpt.PRESETS, argv))
 
 
 def launch(folder, *argvs, setup=None, timeout=600, **environment):
@@ -96,9 +95,9 @@ def read_log(path):
     return source, environment, json.loads(start), steps, json.loads(end)["end"], last
 
 
-def run_here(argv, capsys):
+def run_here(argv, capsys, presets=train_gpt.PRESETS):
     """(exit status, stdout, stderr) of one rank in this process."""
-    status = train_gpt.main(argv)
+    status = train_gpt.main(presets, argv)
     printed = capsys.readouterr()
     return status, printed.out, printed.err
 
@@ -181,7 +180,7 @@ def test_the_loss_falls_from_the_logarithm_of_the_vocabulary(one):
 def test_the_wall_clock_starts_with_the_process(one, tmp_path, script):
     """Work before main shows in the log, under the name of joining."""
     source = (ROOT / "train_gpt.py").read_text()
-    entry = 'if __name__ == "__main__":\n    signal.signal(signal.SIGINT, signal.d'
+    entry = 'if __name__ == "__main__":\n    start(PRESETS)'
     assert source.count(entry) == 1
     (tmp_path / "train_gpt.py").write_text(source.replace(entry, f"time.sleep(1.5)\n{entry}"))
     run = script(tmp_path / "train_gpt.py", *flags(tmp_path, one[1], val_every=0, warmup_steps=0, run_id="late"))
@@ -208,12 +207,12 @@ def test_the_digest_is_that_of_the_tokens_packed_anew(one):
 
 def test_the_saved_model_gives_the_logged_loss_again(one):
     folder, corpus, _, path = one
-    model, saved = sample.load_model(path.with_suffix(".pt"))
+    model, _, windows = sample.load_model(path.with_suffix(".pt"))
     end = read_log(path)[4]
     sequences = train_gpt.validation_sequences(train_gpt.find_shards(corpus["val_files"]), 0, 64)
-    windows = train_gpt.Windows(*saved["windows"])
     loss, tokens = train_gpt.validate(model, sequences, windows, train_gpt.Comm(), torch.device("cpu"))
-    assert loss == pytest.approx(end["final_val_loss"], rel=1e-6) and tokens == end["val_tokens"] and saved["step"] == 12
+    assert loss == pytest.approx(end["final_val_loss"], rel=1e-6) and tokens == end["val_tokens"]
+    assert train_gpt.load_file(path.with_suffix(".pt"))["step"] == 12
     with pytest.raises(train_gpt.RunError, match="is a log; name a model"):
         sample.load_model(path)
 
@@ -270,13 +269,15 @@ def test_another_seed_is_another_run(one, tmp_path, capsys):
     assert log[2]["race"] == {"race_id": "2026-11-21_1", "run": 2, "declared_n": 5, "side": "ours"}
 
 
-def test_an_idea_has_a_place_after_each_step_and_one_after_training(one, tmp_path, capsys, monkeypatch):
-    steps = []
-    monkeypatch.setattr(train_gpt.Worker, "after_step", lambda self, plan: steps.append(plan.step))
+def test_an_idea_has_places_around_each_step_and_around_training(one, tmp_path, capsys, monkeypatch):
+    seen, places = [], ("before_step", "before_update", "after_step")
+    for name in ("before_training", *places):
+        monkeypatch.setattr(train_gpt.Worker, name, lambda self, plan=None, name=name: seen.append((name, plan and plan.step)))
     monkeypatch.setattr(train_gpt.Worker, "after_training", lambda self: self.model.lm_head.weight.data.zero_())
-    status, _, errors = run_here(flags(tmp_path, one[1], run_id="places", warmup_steps=0), capsys)
+    status, _, errors = run_here(flags(tmp_path, one[1], run_id="places", warmup_steps=2), capsys)
     assert status == 0, errors
-    assert steps == [*range(TINY["num_steps"])]
+    in_steps = [[(name, step) for step in steps for name in places] for steps in (range(2), range(TINY["num_steps"]))]
+    assert seen == [*in_steps[0], ("before_training", None), *in_steps[1]]
     end = read_log(tmp_path / "logs" / "places.txt")[4]
     assert end["final_val_loss"] == pytest.approx(np.log(128)), "with a head of zeros all tokens are equally likely"
     assert end["changed_by_validation"] == 0
@@ -328,7 +329,7 @@ def test_what_was_compiled_stays_in_the_checkout_unless_the_environment_says_oth
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
     with pytest.raises(SystemExit):
-        train_gpt.main(["--no_such_flag"])
+        train_gpt.main(train_gpt.PRESETS, ["--no_such_flag"])
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(ROOT / ".cache" / "torchinductor")
     assert os.environ["TRITON_CACHE_DIR"] == "/elsewhere"
 
@@ -344,7 +345,8 @@ def test_warm_up_puts_everything_back(one, tiny):
     seen = []
     set_windows = warm.model.rotary.set_windows
     warm.model.rotary.set_windows = lambda windows: seen.append(windows) or set_windows(windows)
-    warm.warm_up(train_gpt.validation_sequences(train_gpt.find_shards(config.val_files), 0, 64)[0], lambda plan, losses: None)
+    sequence = train_gpt.validation_sequences(train_gpt.find_shards(config.val_files), 0, 64)[0]
+    warm.warm_up(train_gpt.plan_of(config, 0), sequence, lambda plan, losses: None)
     assert {len(windows) for windows in seen} == {1, 2, 3, 4}, "the warm-up did not visit every stage"
     for name in ("scale", "cos", "sin"):
         assert torch.equal(getattr(warm.model.rotary, name), getattr(untouched.model.rotary, name)), name
@@ -432,16 +434,16 @@ def test_a_stage_of_a_single_step_is_warmed_up_too(one, tmp_path, capsys, stages
 
 
 @pytest.mark.parametrize("changes", [
-    {"stages": "Stage(5), Stage(6, micro_batches=8), Stage()"}, {"stages": "Stage(5), Stage(prefix_weight=Ramp(0.0, 0.25))", "adam_every": 1},
-    {"stages": "Stage(5, prefix_weight=Ramp(0.0, 0.25)), Stage(prefix_weight=Ramp(0.25, 0.0)), Stage(extra_steps=1, micro_batches=4)"},
-    {"stages": "Stage(9), Stage(long_window=5)", "untie_at": 0.4, "head_init": 0.02, "adam_every": 3}])
+    {"stages": "Stage(5), Stage(6, micro_batches=8), Stage()"},
+    {"stages": "Stage(5), Stage(peak_lr_factor=Ramp(0.0, 0.25))", "adam_every": 1},
+    {"stages": "Stage(5, peak_lr_factor=Ramp(0.0, 0.25)), Stage(peak_lr_factor=Ramp(0.25, 0.0)), Stage(extra_steps=1, micro_batches=4)"}])
 def test_the_warm_up_meets_every_kind_of_step(one, tmp_path, capsys, monkeypatch, changes):
     """Also a stage of one step within a cycle of Adam, and what a ramp computes from its second step on."""
     step, plans = train_gpt.Worker.step, []
     monkeypatch.setattr(train_gpt.Worker, "step", lambda self, plan, batch: plans.append(plan) or step(self, plan, batch))
-    status, _, errors = run_here(flags(tmp_path, one[1], run_id="kinds", val_every=0, **{"warmup_steps": 18, **changes}), capsys)
+    status, _, errors = run_here(flags(tmp_path, one[1], run_id="kinds", val_every=0, warmup_steps=18, **changes), capsys)
     assert status == 0, errors
-    kinds = [(plan.micro_batches, plan.windows.long, plan.prefix_weight > 0, plan.tied and not plan.unties) for plan in plans]
+    kinds = [(plan.micro_batches, plan.windows.long, plan.scheduled["peak_lr_factor"] > 0) for plan in plans]
     assert {*kinds[:18]} == {*kinds[18:]} and len({*kinds}) > 1
 
 
@@ -478,13 +480,6 @@ def test_an_existing_run_id_is_refused_and_its_log_left_alone(one, capsys):
     assert status == 1 and "run_id 'one' was used" in errors and path.read_bytes() == before
 
 
-def test_a_log_folder_that_cannot_be_is_an_error(one, tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "file" / "logs", tmp_path / "file"):
-        status, _, errors = run_here(flags(tmp_path, one[1], log_dir=str(folder)), capsys)
-        assert status == 1 and f"{tmp_path / 'file'}" in errors and "cannot be" in errors and errors.count("\n") == 1
-
-
 def limit_files(room, rank):
     """A limit on the size of files stands for a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -514,23 +509,16 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_its_step(one, tmp_path, ca
     ({"num_steps": 85}, "ran out"),
     ({"model_dim": 33}, "model_dim is 33; give a multiple of 4 * num_heads, 8"),
     ({"stages": "Stage(until=1/2)"}, "stages end at step 6, and num_steps is 12"),
-])
+    ({"val_files": "HERE/other.bin"}, "make both with one encoding"),
+    ({"train_files": "HERE/pipe_*.bin"}, "pipe_1.bin: not a regular file; delete it"),  # it is not waited for
+    *(({"log_dir": f"HERE/other.bin{within}"}, f"other.bin{within}: cannot be read or written") for within in ("", "/logs"))])
 def test_bad_input_is_an_error_before_anything_is_written(one, tmp_path, capsys, changes, says):
+    write_shard(tmp_path / "other.bin", [256, 1, 2], vocab_size=257, bos_id=256)
+    os.mkfifo(tmp_path / "pipe_1.bin")
+    changes = {name: v.replace("HERE", str(tmp_path)) if isinstance(v, str) else v for name, v in changes.items()}
     status, _, errors = run_here(flags(tmp_path, one[1], **changes), capsys)
     assert status == 1 and says in errors and errors.startswith("train_gpt.py: rank 0: error: ") and errors.count("\n") == 1
     assert not (tmp_path / "logs").exists()
-
-
-def test_train_and_val_of_two_encodings_are_refused(one, tmp_path, capsys):
-    write_shard(tmp_path / "v.bin", [256, 1, 2], vocab_size=257, bos_id=256)
-    status, _, errors = run_here(flags(tmp_path, one[1], val_files=str(tmp_path / "v.bin")), capsys)
-    assert status == 1 and "make both with one encoding" in errors
-
-
-def test_a_pipe_named_like_a_shard_is_not_waited_for(one, tmp_path, capsys):
-    os.mkfifo(tmp_path / "toy_train_000001.bin")
-    status, _, errors = run_here(flags(tmp_path, one[1], train_files=str(tmp_path / "toy_train_*.bin")), capsys)
-    assert status == 1 and "toy_train_000001.bin: not a regular file; delete it" in errors and errors.count("\n") == 1
 
 
 def test_signs_of_another_launcher_are_an_error(one, tmp_path, capsys, monkeypatch):
@@ -540,8 +528,6 @@ def test_signs_of_another_launcher_are_an_error(one, tmp_path, capsys, monkeypat
         monkeypatch.delenv("MASTER_ADDR", raising=False)
         status, _, errors = run_here(flags(tmp_path, one[1]), capsys)
         assert status == 1 and says in errors and errors.count("\n") == 1
-
-
 
 
 
@@ -618,7 +604,7 @@ def test_a_signal_while_the_model_is_saved_loses_nothing(one, tmp_path, number):
         assert '\n{"end"' not in log.read_text()
         assert one_rank(tmp_path, ["--resume", str(log)]).status == 0
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["saved.pt", "saved.txt"]
-    assert sample.load_model(log.with_suffix(".pt"))[1]["run_id"] == "saved"
+    assert sample.load_model(log.with_suffix(".pt")) and train_gpt.load_file(log.with_suffix(".pt"))["run_id"] == "saved"
     end, = re.findall(r'^\{"end": (.*)}$', log.read_text(), re.M)
     assert json.loads(end)["final_state_hash"] == read_log(one[3])[4]["final_state_hash"]
 
@@ -642,14 +628,15 @@ def test_ranks_of_other_flags_are_an_error_that_names_the_flag(one, tmp_path):
 
 def other_source(rank):
     if rank == 1:
-        digest = train_gpt.file_sha256
-        train_gpt.file_sha256 = lambda path: "ab" * 32 if path == train_gpt.__file__ else digest(path)
+        source_of = train_gpt.source_of
+        train_gpt.source_of = lambda config: source_of(config) + "# edited"
 
 
 def test_ranks_of_another_source_are_an_error(one, tmp_path):
     ranks = launch(tmp_path, *[flags(tmp_path, one[1])] * 2, setup=other_source)
     said = said_once(ranks)
-    assert f"rank 1 has source_sha256 {'ab' * 32}; rank 0 has " in said and "Give every host the same checkout" in said
+    edited = hashlib.sha256(((ROOT / "train_gpt.py").read_text() + "# edited").encode()).hexdigest()
+    assert f"rank 1 has source_sha256 {edited}; rank 0 has " in said and "Give every host the same checkout" in said
     assert not (tmp_path / "logs").exists()
 
 
@@ -710,27 +697,3 @@ def test_hosts_with_other_packages_are_named(package, says, on_ranks):
 
 def test_each_host_is_described_by_a_rank_of_its_own(on_ranks):
     assert on_ranks(4, described) == [[([0, 2], "a CPU of 0"), ([1, 3], "a CPU of 1")]] * 4
-
-
-
-
-def test_frontier_trains_on_gpt2_tokens_without_a_network(tmp_path, script):
-    """From what data/fineweb.py writes: shards, and beside them the bytes of GPT-2's tokens."""
-    sizes = {"model_dim": 64, "num_heads": 4, "ngrams": "Ngrams(2, 500, 64)", "mudd": "true"}
-    keep = ("micro_batches", "micro_batch_tokens", "max_document_tokens", "val_len", "val_tokens", "num_steps", "window_block", "dtype",
-            "fp8_head", "compile", "bucket_mb", "stages", "val_every", "train_shards", "warmup_steps")
-    values = {**{name: TINY[name] for name in keep}, **sizes, "fp8_mlp": "false", "num_steps": 2, "micro_batches": 2, "warmup_steps": 0,
-              "stages": (Stage(long_window=7, prefix_weight=0.25), Stage(extra_steps=1, long_window=11)), "log_dir": tmp_path / "logs", "run_id": "f"}
-    for split, tokens in (("train", 9000), ("val", 1000)):
-        write_shard(tmp_path / f"toy_{split}_000001.bin", some_documents(1, tokens, 50257, 50256), 50257, 50256)
-        values[f"{split}_files"] = tmp_path / f"toy_{split}_*.bin"
-    words = ["--preset", "frontier", *(text for name, v in values.items() for text in (f"--{name}", str(v)))]
-    proxies = {name: "http://127.0.0.1:9" for name in ("HTTPS_PROXY", "HTTP_PROXY", "https_proxy", "http_proxy")}  # nobody answers
-    _, errors = script(ROOT / "train_gpt.py", *words, **proxies).communicate(timeout=600)
-    assert "gpt2.tiktoken, the bytes of GPT-2's tokens for prefix_weight and sample.py, is missing" in errors
-    assert errors.count("\n") == 1, errors
-    write_gpt2_tokens(tmp_path)
-    run = script(ROOT / "train_gpt.py", *words, **proxies)
-    _, errors = run.communicate(timeout=600)
-    assert run.returncode == 0, errors
-    assert read_log(tmp_path / "logs" / "f.txt")[4]["steps"] == 2
