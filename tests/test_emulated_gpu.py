@@ -164,8 +164,9 @@ for m, k, n in ((128, 64, 256), (256, 192, 512)):
     a, b = torch.randn(m, k, device="cuda").bfloat16(), torch.randn(k, n, device="cuda").bfloat16()
     y = a.float() @ b.float()
     for programs in (1, 3):
-        h = T.relu_squared_by_triton(a, b, None, programs)
-        g = T.relu_squared_by_triton(a, b, h, programs)
+        T.kernel_programs = lambda *_: programs
+        h = T.relu_squared(a, b)
+        g = T.relu_squared(a, b, h)
         for found, right in ((h, y.relu() * y), (g, 2 * y * h.float().sqrt())):
             assert (found.float() - right).norm() / right.norm() < 5e-3
 """))
@@ -174,21 +175,22 @@ for m, k, n in ((128, 64, 256), (256, 192, 512)):
 def test_the_mlp_kernel_in_fp8(emulated):
     """h8 is h / h_scale rounded once, up to ties that the order of sums decides; the largest h has no rounding."""
     passes(emulated(code="""
-import train_gpt as T
+import frontier as T
 for m, k, n in ((128, 128, 256), (256, 384, 512)):
     a8, a_scale = T.to_e4m3(torch.randn(m, k).bfloat16())
     b8, b_scale = T.to_e4m3(torch.randn(n, k).bfloat16())
     y = (a8.float() @ b8.float().T * (a_scale * b_scale)).relu()
     for programs in (1, 3):
         scales = [x.cuda() for x in (a_scale * b_scale, y.square().max() / 600, torch.zeros(()))]
-        h, h8 = T.relu_squared_by_triton(a8.cuda(), b8.cuda().T, None, programs, *scales)
+        T.kernel_programs = lambda *_: programs
+        h, h8 = T.relu_squared_in_fp8(a8.cuda(), b8.cuda().T, *scales, torch.bfloat16)
         assert h.dtype == torch.bfloat16 and h8.dtype == torch.float8_e4m3fn
         assert (h.cpu().float() - y * y).norm() / (y * y).norm() < 3e-3
         right = (y * y / scales[1].cpu()).to(torch.float8_e4m3fn)
         assert right.float().max() == 448
         assert (h8.cpu().float() != right.float()).float().mean() < 1e-3
         assert abs(scales[2].item() / y.square().max().item() - 1) < 1e-6
-""".replace("import train_gpt", f"sys.path.insert(0, {str(DRY.parent)!r}); import train_gpt")))
+"""))
 
 
 def test_a_compiled_update_keeps_the_rest_of_a_matrix_in_bf16(emulated):
@@ -282,11 +284,11 @@ def interrupted(worker, plan, batch):
         raise T.RunError("planted")
     return step(worker, plan, batch)
 
-assert T.main([*flags, "--run_id", "whole"]) == 0
+assert T.main(T.PRESETS, [*flags, "--run_id", "whole"]) == 0
 T.Worker.step = interrupted
-assert T.main([*flags, "--run_id", "stopped"]) == 1
+assert T.main(T.PRESETS, [*flags, "--run_id", "stopped"]) == 1
 T.Worker.step = step
-assert T.main(["--resume", {str(tmp_path / "stopped.txt")!r}]) == 0
+assert T.main(T.PRESETS, ["--resume", {str(tmp_path / "stopped.txt")!r}]) == 0
 whole, resumed = (re.search('"final_state_hash": "(.*?)"', Path({str(tmp_path)!r}, name).read_text())[1]
                   for name in ("whole.txt", "stopped.txt"))
 assert whole == resumed
