@@ -1,6 +1,6 @@
-"""Run train_gpt.py on an emulated GPU, which computes on the CPU, and compare it with the CPU's own path.
+"""Run a preset on an emulated GPU, which computes on the CPU, and compare it with the CPU's own path.
 
-    dry_gpu/run --compute -- FLAG ...               train_gpt.py's main; --ranks N, --poison, --shuffle: see below
+    dry_gpu/run --compute -- FLAG ...               a run; --ranks N, --poison, --shuffle: see below
     dry_gpu/run --compare                           three float32 steps of each preset, reduced in size
     dry_gpu/run --compare speedrun --dtype bfloat16 --steps 6 --ranks 2
     dry_gpu/run --compare masks                     attention, at windows around the borders of blocks
@@ -9,7 +9,7 @@
     dry_gpu/run --order --full --ranks 8 -- --preset speedrun     the same at full size, on the simulated GPU
     dry_gpu/run --compare laptop --poison --shuffle the same bits if memory starts as NaN, without torch's caching
                                                           allocator, and if programs run in random order
-    dry_gpu/run --compare speedrun --fault NAME     with a fault of faults.py in train_gpt.py; must fail
+    dry_gpu/run --compare speedrun --fault NAME     with a fault of faults.py; must fail
 
 The GPU path is the real one: compiled for CUDA by Inductor, collectives through NCCL's process group. ATen operators
 are the CPU's (aten.py), Triton kernels run in Triton's interpreter (interpreter.py), NCCL sends through a shared file
@@ -36,6 +36,8 @@ from faults import FAULTS
 from page import ROOT, environment_of, small_vocabulary, write_shards
 from simulate import parse_log
 
+sys.path[:0] = str(ROOT), str(ROOT / "launch")
+
 COMMON = ("--val_tokens", "512", "--val_len", "512", "--val_every", "0", "--target_val_loss", "0",
           "--train_shards", "0", "--num_steps", "6", "--warmup_steps", "0", "--train_loss_every", "1")
 REDUCED = {  # two stages in three steps; windows cross block borders
@@ -46,32 +48,41 @@ REDUCED = {  # two stages in three steps; windows cross block borders
                  "Stage(until=2, long_window=3), Stage(long_window=7), Stage(extra_steps=1, long_window=7)"),
     "frontier": ("--layers", "PM S0xM P1M LxgM+0 cS1M cL1gdM", "--token_gates", "0,3", "--backout_layer", "2",
                  "--model_dim", "128", "--num_heads", "2", "--muon_qk_heads", "1",
-                 "--ngrams", "Ngrams(2, 3000, 128)", "--micro_batches", "2",
+                 "--bigram_rows", "3000", "--micro_batches", "2",
                  "--stages", "Stage(until=2, micro_batch_tokens=128, max_document_tokens=60, long_window=3, "
-                 "peak_lr_factor=1, loss_weights=Ramp((1, .5, .25), (1, .5, 0)), prefix_weight=.25), Stage(until=4, "
-                 "micro_batch_tokens=256, max_document_tokens=100, long_window=7, peak_lr_factor=1.5, "
-                 "loss_weights=(1, .5)), Stage("
-                 "micro_batch_tokens=256, max_document_tokens=100, long_window=11, peak_lr_factor=1.7, "
-                 "loss_weights=(1,)), Stage(extra_steps=1, micro_batch_tokens=256, max_document_tokens=100, "
-                 "long_window=13, peak_lr_factor=.15, loss_weights=(1,))"),
+                 "peak_lr_factor=1, second_token_weight=.5, third_token_weight=Ramp(.25, 0), prefix_weight=.25), "
+                 "Stage(until=4, micro_batch_tokens=256, max_document_tokens=100, long_window=7, peak_lr_factor=1.5, "
+                 "second_token_weight=.5), "
+                 "Stage(micro_batch_tokens=256, max_document_tokens=100, long_window=11, peak_lr_factor=1.7), "
+                 "Stage(extra_steps=1, micro_batch_tokens=256, max_document_tokens=100, long_window=13, "
+                 "peak_lr_factor=.15)"),
     "laptop": ("--ngrams", "Ngrams(2, 4096, 64), Ngrams(3, 8192, 64)", "--micro_batch_tokens", "256"),
 }
 LIMITS = {("loss", "median"): 1e-5, ("gradients", "median"): 1e-5, ("gradients", "largest"): 1e-4,
           ("updates", "median"): 1e-5, ("updates", "largest"): 1e-2}  # Muon's polar factor enlarges rounding errors
+PROGRAMS = "train_gpt", "frontier"  # in the order of their imports
 MASKS = (1, 1), (128, 1), (129, 1), (200, 5), (254, 1), (255, 1)  # (window, documents); blocks have 128 tokens
 
 
 # ---- one rank
 
-def load(path):
-    """Import the train_gpt.py at `path`; a faulty copy under a name of its own, beside the original."""
-    import train_gpt
-    if Path(path).parent == ROOT:
-        return train_gpt
-    spec = importlib.util.spec_from_file_location("faulty_train_gpt", path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def load(folder):
+    """Import the programs in a folder -> {name: module}; faulty copies under names of their own, beside the originals."""
+    originals = programs = {name: importlib.import_module(name) for name in PROGRAMS}
+    if Path(folder) != ROOT:
+        programs = {}
+        for name in PROGRAMS:
+            spec = importlib.util.spec_from_file_location(f"faulty_{name}", Path(folder, f"{name}.py"))
+            module = programs[name] = importlib.util.module_from_spec(spec)
+            sys.modules.update({spec.name: module, name: module})  # frontier imports train_gpt
+            spec.loader.exec_module(module)
+        sys.modules.update(originals)
+    return programs
+
+
+def presets_of(programs, flags):
+    from ranks import program_of
+    return programs[program_of(flags).__name__].PRESETS
 
 
 def rank_and_ranks():
@@ -96,15 +107,17 @@ def whole(state):
 class Side:
     """A worker on one device, with its gradients and its state after each step."""
 
-    def __init__(self, T, flags, comm, device):
+    def __init__(self, programs, flags, comm, device):
         import torch
-        self.T, self.comm, self.grads = T, comm, {}
-        config = T.parse_config(flags, "speedrun")[1]
+        self.T = T = programs["train_gpt"]
+        self.comm, self.grads, presets = comm, {}, presets_of(programs, flags)
+        config = T.parse_config(flags, [*presets][0], presets)[1]
         T.check_config(config, comm.ranks)
         self.config = T.resolve_auto(config, comm)[0] if device.type == "cuda" else config
         shards = T.find_shards(config.train_files, config.train_shards)
-        self.worker = T.Worker(self.config, comm, device, shards)
-        self.worker.model.fill_prefixes([b"%d" % token for token in range(shards[0].encoding.vocab_size)])
+        self.worker = self.config.worker_type(self.config, comm, device, shards)
+        self.worker.token_bytes = [b"%d" % token for token in range(shards[0].encoding.vocab_size)]
+        self.worker.before_training()
         self.optimizer = self.worker.optimizer
         update = self.optimizer.update
         self.optimizer.update = lambda bucket, *rest: (self.keep_grads(bucket), update(bucket, *rest))
@@ -165,20 +178,19 @@ def compare(source, dtype, steps, flags):
     """Compare one preset on this rank's emulated GPU with the CPU -> whether all differences are within the limits."""
     become_gpu()
     import torch
-    import train_gpt as R
-    T, narrow = load(source), dtype != "float32"
-    rank, ranks = rank_and_ranks()
+    programs, originals, narrow = load(source), load(ROOT), dtype != "float32"
+    T, (rank, ranks) = programs["train_gpt"], rank_and_ranks()
     device, cpu = torch.device("cuda", 0), torch.device("cpu")
     if ranks > 1:
         torch.cuda.set_device(device)
         T.join(T.Config(), rank, ranks, device)
-    in_float32 = "--dtype", "float32", "--fp8_head", "False", "--fp8_mlp", "False"
+    in_float32 = ["--dtype", "float32", "--fp8_head", "False"] + ["--fp8_mlp", "False"] * ("frontier" in flags)
     plain = "--compile", "off", "--attention", "masked"
-    ours = Side(T, [*flags, *(() if narrow else in_float32)], T.Comm(rank, ranks, device), device)
-    alone = R.Comm(0, 1, cpu)
-    references = {"float32": Side(R, [*flags, *in_float32, *plain], alone, cpu)} if not rank else {}
+    ours = Side(programs, [*flags, *(() if narrow else in_float32)], T.Comm(rank, ranks, device), device)
+    alone = originals["train_gpt"].Comm(0, 1, cpu)
+    references = {"float32": Side(originals, [*flags, *in_float32, *plain], alone, cpu)} if not rank else {}
     if narrow and not rank:
-        references["bfloat16"] = Side(R, [*flags, *plain], alone, cpu)
+        references["bfloat16"] = Side(originals, [*flags, *plain], alone, cpu)
     digest, worst, allowed = hashlib.sha256(), {}, {}
     for step in range(steps):
         if not ours.optimizer.between_updates:  # otherwise gradients that wait would be lost
@@ -224,7 +236,7 @@ def compare_masks(source):
     become_gpu()
     import torch
     import train_gpt as R
-    T, worst, tokens = load(source), {}, 384
+    T, worst, tokens = load(source)["train_gpt"], {}, 384
     draw = torch.Generator().manual_seed(1)
     for window, documents in MASKS:
         starts = torch.randperm(tokens - 1, generator=draw)[:documents - 1] + 1
@@ -250,11 +262,11 @@ def train(source, steps, flags):
     """Train without looking at the results, as in a run, so that the log has only the run's own waits."""
     become_gpu()
     import torch
-    T, (rank, ranks) = load(source), rank_and_ranks()
-    device = torch.device("cuda", 0)
+    programs, (rank, ranks), device = load(source), rank_and_ranks(), torch.device("cuda", 0)
+    T = programs["train_gpt"]
     torch.cuda.set_device(device)
     T.join(T.Config(), rank, ranks, device)
-    side = Side(T, flags, T.Comm(rank, ranks, device), device)
+    side = Side(programs, flags, T.Comm(rank, ranks, device), device)
     for step in range(steps):
         plan = T.plan_of(side.config, step)
         side.worker.step(plan, side.worker.stream.next_batch(plan))
@@ -294,7 +306,7 @@ def census(source, ranks, flags):
     rank0.Operators.__torch_dispatch__ = operator
     rank0.run_inductor_kernel = triton(rank0.run_inductor_kernel, lambda tuner: tuner.fn)
     rank0.run_triton_kernel = triton(rank0.run_triton_kernel, lambda kernel: kernel)
-    rank0.main(str(Path(source).parent), ranks, 1, list(flags))
+    rank0.main(source, ranks, 1, list(flags))
     return True
 
 
@@ -351,17 +363,19 @@ def start_ranks(ranks, command, log="", **settings):
 
 
 def planted(name, folder):
-    """Write a copy of train_gpt.py with a fault -> its path."""
-    fault, text = FAULTS[name], (ROOT / "train_gpt.py").read_text()
-    assert text.count(fault.old) == 1, f"{name}: train_gpt.py has {text.count(fault.old)} times {fault.old!r}, not once"
-    (path := Path(folder, "train_gpt.py")).write_text(text.replace(fault.old, fault.new))
-    return path
+    """Write copies of the programs, one with a fault -> their folder."""
+    fault, texts = FAULTS[name], {f"{program}.py": (ROOT / f"{program}.py").read_text() for program in PROGRAMS}
+    count = texts[fault.file].count(fault.old)
+    assert count == 1, f"{name}: {fault.file} has {count} times {fault.old!r}, not once"
+    for file, text in texts.items():
+        Path(folder, file).write_text(text.replace(fault.old, fault.new) if file == fault.file else text)
+    return folder
 
 
 def main():
     parser = argparse.ArgumentParser(
         prog="run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compute", action="store_true", help="run train_gpt.py's main")
+    parser.add_argument("--compute", action="store_true", help="a run")
     parser.add_argument("--compare", nargs="*", choices=(*REDUCED, "masks"), metavar="PRESET",
                         help="compare with the CPU (default: all presets; masks: only attention)")
     parser.add_argument("--order", action="store_true", help="check the order of uses of memory, two ranks of speedrun")
@@ -374,12 +388,12 @@ def main():
     parser.add_argument("--poison", action="store_true", help="memory starts as NaN, and is never reused")
     parser.add_argument("--shuffle", action="store_true", help="run a kernel's programs in random order")
     parser.add_argument("--fault", choices=FAULTS, metavar="FAULT", help="plant a fault of faults.py")
-    parser.add_argument("flags", nargs="*", help="flags of train_gpt.py, after --")
+    parser.add_argument("flags", nargs="*", help="flags of the run, after --")
     args = parser.parse_args()
     changes = {"DRY_GPU_POISON": 1, "PYTORCH_NO_CUDA_MEMORY_CACHING": 1} if args.poison else {}
     changes |= {"DRY_GPU_SHUFFLE": 1} if args.shuffle else {}
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
-        source = planted(args.fault, folder) if args.fault else ROOT / "train_gpt.py"
+        source = planted(args.fault, folder) if args.fault else ROOT
         if args.compute:
             return start_ranks(args.ranks, ["main", source, *args.flags], **changes)[0]
         home, good = Path(os.environ["DRY_GPU_HOME"]), True
@@ -427,7 +441,8 @@ def main_of_rank(what, source, *rest):
     """Do one rank's part of a command -> exit status."""
     if what == "main":
         become_gpu()
-        return load(source).main(rest)
+        programs = load(source)
+        return programs["train_gpt"].main(presets_of(programs, rest), rest)
     if what == "masks":
         return not compare_masks(source)
     if what == "census":
@@ -438,7 +453,6 @@ def main_of_rank(what, source, *rest):
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     if sys.argv[1].startswith("--"):
         sys.exit(main())
     status = main_of_rank(*sys.argv[1:])

@@ -41,15 +41,15 @@ FAULTS = {
     "kernel-fp8-inner": Fault(
         "the MLP's kernel in fp8 multiplies each tile of the inner dimension by the first of the second factor",
         "b.load([column, k]).T",
-        "b.load([column, 0]).T", MLP_FP8 + " -- --model_dim 256 --num_heads 4 --ngrams Ngrams(2,3000,256)"),  # two tiles
+        "b.load([column, 0]).T", MLP_FP8 + " -- --model_dim 256 --num_heads 4", file="frontier.py"),  # two tiles
     "kernel-fp8-scale": Fault(
         "the MLP's kernel in fp8 scales the product by the scale of h",
         "y_scale, to_h8 = tl.load(scale)",
-        "y_scale, to_h8 = tl.load(h_scale)", MLP_FP8),
+        "y_scale, to_h8 = tl.load(h_scale)", MLP_FP8, file="frontier.py"),
     "kernel-fp8-max": Fault(
         "the MLP's kernel in fp8 finds no largest h, so that h saturates in the next step",
         "tl.atomic_max(h_max, largest)",
-        "tl.atomic_max(h_max, 0.0)", MLP_FP8),
+        "tl.atomic_max(h_max, 0.0)", MLP_FP8, file="frontier.py"),
     "fp8-scale": Fault(
         "the gradient of the head's weight is scaled by another scale",
         "by_column[1], grad_scale, scales.x",

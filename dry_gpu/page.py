@@ -369,8 +369,8 @@ def main():
     parser.add_argument("--flash", type=int, choices=(2, 3), default=3, help="version of FlashAttention that Hopper's rates are "
                         "of; the launches are version 2's (3)")
     parser.add_argument("--steps", type=int, default=24, help="steps to count, and to time on the host (24)")
-    parser.add_argument("--against", default="", metavar="REVISION", help="also run this revision; those with the preflight "
-                        "inside train_gpt.py are not supported")
+    parser.add_argument("--against", default="", metavar="REVISION", help="also run this revision; those without "
+                        "frontier.py are not supported")
     parser.add_argument("--cold", action="store_true", help="first run once with empty compile caches")
     parser.add_argument("--kernels", action="store_true", help="also print a table of the last run's Triton kernels")
     parser.add_argument("--program", action="append", default=[], metavar="FILE", help="also run the program of a public "
@@ -379,7 +379,7 @@ def main():
                         "they follow, in a clone of the records' repository")
     parser.add_argument("--trace", metavar="FILE", help="compare the first windows by class with a trace of `train_gpt.py "
                         "--profile` on a GPU (json.gz), or of --program's record")
-    parser.add_argument("flags", nargs="*", help="flags of train_gpt.py, after --")
+    parser.add_argument("flags", nargs="*", help="flags of the run, after --")
     args = parser.parse_args()
     home = Path(os.environ["DRY_GPU_HOME"])
     if args.records:

@@ -1,6 +1,6 @@
 """Run rank 0 of N on the simulated GPU. page.py starts this script and reads the log.
 
-    python rank0.py FOLDER RANKS STEPS FLAG ...     FOLDER contains train_gpt.py; the flags are for it
+    python rank0.py FOLDER RANKS STEPS FLAG ...     FOLDER contains train_gpt.py and all else; the flags are the run's
 
 The other ranks do not exist: NCCL's stubs send nothing, and rank 0 receives its own messages. The phases: set-up;
 warm-up; census, steps from the middle of each stage, with the cost of each kernel in the log; the first validation;
@@ -52,11 +52,11 @@ SPECIAL = {"exp": 1, "exp2": 1, "log": 1, "log2": 1, "rsqrt": 1, "sqrt": 1, "tan
 TRANSPOSED = 5  # times as long if the operands' strides differ in order: in record 44's trace 4.2 (an addition) to 5.6 (a copy)
 
 def cost_of_product(grid, kernel, args):
-    """Of relu_squared_kernel."""
+    """Of relu_squared_kernel, and of relu_squared_in_fp8_kernel, which also writes h8."""
     m, n, k = (args[size] for size in "MNK")
-    width = 2 - args["FP8"]
-    return {f"flops{8 * width}": 2 * m * n * k,
-            "bytes": width * (m * k + k * n) + m * n * (2 + 2 * args["BACKWARD"] + args["FP8"])}
+    in_fp8 = "h8" in args
+    return {"flops8" if in_fp8 else "flops16": 2 * m * n * k,
+            "bytes": (2 - in_fp8) * (m * k + k * n) + m * n * (2 + 2 * args.get("BACKWARD", False) + in_fp8)}
 
 
 def cost_of_loss(grid, kernel, args):
@@ -64,8 +64,9 @@ def cost_of_loss(grid, kernel, args):
     return {"bytes": args["x"].nbytes + args["grad"].nbytes, "special": 3 * args["x"].numel()}
 
 
-# {kernel of train_gpt.py or of a public program: its cost, in the form of Triton's launch_metadata}
-STATED = {"relu_squared_kernel": cost_of_product, "softcapped_loss_kernel": cost_of_loss}
+# {kernel of a program: its cost, in the form of Triton's launch_metadata}
+STATED = {"relu_squared_kernel": cost_of_product, "relu_squared_in_fp8_kernel": cost_of_product,
+          "softcapped_loss_kernel": cost_of_loss}
 
 
 def bytes_of(tensors):
@@ -162,16 +163,16 @@ def attention_flops(batch, windows, model):
 
 # ---- memory
 
-def origin(block, source):
-    """Return the line of train_gpt.py that allocated a block, and the tensor's shape and dtype if a graph allocated it."""
+def origin(block, sources):
+    """Return the line of a run's sources that allocated a block, and the tensor's shape and dtype if a graph did."""
     tensor = where = ""
     for frame in block.get("frames") or ():
         if "inductor" in frame["filename"] and not tensor:
             line = linecache.getline(frame["filename"], frame["line"])
             shape = re.search(r"empty_strided_\w+\((\([\d, ]*\)).*?torch\.(\w+)", line)
             tensor = f"{shape[1]} {shape[2]} of " if shape else ""
-        if frame["filename"] == source:
-            where = f"{frame['name']}, line {frame['line']}"
+        if frame["filename"] in sources:
+            where = f"{frame['name']}, {os.path.basename(frame['filename'])}:{frame['line']}"
             break
     return tensor + (where or "autograd, outside compiled graphs")
 
@@ -179,8 +180,8 @@ def origin(block, source):
 class Phases:
     """The current phase of the run, written to the log, and the memory peak of each watched phase with its tensors."""
 
-    def __init__(self, source):
-        self.source, self.now, self.live, self.memory = source, "", None, {}
+    def __init__(self, sources):
+        self.sources, self.now, self.live, self.memory = sources, "", None, {}
 
     def begin(self, phase, watched=False):
         self.end()
@@ -210,7 +211,7 @@ class Phases:
                 del self.live[e["addr"]]
         tensors = collections.defaultdict(list)
         for block in self.live.values():
-            tensors[origin(block, self.source)].append(block["size"])
+            tensors[origin(block, self.sources)].append(block["size"])
         self.memory[self.now] = {
             "peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved(),
             "tensors": sorted(((sum(v), len(v), k) for k, v in tensors.items()), reverse=True)[:12]}
@@ -252,11 +253,15 @@ def write_facts(facts, phases, times):
 
 
 def main(folder, ranks, steps, flags):
-    sys.path.insert(0, folder)
-    sys.path.append(os.path.join(os.path.dirname(__file__), "..", "launch"))
-    import train_gpt as T  # first: preflight imports it too
+    sys.path[:0] = folder, os.path.join(folder, "launch")
+    import frontier
     import preflight
-    facts, times, counted, phases, stats = {}, [], set(), Phases(T.__file__), torch._dynamo.utils.counters["stats"]
+    import train_gpt as T
+    from ranks import program_of
+    presets = program_of(flags).PRESETS
+    preset, config = T.parse_config(flags, [*presets][0], presets)
+    facts, times, counted, stats = {}, [], set(), torch._dynamo.utils.counters["stats"]
+    phases = Phases([*map(str, T.source_files(config))])
     real_step, real_warm_up, real_validate, real_item = T.Worker.step, T.Worker.warm_up, T.validate, torch.Tensor.item
 
     @functools.cache
@@ -280,21 +285,20 @@ def main(folder, ranks, steps, flags):
         mark("END")
         return out
 
-    def warm_up(worker, *args):
+    def warm_up(worker, first, *args):
         phases.begin("warm-up", watched=True)
         start, cpu = time.perf_counter(), sum(os.times()[:4])
-        real_warm_up(worker, *args)
+        real_warm_up(worker, first, *args)
         facts.update(warm_up=time.perf_counter() - start, warm_up_cpu=sum(os.times()[:4]) - cpu,
                      warmed_up=stats["unique_graphs"])
         phases.begin("census")
         with census():
-            run_middles(worker)
+            run_middles(worker, first)
         phases.begin("training")
 
-    def run_middles(worker):
+    def run_middles(worker, first):
         """Run two cycles of Adam in the middle of each stage. The second counts: it waits for the first one's gathers."""
-        saved, before = worker.optimizer.state_dict(), (worker.model.rotary.windows, worker.model.tied)
-        position, digest = worker.stream.position, worker.stream.digest
+        saved, position, digest = worker.optimizer.state_dict(), worker.stream.position, worker.stream.digest
         for stage in T.stages_of(config):
             middle = (stage.begin + stage.end) // (2 * config.adam_every) * config.adam_every
             counted.update(range(middle, middle + config.adam_every))
@@ -302,7 +306,7 @@ def main(folder, ranks, steps, flags):
                 plan = T.plan_of(config, at)
                 worker.step(plan, worker.stream.next_batch(plan))
         worker.optimizer.load_state_dict(saved)
-        worker.model.apply_schedule(*before)
+        worker.model.apply_schedule(first)
         worker.stream.position, worker.stream.digest = position, digest
 
     def validate(*args, **kwargs):
@@ -318,11 +322,10 @@ def main(folder, ranks, steps, flags):
         return 1.0 if x.is_cuda and x.is_floating_point() else value  # a norm that nothing computed may be no number
 
     T.Worker.step, T.Worker.warm_up, T.validate, torch.Tensor.item = step, warm_up, validate, item
-    T.gpt2_token_bytes = lambda folder: [bytes([number % 256]) for number in range(T.GPT2_VOCAB - 1)]  # bytes decide no time
+    frontier.gpt2_token_bytes = lambda folder: [bytes([number % 256]) for number in range(T.GPT2_VOCAB - 1)]  # bytes decide no time
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # otherwise the limit only leaves code uncompiled, silently
     device = torch.device("cuda", 0)
     comm = alone(T, ranks, device)
-    preset, config = T.parse_config(flags, "speedrun")
     T.check_config(config, ranks)
     phases.begin("set-up", watched=True)
     try:

@@ -94,7 +94,7 @@ def is_loss(name: str) -> bool:
 
 ATTENTION = "flash_[fb]wd|flash::"
 CLASS_PATTERNS = (("collectives", "nccl"), ("attention", ATTENTION), ("Triton, other", "triton"),
-            ("matmuls in fp8", r"nvjet_\w*q|e4m3|e5m2"),
+            ("matmuls in fp8", r"nvjet_\w*q|e4m3|e5m2|relu_squared_in_fp8"),
             ("matmuls", "nvjet|gemm|cutlass|splitK|relu_squared|XXT_kernel|ba_plus_cAA"), ("eager", ""))
 
 

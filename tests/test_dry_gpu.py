@@ -260,7 +260,7 @@ def rows_of(done):
 
 COUNTED = """
 import sys; sys.path[:0] = [{dry!r}, {root!r}]
-import numpy as np, torch, rank0, program, train_gpt as T
+import frontier, numpy as np, torch, rank0, program, train_gpt as T
 from types import SimpleNamespace as Namespace
 x, y = torch.ones(2, 1024, 512, device="cuda").unbind()  # 2 MiB each
 rows, at = torch.ones(16, 512, device="cuda"), torch.arange(16, device="cuda")
@@ -275,10 +275,10 @@ with rank0.census():
     x.index_add_(0, at, rows)
     torch.ops.aten._flash_attention_backward(q, q, q, q, out, log_sums, None, None, 128, 128, 0.0, True, *flash[2:4])
     square(x)
-table = T.NgramTable(T.Config(ngram_hash="record"), T.Ngrams(2, 100, 64)).cuda()
+table = frontier.BigramTable(frontier.Config(), T.Ngrams(2, 100, 64)).cuda()
 tokens = torch.arange(64, device="cuda")
 rank0.mark("PHASE", "no waits")
-table.record_hash(tokens)
+table.row_and_sign(tokens)
 T.to_device(torch.tensor((1.0, 0.5)), tokens.device)
 rank0.mark("PHASE", "end")
 rank0.gpu.dry_gpu_flush()
@@ -351,7 +351,7 @@ def test_two_ranks_of_a_small_gpt(dry):
     assert rows["graphs; breaks; compiled after warm-up"][0].endswith("; 0; 0")
     assert int(rows["— Triton"][0]) > 10 and int(rows["— collectives"][0]) > 2 and "reduce-scatter" in done.stdout
     assert float(rows[page.MEAN][0].split("; ")[2]) > 0
-    assert re.search(r"at the peak of training, MiB: \d+ in \d+ × \w+, line \d+", done.stdout)
+    assert re.search(r"at the peak of training, MiB: \d+ in \d+ × \w+, train_gpt.py:\d+", done.stdout)
 
 
 def test_a_small_speedrun_on_a_hopper_gpu(dry):

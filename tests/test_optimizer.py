@@ -780,7 +780,7 @@ def test_a_wrong_table_is_answered_with_the_cure(table, says):
 
 
 @pytest.mark.parametrize("calls,says", [
-    (["step"], r"step\(\) was called after 0 .* after the last backward"),
+    (["step"], r"step\(\) was called after 0 .* Run the last backward outside"),
     (["backward", "step", "step"], r"step\(\) was called after 0 "), (["backward", "backward"], r"twice in one backward; .*no_sync\(\)"),
     (["backward", "step", "backward", "backward"], r"launched; call step\(\) .* no_sync\(\)"),
     (["in no_sync", "step"], r"must not be in no_sync\(\)")], ids=str)
