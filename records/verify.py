@@ -283,7 +283,9 @@ def scan(source):
             modules |= {path.split(".")[0] or "a module beside it" for path in paths}
     except (ValueError, RecursionError, MemoryError) as error:
         raise SyntaxError(f"{type(error).__name__}: {error}") from None
-    return Scanned(findings, sorted(modules - sys.stdlib_module_names - _PACKAGES), "torch" in modules)
+    files = logs.files_of(source)
+    held = {name.removesuffix(".py") for name in files if len(files) > 1}  # one file cannot import itself
+    return Scanned(findings, sorted(modules - sys.stdlib_module_names - _PACKAGES - held), "torch" in modules)
 
 
 @functools.lru_cache(maxsize=64)
