@@ -1,4 +1,4 @@
-"""The public head of the GPT speedrun: record 89, as the preset `frontier`. Racers of the head edit this file.
+"""The newest record of the public GPT speedrun here, 89, as the preset `frontier`. Its racers edit this file.
 
     ./run.sh --preset frontier                set up, fetch the data and train on GPUs
     torchrun --nproc_per_node=8 frontier.py   train on eight GPUs, with data already fetched
@@ -38,8 +38,8 @@ from torch import Tensor, nn
 
 import train_gpt
 from train_gpt import (
-    GATE_DIM, GPT2_VOCAB, TILE_K, TILE_M, TILE_N, Encoding, HeadLoss, Mask, MuonGroup, NgramTable, Ngrams, Plan, Ramp,
-    ReluSquaredMLP, Rotary, Shard, Softcap, Windows, attend, compiled, cut_in_pieces, document_table, embedding,
+    GATE_DIM, GPT2_VOCAB, TILE_K, TILE_M, TILE_N, DocumentTable, Encoding, HeadLoss, Mask, MuonGroup, NgramTable,
+    Ngrams, Plan, Ramp, ReluSquaredMLP, Rotary, Shard, Softcap, Windows, attend, compiled, cut_in_pieces, embedding,
     exclude_own_value, fp8_product, kernel_programs, mask_in_pieces, norm, option, parameter, require, rotate,
     scheduled_steps, seen_by_pieces, sha256_of, stage_type, start, to_device, triton, uniform)
 
@@ -276,7 +276,7 @@ class GPT(nn.Module):
         context = self.context(x0, bigram_embeds, masks)
         x, gates = x0.view_as(x0), None  # a new object: with x0 itself torch.compile would build a further graph
         saved: dict[int, Tensor] = {}  # outputs of the layers that later layers read
-        # looked up just before the first group that reads it: its gradient is complete when backward has left the group
+        # looked up just before the first group that reads them, so that their gradients can be sent after that group
         values: dict[int, Tensor] = {}
         for group in self.groups:
             for table in sorted({self.layers[i].value_table for i in group.numbers} - {None} - values.keys()):
@@ -296,7 +296,7 @@ class GPT(nn.Module):
                 return mask_in_pieces(docs.repeat_interleave(positions), window, self.reach or window, dtype)
             starts, longest, count = counted
             starts = starts if positions == 1 else positions * starts
-            return document_table((starts, positions * longest, count), window)
+            return DocumentTable(starts, torch.tensor([window, positions * longest, count]))
         masks = {"L": make(windows.long), "S": make(windows.short), None: None}
         return masks | ({"P": make(windows.short, 2)} if has_pairs else {}) | (
             {"dc": self.dc_mask(docs, dtype)} if has_dc else {})
@@ -347,8 +347,7 @@ class GPT(nn.Module):
         further, weights = torch.stack(rows), to_device(torch.tensor(weights), x.device)
         pieces = zip(x.split(self.loss_tokens), further.split(self.loss_tokens, dim=1))
         losses = [self.lm_head(x_piece, targets_piece, weights) for x_piece, targets_piece in pieces]
-        objective, cross_entropy = (torch.stack(terms).sum() for terms in zip(*losses))
-        return objective, cross_entropy
+        return tuple(torch.stack(terms).sum() for terms in zip(*losses))
 
     def fill_prefixes(self, tokens: Sequence[bytes]) -> None:
         """Find the prefix of each token, the longest other token that begins it. tokens: the bytes of each."""

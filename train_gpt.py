@@ -7,8 +7,9 @@
 This file is the whole experiment, and its source opens the log of every run. Read it from the top. A racer can stop
 after the section training; the later ones say how ranks, GPUs and files do what it asks for.
 
-An idea for this model goes into this file, one for the public head into frontier.py, which imports this file. An
-optimizer for another model or training loop goes into gpt_speedrun/, which does so too.
+Ideas for record 44 (presets speedrun and laptop) go into this file; ideas for the newest public record, 89, into
+frontier.py; what other people's models and training loops need, into gpt_speedrun/. Both import this file: update
+rules, buckets and collectives are here for all.
 
     section         contents                                                    to start, search for
     config          every value that decides a run; presets; flags; checks      class Config, PRESETS
@@ -29,9 +30,9 @@ Gradient sync in one paragraph: autograd computes a gradient, and a hook adds it
 (Reducer.register_grad_ready). In the last micro-batch the hook starts the reduce-scatter of each complete bucket, in a
 fixed launch order, while backward continues (Reducer.launch, Comm.reduce_scatter). The optimizer step waits for each
 bucket, updates this rank's shard by the bucket's rule, and starts the all-gather that writes the new parameters where
-the model reads them. The launch order is learned in the first step, and again when the set of participating buckets
-changes. In such a step buckets start after backward, and the order in which they were complete becomes the launch
-order. Normally the warm-up runs these steps.
+the model reads them. The launch order is learned in the first step with a given set of buckets: no reduce-scatter
+starts before backward ends, and the order in which rank 0's buckets became complete is broadcast. Normally the warm-up
+runs such a step.
 """
 
 from __future__ import annotations
@@ -295,9 +296,9 @@ class Config(SyncSettings, StageValues):
     dtype: str = option("bfloat16", "dtype of activations and parameters, but for scalars", ("bfloat16", "float32"))
     fp8_head: bool = option(True, "compute the head in fp8 during training; off on GPUs without fp8")
     # x is normed, so its entries are at most sqrt(model_dim); a gradient of the summed cross entropy is within 1
-    fp8_x_scale: float = option(math.sqrt(768) / 448, "scale of the head's input in fp8: up to 448 times it fits")
-    fp8_weight_scale: float = option(2.0 ** -9, "scale of the head's weights in fp8: up to 448 times it fits")
-    fp8_grad_scale: float = option(1 / 448, "scale of the logits' gradient in fp8: up to 57,344 times it fits")
+    fp8_x_scale: float = option(math.sqrt(768) / 448, "the head's input is divided by it in fp8, of at most 448")
+    fp8_weight_scale: float = option(2.0 ** -9, "the head's weights are divided by it in fp8: as above")
+    fp8_grad_scale: float = option(1 / 448, "the logits' gradient is divided by it in fp8, at most 57,344")
 
     # schedule
     num_steps: int = option(2245, "training steps; with fewer, extra_steps, muon_momentum_rise and "
@@ -323,8 +324,8 @@ class Config(SyncSettings, StageValues):
     adam_every: int = option(2, "steps per Adam update, which uses the sum of their gradients")
     lazy_tables: bool = option(False, "update only the n-gram rows that a step uses, and send only their new values")
     muon_lr: float = option(0.03, "NorMuon's learning rate: the size of an orthogonal update", min=0)
-    muon_weight_decay: float = option(1.2, "cautious weight decay: an update subtracts this times lr_factor ** 2 * "
-                                      "muon_lr ** 2 * lr_mul of a weight, where it moves the weight towards 0", min=0)
+    muon_weight_decay: float = option(1.2, "cautious weight decay: an update that moves a weight towards 0 subtracts "
+                                      "this * (muon_lr * lr_factor) ** 2 * lr_mul of it, too", min=0)
     muon_momentum: float = option(0.95, "NorMuon's momentum between warm-up and cooldown", min=0, exclusive_max=1)
     muon_momentum_low: float = option(0.85, "NorMuon's momentum at step 0 and at num_steps", min=0, exclusive_max=1)
     muon_momentum_rise: int = option(300, "steps of the momentum warm-up", min=0)
@@ -710,7 +711,8 @@ def plan_of(config: Config, step: int) -> Plan:
     at = max(i for i, stage in enumerate(stages) if stage.begin <= step)
     stage = stages[at]
     done = min(1.0, (step - stage.begin) / (stage.end - stage.begin))
-    now = {name: interpolate(first, stage.last[name], done) for name, first in stage.first.items()}
+    now = {name: first if first == stage.last[name] else first + done * (stage.last[name] - first)  # integers stay
+           for name, first in stage.first.items()}
     rotary = [key * c.window_block for key, _ in itertools.groupby(s.first["long_window"] for s in stages[:at + 1])]
     longest = c.final_window if step == c.num_steps else now["long_window"]
     return Plan(step, now["micro_batches"], now["micro_batch_tokens"], now["max_document_tokens"],
@@ -718,10 +720,6 @@ def plan_of(config: Config, step: int) -> Plan:
                 Windows(longest * c.window_block, now["long_window"] // 2 * c.window_block), tuple(rotary),
                 c.ngram_reset > 0 < step < c.num_steps and (c.num_steps - step) % c.ngram_reset == 0,
                 {f.name: float(now[f.name]) for f in stage_fields(c) if f.type == "float"})
-
-def interpolate(first: float, last: float, done: float) -> float:
-    """Interpolate linearly from first (done = 0) to last (done = 1)."""
-    return first if first == last else first + done * (last - first)
 
 def lr_factor(config: Config, step: int, peak: float) -> float:
     """Compute the learning-rate factor: the stage's `peak` before the cooldown, then linear from it to lr_floor.
@@ -863,9 +861,9 @@ class Stream:
         """Choose the documents of the next batch and advance the position. Raise RunError if the data run out."""
         index, document, before = self.position
         longest = plan.max_document_tokens
-        if document and before != longest:  # continue with the first document that no batch has read from
+        if document and before != longest:  # the limit has changed: pieces are numbered anew
             piece_of = self.limit(index, before)[2]
-            unread = piece_of[document - 1] + 1  # unread pieces of the document before it are skipped
+            unread = piece_of[document - 1] + 1  # of the first document that no batch has read from
             document = int(np.searchsorted(self.limit(index, longest)[2], unread))
         while True:
             documents, offsets, _ = self.limit(index, longest)
@@ -1092,7 +1090,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(c, layer, number) for number, layer in enumerate(self.layers))
         self.lm_head = Head(c, vocab, encoding.vocab_size)
         self.groups = nn.ModuleList(Group(self, c, numbers) for numbers in layer_groups(c))
-        # all scalar weights of the layers are one parameter, in this order; see mixing_weights
+        # all scalar weights are one parameter, in this order. blocks: of x and x0; values: of values and value table
         skips = sum(layer.skip_from is not None for layer in self.layers)
         scalars = {"skips": [-1.5] * skips, "blocks": [1.0, 0.0] * count, "values": [0.5, 0.5] * count,
                    "smear": [0.0], "backout": [0.5]}
@@ -1100,7 +1098,7 @@ class GPT(nn.Module):
         self.scalars = parameter(torch.tensor([*itertools.chain(*scalars.values())]), "scalars")
         self.rotary = Rotary(c, max(c.val_len, *lengths))
         self.scheduled: dict[str, Tensor] = {}  # of this step, see apply_schedule
-        self.reach = 0  # above 0: all masks in pieces have one shape, for windows up to `reach` tokens
+        self.reach = 0  # above 0: mask_in_pieces gives each mask the shape of a window of `reach` tokens, for one graph
         self.flash, self.counted = False, None  # counted: of the next sequence, by count_documents
 
     def forward(self, inputs: Tensor, targets: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
@@ -1115,7 +1113,7 @@ class GPT(nn.Module):
         context = self.context(self.embed_tokens(tokens), self.masks(tokens, windows))
         x = context.x0.view_as(context.x0)  # a new object: with x0 itself torch.compile would build a further graph
         saved: dict[int, Tensor] = {}  # outputs of the layers that later layers read
-        # looked up just before the first group that reads it: its gradient is complete when backward has left the group
+        # looked up just before the first group that reads them, so that their gradients can be sent after that group
         values: dict[int, Tensor] = {}
         for group in self.groups:
             for table in sorted({self.layers[i].value_table for i in group.numbers} - {None} - values.keys()):
@@ -1130,8 +1128,10 @@ class GPT(nn.Module):
         docs = None if counted else (tokens == self.bos_id).cumsum(0)
 
         def make(window: int) -> Mask:
-            return document_table(counted, window) if counted else mask_in_pieces(
-                docs, window, self.reach or window, self.embed.weight.dtype)
+            if not counted:
+                return mask_in_pieces(docs, window, self.reach or window, self.embed.weight.dtype)
+            starts, longest, count = counted
+            return DocumentTable(starts, torch.tensor([window, longest, count]))
         return {"L": make(windows.long), "S": make(windows.short), None: None}
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
@@ -1142,7 +1142,7 @@ class GPT(nn.Module):
             x0 = x0 + F.pad(table(*rows), (0, x0.size(1) - table.embedding_dim))  # a narrow table: the first entries
         return x0
 
-    # compiled by itself, as ngram_rows: 20 small kernels less, each of which costs the host more than the GPU
+    # compiled alone, like ngram_rows: 20 small kernels less, which the host launches more slowly than the GPU runs them
     @staticmethod
     @compiled
     def smear(e: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
@@ -1170,22 +1170,15 @@ class GPT(nn.Module):
 
     def context(self, x0: Tensor, masks: dict[str | None, Mask | None]) -> Context:
         # unbound at once: backward of many single selections would pad each gradient with zeros and add them up
-        skip_weights, mixes, value_mixes, _, (backout,) = (x.unbind() for x in self.mixing_weights())
-        return Context(x0, (self.rotary.cos, self.rotary.sin, self.rotary.scale), masks, skip_weights, mixes,
-                       value_mixes, backout, self.scheduled, {})
-
-    def mixing_weights(self) -> tuple[Tensor, ...]:
-        """Split the scalars into weights of skip connections [n], of blocks [layers, 2] (mix in Block), of values
-        [layers, 2] (value_mix in Attention), of smear [1] and of the backout layer's output [1]."""
-        skips, mixes, value_mixes, smear, backout = self.scalars.split(self.scalar_sizes)
-        return skips, mixes.view(-1, 2), value_mixes.view(-1, 2), smear, backout
+        skips, mixes, value_mixes, _, backout = self.scalars.split(self.scalar_sizes)
+        return Context(x0, (self.rotary.cos, self.rotary.sin, self.rotary.scale), masks, skips.unbind(),
+                       mixes.view(-1, 2).unbind(), value_mixes.view(-1, 2).unbind(), backout[0], self.scheduled, {})
 
     def loss(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the losses of `forward` from the normed residual stream [T, dim]."""
         pieces = zip(x.split(self.loss_tokens), targets.split(self.loss_tokens))
         losses = [self.lm_head(x_piece, targets_piece, self.scheduled) for x_piece, targets_piece in pieces]
-        objective, cross_entropy = (torch.stack(terms).sum() for terms in zip(*losses))
-        return objective, cross_entropy
+        return tuple(torch.stack(terms).sum() for terms in zip(*losses))
 
     def rows_read(self, tokens: Tensor) -> dict[nn.Parameter, Tensor]:
         """Find the rows of each n-gram table that a forward of these tokens [..., T] reads."""
@@ -1201,7 +1194,8 @@ class Context(NamedTuple):
     """Inputs that all layers of one forward share.
 
     x0: [T, dim]. rotary: cosines, sines, softmax scale. scheduled: numbers of this step, see StageValues. left: a place
-    for an idea, tensors that a layer leaves for later ones. Others: see GPT.masks and GPT.mixing_weights.
+    for an idea, tensors that a layer leaves for later ones. masks: see GPT.masks. skip_weights: of skip connections.
+    mixes, value_mixes: two weights of each layer. backout: weight of the backout layer's output.
     """
 
     x0: Tensor
@@ -1278,7 +1272,8 @@ class Attention(nn.Module):
         super().__init__()
         c, dim, self.layer, self.number = config, config.model_dim, layer, number
         self.heads = c.num_heads
-        # the query, key, value and output matrices [dim, dim], one after another in memory; outputs begin at 0
+        # The query, key, value and output matrices [dim, dim], one after another in memory; outputs begin at 0. Their
+        # shape [dim, 4 dim] makes finish_spec choose second moments per column
         qkvo = uniform(4 * dim, dim, dim)
         qkvo[3 * dim:] = 0  # a product with 0 could be -0
         self.qkvo = parameter(qkvo.to(c.torch_dtype).view(dim, 4 * dim), "attn", (dim, dim))
@@ -1508,9 +1503,9 @@ def compile_parts(model: nn.Module) -> None:
 #     lr, every                           learning rate; steps between updates, which use summed gradients
 #     unit(spec)                          shape of what stays whole on one rank: () an element, (rows, columns) a matrix
 #     init_state(shard)                   tensors such as moments, with one entry per unit
-#     hyper(plan, t)                      numbers of the t-th update. In place of "noise", a seed, update gets normal
-#                                         random numbers of param's shape, the same on any number of ranks; for
-#                                         matrices it also gets "scale", see ParamSpec
+#     hyper(plan, t)                      numbers of the t-th update. If "noise" holds a seed, update gets normal random
+#                                         numbers of param's shape in its place, the same on any number of ranks.
+#                                         Bucket.update adds "scale", see ParamSpec
 #     update(param, grad, state, hyper)   changes param and state in place
 
 # (a, b, c) of the five steps of polar; from Polar Express (arXiv:2505.16932), computed for a safety factor of 1.02
@@ -1712,7 +1707,7 @@ class TrainingLoop:
                     worker.optimizer.finish_all_gathers()
                 profiler.step()
         worker.optimizer.finish_all_gathers()
-        if self.from_step < c.num_steps:  # a checkpoint of the last validation was saved after after_training
+        if self.from_step < c.num_steps:  # a run resumed at num_steps has already run after_training
             worker.after_training()
         self.clock.stop()
         self.losses.write(c.num_steps, wait=True)
@@ -1784,7 +1779,7 @@ class Worker:
         for i, micro_batch in enumerate(batch):
             inputs, targets = split_sequence(micro_batch, self.device)
             count_documents(model, micro_batch[:-1])
-            # random numbers in a forward, such as a dropout's, depend neither on the warm-up, a resume nor the ranks
+            # so that random numbers of a forward, such as a dropout's, do not depend on warm-up, resumes and ranks
             seed = np.random.SeedSequence((self.config.seed, plan.step, self.comm.rank * len(batch) + i))
             torch.manual_seed(int(seed.generate_state(1, np.uint64)[0]))
             with optimizer.reducer.span("forward"):
@@ -1813,9 +1808,9 @@ class Worker:
     def after_step(self, plan: Plan) -> None:
         """Runs after each optimizer step, and in the warm-up.
 
-        Before you read or change parameters, wait for them: self.optimizer.finish_all_gathers(). The warm-up restores,
-        and a checkpoint keeps, parameters and the rules' state (see NorMuon.init_state) and the tensors that you add
-        to self.optimizer.further; other state that you create here is lost on a resume.
+        Before you read or change parameters, wait for them: self.optimizer.finish_all_gathers(). Parameters,
+        the rules' state (see NorMuon.init_state) and tensors in self.optimizer.further are restored after the warm-up
+        and kept by checkpoints; other state that you create here is neither.
         """
 
     def can_save(self, step: int) -> bool:
@@ -1904,8 +1899,8 @@ class TrainLosses:
         if (received := signals.received) > self.sent:  # rarely: copying a number to a GPU makes the host wait
             summed[-1], self.sent = received - self.sent, received
         handle, event = self.comm.start_all_reduce(summed), None
-        # collectives run one after another, so this one follows the step's all-gathers. If the main stream waited for
-        # it, the next forward would wait for all of them
+        # Collectives run in order, so this one ends after the step's all-gathers. A stream of its own waits for it; on
+        # the main stream the next forward would wait for every all-gather
         with torch.cuda.stream(self.stream):
             handle.wait()
             if own.is_cuda:
@@ -1981,7 +1976,7 @@ class DistributedOptimizer:
                 reducer.wait(bucket)
             self.grad_norm = check_and_clip(reducer.due, self.comm, self.settings.clip_norm, reducer.step)
         buckets = reducer.due
-        if self.settings.update_order == "forward":
+        if self.settings.update_order == "forward":  # `due` has the order of backward; the model itself reads first
             buckets = sorted(buckets[::-1], key=lambda bucket: bucket not in self.buckets_of_model)
         for bucket in buckets:
             reducer.wait(bucket)
@@ -2088,7 +2083,7 @@ class DistributedOptimizer:
 
     @property
     def between_updates(self) -> bool:
-        """Whether earlier steps' gradients, which no saved state holds, wait for an update. The same on all ranks."""
+        """Whether earlier steps' gradients wait for an update, and a saved state would lack them. All ranks agree."""
         last = self.reducer.step - 1
         waiting = any(last >= bucket.first_step and not bucket.updates_in(last) for bucket in self.buckets)
         # world-size-invariant mode saves them as NAME/pending
@@ -2377,7 +2372,7 @@ class Bucket:
             main.add_(grad, alpha=factor)
 
     def start_reduce_scatter(self, comm: Comm, invariant: bool) -> None:
-        """Start the sum over ranks. After reduce_handle.wait() only grad_shard, a part of grad_data, holds it."""
+        """Start the sum over ranks. After reduce_handle.wait() grad_shard holds it, the rest of grad_data nothing."""
         for slot in self.slots if invariant else ():
             if slot.pending_grads:
                 slot.grad.copy_(tree_sum(slot.pending_grads))
@@ -2809,8 +2804,8 @@ def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = Fal
     require(not (config.world_size_invariant and state), f"the buffer {', '.join(state)} follows rank 0's data, so "
             "world_size_invariant excludes it; register a constant with persistent=False, or omit --exact")
     buckets = fill_buckets(specs, config.bucket_mb * 2 ** 20, comm.rank, comm.ranks, config.grad_reduce_in_fp32)
-    # Reducer divides by the number of backward passes, which splits multiply. The loss is a sum over tokens, so a split
-    # must not change the gradient: grad_scale undoes its division
+    # micro_batch_splits multiplies the number of backward passes, by which Reducer divides. The loss is a sum over
+    # tokens, so the gradient must not depend on splits: grad_scale multiplies by them again
     return DistributedOptimizer(buckets, comm, config, model, float(config.micro_batch_splits), compiled)
 
 def specs_of(config: Config, model: GPT) -> list[ParamSpec]:
@@ -2888,11 +2883,6 @@ class DocumentTable(NamedTuple):
     starts: Tensor
     numbers: Tensor
 
-def document_table(counted: tuple[Tensor, int, int], window: int) -> DocumentTable:
-    """Build FlashAttention's mask from what count_documents found."""
-    starts, longest, count = counted
-    return DocumentTable(starts, torch.tensor([window, longest, count]))
-
 DOCUMENT_ROOM = 16  # a sequence of T tokens has room for T / DOCUMENT_ROOM documents in its table
 
 Mask = Tensor | DocumentTable
@@ -2913,7 +2903,7 @@ def find_flash_3() -> str:
                 found = found.get_kernel("kernels-community/flash-attn3", version=1).flash_attn_interface
             found.flash_attn_varlen_func, found._flash_attn_backward  # flash_attention's operators call both
         except Exception as error:  # packages with binaries may raise anything
-            reasons.append(f"{package}: {str(error).partition(chr(10))[0][:200]}")
+            reasons.append(f"{package}: {first_line(error)[:200]}")
         else:
             flash_3 = found
             return ""
@@ -3800,9 +3790,9 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
         config = dataclasses.replace(config, kernels=chosen)
     return config, changes
 
-# What GPUs compute by a kernel: its plain form, and the SHA-256 of the code that the kernel copies. A kernel would
-# ignore an edit of its plain form, so that a race would find no difference: resolve_auto then leaves the kernel out. If
-# you change a kernel too, write the new digest, which tests/test_config.py prints
+# Plain PyTorch code that GPU kernels repeat, and the start of that code's SHA-256. A kernel would ignore an edit of the
+# plain code, and a race of the edit would measure nothing: where the digest differs, resolve_auto runs the plain code.
+# If you change a kernel too, write the new digest, which tests/test_config.py prints
 PLAIN_FORMS = {"MLP": ((MLP.forward,), "23bd82f3"),
                "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__), "35cd86cc"),
                "attention": ((attend, cut_in_pieces, seen_by_pieces, mask_in_pieces), "2647432a")}
