@@ -301,8 +301,7 @@ class Config(SyncSettings, StageValues):
     fp8_grad_scale: float = option(1 / 448, "the logits' gradient is divided by it in fp8, at most 57,344")
 
     # schedule
-    num_steps: int = option(2245, "training steps; with fewer, extra_steps, muon_momentum_rise and "
-                            "muon_momentum_fall shrink in proportion")
+    num_steps: int = option(2245, "training steps; with fewer, extra_steps and muon_momentum_rise, _fall shrink, too")
     stages: tuple[Stage, ...] = option(
         (Stage(until=1/3, long_window=3), Stage(until=2/3, long_window=7), Stage(long_window=11),
          Stage(extra_steps=40, long_window=13)),

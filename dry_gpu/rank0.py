@@ -332,7 +332,7 @@ def main(folder, ranks, steps, flags):
         shard = T.find_shards(config.train_files, config.train_shards)[0]
         fitted = preflight.fit_memory(T.resolve_auto(config, comm)[0], shard.encoding.vocab_size, comm)
         config = dataclasses.replace(config, micro_batch_splits=fitted.micro_batch_splits)
-        T.run_training(config, preset, comm, device, T.Log(config, 0, "dry"), time.perf_counter())
+        T.TrainingLoop(config, preset, comm, device, T.Log(config, 0, "dry"), time.perf_counter()).run()
     except Done:
         pass
     except (torch.OutOfMemoryError, T.RunError) as error:

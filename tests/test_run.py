@@ -17,6 +17,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 from typing import NamedTuple
 
 import numpy as np
@@ -256,7 +257,7 @@ def test_a_small_model_trains_on_one_thread(model_dim, environment, threads, one
         monkeypatch.setenv(name, value)
     chosen = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.setattr(train_gpt, "run_training", lambda *_: None)
+    monkeypatch.setattr(train_gpt, "TrainingLoop", mock.MagicMock())
     status, _, errors = run_here(flags(tmp_path, one[1], model_dim=model_dim), capsys)
     assert status == 0 and chosen == [threads] * (threads is not None), errors
 
