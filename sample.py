@@ -5,8 +5,8 @@
     .venv/bin/python sample.py --prompt "def read(" --tokens 500 --seed 3
     .venv/bin/python sample.py logs/RUN.pt --temperature 0  greedy decoding; 1: sample from the model's distribution
 
-The logits are those of train_gpt's own model, computed anew for each token from all tokens before it. There is no KV
-cache, so a new mechanism of the model needs no second implementation here.
+The logits are those of the model's own program, train_gpt.py or frontier.py, computed anew for each token from all
+tokens before it. There is no KV cache, so a new mechanism of the model needs no second implementation here.
 """
 
 from __future__ import annotations
@@ -32,42 +32,49 @@ import train_gpt  # before numpy and torch: it says where they are if this Pytho
 import numpy as np
 import torch
 
-from train_gpt import GPT, GPT2_VOCAB, ROOT, Encoding, Parser, RunError, Windows, printable, require
+import frontier
+from train_gpt import GPT, GPT2_VOCAB, ROOT, Config, Encoding, Parser, RunError, Windows, printable, require
 
 BORDER = "\n\n-----\n\n"  # printed between two documents
 
-def load_model(path: str | Path) -> tuple[GPT, dict[str, Any]]:
-    """Load a saved model or checkpoint -> (model in float32 on the CPU, in evaluation mode; the file's other values).
+class Trained(NamedTuple):
+    """A saved model: in float32 on the CPU, in evaluation mode."""
 
-    RunError if the file is damaged or does not describe a model.
-    """
+    model: GPT
+    config: Config
+    windows: Windows
+
+def load_model(path: str | Path) -> Trained:
+    """Load a saved model or checkpoint. RunError if the file is damaged or does not describe a model."""
     require(Path(path).suffix != ".txt", f"{path} is a log; name a model, which ends in .pt")
     saved = train_gpt.load_file(path)
     try:
-        config = dataclasses.replace(train_gpt.config_of(saved["config"]), dtype="float32")  # bf16 is slow on CPUs
+        program = {"train_gpt.py": train_gpt, "frontier.py": frontier}[saved["program"]]
+        config = train_gpt.config_of(saved["config"], program.Config)
+        config = dataclasses.replace(config, dtype="float32")  # bf16 is slow on CPUs
         model = train_gpt.build_model(config, Encoding(saved["vocab_size"], saved["bos_id"]))
         train_gpt.load_parameters(model, saved)
-        model.apply_schedule(tuple(saved["rotary_windows"]), saved["tied"])
-        saved["windows"] = Windows(*saved["windows"])
+        plan = train_gpt.plan_of(config, saved["step"])
+        model.apply_schedule(plan)
     except RunError as error:
         raise RunError(f"{path}: {error}") from error
     except Exception as error:
-        raise RunError(f"{path}: does not describe a model of this version of train_gpt.py "
+        raise RunError(f"{path}: does not describe a model of this version of {saved.get('program', 'train_gpt.py')} "
                        f"({type(error).__name__}: {error}); name another".partition("\n")[0]) from error
-    return model.eval(), {name: value for name, value in saved.items() if name != "state"}
+    return Trained(model.eval(), config, plan.windows)
 
-def longest_context(model: GPT) -> int:
+def longest_context(config: Config) -> int:
     """The largest number of tokens that the model's rotary tables allow."""
-    return len(model.rotary.cos) // (1 + model.pairs)  # a token has two positions in paired heads
+    return max(config.val_len, *train_gpt.micro_batch_lengths(config))
 
 @torch.inference_mode()
-def next_logits(model: GPT, windows: Windows, tokens: Sequence[int]) -> np.ndarray:
+def next_logits(trained: Trained, tokens: Sequence[int]) -> np.ndarray:
     """Compute the logits of the token after `tokens` -> float32 [padded vocabulary].
 
     Only the latest tokens are read if the text is longer than the model's longest context.
     """
-    context = torch.tensor(tokens[-longest_context(model):])
-    return model.lm_head.logits(model.trunk(context, windows)[-1:])[0].numpy()
+    model, context = trained.model, torch.tensor(tokens[-longest_context(trained.config):])
+    return model.lm_head.logits(model.trunk(context, trained.windows)[-1:])[0].numpy()
 
 def draw(logits: np.ndarray, temperature: float, top_k: int, random: np.random.Generator) -> int:
     """Sample a token from softmax(logits [vocabulary] / temperature) among the top_k most likely (0: among all)."""
@@ -80,12 +87,12 @@ def draw(logits: np.ndarray, temperature: float, top_k: int, random: np.random.G
     cumulative = weights.cumsum()
     return int(cumulative.searchsorted(random.random() * cumulative[-1], side="right"))
 
-def generate(model: GPT, windows: Windows, vocab_size: int, prompt: Sequence[int], count: int, temperature: float = 0.8,
-             top_k: int = 0, seed: int = 0) -> Iterator[int]:
+def generate(trained: Trained, prompt: Sequence[int], count: int, temperature: float = 0.8, top_k: int = 0,
+             seed: int = 0) -> Iterator[int]:
     """Generate `count` tokens after BOS and the prompt. A generated BOS starts another document."""
-    random, tokens = np.random.default_rng(seed), [model.bos_id, *prompt]
+    random, tokens = np.random.default_rng(seed), [trained.model.bos_id, *prompt]
     for _ in range(count):
-        logits = next_logits(model, windows, tokens)[:vocab_size]
+        logits = next_logits(trained, tokens)[:trained.model.lm_head.classes]
         require(np.isfinite(logits).all(), "the model's logits are not finite, so its training diverged; name another "
                 "model")
         tokens.append(draw(logits, temperature, top_k, random))
@@ -101,7 +108,7 @@ def vocabulary_of(encoding: Encoding, train_files: str) -> Vocabulary:
         return Vocabulary(lambda text: list(text.encode("utf-8", "surrogateescape")), lambda token: bytes([token]))
     require(encoding.vocab_size == GPT2_VOCAB, f"the model's vocabulary has {encoding.vocab_size} tokens; sample.py "
             f"knows bytes (at most 257 tokens) and GPT-2's ({GPT2_VOCAB})")
-    tokens = train_gpt.gpt2_token_bytes((ROOT / train_files).parent)
+    tokens = frontier.gpt2_token_bytes((ROOT / train_files).parent)
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str
     gpt2 = tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, special_tokens={},
@@ -163,14 +170,13 @@ def latest_model(folder: Path) -> Path:
 def main(argv: Sequence[str] | None = None) -> int:
     flags = make_parser().parse_args(argv)
     try:
-        model, saved = load_model(flags.model or latest_model(ROOT / "logs"))
-        encoding = Encoding(saved["vocab_size"], saved["bos_id"])
+        trained = load_model(flags.model or latest_model(ROOT / "logs"))
+        encoding = Encoding(trained.model.lm_head.classes, trained.model.bos_id)
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(train_gpt.cpu_threads(model.config, 1))
-        vocabulary = vocabulary_of(encoding, model.config.train_files)
+            torch.set_num_threads(train_gpt.cpu_threads(trained.config, 1))
+        vocabulary = vocabulary_of(encoding, trained.config.train_files)
         prompt = encode_prompt(flags.prompt, vocabulary, encoding)
-        generated = generate(model, saved["windows"], encoding.vocab_size, prompt, flags.tokens, flags.temperature,
-                             flags.top_k, flags.seed)
+        generated = generate(trained, prompt, flags.tokens, flags.temperature, flags.top_k, flags.seed)
         for text in show(itertools.chain(prompt, generated), vocabulary, encoding.bos_id):
             print(text, end="", flush=True)
         print()

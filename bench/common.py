@@ -27,6 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import frontier  # noqa: E402, F401
 import gpt_speedrun  # noqa: E402
 import train_gpt  # noqa: E402
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from common import ROOT, FakeComm, machine, positive, run, spread, table, train_gpt
+from common import ROOT, FakeComm, frontier, machine, positive, run, spread, table, train_gpt
 
 sys.path.append(str(ROOT / "launch"))
 import preflight  # noqa: E402
@@ -55,7 +55,8 @@ def finish(device: torch.device) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--preset", choices=train_gpt.PRESETS, default="speedrun")
+    presets = {**train_gpt.PRESETS, **frontier.PRESETS}
+    parser.add_argument("--preset", choices=presets, default="speedrun")
     parser.add_argument("--rounds", type=positive, default=20,
                         help="timed rounds per stage; a round has as many steps as an update of Adam sums")
     args = parser.parse_args()
@@ -64,7 +65,7 @@ def main() -> None:
         print(f"skipped: the preset {args.preset} needs an NVIDIA GPU and torch finds none; --preset laptop runs here")
         return
     device = torch.device("cuda" if gpu else "cpu")
-    config, changes = train_gpt.PRESETS[args.preset], []
+    config, changes = presets[args.preset], []
     while train_gpt.usable_ranks(config, RANKS) < RANKS:
         config = dataclasses.replace(config, micro_batches=2 * config.micro_batches,
                                      micro_batch_tokens=config.micro_batch_tokens // 2)
@@ -81,8 +82,8 @@ def main() -> None:
         tokens = sum(plan.micro_batches * plan.micro_batch_tokens for plans in turns for plan in plans)
         path = Path(folder) / "random_train_000001.bin"
         write_shard(path, 2 * (args.rounds + 3) * tokens, vocab_size, mean_document=config.max_document_tokens // 3)
-        train_gpt.gpt2_token_bytes = lambda folder: []  # bytes decide no time
-        worker = train_gpt.Worker(config, comm, device, train_gpt.find_shards(str(path)))
+        frontier.gpt2_token_bytes = lambda folder: []  # bytes decide no time
+        worker = config.worker_type(config, comm, device, train_gpt.find_shards(str(path)))
         worker.step(turns[0][0], worker.stream.next_batch(turns[0][0]))
         finish(device)
         cold = seconds_since_launch()
@@ -101,7 +102,7 @@ def main() -> None:
             times = times[2:]  # the first rounds of a stage compile and tune kernels
             median = float(np.median(times))
             weighted += median * (stage.end - stage.begin) / config.num_steps
-            rows.append([f"{plans[0].long_window * config.window_block} tokens", len(times), spread(times),
+            rows.append([f"{plans[0].windows.long} tokens", len(times), spread(times),
                          f"{1e3 * tokens / median:,.0f}"])
         mean = train_gpt.tokens_of_steps(config, config.num_steps) / config.num_steps
         rows.append(["mean of a run", "", f"{weighted:.2f}", f"{1e3 * mean / weighted:,.0f}"])

@@ -1,8 +1,9 @@
-"""Compare train_gpt.py with the program of a public record: both train the same small model on the same tokens.
+"""Compare a preset with the program of a public record: both train the same small model on the same tokens.
 
     python bench/public_record.py LOG_OR_PROGRAM
 
-The preset `speedrun` claims to be record 44, `frontier` record 89 of the public speedrun (KellerJordan/modded-nanogpt).
+The preset `speedrun` of train_gpt.py claims to be record 44 of the public speedrun (KellerJordan/modded-nanogpt), and
+`frontier` of frontier.py record 89.
 LOG_OR_PROGRAM is a log of record 44 (records/track_1_short/2025-10-31_AdamSyncGradientHook), which begins with the
 program's source, or the train_gpt.py of a clone whose head is record 89 (commit f411b3d3). This script runs the program on
 one rank and a CPU. **It can do anything on this machine, so trust its author first.** These parts are replaced:
@@ -18,7 +19,7 @@ Differences that remain, which the comparison does not show: initialization (the
 from a normal distribution, ours from a generator of its own), kernels, bf16 and fp8, several ranks, and the ends of shards
 (on eight ranks both programs drop a whole step there; on one rank theirs drops a micro-batch).
 
-train_gpt.py runs with the preset itself, with the same divisors and the same steps left out: its stages, windows and
+Ours runs with the preset itself, with the same divisors and the same steps left out: its stages, windows and
 step counts are compared too.
 
 Both programs start from the record's initial parameters and validate after each step. The script prints the validation
@@ -48,7 +49,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from common import run, table, train_gpt
+from common import frontier, run, table, train_gpt
 
 ENCODING = train_gpt.Encoding(64, 63)
 # The bytes of each token but the last: a shuffled tree of strings, most of which begin with others
@@ -79,7 +80,7 @@ def convert_44(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def convert_89(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Convert parameters of record 89 to the names and layout of train_gpt.py."""
+    """Convert parameters of record 89 to the names and layout of frontier.py."""
     heads, dim = theirs["ve_gate_bank"].size(1), theirs["embed.weight"].size(1)
     half = dim // heads // 2  # the record's rotary pairs entries 2j and 2j + 1 of a head, ours pairs j and half + j
     order = [*range(0, half, 2), *range(half, half + half // 2), *range(1, half, 2), *range(half + half // 2, 2 * half)]
@@ -124,8 +125,8 @@ class Record(NamedTuple):
     """How to run a record's program at small size.
 
     preset: which claims to be this record. marks: strings that identify its source. less_schedule, less_extension: steps
-    to leave out. shrink(globals of the program): set small sizes. convert: rename its parameters. edits: (pattern,
-    replacement) in its source, for other sizes.
+    to leave out. shrink(globals of the program): set small sizes. convert: rename its parameters. small: further values
+    of our config. edits: (pattern, replacement) in its source, for other sizes.
     """
 
     preset: str
@@ -136,6 +137,7 @@ class Record(NamedTuple):
     less_extension: int
     shrink: Callable[[dict[str, Any]], None]
     convert: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    small: dict[str, Any] = {}
     edits: tuple[tuple[str, str], ...] = ()
 
 
@@ -158,6 +160,7 @@ RECORDS = {
     "44": Record("speedrun", ("_reduce_scatter_hooks", "num_scheduled_iterations: int = 2205 "), 2, 16, 2191, 36, shrink_44,
                  convert_44),
     "89": Record("frontier", ("self.mudd_gate_w1", "num_scheduled_iterations: int = 1270 "), 6, 8, 1225, 11, shrink_89, convert_89,
+                 {"fp8_mlp": False, "bigram_rows": PAIR_ROWS},
                  ((r"(batch_size=\d+ \* 2048 \* 8)", rf"\g<1> // {FEWER_TOKENS}"),
                   (r"(train_max_seq_len=\d+),", rf"\g<1> // {SHORTER},"),
                   (r"(self\.block_size = 128)", rf"\g<1> // {SHORTER}"),
@@ -345,33 +348,32 @@ def make_shards(home: Path) -> None:
 
 def small_preset(record: Record) -> train_gpt.Config:
     """Return the record's preset at the sizes at which the record's program runs."""
-    preset = train_gpt.PRESETS[record.preset]
+    preset = {**train_gpt.PRESETS, **frontier.PRESETS}[record.preset]
     stages = [dataclasses.replace(stage, extra_steps=max(0, stage.extra_steps - record.less_extension),
                                   micro_batch_tokens=stage.micro_batch_tokens and stage.micro_batch_tokens // FEWER_TOKENS,
                                   max_document_tokens=stage.max_document_tokens and stage.max_document_tokens // SHORTER)
               for stage in preset.stages]
-    dim = record.heads * record.head_dim
     return dataclasses.replace(
         preset, stages=tuple(stages), num_steps=preset.num_steps - record.less_schedule - record.less_extension,
         micro_batch_tokens=preset.micro_batch_tokens // FEWER_TOKENS, window_block=preset.window_block // SHORTER,
         max_document_tokens=preset.max_document_tokens // SHORTER,
         muon_momentum_rise=preset.muon_momentum_rise - LESS_MOMENTUM_RISE,
         muon_momentum_fall=preset.muon_momentum_fall - LESS_MOMENTUM_FALL, num_heads=record.heads,
-        model_dim=dim, fp8_head=False, fp8_mlp=False,
-        ngrams=tuple(train_gpt.Ngrams(2, PAIR_ROWS, dim) for _ in preset.ngrams))
+        model_dim=record.heads * record.head_dim, fp8_head=False, **record.small)
 
 
 def run_ours(record: Record, home: Path, initial: dict[str, Tensor],
              signs: Tensor | None) -> tuple[list[float], dict[str, Tensor]]:
     """Return (validation losses before each step and after the last step, final parameters)."""
     config = small_preset(record)
-    train_gpt.DC_WINDOW //= SHORTER
+    frontier.DC_WINDOW //= SHORTER
     shards = train_gpt.find_shards(f"{home}/*_train_*.bin")
     torch.set_default_dtype(torch.float64)
     with OnTheCpu():
-        worker = train_gpt.Worker(config, train_gpt.Comm(), torch.device("cpu"), shards)
+        worker = config.worker_type(config, train_gpt.Comm(), torch.device("cpu"), shards)
         train_gpt.load_parameters(worker.model, {"state": initial})
-        worker.model.fill_prefixes(TOKEN_BYTES)
+        worker.token_bytes = TOKEN_BYTES
+        worker.before_training()
         for table in worker.model.ngrams:
             table.signs.copy_(signs)
         sequences = train_gpt.validation_sequences(train_gpt.find_shards(f"{home}/*_val_*.bin"), VAL_TOKENS, VAL_LEN)
@@ -421,7 +423,7 @@ def main() -> None:
         our_losses, ours = run_ours(record, home, initial, signs)
     train_gpt.require(len(losses) == len(our_losses), f"record {number} trains {len(losses) - 1} steps here, and "
                       f"{record.preset} {len(our_losses) - 1}; compare num_steps and stages of the preset with the record")
-    print(f"record {number}: its program and train_gpt.py, float64, one CPU thread, torch {torch.__version__}\n")
+    print(f"record {number}: its program and {record.preset}, float64, one CPU thread, torch {torch.__version__}\n")
     rows = [[step, f"{a:.7f}", f"{b:.7f}", f"{b - a:+.1e}"] for step, (a, b) in enumerate(zip(losses, our_losses))]
     print(table(["steps", "record's validation loss", "ours", "difference"], rows), end="\n\n")
     relative: dict[str, list[float]] = {}

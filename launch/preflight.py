@@ -1,6 +1,6 @@
 """Choose the flags with which a run works on this machine: check each part once, and fit the micro-batches to memory.
 
-    python launch/preflight.py [--ranks N] [flags of train_gpt.py]
+    python launch/preflight.py [--ranks N] [flags of the program]
 
 Each part of a run (attention, each group of layers, the head, the update rules, the collectives) is computed at its full
 shapes, and compared with a plain version: float32, uncompiled, by other means where there are some. If a part fails on
@@ -52,7 +52,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT), str(ROOT / "launch")]  # python -I leaves out the script's folder
 
-from ranks import start as start_ranks  # noqa: E402
+from ranks import program_of, start as start_ranks  # noqa: E402
 import train_gpt as T  # noqa: E402
 
 
@@ -86,6 +86,10 @@ def way_of(worker: T.Worker) -> tuple[str, Any]:
     return ("compiled", ("compile", "off")) if worker.compiled else ("uncompiled", None)
 
 
+def program_module(config: T.Config) -> Any:
+    """Return the module that defines the config's model, train_gpt or frontier."""
+    return sys.modules[config.model_type.__module__]
+
 
 def model_parts(worker: T.Worker) -> Iterator[Part]:
     """Yield attention, each group of layers, and the head: with gradients, on a micro-batch of noise.
@@ -93,14 +97,15 @@ def model_parts(worker: T.Worker) -> Iterator[Part]:
     The run's way computes the whole micro-batch. The plain version computes its first COMPARED tokens. No loss depends on
     the other tokens, so the gradients are the same.
     """
-    c, model, device = worker.config, worker.model, worker.device
+    c, model, device, program = worker.config, worker.model, worker.device, program_module(worker.config)
     plan = T.plan_of(c, c.num_steps - 1)
     for p in model.parameters():  # a zero would hide the parameters behind it
         p.data.normal_(0, 0.02) if p.dim() > 1 else p.data.fill_(0.5)
     with device:
         # with small n-gram tables, which no part reads
-        as_plain = dataclasses.replace(c, dtype="float32", fp8_head=False, fp8_mlp=False,
-                                       ngrams=tuple(dataclasses.replace(table, rows=2) for table in c.ngrams))
+        as_plain = {"dtype": "float32", "fp8_head": False, "fp8_mlp": False, "bigram_rows": 2,
+                    "ngrams": tuple(dataclasses.replace(table, rows=2) for table in c.ngrams)}
+        as_plain = dataclasses.replace(c, **{name: v for name, v in as_plain.items() if hasattr(c, name)})
         plain = T.build_model(as_plain, worker.stream.shards[0].encoding)
         # documents of twice the long window on average: most tokens have a window's border, not a document's, before them
         text = torch.where(torch.rand(max(T.micro_batch_lengths(c))) * plan.windows.long < 0.5, model.bos_id, 0)
@@ -108,13 +113,15 @@ def model_parts(worker: T.Worker) -> Iterator[Part]:
         targets[COMPARED:] = -1
         shape, dtype = (len(text), c.model_dim), model.embed.weight.dtype
         noise = iter(lambda: T.norm(torch.randn(shape, device=device)).to(dtype), None)
-        x, x0, values, ngrams, grad = itertools.islice(noise, 5)
+        x, x0, values, bigrams, grad = itertools.islice(noise, 5)
         grad[COMPARED:] = 0
     state = {name: y for name, y in model.state_dict().items() if not name.startswith("ngrams.")}
     plain.load_state_dict(state, strict=False)
     plain.reach, plain.loss_tokens = T.longest_window(c), 1024
     for module in (plain.lm_head, *plain.blocks):  # neither float32 logits nor a block's activations are saved for backward
         module.forward = functools.partial(torch.utils.checkpoint.checkpoint, module.forward, use_reentrant=False)
+    for m in (model, plain):
+        m.apply_schedule(plan)
     T.count_documents(model, text.cpu().numpy())
     masks = {m: m.masks(y, plan.windows) for m, y in ((model, text), (plain, text[:COMPARED]))}
 
@@ -124,22 +131,24 @@ def model_parts(worker: T.Worker) -> Iterator[Part]:
 
     def group(i: int, m: T.GPT, *inputs: Tensor) -> Tensor:
         found = dict(zip(reads(i), inputs))
-        context = m.context(found["x0"], found.get("ngrams"), masks[m])
+        context = m.context(*(found[name] for name in ("x0", "bigrams") if name in found), masks[m])
         outputs, tables = ({key[1]: y for key, y in found.items() if key[0] == kind} for kind in ("saved", "table"))
-        return m.groups[i](found["x"], context, outputs, tables, found.get("gates"))[0]
+        return m.groups[i](found["x"], context, outputs, tables, *([found.get("gates")] if of_frontier else []))[0]
+
+    of_frontier = hasattr(model, "token_gates")
 
     @functools.cache
     def reads(i: int) -> dict[Any, Tensor]:
         """Return what group i reads, by name: noise. Saved outputs and rows of value tables are named by pairs."""
-        numbers, gates = model.groups[i].numbers, model.groups[i].token_gates
+        numbers, gates = model.groups[i].numbers, model.groups[i].token_gates if of_frontier else ()
         tables = {layer.value_table for layer in model.layers[:numbers.stop]} - {None}
-        return {"x": x, "x0": x0, **({"ngrams": ngrams} if c.token_gates and c.ngrams else {}),
-                **{("saved", n): next(noise) for n in sorted(T.saved_layers(c)) if n < numbers.start and numbers.start},
+        return {"x": x, "x0": x0, **({"bigrams": bigrams} if of_frontier else {}),
+                **{("saved", n): next(noise) for n in sorted(program.saved_layers(c)) if n < numbers.start and numbers.start},
                 **{("table", n): next(noise) for n in sorted(tables)},
                 **({"gates": next(noise)[:, :sum(gates[0].sizes.values())]} if gates and numbers.start else {})}
 
     def head(m: T.GPT, x: Tensor) -> Tensor:
-        return m.loss(x, targets[:len(x)], plan.loss_weights)[0]
+        return m.loss(x, targets[:len(x)])[0]
 
     def part(name: str, way: tuple[str, Any], function: Callable[..., Tensor], inputs: Sequence[Tensor],
              *learned: str, allowed_in_fp8: float = ALLOWED_IN_FP8) -> Part:
@@ -163,7 +172,7 @@ def model_parts(worker: T.Worker) -> Iterator[Part]:
     for i, one in enumerate(model.groups):
         kernels = any(block.mlp is not None and block.mlp.kernels for block in one.blocks)
         way = (f"{way_of(worker)[0]}, with kernels", ("kernels", "loss")) if kernels else way_of(worker)
-        way = ("fp8", ("fp8_mlp", False)) if c.fp8_mlp and any(block.mlp for block in one.blocks) else way
+        way = ("fp8", ("fp8_mlp", False)) if any(getattr(block.mlp, "fp8", False) for block in one.blocks) else way
         read = {id(p) for p in one.parameters()}
         learned = [name for name, p in model.named_parameters() if id(p) in read]
         yield part(f"layers {one.numbers.start} to {one.numbers.stop - 1}", way, functools.partial(group, i),
@@ -299,7 +308,7 @@ def check_parts(worker: T.Worker) -> tuple[list[list[str]], Part | None]:
     Later failures may follow from the first one.
     """
     parts, mine, rows, failed = [], [], [], []
-    saved = worker.optimizer.state_dict()
+    saved, buffers = worker.optimizer.state_dict(), [(x, x.clone()) for x in worker.model.buffers()]
     for part in itertools.chain(model_parts(worker), rule_parts(worker), transfer_parts(worker)):
         plain, plain_error = attempt(part, True, worker.device)
         used, why = attempt(part, False, worker.device)  # compiles, and tunes kernels
@@ -321,6 +330,9 @@ def check_parts(worker: T.Worker) -> tuple[list[list[str]], Part | None]:
         for x in (bucket.param_data, bucket.grad_data, *bucket.state.values()):
             x.zero_()
     worker.optimizer.load_state_dict(saved)
+    worker.model.apply_schedule(T.plan_of(worker.config, 0))
+    for x, old in buffers:
+        x.copy_(old)
     for part, (difference, compared, ms, why) in zip(parts, map(max, zip(*worker.comm.all_gather_json(mine)))):
         verdict = "ok" if difference <= part.allowed else "failed" if compared else "not compared"
         failed += [part if compared else part._replace(fallback=None)] * (verdict != "ok")  # no flag helps the plain version
@@ -358,7 +370,7 @@ def choose_flags(config: T.Config, comm: T.Comm, device: torch.device, shards: l
             return chosen
         T.require(failed.fallback, f"{failed.name}, {failed.how}, failed or was not compared (see the table), and no flag avoids it; "
                   "repair this machine, use another one, or start without this check: torchrun --nproc_per_node=N "
-                  "train_gpt.py")
+                  f"{T.source_files(config)[0].name}")
         flag, value = failed.fallback
         fallbacks[flag] = value
         say(f"{failed.name}, {failed.how}, failed: --{flag} {str(value).lower()} instead")
@@ -385,7 +397,7 @@ def fit_memory(config: T.Config, vocab_size: int, comm: T.Comm) -> T.Config:
             n % (2 * T.TILE_M) == 0 for n in T.micro_batch_lengths(config)):
         config = dataclasses.replace(config, micro_batch_splits=2 * config.micro_batch_splits)
     if any(short := lacking(config)):
-        advice = ("use more ranks, fewer rows in --ngrams, or a smaller model" if short[0] else
+        advice = ("use more ranks, fewer rows of n-gram tables, or a smaller model" if short[0] else
                   f"use a --val_len below {config.val_len}; such losses compare only with each other" if short[2] else
                   "use smaller --micro_batch_tokens, and more --micro_batches" if invariant else "use a smaller model")
         _, training, validation = memory_needed(config, vocab_size, comm.ranks)
@@ -399,11 +411,12 @@ def memory_needed(config: T.Config, vocab_size: int, ranks: int) -> tuple[int, i
 
     Fitted to runs on dry_gpu with each setting of attention, kernels and compile.
     """
-    c, layers, size = config, T.parse_layers(config.layers), config.torch_dtype.itemsize
+    c, layers, size = config, config.parse_layers(), config.torch_dtype.itemsize
     attentions, mlps = sum(bool(layer.window) for layer in layers), sum(layer.mlp for layer in layers)
-    value_tables, saved_outputs = len({layer.value_table for layer in layers} - {None}), len(T.saved_layers(c))
+    value_tables, saved_outputs = len({layer.value_table for layer in layers} - {None}), len(program_module(c).saved_layers(c))
     matrices = (4 * attentions + 8 * mlps) * c.model_dim ** 2
-    ngrams, of_moment = sum(table.rows * table.width for table in c.ngrams), 4 if c.adam_fp32_moments else size
+    ngrams = sum(table.rows * table.width for table in c.ngrams) + getattr(c, "bigram_rows", 0) * c.model_dim
+    of_moment = 4 if any(getattr(group.rule(c), "fp32_moments", False) for group in c.base_groups) else size
     entries = (2 + value_tables) * vocab_size * c.model_dim + ngrams
     # parameters, gradients but those of n-gram tables, and a rank's share of the moments: one in float32 for a matrix, with
     # its rest if it is in bf16, two for an entry
@@ -428,10 +441,10 @@ def memory_needed(config: T.Config, vocab_size: int, ranks: int) -> tuple[int, i
 
 def warnings_of(config: T.Config, optimizer: T.DistributedOptimizer) -> list[str]:
     """Warn of buckets so small that much of the update is padding, and of an embedding that is never untied."""
-    untied = T.first_untied_step(config)
-    lines = [f"warning: untie_at {config.untie_at:g} means step {untied}, after an Adam update, and num_steps is "
-             f"{config.num_steps}: the embedding stays tied to the head. Give less, or 1"
-             ] * (0 < config.untie_at < 1 and untied >= config.num_steps)
+    lines, untie_at = [], getattr(config, "untie_at", 0)
+    if 0 < untie_at < 1 and (untied := program_module(config).first_untied_step(config)) >= config.num_steps:
+        lines.append(f"warning: untie_at {untie_at:g} means step {untied}, after an Adam update, and num_steps is "
+                     f"{config.num_steps}: the embedding stays tied to the head. Give less, or 1")
     padded = [bucket for bucket in optimizer.buckets if isinstance(bucket.rule, T.NorMuon)]
     units = sum(len(bucket.param_shard) for bucket in padded) * optimizer.comm.ranks
     needed = sum(bucket.units for bucket in padded)
@@ -484,7 +497,8 @@ def check(flags: Sequence[str]) -> None:
     if ranks > 1:
         T.die_with_launcher()
     gpus = count_gpus()
-    _, config = T.parse_config(flags, "speedrun" if gpus else "laptop")
+    presets = program_of(flags).PRESETS
+    _, config = T.parse_config(flags, [*presets][0 if gpus else -1], presets)
     T.check_config(config, ranks)
     device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
     if gpus:
@@ -503,7 +517,7 @@ def check(flags: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False, epilog="All other flags "
-                                     "are those of train_gpt.py.")
+                                     "are those of train_gpt.py or, with --preset frontier, of frontier.py.")
     parser.add_argument("--ranks", type=int, default=1, help="processes of the run (default: %(default)s)")
     words = list(sys.argv[1:] if arguments is None else arguments)
     options, flags = parser.parse_known_args(words)

@@ -48,7 +48,7 @@ from pathlib import Path
 if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it requests a checkpoint; races repeat whole runs instead
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "records"))
+sys.path += [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent.parent / "records")]
 
 import argparse
 import contextlib
@@ -74,8 +74,10 @@ import ladder
 import logs
 import start
 import stats
+import train_gpt
 from logs import UserError, require
 from manifest import MANIFEST, Manifest, order, race_of
+from ranks import program_of
 from stats import SCRIPT
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -91,25 +93,30 @@ STEP = re.compile(rb"^(?:step|s):\d{1,18}[/ ]", re.M)
 
 # Before any run: the script checks its flags, opens its data, and says what sides must have in common
 CHECK = """
-import json, sys
+import json, os, sys
 sys.path.insert(0, "")
 import train_gpt as t
 ranks, *flags = sys.argv[1:]
+named = [part for word in flags for part in word.split("=", 1)]
+program, more = t, [t.PRESETS] if hasattr(t, "source_files") else []  # older revisions have one program
+if more and "--preset" in named[:-1] and named[named.index("--preset") + 1] not in t.PRESETS and os.path.exists("frontier.py"):
+    import frontier as program
+    more = [program.PRESETS]
 try:
     gpus = getattr(t, "count_gpus", int)()  # older revisions lack it, and init_from
-    preset, config = t.parse_config([*flags, "--race=ID:1:1:"], "speedrun" if gpus else "laptop")
+    preset, config = t.parse_config([*flags, "--race=ID:1:1:"], "speedrun" if gpus else "laptop", *more)
     t.check_config(config, int(ranks))
     train, val = t.find_shards(config.train_files, config.train_shards), t.find_shards(config.val_files)
-    if hasattr(t, "gpt2_token_bytes") and train[0].encoding[0] == t.GPT2_VOCAB and any(
+    if hasattr(program, "gpt2_token_bytes") and train[0].encoding[0] == t.GPT2_VOCAB and any(
             stage.first["prefix_weight"] or stage.last["prefix_weight"] for stage in t.stages_of(config)):
-        t.gpt2_token_bytes(train[0].path.parent)
+        program.gpt2_token_bytes(train[0].path.parent)
     if getattr(config, "init_from", ""):
         open(config.init_from).close()
     # as the log of a run shows it; older revisions leave paths as they are
     described = getattr(t, "without_folders", str)(json.dumps(t.describe_config(config)["config"]))
 except (t.RunError, OSError) as error:
     sys.exit(str(error))
-print(json.dumps({"config": {"preset": preset, **json.loads(described)}, "target": config.target_val_loss, "compiles": gpus > 0 or config.compile == "on",
+print(json.dumps({"program": program.__name__ + ".py", "config": {"preset": preset, **json.loads(described)}, "target": config.target_val_loss, "compiles": gpus > 0 or config.compile == "on",
                   "validation": [config.val_len, config.val_tokens, *((s.path.name, s.tokens) for s in val)]}))
 """
 
@@ -125,13 +132,24 @@ def git(*arguments):
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+def blobs_of(files, revision=None):
+    """Return git's hash of each file in a revision, or in this checkout; None for a file that is missing."""
+    return [git("rev-parse", "--verify", "--quiet", f"{revision}:{file}") if revision else git("hash-object", file)
+            for file in files]
+
+
+def files_of(flags):
+    """Return the names of the files of the program that takes these flags."""
+    return [path.name for path in train_gpt.source_files(next(iter(program_of(flags).PRESETS.values())))]
+
+
 def describe_sides(ideas, cmd, flags, name=None):
     """Return {side: {"revision", "flags"}}; revision None is this checkout, whose script may be edited.
 
     A single side has the name "". The last of several sides is the base. A side with a "folder" is another project's;
     its flags are the whole command. "name" says what a side was, also in a month; flags say it themselves."""
-    ours = {"revision": None, "flags": flags}
-    here = {**ours, "name": name or describe_checkout()}
+    ours, files = {"revision": None, "flags": flags}, files_of(flags)
+    here = {**ours, "name": name or describe_checkout(files)}
     if not ideas:
         return {"": here}
     if cmd is not None:
@@ -140,32 +158,32 @@ def describe_sides(ideas, cmd, flags, name=None):
         sides = [{**ours, "flags": flags + start.spelled(split_flags(idea))} for idea in [*ideas, ""]]
         sides[-1] |= {"name": name} if name else {}
         return dict(zip(string.ascii_lowercase, sides))
-    sides = {"this checkout": (git("hash-object", SCRIPT), here)}
+    sides = {"this checkout": (blobs_of(files), here)}
     for vs in ideas:
         require(not vs.startswith("-"), "--vs names flags and a revision; give flags alone, or revisions alone, and flags "
                 "for all sides behind them")
         revision = git("rev-parse", "--verify", "--quiet", f"{vs}^{{commit}}")
         require(revision, f"--vs {vs!r} is no revision that git knows here; name a commit, branch or tag; or flags; or, "
                 "with --cmd, a folder")
-        blob = git("rev-parse", "--verify", "--quiet", f"{revision}:{SCRIPT}")
-        require(blob, f"revision {vs} has no {SCRIPT}; name a later one")
+        blobs = blobs_of(files, revision)
+        require(blobs[-1], f"revision {vs} has no {SCRIPT}; name a later one")
         named = {"name": f"{vs} {revision[:8]}"} if git("show-ref", vs) else {}
-        sides[vs] = blob, {**ours, "revision": revision, **named}
-    if len(ideas) > 1 and any(blob == sides["this checkout"][0] for blob, _ in [*sides.values()][1:]):
+        sides[vs] = blobs, {**ours, "revision": revision, **named}
+    if len(ideas) > 1 and any(blobs == sides["this checkout"][0] for blobs, _ in [*sides.values()][1:]):
         del sides["this checkout"]
     for one, other in itertools.combinations(sides, 2):
-        require(sides[one][0] != sides[other][0], f"{one} and {other} have the same {SCRIPT}, so there is nothing to race; "
+        require(sides[one][0] != sides[other][0], f"{one} and {other} have the same {' and '.join(files)}, so there is nothing to race; "
                 "edit it (do not commit the edit), or name an earlier revision, such as HEAD~1")
     return dict(zip(string.ascii_lowercase, (side for _, side in sides.values())))
 
 
-def describe_checkout():
-    """Return what this checkout's script is: a revision, edited or not. An edit is named by its hash."""
-    revision, blob = git("rev-parse", "HEAD"), git("hash-object", SCRIPT)
+def describe_checkout(files):
+    """Return what this checkout's program is: a revision, edited or not. An edit is named by its hash."""
+    revision = git("rev-parse", "HEAD")
     if not revision:
         return "this checkout"
-    edited = blob != git("rev-parse", "--verify", "--quiet", f"HEAD:{SCRIPT}")
-    return f"{revision[:8]}, edited ({blob[:4]})" if edited else f"revision {revision[:8]}"
+    edited = [blob for blob, committed in zip(blobs_of(files), blobs_of(files, "HEAD")) if blob != committed]
+    return f"{revision[:8]}, edited ({edited[0][:4]})" if edited else f"revision {revision[:8]}"
 
 
 def split_flags(text):
@@ -220,9 +238,10 @@ def folders(sides):
 
 
 def source_hash(version, folder):
-    """Return the SHA-256 of the script, or of the files that another project's command names."""
-    words = version["flags"] if "folder" in version else [SCRIPT]
-    files = [folder / word for word in words if len(word) < 256 and (folder / word).is_file()]
+    """Return the SHA-256 of the program's source, or of the files that another project's command names."""
+    if "folder" not in version:
+        return hashlib.sha256(logs.source_in(folder, version.get("program", SCRIPT)).encode()).hexdigest()
+    files = [folder / word for word in version["flags"] if len(word) < 256 and (folder / word).is_file()]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
@@ -262,8 +281,8 @@ def check_command(version, folder, *_):
 
 # The race
 
-def command(ranks):
-    return [*ALONE, str(ROOT / "launch" / "ranks.py"), f"--nproc_per_node={ranks}", "--no-python", *ALONE, "-u", SCRIPT]
+def command(ranks, program):
+    return [*ALONE, str(ROOT / "launch" / "ranks.py"), f"--nproc_per_node={ranks}", "--no-python", *ALONE, "-u", program]
 
 
 def environment(**more):
@@ -365,7 +384,7 @@ def run_once(manifest, folder, lock, run, side, interrupts, compile_only=False):
     version = race["sides"][side]
     foreign, before, words = "folder" in version, logs_of(folder), version["flags"]
     if not foreign:
-        words = [*command(race["ranks"]), *words, f"--seed={seed}", f"--run_id={run_id}",
+        words = [*command(race["ranks"], version.get("program", SCRIPT)), *words, f"--seed={seed}", f"--run_id={run_id}",
                  f"--log_dir={log.parent}", f"--race={race['id']}:{run}:{race['n']}:{side}"]
     manifest.write(attempt)
     threads = {"OMP_NUM_THREADS": race["threads"]} if race.get("threads") else {}  # also when the race is resumed
@@ -517,7 +536,7 @@ def run_all(manifest, where, lock):
         say(f"{what}: {f'side {side}, ' if side else ''}{names[side]}, seed {race['seed'] + run}; "
             f"{time_left(manifest, len(plan) - i)}")
         require(source_hash(race["sides"][side], where[side]) == race["sides"][side]["source_sha256"],
-                f"{SCRIPT} was changed during the race; restore it and resume with: {how}")
+                f"{race['sides'][side].get('program', SCRIPT)} was changed during the race; restore it and resume with: {how}")
         with interrupts_deferred() as interrupts:
             status = run_once(manifest, where[side], lock, run, side, interrupts, compile_only)
         sides = whole_rounds(sides_done(manifest)) if run else []
@@ -579,7 +598,7 @@ def parse(arguments):
     add("--ranks", type=int, default=1, help="processes of a run (default: 1; run.sh knows what fits)")
     add("--trial", action="store_true", help="declare that the race is a trial; the flags do not follow from it")
     add("--resume", metavar="MANIFEST", help="resume a race")
-    add("flags", nargs="*", metavar="-- FLAGS", help=f"flags of {SCRIPT}, for both sides")
+    add("flags", nargs="*", metavar="-- FLAGS", help="flags of train_gpt.py or frontier.py, for both sides")
     words, flags = list(arguments), []
     if "--" in words:
         words, flags = words[:words.index("--")], words[words.index("--") + 1:]

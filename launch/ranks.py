@@ -21,6 +21,7 @@ if __name__ == "__main__":
 
 import ctypes
 import glob
+import itertools
 import logging
 import socket
 import subprocess
@@ -56,6 +57,15 @@ class Loopback(StaticTCPRendezvous):
         port = listener.getsockname()[1]
         self.store = TCPStore(HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         return RendezvousInfo(self.store, 0, 1, RendezvousStoreInfo(HERE, port))
+
+
+def program_of(flags):
+    """Return the module whose PRESETS has the preset that the flags name; train_gpt if they name none."""
+    import frontier
+    import train_gpt
+    words = [part for word in flags for part in word.split("=", 1)]
+    named = [value for word, value in itertools.pairwise(words) if word == "--preset"]  # the last one counts
+    return frontier if named and named[-1] in frontier.PRESETS else train_gpt
 
 
 def end_with_parent(number=signal.SIGTERM):

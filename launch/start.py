@@ -225,21 +225,23 @@ def choose(flags, text, trial):
 
     import preflight
     import train_gpt
+    from ranks import program_of
     gpus = preflight.count_gpus()
     require(gpus or torch.version.cuda or torch.version.hip or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
             or not train_gpt.nvidia_smi("driver_version"), "this machine has an NVIDIA driver, but .venv holds torch's build "
             "for CPUs, installed where there was none. Remove it (rm -r .venv) and run this again, or train on the CPU: "
             "CUDA_VISIBLE_DEVICES= ./run.sh")
-    preset, config = train_gpt.parse_config(flags, "speedrun" if gpus else "laptop")
+    presets = program_of(flags).PRESETS
+    preset, config = train_gpt.parse_config(flags, "speedrun" if gpus else "laptop", presets)
     if trial:  # before the user's flags, which win
         flags = as_flags({"num_steps": TRIAL_STEPS, "val_tokens": TRIAL_SEQUENCES * config.val_len}) + flags
-        preset, config = train_gpt.parse_config(flags, preset)
+        preset, config = train_gpt.parse_config(flags, preset, presets)
     ranks = train_gpt.usable_ranks(config, gpus or 2)
     if ranks < (gpus or 2):
         say(f"{ranks} rank(s) instead of {gpus or 2}: ranks share the {config.micro_batches} micro-batches of a step "
             "evenly; --micro_batches changes their number")
     train_gpt.check_config(config, ranks)  # once here, and not on each rank
-    given, usual = train_gpt.make_parser().parse_args(flags), train_gpt.PRESETS[preset]
+    given, usual = train_gpt.make_parser(presets).parse_args(flags), presets[preset]
     chosen = fit_text(config, given) if text else {}
     why = ""
     if text or config.resume or given.target_val_loss is not None:
@@ -322,7 +324,7 @@ def preflight(config, flags, ranks, gpus, show_only):
     checked = {name: str(value) for name, value in dataclasses.asdict(config).items() if name not in UNCHECKED}
     # comments, docstrings and formatting need no new check
     sources = [train_gpt.code_of(Path(file).read_text(encoding="utf-8"))
-               for file in (train_gpt.__file__, Path(__file__).with_name("preflight.py"))]
+               for file in (*train_gpt.source_files(config), Path(__file__).with_name("preflight.py"))]
     key = {"source": hashlib.sha256("".join(sources).encode()).hexdigest(), "torch": torch.__version__, "ranks": ranks,
            "gpus": gpus and train_gpt.nvidia_smi("name,driver_version"),
            "visible": os.environ.get("CUDA_VISIBLE_DEVICES"), "config": checked}
@@ -396,26 +398,29 @@ def remove_old_models(folder):
 
 def run_once(config, preset, ranks, flags):
     """Start the ranks as a race does: neither PYTHON* variables nor a module beside the script changes them."""
+    import train_gpt
     from ranks import start as start_ranks
     for name in [name for name in os.environ if name.startswith("PYTHON")]:
         del os.environ[name]
     say(f"starting {ranks} rank(s), preset {preset}")
     before = written(config.log_dir)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a run outlives the reader, and a rank's connection may break
-    status = start_ranks([f"--nproc_per_node={ranks}", "--no-python", PYTHON, "-I", "-u", "train_gpt.py", *flags])
+    status = start_ranks([f"--nproc_per_node={ranks}", "--no-python", PYTHON, "-I", "-u",
+                          train_gpt.source_files(config)[0].name, *flags])
     if status == 0:
         show_results(config.log_dir, before, config.num_steps)
     return status
 
 
 def main(words):
+    from ranks import program_of
     options, race, flags = parse(words)
     os.chdir(ROOT)
     if options.help or options.help_all:
         make_parser().print_help()
         if options.help_all:
             print(flush=True)
-            os.execv(PYTHON, [PYTHON, "train_gpt.py", "--help"])
+            os.execv(PYTHON, [PYTHON, program_of(flags).__name__ + ".py", "--help"])
         return 0
     if race[:1] == ["--resume"]:
         become(["launch/race.py", *race])
@@ -429,7 +434,7 @@ def main(words):
         sys.exit(f"train_gpt.py: error: {error}")
     if not gpus:
         os.environ.setdefault("OMP_NUM_THREADS", str(train_gpt.cpu_threads(config, ranks)))
-    if config.train_files == train_gpt.PRESETS[preset].train_files:
+    if config.train_files == program_of(flags).PRESETS[preset].train_files:
         make_data(*(["stdlib.py"] if preset == "laptop" else ["fineweb.py", "9"]))
     if options.preflight or gpus and not config.resume:  # a run that is resumed keeps the flags that it began with
         flags += preflight(config, flags, ranks, gpus, options.preflight)

@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from leaks import (NUMBER, PASS, ROOT, UNKNOWN, Broken, CannotJudge, checkable, find_shards, join_findings, judged,
-                   open_shard, ran_out, require, source_of_checkout)
+                   open_shard, program_of, ran_out, require, source_of_checkout, write_files)
 from logs import plural
 
 SAVED, INITIAL, LOSS, ORDER, CAUSAL = RULES = (
@@ -50,23 +50,25 @@ PASSED_ON = ("PATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # environment v
 # The process that runs the source
 
 def load(source_path, model_path):
-    """Return (module, model, windows of the last validation, saved content) for a source and a saved model.
+    """Return (program, model, windows of the last validation, saved content) for a program and a saved model.
 
-    The source must have config_of, build_model, Encoding, Windows, and a model with trunk(tokens, windows) and
-    lm_head.logits; for the initial weights also Worker, Comm and Shard."""
+    The program must have Config, and a model with trunk(tokens, windows) and lm_head.logits; it, or the train_gpt.py
+    that it imports, config_of, build_model, plan_of and Encoding, and for the initial weights Worker, Comm and Shard."""
     import torch
+    sys.path.insert(0, os.path.dirname(source_path))
     spec = importlib.util.spec_from_file_location("judged", source_path)
     module = sys.modules["judged"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    saved = read_model(model_path)
-    model = module.build_model(module.config_of(saved["config"]), module.Encoding(saved["vocab_size"], saved["bos_id"]))
-    state = saved.pop("state")
+    saved, engine = read_model(model_path), getattr(module, "train_gpt", module)
+    config = engine.config_of(saved["config"], module.Config)
+    model = engine.build_model(config, engine.Encoding(saved["vocab_size"], saved["bos_id"]))
+    state, plan = saved.pop("state"), engine.plan_of(config, saved["step"])
     with torch.no_grad():
         for name, param in model.named_parameters():
-            param.copy_(state["lm_head.weight" if saved.get("tied") and name == "embed.weight" else name])
-    model.apply_schedule(tuple(saved["rotary_windows"]), saved["tied"])
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return module, model.to(device).eval(), module.Windows(*saved["windows"]), saved
+            param.copy_(state[name])
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    model.apply_schedule(plan)
+    return module, model, plan.windows, saved
 
 
 def initial_state(module, config, saved):
@@ -74,14 +76,14 @@ def initial_state(module, config, saved):
 
     Of the data the state contains only the number of tokens read, which is 0."""
     import torch
+    engine = getattr(module, "train_gpt", module)
     module.gpt2_token_bytes = lambda *_: []  # a run looks at them after this state, and they may be on another machine
-    nothing = module.Shard(Path("none"), 0, module.Encoding(saved["vocab_size"], saved["bos_id"]))
-    config = module.config_of({**config, "compile": "off", "init_from": ""})
+    nothing = engine.Shard(Path("none"), 0, engine.Encoding(saved["vocab_size"], saved["bos_id"]))
+    config = engine.config_of({**config, "compile": "off", "init_from": ""}, module.Config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    worker_of = getattr(module, "Worker", None) or module.Trainer  # its name in older logs
-    worker = worker_of(config, module.Comm(), device, [nothing])
-    first = module.state_hash(worker)
-    worker.model.rotary.set_windows(tuple(saved["rotary_windows"]))
+    worker = module.Worker(config, engine.Comm(), device, [nothing])
+    first = engine.state_hash(worker)
+    worker.model.apply_schedule(engine.plan_of(config, saved["step"]))
     return {"hash": first, "buffers": {name: digest_of(x) for name, x in worker.model.named_buffers()}}
 
 
@@ -140,7 +142,7 @@ def serve(source_path, model_path, descriptor):
 # The judge
 
 def read_model(path, device="cpu"):
-    """Load a saved model: config, run_id, vocab_size, bos_id, windows, and parameters by name under `state`."""
+    """Load a saved model: config, step, run_id, vocab_size, bos_id, and parameters by name under `state`."""
     import torch
     return torch.load(path, weights_only=True, map_location=device)
 
@@ -172,8 +174,7 @@ def start_worker(source, model_path):
     for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", PATIENCE_S, 0))
     with tempfile.TemporaryDirectory() as folder, Connection(ours.detach()) as connection:
-        path = Path(folder, "judged.py")
-        path.write_text(source, encoding="utf-8", errors="surrogateescape")
+        path = write_files(folder, source)
         with theirs:
             process = start(folder, str(path), os.path.abspath(model_path), theirs.fileno())
         try:
@@ -275,9 +276,9 @@ class Examination:
 
     def check_initial(self):
         """Recompute the initial weights, first with this checkout's script: the source could bring weights along."""
-        ours, seed = source_of_checkout(), self.config["seed"]
+        ours, seed = source_of_checkout(program_of(self.source)), self.config["seed"]
         wanted, seen = self.e.digest("end.state_hash.before_warmup"), None
-        if ours != self.source:
+        if ours not in ("", self.source):
             with contextlib.suppress(Broken), start_worker(ours, self.model_path) as other:  # it may reject the config
                 seen = other.initial_state(self.stated)["hash"]
         text = f"the initial state hash {wanted[:8]}... is that of seed {seed}"
@@ -285,8 +286,8 @@ class Examination:
             seen = self.worker.initial_state(self.stated)["hash"]
             self.compare(f"seed {seed} gives the initial state hash", seen, wanted, ": it began with other weights")
             if ours != self.source:
-                raise CannotJudge(f"{text} by the log's own source alone, not by this checkout's train_gpt.py: see the "
-                                  "differences (--diff)")
+                raise CannotJudge(f"{text} by the log's own source alone, not by this checkout's: see the differences "
+                                  "(--diff)")
         return text
 
     def token_losses(self, worker, tokens, targets):

@@ -6,6 +6,7 @@ and raises Broken or CannotJudge otherwise.
 
 import dataclasses
 import functools
+import importlib
 import hashlib
 import json
 import os
@@ -64,20 +65,32 @@ def is_number(x):
 join_findings = functools.partial(logs.some, most=SHOWN, between="; ")
 
 
-def trainer():
-    """Import this checkout's train_gpt.py when needed: importing torch takes seconds."""
+def trainer(program="train_gpt.py"):
+    """Import a program of this checkout when needed: importing torch takes seconds."""
     sys.path.append(str(ROOT))
     try:
-        import train_gpt
+        return importlib.import_module(program.removesuffix(".py"))
     except Exception as error:  # no rule is broken by it
-        sys.exit(logs.refuse("verify.py", f"{ROOT / 'train_gpt.py'} cannot be imported ({type(error).__name__}: {error}), "
+        sys.exit(logs.refuse("verify.py", f"{ROOT / program} cannot be imported ({type(error).__name__}: {error}), "
                              "and the rules need it; mend it, or use another checkout"))
-    return train_gpt
 
 
 @functools.cache
-def source_of_checkout():
-    return (ROOT / "train_gpt.py").read_text(encoding="utf-8")
+def source_of_checkout(program="train_gpt.py"):
+    """Return the source of a program of this checkout, as its log has it. "" if there is no such program."""
+    return logs.source_in(ROOT, program) if (ROOT / program).exists() else ""
+
+
+def program_of(source):
+    """Return the name of the file that a source runs."""
+    return next(iter(logs.files_of(source)))
+
+
+def write_files(folder, source):
+    """Write the files of a source; return the path of the program."""
+    for name, text in logs.files_of(source).items():
+        Path(folder, name).write_text(text, encoding="utf-8", errors="surrogateescape")
+    return Path(folder, program_of(source))
 
 
 def open_shard(path):
@@ -200,11 +213,13 @@ def check_replay(e, folder):
 
     Where the log's source packs batches by other code, another digest is not checkable."""
     (steps, _), stated, config = e.planned(), e.digest("end.train_digest"), e.get("start.config", dict)
-    paths, train_gpt = find_shards(e, "train", folder), trainer()
+    paths, train_gpt, name = find_shards(e, "train", folder), trainer(), program_of(e.run.script)
     checkout, count = source_of_checkout(), plural(steps, "batch")
+    checkable((ROOT / name).exists(), f"this checkout has no {name}; verify from a checkout with the source in the log")
+    program = trainer(name)
     try:
-        needed = fields_of_batches(train_gpt, checkout) & config.keys()
-        config = train_gpt.config_of({name: config[name] for name in needed})
+        needed = fields_of_batches(program, checkout) & config.keys()
+        config = train_gpt.config_of({name: config[name] for name in needed}, program.Config)
         seen = digest_of_batches(train_gpt, config, paths, steps)
         wrong = seen != stated and (f"the digest of {count} of the declared shards is {seen[:8]}..., the log states "
                                     f"{stated[:8]}...")
@@ -226,9 +241,9 @@ def code_of_batches(source):
     return source.partition("\n# schedule\n")[2].partition("\n# model\n")[0] or source
 
 
-def fields_of_batches(train_gpt, source):
+def fields_of_batches(program, source):
     """Return the names of the config's fields that decide batches. A log may have fields that this checkout lacks."""
-    stage, fields = ({f.name for f in dataclasses.fields(of)} for of in (train_gpt.StageValues, train_gpt.Config))
+    stage, fields = ({f.name for f in dataclasses.fields(of)} for of in (program.StageValues, program.Config))
     return stage | fields.intersection(re.findall(r"\b(?:c|config)\.(\w+)", code_of_batches(source)))
 
 

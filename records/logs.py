@@ -53,6 +53,7 @@ SEPARATOR, UTF_16 = b"=" * 100, (b"\xff\xfe", b"\xfe\xff")
 MAX_FILE_MIB = 16  # uncompressed; the longest public log has 1.5
 MAX_ARCHIVE_MIB = 256  # all its files, uncompressed
 ARCHIVE = "logs.tar.xz"  # of a record: all logs contain the same source, so they compress well together
+FILE_LINE = re.compile(r"^# file: ([\w.-]+\.py)\n", re.M)  # above each file of a source of several files
 MAX_NOTES = 20  # on one run
 MAX_DEPTH = 50  # nesting of a JSON line; functions that walk it later need no guard
 MAX_MESSAGE = 300  # characters on stderr
@@ -877,6 +878,18 @@ def outcomes(logs):
                for item in logs.duplicates]
     rows += [(path, str(index or "-"), what, *"-----", why) for path, index, what, why in others]
     return sorted(rows)
+
+
+def files_of(source):
+    """Return {file name: text} of a source. The first file is the program; a source of one file is train_gpt.py."""
+    before, *parts = FILE_LINE.split(source)
+    return {"train_gpt.py": source} if before or not parts else dict(zip(parts[::2], parts[1::2]))
+
+
+def source_in(folder, program):
+    """Return the source of a program in a folder as its log has it: with train_gpt.py, which it imports."""
+    texts = {name: Path(folder, name).read_text(encoding="utf-8") for name in dict.fromkeys((program, "train_gpt.py"))}
+    return texts[program] if len(texts) == 1 else "".join(f"# file: {name}\n{text}" for name, text in texts.items())
 
 
 def plural(count, noun):

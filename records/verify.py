@@ -324,11 +324,12 @@ def compare_source(e, theirs):
     """Return how the source differs from this checkout's script. theirs: see check_source.
 
     No rule's reason says this: the page of a record must not change with the checkout."""
-    checkout, source = leaks.source_of_checkout(), e.run.script
+    source, program = e.run.script, leaks.program_of(e.run.script)
+    checkout = leaks.source_of_checkout(program)
     if not e.ours and source != checkout:
         return ""
-    return f"Source of {e.name}: " + (f"identical to this checkout's {stats.SCRIPT}." if source == checkout else
-                                      f"differs from this checkout's {stats.SCRIPT} in "
+    return f"Source of {e.name}: " + (f"identical to this checkout's {program}." if source == checkout else
+                                      f"differs from this checkout's {program} in "
                                       f"{lines_changed(checkout, source)}{'' if theirs else ' (--diff)'}.")
 
 
@@ -728,10 +729,10 @@ def check_again(e, data):
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | (
         {"OMP_NUM_THREADS": threads} if threads else {})
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, stats.SCRIPT).write_text(e.run.script, encoding="utf-8", errors="surrogateescape")
+        program = leaks.write_files(folder, e.run.script).name
         os.symlink(ROOT / "data", Path(folder, "data"))
         done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={e.get('start.ranks', int)}", stats.SCRIPT,
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={e.get('start.ranks', int)}", program,
              *flags, f"--seed={e.get('start.seed', int)}", "--log_dir=logs", "--run_id=again"], cwd=folder, env=environment,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
         again = Evidence(logs.last_run(str(Path(folder, "logs", "again.txt"))))

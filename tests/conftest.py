@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import gc
 import importlib.resources
@@ -28,6 +29,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import frontier
 import gpt_speedrun
 import train_gpt
 from train_gpt import Stage
@@ -68,6 +70,12 @@ TORCHRUN = Path(torch.__file__).parent / "distributed" / "run.py"  # what `torch
 def tiny() -> train_gpt.Config:
     """The twelve layers of record 44, with small dimensions."""
     return train_gpt.Config(**TINY)
+
+
+def tiny_frontier(**changes) -> frontier.Config:
+    """The eleven layers of record 89, with small dimensions."""
+    stages = tuple(frontier.Stage(**vars(stage)) for stage in TINY["stages"])
+    return dataclasses.replace(frontier.PRESETS["frontier"], **{**TINY, "stages": stages, "bigram_rows": 40, **changes})
 
 
 def logits_of(model, inputs, windows):

@@ -269,8 +269,8 @@ def test_a_log_of_no_known_record_is_refused(start, tmp_path):
 
 def test_replacements_of_kernels_compute_the_same(monkeypatch):
     monkeypatch.syspath_prepend(BENCH)
+    import frontier
     import public_record
-    import train_gpt
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 12, 2, 8, generator=generator)
     cut = torch.tensor([0, 5, 9, 12, 12], dtype=torch.int32)  # three documents, and filled up
@@ -283,7 +283,7 @@ def test_replacements_of_kernels_compute_the_same(monkeypatch):
     x, head = torch.randn(6, 8, generator=generator), torch.randn(8, 16, generator=generator)
     targets, prefixes = torch.tensor([3, 1, 4, 1, 5, 9]), torch.tensor([-1, 7, 0, 7, -1, 2])
     losses = public_record.softcapped_loss(x, targets, torch.tensor([1.0, 0.5]), prefixes, torch.tensor([0.25]), head)
-    ours = train_gpt.Head(train_gpt.Config(model_dim=8, dtype="float32", fp8_head=False, logit_cap=23.0, logit_shift=5.0), 16)
+    ours = frontier.Head(frontier.Config(model_dim=8, dtype="float32", fp8_head=False, logit_cap=23.0), 16)
     ours.weight.data.copy_(head.T)
     ahead = torch.stack([targets, torch.cat([targets[1:], torch.tensor([-1])]), prefixes])
     assert losses.sum().item() == pytest.approx(ours(x, ahead, torch.tensor([1.0, 0.5, 0.25]))[0].item(), rel=1e-6)

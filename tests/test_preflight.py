@@ -12,18 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 
+import frontier
 import train_gpt
 
 ROOT = Path(__file__).resolve().parent.parent
 import preflight  # noqa: E402
-from conftest import TINY  # noqa: E402
+from conftest import TINY, tiny_frontier  # noqa: E402
 
 CPU = torch.device("cpu")
 
 
 def trainer_of(config, comm=None, **changes):
-    changes = {"layers": "- S0M LM M", "backout_layer": 2, "bucket_mb": 1.0, **changes}
-    config = dataclasses.replace(config, **changes)
+    of_record_44 = {"layers": "- S0M LM M", "backout_layer": 2} if type(config) is train_gpt.Config else {}
+    config = dataclasses.replace(config, **{**of_record_44, "bucket_mb": 1.0, **changes})
     return train_gpt.Worker(config, comm or train_gpt.Comm(), CPU, train_gpt.find_shards(config.train_files))
 
 
@@ -49,14 +50,8 @@ def test_working_parts_pass_and_leave_no_trace(config):
     assert len(lines) == 1 + len(rows) and lines[0].split() == ["part", "how", "difference", "allowed", "ms", "verdict"]
 
 
-FRONTIER_S_PARTS = ("layers", "backout_layer", "value_gates", "token_gates", "mudd", "sublayer_scales", "key_offset",
-                    "muon_qk_heads")
-
-
-def test_the_parts_of_frontier_pass(config):
-    frontier = train_gpt.PRESETS["frontier"]
-    changes = {name: getattr(frontier, name) for name in FRONTIER_S_PARTS}
-    rows, _ = preflight.check_parts(trainer_of(config, ngrams=(train_gpt.Ngrams(2, 32, 8),), num_heads=4, **changes))
+def test_the_parts_of_frontier_pass(corpus):
+    rows, _ = preflight.check_parts(trainer_of(tiny_frontier(num_heads=4, fp8_mlp=False, **corpus)))
     assert [row[0] for row in rows[2:4]] == ["layers 0 to 3", "layers 4 to 10"]
     assert len({row[0] for row in rows}) == len(rows)
     assert not failed(rows)
@@ -78,7 +73,8 @@ def break_window(monkeypatch, long, short):
 
 def break_fp8(monkeypatch):
     whole = train_gpt.fp8_product
-    monkeypatch.setattr(train_gpt, "fp8_product", lambda *args, **settings: 1.2 * whole(*args, **settings))
+    for program in (train_gpt, frontier):
+        monkeypatch.setattr(program, "fp8_product", lambda *args, **settings: 1.2 * whole(*args, **settings))
 
 
 def break_kernel(monkeypatch):
@@ -112,8 +108,8 @@ COMPILED = {"compile": "on"}
     (lambda m: break_window(m, 0, -1), {"micro_batch_tokens": 256}, "attention S", ("attention", "masked")),
     (break_fp8, {"fp8_head": True}, "head", ("fp8_head", False)),
     (break_kernel, {"kernels": "on"}, "layers 0 to 3", ("kernels", "loss")),
-    (lambda m: break_compiled(m, "Group", lambda f, args: (1.1 * f(*args)[0], {}, None)), COMPILED, "layers 0 to 3", ("compile", "off")),
-    (break_fp8, {"fp8_mlp": True}, "layers 0 to 3", ("fp8_mlp", False)),
+    (lambda m: break_compiled(m, "Group", lambda f, args: (1.1 * f(*args)[0], {})), COMPILED, "layers 0 to 3", ("compile", "off")),
+    (break_fp8, {"program": "frontier"}, "layers 0 to 3", ("fp8_mlp", False)),
     (lambda m: break_compiled(m, "Head", no_kernel), COMPILED, "head", ("compile", "off")),
     (lambda m: break_compiled(m, "Head", lambda f, args: 0 * f(*args)), COMPILED, "head", ("compile", "off")),
     (lambda m: break_compiled(m, "Head", lambda f, args: torch.nan * f(*args)), COMPILED, "head", ("compile", "off")),
@@ -122,6 +118,8 @@ COMPILED = {"compile": "on"}
 ])
 def test_a_broken_part_is_found_and_names_its_fallback(config, monkeypatch, break_it, changes, part, fallback):
     break_it(monkeypatch)
+    if changes == {"program": "frontier"}:
+        config, changes = tiny_frontier(train_files=config.train_files), {}
     worker = trainer_of(config, **changes)
     before = train_gpt.state_hash(worker)
     rows, broken = preflight.check_parts(worker)
@@ -154,22 +152,22 @@ def test_a_part_whose_plain_version_fails_is_a_failure_that_no_flag_avoids(confi
             raise torch.OutOfMemoryError("CUDA out of memory")
         return whole(q, k, v, mask)
     monkeypatch.setattr(train_gpt, "attend", attend)
-    rows, broken = preflight.check_parts(trainer_of(config, layers="- PM S0M LM", num_heads=4))
+    rows, broken = preflight.check_parts(trainer_of(config))
     assert broken.name == "attention L" and broken.fallback is None
     assert {row[0] for row in rows if row[2] == "-"} == failed(rows) == {"attention L", "attention S", "layers 0 to 3"}
     assert {row[-1] for row in rows if row[2] == "-"} == {"not compared: OutOfMemoryError: CUDA out of memory"}
 
 
-def test_the_plain_version_computes_the_first_tokens_of_a_longer_micro_batch(config, monkeypatch):
-    frontier = train_gpt.PRESETS["frontier"]
-    changes = {name: getattr(frontier, name) for name in FRONTIER_S_PARTS}
+def test_the_plain_version_computes_the_first_tokens_of_a_longer_micro_batch(corpus, monkeypatch):
+    config = tiny_frontier(micro_batch_tokens=256, num_heads=4, fp8_mlp=False, **corpus)
     monkeypatch.setattr(preflight, "COMPARED", 96)
     attended, whole = set(), train_gpt.attend
-    monkeypatch.setattr(train_gpt, "attend", lambda q, *rest: attended.add(len(q)) or whole(q, *rest))
-    rows, broken = preflight.check_parts(trainer_of(config, micro_batch_tokens=256, num_heads=4, **changes))
+    for program in (train_gpt, frontier):
+        monkeypatch.setattr(program, "attend", lambda q, *rest: attended.add(len(q)) or whole(q, *rest))
+    rows, broken = preflight.check_parts(trainer_of(config))
     assert broken is None and not failed(rows) and attended == {96, 192, 256, 512}  # paired heads attend to twice as many
     break_fp8(monkeypatch)
-    rows, broken = preflight.check_parts(trainer_of(config, micro_batch_tokens=256, num_heads=4, fp8_head=True, **changes))
+    rows, broken = preflight.check_parts(trainer_of(config, fp8_head=True))
     assert failed(rows) == {"head"}
 
 
@@ -272,18 +270,18 @@ def test_a_wrong_command_is_one_message(corpus, script, ranks):
 
 SIMULATED = """
 import os, sys; sys.path[:0] = [{root!r}, {root!r} + "/launch", {root!r} + "/dry_gpu"]
-import json, page, pathlib, preflight, rank0, torch, train_gpt as T
-T.gpt2_token_bytes = lambda folder: [bytes([number % 256]) for number in range(T.GPT2_VOCAB - 1)]
+import frontier, json, page, pathlib, preflight, rank0, torch, train_gpt as T
+frontier.gpt2_token_bytes = lambda folder: [bytes([number % 256]) for number in range(T.GPT2_VOCAB - 1)]
 device, found = torch.device("cuda", 0), {{}}
 comm = rank0.alone(T, 2, device)
 
-for preset in T.PRESETS:
+for preset, presets in [(name, program.PRESETS) for program in (T, frontier) for name in program.PRESETS]:
     page.write_shards(shards := pathlib.Path({home!r}) / f"shards-{{257 if preset == 'laptop' else 50257}}", 257 if preset == 'laptop' else 50257)
-    # small tables, or their copies would take gigabytes of this machine
-    tables = ["--ngrams", "Ngrams(2, 3000, 768)"] if preset == "frontier" else []
+    # a small table, or its copies would take gigabytes of this machine
+    table = ["--bigram_rows", "3000"] if preset == "frontier" else []
     config = T.parse_config(["--preset", preset, "--train_files", f"{{shards}}/random_train_000000.bin", "--compile", "off",
-                             "--kernels", "off", "--attention", "masked", *tables], preset)[1]
-    worker = T.Worker(T.resolve_auto(config, comm)[0], comm, device, T.find_shards(config.train_files))
+                             "--kernels", "off", "--attention", "masked", *table], preset, presets)[1]
+    worker = config.worker_type(T.resolve_auto(config, comm)[0], comm, device, T.find_shards(config.train_files))
     found[preset] = [(row[0], row[-1]) for row in preflight.check_parts(worker)[0]]
 print(json.dumps(found), flush=True)
 os._exit(0)  # threads of the group would wait forever
@@ -331,7 +329,9 @@ def test_micro_batches_are_split_until_they_fit_on_the_smallest_gpu(gpu):
 def test_memory_needed_counts_at_least_parameters_gradients_and_state(tiny, layers, dim, ranks):
     """A kind of parameter that the estimate leaves out would be missed in one of these models."""
     config = dataclasses.replace(tiny, layers=layers, backout_layer=1, model_dim=dim, bucket_mb=1000,
-                                 dtype="bfloat16", ngrams=(train_gpt.Ngrams(2, 20000, 16),), adam_fp32_moments=ranks == 2)
+                                 dtype="bfloat16", ngrams=(train_gpt.Ngrams(2, 20000, 16),))
+    if layers == "S0M SM":
+        config = tiny_frontier(layers=layers, backout_layer=0, token_gates="0", model_dim=dim, bucket_mb=1000, dtype="bfloat16")
     encoding = train_gpt.Encoding(1024, 1023)
     model = train_gpt.build_model(config, encoding)
     buckets = train_gpt.fill_buckets(train_gpt.specs_of(config, model), 2 ** 40, 0, ranks)
@@ -341,7 +341,7 @@ def test_memory_needed_counts_at_least_parameters_gradients_and_state(tiny, laye
     assert 0.95 * kept <= estimate <= 1.6 * kept, (kept, estimate)
 
 
-FRONTIER = vars(train_gpt.PRESETS["frontier"])
+FRONTIER = {"preset": "frontier"}
 
 
 @pytest.mark.parametrize("ranks, changes, training, validation", [
@@ -362,12 +362,15 @@ FRONTIER = vars(train_gpt.PRESETS["frontier"])
 def test_memory_needed_is_what_runs_allocate(ranks, changes, training, validation):
     """MiB that the simulated GPU counted (dry_gpu, an H100), within a tenth; in all rows but the first with matrices in
     float32, which took about 450 more in a `speedrun` on 8 ranks."""
-    _, *estimates = preflight.memory_needed(dataclasses.replace(train_gpt.Config(), **changes), 50257, ranks)
+    presets = {**train_gpt.PRESETS, **frontier.PRESETS}
+    usual = presets[changes.get("preset", "speedrun")]
+    changes = {name: v for name, v in changes.items() if name != "preset"}
+    _, *estimates = preflight.memory_needed(dataclasses.replace(usual, **changes), 50257, ranks)
     assert [x / 2 ** 20 for x in estimates] == [pytest.approx(training, rel=0.1), pytest.approx(validation, rel=0.1)]
 
 
 @pytest.mark.parametrize("free, changes, says", [
-    (2, dict(), "use more ranks, fewer rows in --ngrams, or a smaller model"),
+    (2, dict(), "use more ranks, fewer rows of n-gram tables, or a smaller model"),
     (2, dict(ngrams=(train_gpt.Ngrams(2, 9000000, 768),), val_len=128), r"allocate about \d{5} MiB in .* use more ranks, fewer rows"),
     (8, dict(), r"8192 MiB free; .* and 1\d{4} MiB in validation; use a --val_len below 262144; such losses compare only"),
     (16, dict(world_size_invariant=True), r"16384 MiB free; .* use smaller --micro_batch_tokens, and more --micro_batches"),
@@ -408,8 +411,8 @@ def test_buckets_too_small_for_the_ranks_are_told(tiny):
             assert "orthogonalize 344 matrices, and the model has 73" in warned[0] and "--bucket_mb" in warned[0]
 
 
-def test_an_embedding_that_never_comes_untied_is_told(tiny):
+def test_an_embedding_that_never_comes_untied_is_told():
     optimizer = types.SimpleNamespace(buckets=[], comm=train_gpt.Comm())
     for changes, told in ((dict(untie_at=0.5), False), (dict(untie_at=1.0), False), (dict(untie_at=0.67, adam_every=200), True)):
-        warned = preflight.warnings_of(dataclasses.replace(tiny, **changes), optimizer)
+        warned = preflight.warnings_of(tiny_frontier(**changes), optimizer)
         assert bool(warned) == told and (not told or "untie_at 0.67 means step 200, after an Adam update" in warned[0])

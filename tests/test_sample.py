@@ -16,10 +16,10 @@ import torch
 
 import sample
 import train_gpt
-from conftest import logits_of, some_documents, write_gpt2_tokens
+from conftest import TINY, logits_of, some_documents, tiny_frontier, write_gpt2_tokens
 from train_gpt import Encoding, RunError, Windows
 
-BYTES, WINDOWS = Encoding(257, 256), Windows(12, 4)
+BYTES = Encoding(257, 256)
 
 
 def shaken(config, encoding=BYTES):
@@ -32,13 +32,11 @@ def shaken(config, encoding=BYTES):
     return model
 
 
-def save(path, config, encoding=BYTES, tied=False):
+def save(path, config, encoding=BYTES):
     """Write what save_model would write."""
-    plan, model = train_gpt.plan_of(config, config.num_steps), shaken(config, encoding)
     train_gpt.save_file(path, {
-        "config": train_gpt.json_of(config), "step": plan.step, "windows": list(plan.windows), **encoding._asdict(),
-        "rotary_windows": list(plan.rotary_windows), "tied": tied,
-        "state": {name: p.detach() for name, p in model.named_parameters()}})
+        "program": train_gpt.source_files(config)[0].name, "config": train_gpt.json_of(config), "step": config.num_steps,
+        **encoding._asdict(), "state": {name: p.detach() for name, p in shaken(config, encoding).named_parameters()}})
     return path
 
 
@@ -48,32 +46,21 @@ def a_text(tokens=100):
     return [7, 8] + text[:30] + [256] + [token % 200 for token in text[30:70]] + text[70:]
 
 
-PAIRED = "- S1xM P2M SM LxM PM SM+5 M+4 SM cP0M+2 S1xM cL2M"
-
-MECHANISMS = {
-    "record 44": dict(),
-    "n-grams that share few rows": dict(ngrams=(train_gpt.Ngrams(2, 40, 8), train_gpt.Ngrams(4, 70, 32))),
-    "paired heads, XSA, value gates, backout": dict(layers=PAIRED, value_gates=True, num_heads=4),
-    "key_offset, qk and vo": dict(key_offset=True, muon_qk_heads=1),
-    "sublayer_scales, token gates, MUDD, DC": dict(layers=PAIRED[:-4] + "L2gdM", sublayer_scales=True, token_gates=(0, 5), mudd=True,
-                                                   value_gates=True, ngrams=(train_gpt.Ngrams(2, 40, 8),), ngram_hash="record"),
-}
-
-
-@pytest.mark.parametrize("name", MECHANISMS)
-@pytest.mark.parametrize("tied", [False, True])
-def test_logits_are_those_of_the_model(tiny, tmp_path, name, tied):
+@pytest.mark.parametrize("config", [
+    train_gpt.Config(**TINY), train_gpt.Config(**TINY | dict(ngrams=(train_gpt.Ngrams(2, 40, 8), train_gpt.Ngrams(4, 70, 32)))),
+    tiny_frontier(), tiny_frontier(untie_at=1.0)], ids=["record 44", "n-grams that share few rows", "record 89", "record 89, still tied"])
+def test_logits_are_those_of_the_model(config, tmp_path):
     """At every length of a text, for a saved model that is read again."""
-    config = dataclasses.replace(tiny, val_len=256, untie_at=1.0 * tied, head_init=0.01, **MECHANISMS[name])
+    config = dataclasses.replace(config, val_len=256)
     train_gpt.check_config(config, 1)
-    path, text, original = save(tmp_path / "m.pt", config, tied=tied), a_text(), shaken(config)
-    model, saved = sample.load_model(path)
-    original.apply_schedule(train_gpt.plan_of(config, config.num_steps).rotary_windows, tied)
-    assert not model.training and model.tied == tied and len(model.rotary.windows) > 1
-    expected = logits_of(original, torch.tensor(text), saved["windows"]).detach().numpy()
+    trained, text, original = sample.load_model(save(tmp_path / "m.pt", config)), a_text(), shaken(config)
+    plan, model = train_gpt.plan_of(config, config.num_steps), trained.model
+    original.apply_schedule(plan)
+    assert type(model) is config.model_type and not model.training and len(model.rotary.windows) > 1
+    assert getattr(model, "tied", False) == (getattr(config, "untie_at", 0) == 1)
+    expected = logits_of(original, torch.tensor(text), plan.windows).detach().numpy()
     for end in range(1, len(text) + 1):
-        logits = sample.next_logits(model, saved["windows"], text[:end])
-        np.testing.assert_allclose(logits, expected[end - 1], rtol=0, atol=1e-4)
+        np.testing.assert_allclose(sample.next_logits(trained, text[:end]), expected[end - 1], rtol=0, atol=1e-4)
     assert expected.std(0).mean() > 0.1, "all tokens have the same logits, so nothing was compared"
 
 
@@ -90,10 +77,9 @@ class Biased(train_gpt.GPT):
 
 def test_a_new_parameter_of_the_model_changes_the_text(tiny, tmp_path, monkeypatch, capsys):
     def greedy(path):
-        model, saved = sample.load_model(path)
-        tokens = [256, *b"def "]
+        (model, _, windows), tokens = sample.load_model(path), [256, *b"def "]
         for _ in range(20):
-            tokens.append(int(logits_of(model, torch.tensor(tokens), saved["windows"])[-1, :257].argmax()))
+            tokens.append(int(logits_of(model, torch.tensor(tokens), windows)[-1, :257].argmax()))
         assert sample.main([str(path), "--prompt", "def ", "--tokens", "20", "--temperature", "0"]) == 0
         assert (text := capsys.readouterr().out) == "".join(shown(tokens[1:])) + "\n"
         return text
@@ -104,26 +90,27 @@ def test_a_new_parameter_of_the_model_changes_the_text(tiny, tmp_path, monkeypat
 
 def test_a_bf16_model_with_an_fp8_head_is_computed_in_float32(tiny, tmp_path):
     config = dataclasses.replace(tiny, dtype="bfloat16", fp8_head=True, val_len=256)
-    model, saved = sample.load_model(save(tmp_path / "m.pt", config))
-    original, text = shaken(config), a_text()
-    original.apply_schedule(model.rotary.windows, False)
+    trained = sample.load_model(save(tmp_path / "m.pt", config))
+    original, text, plan = shaken(config), a_text(), train_gpt.plan_of(config, config.num_steps)
     exact = shaken(dataclasses.replace(config, dtype="float32"))
     train_gpt.load_parameters(exact, {"state": dict(original.named_parameters())})
-    exact.apply_schedule(model.rotary.windows, False)
-    logits = sample.next_logits(model, saved["windows"], text)
+    logits = sample.next_logits(trained, text)
     assert logits.dtype == np.float32
     for one, gap in (exact, 1e-4), (original, 0.5):
-        np.testing.assert_allclose(logits, logits_of(one, torch.tensor(text), saved["windows"])[-1].detach(), rtol=0, atol=gap)
+        one.apply_schedule(plan)
+        np.testing.assert_allclose(logits, logits_of(one, torch.tensor(text), plan.windows)[-1].detach(), rtol=0, atol=gap)
 
 
-@pytest.mark.parametrize("layers", ["SM SM", "PM SM"])
-def test_a_text_may_be_longer_than_the_model_s_longest_sequence(tiny, layers):
+@pytest.mark.parametrize("short", [
+    train_gpt.Config(**TINY | dict(layers="SM SM", backout_layer=0, ngrams=(train_gpt.Ngrams(2, 40, 8),), val_len=48)),
+    tiny_frontier(layers="P0M SM", backout_layer=0, token_gates="0", val_len=48)], ids=["record 44", "record 89"])
+def test_a_text_may_be_longer_than_the_model_s_longest_sequence(short):
     """Where the windows reach less far than that, the logits are those of the whole text."""
-    config = dataclasses.replace(tiny, layers=layers, backout_layer=0, ngrams=(train_gpt.Ngrams(2, 40, 8),), val_len=48)
-    model, longer, text = shaken(config), shaken(dataclasses.replace(config, val_len=512)), a_text(300)
-    assert sample.longest_context(model) == 48
-    expected = logits_of(longer, torch.tensor(text), Windows(4, 4))[-1].detach()
-    np.testing.assert_allclose(sample.next_logits(model, Windows(4, 4), text), expected, rtol=0, atol=1e-4)
+    longer, text, windows = shaken(dataclasses.replace(short, val_len=512)), a_text(300), Windows(4, 4)
+    assert sample.longest_context(short) == 48
+    expected = logits_of(longer, torch.tensor(text), windows)[-1].detach()
+    logits = sample.next_logits(sample.Trained(shaken(short), short, windows), text)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
 
 
 def test_draw():
@@ -201,7 +188,7 @@ def nan(content):
 @pytest.mark.parametrize("write,change,words", [
     (train_gpt.save_file, lambda c: c | {"config": None}, "does not describe a model of this version of train_gpt.py (AttributeError"),
     (train_gpt.save_file, lambda c: c | {"config": {"layers": 5}}, "does not describe a model"),
-    (train_gpt.save_file, lambda c: c | {"windows": [1]}, "does not describe a model"),
+    (train_gpt.save_file, lambda c: c | {"program": "other.py"}, "does not describe a model of this version of other.py (KeyError"),
     (train_gpt.save_file, lambda c: c | {"vocab_size": 100}, "embed.weight is [128, 32] here and [384, 32] in the saved model"),
     (train_gpt.save_file, nan, "the model's logits are not finite"),
     (lambda path, content: torch.save(content, path), nan, "its content does not match its digest"),
