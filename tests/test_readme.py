@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT / "records"))
 import export  # noqa: E402
 import ladder  # noqa: E402
 import race  # noqa: E402
+from ranks import program_of  # noqa: E402
 import start  # noqa: E402
 import stats  # noqa: E402
 import verify  # noqa: E402
@@ -168,7 +169,7 @@ def test_every_documented_run_and_race_is_accepted_by_the_programs_parsers():
             continue
         ideas = [idea for idea in options.vs if idea.startswith("-")] if words else []
         for side in race.describe_sides(ideas, None, race.check_flags(flags)[1]).values():
-            preset, config = train_gpt.parse_config(side["flags"], "laptop", start.program_of(side["flags"]).PRESETS)
+            preset, config = train_gpt.parse_config(side["flags"], "laptop", program_of(side["flags"]).PRESETS)
             if preset == "laptop":  # others do not fit on every machine
                 train_gpt.check_config(config, ranks if program == "race.py" else train_gpt.usable_ranks(config, ranks))
 

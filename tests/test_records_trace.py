@@ -280,25 +280,6 @@ def test_events_that_lack_fields_are_left_out_and_counted(tmp_path):
     assert analysed(build, tmp_path)["orphans"]["gpu_ops"] == 2
 
 
-@pytest.mark.parametrize("odd", [[0], {"a": []}, None, 10**400, [[]] * 9])
-def test_fields_of_any_kind_break_nothing(tmp_path, capsys, odd):
-    """Odd values for GPU, stream, thread and rank."""
-    build = two_steps()
-    for event in build.events:
-        if "args" in event:
-            event["args"] |= {"device": odd, "stream": odd, "Collective name": odd}
-        event["pid"] = odd
-    path = build.write(tmp_path / "t.json", distributedInfo={"rank": odd, "world_size": odd},
-                       deviceProperties=[{"name": odd}])
-    assert trace.main([str(path), "--json"]) == trace.main([str(path)]) == 0
-    assert trace.analyse(trace.read(str(path)))["total"]["comm_kernels"] == {"all-gather": 1, "reduce-scatter": 2}
-
-
-def test_a_step_of_more_digits_than_a_number_may_have_is_no_step(tmp_path):
-    expected = analysed(two_steps(), tmp_path)
-    assert analysed(two_steps().host(f"ProfilerStep#{'9' * 5000}", 2000, 3000), tmp_path) == expected
-
-
 # Reading -------------------------------------------------------------------------------------------------------------
 
 def test_ranks_and_replaced_bytes(tmp_path):

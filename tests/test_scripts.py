@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -832,25 +831,3 @@ def test_the_embedded_corpus_is_made_where_it_is_missing_and_found_where_it_is()
     stream = train_gpt.Stream(train, laptop)
     stream.check_enough()
     assert len(stream.next_batch(train_gpt.plan_of(laptop, 0))) == laptop.micro_batches
-
-
-# Packages
-
-
-def test_torch_s_build_for_an_older_driver_is_one_variable_away(tmp_path):
-    """README, "Older drivers": of the pinned version pip takes the build of a further index before the usual one's."""
-    pin = next(line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch=="))
-    version = pin.removeprefix("torch==")
-    for index, build in (("usual", version), ("further", f"{version}+cu126")):
-        folder, name = tmp_path / index / "torch", f"torch-{build}"
-        folder.mkdir(parents=True)
-        with zipfile.ZipFile(folder / f"{name}-py3-none-any.whl", "w") as wheel:
-            wheel.writestr(f"{name}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {build}\n")
-            wheel.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-            wheel.writestr(f"{name}.dist-info/RECORD", "")
-        (folder / "index.html").write_text(f'<a href="{name.replace("+", "%2B")}-py3-none-any.whl">a wheel</a>')
-    environment = {**os.environ, "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": (tmp_path / "usual").as_uri() + "/",
-                   "PIP_EXTRA_INDEX_URL": (tmp_path / "further").as_uri() + "/"}
-    said = subprocess.run([sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--ignore-installed", pin],
-                          env=environment, capture_output=True, text=True)
-    assert f"Would install torch-{version}+cu126" in said.stdout, said.stdout + said.stderr
