@@ -133,7 +133,7 @@ def repo(tmp_path, monkeypatch):
         git(repo, "add", "-A")
         git(repo, "commit", "-qm", f"speed {speed}")
     monkeypatch.setattr(race, "ROOT", repo)
-    monkeypatch.setattr(race, "command", lambda ranks: [*race.ALONE, "train_gpt.py"])
+    monkeypatch.setattr(race, "command", lambda ranks, program: [*race.ALONE, program])
     monkeypatch.setattr(race, "PATIENCE_S", 10)
     monkeypatch.setattr(race, "draw", lambda *_: None)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -711,15 +711,16 @@ def test_what_the_script_reads_is_opened_before_the_first_run(tmp_path):
     """Also GPT-2's tokens beside the shards, which frontier reads, and a saved model."""
     for split in "train", "val":
         write_shard(tmp_path / f"toy_{split}_000001.bin", some_documents(1, 9000, 50257, 50256), 50257, 50256)
-    shutil.copy(ROOT / "train_gpt.py", tmp_path)
+    for name in "train_gpt.py", "frontier.py":
+        shutil.copy(ROOT / name, tmp_path)
     flags = ["--preset", "frontier", "--train_files", "toy_train_*.bin", "--val_files", "toy_val_*.bin"]
     with pytest.raises(logs.UserError, match="of side b .*gpt2.tiktoken.* is missing"):
-        race.check_script({"flags": flags}, tmp_path, "train_gpt.py of side b", 1)
+        race.check_script({"flags": flags}, tmp_path, "frontier.py of side b", 1)
     write_gpt2_tokens(tmp_path)
-    race.check_script(side := {"flags": flags}, tmp_path, "train_gpt.py", 1)
+    race.check_script(side := {"flags": flags}, tmp_path, "frontier.py", 1)
     assert side["target"] == 3.28 and side["validation"][2:] == [["toy_val_000001.bin", 9000]]
     with pytest.raises(logs.UserError, match="No such file.*nowhere.pt"):
-        race.check_script({"flags": [*flags, "--init_from", "nowhere.pt"]}, tmp_path, "train_gpt.py", 1)
+        race.check_script({"flags": [*flags, "--init_from", "nowhere.pt"]}, tmp_path, "frontier.py", 1)
 
 
 @pytest.mark.parametrize("arguments, word", [
@@ -838,7 +839,7 @@ def test_a_race_until_decided_stops_for_want_of_a_chance(repo, capsys):
 # Races that die
 
 DRIVER = ("import sys; sys.path.insert(0, {launch!r}); import race; from pathlib import Path; race.ROOT = Path({root!r})\n"
-          "race.command = lambda ranks: [*race.ALONE, 'train_gpt.py']; race.draw = lambda *_: None\n"
+          "race.command = lambda ranks, program: [*race.ALONE, program]; race.draw = lambda *_: None\n"
           "sys.exit(race.main(sys.argv[1:]))")
 
 
