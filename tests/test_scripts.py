@@ -260,7 +260,8 @@ def test_help_installs_nothing_and_fits_on_a_screen(tree):
         commands = [line.split("  ")[1] for line in lines if line.startswith("  ./run.sh")]
         assert commands == ["./run.sh", "./run.sh --trial", "./run.sh --text FILE FOLDER", "./run.sh -n 5 --vs HEAD", "./run.sh --resume latest"]
     tree.set_up(REAL)
-    (tree.root / "train_gpt.py").write_text("import sys\nprint(*sys.argv)\n")
+    (tree.root / "train_gpt.py").write_text("import sys\nif __name__ == '__main__': print(*sys.argv)\n")
+    (tree.root / "frontier.py").write_text("PRESETS = {}\n")
     assert tree.run("--help").stdout == done.stdout
     assert tree.run("--help-all").stdout == f"{done.stdout}\ntrain_gpt.py --help\n"
 
@@ -361,7 +362,7 @@ def test_a_resumed_run_keeps_the_flags_that_it_began_with(started, gpus, tmp_pat
     gpus(8)
     (tmp_path / "a run.ckpt").touch()
     saved = dataclasses.replace(train_gpt.PRESETS["speedrun"], resume="a checkpoint", train_files="mine*", target_val_loss=0.0)
-    monkeypatch.setattr(train_gpt, "parse_config", lambda flags, preset: ("speedrun", saved))
+    monkeypatch.setattr(train_gpt, "parse_config", lambda flags, preset, presets: ("speedrun", saved))
     assert started(*typed)[-1:] == [RANKS.format(8) + expected]
 
 
@@ -398,7 +399,7 @@ def test_the_preflight_answer_is_kept_per_source_machine_and_flags(started, gpus
     mine, source = tmp_path / "mine.py", Path(train_gpt.__file__).read_text()
     monkeypatch.setattr(train_gpt, "__file__", str(mine))
     mine.write_text(source.replace("return Plan(", "return Plan(  # remark\n        "))
-    assert started(*files) == [run]
+    assert started(*files) == [run.replace("train_gpt.py", "mine.py")]
     mine.write_text(source.replace("min(0.9999,", "min(0.9998,"))
     assert started(*files)[0] == check
     gpus(0)
@@ -606,7 +607,7 @@ def test_a_driver_too_old_for_torch_is_said_and_not_raced_on_the_cpu(gpus, tree,
     says = r"8 GPU\(s\), but .*built for CUDA 13.0, cannot use them with driver 550.54: .* \(found version 12040\)\. Update"
     with pytest.raises(SystemExit, match=says):
         start.main([])
-    assert train_gpt.main([]) == 1
+    assert train_gpt.main(train_gpt.PRESETS, []) == 1
     assert "cannot use the 8 GPU(s) of this machine; launch/preflight.py says why" in capsys.readouterr().err
 
 

@@ -42,7 +42,7 @@ def _main(argv, plant):
         train_gpt.die_with_launcher()
     exec(plant, {"rank": int(os.environ["RANK"]), "train_gpt": train_gpt})
     sys.stdout.flush()
-    sys.exit(train_gpt.main(argv))
+    sys.exit(train_gpt.main(train_gpt.PRESETS, argv))
 
 
 def in_step(fault):
