@@ -23,8 +23,10 @@ from test_records_stats import declare, log, raced
 from test_records_trace import two_steps
 from test_records_verify import data, honest, train  # noqa: F401 (fixtures)
 
-ODD = [None, "x", [], {}, -1, 1e400, [1], True, 10 ** 400, {"extra": 5}, "\ud800", "a\0b", "../x", "", 0, 10 ** 15, 0.5, float("nan"), [[]] * 9, {"a": []}]
-LINES = ["{", "[" * 100_000, '{"run_id": 5}', "9" * 5000, '{"race": null}', "\0", '"\\ud800"', "step:", "step:5/20 ", "s:1 tel:", "=" * 100, "\r",
+ODD = [None, "x", [], {}, -1, 1e400, [1], True, 10 ** 400, {"extra": 5}, "\ud800", "a\0b",
+       "../x", "", 0, 10 ** 15, 0.5, float("nan"), [[]] * 9, {"a": []}]
+LINES = ["{", "[" * 100_000, '{"a": ' * 100_000, '{"run_id": 5}', "9" * 5000, '{"race": null}', "\0", '"\\ud800"', "step:", "step:5/20 ",
+         "s:1 tel:", "\r",
          '{"end": 3}', '{"end": {"final_val_loss": "x"}}', '{"resumed": {}}', "step:3/20 train_time:s", "step:4/20 val_loss:nan train_time:9ms",
          "step:3 train_time:3ms", "error:", "é", "step_avg:1.2.3ms", '{"run_id": "x", "config": ' + "[" * 900 + "]" * 900 + "}"]
 NUMBERS = ["nan", "9" * 400, "1.2.3", "-1", "1e400", "", ".", "0"]
@@ -41,14 +43,20 @@ def flip(draw, lines):
     return "".join(text)
 
 
+def near_the_end(draw, lines):
+    """Draw the number of a line behind the source of a log."""
+    return draw.randrange(max(0, len(lines) - 60), len(lines))
+
+
 def move_line(draw, lines):
-    one, other = (draw.randrange(len(lines)) for _ in range(2))
+    one, other = (near_the_end(draw, lines) for _ in range(2))
     return "\n".join([*lines[:one], *[lines[one]] * draw.randrange(3), *lines[other:]])
 
 
-def insert_line(draw, lines):
-    at = draw.randrange(1 + len(lines))
-    return "\n".join([*lines[:at], draw.choice(LINES), *lines[at:]])
+def insert_lines(draw, lines):
+    for line in LINES[draw.randrange(2)::2]:
+        lines.insert(near_the_end(draw, lines), line)
+    return "\n".join(lines)
 
 
 def change_number(draw, lines):
@@ -101,13 +109,14 @@ def samples(honest, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setattr(board, "HERE", tmp_path)
 
 
-FIGURES = [(stats, "{} --json"), (stats, "{}"), (verify, "{} --json"), (verify, "{}"), (logs, "{} --json"), (logs, "{}"), (export, "{} --to csv --out out")]
+FIGURES = [(stats, "{} --json"), (stats, "{}"), (verify, "{} --json"), (verify, "{}"), (logs, "{} --json"), (logs, "{}"),
+           (export, "{} --to csv --out out")]
 RACES = [*FIGURES[:4], (ladder, "{}"), (board, "add {} new x")]
 INPUTS = {  # the file that is edited, programs and their words: {} is its folder
     "own/x.txt": [*FIGURES[2:6], (export, "own/x.txt --to csv --out out")], "public/0.txt": FIGURES[:6], "llmc/1.txt": FIGURES[:6],
     "race/2.txt": RACES, "race/race.jsonl": [*RACES, (race, "--resume {}/race.jsonl")], "trace/x.json": [(trace, "{}/x.json --json"), (trace, "{}/x.json")],
     "public/1.txt": [(picture, "public/1.txt out.svg")]}
-EDITS = (cut, flip, move_line, insert_line, change_number, change_value)
+EDITS = (cut, flip, move_line, insert_lines, change_number, change_value)
 
 
 @pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 200), marks=pytest.mark.slow)], ids=["some", "many"])
