@@ -114,7 +114,8 @@ FIGURES = [(stats, "{} --json"), (stats, "{}"), (verify, "{} --json"), (verify, 
 RACES = [*FIGURES[:4], (ladder, "{}"), (board, "add {} new x")]
 INPUTS = {  # the file that is edited, programs and their words: {} is its folder
     "own/x.txt": [*FIGURES[2:6], (export, "own/x.txt --to csv --out out")], "public/0.txt": FIGURES[:6], "llmc/1.txt": FIGURES[:6],
-    "race/2.txt": RACES, "race/race.jsonl": [*RACES, (race, "--resume {}/race.jsonl")], "trace/x.json": [(trace, "{}/x.json --json"), (trace, "{}/x.json")],
+    "race/2.txt": RACES,
+    "race/race.jsonl": [*RACES, (race, "--resume {}/race.jsonl")], "trace/x.json": [(trace, "{}/x.json --json"), (trace, "{}/x.json")],
     "public/1.txt": [(picture, "public/1.txt out.svg")]}
 EDITS = (cut, flip, move_line, insert_lines, change_number, change_value)
 

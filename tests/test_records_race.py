@@ -695,6 +695,7 @@ REFUSED = """-n 1 --vs nowhere
 def test_words_that_are_refused_start_nothing(repo, capsys, golden, monkeypatch):
     monkeypatch.chdir(repo)
     monkeypatch.setattr(sys, "argv", ["race.py"])
+    monkeypatch.setattr(logs, "MAX_MESSAGE", 9999)  # the path of a temporary folder may be long
     shown = []
     for line in REFUSED.splitlines():
         try:
