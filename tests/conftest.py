@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import gc
 import importlib.resources
 import itertools
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import socket
@@ -119,6 +121,37 @@ def wait_until(holds, seconds=600, what="it"):
         assert time.monotonic() < until, f"{what} did not come in {seconds} s"
         time.sleep(0.02)
     return found
+
+
+# golden files
+
+
+GOLDEN = Path(__file__).parent / "golden"
+# In this order: what a machine, a checkout or a moment decides, and the word that stands for it
+MASKS = ((r"\b(?:[0-9a-f]{64}|[0-9a-f]{40}|[0-9a-f]{8})\b", "HASH"), (re.escape(str(Path(train_gpt.__file__).parent)), "CHECKOUT"),
+         (r"(train_loss|grad_norm):[\d.]+", r"\1:FIGURE"), (re.escape(torch.__version__), "VERSION"), (re.escape(sys.executable), "PYTHON"),
+         (r"\b\d{4}-\d\d-\d\dT[\d:.]+(?:\+00:00|Z)?", "MOMENT"), (r"\b\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_[0-9a-f]{4}", "RACE"))
+
+
+def pytest_addoption(parser) -> None:
+    parser.addoption("--update", action="store_true", help="write tests/golden/ anew; read the difference before you commit it")
+
+
+@pytest.fixture
+def golden(request, tmp_path):
+    """golden(name, text) compares a text with tests/golden/NAME.txt. masks: further (pattern, word) of what a run decides."""
+    def golden(name, text, masks=()):
+        for pattern, word in ((re.escape(str(tmp_path)), "TMP"), *MASKS, *masks):
+            text = re.sub(pattern, word, text)
+        path = GOLDEN / f"{name}.txt"
+        if request.config.getoption("--update"):
+            GOLDEN.mkdir(exist_ok=True)
+            path.write_text(text)
+        known = path.read_text() if path.exists() else ""
+        if text != known or not text:
+            changed = difflib.unified_diff(known.splitlines(), text.splitlines(), str(path), "now", lineterm="")
+            pytest.fail("\n".join([*changed, "if this is meant: pytest --update writes it"]), pytrace=False)
+    return golden
 
 
 # processes

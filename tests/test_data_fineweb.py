@@ -1,16 +1,13 @@
-"""data/fineweb.py as a program, with the real huggingface_hub client and a small hub on the loopback interface."""
+"""data/fineweb.py as a program, with a folder in place of the hub; without a network it asks by the real huggingface_hub."""
+import functools
 import hashlib
 import json
-import os
 import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
-import urllib.parse
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,14 +15,14 @@ import pytest
 DATA = Path(__file__).resolve().parents[1] / "data"
 sys.path.insert(0, str(DATA))
 
-import train_gpt  # noqa: E402
+import frontier  # noqa: E402
 import fineweb  # noqa: E402
 import gpt2  # noqa: E402
-from conftest import vocabulary, write_gpt2_tokens  # noqa: E402
+from conftest import vocabulary, wait_until, write_gpt2_tokens  # noqa: E402
 from shards import MAGIC, sha256_of  # noqa: E402
 
 VAL, TRAIN1, TRAIN2 = "fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin"
-TOKENS, BLOCK = 60_000, 10_000
+TOKENS = 60_000
 
 
 def make_shard(seed, magic=MAGIC):
@@ -36,111 +33,67 @@ def make_shard(seed, magic=MAGIC):
     return header.tobytes() + tokens.tobytes()
 
 
-class Hub(ThreadingHTTPServer):
-    """Answer POST of /api/datasets/REPO/paths-info/REVISION, and HEAD and GET of /datasets/REPO/resolve/REVISION/FILE.
+class Hub:
+    """A folder in place of the hub: the shards, NAME.sha256 with what is stated of one, NAME.slow while its download waits."""
 
-    As on the real hub, the answers state the LFS SHA-256, and those to HEAD and GET redirect to another host. GPT-2's vocab.json is not an LFS file, so the hub itself sends it.
-    """
+    def __init__(self, folder):
+        folder.mkdir()
+        self.folder, self.files = folder, {VAL: make_shard(0), TRAIN1: make_shard(1), TRAIN2: make_shard(2)}
+        for name, content in {**self.files, gpt2.VOCABULARY: vocabulary()}.items():
+            (folder / name).write_bytes(content)
 
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Answer)
-        self.files = {VAL: make_shard(0), TRAIN1: make_shard(1), TRAIN2: make_shard(2)}
-        self.stated_sha256 = {}    # file → SHA-256 to state instead of the right one
-        self.cuts = {}             # file → bytes after which the connection breaks, one for each request
-        self.failures = {}         # file → statuses to answer instead, one for each request
-        self.vocabulary = vocabulary()
-        self.slow = set()          # files of which one block is sent, and more when they are no longer in it
-        self.requests = []         # files whose content was asked for
-        self.looked_up = []
-        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
-
-    def handle_error(self, *arguments):
-        """Do not print an error when a client was killed."""
+    def asked(self, what):
+        """Names of the files whose content was asked for (requests), or that were looked up, since the last call."""
+        path = self.folder / what
+        names = path.read_text().split() if path.exists() else []
+        path.unlink(missing_ok=True)
+        return names
 
 
-class Answer(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    PREFIX = f"/datasets/{fineweb.REPO}/resolve/{fineweb.REVISION}/"
+def stand_in(folder):
+    """Let huggingface_hub read this folder, in a process that will run fineweb.py or gpt2.py."""
+    import huggingface_hub
 
-    def do_POST(self):
-        hub, asked = self.server, urllib.parse.parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
-        assert self.path == f"/api/datasets/{fineweb.REPO}/paths-info/{fineweb.REVISION}"
-        hub.looked_up += asked["paths"]
-        files = []
-        for name in asked["paths"]:
-            if name in hub.files:
-                size = len(hub.files[name])
-                files.append({"type": "file", "path": name, "size": size, "oid": "of-the-pointer"})
-                if sha256 := hub.stated_sha256.get(name, hashlib.sha256(hub.files[name]).hexdigest()):
-                    files[-1]["lfs"] = {"oid": sha256, "size": size, "pointerSize": 134}
-        self.reply(200, {"Content-Type": "application/json"}, json.dumps(files).encode())
+    def note(what, name):
+        with open(folder / what, "a") as file:
+            file.write(f"{name}\n")
 
-    def do_HEAD(self):
-        self.answer()
+    def stated(name):
+        digest = folder / f"{name}.sha256"
+        return digest.read_text() if digest.exists() else sha256_of(folder / name)
 
-    def do_GET(self):
-        self.answer()
+    def get_paths_info(api, repo, names, repo_type, revision):
+        assert (repo, repo_type, revision) == (fineweb.REPO, "dataset", fineweb.REVISION)
+        for name in filter(lambda name: (folder / name).exists(), names):
+            note("looked_up", name)
+            yield SimpleNamespace(path=name, size=(folder / name).stat().st_size, lfs=stated(name) and SimpleNamespace(sha256=stated(name)))
 
-    def answer(self):
-        hub, name = self.server, self.path.rsplit("/", 1)[-1]
-        if self.path == f"/{gpt2.REPO}/resolve/main/{gpt2.VOCABULARY}":
-            hub.looked_up.append(name)
-            return self.reply(200, {"X-Repo-Commit": "0" * 40, "ETag": '"of-git"'}, hub.vocabulary)
-        if name not in hub.files:
-            return self.reply(404, {"X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found"})
-        content = hub.files[name]
-        if self.path.startswith(self.PREFIX):
-            sha256 = hashlib.sha256(content).hexdigest()
-            return self.reply(302, {"X-Repo-Commit": fineweb.REVISION, "X-Linked-Size": str(len(content)),
-                                    "X-Linked-Etag": f'"{sha256}"', "ETag": '"of-the-pointer"',
-                                    "Location": f"http://localhost:{hub.server_port}/content/{name}"})
-        hub.requests.append(name)
-        if hub.failures.get(name):
-            return self.reply(hub.failures[name].pop(0), {})
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        cut = hub.cuts[name].pop(0) if hub.cuts.get(name) else len(content)
-        block = BLOCK if name in hub.slow else len(content)
-        for begin in range(0, cut, block):
-            self.wfile.write(content[begin:min(begin + block, cut)])
-            while name in hub.slow:
-                time.sleep(0.02)
-        self.close_connection = cut < len(content)
-
-    def reply(self, status, headers, body=b""):
-        self.send_response(status)
-        for key, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(key, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, *arguments):
-        pass
+    def download(repo, name, local_dir, **_):
+        note("looked_up" if name == gpt2.VOCABULARY else "requests", name)
+        path, content = Path(local_dir) / name, (folder / name).read_bytes()
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content[:10_000])
+        while (folder / f"{name}.slow").exists():
+            time.sleep(0.02)
+        path.write_bytes(content)
+        return str(path)
+    huggingface_hub.HfApi = type("Api", (), {"get_paths_info": get_paths_info})
+    huggingface_hub.hf_hub_download = download
+    huggingface_hub.get_hf_file_metadata = lambda url: note("looked_up", gpt2.VOCABULARY)
 
 
 @pytest.fixture
-def hub():
-    hub = Hub()
-    yield hub
-    hub.shutdown()
-    hub.server_close()
+def hub(tmp_path):
+    return Hub(tmp_path / "hub")
 
 
 @pytest.fixture
-def start(hub, tmp_path):
-    """Start fineweb.py in another directory; it writes shards to `out`. Or start gpt2.py."""
-    def start(shards=1, endpoint=f"http://127.0.0.1:{hub.server_port}", program="fineweb.py"):
-        environment = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}
-        environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
-        return subprocess.Popen([sys.executable, DATA / program, *([str(shards), "--out"] if program == "fineweb.py" else []),
-                                 str(tmp_path / "out")],
-                                cwd=tmp_path, env=environment, text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def start(hub, script, tmp_path):
+    """Start fineweb.py, which writes shards to `out`, or gpt2.py. endpoint: ask this address in place of the stand-in."""
+    def start(shards=1, endpoint=None, program="fineweb.py"):
+        words = [*([shards, "--out"] if program == "fineweb.py" else []), tmp_path / "out"]
+        return script(DATA / program, *words, prepare=None if endpoint else functools.partial(stand_in, hub.folder), NO_PROXY="*", no_proxy="*",
+                      HF_ENDPOINT=endpoint or "http://127.0.0.1:9", HF_HOME=str(tmp_path / "hf"), HF_HUB_OFFLINE="0")
     return start
 
 
@@ -172,103 +125,92 @@ def test_a_second_call_requests_nothing_after_a_complete_download(hub, download,
         assert entries[name] == {"name": name, "split": "val" if name == VAL else "train", "tokens": TOKENS,
                                  "documents": TOKENS // 1000, "bytes": len(content),
                                  "sha256": hashlib.sha256(content).hexdigest()}
-    hub.requests.clear(), hub.looked_up.clear()
+    hub.asked("requests"), hub.asked("looked_up")
     code, said, _ = download(2)
     assert code == 0 and "all 3 shards exist" in said
-    assert not hub.requests and not hub.looked_up
+    assert not hub.asked("requests") and not hub.asked("looked_up")
 
 
 def test_gpt2s_tokens_are_written_beside_other_shards(hub, download, out):
     for _ in range(2):
         code, said, err = download(program="gpt2.py")
         assert (code, said, err) == (0, f"{out / 'gpt2.tiktoken'}: exists and is verified\n", "")
-    assert train_gpt.gpt2_token_bytes(out)[50255] == b" gazed" and hub.looked_up == ["vocab.json"] * 3
+    assert frontier.gpt2_token_bytes(out)[50255] == b" gazed" and hub.asked("looked_up") == ["vocab.json"] * 2
 
 
 def test_more_shards_later_keep_the_manifest_of_the_first(hub, download, out):
     assert download(1)[0] == 0
-    hub.requests.clear()
+    hub.asked("requests")
     assert download(2)[0] == 0
-    assert hub.requests == [TRAIN2]
+    assert hub.asked("requests") == [TRAIN2]
     assert len(json.loads((out / "manifest.json").read_text())["files"]) == 3
 
 
-def test_interrupted_and_refused_requests_are_retried(hub, download, out):
-    hub.cuts[TRAIN1] = [50_000, 30_000]
-    hub.failures[VAL] = [429]
-    assert download()[0] == 0
-    assert (hub.requests.count(VAL), hub.requests.count(TRAIN1)) == (2, 3)
-    assert (out / TRAIN1).read_bytes() == hub.files[TRAIN1]
-
-
 def start_until_it_asks_for(name, hub, start):
-    process, deadline = start(), time.monotonic() + 600
-    while name not in hub.requests:
-        assert time.monotonic() < deadline, "the download did not begin"
-        time.sleep(0.02)
+    (hub.folder / f"{name}.slow").touch()
+    process = start()
+    wait_until(lambda: (hub.folder / "requests").exists() and name in (hub.folder / "requests").read_text(), what="the download")
     return process
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_complete_shards_stay_after_the_process_was_killed(hub, start, download, out, how):
-    hub.slow = {TRAIN1}
     process = start_until_it_asks_for(TRAIN1, hub, start)
     process.send_signal(how)
     _, err = process.communicate(timeout=600)
     assert process.returncode == (-9 if how == signal.SIGKILL else 130) and "Traceback" not in err
     assert (out / VAL).exists() and not (out / TRAIN1).exists()
     assert (out / ".download").exists() == (how == signal.SIGKILL)
-    hub.slow.clear(), hub.requests.clear()
+    (hub.folder / f"{TRAIN1}.slow").unlink(), hub.asked("requests")
     assert download()[0] == 0
-    assert hub.requests == [TRAIN1]
+    assert hub.asked("requests") == [TRAIN1]
     assert (out / TRAIN1).read_bytes() == hub.files[TRAIN1]
     assert sorted(path.name for path in out.iterdir()) == sorted([VAL, TRAIN1, "manifest.json", "gpt2.tiktoken"])
 
 
 def test_a_second_process_waits_and_downloads_nothing_again(hub, start, out):
-    hub.slow = {VAL}
-    first = start_until_it_asks_for(VAL, hub, start)
-    second = start()
-    assert second.stdout.readline() == f"waiting for another process that is writing to {out}\n"
-    hub.slow.clear()
+    first, second = start_until_it_asks_for(VAL, hub, start), start()
+    said = f"waiting for another process that is writing to {out}\n"
+    wait_until(lambda: second.outputs[0].exists() and second.outputs[0].read_text() == said)
+    (hub.folder / f"{VAL}.slow").unlink()
     assert [process.communicate(timeout=600)[1] for process in (first, second)] == ["", ""]
     assert (first.returncode, second.returncode) == (0, 0)
-    assert hub.requests == [VAL, TRAIN1]
+    assert hub.asked("requests") == [VAL, TRAIN1]
 
 
 @pytest.mark.parametrize("change", [lambda text: text[:-2], lambda text: text.replace(b'"the"', b'"teh"'), lambda text: b"[]"])
 def test_a_vocabulary_that_is_not_gpt2s_is_not_kept(hub, download, out, change):
-    hub.vocabulary = change(hub.vocabulary)
+    (hub.folder / gpt2.VOCABULARY).write_bytes(change(vocabulary()))
     code, _, err = download()
     assert code == 1 and "vocab.json of openai-community/gpt2 is not GPT-2's vocabulary" in err and len(err.splitlines()) == 1
     assert (out / TRAIN1).exists() and not (out / "gpt2.tiktoken").exists()
-    hub.vocabulary = vocabulary()
+    (hub.folder / gpt2.VOCABULARY).write_bytes(vocabulary())
     assert download()[0] == 0 and gpt2.has_tokens(out)
 
 
 def test_a_file_with_a_wrong_checksum_is_not_kept(hub, download, out):
-    hub.stated_sha256[TRAIN1] = "0" * 64
+    (hub.folder / f"{TRAIN1}.sha256").write_text("0" * 64)
     code, _, err = download()
     assert code == 1 and TRAIN1 in err and "the download has 121024 bytes and SHA-256" in err and len(err.splitlines()) == 1
     assert sorted(path.name for path in out.iterdir()) == [VAL, "manifest.json"]
 
 
 def test_a_file_that_is_not_a_shard_is_not_kept(hub, download, out):
-    hub.files[TRAIN1] = make_shard(1, magic=MAGIC + 1)
+    (hub.folder / TRAIN1).write_bytes(make_shard(1, magic=MAGIC + 1))
     code, _, err = download()
     assert code == 1 and "not a shard" in err and not (out / TRAIN1).exists()
 
 
 @pytest.mark.parametrize("missing", [VAL, TRAIN1])
 def test_the_error_names_a_file_that_the_hub_lacks(hub, download, out, missing):
-    del hub.files[missing]
+    (hub.folder / missing).unlink()
     code, _, err = download()
     assert code == 1 and f"1 of 2 shards are missing ({missing}" in err and len(err.splitlines()) == 1
     assert (out / (VAL if missing == TRAIN1 else TRAIN1)).exists()
 
 
 def test_a_hub_without_checksums_is_not_trusted(hub, download, out):
-    hub.stated_sha256[VAL] = ""
+    (hub.folder / f"{VAL}.sha256").write_text("")
     code, _, err = download()
     assert code == 1 and VAL in err and "no such file with a SHA-256" in err and not (out / VAL).exists()
 
@@ -306,7 +248,7 @@ def test_existing_files_are_hashed_and_only_wrong_ones_downloaded(hub, download,
     (out / TRAIN1).write_bytes(hub.files[TRAIN1][:-2] + b"\0\0")
     code, said, _ = download()
     assert code == 0 and "differs from the hub's file" in said
-    assert hub.requests == [TRAIN1]
+    assert hub.asked("requests") == [TRAIN1]
     entries = json.loads((out / "manifest.json").read_text())["files"]
     assert all(sha256_of(out / entry["name"]) == entry["sha256"] for entry in entries) and len(entries) == 2
 

@@ -1,6 +1,8 @@
 """Test the commands, flags, paths, links and scripts of README.md, docs/ and the results of bench/, and the files of
-launch/cluster. For each command the table names the test that runs it, or the reason why none does."""
+launch/cluster. Each program's own parser parses every documented command; those of a first hour run."""
 
+import argparse
+import ast
 import importlib.util
 import os
 import re
@@ -17,6 +19,7 @@ import pytest
 import torch
 import yaml
 
+import frontier
 import sample
 import train_gpt
 from conftest import forked, free_port
@@ -26,6 +29,7 @@ sys.path.insert(0, str(ROOT / "records"))
 import export  # noqa: E402
 import ladder  # noqa: E402
 import race  # noqa: E402
+from ranks import program_of  # noqa: E402
 import start  # noqa: E402
 import stats  # noqa: E402
 import verify  # noqa: E402
@@ -39,102 +43,28 @@ README = PAGES[ROOT / "README.md"]
 PROGRAMS = (r"(?:[A-Z_]+=\S* )*(?:\./run\.sh|\./test\.sh|\.venv/bin/|torchrun|sbatch|dry_gpu/(?:run|setup)\b|"
             r"(?:rm|git|docker|sky|modal|pip|python|bench/first_gpu|apt-get|rsync|module)(?: |$))")
 
-RUN = object()  # test_the_commands_of_a_first_hour runs it, in this order
-LONG = "takes minutes; its parts are tested: "
-COMMANDS = {
-    "./run.sh --trial": RUN,
-    '.venv/bin/python sample.py --prompt "def read(" --tokens 200': RUN,
-    ".venv/bin/python records/export.py logs/RUN.txt --to csv": RUN,
-    ".venv/bin/python records/stats.py --plan --sd 0.0013 --margin 0.002": RUN,
-    "git clone URL gpt-speedrun && cd gpt-speedrun": "needs a network; test_the_commands_of_a_first_hour copies what git tracks",
-    "git clone": "the same",
-    "pip install git+URL": "needs a network; from a folder: test_readme.py::test_an_installed_package_has_two_files_and_writes_nothing",
-    "python own.py": "test_readme.py::test_the_script_of_the_readme_trains_saves_and_continues",
-    "./run.sh --help": "test_scripts.py::test_help_installs_nothing_and_fits_on_a_screen",
-    "./run.sh --help-all": "test_scripts.py::test_help_installs_nothing_and_fits_on_a_screen",
-    "./run.sh": "test_readme.py::test_the_default_run_reaches_its_target",
-    "./test.sh": "it runs these tests",
-    "./test.sh --all": "it runs these tests",
-    "./test.sh tests/test_model.py -k rotary": "it runs these tests",
-    "./run.sh --text FILE FOLDER …": "test_scripts.py::test_one_command_trains_on_own_text_and_leaves_log_model_picture_and_a_sample",
-    "./run.sh --text input.txt --num_steps 980": LONG + "test_scripts.py::test_steps_and_epochs_fit_the_size_of_a_text",
-    './run.sh --text FILE -n 3 --vs "--muon_lr 0.05"': "test_scripts.py::test_a_text_is_encoded_and_its_shards_are_named",
-    "./run.sh --preset frontier": "needs a GPU",
-    "HF_HUB_OFFLINE=1 ./run.sh": "needs a GPU",
-    "./run.sh --resume latest": "test_scripts.py::test_a_resumed_run_keeps_the_flags_that_it_began_with",
-    "./run.sh -n 10": "test_scripts.py::test_what_is_started",
-    "./run.sh -n 5 --vs HEAD": "test_scripts.py::test_what_is_started",
-    './run.sh -n 5 --vs "--muon_lr 0.03" --vs "--adam_lr 0.01"':
-        "test_records_race.py::test_a_ladder_judges_each_idea_against_the_base",
-    "./run.sh -n 5 --vs ONE --vs TWO --vs main": "test_records_race.py::test_several_revisions_are_compared_with_the_last",
-    './run.sh -n 5 --vs ../modded-nanogpt --cmd "torchrun --nproc_per_node=8 train_gpt.py"':
-        "test_records_race.py::test_another_project_s_script_runs_in_turn_and_is_judged_by_the_same_figures",
-    './run.sh -n 5 --vs "--muon_lr 0.05"': "test_scripts.py::test_what_is_started",
-    './run.sh -n 3 --vs "--muon_lr 0.05" --trial':
-        "test_records_race.py::test_a_race_ends_with_a_table_and_the_page_of_its_record_says_the_same",
-    "./run.sh --resume logs/race-ID/race.jsonl": "test_records_race.py::",
-    ".venv/bin/python records/ladder.py RACE RACE": "test_records_race.py::test_a_ladder_judges_each_idea_against_the_base",
-    ".venv/bin/python records/ladder.py RACE --equal-time": "test_records_race.py::test_a_ladder_judges_each_idea_against_the_base",
-    "torchrun --nproc_per_node=2 own.py": "test_readme.py::test_the_script_of_the_readme_trains_saves_and_continues",
-    ".venv/bin/python records/stats.py records/2026-11-22_pieces": RUN,
-    ".venv/bin/python records/verify.py records/2026-11-22_pieces": RUN,
-    "./run.sh -n 10 --vs REVISION": "test_scripts.py::test_what_is_started",
-    "./run.sh --until-decided --max-n 12 --vs HEAD": LONG + "test_records_race.py::test_a_race_until_decided_stops_for_the_claim",
-    "CUDA_VISIBLE_DEVICES= ./run.sh": "the same as ./run.sh without a GPU",
-    "./run.sh --preset speedrun": "needs a GPU",
-    ".venv/bin/pip install kernels==0.17.2": "needs a network",
-    """.venv/bin/python -c 'import train_gpt; print("FlashAttention 3:", train_gpt.find_flash_3() or "loaded")'""":
-        "test_readme.py::test_flash_attention_3_is_installed_and_imported",
-    "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 ./run.sh":
-        "test_scripts.py::test_torch_s_build_for_an_older_driver_is_one_variable_away",
-    "docker build -f launch/cluster/Dockerfile -t gpt-speedrun .": "needs Docker; test_readme.py::test_the_dockerfile_copies_what_its_set_up_needs",
-    'docker run -it --gpus all --ipc=host -v "$PWD/data:/speedrun/data" -v "$PWD/logs:/speedrun/logs" -v "$PWD/records:/speedrun/records" '
-    '-v "$PWD/.cache:/speedrun/.cache" gpt-speedrun -n 5': "needs Docker and GPUs",
-    'sky launch -c speedrun launch/cluster/skypilot.yaml --env RACE="-n 5"': "test_readme.py::test_skypilot_starts_a_race_with_its_arguments",
-    'modal run launch/cluster/modal_app.py --race "-n 5"': "test_readme.py::test_the_modal_app_brings_logs_back_also_from_a_race_that_failed",
-    "apt-get install -y git python3-venv python3-dev build-essential procps": "needs root and a network",
-    "module load gcc python": "needs a cluster",
-    'rsync -a ./ NODE:"$PWD"/': "needs a second machine",
-    "python bench/first_gpu": "needs a GPU",
-    "bench/first_gpu --dry": LONG + "test_dry_gpu.py::",
-    "python data/cached_fineweb10B.py 9": "modded-nanogpt's",
-    "rm -r .venv": "it would delete the tests' own packages",
-    ".venv/bin/torchrun --nproc_per_node=8 train_gpt.py": "needs eight GPUs; on two ranks: test_signals.py::test_torchrun_by_hand",
-    "torchrun --max-restarts 3": "test_signals.py::test_twenty_kills_at_random_moments_change_no_byte",
-    ".venv/bin/torchrun --nnodes 2 --nproc_per_node 4 --rdzv_backend c10d --rdzv_endpoint HOST:29500 --rdzv_id RUN train_gpt.py":
-        "needs two hosts with GPUs; with two network namespaces: test_hosts.py::",
-    ".venv/bin/python data/fineweb.py 9": "test_data_fineweb.py::test_a_second_call_requests_nothing_after_a_complete_download",
-    "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu130 ./run.sh --setup": "test_scripts.py::test_what_the_tests_add_is_installed_once_and_only_for_them",
-    ".venv/bin/python data/gpt2.py DIR": "test_data_fineweb.py::test_gpt2s_tokens_are_written_beside_other_shards",
-    ".venv/bin/python records/export.py logs/RUN.txt --to wandb --follow": "test_records_export.py::test_wandb_reads_what_was_sent",
-    ".venv/bin/python records/picture.py logs/RUN.txt logs/RUN2.txt":
-        "test_records_picture.py::test_several_runs_in_one_picture_are_named_by_what_differs",
-    ".venv/bin/python records/trace.py before.json.gz --vs after.json.gz --picture FILE": "test_records_trace.py::test_two_versions_in_one_picture",
-    ".venv/bin/python launch/watch.py": "test_records_picture.py::test_the_page_follows_a_run_from_its_first_step_to_its_end",
-    ".venv/bin/python records/stats.py THEIR_LOGS --target 3.28": "test_records_stats.py::",
-    ".venv/bin/python records/stats.py logs/race-ID": "test_records_stats.py::",
-    ".venv/bin/python records/verify.py logs/race-ID --data data/stdlib": "test_records_verify.py::",
-    '.venv/bin/python records/board.py add logs/race-ID records/DATE_NAME "what it shows"': "test_records_board.py::",
-    ".venv/bin/python records/board.py pack records/DATE_NAME":
-        "test_records_board.py::test_unpacked_logs_of_a_record_are_packed_again_into_the_same_bytes",
-    ".venv/bin/python records/stats.py records/DATE_NAME": "test_records_logs.py::test_an_archive_is_read_like_files_beside_it",
-    "sbatch launch/cluster/speedrun.sbatch -n 5": "test_readme.py::test_the_slurm_job_starts_what_it_says",
-    "sbatch --nodes 2 --gpus-per-node 4 launch/cluster/speedrun.sbatch": "test_readme.py::test_the_slurm_job_starts_what_it_says",
-    "sbatch --nodes 2 launch/cluster/speedrun.sbatch --micro_batch_splits 2": "test_config.py::test_sixteen_gpus_need_micro_batches_in_two_parts",
-    ".venv/bin/python bench/own_model.py": "test_bench.py::test_own_model",
-    ".venv/bin/python bench/public_record.py LOG_OR_PROGRAM": "test_bench.py::test_a_last_window_of_18_blocks_in_place_of_20_shows",
-    "dry_gpu/setup": "test_dry_gpu.py::",
-    "DRY_GPU_HOME=DIR dry_gpu/setup 2.11.0": "downloads 5 GB",
-    "dry_gpu/run --flash 2 -- --preset speedrun": "test_dry_gpu.py::test_flash_attention_2_is_slower_on_hopper_alone",
-    "dry_gpu/run -- --preset speedrun": "test_dry_gpu.py::",
-    "dry_gpu/run --compare": "test_emulated_steps.py::test_two_steps",
-    "dry_gpu/run --program FILE_OR_LOG -- --preset frontier": "test_dry_gpu.py::test_a_public_program",
-    "dry_gpu/run --ranks 1 --memory 24 --arch 89 -- --preset speedrun": "test_dry_gpu.py::",
-    "dry_gpu/run --records CLONE": "needs a clone of the records; its parts: test_dry_gpu.py::test_the_difference_of_two_columns",
-    "dry_gpu/run --order": "test_emulated_gpu.py::test_uses_of_memory_are_ordered",
-    ".venv/bin/python dry_gpu/faults.py": "test_emulated_gpu.py::test_a_planted_fault_is_found",
-    "./run.sh --preflight": "test_preflight.py::",
-}
+RUN = ("./run.sh --trial", '.venv/bin/python sample.py --prompt "def read(" --tokens 200',  # test_the_commands_of_a_first_hour, in this order
+       ".venv/bin/python records/export.py logs/RUN.txt --to csv", ".venv/bin/python records/stats.py --plan --sd 0.0013 --margin 0.002",
+       ".venv/bin/python records/stats.py records/2026-11-22_pieces", ".venv/bin/python records/verify.py records/2026-11-22_pieces")
+# What others wrote, and what no parser reads
+ELSEWHERE = (r"(?:git|docker|sky|modal|pip|rm|apt-get|rsync|module|sbatch|dry_gpu/setup|\./test\.sh|\.venv/bin/pip|python own\.py)\b|torchrun|"
+             r"\.venv/bin/(?:torchrun |python -c )|python data/cached_fineweb10B\.py")
+
+
+class Parsed(BaseException):
+    """A program's parser has accepted its words."""
+
+
+def parse_as_program(program, words, monkeypatch):
+    """Run a program up to the end of its own parser. SystemExit: it refused the words."""
+    def parse(parser, *arguments, whole=argparse.ArgumentParser.parse_known_args, **options):
+        unknown = whole(parser, *arguments, **options)[1]
+        raise Parsed if not unknown else SystemExit(f"{program}: unrecognized arguments: {unknown}")
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse)
+    monkeypatch.setattr(sys, "argv", [str(ROOT / program), *words])
+    monkeypatch.syspath_prepend(str((ROOT / program).parent))
+    with pytest.raises(Parsed):
+        runpy.run_path(str(ROOT / program), run_name="__main__")
 
 
 def commands(text):
@@ -147,11 +77,25 @@ def commands(text):
     return list(dict.fromkeys(line for line in found if re.match(PROGRAMS, line)))
 
 
-def test_every_command_is_in_the_table_and_each_named_test_is_there():
-    assert {command for text in PAGES.values() for command in commands(text)} == {*COMMANDS}
-    for command, how in COMMANDS.items():
-        for file, name in re.findall(r"(test_\w+\.py)::(\w*)", how if how is not RUN else ""):
-            assert re.search(rf"^def {name or 'test_'}\b" if name else "^def test_", (ROOT / "tests" / file).read_text(), re.M), command
+def documented():
+    """Return (program, words) of every command of ours in the pages and in the docstrings of programs, but for run.sh and race.py."""
+    lines = [re.sub(r"^(?:\w+=\S* )*", "", line) for text in PAGES.values() for line in commands(text)]
+    lines = [line for line in lines if not re.match(rf"{ELSEWHERE}|\./run\.sh", line)]
+    for path in (ROOT / "sample.py", ROOT / "bench/first_gpu", *(path for folder in ("bench", "data", "dry_gpu", "launch", "records")
+                                                                 for path in (ROOT / folder).glob("*.py"))):
+        said = ast.get_docstring(ast.parse(path.read_text())) or ""
+        lines += re.findall(r"^ +((?:(?:\.venv/bin/)?python (?!launch/race|own)|dry_gpu/run)[\w/.]+(?: [^\n\[…]*?)?)(?:  .*)?$", said, re.M)
+    for line in dict.fromkeys(re.sub(r"^(?:\.venv/bin/)?python ", "", line).replace("SEED", "1") for line in lines):
+        program, *words = shlex.split(line)
+        if program == "dry_gpu/run":
+            program = f"dry_gpu/{'compute' if words[:1] and words[0] in ('--compute', '--compare', '--order') else 'page'}.py"
+        if (ROOT / program).exists() and "ArgumentParser(" in (ROOT / program).read_text():
+            yield program, words
+
+
+@pytest.mark.parametrize("program, words", [pytest.param(*found, id=shlex.join([found[0], *found[1]])) for found in documented()])
+def test_a_documented_command_is_parsed_by_its_program(monkeypatch, program, words):
+    parse_as_program(program, words, monkeypatch)
 
 
 @pytest.fixture
@@ -192,7 +136,8 @@ def test_the_commands_of_a_first_hour(clone, monkeypatch, capsys):
     monkeypatch.chdir(clone)
     monkeypatch.setattr(sample, "ROOT", clone)
     capsys.readouterr()
-    for command in [command for command, how in COMMANDS.items() if how is RUN][1:]:
+    assert {*RUN} <= {command for text in PAGES.values() for command in commands(text)}
+    for command in RUN[1:]:
         program, *words = shlex.split(command.replace("RUN", log))[1:]
         programs = {"sample.py": sample, "records/export.py": export, "records/stats.py": stats, "records/verify.py": verify}
         assert programs[program].main(words) == 0, command
@@ -224,7 +169,7 @@ def test_every_documented_run_and_race_is_accepted_by_the_programs_parsers():
             continue
         ideas = [idea for idea in options.vs if idea.startswith("-")] if words else []
         for side in race.describe_sides(ideas, None, race.check_flags(flags)[1]).values():
-            preset, config = train_gpt.parse_config(side["flags"], "laptop")
+            preset, config = train_gpt.parse_config(side["flags"], "laptop", program_of(side["flags"]).PRESETS)
             if preset == "laptop":  # others do not fit on every machine
                 train_gpt.check_config(config, ranks if program == "race.py" else train_gpt.usable_ranks(config, ranks))
 
@@ -234,7 +179,8 @@ def test_every_flag_is_one_of_a_program_here_and_every_link_leads_somewhere():
                       (ROOT / "sample.py", ROOT / "test.sh", ROOT / "bench/first_gpu", *(path for folder in ("bench", "data", "dry_gpu", "launch", "records")
                                              for path in (ROOT / folder).glob("*.py"))))
     torchrun = {"--nnodes", "--nproc_per_node", "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--max-restarts"}
-    known = {*train_gpt.make_parser()._option_string_actions, *re.findall(r"--[a-z][\w-]+", sources), *torchrun}
+    known = {*(flag for program in (train_gpt, frontier) for flag in train_gpt.make_parser(program.PRESETS)._option_string_actions),
+             *re.findall(r"--[a-z][\w-]+", sources), *torchrun}
     for path in (*PAGES, *RESULTS, *(path for path in (ROOT / "launch/cluster").iterdir() if path.is_file())):
         text = re.sub(r"^#SBATCH.*|--no-install-recommends|--(gpus all|ipc=host|build-arg|nodes 2|gpus-per-node|env RACE|race |exclusive|cpus-per-task)", "", path.read_text(), flags=re.M)
         assert not {*re.findall(r"(?<![\w-])--[a-z][\w-]+", text)} - known, path

@@ -15,7 +15,6 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies
 
 RECORDS = Path(__file__).resolve().parent.parent / "records"
 sys.path.insert(0, str(RECORDS))
@@ -432,19 +431,6 @@ def test_paths_that_cannot_be_read(tmp_path, write):
     os.chmod(locked, 0)
     if not os.access(locked, os.R_OK):  # root may read anything
         assert "Permission denied" in only_rejection(locked).reason
-
-
-@settings(max_examples=200, deadline=None)
-@given(strategies.lists(strategies.sampled_from([
-    *common(), "step:", "step:5/20 ", "step:1/20 val_loss:", "s:1 tel:", SEPARATOR, '{"run_id"', '{"run_id": 1}',
-    '{"end": 3}', '{"end": {"final_val_loss": "x"}}', "\r", "\0", "step:3/20 train_time:s", "step:3/20 train_time:",
-    "step:3 train_time:3ms", "step:3 train_time:9ms", "step:4/20 val_loss:nan", "error:", "é"]), max_size=12),
-    strategies.sampled_from(["\n", "", "\r\n"]))
-def test_no_text_breaks_the_reader(tmp_path_factory, lines, ending):
-    path = tmp_path_factory.getbasetemp() / "any.txt"
-    path.write_text("\n".join(lines) + ending, newline="")
-    found = logs.read([str(path)])
-    assert found.runs or found.rejected
 
 
 # Duplicates

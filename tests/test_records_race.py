@@ -133,7 +133,7 @@ def repo(tmp_path, monkeypatch):
         git(repo, "add", "-A")
         git(repo, "commit", "-qm", f"speed {speed}")
     monkeypatch.setattr(race, "ROOT", repo)
-    monkeypatch.setattr(race, "command", lambda ranks: [*race.ALONE, "train_gpt.py"])
+    monkeypatch.setattr(race, "command", lambda ranks, program: [*race.ALONE, program])
     monkeypatch.setattr(race, "PATIENCE_S", 10)
     monkeypatch.setattr(race, "draw", lambda *_: None)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -165,23 +165,16 @@ def interrupt_when(holds, number=signal.SIGINT, times=1):
     threading.Thread(target=interrupt, daemon=True).start()
 
 
-def test_one_version(repo, capsys):
+def test_one_version(repo):
     assert race.main(["-n", "3"]) == 0
     folder, described, events = only_race(repo)
     assert described["n"] == 3 and starts(events) == [(1, "", 1), (2, "", 2), (3, "", 3)]
     runs = logs.read([str(folder)]).runs
     assert sorted(run.start["race"]["run"] for run in runs) == [1, 2, 3]
     assert {(run.start["race"]["declared_n"], run.start["race"]["side"]) for run in runs} == {(3, "")}
-    shown = capsys.readouterr().out
-    assert "race: so far, 2 of 3 runs: 3.2015 ± 0.0007 loss, 0.1015 ± 0.0007 s (mean ± sd)\n" in shown
-    name = f"revision {git(repo, 'rev-parse', 'HEAD')[:8]}"
-    assert f"race: a first run, not counted: {name}, seed 0; 4 runs left\n" in shown
-    assert f"race: run 3 of 3: {name}, seed 3; 1 run left, about 1 minute\n" in shown
-    assert f"board.py add logs/{folder.name} records/" in shown.splitlines()[-1]
     uncounted = [json.loads(line) for line in (folder / "race.jsonl").read_text().splitlines()][1:3]
     assert [(event["run"], event["status"]) for event in uncounted] == [(0, "started"), (0, "done")]
     assert not list(folder.rglob("*_00.*")), "its log is gone"
-    assert "The claim holds" in shown
 
 
 def test_another_revision_runs_in_turn_from_a_worktree(repo, capsys):
@@ -198,11 +191,7 @@ def test_another_revision_runs_in_turn_from_a_worktree(repo, capsys):
     times = {(run.start["race"]["side"], run.start["seed"]): run.train_time_ms for run in runs}
     assert times == {(side, seed): speed + seed for side, speed in (("a", 100), ("b", 200)) for seed in (41, 42, 43)}
     assert all("SPEED = 200" in Path(run.path).read_text() for run in runs if run.start["race"]["side"] == "b")
-    shown = capsys.readouterr().out
-    revision = f"revision {git(repo, 'rev-parse', 'HEAD~1')[:8]}"
-    assert f": side b, {revision}, seed 41; " in shown and f": side a, {ours}, seed 41; " in shown
-    assert shown.count(f"\n{revision}  ") == 3, "two interim tables and the last one"
-    assert f"{ours}: loss: the same; time: lower by 4" in shown
+    assert f"{ours}: loss: the same; time: lower by 4" in capsys.readouterr().out
     verdicts = {finding.rule: finding.verdict for finding in verify.verify(verify.parse([str(folder)]))}
     assert verdicts["every run is accounted for"] == "pass"
     assert verdicts["faster than the other side, p < 0.01"] == "pass"
@@ -380,20 +369,6 @@ def test_holm_s_correction():
     assert stats.holm([0.5, 0.9]) == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("words, says", [
-    (["-n", "2", "--vs", "HEAD~1", "--vs", "--slower 1"], "give flags alone, or revisions alone"),
-    (["--until-decided", "--max-n", "4", "--vs", "--slower 1", "--vs", "--slower 2"], "--vs is given 2 times; a race has 25"),
-    (["-n", "2", "--vs", "--slower 1", "--vs", "--slower 2"], "from 3 runs of each on"),
-    (["-n", "3", "--vs", "--slower 1", "--vs", "--seed 3"], "--vs sets --seed, and all sides share theirs"),
-    (["-n", "3", "--vs", "--slower 1", "--vs", "--slower -3"], "side b rejects its flags or data: slower is -3")])
-def test_ladders_that_cannot_be(repo, capsys, words, says):
-    try:
-        assert race.main(words) == 2
-    except SystemExit as ended:  # argparse's
-        assert ended.code == 2
-    assert says in capsys.readouterr().err and not (repo / "logs").exists()
-
-
 @pytest.mark.slow
 def test_a_ladder_of_races_on_several_days(repo, capsys):
     """Each idea against its own race's base, Holm's correction over all, one page, and all logs in a record."""
@@ -439,15 +414,6 @@ def test_an_idea_that_is_validated_on_something_else_is_no_rung(repo, capsys):
     assert ladder.main([str(folder)]) == 2 and "--worse 2 --slower 1: an idea must be validated on the same data as its base" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words, says", [
-    (["-n", "2", "--vs", "--slower 7"], "a race of 2 sides, 2 runs of each"), (["-n", "3"], "a race of 1 side"),
-    (["--until-decided", "--max-n", "4", "--vs", "--slower 7"], "a race with another project, or one that ends")])
-def test_races_that_are_no_ladder(repo, capsys, words, says):
-    assert race.main(words) == 0
-    assert ladder.main([str(only_race(repo)[0])]) == 2
-    assert says in capsys.readouterr().err
-
-
 def test_a_ladder_takes_losses_in_full_and_three_runs(repo, capsys):
     """With four decimals the differences of a few runs are often equal, and p is then near 0."""
     assert race.main(["-n", "3", "--vs", "--worse 2", "--vs", "--slower 7"]) == 0
@@ -461,13 +427,6 @@ def test_a_ladder_takes_losses_in_full_and_three_runs(repo, capsys):
     declared["race"].update(n=2, order=declared["race"]["order"][:6])
     (folder / "race.jsonl").write_text(json.dumps(declared) + "\n" + "".join(rest))
     assert ladder.main([str(folder)]) == 2 and "3 runs of each" in capsys.readouterr().err
-
-
-def test_a_race_by_a_flag_judges_the_side_that_has_it(repo, capsys):
-    """Also by its losses, and under its name."""
-    assert race.main(["-n", "3", "--vs", "--slower 1 --worse 1", "--", "--slower", "9", "--mood", "jittery"]) == 0
-    shown = capsys.readouterr().out
-    assert "--slower 1 --worse 1: loss: higher by 0.01" in shown
 
 
 def test_a_race_ends_with_a_table_and_the_page_of_its_record_says_the_same(repo, capsys, monkeypatch):
@@ -678,60 +637,94 @@ def test_a_script_that_changed_is_refused(repo, capsys):
     assert "has changed since the race began" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments, word", [
-    (["-n", "1", "--vs", "nowhere"], "'nowhere' is no revision"),
-    (["-n", "1", "--vs", "HEAD~2"], "has no train_gpt.py"),
-    (["-n", "1", "--", "--nosuch", "1"], "rejects its flags"),
-    (["-n", "1", "--", "--slower", "-3"], "slower is -3"),
-    (["-n", "1", "--vs", "--slower -3"], "of side a rejects its flags"),
-    (["-n", "1", "--vs", "--mood 'x"], "close its quotes"),
-    (["-n", "1", "--vs", "--slower 1 --val_files nowhere"], "side a rejects its flags or data: no shard matches nowhere"),
-    (["-n", "1", "--vs", "--val_len 9"], "the sides differ in their validation"),
-    (["-n", "3", "--vs", "--slower 1", "--vs", "--val_files train"], "the sides differ in their validation"),
-    (["-n", "1", "--vs", "--target_val_loss 3"], "the sides differ in their target"),
-    (["-n", "1", "--", "--run_id", "x"], "the race sets --run_id"),
-    (["-n", "1", "--vs", "--log_dir=x"], "the race sets --log_dir"),
-    (["-n", "1", "--vs", "--seed 3"], "share theirs"),
-    (["-n", "1", "--", "--seed", "x"], "whole number"),
-    (["-n", "1", "--vs", "../nowhere", "--cmd", "./run.sh"], "nowhere is no folder; with --cmd it names another project's"),
-    (["-n", "1", "--vs", "data", "--cmd", "./run.sh"], "there is no program './run.sh' in "),
-    (["-n", "1", "--vs", "data", "--cmd", "no_such_torchrun x.py"], "'no_such_torchrun' on the PATH; name one"),
-    (["-n", "1", "--vs", "data", "--cmd", ""], "there is no program ''"),
-    (["-n", "1", "--vs", "data", "--cmd", "python 'x"], "close its quotes"),
-    (["--resume", "nowhere.jsonl"], "there is no such file; name the race.jsonl"),
-])
-def test_what_cannot_be_raced_is_one_line_and_starts_nothing(repo, capsys, arguments, word):
-    assert race.main(arguments) == 2
-    error = capsys.readouterr().err
-    assert word in error and error.count("\n") == 1
-    assert not (repo / "logs").exists()
-
-
 def test_what_the_script_reads_is_opened_before_the_first_run(tmp_path):
     """Also GPT-2's tokens beside the shards, which frontier reads, and a saved model."""
     for split in "train", "val":
         write_shard(tmp_path / f"toy_{split}_000001.bin", some_documents(1, 9000, 50257, 50256), 50257, 50256)
-    shutil.copy(ROOT / "train_gpt.py", tmp_path)
+    for name in "train_gpt.py", "frontier.py":
+        shutil.copy(ROOT / name, tmp_path)
     flags = ["--preset", "frontier", "--train_files", "toy_train_*.bin", "--val_files", "toy_val_*.bin"]
     with pytest.raises(logs.UserError, match="of side b .*gpt2.tiktoken.* is missing"):
-        race.check_script({"flags": flags}, tmp_path, "train_gpt.py of side b", 1)
+        race.check_script({"flags": flags}, tmp_path, "frontier.py of side b", 1)
     write_gpt2_tokens(tmp_path)
-    race.check_script(side := {"flags": flags}, tmp_path, "train_gpt.py", 1)
+    race.check_script(side := {"flags": flags}, tmp_path, "frontier.py", 1)
     assert side["target"] == 3.28 and side["validation"][2:] == [["toy_val_000001.bin", 9000]]
     with pytest.raises(logs.UserError, match="No such file.*nowhere.pt"):
-        race.check_script({"flags": [*flags, "--init_from", "nowhere.pt"]}, tmp_path, "train_gpt.py", 1)
+        race.check_script({"flags": [*flags, "--init_from", "nowhere.pt"]}, tmp_path, "frontier.py", 1)
 
 
-@pytest.mark.parametrize("arguments, word", [
-    (["-n", "0"], "at least 1"), (["-n", "1", "x"], "behind --"),
-    (["-n", "1", "--resume", "x"], "leave the rest out"), (["--until-decided"], "needs --max-n"),
-    (["-n", "1", "--cmd", "./run.sh"], "--cmd needs one --vs"), (["--resume", "x", "--vs", "y"], "leave the rest out"),
-    (["--max-n", "3"], "--until-decided needs"), (["-n", "2", "--max-n", "3", "--until-decided"], "no -n"),
-    (["--until-decided", "--max-n", "3"], "at least 4"), (["-n", "2", "--alpha", "0.6"], "less than 0.5")])
-def test_usage(capsys, arguments, word):
-    with pytest.raises(SystemExit) as left:
-        race.main(arguments)
-    assert left.value.code == 2 and word in capsys.readouterr().err
+# What it prints: tests/golden/race.txt and race_refusals.txt
+
+REFUSED = """-n 1 --vs nowhere
+-n 1 --vs HEAD~2
+-n 1 -- --nosuch 1
+-n 1 -- --slower -3
+-n 1 --vs "--slower -3"
+-n 1 --vs "--mood 'x"
+-n 1 --vs "--slower 1 --val_files nowhere"
+-n 1 --vs "--val_len 9"
+-n 3 --vs "--slower 1" --vs "--val_files train"
+-n 1 --vs "--target_val_loss 3"
+-n 1 -- --run_id x
+-n 1 --vs --log_dir=x
+-n 1 --vs "--seed 3"
+-n 1 -- --seed x
+-n 1 --vs ../nowhere --cmd ./run.sh
+-n 1 --vs data --cmd ./run.sh
+-n 1 --vs data --cmd "no_such_torchrun x.py"
+-n 1 --vs data --cmd ""
+-n 1 --vs data --cmd "python 'x"
+--resume nowhere.jsonl
+-n 2 --vs HEAD~1 --vs "--slower 1"
+--until-decided --max-n 4 --vs "--slower 1" --vs "--slower 2"
+-n 2 --vs "--slower 1" --vs "--slower 2"
+-n 3 --vs "--slower 1" --vs "--seed 3"
+-n 3 --vs "--slower 1" --vs "--slower -3"
+-n 0
+-n 1 x
+-n 1 --resume x
+--until-decided
+-n 1 --cmd ./run.sh
+--resume x --vs y
+--max-n 3
+-n 2 --max-n 3 --until-decided
+--until-decided --max-n 3
+-n 2 --alpha 0.6"""
+
+
+def test_words_that_are_refused_start_nothing(repo, capsys, golden, monkeypatch):
+    monkeypatch.chdir(repo)
+    monkeypatch.setattr(sys, "argv", ["race.py"])
+    monkeypatch.setattr(logs, "MAX_MESSAGE", 9999)  # the path of a temporary folder may be long
+    shown = []
+    for line in REFUSED.splitlines():
+        try:
+            status = race.main(shlex.split(line))
+        except SystemExit as left:  # argparse's
+            status = left.code
+        error = capsys.readouterr().err.splitlines()
+        assert status == 2 and error[-1].startswith("race.py: error: ") and not (repo / "logs").exists(), line
+        shown.append(f"{line}\n{error[-1]}\n")
+    golden("race_refusals", "\n".join(shown))
+
+
+def test_race_prints_what_its_golden_file_holds(repo, theirs, capsys, golden, monkeypatch):
+    """Races of one version, of two and of a ladder, until decided, with a run that fails; and what is no ladder."""
+    monkeypatch.chdir(repo)
+    shown = []
+    for status, words, of_ladder in ((0, "-n 3", 2), (0, "-n 3 --vs HEAD~1 -- --slower 3", 0), (0, "-n 2 --vs '--slower 7'", 2), (0, "-n 4 --vs '--worse 2' "
+            "--vs '--worse -1 --slower 10' -- --mood good", 0), (0, "--until-decided --max-n 6 --vs HEAD~1 -- --mood jittery", 2),
+            (1, "-n 3 -- --mood 'fail on 2'", 2), (0, shlex.join(["-n", "3", *against()]), 2)):
+        found = race.main(shlex.split(words))
+        said = capsys.readouterr()
+        folder, _, _ = only_race(repo)
+        judged = ladder.main([f"logs/{folder.name}"])
+        of_it = capsys.readouterr()
+        assert (found, judged) == (status, of_ladder), (words, said, of_it)
+        shown.append(f"$ race.py {words}\n{said.out}{said.err}exit status {found}\n$ ladder.py\n{of_it.out}{of_it.err}exit status {judged}\n")
+        shutil.rmtree(repo / "logs")
+    golden("race", "\n".join(shown), [(re.escape(str(repo.parent)), "TMP"), (re.escape(race.__file__), "RACE.PY"), (r"about \d+ \w+", "about SOME TIME"),
+                                      (r"edited \(\w{4}\)", "edited (HASH)"), (r"[\w-]+_(?=\d\d\w?\.txt)", "RUN_"), (r"\d{4}-\d\d-\d\d_NAME", "DAY_NAME")])
 
 
 def test_five_runs_unless_a_number_is_given(capsys):
@@ -742,22 +735,19 @@ def test_five_runs_unless_a_number_is_given(capsys):
 RACE = {"id": "x", "sides": {"": {"revision": None, "flags": []}}, "ranks": 1, "n": 1, "seed": 0, "order": ["1"]}
 
 
-@pytest.mark.parametrize("text", [
-    "", "{}", "[]", "not json", '{"race": {"n": 1}}', '{"race": 5}', b"\xff\n".decode("latin-1"), "null\n",
-    "[" * 100_000 + "\n", "[" * 600 + "]" * 600 + "\n", '{"race": {"id": ' + '{"x": ' * 990 + "1" + "}" * 992 + "\n",
-    *(json.dumps({"race": {**RACE, **change}}) + "\n" for change in (
-        {"id": 3}, {"sides": {}}, {"sides": ["a"]}, {"sides": {"a": {}}}, {"n": "2"}, {"seed": None}, {"order": 1},
-        {"id": "../x"}, {"id": "a:b"}, {"alpha": "x"}, {"alpha": 0.9}, {"test": "best"},
-        {"sides": {"": {"flags": []}}},
-        *({"sides": {"a": {"revision": revision, "flags": []}}} for revision in ("--lock", "HEAD", "abc123", "g" * 40, "")),
-        {"sides": {"a": {"revision": None, "flags": [], "folder": 5}}}, {"sides": {"a": {"revision": None, "flags": [], "name": 5}}}, {"n": 10**400}, {"n": 10**15}, {"order": [1]}, {"sides": {"a": {"revision": 5, "flags": []}}},
-        {"sides": {"a": {"revision": None, "flags": [1]}}})),
-    json.dumps({"race": RACE}) + '\n{"run_id": "x", "run": 1, "side": ""}\n',
-    json.dumps({"race": RACE}) + "\n" + json.dumps({"run_id": "x", "run": 1, "side": "", "status": "lost", "race": RACE}) + "\n",
-    json.dumps({"race": RACE}) + '\n{"run_id": "../x", "run": 1, "side": "", "status": "started"}\n',
-    json.dumps({"race": RACE}) + '\n{"run_id": "x", "run": 1, "side": "", "status": "done", "exit": ' + "[" * 900 + "]" * 900 + "}\n"])
-def test_a_manifest_that_is_none(tmp_path, capsys, text):
-    (tmp_path / "race.jsonl").write_text(text)
+ONE = {"revision": None, "flags": []}
+
+
+@pytest.mark.parametrize("change", [
+    {"id": 3}, {"id": "../x"}, {"id": "a:b"}, {"sides": {}}, {"sides": ["a"]}, {"sides": {"a": {}}}, {"sides": {"": {"flags": []}}}, {"n": "2"},
+    {"n": 10 ** 400}, {"n": 10 ** 15}, {"seed": None}, {"order": 1}, {"order": [1]}, {"alpha": "x"}, {"alpha": 0.9}, {"test": "best"},
+    *({"sides": {"a": ONE | more}} for more in ({"folder": 5}, {"name": 5}, {"flags": [1]}, {"revision": 5}, {"revision": "--lock"},
+                                                {"revision": "HEAD"}, {"revision": "abc123"}, {"revision": "g" * 40}, {"revision": ""})),
+    {"event": {"run_id": "x", "run": 1, "side": ""}}, {"event": {"run_id": "../x", "run": 1, "side": "", "status": "started"}}])
+def test_a_manifest_with_a_wrong_value_is_refused(tmp_path, capsys, change):
+    """test_no_traceback.py reads manifests of any content."""
+    events = [{"race": RACE}, change["event"]] if "event" in change else [{"race": RACE | change}]
+    (tmp_path / "race.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     assert race.main(["--resume", str(tmp_path / "race.jsonl")]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "race.jsonl" in error and "Error" not in error and len(error) <= 301
@@ -841,7 +831,7 @@ def test_a_race_until_decided_stops_for_want_of_a_chance(repo, capsys):
 # Races that die
 
 DRIVER = ("import sys; sys.path.insert(0, {launch!r}); import race; from pathlib import Path; race.ROOT = Path({root!r})\n"
-          "race.command = lambda ranks: [*race.ALONE, 'train_gpt.py']; race.draw = lambda *_: None\n"
+          "race.command = lambda ranks, program: [*race.ALONE, program]; race.draw = lambda *_: None\n"
           "sys.exit(race.main(sys.argv[1:]))")
 
 

@@ -78,14 +78,6 @@ def analysed(build, tmp_path):
     return trace.analyse(loaded)
 
 
-def refusal(path, capsys, *more):
-    """Return the only line on stderr of a failed call."""
-    assert trace.main([str(path), *map(str, more)]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and str(path) in err, (out, err)
-    return err
-
-
 # The figures --------------------------------------------------------------------------------------------------------
 
 def test_figures_of_each_step_and_in_all(tmp_path):
@@ -280,25 +272,6 @@ def test_events_that_lack_fields_are_left_out_and_counted(tmp_path):
     assert analysed(build, tmp_path)["orphans"]["gpu_ops"] == 2
 
 
-@pytest.mark.parametrize("odd", [[0], {"a": []}, None, 10**400, [[]] * 9])
-def test_fields_of_any_kind_break_nothing(tmp_path, capsys, odd):
-    """Odd values for GPU, stream, thread and rank."""
-    build = two_steps()
-    for event in build.events:
-        if "args" in event:
-            event["args"] |= {"device": odd, "stream": odd, "Collective name": odd}
-        event["pid"] = odd
-    path = build.write(tmp_path / "t.json", distributedInfo={"rank": odd, "world_size": odd},
-                       deviceProperties=[{"name": odd}])
-    assert trace.main([str(path), "--json"]) == trace.main([str(path)]) == 0
-    assert trace.analyse(trace.read(str(path)))["total"]["comm_kernels"] == {"all-gather": 1, "reduce-scatter": 2}
-
-
-def test_a_step_of_more_digits_than_a_number_may_have_is_no_step(tmp_path):
-    expected = analysed(two_steps(), tmp_path)
-    assert analysed(two_steps().host(f"ProfilerStep#{'9' * 5000}", 2000, 3000), tmp_path) == expected
-
-
 # Reading -------------------------------------------------------------------------------------------------------------
 
 def test_ranks_and_replaced_bytes(tmp_path):
@@ -317,62 +290,6 @@ def test_a_list_a_packed_file_and_odd_names_are_read(tmp_path, capsys):
     listed.write_text("\ufeff" + json.dumps(build.events))
     out = figures(plain, packed, misnamed, listed, capsys=capsys)["traces"]
     assert len(out) == 4 and all(one["steps"] == out[0]["steps"] for one in out)
-
-
-# Refusals -----------------------------------------------------------------------------------------------------------
-
-BAD_FILES = {
-    "empty": (b"", "Expecting value"),
-    "blank": (b"  \n", "Expecting value"),
-    "binary": (bytes(range(256)) * 9, "not a complete Chrome trace"),
-    "text": (b"hello", "char 0"),
-    "object": (b'{"a": 1}', "traceEvents"),
-    "no list": (b'{"traceEvents": 5}', "traceEvents"),
-    "number": (b"17", "traceEvents"),
-    "no events": (b'{"traceEvents": []}', "no ProfilerStep"),
-    "cut": (b'{"traceEvents": [{"ph": "X"}, {"ph', "Unterminated string"),
-    "cut after the list": (b'{"traceEvents": [{"ph": "X"}]', "delimiter"),
-    "two in one": (b'{"traceEvents": []}{"traceEvents": []}', "Extra data"),
-    "deep": (b'{"traceEvents": [' + b"[" * 200_000, "recursion"),
-    "cut gzip": (gzip.compress(b'{"traceEvents": [' + b"1," * 5000)[:-20], "end-of-stream"),
-    "damaged gzip": (gzip.compress(b'{"traceEvents": []}')[:-8] + b"12345678", "CRC check failed"),
-    "not quite gzip": (b"\x1f\x8bhello", "not a complete Chrome trace"),
-    "long digits": (b'[{"ts": ' + b"9" * 9999 + b"}]", "not a complete Chrome trace"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_FILES)
-def test_a_file_that_is_no_trace_gets_one_line(tmp_path, capsys, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)  # so that the path does not lengthen the message
-    content, reason = BAD_FILES[name]
-    path = Path(f"{name}.json")
-    path.write_bytes(content)
-    assert reason in refusal(path, capsys)
-
-
-def test_a_path_that_cannot_be_read_gets_one_line(tmp_path, capsys):
-    assert "No such file" in refusal(tmp_path / "missing.json", capsys)
-    assert "directory" in refusal(tmp_path, capsys)
-
-
-def test_a_trace_that_says_nothing_of_communication_gets_one_line(tmp_path, capsys):
-    step = Builder().host("ProfilerStep#1", 0, 100)
-    path = tmp_path / "t.json"
-    for build, reason in (
-            (Builder().op(ALL_REDUCE, 0, 5, 1), "no ProfilerStep"),
-            (Builder().host("ProfilerStep#1", 0, 100).op("gemm", 0, 5, 1), "no communication"),
-            (Builder().host("ProfilerStep#1", 0, 100).op(ALL_REDUCE, 0, 5, None), "has its launch"),
-            (Builder().host("ProfilerStep#1", 0, 100).op(ALL_REDUCE, 0, 5, 500), "inside a step"),
-            (step.host("backward", 0, 50), "no communication")):
-        assert reason in refusal(build.write(path), capsys)
-
-
-def test_every_bad_file_is_named_and_nothing_is_printed_of_the_good(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    good = two_steps().write(tmp_path / "good.json")
-    assert trace.main([str(good), "x", "--vs", "y", str(good)]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("trace.py: error: 2 files cannot be used: x: ") and "; y: " in err
 
 
 def test_a_recording_that_is_there_twice_counts_once_and_is_named(tmp_path, capsys):
@@ -429,16 +346,6 @@ def test_a_cpu_trace_without_our_ranges(tmp_path):
     assert step["launch_after_step_start_ms"] == -0.3
 
 
-def test_our_gpu_traces_tell_both(tmp_path, capsys):
-    build = two_steps().host("backward", 300, 590).host("launch bank", 495, 511, tid=AUTOGRAD)
-    build.host("wait bank", 650, 660)
-    step = analysed(build, tmp_path)["steps"][0]
-    assert (step["b_ms"], step["launches_in_backward"], step["launch_after_backward_end_ms"]) == (-0.1, 1, -0.095)
-    assert trace.main([str(build.write(tmp_path / "t.json"))]) == 0
-    out = capsys.readouterr().out
-    assert "GPU idle" in out and "after backward end" in out
-
-
 def test_a_trace_of_the_installed_torch(tmp_path):
     torch = pytest.importorskip("torch")
     from torch.profiler import ProfilerActivity, profile, record_function, schedule
@@ -467,24 +374,6 @@ def test_a_trace_of_the_installed_torch(tmp_path):
 
 
 # What is printed ----------------------------------------------------------------------------------------------------
-
-def test_the_table_shows_steps_totals_and_orphans(tmp_path, capsys):
-    assert trace.main([str(two_steps().write(tmp_path / "rank 0.json"))]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    row = {line.split("  ")[0]: line.split() for line in lines}
-    assert row["ms"][-4:] == ["all-gather", "reduce-scatter", "from", "backward"]
-    assert row["step 5"][2:] == "1.000 0.800 0.400 0.300 0.100 0.200 0.150 -0.100 -0.100 1 1 1".split()
-    assert row["total"][1:] == "2.000 1.400 0.500 0.500 0.100 0.400 0.400 - - 1 2 1".split()
-    (orphans,) = [line for line in lines if line.startswith("orphans")]
-    assert "1 GPU op," in orphans and "1 ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL" in orphans
-
-
-def test_several_ranks_end_in_a_table_of_all(tmp_path, capsys):
-    paths = [two_steps().write(tmp_path / f"rank{rank}.json", distributedInfo={"rank": rank}) for rank in range(2)]
-    assert trace.main(list(map(str, paths))) == 0
-    out = capsys.readouterr().out
-    assert "2 traces, total" in out and out.count("rank1.json") == 2 and "\nmean" in out
-
 
 def moved(build, microseconds):
     """Lengthen the reduce-scatter of step 6, and so the exposed time."""
@@ -528,12 +417,6 @@ def test_sets_of_other_steps_are_paired_in_order_and_say_so(tmp_path, capsys):
     assert len(comparison["notes"]) == 2
 
 
-def test_a_gpu_trace_is_not_compared_with_a_cpu_trace(tmp_path, capsys):
-    gpu, cpu = two_steps().write(tmp_path / "gpu.json"), cpu_trace().write(tmp_path / "cpu.json")
-    assert "the same device" in refusal(cpu, capsys, "--vs", gpu)
-    assert trace.main([str(gpu), str(cpu)]) == 0  # printed one after the other, without a comparison
-
-
 def test_it_runs_alone(tmp_path):
     """Run by path, from another folder. A closed pipe is no error."""
     path = two_steps().write(tmp_path / "t.json")
@@ -551,20 +434,6 @@ def lacking(change):
     return build
 
 
-IS_MARK = "ProfilerStep"
-
-
-@pytest.mark.parametrize("change, says", [
-    (lambda event: event.get("args", {}).pop("correlation", None) and None, "has its launch in the trace"),
-    (lambda event: event.get("args", {}).update(correlation=0), "has its launch in the trace"),
-    (lambda event: event.get("args", {}).update(correlation=-1), "has its launch in the trace"),
-    (lambda event: [event, {**event, "pid": 99}] if event["name"].startswith(IS_MARK) else None, "holds several ranks (processes 1, 99)"),
-    (lambda event: [{**event, "pid": 99}] if "Launch" in event["name"] and event["ts"] > 1500 else None, "holds several ranks (processes 1, 99)"),
-    (lambda event: [event, {**event, "ts": event["ts"] + 5}] if event["name"].startswith(IS_MARK) else None, "holds several ranks (steps that overlap")])
-def test_a_trace_without_what_the_figures_need_is_refused_in_a_line(tmp_path, capsys, change, says):
-    assert says in refusal(lacking(change).write(tmp_path / "t.json"), capsys)
-
-
 def test_ops_that_last_too_long_or_overlap_are_told(tmp_path):
     """Of a GPU whose clock lies behind the host's, all figures stay."""
     build = two_steps().op("gemm", 1800, 9000, 900).op("gemm", 2000, 2300, 950)
@@ -572,6 +441,60 @@ def test_ops_that_last_too_long_or_overlap_are_told(tmp_path):
         "1 GPU op lasted longer than the longest step", "3 times two ops overlap on one stream, which runs one at a time"]
     early = lacking(lambda event: event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset") and event.update(ts=event["ts"] - 1e6))
     assert analysed(early, tmp_path) == analysed(two_steps(), tmp_path)
+
+
+# What it prints: tests/golden/trace.txt --------------------------------------------------------------------------------
+
+def only(*events):
+    """A step and these GPU ops (name, start, end, launched)."""
+    build = Builder().host("ProfilerStep#1", 0, 100)
+    for event in events:
+        build.op(*event)
+    return build
+
+
+def change_arguments(**arguments):
+    return lacking(lambda event: "args" in event and event["args"].update(arguments) and None)
+
+
+def both_ranges():
+    return two_steps().host("backward", 300, 590).host("launch bank", 495, 511, tid=AUTOGRAD).host("wait bank", 650, 660)
+
+
+MARKS = {"pid": lambda event: {**event, "pid": 99}, "ts": lambda event: {**event, "ts": event["ts"] + 5}}
+BAD_FILES = [b"", b"  \n", bytes(range(256)) * 9, b"hello", b'{"a": 1}', b'{"traceEvents": 5}', b"17", b'{"traceEvents": []}',
+             b'{"traceEvents": [{"ph": "X"}, {"ph', b'{"traceEvents": [{"ph": "X"}]', b'{"traceEvents": []}{"traceEvents": []}',
+             b'{"traceEvents": [' + b"[" * 200_000, gzip.compress(b'{"traceEvents": [' + b"1," * 5000, mtime=0)[:-20],
+             gzip.compress(b'{"traceEvents": []}', mtime=0)[:-8] + b"12345678", b"\x1f\x8bhello", b'[{"ts": ' + b"9" * 9999 + b"}]"]
+CASES = [  # exit status, words, contents of a.json, b.json and c.json, or builders of them
+    *((2, "a.json", content) for content in BAD_FILES), (2, "missing.json"), (2, "."), (2, "a.json x --vs y a.json", two_steps()),
+    *((2, "a.json", build) for build in (
+        Builder().op(ALL_REDUCE, 0, 5, 1), only(("gemm", 0, 5, 1)), only((ALL_REDUCE, 0, 5, None)), only((ALL_REDUCE, 0, 5, 500)),
+        only().host("backward", 0, 50), change_arguments(correlation=None), change_arguments(correlation=0), change_arguments(correlation=-1),
+        *(lacking(lambda event, how=how: [event, MARKS[how](event)] if event["name"].startswith("ProfilerStep") else None) for how in MARKS),
+        lacking(lambda event: [MARKS["pid"](event)] if "Launch" in event["name"] and event["ts"] > 1500 else None))),
+    (0, "a.json", two_steps()), (0, "a.json", cpu_trace()), (0, "a.json", both_ranges()), (0, "a.json b.json", two_steps(), cpu_trace()),
+    (0, "a.json b.json", two_steps(), moved(two_steps(), 100)), (2, "a.json --vs b.json", cpu_trace(), two_steps()),
+    (0, "a.json --vs b.json", moved(two_steps(), 300), two_steps()), (0, "a.json --vs b.json", cpu_trace(), cpu_trace(700)),
+    (0, "a.json b.json", two_steps(), two_steps())]
+
+
+def test_trace_prints_what_its_golden_file_holds(tmp_path, capsys, monkeypatch, golden):
+    shown, wrong = [], []
+    for number, (status, words, *contents) in enumerate(CASES):
+        (tmp_path / str(number)).mkdir()
+        monkeypatch.chdir(tmp_path / str(number))
+        for rank, (name, content) in enumerate(zip("abc", contents)):
+            if isinstance(content, bytes):
+                Path(f"{name}.json").write_bytes(content)
+            else:  # of one rank, the last file is a copy of the first
+                content.write(Path(f"{name}.json"), distributedInfo={"rank": rank if number < len(CASES) - 1 else 0})
+        found, said = trace.main(words.split()), capsys.readouterr()
+        if found != status or (status and (said.out or said.err.count("\n") != 1)):
+            wrong.append((number, words, found, said))
+        shown.append(f"$ trace.py {words}\n{said.out}{said.err}exit status {found}\n")
+    assert not wrong
+    golden("trace", "\n".join(shown), [(r"trace \((?!neither).*\); record", "trace (REASON); record")])  # of this Python's decoders
 
 
 # The picture --------------------------------------------------------------------------------------------------------

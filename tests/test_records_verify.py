@@ -81,7 +81,7 @@ def train(tmp_path_factory, data):
         values = {**TINY, "preset": "laptop", "layers": "S0M S1M SM LM SM", "backout_layer": 3, "target_val_loss": 4.5,
                   "val_len": 256, "shuffle": False, "train_files": data / "toy_train_*.bin", "val_files": data / "toy_val_*.bin",
                   "log_dir": folder, "run_id": "r", "save_model": True, "race": "x:1:1:a", **flags}
-        status = module.main([f"--{name}={str(v).lower() if isinstance(v, bool) else v}" for name, v in values.items()])
+        status = module.main(module.PRESETS, [f"--{name}={str(v).lower() if isinstance(v, bool) else v}" for name, v in values.items()])
         assert status == 0
         log = Log(folder / "r.txt")
         named = log.end["train_time_ms"] / 1000 + sum(log.end["seconds_outside_clock"].values())
@@ -121,10 +121,9 @@ class Log:
         self.end.update(state_hash={"before_warmup": fresh, "after_warmup": fresh},
                         model_hash=trained, final_state_hash=trained[::-1])
         spans = self.end["seconds_outside_clock"]
-        for name in spans:  # whatever the tests' machine needed
-            self.end["wall_seconds"] += 0.4 - spans[name]
-            spans[name] = 0.4
+        spans.update(dict.fromkeys(spans, 0.4))  # whatever the tests' machine needed
         pace(self, lambda step, ms: step * (100 + 2 * run + (side == "b")))
+        self.end["wall_seconds"] = 0.001 + self.end["train_time_ms"] / 1000 + sum(spans.values())
         draw = np.random.default_rng(run)  # another seed, other losses, but not before the first step
         self.lines = [re.sub(r"(?<=train_loss:)\S+", lambda found: f"{float(found[0]) + draw.normal() / 20:.4f}", line)
                       if i > 2 else line for i, line in enumerate(self.lines)]
@@ -145,6 +144,7 @@ def race(honest, tmp_path):
     """race(n, sides, change) -> a folder with the logs of an honest race. change(log, run, side) edits a log."""
     def race(n=4, sides="a", change=lambda log, run, side: None):
         folder = tmp_path / "race"
+        shutil.rmtree(folder, ignore_errors=True)  # another that the same test made
         folder.mkdir()
         order = racing.order(n, sides)
         events, clock, versions = [], datetime(2025, 1, 1, tzinfo=timezone.utc), {}
@@ -315,77 +315,47 @@ def test_community_logs_are_mostly_not_checkable(tmp_path, judge):
     assert set(verdicts.values()) == {"not checkable"}
 
 
-# Edited logs
+# Edited logs and races: which rule finds what. tests/golden/verify_*.txt hold the reasons
 
-LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
-    "the last line's loss": (lambda log: edit_line(log, -1, "loss:4.01", "loss:3.90"), WHOLE, "states final_val_loss"),
-    "the end's loss": (lambda log: log.set("end.final_val_loss", 3.9), WHOLE, "3.9"),
-    "the source": (lambda log: log.set("source", log.source.replace("adam_lr", "adam_LR")), WHOLE, "SHA-256"),
-    "the verdict": (lambda log: log.set("end.reached", False), WHOLE, "reached"),
-    "a resumption that no line tells of": (lambda log: log.set("end.resumed", 1), WHOLE, "end.resumed is 1"),
-    "the seed": (lambda log: log.set("start.seed", 77), (WHOLE, ACCOUNTS), "seed"),
-    "a digest left out": (lambda log: log.start["shards"]["train"][0].pop("sha256"),
-                          STATED, "SHA-256"),
-    "a shard under two names": (lambda log: log.start["shards"]["train"].append({**log.start["shards"]["train"][0], "name": "x"}),
-                                STATED, "read twice"),
-    "shards read twice": (lambda log: log.set("start.config.epochs", 2), STATED, "read 2 times"),
-    "warm-up that trains": (lambda log: log.set("end.state_hash.after_warmup", "0" * 64), WARM_UP, "before"),
-    "compiling late": (lambda log: log.set("end.compiles_after_warmup", 2), COMPILES, "2 graphs"),
-    "training in validation": (lambda log: log.set("end.changed_by_validation", 1), TRAINS, "1 of 4 validations changed"),
-    "training in an older log": (lambda log: log.set("end.validation_hash", {"before": "1" * 64, "after": "0" * 64}), TRAINS, "before"),
-    "a hash left out": (lambda log: log.end.pop("model_hash"), TRAINS, "model_hash"),
-    "a launch with flags": (lambda log: log.set("start.environment", {"TORCHINDUCTOR_X": "1", "TORCHELASTIC_X": "1", "TORCH_CPP_LOG_LEVEL": "x"}),
-                            ENVIRONMENT, "started with TORCHINDUCTOR_X=1"),
-    "a short count": (lambda log: log.set("end.val_tokens", 512), VAL_TOKENS, "512", "999"),
-    "a step cut out": (lambda log: log.lines.pop(4), CLOCK, "of 12 steps 11 have a line"),
-    "a step that is there twice": (lambda log: log.lines.insert(4, log.lines[4]), CLOCK, "of 12 steps 13"),
-    "a last time in seconds": (lambda log: edit_line(log, -1, f"{log.end['train_time_ms']:.0f}ms", "1.000s"),
-                               WHOLE, "not a line that the script writes"),
-    "a last time in other digits": (lambda log: edit_line(log, -1, f"{log.end['train_time_ms']:.0f}ms", "1e3ms"),
-                                    WHOLE, "not a line that the script writes"),
-    "a last time that falls": (lambda log: edit_line(log, -1, f"{log.end['train_time_ms']:.0f}ms", "1000ms"),
-                               (WHOLE, CLOCK), "its end states train_time_ms"),
-    "an odd average": (lambda log: edit_line(log, 3, "step_avg:", "step_avg:1.2."), (WHOLE,), "not a line that the script"),
-    "a time of 400 digits": (lambda log: edit_line(log, 3, "train_time:", "train_time:" + "9" * 400),
-                             (WHOLE, CLOCK), "not a line that the script"),
-    "a training loss left out": (lambda log: log.lines.__setitem__(7, log.lines[7].partition(" train_loss")[0]), WHOLE,
-                                 "step 6 states no train_loss"),
-    "a training loss more": (lambda log: log.lines.__setitem__(0, log.lines[0] + " train_loss:4.8520"), WHOLE,
-                             "step 0 states a train_loss; by train_loss_every 1 it states none"),
-    "a run behind it": (lambda log: log.set("memory", log.memory + "\nstep:0/9 val_loss:1.0000 train_time:0ms"),
-                        WHOLE, "not a line that the script writes"),
-    "a line behind it": (lambda log: log.set("memory", log.memory + "\nerror: x\n" + log.lines[-1]),
-                         WHOLE, "not a line that the script writes"),
-    "no source": (lambda log: set_source(log, ""), (WHOLE, SWITCHES), "holds no source"),
-    "another source": (lambda log: set_source(log, "import os\n\n"), SWITCHES, "not the script"),
-    "a module beside it": (lambda log: set_source(log, "import helper\n" + log.source), SWITCHES, "helper"),
-    "no environment": (lambda log: log.start.pop("environment"), ENVIRONMENT, "environment"),
-    "a number declared anew": (lambda log: log.set("start.race.declared_n", 1).set("start.config.race", "x:1:3:a"), WHOLE,
-                               "declared_n"),
-    "another race": (lambda log: log.set("start.config.race", "x:1:9:a"), WHOLE, "start.race"),
-    "a race of no form": (lambda log: log.set("start.config.race", "x"), WHOLE, "start.race"),
-    "a plan of more steps": (lambda log: log.set("start.planned.steps", 13), WHOLE, "its plan states steps 13"),
-    "a plan of one token": (lambda log: log.set("start.planned.train_tokens", 1), WHOLE, "train_tokens"),
-    "saved weights": (lambda log: log.set("start.init_from", {"path": "m.pt", "sha256": "0" * 64}), FROM_SEED,
-                      "begun from saved parameters", "such runs count for no record"),
-    "a name on both sides of the split": (lambda log: log.start["shards"]["train"][1].update(
-        name=log.start["shards"]["val"][0]["name"]), STATED, "both training and validation"),
-    "a digest on both sides of the split": (lambda log: log.start["shards"]["train"][1].update(
-        sha256=log.start["shards"]["val"][0]["sha256"]), STATED, "both training and validation"),
-    "a setting": (lambda log: set_source(log, "torch._inductor.config.max_autotune = True\n" + log.source), SWITCHES,
-                  "line 1: torch._inductor.config.max_autotune"),
-    "a clock that is reset": (lambda log: pace(log, lambda step, ms: 100 * (step % 9)), CLOCK,
-                              "falls to 0 ms at step 9"),
-    "a clock that outruns the wall": (lambda log: shift_clock(log, lambda step, ms: 60_000 * step), (CLOCK, SPANS),
-                                      "wall clock"),
-    "a hash that is none": (lambda log: log.set("end.final_state_hash", "x"), WHOLE, "no SHA-256"),
-    "a step_avg": (lambda log: edit_line(log, 3, "step_avg:", "step_avg:9"), CLOCK, "step_avg"),
-    "the end's time": (lambda log: log.set("end.train_time_ms", log.end["train_time_ms"] - 90), (WHOLE, SPANS),
-                       "train_time_ms"),
-    "a nameless span": (lambda log: log.set("end.wall_seconds", log.end["wall_seconds"] + 0.06), SPANS,
-                        "+0.06 s are unaccounted for"),
-    "a negative span": (lambda log: log.set("end.seconds_outside_clock.setup", -1.0), SPANS, "no seconds"),
-}
+def alone(change):
+    return lambda race, faster: race(1, change=lambda log, run, side: change(log))
+
+
+def runs(change, **which):
+    return lambda race, faster: race(change=lambda log, run, side: change(log, run), **which)
+
+
+def sides(change):
+    """Edit logs of a race that side a wins."""
+    return lambda race, faster: faster(change)
+
+
+def base(change):
+    return sides(lambda log, run, side: side == "b" and change(log))
+
+
+def folder(change, *arguments):
+    """Edit the folder of an honest race of four runs."""
+    def make(race, faster):
+        made = race(*arguments)
+        change(made)
+        return made
+    return make
+
+
+def manifest(change, *arguments):
+    def edit(made):
+        with manifest_of(made) as events:
+            change(events)
+    return folder(edit, *arguments)
+
+
+def last_time(to):
+    return lambda log: edit_line(log, -1, f"{log.end['train_time_ms']:.0f}ms", to)
+
+
+def of_config(field, value):
+    return lambda log: log.set(f"start.config.{field}", value)
 
 
 def set_source(log, source):
@@ -399,11 +369,285 @@ def edit_line(log, at, old, new):
     log.lines[at] = log.lines[at].replace(old, new)
 
 
-@pytest.mark.parametrize("edit", LOG_EDITS)
-def test_an_edited_log_is_caught(race, judge, edit):
-    change, rules, *words = LOG_EDITS[edit]
-    outcome = judge(race(1, change=lambda log, run, side: change(log)))
-    fails_only(outcome, rules, *words)
+def as_on_both_sides(key):
+    return lambda log: log.start["shards"]["train"][1].update({key: log.start["shards"]["val"][0][key]})
+
+
+LOG_EDITS = {  # what is done to a log, which rules find it
+    "the last line's loss": (lambda log: edit_line(log, -1, "loss:4.01", "loss:3.90"), WHOLE),
+    "the end's loss": (lambda log: log.set("end.final_val_loss", 3.9), WHOLE),
+    "the source": (lambda log: log.set("source", log.source.replace("adam_lr", "adam_LR")), WHOLE),
+    "the verdict": (lambda log: log.set("end.reached", False), WHOLE),
+    "a resumption that no line tells of": (lambda log: log.set("end.resumed", 1), WHOLE),
+    "the seed": (lambda log: log.set("start.seed", 77), WHOLE, ACCOUNTS),
+    "a digest left out": (lambda log: log.start["shards"]["train"][0].pop("sha256"), STATED),
+    "a shard under two names": (lambda log: log.start["shards"]["train"].append({**log.start["shards"]["train"][0], "name": "x"}), STATED),
+    "shards read twice": (of_config("epochs", 2), STATED),
+    "warm-up that trains": (lambda log: log.set("end.state_hash.after_warmup", "0" * 64), WARM_UP),
+    "compiling late": (lambda log: log.set("end.compiles_after_warmup", 2), COMPILES),
+    "training in validation": (lambda log: log.set("end.changed_by_validation", 1), TRAINS),
+    "training in an older log": (lambda log: log.set("end.validation_hash", {"before": "1" * 64, "after": "0" * 64}), TRAINS),
+    "a hash left out": (lambda log: log.end.pop("model_hash"), TRAINS),
+    "a launch with flags": (
+        lambda log: log.set("start.environment", {"TORCHINDUCTOR_X": "1", "TORCHELASTIC_X": "1", "TORCH_CPP_LOG_LEVEL": "x"}), ENVIRONMENT),
+    "a short count": (lambda log: log.set("end.val_tokens", 512), VAL_TOKENS),
+    "a step cut out": (lambda log: log.lines.pop(4), CLOCK),
+    "a step that is there twice": (lambda log: log.lines.insert(4, log.lines[4]), CLOCK),
+    "a last time in seconds": (last_time("1.000s"), WHOLE), "a last time in other digits": (last_time("1e3ms"), WHOLE),
+    "a last time that falls": (last_time("1000ms"), WHOLE, CLOCK),
+    "an odd average": (lambda log: edit_line(log, 3, "step_avg:", "step_avg:1.2."), WHOLE),
+    "a time of 400 digits": (lambda log: edit_line(log, 3, "train_time:", "train_time:" + "9" * 400), WHOLE, CLOCK),
+    "a training loss left out": (lambda log: log.lines.__setitem__(7, log.lines[7].partition(" train_loss")[0]), WHOLE),
+    "a training loss more": (lambda log: log.lines.__setitem__(0, log.lines[0] + " train_loss:4.8520"), WHOLE),
+    "a run behind it": (lambda log: log.set("memory", log.memory + "\nstep:0/9 val_loss:1.0000 train_time:0ms"), WHOLE),
+    "a line behind it": (lambda log: log.set("memory", log.memory + "\nerror: x\n" + log.lines[-1]), WHOLE),
+    "no source": (lambda log: set_source(log, ""), WHOLE, SWITCHES),
+    "another source": (lambda log: set_source(log, "import os\n\n"), SWITCHES),
+    "a module beside it": (lambda log: set_source(log, "import helper\n" + log.source), SWITCHES),
+    "no environment": (lambda log: log.start.pop("environment"), ENVIRONMENT),
+    "a number declared anew": (lambda log: log.set("start.race.declared_n", 1).set("start.config.race", "x:1:3:a"), WHOLE),
+    "another race": (of_config("race", "x:1:9:a"), WHOLE), "a race of no form": (of_config("race", "x"), WHOLE),
+    "a plan of more steps": (lambda log: log.set("start.planned.steps", 13), WHOLE),
+    "a plan of one token": (lambda log: log.set("start.planned.train_tokens", 1), WHOLE),
+    "saved weights": (lambda log: log.set("start.init_from", {"path": "m.pt", "sha256": "0" * 64}), FROM_SEED),
+    "a name on both sides of the split": (as_on_both_sides("name"), STATED), "a digest on both sides": (as_on_both_sides("sha256"), STATED),
+    "a setting": (lambda log: set_source(log, "torch._inductor.config.max_autotune = True\n" + log.source), SWITCHES),
+    "a clock that is reset": (lambda log: pace(log, lambda step, ms: 100 * (step % 9)), CLOCK),
+    "a clock that outruns the wall": (lambda log: shift_clock(log, lambda step, ms: 60_000 * step), CLOCK, SPANS),
+    "a hash that is none": (lambda log: log.set("end.final_state_hash", "x"), WHOLE),
+    "a step_avg": (lambda log: edit_line(log, 3, "step_avg:", "step_avg:9"), CLOCK),
+    "the end's time": (lambda log: log.set("end.train_time_ms", log.end["train_time_ms"] - 90), WHOLE, SPANS),
+    "a nameless span": (lambda log: log.set("end.wall_seconds", log.end["wall_seconds"] + 0.06), SPANS),
+    "a negative span": (lambda log: log.set("end.seconds_outside_clock.setup", -1.0), SPANS),
+    **{variable[:40]: (lambda log, variable=variable: log.start["environment"].update([variable.split("=")]), ENVIRONMENT) for variable in (
+        "PYTHONPATH=/opt/x", "LD_PRELOAD=/opt/clock.so", "PYTORCH_JIT=0", "PYTHON_JIT=1", "PYTHONWARNINGS=ignore::clock.Slow",
+        "LD_LIBRARY_PATH=/opt/evil", "LD_LIBRARY_PATH=/usr/lib:/home/me/lib", "LD_LIBRARY_PATH=/usr/lib/../../tmp",
+        "LD_LIBRARY_PATH=/usr/lib:/lib_of_mine", "LD_LIBRARY_PATH=/usr/local/cudas/lib")},
+    "variables of containers": (lambda log: log.start["environment"].update(OF_CONTAINERS), (ENVIRONMENT, "pass"))}
+OF_CONTAINERS = {**dict.fromkeys((
+    "PYTHONUNBUFFERED", "PYTHON_VERSION", "PYTHON_SHA256", "PYTHONWARNINGS", "PYTHONSTARTUP", "TORCH_HOME", "TORCH_EXTENSIONS_DIR",
+    "TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_CUDA_ARCH_LIST", "PYTORCH_VERSION", "TRITON_HOME"), "ignore"),
+    "PYTHONPATH": "", "LD_LIBRARY_PATH": "/usr/local/cuda/lib64:/usr/local/cuda-12.4/lib64:/usr/local/nvidia/lib:/lib64:/usr/lib/x86_64-linux-gnu"}
+MANIFEST_EDITS = {  # what is done to its lines, which rules find it
+    "fewer runs were declared": (lambda e: e[0]["race"].update(n=3, order=["1a", "2a", "3a"]), ACCOUNTS),
+    "more runs were declared": (lambda e: e[0]["race"].update(n=5, order=["1a", "2a", "3a", "4a", "5a"]), ACCOUNTS),
+    "another order": (lambda e: e[0]["race"]["order"].reverse(), ACCOUNTS),
+    "an order that was not kept": (lambda e: e.__setitem__(slice(1, None), e[-2:] + e[1:-2]), ACCOUNTS),
+    "another seed": (lambda e: e[0]["race"].update(seed=7), ACCOUNTS), "another seed of a run": (lambda e: e[6].update(seed=7), ACCOUNTS),
+    "another source": (lambda e: e[0]["race"]["sides"]["a"].update(source_sha256="0" * 64), ACCOUNTS),
+    "a run that was done twice": (lambda e: [event.update(run=2) for event in e[5:7]], ACCOUNTS),
+    "a side of another race": (lambda e: e[2].update(side="c"), ACCOUNTS), "a start left out": (lambda e: e.pop(3), ACCOUNTS),
+    "a run from elsewhere": (lambda e: e.__delitem__(slice(-2, None)), ACCOUNTS), "no duration": (lambda e: e[4].pop("seconds"), WALL),
+    "a duration below the run's": (lambda e: prolong(e[4], -6), WALL),
+    "a race that ended before its runs did": (
+        lambda e: [event.update(seconds=None, settled=event["started_at"]) for event in e[2::2]], (WALL, "not checkable")),
+    **{f"declared {config}": (lambda e, config=config: e[0]["race"]["sides"]["a"]["config"].update(config), *found) for config, *found in (
+        ({"muon_lr": 0.05}, ACCOUNTS), ({"stages": "Stage(until=1, my_idea=2)"}, ACCOUNTS), ({"preset": "speedrun"}, ACCOUNTS),
+        ({"loss_weights": [1, 0.5]}, ACCOUNTS), ({"micro_batch_splits": 4}, ACCOUNTS), ({"no_field": 3}, ACCOUNTS), ({"compile": "on"}, ACCOUNTS),
+        ({"dtype": None}, ACCOUNTS), ({"compile": "auto"},), ({"attention": "auto"},), ({"run_id": "x", "seed": 9},))}}
+
+
+def diverge(made):
+    with_attempt(made, 2, status="failed")
+    log = Log(made / "2a.txt").set("start.run_id", "2a_first")
+    log.lines = [line.replace(f"val_loss:{log.end['final_val_loss']:.4f}", "val_loss:nan") for line in log.lines]
+    log.write(made / "2a_first.txt")
+
+
+def fail_and_keep_the_log(made):
+    with_attempt(made, 2, status="failed", seconds=1)
+    log = (made / "2a.txt").read_text().replace('"run_id": "2a"', '"run_id": "2a_first"')
+    (made / "2a_first.txt").write_text(log.split("step:1/12 train_time")[0])
+
+
+def see(made):
+    """Note the figures of each run, as a race does."""
+    found = {run.start["run_id"]: run.figures for run in logs.read([made]).runs}
+    with manifest_of(made) as events:
+        for event in events[2::2]:
+            event["figures"] = found[event["run_id"]]
+
+
+def stop_and_repeat(times):
+    """Add attempts that were stopped by hand after step 8."""
+    def stop(made):
+        for run in range(1, times + 1):
+            name = f"{run}a_first"
+            with_attempt(made, run, status="interrupted", exit=130, seconds=2)
+            log = Log(made / f"{run}a.txt").set("start.run_id", name).set("start.config.run_id", name)
+            text = log.write(made / f"{name}.txt").read_text()
+            (made / f"{name}.txt").write_text(text.split("step:9/12 ")[0] + "error: interrupted\n")
+    return stop
+
+
+def begin_uncounted(at):
+    """Add a run that does not count."""
+    def begin(lines):
+        run = {**lines[1], "run": 0, "run_id": f"0a{at}", "seed": 0}
+        lines[at:at] = [run, {**lines[2], **run, "status": "done", "ended_at": run["started_at"], "seconds": 0}]
+    return begin
+
+
+def resume(log):
+    """Edit a log as if its run had been killed after step 8 and resumed from step 6."""
+    at = next(i for i, line in enumerate(log.lines) if line.startswith("step:8/"))
+    again = {"resumed": {"at": "2025-01-01T00:00:20+00:00", "from_step": 6, "ranks": 1, "checkpoint": "c",
+                         "lost_steps": 2, "lost_seconds": 1.0, "source_sha256": log.start["source_sha256"]}}
+    back = next(i for i, line in enumerate(log.lines) if line.startswith("step:7/"))
+    log.lines[at + 1:at + 1] = ["step:9/12 train_ti", "error: terminated", json.dumps(again), *log.lines[back:at + 1]]
+    log.end["resumed"] = 1
+
+
+def edit_page(old, new):
+    """Write the parts of a page of board.py that state figures, with one of them edited."""
+    def write(made):
+        found = logs.read([made]).runs
+        losses, seconds = [run.final_loss for run in found], [run.train_time_ms / 1000 for run in found]
+        rows = [f"| seed {i} | [{loss:.4f}]({Path(run.path).name}) | {s:.3f} |" for i, (run, loss, s) in enumerate(zip(found, losses, seconds))]
+        page = "\n".join([f"- **Loss**: {np.mean(losses):.5f} ± 0.01, below", f"- **Time**: {np.mean(seconds):.2f} ± 0.1 s.", *rows, ""])
+        assert old in page
+        (made / "README.md").write_text(page.replace(old, new, 1))
+    return write
+
+
+RACE_EDITS = {  # what is done to a race of four runs, which rules find it
+    "one seed": (runs(lambda log, run: log.set("start.seed", 5).set("start.config.seed", 5)), ACCOUNTS),
+    "other data": (runs(lambda log, run: log.start["shards"]["train"][0].update(sha256=f"{run:064}")), ACCOUNTS),
+    "other numbers declared": (runs(
+        lambda log, run: log.set("start.race.declared_n", 3 + run).set("start.config.race", f"x:{run}:{3 + run}:a")), ACCOUNTS),
+    "two sources": (runs(lambda log, run: run == 3 and set_source(log, "x = 1\n" + log.source)), ACCOUNTS),
+    "one state": (runs(lambda log, run: log.set("end.state_hash", {"before_warmup": "a" * 64, "after_warmup": "a" * 64})), COPIES),
+    "the same times": (runs(lambda log, run: pace(log, lambda step, ms: 100 * step)), COPIES),
+    "the same tokens though they are shuffled by seed": (runs(lambda log, run: log.set("start.config.shuffle", True)), COPIES),
+    "losses left out so that none compares": (runs(lambda log, run: run == 2 and log.set("start.config.train_loss_every", 0).set(
+        "lines", [line.partition(" train_loss")[0] for line in log.lines])), ACCOUNTS),
+    "a name that is none": (runs(lambda log, run: run == 2 and log.set("start.run_id", [])), WHOLE, ACCOUNTS),
+    "resumed": (runs(lambda log, run: run == 2 and resume(log)), FROM_SEED),
+    "a loss not surely below the target": (runs(lambda log, run: log.label(run, 4, loss=4.46 + 0.02 * run)), LOSS),
+    "fineweb by its name": (runs(lambda log, run: log.start["shards"]["val"][0].update(name="fineweb_val_000000.bin")), VAL_TOKENS, LOSS),
+    "fineweb by the preset": (runs(lambda log, run: log.set("start.preset", "speedrun")), VAL_TOKENS, ACCOUNTS, LOSS),
+    "a log removed": (folder(lambda made: (made / "2a.txt").unlink()), ACCOUNTS),
+    "a log of a failed run removed": (folder(lambda made: with_attempt(made, 2, status="failed", seconds=1)), ACCOUNTS),
+    "a log of a failed run kept": (folder(fail_and_keep_the_log), (ACCOUNTS, "pass")), "a diverged run": (folder(diverge), ACCOUNTS),
+    **{f"{status} after {seconds} s without a log": (folder(lambda made, status=status, seconds=seconds: with_attempt(
+        made, 2, status=status, logged=False, seconds=seconds)), (ACCOUNTS, verdict)) for status, seconds, verdict in (
+            ("lost", 1, "not checkable"), ("started", 1, "not checkable"), ("failed", 1, "pass"), ("interrupted", 400, "fail"))},
+    **{f"stopped and repeated {times} times": (folder(stop_and_repeat(times)), (ACCOUNTS, verdict)) for times, verdict in (
+        (2, "pass"), (3, "not checkable"))},
+    "lines that the race did not see": (
+        folder(lambda made: (see(made), Log(made / "2a.txt").label(2, 4, loss=3.9).write(made / "2a.txt"))), ACCOUNTS),
+    "lines that the race saw": (folder(see), (ACCOUNTS, "pass")),
+    "blank lines of an editor": (folder(lambda made: [path.write_text(path.read_text() + "\n\n") for path in made.glob("*.txt")]), (WHOLE, "pass")),
+    "a first run that does not count": (manifest(begin_uncounted(1)), (ACCOUNTS, "pass")),
+    "a run that does not count after one": (manifest(begin_uncounted(5)), (ACCOUNTS, "not checkable")),
+    **{f"alpha {alpha}, looks {looks}": (manifest(lambda events, alpha=alpha, looks=looks: events[0]["race"].update(
+        alpha=alpha, until_decided=looks), 6), (LOSS, verdict)) for alpha, looks, verdict in (
+            (0.05, False, "fail"), (0.05, True, "fail"), (0.01, False, "pass"), (0.001, False, "pass"), (0.001, True, "pass"))},
+    "a page of these logs": (folder(edit_page("", "")), (verify.PAGE, "pass")),
+    "another loss": (folder(edit_page("[4.0200](", "[4.0100](")), verify.PAGE),
+    "another mean": (folder(edit_page("Loss**: 4.02500", "Loss**: 4.02300")), verify.PAGE),
+    "another time": (folder(edit_page("Time**: 1.", "Time**: 0.")), verify.PAGE),
+    "another log": (folder(edit_page("(3a.txt)", "(9a.txt)")), verify.PAGE)}
+
+
+def other_data(config, left):
+    def other(log):
+        log.start["config"] |= config
+        first, *rest = log.start["shards"]["train"]
+        log.start["shards"]["train"] = [first] if left == 1 else [{**first, "sha256": "5e" * 32}, *rest]
+    return base(other)
+
+
+def with_libraries(other, silent=""):
+    return sides(lambda log, run, side: log.set("start.versions.libraries", None if silent and silent in f"{run}{side}" else
+                                                str(int(other(run, side))) * 64))
+
+
+def on_hosts(cpus):
+    """Hosts of sides with these processors, and with variables that name a launch."""
+    return sides(lambda log, run, side: log.set("start.hosts", [
+        {"ranks": [0, 1], "hardware": {"cpu": cpus[side == "b"]}, "versions": {}, "environment": {"TORCHELASTIC_ERROR_FILE": f"file of {run}{side}"},
+         "source_sha256": 64 * side}]).set("start.environment", {"TRITON_CACHE_DIR": f"checkout of side {side}"}))
+
+
+def by_flags(flags, flags_of_base):
+    """A race that declared flags, as races before 2026-11-28 did."""
+    def make(race, faster):
+        made = base(lambda log: log.set("start.config.muon_lr", 0.5))(race, faster)
+        with manifest_of(made) as events:
+            for version, of_side in zip(events[0]["race"]["sides"].values(), (flags, flags_of_base)):
+                version["flags"] = of_side
+                del version["config"]
+        return made
+    return make
+
+
+def hidden(seconds, mine, others, name="validation", twice=False):
+    """Side a trains for some seconds and side b for 12, with these seconds off the clock. twice: side a validates as often again."""
+    def hide(log, run, side):
+        scale_clock(log, (seconds if side == "a" else 12) + 0.01 * run)
+        log.end["seconds_outside_clock"][name] = (mine if side == "a" else others) + 0.001 * run
+        log.end["wall_seconds"] = sum(log.end["seconds_outside_clock"].values()) + log.end["train_time_ms"] / 1000
+        if side == "a" and twice:
+            for step in (2, 3, 7, 8)[:sum("val_loss" in line for line in log.lines)]:
+                at = next(i for i, line in enumerate(log.lines) if line.startswith(f"step:{step}/"))
+                log.lines.insert(at + 1, log.lines[at].partition(" train_loss")[0].replace(" train_time", " val_loss:4.5000 train_time"))
+    return lambda race, faster: race(4, "ab", hide)
+
+
+def late(made):
+    log = Log(made / "2a.txt")
+    log.set("start.started", "2026-01-01T00:00:00+00:00").write(made / "2a.txt")
+
+
+def three_sides(log, run, side):
+    scale_clock(log, 2 + 0.1 * "abc".index(side) + 0.01 * run)
+
+
+SIDE_EDITS = {  # what is done to a race of two sides, which rules find it
+    "another GPU": (base(lambda log: log.set("start.hardware.device", "another GPU")), HARDWARE),
+    "another torch": (base(lambda log: log.set("start.versions.torch", "9.9")), HARDWARE),
+    "another number of threads": (base(lambda log: log.set("start.environment.OMP_NUM_THREADS", "7")), HARDWARE),
+    "one side after the other": (base(lambda log: log.set("start.started", log.start["started"].replace("2025", "2026"))), IN_TURN),
+    "both at once": (base(lambda log: log.set("start.started", (
+        datetime.fromisoformat(log.start["started"]) - timedelta(seconds=9)).isoformat())), IN_TURN),
+    "not faster": (lambda race, faster: race(4, "ab", lambda log, run, side: scale_clock(log, 1 + 0.01 * run + 0.005 * (side == "b"))), FASTER),
+    **{f"flags {words}": (by_flags(*words), *found) for words, *found in (
+        (([], []), ACCOUNTS), (([], ["--muon_lr=0.5"]),), ((["--muon_lr=0.5"], ["--muon_lr", ".5"]), ACCOUNTS),
+        ((["--layers", "L1M"], ["--muon_lr=.5"]), ACCOUNTS), ((["--num_steps=12"], []),), ((["--ngrams="], ["--muon_lr=.5"]),),
+        ((["--num_steps", "7"], []), ACCOUNTS), ((["--stages", "Stage(until=1/2), Stage()", "--compile", "auto"], ["--muon_lr=.5"]),))},
+    "other training data": (other_data({}, 1), (DATA, "not checkable")), "fewer shards": (other_data({"train_shards": 1}, 1), (DATA, "pass")),
+    "fewer shards, others": (other_data({"train_shards": 2}, 2), (DATA, "not checkable")),
+    "other files": (other_data({"train_files": "x/*.bin"}, 2), (DATA, "pass")),
+    "libraries of a side": (with_libraries(lambda run, side: side == "b"), (HARDWARE, "pass")),
+    "libraries of a run": (with_libraries(lambda run, side: run == 2), HARDWARE),
+    "libraries that a side does not state": (with_libraries(lambda run, side: False, "b"), (HARDWARE, "pass")),
+    "libraries that a run does not state": (with_libraries(lambda run, side: False, "3"), HARDWARE),
+    "hosts of one kind": (on_hosts("xx"), (HARDWARE, "pass")), "hosts of two kinds": (on_hosts("xy"), HARDWARE),
+    "a ladder in turn": (lambda race, faster: race(4, "abc", three_sides), (IN_TURN, "pass")),
+    "a ladder with a late run": (folder(late, 4, "abc", three_sides), IN_TURN),
+    **{f"{name}, {mine} s instead of {others} s": (hidden(10, mine, others, name), (OFF_CLOCK, verdict)) for name, mine, others, verdict in (
+        ("validation", 1.1, 1.0, "pass"), ("validation", 1.6, 1.0, "not checkable"), ("validation", 2.5, 1.0, "fail"),
+        ("setup", 1.9, 1.0, "not checkable"), ("setup", 2.5, 1.0, "fail"), ("compile", 2.0, 0.0, "not checkable"))},
+    "a slower model off the clock": (hidden(13, 2.0, 1.0), (OFF_CLOCK, "pass"), FASTER),
+    "more validations": (hidden(10, 2.0, 1.0, twice=True), (OFF_CLOCK, "pass"))}
+EDITS = {"logs": {name: (alone(change), *found) for name, (change, *found) in LOG_EDITS.items()}, "races": RACE_EDITS, "sides": SIDE_EDITS,
+         "manifests": {name: (manifest(change), *found) for name, (change, *found) in MANIFEST_EDITS.items()}}
+
+
+@pytest.mark.parametrize("kind", EDITS)
+def test_an_edit_is_found_by_its_rules_and_by_no_others(race, faster, judge, honest, golden, kind):
+    """A rule that is named without a verdict fails. All rules that fail are named."""
+    shown, wrong = [], {}
+    for name, (make, *found) in EDITS[kind].items():
+        wanted = dict((rule, "fail") if isinstance(rule, str) else rule for rule in found)
+        status, rules = judge(make(race, faster))
+        seen = {rule: verdict for rule, (verdict, _) in rules.items() if verdict == "fail" or rule in wanted}
+        if seen != wanted or status != ("fail" in wanted.values()):
+            wrong[name] = (status, seen, wanted)
+        shown.append("\n".join([f"{name}:", *(f"  {rules[rule][0]}: {rule}: {rules[rule][1]}" for rule in seen)]))
+    assert not wrong
+    golden(f"verify_{kind}", "\n".join(shown) + "\n", [(re.escape(Log(honest).start["hardware"]["device"]), "MACHINE")])
 
 
 def test_a_script_with_a_slow_clock_is_caught(train, judge):
@@ -415,54 +659,6 @@ def test_a_script_with_a_slow_clock_is_caught(train, judge):
 
 
 # Selected runs
-
-def test_a_run_whose_log_was_removed_is_caught(race, judge):
-    folder = race()
-    whole = (folder / "2a.txt").read_text()
-    (folder / "2a.txt").unlink()
-    fails_only(judge(folder), ACCOUNTS, "4 runs were declared and 3 can be used")
-    (folder / "2a.txt").write_text(whole)
-    with_attempt(folder, 2, status="failed", seconds=1)
-    fails_only(judge(folder), ACCOUNTS, "2a_first", "its log is not here")
-    log = (folder / "2a.txt").read_text().replace('"run_id": "2a"', '"run_id": "2a_first"')
-    (folder / "2a_first.txt").write_text(log.split("step:1/12 train_time")[0])
-    status, rules = judge(folder)
-    assert status == 0 and "2a_first: failed" in rules[ACCOUNTS][1]
-
-
-@pytest.mark.parametrize("status, seconds, verdict, word", [
-    ("lost", 1, "not checkable", ""), ("started", 1, "not checkable", ""), ("failed", 1, "pass", ""),
-    ("interrupted", 400, "fail", "interrupted after 400 s, and there is no log of it")])
-def test_a_run_that_left_no_log_is_no_mere_remark(race, judge, status, seconds, verdict, word):
-    folder = race()
-    with_attempt(folder, 2, status=status, logged=False, seconds=seconds)
-    says(judge(folder)[1], ACCOUNTS, verdict, "2a_first", word)
-
-
-MANIFEST_EDITS = {  # what is done to its lines, which rule finds it, words of the reason
-    "fewer runs were declared": (lambda e: e[0]["race"].update(n=3, order=["1a", "2a", "3a"]), ACCOUNTS, "order it declares"),
-    "more runs were declared": (lambda e: e[0]["race"].update(n=5, order=["1a", "2a", "3a", "4a", "5a"]), ACCOUNTS, "is 4; by"),
-    "another order": (lambda e: e[0]["race"]["order"].reverse(), ACCOUNTS, "the order"),
-    "an order that was not kept": (lambda e: e.__setitem__(slice(1, None), e[-2:] + e[1:-2]), ACCOUNTS, "in the order it declares"),
-    "another seed": (lambda e: e[0]["race"].update(seed=7), ACCOUNTS, "start.seed is 1"),
-    "another seed of a run": (lambda e: e[6].update(seed=7), ACCOUNTS, "start.seed is 3"),
-    "another source": (lambda e: e[0]["race"]["sides"]["a"].update(source_sha256="0" * 64), ACCOUNTS, "source_sha256"),
-    "a run that was done twice": (lambda e: [event.update(run=2) for event in e[5:7]], ACCOUNTS, "done twice"),
-    "a side of another race": (lambda e: e[2].update(side="c"), ACCOUNTS, "order it declares"),
-    "a start left out": (lambda e: e.pop(3), ACCOUNTS, "2a ended (done), and the line before does not say that it was started"),
-    "a run from elsewhere": (lambda e: e.__delitem__(slice(-2, None)), ACCOUNTS, "4a", "not started by this race"),
-    "no duration": (lambda e: e[4].pop("seconds"), WALL, "2a.txt", "states seconds null"),
-    "a duration below the run's": (lambda e: prolong(e[4], -6), WALL, "2a.txt states", "the race that started it measured"),
-}
-
-
-@pytest.mark.parametrize("edit", MANIFEST_EDITS)
-def test_a_manifest_that_is_not_its_logs_is_caught(race, judge, edit):
-    change, rule, *words = MANIFEST_EDITS[edit]
-    with manifest_of(folder := race()) as events:
-        change(events)
-    fails_only(judge(folder), rule, *words)
-
 
 def test_the_manifest_is_found_beside_the_logs(race, judge, tmp_path):
     folder = race()
@@ -478,127 +674,10 @@ def test_the_manifest_is_found_beside_the_logs(race, judge, tmp_path):
     says(judge(folder)[1], ACCOUNTS, "not checkable", "there is no race.jsonl")
 
 
-def test_a_diverged_run_beside_the_others_is_caught(race, judge):
-    folder = race()
-    with_attempt(folder, 2, status="failed")
-    log = Log(folder / "2a.txt")
-    log.start["run_id"] = "2a_first"
-    log.lines = [line.replace(f"val_loss:{log.end['final_val_loss']:.4f}", "val_loss:nan") for line in log.lines]
-    log.write(folder / "2a_first.txt")
-    fails_only(judge(folder), ACCOUNTS, "2a_first.txt", "is evidence against the claim")
-
-
-def resume(log):
-    """Edit a log as if its run had been killed after step 8 and resumed from step 6."""
-    at = next(i for i, line in enumerate(log.lines) if line.startswith("step:8/"))
-    again = {"resumed": {"at": "2025-01-01T00:00:20+00:00", "from_step": 6, "ranks": 1, "checkpoint": "c",
-                         "lost_steps": 2, "lost_seconds": 1.0, "source_sha256": log.start["source_sha256"]}}
-    back = next(i for i, line in enumerate(log.lines) if line.startswith("step:7/"))
-    log.lines[at + 1:at + 1] = ["step:9/12 train_ti", "error: terminated", json.dumps(again), *log.lines[back:at + 1]]
-    log.end["resumed"] = 1
-
-
-RACE_EDITS = {  # what is done to each log of a race of four runs, which rule finds it, words of the reason
-    "one seed": (lambda log, run: log.set("start.seed", 5).set("start.config.seed", 5), ACCOUNTS,
-                 "4 runs of side a share the seed 5"),
-    "other data": (lambda log, run: log.start["shards"]["train"][0].update(sha256=f"{run:064}"), ACCOUNTS,
-                   "the runs of side a did not all read the same data"),
-    "other numbers declared": (
-        lambda log, run: log.set("start.race.declared_n", 3 + run).set("start.config.race", f"x:{run}:{3 + run}:a"),
-        ACCOUNTS, "side a: 4 or 5 or 6 or 7 runs were declared and 4 can be used"),
-    "two sources": (lambda log, run: run == 3 and set_source(log, "x = 1\n" + log.source), ACCOUNTS, "2 sources"),
-    "one state": (lambda log, run: log.set("end.state_hash", {"before_warmup": "a" * 64, "after_warmup": "a" * 64}),
-                  COPIES, "1a.txt", "2a.txt", "same state hash aaaaaaaa"),
-    "the same times": (lambda log, run: pace(log, lambda step, ms: 100 * step), COPIES, "same time"),
-    "the same tokens though they are shuffled by seed": (
-        lambda log, run: log.set("start.config.shuffle", True), COPIES, "digest of its tokens"),
-    "losses left out so that none compares": (
-        lambda log, run: run == 2 and log.set("start.config.train_loss_every", 0).set(
-            "lines", [line.partition(" train_loss")[0] for line in log.lines]), ACCOUNTS, "side a", "different steps"),
-    "a name that is none": (lambda log, run: run == 2 and log.set("start.run_id", []), (WHOLE, ACCOUNTS),
-                            "start.run_id is []"),
-    "resumed": (lambda log, run: run == 2 and resume(log), FROM_SEED, "2a.txt: resumed at step 6",
-                "such runs count for no record"),
-}
-
-
-@pytest.mark.parametrize("edit", RACE_EDITS)
-def test_runs_that_are_not_of_one_race_are_caught(race, judge, edit):
-    change, rule, *words = RACE_EDITS[edit]
-    fails_only(judge(race(change=lambda log, run, side: change(log, run))), rule, *words)
-
-
-@pytest.mark.parametrize("alpha, looks, status", [
-    (0.05, False, 1), (0.05, True, 1), (0.01, False, 0), (0.001, False, 0), (0.001, True, 0),
-])
-def test_the_claim_is_judged_by_the_alpha_of_its_race(race, judge, alpha, looks, status):
-    with manifest_of(folder := race(6)) as events:
-        events[0]["race"].update(alpha=alpha, until_decided=looks)
-    outcome = judge(folder)
-    assert outcome[0] == status and outcome[1][LOSS][0] == ("fail" if status else "pass")
-    if status:
-        fails_only(outcome, LOSS, "its race declared alpha 0.05, and a record wants 0.01")
-
-
 def test_another_side_that_describes_nothing_is_no_pass(race, judge, tmp_path):
     folder, other = two_races(race, tmp_path)
     strip(other)
     assert judge(folder, "--vs", other)[0] == 2
-
-
-def test_a_loss_not_surely_below_target_is_caught(race, judge):
-    folder = race(change=lambda log, run, side: log.label(run, 4, loss=4.46 + 0.02 * run))
-    fails_only(judge(folder), LOSS, "4.51")
-    fails_only(judge(folder, "--target", "4.2"), LOSS, "target 4.2")
-    status, rules = judge(folder, "--target", "5")  # the logs state 4.5
-    assert status == 2 and rules[LOSS][1].startswith("not the declared claim: target 5")
-
-
-@pytest.mark.parametrize("change, rule, word", [
-    (lambda log: log.set("start.hardware.device", "another GPU"), HARDWARE, "another GPU"),
-    (lambda log: log.set("start.versions.torch", "9.9"), HARDWARE, "9.9"),
-    (lambda log: log.set("start.environment.OMP_NUM_THREADS", "7"), HARDWARE, "OMP_NUM_THREADS"),
-    (lambda log: log.set("start.started", log.start["started"].replace("2025", "2026")), IN_TURN, "aaaabbbb"),
-    (lambda log: log.set("start.started", (datetime.fromisoformat(log.start["started"]) - timedelta(seconds=9)).isoformat()),
-     IN_TURN, "took time from each other"),
-])
-def test_sides_that_cannot_be_compared_are_caught(faster, judge, change, rule, word):
-    fails_only(judge(faster(lambda log, run, side: side == "b" and change(log))), rule, word)
-
-
-def declare(folder, side, **config):
-    """Declare other values for a side in the manifest."""
-    with manifest_of(folder) as events:
-        events[0]["race"]["sides"][side]["config"] |= config
-
-
-@pytest.mark.parametrize("declared, word", [
-    ({"muon_lr": 0.05}, "1a.txt: its race declared muon_lr 0.05, and its log's config has"),
-    ({"stages": "Stage(until=1, my_idea=2)"}, "its race declared stages"), ({"preset": "speedrun"}, "its race declared preset"),
-    ({"loss_weights": [1, 0.5]}, "loss_weights [1, 0.5]"), ({"micro_batch_splits": 4}, "micro_batch_splits 4"),
-    ({"no_field": 3}, "no_field 3, and its log's config has null"), ({"compile": "on"}, 'compile "on"'),
-    ({"fp8_mlp": None}, "fp8_mlp null"), ({"compile": "auto"}, ""), ({"fp8_mlp": True}, ""), ({"run_id": "x", "seed": 9}, "")])
-def test_a_run_with_another_config_than_declared_fails(race, judge, declared, word):
-    declare(folder := race(), "a", **declared)
-    if word:
-        fails_only(judge(folder), ACCOUNTS, word)
-    assert judge(folder)[0] == bool(word)
-
-
-@pytest.mark.parametrize("flags, flags_of_base, word", [
-    ([], [], "1a.txt: its race declared muon_lr 0.5"), ([], ["--muon_lr=0.5"], ""), (["--muon_lr=0.5"], ["--muon_lr", ".5"], "muon_lr \"0.5\""),
-    (["--layers", "L1M"], ["--muon_lr=.5"], "1a.txt: its race declared layers \"L1M\""), (["--num_steps=12"], [], ""),
-    (["--ngrams="], ["--muon_lr=.5", "--loss_weights", "1.0"], ""), (["--num_steps", "7"], [], "num_steps \"7\""),
-    (["--stages", "Stage(until=1/2), Stage()", "--compile", "auto"], ["--muon_lr=.5"], "")])
-def test_a_race_that_declared_flags_is_judged_by_them(faster, judge, flags, flags_of_base, word):
-    """As races before 2026-11-28 did."""
-    folder = faster(lambda log, run, side: side == "b" and log.set("start.config.muon_lr", 0.5))
-    with manifest_of(folder) as events:
-        for version, of_side in zip(events[0]["race"]["sides"].values(), (flags, flags_of_base)):
-            version["flags"] = of_side
-            del version["config"]
-    verdict, reason = judge(folder)[1][ACCOUNTS]
-    assert (verdict == "fail") == bool(word) and word in reason, reason
 
 
 @pytest.mark.parametrize("change, word", [
@@ -614,58 +693,6 @@ def test_sides_that_are_validated_on_something_else_are_caught(race, faster, jud
     folder.rename(tmp_path / "both")
     folder, other = two_races(race, tmp_path, change)
     says(judge(folder, "--vs", other)[1], DATA, "fail", word)
-
-
-@pytest.mark.parametrize("config, left, verdict, word", [
-    ({}, 1, "not checkable", "inspect this: 1a.txt and 1b.txt trained on shards with different digests"),
-    ({"train_shards": 1}, 1, "pass", "other training shards, as ['train_shards'] declare"),
-    ({"train_shards": 2}, 2, "not checkable", "inspect this"),  # but its first shards are others
-    ({"train_files": "x/*.bin"}, 2, "pass", "other training shards, as ['train_files'] declare"),
-])
-def test_other_training_data_are_to_be_declared_or_looked_at(faster, judge, config, left, verdict, word):
-    def other(log, run, side):
-        if side == "b":
-            log.start["config"] |= config
-            first, *rest = log.start["shards"]["train"]
-            log.start["shards"]["train"] = [first] if left == 1 else [{**first, "sha256": "5e" * 32}, *rest]
-    status, rules = judge(faster(other))
-    assert (status, rules[DATA][0]) == (0, verdict) and word in rules[DATA][1]
-
-
-def test_the_ideas_of_a_ladder_and_its_base_ran_in_turn(race, judge):
-    def three(log, run, side):
-        scale_clock(log, 2 + 0.1 * "abc".index(side) + 0.01 * run)
-    folder = race(4, "abc", three)
-    assert judge(folder)[1][IN_TURN] == ("pass", "started as abccbaabccba, one after another")
-    log = Log(folder / "2a.txt")
-    log.set("start.started", "2026-01-01T00:00:00+00:00").write(folder / "2a.txt")
-    says(judge(folder)[1], IN_TURN, "fail", "abccbabccbaa: not in turn")
-
-
-@pytest.mark.parametrize("other, silent, status", [
-    (lambda run, side: side == "b", "", 0), (lambda run, side: run == 2, "", 1),
-    (lambda run, side: False, "b", 0), (lambda run, side: False, "3", 1),
-])
-def test_a_run_with_other_libraries_than_its_side_is_caught(faster, judge, other, silent, status):
-    """Flags and source decide which libraries are loaded: sides may differ, runs of one side may not."""
-    def load(log, run, side):
-        log.set("start.versions.libraries", None if silent and silent in f"{run}{side}" else str(int(other(run, side))) * 64)
-    found = judge(faster(load))
-    assert found[0] == status
-    if status:
-        fails_only(found, HARDWARE, "had loaded different shared libraries")
-
-
-@pytest.mark.parametrize("cpus, status", [("xx", 0), ("xy", 1)])
-def test_hosts_are_compared_by_what_they_are_and_not_by_what_names_a_launch(faster, judge, cpus, status):
-    def on_hosts(log, run, side):
-        log.set("start.hosts", [{"ranks": [0, 1], "hardware": {"cpu": cpus[side == "b"]}, "versions": {},
-                                 "environment": {"TORCHELASTIC_ERROR_FILE": f"file of {run}{side}"}, "source_sha256": 64 * side}])
-        log.set("start.environment", {"TRITON_CACHE_DIR": f"checkout of side {side}"})
-    found = judge(faster(on_hosts))
-    assert found[0] == status
-    if status:
-        fails_only(found, HARDWARE, "hosts")
 
 
 def two_races(race, tmp_path, change=lambda log: None):
@@ -700,15 +727,6 @@ def test_an_edited_clock_of_the_other_side_is_caught(race, judge, tmp_path):
 
 
 # The data
-
-@pytest.mark.parametrize("change", [
-    lambda log: log.start["shards"]["val"][0].update(name="fineweb_val_000000.bin"),
-    lambda log: log.set("start.preset", "speedrun")])
-def test_fineweb_has_its_own_rule(race, judge, change):
-    status, rules = judge(race(change=lambda log, run, side: change(log)))
-    assert status == 1 and "10,485,760" in rules[VAL_TOKENS][1]
-    assert "target 3.28" in rules[LOSS][1]  # whatever the log says
-
 
 def leaks_found(honest, folder):
     """Return (verdict, reason) of the search for validation text in a folder's shards, which the log states."""
@@ -865,33 +883,6 @@ def test_the_script_itself_is_clean():
     assert found.findings == found.foreign == [] and found.imports_torch
 
 
-def source_said(capsys, folder):
-    """Return the sentence on the source in the page, which states it for programs too."""
-    verify.main([str(folder)])
-    page = capsys.readouterr().out
-    verify.main([str(folder), "--json"])
-    said = json.loads(capsys.readouterr().out)["source"].removeprefix("Source of ")
-    assert f"\nSource of {said}" in re.sub("\n(?=[^S])", " ", page)
-    return said
-
-
-def test_a_source_of_this_checkout_is_said_to_be_identical(race, capsys):
-    assert source_said(capsys, race(1)) == "1a.txt: identical to this checkout's train_gpt.py."
-
-
-def test_how_the_source_differs_is_told(race, judge, capsys):
-    def change(log, run, side):
-        if side == "a":
-            set_source(log, log.source.replace("adam_lr", "adam_LR", 1))
-    folder = race(2, "ab", change)
-    status, rules = judge(folder)
-    assert "differs from the other side's in 2 lines (--diff)" in rules[SWITCHES][1]
-    for of_one_side in ([], [folder / "1a.txt", folder / "2a.txt"]):  # then it is this checkout's
-        verify.main([*map(str, of_one_side or [folder]), "--diff"])
-        shown = capsys.readouterr().out
-        assert "adam_LR" in shown and shown.count("\n+ ") == 1
-
-
 # The model again
 
 class Forked:
@@ -963,14 +954,21 @@ def test_a_saved_model_has_the_config_of_its_log_but_for_what_the_machine_chose(
     assert (verdict, differ in reason) == ("fail" if differ else "pass", True), reason
 
 
-EMBED = "        e = F.embedding(tokens, self.lm_head.weight) if self.tied else self.embed(tokens)\n"
+EMBED = "        x0 = self.smear(self.embed(tokens), self.smear_gate, smear_weight[0])\n"
+
+
+def in_embedding(plant):
+    """An edit that runs these lines between the embedding e [T, dim] and the smear gate."""
+    return EMBED, f"        e = self.embed(tokens)\n{plant}" + EMBED.replace("self.embed(tokens)", "e")
+
+
 MODEL_PLANTS = {
-    "every token sees the next": ((EMBED, EMBED + "        e = e + 0.1 * torch.roll(e, -1, 0)\n"), "earlier logit"),
+    "every token sees the next": (in_embedding("        e = e + 0.1 * torch.roll(e, -1, 0)\n"), "earlier logit"),
     "a leak at the edges of blocks": (
-        (EMBED, EMBED + "        at = torch.arange(127, len(e) - 1, 128)\n"
+        in_embedding("        at = torch.arange(127, len(e) - 1, 128)\n"
                         "        e = e.index_add(0, at, 0.1 * e[at + 1])\n"), "edge of a block"),
     "a leak at document joins": (
-        (EMBED, EMBED + "        at = (tokens[1:] == self.bos_id).nonzero()[:, 0]\n        at = at[at < len(e) - 2]\n"
+        in_embedding("        at = (tokens[1:] == self.bos_id).nonzero()[:, 0]\n        at = at[at < len(e) - 2]\n"
          "        e = e.index_add(0, at, 0.1 * e[at + 2])\n"), "earlier logit"),
     "a mask that is not causal": (("(q >= k) & (q - k", "(q >= k - 1) & (q - k"), "earlier logit"),
 }
@@ -988,7 +986,7 @@ def test_what_a_model_remembers_of_earlier_sequences_is_caught(rerun):
     learn = "        self.lm_head.weight.data[tokens] += 1e-2\n"
     for plant in (remember, learn):
         only = [examine.LOSS, examine.ORDER]
-        says(rerun((EMBED, EMBED + plant), only=only), examine.ORDER, "fail", "after those before it")
+        says(rerun(in_embedding(plant), only=only), examine.ORDER, "fail", "after those before it")
 
 
 @pytest.mark.slow
@@ -996,7 +994,7 @@ def test_a_leak_far_behind_the_probe_is_caught(rerun, monkeypatch):
     """In sequences longer than the probe the losses reveal the leak."""
     monkeypatch.setattr(examine, "PROBE_TOKENS", 64)
     far = "        if len(e) > 200:\n            e = torch.cat([e[:150], e[150:] + 0.1 * torch.roll(e[150:], -1, 0)])\n"
-    says(rerun((EMBED, EMBED + far), only=[examine.LOSS, examine.CAUSAL]), examine.CAUSAL, "fail", "in sequence ")
+    says(rerun(in_embedding(far), only=[examine.LOSS, examine.CAUSAL]), examine.CAUSAL, "fail", "in sequence ")
     assert rerun(only=[examine.LOSS, examine.CAUSAL])[examine.CAUSAL][0] == "pass"
 
 
@@ -1011,7 +1009,7 @@ def test_a_model_that_looks_ahead_where_it_foresees_no_probe_is_caught(rerun, da
     when = when.format(first=text[1:9].tolist(), sequences=len(text) // 256 + 1)
     ahead = ("        self.calls = getattr(self, 'calls', 0) + 1\n"
              f"        if {when}:\n            e = torch.cat([e[:16], e[16:] + 0.5 * torch.roll(e[16:], -1, 0)])\n")
-    rules = rerun((EMBED, EMBED + ahead), only=[examine.LOSS, examine.ORDER, examine.CAUSAL])
+    rules = rerun(in_embedding(ahead), only=[examine.LOSS, examine.ORDER, examine.CAUSAL])
     assert rules[examine.ORDER][0] == "pass" and rules[examine.CAUSAL][0] == "fail"
     assert "calls" not in when or re.search("in sequence [0-3]\\) change an earlier token's loss", rules[examine.CAUSAL][1])
 
@@ -1022,13 +1020,13 @@ def test_a_model_that_looks_ahead_at_one_place_in_fifty_is_caught(rerun, monkeyp
     monkeypatch.setattr(examine, "CHANGED_LATER", 1)
     rare = ("        at = (tokens.long().cumsum(0) * 7919 % 9973 < 200).nonzero()[:, 0]\n"
             "        at = at[at < len(e) - 1]\n        e = e.index_add(0, at, 0.3 * e[at + 1])\n")
-    assert rerun((EMBED, EMBED + rare), only=[examine.LOSS, examine.CAUSAL])[examine.CAUSAL][0] == "fail"
+    assert rerun(in_embedding(rare), only=[examine.LOSS, examine.CAUSAL])[examine.CAUSAL][0] == "fail"
 
 
 @pytest.mark.parametrize("error", ["MemoryError()", "RuntimeError(\"DefaultCPUAllocator: can't allocate memory\")"])
 def test_memory_that_runs_out_is_no_verdict(rerun, monkeypatch, error):
     monkeypatch.setattr(examine, "PROBE_TOKENS", 64)
-    rules = rerun((EMBED, EMBED + f"        if len(e) > 200: raise {error}\n"), only=[examine.LOSS, examine.CAUSAL])
+    rules = rerun(in_embedding(f"        if len(e) > 200: raise {error}\n"), only=[examine.LOSS, examine.CAUSAL])
     for (verdict, reason), word in zip(rules.values(), ("out of memory", "the loss was not evaluated (see the reason above)")):
         assert verdict == "not checkable" and word in reason
 
@@ -1123,45 +1121,6 @@ def test_times_that_no_race_confirms_show_no_claim(race, judge, tmp_path):
          "by the clocks of the runs alone: no race confirms the times of 8 of 8 runs")
 
 
-def test_a_race_that_ended_before_its_runs_did_tells_no_duration(race, judge):
-    with manifest_of(folder := race()) as events:
-        for event in events[2::2]:  # each ended when the race itself had died
-            event.update(seconds=None, settled=event["started_at"])
-    says(judge(folder)[1], WALL, "not checkable", "the race itself")
-
-
-def with_spans(log, run, seconds, **spans):
-    """Edit a log as if it had trained for this time, with these seconds off its clock."""
-    scale_clock(log, seconds + 0.01 * run)
-    log.end["seconds_outside_clock"].update({name: s + 0.001 * run for name, s in spans.items()})
-    log.end["wall_seconds"] = sum(log.end["seconds_outside_clock"].values()) + log.end["train_time_ms"] / 1000
-
-
-@pytest.mark.parametrize("name, mine, others, verdict", [
-    ("validation", 1.1, 1.0, "pass"), ("validation", 1.6, 1.0, "not checkable"), ("validation", 2.5, 1.0, "fail"),
-    ("setup", 1.9, 1.0, "not checkable"), ("setup", 2.5, 1.0, "fail"), ("compile", 2.0, 0.0, "not checkable")])
-def test_cheat_2_time_hidden_under_another_name(race, judge, name, mine, others, verdict):
-    """Part of the gain in training time is declared as validation, or as another span."""
-    def hide(log, run, side):
-        with_spans(log, run, 10 + 2 * (side == "b"), **{name: mine if side == "a" else others})
-    outcome = judge(race(4, "ab", hide))
-    says(outcome[1], OFF_CLOCK, verdict, "its training takes 2.66 s less")
-    if verdict == "fail":
-        fails_only(outcome, OFF_CLOCK)
-
-
-@pytest.mark.parametrize("seconds, twice", [(13, False), (10, True)])
-def test_a_slower_model_and_more_validations_hide_nothing(race, judge, seconds, twice):
-    """It takes longer off its clock too; validation counts by the call."""
-    def change(log, run, side):
-        with_spans(log, run, seconds if side == "a" else 12, validation=2.0 if side == "a" else 1.0)
-        if side == "a" and twice:
-            for step in (2, 3, 7, 8)[:sum("val_loss" in line for line in log.lines)]:
-                at = next(i for i, line in enumerate(log.lines) if line.startswith(f"step:{step}/"))
-                log.lines.insert(at + 1, log.lines[at].partition(" train_loss")[0].replace(" train_time", " val_loss:4.5000 train_time"))
-    says(judge(race(4, "ab", change))[1], OFF_CLOCK, "pass")
-
-
 @pytest.mark.slow
 def test_cheat_3_one_model_of_many(race, honest, data, tmp_path, capsys, forked):
     """Two good models are given, none for the other runs."""
@@ -1182,7 +1141,7 @@ def test_cheat_3_one_model_of_many(race, honest, data, tmp_path, capsys, forked)
     assert "models of 2 of 4 runs" in report["said"] and report["verdict"] != "pass"
 
 
-PRETRAINED = ("        if self.compiled:\n            self.model.compile_parts()\n",
+PRETRAINED = ("        if self.compiled:\n            compile_parts(self.model)\n",
               "        torch.manual_seed(99)\n        for block in self.model.blocks:\n"
               "            for p in block.parameters(): p.data += 0.1 * torch.randn_like(p)\n")
 
@@ -1193,10 +1152,11 @@ def test_cheat_4_weights_that_were_trained_before(train, rerun):
 
 
 def test_cheat_4_a_source_that_brings_its_weights_along(train, rerun):
-    built = ("    torch.manual_seed(config.seed)\n    return GPT(config", "    torch.manual_seed(config.seed + 7)\n    return GPT(config")
+    seeded = "    torch.manual_seed(config.seed)\n    return config.model_type("
+    built = (seeded, seeded.replace("seed)", "seed + 7)"))
     says(rerun(built, log=train(built, num_steps=4), only=[examine.INITIAL]), examine.INITIAL, "not checkable",
          "by the log's own source alone")
-    other = ("    torch.manual_seed(config.seed)\n    return GPT(config", "    \n    torch.manual_seed(config.seed)\n    return GPT(config")
+    other = (seeded, "    \n" + seeded)
     assert rerun(other, only=[examine.INITIAL])[examine.INITIAL][0] == "pass"
 
 
@@ -1222,8 +1182,8 @@ def test_a_source_that_packs_in_its_own_way_is_replayed_where_it_is(train, judge
     says(rules, REPLAY, "not checkable", "the sections `schedule` and `data` of the source in the log", "--replay")
     assert status == 0
     own = load(planted(packs), tmp_path / "own_train_gpt.py")
-    monkeypatch.setattr(leaks, "source_of_checkout", lambda: planted(packs))
-    monkeypatch.setattr(leaks, "trainer", lambda: own)
+    monkeypatch.setattr(leaks, "source_of_checkout", lambda program="": planted(packs))
+    monkeypatch.setattr(leaks, "trainer", lambda program="": own)
     assert judge(log, "--data", data)[1][REPLAY][0] == "pass"
 
 
@@ -1292,24 +1252,6 @@ def test_files_that_are_edited_while_a_model_is_examined_do_not_matter(rerun_apa
     assert {verdict for verdict, _ in rules.values()} == {"pass"}, rules
 
 
-@pytest.mark.parametrize("variable", [
-    "PYTHONPATH=/tmp/x", "LD_PRELOAD=/tmp/clock.so", "PYTORCH_JIT=0", "PYTHON_JIT=1", "PYTHONWARNINGS=ignore::clock.Slow",
-    "LD_LIBRARY_PATH=/opt/evil", "LD_LIBRARY_PATH=/usr/lib:/home/me/lib", "LD_LIBRARY_PATH=/usr/lib/../../tmp",
-    "LD_LIBRARY_PATH=/usr/lib:/lib_of_mine", "LD_LIBRARY_PATH=/usr/local/cudas/lib"])
-def test_cheat_9_variables_that_change_the_clock(race, judge, variable):
-    setting = dict([variable.split("=")])
-    fails_only(judge(race(1, change=lambda log, *_: log.start["environment"].update(setting))), ENVIRONMENT, variable)
-
-
-def test_variables_of_containers_are_innocuous(race, judge):
-    names = ("PYTHONUNBUFFERED", "PYTHON_VERSION", "PYTHON_SHA256", "PYTHONWARNINGS", "PYTHONSTARTUP", "TORCH_HOME",
-             "TORCH_EXTENSIONS_DIR", "TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "TORCH_SHOW_CPP_STACKTRACES",
-             "TORCH_CUDA_ARCH_LIST", "PYTORCH_VERSION", "TRITON_HOME")
-    setting = {**dict.fromkeys(names, "ignore"), "PYTHONPATH": "", "LD_LIBRARY_PATH": "/usr/local/cuda/lib64:/usr/local/"
-               "cuda-12.4/lib64:/usr/local/nvidia/lib:/lib64:/usr/lib/x86_64-linux-gnu"}
-    assert judge(race(1, change=lambda log, *_: log.start["environment"].update(setting)))[1][ENVIRONMENT][0] == "pass"
-
-
 @pytest.mark.parametrize("name", ["PYTHONPATH", "PYTHONBREAKPOINT"])
 def test_the_tests_take_no_variable_of_python_from_the_shell_that_starts_them(monkeypatch, name):
     monkeypatch.setenv(name, "/somewhere")
@@ -1323,33 +1265,6 @@ def test_cheat_9_the_judges_own_processes_do_not_see_them(rerun_apart, tmp_path,
     assert rerun_apart(only=[examine.LOSS])[examine.LOSS][0] == "pass"
 
 
-def interrupted(folder, run):
-    """Add an attempt that was stopped by hand after step 8."""
-    name = f"{run}a_first"
-    with_attempt(folder, run, status="interrupted", exit=130, seconds=2)
-    log = Log(folder / f"{run}a.txt").set("start.run_id", name).set("start.config.run_id", name)
-    text = log.write(folder / f"{name}.txt").read_text()
-    (folder / f"{name}.txt").write_text(text.split("step:9/12 ")[0] + "error: interrupted\n")
-
-
-@pytest.mark.parametrize("stops, verdict", [(2, "pass"), (3, "not checkable")])
-def test_cheat_10_runs_that_are_stopped_again_and_again(race, judge, stops, verdict):
-    folder = race()
-    for run in range(1, stops + 1):
-        interrupted(folder, run)
-    found, reason = judge(folder)[1][ACCOUNTS]
-    assert found == verdict and "1a_first: interrupted" in reason and ("3 runs of side a were stopped and repeated" in reason) == (stops > 2), reason
-
-
-def test_cheat_11_logs_without_their_json_lines(race, capsys):
-    strip(folder := race())
-    assert verify.main([str(folder), "--target", "4.5"]) == 2
-    shown = capsys.readouterr()
-    said = " ".join(shown.err.split()).removeprefix("verify.py: ")
-    assert said.startswith("NO RULE IS BROKEN: 3 hold, 1 was not checked, 21 need what logs of other projects do not state")
-    assert " ".join(shown.out.split()).startswith(said)
-
-
 def test_cheat_12_a_consistent_forgery_is_in_the_paragraph_that_the_last_line_names(race, capsys):
     assert verify.main([str(race())]) == 0
     last = " ".join(capsys.readouterr().out.rpartition("\n\n")[2].split())
@@ -1358,52 +1273,11 @@ def test_cheat_12_a_consistent_forgery_is_in_the_paragraph_that_the_last_line_na
     assert "while a GPU run compiles" in section and "--rerun" in section
 
 
-def test_a_blank_line_that_an_editor_adds_alters_no_log(race, judge):
-    folder = race()
-    for path in folder.glob("*.txt"):
-        path.write_text(path.read_text() + "\n\n")
-    assert judge(folder)[0] == 0
-
-
 # What the race wrote down, the page, and the run again
 
-def test_lines_that_are_not_those_of_the_race_are_caught(race, judge):
-    """A loss is edited together with everything in the log that states it."""
-    folder = race()
-    found = {run.start["run_id"]: run.figures for run in logs.read([folder]).runs}
-    with manifest_of(folder) as events:
-        for event in events[2::2]:
-            event["figures"] = found[event["run_id"]]
-    assert judge(folder)[0] == 0
-    Log(folder / "2a.txt").label(2, 4, loss=3.9).write(folder / "2a.txt")
-    fails_only(judge(folder), ACCOUNTS, "run 2a, 2a: its lines are not those that the race saw")
-
-
-def write_page(folder, runs, more=""):
-    """Write the parts of a page of board.py that state figures."""
-    losses, seconds = [run.final_loss for run in runs], [run.train_time_ms / 1000 for run in runs]
-    rows = [f"| seed {i} | [{loss:.4f}]({Path(run.path).name}) | {s:.3f} |" for i, (run, loss, s) in enumerate(zip(runs, losses, seconds))]
-    (folder / "README.md").write_text("\n".join([
-        f"- **Loss**: {np.mean(losses):.5f} ± 0.01, below", f"- **Time**: {np.mean(seconds):.2f} ± 0.1 s.", *rows, more]))
-
-
-@pytest.mark.parametrize("old, new, word", [
-    ("", "", ""), ("[4.0200](", "[4.0100](", "its row of 2a.txt states 4.0100, "), ("Loss**: 4.02500", "Loss**: 4.02300", "it states a mean loss of 4.02300"),
-    ("Time**: 1.", "Time**: 0.", "it states a mean time of 0."), ("(3a.txt)", "(9a.txt)", "its row of 3a.txt states None")])
-def test_a_page_that_is_not_its_logs_is_caught(race, judge, old, new, word):
-    folder = race()
-    write_page(folder, logs.read([folder]).runs)
-    page = (folder / "README.md").read_text()
-    assert old in page
-    (folder / "README.md").write_text(page.replace(old, new, 1))
-    if word:
-        fails_only(judge(folder), verify.PAGE, word)
-    else:
-        says(judge(folder)[1], verify.PAGE, "pass", "what 4 logs show")
-
-
 @pytest.mark.parametrize("page, verdict, word", [
-    ("accs = [3.2710, 3.2720, 3.2730]", "pass", ""), ("accs = [3.2710, 3.2720, 3.2730, 3.2689, 3.2691]", "not checkable", "lists 5 losses, and no log here shows 2"),
+    ("accs = [3.2710, 3.2720, 3.2730]", "pass", ""),
+    ("accs = [3.2710, 3.2720, 3.2730, 3.2689, 3.2691]", "not checkable", "lists 5 losses, and no log here shows 2"),
     ("Run `python x.py`.", "not checkable", "no losses of single runs"), (b"\xff 3.2710 3.2720 3.2730".decode("latin1"), "pass", "")])
 def test_losses_in_a_public_readme_that_no_log_shows_are_named(tmp_path, judge, page, verdict, word):
     for i, loss in enumerate((3.271, 3.272, 3.273)):
@@ -1472,89 +1346,75 @@ def test_a_run_again_gives_the_same_bytes(honest, data, capsys):
     assert found["verdict"] == "pass" and "the same bytes" in found["reason"]
 
 
-def test_a_trial_claims_nothing_and_says_so(race, capsys):
-    def short(log, run, side):
-        log.set("start.target_val_loss", 0).set("start.config.target_val_loss", 0).set("end.target_val_loss", 0)
-        log.set("end.reached", False).set("end.val_tokens", 512).set("start.preset", "speedrun" if run > 4 else "laptop")
-    assert verify.main([str(race(change=short))]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert shown.startswith("A TRIAL: no rule is broken; ") and "4 of 4 runs: a trial: 512 of 999 tokens were scored" in shown
-    assert "Claim not judged: mean loss below target, p < 0.01: a trial: 512" in shown
+# The reviewer's page: tests/golden/verify_pages.txt
+
+def spoil(log, run, side):
+    log.set("end.compiles_after_warmup", 2).set("end.state_hash.after_warmup", "0" * 64).set("end.val_tokens", 512)
+    log.set("end.changed_by_validation", 1).set("start.environment", {"TORCHINDUCTOR_X": "y" * 300})
 
 
-# The reviewer's page
-
-def page_of(capsys, *arguments):
-    """Return (summary lines, other lines). Lines are short enough, and failures come last."""
-    verify.main([*map(str, arguments)])
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 120
-    summary, rest = lines[:lines.index("")], lines[lines.index("Each rule:"):]
-    verdicts = [line.partition(":")[0] for line in rest if line.startswith(("pass:", "FAIL:", "not checkable:"))]
-    assert len(summary) <= 40 and "…" not in "".join(summary).replace(" … ", "") and verdicts == sorted(verdicts, key=["pass", "not checkable", "FAIL"].index)
-    return summary, rest
+def make_trial(log, run):
+    log.set("start.target_val_loss", 0).set("start.config.target_val_loss", 0).set("end.target_val_loss", 0)
+    log.set("end.reached", False).set("end.val_tokens", 512).set("start.preset", "speedrun" if run > 4 else "laptop")
 
 
-def test_the_page_begins_with_the_verdict(faster, capsys):
-    def spoil(log, run, side):
-        log.set("end.compiles_after_warmup", 2).set("end.state_hash.after_warmup", "0" * 64).set("end.val_tokens", 512)
-        log.set("end.changed_by_validation", 1).set("start.environment", {"TORCHINDUCTOR_X": "y" * 300})
-    summary, rest = page_of(capsys, faster(spoil))
-    assert summary[0].startswith("FAIL: 6 rules are broken; ") and summary[0].endswith("were not checked")
-    assert [line[:17] for line in summary if line.startswith("Claim")] == ["Claim shown: mean", "Claim shown: fast"]
-    assert summary[1] == "BROKEN, and 3 more below:" and summary[2].startswith("  exactly the stated validation tokens: ")
-    assert any(" compared with base: loss: " in line for line in summary)
-    unseen = summary[summary.index("Not checked, and how to check it:") + 1:]
-    assert [word for line in unseen for word in ("--data", "--rerun") if word in line] == ["--data", "--rerun"]
-    assert "y" * 60 in "".join(line.strip() for line in rest), "the details leave out nothing of the reason"
-
-
-def test_not_faster_is_no_broken_rule(race, judge, capsys):
-    folder = race(4, "ab", lambda log, run, side: scale_clock(log, 1 + 0.01 * run + 0.005 * (side == "b")))
-    fails_only(judge(folder), FASTER, "p = ")
-    summary, rest = page_of(capsys, folder)
-    assert summary[0].startswith("CLAIM NOT SHOWN: no rule is broken; ")
-    assert any(line.startswith("Claim NOT shown: faster than the other side") for line in summary)
-    assert not any(line.startswith("BROKEN") for line in summary)
-
-
-def test_public_logs_get_what_can_be_said_of_them(tmp_path, capsys):
-    """Two sources in one folder: their figures, how to choose, and one line for all that such logs do not state."""
+def public(race, faster):
+    """Two sources in one folder, as in those of the public speedrun, which also hold the baseline's logs."""
+    made = race(1)
+    for path in made.iterdir():
+        path.unlink()
     for i, (pace, source) in enumerate([(60, "import torch"), (61, "import torch"), (50, "import torch, math"), (52, "import torch, math")]):
-        public_log(tmp_path / f"{i}.txt", public_lines(lambda step: 3.27 + (9 - step) / 9 + i / 1000, pace), source)
-    summary, rest = page_of(capsys, tmp_path)
-    assert summary[0] == "NO RULE IS BROKEN: 3 hold, 1 was not checked, 21 need what logs of other projects do not state"
-    assert any("choose with --source and --vs-source" in line for line in rest)
-    assert sum(line.startswith("not checkable: ") for line in rest) == 3 and "the run, its data and hashes: 21 rules" in "\n".join(rest)
-    assert verify.main([str(tmp_path)]) == 2
-    capsys.readouterr()
-    first, second = (hashlib.sha256(source.encode()).hexdigest()[:8] for source in ("import torch\n", "import torch, math\n"))
-    words = [str(tmp_path), "--source", second, "--vs", str(tmp_path), "--vs-source", first]
-    verify.main(words)
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"source {second}, compared with source {first}: loss: no difference shown (p = 0.1" in said
-    assert verify.main([str(tmp_path), "--source", "abc"]) == 2
-    assert f"begins with abc; there are {first} (2 runs)" in capsys.readouterr().err
+        public_log(made / f"{i}.txt", public_lines(lambda step: 3.27 + (9 - step) / 9 + i / 1000, pace), source)
+    return made
+
+
+def other_source(log, run, side):
+    if side == "a":
+        set_source(log, log.source.replace("adam_lr", "adam_LR", 1))
+
+
+FIRST, SECOND = (hashlib.sha256(source.encode()).hexdigest()[:8] for source in ("import torch\n", "import torch, math\n"))
+PAGES = [  # exit status, folder `race`, further words
+    (0, lambda race, faster: race(), ""), (0, lambda race, faster: faster(), ""), (1, sides(spoil), ""), (1, SIDE_EDITS["not faster"][0], ""),
+    (0, runs(make_trial), ""), (2, folder(strip), "--target 4.5"), (2, public, ""), (2, public, "--source abc"),
+    (1, public, f"--source {SECOND} --vs race --vs-source {FIRST}"), (1, lambda race, faster: race(2, "ab", other_source), "--diff"),
+    (1, lambda race, faster: [race(2, "ab", other_source) / f"{run}a.txt" for run in (1, 2)], "--diff"),
+    (1, RACE_EDITS["a loss not surely below the target"][0], "--target 4.2"),
+    (2, RACE_EDITS["a loss not surely below the target"][0], "--target 5"),
+    (1, alone(lambda log: log.set("start.environment", {"TORCH_X": "\ud800\x1b[2J"}).set("start.run_id", "\udcff")), "")]
+
+
+def test_pages_of_races_and_public_logs_are_short_and_end_with_what_fails(race, faster, honest, capsys, golden, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown, wrong = [], []
+    for number, (status, make, words) in enumerate(PAGES):
+        made = make(race, faster)
+        named = [str(path.relative_to(tmp_path)) for path in (made if isinstance(made, list) else [made])]
+        capsys.readouterr()
+        if (found := verify.main([*named, *words.split()])) != status:
+            wrong.append((number, found))
+        said = capsys.readouterr()
+        shown.append(f"$ verify.py {' '.join(named)} {words}\n{said.out}exit status {found}\n{said.err}")
+        if not said.out:
+            continue
+        lines = said.out.splitlines()
+        summary, rest = lines[:lines.index("")], lines[lines.index("Each rule:"):]
+        verdicts = [line.partition(":")[0] for line in rest if line.startswith(("pass:", "FAIL:", "not checkable:"))]
+        assert "--diff" in words or max(map(len, lines)) <= 120
+        assert len(summary) <= 40 and "…" not in "".join(summary).replace(" … ", "")
+        assert verdicts == sorted(verdicts, key=["pass", "not checkable", "FAIL"].index)
+    assert not wrong
+    golden("verify_pages", "\n".join(shown), [(re.escape(Log(honest).start["hardware"]["device"]), "MACHINE")])
 
 
 def test_runs_of_several_experiments_break_no_rule_of_their_own(race, honest, tmp_path, judge):
     """As in logs/: a race, and single runs beside its folder."""
     race(3)
     for seed in (8, 9):
-        Log(honest).label(seed, 1, "a", loss=4.0 + 0.01 * seed).set("start.race", None).set("start.config.race", "").set("start.run_id", f"single{seed}").set("start.config.adam_lr", seed / 1000).write(tmp_path / f"single{seed}.txt")
+        log = Log(honest).label(seed, 1, "a", loss=4.0 + 0.01 * seed).set("start.race", None).set("start.config.race", "")
+        log.set("start.run_id", f"single{seed}").set("start.config.adam_lr", seed / 1000).write(tmp_path / f"single{seed}.txt")
     _, rules = judge(tmp_path)
     says(rules, ACCOUNTS, "not checkable", "whose adam_lr differs", "choose with --source, or name the logs of one")
-
-
-def test_a_race_may_begin_with_a_run_that_does_not_count(race, judge):
-    def first(folder, at):
-        with manifest_of(folder) as lines:
-            run = {**lines[1], "run": 0, "run_id": f"0a{at}", "seed": 0}
-            lines[at:at] = [run, {**lines[2], **run, "status": "done", "ended_at": run["started_at"], "seconds": 0}]
-        return judge(folder)[1][ACCOUNTS]
-    assert first(folder := race(), 1)[0] == "pass"
-    verdict, reason = first(folder, 5)
-    assert verdict == "not checkable" and "0a5, which does not count, followed a run that was done" in reason
 
 
 def test_public_logs_of_two_sources_break_no_rule(tmp_path, judge):
@@ -1614,59 +1474,6 @@ def test_a_script_that_cannot_be_imported_breaks_no_rule(tmp_path, monkeypatch, 
     said = capsys.readouterr()
     assert (record / "README.md").read_bytes() == page and end.value.code == 2 and not said.out
     assert "train_gpt.py cannot be imported (NameError: name 'half_an_idea' is not defined)" in said.err and said.err.count("\n") == 1
-
-
-def test_a_broken_model_is_one_line(honest, tmp_path, capsys):
-    (tmp_path / "m.pt").write_bytes(b"no model")
-    assert verify.main([str(honest), "--rerun", str(tmp_path / "m.pt")]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_values_of_any_type_are_no_crash(honest, tmp_path, capsys):
-    """There is a verdict whatever value the log's JSON has anywhere."""
-    def places(x, path=()):
-        for key, value in x.items():
-            yield (*path, key)
-            if isinstance(value, dict):
-                yield from places(value, (*path, key))
-
-    whole = Log(honest)
-    every = [("start", *path) for path in places(whole.start) if path[0] != "config"]
-    every += [("end", *path) for path in places(whole.end)]
-    values = [None, "x", [], {}, -1, 1e400, [1], True, 10 ** 400, {"extra": 5}, "\ud800", "a\0b"]
-    for i, path in enumerate(every):
-        for value in values[i % 3::3]:
-            log = Log(honest).set(".".join(path), value).write(tmp_path / "l.txt")
-            assert verify.main([str(log), "--data", str(tmp_path), "--json"]) in (0, 1), (path, value)
-            for rule in json.loads(capsys.readouterr().out)["rules"]:  # a reason, and not a net below the rules
-                assert "Error:" not in rule["reason"], (path, value, rule)
-
-
-@pytest.mark.parametrize("line", ["{", "[" * 100_000, '{"run_id": 5}', "9" * 5000, '{"race": null}', "\0", '"\\ud800"'])
-def test_a_manifest_of_anything_is_one_line(race, capsys, line):
-    folder = race()
-    with open(folder / "race.jsonl", "a") as file:
-        file.write(line + "\n")
-    assert verify.main([str(folder)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_what_no_terminal_shows_is_escaped(honest, tmp_path, capsys):
-    log = Log(honest).set("start.environment", {"TORCH_X": "\ud800\x1b[2J"}).set("start.run_id", "\udcff")
-    log.write(tmp_path / "l.txt")
-    assert verify.main([str(tmp_path / "l.txt")]) == 1
-    said = capsys.readouterr()
-    assert "TORCH_X=\\ud800\\x1b[2J" in said.out and not said.err
-
-
-@pytest.mark.parametrize("line", ["step_avg:1.2.3ms", "step_avg:.ms", "step_avg:nanms", "step_avg:" + "9" * 400 + "ms"])
-def test_odd_numbers_of_the_community_are_no_crash(tmp_path, judge, line):
-    for name, time_ms in (("a", "100"), ("b", "9" * 400)):
-        lines = [f"step:{s}/3 val_loss:3.1{s} train_time:{time_ms}ms {line}" for s in range(4)]
-        public_log(tmp_path / f"{name}.txt", lines)
-    status, rules = judge(tmp_path)
-    assert status in (1, 2) and rules and not any("Error:" in reason for _, reason in rules.values())
 
 
 def test_gzip_goes_by_its_first_bytes(race, judge):

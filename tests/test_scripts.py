@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -261,7 +260,8 @@ def test_help_installs_nothing_and_fits_on_a_screen(tree):
         commands = [line.split("  ")[1] for line in lines if line.startswith("  ./run.sh")]
         assert commands == ["./run.sh", "./run.sh --trial", "./run.sh --text FILE FOLDER", "./run.sh -n 5 --vs HEAD", "./run.sh --resume latest"]
     tree.set_up(REAL)
-    (tree.root / "train_gpt.py").write_text("import sys\nprint(*sys.argv)\n")
+    (tree.root / "train_gpt.py").write_text("import sys\nif __name__ == '__main__': print(*sys.argv)\n")
+    (tree.root / "frontier.py").write_text("PRESETS = {}\n")
     assert tree.run("--help").stdout == done.stdout
     assert tree.run("--help-all").stdout == f"{done.stdout}\ntrain_gpt.py --help\n"
 
@@ -362,7 +362,7 @@ def test_a_resumed_run_keeps_the_flags_that_it_began_with(started, gpus, tmp_pat
     gpus(8)
     (tmp_path / "a run.ckpt").touch()
     saved = dataclasses.replace(train_gpt.PRESETS["speedrun"], resume="a checkpoint", train_files="mine*", target_val_loss=0.0)
-    monkeypatch.setattr(train_gpt, "parse_config", lambda flags, preset: ("speedrun", saved))
+    monkeypatch.setattr(train_gpt, "parse_config", lambda flags, preset, presets: ("speedrun", saved))
     assert started(*typed)[-1:] == [RANKS.format(8) + expected]
 
 
@@ -399,7 +399,7 @@ def test_the_preflight_answer_is_kept_per_source_machine_and_flags(started, gpus
     mine, source = tmp_path / "mine.py", Path(train_gpt.__file__).read_text()
     monkeypatch.setattr(train_gpt, "__file__", str(mine))
     mine.write_text(source.replace("return Plan(", "return Plan(  # remark\n        "))
-    assert started(*files) == [run]
+    assert started(*files) == [run.replace("train_gpt.py", "mine.py")]
     mine.write_text(source.replace("min(0.9999,", "min(0.9998,"))
     assert started(*files)[0] == check
     gpus(0)
@@ -607,7 +607,7 @@ def test_a_driver_too_old_for_torch_is_said_and_not_raced_on_the_cpu(gpus, tree,
     says = r"8 GPU\(s\), but .*built for CUDA 13.0, cannot use them with driver 550.54: .* \(found version 12040\)\. Update"
     with pytest.raises(SystemExit, match=says):
         start.main([])
-    assert train_gpt.main([]) == 1
+    assert train_gpt.main(train_gpt.PRESETS, []) == 1
     assert "cannot use the 8 GPU(s) of this machine; launch/preflight.py says why" in capsys.readouterr().err
 
 
@@ -832,25 +832,3 @@ def test_the_embedded_corpus_is_made_where_it_is_missing_and_found_where_it_is()
     stream = train_gpt.Stream(train, laptop)
     stream.check_enough()
     assert len(stream.next_batch(train_gpt.plan_of(laptop, 0))) == laptop.micro_batches
-
-
-# Packages
-
-
-def test_torch_s_build_for_an_older_driver_is_one_variable_away(tmp_path):
-    """README, "Older drivers": of the pinned version pip takes the build of a further index before the usual one's."""
-    pin = next(line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch=="))
-    version = pin.removeprefix("torch==")
-    for index, build in (("usual", version), ("further", f"{version}+cu126")):
-        folder, name = tmp_path / index / "torch", f"torch-{build}"
-        folder.mkdir(parents=True)
-        with zipfile.ZipFile(folder / f"{name}-py3-none-any.whl", "w") as wheel:
-            wheel.writestr(f"{name}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {build}\n")
-            wheel.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-            wheel.writestr(f"{name}.dist-info/RECORD", "")
-        (folder / "index.html").write_text(f'<a href="{name.replace("+", "%2B")}-py3-none-any.whl">a wheel</a>')
-    environment = {**os.environ, "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": (tmp_path / "usual").as_uri() + "/",
-                   "PIP_EXTRA_INDEX_URL": (tmp_path / "further").as_uri() + "/"}
-    said = subprocess.run([sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--ignore-installed", pin],
-                          env=environment, capture_output=True, text=True)
-    assert f"Would install torch-{version}+cu126" in said.stdout, said.stdout + said.stderr
