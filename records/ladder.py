@@ -1,6 +1,6 @@
 """Judge a ladder: ideas raced in turn against one base, each with the same seeds, in one race or on several days.
 
-    python launch/race.py -n 5 --vs "--sublayer_scales true" --vs "--sync step" -- --preset laptop      race two ideas
+    python launch/race.py -n 5 --vs "--muon_lr 0.05" --vs "--sync step" -- --preset laptop      race two ideas
     python records/ladder.py logs/race-ID logs/race-OTHER         print one table of these races, or of records of them
     python records/ladder.py logs/race-ID --equal-time            also print the command of a race at equal time
 

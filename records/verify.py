@@ -393,7 +393,7 @@ def check_outside(e):
     require(abs(unnamed) <= UNNAMED_S, f"wall clock {wall:.2f} s, training {trained:.2f} s, named outside {named:.2f} "
             f"s: {unnamed:+.2f} s are unaccounted for, and {UNNAMED_S} s are allowed")
     shown = ", ".join(f"{name} {seconds:.1f}" for name, seconds in spans.items())
-    return f"of {wall:.1f} s: training {trained:.1f}, {shown}, unaccounted for {unnamed:.4f}"
+    return f"of {wall:.1f} s: training {trained:.1f}, {shown}, unaccounted for {round(unnamed, 4) + 0:.4f}"
 
 
 def check_same(e, where, what_follows, what):
