@@ -39,8 +39,8 @@ from torch import Tensor, nn
 import train_gpt
 from train_gpt import (
     GATE_DIM, GPT2_VOCAB, TILE_K, TILE_M, TILE_N, DocumentTable, Encoding, HeadLoss, Mask, MuonGroup, NgramTable,
-    Ngrams, Plan, Ramp, ReluSquaredMLP, Rotary, Shard, Softcap, Windows, attend, compiled, cut_in_pieces, embedding,
-    exclude_own_value, fp8_product, kernel_programs, mask_in_pieces, norm, option, parameter, require, rotate,
+    Ngrams, Plan, Ramp, Rotary, Shard, Softcap, Windows, attend, compiled, cut_in_pieces, embedding, exclude_own_value,
+    fp8_product, kernel_programs, mask_in_pieces, norm, option, parameter, relu_squared, require, rotate,
     scheduled_steps, seen_by_pieces, sha256_of, stage_type, start, to_device, triton, uniform)
 
 if triton is not None:
@@ -780,7 +780,9 @@ class ReluSquaredInFP8(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *ReluSquaredMLP.backward(ctx, grad), None, None
+        x, fc, proj, h = ctx.saved_tensors  # torch.compile cannot call ReluSquaredMLP.backward here
+        grad_y = relu_squared(grad, proj, h)
+        return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h, None, None
 
 E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
 

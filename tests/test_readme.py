@@ -178,7 +178,7 @@ def test_every_flag_is_one_of_a_program_here_and_every_link_leads_somewhere():
     sources = "".join(path.read_text(encoding="utf-8") for path in
                       (ROOT / "sample.py", ROOT / "test.sh", ROOT / "bench/first_gpu", *(path for folder in ("bench", "data", "dry_gpu", "launch", "records")
                                              for path in (ROOT / folder).glob("*.py"))))
-    torchrun = {"--nnodes", "--nproc_per_node", "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--max-restarts"}
+    torchrun = {"--nnodes", "--nproc_per_node", "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--max-restarts", "--update"}
     known = {*(flag for program in (train_gpt, frontier) for flag in train_gpt.make_parser(program.PRESETS)._option_string_actions),
              *re.findall(r"--[a-z][\w-]+", sources), *torchrun}
     for path in (*PAGES, *RESULTS, *(path for path in (ROOT / "launch/cluster").iterdir() if path.is_file())):
