@@ -129,6 +129,7 @@ def wait_until(holds, seconds=600, what="it"):
 GOLDEN = Path(__file__).parent / "golden"
 # In this order: what a machine, a checkout or a moment decides, and the word that stands for it
 MASKS = ((r"\b(?:[0-9a-f]{64}|[0-9a-f]{40}|[0-9a-f]{8})\b", "HASH"), (re.escape(str(Path(train_gpt.__file__).parent)), "CHECKOUT"),
+         (r"(?<=this checkout's )(\w+\.py) in [\d,]+ lines", r"\1 in N lines"), (r"(?m)^@@ -\d+(,\d+)? \+\d+(,\d+)? @@", "@@ LINES @@"),  # of train_gpt.py today
          (r"(train_loss|grad_norm):[\d.]+", r"\1:FIGURE"), (re.escape(torch.__version__), "VERSION"), (re.escape(sys.executable), "PYTHON"),
          (r"\b\d{4}-\d\d-\d\dT[\d:.]+(?:\+00:00|Z)?", "MOMENT"), (r"\b\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_[0-9a-f]{4}", "RACE"))
 
