@@ -416,8 +416,8 @@ class OnGPU(torch.Tensor):
 @pytest.mark.parametrize("kind, kernels, used", [(torch.Tensor, False, "ReluSquaredInFP8"), (OnGPU, True, "ReluSquaredInFP8"), (OnGPU, False, "")])
 def test_gpus_compute_the_mlp_in_fp8_only_by_kernels(kind, kernels, used, monkeypatch):
     taken = []
-    for name in ("ReluSquaredInFP8", "ReluSquaredMLP"):
-        monkeypatch.setattr(getattr(frontier, name), "apply", lambda x, *_, name=name: taken.append(name) or x)
+    for of in (frontier.ReluSquaredInFP8, train_gpt.ReluSquaredMLP):
+        monkeypatch.setattr(of, "apply", lambda x, *_, name=of.__name__: taken.append(name) or x)
     mlp = frontier.MLP(small(fp8_mlp=True))
     mlp.kernels = kernels
     assert mlp(torch.randn(48, 32).as_subclass(kind)).shape == (48, 32) and taken == [used] * bool(used)
