@@ -3,30 +3,23 @@
     python records/verify.py RECORD...                 RECORD: a folder of logs, or logs
     python records/verify.py RECORD --vs OTHER         also: is it faster on the same hardware? (Or one race with both)
     python records/verify.py RECORD --source HASH --vs RECORD --vs-source HASH     two versions whose logs share a folder
-    python records/verify.py RECORD --data DIR         also hash the shards in DIR, rebuild the batches, and search for
-                                                       validation text in the training data
-    python records/verify.py RECORD --rerun MODEL...   also evaluate saved models, ideally one of each run: examine.py;
-                                                       it runs the source in the logs: do it in a container
-    python records/verify.py RECORD --replay SEED      also run one run again, by the source, ranks and threads in its
-                                                       log: likewise
-    python records/verify.py RECORD --diff             also print how the source differs from its parent: the other
-                                                       side's source, or this checkout's train_gpt.py
+    python records/verify.py RECORD --data DIR         also hash the shards, rebuild the batches, search for leaks
+    python records/verify.py RECORD --rerun MODEL...   also evaluate saved models, ideally one of each run: examine.py
+    python records/verify.py RECORD --replay SEED      also run one run again, as its log describes it
+    python records/verify.py RECORD --diff             also print how the source differs from the other side's, or from
+                                                       this checkout's
     --json  for programs; its verdict is pass, fail, or incomplete (nothing fails, but some rules could not be checked)
 
-The first line of the page is the verdict. A summary follows: broken rules, the claims (loss, faster), the number of rules
-that could not be checked with the flag that would make them checkable, the rules that hold, and how the source differs
-from this checkout's train_gpt.py. Then each rule with its reason. Logs of other projects do not describe their runs; the
-page shows what their lines and sources tell.
+--rerun and --replay run the source in the logs: use a container. docs/racing.md describes the page, the independent
+evidence for what a log states, and what no rule sees.
 
 Exit status: 0 nothing fails, 1 a rule is broken or a claim is not shown, 2 nothing to judge: no input, or logs that do
 not describe their runs.
-
-A log is a run's own statement. Independent evidence: race.py's clock for times, --data for digests, --rerun for losses.
-What none of this shows is in docs/racing.md, under "What no rule sees"; every verdict names it.
 """
 
 import argparse
 import ast
+import contextlib
 import difflib
 import functools
 import hashlib
@@ -133,10 +126,6 @@ class Evidence:
         """Whether the log describes its run. Such a log must hold everything that this project's logs hold."""
         return self.run.start is not None
 
-    @property
-    def has_config(self):
-        return self.ours and isinstance(self.run.start.get("config"), dict)
-
     @functools.cached_property
     def race(self):
         return race_of(self.run)
@@ -178,10 +167,8 @@ class Evidence:
 
 def moment(text):
     """Return the seconds since 1970 of an ISO time, or None."""
-    try:
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
         return datetime.fromisoformat(text).timestamp()
-    except (TypeError, ValueError, OverflowError):
-        return None
 
 
 # Rules for each run: a check takes Evidence and returns a reason to believe; it raises Broken or CannotJudge otherwise
@@ -500,17 +487,15 @@ def check_attempts(manifest, here, remarks, unknown):
                 "before does not say that it was started")
     lengths = [attempt["seconds"] for attempt in manifest.done().values() if is_number(attempt.get("seconds"))]
     usual = float(np.median(lengths)) if lengths else math.inf
-    before = None
-    for run_id, attempt in manifest.attempts.items():
+    for before, attempt in itertools.pairwise([{}, *manifest.attempts.values()]):
         which, status, seconds = f"{attempt['run']}{attempt['side']}", attempt["status"], attempt.get("seconds")
+        run_id = attempt["run_id"]
         what, log = f"run {which}, {run_id}", here.get(run_id)
         if not attempt["run"]:  # the first run, which warms the machine up; its log is not kept
-            if before not in (None, "compiled", "failed", "interrupted", "lost"):
+            if before.get("status") not in (None, "compiled", "failed", "interrupted", "lost"):
                 unknown.append(f"{run_id}, which does not count, followed a run that was done: a race that was resumed, "
                                "or a hidden run")
-            before = status
             continue
-        before = status
         tried += [which] * (which not in tried[-1:])
         if status == "done":
             require(log, f"{what}, was started (done), and its log is not here")
@@ -568,22 +553,21 @@ def add_configs(race, runs):
 
     A value that its flags name is theirs. Any other is that of the base's run if only flags separate the two sides, else
     that of the side's own first run, with which its other runs must agree."""
-    first = {e.race.side: e for e in reversed(runs) if e.race and e.race.race_id == race["id"] and e.has_config}
-    *_, base = race["sides"]
+    first = {e.race.side: e for e in reversed(runs) if e.race and e.race.race_id == race["id"]
+             and e.ours and isinstance(e.run.start.get("config"), dict)}
+    flags = {}  # {side: {name: value}}
+    for side, version in race["sides"].items():
+        words = [part for flag in version["flags"] for part in (flag[2:].split("=", 1) if flag.startswith("--") else [flag])]
+        flags[side] = dict(zip(words[::2], words[1::2]))
     for side in [side for side, version in race["sides"].items() if side in first and "config" not in version]:
-        version, one, other = race["sides"][side], first[side], first.get(base, first[side])
-        words, words_of_base = parse_flags(version["flags"]), parse_flags(race["sides"][base]["flags"])
+        *_, base = race["sides"]
+        one, other, both = first[side], first.get(base, first[side]), flags[side] | flags[base]
         config = stated_config(one)
-        if one.run.source == other.run.source and not {"preset", "num_steps"} & dict(words.items() ^ words_of_base.items()).keys():
-            config |= {name: value for name, value in stated_config(other).items() if name not in {**words, **words_of_base}}
-        config |= {name: word for name, word in words.items() if not means(word, config.get(name))}
-        version["config"] = config
-
-
-def parse_flags(flags):
-    """Return {name: value} of flags like `--name value` or `--name=value`."""
-    words = [part for flag in flags for part in (flag[2:].split("=", 1) if flag.startswith("--") else [flag])]
-    return dict(zip(words[::2], words[1::2]))
+        if one.run.source == other.run.source and not {"preset", "num_steps"} & dict(
+                flags[side].items() ^ flags[base].items()).keys():
+            config |= {name: value for name, value in stated_config(other).items() if name not in both}
+        config |= {name: word for name, word in flags[side].items() if not means(word, config.get(name))}
+        race["sides"][side]["config"] = config
 
 
 def means(word, stated):
@@ -624,7 +608,7 @@ def check_copies(runs):
         if e.ours:
             hashes = json.dumps([end.get(key) for key in ("final_state_hash", "state_hash", "validation_hash", "model_hash")])
             marks += [(seed, "state hash", digest) for digest in re.findall(f'"({SHA256.pattern})"', hashes)]
-            if is_shuffled(e):
+            if e.run.start.get("config", {}).get("shuffle") is True:
                 marks.append((seed, "digest of its tokens", e.digest("end.train_digest")))
             if len(losses) >= TELLING_LINES:
                 marks.append((seed, "training loss at each step", tuple(losses.values())))
@@ -636,10 +620,6 @@ def check_copies(runs):
                 "" if owner is e else f", and the seeds {before} and {owner}"))
     checkable(seen, "the logs hold neither state hashes nor the times of their steps")
     return f"no two of {plural(len(runs), 'run')} share times, no two seeds share a state hash or losses"
-
-
-def is_shuffled(e):
-    return e.run.start.get("config", {}).get("shuffle") is True
 
 
 def claim(runs, others, target, names=("the set", "the --vs set")):
@@ -721,15 +701,13 @@ def check_page(case, folder):
 
 def check_again(e, data):
     """Run the source in a log again, with its ranks, threads and config, and compare state hash and loss."""
-    config = {name: value for name, value in stated_config(e).items()
-              if name not in logs.INCIDENTAL and not name.startswith("race_")}
-    flags = [f"--{name}={','.join(map(str, value)) if isinstance(value, list) else str(value).lower() if type(value) is bool else value}"
-             for name, value in config.items()]
+    config = {"preset": e.run.start.get("preset"), **logs.config_of(e.run)}
     if data:
-        flags = [*flags, *(f"--{split}={Path(data).resolve() / Path(config[split]).name}" for split in ("train_files", "val_files"))]
-    threads = e.get("start.environment", dict).get("OMP_NUM_THREADS")
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | (
-        {"OMP_NUM_THREADS": threads} if threads else {})
+        config |= {split: Path(data).resolve() / Path(config[split]).name for split in ("train_files", "val_files")}
+    words = {name: ",".join(map(str, value)) if isinstance(value, list) else str(value) for name, value in config.items()}
+    flags = [f"--{name}={word.lower() if type(config[name]) is bool else word}" for name, word in words.items()]
+    environment = {**os.environ, "OMP_NUM_THREADS": e.get("start.environment", dict).get("OMP_NUM_THREADS")}
+    environment = {name: value for name, value in environment.items() if value is not None}
     with tempfile.TemporaryDirectory() as folder:
         program = leaks.write_files(folder, e.run.script).name
         os.symlink(ROOT / "data", Path(folder, "data"))
@@ -869,19 +847,18 @@ def read_runs(paths, source):
     """Read logs and folders into a RunSet; source: how the hash of the runs' source begins, or None.
 
     Raise CannotJudge without a run, or if a file cannot be read."""
-    found, races = logs.read(paths), {}
+    found = logs.read(paths)
     unreadable = [item for item in found.rejected if item.kind == logs.UNREADABLE]
     if unreadable or not found.runs:
         reasons = join_findings([f"{item.path}: {item.reason}" for item in unreadable or found.rejected])
         raise CannotJudge(f"no run to judge ({reasons or 'nothing was found'}); name a folder of logs, or logs")
     folders = [path for path in paths if os.path.isdir(path)] + [os.path.dirname(run.path) or "." for run in found.runs]
-    for manifest in filter(None, map(manifest_in, sorted({os.path.realpath(folder) for folder in folders}))):
-        races[manifest.race["id"]] = manifest
     runs = [Evidence(run) for run in found.runs if (run.source_sha256 or "").startswith((source or "").lower())]
-    if not runs:
-        there = join_findings([f"{digest:.8} ({plural(len(of_source), 'run')})" for digest, of_source in stats.grouped(
-            found.runs, lambda run: run.source_sha256 or "none").items()])
-        raise CannotJudge(f"no run has a source whose hash begins with {source}; there are {there}")
+    there = [f"{digest:.8} ({plural(count, 'run')})" for digest, count in Counter(
+        run.source_sha256 or "none" for run in found.runs).items()]
+    checkable(runs, f"no run has a source whose hash begins with {source}; there are {join_findings(there)}")
+    manifests = filter(None, map(manifest_in, sorted({os.path.realpath(folder) for folder in folders})))
+    races = {manifest.race["id"]: manifest for manifest in manifests}
     for manifest in races.values():
         add_configs(manifest.race, runs)
     return RunSet(runs, found, races)
@@ -1043,19 +1020,18 @@ def sum_up(findings, case):
 def parse(arguments):
     parser = argparse.ArgumentParser(description="Judge a record by the rules of the speedrun.", allow_abbrev=False,
                                      epilog="Exit status: 0 nothing fails, 1 a rule is broken, 2 it cannot be judged.")
-    parser.add_argument("record", nargs="+", metavar="RECORD", help="a folder of logs, or logs")
-    parser.add_argument("--vs", nargs="+", metavar="OTHER", help="logs of the version to beat")
-    parser.add_argument("--source", metavar="HASH", help="judge only runs whose source has a SHA-256 with this beginning")
-    parser.add_argument("--vs-source", metavar="HASH", help="the same for --vs")
-    parser.add_argument("--side", default="a", help="the record's side, in a race with two sides (default: a)")
-    parser.add_argument("--data", metavar="DIR",
-                        help="folder of the shards: hash and replay them, search for validation text in training")
-    parser.add_argument("--rerun", nargs="+", metavar="MODEL",
-                        help="saved models, or folders of them; RUNS the source in their logs: use a container")
-    parser.add_argument("--replay", type=int, metavar="SEED", help="run this seed's run again; RUNS the source in its log: use a container")
-    parser.add_argument("--target", type=float, help="target loss (default: 3.28 on FineWeb, else the logs' target)")
-    parser.add_argument("--diff", action="store_true", help="print the differences between the source and its parent")
-    parser.add_argument("--json", action="store_true", help="print the findings for programs")
+    add = parser.add_argument
+    add("record", nargs="+", metavar="RECORD", help="a folder of logs, or logs")
+    add("--vs", nargs="+", metavar="OTHER", help="logs of the version to beat")
+    add("--source", metavar="HASH", help="judge only runs whose source has a SHA-256 with this beginning")
+    add("--vs-source", metavar="HASH", help="the same for --vs")
+    add("--side", default="a", help="the record's side, in a race with two sides (default: a)")
+    add("--data", metavar="DIR", help="folder of the shards: hash and replay them, search for validation text in training")
+    add("--rerun", nargs="+", metavar="MODEL", help="saved models; RUNS the source in their logs: use a container")
+    add("--replay", type=int, metavar="SEED", help="train this seed again; RUNS the source in its log: use a container")
+    add("--target", type=float, help="target loss (default: 3.28 on FineWeb, else the logs' target)")
+    add("--diff", action="store_true", help="print the differences between the source and its parent")
+    add("--json", action="store_true", help="print the findings for programs")
     return parser.parse_args(arguments)
 
 
