@@ -401,22 +401,17 @@ def now():
 
 
 def sides_done(manifest):
-    """Return the Sides with a run that is done; the last is the base."""
+    """Return the Sides with a run that is done, with the runs of the rounds that all have done; the last is the base."""
     done, sides = manifest.done(), []
     for name in manifest.race["sides"]:
         runs = [complete_log(manifest.path.parent / f"{done[run, side]['run_id']}.txt")
                 for run, side in sorted(done) if side == name]
         if any(runs):
-            sides.append(stats.Side(f"side {name}" if name else "runs", list(filter(None, runs)),
-                                    declared=manifest.race))
-    return sides
-
-
-def whole_rounds(sides):
-    """Return the Sides with the runs of those rounds that all of them have done."""
+            sides.append(stats.Side(f"side {name}" if name else "runs", list(filter(None, runs)), declared=manifest.race))
     rounds = [{race_of(run).run for run in side.runs} for side in sides]
-    return [stats.replace(side, runs=[run for run in side.runs if race_of(run).run in set.intersection(*rounds)])
-            for side in sides]
+    for side in sides:
+        side.runs = [run for run in side.runs if race_of(run).run in set.intersection(*rounds)]
+    return sides
 
 
 def interim(manifest, sides):
@@ -446,12 +441,12 @@ def draw(manifest, sides, found):
 def decided(manifest):
     """Return why a race that runs until it is decided is over, or None."""
     options = stats.parse(stats_arguments(manifest.path.parent, manifest.race))
-    with contextlib.suppress(stats.Undecided):
-        try:
-            report = stats.judge(stats.choose_sides(options), options)
-            require(report["verdict"] != stats.UNJUDGED, report["reason"])
-            return report["reason"]
-        except UserError as reason:
+    try:
+        report = stats.judge(stats.choose_sides(options), options)
+        require(report["verdict"] != stats.UNJUDGED, report["reason"])
+        return report["reason"]
+    except UserError as reason:
+        if not isinstance(reason, stats.Undecided):
             say(logs.brief(f"cannot be judged yet: {reason}"))
     return None
 
@@ -503,7 +498,7 @@ def run_all(manifest, where, lock):
                 f"{race['sides'][side].get('program', SCRIPT)} was changed during the race; restore it and resume with: {how}")
         with interrupts_deferred() as interrupts:
             status = run_once(manifest, where[side], lock, run, side, interrupts, compile_only)
-        sides = whole_rounds(sides_done(manifest)) if run else []
+        sides = sides_done(manifest) if run else []
         found, text = interim(manifest, sides)
         if sides:
             draw(manifest, sides, found)
