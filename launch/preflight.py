@@ -2,10 +2,10 @@
 
     python launch/preflight.py [--ranks N] [flags of the program]
 
-Each part of a run (attention, each group of layers, the head, the update rules, the collectives) is computed at its full
-shapes, and compared with a plain version: float32, uncompiled. If a part fails on one rank, all ranks disable it by the
-part's fallback flag, and the check starts again. On GPUs `micro_batch_splits` doubles until a step fits in memory. The
-last line is a JSON object with the flags that a run must take, such as {"attention": "masked", "micro_batch_splits": 2}.
+Each part of a run (attention, each group of layers, the head, the update rules, the collectives) is computed at its
+full shapes, and compared with a plain version: float32, uncompiled. If a part fails on one rank, all ranks disable it
+by the part's fallback flag, and the check starts again. On GPUs `micro_batch_splits` doubles until a step fits in
+memory. The last line is a JSON object with the flags that a run must take, such as {"attention": "masked"}.
 
 Exit status: 0, 1 if a part fails and no flag avoids it or if a run does not fit, 130 interrupted.
 """
@@ -60,8 +60,8 @@ import train_gpt as T  # noqa: E402
 class Part(NamedTuple):
     """A part of a run. compute(False) computes it as the run does, compute(True) by the plain version.
 
-    how: the way in which the run computes it. allowed: the largest norm of the difference of the two results, relative to
-    the norm of the plain one. fallback: the flag, and its value, that avoids this way."""
+    how: the way in which the run computes it. allowed: the largest norm of the difference of the two results, relative
+    to the norm of the plain one. fallback: the flag, and its value, that avoids this way."""
 
     name: str
     how: str
@@ -91,7 +91,7 @@ def program_module(config: T.Config) -> Any:
 def model_parts(worker: T.Worker) -> Iterator[Part]:
     """Yield attention, each group of layers, and the head: with gradients, on a micro-batch of noise.
 
-    The plain version computes its first COMPARED tokens. No loss depends on the others, so the gradients are the same."""
+    The plain version computes its first COMPARED tokens. No loss depends on the others: equal gradients."""
     c, model, device, program = worker.config, worker.model, worker.device, program_module(worker.config)
     plan = T.plan_of(c, c.num_steps - 1)
     for p in model.parameters():  # a zero would hide the parameters behind it
@@ -298,8 +298,8 @@ COLUMNS = ["part", "how", "difference", "allowed", "ms", "verdict"]
 
 
 def check_parts(worker: T.Worker) -> tuple[list[list[str]], Part | None]:
-    """Check each part once, and restore the state. Return (a row per part with the worst rank's figures, the first failure,
-    from which others may follow)."""
+    """Check each part once, and restore the state. Return (a row per part with the worst rank's figures, the first
+    failure, from which others may follow)."""
     parts, mine, rows, failed = [], [], [], []
     saved, buffers = worker.optimizer.state_dict(), [(x, x.clone()) for x in worker.model.buffers()]
     for part in itertools.chain(model_parts(worker), rule_parts(worker), transfer_parts(worker)):

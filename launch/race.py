@@ -15,11 +15,11 @@
     python launch/race.py --resume logs/race-ID/race.jsonl                       resume a race (if it runs another
                                                       project's script, with the same --vs and --cmd)
 
-A first run does not count: it warms the machine up (run 0 in race.jsonl). Where runs compile, each other side runs up to
-its first step before that, so that all counted runs find their code in this checkout's .cache. Then pairs run a b, b a,
-a b, ...: a machine that warms up or becomes busier then affects both sides equally. Run i has seed BASE + i on both sides
-(BASE: --seed among the flags, or 0). The largest number of runs, the deciding test (--test), and whether looks may end
-the race are declared before the first run, so nobody can stop at a convenient moment. docs/racing.md tells more.
+A first run does not count: it warms the machine up (run 0 in race.jsonl). Where runs compile, each other side runs up
+to its first step before that, so that all counted runs find their code in this checkout's .cache. Then pairs run a b, b
+a, a b, ...: a machine that warms up or becomes busier then affects both sides equally. Run i has seed BASE + i on both
+sides (BASE: --seed among the flags, or 0). The largest number of runs, the deciding test (--test), and whether looks
+may end the race are declared before the first run, so nobody can stop at a convenient moment.
 
 logs/race-ID/ contains the logs of both sides and:
   race.jsonl         the declaration, with the source and config of each side, and a line before and after each run
@@ -27,8 +27,8 @@ logs/race-ID/ contains the logs of both sides and:
   race.png           a plot of the rounds that all sides have done, redrawn after each run
 
 A failed run stops the race, since the failure would probably repeat; --resume repeats the run with its seed. race.jsonl
-is locked while this program lives, or the launcher of a run. Another project's script has its own seeds; the newest log in
-logs/*.txt of its folder is copied here. `python -I` starts runs, without PYTHON* variables: neither PYTHONPATH nor
+is locked while this program lives, or the launcher of a run. Another project's script has its own seeds; the newest log
+in logs/*.txt of its folder is copied here. `python -I` starts runs, without PYTHON* variables: neither PYTHONPATH nor
 sitecustomize nor user packages change their clocks. Packages installed beside torch still could.
 
 Exit status: 0 all runs are done, 1 one failed, 2 the race cannot be run or judged, 130 interrupted.
@@ -132,14 +132,13 @@ def blobs_of(files, revision=None):
 def describe_sides(ideas, cmd, flags, name=None):
     """Return {side: {"revision", "flags"}}; revision None is this checkout, whose script may be edited.
 
-    A single side has the name "". The last of several sides is the base. A side with a "folder" is another project's; its
-    flags are the whole command. "name" says what a side was, also in a month: an edit has its hash; flags name themselves."""
+    A single side has the name "". The last of several sides is the base. A side with a "folder" is another project's;
+    its flags are the whole command. "name" says what a side was, also in a month; flags say it themselves."""
     files = [path.name for path in train_gpt.source_files(next(iter(program_of(flags).PRESETS.values())))]
     edited = [blob for blob, committed in zip(blobs_of(files), blobs_of(files, "HEAD")) if blob != committed]
-    head = (git("rev-parse", "HEAD") or "")[:8]
-    checkout = f"{head}, edited ({edited[0][:4]})" if head and edited else f"revision {head}" if head else "this checkout"
-    ours = {"revision": None, "flags": flags}
-    here = {**ours, "name": name or checkout}
+    head, ours = (git("rev-parse", "HEAD") or "")[:8], {"revision": None, "flags": flags}
+    checkout = f"{head}, edited ({edited[0][:4]})" if edited else f"revision {head}"
+    here = {**ours, "name": name or (checkout if head else "this checkout")}
     if not ideas:
         return {"": here}
     if cmd is not None:
@@ -401,13 +400,14 @@ def now():
 
 
 def sides_done(manifest):
-    """Return the Sides with a run that is done, with the runs of the rounds that all have done; the last is the base."""
+    """Return the Sides that have a run, each with the runs of the rounds that all have done; the last is the base."""
     done, sides = manifest.done(), []
     for name in manifest.race["sides"]:
         runs = [complete_log(manifest.path.parent / f"{done[run, side]['run_id']}.txt")
                 for run, side in sorted(done) if side == name]
         if any(runs):
-            sides.append(stats.Side(f"side {name}" if name else "runs", list(filter(None, runs)), declared=manifest.race))
+            label = f"side {name}" if name else "runs"
+            sides.append(stats.Side(label, list(filter(None, runs)), declared=manifest.race))
     rounds = [{race_of(run).run for run in side.runs} for side in sides]
     for side in sides:
         side.runs = [run for run in side.runs if race_of(run).run in set.intersection(*rounds)]
@@ -603,8 +603,9 @@ def main(arguments=None):
                 if manifest.cut is not None:
                     say(f"{path}: the last line is incomplete and was dropped")
                     os.truncate(path, manifest.cut)
+                given = options.vs, split_flags(options.cmd or "")
                 for version in manifest.race["sides"].values():  # the manifest may come from elsewhere
-                    allowed = options.vs == [version.get("folder")] and split_flags(options.cmd or "") == version["flags"]
+                    allowed = given == ([version.get("folder")], version["flags"])
                     require("folder" not in version or allowed,
                             f"this race runs another project's command; to allow it: {resume_command(manifest)}")
                 settle(manifest)

@@ -1,8 +1,8 @@
 """Start a run, a race or a preflight check: the program that ./run.sh becomes.
 
 It chooses the preset, the data, the number of ranks and of threads; on GPUs also the flags with which every part of a
-run works and a step fits in memory (launch/preflight.py; .cache/preflight keeps its answer). Then it starts the ranks in
-this process, or becomes launch/race.py. Only the standard library is imported at first: --help works without .venv.
+run works and a step fits in memory (launch/preflight.py; .cache/preflight keeps its answer). Then it starts the ranks
+in this process, or becomes launch/race.py. Only the standard library is imported at first: --help works without .venv.
 """
 
 import argparse
@@ -91,14 +91,14 @@ def make_parser():
 def add_race_options(add):
     """Add the options of a race to a parser, race.py's or this one; a value that is not given is None."""
     add("-n", type=int, metavar="N", help="runs of each version, declared before the first (default: 5)")
-    add("--vs", action="append", default=[], metavar="WHAT", help="a git revision; or flags for the side with the idea; "
-        "repeat it for several; or a folder (with --cmd)")
+    add("--vs", action="append", default=[], metavar="WHAT", help="a git revision; or flags for the side with the "
+        "idea; repeat it for several; or a folder (with --cmd)")
     add("--name", metavar="WORDS", help="name of this checkout in the race (default: its revision)")
     add("--cmd", help="what starts another project's script in the folder that --vs names")
     add("--until-decided", action="store_true", help="stop as soon as the verdict is known")
     add("--max-n", type=int, metavar="N", help="with --until-decided: the most runs of each version")
-    add("--test", choices=("paired", "unpaired"), help="paired t-test of log time, for a machine that drifts (default), "
-        "or Welch's")
+    add("--test", choices=("paired", "unpaired"), help="paired t-test of log time, for a machine that drifts "
+        "(default), or Welch's")
     add("--alpha", type=float, metavar="P", help="level of each of the claim's tests (0.01)")
 
 
@@ -209,7 +209,7 @@ def encode_text(paths, options):
     name = re.sub(r"[^A-Za-z0-9]", "_", Path(paths[0]).stem)
     out = f"data/own-{name}-{zlib.crc32(os.fsencode(chr(10).join(paths)))}"  # other paths, another folder
     words = [*paths, "--out", out, "--encoding", "bytes", "--force", "--by-content", *options]
-    shards = make_data("text.py", *words, tee=True).strip()  # of another text too: an earlier run may still need its own
+    shards = make_data("text.py", *words, tee=True).strip()  # of each text: an earlier run may still need its own
     return ["--preset", "laptop", "--train_files", f"{shards}/*_train_*.bin", "--val_files", f"{shards}/*_val_*.bin"]
 
 
@@ -329,7 +329,8 @@ def preflight(config, flags, ranks, gpus, show_only):
         say(f"preflight: {' '.join(as_flags(answer)) or 'all parts work'} (checked before; --preflight checks again)")
         return as_flags(answer)
     say("preflight: checks each part of a run once; on GPUs this takes minutes while it compiles")
-    answer = json.loads(call([PYTHON, "-I", "launch/preflight.py", f"--ranks={ranks}", *flags], "no run was started", tee=True))
+    words = [PYTHON, "-I", "launch/preflight.py", f"--ranks={ranks}", *flags]
+    answer = json.loads(call(words, "no run was started", tee=True))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".tmp").write_text(json.dumps({**key, "flags": answer}, indent=1) + "\n")
     path.with_suffix(".tmp").replace(path)

@@ -5,8 +5,8 @@
     python records/board.py pack records/DATE_NAME                                  pack logs that lie in a record's folder
 
 `add` packs a race's logs and manifest into logs.tar.xz of a new folder. It refuses files that name this machine or its
-folders. If the race breaks a rule, it asks first. `pack` packs files that lie in a record's folder, and removes them. All
-three write, from the folders alone, each record's README.md (its first line keeps the title) and the leaderboard
+folders. If the race breaks a rule, it asks first. `pack` packs files that lie in a record's folder, and removes them.
+All three write, from the folders alone, each record's README.md (its first line keeps the title) and the leaderboard
 records/README.md. A missing plot.png is drawn; remove one to draw it again.
 
 Exit status: 0 written, 2 not possible (stderr states why).
@@ -15,7 +15,6 @@ Exit status: 0 written, 2 not possible (stderr states why).
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import itertools
 import json
@@ -26,7 +25,6 @@ import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
@@ -241,37 +239,31 @@ def pack(folder: Path) -> None:
     write_pages()
 
 
-@contextlib.contextmanager
-def new_folder(folder: Path) -> Iterator[None]:
-    """Make a folder, and remove it if the code that fills it fails."""
-    require(not folder.exists(), f"{folder} exists; choose another name, or remove it")
-    folder.mkdir(parents=True)
-    try:
-        yield
-    except BaseException:
-        shutil.rmtree(folder)
-        raise
-
-
 def add(race: Path, folder: Path, title: str) -> None:
     """Make a record of a race. Raise UserError, without a trace, if there is no verdict or nobody wants the page."""
     require(race.is_dir(), f"{race} is not a folder; name the folder of a race, like logs/race-ID")
     require(any(path.suffix == ".txt" for path in files_of(race)),
             f"{race} holds no logs of a race; name a folder like logs/race-ID")
     require(folder.resolve().parent == HERE, f"{folder} is not in {HERE}; name a new folder there")
-    with new_folder(folder):
+    require(not folder.exists(), f"{folder} exists; choose another name, or remove it")
+    folder.mkdir(parents=True)
+    try:
         logs.pack({path.name: published(path).encode() for path in files_of(race)}, folder / logs.ARCHIVE)
         judge_runs(race.resolve())  # a refusal names this folder: the new one will be gone
         (folder / "README.md").write_text(f"# {' '.join(title.split())}\n", encoding="utf-8")
         record = describe(folder)
         for rule in record["rules"]:
             if rule["verdict"] == "fail":
-                print(pages.wrap(f"board.py: this race breaks a rule: {rule['rule']}: {rule['reason']}"), file=sys.stderr)
+                said = f"board.py: this race breaks a rule: {rule['rule']}: {rule['reason']}"
+                print(pages.wrap(said), file=sys.stderr)
         if record["broken"]:
             print("board.py: write a page that says so? [y/N] ", end="", file=sys.stderr, flush=True)
             require(sys.stdin.readline().strip().lower() in ("y", "yes"),
                     "the race breaks a rule, and nothing was written; race again, or answer y")
         write_pages()
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -2,9 +2,8 @@
 
 records/verify.py calls these rules for --rerun. The source is untrusted, and its process may read and write all files
 of its user: run it in a container. The process gets tokens and returns logits; losses, hashes and comparisons are
-computed here. It starts without PYTHON* and LD_* variables and never sees the target of the last token. The places where
-later tokens are changed are random: a model that looks ahead at fewer than 1 in 100 places may pass.
-"""
+computed here. It starts without PYTHON* and LD_* variables and never sees the target of the last token. The places
+where later tokens are changed are random: a model that looks ahead at fewer than 1 in 100 places may pass. """
 
 import contextlib
 import functools
@@ -50,8 +49,8 @@ PASSED_ON = ("PATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # environment v
 def load(source_path, model_path):
     """Return (program, model, windows of the last validation, saved content) for a program and a saved model.
 
-    The program must have Config, Worker, and a model with trunk(tokens, windows) and lm_head.logits; it, or the train_gpt.py
-    that it imports, config_of, build_model, plan_of, Encoding, Comm and Shard."""
+    The program must have Config, Worker, and a model with trunk(tokens, windows) and lm_head.logits; it, or the
+    train_gpt.py that it imports, config_of, build_model, plan_of, Encoding, Comm and Shard."""
     import torch
     sys.path.insert(0, os.path.dirname(source_path))
     spec = importlib.util.spec_from_file_location("judged", source_path)
@@ -149,7 +148,7 @@ def read_model(path, device="cpu"):
 def copy_of_judge():
     """Copy this file and its imports to a temporary folder: files may be edited in the minutes of an examination."""
     copy = tempfile.TemporaryDirectory()  # which is removed when this process ends
-    shutil.copytree(Path(__file__).parent, copy.name, dirs_exist_ok=True, ignore=shutil.ignore_patterns("2*"))  # records
+    shutil.copytree(Path(__file__).parent, copy.name, dirs_exist_ok=True, ignore=shutil.ignore_patterns("20*"))
     return copy
 
 

@@ -1,6 +1,6 @@
 """Check the data of a run: does it match the log, did the run train on it, and does training contain validation text?
 
-records/verify.py calls these rules for --data. A rule returns why it holds, and raises Broken or CannotJudge otherwise."""
+records/verify.py calls these rules for --data. They return why they hold, or raise Broken or CannotJudge."""
 
 import contextlib
 import dataclasses

@@ -127,9 +127,9 @@ class Run:
     """A run. If it cannot be used: reason says why and kind is one of those above; index_in_file is None for a file.
 
     start, end and resumed are this project's JSON lines. complete is None if the form states no total. clock_falls: the
-    steps at which train_time decreased; once, early, is the community's reset after warm-up. shape: a letter of _OWN_LINE
-    for each line after the last separator, or o; odd: the first such other line. settings: what stands above a public
-    source. Fields with repr=False are not part of --json."""
+    steps at which train_time decreased; once, early, is the community's reset after warm-up. shape: a letter of
+    _OWN_LINE for each line after the last separator, or o; odd: the first such other line. settings: what stands above
+    a public source. Fields with repr=False are not part of --json."""
     path: str
     index_in_file: int | None = None
     reason: str = ""
@@ -422,7 +422,8 @@ def without_copies(runs):
         if len(evidence) > 1 or timed[i] or trained and ending[2] is not None:
             original = next((j for j in by_line.get(next(iter(evidence)), ()) if lines[i] <= lines[j] and (
                 trained and ending == runs[j].validations[-1][:3] or timed[i] and timed[i] <= timed[j]
-                or trained and not timed[i] and ending[2] is not None) and (len(evidence) > 1 or may_be_one(runs[i], runs[j]))), None)
+                or trained and not timed[i] and ending[2] is not None)
+                             and (len(evidence) > 1 or may_be_one(runs[i], runs[j]))), None)
         if original is None:
             originals[i] = runs[i]
             for line in {*lines[i], *timed[i]}:
@@ -554,7 +555,8 @@ class _Section:
                 run.clock_falls.append(step)
             run.clock = time_ms
             if whole_ms if run.start else not (again and run.steps[-1].validation == validation):
-                average, train_loss, grad_norm = (fields.get(name, "") for name in ("step_avg", "train_loss", "grad_norm"))
+                names = "step_avg", "train_loss", "grad_norm"
+                average, train_loss, grad_norm = (fields.get(name, "") for name in names)
                 units = () if whole_ms else tuple((1 if text.endswith("ms") else 1000) * 10.0 ** -len(
                     text.rstrip("ms").partition(".")[2]) for text in (fields["train_time"], average))
                 run.steps.append(Step(step, time_ms, _time_ms(average), _finite(train_loss), validation,
@@ -621,8 +623,8 @@ def _parse(path, content):
     settings = {name: value for name, value in _SETTING.findall(above.decode("utf-8", "replace")) if not _NO_SETTING.search(name)}
     *quoted, part = map(_Section, (*before[:place], above, *before[end:], last))
     if not part.runs:
-        why = f"{NOT_A_LOG}: no line 'step:N/TOTAL val_loss:X' or 's:N tel:X'{' after the last separator' if before else ''}"
-        found = Run(path, kind=NOT_A_LOG)
+        after, found = " after the last separator" if before else "", Run(path, kind=NOT_A_LOG)
+        why = f"{NOT_A_LOG}: no line 'step:N/TOTAL val_loss:X' or 's:N tel:X'{after}"
         if source and b"import torch" in source:
             why = "incomplete: a script and its environment, but no step line: the run stopped before its first step"
             found = Run(path, 1, kind=INCOMPLETE, source_sha256=digest)
@@ -853,8 +855,9 @@ def outcomes(logs):
     rows, alike = [], {}  # other files beside the logs share one row for each kind
     for run in logs.runs:
         steps = str(run.last_step) if run.stated_steps is None else f"{run.last_step}/{run.stated_steps}"
-        rows.append((run.path, str(run.index_in_file), "no record" if run.disqualified else "used", steps, run.loss_text,
-                     run.seconds_text, str(run.gpus or "-"), (run.source_sha256 or "-")[:8], "; ".join(run.notes)))
+        outcome, source = "no record" if run.disqualified else "used", (run.source_sha256 or "-")[:8]
+        rows.append((run.path, str(run.index_in_file), outcome, steps, run.loss_text, run.seconds_text,
+                     str(run.gpus or "-"), source, "; ".join(run.notes)))
     for item in logs.rejected:
         stem, suffix = os.path.splitext(item.path)
         shown = os.path.join(os.path.dirname(stem), f"*{suffix}") if is_beside(item) else item.path
@@ -940,8 +943,9 @@ def main(arguments=None):
         print(show_json(logs))
     else:
         header = "file", "run", "outcome", "steps", "val_loss", "seconds", "GPUs", "source", "remark"
-        print(*columns([header, *outcomes(logs)]), f"{plural(len(logs.runs), 'run')} used, {len(logs.rejected)} rejected, "
-              f"{plural(len(logs.duplicates), 'duplicate')}", sep="\n")
+        print(*columns([header, *outcomes(logs)]), sep="\n")
+        print(f"{plural(len(logs.runs), 'run')} used, {len(logs.rejected)} rejected, "
+              f"{plural(len(logs.duplicates), 'duplicate')}")
     return 0 if logs.runs and all(item.kind != UNREADABLE for item in logs.rejected) else 2
 
 

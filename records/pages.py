@@ -73,9 +73,9 @@ def show(template, **values):
 # Charts: places in percent of the chart's width and height, for templates/watch.html.jinja
 
 def running_means(points, steps=None):
-    """Return points (tuples) with the running mean of their last value, POINTS of them at most. steps: of the whole run.
+    """Return at most POINTS points (tuples) with the running mean of their last value. steps: of the whole run.
 
-    A single negative value is left out: it is the speed between two lines of which the clock was reset at the second."""
+    A single negative value is left out: a speed between two lines of which the clock was reset at the second."""
     negative = [point for point in points if point[-1] < 0]
     points = [point for point in points if len(negative) != 1 or point[-1] >= 0]
     width, apart = max(1, round(SMOOTHED * (steps or len(points)))), math.ceil(len(points) / POINTS) or 1
@@ -131,7 +131,7 @@ def mean_curves(runs):
 def far_note(level, values):
     """Return (a note on a level that is far from the values, else "", and whether the axis is extended to it).
 
-    A level is (value, name) or None. An axis is extended by half its length at most, to a level without a name always."""
+    A level is (value, name) or None. It is extended by half its length at most, without a name always."""
     low, high = min(values), max(values)
     if not level or not level[1] or low - (high - low) / 2 <= level[0] <= high + (high - low) / 2:
         return "", bool(level)
@@ -139,7 +139,7 @@ def far_note(level, values):
 
 
 class Axis:
-    """A linear axis around values with round ticks (place, text), if whole without fractions. tight: hardly a margin."""
+    """A linear axis around values, with round ticks (place, text). whole: no fractions; tight: hardly a margin."""
 
     def __init__(self, values, whole=False, tight=False):
         low, high = min(values), max(values)

@@ -11,12 +11,12 @@ Exit status: 0 the claim holds, 1 it does not, 2 it cannot be judged (too few ru
 
 The claim: the mean final loss is below the target (one-sided one-sample t-test, p < alpha) and, with a second set, the
 mean train_time is below that set's. Both must hold, so a wrong claim passes with probability alpha at most. The test of
-times is the one that race.jsonl declared before the first run: the paired t-test of log time, or Welch's. Two sets without
-a declaration are compared by Welch's t-test of seconds, as public records do. The p of a claim is one-sided, that of the
-table two-sided, of the same test. Intervals of the claim have confidence 1 - 2 alpha.
+times is the one that race.jsonl declared before the first run: the paired t-test of log time, or Welch's. Two sets
+without a declaration are compared by Welch's t-test of seconds, as public records do. The p of a claim is one-sided,
+that of the table two-sided, of the same test. Intervals of the claim have confidence 1 - 2 alpha.
 
-The number of runs must be fixed before the first one: stopping as soon as p < alpha passes a wrong claim about six times
-as often. For a race that was declared to run until it is decided, `bounds` keep alpha over all looks.
+The number of runs must be fixed before the first one: stopping as soon as p < alpha passes a wrong claim about six
+times as often. For a race that was declared to run until it is decided, `bounds` keep alpha over all looks.
 
 Right-skewed losses make the t-test lenient: at alpha 1 % it passes 5 to 7 % of wrong claims on exponential losses, and 9 %
 with looks. From ten runs on the p-value of a bootstrap-t is printed; a race until decided must show the claim by it too.
@@ -101,7 +101,7 @@ def bootstrap_t_less(losses, target):
 
 
 def power(n, sd, margin, alpha, sets=1, other_sd=None):
-    """Return the power of a one-sided t-test of n runs against a fixed target (sets=1), or n a side by Welch's (sets=2).
+    """Return the power of a one-sided t-test of n runs against a fixed target, or with sets=2 of n a side by Welch's.
 
     Welch's degrees of freedom depend only on the share of each sample variance in their sum. The share is
     beta-distributed and independent of the sum; given the share, t is noncentral t."""
@@ -119,7 +119,7 @@ def power(n, sd, margin, alpha, sets=1, other_sd=None):
 def upper_sd(sd, n):
     """Return the upper confidence bound of the sd that n normal runs have shown (chi-square; Browne 1995).
 
-    With the sd of a pilot of 3 to 10 runs, power 0.9 is 0.67 to 0.83 on average; with the bound 0.90 to 0.94 (simulated)."""
+    With the sd of a pilot of 3 to 10 runs, power 0.9 is 0.67 to 0.83 on average, with the bound 0.90 to 0.94."""
     return sd * math.sqrt((n - 1) / scipy.stats.chi2.ppf(1 - SD_CONFIDENCE, n - 1))
 
 
@@ -544,9 +544,9 @@ def check_none_diverged(side):
     sources, races = {run.source_sha256 for run in side.runs}, set(map(side_of, side.runs))
     diverged = [item for item in side.rejected if item.kind == logs.NOT_FINITE and item.source_sha256 in sources
                 and side_of(item) in races]
-    if diverged:
-        raise UserError(f"{list_names(diverged)} of {side.name} diverged ({diverged[0].reason}): a run that was "
-                          "started and is evidence against the claim; fix the cause and race again")
+    reason = diverged[0].reason if diverged else ""
+    require(not diverged, f"{list_names(diverged)} of {side.name} diverged ({reason}): a run that was started and is "
+            "evidence against the claim; fix the cause and race again")
 
 
 def add_warnings(side):
@@ -565,8 +565,7 @@ def choose_target(runs, given):
     """Return the given target, else the one that all logs state, else the default; None if they state 0, for none."""
     if given is not None:
         return given
-    targets = [(run.start or {}).get("target_val_loss") for run in runs]
-    stated = list({json.dumps(target): target for target in targets}.values())
+    stated = list({json.dumps(target): target for target in map(FACTS["with different targets"], runs)}.values())
     if stated == [None]:
         return DEFAULT_TARGET
     require(len(stated) == 1 and type(stated[0]) in (int, float) and math.isfinite(stated[0]),
@@ -925,21 +924,18 @@ def parse(arguments):
     options = parser.parse_args(arguments)
     if options.plan and options.alpha is None:
         options.alpha = ALPHA
-    if options.alpha is not None and not 0 < options.alpha < 0.5:
-        parser.error(f"--alpha is {options.alpha}; give a number between 0 and 0.5")
-    if not 0 < options.power < 1:
-        parser.error(f"--power is {options.power}; give a number between 0 and 1")
-    if options.target is not None and not math.isfinite(options.target):
-        parser.error(f"--target is {options.target}; give a finite number")
+    for name, holds, wanted in (("alpha", lambda x: 0 < x < 0.5, "number between 0 and 0.5"),
+                                ("power", lambda x: 0 < x < 1, "number between 0 and 1"),
+                                ("target", math.isfinite, "finite number")):
+        if (given := getattr(options, name)) is not None and not holds(given):
+            parser.error(f"--{name} is {given}; give a {wanted}")
     if options.side and options.vs:
         parser.error("--side takes both sets from PATH; leave out --vs")
     unused = ("plot",) if options.plan else ("sd", "margin")
     if options.plan and options.sd and options.margin:  # no logs are read
         unused += ("vs", "vs_source", "side")
-    for name in unused:
-        if getattr(options, name):
-            flag = "--" + name.replace("_", "-")
-            parser.error(f"--plan judges nothing; leave out {flag}" if options.plan else f"{flag} needs --plan; add it")
+    for flag in [f"--{name.replace('_', '-')}" for name in unused if getattr(options, name)]:
+        parser.error(f"--plan judges nothing; leave out {flag}" if options.plan else f"{flag} needs --plan; add it")
     if not options.paths and not options.plan:
         parser.error("no PATH was given; name logs, or a folder of logs")
     return options

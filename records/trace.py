@@ -7,8 +7,8 @@
     ... --json                                                  print the same figures as JSON
     ... --picture FILE.png                                      draw a step of the first rank of each version
 
-Reads .json and .json.gz of NVIDIA GPUs, and of CPUs. A trace of 10 MB takes 0.6 s and 90 MiB. Exit status: 0 the figures
-are printed, 2 the input cannot be used (stderr states why).
+Reads .json and .json.gz of NVIDIA GPUs, and of CPUs. A trace of 10 MB takes 0.6 s and 90 MiB. Exit status: 0 the
+figures are printed, 2 the input cannot be used (stderr states why).
 
 Definitions
     GPU op         An event with ph X and cat kernel, gpu_memcpy or gpu_memset. A kernel with "nccl" in its name is
@@ -27,10 +27,9 @@ Definitions
                    (the one with the ProfilerStep marks), which is autograd's work. Negative: during backward.
     from backward  Reduce-scatter kernels launched outside the main thread.
 
-A trace without GPU ops (CPU and gloo) shows when the host launched, by the ranges `launch ...`, `wait ...`, `backward` and
-`step`, or else by torch's own events: c10d::* and gloo:* for launches, the span of autograd's functions for backward,
-Optimizer.step#* for the step. `after backward end` is the first launch relative to the end of backward.
-"""
+A trace without GPU ops (CPU and gloo) shows when the host launched, by the ranges `launch ...`, `wait ...`, `backward`
+and `step`, or else by torch's own events: c10d::* and gloo:* for launches, the span of autograd's functions for
+backward, Optimizer.step#* for the step. `after backward end` is the first launch relative to the end of backward. """
 
 import argparse
 import contextlib
@@ -518,7 +517,8 @@ def compare(left, right):
     pairs = common or list(zip(steps_a, steps_b))
     found = [] if common else ["the sets have no common step number: steps are paired in order"]
     if len(steps_a) != len(steps_b):
-        found.append(f"a has {logs.plural(len(steps_a), 'step')}, b has {len(steps_b)}: compare the steps, not the totals")
+        found.append(f"a has {logs.plural(len(steps_a), 'step')}, b has {len(steps_b)}: compare the steps, not the "
+                     "totals")
     return {"a": [analysis["trace"] for analysis in left], "b": [analysis["trace"] for analysis in right],
             "total": compared(total_a, total_b),
             "steps": [{"a_step": a, "b_step": b, **compared(steps_a[a], steps_b[b])} for a, b in pairs], "notes": found}

@@ -33,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.parse
-from collections import Counter
+from collections import Counter, namedtuple
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -237,22 +237,18 @@ def check_val_tokens(e):
     """Check the number of validation tokens: the public rule's, or all of the validation shards. A trial claims no loss."""
     counted = e.get("end.val_tokens", int)
     wanted = FINEWEB_VAL_TOKENS if is_fineweb(e) else sum(shard["tokens"] for shard in shards_of(e)["val"]) - 1
-    if counted < wanted and not logs.target_of(e.run):
-        raise CannotJudge(f"{TRIAL}: {counted:,} of {wanted:,} tokens were scored, and no target is claimed")
+    checkable(counted >= wanted or logs.target_of(e.run),
+              f"{TRIAL}: {counted:,} of {wanted:,} tokens were scored, and no target is claimed")
     require(counted == wanted, f"{counted:,} tokens were scored, and the rule is {wanted:,}")
     return f"{counted:,} tokens were scored"
 
 
-class Scanned(NamedTuple):
-    """Result of a scan: statements that set a switch, and modules whose code is unknown."""
-    findings: list
-    foreign: list
-    imports_torch: bool
+Scanned = namedtuple("Scanned", "findings foreign imports_torch")  # statements that set a switch; unknown modules
 
 
 @functools.lru_cache(maxsize=64)
 def scan(source):
-    """Scan a source. Raise SyntaxError if Python cannot parse it."""
+    """Return a source Scanned. Raise SyntaxError if Python cannot parse it."""
     if len(source) > MOST_CHARACTERS:
         raise SyntaxError(f"{len(source):,} characters; at most {MOST_CHARACTERS:,} are scanned")
     findings, modules = [], set()
@@ -281,15 +277,13 @@ def difference(parent, source):
 
 
 def lines_changed(parent, source):
-    return plural(len([line for line in difference(parent, source)[2:] if line[0] in "+-"]), "line")
+    return plural(sum(line[0] in "+-" for line in difference(parent, source)[2:]), "line")
 
 
 def check_source(e, theirs):
     """Check that the source sets no compiler switch. theirs: the other side's source."""
-    failed = Broken if e.ours else CannotJudge
-    if not e.run.source:
-        raise failed("the log holds no source")
-    what = "the source in the log"
+    failed, what = Broken if e.ours else CannotJudge, "the source in the log"
+    logs.require(e.run.source, "the log holds no source", failed)
     try:
         found = scan(e.run.source)
     except SyntaxError as error:
@@ -297,10 +291,9 @@ def check_source(e, theirs):
     medium = not e.ours and abs(e.run.final_loss - MEDIUM_LOSS) < MEDIUM_WITHIN
     findings = [text for text in found.findings if not (medium and _MEDIUM.search(text))]
     require(not findings, join_findings(findings))
-    doubts = [f"imports {', '.join(found.foreign)}, whose code the log does not contain"] * bool(found.foreign)
-    doubts += ["does not import torch: it is not the script"] * (not found.imports_torch)
-    if doubts:
-        raise failed(f"{what} {'; '.join(doubts)}")
+    doubts = [f"imports {', '.join(found.foreign)}, whose code the log does not contain"] if found.foreign else []
+    doubts += [] if found.imports_torch else ["does not import torch: it is not the script"]
+    logs.require(not doubts, f"{what} {'; '.join(doubts)}", failed)
     text = "no statement sets a compiler switch openly"
     text += f", except {found.findings[0]}, which this track allows" if found.findings else ""
     if theirs and e.ours:
@@ -344,8 +337,8 @@ def check_clock(e):
     # at step 0 nothing was averaged, and a few ms may have passed
     wrong = [[f"at step {line.step} train_time is {line.time_ms:.0f} ms, by its step_avg of {line.average} ms "
               f"{line.step * line.average:.0f} ms" for line in timed if not line.agrees(without)] for without in warm]
-    if all(wrong) and not e.ours and timed[-1].units != (1, 0.01) and min(map(len, wrong)) > len(timed) / 2:
-        raise CannotJudge("its step_avg is another average than train_time by steps")
+    checkable(not all(wrong) or e.ours or timed[-1].units == (1, 0.01) or min(map(len, wrong)) <= len(timed) / 2,
+              "its step_avg is another average than train_time by steps")
     require(not all(wrong), join_findings(wrong[0]))
     if e.ours:
         steps = [line.step for line in timed if not line.validation]
@@ -413,10 +406,8 @@ def of_all(found, wanted):
     unknown = [reason for _, verdict, reason in found if verdict == UNKNOWN]
     some = f"{len(found)} of {plural(wanted, 'run')} examined; " if len(found) < wanted else ""
     require(not broken, some + join_findings(broken))
-    if unknown:
-        raise CannotJudge(f"{some}{len(unknown)} of {plural(len(found), 'run')}: {unknown[0]}")
-    if some:
-        raise CannotJudge(f"{some}none fails; the first: {found[0][2]}")
+    checkable(not unknown, f"{some}{len(unknown)} of {plural(len(found), 'run')}: {''.join(unknown[:1])}")
+    checkable(not some, f"{some}none fails; the first: {found[0][2]}")
     return found[0][2] if wanted == 1 else f"{wanted} of {wanted} runs; the first: {found[0][2]}"
 
 
@@ -463,8 +454,7 @@ def check_accounts(runs, found, races):
         if of_race:
             check_attempts(manifest, here, remarks, unknown)
             check_declared(manifest, of_race)
-    if unknown:
-        raise CannotJudge("; ".join([*dict.fromkeys(unknown), *remarks]))
+    checkable(not unknown, "; ".join([*dict.fromkeys(unknown), *remarks]))
     return "; ".join(remarks)
 
 
@@ -557,7 +547,8 @@ def add_configs(race, runs):
              and e.ours and isinstance(e.run.start.get("config"), dict)}
     flags = {}  # {side: {name: value}}
     for side, version in race["sides"].items():
-        words = [part for flag in version["flags"] for part in (flag[2:].split("=", 1) if flag.startswith("--") else [flag])]
+        words = [part for word in version["flags"]
+                 for part in (word[2:].split("=", 1) if word.startswith("--") else [word])]
         flags[side] = dict(zip(words[::2], words[1::2]))
     for side in [side for side, version in race["sides"].items() if side in first and "config" not in version]:
         *_, base = race["sides"]
@@ -593,9 +584,8 @@ def check_wall(runs, races):
             lags.append(measured - wall)
             require(lags[-1] >= -0.1, f"{e.name} states {wall:.1f} s by the wall clock, the race that started it "
                     f"measured {measured:.1f}")
-    if not lags:
-        raise CannotJudge(f"no {MANIFEST} tells how long the runs took: race them with race.py" if not any(
-            attempt_of(e, races) for e in runs) else "the race itself had ended before its runs did")
+    checkable(lags, "the race itself had ended before its runs did" if any(attempt_of(e, races) for e in runs) else
+              f"no {MANIFEST} tells how long the runs took: race them with race.py")
     return f"the race measured {min(lags):.1f} to {max(lags):.1f} s more than each run's wall clock, which starts later"
 
 
@@ -639,15 +629,14 @@ def claim(runs, others, target, names=("the set", "the --vs set")):
 def check_claimed(report, given):
     """Raise CannotJudge unless stats.py could judge the claim, and where it holds by another target than the logs declare."""
     checkable(report["verdict"] in (stats.HOLDS, stats.FAILS), report["reason"])
-    if given is not None and report["others"] and report["loss"]["significant"]:
-        raise CannotJudge(f"not the declared claim: {'; '.join(report['others'])}; p = {report['loss']['p']:.4g}")
+    checkable(given is None or not report["others"] or not report["loss"]["significant"],
+              f"not the declared claim: {'; '.join(report['others'])}; p = {report['loss']['p']:.4g}")
 
 
 def check_loss(runs, given):
     """Check that the mean loss is below the target: on FineWeb 3.28 whatever the logs state."""
     trials = [reason for e in runs if e.ours and TRIAL in (reason := judged(check_val_tokens, e)[1])]
-    if trials:
-        raise CannotJudge(trials[0])
+    checkable(not trials, "".join(trials[:1]))
     fineweb = given is None and any(not e.ours or is_fineweb(e) for e in runs)
     report = claim(runs, [], stats.DEFAULT_TARGET if fineweb else given)
     check_claimed(report, given)
@@ -685,16 +674,17 @@ def check_page(case, folder):
                     f"the logs {mean}")
     rows = {urllib.parse.unquote(file): (loss, seconds) for loss, file, seconds in _ROW.findall(text)}
     for e in runs if rows else ():
-        shown = f"{e.run.final_loss:.{e.run.loss_decimals}f}", "-" if e.run.train_time_ms is None else f"{e.run.train_time_ms / 1000:.3f}"
-        seen = rows.get(os.path.basename(e.run.path))
+        shown, seen = (e.run.loss_text, e.run.seconds_text), rows.get(os.path.basename(e.run.path))
         require(seen == shown, f"its row of {e.name} states {seen and ', '.join(seen)}, the log {', '.join(shown)}")
-    shown = [line.loss for run in [*found.runs, *found.rejected] for line in run.validations]
+    losses = [line.loss for run in [*found.runs, *found.rejected] for line in run.validations]
+    finals = [e.run.final_loss for e in runs]
     stated = [text for texts in _LOSSES.findall(text) for text in NUMBERS.findall(texts)]
-    stated = [text for text in stated if min(e.run.final_loss for e in runs) - NEAR < float(text) < max(e.run.final_loss for e in runs) + NEAR]
-    lacking = [text for text in stated if all(abs(float(text) - loss) > 0.51 * 10.0 ** -len(text.partition(".")[2]) for loss in shown)]
-    if lacking and not rows:
-        raise CannotJudge(f"README.md lists {len(stated)} losses, and no log here shows {len(lacking)} of them: "
-                          f"{', '.join(lacking[:12])}{' ...' * (len(lacking) > 12)}; ask for the logs of these runs")
+    stated = [text for text in stated if min(finals) - NEAR < float(text) < max(finals) + NEAR]
+    lacking = [text for text in stated
+               if all(abs(float(text) - loss) > 0.51 * 10.0 ** -len(text.partition(".")[2]) for loss in losses)]
+    shown = ", ".join(lacking[:12]) + " ..." * (len(lacking) > 12)
+    checkable(rows or not lacking, f"README.md lists {len(stated)} losses, and no log here shows {len(lacking)} of "
+              f"them: {shown}; ask for the logs of these runs")
     checkable(rows or stated, "README.md lists no losses of single runs")
     return f"README.md states what {plural(len(runs), 'log')} show{'s' * (len(runs) == 1)}"
 
@@ -704,8 +694,8 @@ def check_again(e, data):
     config = {"preset": e.run.start.get("preset"), **logs.config_of(e.run)}
     if data:
         config |= {split: Path(data).resolve() / Path(config[split]).name for split in ("train_files", "val_files")}
-    words = {name: ",".join(map(str, value)) if isinstance(value, list) else str(value) for name, value in config.items()}
-    flags = [f"--{name}={word.lower() if type(config[name]) is bool else word}" for name, word in words.items()]
+    config = {name: ",".join(map(str, value)) if isinstance(value, list) else value for name, value in config.items()}
+    flags = [f"--{name}={str(value).lower() if type(value) is bool else value}" for name, value in config.items()]
     environment = {**os.environ, "OMP_NUM_THREADS": e.get("start.environment", dict).get("OMP_NUM_THREADS")}
     environment = {name: value for name, value in environment.items() if value is not None}
     with tempfile.TemporaryDirectory() as folder:
@@ -716,10 +706,10 @@ def check_again(e, data):
              *flags, f"--seed={e.get('start.seed', int)}", "--log_dir=logs", "--run_id=again"], cwd=folder, env=environment,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
         again = Evidence(logs.last_run(str(Path(folder, "logs", "again.txt"))))
-    if not again.run.complete:
-        raise CannotJudge(f"it did not end ({again.run.reason}; {' '.join(done.stdout[-200:].split())}); --data names the shards")
-    pairs = [(one.get("end.final_state_hash", str), one.get("end.final_val_loss", NUMBER)) for one in (e, again)]
-    (wanted, loss), (seen, its) = pairs
+    checkable(again.run.complete, f"it did not end ({again.run.reason}; {' '.join(done.stdout[-200:].split())}); "
+              "--data names the shards")
+    (wanted, loss), (seen, its) = ((one.get("end.final_state_hash", str), one.get("end.final_val_loss", NUMBER))
+                                   for one in (e, again))
     if seen == wanted:
         return f"the same bytes: state hash {seen[:8]}..., loss {its:.6f}"
     facts = [{**one.get("start.hardware", dict), **one.get("start.versions", dict)} for one in (e, again)]
@@ -757,9 +747,9 @@ def check_data(runs, others, races):
     for e in others:
         its = digests(e, "train")
         fewer = differ(e, "train_shards") and all(one == other for one, other in zip(first, its))
-        if its != first and not (fewer or differ(e, "train_files")):
-            raise CannotJudge(f"inspect this: {runs[0].name} and {e.name} trained on shards with different digests, "
-                              "and their race declared the same train_files and train_shards")
+        checkable(its == first or fewer or differ(e, "train_files"), f"inspect this: {runs[0].name} and {e.name} "
+                  "trained on shards with different digests, and their race declared the same train_files and "
+                  "train_shards")
         declared |= {name for name in ("train_files", "train_shards") if its != first and differ(e, name)}
     return (f"{found['end.val_tokens']:,} validation tokens of the same shards, in sequences of {found['val_len']:,}; "
             f"{f'other training shards, as {sorted(declared)} declare' if declared else 'the same training shards'}")
@@ -849,9 +839,9 @@ def read_runs(paths, source):
     Raise CannotJudge without a run, or if a file cannot be read."""
     found = logs.read(paths)
     unreadable = [item for item in found.rejected if item.kind == logs.UNREADABLE]
-    if unreadable or not found.runs:
-        reasons = join_findings([f"{item.path}: {item.reason}" for item in unreadable or found.rejected])
-        raise CannotJudge(f"no run to judge ({reasons or 'nothing was found'}); name a folder of logs, or logs")
+    reasons = join_findings([f"{item.path}: {item.reason}" for item in unreadable or found.rejected])
+    checkable(found.runs and not unreadable,
+              f"no run to judge ({reasons or 'nothing was found'}); name a folder of logs, or logs")
     folders = [path for path in paths if os.path.isdir(path)] + [os.path.dirname(run.path) or "." for run in found.runs]
     runs = [Evidence(run) for run in found.runs if (run.source_sha256 or "").startswith((source or "").lower())]
     there = [f"{digest:.8} ({plural(count, 'run')})" for digest, count in Counter(
@@ -1026,7 +1016,7 @@ def parse(arguments):
     add("--source", metavar="HASH", help="judge only runs whose source has a SHA-256 with this beginning")
     add("--vs-source", metavar="HASH", help="the same for --vs")
     add("--side", default="a", help="the record's side, in a race with two sides (default: a)")
-    add("--data", metavar="DIR", help="folder of the shards: hash and replay them, search for validation text in training")
+    add("--data", metavar="DIR", help="folder of the shards: hash and replay them, search training for validation text")
     add("--rerun", nargs="+", metavar="MODEL", help="saved models; RUNS the source in their logs: use a container")
     add("--replay", type=int, metavar="SEED", help="train this seed again; RUNS the source in its log: use a container")
     add("--target", type=float, help="target loss (default: 3.28 on FineWeb, else the logs' target)")
@@ -1044,14 +1034,13 @@ def main(arguments=None):
             if Path(folder, "README.md").exists():
                 findings.append(Finding(PAGE, *judged(check_page, case, folder)))
         if options.replay is not None:
-            again = [e for e in case.whole.runs if e.ours and e.run.start.get("seed") == options.replay]
-            again = [e for e in again if e in case.runs] or again
-            if not again:
-                raise CannotJudge(f"--replay {options.replay}: no log states this seed; name one of "
-                                  f"{join_findings([str(e.run.seed) for e in case.whole.runs])}")
-            print(f"verify.py: running {again[0].name} again, by the source in it; if somebody else wrote that, do it in a "
-                  "container ...", file=sys.stderr, flush=True)
-            findings.append(Finding(AGAIN, *judged(check_again, again[0], options.data)))
+            ours = [e for e in (*case.runs, *case.whole.runs) if e.ours]
+            again = next((e for e in ours if e.run.start.get("seed") == options.replay), None)
+            checkable(again, f"--replay {options.replay}: no log states this seed; name one of "
+                      f"{join_findings([str(e.run.seed) for e in case.whole.runs])}")
+            print(f"verify.py: running {again.name} again, by the source in it; if somebody else wrote that, do it in "
+                  "a container ...", file=sys.stderr, flush=True)
+            findings.append(Finding(AGAIN, *judged(check_again, again, options.data)))
     except CannotJudge as reason:
         if options.json:
             print(json.dumps({"verdict": "cannot be judged", "reason": str(reason)}))

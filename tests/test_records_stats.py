@@ -731,4 +731,4 @@ def test_stats_of_sets_of_every_kind_prints_what_its_golden_file_holds(golden, t
         found = stats.contrast(ours, base, paired, 0.0031, 1)
         found.holm = found.p
         shown.append(f"{ours} {base}: " + stats.describe("loss", found, len(ours), f"{abs(found.value):.4f}", 0.001) + "\n")
-    golden("stats", "\n".join(shown), [(r"in [\d,]+ lines \(--diff\)", "in SOME lines (--diff)")])  # train_gpt.py changes
+    golden("stats", "\n".join(shown), [(r"in [\d,]+ lines \(--diff\)", "in SOME lines (--diff)")])  # to train_gpt.py

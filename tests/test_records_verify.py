@@ -1404,7 +1404,8 @@ def test_pages_of_races_and_public_logs_are_short_and_end_with_what_fails(race, 
         assert len(summary) <= 40 and "…" not in "".join(summary).replace(" … ", "")
         assert verdicts == sorted(verdicts, key=["pass", "not checkable", "FAIL"].index)
     assert not wrong
-    golden("verify_pages", "\n".join(shown), [(re.escape(Log(honest).start["hardware"]["device"]), "MACHINE")])
+    golden("verify_pages", "\n".join(shown), [(re.escape(Log(honest).start["hardware"]["device"]), "MACHINE"),
+                                              (r"@@ -\d+,\d+ \+\d+,\d+ @@", "@@ PLACE @@")])  # in train_gpt.py
 
 
 def test_runs_of_several_experiments_break_no_rule_of_their_own(race, honest, tmp_path, judge):
