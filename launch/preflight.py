@@ -385,8 +385,7 @@ def fit_memory(config: T.Config, vocab_size: int, comm: T.Comm) -> T.Config:
         return [needed > USABLE_MEMORY * free for needed in memory_needed(config, vocab_size, comm.ranks)]
 
     # the number of tokens in a product decides the order of its sums, so a run that must not depend on it cannot split
-    while not invariant and lacking(config)[1] and all(
-            n % (2 * T.TILE_M) == 0 for n in T.micro_batch_lengths(config)):
+    while not invariant and lacking(config)[1] and all(n % (2 * T.TILE_M) == 0 for n in T.micro_batch_lengths(config)):
         config = dataclasses.replace(config, micro_batch_splits=2 * config.micro_batch_splits)
     if any(short := lacking(config)):
         advice = ("use more ranks, fewer rows of n-gram tables, or a smaller model" if short[0] else

@@ -279,9 +279,8 @@ class Examination:
         if seen != wanted:
             seen = self.worker.initial_state(self.stated)["hash"]
             self.compare(f"seed {seed} gives the initial state hash", seen, wanted, ": it began with other weights")
-            if ours != self.source:
-                raise CannotJudge(f"{text} by the log's own source alone, not by this checkout's: see the differences "
-                                  "(--diff)")
+            checkable(ours == self.source, f"{text} by the log's own source alone, not by this checkout's: see the "
+                      "differences (--diff)")
         return text
 
     def token_losses(self, worker, tokens, targets):

@@ -50,7 +50,7 @@ import numpy as np
 
 import logs
 import pages
-from logs import UserError
+from logs import UserError, require
 
 # Reading ------------------------------------------------------------------------------------------------------------
 
@@ -349,8 +349,7 @@ def check(trace):
              f'no communication: none of its {gpu_ops} GPU ops is a kernel with "nccl" in its name; {ranks}'),
             (not gpu_ops and not host_comm,
              f"no communication: neither GPU ops nor ranges `launch ...`, gloo:* or c10d::*; {ranks}")):
-        if wrong:
-            raise UserError(f"{trace.path}: {problem}")
+        require(not wrong, f"{trace.path}: {problem}")
 
 
 def analyse(trace):
@@ -509,9 +508,8 @@ def compare(left, right):
     """Compare the means over the ranks of two sets. Steps are paired by number, or in order if none is common."""
     device = left[0]["device"]
     for analysis in (*left, *right):
-        if analysis["device"] != device:
-            raise UserError(f"{analysis['trace']}: a {analysis['device'].upper()} trace, but {left[0]['trace']} is a "
-                             f"{device.upper()} trace; compare traces of the same device")
+        require(analysis["device"] == device, f"{analysis['trace']}: a {analysis['device'].upper()} trace, but "
+                f"{left[0]['trace']} is a {device.upper()} trace; compare traces of the same device")
     (total_a, steps_a), (total_b, steps_b) = set_means(left), set_means(right)
     common = [(n, n) for n in steps_a if n in steps_b]
     pairs = common or list(zip(steps_a, steps_b))
@@ -663,9 +661,8 @@ def main(arguments=None):
     problems = []
     analyses, others = read_set(options.traces, problems), read_set(options.vs, problems)
     try:
-        if problems:
-            several = f"{len(problems)} files cannot be used: " if len(problems) > 1 else ""
-            raise UserError(several + "; ".join(problems))
+        several = f"{len(problems)} files cannot be used: " if len(problems) > 1 else ""
+        require(not problems, several + "; ".join(problems))
         comparison = compare(analyses, others) if others else None
         if options.picture:
             draw([read(paths[0]) for paths in (options.traces, options.vs)], comparison, options.picture)

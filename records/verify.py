@@ -444,8 +444,7 @@ def check_accounts(runs, found, races):
     homes = {str(manifest.path.parent) for manifest in races.values()}
     strangers = {str(e.run.start.get("run_id")) for e in runs if e.ours and not attempt_of(e, races)
                  and (e.race and e.race.race_id in races or os.path.dirname(os.path.realpath(e.run.path)) in homes)}
-    require(not strangers,
-            f"not started by this race, by its {MANIFEST}: {join_findings(sorted(strangers))}")
+    require(not strangers, f"not started by this race, by its {MANIFEST}: {join_findings(sorted(strangers))}")
     # the log of another project has no run_id: its name has
     here = {str((item.start or {}).get("run_id", Path(item.path).stem)): item
             for item in [*found.rejected, *found.runs]}
