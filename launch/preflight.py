@@ -2,11 +2,10 @@
 
     python launch/preflight.py [--ranks N] [flags of the program]
 
-Each part of a run (attention, each group of layers, the head, the update rules, the collectives) is computed at its full
-shapes, and compared with a plain version: float32, uncompiled, by other means where there are some. If a part fails on
-one rank, all ranks disable it by the part's fallback flag, and the check starts again. On GPUs `micro_batch_splits`
-doubles until a step fits in the free memory. The program prints a table for each attempt. Its last line is a JSON
-object with the flags that a run must take, for example {"attention": "masked", "micro_batch_splits": 2}.
+Each part of a run (attention, each group of layers, the head, the update rules, the collectives) is computed at its
+full shapes, and compared with a plain version: float32, uncompiled. If a part fails on one rank, all ranks disable it
+by the part's fallback flag, and the check starts again. On GPUs `micro_batch_splits` doubles until a step fits in
+memory. The last line is a JSON object with the flags that a run must take, such as {"attention": "masked"}.
 
 Exit status: 0, 1 if a part fails and no flag avoids it or if a run does not fit, 130 interrupted.
 """
@@ -61,10 +60,8 @@ import train_gpt as T  # noqa: E402
 class Part(NamedTuple):
     """A part of a run. compute(False) computes it as the run does, compute(True) by the plain version.
 
-    how: the way in which the run computes it.
-    allowed: the largest norm of the difference of the two results, relative to the norm of the plain one.
-    fallback: the flag, and its value, that avoids this way.
-    """
+    how: the way in which the run computes it. allowed: the largest norm of the difference of the two results, relative
+    to the norm of the plain one. fallback: the flag, and its value, that avoids this way."""
 
     name: str
     how: str
@@ -94,9 +91,7 @@ def program_module(config: T.Config) -> Any:
 def model_parts(worker: T.Worker) -> Iterator[Part]:
     """Yield attention, each group of layers, and the head: with gradients, on a micro-batch of noise.
 
-    The run's way computes the whole micro-batch. The plain version computes its first COMPARED tokens. No loss depends on
-    the other tokens, so the gradients are the same.
-    """
+    The plain version computes its first COMPARED tokens. No loss depends on the others: equal gradients."""
     c, model, device, program = worker.config, worker.model, worker.device, program_module(worker.config)
     plan = T.plan_of(c, c.num_steps - 1)
     for p in model.parameters():  # a zero would hide the parameters behind it
@@ -287,7 +282,7 @@ def transfer_parts(worker: T.Worker) -> Iterator[Part]:
 # Checks
 
 def attempt(part: Part, plain: bool, device: torch.device) -> tuple[Sequence[Tensor] | None, str]:
-    """Compute a part -> (its result, "") or (None, the error)."""
+    """Compute a part. Return (its result, "") or (None, the error)."""
     try:
         result = part.compute(plain)
         if device.type == "cuda":
@@ -303,10 +298,8 @@ COLUMNS = ["part", "how", "difference", "allowed", "ms", "verdict"]
 
 
 def check_parts(worker: T.Worker) -> tuple[list[list[str]], Part | None]:
-    """Check each part once, and restore the state -> (a row per part with the worst rank's figures, the first failure).
-
-    Later failures may follow from the first one.
-    """
+    """Check each part once, and restore the state. Return (a row per part with the worst rank's figures, the first
+    failure, from which others may follow)."""
     parts, mine, rows, failed = [], [], [], []
     saved, buffers = worker.optimizer.state_dict(), [(x, x.clone()) for x in worker.model.buffers()]
     for part in itertools.chain(model_parts(worker), rule_parts(worker), transfer_parts(worker)):
@@ -349,8 +342,7 @@ def choose_flags(config: T.Config, comm: T.Comm, device: torch.device, shards: l
                  say: Callable[[str], None]) -> dict[str, Any]:
     """Return the flags that differ from config with which all parts work on all ranks and a step fits in memory.
 
-    RunError if a part fails and no flag avoids it, or if no number of splits fits.
-    """
+    RunError if a part fails and no flag avoids it, or if no number of splits fits."""
     fallbacks: dict[str, Any] = {}
     while True:
         wanted, changes, chosen = dataclasses.replace(config, **fallbacks), [], dict(fallbacks)
@@ -393,8 +385,7 @@ def fit_memory(config: T.Config, vocab_size: int, comm: T.Comm) -> T.Config:
         return [needed > USABLE_MEMORY * free for needed in memory_needed(config, vocab_size, comm.ranks)]
 
     # the number of tokens in a product decides the order of its sums, so a run that must not depend on it cannot split
-    while not invariant and lacking(config)[1] and all(
-            n % (2 * T.TILE_M) == 0 for n in T.micro_batch_lengths(config)):
+    while not invariant and lacking(config)[1] and all(n % (2 * T.TILE_M) == 0 for n in T.micro_batch_lengths(config)):
         config = dataclasses.replace(config, micro_batch_splits=2 * config.micro_batch_splits)
     if any(short := lacking(config)):
         advice = ("use more ranks, fewer rows of n-gram tables, or a smaller model" if short[0] else
@@ -409,8 +400,7 @@ def fit_memory(config: T.Config, vocab_size: int, comm: T.Comm) -> T.Config:
 def memory_needed(config: T.Config, vocab_size: int, ranks: int) -> tuple[int, int, int]:
     """Estimate what a rank allocates, in bytes: (permanently, at the peak of training, at the peak of validation).
 
-    Fitted to runs on dry_gpu with each setting of attention, kernels and compile.
-    """
+    Fitted to runs on dry_gpu with each setting of attention, kernels and compile."""
     c, layers, size = config, config.parse_layers(), config.torch_dtype.itemsize
     attentions, mlps = sum(bool(layer.window) for layer in layers), sum(layer.mlp for layer in layers)
     value_tables, saved_outputs = len({layer.value_table for layer in layers} - {None}), len(program_module(c).saved_layers(c))

@@ -15,28 +15,21 @@
     python launch/race.py --resume logs/race-ID/race.jsonl                       resume a race (if it runs another
                                                       project's script, with the same --vs and --cmd)
 
-A first run does not count: it warms the machine up, and its log is not kept. race.jsonl states it as run 0. Where runs
-compile (on GPUs, or with --compile on), each other side runs up to its first step before that, so that all counted runs
-find their code in this checkout's .cache. All sides share it, and it outlives the race. Then pairs run a b, b a, a b,
-...: a machine that warms up or becomes busier then affects both sides equally. Run i has seed BASE + i on both sides
-(BASE: --seed among the flags, or 0). The largest number of runs, the deciding test (--test), and whether looks may end
-the race are declared before the first run, so nobody can stop at a convenient moment. --until-decided looks after every
-pair, with bounds that keep alpha (stats.bounds).
+A first run does not count: it warms the machine up (run 0 in race.jsonl). Where runs compile, each other side runs up
+to its first step before that, so that all counted runs find their code in this checkout's .cache. Then pairs run a b, b
+a, a b, ...: a machine that warms up or becomes busier then affects both sides equally. Run i has seed BASE + i on both
+sides (BASE: --seed among the flags, or 0). The largest number of runs, the deciding test (--test), and whether looks
+may end the race are declared before the first run, so nobody can stop at a convenient moment.
 
 logs/race-ID/ contains the logs of both sides and:
-  race.jsonl         the declaration, with the source and config of each side, and a line before and after each run, also
-                     for runs that failed
+  race.jsonl         the declaration, with the source and config of each side, and a line before and after each run
   RUNID.pt           its model, with --save_model true: verify.py --rerun needs it
   race.png           a plot of the rounds that all sides have done, redrawn after each run
 
 A failed run stops the race, since the failure would probably repeat; --resume repeats the run with its seed. race.jsonl
-is locked while this program lives, or the launcher of a run.
-
-Another project's script has its own seeds. The newest log in logs/*.txt of its folder is taken as the run's log and
-copied here; race.jsonl states which run it is.
-
-Runs are started by `python -I` and without PYTHON* variables, so that neither PYTHONPATH nor sitecustomize nor user
-packages change their clocks. Packages installed beside torch still could.
+is locked while this program lives, or the launcher of a run. Another project's script has its own seeds; the newest log
+in logs/*.txt of its folder is copied here. `python -I` starts runs, without PYTHON* variables: neither PYTHONPATH nor
+sitecustomize nor user packages change their clocks. Packages installed beside torch still could.
 
 Exit status: 0 all runs are done, 1 one failed, 2 the race cannot be run or judged, 130 interrupted.
 """
@@ -52,7 +45,6 @@ sys.path += [str(Path(__file__).resolve().parent.parent), str(Path(__file__).res
 
 import argparse
 import contextlib
-import ctypes
 import fcntl
 import glob
 import hashlib
@@ -77,7 +69,7 @@ import stats
 import train_gpt
 from logs import UserError, require
 from manifest import MANIFEST, Manifest, order, race_of
-from ranks import program_of
+from ranks import end_with_parent, program_of
 from stats import SCRIPT
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,7 +79,6 @@ PATIENCE_S = 30  # until a run that ignores an interrupt is killed
 UNCOUNTED = "uncounted"  # subfolder for the log of the first run while it runs
 LOOK_S = 0.02  # between two looks at a run's log
 ENDED = {"interrupted": "was interrupted", "failed": "failed (see above)"}  # by the status of a run that stops the race
-PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # loaded now: a child must not load libraries before it execs
 ALONE = [sys.executable, "-I"]  # ignores PYTHON* variables and user packages
 STEP = re.compile(rb"^(?:step|s):\d{1,18}[/ ]", re.M)
 
@@ -138,18 +129,16 @@ def blobs_of(files, revision=None):
             for file in files]
 
 
-def files_of(flags):
-    """Return the names of the files of the program that takes these flags."""
-    return [path.name for path in train_gpt.source_files(next(iter(program_of(flags).PRESETS.values())))]
-
-
 def describe_sides(ideas, cmd, flags, name=None):
     """Return {side: {"revision", "flags"}}; revision None is this checkout, whose script may be edited.
 
     A single side has the name "". The last of several sides is the base. A side with a "folder" is another project's;
     its flags are the whole command. "name" says what a side was, also in a month; flags say it themselves."""
-    ours, files = {"revision": None, "flags": flags}, files_of(flags)
-    here = {**ours, "name": name or describe_checkout(files)}
+    files = [path.name for path in train_gpt.source_files(next(iter(program_of(flags).PRESETS.values())))]
+    edited = [blob for blob, committed in zip(blobs_of(files), blobs_of(files, "HEAD")) if blob != committed]
+    head, ours = (git("rev-parse", "HEAD") or "")[:8], {"revision": None, "flags": flags}
+    checkout = f"{head}, edited ({edited[0][:4]})" if edited else f"revision {head}"
+    here = {**ours, "name": name or (checkout if head else "this checkout")}
     if not ideas:
         return {"": here}
     if cmd is not None:
@@ -175,15 +164,6 @@ def describe_sides(ideas, cmd, flags, name=None):
         require(sides[one][0] != sides[other][0], f"{one} and {other} have the same {' and '.join(files)}, so there is nothing to race; "
                 "edit it (do not commit the edit), or name an earlier revision, such as HEAD~1")
     return dict(zip(string.ascii_lowercase, (side for _, side in sides.values())))
-
-
-def describe_checkout(files):
-    """Return what this checkout's program is: a revision, edited or not. An edit is named by its hash."""
-    revision = git("rev-parse", "HEAD")
-    if not revision:
-        return "this checkout"
-    edited = [blob for blob, committed in zip(blobs_of(files), blobs_of(files, "HEAD")) if blob != committed]
-    return f"{revision[:8]}, edited ({edited[0][:4]})" if edited else f"revision {revision[:8]}"
 
 
 def split_flags(text):
@@ -303,12 +283,6 @@ def lock_race(path):
     return file
 
 
-def die_with_parent():
-    """Let the kernel (Linux) terminate this child when race.py dies. Elsewhere only the lock protects the race."""
-    if PRCTL:
-        PRCTL(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-
-
 @contextlib.contextmanager
 def interrupts_deferred():
     """Yield a list to which interrupts are appended instead of raising, so that a run's start and end are written."""
@@ -345,20 +319,18 @@ def complete_log(path):
 
 
 def logs_of(folder):
-    """Return {(log, modification time)} of another project's folder."""
-    return {(path, path.stat().st_mtime_ns) for path in (folder / "logs").glob("*.txt")}
+    """Return {(modification time, log)} of another project's folder."""
+    return {(path.stat().st_mtime_ns, path) for path in (folder / "logs").glob("*.txt")}
 
 
 def take_log(folder, before, log):
     """Copy the newest log that a command wrote to the race. Return an error message, or None."""
-    new = logs_of(folder) - before
-    if not new:
+    _, newest = max(logs_of(folder) - before, default=(0, None))
+    if not newest:
         return f"it wrote no log to {folder / 'logs'}/*.txt"
-    newest = max(new, key=lambda found: found[1])[0]
     shutil.copyfile(newest, log)
     if not complete_log(log):
-        _, rejected, _ = logs.read_file(str(log))
-        why = rejected[0].reason if rejected else "it does not state its number of steps"
+        why = logs.last_run(str(log)).reason or "it does not state its number of steps"
         return f"its log {newest} holds no complete run: {why}"
 
 
@@ -391,7 +363,7 @@ def run_once(manifest, folder, lock, run, side, interrupts, compile_only=False):
     began = time.monotonic()
     # in its own session: Ctrl-C reaches only race.py, which passes it on and records the result
     process = subprocess.Popen(words, cwd=folder, env=environment(**threads), start_new_session=True,
-                               pass_fds=[lock.fileno()], preexec_fn=die_with_parent)
+                               pass_fds=[lock.fileno()], preexec_fn=end_with_parent)
     while process.poll() is None and not interrupts and not (compile_only and has_begun(log)):
         time.sleep(LOOK_S)
     interrupted = process.poll() is None
@@ -428,22 +400,18 @@ def now():
 
 
 def sides_done(manifest):
-    """Return the Sides with a run that is done; the last is the base."""
+    """Return the Sides that have a run, each with the runs of the rounds that all have done; the last is the base."""
     done, sides = manifest.done(), []
     for name in manifest.race["sides"]:
         runs = [complete_log(manifest.path.parent / f"{done[run, side]['run_id']}.txt")
                 for run, side in sorted(done) if side == name]
         if any(runs):
-            sides.append(stats.Side(f"side {name}" if name else "runs", list(filter(None, runs)),
-                                    declared=manifest.race))
-    return sides
-
-
-def whole_rounds(sides):
-    """Return the Sides with the runs of those rounds that all of them have done."""
+            label = f"side {name}" if name else "runs"
+            sides.append(stats.Side(label, list(filter(None, runs)), declared=manifest.race))
     rounds = [{race_of(run).run for run in side.runs} for side in sides]
-    return [stats.replace(side, runs=[run for run in side.runs if race_of(run).run in set.intersection(*rounds)])
-            for side in sides]
+    for side in sides:
+        side.runs = [run for run in side.runs if race_of(run).run in set.intersection(*rounds)]
+    return sides
 
 
 def interim(manifest, sides):
@@ -475,13 +443,11 @@ def decided(manifest):
     options = stats.parse(stats_arguments(manifest.path.parent, manifest.race))
     try:
         report = stats.judge(stats.choose_sides(options), options)
-        if report["verdict"] != stats.UNJUDGED:
-            return report["reason"]
-        raise UserError(report["reason"])
-    except stats.Undecided:
-        return None
+        require(report["verdict"] != stats.UNJUDGED, report["reason"])
+        return report["reason"]
     except UserError as reason:
-        say(logs.brief(f"cannot be judged yet: {reason}"))
+        if not isinstance(reason, stats.Undecided):
+            say(logs.brief(f"cannot be judged yet: {reason}"))
     return None
 
 
@@ -510,13 +476,6 @@ def resume_command(manifest):
     return shlex.join(words)
 
 
-def check_resumed(manifest, vs, words):
-    """Raise UserError unless the user repeats another project's command: the manifest may come from elsewhere."""
-    theirs = [version for version in manifest.race["sides"].values() if "folder" in version]
-    require(not theirs or (vs, words) == ([theirs[0]["folder"]], theirs[0]["flags"]),
-            f"this race runs another project's command; to allow it: {resume_command(manifest)}")
-
-
 def run_all(manifest, where, lock):
     """Run everything that is not done yet. Return the exit status."""
     race, how, names = manifest.race, resume_command(manifest), logs.side_names(manifest.race)
@@ -539,7 +498,7 @@ def run_all(manifest, where, lock):
                 f"{race['sides'][side].get('program', SCRIPT)} was changed during the race; restore it and resume with: {how}")
         with interrupts_deferred() as interrupts:
             status = run_once(manifest, where[side], lock, run, side, interrupts, compile_only)
-        sides = whole_rounds(sides_done(manifest)) if run else []
+        sides = sides_done(manifest) if run else []
         found, text = interim(manifest, sides)
         if sides:
             draw(manifest, sides, found)
@@ -594,7 +553,7 @@ def parse(arguments):
                                      epilog="Exit status: 0 all done, 1 one failed, 2 cannot be run or judged, 130 "
                                             "interrupted.")
     add = parser.add_argument
-    start.add_race_options(parser)
+    start.add_race_options(add)
     add("--ranks", type=int, default=1, help="processes of a run (default: 1; run.sh knows what fits)")
     add("--trial", action="store_true", help="declare that the race is a trial; the flags do not follow from it")
     add("--resume", metavar="MANIFEST", help="resume a race")
@@ -644,7 +603,11 @@ def main(arguments=None):
                 if manifest.cut is not None:
                     say(f"{path}: the last line is incomplete and was dropped")
                     os.truncate(path, manifest.cut)
-                check_resumed(manifest, options.vs, split_flags(options.cmd or ""))
+                given = options.vs, split_flags(options.cmd or "")
+                for version in manifest.race["sides"].values():  # the manifest may come from elsewhere
+                    allowed = given == ([version.get("folder")], version["flags"])
+                    require("folder" not in version or allowed,
+                            f"this race runs another project's command; to allow it: {resume_command(manifest)}")
                 settle(manifest)
             else:
                 manifest = new_race(options)

@@ -3,9 +3,8 @@
     python launch/ranks.py --nproc_per_node=2 [torchrun's flags] train_gpt.py [its flags]
 
 torchrun's stores listen on every address of the machine; here the store, gloo and NCCL use loopback alone. Each restart
-(--max_restarts) gets a new store, so nothing of the failed attempt is left in it. The ranks find this process's id in
-LAUNCHER_PID. The agent's own report is not printed: a rank that fails prints its reason. If a signal killed it, this
-program says so.
+(--max_restarts) gets a new store. The ranks find this process's id in LAUNCHER_PID. The agent's own report is not
+printed: a rank that fails prints its reason; this program says if a signal killed it.
 
 Exit status: 0, or that of the first rank that failed; 128 + the signal that ended it or this program (Ctrl-C: 130).
 """
@@ -13,7 +12,6 @@ Exit status: 0, or that of the first rank that failed; 128 + the signal that end
 import os
 import signal
 import sys
-
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import

@@ -1,11 +1,8 @@
 """Start a run, a race or a preflight check: the program that ./run.sh becomes.
 
 It chooses the preset, the data, the number of ranks and of threads; on GPUs also the flags with which every part of a
-run works and a step fits in memory (launch/preflight.py, once per code, machine and flags; .cache/preflight keeps the
-answer). Then it starts the ranks in this process, or becomes launch/race.py. After a run it draws the log, and prints
-a sample of the saved model.
-
-Only the standard library is imported at first, so that --help works before .venv is there.
+run works and a step fits in memory (launch/preflight.py; .cache/preflight keeps its answer). Then it starts the ranks
+in this process, or becomes launch/race.py. Only the standard library is imported at first: --help works without .venv.
 """
 
 import argparse
@@ -75,35 +72,34 @@ def make_parser():
     parser = Parser(prog="run.sh", usage=USAGE, description=COMMANDS, epilog=REST, add_help=False, allow_abbrev=False,
                     formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=22,
                                                       width=100))
-    group = parser.add_argument_group("runs")
-    group.add_argument("--text", nargs="+", action="extend", default=[], metavar="PATH",
-                       help="files or folders of text")
-    group.add_argument("--val-fraction", metavar="X", help="with --text: part of each text for validation (0.1)")
-    group.add_argument("--field", metavar="NAME", help="with --text: field of JSON lines with the text (text)")
-    group.add_argument("--resume", metavar="RUN", help="latest, a log or a checkpoint; or the race.jsonl of a race")
-    group.add_argument("--init_from", metavar="MODEL", help="start with the parameters of a saved model")
-    group.add_argument("--trial", action="store_true", help="a short run or race: 20 steps, short validation, no target")
-    group.add_argument("--preflight", action="store_true", help="check each part of a run, print a table, start no run")
-    add_race_options(parser.add_argument_group("races"))
-    group = parser.add_argument_group("other")
-    group.add_argument("--setup", action="store_true", help="only create .venv")
-    group.add_argument("-h", "--help", action="store_true", help="print this text")
-    group.add_argument("--help-all", action="store_true", help="print this text and all flags of train_gpt.py")
+    add = parser.add_argument_group("runs").add_argument
+    add("--text", nargs="+", action="extend", default=[], metavar="PATH", help="files or folders of text")
+    add("--val-fraction", metavar="X", help="with --text: part of each text for validation (0.1)")
+    add("--field", metavar="NAME", help="with --text: field of JSON lines with the text (text)")
+    add("--resume", metavar="RUN", help="latest, a log or a checkpoint; or the race.jsonl of a race")
+    add("--init_from", metavar="MODEL", help="start with the parameters of a saved model")
+    add("--trial", action="store_true", help="a short run or race: 20 steps, short validation, no target")
+    add("--preflight", action="store_true", help="check each part of a run, print a table, start no run")
+    add_race_options(parser.add_argument_group("races").add_argument)
+    add = parser.add_argument_group("other").add_argument
+    add("--setup", action="store_true", help="only create .venv")
+    add("-h", "--help", action="store_true", help="print this text")
+    add("--help-all", action="store_true", help="print this text and all flags of train_gpt.py")
     return parser
 
 
-def add_race_options(group):
+def add_race_options(add):
     """Add the options of a race to a parser, race.py's or this one; a value that is not given is None."""
-    group.add_argument("-n", type=int, metavar="N", help="runs of each version, declared before the first (default: 5)")
-    group.add_argument("--vs", action="append", default=[], metavar="WHAT", help="a git revision; or flags for the "
-                       "side with the idea; repeat it for several; or a folder (with --cmd)")
-    group.add_argument("--name", metavar="WORDS", help="name of this checkout in the race (default: its revision)")
-    group.add_argument("--cmd", help="what starts another project's script in the folder that --vs names")
-    group.add_argument("--until-decided", action="store_true", help="stop as soon as the verdict is known")
-    group.add_argument("--max-n", type=int, metavar="N", help="with --until-decided: the most runs of each version")
-    group.add_argument("--test", choices=("paired", "unpaired"), help="paired t-test of log time, for a machine that "
-                       "drifts (default), or Welch's")
-    group.add_argument("--alpha", type=float, metavar="P", help="level of each of the claim's tests (0.01)")
+    add("-n", type=int, metavar="N", help="runs of each version, declared before the first (default: 5)")
+    add("--vs", action="append", default=[], metavar="WHAT", help="a git revision; or flags for the side with the "
+        "idea; repeat it for several; or a folder (with --cmd)")
+    add("--name", metavar="WORDS", help="name of this checkout in the race (default: its revision)")
+    add("--cmd", help="what starts another project's script in the folder that --vs names")
+    add("--until-decided", action="store_true", help="stop as soon as the verdict is known")
+    add("--max-n", type=int, metavar="N", help="with --until-decided: the most runs of each version")
+    add("--test", choices=("paired", "unpaired"), help="paired t-test of log time, for a machine that drifts "
+        "(default), or Welch's")
+    add("--alpha", type=float, metavar="P", help="level of each of the claim's tests (0.01)")
 
 
 def join_versions(words):
@@ -132,7 +128,7 @@ def parse(words):
             for word in ("-n" if name == "n" else f"--{name.replace('_', '-')}", str(value))]
     race += [word for version in options.vs for word in ("--vs", version)] + ["--until-decided"] * options.until_decided
     race += ["--trial"] * bool(race and options.trial)
-    options.text = [os.path.abspath(path) for path in options.text]
+    options.text = [*map(os.path.abspath, options.text)]
     for name in ("resume", "init_from"):
         if (path := getattr(options, name)) and os.path.isfile(path):
             setattr(options, name, os.path.abspath(path))
@@ -165,9 +161,10 @@ def prepare_child():
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 
 
-def call(words, kept, each_line=None):
-    """Run a program until it ends; exit if it fails. each_line gets the lines of its output. After Ctrl-C, which the
-    program answers first, say what is kept."""
+def call(words, kept, tee=False):
+    """Run a program until it ends; exit if it fails. tee: print the lines of its output, and return the last one.
+
+    After Ctrl-C, which the program answers first, say what is kept."""
     from ranks import end_with_parent  # before the fork  # noqa: F401
 
     def pass_on(*_):
@@ -175,14 +172,14 @@ def call(words, kept, each_line=None):
         if child:
             with contextlib.suppress(IndexError):  # once
                 child.send_signal(unsent.pop())
-    noted, unsent, child = [], [signal.SIGINT], None
+    noted, unsent, child, line = [], [signal.SIGINT], None, ""
     signal.signal(signal.SIGINT, pass_on)
-    with subprocess.Popen(words, stdout=each_line and subprocess.PIPE, text=True, errors="replace",
+    with subprocess.Popen(words, stdout=subprocess.PIPE if tee else None, text=True, errors="replace",
                           preexec_fn=prepare_child) as child:
         if noted:  # before there was a child
             pass_on()
         for line in child.stdout or ():
-            each_line(line)
+            print(line, end="", flush=True)
     if noted or child.returncode in (130, -signal.SIGINT):
         interrupted(kept=kept)
     signal.signal(signal.SIGINT, interrupted)
@@ -191,6 +188,7 @@ def call(words, kept, each_line=None):
         say(f"error: {script} was killed by {by}")
     if child.returncode:
         sys.exit(child.returncode if child.returncode > 0 else 128 - child.returncode)
+    return line
 
 
 def become(words):
@@ -200,22 +198,18 @@ def become(words):
     os.execv(PYTHON, [PYTHON, *words])
 
 
-def make_data(script, *arguments, each_line=None):
-    call([PYTHON, f"data/{script}", *arguments], "complete shards stay", each_line)
+def make_data(script, *arguments, tee=False):
+    return call([PYTHON, f"data/{script}", *arguments], "complete shards stay", tee)
 
 
 # Choices
 
 def encode_text(paths, options):
     """Make shards of a user's text. Return flags that name them."""
-    def show(line):
-        lines.append(line)
-        print(line, end="", flush=True)
-    lines, name = [], re.sub(r"[^A-Za-z0-9]", "_", Path(paths[0]).stem)
-    shards = f"data/own-{name}-{zlib.crc32(os.fsencode(chr(10).join(paths)))}"  # other paths, another folder
-    make_data("text.py", *paths, "--out", shards, "--encoding", "bytes", "--force", "--by-content", *options,
-              each_line=show)
-    shards = lines[-1].strip()  # another text, another folder: an earlier run may still need its own
+    name = re.sub(r"[^A-Za-z0-9]", "_", Path(paths[0]).stem)
+    out = f"data/own-{name}-{zlib.crc32(os.fsencode(chr(10).join(paths)))}"  # other paths, another folder
+    words = [*paths, "--out", out, "--encoding", "bytes", "--force", "--by-content", *options]
+    shards = make_data("text.py", *words, tee=True).strip()  # of each text: an earlier run may still need its own
     return ["--preset", "laptop", "--train_files", f"{shards}/*_train_*.bin", "--val_files", f"{shards}/*_val_*.bin"]
 
 
@@ -329,19 +323,14 @@ def preflight(config, flags, ranks, gpus, show_only):
            "gpus": gpus and train_gpt.nvidia_smi("name,driver_version"),
            "visible": os.environ.get("CUDA_VISIBLE_DEVICES"), "config": checked}
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    path, lines = CACHE / f"{digest}.json", []
+    path = CACHE / f"{digest}.json"
     if path.exists() and not show_only:
         answer = json.loads(path.read_text())["flags"]
         say(f"preflight: {' '.join(as_flags(answer)) or 'all parts work'} (checked before; --preflight checks again)")
         return as_flags(answer)
     say("preflight: checks each part of a run once; on GPUs this takes minutes while it compiles")
-
-    def show(line):
-        lines.append(line)
-        print(line, end="", flush=True)
-
-    call([PYTHON, "-I", "launch/preflight.py", f"--ranks={ranks}", *flags], "no run was started", show)
-    answer = json.loads(lines[-1])
+    words = [PYTHON, "-I", "launch/preflight.py", f"--ranks={ranks}", *flags]
+    answer = json.loads(call(words, "no run was started", tee=True))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".tmp").write_text(json.dumps({**key, "flags": answer}, indent=1) + "\n")
     path.with_suffix(".tmp").replace(path)
@@ -377,8 +366,7 @@ def show_results(folder, before, steps):
 def remove_old_models(folder):
     """Remove a model after MAX_MODELS newer ones of the same preset and data that trained at least as many steps.
 
-    A file that no run saved under its own name stays: its log does not begin with it.
-    """
+    A file that no run saved under its own name stays: its log does not begin with it."""
     seen = {}
     for model in sorted(Path(folder).glob("*.pt"), key=lambda path: path.stat().st_mtime_ns, reverse=True):
         log = model.with_suffix(".txt")

@@ -3,9 +3,8 @@
     python launch/watch.py                  logs/ and its subfolders at http://127.0.0.1:8000
     python launch/watch.py FOLDER --port 0  another folder; port 0: any free port
 
-Runs of a race are named by the flags or the revision of their side, others by what differs between them. It only reads
-logs. Each open page takes some hundredths of a second of one core every 5 s, so do not use it while a run is timed on
-few cores. Ctrl-C stops it.
+It only reads logs. Each open page takes some hundredths of a second of one core every 5 s, so do not use it while a run
+is timed on few cores. Ctrl-C stops it.
 """
 
 import argparse

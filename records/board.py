@@ -5,13 +5,9 @@
     python records/board.py pack records/DATE_NAME                                  pack logs that lie in a record's folder
 
 `add` packs a race's logs and manifest into logs.tar.xz of a new folder. It refuses files that name this machine or its
-folders. If the race breaks a rule, it asks first. All tools read the archive as if its files lay beside it. `pack` packs
-files that do lie beside it, and removes them; the same files always give the same archive. `add`, `pack` and the plain
-command write, from the folders alone, each record's README.md (its first line keeps the title) and the leaderboard
+folders. If the race breaks a rule, it asks first. `pack` packs files that lie in a record's folder, and removes them.
+All three write, from the folders alone, each record's README.md (its first line keeps the title) and the leaderboard
 records/README.md. A missing plot.png is drawn; remove one to draw it again.
-
-All verdicts come from records/stats.py and records/verify.py. The texts are in records/templates/. Requires jinja2,
-which torch installs.
 
 Exit status: 0 written, 2 not possible (stderr states why).
 """
@@ -19,7 +15,6 @@ Exit status: 0 written, 2 not possible (stderr states why).
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import itertools
 import json
@@ -30,7 +25,6 @@ import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
@@ -81,8 +75,8 @@ def flat(value: object, name: str = "") -> dict[str, str]:
     if name == "hosts" and isinstance(value, list):
         value = dict(enumerate(value))
     if isinstance(value, dict):
-        return {key: text for inner, leaf in value.items()
-                for key, text in flat(leaf, f"{name}.{inner}".strip(".")).items()}
+        parts = (flat(leaf, f"{name}.{inner}".strip(".")) for inner, leaf in value.items())
+        return {key: text for part in parts for key, text in part.items()}
     return {name: value if isinstance(value, str) else json.dumps(value)}
 
 
@@ -117,18 +111,15 @@ def describe_side(side: stats.Side, folder: Path) -> dict:
     card = " and ".join(sorted({run.card or UNKNOWN for run in runs}))
     source, declared = runs[0].source and runs[0].script, side.declared.get("sides", {}).get(letter)
     numbers = [race.run if (race := race_of(run)) else str(i) for i, run in enumerate(runs, 1)]
-    shown = {number: {"link": link_to(Path(run.path), folder), "seed": (run.start or {}).get("seed"),
-                      "loss": f"{run.final_loss:.{run.loss_decimals}f}",
-                      "time": run.train_time_ms and run.train_time_ms / 1000} for number, run in zip(numbers, runs)}
+    shown = {}
+    for number, run in zip(numbers, runs):
+        archive = "" if os.path.exists(run.path) else f"{logs.ARCHIVE}#"  # a link to it has the log as fragment
+        shown[number] = {"link": archive + quote(Path(run.path).relative_to(folder).as_posix()), "loss": run.loss_text,
+                         "seed": (run.start or {}).get("seed"), "time": run.train_time_ms and run.train_time_ms / 1000}
     return {"label": side.label, "runs": shown, "start": start, "source": source,
             "sha256": start.get("source_sha256") or source and hashlib.sha256(source.encode()).hexdigest(),
             "flags": declared and shlex.join(declared["flags"]),
             "where": f"{ranks} on {card}"}
-
-
-def link_to(log: Path, folder: Path) -> str:
-    """Return the link from a record's page to a log, or to its archive with the log as fragment."""
-    return f"{logs.ARCHIVE}#" * (not log.exists()) + quote(log.relative_to(folder).as_posix())
 
 
 def describe(folder: Path) -> dict:
@@ -164,11 +155,12 @@ def describe(folder: Path) -> dict:
 
 def rows_of(sides: list[dict]) -> list[dict]:
     """Return the runs side by side: a row's name, and one run (or None) of each side."""
-    numbers = dict.fromkeys(number for side in sides for number in side["runs"])
-    found = [[side["runs"].get(number) for side in sides] for number in numbers]
-    names = [next(f"run {number}" if run["seed"] is None else f"seed {run['seed']}" for run in runs if run)
-             for number, runs in zip(numbers, found)]
-    return [{"name": name, "runs": runs} for name, runs in zip(names, found)]
+    rows = []
+    for number in dict.fromkeys(number for side in sides for number in side["runs"]):
+        runs = [side["runs"].get(number) for side in sides]
+        seed = next(run["seed"] for run in runs if run)
+        rows.append({"name": f"run {number}" if seed is None else f"seed {seed}", "runs": runs})
+    return rows
 
 
 def title_of(folder: Path) -> str:
@@ -179,11 +171,8 @@ def title_of(folder: Path) -> str:
 
 def leaderboards(records: list[dict]) -> list[dict]:
     """Return a leaderboard for each preset, machine and target: its records by time. Good ones on known hardware have a rank."""
-    tracks = {}
-    for record in records:
-        tracks.setdefault(record["track"], []).append(record)
     found = []
-    for track, own in tracks.items():
+    for track, own in stats.grouped(records, lambda record: record["track"]).items():
         own.sort(key=lambda record: record["report"]["time"]["mean"] if record["report"]["time"] else math.inf)
         ranks = itertools.count(1)
         rows = [{"record": record, "rank": next(ranks) if record["good"] and UNKNOWN not in track else None}
@@ -250,41 +239,31 @@ def pack(folder: Path) -> None:
     write_pages()
 
 
-@contextlib.contextmanager
-def new_folder(folder: Path) -> Iterator[None]:
-    """Make a folder, and remove it if the code that fills it fails."""
-    require(not folder.exists(), f"{folder} exists; choose another name, or remove it")
-    folder.mkdir(parents=True)
-    try:
-        yield
-    except BaseException:
-        shutil.rmtree(folder)
-        raise
-
-
 def add(race: Path, folder: Path, title: str) -> None:
     """Make a record of a race. Raise UserError, without a trace, if there is no verdict or nobody wants the page."""
     require(race.is_dir(), f"{race} is not a folder; name the folder of a race, like logs/race-ID")
     require(any(path.suffix == ".txt" for path in files_of(race)),
             f"{race} holds no logs of a race; name a folder like logs/race-ID")
     require(folder.resolve().parent == HERE, f"{folder} is not in {HERE}; name a new folder there")
-    with new_folder(folder):
+    require(not folder.exists(), f"{folder} exists; choose another name, or remove it")
+    folder.mkdir(parents=True)
+    try:
         logs.pack({path.name: published(path).encode() for path in files_of(race)}, folder / logs.ARCHIVE)
         judge_runs(race.resolve())  # a refusal names this folder: the new one will be gone
         (folder / "README.md").write_text(f"# {' '.join(title.split())}\n", encoding="utf-8")
         record = describe(folder)
+        for rule in record["rules"]:
+            if rule["verdict"] == "fail":
+                said = f"board.py: this race breaks a rule: {rule['rule']}: {rule['reason']}"
+                print(pages.wrap(said), file=sys.stderr)
         if record["broken"]:
-            confirm([f"{rule['rule']}: {rule['reason']}" for rule in record["rules"] if rule["verdict"] == "fail"])
+            print("board.py: write a page that says so? [y/N] ", end="", file=sys.stderr, flush=True)
+            require(sys.stdin.readline().strip().lower() in ("y", "yes"),
+                    "the race breaks a rule, and nothing was written; race again, or answer y")
         write_pages()
-
-
-def confirm(broken: list[str]) -> None:
-    """Ask whether a page is to say that these rules are broken. Raise UserError unless the answer is yes."""
-    for rule in broken:
-        print(pages.wrap(f"board.py: this race breaks a rule: {rule}"), file=sys.stderr)
-    print("board.py: write a page that says so? [y/N] ", end="", file=sys.stderr, flush=True)
-    require(sys.stdin.readline().strip().lower() in ("y", "yes"),
-            "the race breaks a rule, and nothing was written; race again, or answer y")
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -2,11 +2,8 @@
 
 records/verify.py calls these rules for --rerun. The source is untrusted, and its process may read and write all files
 of its user: run it in a container. The process gets tokens and returns logits; losses, hashes and comparisons are
-computed here from these logits and from the saved bytes. The process starts without PYTHON* and LD_* variables and
-never sees the target of the last token. A source that reads the validation text, or has a table of answers, can be
-found only by a reader. The places where later tokens are changed are random: a model that looks ahead at fewer than 1
-in 100 places, or at few places of long texts only, may pass.
-"""
+computed here. It starts without PYTHON* and LD_* variables and never sees the target of the last token. The places
+where later tokens are changed are random: a model that looks ahead at fewer than 1 in 100 places may pass. """
 
 import contextlib
 import functools
@@ -52,8 +49,8 @@ PASSED_ON = ("PATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # environment v
 def load(source_path, model_path):
     """Return (program, model, windows of the last validation, saved content) for a program and a saved model.
 
-    The program must have Config, and a model with trunk(tokens, windows) and lm_head.logits; it, or the train_gpt.py
-    that it imports, config_of, build_model, plan_of and Encoding, and for the initial weights Worker, Comm and Shard."""
+    The program must have Config, Worker, and a model with trunk(tokens, windows) and lm_head.logits; it, or the
+    train_gpt.py that it imports, config_of, build_model, plan_of, Encoding, Comm and Shard."""
     import torch
     sys.path.insert(0, os.path.dirname(source_path))
     spec = importlib.util.spec_from_file_location("judged", source_path)
@@ -150,10 +147,8 @@ def read_model(path, device="cpu"):
 @functools.cache
 def copy_of_judge():
     """Copy this file and its imports to a temporary folder: files may be edited in the minutes of an examination."""
-    here, copy = Path(__file__).parent, tempfile.TemporaryDirectory()  # which is removed when this process ends
-    shutil.copytree(here / "templates", Path(copy.name, "templates"))
-    for path in here.glob("*.py"):
-        shutil.copy(path, copy.name)
+    copy = tempfile.TemporaryDirectory()  # which is removed when this process ends
+    shutil.copytree(Path(__file__).parent, copy.name, dirs_exist_ok=True, ignore=shutil.ignore_patterns("20*"))
     return copy
 
 
@@ -203,11 +198,10 @@ class Worker:
     def answer(self, **kinds):
         message = self.exchange(self.connection.recv_bytes, LONGEST_ANSWER)
         found = json.loads(message)
+        why = " ".join(str(found.get("error")).split())[:150]
         if found.get("memory"):
-            raise MemoryError(str(found.get("error"))[:150])
-        if "error" in found:
-            why = " ".join(str(found["error"]).split())[:150]
-            raise Broken(f"the log's source cannot load or run the model ({why})")
+            raise MemoryError(why)
+        require("error" not in found, f"the log's source cannot load or run the model ({why})")
         require(all(isinstance(found.get(key), kind) for key, kind in kinds.items()),
                 f"the log's source answers {message[:60]!r}")
         return found
@@ -285,9 +279,8 @@ class Examination:
         if seen != wanted:
             seen = self.worker.initial_state(self.stated)["hash"]
             self.compare(f"seed {seed} gives the initial state hash", seen, wanted, ": it began with other weights")
-            if ours != self.source:
-                raise CannotJudge(f"{text} by the log's own source alone, not by this checkout's: see the differences "
-                                  "(--diff)")
+            checkable(ours == self.source, f"{text} by the log's own source alone, not by this checkout's: see the "
+                      "differences (--diff)")
         return text
 
     def token_losses(self, worker, tokens, targets):
@@ -335,8 +328,8 @@ class Examination:
     def check_causality(self):
         """Change later tokens and compare earlier logits; in some sequences, earlier losses.
 
-        The losses come from a new process, which gets each sequence only with changed tokens from some place on. So it
-        cannot look ahead, it remembers no answer, and it knows of the probe only after the place has passed."""
+        The losses come from a new process, which gets each sequence only with changed tokens from some place on: it
+        remembers no answer, and knows of the probe only after the place has passed."""
         import torch
         length = min(PROBE_TOKENS, self.config["val_len"], len(self.stream))
         begin, edges = self.random.integers(len(self.stream) - length + 1), np.arange(BLOCK, length, BLOCK)
@@ -401,14 +394,7 @@ def check_model(e, model_path, folder, only=RULES, tell=lambda rule: None):
         with start_worker(e.run.script, model_path) as worker:
             asked = Examination(e, model_path, saved, np.concatenate([tokens for tokens, _ in shards]), worker)
             checks = asked.check_saved, asked.check_initial, asked.check_loss, asked.check_order, asked.check_causality
-            found = {}
-            for rule, check in zip(RULES, checks):
-                if rule in only:
-                    tell(rule)
-                    found[rule] = judged(check)
-            return found
+            return {rule: tell(rule) or judged(check) for rule, check in zip(RULES, checks) if rule in only}
     verdict, found = judged(all_rules)
-    if verdict == PASS:
-        return found
     rest = dict.fromkeys(RULES, (UNKNOWN, "the model could not be evaluated (see the reason above)"))
-    return {**rest, SAVED: (verdict, found)}
+    return found if verdict == PASS else {**rest, SAVED: (verdict, found)}

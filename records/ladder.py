@@ -7,12 +7,8 @@
 The table is that of stats.verdicts: the change in final validation loss and in time of each idea, over pairs of runs with
 one seed, with Holm's correction for all ideas of all races. The bases must have the same config, source and data.
 
-An idea is kept if its loss is lower at a corrected p below 0.05 and its time's 95 % interval ends near the base's time
-or below. An idea with a lower loss that takes longer is called slower: it may be no gain at equal time. --equal-time
-prints a race on new seeds in which each idea has as many steps as fit into the base's time. If the interval neither
-ends near the base's time nor lies above it, the time is unknown: race again on a quieter machine.
-
-Exit status: 0 judged, 2 nothing to judge.
+A note below the table says when an idea is kept. --equal-time prints a race on new seeds in which each idea has as many
+steps as fit into the base's time. Exit status: 0 judged, 2 nothing to judge.
 """
 
 import argparse

@@ -1,9 +1,8 @@
 """Check the data of a run: does it match the log, did the run train on it, and does training contain validation text?
 
-records/verify.py calls these rules when --data names the folder of the shards. A rule returns the reason why it holds,
-and raises Broken or CannotJudge otherwise.
-"""
+records/verify.py calls these rules for --data. They return why they hold, or raise Broken or CannotJudge."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -137,12 +136,10 @@ def find_shard(shard, folder):
 
 def public_digest(path):
     """Return the SHA-256 that a shard has where it is published, or None for data that each machine makes."""
-    try:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         manifest = json.loads((path.parent / "manifest.json").read_text(encoding="utf-8"))
         files = manifest["files"] if "revision" in manifest else ()
         return next((entry["sha256"] for entry in files if entry["name"] == path.name), None)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def find_shards(e, split, folder):
@@ -218,9 +215,14 @@ def check_replay(e, folder):
     checkable((ROOT / name).exists(), f"this checkout has no {name}; verify from a checkout with the source in the log")
     program = trainer(name)
     try:
-        needed = fields_of_batches(program, checkout) & config.keys()
-        config = train_gpt.config_of({name: config[name] for name in needed}, program.Config)
-        seen = digest_of_batches(train_gpt, config, paths, steps)
+        # the fields that decide batches; a log may have others that this checkout lacks
+        stage, fields = ({f.name for f in dataclasses.fields(of)} for of in (program.StageValues, program.Config))
+        needed = stage | fields.intersection(re.findall(r"\b(?:c|config)\.(\w+)", code_of_batches(checkout)))
+        config = train_gpt.config_of({name: config[name] for name in needed & config.keys()}, program.Config)
+        with contextlib.closing(train_gpt.Stream([*map(train_gpt.read_header, paths)], config)) as stream:
+            for step in range(steps):
+                stream.next_batch(train_gpt.plan_of(config, step))
+        seen = f"{stream.digest:064x}"  # of all training tokens, the same for any number of ranks
         wrong = seen != stated and (f"the digest of {count} of the declared shards is {seen[:8]}..., the log states "
                                     f"{stated[:8]}...")
     except train_gpt.RunError as error:
@@ -239,20 +241,3 @@ def check_replay(e, folder):
 def code_of_batches(source):
     """Return the sections of a train_gpt.py that decide its batches, or all of another source."""
     return source.partition("\n# schedule\n")[2].partition("\n# model\n")[0] or source
-
-
-def fields_of_batches(program, source):
-    """Return the names of the config's fields that decide batches. A log may have fields that this checkout lacks."""
-    stage, fields = ({f.name for f in dataclasses.fields(of)} for of in (program.StageValues, program.Config))
-    return stage | fields.intersection(re.findall(r"\b(?:c|config)\.(\w+)", code_of_batches(source)))
-
-
-def digest_of_batches(train_gpt, config, paths, steps):
-    """Return the stream's digest of all training tokens, which is the same for any number of ranks."""
-    stream = train_gpt.Stream([train_gpt.read_header(path) for path in paths], config)
-    try:
-        for step in range(steps):
-            stream.next_batch(train_gpt.plan_of(config, step))
-        return f"{stream.digest:064x}"
-    finally:
-        stream.close()

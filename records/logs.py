@@ -3,28 +3,22 @@
     python records/logs.py PATH...            list every run and file: used, rejected or duplicate, and why
     python records/logs.py --json PATH...     the same as JSON
 
-A PATH is a log (also .gz), an archive of logs (.tar, .tar.xz, .tar.gz) or a folder. Folders are searched with their
-subfolders and archives, except names that begin with a dot. Nothing is unpacked on disk. The files of a record's
-logs.tar.xz have the paths that they would have beside it: `records/DATE_NAME/RUN.txt` names a log in
-records/DATE_NAME/logs.tar.xz. Files of any other archive have paths like `logs.tar/RUN.txt`. The reader does not guess
-and drops nothing silently: a run is used, or its file is listed with the reason.
+A PATH is a log (also .gz), an archive of logs (.tar, .tar.xz, .tar.gz) or a folder, which is searched except for names
+that begin with a dot. The files of a record's logs.tar.xz have the paths that they would have beside it, those of any
+other archive paths like `logs.tar/RUN.txt`. The reader does not guess and drops nothing silently: a run is used, or its
+file is listed with the reason.
 
 Rules
-- Only lines after the last separator (a line of exactly 100 `=`) count. The text before it may be a script that quotes
-  a log.
+- Only lines after the last separator (100 `=`) count. The text before it may be a script that quotes a log.
 - The source is the last text before that separator that is Python, with Python texts right before it; without any, the
-  first text. Lines above it (arguments, the log's path) and nvidia-smi's text are no part of it. Its SHA-256 is computed
-  with line ends as \\n, as on every system.
+  first text. Lines above it (arguments, the log's path) and nvidia-smi's text are no part of it.
 - GPUs, versions, seed and validation data are those of the JSON line, or what a public script prints outside its source.
-- A step counter that decreases begins another run in the same file. Each run is judged separately. A line that several
-  ranks print counts once.
-- A run is complete if its last validation is at the step that it states as its total. llm.c's form states no total:
-  its completeness is unknown (None), unless training lines follow the last validation. A log of train_gpt.py that ends
-  with an error in place of its end line is incomplete.
+- A step counter that decreases begins another run in the same file. A line that several ranks print counts once.
+- A run is complete if its last validation is at the step that it states as its total. llm.c's form states no total: its
+  completeness is unknown (None), unless training lines follow the last validation.
 - The loss is `val_loss` (llm.c: `tel`) and the time is `train_time`, both from the last validation line.
-- A line {"resumed": ...} marks a run that resumes from a checkpoint. The earlier lines of later steps are dropped, and
-  the decreasing counter begins no other run. Resumed runs, and runs that began from saved parameters, are read;
-  Run.disqualified states why they count for no record.
+- After a line {"resumed": ...} the earlier lines of later steps are dropped, and the decreasing counter begins no other
+  run. Run.disqualified states why such a run counts for no record.
 
 Requires only the standard library.
 """
@@ -132,12 +126,10 @@ class Step(NamedTuple):
 class Run:
     """A run. If it cannot be used: reason says why and kind is one of those above; index_in_file is None for a file.
 
-    index_in_file counts from 1. start and end are this project's JSON lines, if present, and resumed holds the content
-    of its {"resumed": ...} lines. complete is None if the form states no total. clock_falls holds the steps at which
-    train_time decreased; once, early, is the community's reset after warm-up.
-
-    Fields with repr=False are not part of --json. shape has one letter for each line after the last separator (see
-    _OWN_LINE; o: any other line), and odd is the first such other line. settings: what stands above a public source."""
+    start, end and resumed are this project's JSON lines. complete is None if the form states no total. clock_falls: the
+    steps at which train_time decreased; once, early, is the community's reset after warm-up. shape: a letter of
+    _OWN_LINE for each line after the last separator, or o; odd: the first such other line. settings: what stands above
+    a public source. Fields with repr=False are not part of --json."""
     path: str
     index_in_file: int | None = None
     reason: str = ""
@@ -198,6 +190,14 @@ class Run:
         return None
 
     @property
+    def loss_text(self):
+        return f"{self.final_loss:.{self.loss_decimals}f}"
+
+    @property
+    def seconds_text(self):
+        return "-" if self.train_time_ms is None else f"{self.train_time_ms / 1000:.3f}"
+
+    @property
     def script(self):
         """The source as its file has it: the log adds a line end. "" without one."""
         return (self.source or "").removesuffix("\n")
@@ -205,8 +205,8 @@ class Run:
     @property
     def figures(self):
         """The SHA-256 of its step lines, which a race writes down."""
-        told = [(step[:5]) for step in self.steps], [line[:3] for line in self.validations]
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+        told = [step[:5] for step in self.steps], [line[:3] for line in self.validations]
+        return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
     @property
     def over(self):
@@ -405,6 +405,12 @@ def without_copies(runs):
     if all validations of one are in the other, and they end in the same one or all its timed steps are there too. The
     fuller one is kept. What precedes the first step is no evidence, since all runs begin alike. A single later line, which
     two runs may share by chance, is evidence only if it states a time and neither source nor run_id differs."""
+    def identity(run):
+        return run.source_sha256, (run.start or {}).get("run_id")
+
+    def may_be_one(run, other):  # as far as both state these
+        return all(None in pair or pair[0] == pair[1] for pair in zip(identity(run), identity(other)))
+
     lines = [{validation[:3] for validation in run.validations} for run in runs]
     timed = [{step[:2] for step in run.steps if step.step > 0} for run in runs]
     originals, copies, by_line = {}, {}, {}
@@ -416,7 +422,8 @@ def without_copies(runs):
         if len(evidence) > 1 or timed[i] or trained and ending[2] is not None:
             original = next((j for j in by_line.get(next(iter(evidence)), ()) if lines[i] <= lines[j] and (
                 trained and ending == runs[j].validations[-1][:3] or timed[i] and timed[i] <= timed[j]
-                or trained and not timed[i] and ending[2] is not None) and (len(evidence) > 1 or _may_be_one(runs[i], runs[j]))), None)
+                or trained and not timed[i] and ending[2] is not None)
+                             and (len(evidence) > 1 or may_be_one(runs[i], runs[j]))), None)
         if original is None:
             originals[i] = runs[i]
             for line in {*lines[i], *timed[i]}:
@@ -426,12 +433,6 @@ def without_copies(runs):
             copies[i] = Duplicate(runs[i].path, runs[i].index_in_file, runs[original].path,
                                   f"{what} run {runs[original].index_in_file} there, line for line")
     return [originals[i] for i in sorted(originals)], [copies[i] for i in sorted(copies)]
-
-
-def _may_be_one(run, other):
-    """Return whether two runs have the same source and run_id, as far as both state them."""
-    pairs = zip(*((one.source_sha256, (one.start or {}).get("run_id")) for one in (run, other)))
-    return all(mine is None or theirs is None or mine == theirs for mine, theirs in pairs)
 
 
 class _Notes(dict):
@@ -447,17 +448,14 @@ class _Notes(dict):
 class _OpenRun:
     """A run while its lines are being read."""
 
-    def __init__(self, start=None):
-        self.start, self.end = start, None
-        self.total = None  # bytes, as stated in the lines
-        self.first_step = self.last_step = None
+    def __init__(self, start, seed):
+        self.start, self.seed, self.end, self.error = start, seed, None, None
+        self.total = self.first_step = self.last_step = None  # total: bytes, as stated in the lines
         self.validations, self.validation_fields = [], {}  # the fields of the last one
         self.trained_since = False  # training lines followed the last validation
         self.cut = False  # the last line was cut off
-        self.clock, self.clock_falls = -math.inf, []
-        self.notes, self.error = _Notes(), None
-        self.steps, self.resumed = [], []
-        self.recent, self.seed = collections.deque(maxlen=64), None  # step lines
+        self.clock, self.clock_falls, self.steps, self.resumed = -math.inf, [], [], []
+        self.notes, self.recent = _Notes(), collections.deque(maxlen=64)  # step lines
 
     def resume(self, resumed):
         """Drop the lines of steps after the checkpoint, which are trained again. Return False if no step is stated."""
@@ -557,9 +555,12 @@ class _Section:
                 run.clock_falls.append(step)
             run.clock = time_ms
             if whole_ms if run.start else not (again and run.steps[-1].validation == validation):
-                units = () if whole_ms else (tuple(_digit_ms(fields.get(name, "")) for name in ("train_time", "step_avg")),)
-                run.steps.append(Step(step, time_ms, _time_ms(fields.get("step_avg", "")), _finite(fields.get("train_loss", "")),
-                                      validation, *units)._replace(grad_norm=_finite(fields.get("grad_norm", ""))))
+                names = "step_avg", "train_loss", "grad_norm"
+                average, train_loss, grad_norm = (fields.get(name, "") for name in names)
+                units = () if whole_ms else tuple((1 if text.endswith("ms") else 1000) * 10.0 ** -len(
+                    text.rstrip("ms").partition(".")[2]) for text in (fields["train_time"], average))
+                run.steps.append(Step(step, time_ms, _time_ms(average), _finite(train_loss), validation,
+                                      units or Step._field_defaults["units"], _finite(grad_norm)))
         if validation:
             extras = {name: text if _number(text) is None else _number(text) for name, text in fields.items()
                       if text and name not in _COMMON_FIELDS}
@@ -574,7 +575,9 @@ class _Section:
                 self.run.error = _show(line)
             else:
                 self.note(_show(line))
-        elif line.startswith(b"{"):
+        elif not line.startswith(b"{"):
+            self.note(f"not understood, skipped: {_show(line)!r}")
+        else:
             try:
                 content = parse_json(line)
             except ValueError:
@@ -586,12 +589,9 @@ class _Section:
                     self.note(f"a resumed line without a step, skipped: {_show(line)!r}")
             elif self.run and isinstance(content["end"], dict):
                 self.run.end = content["end"]
-        else:
-            self.note(f"not understood, skipped: {_show(line)!r}")
 
     def begin_run(self, start=None):
-        self.runs.append(_OpenRun(start))
-        self.run.seed = self.seed
+        self.runs.append(_OpenRun(start, self.seed))
         return self.run
 
 
@@ -622,12 +622,13 @@ def _parse(path, content):
     above = b"".join([*(text for text in before[:place] if not _ENVIRONMENT.search(text)), above])
     settings = {name: value for name, value in _SETTING.findall(above.decode("utf-8", "replace")) if not _NO_SETTING.search(name)}
     *quoted, part = map(_Section, (*before[:place], above, *before[end:], last))
-    if not part.runs and source and b"import torch" in source:
-        why = "incomplete: a script and its environment, but no step line: the run stopped before its first step"
-        return [], [Run(path, 1, "; ".join([why, *part.notes]), INCOMPLETE, digest)]
     if not part.runs:
-        why = f"no line 'step:N/TOTAL val_loss:X' or 's:N tel:X'{' after the last separator' if before else ''}"
-        return [], [_rejected(path, NOT_A_LOG, "; ".join([why, *part.notes]))]
+        after, found = " after the last separator" if before else "", Run(path, kind=NOT_A_LOG)
+        why = f"{NOT_A_LOG}: no line 'step:N/TOTAL val_loss:X' or 's:N tel:X'{after}"
+        if source and b"import torch" in source:
+            why = "incomplete: a script and its environment, but no step line: the run stopped before its first step"
+            found = Run(path, 1, kind=INCOMPLETE, source_sha256=digest)
+        return [], [replace(found, reason="; ".join([why, *part.notes]))]
     if count := sum(len(run.validations) for one in [*quoted, *map(_Section, earlier)] for run in one.runs):
         part.notes.add(f"{count} validation lines before the last separator do not count")
     environment = b"".join(one.environment for one in (*quoted, part))
@@ -726,7 +727,8 @@ def _machine(run, environment):
     if not isinstance(gpus, int):
         gpus = int(world[1]) if world else len({number for number, _ in rows}) or None
     names = {name.decode("utf-8", "replace") for _, name in rows}
-    drivers, val_tokens = inside(start, "hardware", "gpus"), next(map(any_of, _VAL_TOKENS.findall(environment)), None)
+    drivers, val_tokens = inside(start, "hardware", "gpus"), _VAL_TOKENS.search(environment)
+    val_tokens = val_tokens and (val_tokens[1] or val_tokens[2]).decode().replace(",", "")
     shards = inside(start, "shards", "val")
     digests = [str(inside(shard, "sha256")) for shard in shards] if isinstance(shards, list) else []
     if run.start:
@@ -735,10 +737,6 @@ def _machine(run, environment):
     return {"gpus": gpus, "card": inside(start, "hardware", "device") or " and ".join(sorted(names)) or all_of(_GPU_NAME),
             "torch": inside(start, "versions", "torch") or all_of(_TORCH), "validated_on": data if val_tokens or digests else None,
             "driver": inside(drivers[0], "driver") if isinstance(drivers, list) and drivers else all_of(_DRIVER)}
-
-
-def any_of(texts):
-    return next(text.decode().replace(",", "") for text in texts if text)
 
 
 def _step(line):
@@ -768,11 +766,6 @@ def _ending(fields):
     """Return the unit of the last field, or the number of its decimals."""
     *_, text = fields.values()
     return next((unit for unit in ("ms", "s") if text.endswith(unit)), len(text.partition(".")[2]))
-
-
-def _digit_ms(text):
-    """Return the last digit of a text like 24.082s in ms: 1."""
-    return (1 if text.endswith("ms") else 1000) * 10.0 ** -len(text.rstrip("ms").partition(".")[2])
 
 
 def _number(text):
@@ -859,15 +852,12 @@ def is_beside(item):
 
 def outcomes(logs):
     """Return rows (path, run, outcome, steps, loss, seconds, GPUs, source, remark) of text for all runs and files."""
-    rows = []
+    rows, alike = [], {}  # other files beside the logs share one row for each kind
     for run in logs.runs:
         steps = str(run.last_step) if run.stated_steps is None else f"{run.last_step}/{run.stated_steps}"
-        seconds = "-" if run.train_time_ms is None else f"{run.train_time_ms / 1000:.3f}"
-        loss = f"{run.final_loss:.{run.loss_decimals}f}"
-        outcome = "no record" if run.disqualified else "used"
-        rows.append((run.path, str(run.index_in_file), outcome, steps, loss, seconds, str(run.gpus or "-"),
-                     (run.source_sha256 or "-")[:8], "; ".join(run.notes)))
-    alike = {}  # other files beside the logs share one row for each kind
+        outcome, source = "no record" if run.disqualified else "used", (run.source_sha256 or "-")[:8]
+        rows.append((run.path, str(run.index_in_file), outcome, steps, run.loss_text, run.seconds_text,
+                     str(run.gpus or "-"), source, "; ".join(run.notes)))
     for item in logs.rejected:
         stem, suffix = os.path.splitext(item.path)
         shown = os.path.join(os.path.dirname(stem), f"*{suffix}") if is_beside(item) else item.path
@@ -952,12 +942,11 @@ def main(arguments=None):
     if options.json:
         print(show_json(logs))
     else:
-        header = ("file", "run", "outcome", "steps", "val_loss", "seconds", "GPUs", "source", "remark")
-        print("\n".join(columns([header, *outcomes(logs)])))
+        header = "file", "run", "outcome", "steps", "val_loss", "seconds", "GPUs", "source", "remark"
+        print(*columns([header, *outcomes(logs)]), sep="\n")
         print(f"{plural(len(logs.runs), 'run')} used, {len(logs.rejected)} rejected, "
               f"{plural(len(logs.duplicates), 'duplicate')}")
-    unreadable = any(item.kind == UNREADABLE for item in logs.rejected)
-    return 0 if logs.runs and not unreadable else 2
+    return 0 if logs.runs and all(item.kind != UNREADABLE for item in logs.rejected) else 2
 
 
 def run_main(main):

@@ -73,10 +73,9 @@ def show(template, **values):
 # Charts: places in percent of the chart's width and height, for templates/watch.html.jinja
 
 def running_means(points, steps=None):
-    """Return points with the running mean of their last value, POINTS of them at most.
+    """Return at most POINTS points (tuples) with the running mean of their last value. steps: of the whole run.
 
-    points: tuples. steps: the steps of the whole run, if the points are the beginning of one. A single negative value is left
-    out: it is the speed between two lines of which the clock was reset at the second."""
+    A single negative value is left out: a speed between two lines of which the clock was reset at the second."""
     negative = [point for point in points if point[-1] < 0]
     points = [point for point in points if len(negative) != 1 or point[-1] >= 0]
     width, apart = max(1, round(SMOOTHED * (steps or len(points)))), math.ceil(len(points) / POINTS) or 1
@@ -89,8 +88,11 @@ def run_names(runs):
 
     What tells no more runs apart than the words before it is left out, flags with the mark "…". Runs that differ in
     nothing are named by their files."""
+    def word(value):
+        return shlex.quote(str(value).lower() if isinstance(value, bool) else str(value))
+
     about = [{"--preset": (run.start or {}).get("preset"),
-              **{f"--{key}": shlex.quote(str(value).lower() if isinstance(value, bool) else str(value)) for key, value in logs.config_of(run).items() if key != "target_val_loss"},
+              **{f"--{key}": word(value) for key, value in logs.config_of(run).items() if key != "target_val_loss"},
               "source": (run.source_sha256 or "")[:8], "--seed": run.seed} for run in runs]
     names, more = [""] * len(runs), ""
     for key in sorted(dict.fromkeys(itertools.chain(*about)), key=("source", "--seed").__contains__):
@@ -126,24 +128,18 @@ def mean_curves(runs):
             means((line.step, line.time_ms, line.loss) for run in runs for line in run.validations))
 
 
-def is_near(target, low, high):
-    """Return whether an axis from low to high may be extended to the target: by half its length at most."""
-    return low - (high - low) / 2 <= target <= high + (high - low) / 2
-
-
 def far_note(level, values):
     """Return (a note on a level that is far from the values, else "", and whether the axis is extended to it).
 
-    A level is (value, name) or None. One without a name is always shown."""
-    if not level or not level[1] or is_near(level[0], min(values), max(values)):
+    A level is (value, name) or None. It is extended by half its length at most, without a name always."""
+    low, high = min(values), max(values)
+    if not level or not level[1] or low - (high - low) / 2 <= level[0] <= high + (high - low) / 2:
         return "", bool(level)
-    return f"{level[1]} is far {'below' if level[0] < min(values) else 'above'}", False
+    return f"{level[1]} is far {'below' if level[0] < low else 'above'}", False
 
 
 class Axis:
-    """A linear axis around values, with round ticks.
-
-    ticks: (place, text); whole: no fraction in a tick; tight: hardly a margin, as for steps"""
+    """A linear axis around values, with round ticks (place, text). whole: no fractions; tight: hardly a margin."""
 
     def __init__(self, values, whole=False, tight=False):
         low, high = min(values), max(values)

@@ -9,23 +9,18 @@
 
 Exit status: 0 the claim holds, 1 it does not, 2 it cannot be judged (too few runs, mixed sources, ...).
 
-The claim: the mean final loss is below the target (one-sided one-sample t-test, p < alpha). With a second set also: the
-mean train_time is below the second set's. Both must hold, so a wrong claim passes with probability alpha at most. The
-test of times is the one that race.jsonl declared before the first run: the paired t-test of log time, for runs in turn
-on a machine that drifts, or Welch's t-test of log time. Two sets without a declaration are compared by Welch's t-test
-of seconds, as public records do. The p of a claim is one-sided, that of the table two-sided, of the same test.
+The claim: the mean final loss is below the target (one-sided one-sample t-test, p < alpha) and, with a second set, the
+mean train_time is below that set's. Both must hold, so a wrong claim passes with probability alpha at most. The test of
+times is the one that race.jsonl declared before the first run: the paired t-test of log time, or Welch's. Two sets
+without a declaration are compared by Welch's t-test of seconds, as public records do. The p of a claim is one-sided,
+that of the table two-sided, of the same test. Intervals of the claim have confidence 1 - 2 alpha.
 
-These tests require a number of runs that was fixed before the first run. Looking after every run and stopping at
-p < alpha passes a wrong claim about six times as often. This project's logs contain the declared number, and it is
-enforced. For a race that was declared to run until it is decided, `bounds` keep alpha over all looks.
+The number of runs must be fixed before the first one: stopping as soon as p < alpha passes a wrong claim about six
+times as often. For a race that was declared to run until it is decided, `bounds` keep alpha over all looks.
 
 Right-skewed losses make the t-test lenient: at alpha 1 % it passes 5 to 7 % of wrong claims on exponential losses, and 9 %
 with looks. From ten runs on the p-value of a bootstrap-t is printed; a race until decided must show the claim by it too.
 Welch's test passes 1.4 % with 3 runs and sd 1:5 (all simulated).
-
-A side is compared with its base by two-sided tests at 5 %, with Holm's correction, in races and ladders alike. Intervals of
-the claim have confidence 1 - 2 alpha: the upper end is below the target exactly when the one-sided test is significant.
-Requires logs.py, numpy and scipy; matplotlib for --plot.
 """
 
 import argparse
@@ -106,11 +101,10 @@ def bootstrap_t_less(losses, target):
 
 
 def power(n, sd, margin, alpha, sets=1, other_sd=None):
-    """Return the power of a one-sided t-test for a true margin.
+    """Return the power of a one-sided t-test of n runs against a fixed target, or with sets=2 of n a side by Welch's.
 
-    sets=1: n runs against a fixed target, by the noncentral t distribution. sets=2: n runs a side by Welch's test, with
-    sd and other_sd. Welch's degrees of freedom depend only on the share of each sample variance in their sum. The share
-    is beta-distributed and independent of the sum; given the share, t is noncentral t."""
+    Welch's degrees of freedom depend only on the share of each sample variance in their sum. The share is
+    beta-distributed and independent of the sum; given the share, t is noncentral t."""
     df, t, nct = sets * (n - 1), scipy.stats.t, scipy.stats.nct
     if sets == 1:
         return float(nct.sf(t.isf(alpha, df), df, margin / sd * math.sqrt(n)))
@@ -123,17 +117,15 @@ def power(n, sd, margin, alpha, sets=1, other_sd=None):
 
 
 def upper_sd(sd, n):
-    """Return the upper confidence bound of the sd that n normal runs have shown (chi-square).
+    """Return the upper confidence bound of the sd that n normal runs have shown (chi-square; Browne 1995).
 
-    A plan that takes the sd of a pilot for the true one keeps its promise in half of all cases: power 0.9 is 0.67 to
-    0.83 on average, for pilots of 3 to 10 runs. With the bound it is 0.90 to 0.94 (simulated; Browne 1995)."""
+    With the sd of a pilot of 3 to 10 runs, power 0.9 is 0.67 to 0.83 on average, with the bound 0.90 to 0.94."""
     return sd * math.sqrt((n - 1) / scipy.stats.chi2.ppf(1 - SD_CONFIDENCE, n - 1))
 
 
 def runs_needed(sd, margin, alpha, wanted, sets=1, other_sd=None):
     """Return the least n (a side) with the wanted power. Raise UserError if it exceeds MOST_RUNS."""
-    n = bisect.bisect_left(range(MOST_RUNS + 1), wanted, lo=2,
-                           key=lambda n: power(n, sd, margin, alpha, sets, other_sd))
+    n = bisect.bisect_left(range(MOST_RUNS + 1), wanted, 2, key=lambda n: power(n, sd, margin, alpha, sets, other_sd))
     require(n <= MOST_RUNS, f"a margin of {margin:g} at sd {sd:g} needs more than {MOST_RUNS:,} runs; use a larger one")
     return n
 
@@ -203,17 +195,11 @@ def evaluate_looks(tests, n, most, alpha, losses=None, target=None):
     return None
 
 
-def mean_interval(values, alpha):
-    """Return (low, high) of the mean with confidence 1 - 2 alpha, or None for equal values or a single one."""
-    return _interval(scipy.stats.ttest_1samp(values, 0), alpha) if len(values) > 1 and np.ptp(values) > 0 else None
-
-
 def summary(values):
     """Return n, mean, sample standard deviation (n - 1; None for one value) and range as a dict."""
-    values = np.asarray(values, dtype=float)
-    sd = float(values.std(ddof=1)) if len(values) > 1 else None
-    return {"n": len(values), "mean": float(values.mean()), "sd": sd,
-            "min": float(values.min()), "max": float(values.max())}
+    sd = float(np.std(values, ddof=1)) if len(values) > 1 else None
+    return {"n": len(values), "mean": float(np.mean(values)), "sd": sd,
+            "min": float(np.min(values)), "max": float(np.max(values))}
 
 
 def _interval(two_sided, alpha):
@@ -244,7 +230,7 @@ def compare_times(sides, verdict, alpha):
             "log milliseconds")
     kinds = {None: "Welch t-test of", "unpaired": "Welch t-test of log", "paired": "paired t-test of log"}
     part = {"other": summary(seconds[1]), "test": f"one-sided {kinds[declared]} time", "t": found.t, "df": found.df,
-            "p": found.p_less}
+            "p": found.p / 2 if found.t < 0 else 1 - found.p / 2}
     if not declared:
         part |= {"difference": float(np.subtract(*map(np.mean, seconds))), "p_two_sided": found.p,
                  "interval": _interval(welch_t(*seconds), alpha)}
@@ -268,11 +254,6 @@ class Contrast:
     needed: int | None = None
     t: float | None = None
     df: float | None = None
-
-    @property
-    def p_less(self):
-        """The p of the one-sided test that the side's mean is less than the base's."""
-        return self.p / 2 if self.t < 0 else 1 - self.p / 2
 
     @property
     def shown(self):
@@ -335,10 +316,9 @@ def contrast_times(ours, base, paired, declared, ideas):
 
 def holm(values):
     """Return the p-values with Holm's correction (Scandinavian Journal of Statistics 6, 1979)."""
-    order, left = np.argsort(values), np.arange(len(values), 0, -1)
-    corrected = np.empty(len(values))
-    corrected[order] = np.maximum.accumulate(np.minimum(1, left * np.asarray(values)[order]))
-    return corrected.tolist()
+    order = np.argsort(values)
+    stepped = np.maximum.accumulate(np.arange(len(values), 0, -1) * np.asarray(values)[order])
+    return np.minimum(1, stepped)[np.argsort(order)].tolist()
 
 
 def verdicts(pairs):
@@ -473,19 +453,18 @@ def gather(name, found, options, source=None, race_side=None):
     unreadable = [item for item in found.rejected if item.kind == logs.UNREADABLE]
     require(not unreadable, "; ".join(f"{logs.printable(item.path)}: {item.reason}" for item in unreadable))
 
-    def unwanted(run):
-        """Return why a run is left out, or None."""
-        if source and not (run.source_sha256 or "").startswith(source.lower()):
-            return f"of another source than {source}"
-        if options.gpus and run.gpus != options.gpus:
-            return f"not a run on {options.gpus} GPUs"
-        return run.disqualified
-
-    runs = [run for run in found.runs if race_side is None or (race_of(run) and race_of(run).side == race_side)]
-    side = Side(name, [run for run in runs if not unwanted(run)], found.rejected)
+    side = Side(name, [], found.rejected)
     side.left_out = [(item.path, item.reason) for item in found.rejected if not logs.is_beside(item)]
     side.left_out += [(item.path, f"{item.reason}: {logs.printable(item.original_path)}") for item in found.duplicates]
-    side.left_out += [(run.path, unwanted(run)) for run in runs if unwanted(run)]
+    for run in [run for run in found.runs if race_side is None or (race_of(run) and race_of(run).side == race_side)]:
+        if source and not (run.source_sha256 or "").startswith(source.lower()):
+            side.left_out.append((run.path, f"of another source than {source}"))
+        elif options.gpus and run.gpus != options.gpus:
+            side.left_out.append((run.path, f"not a run on {options.gpus} GPUs"))
+        elif run.disqualified:
+            side.left_out.append((run.path, run.disqualified))
+        else:
+            side.runs.append(run)
     unused = side.left_out or [(item.path, item.reason) for item in found.rejected]
     reasons = "; ".join(f"{logs.printable(path)}: {reason}" for path, reason in unused[:3])
     require(side.runs, f"{name} holds no run that can be used ({reasons or 'nothing was found'}); "
@@ -534,15 +513,11 @@ def check_one_experiment(side, mixed):
         side.warnings.append(f"{side.name} declares no number of runs: the verdict is valid only if the number was "
                              "fixed before the first run, and every run that was started is here")
 
-    def seeded(run):
-        """Return what makes two runs repeats of each other; None if the log states no seed."""
-        return None if run.seed is None else json.dumps([run.seed, run.source_sha256, configs[id(run)]], sort_keys=True)
-
-    for experiment, runs in grouped(side.runs, seeded).items():
-        if experiment and len(runs) > 1:
-            raise UserError(f"{len(runs)} runs of {side.name} share the seed {json.dumps(runs[0].seed)} "
-                              f"({list_names(runs)}): they are not independent, and p would be too small; race with "
-                              "distinct seeds")
+    repeats = grouped((run for run in side.runs if run.seed is not None), lambda run: json.dumps(
+        [run.seed, run.source_sha256, configs[id(run)]], sort_keys=True))
+    for runs in repeats.values():
+        require(len(runs) == 1, f"{len(runs)} runs of {side.name} share the seed {json.dumps(runs[0].seed)} "
+                f"({list_names(runs)}): they are not independent, and p would be too small; race with distinct seeds")
 
 
 def check_complete(side):
@@ -569,18 +544,9 @@ def check_none_diverged(side):
     sources, races = {run.source_sha256 for run in side.runs}, set(map(side_of, side.runs))
     diverged = [item for item in side.rejected if item.kind == logs.NOT_FINITE and item.source_sha256 in sources
                 and side_of(item) in races]
-    if diverged:
-        raise UserError(f"{list_names(diverged)} of {side.name} diverged ({diverged[0].reason}): a run that was "
-                          "started and is evidence against the claim; fix the cause and race again")
-
-
-def check_not_shared(a, b):
-    """Raise UserError if a run is in both sets."""
-    _, copies = logs.without_copies(a.runs + b.runs)
-    paths = {os.path.realpath(run.path) for run in a.runs}
-    shared = [run.path for run in b.runs if os.path.realpath(run.path) in paths] or [copy.path for copy in copies]
-    if shared:
-        raise UserError(f"{logs.printable(shared[0])} is in both sets; a run belongs to one")
+    reason = diverged[0].reason if diverged else ""
+    require(not diverged, f"{list_names(diverged)} of {side.name} diverged ({reason}): a run that was started and is "
+            "evidence against the claim; fix the cause and race again")
 
 
 def add_warnings(side):
@@ -599,8 +565,7 @@ def choose_target(runs, given):
     """Return the given target, else the one that all logs state, else the default; None if they state 0, for none."""
     if given is not None:
         return given
-    targets = [(run.start or {}).get("target_val_loss") for run in runs]
-    stated = list({json.dumps(target): target for target in targets}.values())
+    stated = list({json.dumps(target): target for target in map(FACTS["with different targets"], runs)}.values())
     if stated == [None]:
         return DEFAULT_TARGET
     require(len(stated) == 1 and type(stated[0]) in (int, float) and math.isfinite(stated[0]),
@@ -674,11 +639,8 @@ def choose_sides(options):
                 for side, source in ((chosen, options.source), (other, options.vs_source))]
     require(len(raced) < 2, f"these are logs of the sides {', '.join(raced)} of a race; choose one with --side, without --vs; "
             "ladder.py judges them together")
-    names = names_of_sets(options)
-    sides = [gather(names[0], found, options, options.source)]
-    if options.vs:
-        sides.append(gather(names[1], read(options.vs), options, options.vs_source))
-    return sides
+    sets = [(found, options.source), *([(read(options.vs), options.vs_source)] if options.vs else [])]
+    return [gather(name, of_set, options, source) for name, (of_set, source) in zip(names_of_sets(options), sets)]
 
 
 def names_of_sets(options):
@@ -782,7 +744,9 @@ def check_timed(a, b):
 def check_comparable(a, b, mixed):
     """Raise UserError if a run is in both sets, Mixed if they differ in a fact. Runs of one race ran on one machine; mixed:
     what logs do not state may differ."""
-    check_not_shared(a, b)
+    paths = {os.path.realpath(run.path) for run in a.runs}
+    shared = [run for run in b.runs if os.path.realpath(run.path) in paths] or logs.without_copies(a.runs + b.runs)[1]
+    require(not shared, f"{logs.printable(shared[0].path) if shared else ''} is in both sets; a run belongs to one")
     for what, key in FACTS.items():
         unknown = None if mixed or a.declared or what not in [*FACTS][:2] else "unknown"
         found = [{str(value) for run in side.runs if (value := unknown if key(run) is None else key(run)) is not None} for side in (a, b)]
@@ -815,11 +779,6 @@ def list_runs(sides):
     return {"runs": runs, "left_out": [{"path": path, "reason": reason} for path, reason in left_out]}
 
 
-def ends_of(found):
-    """Return (value, low, high) of a Contrast, without an interval the value three times."""
-    return found.value, *(found.value if end is None else end for end in (found.low, found.high))
-
-
 def strips(sides, target):
     """Return what plots show of single runs: a strip of final losses, and one of times.
 
@@ -827,8 +786,8 @@ def strips(sides, target):
     side), the value of each run, and mean (mean, low, high: its 95 % interval)."""
     def row(at, side, values):
         mean = float(np.mean(values))
-        return {"name": side.label, "color": at, "values": list(map(float, values)),
-                "mean": (mean, *(mean_interval(values, LEVEL / 2) or (mean, mean)))}
+        ends = _interval(scipy.stats.ttest_1samp(values, 0), LEVEL / 2) if np.ptp(values) > 0 else (mean, mean)
+        return {"name": side.label, "color": at, "values": list(map(float, values)), "mean": (mean, *ends)}
     found = [{"title": "Final loss", "unit": "nats per token", "level": target and (target, f"target {target:g}"),
               "rows": [row(at, side, side.losses) for at, side in enumerate(sides)]}]
     if not any(side.untimed for side in sides):
@@ -848,8 +807,10 @@ def differences(found):
 
     def strip(part, title, neutral):
         named = len(found) == 1 or part == "loss"
-        rows = [{"name": one.name if named else "", "color": color(at, one), "values": [],
-                 "mean": ends_of(getattr(one, part))} for at, one in enumerate(found)]
+        parts = [getattr(one, part) for one in found]
+        means = [(each.value, *(each.value if end is None else end for end in (each.low, each.high))) for each in parts]
+        rows = [{"name": one.name if named else "", "color": color(at, one), "values": [], "mean": mean}
+                for at, (one, mean) in enumerate(zip(found, means))]
         return {"title": title, "unit": f"compared with {found[0].base}, mean and its 95 % interval",
                 "level": (neutral, ""), "rows": rows}
     return [strip(*about) for about in (("loss", "Difference of loss, nats", 0), ("time", "Ratio of times", 1))
@@ -963,21 +924,18 @@ def parse(arguments):
     options = parser.parse_args(arguments)
     if options.plan and options.alpha is None:
         options.alpha = ALPHA
-    if options.alpha is not None and not 0 < options.alpha < 0.5:
-        parser.error(f"--alpha is {options.alpha}; give a number between 0 and 0.5")
-    if not 0 < options.power < 1:
-        parser.error(f"--power is {options.power}; give a number between 0 and 1")
-    if options.target is not None and not math.isfinite(options.target):
-        parser.error(f"--target is {options.target}; give a finite number")
+    for name, holds, wanted in (("alpha", lambda x: 0 < x < 0.5, "number between 0 and 0.5"),
+                                ("power", lambda x: 0 < x < 1, "number between 0 and 1"),
+                                ("target", math.isfinite, "finite number")):
+        if (given := getattr(options, name)) is not None and not holds(given):
+            parser.error(f"--{name} is {given}; give a {wanted}")
     if options.side and options.vs:
         parser.error("--side takes both sets from PATH; leave out --vs")
     unused = ("plot",) if options.plan else ("sd", "margin")
     if options.plan and options.sd and options.margin:  # no logs are read
         unused += ("vs", "vs_source", "side")
-    for name in unused:
-        if getattr(options, name):
-            flag = "--" + name.replace("_", "-")
-            parser.error(f"--plan judges nothing; leave out {flag}" if options.plan else f"{flag} needs --plan; add it")
+    for flag in [f"--{name.replace('_', '-')}" for name in unused if getattr(options, name)]:
+        parser.error(f"--plan judges nothing; leave out {flag}" if options.plan else f"{flag} needs --plan; add it")
     if not options.paths and not options.plan:
         parser.error("no PATH was given; name logs, or a folder of logs")
     return options

@@ -7,9 +7,8 @@
     ... --json                                                  print the same figures as JSON
     ... --picture FILE.png                                      draw a step of the first rank of each version
 
-Requires numpy. Reads .json and .json.gz of NVIDIA GPUs, and of CPUs. A trace of 10 MB takes 0.6 s and 90 MiB; memory
-grows by about six times the unpacked size of the file. Exit status: 0 the figures are printed, 2 the input cannot be
-used (stderr states why).
+Reads .json and .json.gz of NVIDIA GPUs, and of CPUs. A trace of 10 MB takes 0.6 s and 90 MiB. Exit status: 0 the
+figures are printed, 2 the input cannot be used (stderr states why).
 
 Definitions
     GPU op         An event with ph X and cat kernel, gpu_memcpy or gpu_memset. A kernel with "nccl" in its name is
@@ -19,24 +18,21 @@ Definitions
     step           A ProfilerStep#N mark. An op belongs to the step that contains its launch, since the GPU runs far
                    behind the host.
     busy           Length of the union of intervals. overlap = |comm ∩ compute|, exposed = |comm| - overlap,
-                   idle = span - |all ops|. The span runs from the start of the first op to the end of the last.
-                   The total covers the ops of all steps, so its span includes the gaps between steps. Each GPU is
-                   measured separately, then the GPUs are summed: compute on one GPU hides no communication of another.
+                   idle = span - |all ops|. The span runs from the start of the first op to the end of the last; in the
+                   total it includes the gaps between steps. Each GPU is measured by itself, then GPUs are summed.
     B              Start of the first nccl:*reduce_scatter* annotation - start of the first Optimizer.step#*, or, where
                    torch recorded none, of the first range `step` in a trace with a range `backward`. Negative:
                    launched before the optimizer step.
-    D              Start of the first reduce-scatter kernel - end of the last other op launched outside the main thread,
-                   which is autograd's work. Negative: communication began during backward. The main thread is the one
-                   with the ProfilerStep marks.
+    D              Start of the first reduce-scatter kernel - end of the last other op launched outside the main thread
+                   (the one with the ProfilerStep marks), which is autograd's work. Negative: during backward.
     from backward  Reduce-scatter kernels launched outside the main thread.
 
-A trace without GPU ops (CPU and gloo) shows when the host launched. The tool uses the ranges `launch ...`, `wait ...`,
-`backward` and `step`. Where the program has none, it uses torch's own events: c10d::* and gloo:* for launches, the span
-of autograd's functions for backward, Optimizer.step#* for the step. `after backward end` is the first launch relative
-to the end of backward; a negative value means earlier.
-"""
+A trace without GPU ops (CPU and gloo) shows when the host launched, by the ranges `launch ...`, `wait ...`, `backward`
+and `step`, or else by torch's own events: c10d::* and gloo:* for launches, the span of autograd's functions for
+backward, Optimizer.step#* for the step. `after backward end` is the first launch relative to the end of backward. """
 
 import argparse
+import contextlib
 import gzip
 import itertools
 import json
@@ -54,7 +50,7 @@ import numpy as np
 
 import logs
 import pages
-from logs import UserError
+from logs import UserError, require
 
 # Reading ------------------------------------------------------------------------------------------------------------
 
@@ -101,16 +97,6 @@ def collective(name):
     return next((kind for key, kind in COLLECTIVES.items() if key in letters), "other")
 
 
-def kind_of(category, name, arguments):
-    """Return the kind of a GPU op: compute, memory, or the collective of a communication kernel."""
-    if category != "kernel":
-        return "memory"
-    if "nccl" not in name.lower():
-        return "compute"
-    kind = collective(name)
-    return kind if kind != "other" else collective(str(arguments.get("Collective name")))
-
-
 def members(value):
     """Return value if it is a JSON object, else an empty one."""
     return value if isinstance(value, dict) else {}
@@ -118,12 +104,10 @@ def members(value):
 
 def nanoseconds(microseconds):
     """Convert a JSON number of µs (an int, or the text of a fraction) to exact ns. ValueError if it is not a time."""
-    try:
+    with contextlib.suppress(ArithmeticError):
         value = Decimal(microseconds if type(microseconds) in (int, str) else "none")
         if value.is_finite() and value.adjusted() < 18 and abs(time := round(value.scaleb(3))) < MAX_TIME:
             return time
-    except ArithmeticError:
-        pass
     raise ValueError
 
 
@@ -191,8 +175,12 @@ def read(path):
             if correlation not in launches or start < launches[correlation][0]:
                 launches[correlation] = start, thread
         elif on_gpu:
-            kind, device = kind_of(category, name, arguments), str(arguments.get("device", thread[0]))
-            ops.append((correlation, Op(start, end, sys.intern(name), kind, device, None, arguments.get("stream") and str(arguments["stream"]))))
+            kind, device = "memory" if category != "kernel" else "compute", str(arguments.get("device", thread[0]))
+            if category == "kernel" and "nccl" in name.lower():
+                kinds = map(collective, (name, str(arguments.get("Collective name"))))
+                kind = next((kind for kind in kinds if kind != "other"), "other")
+            stream = arguments.get("stream") and str(arguments["stream"])
+            ops.append((correlation, Op(start, end, sys.intern(name), kind, device, None, stream)))
         elif mark := STEP_MARK.fullmatch(name):
             marks[int(mark[1])].append(Span(start, end, name))
             marked.append((thread, marks[int(mark[1])][-1]))
@@ -267,21 +255,20 @@ def of_kind(ops, *kinds):
 
 
 def communication(ops):
-    return [op for op in ops if op.kind not in LOCAL_KINDS]
+    return of_kind(ops, *KINDS[len(LOCAL_KINDS):])
 
 
 def gpu_figures(ops):
     """Return busy times in ms, measured on each GPU and then summed, and counts of ops."""
-    sums = Counter()
+    sums = Counter(dict.fromkeys(("span", "busy", "compute", "comm", "overlap", "exposed", "idle"), 0))
     for device in {op.device for op in ops}:
         group = [op for op in ops if op.device == device]
         compute, comm = of_kind(group, "compute"), communication(group)
         sums.update(span=max(op.end for op in group) - min(op.start for op in group), busy=busy(group),
                     compute=busy(compute), comm=busy(comm), overlap=overlap(comm, compute))
     sums.update(exposed=sums["comm"] - sums["overlap"], idle=sums["span"] - sums["busy"])
-    times = ("span", "busy", "compute", "comm", "overlap", "exposed", "idle")
     kinds = Counter(op.kind for op in communication(ops))
-    return {**{f"{key}_ms": milliseconds(sums[key]) for key in times},
+    return {**{f"{key}_ms": milliseconds(time) for key, time in sums.items()},
             "gpu_ops": len(ops), "comm_kernels": dict(sorted(kinds.items())),
             "reduce_scatters_from_backward": sum(op.thread is not None for op in of_kind(ops, "reduce-scatter"))}
 
@@ -330,9 +317,6 @@ def gradient_launches(host):
     return named(host, "launch ") or next(filter(None, recorded), [])
 
 
-SUMMED = ("launches", "launches_in_backward", "wait_ms")  # over steps
-
-
 def host_figures(host):
     """Return launches and exposed waits of one step, and the first launch relative to the last backward (the one whose
     gradients are sent) and to the optimizer step."""
@@ -365,8 +349,7 @@ def check(trace):
              f'no communication: none of its {gpu_ops} GPU ops is a kernel with "nccl" in its name; {ranks}'),
             (not gpu_ops and not host_comm,
              f"no communication: neither GPU ops nor ranges `launch ...`, gloo:* or c10d::*; {ranks}")):
-        if wrong:
-            raise UserError(f"{trace.path}: {problem}")
+        require(not wrong, f"{trace.path}: {problem}")
 
 
 def analyse(trace):
@@ -385,7 +368,7 @@ def analyse(trace):
     if ops:
         total |= gpu_figures(ops)
     if on_host:
-        for key in SUMMED:
+        for key in ("launches", "launches_in_backward", "wait_ms"):
             values = [figures[key] for figures in steps if figures[key] is not None]
             total[key] = sum(values) if values else None
     return {"trace": trace.path, "rank": trace.rank, "world_size": trace.world_size, "gpu": trace.gpu,
@@ -501,11 +484,9 @@ def show(analyses, others, comparison):
 
 def mean(flats):
     """Return the mean of every figure over the flats that have it, None if none has."""
-    result = {}
-    for key in dict.fromkeys(key for figures in flats for key in figures):
-        values = [figures[key] for figures in flats if figures.get(key) is not None]
-        result[key] = sum(values) / len(values) if values else None
-    return result
+    found = {key: [figures[key] for figures in flats if figures.get(key) is not None]
+             for key in itertools.chain(*flats)}
+    return {key: sum(values) / len(values) if values else None for key, values in found.items()}
 
 
 def set_means(analyses):
@@ -519,26 +500,20 @@ def set_means(analyses):
 
 def compared(left, right):
     """Return {key: {"a", "b", "difference"}} of two flat figures."""
-    result = {}
-    for key in itertools.chain(*columns([left, right]).values()):
-        a, b = left.get(key), right.get(key)
-        result[key] = {"a": a, "b": b, "difference": None if None in (a, b) else b - a}
-    return result
+    pairs = {key: (left.get(key), right.get(key)) for key in itertools.chain(*columns([left, right]).values())}
+    return {key: {"a": a, "b": b, "difference": None if None in (a, b) else b - a} for key, (a, b) in pairs.items()}
 
 
 def compare(left, right):
     """Compare the means over the ranks of two sets. Steps are paired by number, or in order if none is common."""
     device = left[0]["device"]
     for analysis in (*left, *right):
-        if analysis["device"] != device:
-            raise UserError(f"{analysis['trace']}: a {analysis['device'].upper()} trace, but {left[0]['trace']} is a "
-                             f"{device.upper()} trace; compare traces of the same device")
+        require(analysis["device"] == device, f"{analysis['trace']}: a {analysis['device'].upper()} trace, but "
+                f"{left[0]['trace']} is a {device.upper()} trace; compare traces of the same device")
     (total_a, steps_a), (total_b, steps_b) = set_means(left), set_means(right)
     common = [(n, n) for n in steps_a if n in steps_b]
     pairs = common or list(zip(steps_a, steps_b))
-    found = []
-    if not common:
-        found.append("the sets have no common step number: steps are paired in order")
+    found = [] if common else ["the sets have no common step number: steps are paired in order"]
     if len(steps_a) != len(steps_b):
         found.append(f"a has {logs.plural(len(steps_a), 'step')}, b has {len(steps_b)}: compare the steps, not the "
                      "totals")
@@ -654,8 +629,8 @@ def draw(traces, comparison, path):
 def read_set(paths, problems):
     """Return the analyses of the usable files; append the messages of the others to `problems`.
 
-    A recording given twice (compressed, or under another name) counts once, and its analysis notes the other path.
-    It is recognized by its step marks: no two ranks mark the same steps at the same nanoseconds."""
+    A recording given twice counts once, and its analysis notes the other path: no two ranks mark the same steps at the
+    same nanoseconds."""
     found = {}
     for path in paths:
         try:
@@ -686,9 +661,8 @@ def main(arguments=None):
     problems = []
     analyses, others = read_set(options.traces, problems), read_set(options.vs, problems)
     try:
-        if problems:
-            several = f"{len(problems)} files cannot be used: " if len(problems) > 1 else ""
-            raise UserError(several + "; ".join(problems))
+        several = f"{len(problems)} files cannot be used: " if len(problems) > 1 else ""
+        require(not problems, several + "; ".join(problems))
         comparison = compare(analyses, others) if others else None
         if options.picture:
             draw([read(paths[0]) for paths in (options.traces, options.vs)], comparison, options.picture)

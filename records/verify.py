@@ -3,30 +3,23 @@
     python records/verify.py RECORD...                 RECORD: a folder of logs, or logs
     python records/verify.py RECORD --vs OTHER         also: is it faster on the same hardware? (Or one race with both)
     python records/verify.py RECORD --source HASH --vs RECORD --vs-source HASH     two versions whose logs share a folder
-    python records/verify.py RECORD --data DIR         also hash the shards in DIR, rebuild the batches, and search for
-                                                       validation text in the training data
-    python records/verify.py RECORD --rerun MODEL...   also evaluate saved models, ideally one of each run: examine.py;
-                                                       it runs the source in the logs: do it in a container
-    python records/verify.py RECORD --replay SEED      also run one run again, by the source, ranks and threads in its
-                                                       log: likewise
-    python records/verify.py RECORD --diff             also print how the source differs from its parent: the other
-                                                       side's source, or this checkout's train_gpt.py
+    python records/verify.py RECORD --data DIR         also hash the shards, rebuild the batches, search for leaks
+    python records/verify.py RECORD --rerun MODEL...   also evaluate saved models, ideally one of each run: examine.py
+    python records/verify.py RECORD --replay SEED      also run one run again, as its log describes it
+    python records/verify.py RECORD --diff             also print how the source differs from the other side's, or from
+                                                       this checkout's
     --json  for programs; its verdict is pass, fail, or incomplete (nothing fails, but some rules could not be checked)
 
-The first line of the page is the verdict. A summary follows: broken rules, the claims (loss, faster), the number of rules
-that could not be checked with the flag that would make them checkable, the rules that hold, and how the source differs
-from this checkout's train_gpt.py. Then each rule with its reason. Logs of other projects do not describe their runs; the
-page shows what their lines and sources tell.
+--rerun and --replay run the source in the logs: use a container. docs/racing.md describes the page, the independent
+evidence for what a log states, and what no rule sees.
 
 Exit status: 0 nothing fails, 1 a rule is broken or a claim is not shown, 2 nothing to judge: no input, or logs that do
 not describe their runs.
-
-A log is a run's own statement. Independent evidence: race.py's clock for times, --data for digests, --rerun for losses.
-What none of this shows is in docs/racing.md, under "What no rule sees"; every verdict names it.
 """
 
 import argparse
 import ast
+import contextlib
 import difflib
 import functools
 import hashlib
@@ -40,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.parse
-from collections import Counter
+from collections import Counter, namedtuple
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -133,10 +126,6 @@ class Evidence:
         """Whether the log describes its run. Such a log must hold everything that this project's logs hold."""
         return self.run.start is not None
 
-    @property
-    def has_config(self):
-        return self.ours and isinstance(self.run.start.get("config"), dict)
-
     @functools.cached_property
     def race(self):
         return race_of(self.run)
@@ -178,10 +167,8 @@ class Evidence:
 
 def moment(text):
     """Return the seconds since 1970 of an ISO time, or None."""
-    try:
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
         return datetime.fromisoformat(text).timestamp()
-    except (TypeError, ValueError, OverflowError):
-        return None
 
 
 # Rules for each run: a check takes Evidence and returns a reason to believe; it raises Broken or CannotJudge otherwise
@@ -250,22 +237,18 @@ def check_val_tokens(e):
     """Check the number of validation tokens: the public rule's, or all of the validation shards. A trial claims no loss."""
     counted = e.get("end.val_tokens", int)
     wanted = FINEWEB_VAL_TOKENS if is_fineweb(e) else sum(shard["tokens"] for shard in shards_of(e)["val"]) - 1
-    if counted < wanted and not logs.target_of(e.run):
-        raise CannotJudge(f"{TRIAL}: {counted:,} of {wanted:,} tokens were scored, and no target is claimed")
+    checkable(counted >= wanted or logs.target_of(e.run),
+              f"{TRIAL}: {counted:,} of {wanted:,} tokens were scored, and no target is claimed")
     require(counted == wanted, f"{counted:,} tokens were scored, and the rule is {wanted:,}")
     return f"{counted:,} tokens were scored"
 
 
-class Scanned(NamedTuple):
-    """Result of a scan: statements that set a switch, and modules whose code is unknown."""
-    findings: list
-    foreign: list
-    imports_torch: bool
+Scanned = namedtuple("Scanned", "findings foreign imports_torch")  # statements that set a switch; unknown modules
 
 
 @functools.lru_cache(maxsize=64)
 def scan(source):
-    """Scan a source. Raise SyntaxError if Python cannot parse it."""
+    """Return a source Scanned. Raise SyntaxError if Python cannot parse it."""
     if len(source) > MOST_CHARACTERS:
         raise SyntaxError(f"{len(source):,} characters; at most {MOST_CHARACTERS:,} are scanned")
     findings, modules = [], set()
@@ -294,15 +277,13 @@ def difference(parent, source):
 
 
 def lines_changed(parent, source):
-    return plural(len([line for line in difference(parent, source)[2:] if line[0] in "+-"]), "line")
+    return plural(sum(line[0] in "+-" for line in difference(parent, source)[2:]), "line")
 
 
 def check_source(e, theirs):
     """Check that the source sets no compiler switch. theirs: the other side's source."""
-    failed = Broken if e.ours else CannotJudge
-    if not e.run.source:
-        raise failed("the log holds no source")
-    what = "the source in the log"
+    failed, what = Broken if e.ours else CannotJudge, "the source in the log"
+    logs.require(e.run.source, "the log holds no source", failed)
     try:
         found = scan(e.run.source)
     except SyntaxError as error:
@@ -310,10 +291,9 @@ def check_source(e, theirs):
     medium = not e.ours and abs(e.run.final_loss - MEDIUM_LOSS) < MEDIUM_WITHIN
     findings = [text for text in found.findings if not (medium and _MEDIUM.search(text))]
     require(not findings, join_findings(findings))
-    doubts = [f"imports {', '.join(found.foreign)}, whose code the log does not contain"] * bool(found.foreign)
-    doubts += ["does not import torch: it is not the script"] * (not found.imports_torch)
-    if doubts:
-        raise failed(f"{what} {'; '.join(doubts)}")
+    doubts = [f"imports {', '.join(found.foreign)}, whose code the log does not contain"] if found.foreign else []
+    doubts += [] if found.imports_torch else ["does not import torch: it is not the script"]
+    logs.require(not doubts, f"{what} {'; '.join(doubts)}", failed)
     text = "no statement sets a compiler switch openly"
     text += f", except {found.findings[0]}, which this track allows" if found.findings else ""
     if theirs and e.ours:
@@ -357,8 +337,8 @@ def check_clock(e):
     # at step 0 nothing was averaged, and a few ms may have passed
     wrong = [[f"at step {line.step} train_time is {line.time_ms:.0f} ms, by its step_avg of {line.average} ms "
               f"{line.step * line.average:.0f} ms" for line in timed if not line.agrees(without)] for without in warm]
-    if all(wrong) and not e.ours and timed[-1].units != (1, 0.01) and min(map(len, wrong)) > len(timed) / 2:
-        raise CannotJudge("its step_avg is another average than train_time by steps")
+    checkable(not all(wrong) or e.ours or timed[-1].units == (1, 0.01) or min(map(len, wrong)) <= len(timed) / 2,
+              "its step_avg is another average than train_time by steps")
     require(not all(wrong), join_findings(wrong[0]))
     if e.ours:
         steps = [line.step for line in timed if not line.validation]
@@ -426,10 +406,8 @@ def of_all(found, wanted):
     unknown = [reason for _, verdict, reason in found if verdict == UNKNOWN]
     some = f"{len(found)} of {plural(wanted, 'run')} examined; " if len(found) < wanted else ""
     require(not broken, some + join_findings(broken))
-    if unknown:
-        raise CannotJudge(f"{some}{len(unknown)} of {plural(len(found), 'run')}: {unknown[0]}")
-    if some:
-        raise CannotJudge(f"{some}none fails; the first: {found[0][2]}")
+    checkable(not unknown, f"{some}{len(unknown)} of {plural(len(found), 'run')}: {''.join(unknown[:1])}")
+    checkable(not some, f"{some}none fails; the first: {found[0][2]}")
     return found[0][2] if wanted == 1 else f"{wanted} of {wanted} runs; the first: {found[0][2]}"
 
 
@@ -466,8 +444,7 @@ def check_accounts(runs, found, races):
     homes = {str(manifest.path.parent) for manifest in races.values()}
     strangers = {str(e.run.start.get("run_id")) for e in runs if e.ours and not attempt_of(e, races)
                  and (e.race and e.race.race_id in races or os.path.dirname(os.path.realpath(e.run.path)) in homes)}
-    require(not strangers,
-            f"not started by this race, by its {MANIFEST}: {join_findings(sorted(strangers))}")
+    require(not strangers, f"not started by this race, by its {MANIFEST}: {join_findings(sorted(strangers))}")
     # the log of another project has no run_id: its name has
     here = {str((item.start or {}).get("run_id", Path(item.path).stem)): item
             for item in [*found.rejected, *found.runs]}
@@ -476,8 +453,7 @@ def check_accounts(runs, found, races):
         if of_race:
             check_attempts(manifest, here, remarks, unknown)
             check_declared(manifest, of_race)
-    if unknown:
-        raise CannotJudge("; ".join([*dict.fromkeys(unknown), *remarks]))
+    checkable(not unknown, "; ".join([*dict.fromkeys(unknown), *remarks]))
     return "; ".join(remarks)
 
 
@@ -500,17 +476,15 @@ def check_attempts(manifest, here, remarks, unknown):
                 "before does not say that it was started")
     lengths = [attempt["seconds"] for attempt in manifest.done().values() if is_number(attempt.get("seconds"))]
     usual = float(np.median(lengths)) if lengths else math.inf
-    before = None
-    for run_id, attempt in manifest.attempts.items():
+    for before, attempt in itertools.pairwise([{}, *manifest.attempts.values()]):
         which, status, seconds = f"{attempt['run']}{attempt['side']}", attempt["status"], attempt.get("seconds")
+        run_id = attempt["run_id"]
         what, log = f"run {which}, {run_id}", here.get(run_id)
         if not attempt["run"]:  # the first run, which warms the machine up; its log is not kept
-            if before not in (None, "compiled", "failed", "interrupted", "lost"):
+            if before.get("status") not in (None, "compiled", "failed", "interrupted", "lost"):
                 unknown.append(f"{run_id}, which does not count, followed a run that was done: a race that was resumed, "
                                "or a hidden run")
-            before = status
             continue
-        before = status
         tried += [which] * (which not in tried[-1:])
         if status == "done":
             require(log, f"{what}, was started (done), and its log is not here")
@@ -568,22 +542,22 @@ def add_configs(race, runs):
 
     A value that its flags name is theirs. Any other is that of the base's run if only flags separate the two sides, else
     that of the side's own first run, with which its other runs must agree."""
-    first = {e.race.side: e for e in reversed(runs) if e.race and e.race.race_id == race["id"] and e.has_config}
-    *_, base = race["sides"]
+    first = {e.race.side: e for e in reversed(runs) if e.race and e.race.race_id == race["id"]
+             and e.ours and isinstance(e.run.start.get("config"), dict)}
+    flags = {}  # {side: {name: value}}
+    for side, version in race["sides"].items():
+        words = [part for word in version["flags"]
+                 for part in (word[2:].split("=", 1) if word.startswith("--") else [word])]
+        flags[side] = dict(zip(words[::2], words[1::2]))
     for side in [side for side, version in race["sides"].items() if side in first and "config" not in version]:
-        version, one, other = race["sides"][side], first[side], first.get(base, first[side])
-        words, words_of_base = parse_flags(version["flags"]), parse_flags(race["sides"][base]["flags"])
+        *_, base = race["sides"]
+        one, other, both = first[side], first.get(base, first[side]), flags[side] | flags[base]
         config = stated_config(one)
-        if one.run.source == other.run.source and not {"preset", "num_steps"} & dict(words.items() ^ words_of_base.items()).keys():
-            config |= {name: value for name, value in stated_config(other).items() if name not in {**words, **words_of_base}}
-        config |= {name: word for name, word in words.items() if not means(word, config.get(name))}
-        version["config"] = config
-
-
-def parse_flags(flags):
-    """Return {name: value} of flags like `--name value` or `--name=value`."""
-    words = [part for flag in flags for part in (flag[2:].split("=", 1) if flag.startswith("--") else [flag])]
-    return dict(zip(words[::2], words[1::2]))
+        if one.run.source == other.run.source and not {"preset", "num_steps"} & dict(
+                flags[side].items() ^ flags[base].items()).keys():
+            config |= {name: value for name, value in stated_config(other).items() if name not in both}
+        config |= {name: word for name, word in flags[side].items() if not means(word, config.get(name))}
+        race["sides"][side]["config"] = config
 
 
 def means(word, stated):
@@ -609,9 +583,8 @@ def check_wall(runs, races):
             lags.append(measured - wall)
             require(lags[-1] >= -0.1, f"{e.name} states {wall:.1f} s by the wall clock, the race that started it "
                     f"measured {measured:.1f}")
-    if not lags:
-        raise CannotJudge(f"no {MANIFEST} tells how long the runs took: race them with race.py" if not any(
-            attempt_of(e, races) for e in runs) else "the race itself had ended before its runs did")
+    checkable(lags, "the race itself had ended before its runs did" if any(attempt_of(e, races) for e in runs) else
+              f"no {MANIFEST} tells how long the runs took: race them with race.py")
     return f"the race measured {min(lags):.1f} to {max(lags):.1f} s more than each run's wall clock, which starts later"
 
 
@@ -624,7 +597,7 @@ def check_copies(runs):
         if e.ours:
             hashes = json.dumps([end.get(key) for key in ("final_state_hash", "state_hash", "validation_hash", "model_hash")])
             marks += [(seed, "state hash", digest) for digest in re.findall(f'"({SHA256.pattern})"', hashes)]
-            if is_shuffled(e):
+            if e.run.start.get("config", {}).get("shuffle") is True:
                 marks.append((seed, "digest of its tokens", e.digest("end.train_digest")))
             if len(losses) >= TELLING_LINES:
                 marks.append((seed, "training loss at each step", tuple(losses.values())))
@@ -636,10 +609,6 @@ def check_copies(runs):
                 "" if owner is e else f", and the seeds {before} and {owner}"))
     checkable(seen, "the logs hold neither state hashes nor the times of their steps")
     return f"no two of {plural(len(runs), 'run')} share times, no two seeds share a state hash or losses"
-
-
-def is_shuffled(e):
-    return e.run.start.get("config", {}).get("shuffle") is True
 
 
 def claim(runs, others, target, names=("the set", "the --vs set")):
@@ -659,15 +628,14 @@ def claim(runs, others, target, names=("the set", "the --vs set")):
 def check_claimed(report, given):
     """Raise CannotJudge unless stats.py could judge the claim, and where it holds by another target than the logs declare."""
     checkable(report["verdict"] in (stats.HOLDS, stats.FAILS), report["reason"])
-    if given is not None and report["others"] and report["loss"]["significant"]:
-        raise CannotJudge(f"not the declared claim: {'; '.join(report['others'])}; p = {report['loss']['p']:.4g}")
+    checkable(given is None or not report["others"] or not report["loss"]["significant"],
+              f"not the declared claim: {'; '.join(report['others'])}; p = {report['loss']['p']:.4g}")
 
 
 def check_loss(runs, given):
     """Check that the mean loss is below the target: on FineWeb 3.28 whatever the logs state."""
     trials = [reason for e in runs if e.ours and TRIAL in (reason := judged(check_val_tokens, e)[1])]
-    if trials:
-        raise CannotJudge(trials[0])
+    checkable(not trials, "".join(trials[:1]))
     fineweb = given is None and any(not e.ours or is_fineweb(e) for e in runs)
     report = claim(runs, [], stats.DEFAULT_TARGET if fineweb else given)
     check_claimed(report, given)
@@ -705,31 +673,30 @@ def check_page(case, folder):
                     f"the logs {mean}")
     rows = {urllib.parse.unquote(file): (loss, seconds) for loss, file, seconds in _ROW.findall(text)}
     for e in runs if rows else ():
-        shown = f"{e.run.final_loss:.{e.run.loss_decimals}f}", "-" if e.run.train_time_ms is None else f"{e.run.train_time_ms / 1000:.3f}"
-        seen = rows.get(os.path.basename(e.run.path))
+        shown, seen = (e.run.loss_text, e.run.seconds_text), rows.get(os.path.basename(e.run.path))
         require(seen == shown, f"its row of {e.name} states {seen and ', '.join(seen)}, the log {', '.join(shown)}")
-    shown = [line.loss for run in [*found.runs, *found.rejected] for line in run.validations]
+    losses = [line.loss for run in [*found.runs, *found.rejected] for line in run.validations]
+    finals = [e.run.final_loss for e in runs]
     stated = [text for texts in _LOSSES.findall(text) for text in NUMBERS.findall(texts)]
-    stated = [text for text in stated if min(e.run.final_loss for e in runs) - NEAR < float(text) < max(e.run.final_loss for e in runs) + NEAR]
-    lacking = [text for text in stated if all(abs(float(text) - loss) > 0.51 * 10.0 ** -len(text.partition(".")[2]) for loss in shown)]
-    if lacking and not rows:
-        raise CannotJudge(f"README.md lists {len(stated)} losses, and no log here shows {len(lacking)} of them: "
-                          f"{', '.join(lacking[:12])}{' ...' * (len(lacking) > 12)}; ask for the logs of these runs")
+    stated = [text for text in stated if min(finals) - NEAR < float(text) < max(finals) + NEAR]
+    lacking = [text for text in stated
+               if all(abs(float(text) - loss) > 0.51 * 10.0 ** -len(text.partition(".")[2]) for loss in losses)]
+    shown = ", ".join(lacking[:12]) + " ..." * (len(lacking) > 12)
+    checkable(rows or not lacking, f"README.md lists {len(stated)} losses, and no log here shows {len(lacking)} of "
+              f"them: {shown}; ask for the logs of these runs")
     checkable(rows or stated, "README.md lists no losses of single runs")
     return f"README.md states what {plural(len(runs), 'log')} show{'s' * (len(runs) == 1)}"
 
 
 def check_again(e, data):
     """Run the source in a log again, with its ranks, threads and config, and compare state hash and loss."""
-    config = {name: value for name, value in stated_config(e).items()
-              if name not in logs.INCIDENTAL and not name.startswith("race_")}
-    flags = [f"--{name}={','.join(map(str, value)) if isinstance(value, list) else str(value).lower() if type(value) is bool else value}"
-             for name, value in config.items()]
+    config = {"preset": e.run.start.get("preset"), **logs.config_of(e.run)}
     if data:
-        flags = [*flags, *(f"--{split}={Path(data).resolve() / Path(config[split]).name}" for split in ("train_files", "val_files"))]
-    threads = e.get("start.environment", dict).get("OMP_NUM_THREADS")
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | (
-        {"OMP_NUM_THREADS": threads} if threads else {})
+        config |= {split: Path(data).resolve() / Path(config[split]).name for split in ("train_files", "val_files")}
+    config = {name: ",".join(map(str, value)) if isinstance(value, list) else value for name, value in config.items()}
+    flags = [f"--{name}={str(value).lower() if type(value) is bool else value}" for name, value in config.items()]
+    environment = {**os.environ, "OMP_NUM_THREADS": e.get("start.environment", dict).get("OMP_NUM_THREADS")}
+    environment = {name: value for name, value in environment.items() if value is not None}
     with tempfile.TemporaryDirectory() as folder:
         program = leaks.write_files(folder, e.run.script).name
         os.symlink(ROOT / "data", Path(folder, "data"))
@@ -738,10 +705,10 @@ def check_again(e, data):
              *flags, f"--seed={e.get('start.seed', int)}", "--log_dir=logs", "--run_id=again"], cwd=folder, env=environment,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
         again = Evidence(logs.last_run(str(Path(folder, "logs", "again.txt"))))
-    if not again.run.complete:
-        raise CannotJudge(f"it did not end ({again.run.reason}; {' '.join(done.stdout[-200:].split())}); --data names the shards")
-    pairs = [(one.get("end.final_state_hash", str), one.get("end.final_val_loss", NUMBER)) for one in (e, again)]
-    (wanted, loss), (seen, its) = pairs
+    checkable(again.run.complete, f"it did not end ({again.run.reason}; {' '.join(done.stdout[-200:].split())}); "
+              "--data names the shards")
+    (wanted, loss), (seen, its) = ((one.get("end.final_state_hash", str), one.get("end.final_val_loss", NUMBER))
+                                   for one in (e, again))
     if seen == wanted:
         return f"the same bytes: state hash {seen[:8]}..., loss {its:.6f}"
     facts = [{**one.get("start.hardware", dict), **one.get("start.versions", dict)} for one in (e, again)]
@@ -779,9 +746,9 @@ def check_data(runs, others, races):
     for e in others:
         its = digests(e, "train")
         fewer = differ(e, "train_shards") and all(one == other for one, other in zip(first, its))
-        if its != first and not (fewer or differ(e, "train_files")):
-            raise CannotJudge(f"inspect this: {runs[0].name} and {e.name} trained on shards with different digests, "
-                              "and their race declared the same train_files and train_shards")
+        checkable(its == first or fewer or differ(e, "train_files"), f"inspect this: {runs[0].name} and {e.name} "
+                  "trained on shards with different digests, and their race declared the same train_files and "
+                  "train_shards")
         declared |= {name for name in ("train_files", "train_shards") if its != first and differ(e, name)}
     return (f"{found['end.val_tokens']:,} validation tokens of the same shards, in sequences of {found['val_len']:,}; "
             f"{f'other training shards, as {sorted(declared)} declare' if declared else 'the same training shards'}")
@@ -869,19 +836,18 @@ def read_runs(paths, source):
     """Read logs and folders into a RunSet; source: how the hash of the runs' source begins, or None.
 
     Raise CannotJudge without a run, or if a file cannot be read."""
-    found, races = logs.read(paths), {}
+    found = logs.read(paths)
     unreadable = [item for item in found.rejected if item.kind == logs.UNREADABLE]
-    if unreadable or not found.runs:
-        reasons = join_findings([f"{item.path}: {item.reason}" for item in unreadable or found.rejected])
-        raise CannotJudge(f"no run to judge ({reasons or 'nothing was found'}); name a folder of logs, or logs")
+    reasons = join_findings([f"{item.path}: {item.reason}" for item in unreadable or found.rejected])
+    checkable(found.runs and not unreadable,
+              f"no run to judge ({reasons or 'nothing was found'}); name a folder of logs, or logs")
     folders = [path for path in paths if os.path.isdir(path)] + [os.path.dirname(run.path) or "." for run in found.runs]
-    for manifest in filter(None, map(manifest_in, sorted({os.path.realpath(folder) for folder in folders}))):
-        races[manifest.race["id"]] = manifest
     runs = [Evidence(run) for run in found.runs if (run.source_sha256 or "").startswith((source or "").lower())]
-    if not runs:
-        there = join_findings([f"{digest:.8} ({plural(len(of_source), 'run')})" for digest, of_source in stats.grouped(
-            found.runs, lambda run: run.source_sha256 or "none").items()])
-        raise CannotJudge(f"no run has a source whose hash begins with {source}; there are {there}")
+    there = [f"{digest:.8} ({plural(count, 'run')})" for digest, count in Counter(
+        run.source_sha256 or "none" for run in found.runs).items()]
+    checkable(runs, f"no run has a source whose hash begins with {source}; there are {join_findings(there)}")
+    manifests = filter(None, map(manifest_in, sorted({os.path.realpath(folder) for folder in folders})))
+    races = {manifest.race["id"]: manifest for manifest in manifests}
     for manifest in races.values():
         add_configs(manifest.race, runs)
     return RunSet(runs, found, races)
@@ -1043,19 +1009,18 @@ def sum_up(findings, case):
 def parse(arguments):
     parser = argparse.ArgumentParser(description="Judge a record by the rules of the speedrun.", allow_abbrev=False,
                                      epilog="Exit status: 0 nothing fails, 1 a rule is broken, 2 it cannot be judged.")
-    parser.add_argument("record", nargs="+", metavar="RECORD", help="a folder of logs, or logs")
-    parser.add_argument("--vs", nargs="+", metavar="OTHER", help="logs of the version to beat")
-    parser.add_argument("--source", metavar="HASH", help="judge only runs whose source has a SHA-256 with this beginning")
-    parser.add_argument("--vs-source", metavar="HASH", help="the same for --vs")
-    parser.add_argument("--side", default="a", help="the record's side, in a race with two sides (default: a)")
-    parser.add_argument("--data", metavar="DIR",
-                        help="folder of the shards: hash and replay them, search for validation text in training")
-    parser.add_argument("--rerun", nargs="+", metavar="MODEL",
-                        help="saved models, or folders of them; RUNS the source in their logs: use a container")
-    parser.add_argument("--replay", type=int, metavar="SEED", help="run this seed's run again; RUNS the source in its log: use a container")
-    parser.add_argument("--target", type=float, help="target loss (default: 3.28 on FineWeb, else the logs' target)")
-    parser.add_argument("--diff", action="store_true", help="print the differences between the source and its parent")
-    parser.add_argument("--json", action="store_true", help="print the findings for programs")
+    add = parser.add_argument
+    add("record", nargs="+", metavar="RECORD", help="a folder of logs, or logs")
+    add("--vs", nargs="+", metavar="OTHER", help="logs of the version to beat")
+    add("--source", metavar="HASH", help="judge only runs whose source has a SHA-256 with this beginning")
+    add("--vs-source", metavar="HASH", help="the same for --vs")
+    add("--side", default="a", help="the record's side, in a race with two sides (default: a)")
+    add("--data", metavar="DIR", help="folder of the shards: hash and replay them, search training for validation text")
+    add("--rerun", nargs="+", metavar="MODEL", help="saved models; RUNS the source in their logs: use a container")
+    add("--replay", type=int, metavar="SEED", help="train this seed again; RUNS the source in its log: use a container")
+    add("--target", type=float, help="target loss (default: 3.28 on FineWeb, else the logs' target)")
+    add("--diff", action="store_true", help="print the differences between the source and its parent")
+    add("--json", action="store_true", help="print the findings for programs")
     return parser.parse_args(arguments)
 
 
@@ -1068,14 +1033,13 @@ def main(arguments=None):
             if Path(folder, "README.md").exists():
                 findings.append(Finding(PAGE, *judged(check_page, case, folder)))
         if options.replay is not None:
-            again = [e for e in case.whole.runs if e.ours and e.run.start.get("seed") == options.replay]
-            again = [e for e in again if e in case.runs] or again
-            if not again:
-                raise CannotJudge(f"--replay {options.replay}: no log states this seed; name one of "
-                                  f"{join_findings([str(e.run.seed) for e in case.whole.runs])}")
-            print(f"verify.py: running {again[0].name} again, by the source in it; if somebody else wrote that, do it in a "
-                  "container ...", file=sys.stderr, flush=True)
-            findings.append(Finding(AGAIN, *judged(check_again, again[0], options.data)))
+            ours = [e for e in (*case.runs, *case.whole.runs) if e.ours]
+            again = next((e for e in ours if e.run.start.get("seed") == options.replay), None)
+            checkable(again, f"--replay {options.replay}: no log states this seed; name one of "
+                      f"{join_findings([str(e.run.seed) for e in case.whole.runs])}")
+            print(f"verify.py: running {again.name} again, by the source in it; if somebody else wrote that, do it in "
+                  "a container ...", file=sys.stderr, flush=True)
+            findings.append(Finding(AGAIN, *judged(check_again, again, options.data)))
     except CannotJudge as reason:
         if options.json:
             print(json.dumps({"verdict": "cannot be judged", "reason": str(reason)}))

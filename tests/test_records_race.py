@@ -939,7 +939,8 @@ def test_data_paths_are_those_of_the_checkout():
 def test_the_real_script_through_the_launcher(tmp_path, monkeypatch, forked):  # noqa: F811
     """As run.sh does it, in its own checkout."""
     write_corpus(tmp_path, train=(9000,))
-    shutil.copy(ROOT / "train_gpt.py", tmp_path)
+    for name in "train_gpt.py", "frontier.py":
+        shutil.copy(ROOT / name, tmp_path)
     for folder in "launch", "records":
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("2*", "*.html"))
     (tmp_path / "changed").mkdir()  # what could change every clock

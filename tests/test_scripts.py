@@ -291,11 +291,9 @@ def started(monkeypatch, tmp_path):
     def called(*words):
         return "".join(f"[{word}]" for word in words).replace(f"[{sys.executable}]", "[PY]").replace(str(tmp_path), "HERE")
 
-    def call(words, kept, each_line=None):
+    def call(words, kept, tee=False):
         calls.append(called(*words))
-        answer = f"{words[words.index('--out') + 1]}-DIGEST" if "--out" in words else each_line and answers.pop()
-        for line in ("a table\n", f"{answer}\n") if each_line else ():
-            each_line(line)
+        return f"{words[words.index('--out') + 1]}-DIGEST\n" if "--out" in words else answers.pop() if tee else ""
 
     calls, answers = [], []
     monkeypatch.setattr(start, "CACHE", tmp_path / "cache")
@@ -380,6 +378,12 @@ def test_a_text_is_encoded_and_its_shards_are_named(started, gpus, monkeypatch):
     assert started("--text", "my notes", "latin-\udce9.txt")[0].startswith("[PY][data/text.py][HERE/my notes][HERE/latin-\udce9.txt]")
 
 
+def test_a_program_is_shown_as_it_prints_and_its_last_line_returned(monkeypatch, capsys):
+    monkeypatch.setattr(start.signal, "signal", lambda *_: None)
+    assert start.call([sys.executable, "-c", "print('a table'); print('{}')"], "nothing", tee=True) == "{}\n"
+    assert capsys.readouterr().out == "a table\n{}\n"
+
+
 def test_the_preflight_answer_is_kept_per_source_machine_and_flags(started, gpus, tmp_path, monkeypatch, capsys):
     gpus(8)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -389,7 +393,6 @@ def test_the_preflight_answer_is_kept_per_source_machine_and_flags(started, gpus
     taken = "[--attention][masked][--fp8_head][false]"
     answer = '{"attention": "masked", "fp8_head": false}'
     assert started(*files, answer=answer) == [check, run + taken]
-    assert "a table" in capsys.readouterr().out
     assert started(*files) == [run + taken] and "--attention masked --fp8_head false (checked before" in capsys.readouterr().err
     assert started(*files, "--seed", "5") == [run + "[--seed][5]" + taken]
     assert started(*files, "--preflight") == [check]
