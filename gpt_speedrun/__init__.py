@@ -80,8 +80,8 @@ def assign(model: nn.Module, table: Sequence[Assignment]) -> list[ParamSpec]:
     specs, unclear = [], collections.defaultdict(list)  # unclear: names by what is unclear
     for name, param in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
         lines = [line for line in table if fnmatchcase(name, line.pattern)]
-        require(len(lines) == 1, f"{name}: {len(lines)} lines of the table match it ({', '.join(x[0] for x in lines)}), "
-                f"but one must; {'narrow the pattern of the others' if lines else 'add a line for it'}")
+        require(len(lines) == 1, f"{name}: {len(lines)} lines of the table match it ({', '.join(x[0] for x in lines)})"
+                f", but one must; {'narrow the pattern of the others' if lines else 'add a line for it'}")
         spec = ParamSpec(name, param, *lines[0][1:])
         if what := what_is_unclear(spec, owner_of(model, name)):
             unclear[what].append(name)
@@ -658,8 +658,8 @@ def broadcast(comm: Comm, *tensors: Tensor) -> None:
 def check_model(model: nn.Module, ranks: int) -> None:
     """Raise RunError for parameters that are no plain tensors, or that share memory, which buckets would part."""
     for name, module in model.named_modules():
-        require(type(module).__name__ != "FullyShardedDataParallel", "the model is sharded by FSDP; build the optimizer "
-                "of the plain model, which it shards itself")
+        require(type(module).__name__ != "FullyShardedDataParallel", "the model is sharded by FSDP; build the "
+                "optimizer of the plain model, which it shards itself")
         require(ranks == 1 or getattr(module, "max_norm", None) is None, f"{name} has max_norm, by which each rank "
                 "changes the rows that it reads; omit it, and clip the rows after step()")
     holders = collections.defaultdict(list)  # storage -> (name, tensor) in it
