@@ -2308,7 +2308,7 @@ class Bucket:
     """
 
     SHARD_ALIGNMENT = 64  # elements: aligns parameters and shards for vector loads
-    RESERVED = "updates", "pending", "lr", "step"  # names in a saved state that are not a rule's own tensors
+    RESERVED = "updates", "pending", "lr", "step", "skipped"  # names in a saved state that are not a rule's own tensors
     grad_device: str | None = None  # of the gradient buffer; None: the parameters' device
     may_compile = True  # the update, if the run is compiled
 
@@ -2455,10 +2455,10 @@ class Comm:
     sent_dtype: torch.dtype | None = None  # of gradients; None: their own
 
     def __init__(self, rank: int = 0, ranks: int = 1, device: torch.device | str = "cpu",
-                 timeout: timedelta | None = None):
-        """timeout: of collectives of CPU tensors beside a GPU's; None: torch's 30 minutes."""
-        self.rank, self.ranks, self.device, self.timeout = rank, ranks, device, timeout
-        self.point_to_point = ranks == 1 or dist.get_backend() == "gloo"
+                 timeout: timedelta | None = None, group: Any = None):
+        """timeout: of collectives of CPU tensors beside a GPU's; None: torch's 30 minutes. group: None: of all ranks."""
+        self.rank, self.ranks, self.device, self.timeout, self.group = rank, ranks, device, timeout, group
+        self.point_to_point = ranks == 1 or dist.get_backend(group) == "gloo"
 
     def receive_buffer(self, full: Tensor, invariant: bool) -> Tensor | None:
         """Allocate memory for the messages of reduce_scatter(full [ranks * shard]); None if it sends no messages."""
@@ -2469,7 +2469,8 @@ class Comm:
     def reduce_scatter(self, shard: Tensor, full: Tensor, buffer: Tensor | None) -> Any:
         """Start to sum this rank's part of full [ranks * shard] over ranks into shard; with a buffer, as a tree."""
         if buffer is None:
-            return inspect.unwrap(dist.reduce_scatter_tensor)(shard, full, async_op=True)  # torch 2.13's wrapper warns
+            unwrapped = inspect.unwrap(dist.reduce_scatter_tensor)  # torch 2.13's wrapper warns
+            return unwrapped(shard, full, group=self.group, async_op=True)
         shards = full.view(self.ranks, -1)
         received = [*buffer[:self.rank], shards[self.rank], *buffer[self.rank:]]
         return HandleGroup(self.exchange(shards, received), then=lambda: tree_sum(received, out=shard))
@@ -2477,7 +2478,7 @@ class Comm:
     def all_gather(self, full: Tensor, shard: Tensor) -> Any:
         """Start to write every rank's shard into full [ranks * shard]. The shard may be a view of full."""
         if not self.point_to_point:
-            return inspect.unwrap(dist.all_gather_into_tensor)(full, shard, async_op=True)
+            return inspect.unwrap(dist.all_gather_into_tensor)(full, shard, group=self.group, async_op=True)
         shards = full.view(self.ranks, -1)
         shards[self.rank].copy_(shard)  # a no-op if shard is a view of full
         return self.exchange([shard] * self.ranks, shards)
@@ -2485,14 +2486,18 @@ class Comm:
     @functools.cached_property
     def cpu_group(self) -> Any:
         """The process group for CPU tensors. With a GPU's backend all ranks must first use it at the same time."""
-        return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=self.timeout)
+        if dist.get_backend(self.group) == "gloo":
+            return self.group
+        ranks = self.group and dist.get_process_group_ranks(self.group)
+        return dist.new_group(ranks, self.timeout, "gloo", use_local_synchronization=ranks is not None)
 
     def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> HandleGroup:
         """Start to send sent[i] to rank i and to receive received[i] from it. Empty tensors are not sent."""
-        group = self.cpu_group if self.ranks > 1 and not sent[0].is_cuda else None
+        group = self.cpu_group if self.ranks > 1 and not sent[0].is_cuda else self.group
         # messages of int64 have a tag of their own, so that a subclass can send them between these
         tag = 4404 + (sent[0].dtype == torch.int64)
-        messages = [(way, tensors[other], other, group, tag)
+        world = dist.get_process_group_ranks(self.group) if self.group else range(self.ranks)
+        messages = [(way, tensors[other], world[other], group, tag)
                     for way, tensors in ((dist.isend, sent), (dist.irecv, received))
                     for other in range(self.ranks) if other != self.rank and tensors[other].numel()]
         if messages and sent[0].is_cuda:  # NCCL needs a batch, which costs gloo time
@@ -2507,17 +2512,17 @@ class Comm:
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum x over ranks in place, and return it."""
         if self.ranks > 1:
-            dist.all_reduce(x)
+            dist.all_reduce(x, group=self.group)
         return x
 
     def start_all_reduce(self, x: Tensor) -> Any:
         """Start to sum x over ranks in place. On GPUs only the stream that calls handle.wait() waits."""
-        return dist.all_reduce(x, async_op=True) if self.ranks > 1 else HandleGroup()
+        return dist.all_reduce(x, group=self.group, async_op=True) if self.ranks > 1 else HandleGroup()
 
     def broadcast(self, x: Tensor) -> None:
         """Copy rank 0's tensor to all ranks."""
         if self.ranks > 1:
-            dist.broadcast(x.view(-1).view(torch.uint8), 0)  # gloo does not know every dtype
+            dist.broadcast(x.view(-1).view(torch.uint8), group=self.group, group_src=0)  # gloo does not know every dtype
 
     def all_gather_json(self, mine: Any) -> list[Any]:
         """Return every rank's value, in the order of ranks. JSON, unlike pickle, executes nothing on arrival."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections.abc
 import contextlib
+import copy
 import dataclasses
 import functools
 import glob
@@ -15,14 +16,17 @@ import itertools
 import math
 import os
 import re
+import sys
+import warnings
 import weakref
 from fnmatch import fnmatchcase
-from typing import Any, Iterator, NamedTuple, NoReturn, Sequence
+from typing import Any, Callable, Iterator, NamedTuple, NoReturn, Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import engine
@@ -48,18 +52,20 @@ class Assignment(NamedTuple):
     first_step: int = 0
 
 def make_optimizer(model: nn.Module, table: Sequence[Assignment] = (), bucket_mb: float = Config.bucket_mb,
-                   settings: SyncSettings = SyncSettings(), muon_lr: float = NorMuon.lr,
-                   adam_lr: float = Adam.lr) -> Optimizer:
-    """Build the optimizer of any model, on the model's device. table: replaces lines of default_assignments."""
+                   settings: SyncSettings = SyncSettings(), muon_lr: float = NorMuon.lr, adam_lr: float = Adam.lr,
+                   process_group: Any = None) -> Optimizer:
+    """Build a model's optimizer. table: replaces lines of default_assignments. process_group: its ranks; None: all."""
     require(isinstance(model, nn.Module), f"make_optimizer got a {type(model).__name__}; give it the model itself, "
             "since rules are chosen by parameter names and kinds of modules")
-    check_model(model)
+    require(not isinstance(model, torch.jit.ScriptModule), "the model is a ScriptModule; give the module it is made of")
     require(bucket_mb >= 0, f"bucket_mb is {bucket_mb!r}; it must be from 0 on")
-    ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    ranks = (dist.get_rank(process_group), dist.get_world_size(process_group)) if dist.is_initialized() else (0, 1)
+    require(ranks[0] >= 0, "this rank is not in process_group; call make_optimizer on the group's ranks only")
+    check_model(model, ranks[1])
     specs = assign(model, default_assignments(model, table, muon_lr, adam_lr))
     require(specs, "every parameter of this model is frozen; set requires_grad on the ones to be trained")
     buckets = fill_buckets(specs, bucket_mb * 2 ** 20, *ranks)
-    return Optimizer(buckets, Comm(*ranks, specs[0].param.device), settings, model)
+    return Optimizer(buckets, Comm(*ranks, specs[0].param.device, group=process_group), settings, model)
 
 def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ranks: int) -> list[Bucket]:
     """Check parameters and rules, and put the parameters into buckets. Raise RunError if no bucket can take one."""
@@ -71,24 +77,39 @@ def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ran
 
 def assign(model: nn.Module, table: Sequence[Assignment]) -> list[ParamSpec]:
     """Assign every parameter that is not frozen its rule by name. Raise RunError unless one line matches each."""
-    specs = []
+    specs, unclear = [], collections.defaultdict(list)  # unclear: names by what is unclear
     for name, param in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
         lines = [line for line in table if fnmatchcase(name, line.pattern)]
-        require(len(lines) == 1, f"{name}: {len(lines)} lines of the table of assignments match it "
-                f"({', '.join(line.pattern for line in lines) or 'none'}), but one must; "
-                f"{'narrow the pattern of the others' if lines else 'add a line for it'}")
+        require(len(lines) == 1, f"{name}: {len(lines)} lines of the table match it ({', '.join(x[0] for x in lines)})"
+                f", but one must; {'narrow the pattern of the others' if lines else 'add a line for it'}")
         spec = ParamSpec(name, param, *lines[0][1:])
-        check_fused(spec)
-        specs.append(finish_spec(spec))
+        if what := what_is_unclear(spec, owner_of(model, name)):
+            unclear[what].append(name)
+        else:
+            specs.append(finish_spec(spec))
+    parts = []
+    for what, names in unclear.items():
+        x = re.sub(r"(?<![^.])\d+(?![^.])", "*", names[0])  # for all blocks of a model
+        matched = [name for name, _ in model.named_parameters() if fnmatchcase(name, x)]
+        parts.append(f"{', '.join(names)} {what.replace('NAME', repr(x if names == matched else names[0]))}")
+    require(not parts, "; ".join(parts))
     return specs
+
+def owner_of(model: nn.Module, name: str) -> nn.Module:
+    """Return the module that has the parameter, also under a parametrization."""
+    owner, _, parametrized = f".{name}".partition(".parametrizations.")
+    return model.get_submodule(owner[1:] if parametrized else name.rpartition(".")[0])
+
+# torch's layers whose matrices are known, [out, in]
+MATRICES = nn.Linear | nn.modules.conv._ConvNd | nn.RNNBase | nn.RNNCellBase | nn.MultiheadAttention
 
 def default_assignments(model: nn.Module, table: Sequence[Assignment] = (), muon_lr: float = NorMuon.lr,
                         adam_lr: float = Adam.lr) -> list[Assignment]:
     """Add a line to the table for each parameter that it does not match.
 
     Matrices inside the model get NorMuon. Embeddings, the last matrix (the head), norms and vectors get Adam. The fused
-    matrices of torch's recurrent layers, attention and grouped convolutions are split. Raise RunError for a parameter
-    that may be several matrices or none, and that needs a line.
+    matrices of torch's recurrent layers, attention and grouped convolutions are split. A parameter that may be several
+    matrices or none gets no rule.
     """
     learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
     check_table(table, learned)
@@ -105,8 +126,7 @@ def default_assignments(model: nn.Module, table: Sequence[Assignment] = (), muon
     for name, p in learned.items():
         if any(fnmatchcase(name, line.pattern) for line in table):
             continue
-        owner, _, parametrized = f".{name}".partition(".parametrizations.")
-        module = model.get_submodule(owner[1:] if parametrized else name.rpartition(".")[0])
+        module = owner_of(model, name)
         conv = isinstance(module, nn.modules.conv._ConvNd)
         if conv and module.groups > 1 and p.dim() > 2:
             units[p] = (p.shape[0] // module.groups, p.shape[1:].numel())
@@ -114,12 +134,9 @@ def default_assignments(model: nn.Module, table: Sequence[Assignment] = (), muon
         if vector or p is head or p in embeddings or isinstance(module, nn.LayerNorm | nn.RMSNorm):
             lines.append(Assignment(glob.escape(name), Adam(adam_lr)))
             continue
-        known = conv or isinstance(module, nn.Linear | nn.RNNBase | nn.RNNCellBase | nn.MultiheadAttention)
+        known = isinstance(module, MATRICES)
         known |= p.dim() == 2 and re.search(r"weight$|lora", name, re.I) is not None  # usual names of matrices
-        require(known, f"{name} {[*p.shape]} is not known to be one matrix. Give it a line: Assignment({name!r}, "
-                f"NorMuon()) if it is one, Assignment({name!r}, NorMuon(), unit={tuple(p.shape[-2:])}) if it holds "
-                f"several, as of experts, Assignment({name!r}, Adam()) if it is none, as positions")
-        rule = NorMuon(muon_lr, polar_dtype=torch.bfloat16 if p.is_cuda else torch.float32)
+        rule = NorMuon(muon_lr, polar_dtype=torch.bfloat16 if p.is_cuda else torch.float32) if known else None
         lines.append(Assignment(glob.escape(name), rule, units.get(p)))
     return lines
 
@@ -135,50 +152,68 @@ def check_table(table: Sequence[Assignment], learned: dict[str, nn.Parameter]) -
 # ------------------------------------------------------------------------------------------------------------------
 # gradients
 
-HOOKS = WeakIdKeyDictionary()  # parameter -> handle of its hook; an attribute of the parameter would be pickled
+def uncompiled(function: Callable) -> Callable:
+    """Have a function run as it is inside of a compiled one. The compiler is imported only if the program did so."""
+    @functools.wraps(function)
+    def call(*args: Any, **more: Any) -> Any:
+        if "torch._dynamo" in sys.modules and not hasattr(function, "as_it_is"):
+            function.as_it_is = torch._dynamo.disable(function)
+        return getattr(function, "as_it_is", function)(*args, **more)
+    return call
 
-# What ranks compare. method: index in Reducer.CALLS; passes: backward passes of the step; optimizer: its id;
-# writes: to all parameters so far, as autograd counts them
-Call = collections.namedtuple("Call", "method step passes optimizer writes")
+# parameter -> handle of its hook, weak reference to its reducer; an attribute of the parameter would be pickled
+HOOKS = WeakIdKeyDictionary()
+
+def clip(original: Callable, parameters: Sequence[nn.Parameter], *args: Any) -> None:
+    """Do what the end of torch's clip_grad_norm_ does, and warn where it changes nothing."""
+    if any((of := HOOKS[p][1]()) and not of.settings.clip_norm for p in parameters if p in HOOKS and p.grad is None):
+        warnings.warn("clip_grad_norm_ changes nothing, since .grad is None; make_optimizer(model, settings="
+                      "SyncSettings(clip_norm=...)) clips", stacklevel=4)
+    original(parameters, *args)
+
+clip_grad._clip_grads_with_norm_ = functools.partial(clip, clip_grad._clip_grads_with_norm_)
+
+# What ranks compare. method: index in Reducer.CALLS; passes: backward passes of the step; optimizer: its id; drops: of
+# gradients by zero_grad(); buffers: their values; checksum: of the parameters if the program wrote to one, else 0
+Call = collections.namedtuple("Call", "method step passes optimizer drops buffers checksum")
 
 class Reducer(engine.Reducer):
     """Without prepare_for_backward, the one backward outside of no_sync completes the step; earlier ones run inside."""
 
     CURE = "use each in the loss, or set find_unused_parameters"
+    ONCE = "run all but the last of a step in no_sync(). To use another optimizer, call this one's remove_hooks()"
     CALLS = "step()", "state_dict()", "load_state_dict()", "check_replicas()"  # compared before their first message
-    optimizer_ids = itertools.count(1)
+    optimizer_ids = collections.defaultdict(functools.partial(itertools.count, 1))  # by group
 
     def __init__(self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings, grad_scale: float):
         self.in_no_sync, self.in_step = False, False  # in_step: a gradient or rows have come since the last step
+        self.drops = 0  # calls of zero_grad() that dropped gradients
         self.no_sync_grads = collections.Counter[Slot]()  # gradients that this step added in no_sync
-        self.optimizer_id = next(self.optimizer_ids) if comm.ranks > 1 else 0  # the same on all ranks
+        self.optimizer_id = next(self.optimizer_ids[getattr(comm.group, "group_name", "")]) if comm.ranks > 1 else 0
         self.call, self.compared = None, False  # handle of the exchange of calls; whether step() is compared already
-        self.last_calls = [Call(0, 0, 0, 0, 0)] * comm.ranks  # of each rank, the last one that was compared
         self.unused: set[Slot] = set()  # parameters that no rank has used since their last update
         self.hooks: dict[nn.Parameter, Any] = {}  # handles
         self.optimizer: Any = lambda: None        # weak reference
         super().__init__(buckets, comm, settings, grad_scale)
+        self.known_writes = sum([p._version for p in self.slots])  # this optimizer's, and those before the last step
 
     def set_hook(self, param: nn.Parameter) -> None:
         """Set the parameter's hook in place of an earlier optimizer's."""
         if param in HOOKS:
-            HOOKS[param].remove()
-        HOOKS[param] = self.hooks[param] = super().set_hook(param)
+            HOOKS[param][0].remove()
+        self.hooks[param] = super().set_hook(param)
+        HOOKS[param] = self.hooks[param], weakref.ref(self)
 
     def announce_rows(self, step: int, indices: dict[nn.Parameter, Tensor]) -> None:
         self.in_step = True
         for bucket in self.buckets:
-            if isinstance(bucket, RowBucket) and bucket.announcement is not None:
-                raise RunError(f"rows of {bucket.slots[0].name} were announced twice in one step; announce the rows of "
-                               "all micro-batches at once")
+            require(getattr(bucket, "announcement", None) is None, f"rows of {bucket.slots[0].name} were announced "
+                    "twice in one step; announce the rows of all micro-batches at once")
         super().announce_rows(step, indices)
 
     def prepare_for_backward(self, step: int | Tensor, micro_batch: int = 0, micro_batches: int = 1,
                              loss: Tensor | None = None) -> None:
-        """Do the same as the engine's. loss: the start of backward, so that unused parameters are not waited for.
-
-        Given in place of the step, it is the loss of the step's last backward. In no_sync() it changes nothing.
-        """
+        """Do the same as the engine's. With a loss (alone: the last one), unused parameters are not waited for."""
         if isinstance(step, Tensor) and step.requires_grad:
             if self.in_no_sync:
                 return
@@ -187,8 +222,8 @@ class Reducer(engine.Reducer):
         if not (expected_loss and all(isinstance(x, int | np.integer) for x in counts) and step >= 0 < micro_batches):
             raise RunError(f"prepare_for_backward got {', '.join(map(repr, counts))}, {loss!r}; give it the loss that "
                            "backward starts from, or (step, micro_batch, micro_batches, loss)")
-        if self.micro_batches and self.micro_batch == self.micro_batches:
-            raise RunError(f"all {self.micro_batches} micro-batches of step {self.step} were prepared; call step()")
+        require(not self.micro_batches or self.micro_batch < self.micro_batches,
+                f"all {self.micro_batches} micro-batches of step {self.step} were prepared; call step()")
         super().prepare_for_backward(step, micro_batch, micro_batches)
         self.in_step = True  # so that zero_grad() drops this step if its backward fails
         if self.micro_batch == micro_batches and loss is not None and self.settings.find_unused_parameters:
@@ -196,10 +231,11 @@ class Reducer(engine.Reducer):
             for bucket in self.due:
                 bucket.missing = {slot for slot in bucket.slots if slot.param in used}
 
+    @uncompiled
     def register_grad_ready(self, bucket: Bucket, slot: Slot) -> None:
         if bucket.reduce_handle is not None:
             raise RunError(f"{slot.name} got a gradient after its bucket {bucket.name} was launched; call step() "
-                           "before the next backward, or run all but the last of a step in no_sync()")
+                           f"before the next backward, or {self.ONCE}")
         self.in_step, begun = True, self.step >= bucket.first_step  # if not begun, the engine refuses the gradient
         if slot.param.grad.requires_grad:
             slot.param.grad = None  # the buffer would hold the graphs of all steps
@@ -213,7 +249,7 @@ class Reducer(engine.Reducer):
             self.prepare_for_backward(self.step)
         if begun and slot not in bucket.missing:
             raise RunError(f"{slot.name} got its gradient twice in one backward; prepare each backward separately, "
-                           "with the loss that it starts from, or run all but the last of a step in no_sync()")
+                           f"with the loss that it starts from, or {self.ONCE}")
         super().register_grad_ready(bucket, slot)
 
     def launch(self, bucket: Bucket) -> None:
@@ -231,50 +267,52 @@ class Reducer(engine.Reducer):
         return max(self.no_sync_grads.values(), default=0) + self.micro_batches
 
     def launch_rest(self) -> None:
-        if not self.micro_batches or self.micro_batch < self.micro_batches:
-            raise RunError(f"step() was called after {self.micro_batch} of {self.micro_batches} micro-batches. Run the "
-                           "last backward outside no_sync(), and call prepare_for_backward() before each, or never")
+        for bucket in self.buckets:
+            check_views(bucket, self)
+        require(0 < self.micro_batches <= self.micro_batch, f"step() was called after {self.micro_batch} of "
+                f"{self.micro_batches} micro-batches. Run the last backward outside no_sync(), and call "
+                "prepare_for_backward() before each, or never")
         for bucket in self.due:
-            check_views(bucket, self.hooks)
             if self.settings.find_unused_parameters:
                 bucket.missing.clear()
             self.check_complete(bucket)  # before the ranks compare their calls
-        first, writes, self.compared = not self.launch_orders, self.check_call("step()"), True
+        first, equal, self.compared = not self.launch_orders, self.check_call("step()"), True
         super().launch_rest()
-        if len(writes) > 1 or first:
+        if first or not equal:
             self.optimizer().check_replicas()
-        self.unused = self.find_unused() if self.settings.find_unused_parameters else set()
-
-    def find_unused(self) -> set[Slot]:
-        """Return the parameters that no rank has used since their last update."""
-        used = {slot: slot not in bucket.needs_overwrite for bucket in self.due for slot in bucket.slots}
-        counts = self.comm.all_reduce(torch.tensor([*used.values()], dtype=torch.float32, device=self.comm.device))
-        return {slot for slot, count in zip(used, counts.tolist()) if not count}
+        if self.settings.find_unused_parameters:
+            used = {slot: slot not in bucket.needs_overwrite for bucket in self.due for slot in bucket.slots}
+            counts = self.comm.all_reduce(torch.tensor([*used.values()], dtype=torch.float32, device=self.comm.device))
+            self.unused = {slot for slot, count in zip(used, counts.tolist()) if not count}
 
     def start_call(self, name: str) -> None:
         """Start to send this rank's call to all ranks."""
         if self.comm.ranks == 1 or name == "step()" and self.launch_order and not self.comm.point_to_point:
             return  # on a GPU the host would wait in every step
         passes = 0 if self.settings.find_unused_parameters else self.backward_passes()  # with it they may differ
-        writes = sum([param._version for param in self.slots])
-        mine = Call(self.CALLS.index(name), self.step, passes, self.optimizer_id, writes)
+        checksum, buffers = 0, sum(x.numel() for x in self.optimizer().buffers().values())
+        if name == "step()" and (writes := sum([p._version for p in self.slots])) != self.known_writes:
+            self.known_writes = writes
+            self.optimizer().finish_all_gathers()
+            checksum = torch.stack([sum_bits(param) for param in self.slots]).sum().item()
+        mine = Call(self.CALLS.index(name), self.step, passes, self.optimizer_id, self.drops, buffers, checksum)
         calls = torch.tensor([mine] * self.comm.ranks)
         self.call = self.comm.exchange([calls[self.comm.rank]] * self.comm.ranks, calls)
         self.call.then = lambda: [Call(*values) for values in calls.tolist()]
 
-    def check_call(self, name: str) -> set[int]:
-        """Compare all ranks' calls; RunError on each if they differ. Return the distinct numbers of new writes."""
+    def check_call(self, name: str) -> bool:
+        """Compare all ranks' calls; RunError on each if they differ. Return whether all wrote the same parameters."""
         if self.call is None or name != "step()":
             self.start_call(name)
-        calls = self.call.wait() if self.call else self.last_calls
+        calls, self.call = self.call.wait() if self.call else [Call(*[0] * 7)], None
         for rank, call in enumerate(calls):
-            if call._replace(writes=0) != calls[0]._replace(writes=0):
-                one, first = (f"{self.CALLS[x.method]} in step {x.step} after {x.passes} backward passes with "
-                              f"optimizer {x.optimizer}" for x in (call, calls[0]))
+            if call._replace(checksum=0) != calls[0]._replace(checksum=0):
+                one, first = (f"{self.CALLS[x.method]} in step {x.step} after {x.passes} backward passes and {x.drops} "
+                              f"zero_grad() of gradients, {x.buffers} values in buffers, with optimizer {x.optimizer}"
+                              for x in (call, calls[0]))
                 raise RunError(f"rank {rank} calls {one}, rank 0 {first}; run as many backward passes, also in no_sync"
-                               "(), on every rank, and make each call on all ranks or on none, in the same order")
-        self.call, self.last_calls, before = None, calls, self.last_calls
-        return {call.writes - last.writes for call, last in zip(calls, before)}
+                               "(), resize buffers alike, and make each call on all ranks or none, in the same order")
+        return len({call.checksum for call in calls}) == 1
 
     def end_step(self) -> None:
         super().end_step()
@@ -303,10 +341,10 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
 
     As in DDP, gradients are averaged over ranks, and summed over the backwards of a step; run all but the last of these
     in `no_sync()`. param_groups has one group for each rule and learning rate: set its "lr", or use a torch scheduler.
-    Since .grad is always None, clip by settings.clip_norm.
+    Since .grad is always None, clip by settings.clip_norm. `state` is empty; state_dict() holds the moments.
 
-    A saved state has the engine's names and, for each parameter, NAME/lr, NAME/initial_lr (a scheduler's)
-    and NAME/step, the number of the next step.
+    A saved state has the engine's names and, for each parameter, NAME/lr, NAME/initial_lr (a scheduler's),
+    NAME/step, the number of the next step, and NAME/skipped, of updates of its bucket, if there are any.
     """
 
     reducer_class = Reducer
@@ -317,15 +355,14 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         for f in dataclasses.fields(settings):
             require(not (wrong := out_of_range(f, getattr(settings, f.name))), wrong)
         require(not (settings.world_size_invariant and (settings.find_unused_parameters or settings.clip_norm)),
-                "world-size-invariant mode excludes find_unused_parameters and clip_norm, whose sums depend on the "
-                "number of ranks; omit one of them")
+                "world-size-invariant mode excludes find_unused_parameters and clip_norm, whose sums depend on ranks")
         tasks = "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"  # not SLURM_NTASKS: a batch
         name = next((name for name in tasks if name in os.environ), tasks[0])             # script has it too
         require(env_int(name, 1) <= 1 or comm.ranks > 1 or dist.is_initialized(), f"{name} in the environment is "
                 f"{os.environ.get(name)}, but no process group exists, so each rank would train alone; start by "
                 "torchrun and call init_process_group() first, or set WORLD_SIZE=1 if each is to train alone")
         self.model, self.owned = model, check_ownership(buckets)
-        check_all_owned(model, self.owned)
+        self.buffer_count, self.skipped = check_all_owned(model, self.owned), collections.Counter[Slot]()  # of updates
         self.forward_hooks, self.versions = [], {}  # handles; how often parameters whose gather runs were written
         groups: dict[Any, dict[str, Any]] = {}  # by rule and learning rate
         for bucket in buckets:
@@ -342,23 +379,23 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         }, "Build the same model from the same config on every rank")
         super().__init__(buckets, comm, settings, model, grad_scale)
         self.reducer.optimizer = weakref.ref(self)
-        of_model = self.buffers
-        self.buffers = lambda: {name: memory_of(x) for name, x in of_model().items() if x.layout == torch.strided}
+        give_storages(buckets)
+        self.find_buffers()
         self.guarded = list(model.modules()) if settings.overlap_param_gather else []
         for module in self.guarded:
             module.__dict__["_parameters"] = AwaitedParameters(module._parameters, self)
 
     def replicate(self, model: nn.Module) -> None:
         """Give every rank the parameters, frozen ones too, and the buffers of rank 0, whatever their dtypes."""
-        frozen = [p for p in model.parameters() if not p.requires_grad]
-        for x in (*(bucket.param_data for bucket in self.buckets), *frozen, *model.buffers()):
+        frozen = [p for p in model.parameters() if not p.requires_grad and is_plain(p)]
+        for x in (*(bucket.param_data for bucket in self.buckets), *frozen, *filter(is_plain, model.buffers())):
             broadcast(self.comm, x.data)
 
     def wait_before(self, module: nn.Module, buckets: Sequence[Bucket]) -> None:
         """Do the same as the engine's. The hook keeps neither the optimizer nor its buckets alive."""
         me, at = weakref.ref(self), [self.buckets.index(bucket) for bucket in buckets]
-        self.forward_hooks.append(module.register_forward_pre_hook(
-            lambda *_: (optimizer := me()) and optimizer.finish_all_gathers([optimizer.buckets[i] for i in at])))
+        self.forward_hooks.append(module.register_forward_pre_hook(ForwardHook(
+            lambda *_: (optimizer := me()) and optimizer.finish_all_gathers([optimizer.buckets[i] for i in at]))))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RunError("an optimizer cannot be copied or pickled, since it has hooks on its model; copy the model, and "
@@ -369,8 +406,7 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         raise RunError("GradScaler cannot be used: it reads .grad, which is None; train in bfloat16 without a scaler")
 
     def add_param_group(self, group: dict[str, Any]) -> None:
-        if hasattr(self, "reducer"):
-            raise RunError("existing buckets cannot take a further parameter; build the optimizer with all of them")
+        require(not hasattr(self, "reducer"), "buckets cannot take a further parameter; build the optimizer with all")
         self.param_groups.append(group)  # torch's own method would import its compiler, which takes over a second
 
     def remove_hooks(self) -> None:
@@ -394,33 +430,50 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of a step that is not finished, on every rank. After step() there is nothing to do."""
         if self.reducer.in_step:
+            self.reducer.drops += 1
             self.reducer.drop_gradients()
 
-    @torch.no_grad()
-    def step(self, plan: Plan = Plan()) -> None:
-        require(not callable(plan), "step() does not take a closure; call backward() before it")
-        check_all_owned(self.model, self.owned)
-        if self.param_groups != self.groups_seen:
+    @uncompiled
+    def step(self, closure: Callable[[], Any] | Plan | None = None) -> Any:
+        """Update the parameters. closure: run first; it calls backward and returns the loss. A Plan is the engine's."""
+        require(closure is None or isinstance(closure, Plan) or callable(closure), f"step() got a "
+                f"{type(closure).__name__}; give it a function that calls backward()")
+        with torch.enable_grad():
+            loss = closure() if callable(closure) else None
+        if (count := check_all_owned(self.model, self.owned)) != self.buffer_count:
+            self.buffer_count = count
+            self.find_buffers()
+        if self.copy_groups() != self.groups_seen:
             self.apply_groups()
-        super().step(plan)
+        super().step(closure if isinstance(closure, Plan) else Plan())
         self.versions = {bucket: [slot.param._version for slot in bucket.slots] for bucket in self.buckets
-                         if bucket.gather_handle is not None}  # views of one tensor count together
+                         if bucket.gather_handle is not None}
+        return loss
+
+    def find_buffers(self) -> None:
+        """Find the model's persistent buffers; their tensors may be replaced later."""
+        of_model = engine.persistent_buffers(self.model)
+        self.buffers = lambda: {name: memory_of(x) for name, x in of_model().items() if is_plain(x)}
 
     def sync_buffers(self) -> None:
         broadcast(self.comm, *self.buffers().values())
 
     def update(self, bucket: Bucket, plan: Plan) -> None:
-        """Do the same as the engine's, but keep unused parameters and their state unchanged."""
-        unchanged = [(part, part.clone()) for slot in bucket.slots if slot in self.reducer.unused
-                     for part in (bucket.view_of(slot, x, True) for x in (bucket.param_shard, *bucket.state.values()))]
-        super().update(bucket, plan)
-        for part, old in unchanged:
-            part.copy_(old)
-        used = [slot.param for slot in bucket.slots if slot not in self.reducer.unused]
-        torch.autograd.graph.increment_version(used)  # so that backward refuses a graph of the old values
+        """Do the same as the engine's, but keep unused parameters, their state and numbers of updates unchanged."""
+        used = [slot for slot in bucket.slots if slot not in self.reducer.unused]
+        self.skipped.update(self.reducer.unused.intersection(bucket.slots))
+        if self.skipped.keys().isdisjoint(bucket.slots):
+            super().update(bucket, plan)
+        else:
+            for part in (part_of(bucket, slot, self.skipped[slot]) for slot in used):
+                if len(part.param_shard):
+                    super().update(part, plan)
+        self.reducer.known_writes += len(used)  # the next line makes backward refuse a graph of the old values
+        torch.autograd.graph.increment_version([slot.param for slot in used])
 
     def finish_all_gathers(self, buckets: Sequence[Bucket] | None = None) -> None:
         """Do the same as the engine's. Raise RunError if the program wrote to a parameter meanwhile."""
+        require(not torch.jit.is_tracing(), "a traced module cannot wait for all-gathers; trace copy.deepcopy(model)")
         waiting = [b for b in (self.buckets if buckets is None else buckets) if b.gather_handle is not None]
         super().finish_all_gathers(waiting)
         for bucket in () if torch.compiler.is_compiling() else waiting:
@@ -460,8 +513,8 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
 
     def copy_groups(self) -> list[dict[str, Any]]:
         """Copy param_groups, so that an edit shows."""
-        return [{key: [*x] if key == "params" else float(x) if isinstance(x, Tensor) else x for key, x in group.items()}
-                for group in self.param_groups]
+        return [{key: [*map(id, x)] if key == "params" else x.tolist() if isinstance(x, Tensor) else x
+                 for key, x in group.items()} for group in self.param_groups]
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
         self.finish_all_gathers()
@@ -469,13 +522,14 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         yield from super().named_state()
 
     def state_dict(self) -> dict[str, Tensor]:
+        self.find_buffers()
         state = super().state_dict()
         for param, group in self.group_of().items():
             name = self.reducer.slots[param][1].name
             rates = {f"{name}/{key}": torch.tensor(float(group[key]), dtype=torch.float64)
                      for key in ("lr", "initial_lr") if key in group}
             state |= {**rates, f"{name}/step": torch.tensor(self.reducer.step)}
-        return state
+        return state | {f"{slot.name}/skipped": torch.tensor(count) for slot, count in self.skipped.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load a state_dict, the same on all ranks, and drop all unused gradients. RunError if it does not fit."""
@@ -483,30 +537,36 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
             require(isinstance(x, Tensor) and x.dim() < 2, f"the saved state does not fit: {name} is a "
                     f"{type(x).__name__} {[*getattr(x, 'shape', ())]}, not a tensor of one dimension; load what the "
                     "optimizer's state_dict() returned")
+        self.find_buffers()
         ours = [*(slot.name for _, slot in self.reducer.slots.values()), *self.buffers()]
         if not state.keys() >= {*ours}:  # torch.compile(model) and DDP put words into names
             plain = functools.partial(re.compile(r"^module\.|\b_orig_mod\.").sub, "")
             names = {plain(name): name for name in ours}
             state = {names.get(plain(name := key.partition("/")[0]), name) + key[len(name):]: x
                      for key, x in state.items()}
-        state, steps, writes, groups = dict(state), [], [], self.group_of()
+        state, steps, rates, skipped, groups = dict(state), [], {}, collections.Counter[Slot](), self.group_of()
         for param, (_, slot) in self.reducer.slots.items():
-            rates = {key: float(state.pop(name)) for key in ("lr", "initial_lr")
-                     if (name := f"{slot.name}/{key}") in state}
-            writes.append(functools.partial(groups[param].update, rates))
+            skipped[slot] = int(state.pop(f"{slot.name}/skipped", 0))
+            rates[param] = {key: float(state.pop(name)) for key in ("lr", "initial_lr")
+                            if (name := f"{slot.name}/{key}") in state}
             steps.append(int(state.pop(f"{slot.name}/step", -1)))
         sizes = {name: x.numel() for name, x in self.buffers().items()}
         left = {name: x for name, x in state.items() if sizes.get(name) != x.numel()}
         for bucket in self.buckets:
-            engine.take_state(bucket, left)  # RunError, before any change; the engine refuses the other tensors
-        if not left:
-            self.finish_all_gathers()
-            self.reducer.drop_gradients()
-            self.reducer.check_call("load_state_dict()")
+            engine.take_state(bucket, left)  # RunError, before any change
+        wrong = [f"{name} has {x.numel()} values, not {sizes[name]}" if name in sizes else f"this model has no {name}"
+                 for name, x in sorted(left.items())]
+        require(not wrong, f"the saved state does not fit: {', '.join(wrong)}; load one of the same model and rules. "
+                "If a forward resizes or registers buffers, run one before")
+        self.finish_all_gathers()
+        self.reducer.drop_gradients()
+        self.reducer.check_call("load_state_dict()")
         super().load_state_dict(state)
         torch.autograd.graph.increment_version(list(self.reducer.slots))
-        for write in writes:
-            write()
+        self.reducer.known_writes += len(self.reducer.slots)
+        self.skipped = +skipped
+        for param, values in rates.items():
+            groups[param].update(values)
         self.reducer.step = max(steps) if -1 not in steps else max(self.reducer.step, *steps)
         self.check_replicas()
 
@@ -536,8 +596,47 @@ class AwaitedParameters(dict):
     def items(self) -> list[tuple[str, nn.Parameter | None]]:  # torch's modules use no other method
         return [(name, self[name]) for name in self]
 
+    def values(self) -> list[nn.Parameter | None]:
+        return [self[name] for name in self]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default
+
     def __reduce__(self) -> tuple:  # a copy of the model has plain ones
         return dict, (self.items(),)
+
+class ForwardHook(functools.partial):
+    """A hook before a forward whose copy, in a copy of the model, returns its input."""
+
+    def __reduce__(self) -> tuple:
+        return getattr, ({}, "get")
+
+def give_storages(buckets: Sequence[Bucket]) -> None:
+    """Give each parameter a storage of its own in its bucket, since libraries that save take a common one for a tie."""
+    for data, slot in ((b.param_data, slot) for b in buckets for slot in b.slots if not slot.param.is_meta):
+        before = slot.offset % max(1, 16 // data.element_size())  # torch.compile expects a storage at 16 bytes
+        storage = torch.from_dlpack(data[slot.offset - before:slot.offset + slot.param.numel()])
+        slot.param.data = storage[before:].view(slot.param.shape)
+
+def part_of(bucket: Bucket, slot: Slot, skipped: int) -> Bucket:
+    """View this rank's part of one parameter as a bucket, with the parameter's own number of updates."""
+    part, unit = copy.copy(bucket), bucket.param_shard[0].numel()
+    first, end = (min(max(x - bucket.shard_begin, 0), bucket.shard_numel)
+                  for x in (slot.offset, slot.offset + slot.param.numel()))
+    rows = slice(first // unit, end // unit)
+    part.slots, part.updates = [slot], bucket.updates - skipped
+    part.shard_begin, part.shard_numel = bucket.shard_begin + first, end - first
+    part.param_shard, part.state = bucket.param_shard[rows], {key: x[rows] for key, x in bucket.state.items()}
+    part.scale, ours = bucket.scale[rows] if bucket.param_shard.dim() == 3 else bucket.scale, rows
+    if isinstance(bucket, RowBucket) and bucket.rule.lazy:
+        ours = (bucket.grad_indices >= rows.start) & (bucket.grad_indices < rows.stop)
+        part.grad_indices = bucket.grad_indices[ours] - rows.start
+    part.grad_shard = bucket.grad_shard[ours]
+    return part
+
+def is_plain(x: Tensor) -> bool:
+    """Whether a tensor has memory of its own that can be sent: neither a subclass made of others nor quantized."""
+    return x.layout == torch.strided and not x.is_quantized and not hasattr(x, "__tensor_flatten__")
 
 def memory_of(x: Tensor) -> Tensor:
     """View each element of an expanded tensor once."""
@@ -556,20 +655,23 @@ def broadcast(comm: Comm, *tensors: Tensor) -> None:
 # ------------------------------------------------------------------------------------------------------------------
 # checks: refuse each use that would train wrongly
 
-def check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module, ranks: int) -> None:
     """Raise RunError for parameters that are no plain tensors, or that share memory, which buckets would part."""
-    require("FullyShardedDataParallel" not in {type(module).__name__ for module in model.modules()},
-            "the model is sharded by FSDP; build the optimizer of the plain model, which it shards itself")
+    for name, module in model.named_modules():
+        require(type(module).__name__ != "FullyShardedDataParallel", "the model is sharded by FSDP; build the "
+                "optimizer of the plain model, which it shards itself")
+        require(ranks == 1 or getattr(module, "max_norm", None) is None, f"{name} has max_norm, by which each rank "
+                "changes the rows that it reads; omit it, and clip the rows after step()")
     holders = collections.defaultdict(list)  # storage -> (name, tensor) in it
     for name, x in named_tensors(model):
-        plain = not hasattr(x, "__tensor_flatten__")
         require(not isinstance(x, nn.parameter.UninitializedTensorMixin), f"{name} has no shape yet; run a forward "
                 "before the optimizer is built")
-        require(plain or not x.requires_grad, f"{name} is a {type(x).__name__}; build the optimizer of plain tensors, "
-                "before FSDP2, tensor parallelism or quantization")
+        require(is_plain(x) or not x.requires_grad, f"{name} is a {type(x).__name__}; build the optimizer of "
+                "plain tensors, before FSDP2, tensor parallelism or quantization")
+        require(ranks == 1 or not x.is_meta, f"{name} is on meta; call to_empty(device=...), and initialize it")
         require(x.layout == torch.strided or not dist.is_initialized(), f"{name} has layout {x.layout}; make it dense, "
                 "since all ranks get rank 0's")
-        if plain and x.layout == torch.strided and x.numel() and x.device.type != "meta":
+        if is_plain(x) and x.numel() and not x.is_meta:
             holders[x.untyped_storage().data_ptr()].append((name, x))
     for tensors in holders.values():
         memory = np.empty(tensors[0][1].untyped_storage().nbytes(), np.uint8)  # stands for it; is never touched
@@ -580,8 +682,6 @@ def check_model(model: nn.Module) -> None:
             require(not ((learned or other_learned) and np.shares_memory(a, b)), f"{name} and {other} share memory, "
                     "which buckets would part; tie modules by one Parameter (a.weight = b.weight), or clone")
 
-RULE_MEMBERS = "lr", "every", "unit", "init_state", "hyper", "update"
-
 def check_rule(name: str, rule: Any) -> None:
     """Raise RunError if a number of Adam or NorMuon is out of range. Other rules check their own."""
     require(isinstance(rule.every, int) and rule.every > 0, f"{name}: {type(rule).__name__} has every={rule.every!r}; "
@@ -591,20 +691,37 @@ def check_rule(name: str, rule: Any) -> None:
         require(type(x) not in (int, float) or 0 <= x < below, f"{name}: {type(rule).__name__} has {key}={x!r}; it "
                 f"must be from 0 on, below {below}")
 
-def check_fused(spec: ParamSpec) -> None:
-    """Raise RunError if a matrix of NorMuon may be several, and the table does not say."""
-    if isinstance(spec.rule, NorMuon) and not spec.unit:
-        name, (rows, columns) = spec.name, spec.rule.unit(spec)
-        require(spec.param.shape != (3 * columns, columns), f"{name} [{rows}, {columns}] may hold three matrices, such "
-                f"as a fused query, key and value. If so, give it a line: Assignment({name!r}, NorMuon(), "
-                f"unit=({columns}, {columns})); if it is one matrix, with unit=({rows}, {columns})")
+# usual names of layers that hold several matrices: queries, keys and values, gates and what they multiply
+FUSED = re.compile(r"qkv|(^|_|w)(qk|kv)($|_)|query_key|key_value|gate_?(and_)?up|up_?(and_)?gate|w1_?[23]|c_attn|"
+                   r"in_proj|fused|packed", re.I)
+
+def what_is_unclear(spec: ParamSpec, module: nn.Module) -> str:
+    """Say why a parameter needs a line: it may be no matrix, several, or [in, out]. "" if it needs none."""
+    shape, name = [*spec.param.shape], spec.name.partition(".parametrizations.")[0].removesuffix(".weight")
+    if spec.rule is None:
+        return (f"{shape} is not known to be one matrix. Give it a line: Assignment(NAME, NorMuon()) if it is one, "
+                f"Assignment(NAME, NorMuon(), unit={tuple(shape[-2:])}) if it holds several, as of experts, "
+                "Assignment(NAME, Adam()) if it is none, as positions")
+    if not isinstance(spec.rule, NorMuon) or spec.unit:
+        return ""
+    rows, columns = spec.rule.unit(spec)
+    own = len(shape) == 2 and rows != columns and not isinstance(module, MATRICES) and "lora" not in spec.name.lower()
+    if own and (columns == 3 * rows or [columns] == [len(p) for p in module.parameters(recurse=False) if p.dim() == 1]):
+        return (f"{shape} of {type(module).__name__} seems to be [in, out]. If it is one matrix, give it a line: "
+                f"Assignment(NAME, NorMuon(), unit=({rows}, {columns}), scale={math.sqrt(columns / rows):.4g}); if it "
+                "holds several side by side, as a fused query, key and value, put layers of nn.Linear in its place")
+    if not FUSED.search(name.rpartition(".")[2]) and (rows, columns) != (3 * columns, shape[1]):
+        return ""
+    return (f"{shape} may hold several matrices, as a fused query, key and value, or gate and up. If so, give it a "
+            f"line: Assignment(NAME, NorMuon(), unit=({'rows of one' if rows % columns else columns}, {columns})); "
+            f"if it is one matrix, with unit=({rows}, {columns})")
 
 def check_spec(spec: ParamSpec) -> None:
     """Raise RunError for a parameter or a rule that no bucket can take."""
-    frozen = getattr(spec.rule, "__dataclass_params__", None)
-    require(frozen and frozen.frozen and all(hasattr(spec.rule, name) for name in RULE_MEMBERS),
-            f"{spec.name}: {type(spec.rule).__name__} is not an update rule; write a frozen dataclass with "
-            f"{', '.join(RULE_MEMBERS)}, as Adam has")
+    members = "lr", "every", "unit", "init_state", "hyper", "update"
+    frozen = getattr(getattr(spec.rule, "__dataclass_params__", None), "frozen", False)
+    require(frozen and all(hasattr(spec.rule, name) for name in members), f"{spec.name}: {type(spec.rule).__name__} is "
+            f"not an update rule; write a frozen dataclass with {', '.join(members)}, as Adam has")
     check_rule(spec.name, spec.rule)
     require(spec.param.numel(), f"{spec.name} has shape {tuple(spec.param.shape)}, but a bucket needs parameters "
             "with elements; remove it from the model, or freeze it by requires_grad_(False)")
@@ -616,35 +733,40 @@ def check_spec(spec: ParamSpec) -> None:
     require(spec.scale == 1 or len(spec.rule.unit(spec)) == 2, f"{spec.name}: its scale is not 1, but "
             f"{type(spec.rule).__name__} does not update matrices and ignores it; change the rule's lr instead")
 
-def check_views(bucket: Bucket, hooks: dict[nn.Parameter, Any]) -> None:
+def check_views(bucket: Bucket, reducer: Reducer) -> None:
     """Raise RunError if a parameter is no longer a view of its bucket, or has a hook that cannot see gradients."""
-    start, size = bucket.param_data.data_ptr(), bucket.param_data.element_size()
+    start, size, dtype = bucket.param_data.data_ptr(), bucket.param_data.element_size(), bucket.param_data.dtype
     for slot, param in ((slot, slot.param) for slot in bucket.slots):
-        if next(reversed(param._post_accumulate_grad_hooks or {}), 0) != hooks[param].id:
-            raise RunError(f"{slot.name} was given a post-accumulate hook after the optimizer was built, and it "
-                           "sees .grad None; set it before, or use register_hook, which gets the gradient")
-        if param.dtype != bucket.param_data.dtype or param.data_ptr() != start + slot.offset * size:
-            raise RunError(f"{slot.name} was given other memory or another dtype ({param.dtype}) after its "
-                           f"bucket {bucket.name} was built ({bucket.param_data.dtype}); move or cast the model before")
+        last = next(reversed(param._post_accumulate_grad_hooks or {}), 0) == reducer.hooks[param].id
+        if last and param.grad is None and param.dtype == dtype and param.data_ptr() == start + slot.offset * size:
+            continue
+        require(HOOKS[param][1]() in (reducer, None), f"{slot.name} belongs to a later optimizer, which gets its "
+                "gradients; build one optimizer of a module that holds all that share it")
+        require(last, f"{slot.name} was given a post-accumulate hook after the optimizer was built, and it sees .grad "
+                "None; set it before, or use register_hook, which gets the gradient")
+        require(param.grad is None, f"{slot.name} has a .grad that came by no hook; call backward() instead of setting "
+                ".grad, and save optimizer.state_dict() instead of calling get_optimizer_state_dict()")
+        require(param.dtype == dtype, f"{slot.name} is {param.dtype}, but its bucket {dtype}; cast the model before")
+        raise RunError(f"{slot.name} was given other memory, by .data, vector_to_parameters or a move; write into it "
+                       "by p.data.copy_(values)")
 
 def check_ownership(buckets: Sequence[Bucket]) -> set[nn.Parameter]:
     """Return the parameters in the buckets. Raise RunError if one is there twice or is frozen."""
     seen: set[nn.Parameter] = set()
     for slot in (slot for bucket in buckets for slot in bucket.slots):
-        if slot.param in seen:
-            raise RunError(f"{slot.name} is in two buckets or twice in one; put each parameter into one bucket, once")
-        if not slot.param.requires_grad:
-            raise RunError(f"{slot.name} is frozen, so its bucket would wait forever for a gradient; leave it out")
+        require(slot.param not in seen, f"{slot.name} is in two buckets or twice in one; put each into one, once")
+        require(slot.param.requires_grad, f"{slot.name} is frozen, so its bucket would wait forever; leave it out")
         seen.add(slot.param)
     return seen
 
-def check_all_owned(model: nn.Module, owned: set[nn.Parameter]) -> None:
-    """Raise RunError if a learned parameter of the model is in no bucket."""
-    modules = [model]
+def check_all_owned(model: nn.Module, owned: set[nn.Parameter]) -> int:
+    """Raise RunError if a learned parameter of the model is in no bucket. Return the number of buffers."""
+    modules, buffers = [model], 0
     for module in modules:  # with those that it adds; every step calls this, and named_parameters takes longer
         modules += [child for child in module._modules.values() if child is not None]
+        buffers += len(module._buffers)
         if not owned.issuperset(p for p in module._parameters.values() if p is not None and p.requires_grad):
             name = next(name for name, p in model.named_parameters() if p.requires_grad and p not in owned)
             raise RunError(f"{name} is in no bucket and would never be updated; freeze it by requires_grad_(False), or "
-                           "build the optimizer with it, after anything that adds, unfreezes or replaces parameters, "
-                           "such as load_state_dict(assign=True)")
+                           "build the optimizer after what adds or replaces it, such as load_state_dict(assign=True)")
+    return buffers

@@ -8,9 +8,11 @@ import re
 import subprocess
 import sys
 import time
+import warnings
 import weakref
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -541,6 +543,53 @@ def test_the_matrices_of_torch_s_layers_are_known(part, rule, unit):
     assert rule_of(of(part=part), "part.weight") == (rule, unit)
 
 
+class InOut(nn.Module):
+    """x @ weight + bias, weight [in, out], as GPT-2's Conv1D."""
+
+    def __init__(self, inside, out, bias=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(inside, out))
+        self.bias = nn.Parameter(torch.zeros(out)) if bias else None
+
+
+@pytest.mark.parametrize("part,name,says", [
+    (InOut(8, 32), "fc", r"of InOut seems to be \[in, out\].*unit=\(8, 32\), scale=2\)"), (InOut(32, 8), "proj", r"unit=\(32, 8\), scale=0.5\)"),
+    (InOut(8, 24, bias=False), "attn", r"side by side, as a fused query, key and value, put layers of nn.Linear"), (nn.Linear(8, 32), "gate_up_proj", r"unit=\(8, 8\)\)"),
+    (nn.Linear(8, 16), "to_kv", r"kv.weight \[16, 8\] may hold several"), (nn.Linear(8, 12), "wqkv", r"unit=\(rows of one, 8\)\)"), (nn.Linear(8, 4), "kv_proj", "several"),
+    (nn.Linear(8, 32), "w13", "several"), (nn.Linear(8, 24), "x", r"unit=\(8, 8\)\); if it is one matrix, with unit=\(24, 8\)"), (nn.Conv2d(8, 24, 1), "y", "several"),
+    (nn.Linear(8, 32), "fc", ""), (nn.Linear(24, 8), "fc", ""), (InOut(8, 8), "fc", ""), (nn.RNN(24, 8), "rnn", ""), (nn.Conv2d(1, 27, 3), "patches", "")], ids=str)
+def test_what_may_hold_several_matrices_or_be_transposed_needs_a_line(part, name, says):
+    model = of(**{name: part})
+    with pytest.raises(RunError, match=says) if says else contextlib.nullcontext() as raised:
+        make_optimizer(model)
+    if says and "rows of one" not in str(raised.value):  # the line that it proposes is taken
+        line = re.findall(r"Assignment\(('[^']*'), (NorMuon\(\), unit=\(.*?\)(?:, scale=[0-9.]+)?)\)", str(raised.value))[0]
+        make_optimizer(model, [eval(f"Assignment({line[0]}, {line[1]})")])
+
+
+def test_the_proposed_line_of_a_transposed_matrix_trains_as_the_linear_layer():
+    for inside, out in ((8, 32), (32, 8)):
+        ours, theirs = of(fc=InOut(inside, out)), of(fc=nn.Linear(inside, out))
+        theirs.fc.weight.data.copy_(ours.fc.weight.data.T)
+        make = [make_optimizer(ours, [Assignment("fc.weight", NorMuon(), unit=(inside, out), scale=(out / inside) ** 0.5)]), make_optimizer(theirs)]
+        g = torch.randn(inside, out)
+        for model, grad, optimizer in ((ours, g, make[0]), (theirs, g.T, make[1])):
+            ((model.fc.weight * grad).sum() + sum(p.sum() for name, p in model.named_parameters() if name != "fc.weight")).backward()
+            optimizer.step()
+        assert torch.allclose(ours.fc.weight.T, theirs.fc.weight, atol=1e-5)
+
+
+def test_all_parameters_that_need_a_line_are_named_at_once():
+    """With a pattern for all blocks, if no other parameter matches it."""
+    model = nn.Sequential(*(of(qkv=nn.Linear(6, 18), experts=torch.randn(2, 6, 6)) for _ in range(2)))
+    with pytest.raises(RunError) as raised:
+        make_optimizer(model)
+    assert re.search(r"0.qkv.weight, 1.qkv.weight \[18, 6\] may .*Assignment\('\*.qkv.weight', NorMuon\(\), unit=\(6, 6\)\).*; 0.experts, 1.experts \[2, 6, 6\] is not|"
+                     r"0.experts, 1.experts .*'\*.experts'.*; 0.qkv.weight, 1.qkv.weight", str(raised.value)), raised.value
+    assert "\n" not in str(raised.value)
+
+
 def test_usual_names_of_matrices_are_known():
     """`weight` of a layer of one's own, also under a parametrization, and LoRA's two."""
     model = of(layer=of(weight=torch.randn(8, 6)), lora_A=torch.randn(2, 6), lora_B=torch.zeros(5, 2), conv=nn.Conv1d(4, 8, 3))
@@ -572,7 +621,7 @@ def subclassed():
     (lambda: dict(settings=SyncSettings(clip_norm=-1)), "clip_norm is -1"), (lambda: dict(settings=SyncSettings(clip_norm=float("nan"))), "clip_norm is nan"),
     (lambda: dict(settings=SyncSettings(sync="hooks")), "sync is 'hooks'; .* 'hook', 'step'"),
     (lambda: dict(settings=SyncSettings(update_order="fwd")), "update_order is 'fwd'"), (lambda: dict(settings={"clip_norm": 1}), "settings is a dict"),
-    (lambda: dict(model=lazy()), "0.weight has no shape yet; run a forward"), (lambda: dict(model=subclassed()), "0.weight is a Quantized; build the"),
+    (lambda: dict(model=torch.jit.script(chain())), "the model is a ScriptModule; give"), (lambda: dict(model=lazy()), "0.weight has no shape yet; run a forward"), (lambda: dict(model=subclassed()), "0.weight is a Quantized; build the"),
     (lambda: dict(table=[Assignment("*.weight", NorMuon(), scale=-1.0)]), "scale -1.0"), (lambda: dict(table=[Assignment("*", Adam(), first_step=-1)]), "first_step -1"),
     (lambda: dict(table=[Assignment("*.weight", NorMuon(), unit=(0, 0))]), r"unit \(0, 0\), but NorMuon updates whole matrices"),
     (lambda: dict(model=nn.Sequential(nn.Linear(6, 6, dtype=torch.cfloat), nn.Linear(6, 6, dtype=torch.cfloat))), "complex64, which .* cannot update")])
@@ -668,15 +717,343 @@ def test_states_of_wrapped_models_load_into_plain_ones_and_back():
             b.load_state_dict(a.state_dict())
 
 
-def test_one_layer_s_state_is_a_view_of_its_bucket():
-    """So torch.save of it writes the whole bucket; .clone() first."""
-    model = nn.Sequential(*(nn.Linear(30, 30) for _ in range(10)))
-    make_optimizer(model)
+def test_each_parameter_has_a_storage_of_its_own():
+    """So torch.save of one layer writes that layer, and libraries that take a common storage for ties save every parameter."""
+    model = nn.Sequential(*(nn.Linear(30, 30) for _ in range(10)), nn.Linear(5, 3).bfloat16(), nn.Linear(3, 3).bfloat16())
+    model[1].weight = model[0].weight
+    train(model[:10], optimizer := make_optimizer(model, settings=SyncSettings(find_unused_parameters=True)), x=torch.ones(2, 30))
 
     def size(state):
         torch.save(state, file := io.BytesIO())
         return file.tell()
-    assert size(model[3].state_dict()) > 5 * size({name: x.clone() for name, x in model[3].state_dict().items()})
+    assert size(model[3].state_dict()) < 1.1 * size({name: x.clone() for name, x in model[3].state_dict().items()})
+    storages = [x.untyped_storage() for x in model.parameters()]
+    assert len({(x.data_ptr(), len(x)) for x in storages}) == len(storages) == len([slot for b in optimizer.buckets for slot in b.slots])
+    assert all(x.data_ptr() % 16 == 0 for x in storages), "torch.compile takes it for granted"
+
+
+class Takes(nn.Module):
+    """Uses each of its parts in some steps only."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.second, self.late = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.table, self.other = nn.Embedding(5, 6, sparse=True), nn.Embedding(4, 6, sparse=True)
+
+    def forward(self, x, step, sparse=True):
+        h = self.always(x) + nn.functional.embedding(torch.tensor([1, 3]), self.table.weight, sparse=sparse)
+        h = self.second(h) if step % 2 else h
+        return self.late(h) + nn.functional.embedding(torch.tensor([0, 2]), self.other.weight, sparse=sparse) if step >= 3 else h
+
+
+def counts_of_their_own(comm, bucket_mb):
+    """-> the largest difference from torch.optim.Adam, after a save and a load."""
+    x = torch.randn(2, 6, generator=torch.Generator().manual_seed(comm.rank))
+    rows = [Assignment(f"{name}.weight", Adam(0.05, beta2=0.999, eps=1e-30, rows=True)) for name in ("table", "other")]
+    table = [*rows, *(Assignment(f"{name}.*", Adam(0.05, beta2=0.999, eps=1e-30)) for name in ("always", "second", "late"))]
+    settings = SyncSettings(find_unused_parameters=True)
+    model, twin = Takes(), Takes()
+    optimizer = make_optimizer(model, table, bucket_mb, settings)
+    judge = torch.optim.Adam(twin.parameters(), lr=0.05, betas=(0.9, 0.999), eps=1e-30)
+    for step in range(10):
+        if step == 6:
+            state, model = optimizer.state_dict(), Takes()
+            optimizer = make_optimizer(model, table, bucket_mb, settings)
+            optimizer.load_state_dict(state)
+        model(x, step).square().sum().backward()
+        optimizer.step()
+        judge.zero_grad()
+        for rank in range(comm.ranks):
+            of_rank = torch.randn(2, 6, generator=torch.Generator().manual_seed(rank))
+            (twin(of_rank, step, False).square().sum() / comm.ranks).backward()
+        judge.step()
+    wanted = [(p[:4:2] if name == "other.weight" else p[1::2] if name == "table.weight" else p) for name, p in twin.named_parameters()]
+    seen = [(p[:4:2] if name == "other.weight" else p[1::2] if name == "table.weight" else p) for name, p in model.named_parameters()]
+    return max((a - b).abs().max().item() for a, b in zip(seen, wanted, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("bucket_mb", [0, 25])
+def test_adam_counts_the_updates_of_each_parameter(on_ranks, ranks, bucket_mb):
+    """As torch.optim.Adam: of a layer in every second step, and of one that joins later."""
+    assert max(on_ranks(ranks, counts_of_their_own, bucket_mb)) < 1e-4
+
+
+# what frameworks and other libraries do
+
+
+def test_a_closure_runs_before_the_step_and_none_is_a_plain_step():
+    results = []
+    for how in ("plain", "none", "closure"):
+        model = chain()
+        optimizer, losses = make_optimizer(model), []
+
+        def closure():
+            assert torch.is_grad_enabled()
+            optimizer.zero_grad()
+            loss = model(X).square().sum()
+            loss.backward()
+            return loss
+        with torch.no_grad():
+            for _ in range(3):
+                if how != "closure":
+                    losses.append(torch.enable_grad()(closure)())
+                    assert optimizer.step(closure=None) is None if how == "none" else optimizer.step() is None
+                else:
+                    losses.append(optimizer.step(closure=closure))
+        results.append([*losses, *model.parameters()])
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*results))
+    with pytest.raises(RunError, match=r"step\(\) got a int; give it a function that calls backward\(\)"):
+        optimizer.step(1)
+    with pytest.raises(RunError, match=r"step\(\) was called after 0 of 0"):
+        optimizer.step(lambda: model(X).sum())
+
+
+def test_a_gradient_set_by_hand_is_refused():
+    """As torch.distributed.checkpoint's get_optimizer_state_dict does."""
+    model = chain()
+    optimizer = make_optimizer(model)
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    with pytest.raises(RunError, match=r"0.weight has a .grad that came by no hook; .* save optimizer.state_dict\(\)"):
+        optimizer.step()
+
+
+def test_clipping_by_torch_warns_that_it_changes_nothing():
+    model = chain()
+    optimizer = make_optimizer(model)
+    model(X).sum().backward()
+    with pytest.warns(UserWarning, match=r"clip_grad_norm_ changes nothing.*=SyncSettings\(clip_norm=") as caught:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        optimizer.remove_hooks()
+        model(X).sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        assert sum(p.grad.square().sum() for p in model.parameters()) < 1.1e-6
+        model(X).sum().backward() if (optimizer := make_optimizer(model, settings=SyncSettings(clip_norm=1.0))) else None
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_the_later_of_two_optimizers_of_a_parameter_is_named():
+    encoder = nn.Linear(6, 6)
+    first, second = (nn.Sequential(encoder, nn.Linear(6, n)) for n in (1, 2))
+    older, newer = make_optimizer(first), make_optimizer(second)
+    train(second, newer)
+    for call in (lambda: train(first, older), older.step):
+        with pytest.raises(RunError, match=r"0.(weight|bias) belongs to a later optimizer, .* build one optimizer of a module that holds all"):
+            call()
+    theirs = torch.optim.SGD(second.parameters(), lr=0.1)
+    with pytest.raises(RunError, match=r"call this one's remove_hooks\(\)"):
+        train(second, theirs, 2)
+
+
+def test_a_parameter_moved_to_another_group_is_seen():
+    model = chain()
+    optimizer = make_optimizer(model, [Assignment("*", Adam())], bucket_mb=0)
+    group = optimizer.param_groups[0]
+    optimizer.param_groups.append({**group, "params": [group["params"].pop(0)], "lr": 0.0})
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, optimizer)
+    assert [torch.equal(a, b) for a, b in zip(before, model.parameters())].count(True) == 1
+    assert not optimizer.state, "the table says so"
+
+
+def delayed(model):
+    """Build an optimizer whose gathers fill parameters with NaN until they are waited for."""
+    with mock.patch.object(gpt_speedrun, "Comm", Hostile):
+        return make_optimizer(model, settings=SyncSettings(overlap_param_gather=True))
+
+
+def test_a_copy_of_an_overlapping_model_waits_for_nothing_and_a_trace_is_refused():
+    model = chain()
+    train(model, optimizer := delayed(model))
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert torch.equal(twin(X), model(X)) and type(twin._parameters) is dict
+        assert torch.equal(torch.jit.trace(twin, X)(X), model(X))
+    with pytest.raises(RunError, match=r"a traced module cannot wait for all-gathers; trace copy.deepcopy\(model\)"):
+        torch.jit.trace(model, X)
+    train(model, optimizer)
+
+
+def test_every_way_to_read_the_dict_of_parameters_waits():
+    for read in (lambda x: x["weight"], lambda x: x.get("weight"), lambda x: [*x.values()][0], lambda x: dict(x.items())["weight"]):
+        model = chain()
+        train(model, optimizer := delayed(model))
+        assert optimizer.buckets and read(model[0]._parameters).isfinite().all() and model[0]._parameters.get("none", 3) == 3
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_the_same_step():
+    results = []
+    for wrap in (lambda f: f, torch.compile):
+        model = chain()
+        optimizer = make_optimizer(model)
+
+        def whole():
+            model(X).square().sum().backward()
+            optimizer.step()
+        step = wrap(whole)
+        for _ in range(3):
+            step()
+        results.append([p.detach() for p in model.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*results))
+
+
+# several ranks
+
+
+def dropped_on_one(comm, how):
+    model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(3)))
+    optimizer = make_optimizer(model)
+    for step in range(4):
+        with optimizer.no_sync() if how == "no_sync" else contextlib.nullcontext():
+            model(X).square().sum().backward()
+        if step == 2 and comm.rank == 0:
+            optimizer.zero_grad()
+            continue
+        if how == "no_sync":
+            model(X).square().sum().backward()
+        optimizer.step()
+    optimizer.state_dict()
+
+
+@pytest.mark.parametrize("how", ["no_sync", "backward"])
+def test_zero_grad_on_one_rank_is_an_error_of_all(on_ranks, how):
+    assert_all_refused(on_ranks(2, in_a_new_group, dropped_on_one, how), r"rank 1 calls .* 0 zero_grad\(\) of gradients.* rank 0 .* 1 zero_grad\(\)|"
+                       "rank [01] has ended, hangs or makes another call")
+
+
+def initialized_later(comm, steps):
+    """All ranks write as often, but other values."""
+    model = chain()
+    optimizer = make_optimizer(model)
+    train(model, optimizer, steps)
+    torch.manual_seed(comm.rank)
+    model.apply(lambda m: nn.init.normal_(m.weight) if isinstance(m, nn.Linear) else None)
+    train(model, optimizer)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_weights_that_ranks_initialize_otherwise_are_named(on_ranks, steps):
+    assert_all_refused(on_ranks(2, in_a_new_group, initialized_later, steps), "parameters differ: rank 1 has .*weight")
+
+
+def resized_apart(comm):
+    model = Growing()
+    optimizer = make_optimizer(model)
+    for step in range(3):
+        model(torch.ones(2 + step * comm.rank, 6)).sum().backward()
+        optimizer.step()
+
+
+def test_buffers_that_ranks_resize_otherwise_are_an_error_of_all(on_ranks):
+    assert_all_refused(on_ranks(2, in_a_new_group, resized_apart), r"rank 1 calls step\(\) in step 1 .* 30 values in buffers.*, rank 0 .* 24 values")
+
+
+class Growing(nn.Module):
+    """A cache that grows with the batch, and a buffer that the first forward registers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 2)
+        self.register_buffer("table", torch.zeros(1, 6))
+
+    def forward(self, x):
+        if len(x) > len(self.table):
+            self.table = torch.arange(6. * len(x)).view(6, -1).T
+        if not hasattr(self, "mean"):
+            self.register_buffer("mean", torch.zeros(2, 6).T)
+        self.mean.lerp_(x.detach().mean(0).unsqueeze(1), 0.5)
+        return self.b(self.a(x - self.mean.mean(1)) + 0.01 * self.table[:len(x)])
+
+
+def grown(comm):
+    """-> whether a model that made a forward resumes exactly; the error of one that did not."""
+    model, again = Growing(), Growing()
+    optimizer = make_optimizer(model)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(comm.rank))
+    train(model, optimizer, 3, x)
+    other, state = make_optimizer(again), optimizer.state_dict()
+    try:
+        other.load_state_dict(state)
+    except RunError as error:
+        refused = str(error)
+    again(x)
+    other.load_state_dict(state)
+    train(again, other, 1, x)
+    train(model, optimizer, 1, x)
+    return refused, all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_buffers_that_grow_or_come_later_are_saved(on_ranks, ranks):
+    for refused, same in on_ranks(ranks, grown):
+        assert same and re.search(r"this model has no mean, table has 24 values, not 6; .* If a forward resizes or registers buffers, run one before", refused)
+
+
+def of_some_ranks(comm):
+    group, alone = dist.new_group([1, 2]), dist.new_group([0])
+    model = chain(seed=comm.rank)
+    optimizer = make_optimizer(model, process_group=group if comm.rank else alone)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(comm.rank))
+    train(model, optimizer, 3, x)
+    again = chain()
+    make_optimizer(again, process_group=group if comm.rank else alone).load_state_dict(optimizer.state_dict())
+    refused = None
+    if comm.rank == 0:
+        with pytest.raises(RunError, match="this rank is not in process_group"):
+            make_optimizer(chain(), process_group=group)
+    return [p.detach().clone() for p in again.parameters()], refused
+
+
+def of_two_ranks(comm):
+    model = chain(seed=1)
+    train(model, make_optimizer(model), 3, torch.randn(4, 6, generator=torch.Generator().manual_seed(comm.rank + 1)))
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_process_group_of_some_ranks_trains_as_that_many_ranks(on_ranks):
+    zero, one, two = (params for params, _ in on_ranks(3, of_some_ranks))
+    for a, b, c in zip(one, two, on_ranks(2, of_two_ranks)[0]):
+        assert torch.equal(a, b) and torch.equal(a, c)
+    assert not torch.equal(zero[0], one[0])
+
+
+def frozen_of_others(comm):
+    """A frozen tensor made of others, as quantized ones are, and torch's own quantized one."""
+    class Made(torch.Tensor):
+        def __tensor_flatten__(self):
+            raise NotImplementedError
+    model = chain()
+    model.base = nn.Parameter(torch.full((3,), float(comm.rank)).as_subclass(Made), requires_grad=False)
+    model.register_buffer("int8", torch.quantize_per_tensor(torch.ones(3) * comm.rank, 0.1, 0, torch.qint8))
+    optimizer = make_optimizer(model)
+    train(model, optimizer)
+    return model.base.sum().item() / 3, optimizer.state_dict().keys() & {"base", "int8"}
+
+
+def test_frozen_tensors_made_of_others_are_left_alone(on_ranks):
+    assert on_ranks(2, frozen_of_others) == [(0.0, set()), (1.0, set())]
+
+
+def on_meta(comm):
+    with torch.device("meta"):
+        make_optimizer(chain())
+
+
+def with_max_norm(comm):
+    make_optimizer(nn.Sequential(nn.Embedding(6, 4, max_norm=1.0), nn.Linear(4, 4)))
+
+
+@pytest.mark.parametrize("build,says", [(on_meta, r"0.weight is on meta; call to_empty"), (with_max_norm, "0 has max_norm, by which each rank changes")])
+def test_what_ranks_cannot_keep_equal_is_refused(on_ranks, build, says):
+    assert_all_refused(on_ranks(2, in_a_new_group, build), says)
 
 
 def test_the_table_in_the_docs_names_existing_tests():
