@@ -2456,7 +2456,7 @@ class Comm:
 
     def __init__(self, rank: int = 0, ranks: int = 1, device: torch.device | str = "cpu",
                  timeout: timedelta | None = None, group: Any = None):
-        """timeout: of collectives of CPU tensors beside a GPU's; None: torch's 30 minutes. group: None: of all ranks."""
+        """timeout: of collectives of CPU tensors beside a GPU's; None: torch's 30 minutes. group: None: all ranks."""
         self.rank, self.ranks, self.device, self.timeout, self.group = rank, ranks, device, timeout, group
         self.point_to_point = ranks == 1 or dist.get_backend(group) == "gloo"
 
@@ -2522,7 +2522,8 @@ class Comm:
     def broadcast(self, x: Tensor) -> None:
         """Copy rank 0's tensor to all ranks."""
         if self.ranks > 1:
-            dist.broadcast(x.view(-1).view(torch.uint8), group=self.group, group_src=0)  # gloo does not know every dtype
+            in_bytes = x.view(-1).view(torch.uint8)  # gloo does not know every dtype
+            dist.broadcast(in_bytes, group=self.group, group_src=0)
 
     def all_gather_json(self, mine: Any) -> list[Any]:
         """Return every rank's value, in the order of ranks. JSON, unlike pickle, executes nothing on arrival."""
