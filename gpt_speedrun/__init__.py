@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import engine
@@ -79,9 +80,8 @@ def assign(model: nn.Module, table: Sequence[Assignment]) -> list[ParamSpec]:
     specs, unclear = [], collections.defaultdict(list)  # unclear: names by what is unclear
     for name, param in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
         lines = [line for line in table if fnmatchcase(name, line.pattern)]
-        require(len(lines) == 1, f"{name}: {len(lines)} lines of the table of assignments match it "
-                f"({', '.join(line.pattern for line in lines) or 'none'}), but one must; "
-                f"{'narrow the pattern of the others' if lines else 'add a line for it'}")
+        require(len(lines) == 1, f"{name}: {len(lines)} lines of the table match it ({', '.join(x[0] for x in lines)})"
+                f", but one must; {'narrow the pattern of the others' if lines else 'add a line for it'}")
         spec = ParamSpec(name, param, *lines[0][1:])
         if what := what_is_unclear(spec, owner_of(model, name)):
             unclear[what].append(name)
@@ -146,8 +146,8 @@ def check_table(table: Sequence[Assignment], learned: dict[str, nn.Parameter]) -
         require(isinstance(line, Assignment), f"the table has {line!r}; each line must be Assignment(pattern, rule)")
         if isinstance(line.rule, type):
             raise RunError(f"{line.pattern}: its rule is the class {line.rule.__name__}; write {line.rule.__name__}()")
-        require(any(fnmatchcase(name, line.pattern) for name in learned), f"{line.pattern} matches no parameter that is "
-                "not frozen; see model.named_parameters()")
+        if not any(fnmatchcase(name, line.pattern) for name in learned):
+            raise RunError(f"{line.pattern} matches no parameter that is not frozen; see model.named_parameters()")
 
 # ------------------------------------------------------------------------------------------------------------------
 # gradients
@@ -166,14 +166,12 @@ HOOKS = WeakIdKeyDictionary()
 
 def clip(original: Callable, parameters: Sequence[nn.Parameter], *args: Any) -> None:
     """Do what the end of torch's clip_grad_norm_ does, and warn where it changes nothing."""
-    if any(p.grad is None and (reducer := HOOKS[p][1]()) and not reducer.settings.clip_norm
-           for p in parameters if p in HOOKS):
+    if any((of := HOOKS[p][1]()) and not of.settings.clip_norm for p in parameters if p in HOOKS and p.grad is None):
         warnings.warn("clip_grad_norm_ changes nothing, since .grad is None; make_optimizer(model, settings="
                       "SyncSettings(clip_norm=...)) clips", stacklevel=4)
     original(parameters, *args)
 
-clipping = torch.nn.utils.clip_grad
-clipping._clip_grads_with_norm_ = functools.partial(clip, clipping._clip_grads_with_norm_)
+clip_grad._clip_grads_with_norm_ = functools.partial(clip, clip_grad._clip_grads_with_norm_)
 
 # What ranks compare. method: index in Reducer.CALLS; passes: backward passes of the step; optimizer: its id; drops: of
 # gradients by zero_grad(); buffers: their values; checksum: of the parameters if the program wrote to one, else 0
@@ -197,7 +195,7 @@ class Reducer(engine.Reducer):
         self.hooks: dict[nn.Parameter, Any] = {}  # handles
         self.optimizer: Any = lambda: None        # weak reference
         super().__init__(buckets, comm, settings, grad_scale)
-        self.known_writes = self.count_writes()  # of this optimizer, and of the program before the last step
+        self.known_writes = sum([p._version for p in self.slots])  # this optimizer's, and those before the last step
 
     def set_hook(self, param: nn.Parameter) -> None:
         """Set the parameter's hook in place of an earlier optimizer's."""
@@ -206,23 +204,16 @@ class Reducer(engine.Reducer):
         self.hooks[param] = super().set_hook(param)
         HOOKS[param] = self.hooks[param], weakref.ref(self)
 
-    def count_writes(self) -> int:
-        """Count the writes to all parameters so far, as autograd does."""
-        return sum([param._version for param in self.slots])
-
     def announce_rows(self, step: int, indices: dict[nn.Parameter, Tensor]) -> None:
         self.in_step = True
         for bucket in self.buckets:
-            require(getattr(bucket, "announcement", None) is None, f"rows of {bucket.slots[0].name} were announced twice "
-                    "in one step; announce the rows of all micro-batches at once")
+            require(getattr(bucket, "announcement", None) is None, f"rows of {bucket.slots[0].name} were announced "
+                    "twice in one step; announce the rows of all micro-batches at once")
         super().announce_rows(step, indices)
 
     def prepare_for_backward(self, step: int | Tensor, micro_batch: int = 0, micro_batches: int = 1,
                              loss: Tensor | None = None) -> None:
-        """Do the same as the engine's. loss: the start of backward, so that unused parameters are not waited for.
-
-        Given in place of the step, it is the loss of the step's last backward. In no_sync() it changes nothing.
-        """
+        """Do the same as the engine's. With a loss (alone: the last one), unused parameters are not waited for."""
         if isinstance(step, Tensor) and step.requires_grad:
             if self.in_no_sync:
                 return
@@ -289,13 +280,10 @@ class Reducer(engine.Reducer):
         super().launch_rest()
         if first or not equal:
             self.optimizer().check_replicas()
-        self.unused = self.find_unused() if self.settings.find_unused_parameters else set()
-
-    def find_unused(self) -> set[Slot]:
-        """Return the parameters that no rank has used since their last update."""
-        used = {slot: slot not in bucket.needs_overwrite for bucket in self.due for slot in bucket.slots}
-        counts = self.comm.all_reduce(torch.tensor([*used.values()], dtype=torch.float32, device=self.comm.device))
-        return {slot for slot, count in zip(used, counts.tolist()) if not count}
+        if self.settings.find_unused_parameters:
+            used = {slot: slot not in bucket.needs_overwrite for bucket in self.due for slot in bucket.slots}
+            counts = self.comm.all_reduce(torch.tensor([*used.values()], dtype=torch.float32, device=self.comm.device))
+            self.unused = {slot for slot, count in zip(used, counts.tolist()) if not count}
 
     def start_call(self, name: str) -> None:
         """Start to send this rank's call to all ranks."""
@@ -303,7 +291,7 @@ class Reducer(engine.Reducer):
             return  # on a GPU the host would wait in every step
         passes = 0 if self.settings.find_unused_parameters else self.backward_passes()  # with it they may differ
         checksum, buffers = 0, sum(x.numel() for x in self.optimizer().buffers().values())
-        if name == "step()" and (writes := self.count_writes()) != self.known_writes:
+        if name == "step()" and (writes := sum([p._version for p in self.slots])) != self.known_writes:
             self.known_writes = writes
             self.optimizer().finish_all_gathers()
             checksum = torch.stack([sum_bits(param) for param in self.slots]).sum().item()
@@ -319,12 +307,11 @@ class Reducer(engine.Reducer):
         calls, self.call = self.call.wait() if self.call else [Call(*[0] * 7)], None
         for rank, call in enumerate(calls):
             if call._replace(checksum=0) != calls[0]._replace(checksum=0):
-                one, first = (f"{self.CALLS[x.method]} in step {x.step} after {x.passes} backward passes and "
-                              f"{x.drops} zero_grad() of gradients, {x.buffers} values in buffers, with optimizer {x.optimizer}"
+                one, first = (f"{self.CALLS[x.method]} in step {x.step} after {x.passes} backward passes and {x.drops} "
+                              f"zero_grad() of gradients, {x.buffers} values in buffers, with optimizer {x.optimizer}"
                               for x in (call, calls[0]))
                 raise RunError(f"rank {rank} calls {one}, rank 0 {first}; run as many backward passes, also in no_sync"
-                               "(), on every rank, make each call on all ranks or on none, in the same order, and "
-                               "resize buffers alike")
+                               "(), resize buffers alike, and make each call on all ranks or none, in the same order")
         return len({call.checksum for call in calls}) == 1
 
     def end_step(self) -> None:
@@ -368,17 +355,15 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         for f in dataclasses.fields(settings):
             require(not (wrong := out_of_range(f, getattr(settings, f.name))), wrong)
         require(not (settings.world_size_invariant and (settings.find_unused_parameters or settings.clip_norm)),
-                "world-size-invariant mode excludes find_unused_parameters and clip_norm, whose sums depend on the "
-                "number of ranks; omit one of them")
+                "world-size-invariant mode excludes find_unused_parameters and clip_norm, whose sums depend on ranks")
         tasks = "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"  # not SLURM_NTASKS: a batch
         name = next((name for name in tasks if name in os.environ), tasks[0])             # script has it too
         require(env_int(name, 1) <= 1 or comm.ranks > 1 or dist.is_initialized(), f"{name} in the environment is "
                 f"{os.environ.get(name)}, but no process group exists, so each rank would train alone; start by "
                 "torchrun and call init_process_group() first, or set WORLD_SIZE=1 if each is to train alone")
         self.model, self.owned = model, check_ownership(buckets)
-        self.buffer_count = check_all_owned(model, self.owned)
+        self.buffer_count, self.skipped = check_all_owned(model, self.owned), collections.Counter[Slot]()  # of updates
         self.forward_hooks, self.versions = [], {}  # handles; how often parameters whose gather runs were written
-        self.skipped = collections.Counter[Slot]()  # updates of its bucket in which a parameter was unused
         groups: dict[Any, dict[str, Any]] = {}  # by rule and learning rate
         for bucket in buckets:
             kind = (type(bucket.rule).__name__, bucket.rule.lr)
@@ -559,9 +544,9 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
             names = {plain(name): name for name in ours}
             state = {names.get(plain(name := key.partition("/")[0]), name) + key[len(name):]: x
                      for key, x in state.items()}
-        state, steps, rates, groups = dict(state), [], {}, self.group_of()
-        skipped = {slot: int(state.pop(f"{slot.name}/skipped", 0)) for _, slot in self.reducer.slots.values()}
+        state, steps, rates, skipped, groups = dict(state), [], {}, collections.Counter[Slot](), self.group_of()
         for param, (_, slot) in self.reducer.slots.items():
+            skipped[slot] = int(state.pop(f"{slot.name}/skipped", 0))
             rates[param] = {key: float(state.pop(name)) for key in ("lr", "initial_lr")
                             if (name := f"{slot.name}/{key}") in state}
             steps.append(int(state.pop(f"{slot.name}/step", -1)))
@@ -571,15 +556,15 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
             engine.take_state(bucket, left)  # RunError, before any change
         wrong = [f"{name} has {x.numel()} values, not {sizes[name]}" if name in sizes else f"this model has no {name}"
                  for name, x in sorted(left.items())]
-        require(not wrong, f"the saved state does not fit: {', '.join(wrong)}; load one of the same model and rules. If "
-                "a forward resizes or registers buffers, run one before")
+        require(not wrong, f"the saved state does not fit: {', '.join(wrong)}; load one of the same model and rules. "
+                "If a forward resizes or registers buffers, run one before")
         self.finish_all_gathers()
         self.reducer.drop_gradients()
         self.reducer.check_call("load_state_dict()")
         super().load_state_dict(state)
         torch.autograd.graph.increment_version(list(self.reducer.slots))
         self.reducer.known_writes += len(self.reducer.slots)
-        self.skipped = +collections.Counter[Slot](skipped)
+        self.skipped = +skipped
         for param, values in rates.items():
             groups[param].update(values)
         self.reducer.step = max(steps) if -1 not in steps else max(self.reducer.step, *steps)
@@ -627,8 +612,8 @@ class ForwardHook(functools.partial):
         return getattr, ({}, "get")
 
 def give_storages(buckets: Sequence[Bucket]) -> None:
-    """Give each parameter a storage of its own in its bucket's memory: libraries that save take a common one for ties."""
-    for data, slot in ((bucket.param_data, slot) for bucket in buckets for slot in bucket.slots if not slot.param.is_meta):
+    """Give each parameter a storage of its own in its bucket, since libraries that save take a common one for a tie."""
+    for data, slot in ((b.param_data, slot) for b in buckets for slot in b.slots if not slot.param.is_meta):
         before = slot.offset % max(1, 16 // data.element_size())  # torch.compile expects a storage at 16 bytes
         storage = torch.from_dlpack(data[slot.offset - before:slot.offset + slot.param.numel()])
         slot.param.data = storage[before:].view(slot.param.shape)
@@ -672,11 +657,11 @@ def broadcast(comm: Comm, *tensors: Tensor) -> None:
 
 def check_model(model: nn.Module, ranks: int) -> None:
     """Raise RunError for parameters that are no plain tensors, or that share memory, which buckets would part."""
-    require("FullyShardedDataParallel" not in {type(module).__name__ for module in model.modules()},
-            "the model is sharded by FSDP; build the optimizer of the plain model, which it shards itself")
-    for name, module in model.named_modules() if ranks > 1 else ():
-        require(getattr(module, "max_norm", None) is None, f"{name} has max_norm, by which each rank changes the rows "
-                "that it reads; omit it, and clip the rows after step()")
+    for name, module in model.named_modules():
+        require(type(module).__name__ != "FullyShardedDataParallel", "the model is sharded by FSDP; build the "
+                "optimizer of the plain model, which it shards itself")
+        require(ranks == 1 or getattr(module, "max_norm", None) is None, f"{name} has max_norm, by which each rank "
+                "changes the rows that it reads; omit it, and clip the rows after step()")
     holders = collections.defaultdict(list)  # storage -> (name, tensor) in it
     for name, x in named_tensors(model):
         require(not isinstance(x, nn.parameter.UninitializedTensorMixin), f"{name} has no shape yet; run a forward "
@@ -696,8 +681,6 @@ def check_model(model: nn.Module, ranks: int) -> None:
         for (name, learned, a), (other, other_learned, b) in itertools.combinations(placed, 2):
             require(not ((learned or other_learned) and np.shares_memory(a, b)), f"{name} and {other} share memory, "
                     "which buckets would part; tie modules by one Parameter (a.weight = b.weight), or clone")
-
-RULE_MEMBERS = "lr", "every", "unit", "init_state", "hyper", "update"
 
 def check_rule(name: str, rule: Any) -> None:
     """Raise RunError if a number of Adam or NorMuon is out of range. Other rules check their own."""
@@ -723,23 +706,22 @@ def what_is_unclear(spec: ParamSpec, module: nn.Module) -> str:
         return ""
     rows, columns = spec.rule.unit(spec)
     own = len(shape) == 2 and rows != columns and not isinstance(module, MATRICES) and "lora" not in spec.name.lower()
-    biases = [len(p) for p in module.parameters(recurse=False) if p.dim() == 1]
-    if own and (type(module).__name__ == "Conv1D" or biases == [columns] or columns == 3 * rows):
+    if own and (columns == 3 * rows or [columns] == [len(p) for p in module.parameters(recurse=False) if p.dim() == 1]):
         return (f"{shape} of {type(module).__name__} seems to be [in, out]. If it is one matrix, give it a line: "
                 f"Assignment(NAME, NorMuon(), unit=({rows}, {columns}), scale={math.sqrt(columns / rows):.4g}); if it "
                 "holds several side by side, as a fused query, key and value, put layers of nn.Linear in its place")
-    if FUSED.search(name.rpartition(".")[2]) or (rows, columns) == (3 * columns, shape[1]):
-        return (f"{shape} may hold several matrices, as a fused query, key and value, or gate and up. If so, give it a "
-                f"line: Assignment(NAME, NorMuon(), unit=({'rows of one' if rows % columns else columns}, {columns})); "
-                f"if it is one matrix, with unit=({rows}, {columns})")
-    return ""
+    if not FUSED.search(name.rpartition(".")[2]) and (rows, columns) != (3 * columns, shape[1]):
+        return ""
+    return (f"{shape} may hold several matrices, as a fused query, key and value, or gate and up. If so, give it a "
+            f"line: Assignment(NAME, NorMuon(), unit=({'rows of one' if rows % columns else columns}, {columns})); "
+            f"if it is one matrix, with unit=({rows}, {columns})")
 
 def check_spec(spec: ParamSpec) -> None:
     """Raise RunError for a parameter or a rule that no bucket can take."""
-    frozen = getattr(spec.rule, "__dataclass_params__", None)
-    require(frozen and frozen.frozen and all(hasattr(spec.rule, name) for name in RULE_MEMBERS),
-            f"{spec.name}: {type(spec.rule).__name__} is not an update rule; write a frozen dataclass with "
-            f"{', '.join(RULE_MEMBERS)}, as Adam has")
+    members = "lr", "every", "unit", "init_state", "hyper", "update"
+    frozen = getattr(getattr(spec.rule, "__dataclass_params__", None), "frozen", False)
+    require(frozen and all(hasattr(spec.rule, name) for name in members), f"{spec.name}: {type(spec.rule).__name__} is "
+            f"not an update rule; write a frozen dataclass with {', '.join(members)}, as Adam has")
     check_rule(spec.name, spec.rule)
     require(spec.param.numel(), f"{spec.name} has shape {tuple(spec.param.shape)}, but a bucket needs parameters "
             "with elements; remove it from the model, or freeze it by requires_grad_(False)")
@@ -765,15 +747,15 @@ def check_views(bucket: Bucket, reducer: Reducer) -> None:
         require(param.grad is None, f"{slot.name} has a .grad that came by no hook; call backward() instead of setting "
                 ".grad, and save optimizer.state_dict() instead of calling get_optimizer_state_dict()")
         require(param.dtype == dtype, f"{slot.name} is {param.dtype}, but its bucket {dtype}; cast the model before")
-        raise RunError(f"{slot.name} was given other memory, by .data, vector_to_parameters or a move, after the "
-                       "optimizer was built; write into it by p.data.copy_(values)")
+        raise RunError(f"{slot.name} was given other memory, by .data, vector_to_parameters or a move; write into it "
+                       "by p.data.copy_(values)")
 
 def check_ownership(buckets: Sequence[Bucket]) -> set[nn.Parameter]:
     """Return the parameters in the buckets. Raise RunError if one is there twice or is frozen."""
     seen: set[nn.Parameter] = set()
     for slot in (slot for bucket in buckets for slot in bucket.slots):
-        require(slot.param not in seen, f"{slot.name} is in two buckets or twice in one; put each into one bucket, once")
-        require(slot.param.requires_grad, f"{slot.name} is frozen, so its bucket would wait forever for a gradient; omit it")
+        require(slot.param not in seen, f"{slot.name} is in two buckets or twice in one; put each into one, once")
+        require(slot.param.requires_grad, f"{slot.name} is frozen, so its bucket would wait forever; leave it out")
         seen.add(slot.param)
     return seen
 
@@ -786,6 +768,5 @@ def check_all_owned(model: nn.Module, owned: set[nn.Parameter]) -> int:
         if not owned.issuperset(p for p in module._parameters.values() if p is not None and p.requires_grad):
             name = next(name for name, p in model.named_parameters() if p.requires_grad and p not in owned)
             raise RunError(f"{name} is in no bucket and would never be updated; freeze it by requires_grad_(False), or "
-                           "build the optimizer with it, after anything that adds, unfreezes or replaces parameters, "
-                           "such as load_state_dict(assign=True)")
+                           "build the optimizer after what adds or replaces it, such as load_state_dict(assign=True)")
     return buffers

@@ -1,13 +1,14 @@
 """Random small models, trained in random ways by make_optimizer at 1 to 3 ranks, compared with plain torch in one process.
 
-A program is drawn from its number: a model (tied, frozen, unused, sparse, reused, nested parameters of 0 to 5 dimensions, a running mean), how
-it is trained (accumulation, clipping, schedulers, edited groups, dropped batches, reads and writes after step), settings of the mechanism, and a
-save and a load at another number of ranks. Everything is float64, so a difference is a fault and no rounding.
+A program is drawn from its number: a model (tied, frozen, unused, sparse, reused, nested parameters of 0 to 5 dimensions, a running mean, a
+resized buffer), how it is trained (accumulation, clipping, schedulers, closures, edited groups, dropped batches, reads and writes after step),
+settings of the mechanism, and a save and a load at another number of ranks. Everything is float64, so a difference is a fault and no rounding.
 """
 
 import contextlib
 import copy
 import dataclasses
+import functools
 import random
 from unittest import mock
 
@@ -29,6 +30,7 @@ class Momentum:
     momentum: float = 0.8
     weight_decay: float = 0.0
     every: int = 1
+    warm: bool = False  # a learning rate that depends on the number of the parameter's updates
 
     def unit(self, spec):
         return ()
@@ -37,12 +39,29 @@ class Momentum:
         return {"m": torch.zeros_like(shard)}
 
     def hyper(self, plan, t):
-        return {key: getattr(self, key) for key in ("lr", "momentum", "weight_decay")}
+        return {"lr": self.lr * warmth(t, self.warm), "momentum": self.momentum, "weight_decay": self.weight_decay}
 
     @staticmethod
     def update(param, grad, state, hyper):
         state["m"].mul_(hyper["momentum"]).add_(grad + hyper["weight_decay"] * param)
         param.sub_(hyper["lr"] * state["m"])
+
+
+def warmth(t, warm):
+    return 1 - 0.5 ** t if warm else 1.0
+
+
+class WarmSGD(torch.optim.SGD):
+    """The same in plain torch. Like torch's, it leaves out a parameter without a gradient."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                state["t"] = state.get("t", 0) + 1
+                state["m"] = state.get("m", 0) * group["momentum"] + p.grad + group["weight_decay"] * p
+                p.sub_(group["lr"] * warmth(state["t"], True) * state["m"])
 
 
 class Leaf(nn.Module):
@@ -74,6 +93,25 @@ class Mean(nn.Module):
         return h - 0.5 * self.mean
 
 
+class Resized(nn.Module):
+    """A running mean that gets its size in the first forward, as observers of quantization do."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(0))
+
+    def forward(self, h):
+        if len(self.table) == 0:
+            self.table = torch.ones(2, WIDTH, dtype=h.dtype).T
+        if self.training:
+            self.table.lerp_(h.detach().unsqueeze(1), 0.3)
+        return h + self.table.mean(1)
+
+
+def buffers_of(model):
+    return [(module._buffers, key) for module in model.modules() for key in module._buffers]
+
+
 class Model(nn.Module):
     def __init__(self, draw, sparse):
         super().__init__()
@@ -96,6 +134,7 @@ class Model(nn.Module):
         if draw.random() < 0.4:
             self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.ways = [draw.randint(0, 2) for _ in range(16)]
+        self.resized = Resized() if draw.random() < 0.4 else nn.Identity()
 
     def apply_part(self, part, h, way):
         if isinstance(part, Leaf):
@@ -114,7 +153,7 @@ class Model(nn.Module):
         h = x
         for part, way in zip((*self.parts, *(getattr(self, name) for name in ("again", "tied", "frozen") if hasattr(self, name))), self.ways):
             h = self.apply_part(part, h, way)
-        h = h * self.scale
+        h = self.resized(h * self.scale)
         return (self.sometimes(h) if sometimes else h).square().sum()
 
 
@@ -136,6 +175,8 @@ class Program:
         self.settings["world_size_invariant"] = not self.clip and not self.unused and not self.hostile and draw.random() < 0.2
         self.steps = draw.choice([2, 4])
         self.passes = [draw.randint(1, 3) if self.accumulate else 1 for _ in range(2 * self.steps)]
+        self.closure, self.warm = draw.random() < 0.4, draw.random() < 0.5
+        self.used = draw.choice(["by chance", "late", "every second"])  # when the optional part is used
 
     def model(self, sparse):
         torch.manual_seed(self.number)
@@ -144,7 +185,8 @@ class Program:
     def batch(self, step, rank, micro_batch):
         """-> (input, whether the model's optional part is used)."""
         draw = random.Random(f"{self.number} {step} {rank} {micro_batch}")
-        return torch.tensor([draw.gauss(0, 1) for _ in range(WIDTH)], dtype=torch.float64), not self.unused or draw.random() < 0.4
+        used = {"by chance": draw.random() < 0.4, "late": step > 0, "every second": step % 2 == 1}[self.used]
+        return torch.tensor([draw.gauss(0, 1) for _ in range(WIDTH)], dtype=torch.float64), not self.unused or used
 
     def before_step(self, optimizer, step):
         if self.edit and step % 2:
@@ -178,8 +220,11 @@ def by_engine(comm, program, phase, state):
             for x in (*model.parameters(), *model.buffers()):
                 x.add_(comm.rank)
     with mock.patch.object(gpt_speedrun, "Comm", Hostile) if p.hostile else contextlib.nullcontext():
-        optimizer = gpt_speedrun.make_optimizer(model, [gpt_speedrun.Assignment("*", Momentum(every=p.every))], p.bucket_mb, gpt_speedrun.SyncSettings(**p.settings))
+        optimizer = gpt_speedrun.make_optimizer(model, [gpt_speedrun.Assignment("*", Momentum(every=p.every, warm=p.warm))], p.bucket_mb,
+                                                gpt_speedrun.SyncSettings(**p.settings))
     if state is not None:
+        model.eval()(*p.batch(0, 0, 0))  # gives buffers their sizes
+        model.train()
         optimizer.load_state_dict(state)
     first = phase * p.steps
     scheduler = p.scheduler(optimizer, first)
@@ -190,7 +235,8 @@ def by_engine(comm, program, phase, state):
                 model.eval()(*p.batch(step, 9, 9)).backward()
             optimizer.zero_grad()
             model.train()
-        for i in range(passes := p.passes[step]):
+
+        def backward(i):
             loss = model(*p.batch(step, comm.rank, i))
             if p.prepared == "steps":
                 optimizer.prepare_for_backward(step, i, passes, loss)
@@ -198,7 +244,10 @@ def by_engine(comm, program, phase, state):
                 if p.prepared == "loss":
                     optimizer.prepare_for_backward(loss)
                 loss.backward()
-        optimizer.step()
+            return loss
+        for i in range((passes := p.passes[step]) - p.closure):
+            backward(i)
+        assert (optimizer.step(functools.partial(backward, passes - 1) if p.closure else None) is not None) == p.closure
         if scheduler:
             scheduler.step()
         p.after_step(model, average)
@@ -212,8 +261,8 @@ def by_torch(program, ranks_of_phases):
     """Run a program by torch.optim.SGD in one process; every rank's data in turn -> the same of each half."""
     p, results = program, []
     model = p.model(False)
-    optimizer = torch.optim.SGD([x for x in model.parameters() if x.requires_grad], lr=Momentum.lr, momentum=Momentum.momentum)
-    scheduler, buffers = p.scheduler(optimizer, 0), list(model.buffers())
+    optimizer = (WarmSGD if p.warm else torch.optim.SGD)([x for x in model.parameters() if x.requires_grad], lr=Momentum.lr, momentum=Momentum.momentum)
+    scheduler, buffers = p.scheduler(optimizer, 0), buffers_of(model)
     for phase, ranks in enumerate(ranks_of_phases):
         average = []
         if phase:  # a state holds the learning rates, and a rule's own numbers are those of the new program
@@ -223,16 +272,16 @@ def by_torch(program, ranks_of_phases):
             p.before_step(optimizer, step)
             if step % p.every == 0:
                 optimizer.zero_grad()
-            before, of_rank_0 = [x.clone() for x in buffers], None
+            before, of_rank_0 = [held[key].clone() for held, key in buffers], None
             for rank in range(ranks):
                 for i in range(p.passes[step]):
                     loss = model(*p.batch(step, rank, i))
                     (loss / ranks / (p.passes[step] if p.prepared == "steps" else 1)).backward()
-                of_rank_0 = of_rank_0 or [x.clone() for x in buffers]
-                for x, old in zip(buffers, before):
-                    x.copy_(old)
-            for x, new in zip(buffers, of_rank_0):
-                x.copy_(new)
+                of_rank_0 = of_rank_0 or [held[key].clone() for held, key in buffers]
+                for (held, key), old in zip(buffers, before):
+                    held[key] = old.clone()
+            for (held, key), new in zip(buffers, of_rank_0):
+                held[key] = new
             if p.clip:
                 grads = [x.grad for x in model.parameters() if x.grad is not None]
                 norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt().item()
