@@ -164,12 +164,13 @@ def uncompiled(function: Callable) -> Callable:
 # parameter -> handle of its hook, weak reference to its reducer; an attribute of the parameter would be pickled
 HOOKS = WeakIdKeyDictionary()
 
-def clip(original: Callable, parameters: Sequence[nn.Parameter], *args: Any) -> None:
+def clip(original: Callable, parameters: Sequence[nn.Parameter], max_norm: float, *args: Any) -> None:
     """Do what the end of torch's clip_grad_norm_ does, and warn where it changes nothing."""
-    if any((of := HOOKS[p][1]()) and not of.settings.clip_norm for p in parameters if p in HOOKS and p.grad is None):
+    if max_norm < math.inf and any(
+            (of := HOOKS[p][1]()) and not of.settings.clip_norm for p in parameters if p in HOOKS and p.grad is None):
         warnings.warn("clip_grad_norm_ changes nothing, since .grad is None; make_optimizer(model, settings="
                       "SyncSettings(clip_norm=...)) clips", stacklevel=4)
-    original(parameters, *args)
+    original(parameters, max_norm, *args)
 
 clip_grad._clip_grads_with_norm_ = functools.partial(clip, clip_grad._clip_grads_with_norm_)
 
@@ -529,7 +530,10 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
             rates = {f"{name}/{key}": torch.tensor(float(group[key]), dtype=torch.float64)
                      for key in ("lr", "initial_lr") if key in group}
             state |= {**rates, f"{name}/step": torch.tensor(self.reducer.step)}
-        return state | {f"{slot.name}/skipped": torch.tensor(count) for slot, count in self.skipped.items()}
+        # all of them: torch.distributed.checkpoint loads only what the state of a new optimizer names
+        every = [slot for _, slot in self.reducer.slots.values()]
+        counted = every if self.settings.find_unused_parameters else self.skipped
+        return state | {f"{slot.name}/skipped": torch.tensor(self.skipped[slot]) for slot in counted}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load a state_dict, the same on all ranks, and drop all unused gradients. RunError if it does not fit."""
@@ -744,8 +748,9 @@ def check_views(bucket: Bucket, reducer: Reducer) -> None:
                 "gradients; build one optimizer of a module that holds all that share it")
         require(last, f"{slot.name} was given a post-accumulate hook after the optimizer was built, and it sees .grad "
                 "None; set it before, or use register_hook, which gets the gradient")
-        require(param.grad is None, f"{slot.name} has a .grad that came by no hook; call backward() instead of setting "
-                ".grad, and save optimizer.state_dict() instead of calling get_optimizer_state_dict()")
+        require(param.grad is None, f"{slot.name} has a .grad that came by no hook; leave the model out of DDP, since "
+                "the optimizer averages gradients; call backward() instead of setting .grad; and save "
+                "optimizer.state_dict() instead of calling get_optimizer_state_dict()")
         require(param.dtype == dtype, f"{slot.name} is {param.dtype}, but its bucket {dtype}; cast the model before")
         raise RunError(f"{slot.name} was given other memory, by .data, vector_to_parameters or a move; write into it "
                        "by p.data.copy_(values)")

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gpt_speedrun
+import test_frameworks
 import test_optimizer
 import test_programs
 import test_sync
@@ -1060,6 +1061,6 @@ def test_the_table_in_the_docs_names_existing_tests():
     text = (Path(__file__).parents[1] / "docs" / "gradient-sync.md").read_text()
     rows = [row for row in text.splitlines() if re.match(r"\| .* \| (yes|no|partly) \|", row)]
     names = [re.findall(r"`(test_\w+)`", row) for row in rows]
-    known = {**vars(test_optimizer), **vars(test_sync), **vars(test_programs), **globals()}
+    known = {**vars(test_optimizer), **vars(test_sync), **vars(test_programs), **vars(test_frameworks), **globals()}
     assert len(rows) > 25 and all(names), [row for row, found in zip(rows, names) if not found]
     assert not {name for found in names for name in found} - known.keys()

@@ -242,7 +242,7 @@ def test_the_line_that_the_readme_edits_is_there():
 
 
 def test_the_rule_of_the_docs_trains_as_its_formula_says():
-    block, = scripts(PAGES[ROOT / "docs/gradient-sync.md"])
+    block, = (block for block in scripts(PAGES[ROOT / "docs/gradient-sync.md"]) if "class Lion" in block)
     torch.manual_seed(0)
     models = [torch.nn.Linear(3, 2) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
