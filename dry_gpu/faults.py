@@ -98,8 +98,8 @@ FAULTS = {
         "                pass\n", "--order"),
     "blocking-sum": Fault(
         "the next forward waits for the sum of the losses, which runs after all gathers",
-        "return dist.all_reduce(x, async_op=True) if",
-        "return dist.all_reduce(x) or HandleGroup() if",
+        "return dist.all_reduce(x, group=self.group, async_op=True) if",
+        "return dist.all_reduce(x, group=self.group) or HandleGroup() if",
         "pytest tests/test_dry_gpu.py -k forward_does_not_wait_for_the_sum", "assert"),
     "two-splits": Fault(
         "FlashAttention 3 splits the keys in two",
