@@ -516,12 +516,15 @@ def parse_config(argv: Sequence[str], default_preset: str,
     path, fixed = Path(find_run(config)[1]), sorted(given.keys() & {f.name for f in fixed_fields(config)})
     require(not fixed, f"--resume continues {path}; leave out --{', --'.join(fixed)}, which would make it another run")
     saved = load_file(path, check=False)  # its checksum is verified when the state is loaded
+    mine = source_files(config)[0].name
     try:
+        its = saved.get("program", mine)
+        require(its == mine, f"--resume continues {path}, a run of {its}; start {its} in place of {mine}")
         given.update(run_id=saved["run_id"], log_dir=str(path.parent), resume=str(path))
         return saved["preset"], dataclasses.replace(config_of(saved["config"], type(config)), **given)
-    except (KeyError, TypeError) as error:
-        raise RunError(f"{path}: not a checkpoint of this version of {source_files(config)[0].name} ({error}); name "
-                       "another one, or resume with the version whose source opens its log") from error
+    except (AttributeError, KeyError, TypeError) as error:
+        raise RunError(f"{path}: not a checkpoint of this version of {mine} ({error}); name another one, or resume "
+                       "with the version whose source opens its log") from error
 
 def fixed_fields(config: Config) -> list[dataclasses.Field]:
     """Return the fields that a resumed run may not change."""

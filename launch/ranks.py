@@ -58,12 +58,16 @@ class Loopback(StaticTCPRendezvous):
 
 
 def program_of(flags):
-    """Return the module whose PRESETS has the preset that the flags name; train_gpt if they name none."""
+    """Return the module whose PRESETS has the preset that the flags name, or that wrote the checkpoint to resume."""
     import frontier
     import train_gpt
     words = [part for word in flags for part in word.split("=", 1)]
-    named = [value for word, value in itertools.pairwise(words) if word == "--preset"]  # the last one counts
-    return frontier if named and named[-1] in frontier.PRESETS else train_gpt
+    given = dict(itertools.pairwise(words))  # the last one of a flag counts
+    if "--resume" in given and "--preset" not in given:
+        run = train_gpt.Config(resume=given["--resume"], log_dir=given.get("--log_dir", train_gpt.Config.log_dir))
+        saved = train_gpt.load_file(train_gpt.find_run(run)[1], check=False)
+        return frontier if saved.get("program") == "frontier.py" else train_gpt
+    return frontier if given.get("--preset") in frontier.PRESETS else train_gpt
 
 
 def end_with_parent(number=signal.SIGTERM):

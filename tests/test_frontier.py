@@ -17,6 +17,7 @@ import reference
 import train_gpt
 from conftest import TINY, logits_of, some_documents, write_gpt2_tokens, write_shard
 from frontier import AdamGroup, Stage
+from ranks import program_of
 from test_model import (BOS, ENCODING, ROWS, SIX_STEPS, VOCAB, PlainTraining, assert_flash_is_the_same, compare, groups_by_hand,
                         in_float64, make_trainer, shake, shaken, tokens_of)
 from test_resume import corpus, goes_on_at_any_number_of_ranks, kill_and_resume, train  # noqa: F401, a fixture
@@ -558,6 +559,16 @@ def test_exact_runs_go_on_at_any_number_of_ranks_in_the_midst_of_a_cycle(flags, 
     goes_on_at_any_number_of_ranks(flags, on_ranks, tmp_path, dict(
         layers="S0xM P0M+0 L1xgdM", backout_layer=1, token_gates="0,1", untie_at=0.5, fp8_mlp="true", lazy_tables="true",
         stages="Stage(until=1/2, long_window=2), Stage(long_window=4), Stage(extra_steps=2, long_window=6)"), frontier.PRESETS)
+
+
+def test_a_checkpoint_is_resumed_by_its_own_program(flags, on_ranks, tmp_path):
+    """run.sh finds the program by the checkpoint; the other one names it."""
+    on_ranks(1, train, flags("stopped", save_every=4), 6, frontier.PRESETS)
+    resume = ["--resume", str(tmp_path / "stopped.txt")]
+    assert program_of(resume) is frontier and program_of(["--preset", "laptop"]) is program_of([]) is train_gpt
+    assert train_gpt.parse_config(resume, "frontier", frontier.PRESETS)[0] == "frontier"
+    with pytest.raises(train_gpt.RunError, match="a run of frontier.py; start frontier.py in place of train_gpt.py"):
+        train_gpt.parse_config(resume, "laptop")
 
 
 def test_the_training_loss_in_the_log_is_the_cross_entropy_whatever_the_objective(flags, on_ranks, tmp_path):
