@@ -17,6 +17,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks for a checkpoint, and there is no rank yet
 
+import contextlib
 import ctypes
 import glob
 import itertools
@@ -65,8 +66,9 @@ def program_of(flags):
     given = dict(itertools.pairwise(words))  # the last one of a flag counts
     if "--resume" in given and "--preset" not in given:
         run = train_gpt.Config(resume=given["--resume"], log_dir=given.get("--log_dir", train_gpt.Config.log_dir))
-        saved = train_gpt.load_file(train_gpt.find_run(run)[1], check=False)
-        return frontier if saved.get("program") == "frontier.py" else train_gpt
+        with contextlib.suppress(train_gpt.RunError, OSError):  # train_gpt.py says what is wrong with the checkpoint
+            saved = train_gpt.load_file(train_gpt.find_run(run)[1], check=False)
+            return frontier if saved.get("program") == "frontier.py" else train_gpt
     return frontier if given.get("--preset") in frontier.PRESETS else train_gpt
 
 
