@@ -235,7 +235,7 @@ class GPT(nn.Module):
         count, vocab = len(self.layers), -(-encoding.vocab_size // 128) * 128
         tables = 1 + max(layer.value_table for layer in self.layers if layer.value_table is not None)
         self.embed = embedding(vocab, c.model_dim, "embed", dtype)
-        self.embed.weight.first_step = first_untied_step(c)
+        self.untied_step = self.embed.weight.first_step = first_untied_step(c)
         self.value_embeds = nn.ModuleList(embedding(vocab, c.model_dim, "value_embeds", dtype) for _ in range(tables))
         for table in self.value_embeds:
             table.weight.data.mul_(c.value_init)
@@ -362,8 +362,7 @@ class GPT(nn.Module):
     def apply_schedule(self, plan: Plan) -> None:
         """Set the state of the model that depends on the step. In the step that unties, Worker ends `tied`."""
         self.rotary.set_windows(plan.rotary_windows)
-        untied = first_untied_step(self.config)
-        self.tied, self.further_weights = untied > 0 and plan.step <= untied, plan.scheduled
+        self.tied, self.further_weights = self.untied_step > 0 and plan.step <= self.untied_step, plan.scheduled
 
 class Context(NamedTuple):
     """Inputs that all layers of one forward share.
@@ -726,7 +725,7 @@ class Worker(train_gpt.Worker):
         model, optimizer = self.model, self.optimizer
         if model.tied:  # the embedding reads the head's weights before the head's own forward would wait for them
             optimizer.finish_all_gathers([optimizer.reducer.slots[model.lm_head.weight][0]])
-        if plan.step == first_untied_step(self.config) > 0:
+        if plan.step == model.untied_step > 0:
             optimizer.copy_parameter("lm_head.weight", "embed.weight")
             model.tied = False
 

@@ -66,10 +66,8 @@ import ladder
 import logs
 import start
 import stats
-import train_gpt
 from logs import UserError, require
 from manifest import MANIFEST, Manifest, order, race_of
-from ranks import end_with_parent, program_of
 from stats import SCRIPT
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -134,6 +132,8 @@ def describe_sides(ideas, cmd, flags, name=None):
 
     A single side has the name "". The last of several sides is the base. A side with a "folder" is another project's;
     its flags are the whole command. "name" says what a side was, also in a month; flags say it themselves."""
+    import train_gpt  # here: importing torch takes seconds, and --help and refusals need none
+    from ranks import program_of
     files = [path.name for path in train_gpt.source_files(next(iter(program_of(flags).PRESETS.values())))]
     edited = [blob for blob, committed in zip(blobs_of(files), blobs_of(files, "HEAD")) if blob != committed]
     head, ours = (git("rev-parse", "HEAD") or "")[:8], {"revision": None, "flags": flags}
@@ -363,7 +363,7 @@ def run_once(manifest, folder, lock, run, side, interrupts, compile_only=False):
     began = time.monotonic()
     # in its own session: Ctrl-C reaches only race.py, which passes it on and records the result
     process = subprocess.Popen(words, cwd=folder, env=environment(**threads), start_new_session=True,
-                               pass_fds=[lock.fileno()], preexec_fn=end_with_parent)
+                               pass_fds=[lock.fileno()], preexec_fn=start.end_with_parent)
     while process.poll() is None and not interrupts and not (compile_only and has_begun(log)):
         time.sleep(LOOK_S)
     interrupted = process.poll() is None

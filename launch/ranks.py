@@ -18,7 +18,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks for a checkpoint, and there is no rank yet
 
 import contextlib
-import ctypes
 import glob
 import itertools
 import logging
@@ -36,7 +35,6 @@ from torch.distributed.run import parse_args, run
 
 HERE = "127.0.0.1"
 FORWARDED = "SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"  # to the ranks, which have half a minute to end
-PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # found now: a forked child must not load libraries
 
 
 class Loopback(StaticTCPRendezvous):
@@ -70,12 +68,6 @@ def program_of(flags):
             saved = train_gpt.load_file(train_gpt.find_run(run)[1], check=False)
             return frontier if saved.get("program") == "frontier.py" else train_gpt
     return frontier if given.get("--preset") in frontier.PRESETS else train_gpt
-
-
-def end_with_parent(number=signal.SIGTERM):
-    """Make the system send this process a signal when its parent ends. Linux only."""
-    if PRCTL:
-        PRCTL(1, number)  # PR_SET_PDEATHSIG
 
 
 def ask_for_checkpoint(*_):

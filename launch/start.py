@@ -7,6 +7,7 @@ in this process, or becomes launch/race.py. Only the standard library is importe
 
 import argparse
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import hashlib
@@ -22,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "preflight"
 PYTHON = sys.executable
+PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # found now: a forked child must not load libraries
 USAGE = "./run.sh [options] [flags of train_gpt.py]"
 COMMANDS = """\
 Train one model, or race two versions. The first call installs the packages into .venv.
@@ -153,9 +155,14 @@ def interrupted(*_, kept="nothing was started"):
     os._exit(130)
 
 
+def end_with_parent(number=signal.SIGTERM):
+    """Make the system send this process a signal when its parent ends. Linux only."""
+    if PRCTL:
+        PRCTL(1, number)  # PR_SET_PDEATHSIG
+
+
 def prepare_child():
     """Prepare a forked child: this process passes Ctrl-C on, also when it ends; the child answers as soon as it can."""
-    from ranks import end_with_parent
     os.setpgrp()
     end_with_parent(signal.SIGINT)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
@@ -165,8 +172,6 @@ def call(words, kept, tee=False):
     """Run a program until it ends; exit if it fails. tee: print the lines of its output, and return the last one.
 
     After Ctrl-C, which the program answers first, say what is kept."""
-    from ranks import end_with_parent  # before the fork  # noqa: F401
-
     def pass_on(*_):
         noted.append(True)
         if child:
@@ -347,7 +352,6 @@ def written(folder):
 
 def show_results(folder, before, steps):
     """Draw the new log, and print a sample of the new model. The run is complete: a failure here does not matter."""
-    from ranks import end_with_parent
     new = [path for path, _ in sorted(written(folder) - before, key=lambda found: found[1])]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP

@@ -461,7 +461,7 @@ def test_ctrl_c_as_a_script_starts_reaches_the_script(monkeypatch):
         signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.skipif(not ranks.PRCTL, reason="only on Linux a parent's end is a signal")
+@pytest.mark.skipif(not start.PRCTL, reason="only on Linux a parent's end is a signal")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_a_script_that_makes_data_ends_with_the_launcher(tree, script, number):
     process = making_data(tree, script)
