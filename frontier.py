@@ -1,4 +1,4 @@
-"""The newest record of the public GPT speedrun here, 89, as the preset `frontier`. Its racers edit this file.
+"""Record 89 of the public GPT speedrun, the newest one here, as the preset `frontier`. Ideas for it go into this file.
 
     ./run.sh --preset frontier                set up, fetch the data and train on GPUs
     torchrun --nproc_per_node=8 frontier.py   train on eight GPUs, with data already fetched
@@ -52,7 +52,7 @@ if triton is not None:
 
 @dataclass(frozen=True)
 class StageValues(train_gpt.StageValues):
-    """Values that a stage may set: also the weights of further targets."""
+    """Values that a stage may set: also the weights of further targets, which GPT.loss reads."""
 
     second_token_weight: float = option(0.0, "weight in the objective of the token after the next", min=0)
     third_token_weight: float = option(0.0, "weight in the objective of the token two after the next", min=0)
