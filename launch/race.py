@@ -31,7 +31,8 @@ is locked while this program lives, or the launcher of a run. Another project's 
 in logs/*.txt of its folder is copied here. `python -I` starts runs, without PYTHON* variables: neither PYTHONPATH nor
 sitecustomize nor user packages change their clocks. Packages installed beside torch still could.
 
-Exit status: 0 all runs are done, 1 one failed, 2 the race cannot be run or judged, 130 interrupted.
+Exit status: 0 an idea is better or the claim holds, or nothing was to be judged (one run, or one version without a
+target); 1 neither; 2 a run failed, or the race cannot be run or judged; 130 interrupted. --json: docs/racing.md.
 """
 
 import signal
@@ -477,7 +478,7 @@ def resume_command(manifest):
 
 
 def run_all(manifest, where, lock):
-    """Run everything that is not done yet. Return the exit status."""
+    """Run everything that is not done yet. Return the stats.answer."""
     race, how, names = manifest.race, resume_command(manifest), logs.side_names(manifest.race)
     looks, each, folder = race["until_decided"], len(race["sides"]), manifest.path.parent
     todo = [which for which in order(race["n"], race["sides"]) if which not in manifest.done()]
@@ -504,9 +505,10 @@ def run_all(manifest, where, lock):
             draw(manifest, sides, found)
         if interrupts or status not in ("done", "compiled"):
             which = f"run {run}{side}" if run else f"{what},"
-            say(f"{which} {ENDED.get(status, 'is done, and the race interrupted')}; {len(manifest.done())} of "
-                f"{each * race['n']} runs are done and kept. Resume with: {how}")
-            return 1 if status == "failed" else 130
+            reason = (f"{which} {ENDED.get(status, 'is done, and the race interrupted')}; {len(manifest.done())} of "
+                      f"{each * race['n']} runs are done and kept. Resume with: {how}")
+            say(reason)
+            return stats.not_judged(reason, folder, 2 if status == "failed" else 130)
         if text and len(manifest.done()) % each == 0 and i < len(plan) - 1:
             say(text)
     say(f"all runs are done; logs: {folder}\n")
@@ -514,14 +516,15 @@ def run_all(manifest, where, lock):
 
 
 def judge(race, folder):
-    """Print the verdict of a race, and the command that keeps it as a record. Return the exit status."""
+    """Print the verdict of a race, and the command that keeps it as a record. Return the stats.answer."""
     each = len(race["sides"])
-    judged = ladder.main([str(folder)]) if each > 2 else stats.main(stats_arguments(folder, race))
-    if judged == 2 and race["n"] > 1:  # a single run is not meant to be judged
-        return 2
-    add = f"records/board.py add {os.path.relpath(folder, ROOT)} records/{datetime.now():%Y-%m-%d}_NAME"
-    say(f'to keep this {"trial" if race.get("trial") else "race"} as a record: .venv/bin/python {add} "what was tried"')
-    return 0
+    found = ladder.give([folder]) if each > 2 else stats.give(stats.parse(stats_arguments(folder, race)))
+    if each == 1 and (race["n"] == 1 or found["sides"] and not found["claim"]):
+        found["status"] = 0  # nothing was to be judged
+    if found["sides"] or found["status"] < 2:
+        add = f"records/board.py add {os.path.relpath(folder, ROOT)} records/{datetime.now():%Y-%m-%d}_NAME"
+        say(f'to keep this {"trial" if race.get("trial") else "race"} as a record: .venv/bin/python {add} "what was tried"')
+    return {**found, "folder": str(folder)}
 
 
 def say(line):
@@ -534,8 +537,9 @@ def new_race(options):
     """Return the Manifest of a new race, not yet written."""
     seed, flags = check_flags(options.flags)
     sides = describe_sides(options.vs, options.cmd, flags, options.name)
-    require(len(sides) < 3 or options.n >= ladder.FEWEST, f"-n is {options.n}, and {len(sides)} sides are judged as a "
-            f"ladder, from {ladder.FEWEST} runs of each on; give -n {ladder.FEWEST} or more")
+    fewest = min(len(sides), ladder.FEWEST)
+    require(options.n >= fewest, f"-n is {options.n}, and {logs.plural(len(sides), 'side')} are judged from {fewest} runs of each "
+            f"on; give -n {fewest} or more")
     require(all(check_flags(side["flags"])[0] is None for side in sides.values() if "folder" not in side),
             "--vs sets --seed, and all sides share theirs; give --seed once, behind --")
     race_id = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{uuid.uuid4().hex[:4]}"
@@ -550,8 +554,8 @@ def new_race(options):
 
 def parse(arguments):
     parser = argparse.ArgumentParser(description="Time runs of one version, or of several in turn.", allow_abbrev=False,
-                                     epilog="Exit status: 0 all done, 1 one failed, 2 cannot be run or judged, 130 "
-                                            "interrupted.")
+                                     epilog="Exit status: 0 an idea is better or the claim holds, 1 neither, 2 a run "
+                                            "failed or nothing is judged, 130 interrupted.")
     add = parser.add_argument
     start.add_race_options(add)
     add("--ranks", type=int, default=1, help="processes of a run (default: 1; run.sh knows what fits)")
@@ -587,8 +591,8 @@ def parse(arguments):
     return options
 
 
-def main(arguments=None):
-    options = parse(sys.argv[1:] if arguments is None else arguments)
+def run(options):
+    """Declare a race, or resume one, and run it. Return the stats.answer."""
     for number in (signal.SIGTERM, signal.SIGHUP):  # handled like Ctrl-C
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, signal.default_int_handler)
@@ -628,12 +632,21 @@ def main(arguments=None):
     except (UserError, OSError) as reason:
         if isinstance(reason, OSError):
             reason = f"{reason.filename or 'a file'}: {reason.strerror}; free space or set its permissions"
-        return logs.refuse("race.py", reason)
+        declared = manifest and manifest.path.exists() and manifest.path.parent
+        return stats.not_judged(reason, declared, logs.refuse("race.py", reason))
     except KeyboardInterrupt:
-        declared = manifest and manifest.path.exists()
-        print("race.py: interrupted before a run" + (f"; resume with: {resume_command(manifest)}" if declared else ""),
-              file=sys.stderr)
-        return 130
+        declared = manifest and manifest.path.exists() and manifest.path.parent
+        reason = "interrupted before a run" + (f"; resume with: {resume_command(manifest)}" if declared else "")
+        print(f"race.py: {reason}", file=sys.stderr)
+        return stats.not_judged(reason, declared, 130)
+
+
+def main(arguments=None):
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    found = run(options)
+    if options.json:
+        print(logs.show_json(found), flush=True)
+    return found["status"]
 
 
 if __name__ == "__main__":

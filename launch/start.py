@@ -102,6 +102,7 @@ def add_race_options(add):
     add("--test", choices=("paired", "unpaired"), help="paired t-test of log time, for a machine that drifts "
         "(default), or Welch's")
     add("--alpha", type=float, metavar="P", help="level of each of the claim's tests (0.01)")
+    add("--json", action="store_true", help="print the verdict as JSON, on the last line of stdout")
 
 
 def join_versions(words):
@@ -128,7 +129,7 @@ def parse(words):
     options, flags = parser.parse_known_args(spelled(join_versions(words), parser._option_string_actions))
     race = [word for name in ("n", "cmd", "max_n", "test", "alpha", "name") if (value := getattr(options, name)) is not None
             for word in ("-n" if name == "n" else f"--{name.replace('_', '-')}", str(value))]
-    race += [word for version in options.vs for word in ("--vs", version)] + ["--until-decided"] * options.until_decided
+    race += [word for version in options.vs for word in ("--vs", version)] + ["--until-decided"] * options.until_decided + ["--json"] * options.json
     race += ["--trial"] * bool(race and options.trial)
     options.text = [*map(os.path.abspath, options.text)]
     for name in ("resume", "init_from"):

@@ -806,7 +806,7 @@ def parse_json(line):
 
 
 def show_json(value):
-    """Return strict JSON: dataclasses and named tuples become objects, nan and inf become null."""
+    """Return strict JSON on one line: dataclasses and named tuples become objects, nan and inf become null."""
     def plain(value):
         if is_dataclass(value):
             value = {field.name: getattr(value, field.name) for field in fields(value) if field.repr}
@@ -816,7 +816,7 @@ def show_json(value):
         if isinstance(value, (list, tuple)):
             return [plain(item) for item in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
-    return json.dumps(plain(value), indent=1, allow_nan=False)
+    return json.dumps(plain(value), allow_nan=False)
 
 
 def printable(text):
