@@ -65,8 +65,8 @@ LOSS_PART, TIME_PART = 0.001, 0.01  # the differences that a comparison should d
 RESAMPLES, BOOTSTRAP_N = 9999, 10  # fewer runs: its p is above alpha in 29 % of good cases with 5
 RULE = (f"Better: the loss is lower and the time's interval ends below {NO_LONGER:g}, or the time is lower and the loss is not "
         "higher. Trade-off: one is lower and the other higher; race it again with --num_steps for the base's time. Worse: one is "
-        "higher, the other not lower. Not judged: no p, or a lower loss whose time's interval contains 1 and does not end below "
-        f"{NO_LONGER:g}. Lower, higher: shown at p < {LEVEL:g} with Holm's correction; beside a lower loss the time is higher if "
+        "higher, the other not lower. Not judged: the loss is lower and the time's interval contains 1 and does not end below "
+        f"{NO_LONGER:g}, or one has no p and the other shows nothing. Lower, higher: shown at p < {LEVEL:g} with Holm's correction; beside a lower loss the time is higher if "
         "its interval lies above 1.")
 EQUAL = 1e-9  # a spread below this is a difference in rounding
 SCRIPT = "train_gpt.py"  # what is raced
@@ -291,16 +291,17 @@ class Verdict:
     @property
     def outcome(self):
         """One of VERDICTS, by RULE."""
-        loss, time, parts = self.loss.sign, self.time.sign if self.time else 0, [self.loss, *filter(None, [self.time])]
-        if all(part.p is None for part in parts):
-            return NOT_JUDGED
+        loss, time = self.loss.sign, self.time.sign if self.time else 0
         if loss < 0 <= time:
             if self.time and self.time.low and self.time.low > 1:
                 return TRADE_OFF
             return BETTER if self.time and (self.time.high or self.time.value) < NO_LONGER else NOT_JUDGED
         if time < 0 < loss:
             return TRADE_OFF
-        return BETTER if min(loss, time) < 0 else WORSE if max(loss, time) > 0 else NO_DIFFERENCE
+        if loss or time:
+            return BETTER if min(loss, time) < 0 else WORSE
+        unknown = [part is None or part.p is None and part.value != part.same for part in (self.loss, self.time)]
+        return NOT_JUDGED if self.n < 2 or any(unknown) else NO_DIFFERENCE
 
 
 def contrast(ours, base, paired, margin, ideas):
@@ -416,7 +417,7 @@ def answer(ideas, bases, found, claim=None, reason=None, looked=False):
     better = [one for one in found if one.outcome == BETTER]
     best = min(better, key=lambda one: (one.loss.sign, one.loss.value if one.loss.sign else one.time.value), default=None)
     of_claim = claim in (HOLDS, FAILS) and (looked or not found or claim == HOLDS and not best)
-    if of_claim or claim == OTHER or not found:
+    if of_claim or claim == OTHER or looked or not found:
         verdict = claim.removeprefix("the ") if of_claim else NOT_JUDGED
         best = found[0] if found and of_claim and claim == HOLDS else None
     else:
@@ -1057,7 +1058,8 @@ def give(options):
     if report["others"] and claim == HOLDS:
         report["verdict"] = claim = OTHER
         reason = f"{OTHER}: {'; '.join(report['others'])}"
-    found = answer(sides[:-1], sides[-1:], report["verdicts"], claim, reason, report["stop"])
+    found = answer(sides[:-1], sides[-1:], report["verdicts"], claim, reason,
+                   sides[0].declared.get("until_decided"))
     if not options.json:
         unjudged = claim == UNJUDGED and found["status"] == 2
         print(pages.show("stats.txt.jinja", report=report, show_mean=show_mean, show_verdicts=show_verdicts, unjudged=unjudged,
