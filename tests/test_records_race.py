@@ -830,12 +830,59 @@ def test_a_race_until_decided_stops_for_want_of_a_chance(repo, capsys):
     assert "decided for futility after" in capsys.readouterr().out
 
 
-# Races that die
+# Races that a program reads
 
 DRIVER = ("import sys; sys.path.insert(0, {launch!r}); import race; from pathlib import Path; race.ROOT = Path({root!r})\n"
           "race.command = lambda ranks, program: [*race.ALONE, program]; race.draw = lambda *_: None\n"
           "sys.exit(race.main(sys.argv[1:]))")
+TRAINED = """w, draw = 0.0, random.Random(c.seed)
+        for _ in range(50): w -= c.lr * (w - 1 + draw.gauss(0, 0.1))
+        loss = 3 + (w - 1) ** 2"""  # a model of one weight
+PROGRAM = """
+import json, subprocess, sys
+better = []
+for idea in sys.argv[1:]:
+    done = subprocess.run([sys.executable, "../race.py", "-n", "3", "--vs", idea, "--json"], stdout=subprocess.PIPE)
+    found = json.loads(done.stdout.splitlines()[-1])
+    if done.returncode == 0:
+        better.append((found["ideas"][0]["loss"]["difference"], found["best"]))
+    print(done.returncode, found["status"], found["verdict"], sep="|")
+print(min(better)[1])
+"""
 
+
+def test_a_program_finds_the_best_idea_by_exit_status_and_json_alone(repo):
+    """The base's rate is far too small; one idea of four mends it, one helps less, one costs time, one cannot run."""
+    text = SCRIPT.replace("import argparse", "import random, argparse").replace(
+        'p.add_argument("--num_steps"', 'p.add_argument("--lr", type=float, default=0.001); p.add_argument("--num_steps"')
+    (repo / "train_gpt.py").write_text(re.sub(r"loss = 3\.2 .*", lambda _: TRAINED, text))
+    (repo.parent / "race.py").write_text(DRIVER.format(launch=str(ROOT / "launch"), root=str(repo)))
+    (repo / "choose.py").write_text(PROGRAM)
+    ideas = ["--lr 0.01", "--lr 0.2", "--lr 0.2 --slower 50", "--slower -3"]
+    done = subprocess.run([sys.executable, "choose.py", *ideas], cwd=repo, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["0|0|better", "0|0|better", "1|1|trade-off", "2|2|not judged", "--lr 0.2"], done.stderr
+
+
+@pytest.mark.parametrize("words, status, verdict, reason", [
+    ("-n 2", 0, "claim holds", "mean loss < 3.28"), ("-n 1", 0, "not judged", "at least 2 runs"),
+    ("-n 3 -- --mood 'fail on 2'", 2, "not judged", "run 2 failed"), ("-n 1 --vs HEAD~1", 2, "not judged", "-n 2 or more"),
+    ("-n 2 -- --target_val_loss 0", 0, "not judged", "no target"), ("-n 3 --vs '--worse 1' --vs '--slower 3'", 1, "worse", "; --worse 1: ")])
+def test_the_last_line_is_one_object_whatever_comes_of_a_race(repo, capfd, words, status, verdict, reason):
+    if "target" in words:
+        text = SCRIPT.replace('"preset": preset,', '"preset": preset, "target_val_loss": c.target_val_loss,')
+        (repo / "train_gpt.py").write_text(text)
+    head, _, flags = words.partition(" -- ")
+    found = race.main([*shlex.split(head), "--json", "--", *shlex.split(flags)])
+    out = capfd.readouterr().out
+    last = json.loads(out.splitlines()[-1], parse_constant=pytest.fail)
+    assert (found, last["status"], last["verdict"], last["best"]) == (status, status, verdict, None) and reason in last["reason"]
+    assert out.count('\n{') == (out[0] != "{") and {"folder", "sides", "ideas"} <= last.keys()
+    if last["ideas"]:
+        assert [side["role"] for side in last["sides"]] == ["idea", "idea", "base"] and last["folder"] == str(only_race(repo)[0])
+        assert {"ratio": 1, "low": None, "high": None, "p": None} in [idea["time"] for idea in last["ideas"]]
+
+
+# Races that die
 
 def start(repo, *arguments, **keywords):
     words = [sys.executable, "-c", DRIVER.format(launch=str(ROOT / "launch"), root=str(repo)), *arguments]
@@ -951,10 +998,10 @@ def test_the_real_script_through_the_launcher(tmp_path, monkeypatch, forked):  #
     values = {**TINY, "preset": "laptop", "num_steps": 4, "layers": "S0M SM LM",
               "backout_layer": 1, "train_files": "toy_train_*.bin", "val_files": "toy_val_*.bin"}
     flags = [f"--{name}={str(v).lower() if isinstance(v, bool) else v}" for name, v in values.items()]
-    done = subprocess.run([sys.executable, "launch/race.py", "-n", "1", "--", *flags, "--save_model=true"], cwd=tmp_path,
+    done = subprocess.run([sys.executable, "launch/race.py", "-n", "1", "--json", "--", *flags, "--save_model=true"], cwd=tmp_path,
                           capture_output=True, text=True,
                           env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path / "changed")})
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == json.loads(done.stdout.splitlines()[-1])["status"] == 0, done.stdout + done.stderr
     (folder,) = (tmp_path / "logs").iterdir()
     assert len(logs.read([str(folder)]).runs) == 1
     assert not [line for line in seen.read_text().splitlines() if "torch" in line or "train_gpt" in line]  # by race.py alone
