@@ -483,7 +483,7 @@ class Side:
     def label(self):
         """What the side is: its flags or revision; its name if no race declares them."""
         names = logs.side_names(self.declared) if self.declared else {}
-        return logs.printable(names.get(self.name.removeprefix("side "), self.name))
+        return logs.printable(names.get(self.name.removeprefix("side "), names.get("", self.name)))
 
     @property
     def losses(self):
