@@ -363,6 +363,28 @@ def test_an_idea_whose_time_is_unknown_is_not_judged(repo, monkeypatch):
     assert found.loss.shown and found.loss.value < 0 and row["verdict"].outcome == "not judged"
 
 
+@pytest.mark.parametrize("loss, time, wanted", [
+    ("lower", "lower", "better"), ("lower", "same", "better"), ("lower", "unknown", "not judged"), ("lower", "higher", "trade-off"),
+    ("lower", None, "not judged"), ("same", "lower", "better"), ("same", "same", "no difference"), ("same", "unknown", "no difference"),
+    ("same", "higher", "worse"), ("same", None, "not judged"), ("higher", "lower", "trade-off"), ("higher", "same", "worse"), ("higher", "higher", "worse")])
+def test_one_rule_says_whether_an_idea_is_better(loss, time, wanted):
+    of = {"lower": (0.9, 0.95, 0.01), "higher": (1.05, 1.2, 0.01), "same": (0.95, 1.05, 0.5), "unknown": (0.5, 2, 0.5)}
+
+    def part(low, high, p, same):
+        return stats.Contrast((low + high) / 2 - 1 + same, low, high, p, p, same=same)
+    found = stats.Verdict("idea", "base", 5, True, 3.2, 3.2, part(*of[loss], 0), 9, 9, time and part(*of[time], 1))
+    assert found.outcome == wanted
+    answer = stats.answer([], [], [found])
+    status = 0 if wanted == "better" else 2 if wanted == "not judged" else 1
+    assert (answer["verdict"], answer["status"], answer["best"]) == (wanted, status, "idea" if status == 0 else None)
+    others = [stats.replace(found, name=name, loss=part(*each, 0)) for name, each in (("less", (0.8, 0.85, 0.01)), ("worse", of["higher"]))]
+    assert stats.answer([], [], [found, others[1], others[0]])["best"] == ("less" if time in ("lower", "same") else "idea" if status == 0 else None)
+    claimed = stats.answer([], [], [found], stats.HOLDS, "because")
+    assert claimed["status"] == 0 and claimed["verdict"] == (wanted if status == 0 else "claim holds") and claimed["best"] == "idea"
+    assert stats.answer([], [], [found], stats.FAILS, "because", looked=True)["verdict"] == "claim does not hold"
+    assert stats.answer([], [], [found], stats.OTHER, "because")["status"] == 2
+
+
 def test_holm_s_correction():
     """An example computed by hand."""
     assert stats.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])

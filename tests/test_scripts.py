@@ -337,8 +337,8 @@ RANKS = "[--nproc_per_node={}][--no-python][PY][-I][-u][train_gpt.py]"
      "[--num_steps][20][--val_tokens][4194304][--num_steps][9][--target_val_loss][0]", "[launch/race.py][-n][3][--trial][--ranks][8][--][--preset][speedrun]"
      "[--num_steps][20][--val_tokens][4194304][--num_steps][9][--target_val_loss][0]"]),
     (0, ["--vs", "HEAD"], ["[PY][data/stdlib.py]", "[launch/race.py][--vs][HEAD][--ranks][2][--][--preset][laptop]"]),  # race.py: n is 5
-    (0, ["--until-decided", "--max-n", "12", "--vs", "HEAD"],
-     ["[PY][data/stdlib.py]", "[launch/race.py][--max-n][12][--vs][HEAD][--until-decided][--ranks][2][--][--preset][laptop]"]),
+    (0, ["--until-decided", "--json", "--max-n", "12", "--vs", "HEAD"],
+     ["[PY][data/stdlib.py]", "[launch/race.py][--max-n][12][--vs][HEAD][--until-decided][--json][--ranks][2][--][--preset][laptop]"]),
     (8, ["-n", "5", "--vs", "../theirs", "--cmd", "torchrun --nproc_per_node=8 train_gpt.py", "--preset", "laptop"],
      ["[PY][data/stdlib.py]", "[PY][-I][launch/preflight.py][--ranks=2][--preset][laptop]",
       "[launch/race.py][-n][5][--cmd][torchrun --nproc_per_node=8 train_gpt.py][--vs][../theirs][--ranks][2][--][--preset][laptop]"]),
