@@ -632,13 +632,12 @@ def run(options):
     except (UserError, OSError) as reason:
         if isinstance(reason, OSError):
             reason = f"{reason.filename or 'a file'}: {reason.strerror}; free space or set its permissions"
-        declared = manifest and manifest.path.exists() and manifest.path.parent
-        return stats.not_judged(reason, declared, logs.refuse("race.py", reason))
+        return stats.not_judged(reason, status=logs.refuse("race.py", reason))
     except KeyboardInterrupt:
-        declared = manifest and manifest.path.exists() and manifest.path.parent
+        declared = manifest and manifest.path.exists()
         reason = "interrupted before a run" + (f"; resume with: {resume_command(manifest)}" if declared else "")
         print(f"race.py: {reason}", file=sys.stderr)
-        return stats.not_judged(reason, declared, 130)
+        return stats.not_judged(reason, status=130)
 
 
 def main(arguments=None):

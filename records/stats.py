@@ -421,17 +421,16 @@ def answer(ideas, bases, found, claim=None, reason=None, looked=False):
         verdict = claim.removeprefix("the ") if of_claim else NOT_JUDGED
         best = found[0] if found and of_claim and claim == HOLDS else None
     else:
+        unknown = f"the loss is lower, and the time unknown (its interval does not end below {NO_LONGER:g}); race with more runs"
         having = [one for one in sorted(found, key=lambda one: one is not best) if one.outcome == verdict]
-        reason = logs.some((f"{one.name}: {unknown_time(one) or one.sentence}" for one in having), 3, "; ")
+        reason = logs.some((f"{one.name}: {unknown * (verdict == NOT_JUDGED and one.loss.sign < 0) or one.sentence}" for one in having), 3, "; ")
     def part(contrast, name):
         return contrast and {name: contrast.value, "low": contrast.low, "high": contrast.high, "p": contrast.holm}
     def mean(values):
-        return {key: value for key, value in summary(values).items() if key in ("mean", "sd")}
-    runs = [run for side in (*ideas, *bases) for run in side.runs]
-    folders = {os.path.dirname(os.path.abspath(run.path)) for run in runs}
-    return {**not_judged(reason, folders.pop() if len(folders) == 1 else None), "verdict": verdict,
-            "status": 0 if verdict in (BETTER, HOLDS.removeprefix("the ")) else 2 if verdict == NOT_JUDGED else 1,
-            "best": best and best.name,
+        return {key: summary(values)[key] for key in ("mean", "sd")}
+    folders = {os.path.dirname(os.path.abspath(run.path)) for side in (*ideas, *bases) for run in side.runs}
+    status = 0 if best or of_claim and claim == HOLDS else 2 if verdict == NOT_JUDGED else 1
+    return {**not_judged(reason, folders.pop() if len(folders) == 1 else None, status), "verdict": verdict, "best": best and best.name,
             "sides": [{"name": side.label, "role": role, "n": len(side.runs), "loss": mean(side.losses),
                        "seconds": None if side.untimed else mean(side.seconds)}
                       for role, sides in (("idea", ideas), ("base", bases)) for side in sides],
@@ -445,19 +444,11 @@ def not_judged(reason, folder=None, status=2):
             "sides": [], "ideas": []}
 
 
-def unknown_time(verdict):
-    """Return why an idea with a lower loss is not judged, or None."""
-    if verdict.outcome == NOT_JUDGED and verdict.loss.sign < 0:
-        return f"the loss is lower, and the time unknown (its interval does not end below {NO_LONGER:g}); race with more runs"
-
-
 def last_line(found):
     """Return an answer() about ideas in a line: the verdict, and whose it is, the best idea first."""
     verdict, ideas = found["verdict"], sorted(found["ideas"], key=lambda idea: idea["name"] != found["best"])
-    said = found["reason"] if verdict == NOT_JUDGED else logs.some(
-        (idea["name"] if idea["verdict"] == verdict else f"{idea['name']} is {idea['verdict']}" for idea in ideas
-         if idea["verdict"] == verdict or len(ideas) == 1), 3)
-    return pages.wrap(f"Verdict: {verdict}: {said}.")
+    names = [idea["name"] for idea in ideas if idea["verdict"] == verdict] or [f"{idea['name']} is {idea['verdict']}" for idea in ideas]
+    return pages.wrap(f"Verdict: {verdict}: {found['reason'] if verdict == NOT_JUDGED else logs.some(names, 3)}.")
 
 
 # The runs that are judged
