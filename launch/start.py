@@ -397,8 +397,7 @@ def run_once(config, preset, ranks, flags):
     say(f"starting {ranks} rank(s), preset {preset}")
     before = written(config.log_dir)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a run outlives the reader, and a rank's connection may break
-    status = start_ranks([f"--nproc_per_node={ranks}", "--no-python", PYTHON, "-I", "-u",
-                          train_gpt.source_files(config)[0].name, *flags])
+    status = start_ranks(ranks, train_gpt.source_files(config)[0].name, flags)
     if status == 0:
         show_results(config.log_dir, before, config.num_steps)
     return status
