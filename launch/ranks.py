@@ -106,17 +106,22 @@ def be(rank, heeded, mask, program, flags, code):
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if code is None:
         os.execv(sys.executable, [sys.executable, "-I", "-u", program, *flags])
-    import torch
     sys.path[:] = [folder for folder in sys.path if folder not in OWN]
     for name, module in [*sys.modules.items()]:
         if os.path.dirname(getattr(module, "__file__", None) or "") in OWN:
             del sys.modules[name]
     sys.argv, sys.modules["__main__"] = [program, *flags], (main := types.ModuleType("__main__"))
     main.__file__ = code.co_filename
-    threads = os.environ.get("OMP_NUM_THREADS", "")  # OpenMP has read it with the import of torch
+    set_threads()
+    exec(code, main.__dict__)
+
+
+def set_threads():
+    """Heed an OMP_NUM_THREADS that was set after the import of torch, where OpenMP has read it."""
+    import torch
+    threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) not in (0, torch.get_num_threads()):
         torch.set_num_threads(int(threads))
-    exec(code, main.__dict__)
 
 
 class Template:

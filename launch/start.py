@@ -351,18 +351,25 @@ def written(folder):
 
 
 def show_results(folder, before, steps):
-    """Draw the new log, and print a sample of the new model. The run is complete: a failure here does not matter."""
+    """Print a sample of the new model, and meanwhile draw the new log. The run is complete: a failure here does not matter."""
+    import sample
+    from ranks import set_threads
     new = [path for path, _ in sorted(written(folder) - before, key=lambda found: found[1])]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, lambda number, _: os._exit(128 + number))
     try:
-        for log in [path for path in new if path.suffix == ".txt" and b'\n{"end": ' in path.read_bytes()][-1:]:
-            subprocess.call([PYTHON, "records/picture.py", log], preexec_fn=end_with_parent)
+        pictures = [subprocess.Popen([PYTHON, "records/picture.py", log], stdout=subprocess.PIPE, preexec_fn=end_with_parent)
+                    for log in [path for path in new if path.suffix == ".txt" and b'\n{"end": ' in path.read_bytes()][-1:]]
         for model in [path for path in new if path.suffix == ".pt"][-1:]:
             os.write(1, f"\nText that this model writes after {steps:,} training steps; more steps give better text:\n\n".encode())
-            subprocess.call([PYTHON, "sample.py", model, "--tokens", "300"], preexec_fn=end_with_parent)
+            set_threads()
+            sys.stdout.reconfigure(errors="backslashreplace")  # for a terminal without UTF-8
+            sample.main([str(model), "--tokens", "300"])
             remove_old_models(folder)
+            sys.stdout.flush()
+        for picture in pictures:
+            os.write(1, picture.communicate()[0])
     except OSError:  # the reader or the files are gone
         pass
 
