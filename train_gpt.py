@@ -3524,8 +3524,8 @@ def all_digest(worker: Worker) -> str:
 
 def state_hash(worker: Worker) -> str:
     """SHA-256 of all that training continues from: parameters, rules' state, buffers, place in the data; on rank 0."""
-    where = ("stream", torch.tensor(worker.stream.position)), ("digest", torch.tensor(list(all_digest(worker).encode())))
-    content = [*worker.optimizer.named_state(), *worker.model.named_buffers(), *where]  # all ranks send their part
+    read = ("stream", torch.tensor(worker.stream.position)), ("digest", torch.tensor(list(all_digest(worker).encode())))
+    content = [*worker.optimizer.named_state(), *worker.model.named_buffers(), *read]  # all ranks send their part
     return "" if worker.comm.rank else hash_of(content)
 
 def digest_of(content: dict[str, Any]) -> str:

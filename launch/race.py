@@ -78,7 +78,6 @@ UNCOUNTED = "uncounted"  # subfolder for the log of the first run while it runs
 LOOK_S = 0.02  # between two looks at a run's log
 ENDED = {"interrupted": "was interrupted", "failed": "failed (see above)"}  # by the status of a run that stops the race
 ALONE = [sys.executable, "-I"]  # ignores PYTHON* variables and user packages
-templates = []  # one, which all runs of the race fork from
 STEP = re.compile(rb"^(?:step|s):\d{1,18}[/ ]", re.M)
 
 # Before any run: the script checks its flags, opens its data, and says what sides must have in common
@@ -262,6 +261,10 @@ def check_command(version, folder, *_):
 
 # The race
 
+def command(ranks, program):
+    return [*ALONE, str(ROOT / "launch" / "ranks.py"), str(ranks), program]
+
+
 def environment(**more):
     """Return the variables of a run. All sides compile into this checkout, since worktrees go with their race."""
     caches = {f"{name}_CACHE_DIR": str(ROOT / ".cache" / name.lower()) for name in ("TORCHINDUCTOR", "TRITON")}
@@ -341,18 +344,6 @@ def first_runs(manifest, todo):
     return [*(side for side in sides if compiles and side not in {*ran, next_side}), next_side]
 
 
-def begin(race, folder, lock, words, foreign):
-    """Start a run's processes in their own session or group: Ctrl-C reaches only race.py, which passes it on."""
-    from ranks import Template
-    threads = {"OMP_NUM_THREADS": race["threads"]} if race.get("threads") else {}  # also when the race is resumed
-    how = {"env": environment(**threads), "start_new_session": True, "pass_fds": [lock.fileno()], "preexec_fn": start.end_with_parent}
-    if foreign:
-        return subprocess.Popen(words, cwd=folder, **how)
-    if not templates:
-        templates.append(Template(**how))
-    return templates[0].start(folder, race["ranks"], words[0], words[1:])
-
-
 def run_once(manifest, folder, lock, run, side, interrupts, compile_only=False):
     """Run once, with a line in the manifest before and after. Return done, compiled, failed or interrupted."""
     race = manifest.race
@@ -365,11 +356,14 @@ def run_once(manifest, folder, lock, run, side, interrupts, compile_only=False):
     version = race["sides"][side]
     foreign, before, words = "folder" in version, logs_of(folder), version["flags"]
     if not foreign:
-        words = [version.get("program", SCRIPT), *words, f"--seed={seed}", f"--run_id={run_id}", f"--log_dir={log.parent}",
-                 f"--race={race['id']}:{run}:{race['n']}:{side}"]
+        words = [*command(race["ranks"], version.get("program", SCRIPT)), *words, f"--seed={seed}", f"--run_id={run_id}",
+                 f"--log_dir={log.parent}", f"--race={race['id']}:{run}:{race['n']}:{side}"]
     manifest.write(attempt)
+    threads = {"OMP_NUM_THREADS": race["threads"]} if race.get("threads") else {}  # also when the race is resumed
     began = time.monotonic()
-    process = begin(race, folder, lock, words, foreign)
+    # in its own session: Ctrl-C reaches only race.py, which passes it on and records the result
+    process = subprocess.Popen(words, cwd=folder, env=environment(**threads), start_new_session=True,
+                               pass_fds=[lock.fileno()], preexec_fn=start.end_with_parent)
     while process.poll() is None and not interrupts and not (compile_only and has_begun(log)):
         time.sleep(LOOK_S)
     interrupted = process.poll() is None

@@ -1,4 +1,4 @@
-"""Start the ranks of one run on this machine, reachable from loopback only: launch/ranks.py 2 train_gpt.py [its flags].
+"""Start the ranks of one run on this machine, reachable from loopback only: launch/ranks.py 2 train_gpt.py [its flags]
 
 Importing torch takes most of a rank's start. Without a GPU, ranks are therefore forks of this process, which has torch
 but has computed nothing, so that torch has no threads yet; no module of the project reaches them. CUDA does not work in
@@ -18,9 +18,8 @@ if __name__ == "__main__":
 
 import contextlib
 import itertools
-import multiprocessing.connection
+import multiprocessing
 import socket
-import subprocess
 import types
 from pathlib import Path
 
@@ -55,14 +54,15 @@ def start(ranks, program, flags):
     listener, loopback = socket.create_server(("127.0.0.1", 0)), socket.if_indextoname(1)  # lo, on macOS lo0
     (host, port), pids, received, failed = listener.getsockname(), {}, [], (0, 0)
     usual = dict(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback, TORCH_NCCL_ASYNC_ERROR_HANDLING="1")
-    usual |= {"OMP_NUM_THREADS": "1"} if ranks > 1 else {}  # this and the line above as torchrun
+    usual |= {} if forks or ranks == 1 else {"OMP_NUM_THREADS": "1"}  # as torchrun; OpenMP in a fork has read it
     os.environ.update(usual | os.environ | dict(
         WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR=host, MASTER_PORT=str(port),
         LAUNCHER_PID=str(os.getpid()), TORCHELASTIC_RUN_ID="none", TORCHELASTIC_USE_AGENT_STORE="True"))
 
     def send(number, *_):
         for pid in pids:
-            os.kill(pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def end_ranks(number, frame=None):
         received.extend([number] if frame else [])  # a signal came
@@ -112,68 +112,9 @@ def be(rank, heeded, mask, program, flags, code):
             del sys.modules[name]
     sys.argv, sys.modules["__main__"] = [program, *flags], (main := types.ModuleType("__main__"))
     main.__file__ = code.co_filename
-    set_threads()
+    sys.stdout and sys.stdout.reconfigure(line_buffering=True)
     exec(code, main.__dict__)
 
 
-def set_threads():
-    """Heed an OMP_NUM_THREADS that was set after the import of torch, where OpenMP has read it."""
-    import torch
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    if threads.isdecimal() and int(threads) not in (0, torch.get_num_threads()):
-        torch.set_num_threads(int(threads))
-
-
-class Template:
-    """A process that has imported torch and nothing of the project. The runs of a race fork from it, one at a time, so that
-    each begins in the same state. A run has pid, poll and wait of subprocess.Popen, whose arguments are `how`."""
-
-    def __init__(self, **how):
-        self.pipe, theirs = multiprocessing.Pipe()
-        self.process = subprocess.Popen([sys.executable, "-I", __file__], stdin=theirs.fileno(), **how)
-        theirs.close()
-
-    def start(self, *run):
-        """Start a run as the leader of a process group. run: its folder, then the arguments of ranks.start."""
-        self.pipe.send(run)
-        self.returncode, self.pid = None, self.pipe.recv()
-        return self
-
-    def poll(self, seconds=0):
-        if self.returncode is None and self.pipe.poll(seconds):
-            try:
-                self.returncode = self.pipe.recv()
-            except EOFError:  # it was killed, and the run ends with it
-                self.returncode = 1
-        return self.returncode
-
-    def wait(self):
-        return self.poll(None)
-
-
-def serve(requests):
-    """Be the process of a Template."""
-    import torch.distributed  # noqa: F401 (for the forks)
-    while True:
-        run = fork(target=lead, args=requests.recv())
-        run.start()
-        os.setpgid(run.pid, run.pid)  # here too: the group exists before its number is told
-        requests.send(run.pid)
-        run.join()
-        requests.send(run.exitcode)
-
-
-def lead(folder, *run):
-    os.setpgrp()
-    sys.path.append(str(ROOT / "launch"))
-    from start import end_with_parent
-    end_with_parent()
-    os.chdir(folder)
-    sys.exit(start(*run))
-
-
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        sys.exit(start(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))
-    with contextlib.suppress(EOFError, OSError):  # the race has ended
-        serve(multiprocessing.connection.Connection(os.dup(0)))
+    sys.exit(start(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))

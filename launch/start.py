@@ -353,7 +353,6 @@ def written(folder):
 def show_results(folder, before, steps):
     """Print a sample of the new model, and meanwhile draw the new log. The run is complete: a failure here does not matter."""
     import sample
-    from ranks import set_threads
     new = [path for path, _ in sorted(written(folder) - before, key=lambda found: found[1])]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
@@ -363,7 +362,6 @@ def show_results(folder, before, steps):
                     for log in [path for path in new if path.suffix == ".txt" and b'\n{"end": ' in path.read_bytes()][-1:]]
         for model in [path for path in new if path.suffix == ".pt"][-1:]:
             os.write(1, f"\nText that this model writes after {steps:,} training steps; more steps give better text:\n\n".encode())
-            set_threads()
             sys.stdout.reconfigure(errors="backslashreplace")  # for a terminal without UTF-8
             sample.main([str(model), "--tokens", "300"])
             remove_old_models(folder)
@@ -430,7 +428,7 @@ def main(words):
         gpus, ranks, preset, config, flags = choose(flags, options.text, options.trial)
     except (train_gpt.RunError, OSError) as error:
         sys.exit(f"train_gpt.py: error: {error}")
-    if not gpus:
+    if not gpus and (race or options.preflight):  # for new processes; a fork of this one chooses as many itself
         os.environ.setdefault("OMP_NUM_THREADS", str(train_gpt.cpu_threads(config, ranks)))
     if config.train_files == program_of(flags).PRESETS[preset].train_files:
         make_data(*(["stdlib.py"] if preset == "laptop" else ["fineweb.py", "9"]))

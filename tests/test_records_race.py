@@ -35,11 +35,6 @@ import verify  # noqa: E402
 from test_records_verify import forked  # noqa: E402, F401 (a fixture)
 
 DRAW = race.draw  # most races here draw nothing
-# A run is one process, without ranks.py and torch
-BEGIN_ALONE = ("lambda run, folder, lock, words, foreign: race.subprocess.Popen([*([] if foreign else race.ALONE), *words], cwd=folder, "
-               "env=race.environment(**({'OMP_NUM_THREADS': run['threads']} if run.get('threads') else {})), start_new_session=True, "
-               "pass_fds=[lock.fileno()], preexec_fn=race.start.end_with_parent)")
-BEGIN = eval(BEGIN_ALONE, {"race": race})
 
 # Takes train_gpt.py's flags of a race and two of its own, and writes its log. SPEED stands for what a version changes.
 SCRIPT = '''
@@ -138,7 +133,7 @@ def repo(tmp_path, monkeypatch):
         git(repo, "add", "-A")
         git(repo, "commit", "-qm", f"speed {speed}")
     monkeypatch.setattr(race, "ROOT", repo)
-    monkeypatch.setattr(race, "begin", BEGIN)
+    monkeypatch.setattr(race, "command", lambda ranks, program: [*race.ALONE, program])
     monkeypatch.setattr(race, "PATIENCE_S", 10)
     monkeypatch.setattr(race, "draw", lambda *_: None)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -836,12 +831,12 @@ def test_a_race_until_decided_stops_for_want_of_a_chance(repo, capsys):
 # Races that die
 
 DRIVER = ("import sys; sys.path.insert(0, {launch!r}); import race; from pathlib import Path; race.ROOT = Path({root!r})\n"
-          "race.begin = {begin}; race.draw = lambda *_: None\n"
+          "race.command = lambda ranks, program: [*race.ALONE, program]; race.draw = lambda *_: None\n"
           "sys.exit(race.main(sys.argv[1:]))")
 
 
 def start(repo, *arguments, **keywords):
-    words = [sys.executable, "-c", DRIVER.format(launch=str(ROOT / "launch"), root=str(repo), begin=BEGIN_ALONE), *arguments]
+    words = [sys.executable, "-c", DRIVER.format(launch=str(ROOT / "launch"), root=str(repo)), *arguments]
     return subprocess.Popen(words, stderr=subprocess.PIPE, text=True, **{"stdout": subprocess.DEVNULL, **keywords})
 
 

@@ -300,7 +300,7 @@ def started(monkeypatch, tmp_path):
     monkeypatch.setattr(start, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(start, "call", call)
     monkeypatch.setattr(start, "become", lambda words: (calls.append(called(*words)), sys.exit(0)))
-    monkeypatch.setattr(ranks, "start", lambda words: calls.append(called(*words)) or 1)
+    monkeypatch.setattr(ranks, "start", lambda number, program, flags: calls.append(called(number, program, *flags)) or 1)
 
     def main(*typed, answer="{}"):
         calls.clear()
@@ -312,7 +312,7 @@ def started(monkeypatch, tmp_path):
     return main
 
 
-RANKS = "[--nproc_per_node={}][--no-python][PY][-I][-u][train_gpt.py]"
+RANKS = "[{}][train_gpt.py]"
 
 
 @pytest.mark.parametrize("seen, typed, expected", [
@@ -660,7 +660,6 @@ def test_a_run_listens_on_loopback_only(script, tmp_path, monkeypatch):
 # A rank, forked or new, finds what `python -I -u` would give it, and answers signals to its launcher
 ALONE = """
 import json, os, signal, sys, time
-import torch
 from pathlib import Path
 number = os.environ["RANK"]
 if number == "1":
@@ -668,7 +667,7 @@ if number == "1":
     sys.exit("rank 1 fails")
 if sys.argv[1] == "fails":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-print(json.dumps({"name": __name__, "file": __file__, "argv": sys.argv, "threads": torch.get_num_threads(),
+print(json.dumps({"name": __name__, "file": __file__, "argv": sys.argv,
                   "foreign": [name for name in ("train_gpt", "frontier", "ranks", "start", "stats") if name in sys.modules or
                               any(Path(folder, name + ".py").exists() for folder in sys.path)],
                   "descriptors": len(os.listdir("/proc/self/fd")) - 1, "forked": os.environ["LAUNCHER_PID"] == str(os.getppid())}), flush=True)
@@ -686,13 +685,13 @@ def test_a_forked_rank_is_the_program_alone_and_signals_reach_it(what, ignored, 
     """nohup's ignored SIGHUP stays ignored. A rank that fails ends the others."""
     path, ranks_ = tmp_path / "alone.py", "2" if what == "fails" else "1"
     path.write_text(ALONE)
-    code = (f"import sys; sys.path += [{str(ROOT)!r}, {str(ROOT / 'launch')!r}]; import train_gpt, ranks; import os; os.environ['OMP_NUM_THREADS'] = '3'\n"
+    code = (f"import sys; sys.path += [{str(ROOT)!r}, {str(ROOT / 'launch')!r}]; import train_gpt, ranks\n"
             f"sys.exit(ranks.start({ranks_}, 'alone.py', ['{what}']))")
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=600, cwd=tmp_path,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=lambda: ignored and signal.signal(signal.SIGHUP, signal.SIG_IGN))
+                          preexec_fn=lambda: ignored and signal.signal(signal.SIGHUP, signal.SIG_IGN))
     assert done.returncode == status, done.stderr
     assert done.stderr == ("rank 1 fails\n" if what == "fails" else "")
-    assert json.loads(done.stdout) == {"name": "__main__", "file": str(path), "argv": ["alone.py", what], "threads": 3, "foreign": [],
+    assert json.loads(done.stdout) == {"name": "__main__", "file": str(path), "argv": ["alone.py", what], "foreign": [],
                                        "descriptors": 3, "forked": True}
 
 
@@ -703,7 +702,7 @@ def test_ctrl_c_during_imports_is_no_traceback_and_a_request_for_a_checkpoint_no
     done = tree.run()
     assert (done.returncode, done.stderr) == (130, "run.sh: interrupted; nothing was started\n")
     (tree.root / "launch" / "torch.py").write_text(waits)
-    done = subprocess.run([sys.executable, tree.root / "launch" / "ranks.py"], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, tree.root / "launch" / "ranks.py", "1", "x.py"], capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
@@ -731,7 +730,6 @@ def test_a_complete_run_is_drawn_and_its_model_writes_a_sample(tmp_path, monkeyp
 
     called = []
     monkeypatch.setattr(ranks, "start", run)
-    monkeypatch.setattr(ranks, "set_threads", lambda: None)
     monkeypatch.setattr(start.subprocess, "Popen", call)
     monkeypatch.setattr(sample, "main", lambda words: called.append(words[0]))
     whole, config = signal.signal, dataclasses.replace(train_gpt.PRESETS["laptop"], log_dir=str(tmp_path))
