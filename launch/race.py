@@ -263,7 +263,7 @@ def check_command(version, folder, *_):
 # The race
 
 def command(ranks, program):
-    return [*ALONE, str(ROOT / "launch" / "ranks.py"), f"--nproc_per_node={ranks}", "--no-python", *ALONE, "-u", program]
+    return [*ALONE, str(ROOT / "launch" / "ranks.py"), str(ranks), program]
 
 
 def environment(**more):

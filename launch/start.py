@@ -352,18 +352,23 @@ def written(folder):
 
 
 def show_results(folder, before, steps):
-    """Draw the new log, and print a sample of the new model. The run is complete: a failure here does not matter."""
+    """Print a sample of the new model, and meanwhile draw the new log. The run is complete: a failure here does not matter."""
+    import sample
     new = [path for path, _ in sorted(written(folder) - before, key=lambda found: found[1])]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, lambda number, _: os._exit(128 + number))
     try:
-        for log in [path for path in new if path.suffix == ".txt" and b'\n{"end": ' in path.read_bytes()][-1:]:
-            subprocess.call([PYTHON, "records/picture.py", log], preexec_fn=end_with_parent)
+        pictures = [subprocess.Popen([PYTHON, "records/picture.py", log], stdout=subprocess.PIPE, preexec_fn=end_with_parent)
+                    for log in [path for path in new if path.suffix == ".txt" and b'\n{"end": ' in path.read_bytes()][-1:]]
         for model in [path for path in new if path.suffix == ".pt"][-1:]:
             os.write(1, f"\nText that this model writes after {steps:,} training steps; more steps give better text:\n\n".encode())
-            subprocess.call([PYTHON, "sample.py", model, "--tokens", "300"], preexec_fn=end_with_parent)
+            sys.stdout.reconfigure(errors="backslashreplace")  # for a terminal without UTF-8
+            sample.main([str(model), "--tokens", "300"])
             remove_old_models(folder)
+            sys.stdout.flush()
+        for picture in pictures:
+            os.write(1, picture.communicate()[0])
     except OSError:  # the reader or the files are gone
         pass
 
@@ -398,8 +403,7 @@ def run_once(config, preset, ranks, flags):
     say(f"starting {ranks} rank(s), preset {preset}")
     before = written(config.log_dir)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a run outlives the reader, and a rank's connection may break
-    status = start_ranks([f"--nproc_per_node={ranks}", "--no-python", PYTHON, "-I", "-u",
-                          train_gpt.source_files(config)[0].name, *flags])
+    status = start_ranks(ranks, train_gpt.source_files(config)[0].name, flags)
     if status == 0:
         show_results(config.log_dir, before, config.num_steps)
     return status
@@ -425,7 +429,7 @@ def main(words):
         gpus, ranks, preset, config, flags = choose(flags, options.text, options.trial)
     except (train_gpt.RunError, OSError) as error:
         sys.exit(f"train_gpt.py: error: {error}")
-    if not gpus:
+    if not gpus and (race or options.preflight):  # for new processes; a fork of this one chooses as many itself
         os.environ.setdefault("OMP_NUM_THREADS", str(train_gpt.cpu_threads(config, ranks)))
     if config.train_files == program_of(flags).PRESETS[preset].train_files:
         make_data(*(["stdlib.py"] if preset == "laptop" else ["fineweb.py", "9"]))

@@ -11,14 +11,15 @@ import socket
 import subprocess
 import sys
 import threading
+import types
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import ranks
+import sample
 import start
 import train_gpt
 from conftest import TINY, some_documents, wait_until, write_corpus, write_shard
@@ -299,7 +300,7 @@ def started(monkeypatch, tmp_path):
     monkeypatch.setattr(start, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(start, "call", call)
     monkeypatch.setattr(start, "become", lambda words: (calls.append(called(*words)), sys.exit(0)))
-    monkeypatch.setattr(ranks, "start", lambda words: calls.append(called(*words)) or 1)
+    monkeypatch.setattr(ranks, "start", lambda number, program, flags: calls.append(called(number, program, *flags)) or 1)
 
     def main(*typed, answer="{}"):
         calls.clear()
@@ -311,7 +312,7 @@ def started(monkeypatch, tmp_path):
     return main
 
 
-RANKS = "[--nproc_per_node={}][--no-python][PY][-I][-u][train_gpt.py]"
+RANKS = "[{}][train_gpt.py]"
 
 
 @pytest.mark.parametrize("seen, typed, expected", [
@@ -631,32 +632,67 @@ def listeners(pid):
             if words[3] == "0A" and words[9] in inodes:
                 yield words[1].split(":")[0]
 
-rank, ranks, attempt = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
+rank, ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
 store, _, _ = next(dist.rendezvous("env://", rank, ranks, timeout=timedelta(seconds=100)))
 dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-seen = store.check(["left behind"])
 dist.barrier()
-store.set("left behind", "")
 if rank == 1:
     found = [*listeners(os.getpid()), *listeners(os.getppid())]
-    print("attempt", attempt, "seen", seen, os.environ["LAUNCHER_PID"] == str(os.getppid()), os.environ["GLOO_SOCKET_IFNAME"], len(found), *set(found), flush=True)
+    print(os.environ["LAUNCHER_PID"] == str(os.getppid()), os.environ["GLOO_SOCKET_IFNAME"], len(found), *set(found), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 signal.pause()
 """
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="this system has no /proc/net, which lists who listens")
-def test_a_run_listens_on_loopback_only_and_each_restart_starts_afresh(script, tmp_path, monkeypatch):
+def test_a_run_listens_on_loopback_only(script, tmp_path, monkeypatch):
     (tmp_path / "ranks.py").write_text(LISTENS)
     for name in [name for name in os.environ if name.startswith(("GLOO_", "NCCL_"))]:
         monkeypatch.delenv(name)
-    launcher = script(ROOT / "launch" / "ranks.py", "--nproc_per_node=2", "--max_restarts=1", tmp_path / "ranks.py")
+    launcher = script(ROOT / "launch" / "ranks.py", "2", tmp_path / "ranks.py")
     stdout, stderr = launcher.communicate(timeout=600)
-    # the store of the agent, and gloo's of the rank; addresses are little-endian hexadecimal
-    assert stdout == "".join(f"attempt {n} seen False True lo 2 0100007F\n" for n in range(2)), stdout + stderr
+    # the launcher's store, and gloo's of the rank; addresses are little-endian hexadecimal
+    assert stdout == "True lo 2 0100007F\n", stdout + stderr
     assert launcher.returncode == 128 + signal.SIGKILL
-    assert stderr.splitlines() == ["ranks.py: a rank failed; all ranks start again",
-                                        "ranks.py: error: rank 1 was killed by SIGKILL; perhaps memory ran out"]
+    assert stderr == "ranks.py: error: rank 1 was killed by SIGKILL; perhaps memory ran out\n"
+
+
+# A rank, forked or new, finds what `python -I -u` would give it, and answers signals to its launcher
+ALONE = """
+import json, os, signal, sys, time
+from pathlib import Path
+number = os.environ["RANK"]
+if number == "1":
+    time.sleep(30 * (sys.argv[1] != "fails"))
+    sys.exit("rank 1 fails")
+if sys.argv[1] == "fails":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+print(json.dumps({"name": __name__, "file": __file__, "argv": sys.argv,
+                  "foreign": [name for name in ("train_gpt", "frontier", "ranks", "start", "stats") if name in sys.modules or
+                              any(Path(folder, name + ".py").exists() for folder in sys.path)],
+                  "descriptors": len(os.listdir("/proc/self/fd")) - 1, "forked": os.environ["LAUNCHER_PID"] == str(os.getppid())}), flush=True)
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
+if sys.argv[1] != "fails":
+    os.kill(os.getppid(), getattr(signal, sys.argv[1]))
+time.sleep(2 if sys.argv[1] == "SIGHUP" else 30)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or torch.cuda.device_count(), reason="ranks are forks on Linux without a GPU")
+@pytest.mark.parametrize("what, ignored, status", [("SIGTERM", False, 143), ("SIGHUP", True, 0), ("SIGHUP", False, 129), ("SIGUSR1", False, 7),
+                                                   ("fails", False, 1)])
+def test_a_forked_rank_is_the_program_alone_and_signals_reach_it(what, ignored, status, tmp_path):
+    """nohup's ignored SIGHUP stays ignored. A rank that fails ends the others."""
+    path, ranks_ = tmp_path / "alone.py", "2" if what == "fails" else "1"
+    path.write_text(ALONE)
+    code = (f"import sys; sys.path += [{str(ROOT)!r}, {str(ROOT / 'launch')!r}]; import train_gpt, ranks\n"
+            f"sys.exit(ranks.start({ranks_}, 'alone.py', ['{what}']))")
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=600, cwd=tmp_path,
+                          preexec_fn=lambda: ignored and signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    assert done.returncode == status, done.stderr
+    assert done.stderr == ("rank 1 fails\n" if what == "fails" else "")
+    assert json.loads(done.stdout) == {"name": "__main__", "file": str(path), "argv": ["alone.py", what], "foreign": [],
+                                       "descriptors": 3, "forked": True}
 
 
 def test_ctrl_c_during_imports_is_no_traceback_and_a_request_for_a_checkpoint_no_end(tree):
@@ -666,78 +702,53 @@ def test_ctrl_c_during_imports_is_no_traceback_and_a_request_for_a_checkpoint_no
     done = tree.run()
     assert (done.returncode, done.stderr) == (130, "run.sh: interrupted; nothing was started\n")
     (tree.root / "launch" / "torch.py").write_text(waits)
-    done = subprocess.run([sys.executable, tree.root / "launch" / "ranks.py"], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, tree.root / "launch" / "ranks.py", "1", "x.py"], capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
-@pytest.mark.parametrize("saved, ends, followed", [
-    (["new.txt", "new.pt"], None, ["new.txt", "new.pt"]),
-    (["old.txt", "old.pt"], None, ["old.txt", "old.pt"]),  # written again
-    (["new.txt"], None, ["new.txt"]),
-    (["other.txt"], None, []),  # of a run that is under way
-    ([], None, []),
-    (["new.txt", "new.pt"], {0: 3}, []),
-    ([], {1: 1, 0: -15}, []),  # rank 0 was ended because of rank 1
-    ([], {1: -6}, []),
+@pytest.mark.parametrize("saved, status, followed", [
+    (["new.txt", "new.pt"], 0, ["new.txt", "new.pt"]),
+    (["old.txt", "old.pt"], 0, ["old.txt", "old.pt"]),  # written again
+    (["new.txt"], 0, ["new.txt"]),
+    (["other.txt"], 0, []),  # of a run that is under way
+    ([], 0, []),
+    (["new.txt", "new.pt"], 3, []),
 ])
-def test_a_complete_run_is_drawn_and_its_model_writes_a_sample(tmp_path, monkeypatch, capsys, saved, ends, followed):
+def test_a_complete_run_is_drawn_and_its_model_writes_a_sample(tmp_path, monkeypatch, capsys, saved, status, followed):
     for name in ("old.txt", "old.pt"):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (1, 1))
 
-    def run(options):
+    def run(*_):
         for name in saved:
             (tmp_path / name).write_text("source\n" + '{"end": {}}\n' * (name != "other.txt"))
-        if ends:
-            raise ChildFailedError("train_gpt.py", {rank: ProcessFailure(rank, 1, status, "") for rank, status in ends.items()})
+        return status
 
-    def call(words, preexec_fn):
-        called.append(words[2] if signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN else "a request for a checkpoint would end it")
-        return 1
+    def call(words, **_):
+        called.append(str(words[2]) if signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN else "a request for a checkpoint would end it")
+        return types.SimpleNamespace(communicate=lambda: (b"", None))
 
     called = []
-    monkeypatch.setattr(ranks, "run", run)
-    monkeypatch.setattr(ranks.logging, "disable", lambda level: None)
-    monkeypatch.setattr(start.subprocess, "call", call)
+    monkeypatch.setattr(ranks, "start", run)
+    monkeypatch.setattr(start.subprocess, "Popen", call)
+    monkeypatch.setattr(sample, "main", lambda words: called.append(words[0]))
     whole, config = signal.signal, dataclasses.replace(train_gpt.PRESETS["laptop"], log_dir=str(tmp_path))
     monkeypatch.setattr(signal, "signal", lambda number, handler: number == signal.SIGUSR1 and whole(number, handler))
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "lo")
-    first = next(iter(ends.values())) if ends else 0
-    status = first if first >= 0 else 128 - first
+    whole(signal.SIGUSR1, signal.SIG_IGN)  # as ranks.start leaves it
     assert start.run_once(config, "laptop", 1, []) == status
-    said = "run.sh: starting 1 rank(s), preset laptop\n"
-    assert capsys.readouterr().err == said + ("ranks.py: error: rank 1 was killed by SIGABRT\n" if first < 0 else "")
-    assert called == [tmp_path / name for name in followed]
+    assert capsys.readouterr().err == "run.sh: starting 1 rank(s), preset laptop\n"
+    assert called == [str(tmp_path / name) for name in followed]
     called.clear()
     reader, writer = os.pipe()
     os.close(reader)
     stdout = os.dup(1)
     try:
         os.dup2(writer, 1)  # as after `| head`
-        assert start.run_once(config, "laptop", 1, []) == status and all(path.suffix == ".txt" for path in called)
+        assert start.run_once(config, "laptop", 1, []) == status and all(path.endswith(".txt") for path in called)
     finally:
         os.dup2(stdout, 1)
         os.close(stdout)
         os.close(writer)
-
-
-@pytest.mark.parametrize("action", [signal.SIG_IGN, signal.SIG_DFL])
-def test_a_run_that_nohup_started_heeds_no_hangup(tmp_path, monkeypatch, action):
-    options, handled, before = [], [], signal.signal(signal.SIGHUP, action)
-    monkeypatch.setattr(ranks, "run", options.append)
-    monkeypatch.setattr(ranks.logging, "disable", lambda level: None)
-    monkeypatch.setattr(signal, "signal", lambda number, action: handled.append(number))
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCH_CPP_LOG_LEVEL", "LAUNCHER_PID"):
-        monkeypatch.setenv(name, "")
-    try:
-        ranks.start(["train_gpt.py"])
-        start.show_results(tmp_path, set(), 1)
-    finally:
-        monkeypatch.undo()
-        signal.signal(signal.SIGHUP, before)
-    assert ("SIGHUP" in options[0].signals_to_handle) == (signal.SIGHUP in handled) == (action == signal.SIG_DFL)
-    assert "SIGTERM" in options[0].signals_to_handle and signal.SIGTERM in handled
 
 
 def test_five_models_of_runs_as_long_stay(tmp_path, capsys):
@@ -803,8 +814,8 @@ def test_one_command_trains_on_own_text_and_leaves_log_model_picture_and_a_sampl
                      r"(?:run\.sh: .*\n)?run\.sh: starting \d rank\(s\), preset laptop$", done.stderr, re.M)
     [log] = (tmp_path / "logs").glob("*.txt")
     assert [log.with_suffix(suffix).exists() for suffix in (".pt", ".png")] == [True, True]
-    assert re.search(rf"^step:4/4 val_loss:.*\n\nvalidation loss \d\.\d+, after .*\nmodel: .*\nlog: {log}\npicture: "
-                     rf"{log.with_suffix('.png')}\n\n(.|\n){{300}}", done.stdout, re.M), done.stdout
+    assert re.search(rf"^step:4/4 val_loss:.*\n\nvalidation loss \d\.\d+, after .*\nmodel: .*\nlog: {log}\n\n(.|\n){{300}}"
+                     rf"(.|\n)*\npicture: {log.with_suffix('.png')}\n$", done.stdout, re.M), done.stdout
 
 
 @needs_venv
