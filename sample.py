@@ -17,6 +17,7 @@ import signal
 if __name__ == "__main__":  # before torch, whose import takes seconds
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # ./run.sh sample blocks it until here
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end without a traceback when the reader of the output is gone
 
 import argparse
@@ -132,12 +133,11 @@ def encode_prompt(text: str, vocabulary: Vocabulary, encoding: Encoding) -> list
     return tokens
 
 def show(tokens: Iterable[int], vocabulary: Vocabulary, bos_id: int) -> Iterator[str]:
-    """Decode each token to printable text. Bytes of an incomplete character are held back until it is complete."""
+    """Decode each token to printable text. Bytes of an incomplete character wait for the rest; at the end they are dropped."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token in tokens:
         ends = token == bos_id
         yield printable(decoder.decode(b"" if ends else vocabulary.bytes_of(token), final=ends)) + BORDER * ends
-    yield printable(decoder.decode(b"", final=True))
 
 def number(kind: type) -> Callable[[str], Any]:
     def parse(text: str) -> Any:

@@ -121,12 +121,12 @@ def table(found):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("races", type=Path, nargs="+", metavar="RACE",
+    parser.add_argument("races", type=logs.or_latest(logs.RACE), nargs="+", metavar="RACE",
                         help="folder of a race whose --vs are flags, or of its record")
     parser.add_argument("--equal-time", action="store_true", help="print the race of each idea in the base's time")
     options = parser.parse_args(arguments)
     try:
-        found = judge(map(read, options.races))
+        found = judge(map(read, map(Path, options.races)))
         print(table(found))
         if options.equal_time:
             print("\nEach idea in the base's time:", *at_equal_time(found), sep="\n")

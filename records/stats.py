@@ -905,7 +905,7 @@ def parse(arguments):
     parser = argparse.ArgumentParser(description="Judge a record's claim from its run logs.", allow_abbrev=False,
                                      epilog="Exit status: 0 the claim holds, 1 it does not, 2 it cannot be judged.")
     add = parser.add_argument
-    add("paths", nargs="*", metavar="PATH", help="logs or folders of logs")
+    add("paths", nargs="*", metavar="PATH", type=logs.or_latest(logs.RACE), help="logs or folders of logs; or latest, the last race")
     add("--vs", nargs="+", metavar="PATH", help="logs of the version to beat")
     add("--side", help="the paths hold one race: judge this side of it against the other (default: a)")
     add("--target", type=float, help=f"target loss (default: what the logs state, else {DEFAULT_TARGET})")

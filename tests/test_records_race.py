@@ -50,7 +50,7 @@ def find_shards(pattern, limit=0):
     return [types.SimpleNamespace(path=path, tokens=path.stat().st_size, encoding=(256, 0)) for path in found]
 def parse_config(argv, preset):
     p = argparse.ArgumentParser("train_gpt.py", allow_abbrev=False)
-    for name in ("run_id", "log_dir", "race", "mood"): p.add_argument("--" + name, default="")
+    for name in ("run_id", "log_dir", "race", "mood", "save_model"): p.add_argument("--" + name, default="")
     for name in ("seed", "slower", "worse"): p.add_argument("--" + name, type=int, default=0)
     p.add_argument("--num_steps", type=int, default=1)
     for name in ("val_files", "compile"): p.add_argument("--" + name, default=argparse.SUPPRESS)
