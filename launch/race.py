@@ -1,11 +1,9 @@
 """Time runs one after another on this machine: of one version, or of two or more in turn.
 
-    ./run.sh -n 5 --vs HEAD~1                        five pairs: this checkout against another revision, the base
+    ./run.sh -n 5 --vs HEAD~1                                   five pairs: this checkout against another revision, the base
     ./run.sh -n 5 --vs "--muon_lr 0.03" --vs "--sync step"      five runs of two ideas and of the base
-    ./run.sh -n 5 --vs ../modded-nanogpt --cmd "torchrun --nproc_per_node=8 train_gpt.py"       against another project's
-                                                     script, started by this command in its folder
-    python launch/race.py -n 5 --ranks 2 -- --preset laptop --num_steps 300      as run.sh calls it: flags of all sides
-                                                     behind --
+    ./run.sh -n 5 --vs ../modded-nanogpt --cmd "torchrun …"     against another project's script, started in its folder
+    python launch/race.py -n 5 --ranks 2 -- --num_steps 300     as run.sh calls it: flags of all sides behind --
 
 A first run does not count: it warms the machine up (run 0 in race.jsonl). Where runs compile, each other side runs up
 to its first step before that, so that all counted runs find their code in this checkout's .cache. Then they run in turn,
@@ -16,13 +14,12 @@ may end the race are declared before the first run, so nobody can stop at a conv
 logs/race-ID/ contains the logs of both sides and:
   race.jsonl         the declaration, with the source and config of each side, and a line before and after each run
   RUNID.pt           its model, only with --save_model true: verify.py --rerun needs it
-  race.png           a plot of the rounds that all sides have done, redrawn after each run
+  race.png           a plot of the rounds that all sides have done, redrawn after each round
 
-A run prints one line, with -v all of its output. A failed run prints its output and stops the race, since the failure
-would probably repeat; --resume repeats the run with its seed. race.jsonl
-is locked while this program lives, or the launcher of a run. Another project's script has its own seeds; the newest log
-in logs/*.txt of its folder is copied here. `python -I` starts runs, without PYTHON* variables: neither PYTHONPATH nor
-sitecustomize nor user packages change their clocks. Packages installed beside torch still could.
+A failed run shows its output and stops the race, since the failure would probably repeat; --resume repeats the run with
+its seed. race.jsonl is locked while this program lives, or the launcher of a run. Another project's script has its own
+seeds; the newest log in logs/*.txt of its folder is copied here. `python -I` starts runs, without PYTHON* variables:
+neither PYTHONPATH nor sitecustomize nor user packages change their clocks. Packages installed beside torch still could.
 
 Exit status: 0 all runs are done, 1 one failed, 2 the race cannot be run or judged, 130 interrupted.
 """
@@ -66,6 +63,7 @@ from stats import SCRIPT
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN_FLAGS = ("--run_id", "--log_dir", "--resume", "--race")
+NO_MODEL = "--save_model=false"  # 64 MB a run; a later --save_model true counts
 DEFAULT_N = 5  # runs of each side
 PATIENCE_S = 30  # until a run that ignores an interrupt is killed
 UNCOUNTED = "uncounted"  # subfolder for the log of the first run while it runs
@@ -123,8 +121,8 @@ def blobs_of(files, revision=None):
 def describe_sides(ideas, cmd, flags, name=None):
     """Return {side: {"revision", "flags"}}; revision None is this checkout, whose script may be edited.
 
-    A single side has the name "". The last of several sides is the base. A side with a "folder" is another project's;
-    its flags are the whole command. "name" is what the user typed; flags say it themselves."""
+    A single side is "". The last of several is the base. A side with a "folder" is another project's; its flags are the
+    whole command. "name" is what the user typed; flags say it themselves."""
     import train_gpt  # here: importing torch takes seconds, and --help and refusals need none
     from ranks import program_of
     files = [path.name for path in train_gpt.source_files(next(iter(program_of(flags).PRESETS.values())))]
@@ -232,7 +230,7 @@ def check_sides(race, where):
 
 
 def check_script(version, folder, script, ranks):
-    done = subprocess.run([*ALONE, "-c", CHECK, str(ranks), *version["flags"]], cwd=folder, env=environment(),
+    done = subprocess.run([*ALONE, "-c", CHECK, str(ranks), NO_MODEL, *version["flags"]], cwd=folder, env=environment(),
                           capture_output=True, text=True)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
@@ -335,9 +333,7 @@ def first_runs(manifest, todo):
 
 
 def run_once(manifest, folder, lock, run, side, interrupts, compile_only=False, output=None):
-    """Run once, with a line in the manifest before and after. Return done, compiled, failed or interrupted.
-
-    output: a file for all that the run prints; None leaves it on the terminal."""
+    """Run once, with a line in the manifest before and after. Return done, compiled, failed or interrupted. output: a file."""
     race = manifest.race
     tries = sum((attempt["run"], attempt["side"]) == (run, side) for attempt in manifest.attempts.values())
     run_id = f"{race['id']}_{run:02}{side}" + (f"_again{tries}" if tries else "")
@@ -348,7 +344,7 @@ def run_once(manifest, folder, lock, run, side, interrupts, compile_only=False, 
     version = race["sides"][side]
     foreign, before, words = "folder" in version, logs_of(folder), version["flags"]
     if not foreign:
-        words = [*command(race["ranks"], version.get("program", SCRIPT)), "--save_model=false", *words, f"--seed={seed}", f"--run_id={run_id}",
+        words = [*command(race["ranks"], version.get("program", SCRIPT)), NO_MODEL, *words, f"--seed={seed}", f"--run_id={run_id}",
                  f"--log_dir={log.parent}", f"--race={race['id']}:{run}:{race['n']}:{side}"]
     manifest.write(attempt)
     threads = {"OMP_NUM_THREADS": race["threads"]} if race.get("threads") else {}  # also when the race is resumed
@@ -443,7 +439,7 @@ def run_all(manifest, where, lock, verbose):
     """Run everything that is not done yet. Return the exit status."""
     race, how = manifest.race, resume_command(manifest)
     names = {side: picture.shorten(name, 28) for side, name in logs.side_names(race).items()}
-    looks, each, folder = race["until_decided"], len(race["sides"]), manifest.path.parent
+    looks, each, folder, home = race["until_decided"], len(race["sides"]), manifest.path.parent, os.path.relpath(manifest.path.parent, ROOT)
     todo = [which for which in order(race["n"], race["sides"]) if which not in manifest.done()]
     first, total, width = first_runs(manifest, todo) if todo else [], each * race["n"], max(map(len, names.values()))
     plan = [*((0, side) for side in first), *todo]
@@ -457,11 +453,10 @@ def run_all(manifest, where, lock, verbose):
             say(f"{which}  running; {time_left(manifest, len(plan) - i)}", "", stay=not verbose)
         require(source_hash(race["sides"][side], where[side]) == race["sides"][side]["source_sha256"],
                 f"{race['sides'][side].get('program', SCRIPT)} was changed during the race; restore it and resume with: {how}")
-        with interrupts_deferred() as interrupts, tempfile.TemporaryFile() as output:
+        with interrupts_deferred() as interrupts, tempfile.TemporaryFile("w+", errors="replace") as output:
             status = run_once(manifest, where[side], lock, run, side, interrupts, compile_only, None if verbose else output)
-            if status == "failed":
-                output.seek(0)
-                say(output.read().decode(errors="replace"), "")
+            if status == "failed" and not output.seek(0):
+                say(output.read(), "")
         if status in ("done", "compiled"):
             said = "compiled" if compile_only else f"not counted; {time_left(manifest, len(plan) - i - 1)}"
             if run:
@@ -471,17 +466,15 @@ def run_all(manifest, where, lock, verbose):
             if run and (done + 1) % each == 0:
                 draw(manifest)
         if status == "failed":
-            say(f"{which.strip()}: failed, see above; its logs: {folder}. Correct what the output says and race again; if the "
-                f"run is not to blame, repeat it with: {how}")
+            say(f"{which.strip()}: failed; its output is above, its log in {home}. Correct the cause and race again, for the same run "
+                f"would fail again. Only if the machine was to blame: {how}")
             return 1
         if interrupts or status == "interrupted":
             say(f"interrupted; {len(manifest.done())} of {total} runs are done and kept. Continue with: {how}")
             return 130
     say("all runs are done\n")
-    status, home = judge(race, folder), os.path.relpath(folder, ROOT)
-    if (folder / stats.PICTURE).exists():
-        say(f"picture: {home}/{stats.PICTURE}")
-    say(f"to check the rules: ./run.sh verify {home}")
+    status = judge(race, folder)
+    say(f"picture: {home}/{stats.PICTURE}; to check the rules: ./run.sh verify {home}")
     return status
 
 
@@ -535,10 +528,8 @@ def parse(arguments):
     options = parser.parse_args(start.join_versions(words))
     if options.flags:
         parser.error(f"{options.flags[0]!r} is unexpected; write flags for {SCRIPT} behind --")
-    if options.resume and (options.n or options.vs and not options.cmd or options.max_n or options.until_decided
-                           or flags):
-        parser.error("--resume takes everything from the manifest, except another project's --vs and --cmd; leave the "
-                     "rest out")
+    if options.resume and (options.n or options.vs and not options.cmd or options.max_n or options.until_decided or flags):
+        parser.error("--resume takes all but another project's --vs and --cmd from the manifest; leave the rest out")
     if options.cmd and len(options.vs) != 1:
         parser.error(f"--cmd needs one --vs, the folder to run it in, and --vs is given {len(options.vs)} times")
     if len(options.vs) > 25 or options.until_decided and len(options.vs) > 1:
@@ -549,9 +540,7 @@ def parse(arguments):
     if options.until_decided and options.max_n < 4 or not 0 < options.alpha < 0.5:  # no bootstrap decides on 3 losses
         parser.error(f"--max-n is {options.max_n} and --alpha {options.alpha}; give at least 4, and less than 0.5")
     options.n = options.max_n or options.n
-    if options.n is None and not options.resume:
-        options.n = DEFAULT_N
-        say(f"-n {DEFAULT_N}, as no number of runs was given")
+    options.n = DEFAULT_N if options.n is None and not options.resume else options.n
     if not options.resume and options.n < 1:
         parser.error(f"-n is {options.n}; give the number of runs, at least 1")
     options.flags = flags
@@ -596,7 +585,7 @@ def main(arguments=None):
             *ideas, base = logs.side_names(race).values()
             turns = f"in turn: {'idea, base, base, idea' if len(ideas) == 1 else 'every second round backwards'}, …; "
             say(f"{', '.join(ideas)}{' against ' * bool(ideas)}{base}: {'at most ' * race['until_decided']}"
-                f"{logs.plural(race['n'], 'run')} {'of each, ' + turns if ideas else ''}{logs.plural(race['ranks'], 'rank')}, "
+                f"{logs.plural(race['n'], 'run')} {'of each, ' + turns if ideas else 'on '}{logs.plural(race['ranks'], 'rank')}, "
                 f"seeds {race['seed'] + 1} to {race['seed'] + race['n']}, in {os.path.relpath(manifest.path.parent, ROOT)}")
             return run_all(manifest, where, lock, options.v)
     except (UserError, OSError) as reason:
@@ -605,8 +594,7 @@ def main(arguments=None):
         return logs.refuse("race.py", reason)
     except KeyboardInterrupt:
         declared = manifest and manifest.path.exists()
-        print("race.py: interrupted before a run" + (f"; resume with: {resume_command(manifest)}" if declared else ""),
-              file=sys.stderr)
+        say("interrupted before a run" + (f". Continue with: {resume_command(manifest)}" if declared else ""))
         return 130
 
 

@@ -35,8 +35,7 @@ Train one model, or race two versions. The first call installs the packages into
   ./run.sh --text FILE FOLDER    train a small model on your own text, and print a sample
   ./run.sh -n 5 --vs HEAD        five pairs of timed runs: this checkout against the last commit
   ./run.sh --resume latest       continue the run that stopped last
-  ./run.sh TOOL latest           TOOL: {} (--help: its options);
-                                 latest: the newest race in logs/ (sample, picture: or run)"""
+  ./run.sh stats latest          judge the last race again; so too: verify, picture, board, watch, sample"""
 REST = """\
 All other flags go to train_gpt.py, for example --preset laptop, --num_steps 300, --seed 7.
 --help-all lists them, as does .venv/bin/python train_gpt.py --help."""
@@ -44,7 +43,6 @@ TOOLS = {"sample": "sample.py", "watch": "launch/watch.py", **{
     name: f"records/{name}.py" for name in ("stats", "verify", "ladder", "picture", "export", "board", "trace")}}
 TRIAL = 0.5  # a run of fewer of the preset's steps cannot reach its target
 TRIAL_STEPS, TRIAL_SEQUENCES = 20, 16  # of --trial: of training, and of validation (up to 16 ranks share them evenly)
-MANY_MODELS = 6  # of 64 MB each: from so many on a run says how much they take
 # A small text is repeated up to the preset's steps or MAX_EPOCHS, but at least to MIN_STEPS: fewer learn too little, more
 # learn it by heart (LOG.md)
 MIN_STEPS, MAX_EPOCHS = 40, 8
@@ -77,7 +75,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser():
-    parser = Parser(prog="run.sh", usage=USAGE, description=COMMANDS.format(", ".join(TOOLS)), epilog=REST, add_help=False, allow_abbrev=False,
+    parser = Parser(prog="run.sh", usage=USAGE, description=COMMANDS, epilog=REST, add_help=False, allow_abbrev=False,
                     formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=22,
                                                       width=100))
     add = parser.add_argument_group("runs").add_argument
@@ -371,9 +369,7 @@ def written(folder):
 
 
 def show_results(folder, before, longer):
-    """Draw the new log, print a sample of the new model and what to do next. The run is complete: a failure does not matter.
-
-    longer: the command of a longer run, or why there is none."""
+    """Draw the new log, print a sample of the new model and what is next. The run is complete: a failure here does not matter."""
     new = [path for path, _ in sorted(written(folder) - before, key=lambda found: found[1])]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
@@ -384,10 +380,9 @@ def show_results(folder, before, longer):
         for model in [path for path in new if path.suffix == ".pt"][-1:]:
             os.write(1, b"\nText that this model writes:\n\n")
             subprocess.call([PYTHON, "sample.py", model, "--tokens", "300"], preexec_fn=end_with_parent)
-            kept = [path.stat().st_size for path in Path(folder).glob("*.pt")]
-            os.write(1, f'\nmore text: ./run.sh sample --prompt "..."\n{longer}\n'.encode())
-            if len(kept) >= MANY_MODELS:
-                os.write(1, f"{len(kept)} models in {folder}: {sum(kept) / 1e6:,.0f} MB; remove what you no longer need\n".encode())
+            kept = [path.stat().st_size / 1e6 for path in Path(folder).glob("*.pt")]  # nothing removes a model unasked
+            advice = f"{len(kept)} models in {folder}, {sum(kept):,.0f} MB: remove what you no longer need\n" * (len(kept) > 5)
+            os.write(1, f'\nmore text: ./run.sh sample --prompt "..."\n{longer}\n{advice}'.encode())
     except OSError:  # the reader or the files are gone
         pass
 

@@ -241,8 +241,7 @@ def pack(folder: Path) -> None:
 
 def add(race: Path, folder: Path, title: str) -> None:
     """Make a record of a race. Raise UserError, without a trace, if there is no verdict or nobody wants the page."""
-    require(race.is_dir(), f"{race} is not a folder; name the folder of a race, like logs/race-ID")
-    require(any(path.suffix == ".txt" for path in files_of(race)),
+    require(race.is_dir() and any(path.suffix == ".txt" for path in files_of(race)),
             f"{race} holds no logs of a race; name a folder like logs/race-ID")
     require(folder.resolve().parent == HERE, f"{folder} is not in {HERE}; name a new folder there")
     require(not folder.exists(), f"{folder} exists; choose another name, or remove it")

@@ -1,7 +1,6 @@
 """Send the steps of runs, with their config, to CSV files or a dashboard.
 
-    python records/export.py logs/RUN.txt … --to csv             writes logs/speedrun/runs.csv and steps.csv; latest: of
-                                                                 the last run or race in logs/
+    python records/export.py latest --to csv                     of the last run or race: logs/speedrun/runs.csv and steps.csv
     python records/export.py logs/RUN.txt … --to tensorboard     then: tensorboard --logdir logs/speedrun
     python records/export.py logs/RUN.txt … --to wandb --out PROJECT --follow     live, until the runs end; or --to trackio
 
@@ -109,8 +108,7 @@ def main(arguments=None):
     parser.add_argument("--follow", action="store_true", help="until the runs have ended")
     options = parser.parse_args(arguments)
     try:
-        paths = [file for path in options.paths for file in ([path] if not os.path.isdir(path) else
-                                                             (log for log in logs.files_in([path], []) if log.endswith(".txt")))]
+        paths = [log for path in options.paths for log in logs.files_in([path], []) if log.endswith(".txt") or log == path]
         [logs.exists(path) or os.stat(path) for path in paths]  # before a dashboard is opened
         export(paths, opener(options.to, options.out), options.follow)
         files = {"csv": f"{options.out}/runs.csv and steps.csv", "tensorboard": options.out}

@@ -387,10 +387,9 @@ def or_latest(*kinds):
     def path(word):
         if word != "latest" or os.path.lexists(word):
             return word
-        if not (found := [one for kind in kinds for one in HOME.glob(kind)]):
-            raise argparse.ArgumentTypeError(f"latest: no {' or '.join(kinds)} in {HOME}; start ./run.sh (--help; on a GPU a "
-                                             "model needs --save_model true), or name a path")
-        newest = max(found, key=os.path.getmtime)
+        newest = max((one for kind in kinds for one in HOME.glob(kind)), key=os.path.getmtime, default=None)
+        require(newest, f"latest: no {' or '.join(kinds)} in {HOME}; start ./run.sh (on a GPU with --save_model true), or name a path",
+                argparse.ArgumentTypeError)
         newest = os.path.relpath(newest.parent if newest.match(RACE) else newest)
         print(f"latest: {newest}", file=sys.stderr, flush=True)
         return newest

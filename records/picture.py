@@ -1,8 +1,7 @@
 """Draw runs: their losses over steps and over time, their target, their speed.
 
     python records/picture.py logs/RUN.txt                   draw logs/RUN.png, also while the run goes on
-    python records/picture.py logs/race-ID                   draw a race in its race.png
-    python records/picture.py latest                         draw the last run or race in logs/
+    python records/picture.py latest                         draw the last run or race in logs/, of a race its race.png
     python records/picture.py logs/RUN.txt logs/RUN2.txt …   draw several runs in logs/runs.png, named by what differs
     ... OUT.svg                                              another file: .png, .svg or .pdf
 
@@ -214,17 +213,13 @@ def draw_race(manifest, path):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("paths", type=logs.or_latest(logs.RACE, logs.RUN), nargs="+", metavar="LOG",
-                        help="latest, logs of runs, or the folder of a race; the last path may be a picture to write")
+    parser.add_argument("paths", type=logs.or_latest(logs.RACE, logs.RUN), nargs="+", metavar="LOG", help="logs of runs, or a race's folder; then a picture")
     paths = [*map(Path, parser.parse_args(arguments).paths)]
     out = paths.pop() if len(paths) > 1 and paths[-1].suffix in (".png", ".svg", ".pdf") else None
     try:
         race = manifest_in(paths[0])
         out = out or (paths[0] / "race.png" if race else paths[0].with_name("runs.png") if len(paths) > 1 else paths[0].with_suffix(".png"))
-        if race and len(paths) == 1:
-            draw_race(race, out)
-        else:
-            draw([read(path) for path in paths], out)
+        draw_race(race, out) if race and len(paths) == 1 else draw([read(path) for path in paths], out)
     except (UserError, OSError, ValueError) as reason:
         return logs.refuse("picture.py", reason)
     print(f"picture: {out}")
