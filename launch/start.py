@@ -35,10 +35,9 @@ Train one model, or race two versions. The first call installs the packages into
   ./run.sh --text FILE FOLDER    train a small model on your own text, and print a sample
   ./run.sh -n 5 --vs HEAD        five pairs of timed runs: this checkout against the last commit
   ./run.sh --resume latest       continue the run that stopped last
-  ./run.sh stats latest          judge the last race again; so too: verify, picture, board, watch, sample"""
+  ./run.sh stats latest          judge the last race; also: verify, picture, board, sample, watch"""
 REST = """\
-All other flags go to train_gpt.py, for example --preset laptop, --num_steps 300, --seed 7.
---help-all lists them, as does .venv/bin/python train_gpt.py --help."""
+All other flags go to train_gpt.py, such as --num_steps 300, --seed 7; --help-all lists them."""
 TOOLS = {"sample": "sample.py", "watch": "launch/watch.py", **{
     name: f"records/{name}.py" for name in ("stats", "verify", "ladder", "picture", "export", "board", "trace")}}
 TRIAL = 0.5  # a run of fewer of the preset's steps cannot reach its target
@@ -264,7 +263,7 @@ def choose(flags, text, trial):
         say(f"{why}: the preset's target {usual.target_val_loss} does not apply, and the run has none; --target_val_loss sets one")
     if not config.resume and given.preset is None:  # the same on both sides of a race
         flags = ["--preset", preset, *flags]
-    flags += as_flags(chosen)
+    flags = flags + as_flags(chosen)
     return gpus, ranks, preset, train_gpt.parse_config(flags, preset, presets)[1], flags
 
 
@@ -359,7 +358,7 @@ def longer_run(words, config, text):
         return "for a better model give more text: more steps on this one would learn it by heart"
     steps = [] if "--trial" in words else ["--num_steps", str(4 * config.num_steps)]
     kept = re.sub(r" --(trial|num[-_]steps[= ]\d+)(?= |$)", "", " ".join(map(shlex.quote, ["./run.sh", *words])))
-    return "a longer run: " + " ".join([kept, *steps])
+    return " ".join(["a longer run:", kept, *steps])
 
 
 def written(folder):
@@ -389,13 +388,13 @@ def show_results(folder, before, longer):
 
 # The whole
 
-def run_once(config, preset, ranks, flags, longer):
+def run_once(config, ranks, flags, longer):
     """Start the ranks as a race does: neither PYTHON* variables nor a module beside the script changes them."""
     import train_gpt
     from ranks import start as start_ranks
     for name in [name for name in os.environ if name.startswith("PYTHON")]:
         del os.environ[name]
-    say(f"starting {ranks} rank(s), preset {preset}")
+    say(f"starting {ranks} rank(s)")
     before, began = written(config.log_dir), time.time()
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a run outlives the reader, and a rank's connection may break
     status = start_ranks([f"--nproc_per_node={ranks}", "--no-python", PYTHON, "-I", "-u",
@@ -439,7 +438,7 @@ def main(words):
         return 0
     if race:
         become(["launch/race.py", *race, "--ranks", str(ranks), "--", *flags])
-    return run_once(config, preset, ranks, flags, "" if config.resume else longer_run(words, config, options.text))
+    return run_once(config, ranks, flags, "" if config.resume else longer_run(words, config, options.text))
 
 
 if __name__ == "__main__":

@@ -27,8 +27,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
 import board  # noqa: E402
 import examine  # noqa: E402
+import export  # noqa: E402
 import ladder  # noqa: E402
 import logs  # noqa: E402
+import pages  # noqa: E402
 import picture  # noqa: E402
 import race  # noqa: E402
 import stats  # noqa: E402
@@ -196,6 +198,22 @@ def test_another_revision_runs_in_turn_from_a_worktree(repo, capsys):
     verdicts = {finding.rule: finding.verdict for finding in verify.verify(verify.parse([str(folder)]))}
     assert verdicts["every run is accounted for"] == "pass"
     assert verdicts["faster than the other side, p < 0.01"] == "pass"
+
+
+def test_every_tool_takes_the_latest_race_and_names_its_sides_alike(repo, capsys, monkeypatch):
+    monkeypatch.chdir(repo)
+    monkeypatch.setattr(logs, "HOME", repo / "logs")
+    assert [race.main(["-n", "3", "--vs", idea]) for idea in ("--worse 1", "--slower 7")] == [2, 2]
+    for path in sorted(repo.glob("logs/*/race.jsonl"), key=lambda path: "--slower 7" in path.read_text()):
+        os.utime(path)
+    folder = path.parent
+    capsys.readouterr()
+    for tool, status, *words in ((stats, 2), (ladder, 0), (verify, 1), (picture, 0), (logs, 0), (export, 0, "--to", "csv", "--out", "out")):
+        assert tool.main(["latest", *words]) == status
+        said = capsys.readouterr()
+        assert said.err.startswith(f"latest: logs/{folder.name}\n") and "side a" not in said.out, said
+    assert sorted(pages.run_names(logs.read([folder]).runs)) == [f"{side}, run {run}" for side in ("--slower 7", "base") for run in (1, 2, 3)]
+    assert sorted(line.split(",")[1] for line in (repo / "out/runs.csv").read_text().splitlines()) == ["--slower 7"] * 3 + ["base"] * 3 + ["side"]
 
 
 @pytest.mark.parametrize("edited", [True, False])
