@@ -246,7 +246,7 @@ def add(race: Path, folder: Path, title: str) -> None:
     require(folder.resolve().parent == HERE, f"{folder} is not in {HERE}; name a new folder there")
     require(not folder.exists(), f"{folder} exists; choose another name, or remove it")
     folder.mkdir(parents=True)
-    print("board.py: packs the logs, judges them and checks the rules …", file=sys.stderr, flush=True)  # it takes 15 s
+    print("board.py: packs the logs, judges them and checks the rules …", flush=True)  # it takes 15 s
     try:
         logs.pack({path.name: published(path).encode() for path in files_of(race)}, folder / logs.ARCHIVE)
         judge_runs(race.resolve())  # a refusal names this folder: the new one will be gone

@@ -160,16 +160,10 @@ def test_without_a_path_the_latest_model_speaks_and_a_seed_decides(saved, tiny, 
 
 @pytest.mark.parametrize("flags,status,words", [
     (["nowhere.pt"], 1, "nowhere.pt: No such file"), (["run.txt"], 1, "run.txt is a log; name a model, which ends in .pt"),
-    (["."], 1, "Is a directory"),
-    ([__file__], 1, "not a saved model"),
-    (["--tokens", "-3"], 2, "-3 is not a number of at least 0"),
-    (["--tokens", "many"], 2, "invalid int value"),
-    (["--temperature", "-1"], 2, "argument --temperature"),
-    (["--temperature", "nan"], 2, "argument --temperature"),
-    (["--top_k", "-1"], 2, "argument --top_k"),
-    (["--seed", "-1"], 2, "argument --seed"),
+    (["."], 1, "Is a directory"), ([__file__], 1, "not a saved model"), ([], 2, "latest: no *.pt in"),
+    (["--tokens", "-3"], 2, "-3 is not a number of at least 0"), (["--tokens", "many"], 2, "invalid int value"),
+    *((words.split(), 2, f"argument {words.split()[0]}") for words in ("--temperature -1", "--temperature nan", "--top_k -1", "--seed -1")),
     (["--temprature", "1"], 2, "unrecognized arguments: --temprature"),
-    ([], 2, "latest: no *.pt in"),
 ])
 def test_each_wrong_use_is_answered_in_one_line(flags, status, words, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(logs, "HOME", tmp_path)
