@@ -466,7 +466,7 @@ def run_all(manifest, where, lock, verbose):
             if run and (done + 1) % each == 0:
                 draw(manifest)
         if status == "failed":
-            say(f"{which.strip()}: failed; its output is above, its log in {home}. Correct the cause and race again, for the same run "
+            say(f"{which.strip()}: failed; its output is above{', its log in ' + home if run else ''}. Correct the cause and race again, for the same run "
                 f"would fail again. Only if the machine was to blame: {how}")
             return 1
         if interrupts or status == "interrupted":
