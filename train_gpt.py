@@ -1729,10 +1729,10 @@ class TrainingLoop:
             result = self.worker.validate(plan_of(self.config, step), self.val_sequences,
                                            lambda: can_save and signals.stop)
             if result:
-                line = (f"step:{step}/{self.config.num_steps} val_loss:{result[0]:.4f} "
-                        f"{show_times(self.clock.elapsed, step)}")
+                line = f"step:{step}/{self.config.num_steps} val_loss:{result[0]:.4f} {show_times(self.clock.elapsed, step)}"
                 self.log.write(line)
-                self.log.say(line)
+                if step < self.config.num_steps:  # the result states the last one
+                    self.log.say(line)
             self.changed_by_validation += checksum(self.worker.model) != before
         if not result:
             save_checkpoint(self, step, stop=True)
@@ -3318,13 +3318,13 @@ class Log:
             return
         self.losses += [] if loss is None else [loss]
         terminal, total = sys.stdout.isatty(), self.config.num_steps
-        if time.monotonic() - self.last_line > (0.2 if terminal else 5):
+        if step == total or time.monotonic() - self.last_line > (0.2 if terminal else 5):
             self.last_line, per_step = time.monotonic(), clock.read() / step
             shown = f"loss {self.losses[-1]:.4f}  " if self.losses else ""
             if shown and terminal and (sys.stdout.encoding or "").lower() == "utf-8":
                 shown += f"{curve(self.losses)}  "
             self.say(f"step {step}/{total}  {shown}{1000 * tokens / clock.read():,.0f} tokens/s  "
-                     f"{per_step * (total - step) / 1000:.0f} s left", stay=terminal)
+                     + (f"{per_step * (total - step) / 1000:.0f} s left" if step < total else "validation …"), stay=terminal)
 
     def close(self) -> None:
         if self.file is not None:

@@ -135,12 +135,12 @@ def give(folders, equal_time=False, silent=False):
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False,
                                      epilog="Exit status: 0 an idea is better, 1 none is, 2 not judged.")
-    parser.add_argument("races", type=Path, nargs="+", metavar="RACE",
+    parser.add_argument("races", type=logs.or_latest(logs.RACE), nargs="+", metavar="RACE",
                         help="folder of a race whose --vs are flags, or of its record")
     parser.add_argument("--equal-time", action="store_true", help="print the race of each idea in the base's time")
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead")
     options = parser.parse_args(arguments)
-    found = give(options.races, options.equal_time, options.json)
+    found = give([*map(Path, options.races)], options.equal_time, options.json)
     if options.json:
         print(logs.show_json(found))
     return found["status"]

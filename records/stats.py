@@ -60,14 +60,12 @@ LONGER = 1.15  # times a plan's runs, and one more, give such a race the plan's 
 SD_CONFIDENCE = 0.8  # of the upper bound that a plan takes for a pilot's sd
 MOST_MORE = 100  # runs that a comparison advises; more are none
 LEVEL, POWER = 0.05, 0.8  # of a comparison with the base: two-sided, so its intervals have 95 %
-NO_LONGER = 1.1  # times the base's time: an interval that ends below it shows no cost
 LOSS_PART, TIME_PART = 0.001, 0.01  # the differences that a comparison should detect: parts of the base's loss and time
 RESAMPLES, BOOTSTRAP_N = 9999, 10  # fewer runs: its p is above alpha in 29 % of good cases with 5
-RULE = (f"Better: the loss is lower and the time's interval ends below {NO_LONGER:g}, or the time is lower and the loss is not "
-        "higher. Trade-off: one is lower and the other higher; race it again with --num_steps for the base's time. Worse: one is "
-        "higher, the other not lower. Not judged: the loss is lower and the time's interval contains 1 and does not end below "
-        f"{NO_LONGER:g}, or one has no p and the other shows nothing. Lower, higher: shown at p < {LEVEL:g} with Holm's correction; beside a lower loss the time is higher if "
-        "its interval lies above 1.")
+RULE = ("Better: the loss or the time is lower, and the other is not higher. Trade-off: one is lower and the other higher; race it "
+        "again with --num_steps for the base's time. Worse: one is higher, the other not lower. Not judged: the time of a lower loss "
+        f"was not measured, or one has no p and the other shows nothing. Lower, higher: shown at p < {LEVEL:g} with Holm's correction; beside a lower loss the time is higher "
+        "if its interval lies above 1.")
 EQUAL = 1e-9  # a spread below this is a difference in rounding
 SCRIPT = "train_gpt.py"  # what is raced
 PICTURE = "race.png"  # written by race.py beside the logs
@@ -292,11 +290,11 @@ class Verdict:
     def outcome(self):
         """One of VERDICTS, by RULE."""
         loss, time = self.loss.sign, self.time.sign if self.time else 0
-        if loss < 0 <= time:
-            if self.time and self.time.low and self.time.low > 1:
-                return TRADE_OFF
-            return BETTER if self.time and (self.time.high or self.time.value) < NO_LONGER else NOT_JUDGED
-        if time < 0 < loss:
+        if loss < 0 and not self.time:
+            return NOT_JUDGED
+        if loss < 0 and self.time.low and self.time.low > 1:
+            time = 1
+        if loss * time < 0:
             return TRADE_OFF
         if loss or time:
             return BETTER if min(loss, time) < 0 else WORSE
@@ -421,9 +419,8 @@ def answer(ideas, bases, found, claim=None, reason=None, looked=False):
         verdict = claim.removeprefix("the ") if of_claim else NOT_JUDGED
         best = found[0] if found and of_claim and claim == HOLDS else None
     else:
-        unknown = f"the loss is lower, and the time unknown (its interval does not end below {NO_LONGER:g}); race with more runs"
         having = [one for one in sorted(found, key=lambda one: one is not best) if one.outcome == verdict]
-        reason = logs.some((f"{one.name}: {unknown * (verdict == NOT_JUDGED and one.loss.sign < 0) or one.sentence}" for one in having), 3, "; ")
+        reason = logs.some((f"{one.name}: {one.sentence}" for one in having), 3, "; ")
     def part(contrast, name):
         return contrast and {name: contrast.value, "low": contrast.low, "high": contrast.high, "p": contrast.holm}
     def mean(values):
@@ -971,7 +968,7 @@ def parse(arguments):
                                      epilog="Exit status: 0 an idea is better or the claim holds, 1 neither, 2 not "
                                             "judged.")
     add = parser.add_argument
-    add("paths", nargs="*", metavar="PATH", help="logs or folders of logs")
+    add("paths", nargs="*", metavar="PATH", type=logs.or_latest(logs.RACE), help="logs or folders of logs; or latest, the last race")
     add("--vs", nargs="+", metavar="PATH", help="logs of the version to beat")
     add("--side", help="the paths hold one race: judge this side of it against the other (default: a)")
     add("--target", type=float, help=f"target loss (default: what the logs state, else {DEFAULT_TARGET})")

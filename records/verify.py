@@ -1012,7 +1012,7 @@ def parse(arguments):
     parser = argparse.ArgumentParser(description="Judge a record by the rules of the speedrun.", allow_abbrev=False,
                                      epilog="Exit status: 0 nothing fails, 1 a rule is broken, 2 it cannot be judged.")
     add = parser.add_argument
-    add("record", nargs="+", metavar="RECORD", help="a folder of logs, or logs")
+    add("record", nargs="+", metavar="RECORD", type=logs.or_latest(logs.RACE), help="a folder of logs, or logs; or latest, the last race")
     add("--vs", nargs="+", metavar="OTHER", help="logs of the version to beat")
     add("--source", metavar="HASH", help="judge only runs whose source has a SHA-256 with this beginning")
     add("--vs-source", metavar="HASH", help="the same for --vs")

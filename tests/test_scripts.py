@@ -257,9 +257,9 @@ def test_help_installs_nothing_and_fits_on_a_screen(tree):
         done = tree.run(*typed)
         assert done.returncode == 0 and not done.stderr and not tree.calls() and not (tree.root / ".venv").exists()
         lines = done.stdout.splitlines()
-        assert 24 <= len(lines) <= 40 and max(map(len, lines)) <= 100
+        assert 24 <= len(lines) <= 42 and max(map(len, lines)) <= 100
         commands = [line.split("  ")[1] for line in lines if line.startswith("  ./run.sh")]
-        assert commands == ["./run.sh", "./run.sh --trial", "./run.sh --text FILE FOLDER", "./run.sh -n 5 --vs HEAD", "./run.sh --resume latest"]
+        assert commands == ["./run.sh", "./run.sh --trial", "./run.sh --text FILE FOLDER", "./run.sh -n 5 --vs HEAD", "./run.sh --resume latest", "./run.sh stats latest"]
     tree.set_up(REAL)
     (tree.root / "train_gpt.py").write_text("import sys\nif __name__ == '__main__': print(*sys.argv)\n")
     (tree.root / "frontier.py").write_text("PRESETS = {}\n")
@@ -382,7 +382,10 @@ def test_a_text_is_encoded_and_its_shards_are_named(started, gpus, monkeypatch):
 def test_a_program_is_shown_as_it_prints_and_its_last_line_returned(monkeypatch, capsys):
     monkeypatch.setattr(start.signal, "signal", lambda *_: None)
     assert start.call([sys.executable, "-c", "print('a table'); print('{}')"], "nothing", tee=True) == "{}\n"
-    assert capsys.readouterr().out == "a table\n{}\n"
+    assert capsys.readouterr().out == "a table\n"
+    with pytest.raises(SystemExit):
+        start.call([sys.executable, "-c", "print('a table'); print('why'); raise SystemExit(1)"], "nothing", tee=True)
+    assert capsys.readouterr().out == "a table\nwhy\n"
 
 
 def test_the_preflight_answer_is_kept_per_source_machine_and_flags(started, gpus, tmp_path, monkeypatch, capsys):
@@ -735,8 +738,8 @@ def test_a_complete_run_is_drawn_and_its_model_writes_a_sample(tmp_path, monkeyp
     whole, config = signal.signal, dataclasses.replace(train_gpt.PRESETS["laptop"], log_dir=str(tmp_path))
     monkeypatch.setattr(signal, "signal", lambda number, handler: number == signal.SIGUSR1 and whole(number, handler))
     whole(signal.SIGUSR1, signal.SIG_IGN)  # as ranks.start leaves it
-    assert start.run_once(config, "laptop", 1, []) == status
-    assert capsys.readouterr().err == "run.sh: starting 1 rank(s), preset laptop\n"
+    assert start.run_once(config, 1, [], "longer") == status
+    assert capsys.readouterr().err == "run.sh: starting 1 rank(s)\n"
     assert called == [str(tmp_path / name) for name in followed]
     called.clear()
     reader, writer = os.pipe()
@@ -744,35 +747,38 @@ def test_a_complete_run_is_drawn_and_its_model_writes_a_sample(tmp_path, monkeyp
     stdout = os.dup(1)
     try:
         os.dup2(writer, 1)  # as after `| head`
-        assert start.run_once(config, "laptop", 1, []) == status and all(path.endswith(".txt") for path in called)
+        assert start.run_once(config, 1, [], "longer") == status and all(path.endswith(".txt") for path in called)
     finally:
         os.dup2(stdout, 1)
         os.close(stdout)
         os.close(writer)
 
 
-def test_five_models_of_runs_as_long_stay(tmp_path, capsys):
-    def model(name, age, log=None, steps=20, preset="laptop", data="data/own-notes-12-{}/*_train_*.bin"):
-        (tmp_path / f"{name}.pt").touch()
-        os.utime(tmp_path / f"{name}.pt", (10_000 - age, 10_000 - age))
-        data = data.format(f"{age:x}")  # of a text that was edited before each run
-        first = {"run_id": name, "preset": preset, "config": {"train_files": data, "num_steps": steps}}
-        (tmp_path / f"{name}.txt").write_text(log or f"source\n{json.dumps(first)}\n")
+def test_models_stay_and_a_run_says_what_is_next(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(sample, "main", lambda words: 0)
+    for number in range(1, 7):
+        (tmp_path / f"{number}.pt").touch()
+        start.show_results(tmp_path, set(), "a longer run: ./run.sh")
+        said = capfd.readouterr().out
+        assert 'more text: ./run.sh sample --prompt "..."\na longer run: ./run.sh\n' in said and len(list(tmp_path.glob("*.pt"))) == number
+        assert (f"6 models in {tmp_path}" in said) == (number == 6)
 
-    for age in range(7):
-        model(f"run{age}", age)
-    model("long", 8, steps=135)
-    model("other", 9, preset="frontier")
-    model("another", 10, data="data/own-notes-13-{}/*_train_*.bin")
-    model("renamed", 20, '\n{"run_id": "run9", "started": 0}\n')
-    model("notes", 30, "my own")
-    (tmp_path / "alone.pt").touch()
-    start.remove_old_models(tmp_path)
-    assert {path.stem for path in tmp_path.glob("*.pt")} == {"run0", "run1", "run2", "run3", "run4", "long", "other", "another", "renamed", "notes", "alone"}
-    assert [line.split(";")[0] for line in capsys.readouterr().out.splitlines()] == [
-        f"removed: {tmp_path / name}.pt" for name in ("run5", "run6")]
-    start.remove_old_models(tmp_path)
-    assert not capsys.readouterr().out
+
+@pytest.mark.parametrize("words, epochs, text, said", [
+    (["--trial"], 1, False, "./run.sh"), ([], 1, False, "./run.sh --num_steps 80"), (["--num-steps=20", "--seed", "3"], 1, False, "./run.sh --seed 3 --num_steps 80"),
+    (["--text", "a b.txt", "--num_steps", "20"], 2, True, "./run.sh --text 'a b.txt' --num_steps 80"), (["--text", "b.txt"], 3, True, None)])
+def test_a_longer_run_is_advised_unless_it_reads_a_text_too_often(words, epochs, text, said):
+    config = dataclasses.replace(train_gpt.PRESETS["laptop"], num_steps=20, epochs=epochs)
+    advice = start.longer_run(words, config, text)
+    assert advice == f"a longer run: {said}" if said else "give more text" in advice
+
+
+@pytest.mark.parametrize("tool", start.TOOLS)
+def test_run_sh_becomes_each_tool_with_the_same_words(monkeypatch, tool):
+    monkeypatch.setattr(start, "become", sys.exit)
+    with pytest.raises(SystemExit) as became:
+        start.main([tool, "latest", "--x y"])
+    assert became.value.code == [ROOT / start.TOOLS[tool], "latest", "--x y"] and (ROOT / start.TOOLS[tool]).exists()
 
 
 # The whole way
@@ -811,10 +817,10 @@ def test_one_command_trains_on_own_text_and_leaves_log_model_picture_and_a_sampl
         shutil.rmtree(made)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^run\.sh: text: \d\d,\d{3} training tokens \(bytes\), 4 steps of 384: part of the text; .*\n"
-                     r"(?:run\.sh: .*\n)?run\.sh: starting \d rank\(s\), preset laptop$", done.stderr, re.M)
+                     r"(?:run\.sh: .*\n)?run\.sh: starting \d rank\(s\)$", done.stderr, re.M)
     [log] = (tmp_path / "logs").glob("*.txt")
     assert [log.with_suffix(suffix).exists() for suffix in (".pt", ".png")] == [True, True]
-    assert re.search(rf"^step:4/4 val_loss:.*\n\nvalidation loss \d\.\d+, after .*\nmodel: .*\nlog: {log}\n\n(.|\n){{300}}"
+    assert re.search(rf"^step 4/4 .* validation …\n\nvalidation loss \d\.\d+, after .*\nmodel: .*\nlog: {log}\n\n(.|\n){{300}}"
                      rf"(.|\n)*\npicture: {log.with_suffix('.png')}\n$", done.stdout, re.M), done.stdout
 
 
@@ -831,6 +837,7 @@ def test_ctrl_c_ends_a_run_with_130_and_says_what_is_kept_and_how_to_go_on(tmp_p
     [log] = (tmp_path / "logs").glob("*.txt")
     said = rf"interrupted before step \d+; --resume {log} continues from there"
     assert re.search(rf"rank (0: {said}; the log so far: {log}|1: {said})\n", stderr), stderr  # rank 1 has no log
+    assert f"run.sh: to continue: ./run.sh --resume latest --log_dir {log.parent}\n" in stderr
     assert [*log.parent.glob("*.ckpt")]
     assert "Traceback" not in stderr and "torch" not in stderr
 
