@@ -1,6 +1,6 @@
 """Train five small models by make_optimizer, by torch.optim.Muon with AdamW, and by AdamW: validation loss and time.
 
-    python bench/own_model.py               # all runs: about 20 minutes of a quiet core
+    python bench/own_model.py               # all runs: 38 minutes on two busy cores
     python bench/own_model.py --steps 4 --seeds 1 --models mlp
 
 Tasks: the next byte of the source of Python's standard library (lstm, gpt); which letter a picture shows (mlp, vit,
