@@ -5,7 +5,6 @@
     python records/stats.py race/                         the same, from the logs of one race: side a against side b
     python records/stats.py logs/*.txt --at-target        where did the loss first reach the target?
     python records/stats.py --plan --sd 0.0013 --margin 0.002     number of runs for such a claim
-    python records/stats.py --plan race/ --margin 0.2     to be 0.2 s faster, with and without pairs; race/ is the pilot
 
 Exit status: 0 an idea is better than its base (see RULE) or the claim holds; 1 neither; 2 not judged (too few runs, mixed
 sources, one version without a target, ...). --json prints one line with the verdict (docs/racing.md).
@@ -521,8 +520,6 @@ def gather(name, found, options, source=None, race_side=None):
     for run in [run for run in found.runs if race_side is None or (race_of(run) and race_of(run).side == race_side)]:
         if source and not (run.source_sha256 or "").startswith(source.lower()):
             side.left_out.append((run.path, f"of another source than {source}"))
-        elif options.gpus and run.gpus != options.gpus:
-            side.left_out.append((run.path, f"not a run on {options.gpus} GPUs"))
         elif run.disqualified:
             side.left_out.append((run.path, run.disqualified))
         else:
@@ -538,19 +535,14 @@ def gather(name, found, options, source=None, race_side=None):
     return side
 
 
-def check_one_experiment(side, mixed):
-    """Raise UserError if the runs belong to several experiments; only warn if mixed."""
+def check_one_experiment(side):
+    """Raise Mixed if the runs belong to several experiments."""
     def must_agree(what, key, advice="pass the logs of one", shown="{} ({}: {})"):
         """Require one key(run) of all runs; None is ignored. {} in advice: an example."""
         groups = grouped((run for run in side.runs if key(run) is not None), key)
-        if len(groups) < 2:
-            return
-        listed = logs.some(shown.format(value, len(runs), list_names(runs)) for value, runs in groups.items())
-        message = f"{side.name} holds runs {what}: {listed}"
-        if not mixed:
-            example = next(value for value in groups if value != "none")
-            raise Mixed(message, f"{advice.format(example)}, or use --mixed to judge them as one set")
-        side.warnings.append("judged as one set although " + message)
+        if len(groups) > 1:
+            listed = logs.some(shown.format(value, len(runs), list_names(runs)) for value, runs in groups.items())
+            raise Mixed(f"{side.name} holds runs {what}: {listed}", advice.format(next(value for value in groups if value != "none")))
 
     sources, configs = {run.source_sha256 for run in side.runs}, {id(run): config_of(run) for run in side.runs}
     must_agree(f"of {len(sources)} sources", lambda run: run.source_sha256 or "none", "choose one, for instance with "
@@ -562,7 +554,7 @@ def check_one_experiment(side, mixed):
         must_agree("of different lengths in steps",
                    lambda run: run.last_step if run.stated_steps is None else run.stated_steps)
     numbers, *of_machine, data, _ = FACTS.items()  # choose_target looks at the targets
-    must_agree(*numbers, "choose one, for instance with --gpus {}")
+    must_agree(*numbers)
     must_agree(*data)
     for what, key in of_machine:
         if len(found := {key(run): None for run in side.runs if key(run) is not None}) > 1:
@@ -666,7 +658,7 @@ def show_at_target(sides, options):
     lines = []
     for side in sides:
         side.declared = declaration(side.runs)
-        check_one_experiment(side, options.mixed)
+        check_one_experiment(side)
         steps = summary([run.last_step for run in side.runs])
         spread = "" if steps["sd"] is None else f" ± {steps['sd']:.1f}"
         lines += [f"{side.label}: first at or below {choose_target(side.runs, options.target):g} at step {steps['mean']:.1f}{spread} "
@@ -678,7 +670,7 @@ def show_at_target(sides, options):
         lines += [f"  not counted: {logs.printable(path)}: {reason}" for path, reason in side.left_out]
         lines += [f"Warning: {warning}" for warning in side.warnings]
     if len(sides) == 2:
-        check_comparable(*sides, options.mixed)
+        check_comparable(*sides)
         steps = [[run.last_step for run in side.runs] for side in sides]
         found = contrast(*steps, False, 1, 1)
         lines += [f"Difference: {show_contrast(found, '+.1f')} steps, two-sided p = {pages.number(found.p)} (Welch)"]
@@ -718,7 +710,7 @@ def judge(sides, options):
     declared = declaration([run for side in sides for run in side.runs])
     for side in sides:
         side.declared = declared
-        check_one_experiment(side, options.mixed)
+        check_one_experiment(side)
         check_complete(side)
         check_none_diverged(side)
         for run in side.runs:
@@ -726,7 +718,7 @@ def judge(sides, options):
                     "run wrote")
         add_warnings(side)
     if len(sides) == 2:
-        check_comparable(*sides, options.mixed)
+        check_comparable(*sides)
     a, alpha = sides[0], options.alpha or declared.get("alpha", ALPHA)
     declares = declared.get("alpha", alpha)
     others = [f"alpha {alpha:g}, and race.jsonl declares {declares:g}"] * (alpha != declares)
@@ -803,14 +795,13 @@ def check_timed(a, b):
         require(not odd, f"{seen.format(list_names(odd))}; without a second set the loss alone can be judged")
 
 
-def check_comparable(a, b, mixed):
-    """Raise UserError if a run is in both sets, Mixed if they differ in a fact. Runs of one race ran on one machine; mixed:
-    what logs do not state may differ."""
+def check_comparable(a, b):
+    """Raise UserError if a run is in both sets, Mixed if they differ in a fact. Runs of one race ran on one machine."""
     paths = {os.path.realpath(run.path) for run in a.runs}
     shared = [run for run in b.runs if os.path.realpath(run.path) in paths] or logs.without_copies(a.runs + b.runs)[1]
     require(not shared, f"{logs.printable(shared[0].path) if shared else ''} is in both sets; a run belongs to one")
     for what, key in FACTS.items():
-        unknown = None if mixed or a.declared or what not in [*FACTS][:2] else "unknown"
+        unknown = None if a.declared or what not in [*FACTS][:2] else "unknown"
         found = [{str(value) for run in side.runs if (value := unknown if key(run) is None else key(run)) is not None} for side in (a, b)]
         if all(found) and len(found[0] | found[1]) > 1:
             raise Mixed(f"the sets hold runs {what} ({' against '.join(' and '.join(sorted(values)) for values in found)})",
@@ -917,50 +908,15 @@ def plot(sides, found, path):
 
 
 def plan(options):
-    """Return the number of runs that a claim needs, as a dict for --json.
-
-    sd and margin come from the flags, or from logs: one set gives losses, two sets (the pilot) times. An sd from logs
-    is an upper confidence bound. seen: the logs' own sds; n: runs in the logs, or None."""
-    sd, other_sd, margin, n, pilot, seen = options.sd, None, options.margin, None, None, []
-    if sd is None or margin is None:
-        require(options.paths, "--plan needs --sd and --margin, or logs to take them from")
-        sides = choose_sides(options)
-        for side in sides:
-            check_one_experiment(side, options.mixed)
-        pilot = sides if len(sides) == 2 else None
-        if pilot:
-            check_timed(*pilot)
-        found = [summary(side.seconds if pilot else side.losses) for side in sides]
-        n, aim = min(side["n"] for side in found), found[-1]["mean"]
-        if not pilot:
-            aim = choose_target(sides[0].runs, options.target)
-            require(aim is not None or margin is not None, "the runs had no target; choose one with --target")
-        margin = aim - found[0]["mean"] if margin is None else margin
-        if sd is None:
-            seen = [side["sd"] for side in found]
-            upper = [side["sd"] and upper_sd(side["sd"], side["n"]) for side in found]
-            sd, other_sd = upper if pilot else (upper[0], None)
-    require(sd and all(0 < value < math.inf for value in (sd, margin, other_sd or 1)),
+    """Return the number of runs that a claim needs, as a dict for --json. UserError unless sd and margin are above 0."""
+    sd, margin = options.sd, options.margin
+    require(all(value and 0 < value < math.inf for value in (sd, margin)),
             f"a plan needs sd and margin above 0, and they are {sd} and {margin}; give --sd and --margin")
-    of_two = {"sd": sd, "margin": margin, "sets": 2, "other_sd": other_sd}
-    ways = {"mean below a target": {"sd": sd, "margin": margin, "sets": 1}, "less than another set": of_two}
-    if pilot:
-        ways = {"less time, unpaired": of_two}
-        require(margin < aim, f"a mean time of {aim:g} s cannot fall by {margin:g} s; give a smaller --margin")
-        pairs = pair_up(*pilot)
-        ratios = np.diff(np.log([[run.train_time_ms for run in pair] for pair in pairs])) if pairs else [0]
-        if np.ptp(ratios) > 0:
-            spread = upper_sd(summary(ratios)["sd"], len(ratios))
-            ways["less time, paired"] = {"sd": spread, "margin": -math.log1p(-margin / aim), "sets": 1}
-    runs = {claim: runs_needed(**way, alpha=options.alpha, wanted=options.power) for claim, way in ways.items()}
     needed = []
-    for claim, way in ways.items():
-        # with a pilot also the power at the other test's number of runs
-        powers = {n: power(n, **way, alpha=options.alpha) for n in (runs.values() if pilot else [runs[claim]])}
-        needed.append({"claim": claim, "sets": way["sets"], "runs": runs[claim], "powers": powers,
-                       "power": powers[runs[claim]]})
-    return {"sd": sd, "other_sd": other_sd, "seen": seen, "confidence": SD_CONFIDENCE, "margin": margin, "n": n,
-            "alpha": options.alpha, "power": options.power, "needed": needed}
+    for claim, sets in ("mean below a target", 1), ("less than another set", 2):
+        runs = runs_needed(sd, margin, options.alpha, options.power, sets)
+        needed.append({"claim": claim, "sets": sets, "runs": runs, "power": power(runs, sd, margin, options.alpha, sets)})
+    return {"sd": sd, "margin": margin, "alpha": options.alpha, "power": options.power, "needed": needed}
 
 
 def parse(arguments):
@@ -976,8 +932,6 @@ def parse(arguments):
     add("--at-target", action="store_true", help="print where each run's loss first reached the target, and judge nothing")
     add("--source", metavar="HASH", help="judge only runs whose source has a SHA-256 with this beginning")
     add("--vs-source", metavar="HASH", help="the same for --vs")
-    add("--gpus", type=int, metavar="N", help="judge only runs on N GPUs")
-    add("--mixed", action="store_true", help="judge runs of several experiments as one set")
     add("--plan", action="store_true", help="print how many runs are needed, and judge nothing")
     add("--sd", type=float, help="for --plan: standard deviation of a run")
     add("--margin", type=float, help="for --plan: true difference from the target or the other set")
@@ -994,11 +948,10 @@ def parse(arguments):
             parser.error(f"--{name} is {given}; give a {wanted}")
     if options.side and options.vs:
         parser.error("--side takes both sets from PATH; leave out --vs")
-    unused = ("plot",) if options.plan else ("sd", "margin")
-    if options.plan and options.sd and options.margin:  # no logs are read
-        unused += ("vs", "vs_source", "side")
-    for flag in [f"--{name.replace('_', '-')}" for name in unused if getattr(options, name)]:
-        parser.error(f"--plan judges nothing; leave out {flag}" if options.plan else f"{flag} needs --plan; add it")
+    given = [f"--{name}" for name in (("plot", "vs", "side") if options.plan else ("sd", "margin")) if getattr(options, name)]
+    if given or options.plan and options.paths:
+        parser.error(f"--plan reads no logs; leave out {', '.join(given or options.paths)}" if options.plan else
+                     f"{', '.join(given)} needs --plan; add it")
     if not options.paths and not options.plan:
         parser.error("no PATH was given; name logs, or a folder of logs")
     return options

@@ -425,7 +425,7 @@ def check_accounts(runs, found, races):
         try:
             stats.check_none_diverged(side)
             stats.check_complete(side)
-            stats.check_one_experiment(side, mixed=False)
+            stats.check_one_experiment(side)
         except stats.Mixed as reason:
             require(which is None, reason.seen)
             unknown.append(f"the logs do not say which runs are the record ({reason.seen}): choose with --source, or "
