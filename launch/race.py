@@ -367,7 +367,7 @@ def run_once(manifest, folder, lock, run, side, interrupts, compile_only=False, 
         status = "compiled"
     manifest.write({**attempt, "ended_at": now(), "status": status, "exit": code, "seconds": seconds,
                     "logged": log.exists(), "figures": logs.last_run(str(log)).figures})
-    if not run:
+    if not run and status != "failed":  # of a failed run, what it printed names the log
         shutil.rmtree(log.parent)
     return status
 
@@ -467,7 +467,7 @@ def run_all(manifest, where, lock, verbose):
             if run and (done + 1) % each == 0:
                 draw(manifest)
         if status == "failed":
-            say(reason := f"{which.strip()}: failed; its output is above{', its log in ' + home if run else ''}. Correct the cause and race again, for the same run "
+            say(reason := f"{which.strip()}: failed; its output is above, its log in {home}. Correct the cause and race again, for the same run "
                 f"would fail again. Only if the machine was to blame: {how}")
             return stats.not_judged(reason, folder)
         if interrupts or status == "interrupted":
@@ -475,19 +475,19 @@ def run_all(manifest, where, lock, verbose):
             return stats.not_judged(reason, folder, 130)
     say("all runs are done\n")
     found = judge(race, folder)
-    say(f"picture: {home}/{stats.PICTURE}; to check the rules: ./run.sh verify {home}")
+    say(f"picture: {home}/{stats.PICTURE}; to check the rules: ./run.sh verify latest")
     return found
 
 
 def judge(race, folder):
     """Print the verdict of a race, and the command that keeps it as a record. Return the stats.answer."""
     each = len(race["sides"])
-    found = ladder.give([folder]) if each > 2 else stats.give(stats.parse(stats_arguments(folder, race)))
-    if each == 1 and (race["n"] == 1 or found["sides"] and not found["claim"]):
+    silent = ["--json"] * (each == race["n"] == 1)  # its line says all
+    found = ladder.give([folder]) if each > 2 else stats.give(stats.parse([*stats_arguments(folder, race), *silent]))
+    if silent or each == 1 and found["sides"] and not found["claim"]:
         found["status"] = 0  # nothing was to be judged
     if found["sides"] or found["status"] < 2:
-        add = f"records/board.py add {os.path.relpath(folder, ROOT)} records/{datetime.now():%Y-%m-%d}_NAME"
-        say(f'to keep this {"trial" if race.get("trial") else "race"} as a record: .venv/bin/python {add} "what was tried"')
+        say(f'to keep this {"trial" if race.get("trial") else "race"} as a record: ./run.sh board add latest NAME "what was tried"')
     return {**found, "folder": str(folder)}
 
 

@@ -81,7 +81,7 @@ def make_parser():
     add("--text", nargs="+", action="extend", default=[], metavar="PATH", help="files or folders of text")
     add("--val-fraction", metavar="X", help="with --text: part of each text for validation (0.1)")
     add("--field", metavar="NAME", help="with --text: field of JSON lines with the text (text)")
-    add("--resume", metavar="RUN", help="latest, a log or a checkpoint; or the folder of a race")
+    add("--resume", metavar="RUN", help="latest (of the runs), a log or a checkpoint; or the folder of a race")
     add("--init_from", metavar="MODEL", help="start with the parameters of a saved model")
     add("--trial", action="store_true", help="a short run or race: 20 steps, short validation, no target")
     add("--preflight", action="store_true", help="check each part of a run, print a table, start no run")

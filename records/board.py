@@ -1,13 +1,12 @@
 """Write record folders from races, their pages, and the leaderboard.
 
-    python records/board.py add logs/race-ID records/DATE_NAME "what was tried"     make a record of a race
-    python records/board.py                                                         judge all again, and write all pages
-    python records/board.py pack records/DATE_NAME                                  pack logs that lie in a record's folder
+    python records/board.py add latest NAME "what was tried"     make a record of the last race, records/DATE_NAME
+    python records/board.py                                      judge all again, and write all pages
 
 `add` packs a race's logs and manifest into logs.tar.xz of a new folder. It refuses files that name this machine or its
-folders. If the race breaks a rule, it asks first. `pack` packs files that lie in a record's folder, and removes them.
-All three write, from the folders alone, each record's README.md (its first line keeps the title) and the leaderboard
-records/README.md. A missing plot.png is drawn; remove one to draw it again.
+folders. If the race breaks a rule, it asks first. Both commands write, from the folders alone, each record's README.md
+(its first line keeps the title) and the leaderboard records/README.md. A missing plot.png is drawn; remove one to draw
+it again.
 
 Exit status: 0 written, 2 not possible (stderr states why).
 """
@@ -25,6 +24,7 @@ import shlex
 import shutil
 import socket
 import sys
+from datetime import date
 from pathlib import Path
 from urllib.parse import quote
 
@@ -228,17 +228,6 @@ def published(path: Path) -> str:
     return text
 
 
-def pack(folder: Path) -> None:
-    """Put the files of a race that lie in a record's folder into an archive. Raise UserError if there are none."""
-    files, archive = files_of(folder), folder / logs.ARCHIVE
-    require(files and not archive.exists() and (folder / "README.md").exists(),
-            f"{folder} is no record with unpacked logs and no {logs.ARCHIVE}")
-    logs.pack({path.name: path.read_bytes() for path in files}, archive)
-    for path in files:
-        path.unlink()
-    write_pages()
-
-
 def add(race: Path, folder: Path, title: str) -> None:
     """Make a record of a race. Raise UserError, without a trace, if there is no verdict or nobody wants the page."""
     require(race.is_dir() and any(path.suffix == ".txt" for path in files_of(race)),
@@ -266,22 +255,23 @@ def add(race: Path, folder: Path, title: str) -> None:
         raise
 
 
+def new_folder(word: str) -> Path:
+    """Return the folder of a new record; a NAME gets the date."""
+    return HERE / f"{date.today()}_{word}" if re.fullmatch(r"(?!\d{4}-)[\w.-]+", word) else Path(word)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command")
     adding = commands.add_parser("add", help="make a record folder from a race")
     adding.add_argument("race", type=logs.or_latest(logs.RACE), help="the folder of a race, like logs/race-ID; or latest")
-    adding.add_argument("folder", type=Path, help="a new folder, like records/DATE_NAME")
+    adding.add_argument("folder", type=new_folder, help="a new folder like records/DATE_NAME, or NAME for today's")
     adding.add_argument("title", help="what was tried, in a sentence")
-    packing = commands.add_parser("pack", help=f"put the logs in a record's folder into {logs.ARCHIVE}")
-    packing.add_argument("folder", type=Path, help="a record, like records/DATE_NAME")
     options = parser.parse_args(arguments)
     leaks.trainer()  # if it cannot be imported, this says so
     try:
         if options.command == "add":
             add(Path(options.race), options.folder.absolute(), options.title)
-        elif options.command == "pack":
-            pack(options.folder.absolute())
         else:
             write_pages()
     except (UserError, OSError) as reason:

@@ -967,7 +967,8 @@ def main(arguments=None):
 
 
 def run_main(main):
-    """Call main() and exit with its status. A closed pipe (`| head`) is no error; Ctrl-C gives no traceback."""
+    """Call main() and exit with its status. A closed pipe (`| head`) gives 141, as SIGPIPE would, since the verdict
+    may be lost; Ctrl-C gives no traceback."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # a path or a log may hold what the terminal cannot show
     try:
@@ -976,7 +977,7 @@ def run_main(main):
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 0
+        status = 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         status = 130

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import statistics
 import textwrap
 from pathlib import Path
@@ -17,7 +18,7 @@ from manifest import place_of
 
 FOLDER = Path(__file__).resolve().parent / "templates"
 TEMPLATES = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.iterdir()}  # read once, at start
-WIDTH = 120  # columns of a terminal
+WIDTH = max(60, min(120, shutil.get_terminal_size((120, 24)).columns))
 SMOOTHED = 1 / 20  # fraction of a run's steps in a running mean
 POINTS = 100  # of a line
 TICKS = 6  # of an axis, about

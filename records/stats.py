@@ -2,7 +2,7 @@
 
     python records/stats.py logs/*.txt                    is the mean final loss below the target?
     python records/stats.py new/*.txt --vs old/*.txt      and is the new version faster than the old one?
-    python records/stats.py race/                         the same, from the logs of one race: side a against side b
+    python records/stats.py race/                         the same, from the logs of one race: the idea against the base
     python records/stats.py logs/*.txt --at-target        where did the loss first reach the target?
     python records/stats.py --plan --sd 0.0013 --margin 0.002     number of runs for such a claim
 
@@ -42,7 +42,7 @@ import scipy.stats
 import logs
 import pages
 from logs import UserError, brief, config_of, plural, require
-from manifest import ALPHA, declaration, race_of, side_of
+from manifest import ALPHA, MANIFEST, declaration, race_of, side_of
 
 warnings.filterwarnings("ignore", category=RuntimeWarning, module="scipy")  # t of equal values: p is nan then
 
@@ -514,7 +514,7 @@ def gather(name, found, options, source=None, race_side=None):
     unreadable = [item for item in found.rejected if item.kind == logs.UNREADABLE]
     require(not unreadable, "; ".join(f"{logs.printable(item.path)}: {item.reason}" for item in unreadable))
 
-    side = Side(name, [], found.rejected)
+    side = Side(name, [], found.rejected, declaration(found.runs) if found.runs else {})
     side.left_out = [(item.path, item.reason) for item in found.rejected if not logs.is_beside(item)]
     side.left_out += [(item.path, f"{item.reason}: {logs.printable(item.original_path)}") for item in found.duplicates]
     for run in [run for run in found.runs if race_side is None or (race_of(run) and race_of(run).side == race_side)]:
@@ -524,9 +524,10 @@ def gather(name, found, options, source=None, race_side=None):
             side.left_out.append((run.path, run.disqualified))
         else:
             side.runs.append(run)
-    unused = side.left_out or [(item.path, item.reason) for item in found.rejected]
+    unused = side.left_out or [(item.path, "no run of this race has ended" if os.path.basename(item.path) == MANIFEST else item.reason)
+                               for item in found.rejected]
     reasons = "; ".join(f"{logs.printable(path)}: {reason}" for path, reason in unused[:3])
-    require(side.runs, f"{name} holds no run that can be used ({reasons or 'nothing was found'}); "
+    require(side.runs, f"{side.label} holds no run that can be used ({reasons or 'nothing was found'}); "
             "see `.venv/bin/python records/logs.py PATH...`")
     incomplete = [item for item in found.rejected if item.kind == logs.INCOMPLETE]
     if incomplete:
@@ -542,7 +543,7 @@ def check_one_experiment(side):
         groups = grouped((run for run in side.runs if key(run) is not None), key)
         if len(groups) > 1:
             listed = logs.some(shown.format(value, len(runs), list_names(runs)) for value, runs in groups.items())
-            raise Mixed(f"{side.name} holds runs {what}: {listed}", advice.format(next(value for value in groups if value != "none")))
+            raise Mixed(f"{side.label} holds runs {what}: {listed}", advice.format(next(value for value in groups if value != "none")))
 
     sources, configs = {run.source_sha256 for run in side.runs}, {id(run): config_of(run) for run in side.runs}
     must_agree(f"of {len(sources)} sources", lambda run: run.source_sha256 or "none", "choose one, for instance with "
@@ -558,19 +559,19 @@ def check_one_experiment(side):
     must_agree(*data)
     for what, key in of_machine:
         if len(found := {key(run): None for run in side.runs if key(run) is not None}) > 1:
-            side.warnings.append(f"{side.name} holds runs {what}: {logs.some(found)}: its times are of several machines, and "
+            side.warnings.append(f"{side.label} holds runs {what}: {logs.some(found)}: its times are of several machines, and "
                                  "losses may differ too")
     must_agree("of different races", lambda run: (side_of(run) or ["none"])[0], shown="{} ({})")
     if sources == {None}:
-        side.warnings.append(f"the logs of {side.name} hold no source: they may belong to several experiments")
+        side.warnings.append(f"the logs of {side.label} hold no source: they may belong to several experiments")
     if not all(map(race_of, side.runs)):
-        side.warnings.append(f"{side.name} declares no number of runs: the verdict is valid only if the number was "
+        side.warnings.append(f"{side.label} declares no number of runs: the verdict is valid only if the number was "
                              "fixed before the first run, and every run that was started is here")
 
     repeats = grouped((run for run in side.runs if run.seed is not None), lambda run: json.dumps(
         [run.seed, run.source_sha256, configs[id(run)]], sort_keys=True))
     for runs in repeats.values():
-        require(len(runs) == 1, f"{len(runs)} runs of {side.name} share the seed {json.dumps(runs[0].seed)} "
+        require(len(runs) == 1, f"{len(runs)} runs of {side.label} share the seed {json.dumps(runs[0].seed)} "
                 f"({list_names(runs)}): they are not independent, and p would be too small; race with distinct seeds")
 
 
@@ -579,7 +580,7 @@ def check_complete(side):
     for which, runs in grouped(side.runs, side_of).items():
         if which is None:
             continue
-        where = f"race {which[0]}" + (f", side {which[1]}" if which[1] else "")
+        where = f"race {which[0]}" + (f", {side.label}" if which[1] else "")
         declared = list(dict.fromkeys(str(race_of(run).declared_n) for run in runs))
         numbers = Counter(race_of(run).run for run in runs)
         twice = [number for number, count in numbers.items() if count > 1]
@@ -599,14 +600,14 @@ def check_none_diverged(side):
     diverged = [item for item in side.rejected if item.kind == logs.NOT_FINITE and item.source_sha256 in sources
                 and side_of(item) in races]
     reason = diverged[0].reason if diverged else ""
-    require(not diverged, f"{list_names(diverged)} of {side.name} diverged ({reason}): a run that was started and is "
+    require(not diverged, f"{list_names(diverged)} of {side.label} diverged ({reason}): a run that was started and is "
             "evidence against the claim; fix the cause and race again")
 
 
 def add_warnings(side):
     """Add the logs' own notes, and what is wrong with their times, to the warnings."""
     for note, count in Counter(note for run in side.runs for note in run.notes).items():
-        side.warnings.append(f"{note} ({count} of {plural(len(side.runs), 'run')} of {side.name})")
+        side.warnings.append(f"{note} ({count} of {plural(len(side.runs), 'run')} of {side.label})")
     if side.untimed:
         stopped = [run for run in side.untimed if run.train_time_ms is not None]
         side.warnings += [f"train_time is not above zero on the last line of {list_names(stopped)}: the times are not judged"] * bool(stopped)
@@ -744,7 +745,7 @@ def judge_claim(sides, verdict, alpha, target):
     declared, a = sides[0].declared, sides[0]
     target = choose_target(a.runs, target)
     if target is None:
-        return {"verdict": NO_CLAIM, "reason": "the runs had no target loss, so none was claimed; stats.py --target X "
+        return {"verdict": NO_CLAIM, "reason": "the runs had no target loss; stats.py --target X "
                 "judges them by one"}
     loss = judge_loss(a.losses, target, alpha)
     comparison = None
@@ -926,7 +927,7 @@ def parse(arguments):
     add = parser.add_argument
     add("paths", nargs="*", metavar="PATH", type=logs.or_latest(logs.RACE), help="logs or folders of logs; or latest, the last race")
     add("--vs", nargs="+", metavar="PATH", help="logs of the version to beat")
-    add("--side", help="the paths hold one race: judge this side of it against the other (default: a)")
+    add("--side", help="of the paths' race, the letter of the idea to judge against the base (default: a, the first)")
     add("--target", type=float, help=f"target loss (default: what the logs state, else {DEFAULT_TARGET})")
     add("--alpha", type=float, help=f"level of every test (default: what the race declared, else {ALPHA})")
     add("--at-target", action="store_true", help="print where each run's loss first reached the target, and judge nothing")

@@ -432,15 +432,15 @@ def check_accounts(runs, found, races):
                            "name the logs of one experiment")
         except CannotJudge as reason:
             raise Broken(str(reason)) from None
-        require(len(shards_read(of_side)) < 2, f"the runs of {side.name} did not all read the same data")
+        require(len(shards_read(of_side)) < 2, f"the runs of {side.label} did not all read the same data")
         stated = {str(e.get("start.config", dict).get("train_loss_every")) for e in of_side if e.ours}
-        require(len(stated) < 2, f"the runs of {side.name} state training losses at different steps "
+        require(len(stated) < 2, f"the runs of {side.label} state training losses at different steps "
                 "(train_loss_every), so they cannot be compared")
         if which is None:
             unknown.append("no number of runs was declared: some may be missing")
         elif not declared:
             unknown.append(f"there is no {MANIFEST} of race {race_id}: other attempts cannot be seen")
-        remarks += [f"{side.name}: {plural(len(of_side), 'run')}, as declared"] * (which is not None)
+        remarks += [f"{side.label}: {plural(len(of_side), 'run')}, as declared"] * (which is not None)
     remarks += [f"{logs.printable(os.path.basename(item.path))}: {item.reason}" for item in found.rejected
                 if item.kind in (logs.INCOMPLETE, logs.NOT_FINITE)]
     homes = {str(manifest.path.parent) for manifest in races.values()}
@@ -503,7 +503,7 @@ def check_attempts(manifest, here, remarks, unknown):
             require(not attempt.get("logged"), f"{what}, was started ({status}), and its log is not here")
             if status not in ("failed", "interrupted"):  # nobody saw how it ended
                 unknown.append(f"{what}, was started and left no log: how it ended cannot be seen")
-    unknown += [f"{count} runs of side {side} were stopped and repeated: with so many, chance alone finds a faster one"
+    unknown += [f"{count} runs of {logs.side_names(declared)[side]} were stopped and repeated: with so many, chance alone finds a faster one"
                 for side, count in stopped.items() if count > STOPS]
     require(tried == declared["order"][:len(tried)],
             f"by {MANIFEST} the runs were not started in the order it declares")
@@ -1016,7 +1016,7 @@ def parse(arguments):
     add("--vs", nargs="+", metavar="OTHER", help="logs of the version to beat")
     add("--source", metavar="HASH", help="judge only runs whose source has a SHA-256 with this beginning")
     add("--vs-source", metavar="HASH", help="the same for --vs")
-    add("--side", default="a", help="the record's side, in a race with two sides (default: a)")
+    add("--side", default="a", help="letter of the record's side in its race (default: a, the first idea)")
     add("--data", metavar="DIR", help="folder of the shards: hash and replay them, search training for validation text")
     add("--rerun", nargs="+", metavar="MODEL", help="saved models; RUNS the source in their logs: use a container")
     add("--replay", type=int, metavar="SEED", help="train this seed again; RUNS the source in its log: use a container")

@@ -1,6 +1,7 @@
 """launch/race.py: order, seeds, declaration, worktree, failure, Ctrl-C and resumption, with a script that trains
 nothing; and one run of the real script through the launcher."""
 
+import datetime
 import html
 import importlib.util
 import io
@@ -337,7 +338,7 @@ def test_a_ladder_judges_each_idea_against_the_base(repo, capsys, monkeypatch):
     assert sorted([better.holm, worse.holm]) == pytest.approx([2 * min(better.p, worse.p), max(better.p, worse.p, 2 * min(better.p, worse.p))])
     assert re.search(r"^ 2/16  --worse -1 --slower 10  seed 1  loss 3.1\d+  0.11 s$", shown, re.M) and "\n--worse -1 --slower 10  3.19" in shown
     (line,) = [line for line in shown.rpartition("all runs are done")[2].splitlines() if line.startswith("--worse -1 --slower 10  ")]
-    assert line.endswith("  trade-off") and "--worse 2: loss: higher by 0.02" in shown and "board.py add logs/" in shown.splitlines()[-2]
+    assert line.endswith("  trade-off") and "--worse 2: loss: higher by 0.02" in shown and "./run.sh board add latest" in shown.splitlines()[-2]
     assert {row["steps"] for row in found["rows"]} == {1}  # the stand-in's runs have one
     (command,) = ladder.at_equal_time(found | {"rows": [row | {"steps": 1000} for row in found["rows"]]})
     fitted = [f"{row['verdict'].name} --num_steps {int(1000 / row['verdict'].time.value)}" for row in found["rows"]]
@@ -464,11 +465,11 @@ def test_a_race_ends_with_a_table_and_the_page_of_its_record_says_the_same(repo,
     assert re.search(rf"^base +3.2020 +0\.10\d$\n^{idea} +3.19\d\d +-0.01\d\d \(-0.01\d\d … -0.00\d\d\) +0.00\d+ +0.1\d\d +1.0", table, re.M), table
     sentence = re.search(f"{idea}: (loss: lower by .*?; time: .*?)\\.\n\n", table, re.S)[1].replace("\n", " ")
     program, tool, *words = shlex.split(advice.splitlines()[0])
-    assert (program, tool, words[0]) == (".venv/bin/python", "records/board.py", "add")
-    assert board.main(["add", *(str(repo / word) for word in words[1:3]), words[3]]) == 0
-    for page in (home / "README.md", repo / words[2] / "README.md"):
+    assert (program, tool) == ("./run.sh", "board") and board.main(words) == 0
+    record = home / f"{datetime.date.today()}_NAME"
+    for page in (home / "README.md", record / "README.md"):
         assert sentence in html.unescape(page.read_text()), page
-    assert stats.main([str(repo / words[2]), "--side", "a"]) < 2 and sentence in " ".join(capsys.readouterr().out.split())
+    assert stats.main([str(record), "--side", "a"]) < 2 and sentence in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_run_is_noted_before_it_starts_and_after(repo, monkeypatch):
