@@ -5,11 +5,9 @@
     ./run.sh -n 5 --vs ../modded-nanogpt --cmd "torchrun …"     against another project's script, started in its folder
     python launch/race.py -n 5 --ranks 2 -- --num_steps 300     as run.sh calls it: flags of all sides behind --
 
-A first run does not count: it warms the machine up (run 0 in race.jsonl). Where runs compile, each other side runs up
-to its first step before that, so that all counted runs find their code in this checkout's .cache. Then they run in turn,
-idea, base, base, idea, ...: a machine that warms up or becomes busier affects both sides equally. Run i has seed N + i on
-both sides (N: --seed among the flags, or 0). The largest number of runs, the deciding test (--test), and whether looks
-may end the race are declared before the first run, so nobody can stop at a convenient moment.
+docs/racing.md says what runs when. Run i has seed N + i on all sides (N: --seed among the flags, or 0). The largest number
+of runs, the deciding test, and whether looks may end the race are declared before the first run, so nobody can stop at a
+convenient moment.
 
 logs/race-ID/ contains the logs of both sides and:
   race.jsonl         the declaration, with the source and config of each side, and a line before and after each run
@@ -510,7 +508,7 @@ def new_race(options):
     race_id = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{uuid.uuid4().hex[:4]}"
     manifest = Manifest(ROOT / "logs" / f"race-{race_id}" / MANIFEST)
     manifest.race = {"id": race_id, "n": options.n, "until_decided": options.until_decided, "alpha": options.alpha,
-                     "test": options.test if options.vs else "unpaired", "seed": seed or 0, "ranks": options.ranks,
+                     "test": "paired" if options.vs else "unpaired", "seed": seed or 0, "ranks": options.ranks,
                      "sides": sides, "threads": os.environ.get("OMP_NUM_THREADS"), "declared": now(),
                      "revision": git("rev-parse", "HEAD"), "trial": options.trial,
                      "order": [f"{run}{side}" for run, side in order(options.n, sides)]}
@@ -539,7 +537,7 @@ def parse(arguments):
         parser.error(f"--vs is given {len(options.vs)} times; a race has 25 ideas at most, with --until-decided one")
     if options.until_decided != bool(options.max_n) or options.until_decided and options.n:
         parser.error("--until-decided needs --max-n N, and no -n")
-    options.test, options.alpha = options.test or "paired", 0.01 if options.alpha is None else options.alpha
+    options.alpha = 0.01 if options.alpha is None else options.alpha
     if options.until_decided and options.max_n < 4 or not 0 < options.alpha < 0.5:  # no bootstrap decides on 3 losses
         parser.error(f"--max-n is {options.max_n} and --alpha {options.alpha}; give at least 4, and less than 0.5")
     options.n = options.max_n or options.n

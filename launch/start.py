@@ -102,8 +102,6 @@ def add_race_options(add):
     add("--cmd", help="what starts another project's script in the folder that --vs names")
     add("--until-decided", action="store_true", help="stop as soon as the verdict is known")
     add("--max-n", type=int, metavar="N", help="with --until-decided: the most runs of each version")
-    add("--test", choices=("paired", "unpaired"), help="paired t-test of log time, for a machine that drifts "
-        "(default), or Welch's")
     add("-v", action="store_true", help="print all that each run prints")
     add("--alpha", type=float, metavar="P", help="level of each of the claim's tests (0.01)")
     add("--json", action="store_true", help="print the verdict as JSON, on the last line of stdout")
@@ -131,7 +129,7 @@ def parse(words):
     """Return (options, the race's words, flags for train_gpt.py), with paths as seen from the user's folder."""
     parser = make_parser()
     options, flags = parser.parse_known_args(spelled(join_versions(words), parser._option_string_actions))
-    race = [word for name in ("n", "cmd", "max_n", "test", "alpha", "name") if (value := getattr(options, name)) is not None
+    race = [word for name in ("n", "cmd", "max_n", "alpha", "name") if (value := getattr(options, name)) is not None
             for word in ("-n" if name == "n" else f"--{name.replace('_', '-')}", str(value))]
     race += [word for version in options.vs for word in ("--vs", version)] + ["--until-decided"] * options.until_decided
     race += ["--trial"] * bool(race and options.trial) + ["-v"] * bool(race and options.v) + ["--json"] * options.json

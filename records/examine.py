@@ -6,14 +6,12 @@ computed here. It starts without PYTHON* and LD_* variables and never sees the t
 where later tokens are changed are random: a model that looks ahead at fewer than 1 in 100 places may pass. """
 
 import contextlib
-import functools
 import hashlib
 import importlib.util
 import json
 import os
 import re
 import resource
-import shutil
 import socket
 import struct
 import subprocess
@@ -144,18 +142,9 @@ def read_model(path, device="cpu"):
     return torch.load(path, weights_only=True, map_location=device)
 
 
-@functools.cache
-def copy_of_judge():
-    """Copy this file and its imports to a temporary folder: files may be edited in the minutes of an examination."""
-    copy = tempfile.TemporaryDirectory()  # which is removed when this process ends
-    shutil.copytree(Path(__file__).parent, copy.name, dirs_exist_ok=True, ignore=shutil.ignore_patterns("20*"))
-    return copy
-
-
 def start(folder, *arguments):
     """Start the process that serves these arguments, isolated, in a folder of its own."""
-    code = (f"import sys; sys.path.append({copy_of_judge().name!r}); import examine; "
-            f"examine.serve(*{arguments!r})")
+    code = f"import sys; sys.path.append({os.path.dirname(__file__)!r}); import examine; examine.serve(*{arguments!r})"
     environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     environment |= {"HOME": str(folder), "TMPDIR": str(folder)}  # compilers keep caches there
     return subprocess.Popen([sys.executable, "-I", "-c", code], cwd=folder, env=environment,

@@ -8,7 +8,7 @@ The table is that of stats.verdicts: the change in final validation loss and in 
 one seed, with Holm's correction for all ideas of all races. The bases must have the same config, source and data.
 
 stats.RULE, below the table, says when an idea is better. --equal-time prints a race on new seeds in which each idea has as many
-steps as fit into the base's time. Exit status: 0 an idea is better, 1 none is, 2 not judged. --json: docs/racing.md.
+steps as fit into the base's time. Exit status and --json: docs/racing.md.
 """
 
 import argparse

@@ -6,8 +6,7 @@
     python records/stats.py logs/*.txt --at-target        where did the loss first reach the target?
     python records/stats.py --plan --sd 0.0013 --margin 0.002     number of runs for such a claim
 
-Exit status: 0 an idea is better than its base (see RULE) or the claim holds; 1 neither; 2 not judged (too few runs, mixed
-sources, one version without a target, ...). --json prints one line with the verdict (docs/racing.md).
+Exit status and --json: docs/racing.md.
 
 The claim: the mean final loss is below the target (one-sided one-sample t-test, p < alpha) and, with a second set, the
 mean train_time is below that set's. Both must hold, so a wrong claim passes with probability alpha at most. The test of

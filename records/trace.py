@@ -70,12 +70,10 @@ class Op(NamedTuple):
     kind: str
     device: str
     thread: object
-    stream: object = None
     launched: int = 0
 
 
 NOWHERE = -1  # the step of an event outside all steps
-LITTLE = 0.01  # of the busy time
 MAX_TIME = 1 << 62  # ns, the year 2116: the sum of a time and a duration fits in 64 bits
 
 GPU_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset"}
@@ -179,8 +177,7 @@ def read(path):
             if category == "kernel" and "nccl" in name.lower():
                 kinds = map(collective, (name, str(arguments.get("Collective name"))))
                 kind = next((kind for kind in kinds if kind != "other"), "other")
-            stream = arguments.get("stream") and str(arguments["stream"])
-            ops.append((correlation, Op(start, end, sys.intern(name), kind, device, None, stream)))
+            ops.append((correlation, Op(start, end, sys.intern(name), kind, device, None)))
         elif mark := STEP_MARK.fullmatch(name):
             marks[int(mark[1])].append(Span(start, end, name))
             marked.append((thread, marks[int(mark[1])][-1]))
@@ -386,17 +383,6 @@ def notes(trace, ops, steps):
                      f"({len(communication(trace.outside))} of them communication)")
     if trace.broken:
         found.append(f"excluded: {logs.plural(trace.broken, 'event')} without a usable name, time or duration")
-    longest = max((mark.end - mark.start for marks in trace.steps.values() for mark in marks), default=0)
-    if long := sum(op.end - op.start > longest for op in ops):
-        found.append(f"{logs.plural(long, 'GPU op')} lasted longer than the longest step: stalled, or with a wrong dur; busy times contain "
-                     f"{'it' if long == 1 else 'them'} whole")
-    streams = defaultdict(list)
-    for op in sorted((op for op in ops if op.stream is not None), key=lambda op: op[:2]):
-        streams[op.device, op.stream].append(op)
-    both = [a.end - b.start for of_stream in streams.values() for a, b in itertools.pairwise(of_stream) if b.start < a.end]
-    if len(both) > 1 and sum(both) > LITTLE * busy(ops):  # the next kernel may begin before the end of one
-        found.append(f"{len(both)} times two ops overlap on one stream, which runs one at a time: their times are not exact (busy times "
-                     "count the overlap once)")
     devices = {op.device for op in ops}
     if len(devices) > 1:
         found.append(f"ops on {len(devices)} GPUs: times are measured on each and summed")

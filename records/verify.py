@@ -9,14 +9,9 @@
     python records/verify.py RECORD --diff             also print how the source differs from the other side's, or from
                                                        this checkout's
     python records/verify.py RECORD -v                 also print each rule with its reason
-    --json  one line for programs (docs/racing.md); its verdict is pass, fail, incomplete (nothing fails, but some rules could
-            not be checked) or not judged
 
 --rerun and --replay run the source in the logs: use a container. docs/racing.md describes the page, the independent
-evidence for what a log states, and what no rule sees.
-
-Exit status: 0 nothing fails, 1 a rule is broken or a claim is not shown, 2 nothing to judge: no input, or logs that do
-not describe their runs.
+evidence for what a log states, what no rule sees, the exit status and --json.
 """
 
 import argparse
@@ -964,9 +959,7 @@ def examine_all(case):
     """Return [(name, {rule: (verdict, reason)})] of the runs whose models are given."""
     if case.models:
         print(f"verify.py: examining {plural(len(case.models), 'model')}, which runs the source in their logs and takes "
-              "minutes; if somebody else wrote it, run it in a container. Files that are edited meanwhile do not matter",
-              file=sys.stderr)
-        leaks.trainer(), leaks.source_of_checkout()  # read before somebody edits them
+              "minutes; if somebody else wrote it, run it in a container", file=sys.stderr)
     return [(e.name, examine.check_model(e, path, case.options.data, tell=lambda rule: print(
         f"verify.py: model {number} of {len(case.models)}, {e.name}: {rule} ...", file=sys.stderr, flush=True)))
         for number, (e, path) in enumerate(case.models.values(), 1)]

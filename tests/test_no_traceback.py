@@ -103,7 +103,7 @@ def samples(honest, tmp_path, monkeypatch):  # noqa: F811
             file.write("".join(json.dumps({**event, **more}) + "\n" for more in (
                 {"status": "started"}, {"status": "done", "ended_at": event["started_at"], "seconds": 5, "logged": True})))
     two_steps().write(tmp_path / "trace/x.json", distributedInfo={"rank": 0, "world_size": 1}, deviceProperties=[{"name": "x"}])
-    monkeypatch.setattr(race, "run_all", lambda *_: 0)  # a manifest that is still one starts nothing
+    monkeypatch.setattr(race, "run_all", lambda *_: {"status": 0})  # a manifest that is still one starts nothing
     monkeypatch.setattr(race, "folders", lambda sides: contextlib.nullcontext({}))
     monkeypatch.setattr(race, "check_sides", lambda *_: None)
     monkeypatch.setattr(board, "HERE", tmp_path)

@@ -458,6 +458,7 @@ def test_a_race_ends_with_a_table_and_the_page_of_its_record_says_the_same(repo,
     idea, home = "--worse -1 --slower 5", repo / "records"
     home.mkdir()
     monkeypatch.setattr(board, "HERE", home)
+    monkeypatch.setattr(logs, "HOME", repo / "logs")
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))  # the stand-in's logs lack what some rules ask for
     assert race.main(["-n", "3", "--vs", idea, "--", "--mood", "jittery"]) == 0
     shown = capsys.readouterr().out

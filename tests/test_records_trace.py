@@ -434,11 +434,7 @@ def lacking(change):
     return build
 
 
-def test_ops_that_last_too_long_or_overlap_are_told(tmp_path):
-    """Of a GPU whose clock lies behind the host's, all figures stay."""
-    build = two_steps().op("gemm", 1800, 9000, 900).op("gemm", 2000, 2300, 950)
-    assert [note.split(":")[0] for note in analysed(build, tmp_path)["notes"]] == [
-        "1 GPU op lasted longer than the longest step", "3 times two ops overlap on one stream, which runs one at a time"]
+def test_a_gpu_whose_clock_lies_behind_the_hosts_has_the_same_figures(tmp_path):
     early = lacking(lambda event: event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset") and event.update(ts=event["ts"] - 1e6))
     assert analysed(early, tmp_path) == analysed(two_steps(), tmp_path)
 

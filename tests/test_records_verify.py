@@ -904,9 +904,6 @@ class Forked:
         os.waitpid(self.pid, 0)
 
 
-examine_start = examine.start
-
-
 @pytest.fixture
 def forked(monkeypatch):
     monkeypatch.setattr(examine, "start", Forked)
@@ -1236,20 +1233,6 @@ def test_cheat_8_a_source_that_patches_its_judge(rerun):
     rules = rerun(("ROOT = Path(", patch + "ROOT = Path("), end__final_val_loss=3.0,
                   end__model_hash="0" * 64, only=[examine.SAVED, examine.LOSS])
     assert [verdict for verdict, _ in rules.values()] == ["fail", "fail"]
-
-
-def test_files_that_are_edited_while_a_model_is_examined_do_not_matter(rerun_apart, tmp_path, monkeypatch):
-    here = shutil.copytree(ROOT / "records", tmp_path / "records", ignore=shutil.ignore_patterns("2*"))
-    monkeypatch.setattr(examine, "__file__", str(here / "examine.py"))
-    examine.copy_of_judge.cache_clear()
-
-    def start(*arguments):
-        process = examine_start(*arguments)
-        (here / "examine.py").write_text("half an idea")
-        return process
-    monkeypatch.setattr(examine, "start", start)
-    rules = rerun_apart(only=[examine.LOSS, examine.ORDER])  # the second one starts another process
-    assert {verdict for verdict, _ in rules.values()} == {"pass"}, rules
 
 
 @pytest.mark.parametrize("name", ["PYTHONPATH", "PYTHONBREAKPOINT"])

@@ -328,8 +328,8 @@ RANKS = "[{}][train_gpt.py]"
     (0, ["-n", "2", "--vs", "--muon_lr 0.05 --adam-lr -1e-3 --train_files 'data/own-x y/*.bin'", "--vs=--b -0.5", "--adam-lr", "1e-3"],
      ["[PY][data/stdlib.py]", "[launch/race.py][-n][2][--vs][--muon_lr 0.05 --adam-lr -1e-3 --train_files 'data/own-x y/*.bin'][--vs][--b -0.5]"
       "[--ranks][2][--][--preset][laptop][--adam_lr][1e-3]"]),
-    (0, ["-n", "10", "--vs", "REVISION", "--test", "unpaired", "--alpha", ".05"],
-     ["[PY][data/stdlib.py]", "[launch/race.py][-n][10][--test][unpaired][--alpha][0.05][--vs][REVISION][--ranks][2][--][--preset][laptop]"]),
+    (0, ["-n", "10", "--vs", "REVISION", "--alpha", ".05"],
+     ["[PY][data/stdlib.py]", "[launch/race.py][-n][10][--alpha][0.05][--vs][REVISION][--ranks][2][--][--preset][laptop]"]),
     (0, ["--muon-lr", ".05", "--init-from=m", "--max_n", "9", "--until_decided"], ["[PY][data/stdlib.py]",
      "[launch/race.py][--max-n][9][--until-decided][--ranks][2][--][--preset][laptop][--muon_lr][.05][--init_from][m]"]),
     (0, ["--trial", "--seed", "1"], ["[PY][data/stdlib.py]", RANKS.format(2) +
