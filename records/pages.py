@@ -6,7 +6,6 @@ import math
 import os
 import re
 import shlex
-import shutil
 import statistics
 import textwrap
 from pathlib import Path
@@ -18,7 +17,7 @@ from manifest import place_of
 
 FOLDER = Path(__file__).resolve().parent / "templates"
 TEMPLATES = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.iterdir()}  # read once, at start
-WIDTH = max(60, min(120, shutil.get_terminal_size((120, 24)).columns))
+WIDTH = 120  # columns; the same in every terminal, for pages are compared
 SMOOTHED = 1 / 20  # fraction of a run's steps in a running mean
 POINTS = 100  # of a line
 TICKS = 6  # of an axis, about
