@@ -38,10 +38,11 @@ from torch import Tensor, nn
 
 import train_gpt
 from train_gpt import (
-    GATE_DIM, GPT2_VOCAB, TILE_K, TILE_M, TILE_N, DocumentTable, Encoding, HeadLoss, Mask, MuonGroup, NgramTable,
-    Ngrams, Plan, Ramp, Rotary, Shard, Softcap, Windows, attend, compiled, cut_in_pieces, embedding, exclude_own_value,
-    fp8_product, kernel_programs, mask_in_pieces, norm, option, parameter, relu_squared, require, rotate,
-    scheduled_steps, seen_by_pieces, sha256_of, stage_type, start, to_device, triton, uniform)
+    GATE_DIM, GPT2_VOCAB, TILE_K, TILE_M, TILE_N, DocumentTable, Encoding, HeadLoss, Mask, MuonGroup, Ngrams,
+    NgramTable, Plan, Ramp, Rotary, Shard, Softcap, Windows, attend, compiled, cut_in_pieces, embedding,
+    exclude_own_value, fp8_product, kernel_programs, mask_in_pieces, norm, option, parameter, relu_squared, require,
+    rotary_frequencies, rotate, scheduled_steps, seen_by_pieces, sha256_of, stage_type, start, to_device, triton,
+    uniform)
 
 if triton is not None:
     import triton.language as tl
@@ -97,13 +98,22 @@ class Config(train_gpt.Config, StageValues):
     worker_type = property(lambda self: Worker)
     help_groups = {"second_token_weight": "values that stages may set", "bigram_rows": "model of record 89"}
 
-    # the record's first layer has neither attention nor MLP; the others are numbered without it
-    layers: str = option("PM S0xM P1M LxgM SxM PM M+3 SxM cS2M cP3M cL4gdM", "one word per layer (read Block and "
-                         "Attention first): S or L (attention with the short or long window) or P (short window; heads "
-                         "j and num_heads / 2 + j attend to each other's keys), a digit (value table), x (heads remove "
-                         "a token's own value: XSA, arXiv:2603.09078), g (a gate per head and token), d (attention "
-                         "maps mixed over heads: DC, arXiv:2405.08553), M (MLP), +N (skip connection from layer N); c "
-                         "in front (attention reads backout_layer)")
+    # the record's first layer has neither attention nor MLP; the others are numbered without it. Queries, keys and values
+    # of half the width use a part of matrices of full size, so that updates treat all layers alike
+    layers: str = option("PinM S0xinM P1inM LxginM SxinM PinM M+3 SxinM cS2inM cP3inM cL4gdM", "one word per layer "
+                         "(read Block and Attention first): S or L (attention with the short or long window) or P (short "
+                         "window; heads j and num_heads / 2 + j attend to each other's keys), q (queries and keys half as "
+                         "wide), v (values half as wide), a digit (value table), x (heads remove a token's own value: "
+                         "XSA, arXiv:2603.09078), g (a gate per head and token), d (attention maps mixed over heads: DC, "
+                         "arXiv:2405.08553); or r (the weights of a layer with attention, without attention); i (adds "
+                         "x0), n (adds the n-gram embeddings), M or MM (one MLP, or the sum of two), +N (skip connection "
+                         "from layer N); c in front (attention reads backout_layer)")
+    mlp_dim: int = option(0, "hidden width of the MLPs; 0: 4 * model_dim", min=0)
+    softmax_scale: float = option(0.1, "factor on attention's logits in heads of full width, for the first window")
+    narrow_softmax_scale: float = option(0.13, "the same for narrow queries and keys")
+    mudd_groups: int = option(0, "groups of channels with weights of their own when the head mixes earlier outputs; it "
+                              "then also reads all value tables, the last MLP's input and backout_layer's normed "
+                              "output. 0: none of these", min=0)
     bigram_rows: int = option(377280, "rows of the table of pairs of tokens", min=2)
     token_gates: str = option("0,4", "layers that begin a small network's range. Per token it computes gates of x0, "
                               "bigram embeddings, skip connections, x, g and d for the layers up to the next one")
@@ -136,10 +146,17 @@ class Config(train_gpt.Config, StageValues):
             (c.num_heads % 2 == 0, f"num_heads is {c.num_heads}; P and the last layer need an even number"),
             (c.num_heads % c.muon_qk_heads == 0,
              f"muon_qk_heads is {c.muon_qk_heads}; it must divide num_heads, {c.num_heads}"),
-            (not c.ngrams, "ngrams: this model has one table, see --bigram_rows; leave it empty"))
+            (not c.ngrams, "ngrams: this model has one table, see --bigram_rows; leave it empty"),
+            (not c.mudd_groups or c.model_dim % c.mudd_groups == 0 and layers[-1].mlp, f"mudd_groups is "
+             f"{c.mudd_groups}; it must divide model_dim, {c.model_dim}, and the last layer needs an MLP"))
         for i, layer in enumerate(layers):
             yield (layer.window != "P" or not (layer.xsa or layer.dc), f"layers: layer {i} has P with x or d, which "
                    "need unpaired heads; write S or L")
+            yield (layer.narrow_qk or not layer.narrow_v, f"layers: layer {i} has v without q; write qv, or leave out v")
+            yield (not layer.narrow_qk or layer.window != "L" and not layer.dc, f"layers: layer {i} has q with L or d, "
+                   "which need queries and keys of full width; leave out q")
+            yield (not layer.last or not (layer.adds_x0 or layer.adds_ngrams), "layers: the last layer has i or n, but "
+                   "the token weights of Mudd add both; leave them out")
 
 PRESETS = {"frontier": Config(
     backout_layer=7, overlap_param_gather=True, update_order="forward", logit_cap=23.0,
@@ -162,13 +179,18 @@ class Layer(NamedTuple):
     """The contents of one layer; see Config.layers."""
 
     window: str | None       # of its attention: S, L, P, or None for no attention
+    residual: bool  # it weights the residual stream as with attention, and may have none
+    narrow_qk: bool
+    narrow_v: bool
     value_table: int | None
-    mlp: bool
-    skip_from: int | None
-    reads_backout: bool  # attention reads the output of backout_layer
     xsa: bool
     gated: bool
     dc: bool
+    adds_x0: bool
+    adds_ngrams: bool
+    mlp: int  # MLPs
+    skip_from: int | None
+    reads_backout: bool  # attention reads the output of backout_layer
     last: bool  # its inputs are mixed by Mudd
 
 @functools.lru_cache(maxsize=16)
@@ -177,12 +199,15 @@ def parse_layers(words: str) -> tuple[Layer, ...]:
     require(words.split(), "layers is empty; give at least one layer")
 
     def parse(word: str, last: bool) -> Layer:
-        found = re.fullmatch(r"(?=[^+])(?:(c?)([SLP])(\d?)(x?)(g?)(d?))?(M?)(?:\+(\d+))?", word)
-        require(found, f"layers: {word!r} is not a layer; write S, L or P, optionally with a digit, x, g, d, M, +N, "
-                "and c in front, such as cS1xM+0; or M")
-        backout, window, table, xsa, gated, dc, mlp, skip = found.groups()
-        return Layer(window, int(table) if table else None, bool(mlp), int(skip) if skip else None, bool(backout),
-                     bool(xsa), bool(gated), bool(dc), last)
+        found = re.fullmatch(
+            r"(?=[^+])((?:(?P<reads_backout>c)?(?P<window>[SLP])(?P<narrow_qk>q)?(?P<narrow_v>v)?(?P<value_table>\d)?"
+            r"(?P<xsa>x)?(?P<gated>g)?(?P<dc>d)?|r)(?P<adds_x0>i)?(?P<adds_ngrams>n)?)?(?P<mlp>M{0,2})"
+            r"(?:\+(?P<skip_from>\d+))?", word)
+        require(found, f"layers: {word!r} is not a layer; write S, L or P, optionally with q, v, a digit, x, g, d, i, n, "
+                "M, +N in this order, and c in front, such as cS1xinM+0; or r, i, n, M, +N; or M, +N")
+        number = {name: found[name] and int(found[name]) for name in ("value_table", "skip_from")}
+        return Layer(**{name: bool(letter) for name, letter in found.groupdict().items()} | number | {
+            "window": found["window"], "mlp": len(found["mlp"]), "residual": bool(found[1]), "last": last})
     *others, final = words.split()
     return *(parse(word, False) for word in others), parse(final, True)
 
@@ -257,7 +282,11 @@ class GPT(nn.Module):
         self.post_lambdas = parameter(torch.ones(count, 2), "post_lambdas")
         # the longest other token that begins each token, or -1; the last entry is for the target -1. See fill_prefixes
         self.register_buffer("prefixes", torch.full((vocab + 1,), -1), persistent=False)
-        self.rotary = Rotary(c, 2 * max(c.val_len, *lengths))  # P has two positions per token
+        positions = 2 * max(c.val_len, *lengths)  # P has two per token
+        self.rotary = Rotary(rotary_frequencies(c.head_dim), c.softmax_scale, positions, dtype)
+        # all entries of narrow heads rotate, as the first half of the others
+        self.narrow_rotary = Rotary(rotary_frequencies(c.head_dim)[:c.head_dim // 4], c.narrow_softmax_scale, positions,
+                                    dtype) if any(layer.narrow_qk for layer in self.layers) else None
         self.tied = False  # head and embedding are one matrix
         self.further_weights: dict[str, float] = {}  # of this step's further targets
         self.reach = 0  # above 0: all masks in pieces have one shape, for windows up to `reach` tokens
@@ -330,8 +359,9 @@ class GPT(nn.Module):
         # unbound at once: backward of many single selections would pad each gradient with zeros and add them up
         skip_weights, value_mixes, _ = self.scalars.split(self.scalar_sizes)
         mixes = torch.cat([self.resid_lambdas, self.post_lambdas], 1)
-        return Context(x0, bigram_embeds, (self.rotary.cos, self.rotary.sin, self.rotary.scale), masks,
-                       skip_weights.unbind(), mixes.unbind(), value_mixes.view(-1, 2).unbind(), self.gate_scale)
+        rotaries = [rotary and (rotary.cos, rotary.sin, rotary.scale) for rotary in (self.rotary, self.narrow_rotary)]
+        return Context(x0, bigram_embeds, *rotaries, masks, skip_weights.unbind(), mixes.unbind(),
+                       value_mixes.view(-1, 2).unbind(), self.gate_scale)
 
     def loss(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the losses of `forward` from the normed residual stream [T, dim]."""
@@ -362,18 +392,23 @@ class GPT(nn.Module):
     def apply_schedule(self, plan: Plan) -> None:
         """Set the state of the model that depends on the step. In the step that unties, Worker ends `tied`."""
         self.rotary.set_windows(plan.rotary_windows)
+        if self.narrow_rotary is not None:
+            block = self.config.window_block
+            self.narrow_rotary.set_windows(tuple(long // block // 2 * block for long in plan.rotary_windows))
         self.tied, self.further_weights = self.untied_step > 0 and plan.step <= self.untied_step, plan.scheduled
 
 class Context(NamedTuple):
     """Inputs that all layers of one forward share.
 
-    x0, bigram_embeds: [T, dim]. rotary: cosines, sines, softmax scale. masks: see GPT.masks. skip_weights: a number for
-    each skip connection. mixes: see Block. value_mixes: see Attention. gate_scale: see TokenWeights.
+    x0, bigram_embeds: [T, dim]. rotary: cosines, sines, softmax scale; narrow_rotary: of narrow heads. masks: see
+    GPT.masks. skip_weights: a number for each skip connection. mixes: see Block. value_mixes: see Attention.
+    gate_scale: see TokenWeights.
     """
 
     x0: Tensor
     bigram_embeds: Tensor
     rotary: tuple[Tensor, Tensor, Tensor]
+    narrow_rotary: tuple[Tensor, Tensor, Tensor] | None
     masks: dict[str | None, Mask | None]
     skip_weights: Sequence[Tensor]
     mixes: Sequence[Tensor]
@@ -413,7 +448,7 @@ class Group(nn.Module):
             gates = self.token_gates[0].compute(x, context.gate_scale)
         by_layer, outputs = self.token_gates[0].by_name(gates), dict(saved)
         if self.numbers.start == 0:
-            x = x + by_layer[-1, "bigrams"] * context.bigram_embeds
+            x = x + by_layer.get((-1, "bigrams"), 0.0) * context.bigram_embeds
             outputs[-1] = x
         for i, block in zip(self.numbers, self.blocks):
             layer, layer_context, mix = block.layer, context, context.mixes[i]
@@ -426,14 +461,15 @@ class Group(nn.Module):
                 x, value_embeds, mix, further = self.mudd[0].layer_inputs(x, outputs, value_embeds)
                 layer_gates, layer_context = layer_gates | further, context._replace(x0=outputs[-1])
             attn_input = outputs[self.backout] if layer.reads_backout else None
-            x = block.forward(x, layer_context, mix, value_embeds, context.value_mixes[i], attn_input, layer_gates)
+            x, mlp_input = block.forward(x, layer_context, mix, value_embeds, context.value_mixes[i], attn_input,
+                                         layer_gates)
             outputs[i] = x
         if self.last:
-            x = norm(self.mudd[0].head_input(x, outputs, values[0]))
+            x = norm(self.mudd[0].head_input(x, outputs, values, mlp_input))
         return x, {i: output for i, output in outputs.items() if i in self.saves and i not in saved}, gates
 
 class Block(nn.Module):
-    """A layer: attention and MLP, each if the layer has it, add their output to the residual stream.
+    """A layer: attention and MLPs, each if the layer has it, add their output to the residual stream.
 
     mix [4]: weights of the residual stream at attention and at the MLP, and of their outputs; learned, or in the last
     layer computed for each token [T, 1].
@@ -443,23 +479,28 @@ class Block(nn.Module):
         super().__init__()
         self.layer = layer
         self.attn = Attention(config, layer) if layer.window else None
-        self.mlp = MLP(config) if layer.mlp else None
+        self.mlp, self.second_mlp = (MLP(config) if layer.mlp > i else None for i in range(2))
 
     def forward(self, x: Tensor, context: Context, mix: Sequence[Tensor], value_embeds: Tensor | None,
-                value_mix: Tensor, attn_input: Tensor | None, gates: dict[str, Tensor]) -> Tensor:
-        """Map the residual stream x [T, dim] to the next layer's.
+                value_mix: Tensor, attn_input: Tensor | None, gates: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Map the residual stream x [T, dim] to the next layer's. Return also the MLPs' input.
 
         attn_input [T, dim]: attention reads it in place of x. gates: see gates_of.
         """
         resid_lambda_attn, resid_lambda_mlp, post_lambda_attn, post_lambda_mlp = mix
         if self.attn is not None:
             y = self.attn(norm(x if attn_input is None else attn_input), value_embeds, value_mix, context, gates)
-            x = resid_lambda_attn * x + post_lambda_attn * y + gates["x0"] * context.x0
-            if "bigrams" in gates:
-                x = x + gates["bigrams"] * context.bigram_embeds
-        if self.mlp is not None:
-            x = resid_lambda_mlp * x + post_lambda_mlp * self.mlp(norm(x))
-        return x
+            x = resid_lambda_attn * x + post_lambda_attn * y
+        elif self.layer.residual:
+            x = resid_lambda_attn * x
+        for name, source in (("x0", context.x0), ("bigrams", context.bigram_embeds)):
+            if name in gates:
+                x = x + gates[name] * source
+        if self.mlp is None:
+            return (resid_lambda_mlp * x if self.layer.residual else x), None
+        h = norm(x)
+        y = self.mlp(h) if self.second_mlp is None else self.mlp(h) + self.second_mlp(h)
+        return resid_lambda_mlp * x + post_lambda_mlp * y, h
 
 class Attention(nn.Module):
     """Causal attention. Weights: qk [dim, 2 dim], vo [2 dim, dim], value_gate [heads, GATE_DIM]."""
@@ -467,6 +508,7 @@ class Attention(nn.Module):
     def __init__(self, config: Config, layer: Layer):
         super().__init__()
         c, dim, self.heads, self.layer = config, config.model_dim, config.num_heads, layer
+        self.qk_dim, self.v_dim = (c.head_dim // 2 if narrow else c.head_dim for narrow in (layer.narrow_qk, layer.narrow_v))
         # The query, key, value and output matrices [dim, dim]. Queries and keys are apart, as NorMuon treats them
         # differently. The shapes decide its second moments (finish_spec): [dim, 2 dim] per column, [2 dim, dim] per row
         qkvo = uniform(4 * dim, dim, dim)
@@ -485,15 +527,18 @@ class Attention(nn.Module):
 
         value_mix [2]: weights of the layer's values and of its output. gates: of heads, see gates_of.
         """
-        (tokens, dim), (cos, sin, scale), paired = x.shape, context.rotary, self.layer.window == "P"
-        qkv_weight, o_weight = torch.cat([self.qk.view(2 * dim, dim), self.vo]).split((3 * dim, dim))
+        (tokens, dim), paired = x.shape, self.layer.window == "P"
+        cos, sin, scale = context.narrow_rotary if self.layer.narrow_qk else context.rotary
+        # narrow heads use the first half of their rows, and of the output's columns
+        qk_weight = self.qk.view(2 * self.heads, -1, dim)[:, :self.qk_dim].flatten(0, 1)
+        v_weight = self.vo[:dim].view(self.heads, -1, dim)[:, :self.v_dim].flatten(0, 1)
+        o_weight = self.vo[dim:].view(dim, self.heads, -1)[..., :self.v_dim].flatten(1)
         # cheaper on the weights; queries and keys are normed
-        qkv_weight, o_weight = value_mix[0] * qkv_weight, value_mix[1] * o_weight
-        qkv = F.linear(x, qkv_weight).view(tokens, 3 * self.heads, -1)
-        qk, v = qkv.split((2 * self.heads, self.heads), dim=1)
-        qk = norm(qk)
+        qkv_weight, o_weight = value_mix[0] * torch.cat([qk_weight, v_weight]), value_mix[1] * o_weight
+        qk, v = F.linear(x, qkv_weight).split((len(qk_weight), len(v_weight)), dim=1)
+        qk, v = norm(qk.reshape(tokens, 2 * self.heads, -1)), v.reshape(tokens, self.heads, -1)
         if value_embeds is not None:
-            v = v + self.gate_values(x, value_embeds).view_as(v)
+            v = v + self.gate_values(x, value_embeds)[..., :self.v_dim]
         if paired:  # the rotary has two positions per token: the first for even heads, the second for odd ones
             cos, sin = (table[:2 * tokens].view(tokens, 1, 2, -1) for table in (cos, sin))
             q, k = rotate(qk.unflatten(1, (-1, 2)), cos, sin).flatten(1, 2).chunk(2, dim=1)
@@ -503,7 +548,10 @@ class Attention(nn.Module):
             k = offset_keys(k)
         if paired:  # one sequence of twice the length: head j of a token, then head j + H / 2
             q, k, v = (x.reshape(2 * tokens, self.heads // 2, -1) for x in (q, k, v))
-        y = attend(q * scale, k, v, context.masks[self.layer.window])
+        mask, missing = context.masks[self.layer.window], self.v_dim - self.qk_dim
+        if isinstance(mask, DocumentTable) and missing:  # FlashAttention needs equal widths
+            q, k = (F.pad(x, (0, missing)) for x in (q, k))
+        y = attend(q * scale, k, v, mask)
         if self.layer.dc:
             y = y + mix_heads(q * scale, k, v, gates["dc_read"], gates["dc_write"], context.masks["dc"])
         if paired:
@@ -512,15 +560,15 @@ class Attention(nn.Module):
             y = exclude_own_value(y, v, gates["xsa"])
         if self.layer.gated:
             y = y * gates["gate"][..., None]
-        return F.linear(y.reshape(tokens, dim), o_weight)
+        return F.linear(y.reshape(tokens, -1), o_weight)
 
     def gate_values(self, x: Tensor, value_embeds: Tensor) -> Tensor:
-        """Multiply each head's value embeddings by a gate from 0 to 2.
+        """Multiply each head's value embeddings by a gate from 0 to 2 -> [T, H, D].
 
         Half of the gate's inputs are entries of x, half are entries of the embedding.
         """
         if self.value_gate is None:
-            return value_embeds
+            return value_embeds.view(len(x), self.heads, -1)
         inputs = self.value_gate.size(1)
         gate_input = torch.cat([x[:, :inputs // 2], value_embeds[:, :inputs - inputs // 2]], dim=1)
         gate = 2 * torch.sigmoid(F.linear(gate_input, self.value_gate))
@@ -538,7 +586,7 @@ class MLP(train_gpt.MLP):
     """train_gpt's MLP. With fp8_mlp both products are in fp8 in training; see DelayedScales."""
 
     def __init__(self, config: Config):
-        super().__init__(config)
+        super().__init__(config, config.mlp_dim or 4 * config.model_dim)
         self.fp8 = config.fp8_mlp
         if self.fp8:
             self.register_buffer("h_scale", torch.ones(()), persistent=False)
@@ -656,8 +704,7 @@ def gates_of(config: Config, layers: range) -> dict[tuple[int, str], list[float]
     every, heads, init = config.parse_layers(), config.num_heads, {}
     for i in layers:
         layer = every[i]
-        mixes_in = layer.window and not layer.last  # Mudd has the last layer's
-        present = {"x0": mixes_in and [0.0], "bigrams": mixes_in and [BIGRAM_GATE_INIT],
+        present = {"x0": layer.adds_x0 and [0.0], "bigrams": layer.adds_ngrams and [BIGRAM_GATE_INIT],
                    "skip": layer.skip_from is not None and [0.5], "xsa": layer.xsa and [0.0] * heads,
                    "gate": layer.gated and [0.25] * heads, "dc_read": layer.dc and [1.0] * heads,
                    "dc_write": layer.dc and [0.0] * heads}
@@ -669,7 +716,8 @@ class Mudd(nn.Module):
     """Multiway dynamic dense connections (arXiv:2502.12170): last layer and head mix earlier outputs by token weights.
 
     Sources of the last layer: the input of the first layer, the output of backout_layer, and the residual stream.
-    Sources of the head: the saved outputs (see saved_layers) and the embeddings of the first value table.
+    Sources of the head: the saved outputs (see saved_layers) and the embeddings of the first value table. For groups,
+    see Config.mudd_groups.
     """
 
     def __init__(self, config: Config):
@@ -681,8 +729,12 @@ class Mudd(nn.Module):
         if last.value_table is not None:
             init["value_gates"] = [2.0, 2.0]
         self.layer = TokenWeights(c, "mudd", init)
-        self.head = TokenWeights(c, "mudd", {"sources": [-0.5 if i == c.backout_layer else 0.0 for i in self.sources]
-                                             + [0.0]})
+        tables = len({layer.value_table for layer in config.parse_layers()} - {None})
+        sources = [-0.5 if i == c.backout_layer else 0.0 for i in self.sources] + [0.0] * (tables + 2 if c.mudd_groups else 1)
+        self.head, self.groups = TokenWeights(c, "mudd", {"sources": sources}), c.mudd_groups
+        # further weights of each source in each group, by the hidden values of the token
+        self.by_group = parameter(torch.zeros(len(sources), c.mudd_groups, TokenWeights.WIDTH, dtype=c.torch_dtype),
+                                  "mudd") if c.mudd_groups else None
 
     def layer_inputs(self, x: Tensor, saved: dict[int, Tensor], value_embeds: Tensor | None) -> tuple[
             Tensor, Tensor, tuple[Tensor, ...], dict[str, Tensor]]:
@@ -696,8 +748,17 @@ class Mudd(nn.Module):
         gates = {name: weights[name] for name in ("x0", "bigrams")}
         return x + weighted_sum(weights["residual"], sources), mixed, weights["mix"].split(1, dim=1), gates
 
-    def head_input(self, x: Tensor, saved: dict[int, Tensor], value_embeds: Tensor) -> Tensor:
-        return x + weighted_sum(self.head.compute(x), [*(saved[i] for i in self.sources), value_embeds])
+    def head_input(self, x: Tensor, saved: dict[int, Tensor], values: dict[int, Tensor], mlp_input: Tensor) -> Tensor:
+        sources = [saved[i] for i in self.sources]
+        if self.by_group is None:
+            return x + weighted_sum(self.head.compute(x), [*sources, values[0]])
+        hidden = F.gelu(F.linear(x, self.head.hidden))
+        weights = (F.linear(hidden, self.head.out) + self.head.bias)[..., None]
+        weights = (weights + F.linear(hidden, self.by_group.flatten(0, 1)).view(len(x), -1, self.groups)) * TokenWeights.SCALE
+        sources += [*(values[i] for i in sorted(values)), mlp_input, norm(saved[self.backout])]
+        mixed = sum(weight[..., None] * source.view(len(x), self.groups, -1)
+                    for weight, source in zip(weights.unbind(1), sources))
+        return x + mixed.view_as(x)
 
 def weighted_sum(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:
     """weights [T, n], n sources [T, dim] -> [T, dim]."""

@@ -1098,7 +1098,7 @@ class GPT(nn.Module):
                    "smear": [0.0], "backout": [0.5]}
         self.scalar_sizes = [len(init) for init in scalars.values()]
         self.scalars = parameter(torch.tensor([*itertools.chain(*scalars.values())]), "scalars")
-        self.rotary = Rotary(c, max(c.val_len, *lengths))
+        self.rotary = Rotary(rotary_frequencies(c.head_dim), Rotary.SCALE, max(c.val_len, *lengths), dtype)
         self.scheduled: dict[str, Tensor] = {}  # of this step, see apply_schedule
         self.reach = 0  # above 0: mask_in_pieces gives each mask the shape of a window of `reach` tokens, for one graph
         self.flash, self.counted = False, None  # counted: of the next sequence, by count_documents
@@ -1252,7 +1252,7 @@ class Block(nn.Module):
         super().__init__()
         self.config, self.layer, self.number = config, layer, number
         self.attn = Attention(config, layer, number) if layer.window else None
-        self.mlp = MLP(config) if layer.mlp else None
+        self.mlp = MLP(config, 4 * config.model_dim) if layer.mlp else None
 
     def forward(self, x: Tensor, context: Context, value_embeds: Tensor | None) -> Tensor:
         """Map the residual stream x [T, dim] to the next layer's."""
@@ -1303,13 +1303,13 @@ class Attention(nn.Module):
         return F.linear(y.reshape(tokens, dim), o_weight)
 
 class MLP(nn.Module):
-    """x [T, dim] -> relu(x @ fc) ** 2 @ proj.T, with fc and proj [dim, 4 dim]. kernels: see PLAIN_FORMS."""
+    """x [T, dim] -> relu(x @ fc) ** 2 @ proj.T, with fc and proj [dim, hidden]. kernels: see PLAIN_FORMS."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, hidden: int):
         super().__init__()
         dim, dtype = config.model_dim, config.torch_dtype
-        self.fc = parameter(uniform(dim, 4 * dim, dim).to(dtype), "mlp_fc")
-        self.proj = parameter(torch.zeros(dim, 4 * dim, dtype=dtype), "mlp_proj")
+        self.fc = parameter(uniform(dim, hidden, dim).to(dtype), "mlp_fc")
+        self.proj = parameter(torch.zeros(dim, hidden, dtype=dtype), "mlp_proj")
         self.kernels = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -1397,15 +1397,15 @@ class NgramTable(nn.Embedding):
         return number ^ (number >> 21)
 
 class Rotary(nn.Module):
-    """Rotary tables cos and sin [tokens, head_dim / 2], and the softmax scale for their frequencies."""
+    """Rotary tables cos and sin [tokens, frequencies], and the softmax scale for their frequencies."""
 
-    INIT_SCALE = 0.1
+    SCALE = 0.1
 
-    def __init__(self, config: Config, tokens: int):
+    def __init__(self, frequencies: Tensor, scale: float, tokens: int, dtype: torch.dtype):
         super().__init__()
-        head_dim, dtype = config.head_dim, config.torch_dtype
-        self.register_buffer("init_frequencies", rotary_frequencies(head_dim), persistent=False)
-        for name, shape in (("scale", ()), ("cos", (tokens, head_dim // 2)), ("sin", (tokens, head_dim // 2))):
+        self.register_buffer("init_frequencies", frequencies, persistent=False)
+        self.init_scale, size = scale, (tokens, len(frequencies))
+        for name, shape in (("scale", ()), ("cos", size), ("sin", size)):
             self.register_buffer(name, torch.empty(shape, dtype=dtype if shape else None), persistent=False)
         self.windows: tuple[int, ...] | None = None
         self.set_windows(())
@@ -1420,7 +1420,7 @@ class Rotary(nn.Module):
         if windows == self.windows:
             return
         self.windows = windows
-        frequencies, scale = self.init_frequencies, self.INIT_SCALE
+        frequencies, scale = self.init_frequencies, self.init_scale
         for window, longer in itertools.pairwise(windows):
             frequencies, scale = stretch(frequencies, scale, window, longer)
         angles = torch.outer(torch.arange(len(self.cos), device=self.cos.device), frequencies)
@@ -1757,9 +1757,8 @@ class Worker:
             self.model.reach = longest_window(config)
         self.model.flash = config.attention == "flash"
         self.model.lm_head.kernels = gpu and config.kernels in ("on", "loss")
-        for block in self.model.blocks:
-            if block.mlp is not None:
-                block.mlp.kernels = config.kernels == "on"
+        for mlp in (module for module in self.model.modules() if isinstance(module, MLP)):
+            mlp.kernels = config.kernels == "on"
         if self.compiled:
             compile_parts(self.model)
         self.optimizer = build_optimizer(config, self.model, comm, self.compiled)
@@ -2841,7 +2840,7 @@ def finish_spec(spec: ParamSpec) -> ParamSpec:
 # masks and kernels
 
 def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Mask) -> Tensor:
-    """Compute softmax attention [T, H, D] where the mask allows it. q must contain the softmax scale.
+    """Compute softmax attention [T, H, D of v] where the mask allows it. q must contain the softmax scale.
 
     The mask selects the implementation: FlashAttention (GPUs only) or scaled_dot_product_attention.
     """
@@ -2849,7 +2848,7 @@ def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Mask) -> Tensor:
         return flash_attention(q_THD, k_THD, v_THD, *mask)[0]
     k, v = (seen_by_pieces(x, mask).mT for x in (k_THD, v_THD))
     out = F.scaled_dot_product_attention(cut_in_pieces(q_THD, mask), k, v, mask[:, None], scale=1.0)
-    return out.transpose(1, 2).reshape(-1, *q_THD.shape[1:])[:len(q_THD)]
+    return out.transpose(1, 2).flatten(0, 1)[:len(q_THD)]
 
 def cut_in_pieces(x: Tensor, mask: Tensor) -> Tensor:
     """Cut x [T, H, ...] into the pieces of a mask: [pieces, H, piece, ...]."""

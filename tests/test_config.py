@@ -448,7 +448,7 @@ def test_impossible_stages_are_refused_with_what_is_allowed(stages, says):
 def test_the_rotary_is_stretched_once_per_window_but_not_for_the_last_validation():
     config = with_stages(Stage(until=1/3, long_window=3), Stage(until=2/3, long_window=7), Stage(long_window=11),
                          Stage(extra_steps=10, long_window=13), num_steps=40, window_block=128)
-    rotary = train_gpt.Rotary(config, 32)
+    rotary = train_gpt.Rotary(train_gpt.rotary_frequencies(config.head_dim), 0.1, 32, torch.float32)
     frequencies, scale = train_gpt.rotary_frequencies(16), 0.1
     for step, old, new in ((0, 3, 3), (10, 3, 7), (20, 7, 11), (30, 11, 13), (39, 13, 13), (40, 13, 13)):
         if new != old:
