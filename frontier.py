@@ -58,6 +58,8 @@ class StageValues(train_gpt.StageValues):
     second_token_weight: float = option(0.0, "weight in the objective of the token after the next", min=0)
     third_token_weight: float = option(0.0, "weight in the objective of the token two after the next", min=0)
     prefix_weight: float = option(0.0, "weight of a further target: the longest token that begins the next", min=0)
+    attended_tokens: int = option(0, "attention treats every so many tokens of a document as a document of its own; 0: "
+                                  "it sees whole documents", min=0)
 
 Stage = stage_type(StageValues)
 
@@ -98,16 +100,17 @@ class Config(train_gpt.Config, StageValues):
     worker_type = property(lambda self: Worker)
     help_groups = {"second_token_weight": "values that stages may set", "bigram_rows": "model of record 89"}
 
-    # the record's first layer has neither attention nor MLP; the others are numbered without it. Queries, keys and values
-    # of half the width use a part of matrices of full size, so that updates treat all layers alike
-    layers: str = option("PinM S0xinM P1inM LxginM SxinM PinM M+3 SxinM cS2inM cP3inM cL4gdM", "one word per layer "
-                         "(read Block and Attention first): S or L (attention with the short or long window) or P (short "
-                         "window; heads j and num_heads / 2 + j attend to each other's keys), q (queries and keys half as "
-                         "wide), v (values half as wide), a digit (value table), x (heads remove a token's own value: "
-                         "XSA, arXiv:2603.09078), g (a gate per head and token), d (attention maps mixed over heads: DC, "
-                         "arXiv:2405.08553); or r (the weights of a layer with attention, without attention); i (adds "
-                         "x0), n (adds the n-gram embeddings), M or MM (one MLP, or the sum of two), +N (skip connection "
-                         "from layer N); c in front (attention reads backout_layer)")
+    # the record's first layer has neither attention nor MLP; the others are numbered without it. Queries, keys and
+    # values of half the width use a part of matrices of full size, so that updates treat all layers alike
+    layers: str = option("PinM S0xinM P1inM LxginM SxinM PinM M+3 SxinM cS2inM cP3inM cL4gdM",
+                         "one word per layer (read Block and Attention first): S or L (attention with the short or "
+                         "long window) or P (short window; heads j and num_heads / 2 + j attend to each other's "
+                         "keys), q (queries and keys half as wide), v (values half as wide), a digit (value table), "
+                         "x (heads remove a token's own value: XSA, arXiv:2603.09078), g (a gate per head and "
+                         "token), d (attention maps mixed over heads: DC, arXiv:2405.08553); or r (the weights of a "
+                         "layer with attention, without attention); i (adds x0), n (adds the n-gram embeddings), M "
+                         "or MM (one MLP, or the sum of two), +N (skip connection from layer N); c in front "
+                         "(attention reads backout_layer)")
     mlp_dim: int = option(0, "hidden width of the MLPs; 0: 4 * model_dim", min=0)
     softmax_scale: float = option(0.1, "factor on attention's logits in heads of full width, for the first window")
     narrow_softmax_scale: float = option(0.13, "the same for narrow queries and keys")
@@ -152,7 +155,8 @@ class Config(train_gpt.Config, StageValues):
         for i, layer in enumerate(layers):
             yield (layer.window != "P" or not (layer.xsa or layer.dc), f"layers: layer {i} has P with x or d, which "
                    "need unpaired heads; write S or L")
-            yield (layer.narrow_qk or not layer.narrow_v, f"layers: layer {i} has v without q; write qv, or leave out v")
+            yield (layer.narrow_qk or not layer.narrow_v, f"layers: layer {i} has v without q; write qv, or leave "
+                   "out v")
             yield (not layer.narrow_qk or layer.window != "L" and not layer.dc, f"layers: layer {i} has q with L or d, "
                    "which need queries and keys of full width; leave out q")
             yield (not layer.last or not (layer.adds_x0 or layer.adds_ngrams), "layers: the last layer has i or n, but "
@@ -174,6 +178,25 @@ PRESETS = {"frontier": Config(
               second_token_weight=0.0, third_token_weight=0.0, prefix_weight=0.0),  # lr_floor decides here, not peak
     ),
 )}
+
+# Record 92. Its stages end at 320, 681, 1107, 1174, 1194; a stage is several rows where a value changes in steps
+SECOND = {"micro_batch_tokens": 32768, "max_document_tokens": 2048, "long_window": 7, "peak_lr_factor": 1.52}
+THIRD = {"micro_batch_tokens": 49152, "max_document_tokens": 3072, "attended_tokens": 2560, "long_window": 11}
+PRESETS["frontier92"] = dataclasses.replace(
+    PRESETS["frontier"], layers="PqinM Sqv0xinM Pq1iM LxgM rinM PqinM M+3 ri cSqv2MM rnM cL3gM", mlp_dim=2816,
+    softmax_scale=0.085, mudd_groups=12, untie_at=1.0, num_steps=1194, cooldown=940 / 1174, lr_floor=0.3, val_every=0,
+    muon_weight_decay=2.25, muon_momentum=0.93, muon_momentum_rise=240,
+    fp8_weight_scale=2 / 448, fp8_grad_scale=0.75 / 8 / 448,
+    param_groups=(MuonGroup("mlp_fc", math.sqrt(2816 / 768)), MuonGroup("mlp_proj", 2 * math.sqrt(2816 / 768))),
+    stages=(
+        Stage(until=320 / 1174, micro_batch_tokens=16384, max_document_tokens=896, long_window=3, peak_lr_factor=1.0,
+              second_token_weight=0.5, third_token_weight=Ramp(0.25, 0.0), prefix_weight=0.25),
+        *(Stage(until=end / 1174, **SECOND, prefix_weight=prefix,
+                second_token_weight=Ramp(*(0.5 * (681 - step) / 361 for step in (begin, end))))
+          for begin, end, prefix in ((320, 411, 0.2), (411, 501, 0.15), (501, 591, 0.1), (591, 681, 0.05))),
+        *(Stage(until=end / 1174, **THIRD, peak_lr_factor=1.73) for end in (965, 1107)),
+        Stage(**THIRD | {"micro_batch_tokens": 40960}, peak_lr_factor=1.73 * math.sqrt(20 / 24)),
+        Stage(extra_steps=20, **THIRD | {"micro_batch_tokens": 16384, "long_window": 13}, peak_lr_factor=0.3)))
 
 class Layer(NamedTuple):
     """The contents of one layer; see Config.layers."""
@@ -203,8 +226,8 @@ def parse_layers(words: str) -> tuple[Layer, ...]:
             r"(?=[^+])((?:(?P<reads_backout>c)?(?P<window>[SLP])(?P<narrow_qk>q)?(?P<narrow_v>v)?(?P<value_table>\d)?"
             r"(?P<xsa>x)?(?P<gated>g)?(?P<dc>d)?|r)(?P<adds_x0>i)?(?P<adds_ngrams>n)?)?(?P<mlp>M{0,2})"
             r"(?:\+(?P<skip_from>\d+))?", word)
-        require(found, f"layers: {word!r} is not a layer; write S, L or P, optionally with q, v, a digit, x, g, d, i, n, "
-                "M, +N in this order, and c in front, such as cS1xinM+0; or r, i, n, M, +N; or M, +N")
+        require(found, f"layers: {word!r} is not a layer; write S, L or P, optionally with q, v, a digit, x, g, d, i, "
+                "n, M, +N in this order, and c in front, such as cS1xinM+0; or r, i, n, M, +N; or M, +N")
         number = {name: found[name] and int(found[name]) for name in ("value_table", "skip_from")}
         return Layer(**{name: bool(letter) for name, letter in found.groupdict().items()} | number | {
             "window": found["window"], "mlp": len(found["mlp"]), "residual": bool(found[1]), "last": last})
@@ -283,10 +306,11 @@ class GPT(nn.Module):
         # the longest other token that begins each token, or -1; the last entry is for the target -1. See fill_prefixes
         self.register_buffer("prefixes", torch.full((vocab + 1,), -1), persistent=False)
         positions = 2 * max(c.val_len, *lengths)  # P has two per token
-        self.rotary = Rotary(rotary_frequencies(c.head_dim), c.softmax_scale, positions, dtype)
+        self.rotary = Rotary(rotary_frequencies(c.head_dim), positions, dtype, c.softmax_scale)
         # all entries of narrow heads rotate, as the first half of the others
-        self.narrow_rotary = Rotary(rotary_frequencies(c.head_dim)[:c.head_dim // 4], c.narrow_softmax_scale, positions,
-                                    dtype) if any(layer.narrow_qk for layer in self.layers) else None
+        self.narrow_rotary = Rotary(rotary_frequencies(c.head_dim)[:c.head_dim // 4], positions, dtype,
+                                    c.narrow_softmax_scale) if any(layer.narrow_qk for layer in self.layers) else None
+        self.attended_tokens = 0  # in this step's training
         self.tied = False  # head and embedding are one matrix
         self.further_weights: dict[str, float] = {}  # of this step's further targets
         self.reach = 0  # above 0: all masks in pieces have one shape, for windows up to `reach` tokens
@@ -318,7 +342,7 @@ class GPT(nn.Module):
         """Build the mask of each kind of attention, by its letter in `layers`, for tokens [T]; see attend."""
         counted, self.counted, dtype = self.counted, None, self.embed.weight.dtype  # counted is valid for one sequence
         has_pairs, has_dc = any(layer.window == "P" for layer in self.layers), any(layer.dc for layer in self.layers)
-        docs = None if counted and not has_dc else (tokens == self.bos_id).cumsum(0)
+        docs = None if counted and not has_dc else self.begins(tokens).cumsum(0)
 
         def make(window: int, positions: int = 1) -> Mask:
             if not counted:
@@ -329,6 +353,14 @@ class GPT(nn.Module):
         masks = {"L": make(windows.long), "S": make(windows.short), None: None}
         return masks | ({"P": make(windows.short, 2)} if has_pairs else {}) | (
             {"dc": self.dc_mask(docs, dtype)} if has_dc else {})
+
+    def begins(self, tokens: Tensor) -> Tensor:
+        """Find where documents, or their parts of attended_tokens, begin in tokens [T]: bool [T]."""
+        begins, longest = tokens == self.bos_id, self.attended_tokens if self.training else 0
+        if longest:
+            position = torch.arange(len(tokens), device=tokens.device)
+            begins = begins | ((position - (position * begins).cummax(0).values) % longest == 0)
+        return begins
 
     # compiled by itself: 20 small kernels less, each of which costs the host more than the GPU
     @staticmethod
@@ -395,6 +427,8 @@ class GPT(nn.Module):
         if self.narrow_rotary is not None:
             block = self.config.window_block
             self.narrow_rotary.set_windows(tuple(long // block // 2 * block for long in plan.rotary_windows))
+        stage = max((s for s in train_gpt.stages_of(self.config) if s.begin <= plan.step), key=lambda s: s.begin)
+        self.attended_tokens = stage.first["attended_tokens"]
         self.tied, self.further_weights = self.untied_step > 0 and plan.step <= self.untied_step, plan.scheduled
 
 class Context(NamedTuple):
@@ -508,7 +542,7 @@ class Attention(nn.Module):
     def __init__(self, config: Config, layer: Layer):
         super().__init__()
         c, dim, self.heads, self.layer = config, config.model_dim, config.num_heads, layer
-        self.qk_dim, self.v_dim = (c.head_dim // 2 if narrow else c.head_dim for narrow in (layer.narrow_qk, layer.narrow_v))
+        self.qk_dim, self.v_dim = (c.head_dim // (1 + narrow) for narrow in (layer.narrow_qk, layer.narrow_v))
         # The query, key, value and output matrices [dim, dim]. Queries and keys are apart, as NorMuon treats them
         # differently. The shapes decide its second moments (finish_spec): [dim, 2 dim] per column, [2 dim, dim] per row
         qkvo = uniform(4 * dim, dim, dim)
@@ -730,7 +764,8 @@ class Mudd(nn.Module):
             init["value_gates"] = [2.0, 2.0]
         self.layer = TokenWeights(c, "mudd", init)
         tables = len({layer.value_table for layer in config.parse_layers()} - {None})
-        sources = [-0.5 if i == c.backout_layer else 0.0 for i in self.sources] + [0.0] * (tables + 2 if c.mudd_groups else 1)
+        sources = [-0.5 if i == c.backout_layer else 0.0 for i in self.sources]
+        sources += [0.0] * (tables + 2 if c.mudd_groups else 1)
         self.head, self.groups = TokenWeights(c, "mudd", {"sources": sources}), c.mudd_groups
         # further weights of each source in each group, by the hidden values of the token
         self.by_group = parameter(torch.zeros(len(sources), c.mudd_groups, TokenWeights.WIDTH, dtype=c.torch_dtype),
@@ -753,8 +788,9 @@ class Mudd(nn.Module):
         if self.by_group is None:
             return x + weighted_sum(self.head.compute(x), [*sources, values[0]])
         hidden = F.gelu(F.linear(x, self.head.hidden))
-        weights = (F.linear(hidden, self.head.out) + self.head.bias)[..., None]
-        weights = (weights + F.linear(hidden, self.by_group.flatten(0, 1)).view(len(x), -1, self.groups)) * TokenWeights.SCALE
+        of_tokens = F.linear(hidden, self.head.out) + self.head.bias
+        of_groups = F.linear(hidden, self.by_group.flatten(0, 1)).view(len(x), -1, self.groups)
+        weights = (of_tokens[..., None] + of_groups) * TokenWeights.SCALE
         sources += [*(values[i] for i in sorted(values)), mlp_input, norm(saved[self.backout])]
         mixed = sum(weight[..., None] * source.view(len(x), self.groups, -1)
                     for weight, source in zip(weights.unbind(1), sources))

@@ -364,10 +364,6 @@ class Config(SyncSettings, StageValues):
     save_model: bool = option(False, "save the trained model for sample.py and verify.py", free=True)
     race: str = option("", "set by launch/race.py: ID:RUN:DECLARED_N:SIDE")
 
-    def conditions(self, ranks: int) -> Iterator[tuple[Any, str]]:
-        """Yield conditions on several values, each with the message if it does not hold."""
-        return conditions(self, ranks)
-
     @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
@@ -526,6 +522,9 @@ def parse_config(argv: Sequence[str], default_preset: str,
         raise RunError(f"{path}: not a checkpoint of this version of {mine} ({error}); name another one, or resume "
                        "with the version whose source opens its log") from error
 
+def default_preset(presets: dict[str, Config], gpus: int) -> str:
+    return "laptop" if "laptop" in presets and not gpus else [*presets][0]
+
 def fixed_fields(config: Config) -> list[dataclasses.Field]:
     """Return the fields that a resumed run may not change."""
     return [f for f in dataclasses.fields(config) if not f.metadata["free"]]
@@ -657,6 +656,8 @@ def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
         yield from found
         if not all(holds for holds, _ in found):
             return  # most mistakes are the same in every stage
+
+Config.conditions = conditions  # a method, which frontier.py extends
 
 def out_of_range(f: dataclasses.Field, v: Any) -> str:
     """Say how a value violates its field's declaration; empty if it does not."""
@@ -1098,7 +1099,7 @@ class GPT(nn.Module):
                    "smear": [0.0], "backout": [0.5]}
         self.scalar_sizes = [len(init) for init in scalars.values()]
         self.scalars = parameter(torch.tensor([*itertools.chain(*scalars.values())]), "scalars")
-        self.rotary = Rotary(rotary_frequencies(c.head_dim), Rotary.SCALE, max(c.val_len, *lengths), dtype)
+        self.rotary = Rotary(rotary_frequencies(c.head_dim), max(c.val_len, *lengths), dtype)
         self.scheduled: dict[str, Tensor] = {}  # of this step, see apply_schedule
         self.reach = 0  # above 0: mask_in_pieces gives each mask the shape of a window of `reach` tokens, for one graph
         self.flash, self.counted = False, None  # counted: of the next sequence, by count_documents
@@ -1127,7 +1128,7 @@ class GPT(nn.Module):
     def masks(self, tokens: Tensor, windows: Windows) -> dict[str | None, Mask | None]:
         """Build the mask of each kind of attention, by its letter in `layers`, for tokens [T]; see attend."""
         counted, self.counted = self.counted, None  # it is valid for one sequence
-        docs = None if counted else (tokens == self.bos_id).cumsum(0)
+        docs = None if counted else self.begins(tokens).cumsum(0)
 
         def make(window: int) -> Mask:
             if not counted:
@@ -1135,6 +1136,10 @@ class GPT(nn.Module):
             starts, longest, count = counted
             return DocumentTable(starts, torch.tensor([window, longest, count]))
         return {"L": make(windows.long), "S": make(windows.short), None: None}
+
+    def begins(self, tokens: Tensor) -> Tensor:
+        """Find where documents begin in tokens [T], on any device: bool [T]. Attention sees one document."""
+        return tokens == self.bos_id
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
         """Tokens [T] -> x0, the residual stream before the first layer [T, dim]."""
@@ -1399,9 +1404,7 @@ class NgramTable(nn.Embedding):
 class Rotary(nn.Module):
     """Rotary tables cos and sin [tokens, frequencies], and the softmax scale for their frequencies."""
 
-    SCALE = 0.1
-
-    def __init__(self, frequencies: Tensor, scale: float, tokens: int, dtype: torch.dtype):
+    def __init__(self, frequencies: Tensor, tokens: int, dtype: torch.dtype, scale: float = 0.1):
         super().__init__()
         self.register_buffer("init_frequencies", frequencies, persistent=False)
         self.init_scale, size = scale, (tokens, len(frequencies))
@@ -1941,7 +1944,8 @@ def count_documents(model: GPT, tokens: np.ndarray) -> None:
     Without them, or with more documents than a DocumentTable has room for, attention uses mask_in_pieces.
     """
     if model.flash:
-        begins = np.flatnonzero(tokens.clip(0) == model.bos_id)  # padding of the last sequence is -1, read as token 0
+        # padding of the last sequence is -1, read as token 0
+        begins = np.flatnonzero(model.begins(torch.from_numpy(tokens.clip(0))).numpy())
         count, room, model.counted = len(begins) + 1, len(tokens) // DOCUMENT_ROOM, None
         if count <= room:
             starts = np.pad(begins.astype(np.int32), (1, room - count + 1), constant_values=(0, len(tokens)))
@@ -3802,7 +3806,7 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
 # If you change a kernel too, write the new digest, which tests/test_config.py prints
 PLAIN_FORMS = {"MLP": ((MLP.forward,), "23bd82f3"),
                "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__), "35cd86cc"),
-               "attention": ((attend, cut_in_pieces, seen_by_pieces, mask_in_pieces), "2647432a")}
+               "attention": ((attend, cut_in_pieces, seen_by_pieces, mask_in_pieces), "e01325f9")}
 
 def code_of(source: str) -> str:
     """Return the code of Python source, without comments, docstrings and formatting."""
@@ -4015,7 +4019,7 @@ def main(presets: dict[str, Config], argv: Sequence[str] | None = None, began: f
         for library in ("TORCHINDUCTOR", "TRITON"):  # the next run and all ranks use what they compile
             os.environ.setdefault(f"{library}_CACHE_DIR", str(ROOT / ".cache" / library.lower()))
         gpus = count_gpus()
-        preset, config = parse_config(sys.argv[1:] if argv is None else argv, [*presets][0 if gpus else -1], presets)
+        preset, config = parse_config(sys.argv[1:] if argv is None else argv, default_preset(presets, gpus), presets)
         check_config(config, ranks)
         run_id, checkpoint = find_run(config)
         log = Log(config, rank, run_id)

@@ -488,7 +488,7 @@ def check(flags: Sequence[str]) -> None:
         T.die_with_launcher()
     gpus = count_gpus()
     presets = program_of(flags).PRESETS
-    _, config = T.parse_config(flags, [*presets][0 if gpus else -1], presets)
+    _, config = T.parse_config(flags, T.default_preset(presets, gpus), presets)
     T.check_config(config, ranks)
     device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
     if gpus:

@@ -104,6 +104,39 @@ def test_the_preset_s_plan_is_that_of_the_record():
     assert {name: getattr(c, name) for name in wanted} == wanted
 
 
+def test_the_plan_of_record_92():
+    c = frontier.PRESETS["frontier92"]
+    plans = [train_gpt.plan_of(c, step) for step in range(c.num_steps + 1)]
+    at = {}
+    for plan in plans[:-1]:
+        key = (plan.micro_batches * plan.micro_batch_tokens, plan.max_document_tokens, *plan.windows)
+        at[key] = plan.step + 1
+    assert [(end, *key) for key, end in at.items()] == [
+        (320, 131_072, 896, 384, 128), (681, 262_144, 2048, 896, 384), (1107, 393_216, 3072, 1408, 640),
+        (1174, 327_680, 3072, 1408, 640), (1194, 131_072, 3072, 1664, 768)]
+    assert plans[-1].windows == (2560, 768) and plans[1193].rotary_windows == (384, 896, 1408, 1664)
+    assert frontier.first_untied_step(c) == 1176 and train_gpt.tokens_of_steps(c, 1194) == 328_663_040
+    wanted = {"lr_factor": {0: 1, 234: 1, 235: .999255, 319: .936702, 320: 1.408383, 336: 1.387617, 514: 1.156596, 680: .941149,
+                            681: 1.049989, 964: .619468, 1106: .403447, 1107: .391182, 1173: .301361, 1174: .3, 1193: .3},
+              "momentum": {0: .85, 120: .89, 240: .93, 1144: .93, 1145: .9284, 1193: .8516},
+              "second_token_weight": {0: .5, 319: .5, 320: .5, 411: .373961, 501: .249307, 591: .124654, 680: .001385, 681: 0},
+              "third_token_weight": {0: .25, 160: .125, 319: .000781, 320: 0},
+              "prefix_weight": {319: .25, 320: .2, 410: .2, 411: .15, 500: .15, 501: .1, 590: .1, 591: .05, 680: .05, 681: 0}}
+    for name, values in wanted.items():
+        for step, value in values.items():
+            plan = plans[step]
+            assert (plan.scheduled | vars(plan))[name] == pytest.approx(value, abs=6e-7), (name, step)
+
+
+@pytest.mark.parametrize("window, wide, narrow", [(384, .085, .13), (896, .099404, .158564), (1408, .108390, .174764), (1664, .112011, .181136)])
+def test_softmax_scales_of_record_92(window, wide, narrow):
+    model = train_gpt.build_model(dataclasses.replace(frontier.PRESETS["frontier92"], **TINY | {
+        "stages": (Stage(),), "num_heads": 4, "bigram_rows": 50, "window_block": 128, "mlp_dim": 88, "mudd_groups": 4}), ENCODING)
+    model.apply_schedule(train_gpt.Plan(rotary_windows=tuple(w for w in (384, 896, 1408, 1664) if w <= window)))
+    assert (model.rotary.scale.item(), model.narrow_rotary.scale.item()) == pytest.approx((wide, narrow), abs=6e-7)
+    assert model.narrow_rotary.cos.shape[1] == model.rotary.cos.shape[1] // 2
+
+
 @pytest.mark.parametrize("scheduled, untied", [(1270, 848), (1440, 962), (1775, 1186), (1776, 1186), (1777, 1186), (1780, 1188)])
 def test_the_embedding_is_untied_after_the_first_adam_update_at_or_after_two_thirds(scheduled, untied):
     extra = PRESET.num_steps - train_gpt.scheduled_steps(PRESET)
@@ -173,12 +206,13 @@ def test_loss_and_gradients_are_those_of_a_second_implementation(name, monkeypat
         for rotary in (model.rotary, model.narrow_rotary):
             rotary.windows = None
             rotary.set_windows(())
+        model.attended_tokens = 9
         monkeypatch.setattr(reference, "rms", lambda x: x / (x.square().mean(-1, keepdim=True) + 2.0 ** -52).sqrt())
     plain, tied = in_float64(model), config.untie_at > 0
     as_read = plain | ({"embed.weight": plain["lm_head.weight"]} if tied else {})
     expected = reference.loss(
         as_read, x.tolist(), y.tolist(), *WINDOWS, BOS, config.num_heads, layers=config.layers, backout_layer=config.backout_layer,
-        scale=config.softmax_scale, narrow_scale=config.narrow_softmax_scale, softcap=(23.0, 5.0, 7.5), ahead=(1.0, 0.5, 0.25), gates_from=[*map(int, config.token_gates.split(","))], dc_window=7,
+        scale=config.softmax_scale, narrow_scale=config.narrow_softmax_scale, longest=model.attended_tokens, softcap=(23.0, 5.0, 7.5), ahead=(1.0, 0.5, 0.25), gates_from=[*map(int, config.token_gates.split(","))], dc_window=7,
         ngrams=bigrams_by_hand(model.ngrams[0], plain["ngrams.0.weight"], x.tolist()), prefixes=PREFIXES, prefix_weight=0.25)
     compare(model, model(x, y, WINDOWS)[0], plain, expected, tied)
 

@@ -344,7 +344,7 @@ def test_attention_with_masks_in_pieces_is_that_of_the_definition(tokens, window
 
 
 def test_rotary_rotates_half_of_the_head_by_position(tiny):
-    rotary = train_gpt.Rotary(train_gpt.rotary_frequencies(tiny.head_dim), 0.1, 10, torch.float32)
+    rotary = train_gpt.Rotary(train_gpt.rotary_frequencies(tiny.head_dim), 10, torch.float32)
     x = torch.randn(10, 2, 16)
     y = train_gpt.rotate(x, rotary.cos[:, None], rotary.sin[:, None])
     assert torch.allclose(y, reference.rotary(x, train_gpt.rotary_frequencies(16)), atol=1e-5)
