@@ -32,6 +32,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Iterator, NamedTuple, Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -60,6 +61,8 @@ class StageValues(train_gpt.StageValues):
     prefix_weight: float = option(0.0, "weight of a further target: the longest token that begins the next", min=0)
     attended_tokens: int = option(0, "attention treats every so many tokens of a document as a document of its own; 0: "
                                   "it sees whole documents", min=0)
+    candidates: int = option(0, "classes of the training loss, drawn for each micro-batch (0: all). The train_loss in "
+                             "the log is then of these only, and too low by up to ln(vocabulary / candidates)", min=0)
 
 Stage = stage_type(StageValues)
 
@@ -69,6 +72,21 @@ class AdamGroup(train_gpt.AdamGroup):
 
     def rule(self, config: Config) -> train_gpt.Adam:
         return dataclasses.replace(super().rule(config), fp32_moments=True)
+
+@dataclass(frozen=True)
+class Tail:
+    """A running average of weights over the last steps, which pulls the weights to it after the last one."""
+
+    kinds: str  # of parameters, divided by spaces; mlp: all that begin with mlp_; also the last part of names, as qk
+    last_steps: int = option(dataclasses.MISSING, "the average starts as the weights after the first of them")
+    period: int = option(1, "it moves after each later step s with s % period = phase")
+    phase: int = option(0, "see period", min=0)
+    rate: float = option(1.0, "how it moves: average += rate * (weights - average)", max=1)
+    last_rate: float | None = option(None, "rate after the last step; None: rate", max=1)
+    final_steps: int = option(0, "it moves after these last steps in any case", min=0)
+    blend: float = option(1.0, "at the end: weights += blend * (average - weights)", max=1)
+    keep_norm: bool = True  # then scale all weights of a kind by one factor, to the norm that they had
+    __repr__ = train_gpt.show_row
 
 # One row per kind of parameters
 PARAM_GROUPS = (
@@ -94,7 +112,7 @@ PARAM_GROUPS = (
 class Config(train_gpt.Config, StageValues):
     """Every value that decides a run. The defaults, with PRESETS, are record 89 of the public speedrun."""
 
-    row_types = Stage, Ramp, AdamGroup, MuonGroup, Ngrams
+    row_types = Stage, Ramp, AdamGroup, MuonGroup, Ngrams, Tail
     base_groups = PARAM_GROUPS
     model_type = property(lambda self: GPT)
     worker_type = property(lambda self: Worker)
@@ -131,6 +149,9 @@ class Config(train_gpt.Config, StageValues):
     logit_shift: float = option(5.0, "logits = logit_cap * sigmoid((x + logit_shift) / 7.5)", min=-math.inf)
     fp8_mlp: bool = option(True, "compute the MLPs' forward in fp8 during training; on GPUs only where kernels are on")
     muon_qk_heads: int = option(2, "heads per matrix of queries or keys that NorMuon orthogonalizes")
+    tails: tuple[Tail, ...] = option(
+        (), "averages over the last steps, such as Tail(\"head embed\", 298, rate=.01, blend=.65). The weights move to "
+        "them, row after row, before the last validation; earlier validations are of the weights as trained")
 
     def parse_layers(self) -> tuple[Layer, ...]:
         return parse_layers(self.layers)
@@ -152,6 +173,10 @@ class Config(train_gpt.Config, StageValues):
             (not c.ngrams, "ngrams: this model has one table, see --bigram_rows; leave it empty"),
             (not c.mudd_groups or c.model_dim % c.mudd_groups == 0 and layers[-1].mlp, f"mudd_groups is "
              f"{c.mudd_groups}; it must divide model_dim, {c.model_dim}, and the last layer needs an MLP"))
+        for tail in c.tails:
+            yield tail.phase < tail.period, f"tails: {tail} has a phase that no step has; give less than the period"
+        for n in {stage.first["candidates"] for stage in train_gpt.stages_of(c)}:
+            yield n % 16 == 0, f"candidates is {n}; products in fp8 need a multiple of 16"
         for i, layer in enumerate(layers):
             yield (layer.window != "P" or not (layer.xsa or layer.dc), f"layers: layer {i} has P with x or d, which "
                    "need unpaired heads; write S or L")
@@ -313,6 +338,7 @@ class GPT(nn.Module):
         self.attended_tokens = 0  # in this step's training
         self.tied = False  # head and embedding are one matrix
         self.further_weights: dict[str, float] = {}  # of this step's further targets
+        self.candidates: list[Tensor] = []  # of the next training forwards, see Candidates; empty: all classes
         self.reach = 0  # above 0: all masks in pieces have one shape, for windows up to `reach` tokens
         self.flash, self.counted = False, None  # counted: of the next sequence, by train_gpt.count_documents
 
@@ -406,9 +432,14 @@ class GPT(nn.Module):
                 rows, weights = [*rows, F.pad(targets[ahead:], (0, ahead), value=-1)], [*weights, weight]
         if prefix:
             rows, weights = [*rows, self.prefixes[targets]], [*weights, prefix]
-        further, weights = torch.stack(rows), to_device(torch.tensor(weights), x.device)
+        further, weights, head_rows = torch.stack(rows), to_device(torch.tensor(weights), x.device), []
+        if self.training and self.candidates:  # a target becomes its position among them, or -1 if it is none
+            classes = self.candidates.pop(0)
+            positions = torch.full_like(self.prefixes, -1)
+            positions[classes] = torch.arange(len(classes), device=x.device)
+            further, head_rows = positions[further], [self.lm_head.weight.index_select(0, classes)]
         pieces = zip(x.split(self.loss_tokens), further.split(self.loss_tokens, dim=1))
-        losses = [self.lm_head(x_piece, targets_piece, weights) for x_piece, targets_piece in pieces]
+        losses = [self.lm_head(x_piece, targets_piece, weights, *head_rows) for x_piece, targets_piece in pieces]
         return tuple(torch.stack(terms).sum() for terms in zip(*losses))
 
     def fill_prefixes(self, tokens: Sequence[bytes]) -> None:
@@ -673,16 +704,19 @@ class Head(train_gpt.Head):
         self.softcap = Softcap(config.logit_cap, config.logit_shift)
 
     @compiled
-    def forward(self, x: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, targets: Tensor, weights: Tensor, weight: Tensor | None = None) -> tuple[
+            Tensor, Tensor]:
         """Compute (objective, which training minimizes; cross entropy of the next token), in nats, summed over tokens.
 
         x [T, dim]; targets [n, T]: the next token, then further targets, -1 is not counted; weights [n] of the rows.
+        weight [classes, dim]: in place of the head's own.
         """
+        weight = self.weight if weight is None else weight
         if self.kernels and self.training:  # an edit of this method turns the kernel off: see PLAIN_FORMS
             scales = self.fp8_scales if self.fp8 else None
-            objective, entropies = HeadLoss.apply(x, self.weight, targets, weights, self.softcap, scales)
+            objective, entropies = HeadLoss.apply(x, weight, targets, weights, self.softcap, scales)
             return objective, entropies[0]
-        x = self.uncapped_logits(x)
+        x = self.uncapped_logits(x, weight)
         entropies = torch.stack([
             F.cross_entropy(self.softcap(x), row, ignore_index=-1, reduction="sum") for row in targets])
         objective = (entropies * weights).sum()
@@ -809,18 +843,23 @@ class Worker(train_gpt.Worker):
     def __init__(self, config: Config, comm: train_gpt.Comm, device: torch.device, train_shards: list[Shard]):
         super().__init__(config, comm, device, train_shards)
         self.scales = DelayedScales(self.model, comm)
-        self.optimizer.further |= self.scales.named
+        self.tails, self.candidates = TailAverages(config, self.optimizer), Candidates(config, self.model, comm)
+        self.optimizer.further |= self.scales.named | self.candidates.named
         # other encodings are of bytes, which have no prefixes
         stages, of_gpt2 = train_gpt.stages_of(config), train_shards[0].encoding.vocab_size == GPT2_VOCAB
         wanted = of_gpt2 and any(stage.first["prefix_weight"] or stage.last["prefix_weight"] for stage in stages)
         self.token_bytes = gpt2_token_bytes(train_shards[0].path.parent) if wanted else []
+
+    def step(self, plan: Plan, batch: list[np.ndarray]) -> list[Tensor]:
+        self.candidates.draw(plan.step, batch)
+        return super().step(plan, batch)
 
     def before_training(self) -> None:
         self.model.fill_prefixes(self.token_bytes)  # on the clock, as in the record; the warm-up runs without
 
     def before_step(self, plan: Plan) -> None:
         model, optimizer = self.model, self.optimizer
-        if model.tied:  # the embedding reads the head's weights before the head's own forward would wait for them
+        if model.tied or model.candidates:  # they are read before the head's own forward would wait for them
             optimizer.finish_all_gathers([optimizer.reducer.slots[model.lm_head.weight][0]])
         if plan.step == model.untied_step > 0:
             optimizer.copy_parameter("lm_head.weight", "embed.weight")
@@ -831,10 +870,122 @@ class Worker(train_gpt.Worker):
 
     def after_step(self, plan: Plan) -> None:
         self.scales.update()
+        self.candidates.handle.wait()
+        self.tails.move(plan.step)
+
+    def after_training(self) -> None:
+        self.tails.apply()
 
     def kinds_of_steps(self) -> list[int]:
         untied = first_untied_step(self.config)
         return super().kinds_of_steps() + ([untied] if untied < self.config.num_steps else [])
+
+class TailAverages:
+    """The averages of Config.tails, in float32 and of weights as stored, of the shard that this rank updates.
+
+    Average i is tail<i> of the rules' state. So checkpoints keep it, the end of the warm-up restores it, and an
+    embedding that is untied gets the head's.
+    """
+
+    def __init__(self, config: Config, optimizer: train_gpt.DistributedOptimizer):
+        self.tails, self.steps, self.optimizer = config.tails, config.num_steps, optimizer
+        pairs = [(bucket, slot) for bucket in optimizer.buckets for slot in bucket.slots]
+        pairs.sort(key=lambda pair: pair[1].name)  # one order of the sums in `norms`, whatever the buckets
+        self.of_kind = {kind: [(bucket, slot) for bucket, slot in pairs if slot.name.endswith(f".{kind}")
+                               or f"{slot.param.kind}_".startswith(f"{kind}_")]
+                        for tail in self.tails for kind in tail.kinds.split()}
+        self.buckets = dict.fromkeys(bucket for found in self.of_kind.values() for bucket, _ in found)
+        names = [slot.name for found in self.of_kind.values() for _, slot in found]
+        require(all(self.of_kind.values()) and len(names) == len({*names}), f"tails: of the kinds "
+                f"{', '.join(self.of_kind)} one has no parameter, or two have the same; see Tail")
+        for i, tail in enumerate(self.tails):
+            for bucket in {bucket for kind in tail.kinds.split() for bucket, _ in self.of_kind[kind]}:
+                dtype = torch.promote_types(bucket.param_shard.dtype, torch.float32)
+                bucket.state[f"tail{i}"] = torch.zeros_like(bucket.param_shard, dtype=dtype)
+
+    def parts(self, i: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the parts of average i on this rank, each with its weights."""
+        for bucket, slot in (pair for kind in self.tails[i].kinds.split() for pair in self.of_kind[kind]):
+            average, weights = bucket.state[f"tail{i}"], bucket.param_shard
+            yield bucket.view_of(slot, average, True), bucket.view_of(slot, weights, True)
+
+    @torch.no_grad()
+    def move(self, step: int) -> None:
+        """Move the averages after a step. They read own shards, which no gather changes."""
+        for i, tail in enumerate(self.tails):
+            age, last = step - max(0, self.steps - tail.last_steps), step == self.steps - 1
+            rate = tail.last_rate if last and tail.last_rate is not None else tail.rate
+            if age == 0 or age > 0 and (step % tail.period == tail.phase or step >= self.steps - tail.final_steps):
+                for average, weights in self.parts(i):
+                    average.lerp_(weights.to(average.dtype), rate if age else 1.0)
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Move the weights to the averages, and restore the norms."""
+        before = self.norms()
+        for i, tail in enumerate(self.tails):
+            for average, weights in self.parts(i):
+                weights.copy_(torch.lerp(weights.to(average.dtype), average, tail.blend))
+        for bucket in self.buckets:
+            train_gpt.Bucket.start_all_gather(bucket, self.optimizer.comm)  # a RowBucket's would send few rows
+        self.optimizer.finish_all_gathers(self.buckets)
+        after = self.norms()
+        for kind in {kind for tail in self.tails if tail.keep_norm for kind in tail.kinds.split() if after[kind]}:
+            for _, slot in self.of_kind[kind]:
+                slot.param.mul_(before[kind] / after[kind])
+
+    def norms(self) -> dict[str, float]:
+        """Compute the norm over all weights of each kind, the same for any number of ranks."""
+        def norm_of(x: Tensor) -> float:
+            return torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)).item()
+        return {kind: math.hypot(*(norm_of(slot.param) for _, slot in found)) for kind, found in self.of_kind.items()}
+
+class Candidates:
+    """The classes of a micro-batch's training loss, where a stage sets `candidates`: fewer logits take less time.
+
+    They are its targets and, up to that number, the next other classes of a fixed permutation. Each of a step's
+    micro-batches has its own offset in it, so the offsets depend on no number of ranks; checkpoints keep them.
+    """
+
+    STRIDE = 20011  # a prime. Entry k of the permutation of n classes is STRIDE * k % n
+
+    def __init__(self, config: Config, model: GPT, comm: train_gpt.Comm):
+        self.stages, self.model, self.comm = train_gpt.stages_of(config), model, comm
+        self.classes = len(model.lm_head.weight)
+        most, count = (max(stage.first[name] for stage in self.stages) for name in ("candidates", "micro_batches"))
+        require(most <= self.classes, f"candidates is {most}; the head has only {self.classes} classes")
+        self.offsets = torch.arange(count) * self.classes // count
+        self.named = {"lm_head.weight/offsets": self.offsets} if most else {}
+
+    def draw(self, step: int, batch: list[np.ndarray]) -> None:
+        """Draw the candidates of this rank's micro-batches, and start to exchange the next offsets."""
+        number = next(stage for stage in self.stages if stage.begin <= step < stage.end).first["candidates"]
+        self.model.candidates.clear()
+        self.handle = train_gpt.HandleGroup()
+        if number:
+            of_ranks = self.offsets[:self.comm.ranks * len(batch)].view(self.comm.ranks, -1)
+            own, device = of_ranks[self.comm.rank], self.model.lm_head.weight.device
+            for i, micro_batch in enumerate(batch):
+                found, own[i] = self.draw_one(micro_batch[1:], number, own[i].item())
+                self.model.candidates.append(to_device(torch.from_numpy(found), device))
+            self.handle = self.comm.exchange([own] * self.comm.ranks, of_ranks)
+
+    def draw_one(self, targets: np.ndarray, number: int, offset: int) -> tuple[np.ndarray, int]:
+        """Return the candidates of a micro-batch, sorted, and its next offset."""
+        chosen = np.zeros(self.classes, bool)
+        chosen[targets] = True
+        need = number - np.count_nonzero(chosen)
+        require(need >= 0, f"a micro-batch has {number - need} different targets, and candidates is {number}; give at "
+                "least as many, or 0 for all classes")
+        if need:
+            count = min(self.classes, int(1.7 * need) + 256)
+            drawn = (offset + np.arange(count)) % self.classes * self.STRIDE % self.classes
+            offset, drawn = (offset + count) % self.classes, drawn[~chosen[drawn]]
+            if len(drawn) < need:
+                drawn = np.flatnonzero(~chosen)
+                drawn = drawn[::max(1, len(drawn) // need)]
+            chosen[drawn[:need]] = True
+        return np.flatnonzero(chosen), offset
 
 def gpt2_token_bytes(folder: Path) -> list[bytes]:
     """Read the bytes of GPT-2's tokens, without the special one at the end. data/ writes their file beside shards."""
@@ -931,7 +1082,7 @@ if triton is not None:
 
 # See train_gpt.PLAIN_FORMS
 PLAIN_FORMS = {"MLP": ((MLP.forward, train_gpt.MLP.forward), "26c9f07d"),
-               "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__), "a523c7a4"),
+               "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__), "d5d39833"),
                "attention": train_gpt.PLAIN_FORMS["attention"]}
 
 if __name__ == "__main__":

@@ -1334,10 +1334,10 @@ class Head(nn.Module):
         self.kernels = False
         self.fp8_scales = FP8Scales(c.fp8_x_scale, c.fp8_weight_scale, c.fp8_grad_scale)
 
-    def uncapped_logits(self, x: Tensor) -> Tensor:
-        """x [T, dim] -> logits before the soft cap [T, V]."""
-        in_fp8 = self.fp8 and self.training
-        return FP8Linear.apply(x, self.weight, self.fp8_scales) if in_fp8 else F.linear(x, self.weight)
+    def uncapped_logits(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """x [T, dim] -> logits before the soft cap [T, V]. weight [V, dim]: in place of the head's own."""
+        in_fp8, weight = self.fp8 and self.training, self.weight if weight is None else weight
+        return FP8Linear.apply(x, weight, self.fp8_scales) if in_fp8 else F.linear(x, weight)
 
     def logits(self, x: Tensor) -> Tensor:
         """x [T, dim] -> float32 [T, V]."""
@@ -3805,7 +3805,7 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
 # plain code, and a race of the edit would measure nothing: where the digest differs, resolve_auto runs the plain code.
 # If you change a kernel too, write the new digest, which tests/test_config.py prints
 PLAIN_FORMS = {"MLP": ((MLP.forward,), "23bd82f3"),
-               "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__), "35cd86cc"),
+               "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__), "948174ff"),
                "attention": ((attend, cut_in_pieces, seen_by_pieces, mask_in_pieces), "e01325f9")}
 
 def code_of(source: str) -> str:

@@ -47,7 +47,7 @@ def test_every_value_is_a_flag_of_its_type(preset):
         default, choices = f.default, f.metadata["choices"]
         new = choices[-1] if choices else {
             "int": 3, "float": 0.25, "str": "x", "bool": default is False, "ngrams": (Ngrams(2, 5, 7),),
-            "param_groups": (MuonGroup("attn", 0.5),),
+            "param_groups": (MuonGroup("attn", 0.5),), "tails": (frontier.Tail("head embed", 3, 2, 1, 0.5, keep_norm=False),),
             "stages": (stage(until=0.5, long_window=2), stage(peak_lr_factor=Ramp(1, 0.5)))}[f.name if train_gpt.holds_rows(f) else f.type]
         if f.name != "resume":  # a checkpoint decides all other values
             argv += [f"--{f.name}", as_text(new)]

@@ -472,9 +472,9 @@ def test_compiled_fp8_head_is_one_graph(program):
 # training, step by step
 
 
-def make_trainer(folder, config, comm=train_gpt.Comm()):
+def make_trainer(folder, config, comm=train_gpt.Comm(), encoding=ENCODING):
     """A worker in float64 on a shard in this folder, without zero parameters."""
-    write_shard(folder / "train.bin", some_documents(21, 6000))
+    write_shard(folder / "train.bin", some_documents(21, 6000, *encoding), *encoding)
     shards = train_gpt.find_shards(str(folder / "train.bin"))
     torch.set_default_dtype(torch.float64)
     try:
