@@ -154,9 +154,9 @@ class Config(train_gpt.Config, StageValues):
             if isinstance(group, AdamGroup):
                 yield ((group.slow_from or 0) % (2 * c.adam_every) == 0, f"param_groups: {group} has slow_from "
                        f"{group.slow_from}; it must be a multiple of {2 * c.adam_every}, 2 * adam_every")
-                yield ((not group.row_moment or group.kind == "ngram_embeds")
+                yield ((not group.row_moment or group.kind == "ngram_embeds" and c.lazy_tables)
                        and (not group.by_rows or group.kind == "value_embeds"), f"param_groups: {group}: row_moment is "
-                       "for ngram_embeds, and by_rows for value_embeds; leave it out")
+                       "for ngram_embeds with --lazy_tables true, and by_rows for value_embeds; leave it out")
         for i, layer in enumerate(layers):
             yield (layer.window != "P" or not (layer.xsa or layer.dc), f"layers: layer {i} has P with x or d, which "
                    "need unpaired heads; write S or L")
@@ -760,8 +760,8 @@ class Adam(train_gpt.Adam):
 class RowAdam(Adam):
     """Adam for tables, with one second moment per row and no first moment. Bias correction counts updates, not a row's.
 
-    With `lazy` an update leaves out the rows without a gradient. Their moments decay nevertheless: the next update that
-    takes a row multiplies its moment by the decay of all steps since `last`.
+    An update leaves out the rows without a gradient. Their moments decay nevertheless: the next update that takes a row
+    multiplies its moment by the decay of all steps since `last`. It is not compiled: Config asks for lazy tables.
     """
 
     def init_state(self, shard: Tensor) -> dict[str, Tensor]:
@@ -770,21 +770,22 @@ class RowAdam(Adam):
         return {"v": v, "last": torch.zeros_like(v)}
 
     def hyper(self, plan: Plan, t: int) -> dict[str, Any]:
-        # numbers of type float become tensors in compiled code
-        return super().hyper(plan, t) | {"step": float(plan.step), "decay_per_cycle": self.beta2, "cycle": self.every}
+        return super().hyper(plan, t) | {"step": plan.step, "cycle": self.every, "beta2_of_cycle": self.beta2}
 
     @staticmethod
     def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: dict[str, Any]) -> None:
-        """Update param [rows, width] and its state in place; compute in float32. As Adam.update, but for the moments."""
-        v, beta2 = state["v"], hyper["beta2"]
+        """Update param [rows, width] and its state in place, as Adam.update does but for the moments."""
+        v, beta2, step, cycle = state["v"], hyper["beta2"], hyper["step"], hyper["cycle"]
         p, g = param.to(v.dtype), grad.to(v.dtype)
-        cycles = (hyper["step"] - state["last"]) / hyper["cycle"]
-        v.mul_(hyper["decay_per_cycle"] ** cycles).add_((1 - beta2) * g.square().mean(1, keepdim=True))
+        # powers of all numbers of cycles, since the last bit of a power depends on its place in a vector
+        decays = hyper["beta2_of_cycle"] ** torch.arange(step // cycle + 1, dtype=v.dtype, device=v.device)
+        cycles = (step - state["last"]).clamp_min(0).long() // cycle  # the warm-up also goes back
+        v.mul_(decays[cycles]).add_((1 - beta2) * g.square().mean(1, keepdim=True))
         change = hyper["lr"] * (1 - beta2 ** hyper["t"]) ** 0.5 * g / (v.sqrt() + hyper["eps"])
         if "decay" in hyper:
             change = change + torch.where(change * p > 0, hyper["decay"] * p, 0)
         param.copy_(p - change)
-        state["last"].fill_(hyper["step"])
+        state["last"].fill_(step)
 
 # ------------------------------------------------------------------------------------------------------------------
 # worker
