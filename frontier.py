@@ -650,8 +650,8 @@ class NgramTable(train_gpt.NgramTable):
         last, incomplete = self.num_embeddings - 1, self.n - 1
         window = [F.pad(tokens.int(), (k, 0))[..., :tokens.size(-1)] for k in range(self.n)]
         sign = mix(self.sign_factors) % self.SIGNS
-        if self.n == 2:  # by fill_ and zero_, as an assignment of a number would make the host wait for the GPU
-            window[1][..., 1:2].fill_(last)
+        # of use to pairs only. By fill_ and zero_: an assignment of a number would make the host wait for the GPU
+        window[1][..., 1:2].fill_(last)
         row = mix(ROW_FACTORS[self.n]) % last
         row[..., :incomplete].fill_(last)
         sign[..., :incomplete].zero_()

@@ -2673,8 +2673,8 @@ class RowBucket(Bucket):
         byte, skipped = divmod(per_rank * comm.rank, 8)
         mine_read_by = np.unpackbits(bits[:, byte:], 1, skipped + per_rank).view(bool)[:, skipped:]  # [rank, my row]
         sums = self.scatter_add(self.indices(read_by_me), grads)
-        sent = sums.to(comm.sent_dtype or sums.dtype).split(read_by_me.sum(1).tolist())
-        counts = mine_read_by.sum(1).tolist()
+        sent = sums.to(comm.sent_dtype or sums.dtype).split([*map(np.count_nonzero, read_by_me)])
+        counts = [*map(np.count_nonzero, mine_read_by)]  # 10 times as fast as sum(1)
         values = sums.new_empty((sum(counts), sums.size(1)), dtype=sent[0].dtype)  # of all ranks, one after another
         received = values.split(counts)
         received[comm.rank].copy_(sent[comm.rank])
@@ -2716,7 +2716,7 @@ class RowBucket(Bucket):
             return super().start_all_gather(comm)
         indices = self.indices(self.read_by_any)
         new = self.all_rows.index_select(0, indices)
-        received = new.split(self.read_by_any.sum(1).tolist())
+        received = new.split([*map(np.count_nonzero, self.read_by_any)])
 
         def write() -> None:
             self.all_rows[indices] = new

@@ -258,14 +258,15 @@ def test_the_warm_up_leaves_no_trace_and_makes_a_slow_update(flags, on_ranks, tm
     def noted(self, plan):
         before = {bucket: bucket.updates for bucket in self.buckets}
         step(self, plan)
-        events.append({p.slots[0].param.kind for p, n in before.items() if p.updates > n} | {plan.step})
+        events.append((plan.step, {bucket.slots[0].param.kind for bucket, n in before.items() if bucket.updates > n}))
     monkeypatch.setattr(train_gpt.DistributedOptimizer, "step", noted)
+    changes = SLOWLY | {"param_groups": SLOWLY["param_groups"].replace("slow_from=4", "slow_from=8")}
     for name, steps in ("cold", 0), ("warm", 10):
-        on_ranks(1, train, flags(name, warmup_steps=steps, untie_at=0.5, **SLOWLY), -1, frontier.PRESETS)
+        on_ranks(1, train, flags(name, num_steps=18, warmup_steps=steps, untie_at=0, **changes), -1, frontier.PRESETS)
     cold, warm = (end_of(tmp_path / f"{name}.txt") for name in ("cold", "warm"))
     assert cold["final_state_hash"] == warm["final_state_hash"]
-    of_tables = [max(number for number in event if isinstance(number, int)) for event in events if {"ngram_embeds", "value_embeds"} <= event]
-    assert of_tables[:3] == [1, 3, 7] and of_tables[-3:] == [1, 3, 7] and 7 in of_tables[3:-3]
+    of_tables = [step for step, kinds in events if {"ngram_embeds", "value_embeds"} <= kinds]
+    assert of_tables[:6] == of_tables[-6:] == [1, 3, 5, 7, 11, 15] and 11 in of_tables[6:-6]
 
 
 def test_value_tables_by_rows_train_to_the_same_parameters(on_ranks, flags, tmp_path):  # noqa: F811
