@@ -11,6 +11,7 @@ opens the log of a run. bench/public_record.py compares this file with the recor
     section    contents                                                         to start, search for
     config     stage values, kinds of parameters, fields, the preset            class Config, PRESETS
     model      groups, blocks, attention, MLP, weights per token, head          class GPT, def trunk, class Head
+    update rules   Adam with a cadence, and with one moment per row             class Adam, class RowAdam
     worker     what a training step does besides: tied embedding, fp8 scales    class Worker
     kernels    DC's attention maps, the MLP in fp8                              def mix_heads, class ReluSquaredInFP8
 """
@@ -40,10 +41,10 @@ from torch import Tensor, nn
 import train_gpt
 from train_gpt import (
     GATE_DIM, GPT2_VOCAB, TILE_K, TILE_M, TILE_N, DocumentTable, Encoding, HeadLoss, Mask, MuonGroup, Ngrams,
-    NgramTable, Plan, Ramp, Rotary, Shard, Softcap, Windows, attend, compiled, cut_in_pieces, embedding,
-    exclude_own_value, fp8_product, kernel_programs, mask_in_pieces, norm, option, parameter, relu_squared, require,
-    rotary_frequencies, rotate, scheduled_steps, seen_by_pieces, sha256_of, stage_type, start, to_device, triton,
-    uniform)
+    Plan, Ramp, Rotary, Shard, Softcap, Windows, attend, compiled, cut_in_pieces, embedding,
+    exclude_own_value, fp8_product, groups_by_kind, kernel_programs, mask_in_pieces, norm, option, parameter,
+    relu_squared, require, rotary_frequencies, rotate, scheduled_steps, seen_by_pieces, sha256_of, stage_type,
+    start, to_device, triton, uniform)
 
 if triton is not None:
     import triton.language as tl
@@ -70,8 +71,16 @@ Stage = stage_type(StageValues)
 class AdamGroup(train_gpt.AdamGroup):
     """How Adam updates one kind of parameters, with moments in float32."""
 
-    def rule(self, config: Config) -> train_gpt.Adam:
-        return dataclasses.replace(super().rule(config), fp32_moments=True)
+    slow_from: int | None = option(None, "step from which the kind is updated half as often, with squared betas and "
+                                   "twice the weight decay (None: never)", min=0)
+    row_moment: bool = option(False, "of n-gram tables: one second moment per row, and no first one")
+    by_rows: bool = option(False, "of value tables: gradients of the rows that were read are sent, not of all")
+
+    def rule(self, config: Config) -> Adam:
+        rule = vars(super().rule(config)) | {"fp32_moments": True, "slow_from": self.slow_from}
+        if self.by_rows:
+            rule |= {"rows": True, "lazy": False}
+        return (RowAdam if self.row_moment else Adam)(**rule)
 
 @dataclass(frozen=True)
 class Tail:
@@ -116,26 +125,21 @@ class Config(train_gpt.Config, StageValues):
     base_groups = PARAM_GROUPS
     model_type = property(lambda self: GPT)
     worker_type = property(lambda self: Worker)
-    help_groups = {"second_token_weight": "values that stages may set", "bigram_rows": "model of record 89"}
+    help_groups = {"second_token_weight": "values that stages may set", "ngram_hash": "model of record 89"}
 
     # the record's first layer has neither attention nor MLP; the others are numbered without it. Queries, keys and
     # values of half the width use a part of matrices of full size, so that updates treat all layers alike
     layers: str = option("PinM S0xinM P1inM LxginM SxinM PinM M+3 SxinM cS2inM cP3inM cL4gdM",
-                         "one word per layer (read Block and Attention first): S or L (attention with the short or "
-                         "long window) or P (short window; heads j and num_heads / 2 + j attend to each other's "
-                         "keys), q (queries and keys half as wide), v (values half as wide), a digit (value table), "
-                         "x (heads remove a token's own value: XSA, arXiv:2603.09078), g (a gate per head and "
-                         "token), d (attention maps mixed over heads: DC, arXiv:2405.08553); or r (the weights of a "
-                         "layer with attention, without attention); i (adds x0), n (adds the n-gram embeddings), M "
-                         "or MM (one MLP, or the sum of two), +N (skip connection from layer N); c in front "
-                         "(attention reads backout_layer)")
+                         "one word per layer, such as S0xinM; class Layer explains the letters")
     mlp_dim: int = option(0, "hidden width of the MLPs; 0: 4 * model_dim", min=0)
     softmax_scale: float = option(0.1, "factor on attention's logits in heads of full width, for the first window")
     narrow_softmax_scale: float = option(0.13, "the same for narrow queries and keys")
     mudd_groups: int = option(0, "groups of channels with weights of their own when the head mixes earlier outputs; it "
                               "then also reads all value tables, the last MLP's input and backout_layer's normed "
                               "output. 0: none of these", min=0)
-    bigram_rows: int = option(377280, "rows of the table of pairs of tokens", min=2)
+    ngrams: tuple[Ngrams, ...] = option((Ngrams(2, 377280, 768),), "n-gram embedding tables, Ngrams(N, ROWS, WIDTH) "
+                                        "each; N is 2, or with the hash of record 92 also 3")
+    ngram_hash: str = option("record89", "which hashes assign n-grams to rows and signs", ("record89", "record92"))
     token_gates: str = option("0,4", "layers that begin a small network's range. Per token it computes gates of x0, "
                               "bigram embeddings, skip connections, x, g and d for the layers up to the next one")
     output_init: float = option(1.0, "scale of the initial attention output matrices", min=0)
@@ -170,13 +174,22 @@ class Config(train_gpt.Config, StageValues):
             (c.num_heads % 2 == 0, f"num_heads is {c.num_heads}; P and the last layer need an even number"),
             (c.num_heads % c.muon_qk_heads == 0,
              f"muon_qk_heads is {c.muon_qk_heads}; it must divide num_heads, {c.num_heads}"),
-            (not c.ngrams, "ngrams: this model has one table, see --bigram_rows; leave it empty"),
+            (c.ngrams and all(table.n in SIGN_FACTORS[c.ngram_hash] and table.rows > 1 for table in c.ngrams),
+             f"ngrams: with ngram_hash {c.ngram_hash} give tables of 2 rows and more and of n in "
+             f"{', '.join(map(str, SIGN_FACTORS[c.ngram_hash]))}, such as Ngrams(2, 3000, {c.model_dim})"),
             (not c.mudd_groups or c.model_dim % c.mudd_groups == 0 and layers[-1].mlp, f"mudd_groups is "
              f"{c.mudd_groups}; it must divide model_dim, {c.model_dim}, and the last layer needs an MLP"))
         for tail in c.tails:
             yield tail.phase < tail.period, f"tails: {tail} has a phase that no step has; give less than the period"
         for n in {stage.first["candidates"] for stage in train_gpt.stages_of(c)}:
             yield n % 16 == 0, f"candidates is {n}; products in fp8 need a multiple of 16"
+        for group in groups_by_kind(c).values():
+            if isinstance(group, AdamGroup):
+                yield ((group.slow_from or 0) % (2 * c.adam_every) == 0, f"param_groups: {group} has slow_from "
+                       f"{group.slow_from}; it must be a multiple of {2 * c.adam_every}, 2 * adam_every")
+                yield ((not group.row_moment or group.kind == "ngram_embeds" and c.lazy_tables)
+                       and (not group.by_rows or group.kind == "value_embeds"), f"param_groups: {group}: row_moment is "
+                       "for ngram_embeds with --lazy_tables true, and by_rows for value_embeds; leave it out")
         for i, layer in enumerate(layers):
             yield (layer.window != "P" or not (layer.xsa or layer.dc), f"layers: layer {i} has P with x or d, which "
                    "need unpaired heads; write S or L")
@@ -224,7 +237,19 @@ PRESETS["frontier92"] = dataclasses.replace(
         Stage(extra_steps=20, **THIRD | {"micro_batch_tokens": 16384, "long_window": 13}, peak_lr_factor=0.3)))
 
 class Layer(NamedTuple):
-    """The contents of one layer; see Config.layers."""
+    """The contents of one layer, a word of Config.layers. Read Block and Attention first.
+
+    S, L, P   attention with the short or the long window; or with the short one and pairs of heads: heads j and
+              num_heads / 2 + j attend to each other's keys. c in front: it reads the output of backout_layer
+    q, v      queries and keys, or values, are half as wide
+    a digit   it adds this value table to the values
+    x, g, d   heads remove a token's own value (XSA, arXiv:2603.09078); a gate per head and token; attention maps mixed
+              over heads (DC, arXiv:2405.08553)
+    r         no attention, but the weights of the residual stream of a layer with attention
+    i, n      it adds x0, or the n-gram embeddings
+    M, MM     an MLP, or the sum of two
+    +N        skip connection from layer N
+    """
 
     window: str | None       # of its attention: S, L, P, or None for no attention
     residual: bool  # it weights the residual stream as with attention, and may have none
@@ -312,7 +337,8 @@ class GPT(nn.Module):
         self.value_embeds = nn.ModuleList(embedding(vocab, c.model_dim, "value_embeds", dtype) for _ in range(tables))
         for table in self.value_embeds:
             table.weight.data.mul_(c.value_init)
-        self.ngrams = nn.ModuleList([BigramTable(c, Ngrams(2, c.bigram_rows, c.model_dim))])
+            table.sparse = groups_by_kind(c)["value_embeds"].by_rows
+        self.ngrams = nn.ModuleList(NgramTable(c, table) for table in c.ngrams)
         self.smear_gate = parameter(torch.zeros(1, GATE_DIM, dtype=dtype), "smear_gate")
         self.blocks = nn.ModuleList(Block(c, layer) for layer in self.layers)
         self.lm_head = Head(c, vocab, encoding.vocab_size)
@@ -395,23 +421,24 @@ class GPT(nn.Module):
         return mask_in_pieces(docs, *[DC_WINDOW - 1] * 2, dtype, DC_PIECE)
 
     def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [T] -> x0, the residual stream before the first layer, and the bigram embeddings, both [T, dim]."""
+        """Tokens [T] -> x0, the residual stream before the first layer, and the n-gram embeddings, both [T, dim]."""
         e = F.embedding(tokens, self.lm_head.weight) if self.tied else self.embed(tokens)
         x0 = self.smear(e, self.smear_gate, self.scalars.split(self.scalar_sizes)[2][0])
-        table, = self.ngrams
-        return x0, table(*self.bigram_row(tokens))
+        embeds = (table(*rows) for table, rows in zip(self.ngrams, self.ngram_rows(tokens)))
+        # a narrow table: the first entries. The sum of two tables in bf16 is rounded once
+        return x0, functools.reduce(torch.add, (F.pad(e, (0, x0.size(1) - e.size(1))) for e in embeds))
 
     smear = staticmethod(train_gpt.GPT.smear)
 
     @compiled
-    def bigram_row(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the table row and the sign row of the pair that ends at each token [T]."""
-        return self.ngrams[0].row_and_sign(tokens)
+    def ngram_rows(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return each table's rows and sign rows, of the n-grams that end at tokens [T]."""
+        return [table.row_and_sign(tokens) for table in self.ngrams]
 
     def rows_read(self, tokens: Tensor) -> dict[nn.Parameter, Tensor]:
-        """Find the rows of the bigram table that a forward of these tokens [..., T] reads."""
-        table, = self.ngrams
-        return {table.weight: table.row_and_sign(tokens)[0]}
+        """Find the rows that a forward of tokens [..., T] reads, of each table whose gradients are sent by rows."""
+        return {table.weight: tokens for table in self.value_embeds if table.sparse} | {
+            table.weight: table.row_and_sign(tokens)[0] for table in self.ngrams}
 
     def context(self, x0: Tensor, bigram_embeds: Tensor, masks: dict[str | None, Mask | None]) -> Context:
         # unbound at once: backward of many single selections would pad each gradient with zeros and add them up
@@ -722,22 +749,33 @@ class Head(train_gpt.Head):
         objective = (entropies * weights).sum()
         return objective, entropies[0].detach()
 
-class BigramTable(NgramTable):
-    """An embedding of the pair of tokens that ends at each position, also across documents."""
+# Factors of an n-gram's tokens, the latest first. A hash is the XOR of the products in int32, which wrap
+ROW_FACTORS = {2: (36313, 27191), 3: (17351, 60961, 45259)}
+SIGN_FACTORS = {"record89": {2: (1, 1)}, "record92": {2: (48271, 30011), 3: (58699, 39779, 26801)}}
+
+class NgramTable(train_gpt.NgramTable):
+    """An embedding of the n tokens that end at each position, also across documents. All tables have the same signs."""
+
+    def __init__(self, config: Config, ngrams: Ngrams):
+        super().__init__(config, ngrams)
+        self.sign_factors = SIGN_FACTORS[config.ngram_hash][self.n]
 
     def row_and_sign(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Hash the pairs that end at tokens [..., T] as record 89 does -> rows of the table, rows of the signs.
+        """Hash the n-grams that end at tokens [..., T] as the records do -> rows of the table, rows of the signs.
 
-        The first token has the last row. For the second token the hash has the number of that row in place of the first
-        token; at the record's size the product overflows int32, and wraps.
+        The first n - 1 tokens have the last row. In the pair of the second token, the hash has the number of that row
+        in place of the first token.
         """
-        tokens, last = tokens.int(), self.num_embeddings - 1
-        before = F.pad(tokens[..., :-1], (1, 0))
-        sign = (before ^ tokens) % self.SIGNS
-        sign[..., :1].zero_()  # an assignment of a number would make the host wait for the GPU
-        before[..., 1:2].fill_(last)
-        row = (36313 * tokens ^ 27191 * before) % last
-        row[..., :1].fill_(last)
+        def mix(factors: Sequence[int]) -> Tensor:
+            return functools.reduce(torch.bitwise_xor, (factor * token for factor, token in zip(factors, window)))
+        last, incomplete = self.num_embeddings - 1, self.n - 1
+        window = [F.pad(tokens.int(), (k, 0))[..., :tokens.size(-1)] for k in range(self.n)]
+        sign = mix(self.sign_factors) % self.SIGNS
+        # of use to pairs only. By fill_ and zero_: an assignment of a number would make the host wait for the GPU
+        window[1][..., 1:2].fill_(last)
+        row = mix(ROW_FACTORS[self.n]) % last
+        row[..., :incomplete].fill_(last)
+        sign[..., :incomplete].zero_()
         return row.long(), sign.long()
 
 class TokenWeights(nn.Module):
@@ -835,6 +873,57 @@ def weighted_sum(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:
     return sum(weight * source for weight, source in zip(weights.split(1, dim=1), sources))
 
 # ------------------------------------------------------------------------------------------------------------------
+# update rules
+
+@dataclass(frozen=True)
+class Adam(train_gpt.Adam):
+    """Adam that updates half as often from step slow_from on, with squared betas and twice the weight decay."""
+
+    slow_from: int | None = None
+
+    def is_slow(self, step: int) -> bool:
+        return self.slow_from is not None and step >= self.slow_from
+
+    def updates_in(self, step: int) -> bool:
+        return (step + 1) % (self.every * (1 + self.is_slow(step))) == 0
+
+    def hyper(self, plan: Plan, t: int) -> dict[str, Any]:
+        slow = dict(beta1=self.beta1 ** 2, beta2=self.beta2 ** 2, weight_decay=2 * self.weight_decay)
+        rule = dataclasses.replace(self, **slow) if self.is_slow(plan.step) else self
+        return train_gpt.Adam.hyper(rule, plan, t)
+
+@dataclass(frozen=True)
+class RowAdam(Adam):
+    """Adam for tables, with one second moment per row and no first moment. Bias correction counts updates, not a row's.
+
+    An update leaves out the rows without a gradient. Their moments decay nevertheless: the next update that takes a row
+    multiplies its moment by the decay of all steps since `last`. It is not compiled: Config asks for lazy tables.
+    """
+
+    def init_state(self, shard: Tensor) -> dict[str, Tensor]:
+        """Create, for a shard [rows, width], each row's moment and the step of its last update, both [rows, 1]."""
+        v = torch.zeros_like(shard[:, :1], dtype=torch.promote_types(shard.dtype, torch.float32))
+        return {"v": v, "last": torch.zeros_like(v)}
+
+    def hyper(self, plan: Plan, t: int) -> dict[str, Any]:
+        return super().hyper(plan, t) | {"step": plan.step, "cycle": self.every, "beta2_of_cycle": self.beta2}
+
+    @staticmethod
+    def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: dict[str, Any]) -> None:
+        """Update param [rows, width] and its state in place, as Adam.update does but for the moments."""
+        v, beta2, step, cycle = state["v"], hyper["beta2"], hyper["step"], hyper["cycle"]
+        p, g = param.to(v.dtype), grad.to(v.dtype)
+        # powers of all numbers of cycles, since the last bit of a power depends on its place in a vector
+        decays = hyper["beta2_of_cycle"] ** torch.arange(step // cycle + 1, dtype=v.dtype, device=v.device)
+        cycles = (step - state["last"]).clamp_min(0).long() // cycle  # the warm-up also goes back
+        v.mul_(decays[cycles]).add_((1 - beta2) * g.square().mean(1, keepdim=True))
+        change = hyper["lr"] * (1 - beta2 ** hyper["t"]) ** 0.5 * g / (v.sqrt() + hyper["eps"])
+        if "decay" in hyper:
+            change = change + torch.where(change * p > 0, hyper["decay"] * p, 0)
+        param.copy_(p - change)
+        state["last"].fill_(step)
+
+# ------------------------------------------------------------------------------------------------------------------
 # worker
 
 class Worker(train_gpt.Worker):
@@ -877,8 +966,10 @@ class Worker(train_gpt.Worker):
         self.tails.apply()
 
     def kinds_of_steps(self) -> list[int]:
-        untied = first_untied_step(self.config)
-        return super().kinds_of_steps() + ([untied] if untied < self.config.num_steps else [])
+        rules = [bucket.rule for bucket in self.optimizer.buckets if isinstance(bucket.rule, Adam)]
+        slow = {rule.slow_from + rule.every for rule in rules if rule.slow_from is not None}  # with the next, an update
+        further = [first_untied_step(self.config), *sorted(slow)]
+        return super().kinds_of_steps() + [step for step in further if step < self.config.num_steps]
 
 class TailAverages:
     """The averages of Config.tails, in float32 and of weights as stored, of the shard that this rank updates.

@@ -1505,7 +1505,8 @@ def compile_parts(model: nn.Module) -> None:
 # update rules
 
 # A rule is a frozen dataclass that sees only this rank's shard of a bucket. Its members:
-#     lr, every                           learning rate; steps between updates, which use summed gradients
+#     lr, every                           learning rate; steps between updates, which use summed gradients. A rule may
+#                                         also have updates_in(step) -> bool: whether there is one after a step
 #     unit(spec)                          shape of what stays whole on one rank: () an element, (rows, columns) a matrix
 #     init_state(shard)                   tensors such as moments, with one entry per unit
 #     hyper(plan, t)                      numbers of the t-th update. If "noise" holds a seed, update gets normal random
@@ -2089,17 +2090,19 @@ class DistributedOptimizer:
     @property
     def between_updates(self) -> bool:
         """Whether earlier steps' gradients wait for an update, and a saved state would lack them. All ranks agree."""
-        last = self.reducer.step - 1
-        waiting = any(last >= bucket.first_step and not bucket.updates_in(last) for bucket in self.buckets)
-        # world-size-invariant mode saves them as NAME/pending
-        return waiting and not self.reducer.dropped and not self.settings.world_size_invariant
+        return self.waiting(self.buckets)
+
+    def waiting(self, buckets: Sequence[Bucket]) -> bool:  # between_updates of these buckets
+        last, saved = self.reducer.step - 1, self.settings.world_size_invariant  # saved: as NAME/pending
+        waiting = any(last >= bucket.first_step and not bucket.updates_in(last) for bucket in buckets)
+        return waiting and not (saved or self.reducer.dropped)
 
     def copy_parameter(self, source: str, target: str) -> None:
         """Copy a parameter and its state to another, such as a head that was tied to the embedding until this step."""
-        require(not self.between_updates, f"{target} cannot be copied while gradients wait for an update; copy it one "
-                "step later")
-        self.finish_all_gathers()
         bucket_of = {slot.name: bucket for bucket in self.buckets for slot in bucket.slots}
+        require(not self.waiting([bucket_of[source], bucket_of[target]]), f"{target} cannot be copied while gradients "
+                "wait for an update; copy it one step later")
+        self.finish_all_gathers()
         copy, state = (gather_state(bucket_of[name], self.comm) for name in (source, target))
         state |= {target + name.removeprefix(source): x for name, x in copy.items()
                   if name.partition("/")[0] == source}
@@ -2353,7 +2356,8 @@ class Bucket:
         self.gather_handle: Any = None              # of the all-gather in flight
 
     def updates_in(self, step: int) -> bool:
-        return step >= self.first_step and (step + 1) % self.rule.every == 0
+        updates_in = getattr(self.rule, "updates_in", lambda step: (step + 1) % self.rule.every == 0)
+        return step >= self.first_step and updates_in(step)
 
     def add_grad(self, slot: Slot, factor: float, invariant: bool = False) -> None:
         """Add the parameter's new gradient times factor into its slot, and set param.grad to None."""
@@ -2606,13 +2610,10 @@ class RowBucket(Bucket):
         super().__init__(*args)
         self.may_compile = not self.rule.lazy  # otherwise the number of rows differs from step to step
         self.all_rows = self.param_data.view(-1, *self.param_shard.shape[1:])  # [rows of all ranks, width]
-        self.set_grads(torch.empty(0).long(), self.param_shard[:0].to(self.grad_data.dtype))
+        # the summed gradients [n, width] of n rows of this shard, whose first row has index 0
+        self.grad_indices, self.grad_shard = torch.empty(0).long(), self.param_shard[:0].to(self.grad_data.dtype)
         self.announced = torch.zeros(len(self.all_rows), dtype=torch.uint8)  # 1: this rank has announced the row
         self.announcement: Any = None  # handle of the exchange of read_bits, every rank's announced as bits
-
-    def set_grads(self, indices: Tensor, grads: Tensor) -> None:
-        """Set the summed gradients [n, width] of n rows of this shard, whose first row has index 0."""
-        self.grad_indices, self.grad_shard = indices, grads
 
     def first_row(self, slot: Slot) -> int:
         return slot.offset // self.all_rows.size(1)
@@ -2675,8 +2676,8 @@ class RowBucket(Bucket):
         byte, skipped = divmod(per_rank * comm.rank, 8)
         mine_read_by = np.unpackbits(bits[:, byte:], 1, skipped + per_rank).view(bool)[:, skipped:]  # [rank, my row]
         sums = self.scatter_add(self.indices(read_by_me), grads)
-        sent = sums.to(comm.sent_dtype or sums.dtype).split(read_by_me.sum(1).tolist())
-        counts = mine_read_by.sum(1).tolist()
+        sent = sums.to(comm.sent_dtype or sums.dtype).split([*map(np.count_nonzero, read_by_me)])
+        counts = [*map(np.count_nonzero, mine_read_by)]  # 10 times as fast as sum(1)
         values = sums.new_empty((sum(counts), sums.size(1)), dtype=sent[0].dtype)  # of all ranks, one after another
         received = values.split(counts)
         received[comm.rank].copy_(sent[comm.rank])
@@ -2684,7 +2685,7 @@ class RowBucket(Bucket):
 
         def sum_over_ranks() -> None:
             pieces = zip(of_values.split(counts), received) if invariant else [(of_values, values)]
-            self.set_grads(indices, tree_sum([self.scatter_add(indices, [piece]) for piece in pieces]))
+            self.grad_indices, self.grad_shard = indices, tree_sum([self.scatter_add(indices, [x]) for x in pieces])
         for slot in self.slots:
             slot.pending_grads.clear()
         self.reduce_handle = HandleGroup(comm.exchange(sent, received), then=sum_over_ranks)
@@ -2694,7 +2695,7 @@ class RowBucket(Bucket):
         if not (updates and self.rule.lazy) or "pending" in self.state:
             grads = torch.zeros_like(self.param_shard, dtype=self.grad_data.dtype)
             grads[self.grad_indices] = self.grad_shard
-            self.set_grads(torch.arange(len(grads), device=grads.device), grads)
+            self.grad_indices, self.grad_shard = torch.arange(len(grads), device=grads.device), grads
             self.read_by_any = None
         super().carry_over(updates)
 
@@ -2718,7 +2719,7 @@ class RowBucket(Bucket):
             return super().start_all_gather(comm)
         indices = self.indices(self.read_by_any)
         new = self.all_rows.index_select(0, indices)
-        received = new.split(self.read_by_any.sum(1).tolist())
+        received = new.split([*map(np.count_nonzero, self.read_by_any)])
 
         def write() -> None:
             self.all_rows[indices] = new
@@ -2743,8 +2744,7 @@ class RowBucket(Bucket):
 #     NAME/KEY        a tensor of its rule, such as a moment
 #     NAME/updates    number of updates so far
 #     NAME/pending    gradients of earlier steps that wait for an update (world-size-invariant mode)
-#     NAME            a persistent buffer, such as a running mean
-#     NAME            a tensor of DistributedOptimizer.further
+#     NAME            a persistent buffer, such as a running mean, or a tensor of DistributedOptimizer.further
 
 def gather_state(bucket: Bucket, comm: Comm) -> dict[str, Tensor]:
     """All-gather one bucket's state. Call it on all ranks."""

@@ -48,7 +48,7 @@ REDUCED = {  # two stages in three steps; windows cross block borders
                  "Stage(until=2, long_window=3), Stage(long_window=7), Stage(extra_steps=1, long_window=7)"),
     "frontier": ("--layers", "PM S0xM P1M LxgM+0 cS1M cL1gdM", "--token_gates", "0,3", "--backout_layer", "2",
                  "--model_dim", "128", "--num_heads", "2", "--muon_qk_heads", "1",
-                 "--bigram_rows", "3000", "--micro_batches", "2",
+                 "--ngrams", "Ngrams(2, 3000, 128)", "--micro_batches", "2",
                  "--stages", "Stage(until=2, micro_batch_tokens=128, max_document_tokens=60, long_window=3, "
                  "peak_lr_factor=1, second_token_weight=.5, third_token_weight=Ramp(.25, 0), prefix_weight=.25), "
                  "Stage(until=4, micro_batch_tokens=256, max_document_tokens=100, long_window=7, peak_lr_factor=1.5, "

@@ -98,7 +98,7 @@ def model_parts(worker: T.Worker) -> Iterator[Part]:
         p.data.normal_(0, 0.02) if p.dim() > 1 else p.data.fill_(0.5)
     with device:
         # with small n-gram tables, which no part reads
-        as_plain = {"dtype": "float32", "fp8_head": False, "fp8_mlp": False, "bigram_rows": 2,
+        as_plain = {"dtype": "float32", "fp8_head": False, "fp8_mlp": False,
                     "ngrams": tuple(dataclasses.replace(table, rows=2) for table in c.ngrams)}
         as_plain = dataclasses.replace(c, **{name: v for name, v in as_plain.items() if hasattr(c, name)})
         plain = T.build_model(as_plain, worker.stream.shards[0].encoding)
@@ -202,8 +202,8 @@ def rule_parts(worker: T.Worker) -> Iterator[Part]:
 
     for bucket in {(type(b.rule), b.param_shard.shape, b.param_data.dtype): b for b in optimizer.buckets}.values():
         if isinstance(bucket, T.RowBucket):  # all rows
-            bucket.set_grads(torch.arange(len(bucket.param_shard), device=worker.device),
-                             torch.empty_like(bucket.param_shard, dtype=bucket.grad_data.dtype))
+            bucket.grad_indices = torch.arange(len(bucket.param_shard), device=worker.device)
+            bucket.grad_shard = torch.empty_like(bucket.param_shard, dtype=bucket.grad_data.dtype)
         noise = [torch.randn_like(x) / 50 for x in (bucket.param_shard, bucket.grad_shard)]
         noise += [torch.rand_like(x) / 1000 for x in bucket.state.values()]
         allowed = ALLOWED[bucket.param_data.dtype]
@@ -405,13 +405,15 @@ def memory_needed(config: T.Config, vocab_size: int, ranks: int) -> tuple[int, i
     attentions, mlps = sum(bool(layer.window) for layer in layers), sum(layer.mlp for layer in layers)
     value_tables, saved_outputs = len({layer.value_table for layer in layers} - {None}), len(program_module(c).saved_layers(c))
     matrices = (4 * attentions + 8 * mlps) * c.model_dim ** 2
-    ngrams = sum(table.rows * table.width for table in c.ngrams) + getattr(c, "bigram_rows", 0) * c.model_dim
+    ngrams = sum(table.rows * table.width for table in c.ngrams)
     of_moment = 4 if any(getattr(group.rule(c), "fp32_moments", False) for group in c.base_groups) else size
+    row_moment = getattr(T.groups_by_kind(c)["ngram_embeds"], "row_moment", False)  # two numbers a row are left out
     entries = (2 + value_tables) * vocab_size * c.model_dim + ngrams
     # parameters, gradients but those of n-gram tables, and a rank's share of the moments: one in float32 for a matrix, with
     # its rest if it is in bf16, two for an entry
     gradients, of_matrix = entries - ngrams, 8 if size == 2 else 4
-    permanent = size * (2 * matrices + entries + gradients) + (of_matrix * matrices + 2 * of_moment * entries) / ranks
+    permanent = size * (2 * matrices + entries + gradients) + (
+        of_matrix * matrices + 2 * of_moment * (entries - row_moment * ngrams)) / ranks
     width, logits, lengths = c.model_dim * size, vocab_size * size, T.micro_batch_lengths(c)  # bytes of a token
     eager, of_mlp = c.compile == "off", 14 if c.kernels in ("loss", "off") else 10
     saved = ((9 if eager else 4) * attentions + of_mlp * mlps + 32) * width

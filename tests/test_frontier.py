@@ -26,7 +26,7 @@ from test_sync import Hostile
 from train_gpt import MuonGroup, Ngrams, Ramp
 
 PRESET = frontier.PRESETS["frontier"]
-SMALL = {**TINY, "stages": (Stage(),), "num_heads": 4, "bigram_rows": 50, "fp8_mlp": False}
+SMALL = {**TINY, "stages": (Stage(),), "num_heads": 4, "ngrams": (Ngrams(2, 50, 16),), "fp8_mlp": False}
 WEIGHTS = {"second_token_weight": 0.5, "third_token_weight": 0.25, "prefix_weight": 0.25}
 PREFIXES = [-1 if token % 3 else token // 2 for token in range(VOCAB)]
 WINDOWS = train_gpt.Windows(12, 5)
@@ -61,8 +61,15 @@ def worker_of(config, comm=None):
     *(({"token_gates": text}, f"token_gates is {text!r}; give numbers of layers such as 0,4") for text in ("", "0,x", "0,-1")),
     ({"num_heads": 1, "muon_qk_heads": 1}, "num_heads is 1; P and the last layer need an even number"),
     ({"muon_qk_heads": 3}, "muon_qk_heads is 3; it must divide num_heads, 4"),
-    ({"ngrams": (Ngrams(2, 50, 8),)}, "ngrams: this model has one table, see --bigram_rows; leave it empty"),
-    ({"bigram_rows": 1}, "bigram_rows is 1; it must be a whole number, from 2 on"),
+    *(({"ngrams": tables}, "ngrams: with ngram_hash record89 give tables of 2 rows and more and of n in 2, such as Ngrams(2, 3000, 32)")
+      for tables in ((), (Ngrams(2, 1, 8),), (Ngrams(2, 50, 8), Ngrams(3, 50, 8)))),
+    ({"ngrams": (Ngrams(2, 50, 8), Ngrams(3, 50, 8)), "ngram_hash": "record92"}, None),
+    ({"ngrams": (Ngrams(4, 50, 8),), "ngram_hash": "record92"}, "ngrams: with ngram_hash record92 give tables of 2 rows and more and of n in 2, 3"),
+    ({"param_groups": (AdamGroup("embed", slow_from=6),)}, "has slow_from 6; it must be a multiple of 4, 2 * adam_every"),
+    ({"param_groups": (AdamGroup("embed", row_moment=True),)}, "row_moment is for ngram_embeds with --lazy_tables true, and by_rows for value_embeds"),
+    ({"param_groups": (AdamGroup("ngram_embeds", row_moment=True),)}, "row_moment is for ngram_embeds with --lazy_tables true"),
+    ({"param_groups": (AdamGroup("ngram_embeds", row_moment=True),), "lazy_tables": True}, None),
+    ({"param_groups": (AdamGroup("ngram_embeds", by_rows=True),)}, "row_moment is for ngram_embeds with --lazy_tables true, and by_rows for value_embeds"),
     ({"untie_at": 1.5}, "untie_at is 1.5; it must be a number, from 0 on, at most 1"), ({"untie_at": math.nan}, "untie_at is nan"),
     ({"head_init": 0.0}, "head_init is 0.0; it must be a number, above 0"), ({"logit_shift": math.inf}, "logit_shift is inf; it must be a number"),
     ({"prefix_weight": -1.0}, "prefix_weight is -1.0; it must be a number, from 0 on"),
@@ -99,7 +106,7 @@ def test_the_preset_s_plan_is_that_of_the_record():
     assert third[1000 - 847].lr_factor == pytest.approx(1.73 * left + (1 - left) * 0.15)
     assert untied == 848, "after a cycle of Adam" and train_gpt.plan_of(c, 1285).windows.long == 20 * 128
     wanted = dict(muon_lr=0.023, muon_beta2=0.9, muon_qk_heads=2, head_init=0.005, value_init=0.01, output_init=1,
-                  resid_lambda_init=1.1, logit_cap=23, logit_shift=5, adam_every=2, adam_lr=0.008, bigram_rows=50304 * 15 // 2,
+                  resid_lambda_init=1.1, logit_cap=23, logit_shift=5, adam_every=2, adam_lr=0.008, ngrams=(Ngrams(2, 50304 * 15 // 2, 768),),
                   fp8_mlp=True, fp8_x_scale=100 / 448, fp8_weight_scale=1.6 / 448, fp8_grad_scale=0.75 / 448)
     assert {name: getattr(c, name) for name in wanted} == wanted
 
@@ -131,7 +138,7 @@ def test_the_plan_of_record_92():
 @pytest.mark.parametrize("window, wide, narrow", [(384, .085, .13), (896, .099404, .158564), (1408, .108390, .174764), (1664, .112011, .181136)])
 def test_softmax_scales_of_record_92(window, wide, narrow):
     model = train_gpt.build_model(dataclasses.replace(frontier.PRESETS["frontier92"], **TINY | {
-        "stages": (Stage(),), "num_heads": 4, "bigram_rows": 50, "window_block": 128, "mlp_dim": 88, "mudd_groups": 4}), ENCODING)
+        "stages": (Stage(),), "num_heads": 4, "ngrams": (Ngrams(2, 50, 16),), "window_block": 128, "mlp_dim": 88, "mudd_groups": 4}), ENCODING)
     model.apply_schedule(train_gpt.Plan(rotary_windows=tuple(w for w in (384, 896, 1408, 1664) if w <= window)))
     assert (model.rotary.scale.item(), model.narrow_rotary.scale.item()) == pytest.approx((wide, narrow), abs=6e-7)
     assert model.narrow_rotary.cos.shape[1] == model.rotary.cos.shape[1] // 2
@@ -212,8 +219,9 @@ def test_loss_and_gradients_are_those_of_a_second_implementation(name, monkeypat
     as_read = plain | ({"embed.weight": plain["lm_head.weight"]} if tied else {})
     expected = reference.loss(
         as_read, x.tolist(), y.tolist(), *WINDOWS, BOS, config.num_heads, layers=config.layers, backout_layer=config.backout_layer,
-        scale=config.softmax_scale, narrow_scale=config.narrow_softmax_scale, longest=model.attended_tokens, softcap=(23.0, 5.0, 7.5), ahead=(1.0, 0.5, 0.25), gates_from=[*map(int, config.token_gates.split(","))], dc_window=7,
-        ngrams=bigrams_by_hand(model.ngrams[0], plain["ngrams.0.weight"], x.tolist()), prefixes=PREFIXES, prefix_weight=0.25)
+        scale=config.softmax_scale, narrow_scale=config.narrow_softmax_scale, longest=model.attended_tokens,
+        softcap=(23.0, 5.0, 7.5), ahead=(1.0, 0.5, 0.25), gates_from=[*map(int, config.token_gates.split(","))], dc_window=7,
+        ngrams=torch.nn.functional.pad(bigrams_by_hand(model.ngrams[0], plain["ngrams.0.weight"], x.tolist()), (0, 16)), prefixes=PREFIXES, prefix_weight=0.25)
     compare(model, model(x, y, WINDOWS)[0], plain, expected, tied)
 
 
@@ -244,8 +252,8 @@ MISTAKES = {  # one line of frontier.py each
         "for (number, name), gate in by_layer.items() if number == i}",
         'for (number, name), gate in by_layer.items() if number == ({1: 3, 3: 1}.get(i, i) if name == "xsa" else i)}'),
     "signs: one token late": ("sign.long()\n", "sign.long().roll(1)\n"),
-    "hash: the second token's row": ("before[..., 1:2].fill_(last)", "pass"),
-    "hash: factors exchanged": ("36313 * tokens ^ 27191 * before", "27191 * tokens ^ 36313 * before"),
+    "hash: the second token's row": ("window[1][..., 1:2].fill_(last)", "pass"),
+    "hash: factors exchanged": ("2: (36313, 27191)", "2: (27191, 36313)"),
     "targets: weights exchanged": ("((1, second), (2, third))", "((2, second), (1, third))"),
     "targets: the first weight doubled": ("[targets], [1.0]", "[targets], [2.0]"),
     "prefix: of the token after the next": ("self.prefixes[targets]]", "self.prefixes[targets.roll(-1)]]"),
@@ -326,8 +334,8 @@ def bigrams_by_hand(table, weight, x):
 
 def test_rows_of_the_bigram_table_are_the_record_s_at_its_own_size():
     """The second token's product exceeds int32. Several sequences at once, as Worker announces the rows of a step."""
-    config = dataclasses.replace(PRESET, bigram_rows=377_280)
-    table = frontier.BigramTable(config, Ngrams(2, 377_280, 1))
+    config = PRESET
+    table = frontier.NgramTable(config, Ngrams(2, 377_280, 1))
     x = [50256, 17, 50255, 0, 40000]
     rows, signs = table.row_and_sign(torch.tensor([x, x[::-1]]))
     assert rows.tolist() == [bigram_rows_by_hand(each, 377_279) for each in (x, x[::-1])]
@@ -579,7 +587,7 @@ def test_untying_trains_as_a_plain_second_training_does(tmp_path, lazy):
 def flags(tmp_path, corpus):  # noqa: F811
     """flags(run_id, ...) -> those of a small run whose log is in the test's folder."""
     def make(run_id, **changes):
-        values = {**TINY, "ngrams": "", "bigram_rows": 40, "layers": "S0M L1xgdM", "token_gates": "0", "backout_layer": 0, "model_dim": 16, "micro_batches": 4,
+        values = {**TINY, "ngrams": "Ngrams(2, 40, 16)", "layers": "S0M L1xgdM", "token_gates": "0", "backout_layer": 0, "model_dim": 16, "micro_batches": 4,
                   "micro_batch_tokens": 16, "max_document_tokens": 12, "val_len": 48, "num_steps": 8, "val_every": 5, "warmup_steps": 0, "muon_qk_heads": 1,
                   "muon_momentum_rise": 3, "bucket_mb": 0.004, "fp8_mlp": "false",
                   "stages": "Stage(until=1/2, long_window=2, second_token_weight=.5), Stage(long_window=4), Stage(extra_steps=2, long_window=6)",
@@ -642,7 +650,7 @@ def test_the_warm_up_meets_every_kind_of_step(flags, capsys, monkeypatch, change
 
 def test_frontier_trains_on_gpt2_tokens_without_a_network(tmp_path, script):
     """From what data/fineweb.py writes: shards, and beside them the bytes of GPT-2's tokens. The log opens with both programs."""
-    values = {**TINY, "ngrams": "", "model_dim": 64, "num_heads": 4, "bigram_rows": 500, "num_steps": 2, "micro_batches": 2, "warmup_steps": 0,
+    values = {**TINY, "ngrams": "Ngrams(2, 500, 64)", "model_dim": 64, "num_heads": 4, "num_steps": 2, "micro_batches": 2, "warmup_steps": 0,
               "fp8_mlp": "false", "stages": (Stage(long_window=7, prefix_weight=0.25), Stage(extra_steps=1, long_window=11)),
               "log_dir": tmp_path / "logs", "run_id": "f"}
     for split, tokens in (("train", 9000), ("val", 1000)):

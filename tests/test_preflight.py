@@ -278,7 +278,7 @@ comm = rank0.alone(T, 2, device)
 for preset, presets in [(name, program.PRESETS) for program in (T, frontier) for name in program.PRESETS]:
     page.write_shards(shards := pathlib.Path({home!r}) / f"shards-{{257 if preset == 'laptop' else 50257}}", 257 if preset == 'laptop' else 50257)
     # a small table, or its copies would take gigabytes of this machine
-    table = ["--bigram_rows", "3000"] if preset == "frontier" else []
+    table = ["--ngrams", "Ngrams(2, 3000, 64)"] if preset == "frontier" else []
     config = T.parse_config(["--preset", preset, "--train_files", f"{{shards}}/random_train_000000.bin", "--compile", "off",
                              "--kernels", "off", "--attention", "masked", *table], preset, presets)[1]
     worker = config.worker_type(T.resolve_auto(config, comm)[0], comm, device, T.find_shards(config.train_files))
