@@ -11,6 +11,7 @@ opens the log of a run. bench/public_record.py compares this file with the recor
     section    contents                                                         to start, search for
     config     stage values, kinds of parameters, fields, the preset            class Config, PRESETS
     model      groups, blocks, attention, MLP, weights per token, head          class GPT, def trunk, class Head
+    update     ANVIL                                                            class Anvil
     worker     what a training step does besides: tied embedding, fp8 scales    class Worker
     kernels    DC's attention maps, the MLP in fp8                              def mix_heads, class ReluSquaredInFP8
 """
@@ -29,6 +30,7 @@ import functools
 import itertools
 import math
 import re
+import unicodedata
 from dataclasses import dataclass
 from typing import Any, Iterator, NamedTuple, Sequence
 
@@ -38,9 +40,9 @@ from torch import Tensor, nn
 
 import train_gpt
 from train_gpt import (
-    GATE_DIM, GPT2_VOCAB, TILE_K, TILE_M, TILE_N, DocumentTable, Encoding, HeadLoss, Mask, MuonGroup, NgramTable,
-    Ngrams, Plan, Ramp, Rotary, Shard, Softcap, Windows, attend, compiled, cut_in_pieces, embedding, exclude_own_value,
-    fp8_product, kernel_programs, mask_in_pieces, norm, option, parameter, relu_squared, require, rotate,
+    GATE_DIM, GPT2_VOCAB, TILE_K, TILE_M, TILE_N, DocumentTable, Encoding, HeadLoss, Mask, NgramTable, Ngrams,
+    NorMuon, Plan, Ramp, Rotary, Shard, Softcap, Windows, attend, compiled, cut_in_pieces, embedding, exclude_own_value,
+    fp8_product, kernel_programs, mask_in_pieces, norm, option, parameter, polar, relu_squared, require, rotate,
     scheduled_steps, seen_by_pieces, sha256_of, stage_type, start, to_device, triton, uniform)
 
 if triton is not None:
@@ -67,6 +69,16 @@ class AdamGroup(train_gpt.AdamGroup):
     def rule(self, config: Config) -> train_gpt.Adam:
         return dataclasses.replace(super().rule(config), fp32_moments=True)
 
+@dataclass(frozen=True, repr=False)
+class MuonGroup(train_gpt.MuonGroup):
+    """How NorMuon or, with anvil_from, ANVIL updates one kind of matrices."""
+
+    anvil_from: int | None = option(None, "step from which ANVIL adds its slow momentum (None: NorMuon)", min=0)
+
+    def rule(self, config: Config) -> NorMuon:
+        rule = super().rule(config)
+        return rule if self.anvil_from is None else Anvil(**vars(rule), blend_from=self.anvil_from)
+
 # One row per kind of parameters
 PARAM_GROUPS = (
     AdamGroup("head", 1.0, beta1=0.5, beta2=0.95, weight_decay=0.75),
@@ -82,6 +94,7 @@ PARAM_GROUPS = (
     AdamGroup("token_gates_biases", 0.1, beta1=0.9, beta2=0.99),
     AdamGroup("mudd", 0.25, beta1=0.9, beta2=0.99, weight_decay=0.005),
     AdamGroup("mudd_biases", 0.25, beta1=0.9, beta2=0.99),
+    AdamGroup("doc_copy", beta1=0.9, beta2=0.99),
     MuonGroup("attn"),
     MuonGroup("mlp_fc", lr_mul=2.0),
     MuonGroup("mlp_proj", lr_mul=4.0),
@@ -105,6 +118,9 @@ class Config(train_gpt.Config, StageValues):
                          "maps mixed over heads: DC, arXiv:2405.08553), M (MLP), +N (skip connection from layer N); c "
                          "in front (attention reads backout_layer)")
     bigram_rows: int = option(377280, "rows of the table of pairs of tokens", min=2)
+    normalized_ids: bool = option(False, "n-grams and doc_copy compare GPT-2's tokens without case, accents and spaces")
+    doc_copy: bool = option(False, "add the embedding of the token that followed the longest repeated context of the "
+                            "document; see DocCopy")
     token_gates: str = option("0,4", "layers that begin a small network's range. Per token it computes gates of x0, "
                               "bigram embeddings, skip connections, x, g and d for the layers up to the next one")
     output_init: float = option(1.0, "scale of the initial attention output matrices", min=0)
@@ -258,6 +274,12 @@ class GPT(nn.Module):
         # the longest other token that begins each token, or -1; the last entry is for the target -1. See fill_prefixes
         self.register_buffer("prefixes", torch.full((vocab + 1,), -1), persistent=False)
         self.rotary = Rotary(c, 2 * max(c.val_len, *lengths))  # P has two positions per token
+        self.doc_copy, self.ids = DocCopy(c) if c.doc_copy else None, None
+        if c.normalized_ids and encoding.vocab_size == GPT2_VOCAB:  # other encodings are of bytes
+            self.ids = torch.arange(vocab, dtype=torch.int32)  # stays on the CPU, for rows_read
+            tokens = gpt2_token_bytes((train_gpt.ROOT / c.train_files).parent)
+            self.ids[:len(tokens)] = torch.tensor(normalized_ids(tokens), dtype=torch.int32)
+            self.register_buffer("device_ids", self.ids.clone(), persistent=False)
         self.tied = False  # head and embedding are one matrix
         self.further_weights: dict[str, float] = {}  # of this step's further targets
         self.reach = 0  # above 0: all masks in pieces have one shape, for windows up to `reach` tokens
@@ -272,8 +294,8 @@ class GPT(nn.Module):
 
     def trunk(self, tokens: Tensor, windows: Windows) -> Tensor:
         """Tokens [T] -> the normed residual stream before the head [T, dim]."""
-        masks, (x0, bigram_embeds) = self.masks(tokens, windows), self.embed_tokens(tokens)
-        context = self.context(x0, bigram_embeds, masks)
+        masks, (x0, bigram_embeds, copied) = self.masks(tokens, windows), self.embed_tokens(tokens)
+        context = self.context(x0, bigram_embeds, masks, copied)
         x, gates = x0.view_as(x0), None  # a new object: with x0 itself torch.compile would build a further graph
         saved: dict[int, Tensor] = {}  # outputs of the layers that later layers read
         # looked up just before the first group that reads them, so that their gradients can be sent after that group
@@ -307,31 +329,45 @@ class GPT(nn.Module):
     def dc_mask(docs: Tensor, dtype: torch.dtype) -> Tensor:
         return mask_in_pieces(docs, *[DC_WINDOW - 1] * 2, dtype, DC_PIECE)
 
-    def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [T] -> x0, the residual stream before the first layer, and the bigram embeddings, both [T, dim]."""
-        e = F.embedding(tokens, self.lm_head.weight) if self.tied else self.embed(tokens)
-        x0 = self.smear(e, self.smear_gate, self.scalars.split(self.scalar_sizes)[2][0])
+    def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Tokens [T] -> x0, the residual stream before the first layer, the bigram embeddings, Context.copied."""
+        read, copied = tokens, (None, None)
+        if self.doc_copy is not None:  # one lookup, and so one gradient, of tokens and candidates
+            candidates, kinds = self.doc_copy.find(tokens, self.normalized(tokens), self.bos_id)
+            read = torch.cat([tokens, candidates])
+        e = F.embedding(read, self.lm_head.weight) if self.tied else self.embed(read)
+        if self.doc_copy is not None:
+            e, of_candidates = e.chunk(2)
+            copied = self.doc_copy(of_candidates, kinds)
+        x0 = self.smear(e, self.smear_gate, self.scalars.split(self.scalar_sizes)[2][0], copied[0])
         table, = self.ngrams
-        return x0, table(*self.bigram_row(tokens))
+        return x0, table(*self.bigram_row(tokens)), copied[1]
+
+    def normalized(self, tokens: Tensor) -> Tensor:
+        """Return what n-grams and DocCopy compare: with normalized_ids, a number of each token's normalized text."""
+        if self.ids is None:
+            return tokens
+        return (self.ids if tokens.device.type == "cpu" else self.device_ids)[tokens]
 
     smear = staticmethod(train_gpt.GPT.smear)
 
     @compiled
     def bigram_row(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the table row and the sign row of the pair that ends at each token [T]."""
-        return self.ngrams[0].row_and_sign(tokens)
+        return self.ngrams[0].row_and_sign(self.normalized(tokens))
 
     def rows_read(self, tokens: Tensor) -> dict[nn.Parameter, Tensor]:
         """Find the rows of the bigram table that a forward of these tokens [..., T] reads."""
         table, = self.ngrams
-        return {table.weight: table.row_and_sign(tokens)[0]}
+        return {table.weight: table.row_and_sign(self.normalized(tokens))[0]}
 
-    def context(self, x0: Tensor, bigram_embeds: Tensor, masks: dict[str | None, Mask | None]) -> Context:
+    def context(self, x0: Tensor, bigram_embeds: Tensor, masks: dict[str | None, Mask | None],
+                copied: Tensor | None) -> Context:
         # unbound at once: backward of many single selections would pad each gradient with zeros and add them up
         skip_weights, value_mixes, _ = self.scalars.split(self.scalar_sizes)
         mixes = torch.cat([self.resid_lambdas, self.post_lambdas], 1)
         return Context(x0, bigram_embeds, (self.rotary.cos, self.rotary.sin, self.rotary.scale), masks,
-                       skip_weights.unbind(), mixes.unbind(), value_mixes.view(-1, 2).unbind(), self.gate_scale)
+                       skip_weights.unbind(), mixes.unbind(), value_mixes.view(-1, 2).unbind(), self.gate_scale, copied)
 
     def loss(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the losses of `forward` from the normed residual stream [T, dim]."""
@@ -368,7 +404,8 @@ class Context(NamedTuple):
     """Inputs that all layers of one forward share.
 
     x0, bigram_embeds: [T, dim]. rotary: cosines, sines, softmax scale. masks: see GPT.masks. skip_weights: a number for
-    each skip connection. mixes: see Block. value_mixes: see Attention. gate_scale: see TokenWeights.
+    each skip connection. mixes: see Block. value_mixes: see Attention. gate_scale: see TokenWeights. copied [T, dim]:
+    what DocCopy adds before the final norm.
     """
 
     x0: Tensor
@@ -379,6 +416,7 @@ class Context(NamedTuple):
     mixes: Sequence[Tensor]
     value_mixes: Sequence[Tensor]
     gate_scale: Tensor
+    copied: Tensor | None
 
 class Group(nn.Module):
     """Consecutive layers that are compiled together; the last group also prepares the head's input.
@@ -429,7 +467,8 @@ class Group(nn.Module):
             x = block.forward(x, layer_context, mix, value_embeds, context.value_mixes[i], attn_input, layer_gates)
             outputs[i] = x
         if self.last:
-            x = norm(self.mudd[0].head_input(x, outputs, values[0]))
+            x = self.mudd[0].head_input(x, outputs, values[0])
+            x = norm(x if context.copied is None else x + context.copied)
         return x, {i: output for i, output in outputs.items() if i in self.saves and i not in saved}, gates
 
 class Block(nn.Module):
@@ -702,6 +741,118 @@ class Mudd(nn.Module):
 def weighted_sum(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:
     """weights [T, n], n sources [T, dim] -> [T, dim]."""
     return sum(weight * source for weight, source in zip(weights.split(1, dim=1), sources))
+
+class DocCopy(nn.Module):
+    """For each token, a candidate for the next one from its own document, as an input of the model.
+
+    A context is the last n tokens within the document, for n in LENGTHS. The candidate is the token after the latest
+    earlier occurrence of the longest context that has one. Its kind is 3 * i + min(occurrences, 3), from 1 on, where i
+    is the place of n in LENGTHS; kind 0: no context has one. Nothing depends on later tokens.
+    """
+
+    LENGTHS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32
+    FACTOR, OF_DOCUMENT = 0x9E3779B97F4A7C15, 0x5851F42D4C957F2D  # odd, of hashes modulo 2 ** 64
+
+    def __init__(self, config: Config):
+        super().__init__()
+        kinds = 3 * len(self.LENGTHS)
+        self.gains = parameter(torch.zeros(kinds), "doc_copy")  # of candidates; with 0 runs depend less on the seed
+        self.rows = parameter(torch.zeros(kinds, config.model_dim), "doc_copy")
+        self.weights = parameter(torch.tensor([0.5, 1.0]), "doc_copy")  # at the input, and before the final norm
+
+    @staticmethod
+    @compiled
+    def find(tokens: Tensor, ids: Tensor, bos_id: int) -> tuple[Tensor, Tensor]:
+        """Tokens [T] -> candidates, tokens [0] where there is none, and their kinds. Contexts are compared by ids [T].
+
+        Contexts with equal hashes of 64 bits count as equal.
+        """
+        at, begins, hashes = torch.arange(len(tokens), device=tokens.device), tokens == bos_id, {1: ids.long() + 1}
+        for n in DocCopy.LENGTHS[1:]:  # the hash of n tokens is made of those of its two halves, which are in LENGTHS
+            half = n // 2
+            hashes[n] = hashes[n - half].roll(half) * signed(DocCopy.FACTOR ** half) + hashes[half]
+        first, of_document = torch.where(begins, at, 0).cummax(0).values, begins.cumsum(0) * signed(DocCopy.OF_DOCUMENT)
+        # a context that the document is too short for gets a key of its own
+        keys = torch.stack([torch.where(at - n + 1 >= first, x ^ of_document, -1 - at) for n, x in hashes.items()])
+        keys, order = keys.sort(dim=1, stable=True)  # equal contexts are neighbours, in the order of their positions
+        repeats = F.pad(keys[:, 1:] == keys[:, :-1], (1, 0))
+        earlier = at - torch.where(repeats, 0, at).cummax(1).values
+        kinds = 3 * torch.arange(len(keys), device=at.device)[:, None] + earlier.clamp_max(3)
+        # a longer context has a larger kind: one number of kind and place, so that the maximum chooses both
+        found = torch.where(repeats, kinds << 32 | order.roll(1, 1) + 1, 0)
+        best = torch.zeros_like(found).scatter(1, order, found).amax(0)
+        return tokens[best & 0xFFFFFFFF], best >> 32
+
+    @compiled
+    def forward(self, e: Tensor, kinds: Tensor) -> tuple[Tensor, Tensor]:
+        """Candidates' embeddings and kinds [T] -> what to add at the input and before the final norm, [T, dim]."""
+        # as products: the gradient of a selection would add up T rows one after another
+        chosen = (kinds[:, None] == torch.arange(1, len(self.gains) + 1, device=e.device)).type_as(self.gains)
+        copied = ((chosen @ self.gains)[:, None] * e + chosen @ self.rows).type_as(e)
+        return self.weights[0] * copied, self.weights[1] * copied
+
+def signed(number: int) -> int:
+    """Return the int64 that equals a number modulo 2 ** 64."""
+    return (number + 2 ** 63) % 2 ** 64 - 2 ** 63
+
+def normalized_ids(tokens: Sequence[bytes]) -> list[int]:
+    """Map GPT-2's tokens to the first token of the same text without case, accents and surrounding spaces.
+
+    A token that is no text, or has none left, is mapped to itself.
+    """
+    def text_of(token: bytes) -> str | bytes:
+        try:
+            text = unicodedata.normalize("NFKD", token.decode())
+        except UnicodeDecodeError:
+            return token
+        text = "".join(c for c in text if unicodedata.category(c) != "Mn").lower()
+        text = re.sub(r"[ \t\r\n]+", " ", text)
+        return text.strip(" ") or text or token
+
+    first: dict[str | bytes, int] = {}
+    ids = [first.setdefault(text_of(token), number) for number, token in enumerate(tokens)]
+    digest = sha256_of(b"".join(number.to_bytes(4, "little") for number in [*ids, len(ids)]))
+    require(digest == "79fb57ac259495ba36f1afb9b0d5da35f3048b5067fa59c101d5a3c1ed15c2a2", f"Unicode "
+            f"{unicodedata.unidata_version} of this Python gives other normalized_ids than 14.0 of Python 3.11; use "
+            "that, or leave normalized_ids out")
+    return ids
+
+# ------------------------------------------------------------------------------------------------------------------
+# update rules
+
+# (a, b, c) of the six steps of ANVIL's polar: singular values from 0.003 on end in [0.995, 1.0005]
+ANVIL_STEPS = (
+    (3.923798038567, -6.095026865488, 3.905234618423), (3.278126713798, -3.328923386476, 0.989127286973),
+    (3.505298394150, -5.137358782410, 1.968325560615), (2.815058591845, -3.685181239622, 1.417196497642),
+    (2.245503932403, -2.443826979899, 0.963091710461), (2.256537145403, -2.166840097229, 0.929501253245))
+
+@dataclass(frozen=True)
+class Anvil(NorMuon):
+    """NorMuon with a second, slow momentum, which decides where weights decay and, from blend_from on, is blended in.
+
+    From blend_from on the fast momentum decays by FAST; before, and in the Nesterov step, momenta are the schedule's.
+    """
+
+    blend_from: int = 0
+    FAST, SLOW, SHARE = 0.85, 0.98, 0.4385  # decays; share of the fast momentum in the blend
+
+    def init_state(self, shard: Tensor) -> dict[str, Tensor]:
+        state = super().init_state(shard)
+        return state | {"slow": torch.zeros_like(state["m"])}
+
+    def hyper(self, plan: Plan, t: int) -> dict[str, Any]:
+        fast, share = (self.FAST, self.SHARE) if plan.step >= self.blend_from else (plan.momentum, 1.0)
+        return super().hyper(plan, t) | {"fast": fast, "share": share}
+
+    @staticmethod
+    def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: dict[str, Any]) -> None:
+        """Update param [n, rows, columns] and its state in place; see NorMuon.update."""
+        m, slow, momentum, fast, share = state["m"], state["slow"], *(hyper[k] for k in ("momentum", "fast", "share"))
+        grad = grad.to(m.dtype)
+        m.copy_(fast * m + (1 - fast) * grad)
+        slow.copy_(Anvil.SLOW * slow + (1 - Anvil.SLOW) * grad)
+        u = momentum * (share * m + (1 - share) * slow) + (1 - momentum) * grad
+        NorMuon.move(param, polar(u, hyper["dtype"], ANVIL_STEPS, 1.05).to(m.dtype), state, hyper, slow)
 
 # ------------------------------------------------------------------------------------------------------------------
 # worker

@@ -16,14 +16,14 @@ import frontier
 import reference
 import train_gpt
 from conftest import TINY, logits_of, some_documents, write_gpt2_tokens, write_shard
-from frontier import AdamGroup, Stage
+from frontier import AdamGroup, MuonGroup, Stage
 from ranks import program_of
 from test_model import (BOS, ENCODING, ROWS, SIX_STEPS, VOCAB, PlainTraining, assert_flash_is_the_same, compare, groups_by_hand,
                         in_float64, make_trainer, shake, shaken, tokens_of)
 from test_resume import corpus, goes_on_at_any_number_of_ranks, kill_and_resume, train  # noqa: F401, a fixture
 from test_run import read_log, run_here
 from test_sync import Hostile
-from train_gpt import MuonGroup, Ngrams, Ramp
+from train_gpt import Ngrams, Ramp
 
 PRESET = frontier.PRESETS["frontier"]
 SMALL = {**TINY, "stages": (Stage(),), "num_heads": 4, "bigram_rows": 50, "fp8_mlp": False}
@@ -181,7 +181,7 @@ MISTAKES = {  # one line of frontier.py each
                                                               '"residual": [0.0] * 3, "values": [0.0] * 3'),
     "MUDD: value gates of the halves exchanged": ('weights["value_gates"].repeat', 'weights["value_gates"].flip(1).repeat'),
     "MUDD: the last layer adds x0": ("context._replace(x0=outputs[-1])", "context"),
-    "MUDD: the head reads the next value table": ("outputs, values[0]))", "outputs, values[1]))"),
+    "MUDD: the head reads the next value table": ("outputs, values[0])", "outputs, values[1])"),
     "scales: of attention and MLP exchanged": ("resid_lambda_attn, resid_lambda_mlp, post_lambda_attn",
                                                "resid_lambda_mlp, resid_lambda_attn, post_lambda_attn"),
     "gates: sigmoid on those of the heads": ('y * gates["gate"][..., None]', 'y * gates["gate"].sigmoid()[..., None]'),
