@@ -276,10 +276,9 @@ class GPT(nn.Module):
         self.rotary = Rotary(c, 2 * max(c.val_len, *lengths))  # P has two positions per token
         self.doc_copy, self.ids = DocCopy(c) if c.doc_copy else None, None
         if c.normalized_ids and encoding.vocab_size == GPT2_VOCAB:  # other encodings are of bytes
-            self.ids = torch.arange(vocab, dtype=torch.int32)  # stays on the CPU, for rows_read
-            tokens = gpt2_token_bytes((train_gpt.ROOT / c.train_files).parent)
-            self.ids[:len(tokens)] = torch.tensor(normalized_ids(tokens), dtype=torch.int32)
-            self.register_buffer("device_ids", self.ids.clone(), persistent=False)
+            ids = normalized_ids(gpt2_token_bytes((train_gpt.ROOT / c.train_files).parent))
+            self.ids = torch.tensor([*ids, *range(len(ids), vocab)], device="cpu", dtype=torch.int32)  # for rows_read
+            self.register_buffer("device_ids", self.ids.to(self.smear_gate.device), persistent=False)
         self.tied = False  # head and embedding are one matrix
         self.further_weights: dict[str, float] = {}  # of this step's further targets
         self.reach = 0  # above 0: all masks in pieces have one shape, for windows up to `reach` tokens
@@ -362,7 +361,7 @@ class GPT(nn.Module):
         return {table.weight: table.row_and_sign(self.normalized(tokens))[0]}
 
     def context(self, x0: Tensor, bigram_embeds: Tensor, masks: dict[str | None, Mask | None],
-                copied: Tensor | None) -> Context:
+                copied: Tensor | None = None) -> Context:
         # unbound at once: backward of many single selections would pad each gradient with zeros and add them up
         skip_weights, value_mixes, _ = self.scalars.split(self.scalar_sizes)
         mixes = torch.cat([self.resid_lambdas, self.post_lambdas], 1)
@@ -789,7 +788,7 @@ class DocCopy(nn.Module):
         # as products: the gradient of a selection would add up T rows one after another
         chosen = (kinds[:, None] == torch.arange(1, len(self.gains) + 1, device=e.device)).type_as(self.gains)
         copied = ((chosen @ self.gains)[:, None] * e + chosen @ self.rows).type_as(e)
-        return self.weights[0] * copied, self.weights[1] * copied
+        return tuple(weight * copied for weight in self.weights.unbind())
 
 def signed(number: int) -> int:
     """Return the int64 that equals a number modulo 2 ** 64."""
