@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import math
-import re
 
 import numpy as np
 import pytest
@@ -302,3 +301,93 @@ def test_doc_copy_trains_as_a_plain_second_training_does(on_ranks, tmp_path, ran
     for found in on_ranks(ranks, train_copying, tmp_path, 22, {"untie_at": untie_at}):
         for name, (ours, right) in found.items():
             close(ours, right)
+
+
+# normalized ids
+
+
+DIGEST = "79fb57ac259495ba36f1afb9b0d5da35f3048b5067fa59c101d5a3c1ed15c2a2"
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    """A folder with GPT-2's tokens and shards of repeated ones, and the tokens."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    write_gpt2_tokens(folder)
+    tokens = frontier.gpt2_token_bytes(folder)
+    words = [tokens.index(word) for word in (b" The", b"the", b" THE", b"The", b" a", b"A", b"\n", b"\n\n", b" cat", b"Cat", b" don", b".")]
+    for split, count in (("train", 3000), ("val", 200)):
+        text = some_text(len(split), count, len(words), 50256)
+        write_shard(folder / f"toy_{split}_000001.bin", [50256, *(token if token == 50256 else words[token] for token in text)], 50257, 50256)
+    return folder, tokens
+
+
+def test_normalized_ids_are_those_of_the_published_digest(gpt2, monkeypatch):
+    _, tokens = gpt2
+    ids = frontier.normalized_ids(tokens)
+    assert hashlib.sha256(np.array([*ids, 50256], dtype="<i4").tobytes()).hexdigest() == DIGEST
+    assert (len({*ids, 50256}), sum(i != number for i, number in enumerate(ids))) == (32980, 17277)
+    number = tokens.index
+    assert ids[number(b" The")] == ids[number(b"THE")] == ids[number("thé".encode()[:1] + b"he")] == min(
+        number(word) for word in (b"the", b" the", b"The", b" The", b"THE", b" THE"))
+    assert ids[number(b"\xc3")] == number(b"\xc3") and ids[number(b"\n\n")] == ids[number(b" ")] == min(number(b" "), number(b"\n"), number(b"\t"))
+    monkeypatch.setattr("unicodedata.normalize", lambda form, text: text)
+    with pytest.raises(train_gpt.RunError, match="Unicode .* gives other normalized_ids"):
+        frontier.normalized_ids(tokens)
+
+
+def test_n_grams_and_candidates_are_compared_by_normalized_ids_alone(gpt2):
+    """Embedding, targets and candidates keep the tokens. Other encodings have no normalized ids."""
+    folder, tokens = gpt2
+    config = small(normalized_ids=True, doc_copy=True, train_files=str(folder / "toy_train_*.bin"))
+    model = train_gpt.build_model(config, train_gpt.Encoding(50257, 50256))
+    ids, x = [*frontier.normalized_ids(tokens), 50256], train_gpt.load_tokens(train_gpt.find_shards(config.train_files)[0])[:300].astype(np.int32)
+    normal, x = [ids[token] for token in x], torch.from_numpy(x)
+    rows, signs = model.bigram_row(x)
+    assert rows.tolist() == model.rows_read(x)[model.ngrams[0].weight].tolist() == bigram_rows_by_hand(normal, 49) != bigram_rows_by_hand(x.tolist(), 49)
+    assert signs.tolist() == sign_rows_by_hand(normal) and model.normalized(torch.tensor([50256, 50300])).tolist() == [50256, 50300]
+    read = []
+    model.embed.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].tolist()))
+    model.embed_tokens(x)
+    right = candidates_by_hand(x.tolist(), normal, 50256)
+    assert read[0][:300] == x.tolist() and right != candidates_by_hand(x.tolist(), x.tolist(), 50256)
+    assert all(token == candidate for token, (candidate, kind) in zip(read[0][300:], right) if kind)
+    others = train_gpt.build_model(config, train_gpt.Encoding(257, 256))
+    assert others.normalized(x) is x and not any("ids" in name for name, _ in others.named_buffers())
+
+
+# runs
+
+
+ANVIL = ", ".join(f'MuonGroup("{kind}", anvil_from=5)' for kind in ("attn", "mlp_fc", "mlp_proj"))
+
+
+def test_exact_runs_go_on_at_any_number_of_ranks_and_the_warm_up_leaves_no_trace(flags, on_ranks, tmp_path):  # noqa: F811
+    """Stopped before and after ANVIL blends in its slow momentum; with one rank, then two, then one."""
+    exact = dict(world_size_invariant="true", save_every=1, num_steps=9, val_every=0, param_groups=ANVIL, doc_copy="true", untie_at=.5)
+    on_ranks(1, train, flags("whole", **exact), -1, frontier.PRESETS)
+    on_ranks(1, train, flags("killed", **exact, warmup_steps=9), 4, frontier.PRESETS)
+    for ranks, kill_at in ((2, 7), (1, -1)):
+        on_ranks(ranks, train, ["--resume", str(tmp_path / "killed.txt"), "--warmup_steps", "4"], kill_at, frontier.PRESETS)
+    whole, resumed = end_of(tmp_path / "whole.txt"), end_of(tmp_path / "killed.txt")
+    assert resumed["resumed"] == 2
+    for key in ("final_state_hash", "train_digest", "final_val_loss", "model_hash"):
+        assert whole[key] == resumed[key], key
+
+
+def test_a_saved_model_is_the_one_that_was_validated(gpt2, flags, on_ranks, tmp_path):  # noqa: F811
+    """On GPT-2's tokens, with normalized ids: sample.py computes the loss of the log."""
+    folder, _ = gpt2
+    on_ranks(1, train, flags(
+        "run", train_files=folder / "toy_train_*.bin", val_files=folder / "toy_val_*.bin", normalized_ids="true", doc_copy="true", num_steps=4,
+        stages="Stage(long_window=2)", val_every=0, save_model="true", dtype="float32", param_groups=ANVIL + ', AdamGroup("doc_copy", 20)'), -1, frontier.PRESETS)
+    trained = sample.load_model(tmp_path / "run.pt")
+    assert trained.config.normalized_ids and trained.model.doc_copy.gains.abs().max() > .1
+    sequences = train_gpt.validation_sequences(train_gpt.find_shards(trained.config.val_files), trained.config.val_tokens, trained.config.val_len)
+    validated = lambda: train_gpt.validate(trained.model, sequences, trained.windows, train_gpt.Comm(), torch.device("cpu"))[0]
+    assert validated() == pytest.approx(end_of(tmp_path / "run.txt")["final_val_loss"], rel=1e-6)
+    text, trained = sequences[0, :-1].copy(), trained._replace(model=trained.model.eval())
+    logits = trained.model.lm_head.logits(trained.model.trunk(torch.from_numpy(text), trained.windows))
+    close(sample.next_logits(trained, text[:20].tolist()), logits[19].detach(), 1e-5)
+    trained.model.ids = None
+    assert validated() != pytest.approx(end_of(tmp_path / "run.txt")["final_val_loss"], rel=1e-6), "the ids matter"
