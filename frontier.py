@@ -11,7 +11,7 @@ opens the log of a run. bench/public_record.py compares this file with the recor
     section    contents                                                         to start, search for
     config     stage values, kinds of parameters, fields, the preset            class Config, PRESETS
     model      groups, blocks, attention, MLP, weights per token, head          class GPT, def trunk, class Head
-    update rules   Adam with a cadence, and with one moment per row             class Adam, class RowAdam
+    update     ANVIL; Adam with a cadence, and with one moment per row             class Anvil, class RowAdam
     worker     what a training step does besides: tied embedding, fp8 scales    class Worker
     kernels    DC's attention maps, the MLP in fp8                              def mix_heads, class ReluSquaredInFP8
 """
@@ -30,6 +30,7 @@ import functools
 import itertools
 import math
 import re
+import unicodedata
 from dataclasses import dataclass
 from typing import Any, Iterator, NamedTuple, Sequence
 
@@ -40,11 +41,11 @@ from torch import Tensor, nn
 
 import train_gpt
 from train_gpt import (
-    GATE_DIM, GPT2_VOCAB, TILE_K, TILE_M, TILE_N, DocumentTable, Encoding, HeadLoss, Mask, MuonGroup, Ngrams,
-    Plan, Ramp, Rotary, Shard, Softcap, Windows, attend, compiled, cut_in_pieces, embedding,
-    exclude_own_value, fp8_product, groups_by_kind, kernel_programs, mask_in_pieces, norm, option, parameter,
-    relu_squared, require, rotary_frequencies, rotate, scheduled_steps, seen_by_pieces, sha256_of, stage_type,
-    start, to_device, triton, uniform)
+    GATE_DIM, GPT2_VOCAB, TILE_K, TILE_M, TILE_N, DocumentTable, Encoding, HeadLoss, Mask, Ngrams, NorMuon, Plan,
+    Ramp, Rotary, Shard, Softcap, Windows, attend, compiled, cut_in_pieces, embedding, exclude_own_value,
+    fp8_product, groups_by_kind, kernel_programs, mask_in_pieces, norm, option, parameter, polar, relu_squared,
+    require, rotary_frequencies, rotate, scheduled_steps, seen_by_pieces, sha256_of, stage_type, start, to_device,
+    triton, uniform)
 
 if triton is not None:
     import triton.language as tl
@@ -97,6 +98,16 @@ class Tail:
     keep_norm: bool = True  # then scale all weights of a kind by one factor, to the norm that they had
     __repr__ = train_gpt.show_row
 
+@dataclass(frozen=True, repr=False)
+class MuonGroup(train_gpt.MuonGroup):
+    """How NorMuon or, with anvil_from, ANVIL updates one kind of matrices."""
+
+    anvil_from: int | None = option(None, "step from which ANVIL adds its slow momentum (None: NorMuon)", min=0)
+
+    def rule(self, config: Config) -> NorMuon:
+        rule = super().rule(config)
+        return rule if self.anvil_from is None else Anvil(**vars(rule), blend_from=self.anvil_from)
+
 # One row per kind of parameters
 PARAM_GROUPS = (
     AdamGroup("head", 1.0, beta1=0.5, beta2=0.95, weight_decay=0.75),
@@ -112,6 +123,7 @@ PARAM_GROUPS = (
     AdamGroup("token_gates_biases", 0.1, beta1=0.9, beta2=0.99),
     AdamGroup("mudd", 0.25, beta1=0.9, beta2=0.99, weight_decay=0.005),
     AdamGroup("mudd_biases", 0.25, beta1=0.9, beta2=0.99),
+    AdamGroup("doc_copy", beta1=0.9, beta2=0.99),
     MuonGroup("attn"),
     MuonGroup("mlp_fc", lr_mul=2.0),
     MuonGroup("mlp_proj", lr_mul=4.0),
@@ -140,6 +152,9 @@ class Config(train_gpt.Config, StageValues):
     ngrams: tuple[Ngrams, ...] = option((Ngrams(2, 377280, 768),), "n-gram embedding tables, Ngrams(N, ROWS, WIDTH) "
                                         "each; N is 2, or with the hash of record 92 also 3")
     ngram_hash: str = option("record89", "which hashes assign n-grams to rows and signs", ("record89", "record92"))
+    normalized_ids: bool = option(False, "n-grams and doc_copy compare GPT-2's tokens without case, accents and spaces")
+    doc_copy: bool = option(False, "add the embedding of the token that followed the longest repeated context of the "
+                            "document; see DocCopy")
     token_gates: str = option("0,4", "layers that begin a small network's range. Per token it computes gates of x0, "
                               "bigram embeddings, skip connections, x, g and d for the layers up to the next one")
     output_init: float = option(1.0, "scale of the initial attention output matrices", min=0)
@@ -362,6 +377,11 @@ class GPT(nn.Module):
         self.narrow_rotary = Rotary(rotary_frequencies(c.head_dim)[:c.head_dim // 4], positions, dtype,
                                     c.narrow_softmax_scale) if any(layer.narrow_qk for layer in self.layers) else None
         self.attended_tokens = 0  # in this step's training
+        self.doc_copy, self.ids = DocCopy(c) if c.doc_copy else None, None
+        if c.normalized_ids and encoding.vocab_size == GPT2_VOCAB:  # other encodings are of bytes
+            ids = normalized_ids(gpt2_token_bytes((train_gpt.ROOT / c.train_files).parent))
+            self.ids = torch.tensor([*ids, *range(len(ids), vocab)], device="cpu", dtype=torch.int32)  # for rows_read
+            self.register_buffer("device_ids", self.ids.to(self.smear_gate.device), persistent=False)
         self.tied = False  # head and embedding are one matrix
         self.further_weights: dict[str, float] = {}  # of this step's further targets
         self.candidates: list[Tensor] = []  # of the next training forwards, see Candidates; empty: all classes
@@ -377,8 +397,8 @@ class GPT(nn.Module):
 
     def trunk(self, tokens: Tensor, windows: Windows) -> Tensor:
         """Tokens [T] -> the normed residual stream before the head [T, dim]."""
-        masks, (x0, bigram_embeds) = self.masks(tokens, windows), self.embed_tokens(tokens)
-        context = self.context(x0, bigram_embeds, masks)
+        masks, (x0, bigram_embeds, copied) = self.masks(tokens, windows), self.embed_tokens(tokens)
+        context = self.context(x0, bigram_embeds, masks, copied)
         x, gates = x0.view_as(x0), None  # a new object: with x0 itself torch.compile would build a further graph
         saved: dict[int, Tensor] = {}  # outputs of the layers that later layers read
         # looked up just before the first group that reads them, so that their gradients can be sent after that group
@@ -420,33 +440,48 @@ class GPT(nn.Module):
     def dc_mask(docs: Tensor, dtype: torch.dtype) -> Tensor:
         return mask_in_pieces(docs, *[DC_WINDOW - 1] * 2, dtype, DC_PIECE)
 
-    def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [T] -> x0, the residual stream before the first layer, and the n-gram embeddings, both [T, dim]."""
-        e = F.embedding(tokens, self.lm_head.weight) if self.tied else self.embed(tokens)
-        x0 = self.smear(e, self.smear_gate, self.scalars.split(self.scalar_sizes)[2][0])
+    def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Tokens [T] -> x0, the residual stream before the first layer, the n-gram embeddings, Context.copied."""
+        read, copied = tokens, (None, None)
+        if self.doc_copy is not None:  # one lookup, and so one gradient, of tokens and candidates
+            candidates, kinds = self.doc_copy.find(tokens, self.normalized(tokens), self.bos_id)
+            read = torch.cat([tokens, candidates])
+        e = F.embedding(read, self.lm_head.weight) if self.tied else self.embed(read)
+        if self.doc_copy is not None:
+            e, of_candidates = e.chunk(2)
+            copied = self.doc_copy(of_candidates, kinds)
+        x0 = self.smear(e, self.smear_gate, self.scalars.split(self.scalar_sizes)[2][0], copied[0])
         embeds = (table(*rows) for table, rows in zip(self.ngrams, self.ngram_rows(tokens)))
         # a narrow table: the first entries. The sum of two tables in bf16 is rounded once
-        return x0, functools.reduce(torch.add, (F.pad(e, (0, x0.size(1) - e.size(1))) for e in embeds))
+        return x0, functools.reduce(torch.add, (F.pad(e, (0, x0.size(1) - e.size(1))) for e in embeds)), copied[1]
+
+    def normalized(self, tokens: Tensor) -> Tensor:
+        """Return what n-grams and DocCopy compare: with normalized_ids, a number of each token's normalized text."""
+        if self.ids is None:
+            return tokens
+        return (self.ids if tokens.device.type == "cpu" else self.device_ids)[tokens]
 
     smear = staticmethod(train_gpt.GPT.smear)
 
     @compiled
     def ngram_rows(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return each table's rows and sign rows, of the n-grams that end at tokens [T]."""
-        return [table.row_and_sign(tokens) for table in self.ngrams]
+        return [table.row_and_sign(self.normalized(tokens)) for table in self.ngrams]
 
     def rows_read(self, tokens: Tensor) -> dict[nn.Parameter, Tensor]:
         """Find the rows that a forward of tokens [..., T] reads, of each table whose gradients are sent by rows."""
+        ids = self.normalized(tokens)
         return {table.weight: tokens for table in self.value_embeds if table.sparse} | {
-            table.weight: table.row_and_sign(tokens)[0] for table in self.ngrams}
+            table.weight: table.row_and_sign(ids)[0] for table in self.ngrams}
 
-    def context(self, x0: Tensor, bigram_embeds: Tensor, masks: dict[str | None, Mask | None]) -> Context:
+    def context(self, x0: Tensor, bigram_embeds: Tensor, masks: dict[str | None, Mask | None],
+                copied: Tensor | None = None) -> Context:
         # unbound at once: backward of many single selections would pad each gradient with zeros and add them up
         skip_weights, value_mixes, _ = self.scalars.split(self.scalar_sizes)
         mixes = torch.cat([self.resid_lambdas, self.post_lambdas], 1)
         rotaries = [rotary and (rotary.cos, rotary.sin, rotary.scale) for rotary in (self.rotary, self.narrow_rotary)]
         return Context(x0, bigram_embeds, *rotaries, masks, skip_weights.unbind(), mixes.unbind(),
-                       value_mixes.view(-1, 2).unbind(), self.gate_scale)
+                       value_mixes.view(-1, 2).unbind(), self.gate_scale, copied)
 
     def loss(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the losses of `forward` from the normed residual stream [T, dim]."""
@@ -494,7 +529,7 @@ class Context(NamedTuple):
 
     x0, bigram_embeds: [T, dim]. rotary: cosines, sines, softmax scale; narrow_rotary: of narrow heads. masks: see
     GPT.masks. skip_weights: a number for each skip connection. mixes: see Block. value_mixes: see Attention.
-    gate_scale: see TokenWeights.
+    gate_scale: see TokenWeights. copied [T, dim]: what DocCopy adds before the final norm.
     """
 
     x0: Tensor
@@ -506,6 +541,7 @@ class Context(NamedTuple):
     mixes: Sequence[Tensor]
     value_mixes: Sequence[Tensor]
     gate_scale: Tensor
+    copied: Tensor | None
 
 class Group(nn.Module):
     """Consecutive layers that are compiled together; the last group also prepares the head's input.
@@ -557,7 +593,8 @@ class Group(nn.Module):
                                          layer_gates)
             outputs[i] = x
         if self.last:
-            x = norm(self.mudd[0].head_input(x, outputs, values, mlp_input))
+            x = self.mudd[0].head_input(x, outputs, values, mlp_input)
+            x = norm(x if context.copied is None else x + context.copied)
         return x, {i: output for i, output in outputs.items() if i in self.saves and i not in saved}, gates
 
 class Block(nn.Module):
@@ -872,8 +909,117 @@ def weighted_sum(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:
     """weights [T, n], n sources [T, dim] -> [T, dim]."""
     return sum(weight * source for weight, source in zip(weights.split(1, dim=1), sources))
 
+class DocCopy(nn.Module):
+    """For each token, a candidate for the next one from its own document, as an input of the model.
+
+    A context is the last n tokens within the document, for n in LENGTHS. The candidate is the token after the latest
+    earlier occurrence of the longest context that has one. Its kind is 3 * i + min(occurrences, 3), from 1 on, where i
+    is the place of n in LENGTHS; kind 0: no context has one. Nothing depends on later tokens.
+    """
+
+    LENGTHS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32
+    FACTOR, OF_DOCUMENT = 0x9E3779B97F4A7C15, 0x5851F42D4C957F2D  # odd, of hashes modulo 2 ** 64
+
+    def __init__(self, config: Config):
+        super().__init__()
+        kinds = 3 * len(self.LENGTHS)
+        self.gains = parameter(torch.zeros(kinds), "doc_copy")  # of candidates; with 0 runs depend less on the seed
+        self.rows = parameter(torch.zeros(kinds, config.model_dim), "doc_copy")
+        self.weights = parameter(torch.tensor([0.5, 1.0]), "doc_copy")  # at the input, and before the final norm
+
+    @staticmethod
+    @compiled
+    def find(tokens: Tensor, ids: Tensor, bos_id: int) -> tuple[Tensor, Tensor]:
+        """Tokens [T] -> candidates, tokens [0] where there is none, and their kinds. Contexts are compared by ids [T].
+
+        Contexts with equal hashes of 64 bits count as equal.
+        """
+        at, begins, hashes = torch.arange(len(tokens), device=tokens.device), tokens == bos_id, {1: ids.long() + 1}
+        for n in DocCopy.LENGTHS[1:]:  # the hash of n tokens is made of those of its two halves, which are in LENGTHS
+            half = n // 2
+            hashes[n] = hashes[n - half].roll(half) * signed(DocCopy.FACTOR ** half) + hashes[half]
+        first, of_document = torch.where(begins, at, 0).cummax(0).values, begins.cumsum(0) * signed(DocCopy.OF_DOCUMENT)
+        # a context that the document is too short for gets a key of its own
+        keys = torch.stack([torch.where(at - n + 1 >= first, x ^ of_document, -1 - at) for n, x in hashes.items()])
+        keys, order = keys.sort(dim=1, stable=True)  # equal contexts are neighbours, in the order of their positions
+        repeats = F.pad(keys[:, 1:] == keys[:, :-1], (1, 0))
+        earlier = at - torch.where(repeats, 0, at).cummax(1).values
+        kinds = 3 * torch.arange(len(keys), device=at.device)[:, None] + earlier.clamp_max(3)
+        # a longer context has a larger kind: one number of kind and place, so that the maximum chooses both
+        found = torch.where(repeats, kinds << 32 | order.roll(1, 1) + 1, 0)
+        best = torch.zeros_like(found).scatter(1, order, found).amax(0)
+        return tokens[best & 0xFFFFFFFF], best >> 32
+
+    @compiled
+    def forward(self, e: Tensor, kinds: Tensor) -> tuple[Tensor, Tensor]:
+        """Candidates' embeddings and kinds [T] -> what to add at the input and before the final norm, [T, dim]."""
+        # as products: the gradient of a selection would add up T rows one after another
+        chosen = (kinds[:, None] == torch.arange(1, len(self.gains) + 1, device=e.device)).type_as(self.gains)
+        copied = ((chosen @ self.gains)[:, None] * e + chosen @ self.rows).type_as(e)
+        return tuple(weight * copied for weight in self.weights.unbind())
+
+def signed(number: int) -> int:
+    """Return the int64 that equals a number modulo 2 ** 64."""
+    return (number + 2 ** 63) % 2 ** 64 - 2 ** 63
+
+def normalized_ids(tokens: Sequence[bytes]) -> list[int]:
+    """Map GPT-2's tokens to the first token of the same text without case, accents and surrounding spaces.
+
+    A token that is no text, or has none left, is mapped to itself.
+    """
+    def text_of(token: bytes) -> str | bytes:
+        try:
+            text = unicodedata.normalize("NFKD", token.decode())
+        except UnicodeDecodeError:
+            return token
+        text = "".join(c for c in text if unicodedata.category(c) != "Mn").lower()
+        text = re.sub(r"[ \t\r\n]+", " ", text)
+        return text.strip(" ") or text or token
+
+    first: dict[str | bytes, int] = {}
+    ids = [first.setdefault(text_of(token), number) for number, token in enumerate(tokens)]
+    digest = sha256_of(b"".join(number.to_bytes(4, "little") for number in [*ids, len(ids)]))
+    require(digest == "79fb57ac259495ba36f1afb9b0d5da35f3048b5067fa59c101d5a3c1ed15c2a2", f"Unicode "
+            f"{unicodedata.unidata_version} of this Python gives other normalized_ids than 14.0 of Python 3.11; use "
+            "that, or leave normalized_ids out")
+    return ids
+
 # ------------------------------------------------------------------------------------------------------------------
 # update rules
+
+# (a, b, c) of the six steps of ANVIL's polar: singular values from 0.003 on end in [0.995, 1.0005]
+ANVIL_STEPS = (
+    (3.923798038567, -6.095026865488, 3.905234618423), (3.278126713798, -3.328923386476, 0.989127286973),
+    (3.505298394150, -5.137358782410, 1.968325560615), (2.815058591845, -3.685181239622, 1.417196497642),
+    (2.245503932403, -2.443826979899, 0.963091710461), (2.256537145403, -2.166840097229, 0.929501253245))
+
+@dataclass(frozen=True)
+class Anvil(NorMuon):
+    """NorMuon with a second, slow momentum, which decides where weights decay and, from blend_from on, is blended in.
+
+    From blend_from on the fast momentum decays by FAST; before, and in the Nesterov step, momenta are the schedule's.
+    """
+
+    blend_from: int = 0
+    FAST, SLOW, SHARE = 0.85, 0.98, 0.4385  # decays; share of the fast momentum in the blend
+
+    def init_state(self, shard: Tensor) -> dict[str, Tensor]:
+        state = super().init_state(shard)
+        return state | {"slow": torch.zeros_like(state["m"])}
+
+    def hyper(self, plan: Plan, t: int) -> dict[str, Any]:
+        fast, share = (self.FAST, self.SHARE) if plan.step >= self.blend_from else (plan.momentum, 1.0)
+        return super().hyper(plan, t) | {"fast": fast, "share": share}
+
+    @staticmethod
+    def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: dict[str, Any]) -> None:
+        """Update param [n, rows, columns] and its state in place; see NorMuon.update."""
+        m, slow, momentum, fast, share = state["m"], state["slow"], *(hyper[k] for k in ("momentum", "fast", "share"))
+        grad = grad.to(m.dtype)
+        m.copy_(fast * m + (1 - fast) * grad)
+        slow.copy_(Anvil.SLOW * slow + (1 - Anvil.SLOW) * grad)
+        u = momentum * (share * m + (1 - share) * slow) + (1 - momentum) * grad
+        NorMuon.move(param, polar(u, hyper["dtype"], ANVIL_STEPS, 1.05).to(m.dtype), state, hyper, slow)
 
 @dataclass(frozen=True)
 class Adam(train_gpt.Adam):

@@ -1152,10 +1152,10 @@ class GPT(nn.Module):
     # compiled alone, like ngram_rows: 20 small kernels less, which the host launches more slowly than the GPU runs them
     @staticmethod
     @compiled
-    def smear(e: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-        """Add to each embedding [T, dim] a gated share of the previous token's, then norm."""
-        opening = weight * torch.sigmoid(F.linear(e[1:, :gate.size(1)], gate))
-        return norm(torch.cat([e[:1], e[1:] + opening * e[:-1]]))
+    def smear(e: Tensor, gate: Tensor, weight: Tensor, further: Tensor | None = None) -> Tensor:
+        """Add to each embedding [T, dim] a gated share of the previous token's, and `further` [T, dim], then norm."""
+        x = torch.cat([e[:1], e[1:] + weight * torch.sigmoid(F.linear(e[1:, :gate.size(1)], gate)) * e[:-1]])
+        return norm(x if further is None else x + further)
 
     @compiled
     def ngram_rows(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -1520,15 +1520,14 @@ POLAR_STEPS = (
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
     (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-)
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
 
-def polar(u: Tensor, dtype: torch.dtype) -> Tensor:
+def polar(u: Tensor, dtype: torch.dtype, steps: Sequence[tuple] = POLAR_STEPS, safety: float = 1.02) -> Tensor:
     """Orthogonalize matrices: set all singular values to about 1. u [n, rows, columns] -> the same shape, in dtype."""
     x = u.to(dtype)
     x = x.mT if u.size(-2) > u.size(-1) else x  # x @ x.mT below is then the smaller of the two products
-    x = x / (1.02 * x.norm(dim=(-2, -1), keepdim=True) + 1e-6)
-    for a, b, c in POLAR_STEPS:
+    x = x / (safety * x.norm(dim=(-2, -1), keepdim=True) + 1e-6)
+    for a, b, c in steps:
         s = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(s, s, s, beta=b, alpha=c), x, beta=a)
     return x.mT if u.size(-2) > u.size(-1) else x
@@ -1623,19 +1622,20 @@ class NorMuon:
 
     @staticmethod
     def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: dict[str, Any]) -> None:
-        """Update param [n, rows, columns] and its state in place.
-
-        hyper["scale"] [n, 1, 1] multiplies each matrix's learning rate; hyper["dtype"] is the dtype of polar.
-        """
-        m, v, momentum, beta2 = state["m"], state["v"], hyper["momentum"], hyper["beta2"]
-        p, grad = param + state["rest"] if "rest" in state else param, grad.to(m.dtype)
+        """Update param [n, rows, columns] and its state in place. hyper: dtype of polar, scale [n, 1, 1] of rates."""
+        m, momentum, grad = state["m"], hyper["momentum"], grad.to(state["m"].dtype)
         m.copy_(momentum * m + (1 - momentum) * grad)
-        o = polar(momentum * m + (1 - momentum) * grad, hyper["dtype"]).to(m.dtype)
+        NorMuon.move(param, polar(momentum * m + (1 - momentum) * grad, hyper["dtype"]).to(m.dtype), state, hyper)
+
+    @staticmethod
+    def move(param: Tensor, o: Tensor, state: dict[str, Tensor], hyper: dict[str, Any], gate: Tensor | None = None):
+        """Subtract orthogonal matrices o, rescaled. Weights decay where `gate` (None: the update) has their sign."""
+        v, beta2, p = state["v"], hyper["beta2"], param + state["rest"] if "rest" in state else param
         size = o.norm(dim=(-2, -1), keepdim=True)
         v.copy_(beta2 * v + (1 - beta2) * o.square().mean(-2 if v.size(-2) == 1 else -1, keepdim=True))
         o = o * v.clamp_min(1e-10).rsqrt()
         o = o * (size / o.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10))
-        o = o + torch.where(o * p >= 0, hyper["decay"] * p, 0)
+        o = o + torch.where((o if gate is None else gate) * p >= 0, hyper["decay"] * p, 0)
         p.sub_(hyper["lr"] * hyper["scale"] * o)
         if "rest" in state:
             param.copy_(p)

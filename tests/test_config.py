@@ -47,7 +47,7 @@ def test_every_value_is_a_flag_of_its_type(preset):
         default, choices = f.default, f.metadata["choices"]
         new = choices[-1] if choices else {
             "int": 3, "float": 0.25, "str": "x", "bool": default is False, "ngrams": (Ngrams(2, 5, 7),),
-            "param_groups": (MuonGroup("attn", 0.5),), "tails": (frontier.Tail("head embed", 3, 2, 1, 0.5, keep_norm=False),),
+            "param_groups": (usual.row_types[3]("attn", 0.5),), "tails": (frontier.Tail("head embed", 3, 2, 1, 0.5, keep_norm=False),),
             "stages": (stage(until=0.5, long_window=2), stage(peak_lr_factor=Ramp(1, 0.5)))}[f.name if train_gpt.holds_rows(f) else f.type]
         if f.name != "resume":  # a checkpoint decides all other values
             argv += [f"--{f.name}", as_text(new)]
@@ -142,9 +142,9 @@ def test_parse_value_refuses_everything_else(text, says):
 
 def test_param_groups_replace_rows_of_the_same_kind():
     for preset, usual in PRESETS.items():
-        base, adam = train_gpt.groups_by_kind(usual), usual.row_types[2]
+        base, (_, _, adam, muon, *_) = train_gpt.groups_by_kind(usual), usual.row_types
         config = parse("--param_groups", "AdamGroup('ngram_embeds', 7), MuonGroup('mlp_fc')", preset=preset)[1]
-        assert train_gpt.groups_by_kind(config) == base | {"ngram_embeds": adam("ngram_embeds", 7), "mlp_fc": MuonGroup("mlp_fc")}
+        assert train_gpt.groups_by_kind(config) == base | {"ngram_embeds": adam("ngram_embeds", 7), "mlp_fc": muon("mlp_fc")}
     base = train_gpt.groups_by_kind(PRESETS["laptop"])
     assert base["ngram_embeds"] == AdamGroup("ngram_embeds", 4.0) != base["head"] == AdamGroup("head")
 

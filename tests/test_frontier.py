@@ -16,14 +16,14 @@ import frontier
 import reference
 import train_gpt
 from conftest import TINY, logits_of, some_documents, write_gpt2_tokens, write_shard
-from frontier import AdamGroup, Stage
+from frontier import AdamGroup, MuonGroup, Stage
 from ranks import program_of
 from test_model import (BOS, ENCODING, ROWS, SIX_STEPS, VOCAB, PlainTraining, assert_flash_is_the_same, compare, groups_by_hand,
                         in_float64, make_trainer, shake, shaken, tokens_of)
 from test_resume import corpus, goes_on_at_any_number_of_ranks, kill_and_resume, train  # noqa: F401, a fixture
 from test_run import read_log, run_here
 from test_sync import Hostile
-from train_gpt import MuonGroup, Ngrams, Ramp
+from train_gpt import Ngrams, Ramp
 
 PRESET = frontier.PRESETS["frontier"]
 SMALL = {**TINY, "stages": (Stage(),), "num_heads": 4, "ngrams": (Ngrams(2, 50, 16),), "fp8_mlp": False}
