@@ -762,7 +762,7 @@ class Worker(train_gpt.Worker):
 
     def before_step(self, plan: Plan) -> None:
         model, optimizer = self.model, self.optimizer
-        if model.tied or model.candidates:  # they are read before the head's own forward would wait for them
+        if model.tied or model.candidates:  # the head's weights are read before its own forward would wait
             optimizer.finish_all_gathers([optimizer.reducer.slots[model.lm_head.weight][0]])
         if plan.step == model.untied_step > 0:
             optimizer.copy_parameter("lm_head.weight", "embed.weight")
@@ -869,8 +869,8 @@ class Candidates:
             of_ranks = self.offsets[:self.comm.ranks * len(batch)].view(self.comm.ranks, -1)
             own, device = of_ranks[self.comm.rank], self.model.lm_head.weight.device
             for i, micro_batch in enumerate(batch):
-                found, own[i] = self.draw_one(micro_batch[1:], number, own[i].item())
-                self.model.candidates.append(to_device(torch.from_numpy(found), device))
+                drawn, own[i] = self.draw_one(micro_batch[1:], number, own[i].item())
+                self.model.candidates.append(to_device(torch.from_numpy(drawn), device))
             self.handle = self.comm.exchange([own] * self.comm.ranks, of_ranks)
 
     def draw_one(self, targets: np.ndarray, number: int, offset: int) -> tuple[np.ndarray, int]:
