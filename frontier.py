@@ -159,7 +159,8 @@ class Config(train_gpt.Config, StageValues):
              f"muon_qk_heads is {c.muon_qk_heads}; it must divide num_heads, {c.num_heads}"),
             (not c.ngrams, "ngrams: this model has one table, see --bigram_rows; leave it empty"))
         for tail in c.tails:
-            yield tail.phase < tail.period, f"tails: {tail} has a phase that no step has; give less than the period"
+            yield isinstance(tail.kinds, str) and tail.phase < tail.period, (
+                f"tails: {tail}: give kinds as a text such as \"qk vo\", and a phase below the period")
         for n in {stage.first["candidates"] for stage in train_gpt.stages_of(c)}:
             yield n % 16 == 0, f"candidates is {n}; products in fp8 need a multiple of 16"
         for i, layer in enumerate(layers):
