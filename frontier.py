@@ -195,7 +195,8 @@ class Config(train_gpt.Config, StageValues):
             (not c.mudd_groups or c.model_dim % c.mudd_groups == 0 and layers[-1].mlp, f"mudd_groups is "
              f"{c.mudd_groups}; it must divide model_dim, {c.model_dim}, and the last layer needs an MLP"))
         for tail in c.tails:
-            yield tail.phase < tail.period, f"tails: {tail} has a phase that no step has; give less than the period"
+            yield isinstance(tail.kinds, str) and tail.phase < tail.period, (
+                f"tails: {tail}: give kinds as a text such as \"qk vo\", and a phase below the period")
         for n in {stage.first["candidates"] for stage in train_gpt.stages_of(c)}:
             yield n % 16 == 0, f"candidates is {n}; products in fp8 need a multiple of 16"
         for group in groups_by_kind(c).values():
@@ -1094,7 +1095,7 @@ class Worker(train_gpt.Worker):
 
     def before_step(self, plan: Plan) -> None:
         model, optimizer = self.model, self.optimizer
-        if model.tied or model.candidates:  # they are read before the head's own forward would wait for them
+        if model.tied or model.candidates:  # the head's weights are read before its own forward would wait
             optimizer.finish_all_gathers([optimizer.reducer.slots[model.lm_head.weight][0]])
         if plan.step == model.untied_step > 0:
             optimizer.copy_parameter("lm_head.weight", "embed.weight")
@@ -1203,8 +1204,8 @@ class Candidates:
             of_ranks = self.offsets[:self.comm.ranks * len(batch)].view(self.comm.ranks, -1)
             own, device = of_ranks[self.comm.rank], self.model.lm_head.weight.device
             for i, micro_batch in enumerate(batch):
-                found, own[i] = self.draw_one(micro_batch[1:], number, own[i].item())
-                self.model.candidates.append(to_device(torch.from_numpy(found), device))
+                drawn, own[i] = self.draw_one(micro_batch[1:], number, own[i].item())
+                self.model.candidates.append(to_device(torch.from_numpy(drawn), device))
             self.handle = self.comm.exchange([own] * self.comm.ranks, of_ranks)
 
     def draw_one(self, targets: np.ndarray, number: int, offset: int) -> tuple[np.ndarray, int]:

@@ -124,7 +124,7 @@ def test_trained_weights_are_averaged_as_in_plain_loops(ranks, on_ranks, tmp_pat
 
 
 @pytest.mark.parametrize("changes, says", [
-    ({"tails": (Tail("qk", 3, 2, 2),)}, "has a phase that no step has; give less than the period"),
+    *(({"tails": (tail,)}, f"{tail}: give kinds as a text such as \"qk vo\", and a phase below the period") for tail in (Tail("qk", 3, 2, 2), Tail(3, 3))),
     ({"tails": (Tail("qk", 3, rate=1.5),)}, "rate is 1.5; it must be a number, above 0, at most 1"),
     ({"tails": (Stage(),)}, "is not a row of it"), ({"candidates": 40}, "candidates is 40; products in fp8 need a multiple of 16"),
     ({"stages": (Stage(candidates=-16),)}, "candidates is -16; it must be a whole number, from 0 on")], ids=str)
