@@ -353,7 +353,7 @@ class GPT(nn.Module):
         self.value_embeds = nn.ModuleList(embedding(vocab, c.model_dim, "value_embeds", dtype) for _ in range(tables))
         for table in self.value_embeds:
             table.weight.data.mul_(c.value_init)
-            table.sparse = groups_by_kind(c)["value_embeds"].by_rows
+            table.sparse = getattr(groups_by_kind(c)["value_embeds"], "by_rows", False)
         self.ngrams = nn.ModuleList(NgramTable(c, table) for table in c.ngrams)
         self.smear_gate = parameter(torch.zeros(1, GATE_DIM, dtype=dtype), "smear_gate")
         self.blocks = nn.ModuleList(Block(c, layer) for layer in self.layers)

@@ -388,7 +388,11 @@ def fit_memory(config: T.Config, vocab_size: int, comm: T.Comm) -> T.Config:
     while not invariant and lacking(config)[1] and all(n % (2 * T.TILE_M) == 0 for n in T.micro_batch_lengths(config)):
         config = dataclasses.replace(config, micro_batch_splits=2 * config.micro_batch_splits)
     if any(short := lacking(config)):
-        advice = ("use more ranks, fewer rows of n-gram tables, or a smaller model" if short[0] else
+        fewer = config
+        while any(lacking(fewer)) and all(table.rows > 3 for table in fewer.ngrams) and fewer.ngrams:
+            fewer = dataclasses.replace(fewer, ngrams=tuple(dataclasses.replace(t, rows=t.rows // 2) for t in fewer.ngrams))
+        such_as = "" if any(lacking(fewer)) else f" (such as {', '.join(map(repr, fewer.ngrams))}; runs compare only with equal rows)"
+        advice = (f"use more ranks, fewer rows of n-gram tables{such_as}, or a smaller model" if short[0] else
                   f"use a --val_len below {config.val_len}; such losses compare only with each other" if short[2] else
                   "use smaller --micro_batch_tokens, and more --micro_batches" if invariant else "use a smaller model")
         _, training, validation = memory_needed(config, vocab_size, comm.ranks)
@@ -407,13 +411,16 @@ def memory_needed(config: T.Config, vocab_size: int, ranks: int) -> tuple[int, i
     matrices = (4 * attentions + 8 * mlps) * c.model_dim ** 2
     ngrams = sum(table.rows * table.width for table in c.ngrams)
     of_moment = 4 if any(getattr(group.rule(c), "fp32_moments", False) for group in c.base_groups) else size
-    row_moment = getattr(T.groups_by_kind(c)["ngram_embeds"], "row_moment", False)  # two numbers a row are left out
+    row_moment, slow_from = (getattr(T.groups_by_kind(c)["ngram_embeds"], x, None) for x in ("row_moment", "slow_from"))
+    # gradients that wait for an update, of tables with long cycles; those of a cycle of Adam's are in the fitted terms
+    tokens = max(s.first["micro_batches"] * s.first["micro_batch_tokens"] for s in T.stages_of(c)) * 2 * c.adam_every // ranks
+    waiting = sum(min(table.rows, tokens) * table.width for table in c.ngrams) if slow_from is not None else 0
     entries = (2 + value_tables) * vocab_size * c.model_dim + ngrams
     # parameters, gradients but those of n-gram tables, and a rank's share of the moments: one in float32 for a matrix, with
     # its rest if it is in bf16, two for an entry
     gradients, of_matrix = entries - ngrams, 8 if size == 2 else 4
-    permanent = size * (2 * matrices + entries + gradients) + (
-        of_matrix * matrices + 2 * of_moment * (entries - row_moment * ngrams)) / ranks
+    moments = 2 * of_moment * (entries - ngrams * bool(row_moment)) + of_matrix * matrices  # two numbers a row are left out
+    permanent = size * (2 * matrices + entries + gradients + waiting) + moments / ranks
     width, logits, lengths = c.model_dim * size, vocab_size * size, T.micro_batch_lengths(c)  # bytes of a token
     eager, of_mlp = c.compile == "off", 14 if c.kernels in ("loss", "off") else 10
     saved = ((9 if eager else 4) * attentions + of_mlp * mlps + 32) * width

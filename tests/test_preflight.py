@@ -332,6 +332,9 @@ def test_memory_needed_counts_at_least_parameters_gradients_and_state(tiny, laye
                                  dtype="bfloat16", ngrams=(train_gpt.Ngrams(2, 20000, 16),))
     if layers == "S0M SM":
         config = tiny_frontier(layers=layers, backout_layer=0, token_gates="0", model_dim=dim, bucket_mb=1000, dtype="bfloat16")
+    if dim == 64 and ranks == 2:
+        config = dataclasses.replace(config, ngrams=(train_gpt.Ngrams(2, 90000, 64),), lazy_tables=True, param_groups=(
+            frontier.AdamGroup("ngram_embeds", slow_from=4, row_moment=True),))
     encoding = train_gpt.Encoding(1024, 1023)
     model = train_gpt.build_model(config, encoding)
     buckets = train_gpt.fill_buckets(train_gpt.specs_of(config, model), 2 ** 40, 0, ranks)
@@ -368,7 +371,9 @@ def test_memory_needed_is_what_runs_allocate(ranks, preset, changes, training, v
 
 @pytest.mark.parametrize("free, changes, says", [
     (2, dict(), "use more ranks, fewer rows of n-gram tables, or a smaller model"),
-    (2, dict(ngrams=(train_gpt.Ngrams(2, 9000000, 768),), val_len=128), r"allocate about \d{5} MiB in .* use more ranks, fewer rows"),
+    (2, dict(ngrams=(train_gpt.Ngrams(2, 9000000, 768),), val_len=128), r"allocate about \d{5} MiB in .* fewer rows of n-gram tables, or"),
+    (38, dict(ngrams=(train_gpt.Ngrams(2, 9000000, 768), train_gpt.Ngrams(3, 3000000, 768))), "use more ranks, fewer rows of n-gram tables "
+     r"\(such as Ngrams\(2, 2250000, 768\), Ngrams\(3, 750000, 768\); runs compare only with equal rows\), or a smaller"),
     (8, dict(), r"8192 MiB free; .* and 1\d{4} MiB in validation; use a --val_len below 262144; such losses compare only"),
     (16, dict(world_size_invariant=True), r"16384 MiB free; .* use smaller --micro_batch_tokens, and more --micro_batches"),
     (3, dict(layers="M " * 60, val_len=128, model_dim=192, num_heads=3, backout_layer=3, micro_batch_tokens=128 * 81),

@@ -48,7 +48,9 @@ def a_text(tokens=100):
 
 @pytest.mark.parametrize("config", [
     train_gpt.Config(**TINY), train_gpt.Config(**TINY | dict(ngrams=(train_gpt.Ngrams(2, 40, 8), train_gpt.Ngrams(4, 70, 32)))),
-    tiny_frontier(), tiny_frontier(untie_at=1.0)], ids=["record 44", "n-grams that share few rows", "record 89", "record 89, still tied"])
+    tiny_frontier(), tiny_frontier(untie_at=1.0),
+    tiny_frontier(ngrams=(train_gpt.Ngrams(2, 40, 32), train_gpt.Ngrams(3, 30, 8)), ngram_hash="record92")],
+    ids=["record 44", "n-grams that share few rows", "record 89", "record 89, still tied", "tables of record 92"])
 def test_logits_are_those_of_the_model(config, tmp_path):
     """At every length of a text, for a saved model that is read again."""
     config = dataclasses.replace(config, val_len=256)
