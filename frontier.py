@@ -234,21 +234,33 @@ PRESETS = {"frontier": Config(
 )}
 
 # Record 92. Its stages end at 320, 681, 1107, 1174, 1194; a stage is several rows where a value changes in steps
-SECOND = {"micro_batch_tokens": 32768, "max_document_tokens": 2048, "long_window": 7, "peak_lr_factor": 1.52}
+SECOND = {"micro_batch_tokens": 32768, "max_document_tokens": 2048, "long_window": 7, "peak_lr_factor": 1.52,
+          "candidates": 10240}
 THIRD = {"micro_batch_tokens": 49152, "max_document_tokens": 3072, "attended_tokens": 2560, "long_window": 11}
 PRESETS["frontier92"] = dataclasses.replace(
     PRESETS["frontier"], layers="PqinM Sqv0xinM Pq1iM LxgM rinM PqinM M+3 ri cSqv2MM rnM cL3gM", mlp_dim=2816,
     softmax_scale=0.085, mudd_groups=12, untie_at=1.0, num_steps=1194, cooldown=940 / 1174, lr_floor=0.3, val_every=0,
     muon_weight_decay=2.25, muon_momentum=0.93, muon_momentum_rise=240,
     fp8_weight_scale=2 / 448, fp8_grad_scale=0.75 / 8 / 448,
-    param_groups=(MuonGroup("mlp_fc", math.sqrt(2816 / 768)), MuonGroup("mlp_proj", 2 * math.sqrt(2816 / 768))),
+    # 84,602,880 rows in the record, on eight GPUs; another number is another experiment
+    ngrams=(Ngrams(2, 5287680, 768), Ngrams(3, 5287680, 768)), ngram_hash="record92", lazy_tables=True,
+    param_groups=(
+        AdamGroup("value_embeds", 70.0, beta1=0.75, beta2=0.95, weight_decay=0.025, slow_from=336, by_rows=True),
+        AdamGroup("ngram_embeds", 70.0, beta1=0.0, beta2=0.95, weight_decay=0.025, slow_from=336, row_moment=True),
+        MuonGroup("attn", anvil_from=514), MuonGroup("mlp_fc", math.sqrt(2816 / 768), anvil_from=514),
+        MuonGroup("mlp_proj", 2 * math.sqrt(2816 / 768), anvil_from=514)),
+    tails=(Tail("head embed", 298, 2, 1, 1 - (1 - 2 / 299) ** 2, last_rate=2 / 299, blend=0.65),
+           Tail("vo mlp", 249, 4, 1, 4 / 53), Tail("value_embeds", 247, 4, 3, 4 / 53, keep_norm=False),
+           Tail("qk", 297, 4, 1, 2 / 75, final_steps=2, blend=0.55),
+           Tail("vo mlp", 297, 4, 1, 2 / 75, final_steps=2, blend=0.55 - 0.2007)),
     stages=(
         Stage(until=320 / 1174, micro_batch_tokens=16384, max_document_tokens=896, long_window=3, peak_lr_factor=1.0,
-              second_token_weight=0.5, third_token_weight=Ramp(0.25, 0.0), prefix_weight=0.25),
+              candidates=10240, second_token_weight=0.5, third_token_weight=Ramp(0.25, 0.0), prefix_weight=0.25),
         *(Stage(until=end / 1174, **SECOND, prefix_weight=prefix,
                 second_token_weight=Ramp(*(0.5 * (681 - step) / 361 for step in (begin, end))))
           for begin, end, prefix in ((320, 411, 0.2), (411, 501, 0.15), (501, 591, 0.1), (591, 681, 0.05))),
-        *(Stage(until=end / 1174, **THIRD, peak_lr_factor=1.73) for end in (965, 1107)),
+        *(Stage(until=end / 1174, **THIRD, peak_lr_factor=1.73, candidates=classes)
+          for end, classes in ((965, 14336), (1107, 24576))),
         Stage(**THIRD | {"micro_batch_tokens": 40960}, peak_lr_factor=1.73 * math.sqrt(20 / 24)),
         Stage(extra_steps=20, **THIRD | {"micro_batch_tokens": 16384, "long_window": 13}, peak_lr_factor=0.3)))
 

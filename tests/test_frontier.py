@@ -587,16 +587,29 @@ def test_untying_trains_as_a_plain_second_training_does(tmp_path, lazy):
 def flags(tmp_path, corpus):  # noqa: F811
     """flags(run_id, ...) -> those of a small run whose log is in the test's folder."""
     def make(run_id, **changes):
-        values = {**TINY, "ngrams": "Ngrams(2, 40, 16)", "layers": "S0M L1xgdM", "token_gates": "0", "backout_layer": 0, "model_dim": 16, "micro_batches": 4,
+        values = {**TINY, "ngrams": "Ngrams(2, 40, 16)", "layers": "S0inM L1xgdM", "token_gates": "0", "backout_layer": 0, "model_dim": 16, "micro_batches": 4,
                   "micro_batch_tokens": 16, "max_document_tokens": 12, "val_len": 48, "num_steps": 8, "val_every": 5, "warmup_steps": 0, "muon_qk_heads": 1,
                   "muon_momentum_rise": 3, "bucket_mb": 0.004, "fp8_mlp": "false",
                   "stages": "Stage(until=1/2, long_window=2, second_token_weight=.5), Stage(long_window=4), Stage(extra_steps=2, long_window=6)",
                   **corpus, "log_dir": str(tmp_path), "run_id": run_id, **changes}
-        return ["--preset", "frontier", *(text for name, v in values.items() for text in (f"--{name}", str(v)))]
+        return ["--preset", values.pop("preset", "frontier"), *(text for name, v in values.items() for text in (f"--{name}", str(v)))]
     return make
 
 
+# all its mechanisms in a small model and eight steps or nine
+RECORD_92 = dict(
+    preset="frontier92", layers="PqinM Sqv0xinM rin+0 cSqv1MM cL2gM", backout_layer=2, token_gates="0,2", mlp_dim=24, mudd_groups=4, num_heads=2,
+    ngrams="Ngrams(2, 40, 16), Ngrams(3, 30, 16)", untie_at=0.7, doc_copy="true", fp8_mlp="true",
+    param_groups='AdamGroup("value_embeds", 70, .75, .95, .025, slow_from=4, by_rows=true), AdamGroup("ngram_embeds", 70, 0, .95, .025, slow_from=4, '
+    'row_moment=true), MuonGroup("attn", anvil_from=3), MuonGroup("mlp_fc", 2, anvil_from=3), MuonGroup("mlp_proj", 4, anvil_from=3)',
+    tails='Tail("head embed", 5, 2, 1, .3, last_rate=.2, blend=.65), Tail("vo mlp", 4, 1, 0, .5), Tail("value_embeds", 5, 4, 3, .5, keep_norm=false), '
+    'Tail("qk", 4, final_steps=2, rate=.4, blend=.5), Tail("vo mlp", 4, 2, 1, .4, final_steps=2, blend=.3)',
+    stages="Stage(until=1/2, long_window=2, second_token_weight=.5, candidates=32), Stage(long_window=4, attended_tokens=5, candidates=48), "
+    "Stage(extra_steps=2, long_window=6)")
+
+
 @pytest.mark.parametrize("settings", [
+    {**RECORD_92, "warmup_steps": 6},
     {"untie_at": 0.7, "warmup_steps": 6, "param_groups": 'AdamGroup("head", weight_decay=10.)'},
     {"untie_at": 0.1, "fp8_mlp": "true", "overlap_param_gather": "true", "lazy_tables": "true"}], ids=str)
 def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(settings, flags, on_ranks, tmp_path):
@@ -605,10 +618,11 @@ def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(settings, flags, o
 
 
 @pytest.mark.slow
-def test_exact_runs_go_on_at_any_number_of_ranks_in_the_midst_of_a_cycle(flags, on_ranks, tmp_path):
-    goes_on_at_any_number_of_ranks(flags, on_ranks, tmp_path, dict(
-        layers="S0xinM P0inM+0 L1xgdM", backout_layer=1, token_gates="0,1", untie_at=0.5, fp8_mlp="true", lazy_tables="true",
-        stages="Stage(until=1/2, long_window=2), Stage(long_window=4), Stage(extra_steps=2, long_window=6)"), frontier.PRESETS)
+@pytest.mark.parametrize("settings", [RECORD_92, dict(
+    layers="S0xinM P0inM+0 L1xgdM", backout_layer=1, token_gates="0,1", untie_at=0.5, fp8_mlp="true", lazy_tables="true",
+    stages="Stage(until=1/2, long_window=2), Stage(long_window=4), Stage(extra_steps=2, long_window=6)")], ids=["92", "89"])
+def test_exact_runs_go_on_at_any_number_of_ranks_in_the_midst_of_a_cycle(settings, flags, on_ranks, tmp_path):
+    goes_on_at_any_number_of_ranks(flags, on_ranks, tmp_path, settings, frontier.PRESETS)
 
 
 def test_a_checkpoint_is_resumed_by_its_own_program(flags, on_ranks, tmp_path):

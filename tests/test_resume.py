@@ -220,7 +220,7 @@ def test_exact_runs_go_on_at_any_number_of_ranks_in_the_midst_of_a_cycle(flags, 
 def goes_on_at_any_number_of_ranks(flags, on_ranks, tmp_path, changes, presets=train_gpt.PRESETS):
     """1, 2, 4 and 8 ranks in turn, each stopped between two steps of Adam's."""
     exact = dict(world_size_invariant="true", save_every=1, num_steps=9, micro_batches=8, val_every=0, ngram_reset=3,
-                 param_groups='AdamGroup("gates", beta1=.9)', **changes)
+                 param_groups='AdamGroup("gates", beta1=.9)') | changes
     on_ranks(1, train, flags("whole", **exact), -1, presets)
     on_ranks(1, train, flags("killed", **exact), 1, presets)
     for ranks, kill_at, saved in ((2, 3, 1), (4, 5, 3), (8, 7, 5), (1, -1, 7)):
