@@ -1154,7 +1154,8 @@ class GPT(nn.Module):
     @compiled
     def smear(e: Tensor, gate: Tensor, weight: Tensor, further: Tensor | None = None) -> Tensor:
         """Add to each embedding [T, dim] a gated share of the previous token's, and `further` [T, dim], then norm."""
-        x = torch.cat([e[:1], e[1:] + weight * torch.sigmoid(F.linear(e[1:, :gate.size(1)], gate)) * e[:-1]])
+        opening = weight * torch.sigmoid(F.linear(e[1:, :gate.size(1)], gate))
+        x = torch.cat([e[:1], e[1:] + opening * e[:-1]])
         return norm(x if further is None else x + further)
 
     @compiled
@@ -1607,8 +1608,7 @@ class NorMuon:
     def init_state(self, shard: Tensor) -> dict[str, Tensor]:
         """Create the momentum of a shard [n, rows, columns] and the second moments per column or row, in float32.
 
-        For a shard in bf16 also create `rest`, its float32 remainder: updates change shard + rest, because bf16 would
-        round most of them away.
+        For a shard in bf16 also create `rest`, its remainder in float32: bf16 alone would round most updates away.
         """
         dtype = torch.promote_types(shard.dtype, torch.float32)
         second = shard[:, :1] if self.wide else shard[:, :, :1]
