@@ -66,7 +66,8 @@ def train(comm, argv, kill_at=-1, presets=train_gpt.PRESETS):
     preset, config = train_gpt.parse_config(argv, [*presets][-1], presets)
     train_gpt.check_config(config, comm.ranks)
     run_id, _ = train_gpt.find_run(config)
-    log, step = train_gpt.Log(config, comm.rank, run_id), train_gpt.Worker.step
+    log, worker = train_gpt.Log(config, comm.rank, run_id), config.worker_type
+    step = worker.step
 
     def mortal_step(self, plan, batch):
         if plan.step == kill_at and signal.getsignal(signal.SIGTERM) == train_gpt.signals.handle:  # not in the warm-up
@@ -74,7 +75,7 @@ def train(comm, argv, kill_at=-1, presets=train_gpt.PRESETS):
             raise Killed
         return step(self, plan, batch)
 
-    train_gpt.Worker.step = mortal_step
+    worker.step = mortal_step
     kind = train_gpt.CompressedComm if config.bf16_compress else train_gpt.Comm
     threads = torch.get_num_threads()
     try:
@@ -82,7 +83,7 @@ def train(comm, argv, kill_at=-1, presets=train_gpt.PRESETS):
     except Killed:
         pass
     finally:
-        train_gpt.Worker.step = step
+        worker.step = step
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         torch.set_num_threads(threads)
         if log.file is not None:
