@@ -39,6 +39,11 @@ nvidia_driver() {  # its version; nothing without one
     nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | grep -E '^[0-9]' ||  # a line for each GPU
         grep -m 1 -oE '[0-9]{3,}\.[0-9.]+' /proc/driver/nvidia/version 2>/dev/null
 }
+show_last() {  # the last line of what it reads, in place; nothing where nobody waits at a terminal
+    [ -t 2 ] || exec cat >/dev/null
+    while IFS= read -r line; do printf '\r\033[K%.79s' "$line" >&2; done
+    printf '\r\033[K' >&2
+}
 # without what a cluster sets for its own packages
 own=(env -u PYTHONPATH -u PIP_TARGET -u PIP_PREFIX -u PIP_ROOT PIP_USER=0)
 if ! ready; then
@@ -61,7 +66,7 @@ if ! ready; then
             fail "$base cannot create .venv (Debian has venv in python3-venv): $problem"
     fi
     say "packages: installing $list into .venv"
-    "${own[@]}" "$python" -m pip install -q --disable-pip-version-check ${build[@]+"${build[@]}"} -r "$here/$list" ||
+    "${own[@]}" "$python" -m pip install --disable-pip-version-check ${build[@]+"${build[@]}"} -r "$here/$list" | show_last ||
         fail "pip could not install $list, see above; check the network, then run this again"
     printf '%s\n' "$wanted" > "$stamp"
     ready || fail "pip ended without an error, but .venv lacks packages of $list. Remove .venv and run this again; if" \

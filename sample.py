@@ -17,6 +17,7 @@ import signal
 if __name__ == "__main__":  # before torch, whose import takes seconds
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # ./run.sh sample blocks it until here
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end without a traceback when the reader of the output is gone
 
 import argparse
@@ -33,6 +34,8 @@ import numpy as np
 import torch
 
 import frontier
+sys.path.append(str(train_gpt.ROOT / "records"))
+import logs
 from train_gpt import GPT, GPT2_VOCAB, ROOT, Config, Encoding, Parser, RunError, Windows, printable, require
 
 BORDER = "\n\n-----\n\n"  # printed between two documents
@@ -132,12 +135,11 @@ def encode_prompt(text: str, vocabulary: Vocabulary, encoding: Encoding) -> list
     return tokens
 
 def show(tokens: Iterable[int], vocabulary: Vocabulary, bos_id: int) -> Iterator[str]:
-    """Decode each token to printable text. Bytes of an incomplete character are held back until it is complete."""
+    """Decode each token to printable text. Bytes of an incomplete character wait for the rest; at the end they are dropped."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token in tokens:
         ends = token == bos_id
         yield printable(decoder.decode(b"" if ends else vocabulary.bytes_of(token), final=ends)) + BORDER * ends
-    yield printable(decoder.decode(b"", final=True))
 
 def number(kind: type) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
@@ -150,8 +152,8 @@ def number(kind: type) -> Callable[[str], Any]:
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="sample.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                     allow_abbrev=False)
-    parser.add_argument("model", nargs="?", type=Path, metavar="MODEL", help="a .pt written by --save_model, or a "
-                        ".ckpt (default: the latest .pt in logs/)")
+    parser.add_argument("model", nargs="?", default="latest", type=logs.or_latest(logs.MODEL), metavar="MODEL",
+                        help="a .pt written by --save_model, or a .ckpt (default: latest, the newest .pt in logs/)")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="start of the text")
     parser.add_argument("--tokens", type=number(int), default=300, metavar="N", help="tokens to generate (%(default)s)")
     parser.add_argument("--temperature", type=number(float), default=0.8, metavar="T", help="higher is more varied; "
@@ -161,16 +163,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=number(int), default=0, metavar="S", help="seed of the sampling (%(default)s)")
     return parser
 
-def latest_model(folder: Path) -> Path:
-    found = sorted(folder.glob("*.pt"), key=lambda path: (path.stat().st_mtime, path.name))
-    require(found, f"no model in {folder}; train one by ./run.sh (on a GPU: ./run.sh --save_model true), or name a .pt")
-    print(f"sample.py: {found[-1]}", file=sys.stderr)
-    return found[-1]
-
 def main(argv: Sequence[str] | None = None) -> int:
     flags = make_parser().parse_args(argv)
     try:
-        trained = load_model(flags.model or latest_model(ROOT / "logs"))
+        trained = load_model(flags.model)
         encoding = Encoding(trained.model.lm_head.classes, trained.model.bos_id)
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(train_gpt.cpu_threads(trained.config, 1))

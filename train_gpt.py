@@ -1733,10 +1733,10 @@ class TrainingLoop:
             result = self.worker.validate(plan_of(self.config, step), self.val_sequences,
                                            lambda: can_save and signals.stop)
             if result:
-                line = (f"step:{step}/{self.config.num_steps} val_loss:{result[0]:.4f} "
-                        f"{show_times(self.clock.elapsed, step)}")
+                line = f"step:{step}/{self.config.num_steps} val_loss:{result[0]:.4f} {show_times(self.clock.elapsed, step)}"
                 self.log.write(line)
-                self.log.say(line)
+                if step < self.config.num_steps:  # the result states the last one
+                    self.log.say(line)
             self.changed_by_validation += checksum(self.worker.model) != before
         if not result:
             save_checkpoint(self, step, stop=True)
@@ -3321,13 +3321,13 @@ class Log:
             return
         self.losses += [] if loss is None else [loss]
         terminal, total = sys.stdout.isatty(), self.config.num_steps
-        if time.monotonic() - self.last_line > (0.2 if terminal else 5):
+        if step == total or time.monotonic() - self.last_line > (0.2 if terminal else 5):
             self.last_line, per_step = time.monotonic(), clock.read() / step
             shown = f"loss {self.losses[-1]:.4f}  " if self.losses else ""
             if shown and terminal and (sys.stdout.encoding or "").lower() == "utf-8":
                 shown += f"{curve(self.losses)}  "
             self.say(f"step {step}/{total}  {shown}{1000 * tokens / clock.read():,.0f} tokens/s  "
-                     f"{per_step * (total - step) / 1000:.0f} s left", stay=terminal)
+                     + (f"{per_step * (total - step) / 1000:.0f} s left" if step < total else "validation …"), stay=terminal)
 
     def close(self) -> None:
         if self.file is not None:
@@ -3364,11 +3364,11 @@ def start_log(loop: TrainingLoop, resumed: dict[str, Any] | None, changes: list[
 
 def finish(loop: TrainingLoop, loss: float, val_tokens: int) -> None:
     """Save the model, then write the result."""
-    c, clock, worker, log = loop.config, loop.clock, loop.worker, loop.log
+    c, clock, worker, log, saved_as = loop.config, loop.clock, loop.worker, loop.log, ""
     compiles = compile_stats()[0] - loop.compiles
     with clock.off("hashing"):
-        model_hash, final_hash, digest = hash_of(named_tensors(worker.model)), state_hash(worker), all_digest(worker)
-    saved_as = ""
+        model_hash = "" if worker.comm.rank else hash_of(named_tensors(worker.model))
+        final_hash, digest = state_hash(worker), all_digest(worker)
     if c.save_model and worker.comm.rank == 0:  # before the log's end: until then the run can be resumed
         with clock.off("saving"):
             saved_as = f"\nmodel: {save_model(loop)}"
@@ -3526,10 +3526,10 @@ def all_digest(worker: Worker) -> str:
     return f"{sum(int(digest, 16) for digest in digests) % 2 ** 256:064x}"
 
 def state_hash(worker: Worker) -> str:
-    """SHA-256 of everything that training continues from: parameters, rules' state, buffers, position in the data."""
-    where = [("stream", torch.tensor(worker.stream.position)),
-             ("digest", torch.tensor(list(all_digest(worker).encode())))]
-    return worker.optimizer.state_hash([*worker.model.named_buffers(), *where])
+    """SHA-256 of all that training continues from: parameters, rules' state, buffers, place in the data; on rank 0."""
+    read = ("stream", torch.tensor(worker.stream.position)), ("digest", torch.tensor(list(all_digest(worker).encode())))
+    content = [*worker.optimizer.named_state(), *worker.model.named_buffers(), *read]  # all ranks send their part
+    return "" if worker.comm.rank else hash_of(content)
 
 def digest_of(content: dict[str, Any]) -> str:
     """SHA-256 of everything in a saved file: its tensors under `state`, and the JSON form of the rest."""

@@ -107,12 +107,15 @@ def default_assignments(model: nn.Module, table: Sequence[Assignment] = (), muon
                         adam_lr: float = Adam.lr) -> list[Assignment]:
     """Add a line to the table for each parameter that it does not match.
 
-    Matrices inside the model get NorMuon. Embeddings, the last matrix (the head), norms and vectors get Adam. The fused
-    matrices of torch's recurrent layers, attention and grouped convolutions are split. A parameter that may be several
-    matrices or none gets no rule.
+    Matrices inside the model get NorMuon. Embeddings, the last matrix (the head), norms and vectors get Adam. Fused
+    ones of torch's recurrent layers, attention and grouped convolutions are split. What may be several matrices or none
+    gets no rule. Raise RunError for a line that is no Assignment, or that matches no parameter.
     """
     learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    check_table(table, learned)
+    for line in table:
+        require(isinstance(line, Assignment), f"the table has {line!r}; each line must be Assignment(pattern, rule)")
+        require(any(fnmatchcase(name, line.pattern) for name in learned), f"{line.pattern} matches no parameter that"
+                " is not frozen; see model.named_parameters()")
     embeddings, units, head = set(), {}, None  # units: of fused matrices
     for module in model.modules():
         matrices = [p for p in module.parameters(recurse=False) if p.dim() > 1]
@@ -126,28 +129,16 @@ def default_assignments(model: nn.Module, table: Sequence[Assignment] = (), muon
     for name, p in learned.items():
         if any(fnmatchcase(name, line.pattern) for line in table):
             continue
-        module = owner_of(model, name)
-        conv = isinstance(module, nn.modules.conv._ConvNd)
-        if conv and module.groups > 1 and p.dim() > 2:
+        module, rule = owner_of(model, name), None
+        if isinstance(module, nn.modules.conv._ConvNd) and module.groups > 1 and p.dim() > 2:
             units[p] = (p.shape[0] // module.groups, p.shape[1:].numel())
         vector = p.dim() < 2 or not 1 < p.shape[0] < p.numel() or units.get(p, p.shape)[0] < 2
         if vector or p is head or p in embeddings or isinstance(module, nn.LayerNorm | nn.RMSNorm):
-            lines.append(Assignment(glob.escape(name), Adam(adam_lr)))
-            continue
-        known = isinstance(module, MATRICES)
-        known |= p.dim() == 2 and re.search(r"weight$|lora", name, re.I) is not None  # usual names of matrices
-        rule = NorMuon(muon_lr, polar_dtype=torch.bfloat16 if p.is_cuda else torch.float32) if known else None
+            rule = Adam(adam_lr)
+        elif isinstance(module, MATRICES) or p.dim() == 2 and re.search(r"weight$|lora", name, re.I):
+            rule = NorMuon(muon_lr, polar_dtype=torch.bfloat16 if p.is_cuda else torch.float32)
         lines.append(Assignment(glob.escape(name), rule, units.get(p)))
     return lines
-
-def check_table(table: Sequence[Assignment], learned: dict[str, nn.Parameter]) -> None:
-    """Raise RunError for a line that is no Assignment of a rule, or that matches no parameter."""
-    for line in table:
-        require(isinstance(line, Assignment), f"the table has {line!r}; each line must be Assignment(pattern, rule)")
-        if isinstance(line.rule, type):
-            raise RunError(f"{line.pattern}: its rule is the class {line.rule.__name__}; write {line.rule.__name__}()")
-        if not any(fnmatchcase(name, line.pattern) for name in learned):
-            raise RunError(f"{line.pattern} matches no parameter that is not frozen; see model.named_parameters()")
 
 # ------------------------------------------------------------------------------------------------------------------
 # gradients
@@ -234,9 +225,8 @@ class Reducer(engine.Reducer):
 
     @uncompiled
     def register_grad_ready(self, bucket: Bucket, slot: Slot) -> None:
-        if bucket.reduce_handle is not None:
-            raise RunError(f"{slot.name} got a gradient after its bucket {bucket.name} was launched; call step() "
-                           f"before the next backward, or {self.ONCE}")
+        require(bucket.reduce_handle is None, f"{slot.name} got a gradient after its bucket {bucket.name} was"
+                f" launched; call step() before the next backward, or {self.ONCE}")
         self.in_step, begun = True, self.step >= bucket.first_step  # if not begun, the engine refuses the gradient
         if slot.param.grad.requires_grad:
             slot.param.grad = None  # the buffer would hold the graphs of all steps
@@ -248,19 +238,17 @@ class Reducer(engine.Reducer):
                 self.no_sync_grads[slot] += 1
                 return
             self.prepare_for_backward(self.step)
-        if begun and slot not in bucket.missing:
-            raise RunError(f"{slot.name} got its gradient twice in one backward; prepare each backward separately, "
-                           f"with the loss that it starts from, or {self.ONCE}")
+        require(not begun or slot in bucket.missing, f"{slot.name} got its gradient twice in one backward; prepare"
+                f" each backward separately, with the loss that it starts from, or {self.ONCE}")
         super().register_grad_ready(bucket, slot)
 
     def launch(self, bucket: Bucket) -> None:
         if not self.launches and self.call is None and not self.compared:
             self.start_call("step()")
-        expected = self.backward_passes()
+        expected = self.backward_passes()  # with fewer the tree, and with it the sum, would depend on the ranks
         for slot in bucket.slots if self.settings.world_size_invariant else ():
-            if len(slot.pending_grads) < expected:  # the tree, and with it the sum, would depend on the ranks
-                raise RunError(f"{slot.name} got a gradient in {len(slot.pending_grads)} of {expected} micro-batches; "
-                               "use it in all, or omit world_size_invariant")
+            require(len(slot.pending_grads) >= expected, f"{slot.name} got a gradient in {len(slot.pending_grads)} of "
+                    f"{expected} micro-batches; use it in all, or omit world_size_invariant")
         super().launch(bucket)
 
     def backward_passes(self) -> int:
@@ -270,9 +258,8 @@ class Reducer(engine.Reducer):
     def launch_rest(self) -> None:
         for bucket in self.buckets:
             check_views(bucket, self)
-        require(0 < self.micro_batches <= self.micro_batch, f"step() was called after {self.micro_batch} of "
-                f"{self.micro_batches} micro-batches. Run the last backward outside no_sync(), and call "
-                "prepare_for_backward() before each, or never")
+        require(0 < self.micro_batches <= self.micro_batch, f"step() after {self.micro_batch} of {self.micro_batches}"
+                " micro-batches; run the last backward outside no_sync(), and prepare_for_backward before all or none")
         for bucket in self.due:
             if self.settings.find_unused_parameters:
                 bucket.missing.clear()
@@ -365,10 +352,10 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         self.model, self.owned = model, check_ownership(buckets)
         self.buffer_count, self.skipped = check_all_owned(model, self.owned), collections.Counter[Slot]()  # of updates
         self.forward_hooks, self.versions = [], {}  # handles; how often parameters whose gather runs were written
-        groups: dict[Any, dict[str, Any]] = {}  # by rule and learning rate
+        groups: dict[Any, dict[str, Any]] = {}
         for bucket in buckets:
-            kind = (type(bucket.rule).__name__, bucket.rule.lr)
-            group = groups.setdefault(kind, {"rule": kind[0], "lr": kind[1], "params": []})
+            kind = {"rule": type(bucket.rule).__name__, "lr": bucket.rule.lr}
+            group = groups.setdefault(tuple(kind.values()), {**kind, "params": []})
             group["params"] += [slot.param for slot in bucket.slots]
         torch.optim.Optimizer.__init__(self, groups.values(), {})
         self.groups_seen = self.copy_groups()
@@ -463,12 +450,10 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         """Do the same as the engine's, but keep unused parameters, their state and numbers of updates unchanged."""
         used = [slot for slot in bucket.slots if slot not in self.reducer.unused]
         self.skipped.update(self.reducer.unused.intersection(bucket.slots))
-        if self.skipped.keys().isdisjoint(bucket.slots):
-            super().update(bucket, plan)
-        else:
-            for part in (part_of(bucket, slot, self.skipped[slot]) for slot in used):
-                if len(part.param_shard):
-                    super().update(part, plan)
+        whole = self.skipped.keys().isdisjoint(bucket.slots)
+        for part in [bucket] if whole else [part_of(bucket, slot, self.skipped[slot]) for slot in used]:
+            if whole or len(part.param_shard):
+                super().update(part, plan)
         self.reducer.known_writes += len(used)  # the next line makes backward refuse a graph of the old values
         torch.autograd.graph.increment_version([slot.param for slot in used])
 
@@ -479,9 +464,8 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         super().finish_all_gathers(waiting)
         for bucket in () if torch.compiler.is_compiling() else waiting:
             for slot, version in zip(bucket.slots, self.versions.get(bucket, ())):
-                if slot.param._version != version:
-                    raise RunError(f"{slot.name} was changed after step() and before its new value was there; call "
-                                   "optimizer.finish_all_gathers() first, or omit overlap_param_gather")
+                require(slot.param._version == version, f"{slot.name} was changed after step() and before its new"
+                        " value was there; call optimizer.finish_all_gathers() first, or omit overlap_param_gather")
 
     def group_of(self) -> dict[nn.Parameter, dict[str, Any]]:
         """Map each parameter to its group in param_groups, whose groups may be replaced."""
@@ -526,21 +510,19 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         self.find_buffers()
         state = super().state_dict()
         for param, group in self.group_of().items():
-            name = self.reducer.slots[param][1].name
-            rates = {f"{name}/{key}": torch.tensor(float(group[key]), dtype=torch.float64)
-                     for key in ("lr", "initial_lr") if key in group}
-            state |= {**rates, f"{name}/step": torch.tensor(self.reducer.step)}
-        # all of them: torch.distributed.checkpoint loads only what the state of a new optimizer names
-        every = [slot for _, slot in self.reducer.slots.values()]
-        counted = every if self.settings.find_unused_parameters else self.skipped
-        return state | {f"{slot.name}/skipped": torch.tensor(self.skipped[slot]) for slot in counted}
+            slot = self.reducer.slots[param][1]
+            state |= {f"{slot.name}/{key}": torch.tensor(float(group[key]), dtype=torch.float64)
+                      for key in ("lr", "initial_lr") if key in group}
+            state[f"{slot.name}/step"] = torch.tensor(self.reducer.step)
+            if self.settings.find_unused_parameters or slot in self.skipped:  # of all: torch.distributed.checkpoint
+                state[f"{slot.name}/skipped"] = torch.tensor(self.skipped[slot])  # loads what a new optimizer names
+        return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load a state_dict, the same on all ranks, and drop all unused gradients. RunError if it does not fit."""
         for name, x in state.items() if isinstance(state, collections.abc.Mapping) else [("it", state)]:
-            require(isinstance(x, Tensor) and x.dim() < 2, f"the saved state does not fit: {name} is a "
-                    f"{type(x).__name__} {[*getattr(x, 'shape', ())]}, not a tensor of one dimension; load what the "
-                    "optimizer's state_dict() returned")
+            require(isinstance(x, Tensor) and x.dim() < 2, f"the saved state does not fit: {name} is a"
+                    f" {type(x).__name__} {[*getattr(x, 'shape', ())]}, not a vector; load what state_dict() returned")
         self.find_buffers()
         ours = [*(slot.name for _, slot in self.reducer.slots.values()), *self.buffers()]
         if not state.keys() >= {*ours}:  # torch.compile(model) and DDP put words into names
@@ -578,10 +560,9 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         """Raise RunError on every rank unless all have the same parameters. Call it on all ranks."""
         self.finish_all_gathers()
         self.reducer.check_call("check_replicas()")
-        slots = [slot for bucket in self.buckets for slot in bucket.slots]
         if self.comm.ranks > 1:
-            sums = torch.stack([sum_bits(slot.param) for slot in slots]).tolist()
-            agree(self.comm, "parameters", {slot.name: f"with the checksum {x}" for slot, x in zip(slots, sums)},
+            sums = zip(self.reducer.slots.values(), torch.stack([sum_bits(p) for p in self.reducer.slots]).tolist())
+            agree(self.comm, "parameters", {slot.name: f"with the checksum {x}" for (_, slot), x in sums},
                   "Change and load parameters after make_optimizer on all ranks alike")
 
 class AwaitedParameters(dict):
@@ -597,17 +578,10 @@ class AwaitedParameters(dict):
             optimizer.finish_all_gathers([optimizer.reducer.slots[param][0]])
         return param
 
-    def items(self) -> list[tuple[str, nn.Parameter | None]]:  # torch's modules use no other method
-        return [(name, self[name]) for name in self]
-
-    def values(self) -> list[nn.Parameter | None]:
-        return [self[name] for name in self]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+    items, values, get = (getattr(collections.abc.Mapping, name) for name in ("items", "values", "get"))
 
     def __reduce__(self) -> tuple:  # a copy of the model has plain ones
-        return dict, (self.items(),)
+        return dict, ([*self.items()],)
 
 class ForwardHook(functools.partial):
     """A hook before a forward whose copy, in a copy of the model, returns its input."""
@@ -724,16 +698,15 @@ def check_spec(spec: ParamSpec) -> None:
     """Raise RunError for a parameter or a rule that no bucket can take."""
     members = "lr", "every", "unit", "init_state", "hyper", "update"
     frozen = getattr(getattr(spec.rule, "__dataclass_params__", None), "frozen", False)
-    require(frozen and all(hasattr(spec.rule, name) for name in members), f"{spec.name}: {type(spec.rule).__name__} is "
-            f"not an update rule; write a frozen dataclass with {', '.join(members)}, as Adam has")
+    require(frozen and not isinstance(spec.rule, type) and all(hasattr(spec.rule, x) for x in members), f"{spec.name}:"
+            f" {spec.rule!r} is not an update rule; write a frozen dataclass with {', '.join(members)}, as Adam is")
     check_rule(spec.name, spec.rule)
     require(spec.param.numel(), f"{spec.name} has shape {tuple(spec.param.shape)}, but a bucket needs parameters "
             "with elements; remove it from the model, or freeze it by requires_grad_(False)")
     require(0 <= spec.scale < math.inf and spec.first_step >= 0, f"{spec.name} has scale {spec.scale} and "
             f"first_step {spec.first_step}; both must be from 0 on")
-    require(not (isinstance(spec.rule, Adam | NorMuon) and spec.param.is_complex()), f"{spec.name} is "
-            f"{spec.param.dtype}, which Adam and NorMuon cannot update; make the parameter real, and use "
-            "torch.view_as_complex in the forward")
+    require(not (isinstance(spec.rule, Adam | NorMuon) and spec.param.is_complex()), f"{spec.name} is"
+            f" {spec.param.dtype}, which Adam and NorMuon cannot update; use torch.view_as_complex of a real one")
     require(spec.scale == 1 or len(spec.rule.unit(spec)) == 2, f"{spec.name}: its scale is not 1, but "
             f"{type(spec.rule).__name__} does not update matrices and ignores it; change the rule's lr instead")
 

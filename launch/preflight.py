@@ -523,8 +523,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for library in ("TORCHINDUCTOR", "TRITON"):  # the run reuses what is compiled here
         os.environ.setdefault(f"{library}_CACHE_DIR", str(ROOT / ".cache" / library.lower()))
     if options.ranks > 1 and "RANK" not in os.environ:
-        return start_ranks([f"--nproc_per_node={options.ranks}", "--no-python", sys.executable, "-I", "-u", __file__,
-                             *words])
+        return start_ranks(options.ranks, __file__, words)
     try:
         check(flags)
         return 0

@@ -1,37 +1,28 @@
 """Time runs one after another on this machine: of one version, or of two or more in turn.
 
-    python launch/race.py -n 10                      ten runs of this checkout's train_gpt.py
-    python launch/race.py -n 5 --vs HEAD~1           five pairs: this checkout (side a) and another revision (side b)
-    python launch/race.py -n 5 --vs ONE --vs TWO --vs BASE           several revisions, and this checkout if it is edited;
-                                                      the last is the base
-    python launch/race.py -n 5 --vs "--sync step"    five pairs of the same script; side a has these flags in addition
-    python launch/race.py -n 5 --vs "--muon_lr 0.03" --vs "--sync step"          a ladder: five runs of each idea and of
-                                                      the base
-    python launch/race.py -n 5 --vs ../modded-nanogpt --cmd "torchrun --nproc_per_node=8 train_gpt.py"
-                                                      side b: another project's script, started by this command in its
-                                                      folder
-    python launch/race.py --until-decided --max-n 12 --vs HEAD~1     pairs until the claim is decided, 12 at most
-    python launch/race.py -n 5 --ranks 2 -- --preset laptop --num_steps 300      flags for both sides
-    python launch/race.py --resume logs/race-ID/race.jsonl                       resume a race (if it runs another
-                                                      project's script, with the same --vs and --cmd)
+    ./run.sh -n 5 --vs HEAD~1                                   five pairs: this checkout against another revision, the base
+    ./run.sh -n 5 --vs "--muon_lr 0.03" --vs "--sync step"      five runs of two ideas and of the base
+    ./run.sh -n 5 --vs ../modded-nanogpt --cmd "torchrun …"     against another project's script, started in its folder
+    python launch/race.py -n 5 --ranks 2 -- --num_steps 300     as run.sh calls it: flags of all sides behind --
 
 A first run does not count: it warms the machine up (run 0 in race.jsonl). Where runs compile, each other side runs up
-to its first step before that, so that all counted runs find their code in this checkout's .cache. Then pairs run a b, b
-a, a b, ...: a machine that warms up or becomes busier then affects both sides equally. Run i has seed BASE + i on both
-sides (BASE: --seed among the flags, or 0). The largest number of runs, the deciding test (--test), and whether looks
+to its first step before that, so that all counted runs find their code in this checkout's .cache. Then they run in turn,
+idea, base, base, idea, ...: a machine that warms up or becomes busier affects both sides equally. Run i has seed N + i on
+both sides (N: --seed among the flags, or 0). The largest number of runs, the deciding test (--test), and whether looks
 may end the race are declared before the first run, so nobody can stop at a convenient moment.
 
 logs/race-ID/ contains the logs of both sides and:
   race.jsonl         the declaration, with the source and config of each side, and a line before and after each run
-  RUNID.pt           its model, with --save_model true: verify.py --rerun needs it
-  race.png           a plot of the rounds that all sides have done, redrawn after each run
+  RUNID.pt           its model, only with --save_model true: verify.py --rerun needs it
+  race.png           a plot of the rounds that all sides have done, redrawn after each round
 
-A failed run stops the race, since the failure would probably repeat; --resume repeats the run with its seed. race.jsonl
-is locked while this program lives, or the launcher of a run. Another project's script has its own seeds; the newest log
-in logs/*.txt of its folder is copied here. `python -I` starts runs, without PYTHON* variables: neither PYTHONPATH nor
-sitecustomize nor user packages change their clocks. Packages installed beside torch still could.
+A failed run shows its output and stops the race, since the failure would probably repeat; --resume repeats the run with
+its seed. race.jsonl is locked while this program lives, or the launcher of a run. Another project's script has its own
+seeds; the newest log in logs/*.txt of its folder is copied here. `python -I` starts runs, without PYTHON* variables:
+neither PYTHONPATH nor sitecustomize nor user packages change their clocks. Packages installed beside torch still could.
 
-Exit status: 0 all runs are done, 1 one failed, 2 the race cannot be run or judged, 130 interrupted.
+Exit status: 0 an idea is better or the claim holds, or nothing was to be judged (one run, or one version without a
+target); 1 neither; 2 a run failed, or the race cannot be run or judged; 130 interrupted. --json: docs/racing.md.
 """
 
 import signal
@@ -64,6 +55,7 @@ from datetime import datetime, timezone
 
 import ladder
 import logs
+import picture
 import start
 import stats
 from logs import UserError, require
@@ -72,11 +64,11 @@ from stats import SCRIPT
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN_FLAGS = ("--run_id", "--log_dir", "--resume", "--race")
+NO_MODEL = "--save_model=false"  # 64 MB a run; a later --save_model true counts
 DEFAULT_N = 5  # runs of each side
 PATIENCE_S = 30  # until a run that ignores an interrupt is killed
 UNCOUNTED = "uncounted"  # subfolder for the log of the first run while it runs
 LOOK_S = 0.02  # between two looks at a run's log
-ENDED = {"interrupted": "was interrupted", "failed": "failed (see above)"}  # by the status of a run that stops the race
 ALONE = [sys.executable, "-I"]  # ignores PYTHON* variables and user packages
 STEP = re.compile(rb"^(?:step|s):\d{1,18}[/ ]", re.M)
 
@@ -130,15 +122,13 @@ def blobs_of(files, revision=None):
 def describe_sides(ideas, cmd, flags, name=None):
     """Return {side: {"revision", "flags"}}; revision None is this checkout, whose script may be edited.
 
-    A single side has the name "". The last of several sides is the base. A side with a "folder" is another project's;
-    its flags are the whole command. "name" says what a side was, also in a month; flags say it themselves."""
+    A single side is "". The last of several is the base. A side with a "folder" is another project's; its flags are the
+    whole command. "name" is what the user typed; flags say it themselves."""
     import train_gpt  # here: importing torch takes seconds, and --help and refusals need none
     from ranks import program_of
     files = [path.name for path in train_gpt.source_files(next(iter(program_of(flags).PRESETS.values())))]
-    edited = [blob for blob, committed in zip(blobs_of(files), blobs_of(files, "HEAD")) if blob != committed]
-    head, ours = (git("rev-parse", "HEAD") or "")[:8], {"revision": None, "flags": flags}
-    checkout = f"{head}, edited ({edited[0][:4]})" if edited else f"revision {head}"
-    here = {**ours, "name": name or (checkout if head else "this checkout")}
+    ours = {"revision": None, "flags": flags}
+    here = {**ours, "name": name or "this checkout"}
     if not ideas:
         return {"": here}
     if cmd is not None:
@@ -156,8 +146,7 @@ def describe_sides(ideas, cmd, flags, name=None):
                 "with --cmd, a folder")
         blobs = blobs_of(files, revision)
         require(blobs[-1], f"revision {vs} has no {SCRIPT}; name a later one")
-        named = {"name": f"{vs} {revision[:8]}"} if git("show-ref", vs) else {}
-        sides[vs] = blobs, {**ours, "revision": revision, **named}
+        sides[vs] = blobs, {**ours, "revision": revision, "name": vs}
     if len(ideas) > 1 and any(blobs == sides["this checkout"][0] for blobs, _ in [*sides.values()][1:]):
         del sides["this checkout"]
     for one, other in itertools.combinations(sides, 2):
@@ -228,8 +217,8 @@ def source_hash(version, folder):
 def check_sides(race, where):
     """Raise UserError unless each side has the source that the race began with, its script accepts flags and data, and
     the sides can be compared."""
-    for side, version in race["sides"].items():
-        script = f"{SCRIPT}{' of side ' + side if side else ''}"
+    for side, name in logs.side_names(race).items():
+        version, script = race["sides"][side], f"{SCRIPT}{' of ' + name if side else ''}"
         (check_command if "folder" in version else check_script)(version, where[side], script, race["ranks"])
         seen = source_hash(version, where[side])
         require(version.setdefault("source_sha256", seen) == seen, f"{script} has changed since the race began; "
@@ -242,7 +231,7 @@ def check_sides(race, where):
 
 
 def check_script(version, folder, script, ranks):
-    done = subprocess.run([*ALONE, "-c", CHECK, str(ranks), *version["flags"]], cwd=folder, env=environment(),
+    done = subprocess.run([*ALONE, "-c", CHECK, str(ranks), NO_MODEL, *version["flags"]], cwd=folder, env=environment(),
                           capture_output=True, text=True)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
@@ -262,7 +251,7 @@ def check_command(version, folder, *_):
 # The race
 
 def command(ranks, program):
-    return [*ALONE, str(ROOT / "launch" / "ranks.py"), f"--nproc_per_node={ranks}", "--no-python", *ALONE, "-u", program]
+    return [*ALONE, str(ROOT / "launch" / "ranks.py"), str(ranks), program]
 
 
 def environment(**more):
@@ -344,8 +333,8 @@ def first_runs(manifest, todo):
     return [*(side for side in sides if compiles and side not in {*ran, next_side}), next_side]
 
 
-def run_once(manifest, folder, lock, run, side, interrupts, compile_only=False):
-    """Run once, with a line in the manifest before and after. Return done, compiled, failed or interrupted."""
+def run_once(manifest, folder, lock, run, side, interrupts, compile_only=False, output=None):
+    """Run once, with a line in the manifest before and after. Return done, compiled, failed or interrupted. output: a file."""
     race = manifest.race
     tries = sum((attempt["run"], attempt["side"]) == (run, side) for attempt in manifest.attempts.values())
     run_id = f"{race['id']}_{run:02}{side}" + (f"_again{tries}" if tries else "")
@@ -356,14 +345,14 @@ def run_once(manifest, folder, lock, run, side, interrupts, compile_only=False):
     version = race["sides"][side]
     foreign, before, words = "folder" in version, logs_of(folder), version["flags"]
     if not foreign:
-        words = [*command(race["ranks"], version.get("program", SCRIPT)), *words, f"--seed={seed}", f"--run_id={run_id}",
+        words = [*command(race["ranks"], version.get("program", SCRIPT)), NO_MODEL, *words, f"--seed={seed}", f"--run_id={run_id}",
                  f"--log_dir={log.parent}", f"--race={race['id']}:{run}:{race['n']}:{side}"]
     manifest.write(attempt)
     threads = {"OMP_NUM_THREADS": race["threads"]} if race.get("threads") else {}  # also when the race is resumed
     began = time.monotonic()
     # in its own session: Ctrl-C reaches only race.py, which passes it on and records the result
     process = subprocess.Popen(words, cwd=folder, env=environment(**threads), start_new_session=True,
-                               pass_fds=[lock.fileno()], preexec_fn=start.end_with_parent)
+                               pass_fds=[lock.fileno()], preexec_fn=start.end_with_parent, stdout=output, stderr=output)
     while process.poll() is None and not interrupts and not (compile_only and has_begun(log)):
         time.sleep(LOOK_S)
     interrupted = process.poll() is None
@@ -371,7 +360,7 @@ def run_once(manifest, folder, lock, run, side, interrupts, compile_only=False):
         stop(process, interrupts)
     seconds, code = time.monotonic() - began, process.wait()
     if foreign and (wrong := take_log(folder, before, log)) and not interrupted:
-        say(f"`{shlex.join(words)}` of side {side} ended with exit status {code}, and {wrong}")
+        say(f"`{shlex.join(words)}` ended with exit status {code}, and {wrong}")
     # a complete log is a run, whatever its processes' exit status: it must not be repeated
     status = "done" if complete_log(log) else "interrupted" if interrupted else "failed"
     if compile_only and not interrupts and (has_begun(log) or status == "done"):
@@ -399,40 +388,11 @@ def now():
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
-def sides_done(manifest):
-    """Return the Sides that have a run, each with the runs of the rounds that all have done; the last is the base."""
-    done, sides = manifest.done(), []
-    for name in manifest.race["sides"]:
-        runs = [complete_log(manifest.path.parent / f"{done[run, side]['run_id']}.txt")
-                for run, side in sorted(done) if side == name]
-        if any(runs):
-            label = f"side {name}" if name else "runs"
-            sides.append(stats.Side(label, list(filter(None, runs)), declared=manifest.race))
-    rounds = [{race_of(run).run for run in side.runs} for side in sides]
-    for side in sides:
-        side.runs = [run for run in side.runs if race_of(run).run in set.intersection(*rounds)]
-    return sides
-
-
-def interim(manifest, sides):
-    """Return (Verdicts of the sides, which have done the same rounds, the text to show)."""
-    *ideas, base = sides or [None]
-    if not base or not base.runs or len(sides) < len(manifest.race["sides"]):
-        return [], ""
-    so_far = f"{len(base.runs)} of {manifest.race['n']}"
-    if ideas:
-        found = stats.verdicts([(idea, base) for idea in ideas])
-        return found, f"so far, {so_far} runs a side:\n{stats.table_of_verdicts(found)}"
-    means = [stats.show_mean(stats.summary(base.losses), "loss")]
-    means += [] if base.untimed else [stats.show_mean(stats.summary(base.seconds))]
-    return [], f"so far, {so_far} runs: {', '.join(means)} (mean ± sd)"
-
-
-def draw(manifest, sides, found):
+def draw(manifest):
     """Replace race.png atomically. A plot that fails does not stop the race."""
     path = manifest.path.with_name(stats.PICTURE)
     try:
-        stats.plot(sides, found, str(path.with_name(".next.png")))
+        picture.draw_race(manifest, path.with_name(".next.png"))
         path.with_name(".next.png").replace(path)
     except (UserError, ImportError, OSError) as reason:
         say(logs.brief(f"no plot: {reason}"))
@@ -469,73 +429,82 @@ def time_left(manifest, runs):
 
 def resume_command(manifest):
     """Return the command that resumes a race."""
-    words = [sys.executable, __file__, "--resume", str(manifest.path)]
+    words = ["./run.sh", "--resume", os.path.relpath(manifest.path.parent, ROOT)]
     for version in manifest.race["sides"].values():
         if "folder" in version:
             words += ["--vs", version["folder"], "--cmd", shlex.join(version["flags"])]
     return shlex.join(words)
 
 
-def run_all(manifest, where, lock):
-    """Run everything that is not done yet. Return the exit status."""
-    race, how, names = manifest.race, resume_command(manifest), logs.side_names(manifest.race)
-    looks, each, folder = race["until_decided"], len(race["sides"]), manifest.path.parent
+def run_all(manifest, where, lock, verbose):
+    """Run everything that is not done yet. Return the stats.answer."""
+    race, how = manifest.race, resume_command(manifest)
+    names = {side: picture.shorten(name, 28) for side, name in logs.side_names(race).items()}
+    looks, each, folder, home = race["until_decided"], len(race["sides"]), manifest.path.parent, os.path.relpath(manifest.path.parent, ROOT)
     todo = [which for which in order(race["n"], race["sides"]) if which not in manifest.done()]
-    first = first_runs(manifest, todo) if todo else []
+    first, total, width = first_runs(manifest, todo) if todo else [], each * race["n"], max(map(len, names.values()))
     plan = [*((0, side) for side in first), *todo]
     for i, (run, side) in enumerate(plan):
         done, compile_only = len(manifest.done()), i < len(first) - 1
         if looks and done >= 2 * each and done % each == 0 and (reason := decided(manifest)):
             say(f"decided: {reason}")
             break
-        if run:
-            what = f"run {done + 1} of {'at most ' if looks else ''}{each * race['n']}"
-        else:
-            what = "compiling up to the first step, not counted" if compile_only else "a first run, not counted"
-        say(f"{what}: {f'side {side}, ' if side else ''}{names[side]}, seed {race['seed'] + run}; "
-            f"{time_left(manifest, len(plan) - i)}")
+        which = f"{f'{done + 1 if run else 0}/{total}':>{2 * len(str(total)) + 1}}  {names[side]:{width}}  seed {race['seed'] + run}"
+        if verbose or sys.stdout.isatty():
+            say(f"{which}  running; {time_left(manifest, len(plan) - i)}", "", stay=not verbose)
         require(source_hash(race["sides"][side], where[side]) == race["sides"][side]["source_sha256"],
                 f"{race['sides'][side].get('program', SCRIPT)} was changed during the race; restore it and resume with: {how}")
-        with interrupts_deferred() as interrupts:
-            status = run_once(manifest, where[side], lock, run, side, interrupts, compile_only)
-        sides = sides_done(manifest) if run else []
-        found, text = interim(manifest, sides)
-        if sides:
-            draw(manifest, sides, found)
-        if interrupts or status not in ("done", "compiled"):
-            which = f"run {run}{side}" if run else f"{what},"
-            say(f"{which} {ENDED.get(status, 'is done, and the race interrupted')}; {len(manifest.done())} of "
-                f"{each * race['n']} runs are done and kept. Resume with: {how}")
-            return 1 if status == "failed" else 130
-        if text and len(manifest.done()) % each == 0 and i < len(plan) - 1:
-            say(text)
-    say(f"all runs are done; logs: {folder}\n")
-    return judge(race, folder)
+        with interrupts_deferred() as interrupts, tempfile.TemporaryFile("w+", errors="replace") as output:
+            status = run_once(manifest, where[side], lock, run, side, interrupts, compile_only, None if verbose else output)
+            if status == "failed" and not output.seek(0):
+                say(output.read(), "")
+        if status in ("done", "compiled"):
+            said = "compiled" if compile_only else f"not counted; {time_left(manifest, len(plan) - i - 1)}"
+            if run:
+                log = complete_log(folder / f"{manifest.done()[run, side]['run_id']}.txt")
+                said = f"loss {log.loss_text}" + (f"  {log.train_time_ms / 1000:.2f} s" if log.train_time_ms else "")
+            say(f"{which}  {said}", "")
+            if run and (done + 1) % each == 0:
+                draw(manifest)
+        if status == "failed":
+            say(reason := f"{which.strip()}: failed; its output is above{', its log in ' + home if run else ''}. Correct the cause and race again, for the same run "
+                f"would fail again. Only if the machine was to blame: {how}")
+            return stats.not_judged(reason, folder)
+        if interrupts or status == "interrupted":
+            say(reason := f"interrupted; {len(manifest.done())} of {total} runs are done and kept. Continue with: {how}")
+            return stats.not_judged(reason, folder, 130)
+    say("all runs are done\n")
+    found = judge(race, folder)
+    say(f"picture: {home}/{stats.PICTURE}; to check the rules: ./run.sh verify {home}")
+    return found
 
 
 def judge(race, folder):
-    """Print the verdict of a race, and the command that keeps it as a record. Return the exit status."""
+    """Print the verdict of a race, and the command that keeps it as a record. Return the stats.answer."""
     each = len(race["sides"])
-    judged = ladder.main([str(folder)]) if each > 2 else stats.main(stats_arguments(folder, race))
-    if judged == 2 and race["n"] > 1:  # a single run is not meant to be judged
-        return 2
-    add = f"records/board.py add {os.path.relpath(folder, ROOT)} records/{datetime.now():%Y-%m-%d}_NAME"
-    say(f'to keep this {"trial" if race.get("trial") else "race"} as a record: .venv/bin/python {add} "what was tried"')
-    return 0
+    found = ladder.give([folder]) if each > 2 else stats.give(stats.parse(stats_arguments(folder, race)))
+    if each == 1 and (race["n"] == 1 or found["sides"] and not found["claim"]):
+        found["status"] = 0  # nothing was to be judged
+    if found["sides"] or found["status"] < 2:
+        add = f"records/board.py add {os.path.relpath(folder, ROOT)} records/{datetime.now():%Y-%m-%d}_NAME"
+        say(f'to keep this {"trial" if race.get("trial") else "race"} as a record: .venv/bin/python {add} "what was tried"')
+    return {**found, "folder": str(folder)}
 
 
-def say(line):
-    """Print a line. A closed terminal does not stop the race."""
+def say(line, source="race: ", stay=False):
+    """Print a line; with stay the next one replaces it on a terminal. A closed terminal does not stop the race."""
     with contextlib.suppress(OSError):
-        print(f"race: {line}", flush=True)
+        terminal = sys.stdout.isatty()
+        print("\r\033[K" * terminal + source + line, end="" if stay and terminal else "\n", flush=True)
 
 
 def new_race(options):
     """Return the Manifest of a new race, not yet written."""
     seed, flags = check_flags(options.flags)
     sides = describe_sides(options.vs, options.cmd, flags, options.name)
-    require(len(sides) < 3 or options.n >= ladder.FEWEST, f"-n is {options.n}, and {len(sides)} sides are judged as a "
-            f"ladder, from {ladder.FEWEST} runs of each on; give -n {ladder.FEWEST} or more")
+    fewest = min(len(sides), ladder.FEWEST)
+    require(options.n >= fewest, f"-n is {options.n}, and {logs.plural(len(sides), 'side')} are judged from {fewest} runs of each "
+            f"on; give -n {fewest} or more")
     require(all(check_flags(side["flags"])[0] is None for side in sides.values() if "folder" not in side),
             "--vs sets --seed, and all sides share theirs; give --seed once, behind --")
     race_id = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{uuid.uuid4().hex[:4]}"
@@ -549,9 +518,7 @@ def new_race(options):
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser(description="Time runs of one version, or of several in turn.", allow_abbrev=False,
-                                     epilog="Exit status: 0 all done, 1 one failed, 2 cannot be run or judged, 130 "
-                                            "interrupted.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     start.add_race_options(add)
     add("--ranks", type=int, default=1, help="processes of a run (default: 1; run.sh knows what fits)")
@@ -564,10 +531,8 @@ def parse(arguments):
     options = parser.parse_args(start.join_versions(words))
     if options.flags:
         parser.error(f"{options.flags[0]!r} is unexpected; write flags for {SCRIPT} behind --")
-    if options.resume and (options.n or options.vs and not options.cmd or options.max_n or options.until_decided
-                           or flags):
-        parser.error("--resume takes everything from the manifest, except another project's --vs and --cmd; leave the "
-                     "rest out")
+    if options.resume and (options.n or options.vs and not options.cmd or options.max_n or options.until_decided or flags):
+        parser.error("--resume takes all but another project's --vs and --cmd from the manifest; leave the rest out")
     if options.cmd and len(options.vs) != 1:
         parser.error(f"--cmd needs one --vs, the folder to run it in, and --vs is given {len(options.vs)} times")
     if len(options.vs) > 25 or options.until_decided and len(options.vs) > 1:
@@ -578,25 +543,25 @@ def parse(arguments):
     if options.until_decided and options.max_n < 4 or not 0 < options.alpha < 0.5:  # no bootstrap decides on 3 losses
         parser.error(f"--max-n is {options.max_n} and --alpha {options.alpha}; give at least 4, and less than 0.5")
     options.n = options.max_n or options.n
-    if options.n is None and not options.resume:
-        options.n = DEFAULT_N
-        say(f"-n {DEFAULT_N}, as no number of runs was given")
+    options.n = DEFAULT_N if options.n is None and not options.resume else options.n
     if not options.resume and options.n < 1:
         parser.error(f"-n is {options.n}; give the number of runs, at least 1")
     options.flags = flags
     return options
 
 
-def main(arguments=None):
-    options = parse(sys.argv[1:] if arguments is None else arguments)
+def run(options):
+    """Declare a race, or resume one, and run it. Return the stats.answer."""
     for number in (signal.SIGTERM, signal.SIGHUP):  # handled like Ctrl-C
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, signal.default_int_handler)
     manifest = None
     try:
         with contextlib.ExitStack() as held:
+            say("checks the flags and data of each side …", stay=True)  # importing torch takes seconds
             if options.resume:
                 path = Path(options.resume).resolve()
+                path = path / MANIFEST if path.is_dir() else path
                 require(path.is_file(), f"{path}: there is no such file; name the {MANIFEST} of the race")
                 lock = held.enter_context(lock_race(path))  # before reading: a last line may still be written
                 manifest = Manifest.read(path)
@@ -620,20 +585,28 @@ def main(arguments=None):
                 manifest.path.parent.mkdir(parents=True)
                 lock = held.enter_context(lock_race(manifest.path))
                 manifest.write({"race": race})
-            turns = f" a side, {' '.join(race['order'][:6])} ...," if len(race["sides"]) > 1 else ","
-            say(f"{race['id']}: {'at most ' * race['until_decided']}{logs.plural(race['n'], 'run')}{turns} "
-                f"{logs.plural(race['ranks'], 'rank')}, seeds {race['seed'] + 1} to {race['seed'] + race['n']}; "
-                f"declared in {manifest.path}")
-            return run_all(manifest, where, lock)
+            *ideas, base = logs.side_names(race).values()
+            turns = f"in turn: {'idea, base, base, idea' if len(ideas) == 1 else 'every second round backwards'}, …; "
+            say(f"{', '.join(ideas)}{' against ' * bool(ideas)}{base}: {'at most ' * race['until_decided']}"
+                f"{logs.plural(race['n'], 'run')} {'of each, ' + turns if ideas else 'on '}{logs.plural(race['ranks'], 'rank')}, "
+                f"seeds {race['seed'] + 1} to {race['seed'] + race['n']}, in {os.path.relpath(manifest.path.parent, ROOT)}")
+            return run_all(manifest, where, lock, options.v)
     except (UserError, OSError) as reason:
         if isinstance(reason, OSError):
             reason = f"{reason.filename or 'a file'}: {reason.strerror}; free space or set its permissions"
-        return logs.refuse("race.py", reason)
+        return stats.not_judged(reason, status=logs.refuse("race.py", reason))
     except KeyboardInterrupt:
         declared = manifest and manifest.path.exists()
-        print("race.py: interrupted before a run" + (f"; resume with: {resume_command(manifest)}" if declared else ""),
-              file=sys.stderr)
-        return 130
+        say(reason := "interrupted before a run" + (f". Continue with: {resume_command(manifest)}" if declared else ""))
+        return stats.not_judged(reason, status=130)
+
+
+def main(arguments=None):
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    found = run(options)
+    if options.json:
+        print(logs.show_json(found), flush=True)
+    return found["status"]
 
 
 if __name__ == "__main__":

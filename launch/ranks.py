@@ -1,10 +1,9 @@
-"""Start the ranks of one run on this machine, as torchrun --standalone does, but reachable from loopback only.
+"""Start the ranks of one run on this machine, reachable from loopback only: launch/ranks.py 2 train_gpt.py [its flags]
 
-    python launch/ranks.py --nproc_per_node=2 [torchrun's flags] train_gpt.py [its flags]
-
-torchrun's stores listen on every address of the machine; here the store, gloo and NCCL use loopback alone. Each restart
-(--max_restarts) gets a new store. The ranks find this process's id in LAUNCHER_PID. The agent's own report is not
-printed: a rank that fails prints its reason; this program says if a signal killed it.
+Importing torch takes most of a rank's start. Without a GPU, ranks are therefore forks of this process, which has torch
+but has computed nothing, so that torch has no threads yet; no module of the project reaches them. CUDA does not work in
+a fork: ranks on GPUs are new processes. They find the id of this process in LAUNCHER_PID. A rank that fails prints its
+reason; this program says if a signal killed it.
 
 Exit status: 0, or that of the first rank that failed; 128 + the signal that ended it or this program (Ctrl-C: 130).
 """
@@ -18,42 +17,18 @@ if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks for a checkpoint, and there is no rank yet
 
 import contextlib
-import glob
 import itertools
-import logging
+import multiprocessing
 import socket
-import subprocess
-import tempfile
+import types
 from pathlib import Path
 
-from torch.distributed import TCPStore
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo, rendezvous_handler_registry
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
-from torch.distributed.run import parse_args, run
-
-HERE = "127.0.0.1"
-FORWARDED = "SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"  # to the ranks, which have half a minute to end
-
-
-class Loopback(StaticTCPRendezvous):
-    """A rendezvous of one agent, with a new store for each attempt."""
-
-    def __init__(self, parameters):
-        super().__init__(HERE, 0, rank=0, world_size=1, run_id=parameters.run_id, timeout=0)
-        self.store = None  # in this process; all ranks are its clients
-
-    def get_backend(self):
-        return "loopback"
-
-    def next_rendezvous(self):
-        if self.store:
-            print("ranks.py: a rank failed; all ranks start again", file=sys.stderr, flush=True)
-        listener = socket.create_server((HERE, 0))
-        port = listener.getsockname()[1]
-        self.store = TCPStore(HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-        return RendezvousInfo(self.store, 0, 1, RendezvousStoreInfo(HERE, port))
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch; otherwise every socket warns of a rank that died
+ROOT = Path(__file__).resolve().parent.parent
+OWN = {str(ROOT / name) for name in ("", "data", "launch", "records")}  # folders whose modules a rank must import itself
+FORWARDED = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
+GRACE_S = 30  # for the ranks to end
+fork = multiprocessing.get_context("fork").Process
 
 
 def program_of(flags):
@@ -70,45 +45,76 @@ def program_of(flags):
     return frontier if given.get("--preset") in frontier.PRESETS else train_gpt
 
 
-def ask_for_checkpoint(*_):
-    """Pass SIGUSR1 on to the ranks, also on an image without procps."""
-    lists = glob.glob("/proc/self/task/*/children")
-    for child in (child for path in lists for child in Path(path).read_text().split()):
-        os.kill(int(child), signal.SIGUSR1)
-    if not lists:  # macOS
-        subprocess.call(["pkill", "-USR1", "-P", str(os.getpid())])
+def start(ranks, program, flags):
+    """Run a program as ranks 0 to ranks - 1 until they end. Return the exit status."""
+    import torch
+    from torch.distributed import TCPStore
+    forks = sys.platform == "linux" and not torch.cuda.device_count()
+    code = compile(Path(program).read_bytes(), os.path.abspath(program), "exec") if forks else None
+    listener, loopback = socket.create_server(("127.0.0.1", 0)), socket.if_indextoname(1)  # lo, on macOS lo0
+    (host, port), pids, received, failed = listener.getsockname(), {}, [], (0, 0)
+    usual = dict(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback, TORCH_NCCL_ASYNC_ERROR_HANDLING="1")
+    usual |= {} if forks or ranks == 1 else {"OMP_NUM_THREADS": "1"}  # as torchrun; OpenMP in a fork has read it
+    os.environ.update(usual | os.environ | dict(
+        WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR=host, MASTER_PORT=str(port),
+        LAUNCHER_PID=str(os.getpid()), TORCHELASTIC_RUN_ID="none", TORCHELASTIC_USE_AGENT_STORE="True"))
+
+    def send(number, *_):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def end_ranks(number, frame=None):
+        received.extend([number] if frame else [])  # a signal came
+        send(number)
+        signal.signal(signal.SIGALRM, lambda *_: send(signal.SIGKILL))
+        signal.alarm(GRACE_S)
+
+    heeded = [number for number in FORWARDED if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [*heeded, signal.SIGUSR1])
+    for rank in range(ranks):
+        process = fork(target=be, args=(rank, heeded, mask, program, flags, code))
+        process.start()
+        pids[process.pid] = rank
+    for number in (*heeded, signal.SIGUSR1):
+        signal.signal(number, send if number == signal.SIGUSR1 else end_ranks)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    # after the forks, since it has a thread; in this process, so that it outlives rank 0
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    while pids:
+        pid, status = os.wait()
+        rank = pids.pop(pid)
+        if status and not failed[1]:
+            failed = rank, os.waitstatus_to_exitcode(status)
+            received or end_ranks(signal.SIGTERM)
+    signal.alarm(0)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    del store
+    rank, status = failed
+    if status < 0 and not received:
+        hint = "; perhaps memory ran out" if status == -signal.SIGKILL else ""
+        print(f"ranks.py: error: rank {rank} was killed by {signal.Signals(-status).name}{hint}", file=sys.stderr)
+    return 128 + received[0] if received else status if status >= 0 else 128 - status
 
 
-def start(words):
-    """Run the ranks that torchrun's words describe, until they end. Return the exit status."""
-    rendezvous_handler_registry.register("loopback", Loopback)
-    loopback = socket.if_indextoname(1)  # lo, on macOS lo0
-    for library in ("GLOO", "NCCL"):
-        os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise every socket warns of a rank that died
-    os.environ["LAUNCHER_PID"] = str(os.getpid())
-    logging.disable(logging.CRITICAL)
-    signal.signal(signal.SIGUSR1, ask_for_checkpoint)  # torch's agent would end the ranks
-    heeded = ",".join(name for name in FORWARDED  # nohup ignores SIGHUP, and torch's agent would heed it
-                      if signal.getsignal(getattr(signal, name)) != signal.SIG_IGN)
-    folder = tempfile.TemporaryDirectory(prefix="ranks-")  # torch's agent would leave its own behind
-    try:
-        run(parse_args(["--rdzv_backend=loopback", f"--local_addr={HERE}", f"--signals_to_handle={heeded}",
-                        f"--log_dir={folder.name}", *words]))
-        return 0
-    except SignalException as received:
-        return 128 + received.sigval
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()  # the agent ended the others because of it
-        if failure.exitcode >= 0:
-            return failure.exitcode
-        hint = "; perhaps memory ran out" if failure.exitcode == -signal.SIGKILL else ""
-        print(f"ranks.py: error: rank {rank} was killed by {failure.signal_name()}{hint}", file=sys.stderr)
-        return 128 - failure.exitcode
-    finally:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        folder.cleanup()
+def be(rank, heeded, mask, program, flags, code):
+    """Make this fork the program, as `python -I -u` would start it: in place, with the torch that it has, or anew."""
+    for number in (*heeded, signal.SIGALRM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGUSR1 else signal.SIG_DFL)  # until it can save
+    os.closerange(3, 1 << 16)  # the listener, a race's lock
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    if code is None:
+        os.execv(sys.executable, [sys.executable, "-I", "-u", program, *flags])
+    sys.path[:] = [folder for folder in sys.path if folder not in OWN]
+    for name, module in [*sys.modules.items()]:
+        if os.path.dirname(getattr(module, "__file__", None) or "") in OWN:
+            del sys.modules[name]
+    sys.argv, sys.modules["__main__"] = [program, *flags], (main := types.ModuleType("__main__"))
+    main.__file__ = code.co_filename
+    sys.stdout and sys.stdout.reconfigure(line_buffering=True)
+    exec(code, main.__dict__)
 
 
 if __name__ == "__main__":
-    sys.exit(start(sys.argv[1:]))
+    sys.exit(start(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))

@@ -14,9 +14,11 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
+import time
 import zlib
 from pathlib import Path
 
@@ -32,13 +34,14 @@ Train one model, or race two versions. The first call installs the packages into
   ./run.sh --trial               the same in 20 steps, to see that everything works
   ./run.sh --text FILE FOLDER    train a small model on your own text, and print a sample
   ./run.sh -n 5 --vs HEAD        five pairs of timed runs: this checkout against the last commit
-  ./run.sh --resume latest       continue the run that stopped last"""
+  ./run.sh --resume latest       continue the run that stopped last
+  ./run.sh stats latest          judge the last race; also: verify, picture, board, sample, watch"""
 REST = """\
-All other flags go to train_gpt.py, for example --preset laptop, --num_steps 300, --seed 7.
---help-all lists them, as does .venv/bin/python train_gpt.py --help."""
+All other flags go to train_gpt.py, such as --num_steps 300, --seed 7; --help-all lists them."""
+TOOLS = {"sample": "sample.py", "watch": "launch/watch.py", **{
+    name: f"records/{name}.py" for name in ("stats", "verify", "ladder", "picture", "export", "board", "trace")}}
 TRIAL = 0.5  # a run of fewer of the preset's steps cannot reach its target
 TRIAL_STEPS, TRIAL_SEQUENCES = 20, 16  # of --trial: of training, and of validation (up to 16 ranks share them evenly)
-MAX_MODELS = 5  # of 64 MB each
 # A small text is repeated up to the preset's steps or MAX_EPOCHS, but at least to MIN_STEPS: fewer learn too little, more
 # learn it by heart (LOG.md)
 MIN_STEPS, MAX_EPOCHS = 40, 8
@@ -78,7 +81,7 @@ def make_parser():
     add("--text", nargs="+", action="extend", default=[], metavar="PATH", help="files or folders of text")
     add("--val-fraction", metavar="X", help="with --text: part of each text for validation (0.1)")
     add("--field", metavar="NAME", help="with --text: field of JSON lines with the text (text)")
-    add("--resume", metavar="RUN", help="latest, a log or a checkpoint; or the race.jsonl of a race")
+    add("--resume", metavar="RUN", help="latest, a log or a checkpoint; or the folder of a race")
     add("--init_from", metavar="MODEL", help="start with the parameters of a saved model")
     add("--trial", action="store_true", help="a short run or race: 20 steps, short validation, no target")
     add("--preflight", action="store_true", help="check each part of a run, print a table, start no run")
@@ -95,13 +98,15 @@ def add_race_options(add):
     add("-n", type=int, metavar="N", help="runs of each version, declared before the first (default: 5)")
     add("--vs", action="append", default=[], metavar="WHAT", help="a git revision; or flags for the side with the "
         "idea; repeat it for several; or a folder (with --cmd)")
-    add("--name", metavar="WORDS", help="name of this checkout in the race (default: its revision)")
+    add("--name", metavar="WORDS", help="name of this checkout in the race (default: this checkout)")
     add("--cmd", help="what starts another project's script in the folder that --vs names")
     add("--until-decided", action="store_true", help="stop as soon as the verdict is known")
     add("--max-n", type=int, metavar="N", help="with --until-decided: the most runs of each version")
     add("--test", choices=("paired", "unpaired"), help="paired t-test of log time, for a machine that drifts "
         "(default), or Welch's")
+    add("-v", action="store_true", help="print all that each run prints")
     add("--alpha", type=float, metavar="P", help="level of each of the claim's tests (0.01)")
+    add("--json", action="store_true", help="print the verdict as JSON, on the last line of stdout")
 
 
 def join_versions(words):
@@ -129,10 +134,10 @@ def parse(words):
     race = [word for name in ("n", "cmd", "max_n", "test", "alpha", "name") if (value := getattr(options, name)) is not None
             for word in ("-n" if name == "n" else f"--{name.replace('_', '-')}", str(value))]
     race += [word for version in options.vs for word in ("--vs", version)] + ["--until-decided"] * options.until_decided
-    race += ["--trial"] * bool(race and options.trial)
+    race += ["--trial"] * bool(race and options.trial) + ["-v"] * bool(race and options.v) + ["--json"] * options.json
     options.text = [*map(os.path.abspath, options.text)]
     for name in ("resume", "init_from"):
-        if (path := getattr(options, name)) and os.path.isfile(path):
+        if (path := getattr(options, name)) and os.path.exists(path):
             setattr(options, name, os.path.abspath(path))
     if options.init_from is not None:
         flags += ["--init_from", options.init_from]
@@ -141,10 +146,10 @@ def parse(words):
     if options.resume is None:
         return options, race, flags
     require(not options.text, "--resume continues with the text of its run; leave out --text")
-    if options.resume.endswith(".jsonl"):
+    if options.resume.endswith(".jsonl") or os.path.isdir(options.resume):
         require(not flags, f"--resume continues a race as it began; leave out {' '.join(flags)}")
-        return options, ["--resume", options.resume, *race], []
-    require(not race, f"--resume continues one run; leave out {' '.join(race)}, or name a race.jsonl")
+        return options, ["--resume", options.resume, *race, *["-v"] * (options.v and not race)], []
+    require(not race, f"--resume continues one run; leave out {' '.join(race)}, or name the folder of a race")
     return options, [], ["--resume", options.resume, *flags]
 
 
@@ -169,7 +174,7 @@ def prepare_child():
 
 
 def call(words, kept, tee=False):
-    """Run a program until it ends; exit if it fails. tee: print the lines of its output, and return the last one.
+    """Run a program until it ends; exit if it fails. tee: print the lines of its output but the last, and return that.
 
     After Ctrl-C, which the program answers first, say what is kept."""
     def pass_on(*_):
@@ -183,8 +188,9 @@ def call(words, kept, tee=False):
                           preexec_fn=prepare_child) as child:
         if noted:  # before there was a child
             pass_on()
-        for line in child.stdout or ():
+        for following in child.stdout or ():
             print(line, end="", flush=True)
+            line = following
     if noted or child.returncode in (130, -signal.SIGINT):
         interrupted(kept=kept)
     signal.signal(signal.SIGINT, interrupted)
@@ -192,6 +198,7 @@ def call(words, kept, tee=False):
         script, by = next(word for word in words if word.endswith(".py")), signal.Signals(-child.returncode).name
         say(f"error: {script} was killed by {by}")
     if child.returncode:
+        print(line, end="", flush=True)
         sys.exit(child.returncode if child.returncode > 0 else 128 - child.returncode)
     return line
 
@@ -257,7 +264,8 @@ def choose(flags, text, trial):
         say(f"{why}: the preset's target {usual.target_val_loss} does not apply, and the run has none; --target_val_loss sets one")
     if not config.resume and given.preset is None:  # the same on both sides of a race
         flags = ["--preset", preset, *flags]
-    return gpus, ranks, preset, config, flags + as_flags(chosen)
+    flags = flags + as_flags(chosen)
+    return gpus, ranks, preset, train_gpt.parse_config(flags, preset, presets)[1], flags
 
 
 def as_flags(values):
@@ -339,10 +347,20 @@ def preflight(config, flags, ranks, gpus, show_only):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".tmp").write_text(json.dumps({**key, "flags": answer}, indent=1) + "\n")
     path.with_suffix(".tmp").replace(path)
+    say(f"preflight: {' '.join(as_flags(answer)) or 'all parts work'}{' is needed on this machine' * bool(answer)}")
     return as_flags(answer)
 
 
 # After a run
+
+def longer_run(words, config, text):
+    """Return the command of a longer run than the one that these words started, or why there is none."""
+    if text and 4 * config.epochs > MAX_EPOCHS:
+        return "for a better model give more text: more steps on this one would learn it by heart"
+    steps = [] if "--trial" in words else ["--num_steps", str(4 * config.num_steps)]
+    kept = re.sub(r" --(trial|num[-_]steps[= ]\d+)(?= |$)", "", " ".join(map(shlex.quote, ["./run.sh", *words])))
+    return " ".join(["a longer run:", kept, *steps])
+
 
 def written(folder):
     """Return the logs and models in a folder, each with the time of its last change."""
@@ -350,62 +368,53 @@ def written(folder):
             if path.suffix in (".txt", ".pt")}
 
 
-def show_results(folder, before, steps):
-    """Draw the new log, and print a sample of the new model. The run is complete: a failure here does not matter."""
+def show_results(folder, before, longer):
+    """Print a sample of the new model, meanwhile draw the new log, and say what is next. A failure here does not matter."""
+    import sample
     new = [path for path, _ in sorted(written(folder) - before, key=lambda found: found[1])]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, lambda number, _: os._exit(128 + number))
     try:
-        for log in [path for path in new if path.suffix == ".txt" and b'\n{"end": ' in path.read_bytes()][-1:]:
-            subprocess.call([PYTHON, "records/picture.py", log], preexec_fn=end_with_parent)
+        pictures = [subprocess.Popen([PYTHON, "records/picture.py", log], stdout=subprocess.PIPE, preexec_fn=end_with_parent)
+                    for log in [path for path in new if path.suffix == ".txt" and b'\n{"end": ' in path.read_bytes()][-1:]]
         for model in [path for path in new if path.suffix == ".pt"][-1:]:
-            os.write(1, f"\nText that this model writes after {steps:,} training steps; more steps give better text:\n\n".encode())
-            subprocess.call([PYTHON, "sample.py", model, "--tokens", "300"], preexec_fn=end_with_parent)
-            remove_old_models(folder)
+            os.write(1, b"\nText that this model writes:\n\n")
+            sys.stdout.reconfigure(errors="backslashreplace")  # for a terminal without UTF-8
+            sample.main([str(model), "--tokens", "300"])
+            sys.stdout.flush()
+            kept = [path.stat().st_size / 1e6 for path in Path(folder).glob("*.pt")]  # nothing removes a model unasked
+            advice = f"{len(kept)} models in {folder}, {sum(kept):,.0f} MB: remove what you no longer need\n" * (len(kept) > 5)
+            os.write(1, f'\nmore text: ./run.sh sample --prompt "..."\n{longer}\n{advice}'.encode())
+        for picture in pictures:
+            os.write(1, picture.communicate()[0])
     except OSError:  # the reader or the files are gone
         pass
 
 
-def remove_old_models(folder):
-    """Remove a model after MAX_MODELS newer ones of the same preset and data that trained at least as many steps.
-
-    A file that no run saved under its own name stays: its log does not begin with it."""
-    seen = {}
-    for model in sorted(Path(folder).glob("*.pt"), key=lambda path: path.stat().st_mtime_ns, reverse=True):
-        log = model.with_suffix(".txt")
-        found = re.search(rb'^\{"run_id": "%b".*' % re.escape(os.fsencode(model.stem)), log.read_bytes() if log.exists() else b"", re.M)
-        if found:
-            run = json.loads(found[0])
-            data = re.sub(r"(/own-.*)-\w+/", r"\1/", run["config"]["train_files"])  # one data set, edited or not
-            newer = seen.setdefault((run["preset"], data), [])
-            if sum(steps >= run["config"]["num_steps"] for steps in newer) >= MAX_MODELS:
-                model.unlink()
-                print(f"removed: {model}; the latest {MAX_MODELS} models of a preset and its data stay, those of longer runs, "
-                      "and renamed ones", flush=True)
-            newer.append(run["config"]["num_steps"])
-
-
 # The whole
 
-def run_once(config, preset, ranks, flags):
+def run_once(config, ranks, flags, longer):
     """Start the ranks as a race does: neither PYTHON* variables nor a module beside the script changes them."""
     import train_gpt
     from ranks import start as start_ranks
     for name in [name for name in os.environ if name.startswith("PYTHON")]:
         del os.environ[name]
-    say(f"starting {ranks} rank(s), preset {preset}")
-    before = written(config.log_dir)
+    say(f"starting {ranks} rank(s)")
+    before, began = written(config.log_dir), time.time()
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a run outlives the reader, and a rank's connection may break
-    status = start_ranks([f"--nproc_per_node={ranks}", "--no-python", PYTHON, "-I", "-u",
-                          train_gpt.source_files(config)[0].name, *flags])
+    status = start_ranks(ranks, train_gpt.source_files(config)[0].name, flags)
     if status == 0:
-        show_results(config.log_dir, before, config.num_steps)
+        show_results(config.log_dir, before, longer)
+    elif status == 130 and any(path.stat().st_mtime >= began for path in Path(config.log_dir).glob("*.ckpt")):
+        say(f"to continue: ./run.sh --resume latest{f' --log_dir {config.log_dir}' * (config.log_dir != type(config).log_dir)}")
     return status
 
 
 def main(words):
     from ranks import program_of
+    if words[:1] and words[0] in TOOLS:
+        become([ROOT / TOOLS[words[0]], *words[1:]])
     options, race, flags = parse(words)
     os.chdir(ROOT)
     if options.help or options.help_all:
@@ -424,7 +433,7 @@ def main(words):
         gpus, ranks, preset, config, flags = choose(flags, options.text, options.trial)
     except (train_gpt.RunError, OSError) as error:
         sys.exit(f"train_gpt.py: error: {error}")
-    if not gpus:
+    if not gpus and (race or options.preflight):  # for new processes; a fork of this one chooses as many itself
         os.environ.setdefault("OMP_NUM_THREADS", str(train_gpt.cpu_threads(config, ranks)))
     if config.train_files == program_of(flags).PRESETS[preset].train_files:
         make_data(*(["stdlib.py"] if preset == "laptop" else ["fineweb.py", "9"]))
@@ -434,7 +443,7 @@ def main(words):
         return 0
     if race:
         become(["launch/race.py", *race, "--ranks", str(ranks), "--", *flags])
-    return run_once(config, preset, ranks, flags)
+    return run_once(config, ranks, flags, "" if config.resume else longer_run(words, config, options.text))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ is timed on few cores. Ctrl-C stops it.
 
 import argparse
 import contextlib
-import json
 import re
 import sys
 import time
@@ -21,6 +20,7 @@ sys.path.append(str(ROOT / "records"))
 
 import logs  # noqa: E402
 import pages  # noqa: E402
+from manifest import place_of  # noqa: E402
 
 SHOWN = 10  # runs
 COLORS = 6  # in templates/theme.css
@@ -49,18 +49,6 @@ def latest(folder):
     return runs, messages + [f"{logs.plural(others, 'newer text file')} without a run"] * bool(others)
 
 
-def race_of(path):
-    """Return (name of the side, the side, number of the run) from race.jsonl, or None outside a race."""
-    for folder in (path.parent, path.parent.parent):  # the first run, which does not count, is in a subfolder
-        try:
-            race, *events = map(json.loads, (folder / "race.jsonl").read_text(encoding="utf-8").splitlines())
-            (attempt, *_) = [event for event in events if event["run_id"] == path.stem]
-            return logs.side_names(race["race"])[attempt["side"]], attempt["side"], attempt["run"]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            pass  # no race, a line that is being written, or another's file
-    return None
-
-
 def state_of(run, changed):
     silent = time.time() - changed / 1e9
     last, total = run.steps[-1] if run.steps else None, run.stated_steps
@@ -77,9 +65,8 @@ def state_of(run, changed):
 def named(runs):
     """Return (name, group) of each run; a group is a side of a race, or a run by itself."""
     for (path, _, run), name in zip(runs, pages.run_names([run for _, _, run in runs])):
-        if race := race_of(path):
-            name, side, number = race
-            yield f"{name}, {f'run {number}' if number else 'not counted'}", (path.parent, side)
+        if race := place_of(run):
+            yield f"{race[0]}, {race[2]}", (path.parent, race[1])
         else:
             yield name, path
 
@@ -151,11 +138,11 @@ def serve(folder, port):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "logs", help="default: logs")
+    parser.add_argument("folder", type=logs.or_latest(logs.RACE), nargs="?", default=str(logs.HOME), help="default: logs; latest: the last race")
     parser.add_argument("--port", type=int, default=8000, help="default: 8000")
     options = parser.parse_args(arguments)
     try:
-        server = serve(options.folder, options.port)
+        server = serve(Path(options.folder), options.port)
     except (OSError, OverflowError) as error:
         return logs.refuse("watch.py", f"port {options.port}: {error}; choose another --port")
     print(f"http://127.0.0.1:{server.server_port}/ shows {options.folder}; Ctrl-C stops it", flush=True)

@@ -241,12 +241,12 @@ def pack(folder: Path) -> None:
 
 def add(race: Path, folder: Path, title: str) -> None:
     """Make a record of a race. Raise UserError, without a trace, if there is no verdict or nobody wants the page."""
-    require(race.is_dir(), f"{race} is not a folder; name the folder of a race, like logs/race-ID")
-    require(any(path.suffix == ".txt" for path in files_of(race)),
+    require(race.is_dir() and any(path.suffix == ".txt" for path in files_of(race)),
             f"{race} holds no logs of a race; name a folder like logs/race-ID")
     require(folder.resolve().parent == HERE, f"{folder} is not in {HERE}; name a new folder there")
     require(not folder.exists(), f"{folder} exists; choose another name, or remove it")
     folder.mkdir(parents=True)
+    print("board.py: packs the logs, judges them and checks the rules …", flush=True)  # it takes 15 s
     try:
         logs.pack({path.name: published(path).encode() for path in files_of(race)}, folder / logs.ARCHIVE)
         judge_runs(race.resolve())  # a refusal names this folder: the new one will be gone
@@ -270,7 +270,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command")
     adding = commands.add_parser("add", help="make a record folder from a race")
-    adding.add_argument("race", type=Path, help="the folder of a race, like logs/race-ID")
+    adding.add_argument("race", type=logs.or_latest(logs.RACE), help="the folder of a race, like logs/race-ID; or latest")
     adding.add_argument("folder", type=Path, help="a new folder, like records/DATE_NAME")
     adding.add_argument("title", help="what was tried, in a sentence")
     packing = commands.add_parser("pack", help=f"put the logs in a record's folder into {logs.ARCHIVE}")
@@ -279,7 +279,7 @@ def main(arguments: list[str] | None = None) -> int:
     leaks.trainer()  # if it cannot be imported, this says so
     try:
         if options.command == "add":
-            add(options.race, options.folder.absolute(), options.title)
+            add(Path(options.race), options.folder.absolute(), options.title)
         elif options.command == "pack":
             pack(options.folder.absolute())
         else:

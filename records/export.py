@@ -1,6 +1,6 @@
 """Send the steps of runs, with their config, to CSV files or a dashboard.
 
-    python records/export.py logs/RUN.txt … --to csv             writes logs/speedrun/runs.csv and steps.csv
+    python records/export.py latest --to csv                     of the last run or race: logs/speedrun/runs.csv and steps.csv
     python records/export.py logs/RUN.txt … --to tensorboard     then: tensorboard --logdir logs/speedrun
     python records/export.py logs/RUN.txt … --to wandb --out PROJECT --follow     live, until the runs end; or --to trackio
 
@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import logs
+from manifest import place_of
 
 STEP = ("step", "train_time_ms", "train_loss", "grad_norm", "val_loss")
 
@@ -86,7 +87,8 @@ def export(paths, open_run, follow):
         for path in [*tails]:
             run, lines = next(tails[path])
             if lines and path not in opened:
-                values = {"preset": (run.start or {}).get("preset"), "seed": run.seed, "source": (run.source_sha256 or "")[:8], **logs.config_of(run)}
+                side = {"side": place[0]} if (place := place_of(run)) else {}
+                values = {**side, "preset": (run.start or {}).get("preset"), "seed": run.seed, "source": (run.source_sha256 or "")[:8], **logs.config_of(run)}
                 opened[path] = open_run(Path(path).stem, {key: one if isinstance(one, (bool, int, float)) else str(one) for key, one in values.items()})
             for line in lines:
                 opened[path][0](line)
@@ -100,17 +102,18 @@ def export(paths, open_run, follow):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="+", metavar="RUN", help="the log of a run")
+    parser.add_argument("paths", nargs="+", metavar="RUN", type=logs.or_latest(logs.RACE, logs.RUN), help="the log of a run, or a folder of logs")
     parser.add_argument("--to", required=True, choices=("csv", "tensorboard", "wandb", "trackio"))
     parser.add_argument("--out", help="the folder or the project", default="logs/speedrun")
     parser.add_argument("--follow", action="store_true", help="until the runs have ended")
     options = parser.parse_args(arguments)
     try:
-        [logs.exists(path) or os.stat(path) for path in options.paths]  # before a dashboard is opened
-        export(options.paths, opener(options.to, options.out), options.follow)
+        paths = [log for path in options.paths for log in logs.files_in([path], []) if log.endswith(".txt") or log == path]
+        [logs.exists(path) or os.stat(path) for path in paths]  # before a dashboard is opened
+        export(paths, opener(options.to, options.out), options.follow)
         files = {"csv": f"{options.out}/runs.csv and steps.csv", "tensorboard": options.out}
         place = files.get(options.to, f"project {os.path.basename(options.out)} of {options.to}")
-        print(f"{logs.plural(len(options.paths), 'run')} written: {place}")
+        print(f"{logs.plural(len(paths), 'run')} written: {place}")
         return 0
     except ImportError as error:
         return logs.refuse("export.py", f"--to {options.to}: {error}; install it: .venv/bin/pip install {options.to}, or use --to csv")

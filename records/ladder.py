@@ -7,8 +7,8 @@
 The table is that of stats.verdicts: the change in final validation loss and in time of each idea, over pairs of runs with
 one seed, with Holm's correction for all ideas of all races. The bases must have the same config, source and data.
 
-A note below the table says when an idea is kept. --equal-time prints a race on new seeds in which each idea has as many
-steps as fit into the base's time. Exit status: 0 judged, 2 nothing to judge.
+stats.RULE, below the table, says when an idea is better. --equal-time prints a race on new seeds in which each idea has as many
+steps as fit into the base's time. Exit status: 0 an idea is better, 1 none is, 2 not judged. --json: docs/racing.md.
 """
 
 import argparse
@@ -24,10 +24,6 @@ from manifest import MANIFEST, Manifest
 
 FEWEST = 3  # runs of each side
 VALIDATION = "val data", "val_tokens", "val_len"  # keys of facts_of
-KEPT = (f"Kept: the loss is lower at p < {stats.LEVEL:g} with Holm's correction, and the time's interval ends below "
-        f"{stats.NO_LONGER:g}. Slower: the interval of the time lies above 1. The time is unknown if its interval contains 1 "
-        f"and ends above {stats.NO_LONGER:g}. Losses are those after the last step, so a slower idea may be no gain at equal "
-        "time: race it again with fewer --num_steps.")
 
 
 def read(folder):
@@ -107,32 +103,47 @@ def report(found):
     verdicts = [row["verdict"] for row in rows]
     return {"sides": [*(row["side"] for row in rows), base], "verdicts": verdicts, "alpha": stats.LEVEL, "warnings": [],
             "left_out": [], "loss": {**dict.fromkeys(("target", "p", "significant")), **stats.summary(base.losses)},
-            "time": stats.summary(base.seconds), "verdict": stats.conclusion(verdicts), "reason": KEPT}
+            "time": stats.summary(base.seconds), "verdict": stats.conclusion(verdicts), "reason": stats.RULE}
 
 
 def table(found):
-    """Return the table as text: the bases, the Verdicts of the ideas, and what "kept" means."""
+    """Return the table as text: the bases, the Verdicts of the ideas, and the rule that they follow."""
     said = [f"Base of race {base['id']}: {base['flags']}; {base['n']} seeds, loss "
             f"{stats.show_mean(stats.summary(base['side'].losses), 'nats')}, time "
             f"{stats.show_mean(stats.summary(base['side'].seconds))} (mean ± sd)" for base in found["bases"]]
     shown = stats.show_verdicts([row["verdict"] for row in found["rows"]])
-    return "\n\n".join([*map(pages.wrap, said), shown, pages.wrap(KEPT)])
+    return "\n\n".join([*map(pages.wrap, said), shown, pages.wrap(stats.RULE)])
+
+
+def give(folders, equal_time=False, silent=False):
+    """Judge races, print the table unless silent, and return the stats.answer."""
+    try:
+        found = judge(map(read, folders))
+        said = [table(found)]
+        if equal_time:
+            said += ["\nEach idea in the base's time:", *at_equal_time(found)]
+    except (UserError, OSError) as reason:
+        logs.refuse("ladder.py", reason)
+        return stats.not_judged(reason)
+    answer = stats.answer([row["side"] for row in found["rows"]], [base["side"] for base in found["bases"]],
+                          [row["verdict"] for row in found["rows"]])
+    if not silent:
+        print(*said, f"\n{stats.last_line(answer)}", sep="\n", flush=True)
+    return answer
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("races", type=Path, nargs="+", metavar="RACE",
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False,
+                                     epilog="Exit status: 0 an idea is better, 1 none is, 2 not judged.")
+    parser.add_argument("races", type=logs.or_latest(logs.RACE), nargs="+", metavar="RACE",
                         help="folder of a race whose --vs are flags, or of its record")
     parser.add_argument("--equal-time", action="store_true", help="print the race of each idea in the base's time")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON instead")
     options = parser.parse_args(arguments)
-    try:
-        found = judge(map(read, options.races))
-        print(table(found))
-        if options.equal_time:
-            print("\nEach idea in the base's time:", *at_equal_time(found), sep="\n")
-    except (UserError, OSError) as reason:
-        return logs.refuse("ladder.py", reason)
-    return 0
+    found = give([*map(Path, options.races)], options.equal_time, options.json)
+    if options.json:
+        print(logs.show_json(found))
+    return found["status"]
 
 
 if __name__ == "__main__":

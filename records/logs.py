@@ -46,6 +46,8 @@ from typing import NamedTuple
 SEPARATOR, UTF_16 = b"=" * 100, (b"\xff\xfe", b"\xfe\xff")
 MAX_FILE_MIB = 16  # uncompressed; the longest public log has 1.5
 MAX_ARCHIVE_MIB = 256  # all its files, uncompressed
+HOME = Path(__file__).resolve().parent.parent / "logs"
+RACE, RUN, MODEL = "race-*/race.jsonl", "*.txt", "*.pt"  # in it, what the newest of is `latest` to a tool
 ARCHIVE = "logs.tar.xz"  # of a record: all logs contain the same source, so they compress well together
 FILE_LINE = re.compile(r"^# file: ([\w.-]+\.py)\n", re.M)  # above each file of a source of several files
 MAX_NOTES = 20  # on one run
@@ -234,7 +236,7 @@ class Logs:
 def read(paths):
     """Read logs and folders of logs. Problems with a path or its contents do not raise: see Logs.rejected."""
     logs, seen_files, seen_contents = Logs(), {}, {}
-    for path in _files(paths, logs.rejected):
+    for path in files_in(paths, logs.rejected):
         identity = os.path.realpath(path)
         if identity in seen_files:
             logs.duplicates.append(Duplicate(path, None, seen_files[identity], "the same file, named twice"))
@@ -380,7 +382,22 @@ def listing(path):
     return [os.path.join(path, name) if os.path.lexists(place) else place for name, place in beside.items()] or [path]
 
 
-def _files(paths, rejected):
+def or_latest(*kinds):
+    """Return a type for argparse: a path, where `latest` is the newest of these kinds in logs/; a race is a folder."""
+    def path(word):
+        if word != "latest" or os.path.lexists(word):
+            return word
+        newest = max((one for kind in kinds for one in HOME.glob(kind)), key=os.path.getmtime, default=None)
+        require(newest, f"latest: no {' or '.join(kinds)} in {HOME}; start ./run.sh (on a GPU with --save_model true), or name a path",
+                argparse.ArgumentTypeError)
+        newest = os.path.relpath(newest.parent if newest.match(RACE) else newest)
+        print(f"latest: {newest}", file=sys.stderr, flush=True)
+        return newest
+    return path
+
+
+def files_in(paths, rejected):
+    """Yield the files of paths: of a folder or an archive all that it holds; problems are appended to `rejected`."""
     for path in map(os.fspath, paths):
         if not os.path.isdir(path):
             yield from listing(path)
@@ -806,7 +823,7 @@ def parse_json(line):
 
 
 def show_json(value):
-    """Return strict JSON: dataclasses and named tuples become objects, nan and inf become null."""
+    """Return strict JSON on one line: dataclasses and named tuples become objects, nan and inf become null."""
     def plain(value):
         if is_dataclass(value):
             value = {field.name: getattr(value, field.name) for field in fields(value) if field.repr}
@@ -816,7 +833,7 @@ def show_json(value):
         if isinstance(value, (list, tuple)):
             return [plain(item) for item in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
-    return json.dumps(plain(value), indent=1, allow_nan=False)
+    return json.dumps(plain(value), allow_nan=False)
 
 
 def printable(text):
@@ -935,7 +952,7 @@ def columns(rows, of_numbers=False):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description="List run logs: used, rejected or duplicate, and why.")
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="a log, a .gz of one, or a folder of them")
+    parser.add_argument("paths", nargs="+", metavar="PATH", type=or_latest(RACE, RUN), help="latest, a log, a .gz of one, or a folder of them")
     parser.add_argument("--json", action="store_true", help="print everything that was read as JSON")
     options = parser.parse_args(arguments)
     logs = read(options.paths)

@@ -1,5 +1,6 @@
 """race.jsonl, the manifest of a race: its declaration, then a line before and one after each run. race.py writes it."""
 
+import contextlib
 import json
 import os
 import re
@@ -133,3 +134,14 @@ def side_of(run):
     """Return (race id, side), or None."""
     race = race_of(run)
     return race and race[:2]
+
+
+def place_of(run):
+    """Return (name of its side, the side, words on its number) of a run in a race's folder, else None."""
+    home = os.path.dirname(run.path)
+    for folder in (home, os.path.dirname(home)):  # the first run, which does not count, is in a subfolder
+        with contextlib.suppress(UserError):  # another's file
+            race, manifest = race_of(run), manifest_in(folder)
+            if race and manifest and manifest.race["id"] == race.race_id and race.side in manifest.race["sides"]:
+                return (logs.side_names(manifest.race)[race.side], race.side, "not counted" if race.run == "0" else f"run {race.run}")
+    return None

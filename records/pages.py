@@ -13,6 +13,7 @@ from pathlib import Path
 import jinja2
 
 import logs
+from manifest import place_of
 
 FOLDER = Path(__file__).resolve().parent / "templates"
 TEMPLATES = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.iterdir()}  # read once, at start
@@ -87,7 +88,11 @@ def run_names(runs):
     """Return a name for each run: what differs among runs of one preset, as flags, then by source and seed.
 
     What tells no more runs apart than the words before it is left out, flags with the mark "…". Runs that differ in
-    nothing are named by their files."""
+    nothing are named by their files, those of one race by its sides."""
+    raced = [place_of(run) for run in runs]
+    if all(raced) and len({os.path.dirname(run.path) for run in runs}) == 1:
+        return [f"{name}, {number}" for name, _, number in raced]
+
     def word(value):
         return shlex.quote(str(value).lower() if isinstance(value, bool) else str(value))
 

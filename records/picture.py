@@ -1,6 +1,7 @@
 """Draw runs: their losses over steps and over time, their target, their speed.
 
     python records/picture.py logs/RUN.txt                   draw logs/RUN.png, also while the run goes on
+    python records/picture.py latest                         draw the last run or race in logs/, of a race its race.png
     python records/picture.py logs/RUN.txt logs/RUN2.txt …   draw several runs in logs/runs.png, named by what differs
     ... OUT.svg                                              another file: .png, .svg or .pdf
 
@@ -18,6 +19,7 @@ from pathlib import Path
 import logs
 import pages
 from logs import UserError
+from manifest import manifest_in
 
 os.environ.pop("MPLBACKEND", None)  # a notebook's is not in .venv, and plots that are only saved need none
 STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
@@ -196,14 +198,28 @@ def draw_sides(titles, sides, strips, target, path):
         figure.savefig(path, dpi=150)
 
 
+def draw_race(manifest, path):
+    """Plot the rounds of a race that all sides have done. UserError if there is none."""
+    import stats
+
+    names, home = manifest.race["sides"], manifest.path.parent
+    runs = {which: found[0] for which, attempt in manifest.done().items() if (found := logs.read_file(f"{home}/{attempt['run_id']}.txt")[0])}
+    rounds = [run for run in range(1, manifest.race["n"] + 1) if all((run, name) in runs for name in names)]
+    if not rounds:
+        raise UserError(f"{home}: no round of this race is done; wait for the first")
+    *ideas, base = sides = [stats.Side(f"side {name}", [runs[run, name] for run in rounds], declared=manifest.race) for name in names]
+    stats.plot(sides, stats.verdicts([(idea, base) for idea in ideas]), str(path))
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("paths", type=Path, nargs="+", metavar="LOG", help="logs of runs; the last path may be a picture to write")
-    paths = parser.parse_args(arguments).paths
-    drawn = paths[-1].suffix in (".png", ".svg", ".pdf")
-    *paths, out = paths if drawn else [*paths, paths[0].with_name("runs.png") if len(paths) > 1 else paths[0].with_suffix(".png")]
+    parser.add_argument("paths", type=logs.or_latest(logs.RACE, logs.RUN), nargs="+", metavar="LOG", help="logs of runs, or a race's folder; then a picture")
+    paths = [*map(Path, parser.parse_args(arguments).paths)]
+    out = paths.pop() if len(paths) > 1 and paths[-1].suffix in (".png", ".svg", ".pdf") else None
     try:
-        draw([read(path) for path in paths], out)
+        race = manifest_in(paths[0])
+        out = out or (paths[0] / "race.png" if race else paths[0].with_name("runs.png") if len(paths) > 1 else paths[0].with_suffix(".png"))
+        draw_race(race, out) if race and len(paths) == 1 else draw([read(path) for path in paths], out)
     except (UserError, OSError, ValueError) as reason:
         return logs.refuse("picture.py", reason)
     print(f"picture: {out}")

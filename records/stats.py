@@ -7,7 +7,8 @@
     python records/stats.py --plan --sd 0.0013 --margin 0.002     number of runs for such a claim
     python records/stats.py --plan race/ --margin 0.2     to be 0.2 s faster, with and without pairs; race/ is the pilot
 
-Exit status: 0 the claim holds, 1 it does not, 2 it cannot be judged (too few runs, mixed sources, ...).
+Exit status: 0 an idea is better than its base (see RULE) or the claim holds; 1 neither; 2 not judged (too few runs, mixed
+sources, one version without a target, ...). --json prints one line with the verdict (docs/racing.md).
 
 The claim: the mean final loss is below the target (one-sided one-sample t-test, p < alpha) and, with a second set, the
 mean train_time is below that set's. Both must hold, so a wrong claim passes with probability alpha at most. The test of
@@ -48,7 +49,8 @@ warnings.filterwarnings("ignore", category=RuntimeWarning, module="scipy")  # t 
 
 HOLDS, FAILS = "the claim holds", "the claim does not hold"
 UNJUDGED, NO_CLAIM, OTHER = "the claim cannot be judged", "no claim was declared", "this is not the declared claim"
-STATUS = {HOLDS: 0, NO_CLAIM: 0, FAILS: 1, UNJUDGED: 2, OTHER: 2}
+# Of ideas; of several the first that one of them has is that of all
+BETTER, NOT_JUDGED, TRADE_OFF, NO_DIFFERENCE, WORSE = VERDICTS = "better", "not judged", "trade-off", "no difference", "worse"
 DEFAULT_TARGET = 3.28  # FineWeb, the public speedrun's main track
 LATE = 0.1  # part of a run in which a clock may be reset after the warm-up
 MOST_RUNS = 1_000_000  # in a plan
@@ -58,9 +60,12 @@ LONGER = 1.15  # times a plan's runs, and one more, give such a race the plan's 
 SD_CONFIDENCE = 0.8  # of the upper bound that a plan takes for a pilot's sd
 MOST_MORE = 100  # runs that a comparison advises; more are none
 LEVEL, POWER = 0.05, 0.8  # of a comparison with the base: two-sided, so its intervals have 95 %
-NO_LONGER = 1.1  # times the base's time: an interval that ends below it shows no cost
 LOSS_PART, TIME_PART = 0.001, 0.01  # the differences that a comparison should detect: parts of the base's loss and time
 RESAMPLES, BOOTSTRAP_N = 9999, 10  # fewer runs: its p is above alpha in 29 % of good cases with 5
+RULE = ("Better: the loss or the time is lower, and the other is not higher. Trade-off: one is lower and the other higher; race it "
+        "again with --num_steps for the base's time. Worse: one is higher, the other not lower. Not judged: the time of a lower loss "
+        f"was not measured, or one has no p and the other shows nothing. Lower, higher: shown at p < {LEVEL:g} with Holm's correction; beside a lower loss the time is higher "
+        "if its interval lies above 1.")
 EQUAL = 1e-9  # a spread below this is a difference in rounding
 SCRIPT = "train_gpt.py"  # what is raced
 PICTURE = "race.png"  # written by race.py beside the logs
@@ -241,7 +246,7 @@ def compare_times(sides, verdict, alpha):
 
 @dataclass
 class Contrast:
-    """The difference of a side's loss to the base's in nats, or the ratio of its time to the base's.
+    """The difference of a side's loss to the base's in nats, or the ratio of its time to the base's. same: the value of none.
 
     low, high: the 95 % interval; t, df, p: of the two-sided test; holm: p with Holm's correction for all sides; needed:
     runs a side that show LOSS_PART or TIME_PART with POWER. None where runs have no spread (one run, or equal
@@ -254,10 +259,16 @@ class Contrast:
     needed: int | None = None
     t: float | None = None
     df: float | None = None
+    same: float = 0
 
     @property
     def shown(self):
         return self.holm is not None and self.holm < LEVEL
+
+    @property
+    def sign(self):
+        """-1 if the idea is shown to be lower than the base, 1 if higher, else 0."""
+        return 0 if not self.shown else -1 if self.value < self.same else 1
 
 
 @dataclass
@@ -276,13 +287,19 @@ class Verdict:
     sentence: str = ""
 
     @property
-    def kept(self):
-        """Whether to keep the idea: "yes", "no", or why a lower loss does not suffice."""
-        if not self.loss.shown or self.loss.value > 0:
-            return "no"
-        if self.time and self.time.low and self.time.low > 1:
-            return "slower"
-        return "yes" if self.time and (self.time.high or self.time.value) < NO_LONGER else "time unknown"
+    def outcome(self):
+        """One of VERDICTS, by RULE."""
+        loss, time = self.loss.sign, self.time.sign if self.time else 0
+        if loss < 0 and not self.time:
+            return NOT_JUDGED
+        if loss < 0 and self.time.low and self.time.low > 1:
+            time = 1
+        if loss * time < 0:
+            return TRADE_OFF
+        if loss or time:
+            return BETTER if min(loss, time) < 0 else WORSE
+        unknown = [part is None or part.p is None and part.value != part.same for part in (self.loss, self.time)]
+        return NOT_JUDGED if self.n < 2 or any(unknown) else NO_DIFFERENCE
 
 
 def contrast(ours, base, paired, margin, ideas):
@@ -308,6 +325,7 @@ def contrast_times(ours, base, paired, declared, ideas):
     found = contrast(np.log(ours), np.log(base), paired and declared == "paired", math.log1p(TIME_PART), ideas)
     found.value, found.low, found.high = (
         end if end is None else math.exp(end) for end in (found.value, found.low, found.high))
+    found.same = 1
     if not declared and found.p is not None:
         raw = welch_t(ours, base)
         found.t, found.df, found.p = float(raw.statistic), float(raw.df), float(raw.pvalue)
@@ -340,17 +358,17 @@ def verdicts(pairs):
     for one in found:
         loss, time = one.loss, one.time
         one.sentence = f"{describe('loss', loss, one.n, f'{abs(loss.value):.4f}', LOSS_PART)}; " + (
-            describe("time", time, one.n, f"{100 * abs(time.value - 1):.2g} %", TIME_PART, 1) if time else "time: not measured")
+            describe("time", time, one.n, f"{100 * abs(time.value - 1):.2g} %", TIME_PART) if time else "time: not measured")
     return found
 
 
-def describe(what, found, n, by, part, same=0):
-    """Return a Contrast of n runs a side in words. by: the size of the difference; same: the value of none."""
+def describe(what, found, n, by, part):
+    """Return a Contrast of n runs a side in words. by: the size of the difference."""
     if found.p is None:
         why = "one run a side shows no spread; race with -n 5" if n < 2 else "all runs differ by the same amount"
-        return f"{what}: the same" if found.value == same else f"{what}: unknown, {why}"
+        return f"{what}: the same" if found.value == found.same else f"{what}: unknown, {why}"
     if found.shown:
-        return f"{what}: {'lower' if found.value < same else 'higher'} by {by} (p = {found.holm:.2g})"
+        return f"{what}: {'lower' if found.sign < 0 else 'higher'} by {by} (p = {found.holm:.2g})"
     needs = "too noisy to detect" if (found.needed or math.inf) >= MOST_MORE + n else (
         f"{plural(n, 'run')} a side suffice to detect" if found.needed <= n else f"-n {found.needed} is needed to detect")
     return f"{what}: no difference shown (p = {found.holm:.2g}; {needs} {100 * part:g} %)"
@@ -362,17 +380,17 @@ def show_verdicts(found):
 
 
 def table_of_verdicts(found):
-    """Return the table of Verdicts as text: each base and its sides; of several sides also which are kept."""
+    """Return the table of Verdicts as text: each base and its sides; of several sides also what is shown of each."""
     several = len(found) > 1
     def row(name, loss, seconds, verdict=None):
         of_loss, of_time = (verdict.loss, verdict.time) if verdict else (None, None)
         return [textwrap.shorten(name, 28, placeholder=" …"), f"{loss:.4f}", show_contrast(of_loss, "+.4f"),
                 pages.number(of_loss and of_loss.holm, 2) if of_loss else "",
                 "-" if seconds is None else f"{seconds:.3f}", show_contrast(of_time, ".4f"),
-                pages.number(of_time and of_time.holm, 2) if of_time else "", verdict.kept if verdict else ""]
+                pages.number(of_time and of_time.holm, 2) if of_time else "", verdict.outcome if verdict else ""]
 
     p = "p, Holm" if several else "p"
-    rows = [["", "mean loss", "difference (95 % CI)", p, "mean s", "geometric ratio (95 % CI)", p, "kept"]]
+    rows = [["", "mean loss", "difference (95 % CI)", p, "mean s", "geometric ratio (95 % CI)", p, "verdict"]]
     for one in found:
         base = row(one.base, one.base_loss, one.base_seconds)
         rows += [base] * (base not in rows) + [row(one.name, one.mean_loss, one.mean_seconds, one)]
@@ -384,6 +402,50 @@ def show_contrast(found, form):
         return ""
     interval = "" if found.p is None else f" ({found.low:{form}} … {found.high:{form}})"
     return f"{found.value:{form}}{interval}"
+
+
+# For people and programs: one verdict
+
+def answer(ideas, bases, found, claim=None, reason=None, looked=False):
+    """Return what is shown, as --json prints it (docs/racing.md lists the fields).
+
+    ideas, bases: Sides; found: the Verdict of each idea; claim and reason: as judge() reports them; looked: whether looks
+    decided the race, so that only the claim has a valid p. Without an idea the claim alone is judged."""
+    verdict = next((each for each in VERDICTS if each in [one.outcome for one in found]), NOT_JUDGED)
+    better = [one for one in found if one.outcome == BETTER]
+    best = min(better, key=lambda one: (one.loss.sign, one.loss.value if one.loss.sign else one.time.value), default=None)
+    of_claim = claim in (HOLDS, FAILS) and (looked or not found or claim == HOLDS and not best)
+    if of_claim or claim == OTHER or looked or not found:
+        verdict = claim.removeprefix("the ") if of_claim else NOT_JUDGED
+        best = found[0] if found and of_claim and claim == HOLDS else None
+    else:
+        having = [one for one in sorted(found, key=lambda one: one is not best) if one.outcome == verdict]
+        reason = logs.some((f"{one.name}: {one.sentence}" for one in having), 3, "; ")
+    def part(contrast, name):
+        return contrast and {name: contrast.value, "low": contrast.low, "high": contrast.high, "p": contrast.holm}
+    def mean(values):
+        return {key: summary(values)[key] for key in ("mean", "sd")}
+    folders = {os.path.dirname(os.path.abspath(run.path)) for side in (*ideas, *bases) for run in side.runs}
+    status = 0 if best or of_claim and claim == HOLDS else 2 if verdict == NOT_JUDGED else 1
+    return {**not_judged(reason, folders.pop() if len(folders) == 1 else None, status), "verdict": verdict, "best": best and best.name,
+            "sides": [{"name": side.label, "role": role, "n": len(side.runs), "loss": mean(side.losses),
+                       "seconds": None if side.untimed else mean(side.seconds)}
+                      for role, sides in (("idea", ideas), ("base", bases)) for side in sides],
+            "ideas": [{"name": one.name, "verdict": verdict if looked else one.outcome, "loss": part(one.loss, "difference"),
+                       "time": part(one.time, "ratio")} for one in found]}
+
+
+def not_judged(reason, folder=None, status=2):
+    """Return an answer() without a verdict. status: the exit status."""
+    return {"verdict": NOT_JUDGED, "reason": str(reason), "status": status, "folder": str(folder) if folder else None, "best": None,
+            "sides": [], "ideas": []}
+
+
+def last_line(found):
+    """Return an answer() about ideas in a line: the verdict, and whose it is, the best idea first."""
+    verdict, ideas = found["verdict"], sorted(found["ideas"], key=lambda idea: idea["name"] != found["best"])
+    names = [idea["name"] for idea in ideas if idea["verdict"] == verdict] or [f"{idea['name']} is {idea['verdict']}" for idea in ideas]
+    return pages.wrap(f"Verdict: {verdict}: {found['reason'] if verdict == NOT_JUDGED else logs.some(names, 3)}.")
 
 
 # The runs that are judged
@@ -409,7 +471,7 @@ class Side:
     def label(self):
         """What the side is: its flags or revision; its name if no race declares them."""
         names = logs.side_names(self.declared) if self.declared else {}
-        return logs.printable(names.get(self.name.removeprefix("side "), self.name))
+        return logs.printable(names.get(self.name.removeprefix("side "), names.get("", self.name)))
 
     @property
     def losses(self):
@@ -650,7 +712,7 @@ def names_of_sets(options):
 
 
 def judge(sides, options):
-    """Return the report, a dict for --json; the Sides are under "sides".
+    """Return the report as a dict; the Sides are under "sides".
 
     Raise UserError if the runs cannot be compared at all. A claim that cannot be judged is stated in the report."""
     declared = declaration([run for side in sides for run in side.runs])
@@ -903,9 +965,10 @@ def plan(options):
 
 def parse(arguments):
     parser = argparse.ArgumentParser(description="Judge a record's claim from its run logs.", allow_abbrev=False,
-                                     epilog="Exit status: 0 the claim holds, 1 it does not, 2 it cannot be judged.")
+                                     epilog="Exit status: 0 an idea is better or the claim holds, 1 neither, 2 not "
+                                            "judged.")
     add = parser.add_argument
-    add("paths", nargs="*", metavar="PATH", help="logs or folders of logs")
+    add("paths", nargs="*", metavar="PATH", type=logs.or_latest(logs.RACE), help="logs or folders of logs; or latest, the last race")
     add("--vs", nargs="+", metavar="PATH", help="logs of the version to beat")
     add("--side", help="the paths hold one race: judge this side of it against the other (default: a)")
     add("--target", type=float, help=f"target loss (default: what the logs state, else {DEFAULT_TARGET})")
@@ -920,7 +983,7 @@ def parse(arguments):
     add("--margin", type=float, help="for --plan: true difference from the target or the other set")
     add("--power", type=float, default=0.9, help="for --plan: probability of showing it (default: %(default)s)")
     add("--plot", metavar="PNG", help="plot losses and times")
-    add("--json", action="store_true", help="print everything as JSON")
+    add("--json", action="store_true", help="print one line of JSON instead")
     options = parser.parse_args(arguments)
     if options.plan and options.alpha is None:
         options.alpha = ALPHA
@@ -942,7 +1005,7 @@ def parse(arguments):
 
 
 def main(arguments=None):
-    options, sides = parse(arguments), []
+    options = parse(arguments)
     try:
         if options.plan:
             found = plan(options)
@@ -951,33 +1014,49 @@ def main(arguments=None):
             print(logs.show_json(found) if options.json else
                   pages.show("plan.txt.jinja", **found, most=most, fewest=fewest))
             return 0
-        sides = choose_sides(options)
         if options.at_target:
-            print(show_at_target(sides, options))
+            print(show_at_target(choose_sides(options), options))
             return 0
+        found = give(options)
+    except UserError as reason:
+        print(brief(f"The claim cannot be judged: {reason}."), file=sys.stderr)
+        found = not_judged(reason)
+    if options.json:
+        print(logs.show_json(found))
+    return found["status"]
+
+
+def give(options):
+    """Judge what options name, print it unless --json is among them, and return the answer() with the report's figures."""
+    sides = []
+    try:
+        sides = choose_sides(options)
         report = judge(sides, options)
-        if report["others"] and report["verdict"] == HOLDS:
-            report["verdict"] = OTHER
         if options.plot:
             plot(sides, report["verdicts"], options.plot)
     except UserError as reason:
         if options.plot and sides:
             with contextlib.suppress(UserError):
                 plot(sides, [], options.plot)
-        if options.json:
-            print(logs.show_json({"verdict": UNJUDGED, "reason": str(reason), **list_runs(sides)}))
-        elif sides:
+        if sides and not options.json:
             print(pages.show("runs.txt.jinja", sides=sides, most=MOST_SHOWN), flush=True)
         print(brief(f"The claim cannot be judged: {reason}."), file=sys.stderr)
-        return 2
-    if options.json:
-        del report["sides"]
-        print(logs.show_json(report))
-    else:
-        print(pages.show("stats.txt.jinja", report=report, show_mean=show_mean, show_verdicts=show_verdicts), flush=True)
-    if report["verdict"] == UNJUDGED:
-        print(brief(f"The claim cannot be judged: {report['reason']}."), file=sys.stderr)
-    return STATUS[report["verdict"]]
+        return {**not_judged(reason), "claim": None, "warnings": [], **list_runs(sides)}
+    claim, reason = report["verdict"], report["reason"]
+    if report["others"] and claim == HOLDS:
+        report["verdict"] = claim = OTHER
+        reason = f"{OTHER}: {'; '.join(report['others'])}"
+    found = answer(sides[:-1], sides[-1:], report["verdicts"], claim, reason,
+                   sides[0].declared.get("until_decided"))
+    if not options.json:
+        unjudged = claim == UNJUDGED and found["status"] == 2
+        print(pages.show("stats.txt.jinja", report=report, show_mean=show_mean, show_verdicts=show_verdicts, unjudged=unjudged,
+                         last=last_line(found) if report["verdicts"] else ""), flush=True)
+        if unjudged:
+            print(brief(f"The claim cannot be judged: {reason}."), file=sys.stderr)
+    return {**found, "claim": None if claim == NO_CLAIM else {"verdict": claim.removeprefix("the "), **{name: report[name] for name in (
+                "reason", "alpha", "others", "loss", "time", "comparison", "stop")}},
+            **{name: report[name] for name in ("warnings", "runs", "left_out")}}
 
 
 if __name__ == "__main__":

@@ -651,7 +651,7 @@ def main(arguments=None):
     opening = __doc__.partition("\n\n")
     parser = argparse.ArgumentParser(description=opening[0], epilog=opening[2],
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("traces", nargs="+", metavar="TRACE", help="profiler trace of a rank, .json or .json.gz")
+    parser.add_argument("traces", nargs="+", metavar="TRACE", type=logs.or_latest("*.trace.json.gz"), help="profiler trace of a rank, .json or .json.gz")
     parser.add_argument("--vs", nargs="+", metavar="TRACE", default=[], help="set b, compared with the first set, a")
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     parser.add_argument("--picture", metavar="FILE", help="draw a step of the first trace of each set, .png or .svg")

@@ -8,7 +8,9 @@
     python records/verify.py RECORD --replay SEED      also run one run again, as its log describes it
     python records/verify.py RECORD --diff             also print how the source differs from the other side's, or from
                                                        this checkout's
-    --json  for programs; its verdict is pass, fail, or incomplete (nothing fails, but some rules could not be checked)
+    python records/verify.py RECORD -v                 also print each rule with its reason
+    --json  one line for programs (docs/racing.md); its verdict is pass, fail, incomplete (nothing fails, but some rules could
+            not be checked) or not judged
 
 --rerun and --replay run the source in the logs: use a container. docs/racing.md describes the page, the independent
 evidence for what a log states, and what no rule sees.
@@ -997,7 +999,7 @@ def sum_up(findings, case):
     parsed, source = judged(compare_source, case.runs[0], case.theirs)
     compared, report = judged(lambda: case.report)
     return {"said": said, "verdict": FAIL if counts[FAIL] else INCOMPLETE if counts[UNKNOWN] else PASS, "counts": dict(counts),
-            "status": 1 if counts[FAIL] else 2 if bare or other else 0, "of": of,
+            "status": 1 if counts[FAIL] else 2 if bare or other else 0,
             "claims": [f for f in findings if f.rule in CLAIMS], "beyond": beyond,
             "verdicts": [f"{one.name}, compared with {one.base}: {one.sentence}" for one in report["verdicts"]] if compared == PASS else [],
             "source": source if parsed == PASS else "", "last": unseen(case), "broken": [f"{f.rule}: {f.reason}" for f in of[FAIL]],
@@ -1010,7 +1012,7 @@ def parse(arguments):
     parser = argparse.ArgumentParser(description="Judge a record by the rules of the speedrun.", allow_abbrev=False,
                                      epilog="Exit status: 0 nothing fails, 1 a rule is broken, 2 it cannot be judged.")
     add = parser.add_argument
-    add("record", nargs="+", metavar="RECORD", help="a folder of logs, or logs")
+    add("record", nargs="+", metavar="RECORD", type=logs.or_latest(logs.RACE), help="a folder of logs, or logs; or latest, the last race")
     add("--vs", nargs="+", metavar="OTHER", help="logs of the version to beat")
     add("--source", metavar="HASH", help="judge only runs whose source has a SHA-256 with this beginning")
     add("--vs-source", metavar="HASH", help="the same for --vs")
@@ -1020,7 +1022,8 @@ def parse(arguments):
     add("--replay", type=int, metavar="SEED", help="train this seed again; RUNS the source in its log: use a container")
     add("--target", type=float, help="target loss (default: 3.28 on FineWeb, else the logs' target)")
     add("--diff", action="store_true", help="print the differences between the source and its parent")
-    add("--json", action="store_true", help="print the findings for programs")
+    add("-v", "--verbose", action="store_true", help="print each rule with its reason")
+    add("--json", action="store_true", help="print one line of JSON instead")
     return parser.parse_args(arguments)
 
 
@@ -1042,17 +1045,16 @@ def main(arguments=None):
             findings.append(Finding(AGAIN, *judged(check_again, again, options.data)))
     except CannotJudge as reason:
         if options.json:
-            print(json.dumps({"verdict": "cannot be judged", "reason": str(reason)}))
+            print(logs.show_json({"verdict": stats.NOT_JUDGED, "status": 2, "reason": str(reason)}))
         return logs.refuse("verify.py", reason)
     page = sum_up(findings, case)
     if options.json:
-        print(json.dumps({"verdict": page["verdict"], "counts": page["counts"], "said": page["said"],
-                          "source": page["source"], "unseen": page["last"],
-                          "rules": [finding._asdict() for finding in findings]}, indent=1))
+        print(logs.show_json({**{name: page[name] for name in ("verdict", "status", "counts", "said", "source")},
+                              "unseen": page["last"], "rules": findings}))
     else:
         parent = case.theirs or leaks.source_of_checkout()
         diff = difference(parent, case.runs[0].run.script) if options.diff else []
-        print(pages.show("verify.txt.jinja", **page, diff=diff))
+        print(pages.show("verify.txt.jinja", **page, diff=diff, verbose=options.verbose))
     if page["status"] == 2:
         print(f"verify.py: {page['said']}", file=sys.stderr)
     return page["status"]

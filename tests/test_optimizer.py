@@ -780,8 +780,8 @@ def test_a_wrong_table_is_answered_with_the_cure(table, says):
 
 
 @pytest.mark.parametrize("calls,says", [
-    (["step"], r"step\(\) was called after 0 .* Run the last backward outside"),
-    (["backward", "step", "step"], r"step\(\) was called after 0 "), (["backward", "backward"], r"twice in one backward; .*no_sync\(\)"),
+    (["step"], r"step\(\) after 0 .* run the last backward outside"),
+    (["backward", "step", "step"], r"step\(\) after 0 "), (["backward", "backward"], r"twice in one backward; .*no_sync\(\)"),
     (["backward", "step", "backward", "backward"], r"launched; call step\(\) .* no_sync\(\)"),
     (["in no_sync", "step"], r"last backward outside no_sync\(\)"), (["closure"], r"twice in one backward"),
     (["backward", "closure"], r"launched; call step\(\)|twice in one backward")], ids=str)
@@ -832,7 +832,7 @@ def test_parameters_on_two_devices_are_refused():
 @pytest.mark.parametrize("arguments,says", [
     (lambda model: [model.parameters()], "got a generator; give it the model itself"),
     (lambda model: [nn.ReLU()], "every parameter of this model is frozen; set requires_grad"),
-    (lambda model: [model, [gpt_speedrun.Assignment("*", engine.Adam)]], r"the class Adam; write Adam\(\)")])
+    (lambda model: [model, [gpt_speedrun.Assignment("*", engine.Adam)]], "Adam.> is not an update rule")])
 def test_what_is_no_model_and_no_rule_is_named(arguments, says):
     with pytest.raises(engine.RunError, match=says):
         gpt_speedrun.make_optimizer(*arguments(Fused()))
@@ -880,8 +880,8 @@ class Keeps(Descent):
     *((Keeps(key=key), 1.0, f"returned '{key}'.* a name other than updates, pending, lr, step") for key in engine.Bucket.RESERVED),
     (Keeps(shape=()), 1.0, r"returned 'kept' \[\]; each tensor needs 64 entries"),
     (Keeps(), 3.0, "p: its scale is not 1, but Keeps does not update matrices"),
-    (dataclasses.make_dataclass("Thawed", [("lr", float, 1.0)])(), 1.0, "p: Thawed is not an update rule; write a frozen dataclass"),
-    (types.SimpleNamespace(lr=1.0), 1.0, "SimpleNamespace is not an update rule; write a frozen dataclass with lr, every, unit, init_state")], ids=str)
+    (dataclasses.make_dataclass("Thawed", [("lr", float, 1.0)])(), 1.0, r"p: Thawed\(lr=1.0\) is not an update rule; write a frozen dataclass"),
+    (types.SimpleNamespace(lr=1.0), 1.0, r"namespace\(lr=1.0\) is not an update rule; write a frozen dataclass with lr, every, unit, init_state")], ids=str)
 def test_a_rule_that_cannot_be_one_is_refused(rule, scale, says):
     with pytest.raises(engine.RunError, match=says):
         gpt_speedrun.fill_buckets([engine.ParamSpec("p", nn.Parameter(torch.zeros(5)), rule, scale=scale)], 0.0, 0, 1)
@@ -1305,7 +1305,7 @@ def test_a_state_is_the_caller_s_own():
     (lambda state: state.update({"further": torch.zeros(3)}), "further"),
     *((lambda state, name=name: state.update({name: None}), f"{name} is a NoneType .*load what") for name in
       ("table", "table/m", "table/updates", "table/lr", "table/step")),
-    *((lambda state, x=x: state.update({"table": x.T}), r"table is a Tensor \[7, 10\], not .* one dimension") for x in
+    *((lambda state, x=x: state.update({"table": x.T}), r"table is a Tensor \[7, 10\], not a vector") for x in
       (torch.zeros(10, 7), torch.zeros(7, 10).T.contiguous()))])
 def test_a_state_that_does_not_fit_is_refused_by_name(spoil, says):
     optimizer, _ = mixture(1e9, engine.Comm())

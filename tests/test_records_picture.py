@@ -29,7 +29,7 @@ import stats  # noqa: E402
 import watch  # noqa: E402
 
 START = '{"run_id": "x", "preset": "x", "seed": 3, "target_val_loss": 1.5, "planned": {"steps": 40}}'
-RACE = {"sides": {"a": {"revision": None, "flags": ["--preset", "toy", "--muon_lr", "0.05"]}, "b": {"revision": None, "flags": ["--preset", "toy"]}}}
+RACE = {"id": "R", "n": 2, "ranks": 1, "seed": 0, "order": ["1a", "1b", "2b", "2a"], "sides": {"a": {"revision": None, "flags": ["--preset", "toy", "--muon_lr", "0.05"]}, "b": {"revision": None, "flags": ["--preset", "toy"]}}}
 END = '{"end": {"final_val_loss": 1.4}}'
 
 
@@ -267,10 +267,12 @@ def test_of_a_log_that_grows_one_version_is_kept(tmp_path):
 
 
 def test_runs_of_a_race_are_named_by_their_side_and_share_its_color(tmp_path, open_page):
+    def raced(which):
+        return START.replace('"x", ', f'"x", "race": {{"race_id": "R", "run": {which[0]}, "side": "{which[1]}"}}, ', 1)
     events = [{"race": RACE}]
     for i, which in enumerate(("1a", "1b", "2b", "2a")):
         path = tmp_path / f"x_{which}.txt"
-        path.write_text(WHOLE if i < 3 else log(START, *steps(1, 12)))
+        path.write_text((WHOLE if i < 3 else log(START, *steps(1, 12))).replace(START, raced(which)))
         os.utime(path, (time.time() - 10 + i,) * 2)
         events.append({"run": int(which[0]), "side": which[1], "run_id": path.stem, "status": "started"})
     (tmp_path / "race.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
@@ -281,9 +283,7 @@ def test_runs_of_a_race_are_named_by_their_side_and_share_its_color(tmp_path, op
     over_steps = page[page.index("Loss over steps"):page.index("Loss over time")]
     assert over_steps.count("<title>") == 4 and over_steps.count('class="faint"') == 2  # one chart for all
     (tmp_path / "uncounted").mkdir()
-    (tmp_path / "uncounted" / "x_0a.txt").write_text(log(START, *steps(1, 3)))
-    events.append({"run": 0, "side": "a", "run_id": "x_0a", "status": "started"})
-    (tmp_path / "race.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (tmp_path / "uncounted" / "x_0a.txt").write_text(log(raced("0a"), *steps(1, 3)))
     assert "</span>--muon_lr 0.05, not counted</td>" in open_page()
     (tmp_path / "race.jsonl").write_text('{"race": ')  # it is being written
     assert "x_2a" in open_page()

@@ -380,25 +380,6 @@ def test_a_log_that_is_deleted_in_the_run_is_an_error(flags, capsys, tmp_path, m
     assert status == 1 and re.search(r"error: \S+gone.txt was deleted or moved while the run wrote it; start the run again", errors) and errors.count("\n") == 1
 
 
-def asked():
-    """Start a child that ends with 7 on SIGUSR1, and pass the request on as the launcher does, where no program is found."""
-    sys.path.append(str(Path(train_gpt.__file__).parent / "launch"))
-    import ranks
-    child = subprocess.Popen([sys.executable, "-Sc", "import signal, sys; signal.signal(10, lambda *_: sys.exit(7)); print(flush=True); signal.pause()"],
-                             stdout=subprocess.PIPE)
-    child.stdout.readline()
-    os.environ["PATH"] = ""
-    ranks.ask_for_checkpoint()
-    os._exit(child.wait())
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere pkill is part of the system")
-def test_a_request_for_a_checkpoint_reaches_the_ranks_without_procps():
-    process = forked(asked)
-    process.join(600)
-    assert process.exitcode == 7
-
-
 def test_a_checkpoint_is_protected_as_a_whole(killed, capsys, tmp_path):
     """Its tensors and every value beside them."""
     latest = tmp_path / "killed.step000004.ckpt"

@@ -11,14 +11,15 @@ import socket
 import subprocess
 import sys
 import threading
+import types
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import ranks
+import sample
 import start
 import train_gpt
 from conftest import TINY, some_documents, wait_until, write_corpus, write_shard
@@ -256,9 +257,9 @@ def test_help_installs_nothing_and_fits_on_a_screen(tree):
         done = tree.run(*typed)
         assert done.returncode == 0 and not done.stderr and not tree.calls() and not (tree.root / ".venv").exists()
         lines = done.stdout.splitlines()
-        assert 24 <= len(lines) <= 40 and max(map(len, lines)) <= 100
+        assert 24 <= len(lines) <= 42 and max(map(len, lines)) <= 100
         commands = [line.split("  ")[1] for line in lines if line.startswith("  ./run.sh")]
-        assert commands == ["./run.sh", "./run.sh --trial", "./run.sh --text FILE FOLDER", "./run.sh -n 5 --vs HEAD", "./run.sh --resume latest"]
+        assert commands == ["./run.sh", "./run.sh --trial", "./run.sh --text FILE FOLDER", "./run.sh -n 5 --vs HEAD", "./run.sh --resume latest", "./run.sh stats latest"]
     tree.set_up(REAL)
     (tree.root / "train_gpt.py").write_text("import sys\nif __name__ == '__main__': print(*sys.argv)\n")
     (tree.root / "frontier.py").write_text("PRESETS = {}\n")
@@ -299,7 +300,7 @@ def started(monkeypatch, tmp_path):
     monkeypatch.setattr(start, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(start, "call", call)
     monkeypatch.setattr(start, "become", lambda words: (calls.append(called(*words)), sys.exit(0)))
-    monkeypatch.setattr(ranks, "start", lambda words: calls.append(called(*words)) or 1)
+    monkeypatch.setattr(ranks, "start", lambda number, program, flags: calls.append(called(number, program, *flags)) or 1)
 
     def main(*typed, answer="{}"):
         calls.clear()
@@ -311,7 +312,7 @@ def started(monkeypatch, tmp_path):
     return main
 
 
-RANKS = "[--nproc_per_node={}][--no-python][PY][-I][-u][train_gpt.py]"
+RANKS = "[{}][train_gpt.py]"
 
 
 @pytest.mark.parametrize("seen, typed, expected", [
@@ -337,8 +338,8 @@ RANKS = "[--nproc_per_node={}][--no-python][PY][-I][-u][train_gpt.py]"
      "[--num_steps][20][--val_tokens][4194304][--num_steps][9][--target_val_loss][0]", "[launch/race.py][-n][3][--trial][--ranks][8][--][--preset][speedrun]"
      "[--num_steps][20][--val_tokens][4194304][--num_steps][9][--target_val_loss][0]"]),
     (0, ["--vs", "HEAD"], ["[PY][data/stdlib.py]", "[launch/race.py][--vs][HEAD][--ranks][2][--][--preset][laptop]"]),  # race.py: n is 5
-    (0, ["--until-decided", "--max-n", "12", "--vs", "HEAD"],
-     ["[PY][data/stdlib.py]", "[launch/race.py][--max-n][12][--vs][HEAD][--until-decided][--ranks][2][--][--preset][laptop]"]),
+    (0, ["--until-decided", "--json", "--max-n", "12", "--vs", "HEAD"],
+     ["[PY][data/stdlib.py]", "[launch/race.py][--max-n][12][--vs][HEAD][--until-decided][--json][--ranks][2][--][--preset][laptop]"]),
     (8, ["-n", "5", "--vs", "../theirs", "--cmd", "torchrun --nproc_per_node=8 train_gpt.py", "--preset", "laptop"],
      ["[PY][data/stdlib.py]", "[PY][-I][launch/preflight.py][--ranks=2][--preset][laptop]",
       "[launch/race.py][-n][5][--cmd][torchrun --nproc_per_node=8 train_gpt.py][--vs][../theirs][--ranks][2][--][--preset][laptop]"]),
@@ -381,7 +382,10 @@ def test_a_text_is_encoded_and_its_shards_are_named(started, gpus, monkeypatch):
 def test_a_program_is_shown_as_it_prints_and_its_last_line_returned(monkeypatch, capsys):
     monkeypatch.setattr(start.signal, "signal", lambda *_: None)
     assert start.call([sys.executable, "-c", "print('a table'); print('{}')"], "nothing", tee=True) == "{}\n"
-    assert capsys.readouterr().out == "a table\n{}\n"
+    assert capsys.readouterr().out == "a table\n"
+    with pytest.raises(SystemExit):
+        start.call([sys.executable, "-c", "print('a table'); print('why'); raise SystemExit(1)"], "nothing", tee=True)
+    assert capsys.readouterr().out == "a table\nwhy\n"
 
 
 def test_the_preflight_answer_is_kept_per_source_machine_and_flags(started, gpus, tmp_path, monkeypatch, capsys):
@@ -631,32 +635,67 @@ def listeners(pid):
             if words[3] == "0A" and words[9] in inodes:
                 yield words[1].split(":")[0]
 
-rank, ranks, attempt = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
+rank, ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
 store, _, _ = next(dist.rendezvous("env://", rank, ranks, timeout=timedelta(seconds=100)))
 dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-seen = store.check(["left behind"])
 dist.barrier()
-store.set("left behind", "")
 if rank == 1:
     found = [*listeners(os.getpid()), *listeners(os.getppid())]
-    print("attempt", attempt, "seen", seen, os.environ["LAUNCHER_PID"] == str(os.getppid()), os.environ["GLOO_SOCKET_IFNAME"], len(found), *set(found), flush=True)
+    print(os.environ["LAUNCHER_PID"] == str(os.getppid()), os.environ["GLOO_SOCKET_IFNAME"], len(found), *set(found), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 signal.pause()
 """
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="this system has no /proc/net, which lists who listens")
-def test_a_run_listens_on_loopback_only_and_each_restart_starts_afresh(script, tmp_path, monkeypatch):
+def test_a_run_listens_on_loopback_only(script, tmp_path, monkeypatch):
     (tmp_path / "ranks.py").write_text(LISTENS)
     for name in [name for name in os.environ if name.startswith(("GLOO_", "NCCL_"))]:
         monkeypatch.delenv(name)
-    launcher = script(ROOT / "launch" / "ranks.py", "--nproc_per_node=2", "--max_restarts=1", tmp_path / "ranks.py")
+    launcher = script(ROOT / "launch" / "ranks.py", "2", tmp_path / "ranks.py")
     stdout, stderr = launcher.communicate(timeout=600)
-    # the store of the agent, and gloo's of the rank; addresses are little-endian hexadecimal
-    assert stdout == "".join(f"attempt {n} seen False True lo 2 0100007F\n" for n in range(2)), stdout + stderr
+    # the launcher's store, and gloo's of the rank; addresses are little-endian hexadecimal
+    assert stdout == "True lo 2 0100007F\n", stdout + stderr
     assert launcher.returncode == 128 + signal.SIGKILL
-    assert stderr.splitlines() == ["ranks.py: a rank failed; all ranks start again",
-                                        "ranks.py: error: rank 1 was killed by SIGKILL; perhaps memory ran out"]
+    assert stderr == "ranks.py: error: rank 1 was killed by SIGKILL; perhaps memory ran out\n"
+
+
+# A rank, forked or new, finds what `python -I -u` would give it, and answers signals to its launcher
+ALONE = """
+import json, os, signal, sys, time
+from pathlib import Path
+number = os.environ["RANK"]
+if number == "1":
+    time.sleep(30 * (sys.argv[1] != "fails"))
+    sys.exit("rank 1 fails")
+if sys.argv[1] == "fails":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+print(json.dumps({"name": __name__, "file": __file__, "argv": sys.argv,
+                  "foreign": [name for name in ("train_gpt", "frontier", "ranks", "start", "stats") if name in sys.modules or
+                              any(Path(folder, name + ".py").exists() for folder in sys.path)],
+                  "descriptors": len(os.listdir("/proc/self/fd")) - 1, "forked": os.environ["LAUNCHER_PID"] == str(os.getppid())}), flush=True)
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
+if sys.argv[1] != "fails":
+    os.kill(os.getppid(), getattr(signal, sys.argv[1]))
+time.sleep(2 if sys.argv[1] == "SIGHUP" else 30)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or torch.cuda.device_count(), reason="ranks are forks on Linux without a GPU")
+@pytest.mark.parametrize("what, ignored, status", [("SIGTERM", False, 143), ("SIGHUP", True, 0), ("SIGHUP", False, 129), ("SIGUSR1", False, 7),
+                                                   ("fails", False, 1)])
+def test_a_forked_rank_is_the_program_alone_and_signals_reach_it(what, ignored, status, tmp_path):
+    """nohup's ignored SIGHUP stays ignored. A rank that fails ends the others."""
+    path, ranks_ = tmp_path / "alone.py", "2" if what == "fails" else "1"
+    path.write_text(ALONE)
+    code = (f"import sys; sys.path += [{str(ROOT)!r}, {str(ROOT / 'launch')!r}]; import train_gpt, ranks\n"
+            f"sys.exit(ranks.start({ranks_}, 'alone.py', ['{what}']))")
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=600, cwd=tmp_path,
+                          preexec_fn=lambda: ignored and signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    assert done.returncode == status, done.stderr
+    assert done.stderr == ("rank 1 fails\n" if what == "fails" else "")
+    assert json.loads(done.stdout) == {"name": "__main__", "file": str(path), "argv": ["alone.py", what], "foreign": [],
+                                       "descriptors": 3, "forked": True}
 
 
 def test_ctrl_c_during_imports_is_no_traceback_and_a_request_for_a_checkpoint_no_end(tree):
@@ -666,102 +705,80 @@ def test_ctrl_c_during_imports_is_no_traceback_and_a_request_for_a_checkpoint_no
     done = tree.run()
     assert (done.returncode, done.stderr) == (130, "run.sh: interrupted; nothing was started\n")
     (tree.root / "launch" / "torch.py").write_text(waits)
-    done = subprocess.run([sys.executable, tree.root / "launch" / "ranks.py"], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, tree.root / "launch" / "ranks.py", "1", "x.py"], capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
-@pytest.mark.parametrize("saved, ends, followed", [
-    (["new.txt", "new.pt"], None, ["new.txt", "new.pt"]),
-    (["old.txt", "old.pt"], None, ["old.txt", "old.pt"]),  # written again
-    (["new.txt"], None, ["new.txt"]),
-    (["other.txt"], None, []),  # of a run that is under way
-    ([], None, []),
-    (["new.txt", "new.pt"], {0: 3}, []),
-    ([], {1: 1, 0: -15}, []),  # rank 0 was ended because of rank 1
-    ([], {1: -6}, []),
+@pytest.mark.parametrize("saved, status, followed", [
+    (["new.txt", "new.pt"], 0, ["new.txt", "new.pt"]),
+    (["old.txt", "old.pt"], 0, ["old.txt", "old.pt"]),  # written again
+    (["new.txt"], 0, ["new.txt"]),
+    (["other.txt"], 0, []),  # of a run that is under way
+    ([], 0, []),
+    (["new.txt", "new.pt"], 3, []),
 ])
-def test_a_complete_run_is_drawn_and_its_model_writes_a_sample(tmp_path, monkeypatch, capsys, saved, ends, followed):
+def test_a_complete_run_is_drawn_and_its_model_writes_a_sample(tmp_path, monkeypatch, capsys, saved, status, followed):
     for name in ("old.txt", "old.pt"):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (1, 1))
 
-    def run(options):
+    def run(*_):
         for name in saved:
             (tmp_path / name).write_text("source\n" + '{"end": {}}\n' * (name != "other.txt"))
-        if ends:
-            raise ChildFailedError("train_gpt.py", {rank: ProcessFailure(rank, 1, status, "") for rank, status in ends.items()})
+        return status
 
-    def call(words, preexec_fn):
-        called.append(words[2] if signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN else "a request for a checkpoint would end it")
-        return 1
+    def call(words, **_):
+        called.append(str(words[2]) if signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN else "a request for a checkpoint would end it")
+        return types.SimpleNamespace(communicate=lambda: (b"", None))
 
     called = []
-    monkeypatch.setattr(ranks, "run", run)
-    monkeypatch.setattr(ranks.logging, "disable", lambda level: None)
-    monkeypatch.setattr(start.subprocess, "call", call)
+    monkeypatch.setattr(ranks, "start", run)
+    monkeypatch.setattr(start.subprocess, "Popen", call)
+    monkeypatch.setattr(sample, "main", lambda words: called.append(words[0]))
     whole, config = signal.signal, dataclasses.replace(train_gpt.PRESETS["laptop"], log_dir=str(tmp_path))
     monkeypatch.setattr(signal, "signal", lambda number, handler: number == signal.SIGUSR1 and whole(number, handler))
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "lo")
-    first = next(iter(ends.values())) if ends else 0
-    status = first if first >= 0 else 128 - first
-    assert start.run_once(config, "laptop", 1, []) == status
-    said = "run.sh: starting 1 rank(s), preset laptop\n"
-    assert capsys.readouterr().err == said + ("ranks.py: error: rank 1 was killed by SIGABRT\n" if first < 0 else "")
-    assert called == [tmp_path / name for name in followed]
+    whole(signal.SIGUSR1, signal.SIG_IGN)  # as ranks.start leaves it
+    assert start.run_once(config, 1, [], "longer") == status
+    assert capsys.readouterr().err == "run.sh: starting 1 rank(s)\n"
+    assert called == [str(tmp_path / name) for name in followed]
     called.clear()
     reader, writer = os.pipe()
     os.close(reader)
     stdout = os.dup(1)
     try:
         os.dup2(writer, 1)  # as after `| head`
-        assert start.run_once(config, "laptop", 1, []) == status and all(path.suffix == ".txt" for path in called)
+        assert start.run_once(config, 1, [], "longer") == status and all(path.endswith(".txt") for path in called)
     finally:
         os.dup2(stdout, 1)
         os.close(stdout)
         os.close(writer)
 
 
-@pytest.mark.parametrize("action", [signal.SIG_IGN, signal.SIG_DFL])
-def test_a_run_that_nohup_started_heeds_no_hangup(tmp_path, monkeypatch, action):
-    options, handled, before = [], [], signal.signal(signal.SIGHUP, action)
-    monkeypatch.setattr(ranks, "run", options.append)
-    monkeypatch.setattr(ranks.logging, "disable", lambda level: None)
-    monkeypatch.setattr(signal, "signal", lambda number, action: handled.append(number))
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCH_CPP_LOG_LEVEL", "LAUNCHER_PID"):
-        monkeypatch.setenv(name, "")
-    try:
-        ranks.start(["train_gpt.py"])
-        start.show_results(tmp_path, set(), 1)
-    finally:
-        monkeypatch.undo()
-        signal.signal(signal.SIGHUP, before)
-    assert ("SIGHUP" in options[0].signals_to_handle) == (signal.SIGHUP in handled) == (action == signal.SIG_DFL)
-    assert "SIGTERM" in options[0].signals_to_handle and signal.SIGTERM in handled
+def test_models_stay_and_a_run_says_what_is_next(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(sample, "main", lambda words: 0)
+    for number in range(1, 7):
+        (tmp_path / f"{number}.pt").touch()
+        start.show_results(tmp_path, set(), "a longer run: ./run.sh")
+        said = capfd.readouterr().out
+        assert 'more text: ./run.sh sample --prompt "..."\na longer run: ./run.sh\n' in said and len(list(tmp_path.glob("*.pt"))) == number
+        assert (f"6 models in {tmp_path}" in said) == (number == 6)
 
 
-def test_five_models_of_runs_as_long_stay(tmp_path, capsys):
-    def model(name, age, log=None, steps=20, preset="laptop", data="data/own-notes-12-{}/*_train_*.bin"):
-        (tmp_path / f"{name}.pt").touch()
-        os.utime(tmp_path / f"{name}.pt", (10_000 - age, 10_000 - age))
-        data = data.format(f"{age:x}")  # of a text that was edited before each run
-        first = {"run_id": name, "preset": preset, "config": {"train_files": data, "num_steps": steps}}
-        (tmp_path / f"{name}.txt").write_text(log or f"source\n{json.dumps(first)}\n")
+@pytest.mark.parametrize("words, epochs, text, said", [
+    (["--trial"], 1, False, "./run.sh"), ([], 1, False, "./run.sh --num_steps 80"), (["--num-steps=20", "--seed", "3"], 1, False, "./run.sh --seed 3 --num_steps 80"),
+    (["--text", "a b.txt", "--num_steps", "20"], 2, True, "./run.sh --text 'a b.txt' --num_steps 80"), (["--text", "b.txt"], 3, True, None)])
+def test_a_longer_run_is_advised_unless_it_reads_a_text_too_often(words, epochs, text, said):
+    config = dataclasses.replace(train_gpt.PRESETS["laptop"], num_steps=20, epochs=epochs)
+    advice = start.longer_run(words, config, text)
+    assert advice == f"a longer run: {said}" if said else "give more text" in advice
 
-    for age in range(7):
-        model(f"run{age}", age)
-    model("long", 8, steps=135)
-    model("other", 9, preset="frontier")
-    model("another", 10, data="data/own-notes-13-{}/*_train_*.bin")
-    model("renamed", 20, '\n{"run_id": "run9", "started": 0}\n')
-    model("notes", 30, "my own")
-    (tmp_path / "alone.pt").touch()
-    start.remove_old_models(tmp_path)
-    assert {path.stem for path in tmp_path.glob("*.pt")} == {"run0", "run1", "run2", "run3", "run4", "long", "other", "another", "renamed", "notes", "alone"}
-    assert [line.split(";")[0] for line in capsys.readouterr().out.splitlines()] == [
-        f"removed: {tmp_path / name}.pt" for name in ("run5", "run6")]
-    start.remove_old_models(tmp_path)
-    assert not capsys.readouterr().out
+
+@pytest.mark.parametrize("tool", start.TOOLS)
+def test_run_sh_becomes_each_tool_with_the_same_words(monkeypatch, tool):
+    monkeypatch.setattr(start, "become", sys.exit)
+    with pytest.raises(SystemExit) as became:
+        start.main([tool, "latest", "--x y"])
+    assert became.value.code == [ROOT / start.TOOLS[tool], "latest", "--x y"] and (ROOT / start.TOOLS[tool]).exists()
 
 
 # The whole way
@@ -800,11 +817,11 @@ def test_one_command_trains_on_own_text_and_leaves_log_model_picture_and_a_sampl
         shutil.rmtree(made)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^run\.sh: text: \d\d,\d{3} training tokens \(bytes\), 4 steps of 384: part of the text; .*\n"
-                     r"(?:run\.sh: .*\n)?run\.sh: starting \d rank\(s\), preset laptop$", done.stderr, re.M)
+                     r"(?:run\.sh: .*\n)?run\.sh: starting \d rank\(s\)$", done.stderr, re.M)
     [log] = (tmp_path / "logs").glob("*.txt")
     assert [log.with_suffix(suffix).exists() for suffix in (".pt", ".png")] == [True, True]
-    assert re.search(rf"^step:4/4 val_loss:.*\n\nvalidation loss \d\.\d+, after .*\nmodel: .*\nlog: {log}\npicture: "
-                     rf"{log.with_suffix('.png')}\n\n(.|\n){{300}}", done.stdout, re.M), done.stdout
+    assert re.search(rf"^step 4/4 .* validation …\n\nvalidation loss \d\.\d+, after .*\nmodel: .*\nlog: {log}\n\n(.|\n){{300}}"
+                     rf"(.|\n)*\npicture: {log.with_suffix('.png')}\n$", done.stdout, re.M), done.stdout
 
 
 @needs_venv
@@ -820,6 +837,7 @@ def test_ctrl_c_ends_a_run_with_130_and_says_what_is_kept_and_how_to_go_on(tmp_p
     [log] = (tmp_path / "logs").glob("*.txt")
     said = rf"interrupted before step \d+; --resume {log} continues from there"
     assert re.search(rf"rank (0: {said}; the log so far: {log}|1: {said})\n", stderr), stderr  # rank 1 has no log
+    assert f"run.sh: to continue: ./run.sh --resume latest --log_dir {log.parent}\n" in stderr
     assert [*log.parent.glob("*.ckpt")]
     assert "Traceback" not in stderr and "torch" not in stderr
 
