@@ -1,18 +1,21 @@
-"""Record 89 of the public GPT speedrun, the newest one here, as the preset `frontier`. Ideas for it go into this file.
+"""The public GPT speedrun's head, record 92's mechanisms, as the preset `frontier`. Ideas for it go into this file.
 
     ./run.sh --preset frontier                set up, fetch the data and train on GPUs
     torchrun --nproc_per_node=8 frontier.py   train on eight GPUs, with data already fetched
     python frontier.py --help                 every flag
 
-This file holds what the record adds to record 44: its config, its model and its rows of update rules. All else is
-train_gpt.py, which it imports: data, schedule, gradient sync, training loop, attention, log. The source of both files
-opens the log of a run. bench/public_record.py compares this file with the record's own program.
+This file holds what the records add to record 44: config, model, update rules. All else is train_gpt.py, which it
+imports: data, schedule, gradient sync, training loop, attention, log. The source of both files opens the log of a run.
+`frontier` computes what record 92 does, on 1, 2, 4 or 8 GPUs of any kind, but with a smaller n-gram table and less in
+fp8. `frontier89` is record 89: bench/public_record.py compares it with the record's own program.
 
     section    contents                                                         to start, search for
-    config     stage values, kinds of parameters, fields, the preset            class Config, PRESETS
+    config     stage values, kinds of parameters, fields, the presets           class Config, PRESETS, class Layer
     model      groups, blocks, attention, MLP, weights per token, head          class GPT, def trunk, class Head
-    update     ANVIL; Adam with a cadence, and with one moment per row             class Anvil, class RowAdam
-    worker     what a training step does besides: tied embedding, fp8 scales    class Worker
+               n-gram tables, DocCopy                                           class NgramTable, class DocCopy
+    rules      ANVIL; Adam with a cadence, and with one moment per row          class Anvil, class RowAdam
+    worker     what a training step does besides: tied embedding, fp8 scales,   class Worker, class TailAverages
+               averages of the last steps, candidates of the loss               class Candidates
     kernels    DC's attention maps, the MLP in fp8                              def mix_heads, class ReluSquaredInFP8
 """
 
@@ -131,13 +134,13 @@ PARAM_GROUPS = (
 
 @dataclass(frozen=True)
 class Config(train_gpt.Config, StageValues):
-    """Every value that decides a run. The defaults, with PRESETS, are record 89 of the public speedrun."""
+    """Every value that decides a run. The defaults, with RECORD_89, are record 89 of the public speedrun."""
 
     row_types = Stage, Ramp, AdamGroup, MuonGroup, Ngrams, Tail
     base_groups = PARAM_GROUPS
     model_type = property(lambda self: GPT)
     worker_type = property(lambda self: Worker)
-    help_groups = {"second_token_weight": "values that stages may set", "ngram_hash": "model of record 89"}
+    help_groups = {"second_token_weight": "values that stages may set", "ngram_hash": "model of records 89 and 92"}
 
     # the record's first layer has neither attention nor MLP; the others are numbered without it. Queries, keys and
     # values of half the width use a part of matrices of full size, so that updates treat all layers alike
@@ -216,7 +219,7 @@ class Config(train_gpt.Config, StageValues):
             yield (not layer.last or not (layer.adds_x0 or layer.adds_ngrams), "layers: the last layer has i or n, but "
                    "the token weights of Mudd add both; leave them out")
 
-PRESETS = {"frontier": Config(
+RECORD_89 = Config(
     backout_layer=7, overlap_param_gather=True, update_order="forward", logit_cap=23.0,
     fp8_x_scale=100 / 448, fp8_weight_scale=1.6 / 448, fp8_grad_scale=0.75 / 448,
     num_steps=1285, cooldown=0.6, lr_floor=0.15, muon_lr=0.023, muon_beta2=0.9, adam_eps=1e-10,
@@ -231,14 +234,14 @@ PRESETS = {"frontier": Config(
         Stage(extra_steps=15, micro_batch_tokens=49152, max_document_tokens=2048, long_window=13, peak_lr_factor=0.15,
               second_token_weight=0.0, third_token_weight=0.0, prefix_weight=0.0),  # lr_floor decides here, not peak
     ),
-)}
+)
 
 # Record 92. Its stages end at 320, 681, 1107, 1174, 1194; a stage is several rows where a value changes in steps
 SECOND = {"micro_batch_tokens": 32768, "max_document_tokens": 2048, "long_window": 7, "peak_lr_factor": 1.52,
           "candidates": 10240}
 THIRD = {"micro_batch_tokens": 49152, "max_document_tokens": 3072, "attended_tokens": 2560, "long_window": 11}
-PRESETS["frontier92"] = dataclasses.replace(
-    PRESETS["frontier"], layers="PqinM Sqv0xinM Pq1iM LxgM rinM PqinM M+3 ri cSqv2MM rnM cL3gM", mlp_dim=2816,
+PRESETS = {"frontier": dataclasses.replace(
+    RECORD_89, layers="PqinM Sqv0xinM Pq1iM LxgM rinM PqinM M+3 ri cSqv2MM rnM cL3gM", mlp_dim=2816,
     softmax_scale=0.085, mudd_groups=12, untie_at=1.0, num_steps=1194, cooldown=940 / 1174, lr_floor=0.3, val_every=0,
     muon_weight_decay=2.25, muon_momentum=0.93, muon_momentum_rise=240,
     fp8_weight_scale=2 / 448, fp8_grad_scale=0.75 / 8 / 448,
@@ -262,7 +265,8 @@ PRESETS["frontier92"] = dataclasses.replace(
         *(Stage(until=end / 1174, **THIRD, peak_lr_factor=1.73, candidates=classes)
           for end, classes in ((965, 14336), (1107, 24576))),
         Stage(**THIRD | {"micro_batch_tokens": 40960}, peak_lr_factor=1.73 * math.sqrt(20 / 24)),
-        Stage(extra_steps=20, **THIRD | {"micro_batch_tokens": 16384, "long_window": 13}, peak_lr_factor=0.3)))
+        Stage(extra_steps=20, **THIRD | {"micro_batch_tokens": 16384, "long_window": 13}, peak_lr_factor=0.3))),
+    "frontier89": RECORD_89}
 
 class Layer(NamedTuple):
     """The contents of one layer, a word of Config.layers. Read Block and Attention first.

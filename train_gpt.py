@@ -1733,7 +1733,8 @@ class TrainingLoop:
             result = self.worker.validate(plan_of(self.config, step), self.val_sequences,
                                            lambda: can_save and signals.stop)
             if result:
-                line = f"step:{step}/{self.config.num_steps} val_loss:{result[0]:.4f} {show_times(self.clock.elapsed, step)}"
+                line = (f"step:{step}/{self.config.num_steps} val_loss:{result[0]:.4f} "
+                        f"{show_times(self.clock.elapsed, step)}")
                 self.log.write(line)
                 if step < self.config.num_steps:  # the result states the last one
                     self.log.say(line)
@@ -3326,8 +3327,8 @@ class Log:
             shown = f"loss {self.losses[-1]:.4f}  " if self.losses else ""
             if shown and terminal and (sys.stdout.encoding or "").lower() == "utf-8":
                 shown += f"{curve(self.losses)}  "
-            self.say(f"step {step}/{total}  {shown}{1000 * tokens / clock.read():,.0f} tokens/s  "
-                     + (f"{per_step * (total - step) / 1000:.0f} s left" if step < total else "validation …"), stay=terminal)
+            left = f"{per_step * (total - step) / 1000:.0f} s left" if step < total else "validation …"
+            self.say(f"step {step}/{total}  {shown}{1000 * tokens / clock.read():,.0f} tokens/s  {left}", stay=terminal)
 
     def close(self) -> None:
         if self.file is not None:

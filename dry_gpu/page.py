@@ -119,7 +119,7 @@ PUBLISHED = {"04d0d24b": ("record 44", 61.3), "d67b87fd": ("record 80", 57.0), "
 
 
 RECORDS = {"speedrun": ["records/**/2025-10-31_AdamSyncGradientHook/0c17cdfd*.txt"],  # paths in a clone
-           "frontier": ["records/**/2026-04-08_PairedHeadMuon/logs/split_qk0-1480.txt", "train_gpt.py"]}
+           "frontier89": ["records/**/2026-04-08_PairedHeadMuon/logs/split_qk0-1480.txt", "train_gpt.py"]}
 
 
 def read_program(file):

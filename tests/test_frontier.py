@@ -25,7 +25,7 @@ from test_run import read_log, run_here
 from test_sync import Hostile
 from train_gpt import Ngrams, Ramp
 
-PRESET = frontier.PRESETS["frontier"]
+PRESET = frontier.PRESETS["frontier89"]
 SMALL = {**TINY, "stages": (Stage(),), "num_heads": 4, "ngrams": (Ngrams(2, 50, 16),), "fp8_mlp": False}
 WEIGHTS = {"second_token_weight": 0.5, "third_token_weight": 0.25, "prefix_weight": 0.25}
 PREFIXES = [-1 if token % 3 else token // 2 for token in range(VOCAB)]
@@ -112,7 +112,7 @@ def test_the_preset_s_plan_is_that_of_the_record():
 
 
 def test_the_plan_of_record_92():
-    c = frontier.PRESETS["frontier92"]
+    c = frontier.PRESETS["frontier"]
     plans = [train_gpt.plan_of(c, step) for step in range(c.num_steps + 1)]
     at = {}
     for plan in plans[:-1]:
@@ -137,7 +137,7 @@ def test_the_plan_of_record_92():
 
 @pytest.mark.parametrize("window, wide, narrow", [(384, .085, .13), (896, .099404, .158564), (1408, .108390, .174764), (1664, .112011, .181136)])
 def test_softmax_scales_of_record_92(window, wide, narrow):
-    model = train_gpt.build_model(dataclasses.replace(frontier.PRESETS["frontier92"], **TINY | {
+    model = train_gpt.build_model(dataclasses.replace(frontier.PRESETS["frontier"], **TINY | {
         "stages": (Stage(),), "num_heads": 4, "ngrams": (Ngrams(2, 50, 16),), "window_block": 128, "mlp_dim": 88, "mudd_groups": 4}), ENCODING)
     model.apply_schedule(train_gpt.Plan(rotary_windows=tuple(w for w in (384, 896, 1408, 1664) if w <= window)))
     assert (model.rotary.scale.item(), model.narrow_rotary.scale.item()) == pytest.approx((wide, narrow), abs=6e-7)
@@ -592,13 +592,13 @@ def flags(tmp_path, corpus):  # noqa: F811
                   "muon_momentum_rise": 3, "bucket_mb": 0.004, "fp8_mlp": "false",
                   "stages": "Stage(until=1/2, long_window=2, second_token_weight=.5), Stage(long_window=4), Stage(extra_steps=2, long_window=6)",
                   **corpus, "log_dir": str(tmp_path), "run_id": run_id, **changes}
-        return ["--preset", values.pop("preset", "frontier"), *(text for name, v in values.items() for text in (f"--{name}", str(v)))]
+        return ["--preset", values.pop("preset", "frontier89"), *(text for name, v in values.items() for text in (f"--{name}", str(v)))]
     return make
 
 
 # all its mechanisms in a small model and eight steps or nine
 RECORD_92 = dict(
-    preset="frontier92", layers="PqinM Sqv0xinM rin+0 cSqv1MM cL2gM", backout_layer=2, token_gates="0,2", mlp_dim=24, mudd_groups=4, num_heads=2,
+    preset="frontier", layers="PqinM Sqv0xinM rin+0 cSqv1MM cL2gM", backout_layer=2, token_gates="0,2", mlp_dim=24, mudd_groups=4, num_heads=2,
     ngrams="Ngrams(2, 40, 16), Ngrams(3, 30, 16)", untie_at=0.7, doc_copy="true", fp8_mlp="true",
     param_groups='AdamGroup("value_embeds", 70, .75, .95, .025, slow_from=4, by_rows=true), AdamGroup("ngram_embeds", 70, 0, .95, .025, slow_from=4, '
     'row_moment=true), MuonGroup("attn", anvil_from=3), MuonGroup("mlp_fc", 2, anvil_from=3), MuonGroup("mlp_proj", 4, anvil_from=3)',
@@ -630,7 +630,7 @@ def test_a_checkpoint_is_resumed_by_its_own_program(flags, on_ranks, tmp_path):
     on_ranks(1, train, flags("stopped", save_every=4), 6, frontier.PRESETS)
     resume = ["--resume", str(tmp_path / "stopped.txt")]
     assert program_of(resume) is frontier and program_of(["--preset", "laptop"]) is program_of([]) is train_gpt
-    assert train_gpt.parse_config(resume, "frontier", frontier.PRESETS)[0] == "frontier"
+    assert train_gpt.parse_config(resume, "frontier", frontier.PRESETS)[0] == "frontier89"
     with pytest.raises(train_gpt.RunError, match="a run of frontier.py; start frontier.py in place of train_gpt.py"):
         train_gpt.parse_config(resume, "laptop")
 
@@ -664,7 +664,7 @@ def test_the_warm_up_meets_every_kind_of_step(flags, capsys, monkeypatch, change
 
 def test_frontier_trains_on_gpt2_tokens_without_a_network(tmp_path, script):
     """From what data/fineweb.py writes: shards, and beside them the bytes of GPT-2's tokens. The log opens with both programs."""
-    values = {**TINY, "ngrams": "Ngrams(2, 500, 64)", "model_dim": 64, "num_heads": 4, "num_steps": 2, "micro_batches": 2, "warmup_steps": 0,
+    values = {**TINY, "ngrams": "Ngrams(2, 500, 64)", "model_dim": 64, "mudd_groups": 4, "num_heads": 4, "num_steps": 2, "micro_batches": 2, "warmup_steps": 0,
               "fp8_mlp": "false", "stages": (Stage(long_window=7, prefix_weight=0.25), Stage(extra_steps=1, long_window=11)),
               "log_dir": tmp_path / "logs", "run_id": "f"}
     for split, tokens in (("train", 9000), ("val", 1000)):

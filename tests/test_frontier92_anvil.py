@@ -16,7 +16,7 @@ from frontier import AdamGroup, MuonGroup
 from test_frontier import bigram_rows_by_hand, flags, sign_rows_by_hand, small  # noqa: F401, a fixture
 from test_resume import corpus, end_of, train  # noqa: F401, a fixture
 
-PRESET = frontier.PRESETS["frontier"]
+PRESET = frontier.PRESETS["frontier89"]
 
 
 def close(ours, right, tolerance=1e-12):

@@ -417,7 +417,7 @@ def test_fp8_head_is_near_the_bf16_head(device):
 
 @pytest.mark.parametrize("config, x_scale, weight_scale, grad_scale", [
     (train_gpt.PRESETS["speedrun"], 768 ** 0.5 / 448, 2 ** -9, 1 / 448),
-    (frontier.PRESETS["frontier"], 100 / 448, 1.6 / 448, 0.75 / 448)], ids=["speedrun", "frontier"])
+    (frontier.PRESETS["frontier89"], 100 / 448, 1.6 / 448, 0.75 / 448)], ids=["speedrun", "frontier"])
 def test_the_fp8_head_has_the_scales_of_its_record(config, x_scale, weight_scale, grad_scale, monkeypatch):
     """Each operand of the three products is a tensor divided by its scale, and rounded."""
     calls, product = [], train_gpt.fp8_product
