@@ -1382,16 +1382,13 @@ class NgramTable(nn.Embedding):
     SIGNS, BITS, FACTOR = 8192, 40, 2_654_435  # of the hash; its products stay below 2 ** 63
 
     def __init__(self, config: Config, ngrams: Ngrams):
-        dtype = config.torch_dtype
-        super().__init__(ngrams.rows, ngrams.width, dtype=dtype, sparse=True)  # a micro-batch reads few of the rows
+        rows = torch.zeros(ngrams.rows, ngrams.width, dtype=config.torch_dtype)  # takes no memory yet: may be many GB
+        super().__init__(*rows.shape, sparse=True, _weight=rows)  # sparse: a micro-batch reads few of the rows
         self.weight = parameter(self.weight.data, "ngram_embeds")
         self.n = ngrams.n
         # the same signs on every device, also under `with device:`
         bits = torch.randint(0, 2, (self.SIGNS, ngrams.width), generator=torch.Generator().manual_seed(0), device="cpu")
-        self.register_buffer("signs", (2 * bits - 1).to(self.weight.device, dtype), persistent=False)
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
+        self.register_buffer("signs", (2 * bits - 1).to(rows), persistent=False)
 
     def forward(self, rows: Tensor, signs: Tensor) -> Tensor:
         """Rows of the table and of its signs [T], see GPT.ngram_rows -> [T, width]."""
@@ -1946,8 +1943,7 @@ def count_documents(model: GPT, tokens: np.ndarray) -> None:
     Without them, or with more documents than a DocumentTable has room for, attention uses mask_in_pieces.
     """
     if model.flash:
-        # padding of the last sequence is -1, read as token 0
-        begins = np.flatnonzero(model.begins(torch.from_numpy(tokens.clip(0))).numpy())
+        begins = model.begins(torch.from_numpy(tokens.clip(0))).numpy().nonzero()[0]  # padding is -1, read as 0
         count, room, model.counted = len(begins) + 1, len(tokens) // DOCUMENT_ROOM, None
         if count <= room:
             starts = np.pad(begins.astype(np.int32), (1, room - count + 1), constant_values=(0, len(tokens)))

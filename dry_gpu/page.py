@@ -48,13 +48,13 @@ def small_vocabulary(flags):
 
 
 def write_shards(folder, vocab):
-    """Write shards of random tokens. The training file has many names, because runs read more tokens."""
+    """Write shards of random tokens, about as many different ones in a sequence as in English text. The training file has many names, because runs read more tokens."""
     folder.mkdir(exist_ok=True)
     draw = np.random.default_rng(0)
     for name, tokens, copies in (("train", 5_000_000, 120), ("val", 10_485_761 if vocab > 257 else 262_145, 1)):
         if (folder / f"random_{name}_{copies - 1:06}.bin").exists():
             continue
-        stream = draw.integers(0, vocab - 1, tokens).astype("<u2")
+        stream = ((vocab - 1) ** draw.random(tokens) ** 1.5).astype("<u2")
         starts = np.cumsum(draw.lognormal(np.log(400), 1.06, tokens // 300).astype(int) + 1)
         stream[[0, *starts[starts < tokens]]] = vocab - 1
         header = np.zeros(256, "<i4")
