@@ -331,8 +331,7 @@ class Config(SyncSettings, StageValues):
     muon_momentum_fall: int = option(50, "steps of the momentum cooldown", min=0)
     muon_beta2: float = option(0.95, "decay of NorMuon's second moment", min=0, exclusive_max=1)
 
-    # gradient sync (see also SyncSettings)
-    # the default bucket holds 16 of the record's largest matrices in bf16, two per rank
+    # gradient sync (see also SyncSettings). This bucket holds 16 of the record's largest matrices in bf16, two per rank
     bucket_mb: float = option(72.0, "MiB of parameters per bucket (0: one bucket per parameter)", min=0,
                              free=True)
     grad_reduce_in_fp32: bool = option(False, "accumulate and send the gradients of bf16 parameters in float32")
@@ -466,8 +465,8 @@ def make_parser(presets: dict[str, Config]) -> argparse.ArgumentParser:
         usage=f"{program} [--preset NAME] [--flag VALUE ...]",
         epilog=f"Every flag is a field of the config. Brackets show {[*presets][0]}'s value, and other presets' that "
                "differ. Relative paths start at the script's folder.")
-    parser.add_argument("--preset", choices=presets, help="base of the values below (default: the first with a GPU, "
-                        "else the last)")
+    parser.add_argument("--preset", choices=presets, help="base of the values below (default: laptop without "
+                        "a GPU, else the first)")
     titles = HELP_GROUPS | config_type.help_groups
     groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(titles.values())}
     for f in dataclasses.fields(config_type):
@@ -498,7 +497,7 @@ def parse_config(argv: Sequence[str], default_preset: str,
     unknown or ill-typed flag, RunError if there is no checkpoint to resume from.
     """
     given = {name: v for name, v in vars(make_parser(presets).parse_args(argv)).items() if v is not None}
-    preset = given.pop("preset", default_preset)
+    preset = given.pop("preset", default_preset if default_preset in presets else [*presets][0])
     usual = presets[preset]
     if "param_groups" in given:
         given["param_groups"] = (*usual.param_groups, *given["param_groups"])  # later rows replace earlier ones
@@ -521,9 +520,6 @@ def parse_config(argv: Sequence[str], default_preset: str,
     except (AttributeError, KeyError, TypeError) as error:
         raise RunError(f"{path}: not a checkpoint of this version of {mine} ({error}); name another one, or resume "
                        "with the version whose source opens its log") from error
-
-def default_preset(presets: dict[str, Config], gpus: int) -> str:
-    return "laptop" if "laptop" in presets and not gpus else [*presets][0]
 
 def fixed_fields(config: Config) -> list[dataclasses.Field]:
     """Return the fields that a resumed run may not change."""
@@ -1503,8 +1499,7 @@ def compile_parts(model: nn.Module) -> None:
 # update rules
 
 # A rule is a frozen dataclass that sees only this rank's shard of a bucket. Its members:
-#     lr, every                           learning rate; steps between updates, which use summed gradients. A rule may
-#                                         also have updates_in(step) -> bool: whether there is one after a step
+#     lr, every; or updates_in(step)      learning rate; steps between updates, which use summed gradients
 #     unit(spec)                          shape of what stays whole on one rank: () an element, (rows, columns) a matrix
 #     init_state(shard)                   tensors such as moments, with one entry per unit
 #     hyper(plan, t)                      numbers of the t-th update. If "noise" holds a seed, update gets normal random
@@ -1902,8 +1897,7 @@ class TrainLosses:
         if (received := signals.received) > self.sent:  # rarely: copying a number to a GPU makes the host wait
             summed[-1], self.sent = received - self.sent, received
         handle, event = self.comm.start_all_reduce(summed), None
-        # Collectives run in order, so this one ends after the step's all-gathers. A stream of its own waits for it; on
-        # the main stream the next forward would wait for every all-gather
+        # It ends after the step's all-gathers, so the main stream does not wait for it, but a stream of its own
         with torch.cuda.stream(self.stream):
             handle.wait()
             if own.is_cuda:
@@ -2034,8 +2028,7 @@ class DistributedOptimizer:
         self.grad_norm: float | None = None  # of the last step, before clipping; check_grads and clip_norm compute it
         updates = {type(bucket.rule).update for bucket in buckets}
         self.compiled_updates = {f: compile_static(f) if compiled else f for f in updates}
-        # Compiled code gets numbers as tensors: a new Python number would compile it again. Each name has its own
-        # tensor, since torch.compile would take two equal inputs for one
+        # Compiled code gets numbers as tensors, each name one of its own: two equal inputs would become one
         as_tensor = functools.lru_cache(256)(lambda name, x: torch.full((), x, device=comm.device))
         self.scalar = as_tensor if compiled else lambda name, x: x
         self.buckets_of_model: list[Bucket] = []  # the model's hook waits for these, before any layer's hook
@@ -2639,9 +2632,12 @@ class RowBucket(Bucket):
         self.announcement = None
         self.announced.zero_()
 
-    def indices(self, mask: np.ndarray) -> Tensor:
-        """Return the indices of the rows in a mask, sorted, on the bucket's device."""
-        return to_device(torch.from_numpy(np.flatnonzero(mask)), self.all_rows.device)
+    def on_device(self, indices: np.ndarray) -> Tensor:
+        return to_device(torch.from_numpy(indices), self.all_rows.device)
+
+    def count_by_owner(self, indices: np.ndarray) -> list[int]:
+        """Count sorted indices of rows by the rank that updates them."""
+        return np.diff(np.searchsorted(indices, range(0, len(self.all_rows) + 1, len(self.param_shard)))).tolist()
 
     def scatter_add(self, known: Tensor, grads: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
         """Sum pairs (indices of rows, gradients) into [n, width], for n sorted indices `known`. RunError for others."""
@@ -2666,19 +2662,18 @@ class RowBucket(Bucket):
         if self.announcement is None:
             self.announce(comm, [indices for indices, _ in grads], True)
         self.finish_announcement()
-        # only the bits in use are unpacked: record 89's table on 8 ranks has 3 million of them
-        bits, total, per_rank = self.read_bits.numpy(), len(self.all_rows), len(self.param_shard)
-        read_by_me = np.unpackbits(bits[comm.rank], count=total).view(bool).reshape(comm.ranks, -1)  # [owner, its row]
-        self.read_by_any = np.unpackbits(np.bitwise_or.reduce(bits), count=total).view(bool).reshape(comm.ranks, -1)
-        byte, skipped = divmod(per_rank * comm.rank, 8)
-        mine_read_by = np.unpackbits(bits[:, byte:], 1, skipped + per_rank).view(bool)[:, skipped:]  # [rank, my row]
-        sums = self.scatter_add(self.indices(read_by_me), grads)
-        sent = sums.to(comm.sent_dtype or sums.dtype).split([*map(np.count_nonzero, read_by_me)])
-        counts = [*map(np.count_nonzero, mine_read_by)]  # 10 times as fast as sum(1)
+        bits, per_rank, begin = self.read_bits.numpy(), len(self.param_shard), len(self.param_shard) * comm.rank
+        read_by_me, self.read_by_any = ones(bits[comm.rank]), ones(np.bitwise_or.reduce(bits))
+        of_bytes = (ones(row[begin // 8:-(-(begin + per_rank) // 8)]) - begin % 8 for row in bits)
+        mine_read_by = [x[(x >= 0) & (x < per_rank)] for x in of_bytes]  # by each rank; the first row of mine is 0
+        sums = self.scatter_add(self.on_device(read_by_me), grads)
+        sent = sums.to(comm.sent_dtype or sums.dtype).split(self.count_by_owner(read_by_me))
+        counts = [*map(len, mine_read_by)]
         values = sums.new_empty((sum(counts), sums.size(1)), dtype=sent[0].dtype)  # of all ranks, one after another
         received = values.split(counts)
         received[comm.rank].copy_(sent[comm.rank])
-        indices, of_values = self.indices(self.read_by_any[comm.rank]), self.indices(mine_read_by) % per_rank
+        mine = self.read_by_any[slice(*np.searchsorted(self.read_by_any, (begin, begin + per_rank)))]
+        indices, of_values = self.on_device(mine - begin), self.on_device(np.concatenate(mine_read_by))
 
         def sum_over_ranks() -> None:
             pieces = zip(of_values.split(counts), received) if invariant else [(of_values, values)]
@@ -2714,9 +2709,9 @@ class RowBucket(Bucket):
         """Start to send the rows that any rank read; all rows after a sum over several steps."""
         if self.read_by_any is None or comm.ranks == 1:
             return super().start_all_gather(comm)
-        indices = self.indices(self.read_by_any)
+        indices = self.on_device(self.read_by_any)
         new = self.all_rows.index_select(0, indices)
-        received = new.split([*map(np.count_nonzero, self.read_by_any)])
+        received = new.split(self.count_by_owner(self.read_by_any))
 
         def write() -> None:
             self.all_rows[indices] = new
@@ -2735,6 +2730,12 @@ class RowBucket(Bucket):
     def drop_gradients(self) -> None:
         self.finish_announcement()
         super().drop_gradients()
+
+def ones(bits: np.ndarray) -> np.ndarray:
+    """Return the sorted indices of the ones among packed bits uint8 [n], of which few are: tables have millions."""
+    bytes_with_ones = np.flatnonzero(bits.astype(bool))
+    at = np.flatnonzero(np.unpackbits(bits[bytes_with_ones]).view(bool))
+    return 8 * bytes_with_ones[at // 8] + at % 8
 
 # A saved state has each tensor whole, with a name and a size that depend on neither ranks nor buckets:
 #     NAME            a parameter
@@ -2812,8 +2813,7 @@ def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = Fal
     require(not (config.world_size_invariant and state), f"the buffer {', '.join(state)} follows rank 0's data, so "
             "world_size_invariant excludes it; register a constant with persistent=False, or omit --exact")
     buckets = fill_buckets(specs, config.bucket_mb * 2 ** 20, comm.rank, comm.ranks, config.grad_reduce_in_fp32)
-    # micro_batch_splits multiplies the number of backward passes, by which Reducer divides. The loss is a sum over
-    # tokens, so the gradient must not depend on splits: grad_scale multiplies by them again
+    # Reducer divides by the number of backward passes. Splits add passes, but the loss is a sum over tokens
     return DistributedOptimizer(buckets, comm, config, model, float(config.micro_batch_splits), compiled)
 
 def specs_of(config: Config, model: GPT) -> list[ParamSpec]:
@@ -4016,7 +4016,7 @@ def main(presets: dict[str, Config], argv: Sequence[str] | None = None, began: f
         for library in ("TORCHINDUCTOR", "TRITON"):  # the next run and all ranks use what they compile
             os.environ.setdefault(f"{library}_CACHE_DIR", str(ROOT / ".cache" / library.lower()))
         gpus = count_gpus()
-        preset, config = parse_config(sys.argv[1:] if argv is None else argv, default_preset(presets, gpus), presets)
+        preset, config = parse_config(sys.argv[1:] if argv is None else argv, "speedrun" if gpus else "laptop", presets)
         check_config(config, ranks)
         run_id, checkpoint = find_run(config)
         log = Log(config, rank, run_id)

@@ -81,8 +81,8 @@ FAULTS = {
         RANKS),
     "wrong-rows": Fault(
         "the rows of the own shard are counted from another shard",
-        "self.indices(self.read_by_any[comm.rank])",
-        "self.indices(self.read_by_any[comm.rank - 1])", RANKS, "Expected Tensor with single nonzero value"),
+        "self.on_device(mine - begin)",
+        "self.on_device(mine)", RANKS, "Expected Tensor with single nonzero value"),
     "stale-number": Fault(
         "compiled rules keep the first value of each number",
         "self.scalar = as_tensor if compiled else",

@@ -497,7 +497,7 @@ def check(flags: Sequence[str]) -> None:
         T.die_with_launcher()
     gpus = count_gpus()
     presets = program_of(flags).PRESETS
-    _, config = T.parse_config(flags, T.default_preset(presets, gpus), presets)
+    _, config = T.parse_config(flags, "speedrun" if gpus else "laptop", presets)
     T.check_config(config, ranks)
     device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
     if gpus:
