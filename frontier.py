@@ -1,17 +1,21 @@
-"""Record 89 of the public GPT speedrun, the newest one here, as the preset `frontier`. Ideas for it go into this file.
+"""The public GPT speedrun's head, record 92's mechanisms, as the preset `frontier`. Ideas for it go into this file.
 
     ./run.sh --preset frontier                set up, fetch the data and train on GPUs
     torchrun --nproc_per_node=8 frontier.py   train on eight GPUs, with data already fetched
     python frontier.py --help                 every flag
 
-This file holds what the record adds to record 44: its config, its model and its rows of update rules. All else is
-train_gpt.py, which it imports: data, schedule, gradient sync, training loop, attention, log. The source of both files
-opens the log of a run. bench/public_record.py compares this file with the record's own program.
+This file holds what the records add to record 44: config, model, update rules. All else is train_gpt.py, which it
+imports: data, schedule, gradient sync, training loop, attention, log. The source of both files opens the log of a run.
+`frontier` computes what record 92 does, on 1, 2, 4 or 8 GPUs of any kind, but with a smaller n-gram table and less in
+fp8. `frontier89` is record 89: bench/public_record.py compares it with the record's own program.
 
     section    contents                                                         to start, search for
-    config     stage values, kinds of parameters, fields, the preset            class Config, PRESETS
+    config     stage values, kinds of parameters, fields, the presets           class Config, PRESETS, class Layer
     model      groups, blocks, attention, MLP, weights per token, head          class GPT, def trunk, class Head
-    worker     what a training step does besides: tied embedding, fp8 scales    class Worker
+               n-gram tables, DocCopy                                           class NgramTable, class DocCopy
+    rules      ANVIL; Adam with a cadence, and with one moment per row          class Anvil, class RowAdam
+    worker     what a training step does besides: tied embedding, fp8 scales,   class Worker, class TailAverages
+               averages of the last steps, candidates of the loss               class Candidates
     kernels    DC's attention maps, the MLP in fp8                              def mix_heads, class ReluSquaredInFP8
 """
 
@@ -29,19 +33,22 @@ import functools
 import itertools
 import math
 import re
+import unicodedata
 from dataclasses import dataclass
 from typing import Any, Iterator, NamedTuple, Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import train_gpt
 from train_gpt import (
-    GATE_DIM, GPT2_VOCAB, TILE_K, TILE_M, TILE_N, DocumentTable, Encoding, HeadLoss, Mask, MuonGroup, NgramTable,
-    Ngrams, Plan, Ramp, Rotary, Shard, Softcap, Windows, attend, compiled, cut_in_pieces, embedding, exclude_own_value,
-    fp8_product, kernel_programs, mask_in_pieces, norm, option, parameter, relu_squared, require, rotate,
-    scheduled_steps, seen_by_pieces, sha256_of, stage_type, start, to_device, triton, uniform)
+    GATE_DIM, GPT2_VOCAB, TILE_K, TILE_M, TILE_N, DocumentTable, Encoding, HeadLoss, Mask, Ngrams, NorMuon, Plan,
+    Ramp, Rotary, Shard, Softcap, Windows, attend, compiled, cut_in_pieces, embedding, exclude_own_value,
+    fp8_product, groups_by_kind, kernel_programs, mask_in_pieces, norm, option, parameter, polar, relu_squared,
+    require, rotary_frequencies, rotate, scheduled_steps, seen_by_pieces, sha256_of, stage_type, start, to_device,
+    triton, uniform)
 
 if triton is not None:
     import triton.language as tl
@@ -57,6 +64,10 @@ class StageValues(train_gpt.StageValues):
     second_token_weight: float = option(0.0, "weight in the objective of the token after the next", min=0)
     third_token_weight: float = option(0.0, "weight in the objective of the token two after the next", min=0)
     prefix_weight: float = option(0.0, "weight of a further target: the longest token that begins the next", min=0)
+    attended_tokens: int = option(0, "attention treats every so many tokens of a document as a document of its own; 0: "
+                                  "it sees whole documents", min=0)
+    candidates: int = option(0, "classes of the training loss, drawn for each micro-batch (0: all). The train_loss in "
+                             "the log is then of these only, and too low by up to ln(vocabulary / candidates)", min=0)
 
 Stage = stage_type(StageValues)
 
@@ -64,8 +75,41 @@ Stage = stage_type(StageValues)
 class AdamGroup(train_gpt.AdamGroup):
     """How Adam updates one kind of parameters, with moments in float32."""
 
-    def rule(self, config: Config) -> train_gpt.Adam:
-        return dataclasses.replace(super().rule(config), fp32_moments=True)
+    slow_from: int | None = option(None, "step from which the kind is updated half as often, with squared betas and "
+                                   "twice the weight decay (None: never)", min=0)
+    row_moment: bool = option(False, "of n-gram tables: one second moment per row, and no first one")
+    by_rows: bool = option(False, "of value tables: gradients of the rows that were read are sent, not of all")
+
+    def rule(self, config: Config) -> Adam:
+        rule = vars(super().rule(config)) | {"fp32_moments": True, "slow_from": self.slow_from}
+        if self.by_rows:
+            rule |= {"rows": True, "lazy": False}
+        return (RowAdam if self.row_moment else Adam)(**rule)
+
+@dataclass(frozen=True)
+class Tail:
+    """A running average of weights over the last steps, which pulls the weights to it after the last one."""
+
+    kinds: str  # of parameters, divided by spaces; mlp: all that begin with mlp_; also the last part of names, as qk
+    last_steps: int = option(dataclasses.MISSING, "the average starts as the weights after the first of them")
+    period: int = option(1, "it moves after each later step s with s % period = phase")
+    phase: int = option(0, "see period", min=0)
+    rate: float = option(1.0, "how it moves: average += rate * (weights - average)", max=1)
+    last_rate: float | None = option(None, "rate after the last step; None: rate", max=1)
+    final_steps: int = option(0, "it moves after these last steps in any case", min=0)
+    blend: float = option(1.0, "at the end: weights += blend * (average - weights)", max=1)
+    keep_norm: bool = True  # then scale all weights of a kind by one factor, to the norm that they had
+    __repr__ = train_gpt.show_row
+
+@dataclass(frozen=True, repr=False)
+class MuonGroup(train_gpt.MuonGroup):
+    """How NorMuon or, with anvil_from, ANVIL updates one kind of matrices."""
+
+    anvil_from: int | None = option(None, "step from which ANVIL adds its slow momentum (None: NorMuon)", min=0)
+
+    def rule(self, config: Config) -> NorMuon:
+        rule = super().rule(config)
+        return rule if self.anvil_from is None else Anvil(**vars(rule), blend_from=self.anvil_from)
 
 # One row per kind of parameters
 PARAM_GROUPS = (
@@ -82,6 +126,7 @@ PARAM_GROUPS = (
     AdamGroup("token_gates_biases", 0.1, beta1=0.9, beta2=0.99),
     AdamGroup("mudd", 0.25, beta1=0.9, beta2=0.99, weight_decay=0.005),
     AdamGroup("mudd_biases", 0.25, beta1=0.9, beta2=0.99),
+    AdamGroup("doc_copy", beta1=0.9, beta2=0.99),
     MuonGroup("attn"),
     MuonGroup("mlp_fc", lr_mul=2.0),
     MuonGroup("mlp_proj", lr_mul=4.0),
@@ -89,22 +134,30 @@ PARAM_GROUPS = (
 
 @dataclass(frozen=True)
 class Config(train_gpt.Config, StageValues):
-    """Every value that decides a run. The defaults, with PRESETS, are record 89 of the public speedrun."""
+    """Every value that decides a run. The defaults, with RECORD_89, are record 89 of the public speedrun."""
 
-    row_types = Stage, Ramp, AdamGroup, MuonGroup, Ngrams
+    row_types = Stage, Ramp, AdamGroup, MuonGroup, Ngrams, Tail
     base_groups = PARAM_GROUPS
     model_type = property(lambda self: GPT)
     worker_type = property(lambda self: Worker)
-    help_groups = {"second_token_weight": "values that stages may set", "bigram_rows": "model of record 89"}
+    help_groups = {"second_token_weight": "values that stages may set", "ngram_hash": "model of records 89 and 92"}
 
-    # the record's first layer has neither attention nor MLP; the others are numbered without it
-    layers: str = option("PM S0xM P1M LxgM SxM PM M+3 SxM cS2M cP3M cL4gdM", "one word per layer (read Block and "
-                         "Attention first): S or L (attention with the short or long window) or P (short window; heads "
-                         "j and num_heads / 2 + j attend to each other's keys), a digit (value table), x (heads remove "
-                         "a token's own value: XSA, arXiv:2603.09078), g (a gate per head and token), d (attention "
-                         "maps mixed over heads: DC, arXiv:2405.08553), M (MLP), +N (skip connection from layer N); c "
-                         "in front (attention reads backout_layer)")
-    bigram_rows: int = option(377280, "rows of the table of pairs of tokens", min=2)
+    # the record's first layer has neither attention nor MLP; the others are numbered without it. Queries, keys and
+    # values of half the width use a part of matrices of full size, so that updates treat all layers alike
+    layers: str = option("PinM S0xinM P1inM LxginM SxinM PinM M+3 SxinM cS2inM cP3inM cL4gdM",
+                         "one word per layer, such as S0xinM; class Layer explains the letters")
+    mlp_dim: int = option(0, "hidden width of the MLPs; 0: 4 * model_dim", min=0)
+    softmax_scale: float = option(0.1, "factor on attention's logits in heads of full width, for the first window")
+    narrow_softmax_scale: float = option(0.13, "the same for narrow queries and keys")
+    mudd_groups: int = option(0, "groups of channels with weights of their own when the head mixes earlier outputs; it "
+                              "then also reads all value tables, the last MLP's input and backout_layer's normed "
+                              "output. 0: none of these", min=0)
+    ngrams: tuple[Ngrams, ...] = option((Ngrams(2, 377280, 768),), "n-gram embedding tables, Ngrams(N, ROWS, WIDTH) "
+                                        "each; N is 2, or with the hash of record 92 also 3")
+    ngram_hash: str = option("record89", "which hashes assign n-grams to rows and signs", ("record89", "record92"))
+    normalized_ids: bool = option(False, "n-grams and doc_copy compare GPT-2's tokens without case, accents and spaces")
+    doc_copy: bool = option(False, "add the embedding of the token that followed the longest repeated context of the "
+                            "document; see DocCopy")
     token_gates: str = option("0,4", "layers that begin a small network's range. Per token it computes gates of x0, "
                               "bigram embeddings, skip connections, x, g and d for the layers up to the next one")
     output_init: float = option(1.0, "scale of the initial attention output matrices", min=0)
@@ -118,6 +171,9 @@ class Config(train_gpt.Config, StageValues):
     logit_shift: float = option(5.0, "logits = logit_cap * sigmoid((x + logit_shift) / 7.5)", min=-math.inf)
     fp8_mlp: bool = option(True, "compute the MLPs' forward in fp8 during training; on GPUs only where kernels are on")
     muon_qk_heads: int = option(2, "heads per matrix of queries or keys that NorMuon orthogonalizes")
+    tails: tuple[Tail, ...] = option(
+        (), "averages over the last steps, such as Tail(\"head embed\", 298, rate=.01, blend=.65). The weights move to "
+        "them, row after row, before the last validation; earlier validations are of the weights as trained")
 
     def parse_layers(self) -> tuple[Layer, ...]:
         return parse_layers(self.layers)
@@ -136,12 +192,34 @@ class Config(train_gpt.Config, StageValues):
             (c.num_heads % 2 == 0, f"num_heads is {c.num_heads}; P and the last layer need an even number"),
             (c.num_heads % c.muon_qk_heads == 0,
              f"muon_qk_heads is {c.muon_qk_heads}; it must divide num_heads, {c.num_heads}"),
-            (not c.ngrams, "ngrams: this model has one table, see --bigram_rows; leave it empty"))
+            (c.ngrams and all(table.n in SIGN_FACTORS[c.ngram_hash] and table.rows > 1 for table in c.ngrams),
+             f"ngrams: with ngram_hash {c.ngram_hash} give tables of 2 rows and more and of n in "
+             f"{', '.join(map(str, SIGN_FACTORS[c.ngram_hash]))}, such as Ngrams(2, 3000, {c.model_dim})"),
+            (not c.mudd_groups or c.model_dim % c.mudd_groups == 0 and layers[-1].mlp, f"mudd_groups is "
+             f"{c.mudd_groups}; it must divide model_dim, {c.model_dim}, and the last layer needs an MLP"))
+        for tail in c.tails:
+            yield isinstance(tail.kinds, str) and tail.phase < tail.period, (
+                f"tails: {tail}: give kinds as a text such as \"qk vo\", and a phase below the period")
+        for n in {stage.first["candidates"] for stage in train_gpt.stages_of(c)}:
+            yield n % 16 == 0, f"candidates is {n}; products in fp8 need a multiple of 16"
+        for group in groups_by_kind(c).values():
+            if isinstance(group, AdamGroup):
+                yield ((group.slow_from or 0) % (2 * c.adam_every) == 0, f"param_groups: {group} has slow_from "
+                       f"{group.slow_from}; it must be a multiple of {2 * c.adam_every}, 2 * adam_every")
+                yield ((not group.row_moment or group.kind == "ngram_embeds" and c.lazy_tables)
+                       and (not group.by_rows or group.kind == "value_embeds"), f"param_groups: {group}: row_moment is "
+                       "for ngram_embeds with --lazy_tables true, and by_rows for value_embeds; leave it out")
         for i, layer in enumerate(layers):
             yield (layer.window != "P" or not (layer.xsa or layer.dc), f"layers: layer {i} has P with x or d, which "
                    "need unpaired heads; write S or L")
+            yield (layer.narrow_qk or not layer.narrow_v, f"layers: layer {i} has v without q; write qv, or leave "
+                   "out v")
+            yield (not layer.narrow_qk or layer.window != "L" and not layer.dc, f"layers: layer {i} has q with L or d, "
+                   "which need queries and keys of full width; leave out q")
+            yield (not layer.last or not (layer.adds_x0 or layer.adds_ngrams), "layers: the last layer has i or n, but "
+                   "the token weights of Mudd add both; leave them out")
 
-PRESETS = {"frontier": Config(
+RECORD_89 = Config(
     backout_layer=7, overlap_param_gather=True, update_order="forward", logit_cap=23.0,
     fp8_x_scale=100 / 448, fp8_weight_scale=1.6 / 448, fp8_grad_scale=0.75 / 448,
     num_steps=1285, cooldown=0.6, lr_floor=0.15, muon_lr=0.023, muon_beta2=0.9, adam_eps=1e-10,
@@ -156,19 +234,68 @@ PRESETS = {"frontier": Config(
         Stage(extra_steps=15, micro_batch_tokens=49152, max_document_tokens=2048, long_window=13, peak_lr_factor=0.15,
               second_token_weight=0.0, third_token_weight=0.0, prefix_weight=0.0),  # lr_floor decides here, not peak
     ),
-)}
+)
+
+# Record 92. Its stages end at 320, 681, 1107, 1174, 1194; a stage is several rows where a value changes in steps
+SECOND = {"micro_batch_tokens": 32768, "max_document_tokens": 2048, "long_window": 7, "peak_lr_factor": 1.52,
+          "candidates": 10240}
+THIRD = {"micro_batch_tokens": 49152, "max_document_tokens": 3072, "attended_tokens": 2560, "long_window": 11}
+PRESETS = {"frontier": dataclasses.replace(
+    RECORD_89, layers="PqinM Sqv0xinM Pq1iM LxgM rinM PqinM M+3 ri cSqv2MM rnM cL3gM", mlp_dim=2816,
+    softmax_scale=0.085, mudd_groups=12, untie_at=1.0, num_steps=1194, cooldown=940 / 1174, lr_floor=0.3, val_every=0,
+    muon_weight_decay=2.25, muon_momentum=0.93, muon_momentum_rise=240,
+    fp8_weight_scale=2 / 448, fp8_grad_scale=0.75 / 8 / 448,
+    # 84,602,880 rows in the record, on eight GPUs; another number is another experiment
+    ngrams=(Ngrams(2, 5287680, 768), Ngrams(3, 5287680, 768)), ngram_hash="record92", lazy_tables=True,
+    param_groups=(
+        AdamGroup("value_embeds", 70.0, beta1=0.75, beta2=0.95, weight_decay=0.025, slow_from=336),
+        AdamGroup("ngram_embeds", 70.0, beta1=0.0, beta2=0.95, weight_decay=0.025, slow_from=336, row_moment=True),
+        MuonGroup("attn", anvil_from=514), MuonGroup("mlp_fc", math.sqrt(2816 / 768), anvil_from=514),
+        MuonGroup("mlp_proj", 2 * math.sqrt(2816 / 768), anvil_from=514)),
+    tails=(Tail("head embed", 298, 2, 1, 1 - (1 - 2 / 299) ** 2, last_rate=2 / 299, blend=0.65),
+           Tail("vo mlp", 249, 4, 1, 4 / 53), Tail("value_embeds", 247, 4, 3, 4 / 53, keep_norm=False),
+           Tail("qk", 297, 4, 1, 2 / 75, final_steps=2, blend=0.55),
+           Tail("vo mlp", 297, 4, 1, 2 / 75, final_steps=2, blend=0.55 - 0.2007)),
+    stages=(
+        Stage(until=320 / 1174, micro_batch_tokens=16384, max_document_tokens=896, long_window=3, peak_lr_factor=1.0,
+              candidates=10240, second_token_weight=0.5, third_token_weight=Ramp(0.25, 0.0), prefix_weight=0.25),
+        *(Stage(until=end / 1174, **SECOND, prefix_weight=prefix,
+                second_token_weight=Ramp(*(0.5 * (681 - step) / 361 for step in (begin, end))))
+          for begin, end, prefix in ((320, 411, 0.2), (411, 501, 0.15), (501, 591, 0.1), (591, 681, 0.05))),
+        *(Stage(until=end / 1174, **THIRD, peak_lr_factor=1.73, candidates=classes)
+          for end, classes in ((965, 14336), (1107, 24576))),
+        Stage(**THIRD | {"micro_batch_tokens": 40960}, peak_lr_factor=1.73 * math.sqrt(20 / 24)),
+        Stage(extra_steps=20, **THIRD | {"micro_batch_tokens": 16384, "long_window": 13}, peak_lr_factor=0.3))),
+    "frontier89": RECORD_89}
 
 class Layer(NamedTuple):
-    """The contents of one layer; see Config.layers."""
+    """The contents of one layer, a word of Config.layers. Read Block and Attention first.
+
+    S, L, P   attention with the short or the long window; or with the short one and pairs of heads: heads j and
+              num_heads / 2 + j attend to each other's keys. c in front: it reads the output of backout_layer
+    q, v      queries and keys, or values, are half as wide
+    a digit   it adds this value table to the values
+    x, g, d   heads remove a token's own value (XSA, arXiv:2603.09078); a gate per head and token; attention maps mixed
+              over heads (DC, arXiv:2405.08553)
+    r         no attention, but the weights of the residual stream of a layer with attention
+    i, n      it adds x0, or the n-gram embeddings
+    M, MM     an MLP, or the sum of two
+    +N        skip connection from layer N
+    """
 
     window: str | None       # of its attention: S, L, P, or None for no attention
+    residual: bool  # it weights the residual stream as with attention, and may have none
+    narrow_qk: bool
+    narrow_v: bool
     value_table: int | None
-    mlp: bool
-    skip_from: int | None
-    reads_backout: bool  # attention reads the output of backout_layer
     xsa: bool
     gated: bool
     dc: bool
+    adds_x0: bool
+    adds_ngrams: bool
+    mlp: int  # MLPs
+    skip_from: int | None
+    reads_backout: bool  # attention reads the output of backout_layer
     last: bool  # its inputs are mixed by Mudd
 
 @functools.lru_cache(maxsize=16)
@@ -177,12 +304,15 @@ def parse_layers(words: str) -> tuple[Layer, ...]:
     require(words.split(), "layers is empty; give at least one layer")
 
     def parse(word: str, last: bool) -> Layer:
-        found = re.fullmatch(r"(?=[^+])(?:(c?)([SLP])(\d?)(x?)(g?)(d?))?(M?)(?:\+(\d+))?", word)
-        require(found, f"layers: {word!r} is not a layer; write S, L or P, optionally with a digit, x, g, d, M, +N, "
-                "and c in front, such as cS1xM+0; or M")
-        backout, window, table, xsa, gated, dc, mlp, skip = found.groups()
-        return Layer(window, int(table) if table else None, bool(mlp), int(skip) if skip else None, bool(backout),
-                     bool(xsa), bool(gated), bool(dc), last)
+        found = re.fullmatch(
+            r"(?=[^+])((?:(?P<reads_backout>c)?(?P<window>[SLP])(?P<narrow_qk>q)?(?P<narrow_v>v)?(?P<value_table>\d)?"
+            r"(?P<xsa>x)?(?P<gated>g)?(?P<dc>d)?|r)(?P<adds_x0>i)?(?P<adds_ngrams>n)?)?(?P<mlp>M{0,2})"
+            r"(?:\+(?P<skip_from>\d+))?", word)
+        require(found, f"layers: {word!r} is not a layer; write S, L or P, optionally with q, v, a digit, x, g, d, i, "
+                "n, M, +N in this order, and c in front, such as cS1xinM+0; or r, i, n, M, +N; or M, +N")
+        number = {name: found[name] and int(found[name]) for name in ("value_table", "skip_from")}
+        return Layer(**{name: bool(letter) for name, letter in found.groupdict().items()} | number | {
+            "window": found["window"], "mlp": len(found["mlp"]), "residual": bool(found[1]), "last": last})
     *others, final = words.split()
     return *(parse(word, False) for word in others), parse(final, True)
 
@@ -239,7 +369,8 @@ class GPT(nn.Module):
         self.value_embeds = nn.ModuleList(embedding(vocab, c.model_dim, "value_embeds", dtype) for _ in range(tables))
         for table in self.value_embeds:
             table.weight.data.mul_(c.value_init)
-        self.ngrams = nn.ModuleList([BigramTable(c, Ngrams(2, c.bigram_rows, c.model_dim))])
+            table.sparse = getattr(groups_by_kind(c)["value_embeds"], "by_rows", False)
+        self.ngrams = nn.ModuleList(NgramTable(c, table) for table in c.ngrams)
         self.smear_gate = parameter(torch.zeros(1, GATE_DIM, dtype=dtype), "smear_gate")
         self.blocks = nn.ModuleList(Block(c, layer) for layer in self.layers)
         self.lm_head = Head(c, vocab, encoding.vocab_size)
@@ -257,9 +388,20 @@ class GPT(nn.Module):
         self.post_lambdas = parameter(torch.ones(count, 2), "post_lambdas")
         # the longest other token that begins each token, or -1; the last entry is for the target -1. See fill_prefixes
         self.register_buffer("prefixes", torch.full((vocab + 1,), -1), persistent=False)
-        self.rotary = Rotary(c, 2 * max(c.val_len, *lengths))  # P has two positions per token
+        positions = 2 * max(c.val_len, *lengths)  # P has two per token
+        self.rotary = Rotary(rotary_frequencies(c.head_dim), positions, dtype, c.softmax_scale)
+        # all entries of narrow heads rotate, as the first half of the others
+        self.narrow_rotary = Rotary(rotary_frequencies(c.head_dim)[:c.head_dim // 4], positions, dtype,
+                                    c.narrow_softmax_scale) if any(layer.narrow_qk for layer in self.layers) else None
+        self.attended_tokens = 0  # in this step's training
+        self.doc_copy, self.ids = DocCopy(c) if c.doc_copy else None, None
+        if c.normalized_ids and encoding.vocab_size == GPT2_VOCAB:  # other encodings are of bytes
+            ids = normalized_ids(gpt2_token_bytes((train_gpt.ROOT / c.train_files).parent))
+            self.ids = torch.tensor([*ids, *range(len(ids), vocab)], device="cpu", dtype=torch.int32)  # for rows_read
+            self.register_buffer("device_ids", self.ids.to(self.smear_gate.device), persistent=False)
         self.tied = False  # head and embedding are one matrix
         self.further_weights: dict[str, float] = {}  # of this step's further targets
+        self.candidates: list[Tensor | None] = []  # of the next forwards, see Candidates; None or empty: all classes
         self.reach = 0  # above 0: all masks in pieces have one shape, for windows up to `reach` tokens
         self.flash, self.counted = False, None  # counted: of the next sequence, by train_gpt.count_documents
 
@@ -272,8 +414,8 @@ class GPT(nn.Module):
 
     def trunk(self, tokens: Tensor, windows: Windows) -> Tensor:
         """Tokens [T] -> the normed residual stream before the head [T, dim]."""
-        masks, (x0, bigram_embeds) = self.masks(tokens, windows), self.embed_tokens(tokens)
-        context = self.context(x0, bigram_embeds, masks)
+        masks, (x0, bigram_embeds, copied) = self.masks(tokens, windows), self.embed_tokens(tokens)
+        context = self.context(x0, bigram_embeds, masks, copied)
         x, gates = x0.view_as(x0), None  # a new object: with x0 itself torch.compile would build a further graph
         saved: dict[int, Tensor] = {}  # outputs of the layers that later layers read
         # looked up just before the first group that reads them, so that their gradients can be sent after that group
@@ -289,7 +431,7 @@ class GPT(nn.Module):
         """Build the mask of each kind of attention, by its letter in `layers`, for tokens [T]; see attend."""
         counted, self.counted, dtype = self.counted, None, self.embed.weight.dtype  # counted is valid for one sequence
         has_pairs, has_dc = any(layer.window == "P" for layer in self.layers), any(layer.dc for layer in self.layers)
-        docs = None if counted and not has_dc else (tokens == self.bos_id).cumsum(0)
+        docs = None if counted and not has_dc else self.begins(tokens).cumsum(0)
 
         def make(window: int, positions: int = 1) -> Mask:
             if not counted:
@@ -301,37 +443,62 @@ class GPT(nn.Module):
         return masks | ({"P": make(windows.short, 2)} if has_pairs else {}) | (
             {"dc": self.dc_mask(docs, dtype)} if has_dc else {})
 
+    def begins(self, tokens: Tensor) -> Tensor:
+        """Find where documents, or their parts of attended_tokens, begin in tokens [T]: bool [T]."""
+        begins, longest = tokens == self.bos_id, self.attended_tokens if self.training else 0
+        if longest:
+            position = torch.arange(len(tokens), device=tokens.device)
+            begins = begins | ((position - (position * begins).cummax(0).values) % longest == 0)
+        return begins
+
     # compiled by itself: 20 small kernels less, each of which costs the host more than the GPU
     @staticmethod
     @compiled
     def dc_mask(docs: Tensor, dtype: torch.dtype) -> Tensor:
         return mask_in_pieces(docs, *[DC_WINDOW - 1] * 2, dtype, DC_PIECE)
 
-    def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [T] -> x0, the residual stream before the first layer, and the bigram embeddings, both [T, dim]."""
-        e = F.embedding(tokens, self.lm_head.weight) if self.tied else self.embed(tokens)
-        x0 = self.smear(e, self.smear_gate, self.scalars.split(self.scalar_sizes)[2][0])
-        table, = self.ngrams
-        return x0, table(*self.bigram_row(tokens))
+    def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Tokens [T] -> x0, the residual stream before the first layer, the n-gram embeddings, Context.copied."""
+        read, copied = tokens, (None, None)
+        if self.doc_copy is not None:  # one lookup, and so one gradient, of tokens and candidates
+            candidates, kinds = self.doc_copy.find(tokens, self.normalized(tokens), self.bos_id)
+            read = torch.cat([tokens, candidates])
+        e = F.embedding(read, self.lm_head.weight) if self.tied else self.embed(read)
+        if self.doc_copy is not None:
+            e, of_candidates = e.chunk(2)
+            copied = self.doc_copy(of_candidates, kinds)
+        x0 = self.smear(e, self.smear_gate, self.scalars.split(self.scalar_sizes)[2][0], copied[0])
+        embeds = (table(*rows) for table, rows in zip(self.ngrams, self.ngram_rows(tokens)))
+        # a narrow table: the first entries. The sum of two tables in bf16 is rounded once
+        return x0, functools.reduce(torch.add, (F.pad(e, (0, x0.size(1) - e.size(1))) for e in embeds)), copied[1]
+
+    def normalized(self, tokens: Tensor) -> Tensor:
+        """Return what n-grams and DocCopy compare: with normalized_ids, a number of each token's normalized text."""
+        if self.ids is None:
+            return tokens
+        return (self.ids if tokens.device.type == "cpu" else self.device_ids)[tokens]
 
     smear = staticmethod(train_gpt.GPT.smear)
 
     @compiled
-    def bigram_row(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the table row and the sign row of the pair that ends at each token [T]."""
-        return self.ngrams[0].row_and_sign(tokens)
+    def ngram_rows(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return each table's rows and sign rows, of the n-grams that end at tokens [T]."""
+        return [table.row_and_sign(self.normalized(tokens)) for table in self.ngrams]
 
     def rows_read(self, tokens: Tensor) -> dict[nn.Parameter, Tensor]:
-        """Find the rows of the bigram table that a forward of these tokens [..., T] reads."""
-        table, = self.ngrams
-        return {table.weight: table.row_and_sign(tokens)[0]}
+        """Find the rows that a forward of tokens [..., T] reads, of each table whose gradients are sent by rows."""
+        ids = self.normalized(tokens)
+        return {table.weight: tokens for table in self.value_embeds if table.sparse} | {
+            table.weight: table.row_and_sign(ids)[0] for table in self.ngrams}
 
-    def context(self, x0: Tensor, bigram_embeds: Tensor, masks: dict[str | None, Mask | None]) -> Context:
+    def context(self, x0: Tensor, bigram_embeds: Tensor, masks: dict[str | None, Mask | None],
+                copied: Tensor | None = None) -> Context:
         # unbound at once: backward of many single selections would pad each gradient with zeros and add them up
         skip_weights, value_mixes, _ = self.scalars.split(self.scalar_sizes)
         mixes = torch.cat([self.resid_lambdas, self.post_lambdas], 1)
-        return Context(x0, bigram_embeds, (self.rotary.cos, self.rotary.sin, self.rotary.scale), masks,
-                       skip_weights.unbind(), mixes.unbind(), value_mixes.view(-1, 2).unbind(), self.gate_scale)
+        rotaries = [rotary and (rotary.cos, rotary.sin, rotary.scale) for rotary in (self.rotary, self.narrow_rotary)]
+        return Context(x0, bigram_embeds, *rotaries, masks, skip_weights.unbind(), mixes.unbind(),
+                       value_mixes.view(-1, 2).unbind(), self.gate_scale, copied)
 
     def loss(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the losses of `forward` from the normed residual stream [T, dim]."""
@@ -344,9 +511,14 @@ class GPT(nn.Module):
                 rows, weights = [*rows, F.pad(targets[ahead:], (0, ahead), value=-1)], [*weights, weight]
         if prefix:
             rows, weights = [*rows, self.prefixes[targets]], [*weights, prefix]
-        further, weights = torch.stack(rows), to_device(torch.tensor(weights), x.device)
+        further, weights, head_rows = torch.stack(rows), to_device(torch.tensor(weights), x.device), []
+        classes = self.candidates.pop(0) if self.training and self.candidates else None
+        if classes is not None:  # a target becomes its position among them, or -1 if it is none
+            positions = torch.full_like(self.prefixes, -1)
+            positions[classes] = torch.arange(len(classes), device=x.device)
+            further, head_rows = positions[further], [self.lm_head.weight.index_select(0, classes)]
         pieces = zip(x.split(self.loss_tokens), further.split(self.loss_tokens, dim=1))
-        losses = [self.lm_head(x_piece, targets_piece, weights) for x_piece, targets_piece in pieces]
+        losses = [self.lm_head(x_piece, targets_piece, weights, *head_rows) for x_piece, targets_piece in pieces]
         return tuple(torch.stack(terms).sum() for terms in zip(*losses))
 
     def fill_prefixes(self, tokens: Sequence[bytes]) -> None:
@@ -362,23 +534,31 @@ class GPT(nn.Module):
     def apply_schedule(self, plan: Plan) -> None:
         """Set the state of the model that depends on the step. In the step that unties, Worker ends `tied`."""
         self.rotary.set_windows(plan.rotary_windows)
+        if self.narrow_rotary is not None:
+            block = self.config.window_block
+            self.narrow_rotary.set_windows(tuple(long // block // 2 * block for long in plan.rotary_windows))
+        stage = max((s for s in train_gpt.stages_of(self.config) if s.begin <= plan.step), key=lambda s: s.begin)
+        self.attended_tokens = stage.first["attended_tokens"]
         self.tied, self.further_weights = self.untied_step > 0 and plan.step <= self.untied_step, plan.scheduled
 
 class Context(NamedTuple):
     """Inputs that all layers of one forward share.
 
-    x0, bigram_embeds: [T, dim]. rotary: cosines, sines, softmax scale. masks: see GPT.masks. skip_weights: a number for
-    each skip connection. mixes: see Block. value_mixes: see Attention. gate_scale: see TokenWeights.
+    x0, bigram_embeds: [T, dim]. rotary: cosines, sines, softmax scale; narrow_rotary: of narrow heads. masks: see
+    GPT.masks. skip_weights: a number for each skip connection. mixes: see Block. value_mixes: see Attention.
+    gate_scale: see TokenWeights. copied [T, dim]: what DocCopy adds before the final norm.
     """
 
     x0: Tensor
     bigram_embeds: Tensor
     rotary: tuple[Tensor, Tensor, Tensor]
+    narrow_rotary: tuple[Tensor, Tensor, Tensor] | None
     masks: dict[str | None, Mask | None]
     skip_weights: Sequence[Tensor]
     mixes: Sequence[Tensor]
     value_mixes: Sequence[Tensor]
     gate_scale: Tensor
+    copied: Tensor | None
 
 class Group(nn.Module):
     """Consecutive layers that are compiled together; the last group also prepares the head's input.
@@ -413,7 +593,7 @@ class Group(nn.Module):
             gates = self.token_gates[0].compute(x, context.gate_scale)
         by_layer, outputs = self.token_gates[0].by_name(gates), dict(saved)
         if self.numbers.start == 0:
-            x = x + by_layer[-1, "bigrams"] * context.bigram_embeds
+            x = x + by_layer.get((-1, "bigrams"), 0.0) * context.bigram_embeds
             outputs[-1] = x
         for i, block in zip(self.numbers, self.blocks):
             layer, layer_context, mix = block.layer, context, context.mixes[i]
@@ -426,14 +606,16 @@ class Group(nn.Module):
                 x, value_embeds, mix, further = self.mudd[0].layer_inputs(x, outputs, value_embeds)
                 layer_gates, layer_context = layer_gates | further, context._replace(x0=outputs[-1])
             attn_input = outputs[self.backout] if layer.reads_backout else None
-            x = block.forward(x, layer_context, mix, value_embeds, context.value_mixes[i], attn_input, layer_gates)
+            x, mlp_input = block.forward(x, layer_context, mix, value_embeds, context.value_mixes[i], attn_input,
+                                         layer_gates)
             outputs[i] = x
         if self.last:
-            x = norm(self.mudd[0].head_input(x, outputs, values[0]))
+            x = self.mudd[0].head_input(x, outputs, values, mlp_input)
+            x = norm(x if context.copied is None else x + context.copied)
         return x, {i: output for i, output in outputs.items() if i in self.saves and i not in saved}, gates
 
 class Block(nn.Module):
-    """A layer: attention and MLP, each if the layer has it, add their output to the residual stream.
+    """A layer: attention and MLPs, each if the layer has it, add their output to the residual stream.
 
     mix [4]: weights of the residual stream at attention and at the MLP, and of their outputs; learned, or in the last
     layer computed for each token [T, 1].
@@ -443,23 +625,28 @@ class Block(nn.Module):
         super().__init__()
         self.layer = layer
         self.attn = Attention(config, layer) if layer.window else None
-        self.mlp = MLP(config) if layer.mlp else None
+        self.mlp, self.second_mlp = (MLP(config) if layer.mlp > i else None for i in range(2))
 
     def forward(self, x: Tensor, context: Context, mix: Sequence[Tensor], value_embeds: Tensor | None,
-                value_mix: Tensor, attn_input: Tensor | None, gates: dict[str, Tensor]) -> Tensor:
-        """Map the residual stream x [T, dim] to the next layer's.
+                value_mix: Tensor, attn_input: Tensor | None, gates: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Map the residual stream x [T, dim] to the next layer's. Return also the MLPs' input.
 
         attn_input [T, dim]: attention reads it in place of x. gates: see gates_of.
         """
         resid_lambda_attn, resid_lambda_mlp, post_lambda_attn, post_lambda_mlp = mix
         if self.attn is not None:
             y = self.attn(norm(x if attn_input is None else attn_input), value_embeds, value_mix, context, gates)
-            x = resid_lambda_attn * x + post_lambda_attn * y + gates["x0"] * context.x0
-            if "bigrams" in gates:
-                x = x + gates["bigrams"] * context.bigram_embeds
-        if self.mlp is not None:
-            x = resid_lambda_mlp * x + post_lambda_mlp * self.mlp(norm(x))
-        return x
+            x = resid_lambda_attn * x + post_lambda_attn * y
+        elif self.layer.residual:
+            x = resid_lambda_attn * x
+        for name, source in (("x0", context.x0), ("bigrams", context.bigram_embeds)):
+            if name in gates:
+                x = x + gates[name] * source
+        if self.mlp is None:
+            return (resid_lambda_mlp * x if self.layer.residual else x), None
+        h = norm(x)
+        y = self.mlp(h) if self.second_mlp is None else self.mlp(h) + self.second_mlp(h)
+        return resid_lambda_mlp * x + post_lambda_mlp * y, h
 
 class Attention(nn.Module):
     """Causal attention. Weights: qk [dim, 2 dim], vo [2 dim, dim], value_gate [heads, GATE_DIM]."""
@@ -467,6 +654,7 @@ class Attention(nn.Module):
     def __init__(self, config: Config, layer: Layer):
         super().__init__()
         c, dim, self.heads, self.layer = config, config.model_dim, config.num_heads, layer
+        self.qk_dim, self.v_dim = (c.head_dim // (1 + narrow) for narrow in (layer.narrow_qk, layer.narrow_v))
         # The query, key, value and output matrices [dim, dim]. Queries and keys are apart, as NorMuon treats them
         # differently. The shapes decide its second moments (finish_spec): [dim, 2 dim] per column, [2 dim, dim] per row
         qkvo = uniform(4 * dim, dim, dim)
@@ -485,15 +673,18 @@ class Attention(nn.Module):
 
         value_mix [2]: weights of the layer's values and of its output. gates: of heads, see gates_of.
         """
-        (tokens, dim), (cos, sin, scale), paired = x.shape, context.rotary, self.layer.window == "P"
-        qkv_weight, o_weight = torch.cat([self.qk.view(2 * dim, dim), self.vo]).split((3 * dim, dim))
+        (tokens, dim), paired = x.shape, self.layer.window == "P"
+        cos, sin, scale = context.narrow_rotary if self.layer.narrow_qk else context.rotary
+        # narrow heads use the first half of their rows, and of the output's columns
+        qk_weight = self.qk.view(2 * self.heads, -1, dim)[:, :self.qk_dim].flatten(0, 1)
+        v_weight = self.vo[:dim].view(self.heads, -1, dim)[:, :self.v_dim].flatten(0, 1)
+        o_weight = self.vo[dim:].view(dim, self.heads, -1)[..., :self.v_dim].flatten(1)
         # cheaper on the weights; queries and keys are normed
-        qkv_weight, o_weight = value_mix[0] * qkv_weight, value_mix[1] * o_weight
-        qkv = F.linear(x, qkv_weight).view(tokens, 3 * self.heads, -1)
-        qk, v = qkv.split((2 * self.heads, self.heads), dim=1)
-        qk = norm(qk)
+        qkv_weight, o_weight = value_mix[0] * torch.cat([qk_weight, v_weight]), value_mix[1] * o_weight
+        qk, v = F.linear(x, qkv_weight).split((len(qk_weight), len(v_weight)), dim=1)
+        qk, v = norm(qk.reshape(tokens, 2 * self.heads, -1)), v.reshape(tokens, self.heads, -1)
         if value_embeds is not None:
-            v = v + self.gate_values(x, value_embeds).view_as(v)
+            v = v + self.gate_values(x, value_embeds)[..., :self.v_dim]
         if paired:  # the rotary has two positions per token: the first for even heads, the second for odd ones
             cos, sin = (table[:2 * tokens].view(tokens, 1, 2, -1) for table in (cos, sin))
             q, k = rotate(qk.unflatten(1, (-1, 2)), cos, sin).flatten(1, 2).chunk(2, dim=1)
@@ -503,7 +694,10 @@ class Attention(nn.Module):
             k = offset_keys(k)
         if paired:  # one sequence of twice the length: head j of a token, then head j + H / 2
             q, k, v = (x.reshape(2 * tokens, self.heads // 2, -1) for x in (q, k, v))
-        y = attend(q * scale, k, v, context.masks[self.layer.window])
+        mask, missing = context.masks[self.layer.window], self.v_dim - self.qk_dim
+        if isinstance(mask, DocumentTable) and missing:  # FlashAttention needs equal widths
+            q, k = (F.pad(x, (0, missing)) for x in (q, k))
+        y = attend(q * scale, k, v, mask)
         if self.layer.dc:
             y = y + mix_heads(q * scale, k, v, gates["dc_read"], gates["dc_write"], context.masks["dc"])
         if paired:
@@ -512,15 +706,15 @@ class Attention(nn.Module):
             y = exclude_own_value(y, v, gates["xsa"])
         if self.layer.gated:
             y = y * gates["gate"][..., None]
-        return F.linear(y.reshape(tokens, dim), o_weight)
+        return F.linear(y.reshape(tokens, -1), o_weight)
 
     def gate_values(self, x: Tensor, value_embeds: Tensor) -> Tensor:
-        """Multiply each head's value embeddings by a gate from 0 to 2.
+        """Multiply each head's value embeddings by a gate from 0 to 2 -> [T, H, D].
 
         Half of the gate's inputs are entries of x, half are entries of the embedding.
         """
         if self.value_gate is None:
-            return value_embeds
+            return value_embeds.view(len(x), self.heads, -1)
         inputs = self.value_gate.size(1)
         gate_input = torch.cat([x[:, :inputs // 2], value_embeds[:, :inputs - inputs // 2]], dim=1)
         gate = 2 * torch.sigmoid(F.linear(gate_input, self.value_gate))
@@ -538,7 +732,7 @@ class MLP(train_gpt.MLP):
     """train_gpt's MLP. With fp8_mlp both products are in fp8 in training; see DelayedScales."""
 
     def __init__(self, config: Config):
-        super().__init__(config)
+        super().__init__(config, config.mlp_dim or 4 * config.model_dim)
         self.fp8 = config.fp8_mlp
         if self.fp8:
             self.register_buffer("h_scale", torch.ones(()), persistent=False)
@@ -591,37 +785,51 @@ class Head(train_gpt.Head):
         self.softcap = Softcap(config.logit_cap, config.logit_shift)
 
     @compiled
-    def forward(self, x: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, targets: Tensor, weights: Tensor, weight: Tensor | None = None) -> tuple[
+            Tensor, Tensor]:
         """Compute (objective, which training minimizes; cross entropy of the next token), in nats, summed over tokens.
 
         x [T, dim]; targets [n, T]: the next token, then further targets, -1 is not counted; weights [n] of the rows.
+        weight [classes, dim]: in place of the head's own.
         """
+        weight = self.weight if weight is None else weight
         if self.kernels and self.training:  # an edit of this method turns the kernel off: see PLAIN_FORMS
             scales = self.fp8_scales if self.fp8 else None
-            objective, entropies = HeadLoss.apply(x, self.weight, targets, weights, self.softcap, scales)
+            objective, entropies = HeadLoss.apply(x, weight, targets, weights, self.softcap, scales)
             return objective, entropies[0]
-        x = self.uncapped_logits(x)
+        x = self.uncapped_logits(x, weight)
         entropies = torch.stack([
             F.cross_entropy(self.softcap(x), row, ignore_index=-1, reduction="sum") for row in targets])
         objective = (entropies * weights).sum()
         return objective, entropies[0].detach()
 
-class BigramTable(NgramTable):
-    """An embedding of the pair of tokens that ends at each position, also across documents."""
+# Factors of an n-gram's tokens, the latest first. A hash is the XOR of the products in int32, which wrap
+ROW_FACTORS = {2: (36313, 27191), 3: (17351, 60961, 45259)}
+SIGN_FACTORS = {"record89": {2: (1, 1)}, "record92": {2: (48271, 30011), 3: (58699, 39779, 26801)}}
+
+class NgramTable(train_gpt.NgramTable):
+    """An embedding of the n tokens that end at each position, also across documents. All tables have the same signs."""
+
+    def __init__(self, config: Config, ngrams: Ngrams):
+        super().__init__(config, ngrams)
+        self.sign_factors = SIGN_FACTORS[config.ngram_hash][self.n]
 
     def row_and_sign(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Hash the pairs that end at tokens [..., T] as record 89 does -> rows of the table, rows of the signs.
+        """Hash the n-grams that end at tokens [..., T] as the records do -> rows of the table, rows of the signs.
 
-        The first token has the last row. For the second token the hash has the number of that row in place of the first
-        token; at the record's size the product overflows int32, and wraps.
+        The first n - 1 tokens have the last row. In the pair of the second token, the hash has the number of that row
+        in place of the first token.
         """
-        tokens, last = tokens.int(), self.num_embeddings - 1
-        before = F.pad(tokens[..., :-1], (1, 0))
-        sign = (before ^ tokens) % self.SIGNS
-        sign[..., :1].zero_()  # an assignment of a number would make the host wait for the GPU
-        before[..., 1:2].fill_(last)
-        row = (36313 * tokens ^ 27191 * before) % last
-        row[..., :1].fill_(last)
+        def mix(factors: Sequence[int]) -> Tensor:
+            return functools.reduce(torch.bitwise_xor, (factor * token for factor, token in zip(factors, window)))
+        last, incomplete = self.num_embeddings - 1, self.n - 1
+        window = [F.pad(tokens.int(), (k, 0))[..., :tokens.size(-1)] for k in range(self.n)]
+        sign = mix(self.sign_factors) % self.SIGNS
+        # of use to pairs only. By fill_ and zero_: an assignment of a number would make the host wait for the GPU
+        window[1][..., 1:2].fill_(last)
+        row = mix(ROW_FACTORS[self.n]) % last
+        row[..., :incomplete].fill_(last)
+        sign[..., :incomplete].zero_()
         return row.long(), sign.long()
 
 class TokenWeights(nn.Module):
@@ -656,8 +864,7 @@ def gates_of(config: Config, layers: range) -> dict[tuple[int, str], list[float]
     every, heads, init = config.parse_layers(), config.num_heads, {}
     for i in layers:
         layer = every[i]
-        mixes_in = layer.window and not layer.last  # Mudd has the last layer's
-        present = {"x0": mixes_in and [0.0], "bigrams": mixes_in and [BIGRAM_GATE_INIT],
+        present = {"x0": layer.adds_x0 and [0.0], "bigrams": layer.adds_ngrams and [BIGRAM_GATE_INIT],
                    "skip": layer.skip_from is not None and [0.5], "xsa": layer.xsa and [0.0] * heads,
                    "gate": layer.gated and [0.25] * heads, "dc_read": layer.dc and [1.0] * heads,
                    "dc_write": layer.dc and [0.0] * heads}
@@ -669,7 +876,8 @@ class Mudd(nn.Module):
     """Multiway dynamic dense connections (arXiv:2502.12170): last layer and head mix earlier outputs by token weights.
 
     Sources of the last layer: the input of the first layer, the output of backout_layer, and the residual stream.
-    Sources of the head: the saved outputs (see saved_layers) and the embeddings of the first value table.
+    Sources of the head: the saved outputs (see saved_layers) and the embeddings of the first value table. For groups,
+    see Config.mudd_groups.
     """
 
     def __init__(self, config: Config):
@@ -681,8 +889,13 @@ class Mudd(nn.Module):
         if last.value_table is not None:
             init["value_gates"] = [2.0, 2.0]
         self.layer = TokenWeights(c, "mudd", init)
-        self.head = TokenWeights(c, "mudd", {"sources": [-0.5 if i == c.backout_layer else 0.0 for i in self.sources]
-                                             + [0.0]})
+        tables = len({layer.value_table for layer in config.parse_layers()} - {None})
+        sources = [-0.5 if i == c.backout_layer else 0.0 for i in self.sources]
+        sources += [0.0] * (tables + 2 if c.mudd_groups else 1)
+        self.head, self.groups = TokenWeights(c, "mudd", {"sources": sources}), c.mudd_groups
+        # further weights of each source in each group, by the hidden values of the token
+        self.by_group = parameter(torch.zeros(len(sources), c.mudd_groups, TokenWeights.WIDTH, dtype=c.torch_dtype),
+                                  "mudd") if c.mudd_groups else None
 
     def layer_inputs(self, x: Tensor, saved: dict[int, Tensor], value_embeds: Tensor | None) -> tuple[
             Tensor, Tensor, tuple[Tensor, ...], dict[str, Tensor]]:
@@ -696,12 +909,182 @@ class Mudd(nn.Module):
         gates = {name: weights[name] for name in ("x0", "bigrams")}
         return x + weighted_sum(weights["residual"], sources), mixed, weights["mix"].split(1, dim=1), gates
 
-    def head_input(self, x: Tensor, saved: dict[int, Tensor], value_embeds: Tensor) -> Tensor:
-        return x + weighted_sum(self.head.compute(x), [*(saved[i] for i in self.sources), value_embeds])
+    def head_input(self, x: Tensor, saved: dict[int, Tensor], values: dict[int, Tensor], mlp_input: Tensor) -> Tensor:
+        sources = [saved[i] for i in self.sources]
+        if self.by_group is None:
+            return x + weighted_sum(self.head.compute(x), [*sources, values[0]])
+        hidden = F.gelu(F.linear(x, self.head.hidden))
+        of_tokens = F.linear(hidden, self.head.out) + self.head.bias
+        of_groups = F.linear(hidden, self.by_group.flatten(0, 1)).view(len(x), -1, self.groups)
+        weights = (of_tokens[..., None] + of_groups) * TokenWeights.SCALE
+        sources += [*(values[i] for i in sorted(values)), mlp_input, norm(saved[self.backout])]
+        mixed = sum(weight[..., None] * source.view(len(x), self.groups, -1)
+                    for weight, source in zip(weights.unbind(1), sources))
+        return x + mixed.view_as(x)
 
 def weighted_sum(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:
     """weights [T, n], n sources [T, dim] -> [T, dim]."""
     return sum(weight * source for weight, source in zip(weights.split(1, dim=1), sources))
+
+class DocCopy(nn.Module):
+    """For each token, a candidate for the next one from its own document, as an input of the model.
+
+    A context is the last n tokens within the document, for n in LENGTHS. The candidate is the token after the latest
+    earlier occurrence of the longest context that has one. Its kind is 3 * i + min(occurrences, 3), from 1 on, where i
+    is the place of n in LENGTHS; kind 0: no context has one. Nothing depends on later tokens.
+    """
+
+    LENGTHS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32
+    FACTOR, OF_DOCUMENT = 0x9E3779B97F4A7C15, 0x5851F42D4C957F2D  # odd, of hashes modulo 2 ** 64
+
+    def __init__(self, config: Config):
+        super().__init__()
+        kinds = 3 * len(self.LENGTHS)
+        self.gains = parameter(torch.zeros(kinds), "doc_copy")  # of candidates; with 0 runs depend less on the seed
+        self.rows = parameter(torch.zeros(kinds, config.model_dim), "doc_copy")
+        self.weights = parameter(torch.tensor([0.5, 1.0]), "doc_copy")  # at the input, and before the final norm
+
+    @staticmethod
+    @compiled
+    def find(tokens: Tensor, ids: Tensor, bos_id: int) -> tuple[Tensor, Tensor]:
+        """Tokens [T] -> candidates, tokens [0] where there is none, and their kinds. Contexts are compared by ids [T].
+
+        Contexts with equal hashes of 64 bits count as equal.
+        """
+        at, begins, hashes = torch.arange(len(tokens), device=tokens.device), tokens == bos_id, {1: ids.long() + 1}
+        for n in DocCopy.LENGTHS[1:]:  # the hash of n tokens is made of those of its two halves, which are in LENGTHS
+            half = n // 2
+            hashes[n] = hashes[n - half].roll(half) * signed(DocCopy.FACTOR ** half) + hashes[half]
+        first, of_document = torch.where(begins, at, 0).cummax(0).values, begins.cumsum(0) * signed(DocCopy.OF_DOCUMENT)
+        # a context that the document is too short for gets a key of its own
+        keys = torch.stack([torch.where(at - n + 1 >= first, x ^ of_document, -1 - at) for n, x in hashes.items()])
+        keys, order = keys.sort(dim=1, stable=True)  # equal contexts are neighbours, in the order of their positions
+        repeats = F.pad(keys[:, 1:] == keys[:, :-1], (1, 0))
+        earlier = at - torch.where(repeats, 0, at).cummax(1).values
+        kinds = 3 * torch.arange(len(keys), device=at.device)[:, None] + earlier.clamp_max(3)
+        # a longer context has a larger kind: one number of kind and place, so that the maximum chooses both
+        found = torch.where(repeats, kinds << 32 | order.roll(1, 1) + 1, 0)
+        best = torch.zeros_like(found).scatter(1, order, found).amax(0)
+        return tokens[best & 0xFFFFFFFF], best >> 32
+
+    @compiled
+    def forward(self, e: Tensor, kinds: Tensor) -> tuple[Tensor, Tensor]:
+        """Candidates' embeddings and kinds [T] -> what to add at the input and before the final norm, [T, dim]."""
+        # as products: the gradient of a selection would add up T rows one after another
+        chosen = (kinds[:, None] == torch.arange(1, len(self.gains) + 1, device=e.device)).type_as(self.gains)
+        copied = ((chosen @ self.gains)[:, None] * e + chosen @ self.rows).type_as(e)
+        return tuple(weight * copied for weight in self.weights.unbind())
+
+def signed(number: int) -> int:
+    """Return the int64 that equals a number modulo 2 ** 64."""
+    return (number + 2 ** 63) % 2 ** 64 - 2 ** 63
+
+def normalized_ids(tokens: Sequence[bytes]) -> list[int]:
+    """Map GPT-2's tokens to the first token of the same text without case, accents and surrounding spaces.
+
+    A token that is no text, or has none left, is mapped to itself.
+    """
+    def text_of(token: bytes) -> str | bytes:
+        try:
+            text = unicodedata.normalize("NFKD", token.decode())
+        except UnicodeDecodeError:
+            return token
+        text = "".join(c for c in text if unicodedata.category(c) != "Mn").lower()
+        text = re.sub(r"[ \t\r\n]+", " ", text)
+        return text.strip(" ") or text or token
+
+    first: dict[str | bytes, int] = {}
+    ids = [first.setdefault(text_of(token), number) for number, token in enumerate(tokens)]
+    digest = sha256_of(b"".join(number.to_bytes(4, "little") for number in [*ids, len(ids)]))
+    require(digest == "79fb57ac259495ba36f1afb9b0d5da35f3048b5067fa59c101d5a3c1ed15c2a2", f"Unicode "
+            f"{unicodedata.unidata_version} of this Python gives other normalized_ids than 14.0 of Python 3.11; use "
+            "that, or leave normalized_ids out")
+    return ids
+
+# ------------------------------------------------------------------------------------------------------------------
+# update rules
+
+# (a, b, c) of the six steps of ANVIL's polar: singular values from 0.003 on end in [0.995, 1.0005]
+ANVIL_STEPS = (
+    (3.923798038567, -6.095026865488, 3.905234618423), (3.278126713798, -3.328923386476, 0.989127286973),
+    (3.505298394150, -5.137358782410, 1.968325560615), (2.815058591845, -3.685181239622, 1.417196497642),
+    (2.245503932403, -2.443826979899, 0.963091710461), (2.256537145403, -2.166840097229, 0.929501253245))
+
+@dataclass(frozen=True)
+class Anvil(NorMuon):
+    """NorMuon with a second, slow momentum, which decides where weights decay and, from blend_from on, is blended in.
+
+    From blend_from on the fast momentum decays by FAST; before, and in the Nesterov step, momenta are the schedule's.
+    """
+
+    blend_from: int = 0
+    FAST, SLOW, SHARE = 0.85, 0.98, 0.4385  # decays; share of the fast momentum in the blend
+
+    def init_state(self, shard: Tensor) -> dict[str, Tensor]:
+        state = super().init_state(shard)
+        return state | {"slow": torch.zeros_like(state["m"])}
+
+    def hyper(self, plan: Plan, t: int) -> dict[str, Any]:
+        fast, share = (self.FAST, self.SHARE) if plan.step >= self.blend_from else (plan.momentum, 1.0)
+        return super().hyper(plan, t) | {"fast": fast, "share": share}
+
+    @staticmethod
+    def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: dict[str, Any]) -> None:
+        """Update param [n, rows, columns] and its state in place; see NorMuon.update."""
+        m, slow, momentum, fast, share = state["m"], state["slow"], *(hyper[k] for k in ("momentum", "fast", "share"))
+        grad = grad.to(m.dtype)
+        m.copy_(fast * m + (1 - fast) * grad)
+        slow.copy_(Anvil.SLOW * slow + (1 - Anvil.SLOW) * grad)
+        u = momentum * (share * m + (1 - share) * slow) + (1 - momentum) * grad
+        NorMuon.move(param, polar(u, hyper["dtype"], ANVIL_STEPS, 1.05).to(m.dtype), state, hyper, slow)
+
+@dataclass(frozen=True)
+class Adam(train_gpt.Adam):
+    """Adam that updates half as often from step slow_from on, with squared betas and twice the weight decay."""
+
+    slow_from: int | None = None
+
+    def is_slow(self, step: int) -> bool:
+        return self.slow_from is not None and step >= self.slow_from
+
+    def updates_in(self, step: int) -> bool:
+        return (step + 1) % (self.every * (1 + self.is_slow(step))) == 0
+
+    def hyper(self, plan: Plan, t: int) -> dict[str, Any]:
+        slow = dict(beta1=self.beta1 ** 2, beta2=self.beta2 ** 2, weight_decay=2 * self.weight_decay)
+        rule = dataclasses.replace(self, **slow) if self.is_slow(plan.step) else self
+        return train_gpt.Adam.hyper(rule, plan, t)
+
+@dataclass(frozen=True)
+class RowAdam(Adam):
+    """Adam for tables, with one second moment per row and no first moment. Bias correction counts updates, not a row's.
+
+    An update leaves out the rows without a gradient. Their moments decay nevertheless: the next update that takes a row
+    multiplies its moment by the decay of all steps since `last`. It is not compiled: Config asks for lazy tables.
+    """
+
+    def init_state(self, shard: Tensor) -> dict[str, Tensor]:
+        """Create, for a shard [rows, width], each row's moment and the step of its last update, both [rows, 1]."""
+        v = torch.zeros_like(shard[:, :1], dtype=torch.promote_types(shard.dtype, torch.float32))
+        return {"v": v, "last": torch.zeros_like(v)}
+
+    def hyper(self, plan: Plan, t: int) -> dict[str, Any]:
+        return super().hyper(plan, t) | {"step": plan.step, "cycle": self.every, "beta2_of_cycle": self.beta2}
+
+    @staticmethod
+    def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: dict[str, Any]) -> None:
+        """Update param [rows, width] and its state in place, as Adam.update does but for the moments."""
+        v, beta2, step, cycle = state["v"], hyper["beta2"], hyper["step"], hyper["cycle"]
+        p, g = param.to(v.dtype), grad.to(v.dtype)
+        # powers of all numbers of cycles, since the last bit of a power depends on its place in a vector
+        decays = hyper["beta2_of_cycle"] ** torch.arange(step // cycle + 1, dtype=v.dtype, device=v.device)
+        cycles = (step - state["last"]).clamp_min(0).long() // cycle  # the warm-up also goes back
+        v.mul_(decays[cycles]).add_((1 - beta2) * g.square().mean(1, keepdim=True))
+        change = hyper["lr"] * (1 - beta2 ** hyper["t"]) ** 0.5 * g / (v.sqrt() + hyper["eps"])
+        if "decay" in hyper:
+            change = change + torch.where(change * p > 0, hyper["decay"] * p, 0)
+        param.copy_(p - change)
+        state["last"].fill_(step)
 
 # ------------------------------------------------------------------------------------------------------------------
 # worker
@@ -712,18 +1095,23 @@ class Worker(train_gpt.Worker):
     def __init__(self, config: Config, comm: train_gpt.Comm, device: torch.device, train_shards: list[Shard]):
         super().__init__(config, comm, device, train_shards)
         self.scales = DelayedScales(self.model, comm)
-        self.optimizer.further |= self.scales.named
+        self.tails, self.candidates = TailAverages(config, self.optimizer), Candidates(config, self.model, comm)
+        self.optimizer.further |= self.scales.named | self.candidates.named
         # other encodings are of bytes, which have no prefixes
         stages, of_gpt2 = train_gpt.stages_of(config), train_shards[0].encoding.vocab_size == GPT2_VOCAB
         wanted = of_gpt2 and any(stage.first["prefix_weight"] or stage.last["prefix_weight"] for stage in stages)
         self.token_bytes = gpt2_token_bytes(train_shards[0].path.parent) if wanted else []
+
+    def step(self, plan: Plan, batch: list[np.ndarray]) -> list[Tensor]:
+        self.candidates.draw(plan.step, batch)
+        return super().step(plan, batch)
 
     def before_training(self) -> None:
         self.model.fill_prefixes(self.token_bytes)  # on the clock, as in the record; the warm-up runs without
 
     def before_step(self, plan: Plan) -> None:
         model, optimizer = self.model, self.optimizer
-        if model.tied:  # the embedding reads the head's weights before the head's own forward would wait for them
+        if model.tied or model.candidates:  # the head's weights are read before its own forward would wait
             optimizer.finish_all_gathers([optimizer.reducer.slots[model.lm_head.weight][0]])
         if plan.step == model.untied_step > 0:
             optimizer.copy_parameter("lm_head.weight", "embed.weight")
@@ -734,10 +1122,125 @@ class Worker(train_gpt.Worker):
 
     def after_step(self, plan: Plan) -> None:
         self.scales.update()
+        self.candidates.handle.wait()
+        self.tails.move(plan.step)
+
+    def after_training(self) -> None:
+        self.tails.apply()
 
     def kinds_of_steps(self) -> list[int]:
-        untied = first_untied_step(self.config)
-        return super().kinds_of_steps() + ([untied] if untied < self.config.num_steps else [])
+        rules = [bucket.rule for bucket in self.optimizer.buckets if isinstance(bucket.rule, Adam)]
+        slow = {rule.slow_from + rule.every for rule in rules if rule.slow_from is not None}  # with the next, an update
+        further = [first_untied_step(self.config), *sorted(slow)]
+        return super().kinds_of_steps() + [step for step in further if step < self.config.num_steps]
+
+class TailAverages:
+    """The averages of Config.tails, in float32 and of weights as stored, of the shard that this rank updates.
+
+    Average i is tail<i> of the rules' state. So checkpoints keep it, the end of the warm-up restores it, and an
+    embedding that is untied gets the head's.
+    """
+
+    def __init__(self, config: Config, optimizer: train_gpt.DistributedOptimizer):
+        self.tails, self.steps, self.optimizer = config.tails, config.num_steps, optimizer
+        pairs = [(bucket, slot) for bucket in optimizer.buckets for slot in bucket.slots]
+        pairs.sort(key=lambda pair: pair[1].name)  # one order of the sums in `norms`, whatever the buckets
+        self.of_kind = {kind: [(bucket, slot) for bucket, slot in pairs if slot.name.endswith(f".{kind}")
+                               or f"{slot.param.kind}_".startswith(f"{kind}_")]
+                        for tail in self.tails for kind in tail.kinds.split()}
+        self.buckets = dict.fromkeys(bucket for found in self.of_kind.values() for bucket, _ in found)
+        names = [slot.name for found in self.of_kind.values() for _, slot in found]
+        require(all(self.of_kind.values()) and len(names) == len({*names}), f"tails: of the kinds "
+                f"{', '.join(self.of_kind)} one has no parameter, or two have the same; see Tail")
+        for i, tail in enumerate(self.tails):
+            for bucket in {bucket for kind in tail.kinds.split() for bucket, _ in self.of_kind[kind]}:
+                dtype = torch.promote_types(bucket.param_shard.dtype, torch.float32)
+                bucket.state[f"tail{i}"] = torch.zeros_like(bucket.param_shard, dtype=dtype)
+
+    def parts(self, i: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the parts of average i on this rank, each with its weights."""
+        for bucket, slot in (pair for kind in self.tails[i].kinds.split() for pair in self.of_kind[kind]):
+            average, weights = bucket.state[f"tail{i}"], bucket.param_shard
+            yield bucket.view_of(slot, average, True), bucket.view_of(slot, weights, True)
+
+    @torch.no_grad()
+    def move(self, step: int) -> None:
+        """Move the averages after a step. They read own shards, which no gather changes."""
+        for i, tail in enumerate(self.tails):
+            age, last = step - max(0, self.steps - tail.last_steps), step == self.steps - 1
+            rate = tail.last_rate if last and tail.last_rate is not None else tail.rate
+            if age == 0 or age > 0 and (step % tail.period == tail.phase or step >= self.steps - tail.final_steps):
+                for average, weights in self.parts(i):
+                    average.lerp_(weights.to(average.dtype), rate if age else 1.0)
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Move the weights to the averages, and restore the norms."""
+        before = self.norms()
+        for i, tail in enumerate(self.tails):
+            for average, weights in self.parts(i):
+                weights.copy_(torch.lerp(weights.to(average.dtype), average, tail.blend))
+        for bucket in self.buckets:
+            train_gpt.Bucket.start_all_gather(bucket, self.optimizer.comm)  # a RowBucket's would send few rows
+        self.optimizer.finish_all_gathers(self.buckets)
+        after = self.norms()
+        for kind in {kind for tail in self.tails if tail.keep_norm for kind in tail.kinds.split() if after[kind]}:
+            for _, slot in self.of_kind[kind]:
+                slot.param.mul_(before[kind] / after[kind])
+
+    def norms(self) -> dict[str, float]:
+        """Compute the norm over all weights of each kind, the same for any number of ranks."""
+        def norm_of(x: Tensor) -> float:
+            return torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)).item()
+        return {kind: math.hypot(*(norm_of(slot.param) for _, slot in found)) for kind, found in self.of_kind.items()}
+
+class Candidates:
+    """The classes of a micro-batch's training loss, where a stage sets `candidates`: fewer logits take less time.
+
+    They are its targets and, up to that number, the next other classes of a fixed permutation. Each of a step's
+    micro-batches has its own offset in it, so the offsets depend on no number of ranks; checkpoints keep them. A
+    micro-batch with more targets uses all classes.
+    """
+
+    STRIDE = 20011  # a prime. Entry k of the permutation of n classes is STRIDE * k % n
+
+    def __init__(self, config: Config, model: GPT, comm: train_gpt.Comm):
+        self.stages, self.model, self.comm = train_gpt.stages_of(config), model, comm
+        self.classes = len(model.lm_head.weight)
+        most, count = (max(stage.first[name] for stage in self.stages) for name in ("candidates", "micro_batches"))
+        require(most <= self.classes, f"candidates is {most}; the head has only {self.classes} classes")
+        self.offsets = torch.arange(count) * self.classes // count
+        self.named = {"lm_head.weight/offsets": self.offsets} if most else {}
+
+    def draw(self, step: int, batch: list[np.ndarray]) -> None:
+        """Draw the candidates of this rank's micro-batches, and start to exchange the next offsets."""
+        number = next(stage for stage in self.stages if stage.begin <= step < stage.end).first["candidates"]
+        self.model.candidates.clear()
+        self.handle = train_gpt.HandleGroup()
+        if number:
+            of_ranks = self.offsets[:self.comm.ranks * len(batch)].view(self.comm.ranks, -1)
+            own, device = of_ranks[self.comm.rank], self.model.lm_head.weight.device
+            for i, micro_batch in enumerate(batch):
+                drawn, own[i] = self.draw_one(micro_batch[1:], number, own[i].item())
+                self.model.candidates.append(None if drawn is None else to_device(torch.from_numpy(drawn), device))
+            self.handle = self.comm.exchange([own] * self.comm.ranks, of_ranks)
+
+    def draw_one(self, targets: np.ndarray, number: int, offset: int) -> tuple[np.ndarray | None, int]:
+        """Return the candidates of a micro-batch, sorted, and its next offset."""
+        chosen = np.zeros(self.classes, bool)
+        chosen[targets] = True
+        need = number - np.count_nonzero(chosen)
+        if need < 0:
+            return None, offset
+        if need:
+            count = min(self.classes, int(1.7 * need) + 256)
+            drawn = (offset + np.arange(count)) % self.classes * self.STRIDE % self.classes
+            offset, drawn = (offset + count) % self.classes, drawn[~chosen[drawn]]
+            if len(drawn) < need:
+                drawn = np.flatnonzero(~chosen)
+                drawn = drawn[::max(1, len(drawn) // need)]
+            chosen[drawn[:need]] = True
+        return np.flatnonzero(chosen), offset
 
 def gpt2_token_bytes(folder: Path) -> list[bytes]:
     """Read the bytes of GPT-2's tokens, without the special one at the end. data/ writes their file beside shards."""
@@ -834,7 +1337,7 @@ if triton is not None:
 
 # See train_gpt.PLAIN_FORMS
 PLAIN_FORMS = {"MLP": ((MLP.forward, train_gpt.MLP.forward), "26c9f07d"),
-               "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__), "a523c7a4"),
+               "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__), "d5d39833"),
                "attention": train_gpt.PLAIN_FORMS["attention"]}
 
 if __name__ == "__main__":

@@ -331,8 +331,7 @@ class Config(SyncSettings, StageValues):
     muon_momentum_fall: int = option(50, "steps of the momentum cooldown", min=0)
     muon_beta2: float = option(0.95, "decay of NorMuon's second moment", min=0, exclusive_max=1)
 
-    # gradient sync (see also SyncSettings)
-    # the default bucket holds 16 of the record's largest matrices in bf16, two per rank
+    # gradient sync (see also SyncSettings). This bucket holds 16 of the record's largest matrices in bf16, two per rank
     bucket_mb: float = option(72.0, "MiB of parameters per bucket (0: one bucket per parameter)", min=0,
                              free=True)
     grad_reduce_in_fp32: bool = option(False, "accumulate and send the gradients of bf16 parameters in float32")
@@ -363,10 +362,6 @@ class Config(SyncSettings, StageValues):
     init_from: str = option("", "saved model or checkpoint to start from; such a run cannot be a record")
     save_model: bool = option(False, "save the trained model for sample.py and verify.py", free=True)
     race: str = option("", "set by launch/race.py: ID:RUN:DECLARED_N:SIDE")
-
-    def conditions(self, ranks: int) -> Iterator[tuple[Any, str]]:
-        """Yield conditions on several values, each with the message if it does not hold."""
-        return conditions(self, ranks)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -470,8 +465,8 @@ def make_parser(presets: dict[str, Config]) -> argparse.ArgumentParser:
         usage=f"{program} [--preset NAME] [--flag VALUE ...]",
         epilog=f"Every flag is a field of the config. Brackets show {[*presets][0]}'s value, and other presets' that "
                "differ. Relative paths start at the script's folder.")
-    parser.add_argument("--preset", choices=presets, help="base of the values below (default: the first with a GPU, "
-                        "else the last)")
+    parser.add_argument("--preset", choices=presets, help="base of the values below (default: laptop without "
+                        "a GPU, else the first)")
     titles = HELP_GROUPS | config_type.help_groups
     groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(titles.values())}
     for f in dataclasses.fields(config_type):
@@ -502,7 +497,7 @@ def parse_config(argv: Sequence[str], default_preset: str,
     unknown or ill-typed flag, RunError if there is no checkpoint to resume from.
     """
     given = {name: v for name, v in vars(make_parser(presets).parse_args(argv)).items() if v is not None}
-    preset = given.pop("preset", default_preset)
+    preset = given.pop("preset", default_preset if default_preset in presets else [*presets][0])
     usual = presets[preset]
     if "param_groups" in given:
         given["param_groups"] = (*usual.param_groups, *given["param_groups"])  # later rows replace earlier ones
@@ -657,6 +652,8 @@ def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
         yield from found
         if not all(holds for holds, _ in found):
             return  # most mistakes are the same in every stage
+
+Config.conditions = conditions  # a method, which frontier.py extends
 
 def out_of_range(f: dataclasses.Field, v: Any) -> str:
     """Say how a value violates its field's declaration; empty if it does not."""
@@ -1098,7 +1095,7 @@ class GPT(nn.Module):
                    "smear": [0.0], "backout": [0.5]}
         self.scalar_sizes = [len(init) for init in scalars.values()]
         self.scalars = parameter(torch.tensor([*itertools.chain(*scalars.values())]), "scalars")
-        self.rotary = Rotary(c, max(c.val_len, *lengths))
+        self.rotary = Rotary(rotary_frequencies(c.head_dim), max(c.val_len, *lengths), dtype)
         self.scheduled: dict[str, Tensor] = {}  # of this step, see apply_schedule
         self.reach = 0  # above 0: mask_in_pieces gives each mask the shape of a window of `reach` tokens, for one graph
         self.flash, self.counted = False, None  # counted: of the next sequence, by count_documents
@@ -1127,7 +1124,7 @@ class GPT(nn.Module):
     def masks(self, tokens: Tensor, windows: Windows) -> dict[str | None, Mask | None]:
         """Build the mask of each kind of attention, by its letter in `layers`, for tokens [T]; see attend."""
         counted, self.counted = self.counted, None  # it is valid for one sequence
-        docs = None if counted else (tokens == self.bos_id).cumsum(0)
+        docs = None if counted else self.begins(tokens).cumsum(0)
 
         def make(window: int) -> Mask:
             if not counted:
@@ -1135,6 +1132,10 @@ class GPT(nn.Module):
             starts, longest, count = counted
             return DocumentTable(starts, torch.tensor([window, longest, count]))
         return {"L": make(windows.long), "S": make(windows.short), None: None}
+
+    def begins(self, tokens: Tensor) -> Tensor:
+        """Find where documents begin in tokens [T], on any device: bool [T]. Attention sees one document."""
+        return tokens == self.bos_id
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
         """Tokens [T] -> x0, the residual stream before the first layer [T, dim]."""
@@ -1147,10 +1148,11 @@ class GPT(nn.Module):
     # compiled alone, like ngram_rows: 20 small kernels less, which the host launches more slowly than the GPU runs them
     @staticmethod
     @compiled
-    def smear(e: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-        """Add to each embedding [T, dim] a gated share of the previous token's, then norm."""
+    def smear(e: Tensor, gate: Tensor, weight: Tensor, further: Tensor | None = None) -> Tensor:
+        """Add to each embedding [T, dim] a gated share of the previous token's, and `further` [T, dim], then norm."""
         opening = weight * torch.sigmoid(F.linear(e[1:, :gate.size(1)], gate))
-        return norm(torch.cat([e[:1], e[1:] + opening * e[:-1]]))
+        x = torch.cat([e[:1], e[1:] + opening * e[:-1]])
+        return norm(x if further is None else x + further)
 
     @compiled
     def ngram_rows(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -1252,7 +1254,7 @@ class Block(nn.Module):
         super().__init__()
         self.config, self.layer, self.number = config, layer, number
         self.attn = Attention(config, layer, number) if layer.window else None
-        self.mlp = MLP(config) if layer.mlp else None
+        self.mlp = MLP(config, 4 * config.model_dim) if layer.mlp else None
 
     def forward(self, x: Tensor, context: Context, value_embeds: Tensor | None) -> Tensor:
         """Map the residual stream x [T, dim] to the next layer's."""
@@ -1303,13 +1305,13 @@ class Attention(nn.Module):
         return F.linear(y.reshape(tokens, dim), o_weight)
 
 class MLP(nn.Module):
-    """x [T, dim] -> relu(x @ fc) ** 2 @ proj.T, with fc and proj [dim, 4 dim]. kernels: see PLAIN_FORMS."""
+    """x [T, dim] -> relu(x @ fc) ** 2 @ proj.T, with fc and proj [dim, hidden]. kernels: see PLAIN_FORMS."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, hidden: int):
         super().__init__()
         dim, dtype = config.model_dim, config.torch_dtype
-        self.fc = parameter(uniform(dim, 4 * dim, dim).to(dtype), "mlp_fc")
-        self.proj = parameter(torch.zeros(dim, 4 * dim, dtype=dtype), "mlp_proj")
+        self.fc = parameter(uniform(dim, hidden, dim).to(dtype), "mlp_fc")
+        self.proj = parameter(torch.zeros(dim, hidden, dtype=dtype), "mlp_proj")
         self.kernels = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -1329,10 +1331,10 @@ class Head(nn.Module):
         self.kernels = False
         self.fp8_scales = FP8Scales(c.fp8_x_scale, c.fp8_weight_scale, c.fp8_grad_scale)
 
-    def uncapped_logits(self, x: Tensor) -> Tensor:
-        """x [T, dim] -> logits before the soft cap [T, V]."""
-        in_fp8 = self.fp8 and self.training
-        return FP8Linear.apply(x, self.weight, self.fp8_scales) if in_fp8 else F.linear(x, self.weight)
+    def uncapped_logits(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """x [T, dim] -> logits before the soft cap [T, V]. weight [V, dim]: in place of the head's own."""
+        in_fp8, weight = self.fp8 and self.training, self.weight if weight is None else weight
+        return FP8Linear.apply(x, weight, self.fp8_scales) if in_fp8 else F.linear(x, weight)
 
     def logits(self, x: Tensor) -> Tensor:
         """x [T, dim] -> float32 [T, V]."""
@@ -1376,16 +1378,13 @@ class NgramTable(nn.Embedding):
     SIGNS, BITS, FACTOR = 8192, 40, 2_654_435  # of the hash; its products stay below 2 ** 63
 
     def __init__(self, config: Config, ngrams: Ngrams):
-        dtype = config.torch_dtype
-        super().__init__(ngrams.rows, ngrams.width, dtype=dtype, sparse=True)  # a micro-batch reads few of the rows
+        rows = torch.zeros(ngrams.rows, ngrams.width, dtype=config.torch_dtype)  # takes no memory yet: may be many GB
+        super().__init__(*rows.shape, sparse=True, _weight=rows)  # sparse: a micro-batch reads few of the rows
         self.weight = parameter(self.weight.data, "ngram_embeds")
         self.n = ngrams.n
         # the same signs on every device, also under `with device:`
         bits = torch.randint(0, 2, (self.SIGNS, ngrams.width), generator=torch.Generator().manual_seed(0), device="cpu")
-        self.register_buffer("signs", (2 * bits - 1).to(self.weight.device, dtype), persistent=False)
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
+        self.register_buffer("signs", (2 * bits - 1).to(rows), persistent=False)
 
     def forward(self, rows: Tensor, signs: Tensor) -> Tensor:
         """Rows of the table and of its signs [T], see GPT.ngram_rows -> [T, width]."""
@@ -1397,15 +1396,13 @@ class NgramTable(nn.Embedding):
         return number ^ (number >> 21)
 
 class Rotary(nn.Module):
-    """Rotary tables cos and sin [tokens, head_dim / 2], and the softmax scale for their frequencies."""
+    """Rotary tables cos and sin [tokens, frequencies], and the softmax scale for their frequencies."""
 
-    INIT_SCALE = 0.1
-
-    def __init__(self, config: Config, tokens: int):
+    def __init__(self, frequencies: Tensor, tokens: int, dtype: torch.dtype, scale: float = 0.1):
         super().__init__()
-        head_dim, dtype = config.head_dim, config.torch_dtype
-        self.register_buffer("init_frequencies", rotary_frequencies(head_dim), persistent=False)
-        for name, shape in (("scale", ()), ("cos", (tokens, head_dim // 2)), ("sin", (tokens, head_dim // 2))):
+        self.register_buffer("init_frequencies", frequencies, persistent=False)
+        self.init_scale, size = scale, (tokens, len(frequencies))
+        for name, shape in (("scale", ()), ("cos", size), ("sin", size)):
             self.register_buffer(name, torch.empty(shape, dtype=dtype if shape else None), persistent=False)
         self.windows: tuple[int, ...] | None = None
         self.set_windows(())
@@ -1420,7 +1417,7 @@ class Rotary(nn.Module):
         if windows == self.windows:
             return
         self.windows = windows
-        frequencies, scale = self.init_frequencies, self.INIT_SCALE
+        frequencies, scale = self.init_frequencies, self.init_scale
         for window, longer in itertools.pairwise(windows):
             frequencies, scale = stretch(frequencies, scale, window, longer)
         angles = torch.outer(torch.arange(len(self.cos), device=self.cos.device), frequencies)
@@ -1502,7 +1499,7 @@ def compile_parts(model: nn.Module) -> None:
 # update rules
 
 # A rule is a frozen dataclass that sees only this rank's shard of a bucket. Its members:
-#     lr, every                           learning rate; steps between updates, which use summed gradients
+#     lr, every; or updates_in(step)      learning rate; steps between updates, which use summed gradients
 #     unit(spec)                          shape of what stays whole on one rank: () an element, (rows, columns) a matrix
 #     init_state(shard)                   tensors such as moments, with one entry per unit
 #     hyper(plan, t)                      numbers of the t-th update. If "noise" holds a seed, update gets normal random
@@ -1516,15 +1513,14 @@ POLAR_STEPS = (
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
     (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-)
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
 
-def polar(u: Tensor, dtype: torch.dtype) -> Tensor:
+def polar(u: Tensor, dtype: torch.dtype, steps: Sequence[tuple] = POLAR_STEPS, safety: float = 1.02) -> Tensor:
     """Orthogonalize matrices: set all singular values to about 1. u [n, rows, columns] -> the same shape, in dtype."""
     x = u.to(dtype)
     x = x.mT if u.size(-2) > u.size(-1) else x  # x @ x.mT below is then the smaller of the two products
-    x = x / (1.02 * x.norm(dim=(-2, -1), keepdim=True) + 1e-6)
-    for a, b, c in POLAR_STEPS:
+    x = x / (safety * x.norm(dim=(-2, -1), keepdim=True) + 1e-6)
+    for a, b, c in steps:
         s = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(s, s, s, beta=b, alpha=c), x, beta=a)
     return x.mT if u.size(-2) > u.size(-1) else x
@@ -1604,8 +1600,7 @@ class NorMuon:
     def init_state(self, shard: Tensor) -> dict[str, Tensor]:
         """Create the momentum of a shard [n, rows, columns] and the second moments per column or row, in float32.
 
-        For a shard in bf16 also create `rest`, its float32 remainder: updates change shard + rest, because bf16 would
-        round most of them away.
+        For a shard in bf16 also create `rest`, its remainder in float32: bf16 alone would round most updates away.
         """
         dtype = torch.promote_types(shard.dtype, torch.float32)
         second = shard[:, :1] if self.wide else shard[:, :, :1]
@@ -1619,19 +1614,20 @@ class NorMuon:
 
     @staticmethod
     def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: dict[str, Any]) -> None:
-        """Update param [n, rows, columns] and its state in place.
-
-        hyper["scale"] [n, 1, 1] multiplies each matrix's learning rate; hyper["dtype"] is the dtype of polar.
-        """
-        m, v, momentum, beta2 = state["m"], state["v"], hyper["momentum"], hyper["beta2"]
-        p, grad = param + state["rest"] if "rest" in state else param, grad.to(m.dtype)
+        """Update param [n, rows, columns] and its state in place. hyper: dtype of polar, scale [n, 1, 1] of rates."""
+        m, momentum, grad = state["m"], hyper["momentum"], grad.to(state["m"].dtype)
         m.copy_(momentum * m + (1 - momentum) * grad)
-        o = polar(momentum * m + (1 - momentum) * grad, hyper["dtype"]).to(m.dtype)
+        NorMuon.move(param, polar(momentum * m + (1 - momentum) * grad, hyper["dtype"]).to(m.dtype), state, hyper)
+
+    @staticmethod
+    def move(param: Tensor, o: Tensor, state: dict[str, Tensor], hyper: dict[str, Any], gate: Tensor | None = None):
+        """Subtract orthogonal matrices o, rescaled. Weights decay where `gate` (None: the update) has their sign."""
+        v, beta2, p = state["v"], hyper["beta2"], param + state["rest"] if "rest" in state else param
         size = o.norm(dim=(-2, -1), keepdim=True)
         v.copy_(beta2 * v + (1 - beta2) * o.square().mean(-2 if v.size(-2) == 1 else -1, keepdim=True))
         o = o * v.clamp_min(1e-10).rsqrt()
         o = o * (size / o.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10))
-        o = o + torch.where(o * p >= 0, hyper["decay"] * p, 0)
+        o = o + torch.where((o if gate is None else gate) * p >= 0, hyper["decay"] * p, 0)
         p.sub_(hyper["lr"] * hyper["scale"] * o)
         if "rest" in state:
             param.copy_(p)
@@ -1729,7 +1725,8 @@ class TrainingLoop:
             result = self.worker.validate(plan_of(self.config, step), self.val_sequences,
                                            lambda: can_save and signals.stop)
             if result:
-                line = f"step:{step}/{self.config.num_steps} val_loss:{result[0]:.4f} {show_times(self.clock.elapsed, step)}"
+                line = (f"step:{step}/{self.config.num_steps} val_loss:{result[0]:.4f} "
+                        f"{show_times(self.clock.elapsed, step)}")
                 self.log.write(line)
                 if step < self.config.num_steps:  # the result states the last one
                     self.log.say(line)
@@ -1757,9 +1754,8 @@ class Worker:
             self.model.reach = longest_window(config)
         self.model.flash = config.attention == "flash"
         self.model.lm_head.kernels = gpu and config.kernels in ("on", "loss")
-        for block in self.model.blocks:
-            if block.mlp is not None:
-                block.mlp.kernels = config.kernels == "on"
+        for mlp in (module for module in self.model.modules() if isinstance(module, MLP)):
+            mlp.kernels = config.kernels == "on"
         if self.compiled:
             compile_parts(self.model)
         self.optimizer = build_optimizer(config, self.model, comm, self.compiled)
@@ -1901,8 +1897,7 @@ class TrainLosses:
         if (received := signals.received) > self.sent:  # rarely: copying a number to a GPU makes the host wait
             summed[-1], self.sent = received - self.sent, received
         handle, event = self.comm.start_all_reduce(summed), None
-        # Collectives run in order, so this one ends after the step's all-gathers. A stream of its own waits for it; on
-        # the main stream the next forward would wait for every all-gather
+        # It ends after the step's all-gathers, so the main stream does not wait for it, but a stream of its own
         with torch.cuda.stream(self.stream):
             handle.wait()
             if own.is_cuda:
@@ -1942,7 +1937,7 @@ def count_documents(model: GPT, tokens: np.ndarray) -> None:
     Without them, or with more documents than a DocumentTable has room for, attention uses mask_in_pieces.
     """
     if model.flash:
-        begins = np.flatnonzero(tokens.clip(0) == model.bos_id)  # padding of the last sequence is -1, read as token 0
+        begins = model.begins(torch.from_numpy(tokens.clip(0))).numpy().nonzero()[0]  # padding is -1, read as 0
         count, room, model.counted = len(begins) + 1, len(tokens) // DOCUMENT_ROOM, None
         if count <= room:
             starts = np.pad(begins.astype(np.int32), (1, room - count + 1), constant_values=(0, len(tokens)))
@@ -2033,8 +2028,7 @@ class DistributedOptimizer:
         self.grad_norm: float | None = None  # of the last step, before clipping; check_grads and clip_norm compute it
         updates = {type(bucket.rule).update for bucket in buckets}
         self.compiled_updates = {f: compile_static(f) if compiled else f for f in updates}
-        # Compiled code gets numbers as tensors: a new Python number would compile it again. Each name has its own
-        # tensor, since torch.compile would take two equal inputs for one
+        # Compiled code gets numbers as tensors, each name one of its own: two equal inputs would become one
         as_tensor = functools.lru_cache(256)(lambda name, x: torch.full((), x, device=comm.device))
         self.scalar = as_tensor if compiled else lambda name, x: x
         self.buckets_of_model: list[Bucket] = []  # the model's hook waits for these, before any layer's hook
@@ -2086,17 +2080,19 @@ class DistributedOptimizer:
     @property
     def between_updates(self) -> bool:
         """Whether earlier steps' gradients wait for an update, and a saved state would lack them. All ranks agree."""
-        last = self.reducer.step - 1
-        waiting = any(last >= bucket.first_step and not bucket.updates_in(last) for bucket in self.buckets)
-        # world-size-invariant mode saves them as NAME/pending
-        return waiting and not self.reducer.dropped and not self.settings.world_size_invariant
+        return self.waiting(self.buckets)
+
+    def waiting(self, buckets: Sequence[Bucket]) -> bool:  # between_updates of these buckets
+        last, saved = self.reducer.step - 1, self.settings.world_size_invariant  # saved: as NAME/pending
+        waiting = any(last >= bucket.first_step and not bucket.updates_in(last) for bucket in buckets)
+        return waiting and not (saved or self.reducer.dropped)
 
     def copy_parameter(self, source: str, target: str) -> None:
         """Copy a parameter and its state to another, such as a head that was tied to the embedding until this step."""
-        require(not self.between_updates, f"{target} cannot be copied while gradients wait for an update; copy it one "
-                "step later")
-        self.finish_all_gathers()
         bucket_of = {slot.name: bucket for bucket in self.buckets for slot in bucket.slots}
+        require(not self.waiting([bucket_of[source], bucket_of[target]]), f"{target} cannot be copied while gradients "
+                "wait for an update; copy it one step later")
+        self.finish_all_gathers()
         copy, state = (gather_state(bucket_of[name], self.comm) for name in (source, target))
         state |= {target + name.removeprefix(source): x for name, x in copy.items()
                   if name.partition("/")[0] == source}
@@ -2350,7 +2346,8 @@ class Bucket:
         self.gather_handle: Any = None              # of the all-gather in flight
 
     def updates_in(self, step: int) -> bool:
-        return step >= self.first_step and (step + 1) % self.rule.every == 0
+        updates_in = getattr(self.rule, "updates_in", lambda step: (step + 1) % self.rule.every == 0)
+        return step >= self.first_step and updates_in(step)
 
     def add_grad(self, slot: Slot, factor: float, invariant: bool = False) -> None:
         """Add the parameter's new gradient times factor into its slot, and set param.grad to None."""
@@ -2603,13 +2600,10 @@ class RowBucket(Bucket):
         super().__init__(*args)
         self.may_compile = not self.rule.lazy  # otherwise the number of rows differs from step to step
         self.all_rows = self.param_data.view(-1, *self.param_shard.shape[1:])  # [rows of all ranks, width]
-        self.set_grads(torch.empty(0).long(), self.param_shard[:0].to(self.grad_data.dtype))
+        # the summed gradients [n, width] of n rows of this shard, whose first row has index 0
+        self.grad_indices, self.grad_shard = torch.empty(0).long(), self.param_shard[:0].to(self.grad_data.dtype)
         self.announced = torch.zeros(len(self.all_rows), dtype=torch.uint8)  # 1: this rank has announced the row
         self.announcement: Any = None  # handle of the exchange of read_bits, every rank's announced as bits
-
-    def set_grads(self, indices: Tensor, grads: Tensor) -> None:
-        """Set the summed gradients [n, width] of n rows of this shard, whose first row has index 0."""
-        self.grad_indices, self.grad_shard = indices, grads
 
     def first_row(self, slot: Slot) -> int:
         return slot.offset // self.all_rows.size(1)
@@ -2638,9 +2632,12 @@ class RowBucket(Bucket):
         self.announcement = None
         self.announced.zero_()
 
-    def indices(self, mask: np.ndarray) -> Tensor:
-        """Return the indices of the rows in a mask, sorted, on the bucket's device."""
-        return to_device(torch.from_numpy(np.flatnonzero(mask)), self.all_rows.device)
+    def on_device(self, indices: np.ndarray) -> Tensor:
+        return to_device(torch.from_numpy(indices), self.all_rows.device)
+
+    def count_by_owner(self, indices: np.ndarray) -> list[int]:
+        """Count sorted indices of rows by the rank that updates them."""
+        return np.diff(np.searchsorted(indices, range(0, len(self.all_rows) + 1, len(self.param_shard)))).tolist()
 
     def scatter_add(self, known: Tensor, grads: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
         """Sum pairs (indices of rows, gradients) into [n, width], for n sorted indices `known`. RunError for others."""
@@ -2665,23 +2662,22 @@ class RowBucket(Bucket):
         if self.announcement is None:
             self.announce(comm, [indices for indices, _ in grads], True)
         self.finish_announcement()
-        # only the bits in use are unpacked: record 89's table on 8 ranks has 3 million of them
-        bits, total, per_rank = self.read_bits.numpy(), len(self.all_rows), len(self.param_shard)
-        read_by_me = np.unpackbits(bits[comm.rank], count=total).view(bool).reshape(comm.ranks, -1)  # [owner, its row]
-        self.read_by_any = np.unpackbits(np.bitwise_or.reduce(bits), count=total).view(bool).reshape(comm.ranks, -1)
-        byte, skipped = divmod(per_rank * comm.rank, 8)
-        mine_read_by = np.unpackbits(bits[:, byte:], 1, skipped + per_rank).view(bool)[:, skipped:]  # [rank, my row]
-        sums = self.scatter_add(self.indices(read_by_me), grads)
-        sent = sums.to(comm.sent_dtype or sums.dtype).split(read_by_me.sum(1).tolist())
-        counts = mine_read_by.sum(1).tolist()
+        bits, per_rank, begin = self.read_bits.numpy(), len(self.param_shard), len(self.param_shard) * comm.rank
+        read_by_me, self.read_by_any = ones(bits[comm.rank]), ones(np.bitwise_or.reduce(bits))
+        of_bytes = (ones(row[begin // 8:-(-(begin + per_rank) // 8)]) - begin % 8 for row in bits)
+        mine_read_by = [x[(x >= 0) & (x < per_rank)] for x in of_bytes]  # by each rank; the first row of mine is 0
+        sums = self.scatter_add(self.on_device(read_by_me), grads)
+        sent = sums.to(comm.sent_dtype or sums.dtype).split(self.count_by_owner(read_by_me))
+        counts = [*map(len, mine_read_by)]
         values = sums.new_empty((sum(counts), sums.size(1)), dtype=sent[0].dtype)  # of all ranks, one after another
         received = values.split(counts)
         received[comm.rank].copy_(sent[comm.rank])
-        indices, of_values = self.indices(self.read_by_any[comm.rank]), self.indices(mine_read_by) % per_rank
+        mine = self.read_by_any[slice(*np.searchsorted(self.read_by_any, (begin, begin + per_rank)))]
+        indices, of_values = self.on_device(mine - begin), self.on_device(np.concatenate(mine_read_by))
 
         def sum_over_ranks() -> None:
             pieces = zip(of_values.split(counts), received) if invariant else [(of_values, values)]
-            self.set_grads(indices, tree_sum([self.scatter_add(indices, [piece]) for piece in pieces]))
+            self.grad_indices, self.grad_shard = indices, tree_sum([self.scatter_add(indices, [x]) for x in pieces])
         for slot in self.slots:
             slot.pending_grads.clear()
         self.reduce_handle = HandleGroup(comm.exchange(sent, received), then=sum_over_ranks)
@@ -2691,7 +2687,7 @@ class RowBucket(Bucket):
         if not (updates and self.rule.lazy) or "pending" in self.state:
             grads = torch.zeros_like(self.param_shard, dtype=self.grad_data.dtype)
             grads[self.grad_indices] = self.grad_shard
-            self.set_grads(torch.arange(len(grads), device=grads.device), grads)
+            self.grad_indices, self.grad_shard = torch.arange(len(grads), device=grads.device), grads
             self.read_by_any = None
         super().carry_over(updates)
 
@@ -2713,9 +2709,9 @@ class RowBucket(Bucket):
         """Start to send the rows that any rank read; all rows after a sum over several steps."""
         if self.read_by_any is None or comm.ranks == 1:
             return super().start_all_gather(comm)
-        indices = self.indices(self.read_by_any)
+        indices = self.on_device(self.read_by_any)
         new = self.all_rows.index_select(0, indices)
-        received = new.split(self.read_by_any.sum(1).tolist())
+        received = new.split(self.count_by_owner(self.read_by_any))
 
         def write() -> None:
             self.all_rows[indices] = new
@@ -2735,13 +2731,18 @@ class RowBucket(Bucket):
         self.finish_announcement()
         super().drop_gradients()
 
+def ones(bits: np.ndarray) -> np.ndarray:
+    """Return the sorted indices of the ones among packed bits uint8 [n], of which few are: tables have millions."""
+    bytes_with_ones = np.flatnonzero(bits.astype(bool))
+    at = np.flatnonzero(np.unpackbits(bits[bytes_with_ones]).view(bool))
+    return 8 * bytes_with_ones[at // 8] + at % 8
+
 # A saved state has each tensor whole, with a name and a size that depend on neither ranks nor buckets:
 #     NAME            a parameter
 #     NAME/KEY        a tensor of its rule, such as a moment
 #     NAME/updates    number of updates so far
 #     NAME/pending    gradients of earlier steps that wait for an update (world-size-invariant mode)
-#     NAME            a persistent buffer, such as a running mean
-#     NAME            a tensor of DistributedOptimizer.further
+#     NAME            a persistent buffer, such as a running mean, or a tensor of DistributedOptimizer.further
 
 def gather_state(bucket: Bucket, comm: Comm) -> dict[str, Tensor]:
     """All-gather one bucket's state. Call it on all ranks."""
@@ -2812,8 +2813,7 @@ def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = Fal
     require(not (config.world_size_invariant and state), f"the buffer {', '.join(state)} follows rank 0's data, so "
             "world_size_invariant excludes it; register a constant with persistent=False, or omit --exact")
     buckets = fill_buckets(specs, config.bucket_mb * 2 ** 20, comm.rank, comm.ranks, config.grad_reduce_in_fp32)
-    # micro_batch_splits multiplies the number of backward passes, by which Reducer divides. The loss is a sum over
-    # tokens, so the gradient must not depend on splits: grad_scale multiplies by them again
+    # Reducer divides by the number of backward passes. Splits add passes, but the loss is a sum over tokens
     return DistributedOptimizer(buckets, comm, config, model, float(config.micro_batch_splits), compiled)
 
 def specs_of(config: Config, model: GPT) -> list[ParamSpec]:
@@ -2841,7 +2841,7 @@ def finish_spec(spec: ParamSpec) -> ParamSpec:
 # masks and kernels
 
 def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Mask) -> Tensor:
-    """Compute softmax attention [T, H, D] where the mask allows it. q must contain the softmax scale.
+    """Compute softmax attention [T, H, D of v] where the mask allows it. q must contain the softmax scale.
 
     The mask selects the implementation: FlashAttention (GPUs only) or scaled_dot_product_attention.
     """
@@ -2849,7 +2849,7 @@ def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Mask) -> Tensor:
         return flash_attention(q_THD, k_THD, v_THD, *mask)[0]
     k, v = (seen_by_pieces(x, mask).mT for x in (k_THD, v_THD))
     out = F.scaled_dot_product_attention(cut_in_pieces(q_THD, mask), k, v, mask[:, None], scale=1.0)
-    return out.transpose(1, 2).reshape(-1, *q_THD.shape[1:])[:len(q_THD)]
+    return out.transpose(1, 2).flatten(0, 1)[:len(q_THD)]
 
 def cut_in_pieces(x: Tensor, mask: Tensor) -> Tensor:
     """Cut x [T, H, ...] into the pieces of a mask: [pieces, H, piece, ...]."""
@@ -3323,8 +3323,8 @@ class Log:
             shown = f"loss {self.losses[-1]:.4f}  " if self.losses else ""
             if shown and terminal and (sys.stdout.encoding or "").lower() == "utf-8":
                 shown += f"{curve(self.losses)}  "
-            self.say(f"step {step}/{total}  {shown}{1000 * tokens / clock.read():,.0f} tokens/s  "
-                     + (f"{per_step * (total - step) / 1000:.0f} s left" if step < total else "validation …"), stay=terminal)
+            left = f"{per_step * (total - step) / 1000:.0f} s left" if step < total else "validation …"
+            self.say(f"step {step}/{total}  {shown}{1000 * tokens / clock.read():,.0f} tokens/s  {left}", stay=terminal)
 
     def close(self) -> None:
         if self.file is not None:
@@ -3802,8 +3802,8 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
 # plain code, and a race of the edit would measure nothing: where the digest differs, resolve_auto runs the plain code.
 # If you change a kernel too, write the new digest, which tests/test_config.py prints
 PLAIN_FORMS = {"MLP": ((MLP.forward,), "23bd82f3"),
-               "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__), "35cd86cc"),
-               "attention": ((attend, cut_in_pieces, seen_by_pieces, mask_in_pieces), "2647432a")}
+               "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__), "948174ff"),
+               "attention": ((attend, cut_in_pieces, seen_by_pieces, mask_in_pieces), "e01325f9")}
 
 def code_of(source: str) -> str:
     """Return the code of Python source, without comments, docstrings and formatting."""
@@ -4016,7 +4016,7 @@ def main(presets: dict[str, Config], argv: Sequence[str] | None = None, began: f
         for library in ("TORCHINDUCTOR", "TRITON"):  # the next run and all ranks use what they compile
             os.environ.setdefault(f"{library}_CACHE_DIR", str(ROOT / ".cache" / library.lower()))
         gpus = count_gpus()
-        preset, config = parse_config(sys.argv[1:] if argv is None else argv, [*presets][0 if gpus else -1], presets)
+        preset, config = parse_config(sys.argv[1:] if argv is None else argv, "speedrun" if gpus else "laptop", presets)
         check_config(config, ranks)
         run_id, checkpoint = find_run(config)
         log = Log(config, rank, run_id)

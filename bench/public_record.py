@@ -159,8 +159,8 @@ def shrink_89(program: dict[str, Any]) -> None:
 RECORDS = {
     "44": Record("speedrun", ("_reduce_scatter_hooks", "num_scheduled_iterations: int = 2205 "), 2, 16, 2191, 36, shrink_44,
                  convert_44),
-    "89": Record("frontier", ("self.mudd_gate_w1", "num_scheduled_iterations: int = 1270 "), 6, 8, 1225, 11, shrink_89, convert_89,
-                 {"fp8_mlp": False, "bigram_rows": PAIR_ROWS},
+    "89": Record("frontier89", ("self.mudd_gate_w1", "num_scheduled_iterations: int = 1270 "), 6, 8, 1225, 11, shrink_89, convert_89,
+                 {"fp8_mlp": False, "ngrams": (train_gpt.Ngrams(2, PAIR_ROWS, 6 * 8),)},
                  ((r"(batch_size=\d+ \* 2048 \* 8)", rf"\g<1> // {FEWER_TOKENS}"),
                   (r"(train_max_seq_len=\d+),", rf"\g<1> // {SHORTER},"),
                   (r"(self\.block_size = 128)", rf"\g<1> // {SHORTER}"),

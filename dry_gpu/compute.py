@@ -46,9 +46,22 @@ REDUCED = {  # two stages in three steps; windows cross block borders
                  "--final_window", "8",
                  "--stages",
                  "Stage(until=2, long_window=3), Stage(long_window=7), Stage(extra_steps=1, long_window=7)"),
-    "frontier": ("--layers", "PM S0xM P1M LxgM+0 cS1M cL1gdM", "--token_gates", "0,3", "--backout_layer", "2",
+    "frontier": ("--layers", "PqinM Sqv0xinM rinM LxgM+0 cSqv1MM cL2gM", "--token_gates", "0,3", "--backout_layer", "2",
+                 "--model_dim", "128", "--mlp_dim", "384", "--mudd_groups", "4", "--num_heads", "2", "--muon_qk_heads", "1",
+                 "--ngrams", "Ngrams(2, 3000, 128), Ngrams(3, 3000, 128)", "--micro_batches", "2", "--param_groups",
+                 'AdamGroup("value_embeds", 70, .75, .95, .025, slow_from=4, by_rows=true), MuonGroup("attn", anvil_from=2), '
+                 'AdamGroup("ngram_embeds", 70, 0, .95, .025, slow_from=4, row_moment=true), MuonGroup("mlp_proj", 4, anvil_from=2)',
+                 "--tails", 'Tail("head embed", 4, 2, 1, .5, blend=.65), Tail("qk mlp", 4, rate=.5)',
+                 "--stages", "Stage(until=2, micro_batch_tokens=128, max_document_tokens=60, long_window=3, "
+                 "peak_lr_factor=1, candidates=2048, second_token_weight=.5, third_token_weight=Ramp(.25, 0), prefix_weight=.25), "
+                 "Stage(until=4, micro_batch_tokens=256, max_document_tokens=100, long_window=7, peak_lr_factor=1.5, "
+                 "candidates=4096, second_token_weight=.5), "
+                 "Stage(micro_batch_tokens=256, max_document_tokens=100, attended_tokens=40, long_window=11, peak_lr_factor=1.7), "
+                 "Stage(extra_steps=1, micro_batch_tokens=256, max_document_tokens=100, long_window=13, "
+                 "peak_lr_factor=.3)"),
+    "frontier89": ("--layers", "PinM S0xinM P1inM LxginM+0 cS1inM cL1gdM", "--token_gates", "0,3", "--backout_layer", "2",
                  "--model_dim", "128", "--num_heads", "2", "--muon_qk_heads", "1",
-                 "--bigram_rows", "3000", "--micro_batches", "2",
+                 "--ngrams", "Ngrams(2, 3000, 128)", "--micro_batches", "2",
                  "--stages", "Stage(until=2, micro_batch_tokens=128, max_document_tokens=60, long_window=3, "
                  "peak_lr_factor=1, second_token_weight=.5, third_token_weight=Ramp(.25, 0), prefix_weight=.25), "
                  "Stage(until=4, micro_batch_tokens=256, max_document_tokens=100, long_window=7, peak_lr_factor=1.5, "

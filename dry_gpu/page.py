@@ -48,13 +48,13 @@ def small_vocabulary(flags):
 
 
 def write_shards(folder, vocab):
-    """Write shards of random tokens. The training file has many names, because runs read more tokens."""
+    """Write shards of random tokens, about as many different ones in a sequence as in English text. The training file has many names, because runs read more tokens."""
     folder.mkdir(exist_ok=True)
     draw = np.random.default_rng(0)
     for name, tokens, copies in (("train", 5_000_000, 120), ("val", 10_485_761 if vocab > 257 else 262_145, 1)):
         if (folder / f"random_{name}_{copies - 1:06}.bin").exists():
             continue
-        stream = draw.integers(0, vocab - 1, tokens).astype("<u2")
+        stream = ((vocab - 1) ** draw.random(tokens) ** 1.5).astype("<u2")
         starts = np.cumsum(draw.lognormal(np.log(400), 1.06, tokens // 300).astype(int) + 1)
         stream[[0, *starts[starts < tokens]]] = vocab - 1
         header = np.zeros(256, "<i4")
@@ -119,7 +119,7 @@ PUBLISHED = {"04d0d24b": ("record 44", 61.3), "d67b87fd": ("record 80", 57.0), "
 
 
 RECORDS = {"speedrun": ["records/**/2025-10-31_AdamSyncGradientHook/0c17cdfd*.txt"],  # paths in a clone
-           "frontier": ["records/**/2026-04-08_PairedHeadMuon/logs/split_qk0-1480.txt", "train_gpt.py"]}
+           "frontier89": ["records/**/2026-04-08_PairedHeadMuon/logs/split_qk0-1480.txt", "train_gpt.py"]}
 
 
 def read_program(file):

@@ -299,10 +299,12 @@ def main(folder, ranks, steps, flags):
     def run_middles(worker, first):
         """Run two cycles of Adam in the middle of each stage. The second counts: it waits for the first one's gathers."""
         saved, position, digest = worker.optimizer.state_dict(), worker.stream.position, worker.stream.digest
+        slow = any(getattr(bucket.rule, "slow_from", None) is not None for bucket in worker.optimizer.buckets)
+        cycle = config.adam_every * (1 + slow)
         for stage in T.stages_of(config):
-            middle = (stage.begin + stage.end) // (2 * config.adam_every) * config.adam_every
-            counted.update(range(middle, middle + config.adam_every))
-            for at in range(middle - config.adam_every, middle + config.adam_every):
+            middle = (stage.begin + stage.end) // (2 * cycle) * cycle
+            counted.update(range(middle, middle + cycle))
+            for at in range(middle - cycle, middle + cycle):
                 plan = T.plan_of(config, at)
                 worker.step(plan, worker.stream.next_batch(plan))
         worker.optimizer.load_state_dict(saved)

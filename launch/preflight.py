@@ -98,7 +98,7 @@ def model_parts(worker: T.Worker) -> Iterator[Part]:
         p.data.normal_(0, 0.02) if p.dim() > 1 else p.data.fill_(0.5)
     with device:
         # with small n-gram tables, which no part reads
-        as_plain = {"dtype": "float32", "fp8_head": False, "fp8_mlp": False, "bigram_rows": 2,
+        as_plain = {"dtype": "float32", "fp8_head": False, "fp8_mlp": False,
                     "ngrams": tuple(dataclasses.replace(table, rows=2) for table in c.ngrams)}
         as_plain = dataclasses.replace(c, **{name: v for name, v in as_plain.items() if hasattr(c, name)})
         plain = T.build_model(as_plain, worker.stream.shards[0].encoding)
@@ -202,8 +202,8 @@ def rule_parts(worker: T.Worker) -> Iterator[Part]:
 
     for bucket in {(type(b.rule), b.param_shard.shape, b.param_data.dtype): b for b in optimizer.buckets}.values():
         if isinstance(bucket, T.RowBucket):  # all rows
-            bucket.set_grads(torch.arange(len(bucket.param_shard), device=worker.device),
-                             torch.empty_like(bucket.param_shard, dtype=bucket.grad_data.dtype))
+            bucket.grad_indices = torch.arange(len(bucket.param_shard), device=worker.device)
+            bucket.grad_shard = torch.empty_like(bucket.param_shard, dtype=bucket.grad_data.dtype)
         noise = [torch.randn_like(x) / 50 for x in (bucket.param_shard, bucket.grad_shard)]
         noise += [torch.rand_like(x) / 1000 for x in bucket.state.values()]
         allowed = ALLOWED[bucket.param_data.dtype]
@@ -388,7 +388,11 @@ def fit_memory(config: T.Config, vocab_size: int, comm: T.Comm) -> T.Config:
     while not invariant and lacking(config)[1] and all(n % (2 * T.TILE_M) == 0 for n in T.micro_batch_lengths(config)):
         config = dataclasses.replace(config, micro_batch_splits=2 * config.micro_batch_splits)
     if any(short := lacking(config)):
-        advice = ("use more ranks, fewer rows of n-gram tables, or a smaller model" if short[0] else
+        fewer = config
+        while any(lacking(fewer)) and all(table.rows > 3 for table in fewer.ngrams) and fewer.ngrams:
+            fewer = dataclasses.replace(fewer, ngrams=tuple(dataclasses.replace(t, rows=t.rows // 2) for t in fewer.ngrams))
+        such_as = "" if any(lacking(fewer)) else f" (such as {', '.join(map(repr, fewer.ngrams))}; runs compare only with equal rows)"
+        advice = (f"use more ranks, fewer rows of n-gram tables{such_as}, or a smaller model" if short[0] else
                   f"use a --val_len below {config.val_len}; such losses compare only with each other" if short[2] else
                   "use smaller --micro_batch_tokens, and more --micro_batches" if invariant else "use a smaller model")
         _, training, validation = memory_needed(config, vocab_size, comm.ranks)
@@ -405,13 +409,18 @@ def memory_needed(config: T.Config, vocab_size: int, ranks: int) -> tuple[int, i
     attentions, mlps = sum(bool(layer.window) for layer in layers), sum(layer.mlp for layer in layers)
     value_tables, saved_outputs = len({layer.value_table for layer in layers} - {None}), len(program_module(c).saved_layers(c))
     matrices = (4 * attentions + 8 * mlps) * c.model_dim ** 2
-    ngrams = sum(table.rows * table.width for table in c.ngrams) + getattr(c, "bigram_rows", 0) * c.model_dim
+    ngrams = sum(table.rows * table.width for table in c.ngrams)
     of_moment = 4 if any(getattr(group.rule(c), "fp32_moments", False) for group in c.base_groups) else size
+    row_moment, slow_from = (getattr(T.groups_by_kind(c)["ngram_embeds"], x, None) for x in ("row_moment", "slow_from"))
+    # gradients that wait for an update, of tables with long cycles; those of a cycle of Adam's are in the fitted terms
+    tokens = max(s.first["micro_batches"] * s.first["micro_batch_tokens"] for s in T.stages_of(c)) * 2 * c.adam_every // ranks
+    waiting = sum(min(table.rows, tokens) * table.width for table in c.ngrams) if slow_from is not None else 0
     entries = (2 + value_tables) * vocab_size * c.model_dim + ngrams
     # parameters, gradients but those of n-gram tables, and a rank's share of the moments: one in float32 for a matrix, with
     # its rest if it is in bf16, two for an entry
     gradients, of_matrix = entries - ngrams, 8 if size == 2 else 4
-    permanent = size * (2 * matrices + entries + gradients) + (of_matrix * matrices + 2 * of_moment * entries) / ranks
+    moments = 2 * of_moment * (entries - ngrams * bool(row_moment)) + of_matrix * matrices  # two numbers a row are left out
+    permanent = size * (2 * matrices + entries + gradients + waiting) + moments / ranks
     width, logits, lengths = c.model_dim * size, vocab_size * size, T.micro_batch_lengths(c)  # bytes of a token
     eager, of_mlp = c.compile == "off", 14 if c.kernels in ("loss", "off") else 10
     saved = ((9 if eager else 4) * attentions + of_mlp * mlps + 32) * width
@@ -488,7 +497,7 @@ def check(flags: Sequence[str]) -> None:
         T.die_with_launcher()
     gpus = count_gpus()
     presets = program_of(flags).PRESETS
-    _, config = T.parse_config(flags, [*presets][0 if gpus else -1], presets)
+    _, config = T.parse_config(flags, "speedrun" if gpus else "laptop", presets)
     T.check_config(config, ranks)
     device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
     if gpus:

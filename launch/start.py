@@ -236,7 +236,7 @@ def choose(flags, text, trial):
             "for CPUs, installed where there was none. Remove it (rm -r .venv) and run this again, or train on the CPU: "
             "CUDA_VISIBLE_DEVICES= ./run.sh")
     presets = program_of(flags).PRESETS
-    preset, config = train_gpt.parse_config(flags, [*presets][0 if gpus else -1], presets)
+    preset, config = train_gpt.parse_config(flags, "speedrun" if gpus else "laptop", presets)
     if trial:  # before the user's flags, which win
         flags = as_flags({"num_steps": TRIAL_STEPS, "val_tokens": TRIAL_SEQUENCES * config.val_len}) + flags
         preset, config = train_gpt.parse_config(flags, preset, presets)

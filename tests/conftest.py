@@ -75,7 +75,7 @@ def tiny() -> train_gpt.Config:
 def tiny_frontier(**changes) -> frontier.Config:
     """The eleven layers of record 89, with small dimensions."""
     stages = tuple(frontier.Stage(**vars(stage)) for stage in TINY["stages"])
-    return dataclasses.replace(frontier.PRESETS["frontier"], **{**TINY, "stages": stages, "bigram_rows": 40, **changes})
+    return dataclasses.replace(frontier.PRESETS["frontier89"], **{**TINY, "stages": stages, "ngrams": (train_gpt.Ngrams(2, 40, 32),), **changes})
 
 
 def logits_of(model, inputs, windows):

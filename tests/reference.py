@@ -42,17 +42,19 @@ RECORD = "- S1M S2M SM LM SM SM+5 M+4 SM+3 S0M+2 S1M+1 L2M"
 
 
 def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softcap=(30, 0, 7.5), layers=RECORD, backout_layer=8,
-         ahead=(1,), ngrams=None, gates_from=(), dc_window=112, prefixes=None, prefix_weight=0):
+         ahead=(1,), ngrams=None, gates_from=(), dc_window=112, prefixes=None, prefix_weight=0, narrow_scale=0.13, longest=None):
     """Compute the weighted sum of the cross entropies of the tokens 1, 2, … ahead, with weights `ahead`.
 
     p: parameters by name, float64. x, y: lists of tokens. Record 44 with XSA, and added [T, dim] on the residual stream
-    before the first layer. With gates_from record 89: layers at which gates per token are computed; ngrams [T, dim]: n-gram
-    embeddings that each layer adds; dc_window: tokens that d sees; prefixes, prefix_weight: another token to predict in place
-    of each, or -1, and its weight. softcap: cap, shift, softness.
+    before the first layer. With gates_from records 89 and 92: layers at which gates per token are computed; ngrams [T, dim]:
+    n-gram embeddings; dc_window: tokens that d sees; prefixes, prefix_weight: another token to predict in place of each, or -1,
+    and its weight. softcap: cap, shift, softness. Record 92: narrow_scale in place of scale where queries and keys are narrow;
+    longest: attention treats so many tokens of a document as another document.
 
     layers: one word per layer. L: long window; S: short window; P: heads j and j + heads / 2 share one softmax; c: attention
-    reads the output of backout_layer; digit: value table; x: XSA; g: gates of the heads; d: DC; M: MLP; +n: skip connection
-    from layer n. In record 89 the unrotated entries of a key are those of the previous token in layers with L.
+    reads the output of backout_layer; digit: value table; x: XSA; g: gates of the heads; d: DC; M: MLP, MM: two; +n: skip
+    connection from layer n; q, v: half as many entries of queries and keys, of values; r: factors of a layer with attention; i, n: adds
+    x0, n-gram embeddings. In records 89 and 92 the unrotated entries of a key are those of the previous token in layers with L.
     """
     layers, late = layers.split(), bool(gates_from)
     count = len(layers)
@@ -71,16 +73,22 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
     for t in range(1, T):
         rows.append(e[t] + smear * torch.sigmoid(p["smear_gate"][0] @ e[t][:width]) * e[t - 1])
     h = h0 = rms(torch.stack(rows)) + added
-    document = torch.tensor([sum(1 for v in x[:t + 1] if v == bos) for t in range(T)])
+    begins = [t == 0 or v == bos for t, v in enumerate(x)]
+    if longest:
+        begin = 0
+        for t in range(T):
+            begin = t if begins[t] else begin
+            begins[t] |= (t - begin) % longest == 0
+    document = torch.tensor(begins).cumsum(0)
     outputs, tables = {}, {}
     for i, word in enumerate(layers):
         word, _, skip = word.partition("+")
-        is_last, has_attention = late and i == count - 1, word not in "-M"
+        is_last, has_attention = late and i == count - 1, bool({*word} & {*"SLP"})
         if i in gates_from:
             queue = list(token_weights(p, f"token_gates.{gates_from.index(i)}", h, p["gate_scale"]).T)
         def gates(n, present):
             return [queue.pop(0)[:, None] for _ in range(n)] if late and present else []
-        (add_h0,), (add_ngrams,) = (gates(1, has_attention and not is_last) or [0] for _ in range(2))
+        (add_h0,), (add_ngrams,) = (gates(1, letter in word) or [0] for letter in "in")
         skip_gate = gates(1, skip)
         xsa_gates, head_gates, reads, writes = (gates(heads, letter in word) for letter in "xgdd")
         if i == 0:
@@ -103,17 +111,19 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
             (resid_attn, resid_mlp), (post_attn, post_mlp) = p["resid_lambdas"][i], p["post_lambdas"][i]
         else:
             h = lam[i, 0] * h + lam[i, 1] * h0
-        if word != "M":
+        if has_attention:
+            width, v_width = D // 2 if "q" in word else D, D // 2 if "v" in word else D
+            its_scale, its_freqs = (narrow_scale, freqs[:D // 4]) if "q" in word else (scale, freqs)
             a = rms(outputs[backout_layer] if "c" in word else h)
             names = ("qk", "vo") if late else ("qkvo",)
             w = torch.cat([p[f"blocks.{i}.attn.{name}"].reshape(-1, dim, dim) for name in names])
             q, k, v = ((a @ w[j].T).view(T, heads, D) for j in range(3))
-            q, k = rms(q), rms(k)
+            q, k = rms(q[..., :width]), rms(k[..., :width])
             if "P" in word:  # head h of token t has position 2t + h % 2
-                q, k = (torch.stack([rotary(part.repeat_interleave(2, 0), freqs)[h % 2::2, h] for h in range(heads)], 1)
+                q, k = (torch.stack([rotary(part.repeat_interleave(2, 0), its_freqs)[h % 2::2, h] for h in range(heads)], 1)
                         for part in (q, k))
             else:
-                q, k = rotary(q, freqs), rotary(k, freqs)
+                q, k = rotary(q, its_freqs), rotary(k, its_freqs)
             if late and "L" in word:
                 shift_by = [int(freq == 0) for freq in freqs.tolist()] * 2
                 k = torch.stack([torch.stack([k[max(0, t - shift_by[d]), :, d] for d in range(D)], -1) for t in range(T)])
@@ -128,6 +138,7 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
                     half = gate.shape[1] // 2
                     value_gate = 2 * torch.sigmoid(a[:, :half] @ gate[:, :half].T + values[:, :gate.shape[1] - half] @ gate[:, half:].T)
                 v = v + value_gate[..., None] * values.view(T, heads, D)
+            v = torch.cat([v[..., :v_width], torch.zeros_like(v[..., v_width:])], -1)
             window = long if "L" in word else short
             heads_out = []
             for head in range(heads):
@@ -139,14 +150,14 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
                         pair, position = (head,), lambda j, h: j
                     visible = [(j, h) for j in range(t + 1) for h in pair
                                if 0 <= position(t, head) - position(j, h) <= window and document[j] == document[t]]
-                    weights = torch.softmax(torch.stack([scale * (k[j, h] @ q[t, head]) for j, h in visible]), 0)
+                    weights = torch.softmax(torch.stack([its_scale * (k[j, h] @ q[t, head]) for j, h in visible]), 0)
                     y_t = sum(weight * v[j, h] for weight, (j, h) in zip(weights, visible))
                     if reads:
                         read = torch.stack([gate[t, 0] for gate in reads])
                         read = read / (read.square().mean() + 1e-6).sqrt()
                         seen = [j for j in range(max(0, t - dc_window + 1), t + 1) if document[j] == document[t]]
                         shares = sum(read[other] * torch.softmax(torch.stack(
-                            [scale * (k[j, other] @ q[t, other]) for j in seen]), 0) for other in range(heads))
+                            [its_scale * (k[j, other] @ q[t, other]) for j in seen]), 0) for other in range(heads))
                         y_t = y_t + writes[head][t] * sum(share * v[j, head] for j, share in zip(seen, shares))
                     if "x" in word:
                         own = v[t, head]
@@ -164,14 +175,28 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
                 h = resid_attn * h + post_attn * sa[i, 1] * out + add_h0 * first + add_ngrams * ngrams
             else:
                 h = h + out
+        elif "r" in word:
+            h = resid_attn * h + add_h0 * first + add_ngrams * ngrams
         if "M" in word:
-            out = torch.relu(rms(h) @ p[f"blocks.{i}.mlp.fc"]).square() @ p[f"blocks.{i}.mlp.proj"].T
+            read = rms(h)
+            out = sum(torch.relu(read @ p[f"blocks.{i}.{name}.fc"]).square() @ p[f"blocks.{i}.{name}.proj"].T
+                      for name in ("mlp", "second_mlp")[:word.count("M")])
             h = resid_mlp * h + post_mlp * out if late else h + out
+        elif "r" in word:
+            h = resid_mlp * h
         outputs[i] = h
     if late:
         saved = sorted({-1, backout_layer, count - 2} | {int(word.split("+")[1]) for word in layers if "+" in word})
-        sources, weights = [*(outputs[i] for i in saved), tables["0"]], token_weights(p, "mudd.head", h)
-        h = rms(h + sum(weight[:, None] * source for weight, source in zip(weights.T, sources, strict=True)))
+        sources, weights = [outputs[i] for i in saved], token_weights(p, "mudd.head", h)[..., None].expand(T, -1, dim)
+        if "mudd.by_group" in p:  # one more weight for the channels of each group
+            u = h @ p["mudd.head.hidden"].T
+            u = u * (1 + torch.erf(u / math.sqrt(2))) / 2
+            more = torch.einsum("kgw,tw->tkg", p["mudd.by_group"], u) * 0.1
+            weights = weights + more.repeat_interleave(dim // more.shape[2], 2)
+            sources += [*(tables[name] for name in sorted(tables)), read, rms(outputs[backout_layer])]
+        else:
+            sources += [tables["0"]]
+        h = rms(h + sum(weight * source for weight, source in zip(weights.unbind(1), sources, strict=True)))
     else:
         h = rms(h - backout * outputs[backout_layer])
     cap, shift, softness = softcap

@@ -275,7 +275,7 @@ with rank0.census():
     x.index_add_(0, at, rows)
     torch.ops.aten._flash_attention_backward(q, q, q, q, out, log_sums, None, None, 128, 128, 0.0, True, *flash[2:4])
     square(x)
-table = frontier.BigramTable(frontier.Config(), T.Ngrams(2, 100, 64)).cuda()
+table = frontier.NgramTable(frontier.Config(), T.Ngrams(2, 100, 64)).cuda()
 tokens = torch.arange(64, device="cuda")
 rank0.mark("PHASE", "no waits")
 table.row_and_sign(tokens)

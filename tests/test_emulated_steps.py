@@ -7,13 +7,13 @@ import pytest
 from test_emulated_gpu import emulated, passes  # noqa: F401, a fixture
 
 
-@pytest.mark.parametrize("preset", ["speedrun", "frontier", "laptop"])
+@pytest.mark.parametrize("preset", ["speedrun", "frontier", "frontier89", "laptop"])
 def test_two_steps(emulated, preset):
     passes(emulated("--compare", preset, "--steps", "2"))
 
 
 def test_a_step_in_bf16_and_fp8_with_flash_attention(emulated):
-    passes(emulated("--compare", "frontier", "--dtype", "bfloat16", "--steps", "1", "--", "--attention", "flash"))
+    passes(emulated("--compare", "frontier89", "--dtype", "bfloat16", "--steps", "1", "--", "--attention", "flash"))
 
 
 def test_exact_mode_has_the_same_bits_on_two_ranks(emulated):

@@ -16,17 +16,17 @@ import frontier
 import reference
 import train_gpt
 from conftest import TINY, logits_of, some_documents, write_gpt2_tokens, write_shard
-from frontier import AdamGroup, Stage
+from frontier import AdamGroup, MuonGroup, Stage
 from ranks import program_of
 from test_model import (BOS, ENCODING, ROWS, SIX_STEPS, VOCAB, PlainTraining, assert_flash_is_the_same, compare, groups_by_hand,
                         in_float64, make_trainer, shake, shaken, tokens_of)
 from test_resume import corpus, goes_on_at_any_number_of_ranks, kill_and_resume, train  # noqa: F401, a fixture
 from test_run import read_log, run_here
 from test_sync import Hostile
-from train_gpt import MuonGroup, Ngrams, Ramp
+from train_gpt import Ngrams, Ramp
 
-PRESET = frontier.PRESETS["frontier"]
-SMALL = {**TINY, "stages": (Stage(),), "num_heads": 4, "bigram_rows": 50, "fp8_mlp": False}
+PRESET = frontier.PRESETS["frontier89"]
+SMALL = {**TINY, "stages": (Stage(),), "num_heads": 4, "ngrams": (Ngrams(2, 50, 16),), "fp8_mlp": False}
 WEIGHTS = {"second_token_weight": 0.5, "third_token_weight": 0.25, "prefix_weight": 0.25}
 PREFIXES = [-1 if token % 3 else token // 2 for token in range(VOCAB)]
 WINDOWS = train_gpt.Windows(12, 5)
@@ -61,8 +61,15 @@ def worker_of(config, comm=None):
     *(({"token_gates": text}, f"token_gates is {text!r}; give numbers of layers such as 0,4") for text in ("", "0,x", "0,-1")),
     ({"num_heads": 1, "muon_qk_heads": 1}, "num_heads is 1; P and the last layer need an even number"),
     ({"muon_qk_heads": 3}, "muon_qk_heads is 3; it must divide num_heads, 4"),
-    ({"ngrams": (Ngrams(2, 50, 8),)}, "ngrams: this model has one table, see --bigram_rows; leave it empty"),
-    ({"bigram_rows": 1}, "bigram_rows is 1; it must be a whole number, from 2 on"),
+    *(({"ngrams": tables}, "ngrams: with ngram_hash record89 give tables of 2 rows and more and of n in 2, such as Ngrams(2, 3000, 32)")
+      for tables in ((), (Ngrams(2, 1, 8),), (Ngrams(2, 50, 8), Ngrams(3, 50, 8)))),
+    ({"ngrams": (Ngrams(2, 50, 8), Ngrams(3, 50, 8)), "ngram_hash": "record92"}, None),
+    ({"ngrams": (Ngrams(4, 50, 8),), "ngram_hash": "record92"}, "ngrams: with ngram_hash record92 give tables of 2 rows and more and of n in 2, 3"),
+    ({"param_groups": (AdamGroup("embed", slow_from=6),)}, "has slow_from 6; it must be a multiple of 4, 2 * adam_every"),
+    ({"param_groups": (AdamGroup("embed", row_moment=True),)}, "row_moment is for ngram_embeds with --lazy_tables true, and by_rows for value_embeds"),
+    ({"param_groups": (AdamGroup("ngram_embeds", row_moment=True),)}, "row_moment is for ngram_embeds with --lazy_tables true"),
+    ({"param_groups": (AdamGroup("ngram_embeds", row_moment=True),), "lazy_tables": True}, None),
+    ({"param_groups": (AdamGroup("ngram_embeds", by_rows=True),)}, "row_moment is for ngram_embeds with --lazy_tables true, and by_rows for value_embeds"),
     ({"untie_at": 1.5}, "untie_at is 1.5; it must be a number, from 0 on, at most 1"), ({"untie_at": math.nan}, "untie_at is nan"),
     ({"head_init": 0.0}, "head_init is 0.0; it must be a number, above 0"), ({"logit_shift": math.inf}, "logit_shift is inf; it must be a number"),
     ({"prefix_weight": -1.0}, "prefix_weight is -1.0; it must be a number, from 0 on"),
@@ -99,9 +106,42 @@ def test_the_preset_s_plan_is_that_of_the_record():
     assert third[1000 - 847].lr_factor == pytest.approx(1.73 * left + (1 - left) * 0.15)
     assert untied == 848, "after a cycle of Adam" and train_gpt.plan_of(c, 1285).windows.long == 20 * 128
     wanted = dict(muon_lr=0.023, muon_beta2=0.9, muon_qk_heads=2, head_init=0.005, value_init=0.01, output_init=1,
-                  resid_lambda_init=1.1, logit_cap=23, logit_shift=5, adam_every=2, adam_lr=0.008, bigram_rows=50304 * 15 // 2,
+                  resid_lambda_init=1.1, logit_cap=23, logit_shift=5, adam_every=2, adam_lr=0.008, ngrams=(Ngrams(2, 50304 * 15 // 2, 768),),
                   fp8_mlp=True, fp8_x_scale=100 / 448, fp8_weight_scale=1.6 / 448, fp8_grad_scale=0.75 / 448)
     assert {name: getattr(c, name) for name in wanted} == wanted
+
+
+def test_the_plan_of_record_92():
+    c = frontier.PRESETS["frontier"]
+    plans = [train_gpt.plan_of(c, step) for step in range(c.num_steps + 1)]
+    at = {}
+    for plan in plans[:-1]:
+        key = (plan.micro_batches * plan.micro_batch_tokens, plan.max_document_tokens, *plan.windows)
+        at[key] = plan.step + 1
+    assert [(end, *key) for key, end in at.items()] == [
+        (320, 131_072, 896, 384, 128), (681, 262_144, 2048, 896, 384), (1107, 393_216, 3072, 1408, 640),
+        (1174, 327_680, 3072, 1408, 640), (1194, 131_072, 3072, 1664, 768)]
+    assert plans[-1].windows == (2560, 768) and plans[1193].rotary_windows == (384, 896, 1408, 1664)
+    assert frontier.first_untied_step(c) == 1176 and train_gpt.tokens_of_steps(c, 1194) == 328_663_040
+    wanted = {"lr_factor": {0: 1, 234: 1, 235: .999255, 319: .936702, 320: 1.408383, 336: 1.387617, 514: 1.156596, 680: .941149,
+                            681: 1.049989, 964: .619468, 1106: .403447, 1107: .391182, 1173: .301361, 1174: .3, 1193: .3},
+              "momentum": {0: .85, 120: .89, 240: .93, 1144: .93, 1145: .9284, 1193: .8516},
+              "second_token_weight": {0: .5, 319: .5, 320: .5, 411: .373961, 501: .249307, 591: .124654, 680: .001385, 681: 0},
+              "third_token_weight": {0: .25, 160: .125, 319: .000781, 320: 0},
+              "prefix_weight": {319: .25, 320: .2, 410: .2, 411: .15, 500: .15, 501: .1, 590: .1, 591: .05, 680: .05, 681: 0}}
+    for name, values in wanted.items():
+        for step, value in values.items():
+            plan = plans[step]
+            assert (plan.scheduled | vars(plan))[name] == pytest.approx(value, abs=6e-7), (name, step)
+
+
+@pytest.mark.parametrize("window, wide, narrow", [(384, .085, .13), (896, .099404, .158564), (1408, .108390, .174764), (1664, .112011, .181136)])
+def test_softmax_scales_of_record_92(window, wide, narrow):
+    model = train_gpt.build_model(dataclasses.replace(frontier.PRESETS["frontier"], **TINY | {
+        "stages": (Stage(),), "num_heads": 4, "ngrams": (Ngrams(2, 50, 16),), "window_block": 128, "mlp_dim": 88, "mudd_groups": 4}), ENCODING)
+    model.apply_schedule(train_gpt.Plan(rotary_windows=tuple(w for w in (384, 896, 1408, 1664) if w <= window)))
+    assert (model.rotary.scale.item(), model.narrow_rotary.scale.item()) == pytest.approx((wide, narrow), abs=6e-7)
+    assert model.narrow_rotary.cos.shape[1] == model.rotary.cos.shape[1] // 2
 
 
 @pytest.mark.parametrize("scheduled, untied", [(1270, 848), (1440, 962), (1775, 1186), (1776, 1186), (1777, 1186), (1780, 1188)])
@@ -147,9 +187,11 @@ def test_groups_are_those_of_the_record():
 
 MODELS = {  # heads, further targets and the tied embedding are in all
     "the preset": dict(),
-    "two networks of gates": dict(layers="S1xM P2M SxgdM L0gM M+2 LxM+1", backout_layer=1, token_gates="0,2"),
-    "one network": dict(layers="S1M SM L0M+0 S2M", backout_layer=1, token_gates="0", num_heads=2),
-    "never tied": dict(layers="S0M cLxgdM PM", backout_layer=0, token_gates="0", untie_at=0.0)}
+    "two networks of gates": dict(layers="S1xinM P2inM SxgdinM L0ginM M+2 LxM+1", backout_layer=1, token_gates="0,2"),
+    "one network": dict(layers="S1inM SinM L0inM+0 S2M", backout_layer=1, token_gates="0", num_heads=2),
+    "never tied": dict(layers="S0inM cLxgdinM PM", backout_layer=0, token_gates="0", untie_at=0.0),
+    "record 92": dict(layers="PqinM Sqv0xinM Pq1iM LxgM rinM PqinM M+3 ri cSqv2MM rnM cL3gM", mlp_dim=88, mudd_groups=4,
+                      backout_layer=7, softmax_scale=0.085, narrow_softmax_scale=0.2)}
 
 
 def scheduled_model(config, module=frontier):
@@ -166,12 +208,20 @@ def test_loss_and_gradients_are_those_of_a_second_implementation(name, monkeypat
     monkeypatch.setattr(frontier, "DC_WINDOW", 7)
     config = small(**MODELS[name])
     model, (x, y) = scheduled_model(config), tokens_of(5, 40)
+    if name == "record 92":  # exactly
+        model.double()
+        for rotary in (model.rotary, model.narrow_rotary):
+            rotary.windows = None
+            rotary.set_windows(())
+        model.attended_tokens = 9
+        monkeypatch.setattr(reference, "rms", lambda x: x / (x.square().mean(-1, keepdim=True) + 2.0 ** -52).sqrt())
     plain, tied = in_float64(model), config.untie_at > 0
     as_read = plain | ({"embed.weight": plain["lm_head.weight"]} if tied else {})
     expected = reference.loss(
         as_read, x.tolist(), y.tolist(), *WINDOWS, BOS, config.num_heads, layers=config.layers, backout_layer=config.backout_layer,
+        scale=config.softmax_scale, narrow_scale=config.narrow_softmax_scale, longest=model.attended_tokens,
         softcap=(23.0, 5.0, 7.5), ahead=(1.0, 0.5, 0.25), gates_from=[*map(int, config.token_gates.split(","))], dc_window=7,
-        ngrams=bigrams_by_hand(model.ngrams[0], plain["ngrams.0.weight"], x.tolist()), prefixes=PREFIXES, prefix_weight=0.25)
+        ngrams=torch.nn.functional.pad(bigrams_by_hand(model.ngrams[0], plain["ngrams.0.weight"], x.tolist()), (0, 16)), prefixes=PREFIXES, prefix_weight=0.25)
     compare(model, model(x, y, WINDOWS)[0], plain, expected, tied)
 
 
@@ -181,7 +231,7 @@ MISTAKES = {  # one line of frontier.py each
                                                               '"residual": [0.0] * 3, "values": [0.0] * 3'),
     "MUDD: value gates of the halves exchanged": ('weights["value_gates"].repeat', 'weights["value_gates"].flip(1).repeat'),
     "MUDD: the last layer adds x0": ("context._replace(x0=outputs[-1])", "context"),
-    "MUDD: the head reads the next value table": ("outputs, values[0]))", "outputs, values[1]))"),
+    "MUDD: the head reads the next value table": ("[*sources, values[0]])", "[*sources, values[1]])"),
     "scales: of attention and MLP exchanged": ("resid_lambda_attn, resid_lambda_mlp, post_lambda_attn",
                                                "resid_lambda_mlp, resid_lambda_attn, post_lambda_attn"),
     "gates: sigmoid on those of the heads": ('y * gates["gate"][..., None]', 'y * gates["gate"].sigmoid()[..., None]'),
@@ -202,8 +252,8 @@ MISTAKES = {  # one line of frontier.py each
         "for (number, name), gate in by_layer.items() if number == i}",
         'for (number, name), gate in by_layer.items() if number == ({1: 3, 3: 1}.get(i, i) if name == "xsa" else i)}'),
     "signs: one token late": ("sign.long()\n", "sign.long().roll(1)\n"),
-    "hash: the second token's row": ("before[..., 1:2].fill_(last)", "pass"),
-    "hash: factors exchanged": ("36313 * tokens ^ 27191 * before", "27191 * tokens ^ 36313 * before"),
+    "hash: the second token's row": ("window[1][..., 1:2].fill_(last)", "pass"),
+    "hash: factors exchanged": ("2: (36313, 27191)", "2: (27191, 36313)"),
     "targets: weights exchanged": ("((1, second), (2, third))", "((2, second), (1, third))"),
     "targets: the first weight doubled": ("[targets], [1.0]", "[targets], [2.0]"),
     "prefix: of the token after the next": ("self.prefixes[targets]]", "self.prefixes[targets.roll(-1)]]"),
@@ -284,8 +334,8 @@ def bigrams_by_hand(table, weight, x):
 
 def test_rows_of_the_bigram_table_are_the_record_s_at_its_own_size():
     """The second token's product exceeds int32. Several sequences at once, as Worker announces the rows of a step."""
-    config = dataclasses.replace(PRESET, bigram_rows=377_280)
-    table = frontier.BigramTable(config, Ngrams(2, 377_280, 1))
+    config = PRESET
+    table = frontier.NgramTable(config, Ngrams(2, 377_280, 1))
     x = [50256, 17, 50255, 0, 40000]
     rows, signs = table.row_and_sign(torch.tensor([x, x[::-1]]))
     assert rows.tolist() == [bigram_rows_by_hand(each, 377_279) for each in (x, x[::-1])]
@@ -328,7 +378,7 @@ def test_the_objective_weighs_further_targets_and_the_loss_does_not(loss_tokens)
     assert model.eval()(x, y, WINDOWS)[0].item() == pytest.approx(ahead[0], rel=1e-6)
 
 
-@pytest.mark.parametrize("changes", [dict(), dict(layers="PM S0xgM LgdM", backout_layer=0, token_gates="0")])
+@pytest.mark.parametrize("changes", [dict(), dict(layers="PinM S0xginM LgdM", backout_layer=0, token_gates="0")])
 def test_a_later_token_changes_no_earlier_logits(changes):
     """But for the bigram table's row of the second token, which holds no later one."""
     model, (x, _) = shaken(small(**changes)).eval(), tokens_of(6, 64)
@@ -340,7 +390,7 @@ def test_a_later_token_changes_no_earlier_logits(changes):
         assert torch.equal(before[:at], after[:at]) and not torch.equal(before[at], after[at])
 
 
-@pytest.mark.parametrize("layers", ["PM S0M LM", "PM S0gdM LM"])
+@pytest.mark.parametrize("layers", ["PinM S0inM LM", "PinM S0gdinM LM", "PqinM Sqv0inM LM"])
 def test_a_model_with_flash_attention_is_the_same_model(layers, monkeypatch):
     """With paired heads, whose sequence is twice as long; d needs its own mask besides."""
     config = small(layers=layers, backout_layer=1, token_gates="0", micro_batch_tokens=512, num_heads=2, model_dim=16, untie_at=0.0)
@@ -446,7 +496,7 @@ def largest_h(comm, config, steps):
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_next_step_s_scale_is_by_the_largest_h_of_all_micro_batches_and_ranks(corpus, on_ranks, ranks):  # noqa: F811
-    config = small(layers="S S0M M LM", backout_layer=2, token_gates="0", fp8_mlp=True, adam_every=1, untie_at=0.0, **corpus)
+    config = small(layers="Sin S0inM M LM", backout_layer=2, token_gates="0", fp8_mlp=True, adam_every=1, untie_at=0.0, **corpus)
     results = on_ranks(ranks, largest_h, config, 3)
     scales = [1.0] * 3
     for of_ranks in zip(*(found for found, _, _ in results)):
@@ -466,7 +516,7 @@ def test_the_next_step_s_scale_is_by_the_largest_h_of_all_micro_batches_and_rank
 FURTHER_ROWS = (*(row for row in ROWS if row[0] != "xsa_lambdas"), ("resid_lambdas", 4.0, 0.85, 0.9, 1e3), ("post_lambdas", 0.7, 0.6, 0.95, 2e3),
                 ("mudd", 6.0, 0.7, 0.8, 4e3), ("mudd_biases", 3.0, 0.75, 0.85, 5e3), ("token_gates", 5.0, 0.65, 0.9, 3e3),
                 ("token_gates_biases", 2.0, 0.8, 0.9, 6e3))
-SHORT = dict(layers="S0xM P1M LxgdM+0 SM cL2M", backout_layer=2, token_gates="0,2", num_heads=2, muon_lr=0.03, muon_qk_heads=1)
+SHORT = dict(layers="S0xinM P1inM LxgdinM+0 SinM cL2M", backout_layer=2, token_gates="0,2", num_heads=2, muon_lr=0.03, muon_qk_heads=1)
 UNITS = {"qk": ((16, 32), True), "vo": ((32, 32), False)}
 
 
@@ -537,16 +587,29 @@ def test_untying_trains_as_a_plain_second_training_does(tmp_path, lazy):
 def flags(tmp_path, corpus):  # noqa: F811
     """flags(run_id, ...) -> those of a small run whose log is in the test's folder."""
     def make(run_id, **changes):
-        values = {**TINY, "ngrams": "", "bigram_rows": 40, "layers": "S0M L1xgdM", "token_gates": "0", "backout_layer": 0, "model_dim": 16, "micro_batches": 4,
+        values = {**TINY, "ngrams": "Ngrams(2, 40, 16)", "layers": "S0inM L1xgdM", "token_gates": "0", "backout_layer": 0, "model_dim": 16, "micro_batches": 4,
                   "micro_batch_tokens": 16, "max_document_tokens": 12, "val_len": 48, "num_steps": 8, "val_every": 5, "warmup_steps": 0, "muon_qk_heads": 1,
                   "muon_momentum_rise": 3, "bucket_mb": 0.004, "fp8_mlp": "false",
                   "stages": "Stage(until=1/2, long_window=2, second_token_weight=.5), Stage(long_window=4), Stage(extra_steps=2, long_window=6)",
                   **corpus, "log_dir": str(tmp_path), "run_id": run_id, **changes}
-        return ["--preset", "frontier", *(text for name, v in values.items() for text in (f"--{name}", str(v)))]
+        return ["--preset", values.pop("preset", "frontier89"), *(text for name, v in values.items() for text in (f"--{name}", str(v)))]
     return make
 
 
+# all its mechanisms in a small model and eight steps or nine
+RECORD_92 = dict(
+    preset="frontier", layers="PqinM Sqv0xinM rin+0 cSqv1MM cL2gM", backout_layer=2, token_gates="0,2", mlp_dim=24, mudd_groups=4, num_heads=2,
+    ngrams="Ngrams(2, 40, 16), Ngrams(3, 30, 16)", untie_at=0.7, doc_copy="true", fp8_mlp="true",
+    param_groups='AdamGroup("value_embeds", 70, .75, .95, .025, slow_from=4, by_rows=true), AdamGroup("ngram_embeds", 70, 0, .95, .025, slow_from=4, '
+    'row_moment=true), MuonGroup("attn", anvil_from=3), MuonGroup("mlp_fc", 2, anvil_from=3), MuonGroup("mlp_proj", 4, anvil_from=3)',
+    tails='Tail("head embed", 5, 2, 1, .3, last_rate=.2, blend=.65), Tail("vo mlp", 4, 1, 0, .5), Tail("value_embeds", 5, 4, 3, .5, keep_norm=false), '
+    'Tail("qk", 4, final_steps=2, rate=.4, blend=.5), Tail("vo mlp", 4, 2, 1, .4, final_steps=2, blend=.3)',
+    stages="Stage(until=1/2, long_window=2, second_token_weight=.5, candidates=32), Stage(long_window=4, attended_tokens=5, candidates=48), "
+    "Stage(extra_steps=2, long_window=6)")
+
+
 @pytest.mark.parametrize("settings", [
+    {**RECORD_92, "warmup_steps": 6},
     {"untie_at": 0.7, "warmup_steps": 6, "param_groups": 'AdamGroup("head", weight_decay=10.)'},
     {"untie_at": 0.1, "fp8_mlp": "true", "overlap_param_gather": "true", "lazy_tables": "true"}], ids=str)
 def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(settings, flags, on_ranks, tmp_path):
@@ -555,10 +618,11 @@ def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(settings, flags, o
 
 
 @pytest.mark.slow
-def test_exact_runs_go_on_at_any_number_of_ranks_in_the_midst_of_a_cycle(flags, on_ranks, tmp_path):
-    goes_on_at_any_number_of_ranks(flags, on_ranks, tmp_path, dict(
-        layers="S0xM P0M+0 L1xgdM", backout_layer=1, token_gates="0,1", untie_at=0.5, fp8_mlp="true", lazy_tables="true",
-        stages="Stage(until=1/2, long_window=2), Stage(long_window=4), Stage(extra_steps=2, long_window=6)"), frontier.PRESETS)
+@pytest.mark.parametrize("settings", [RECORD_92, dict(
+    layers="S0xinM P0inM+0 L1xgdM", backout_layer=1, token_gates="0,1", untie_at=0.5, fp8_mlp="true", lazy_tables="true",
+    stages="Stage(until=1/2, long_window=2), Stage(long_window=4), Stage(extra_steps=2, long_window=6)")], ids=["92", "89"])
+def test_exact_runs_go_on_at_any_number_of_ranks_in_the_midst_of_a_cycle(settings, flags, on_ranks, tmp_path):
+    goes_on_at_any_number_of_ranks(flags, on_ranks, tmp_path, settings, frontier.PRESETS)
 
 
 def test_a_checkpoint_is_resumed_by_its_own_program(flags, on_ranks, tmp_path):
@@ -566,7 +630,7 @@ def test_a_checkpoint_is_resumed_by_its_own_program(flags, on_ranks, tmp_path):
     on_ranks(1, train, flags("stopped", save_every=4), 6, frontier.PRESETS)
     resume = ["--resume", str(tmp_path / "stopped.txt")]
     assert program_of(resume) is frontier and program_of(["--preset", "laptop"]) is program_of([]) is train_gpt
-    assert train_gpt.parse_config(resume, "frontier", frontier.PRESETS)[0] == "frontier"
+    assert train_gpt.parse_config(resume, "frontier", frontier.PRESETS)[0] == "frontier89"
     with pytest.raises(train_gpt.RunError, match="a run of frontier.py; start frontier.py in place of train_gpt.py"):
         train_gpt.parse_config(resume, "laptop")
 
@@ -600,7 +664,7 @@ def test_the_warm_up_meets_every_kind_of_step(flags, capsys, monkeypatch, change
 
 def test_frontier_trains_on_gpt2_tokens_without_a_network(tmp_path, script):
     """From what data/fineweb.py writes: shards, and beside them the bytes of GPT-2's tokens. The log opens with both programs."""
-    values = {**TINY, "ngrams": "", "model_dim": 64, "num_heads": 4, "bigram_rows": 500, "num_steps": 2, "micro_batches": 2, "warmup_steps": 0,
+    values = {**TINY, "ngrams": "Ngrams(2, 500, 64)", "model_dim": 64, "mudd_groups": 4, "num_heads": 4, "num_steps": 2, "micro_batches": 2, "warmup_steps": 0,
               "fp8_mlp": "false", "stages": (Stage(long_window=7, prefix_weight=0.25), Stage(extra_steps=1, long_window=11)),
               "log_dir": tmp_path / "logs", "run_id": "f"}
     for split, tokens in (("train", 9000), ("val", 1000)):

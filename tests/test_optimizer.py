@@ -1398,7 +1398,7 @@ def tied_launches(comm, warm_up, batches):
     -> names of the Adam buckets of step 1 launched before the head's gradient is complete, launch order.
     """
     config = frontier.Config(**TINY | dict(
-        layers="S0M LM SM", backout_layer=1, token_gates="0", bigram_rows=50, fp8_mlp=False, stages=(frontier.Stage(),)))
+        layers="S0inM LinM SM", backout_layer=1, token_gates="0", ngrams=(train_gpt.Ngrams(2, 50, 8),), fp8_mlp=False, stages=(frontier.Stage(),)))
     model = train_gpt.build_model(config, train_gpt.Encoding(64, BOS))
     optimizer, launched = train_gpt.build_optimizer(config, model, comm), []
     saved, reducer = optimizer.state_dict(), optimizer.reducer
@@ -1427,9 +1427,11 @@ def test_the_tied_stage_has_its_own_launch_order(on_ranks, batches):
 def test_a_parameter_cannot_be_copied_between_updates():
     optimizer, params = mixture(0.0, engine.Comm())
     mixed_steps(optimizer, params, [0])
-    with pytest.raises(engine.RunError, match="wide_1 cannot be copied.*wait for an update"):
-        optimizer.copy_parameter("wide_0", "wide_1")
+    with pytest.raises(engine.RunError, match="halved cannot be copied.*wait for an update"):
+        optimizer.copy_parameter("halved", "halved")
+    optimizer.copy_parameter("wide_0", "wide_1")  # NorMuon's gradients do not wait
     mixed_steps(optimizer, params, [1])
+    optimizer.copy_parameter("halved", "halved")
     optimizer.copy_parameter("wide_0", "wide_1")
     state = optimizer.state_dict()
     for key in ("", "/m", "/v"):

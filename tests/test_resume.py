@@ -66,7 +66,8 @@ def train(comm, argv, kill_at=-1, presets=train_gpt.PRESETS):
     preset, config = train_gpt.parse_config(argv, [*presets][-1], presets)
     train_gpt.check_config(config, comm.ranks)
     run_id, _ = train_gpt.find_run(config)
-    log, step = train_gpt.Log(config, comm.rank, run_id), train_gpt.Worker.step
+    log, worker = train_gpt.Log(config, comm.rank, run_id), config.worker_type
+    step = worker.step
 
     def mortal_step(self, plan, batch):
         if plan.step == kill_at and signal.getsignal(signal.SIGTERM) == train_gpt.signals.handle:  # not in the warm-up
@@ -74,7 +75,7 @@ def train(comm, argv, kill_at=-1, presets=train_gpt.PRESETS):
             raise Killed
         return step(self, plan, batch)
 
-    train_gpt.Worker.step = mortal_step
+    worker.step = mortal_step
     kind = train_gpt.CompressedComm if config.bf16_compress else train_gpt.Comm
     threads = torch.get_num_threads()
     try:
@@ -82,7 +83,7 @@ def train(comm, argv, kill_at=-1, presets=train_gpt.PRESETS):
     except Killed:
         pass
     finally:
-        train_gpt.Worker.step = step
+        worker.step = step
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         torch.set_num_threads(threads)
         if log.file is not None:
@@ -220,7 +221,7 @@ def test_exact_runs_go_on_at_any_number_of_ranks_in_the_midst_of_a_cycle(flags, 
 def goes_on_at_any_number_of_ranks(flags, on_ranks, tmp_path, changes, presets=train_gpt.PRESETS):
     """1, 2, 4 and 8 ranks in turn, each stopped between two steps of Adam's."""
     exact = dict(world_size_invariant="true", save_every=1, num_steps=9, micro_batches=8, val_every=0, ngram_reset=3,
-                 param_groups='AdamGroup("gates", beta1=.9)', **changes)
+                 param_groups='AdamGroup("gates", beta1=.9)') | changes
     on_ranks(1, train, flags("whole", **exact), -1, presets)
     on_ranks(1, train, flags("killed", **exact), 1, presets)
     for ranks, kill_at, saved in ((2, 3, 1), (4, 5, 3), (8, 7, 5), (1, -1, 7)):

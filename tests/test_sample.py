@@ -49,7 +49,9 @@ def a_text(tokens=100):
 
 @pytest.mark.parametrize("config", [
     train_gpt.Config(**TINY), train_gpt.Config(**TINY | dict(ngrams=(train_gpt.Ngrams(2, 40, 8), train_gpt.Ngrams(4, 70, 32)))),
-    tiny_frontier(), tiny_frontier(untie_at=1.0)], ids=["record 44", "n-grams that share few rows", "record 89", "record 89, still tied"])
+    tiny_frontier(), tiny_frontier(untie_at=1.0),
+    tiny_frontier(ngrams=(train_gpt.Ngrams(2, 40, 32), train_gpt.Ngrams(3, 30, 8)), ngram_hash="record92")],
+    ids=["record 44", "n-grams that share few rows", "record 89", "record 89, still tied", "tables of record 92"])
 def test_logits_are_those_of_the_model(config, tmp_path):
     """At every length of a text, for a saved model that is read again."""
     config = dataclasses.replace(config, val_len=256)
@@ -104,7 +106,7 @@ def test_a_bf16_model_with_an_fp8_head_is_computed_in_float32(tiny, tmp_path):
 
 @pytest.mark.parametrize("short", [
     train_gpt.Config(**TINY | dict(layers="SM SM", backout_layer=0, ngrams=(train_gpt.Ngrams(2, 40, 8),), val_len=48)),
-    tiny_frontier(layers="P0M SM", backout_layer=0, token_gates="0", val_len=48)], ids=["record 44", "record 89"])
+    tiny_frontier(layers="P0inM SM", backout_layer=0, token_gates="0", val_len=48)], ids=["record 44", "record 89"])
 def test_a_text_may_be_longer_than_the_model_s_longest_sequence(short):
     """Where the windows reach less far than that, the logits are those of the whole text."""
     longer, text, windows = shaken(dataclasses.replace(short, val_len=512)), a_text(300), Windows(4, 4)
