@@ -39,8 +39,8 @@ from torch import Tensor, nn
 import train_gpt
 from train_gpt import (
     GATE_DIM, GPT2_VOCAB, TILE_K, TILE_M, TILE_N, DocumentTable, Encoding, HeadLoss, Mask, MuonGroup, NgramTable,
-    Ngrams, Plan, Ramp, Rotary, Shard, Softcap, Windows, attend, compiled, cut_in_pieces, embedding, exclude_own_value,
-    fp8_product, kernel_programs, mask_in_pieces, norm, option, parameter, relu_squared, require, rotate,
+    Ngrams, Plan, Ramp, Rotary, Shard, Softcap, Windows, attend, compiled, cut_in_pieces, embedding, fp8_product,
+    kernel_programs, mask_in_pieces, norm, option, parameter, relu_squared, require, rotate,
     scheduled_steps, seen_by_pieces, sha256_of, stage_type, start, to_device, triton, uniform)
 
 if triton is not None:
@@ -698,6 +698,14 @@ class Mudd(nn.Module):
 
     def head_input(self, x: Tensor, saved: dict[int, Tensor], value_embeds: Tensor) -> Tensor:
         return x + weighted_sum(self.head.compute(x), [*(saved[i] for i in self.sources), value_embeds])
+
+def exclude_own_value(y_THD: Tensor, v_THD: Tensor, weights: Tensor) -> Tensor:
+    """Subtract tanh(weights) times the part of attention's output along the token's own value: XSA (arXiv:2603.09078).
+
+    weights: [H] or [T, H].
+    """
+    projection = (y_THD * v_THD).sum(-1, keepdim=True) / v_THD.square().sum(-1, keepdim=True).clamp_min(1e-8)
+    return y_THD - torch.tanh(weights)[..., None] * projection * v_THD
 
 def weighted_sum(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:
     """weights [T, n], n sources [T, dim] -> [T, dim]."""
