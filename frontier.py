@@ -45,10 +45,9 @@ from torch import Tensor, nn
 import train_gpt
 from train_gpt import (
     GATE_DIM, GPT2_VOCAB, TILE_K, TILE_M, TILE_N, DocumentTable, Encoding, HeadLoss, Mask, Ngrams, NorMuon, Plan,
-    Ramp, Rotary, Shard, Softcap, Windows, attend, compiled, cut_in_pieces, embedding, exclude_own_value,
-    fp8_product, groups_by_kind, kernel_programs, mask_in_pieces, norm, option, parameter, polar, relu_squared,
-    require, rotary_frequencies, rotate, scheduled_steps, seen_by_pieces, sha256_of, stage_type, start, to_device,
-    triton, uniform)
+    Ramp, Rotary, Shard, Softcap, Windows, attend, compiled, cut_in_pieces, embedding, fp8_product, groups_by_kind,
+    kernel_programs, mask_in_pieces, norm, option, parameter, polar, relu_squared, require, rotary_frequencies,
+    rotate, scheduled_steps, seen_by_pieces, sha256_of, stage_type, start, to_device, triton, uniform)
 
 if triton is not None:
     import triton.language as tl
@@ -922,62 +921,37 @@ class Mudd(nn.Module):
                     for weight, source in zip(weights.unbind(1), sources))
         return x + mixed.view_as(x)
 
+def exclude_own_value(y_THD: Tensor, v_THD: Tensor, weights: Tensor) -> Tensor:
+    """Subtract tanh(weights) times the part of attention's output along the token's own value: XSA (arXiv:2603.09078).
+
+    weights: [H] or [T, H].
+    """
+    projection = (y_THD * v_THD).sum(-1, keepdim=True) / v_THD.square().sum(-1, keepdim=True).clamp_min(1e-8)
+    return y_THD - torch.tanh(weights)[..., None] * projection * v_THD
+
 def weighted_sum(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:
     """weights [T, n], n sources [T, dim] -> [T, dim]."""
     return sum(weight * source for weight, source in zip(weights.split(1, dim=1), sources))
 
-class DocCopy(nn.Module):
-    """For each token, a candidate for the next one from its own document, as an input of the model.
-
-    A context is the last n tokens within the document, for n in LENGTHS. The candidate is the token after the latest
-    earlier occurrence of the longest context that has one. Its kind is 3 * i + min(occurrences, 3), from 1 on, where i
-    is the place of n in LENGTHS; kind 0: no context has one. Nothing depends on later tokens.
-    """
-
-    LENGTHS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32
-    FACTOR, OF_DOCUMENT = 0x9E3779B97F4A7C15, 0x5851F42D4C957F2D  # odd, of hashes modulo 2 ** 64
+class DocCopy(train_gpt.DocCopy):
+    """train_gpt's DocCopy, which is added at the input and before the final norm."""
 
     def __init__(self, config: Config):
-        super().__init__()
-        kinds = 3 * len(self.LENGTHS)
-        self.gains = parameter(torch.zeros(kinds), "doc_copy")  # of candidates; with 0 runs depend less on the seed
-        self.rows = parameter(torch.zeros(kinds, config.model_dim), "doc_copy")
-        self.weights = parameter(torch.tensor([0.5, 1.0]), "doc_copy")  # at the input, and before the final norm
+        super().__init__(config.model_dim)
+        self.weights = parameter(torch.tensor([0.5, 1.0]), "doc_copy")  # of the two places
 
     @staticmethod
     @compiled
     def find(tokens: Tensor, ids: Tensor, bos_id: int) -> tuple[Tensor, Tensor]:
-        """Tokens [T] -> candidates, tokens [0] where there is none, and their kinds. Contexts are compared by ids [T].
-
-        Contexts with equal hashes of 64 bits count as equal.
-        """
-        at, begins, hashes = torch.arange(len(tokens), device=tokens.device), tokens == bos_id, {1: ids.long() + 1}
-        for n in DocCopy.LENGTHS[1:]:  # the hash of n tokens is made of those of its two halves, which are in LENGTHS
-            half = n // 2
-            hashes[n] = hashes[n - half].roll(half) * signed(DocCopy.FACTOR ** half) + hashes[half]
-        first, of_document = torch.where(begins, at, 0).cummax(0).values, begins.cumsum(0) * signed(DocCopy.OF_DOCUMENT)
-        # a context that the document is too short for gets a key of its own
-        keys = torch.stack([torch.where(at - n + 1 >= first, x ^ of_document, -1 - at) for n, x in hashes.items()])
-        keys, order = keys.sort(dim=1, stable=True)  # equal contexts are neighbours, in the order of their positions
-        repeats = F.pad(keys[:, 1:] == keys[:, :-1], (1, 0))
-        earlier = at - torch.where(repeats, 0, at).cummax(1).values
-        kinds = 3 * torch.arange(len(keys), device=at.device)[:, None] + earlier.clamp_max(3)
-        # a longer context has a larger kind: one number of kind and place, so that the maximum chooses both
-        found = torch.where(repeats, kinds << 32 | order.roll(1, 1) + 1, 0)
-        best = torch.zeros_like(found).scatter(1, order, found).amax(0)
-        return tokens[best & 0xFFFFFFFF], best >> 32
+        """Tokens [T], ids [T] by which contexts are compared -> candidates (or tokens[0]), kinds of contexts (0: none)."""
+        places, kinds = train_gpt.DocCopy.find(ids.long(), tokens == bos_id)
+        return tokens[places], kinds
 
     @compiled
     def forward(self, e: Tensor, kinds: Tensor) -> tuple[Tensor, Tensor]:
         """Candidates' embeddings and kinds [T] -> what to add at the input and before the final norm, [T, dim]."""
-        # as products: the gradient of a selection would add up T rows one after another
-        chosen = (kinds[:, None] == torch.arange(1, len(self.gains) + 1, device=e.device)).type_as(self.gains)
-        copied = ((chosen @ self.gains)[:, None] * e + chosen @ self.rows).type_as(e)
+        copied = self.weigh(e, kinds)
         return tuple(weight * copied for weight in self.weights.unbind())
-
-def signed(number: int) -> int:
-    """Return the int64 that equals a number modulo 2 ** 64."""
-    return (number + 2 ** 63) % 2 ** 64 - 2 ** 63
 
 def normalized_ids(tokens: Sequence[bytes]) -> list[int]:
     """Map GPT-2's tokens to the first token of the same text without case, accents and surrounding spaces.

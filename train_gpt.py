@@ -7,9 +7,8 @@
 This file is the whole experiment, and its source opens the log of every run. Read it from the top. A racer can stop
 after the section training; the later ones say how ranks, GPUs and files do what it asks for.
 
-Ideas for record 44 (presets speedrun and laptop) go into this file; ideas for the newest public record, 89, into
-frontier.py; what other people's models and training loops need, into gpt_speedrun/. Both import this file: update
-rules, buckets and collectives are here for all.
+Ideas for the presets speedrun and laptop go into this file; ideas for the public head, record 92, into frontier.py;
+what other people's models need, into gpt_speedrun/. Both import this file. On the optimizer: docs/gradient-sync.md.
 
     section         contents                                                    to start, search for
     config          every value that decides a run; presets; flags; checks      class Config, PRESETS
@@ -25,14 +24,6 @@ rules, buckets and collectives are here for all.
     log and clock   the only log file, the only output, the training clock      class Log
     checkpoint      save and resume                                             def save_checkpoint
     machine, main   set-up, signals, failures                                   def main
-
-Gradient sync in one paragraph: autograd computes a gradient, and a hook adds it into the parameter's slot of a bucket
-(Reducer.register_grad_ready). In the last micro-batch the hook starts the reduce-scatter of each complete bucket, in a
-fixed launch order, while backward continues (Reducer.launch, Comm.reduce_scatter). The optimizer step waits for each
-bucket, updates this rank's shard by the bucket's rule, and starts the all-gather that writes the new parameters where
-the model reads them. The launch order is learned in the first step with a given set of buckets: no reduce-scatter
-starts before backward ends, and the order in which rank 0's buckets became complete is broadcast. Normally the warm-up
-runs such a step.
 """
 
 from __future__ import annotations
@@ -221,7 +212,7 @@ PARAM_GROUPS = (
     AdamGroup("ngram_embeds", lr_mul=25.0),  # most rows get few gradients and must move far with each
     AdamGroup("head"),
     AdamGroup("scalars", lr_mul=5.0),  # mixing weights: faster than the head, slower than embeddings
-    AdamGroup("xsa_lambdas"),
+    AdamGroup("doc_copy"),
     MuonGroup("gates"),
     MuonGroup("smear_gate"),
     MuonGroup("attn"),
@@ -281,11 +272,11 @@ class Config(SyncSettings, StageValues):
     # model
     layers: str = option("- S1M S2M SM LM SM SM+5 M+4 SM+3 S0M+2 S1M+1 L2M", "one word per layer (read Block and "
                          "Attention first): S or L (attention with the short or long window), a digit (value table), "
-                         "x (heads remove a token's own value: XSA, arXiv:2603.09078), M (MLP), +N (skip connection "
-                         "from layer N); - (nothing)")
+                         "M (MLP), +N (skip connection from layer N); - (nothing)")
     ngrams: tuple[Ngrams, ...] = option((), "n-gram embedding tables, Ngrams(N, ROWS, WIDTH) each")
     ngram_reset: int = option(0, "zero the n-gram tables every N steps, counted back from the last step (0: never); "
                               "with N = the steps of an epoch no table sees a text twice", min=0)
+    doc_copy: bool = option(False, "predict that the document repeats itself; see DocCopy")
     model_dim: int = option(768, "width of the residual stream", min=GATE_DIM)
     num_heads: int = option(6, "attention heads")
     backout_layer: int = option(8, "layer whose output is partly subtracted before the head", min=0)
@@ -382,10 +373,10 @@ PRESETS = {
     "laptop": Config(
         target_val_loss=1.40, train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin",
         train_shards=0, max_document_tokens=257, long_documents="split", shuffle=True, even_order=True,
-        micro_batch_tokens=1024, micro_batches=2, val_tokens=0, val_len=1024, val_every=0, layers="S0xM L1xM",
+        micro_batch_tokens=1024, micro_batches=2, val_tokens=0, val_len=1024, val_every=0, layers="S0M L1M",
         model_dim=64, num_heads=2, backout_layer=0, lazy_tables=True, dtype="float32", fp8_head=False,
         ngrams=(Ngrams(2, 16384, 64), Ngrams(3, 32768, 64), Ngrams(4, 65536, 64), Ngrams(6, 65536, 64),
-                Ngrams(8, 65536, 64)),
+                Ngrams(8, 65536, 64)), doc_copy=True,
         num_steps=135, stages=(Stage(until=1/2, long_window=4), Stage(long_window=8),
                                Stage(extra_steps=10, long_window=8)),
         window_block=32, final_window=12, lr_floor=0.15,
@@ -565,18 +556,17 @@ class Layer(NamedTuple):
     value_table: int | None
     mlp: bool
     skip_from: int | None = None
-    xsa: bool = False
 
 def parse_layers(words: str) -> tuple[Layer, ...]:
     """Parse Config.layers: `S1M+5` -> Layer("S", 1, True, skip_from=5). RunError on an invalid word."""
     require(words.split(), "layers is empty; give at least one layer")
 
     def parse(word: str) -> Layer:
-        found = re.fullmatch(r"-|(?=[^+])(?:([SL])(\d?)(x?))?(M?)(?:\+(\d+))?", word)
-        require(found, f"layers: {word!r} is not a layer; write S or L, optionally with a digit, x, M and +N, such as "
-                "S1xM+0; or M; or -")
-        window, table, xsa, mlp, skip = found.groups()
-        return Layer(window, int(table) if table else None, bool(mlp), int(skip) if skip else None, bool(xsa))
+        found = re.fullmatch(r"-|(?=[^+])(?:([SL])(\d?))?(M?)(?:\+(\d+))?", word)
+        require(found, f"layers: {word!r} is not a layer; write S or L, optionally with a digit, M and +N, such as "
+                "S1M+0; or M; or -")
+        window, table, mlp, skip = found.groups()
+        return Layer(window, int(table) if table else None, bool(mlp), int(skip) if skip else None)
     return tuple(map(parse, words.split()))
 
 def saved_layers(config: Config) -> set[int]:
@@ -1070,7 +1060,7 @@ def compile_static(function: Callable) -> Callable:
     return torch.compile(function, dynamic=False)
 
 class GPT(nn.Module):
-    """The model of record 44, with n-gram tables and XSA where the config asks for them.
+    """The model of record 44, with n-gram tables and DocCopy where the config asks for them.
 
     Processes one packed sequence [T] at a time. The vocabulary is padded to a multiple of 128.
     """
@@ -1085,6 +1075,7 @@ class GPT(nn.Module):
         self.embed = embedding(vocab, c.model_dim, "embed", dtype)
         self.value_embeds = nn.ModuleList(embedding(vocab, c.model_dim, "value_embeds", dtype) for _ in range(tables))
         self.ngrams = nn.ModuleList(NgramTable(c, table) for table in c.ngrams)
+        self.doc_copy = DocCopy(c.model_dim) if c.doc_copy else None
         self.smear_gate = parameter(torch.zeros(1, GATE_DIM, dtype=dtype), "smear_gate")
         self.blocks = nn.ModuleList(Block(c, layer, number) for number, layer in enumerate(self.layers))
         self.lm_head = Head(c, vocab, encoding.vocab_size)
@@ -1109,7 +1100,7 @@ class GPT(nn.Module):
 
     def trunk(self, tokens: Tensor, windows: Windows) -> Tensor:
         """Tokens [T] -> the normed residual stream before the head [T, dim]."""
-        context = self.context(self.embed_tokens(tokens), self.masks(tokens, windows))
+        context = self.context(*self.embed_tokens(tokens), self.masks(tokens, windows))
         x = context.x0.view_as(context.x0)  # a new object: with x0 itself torch.compile would build a further graph
         saved: dict[int, Tensor] = {}  # outputs of the layers that later layers read
         # looked up just before the first group that reads them, so that their gradients can be sent after that group
@@ -1133,17 +1124,17 @@ class GPT(nn.Module):
             return DocumentTable(starts, torch.tensor([window, longest, count]))
         return {"L": make(windows.long), "S": make(windows.short), None: None}
 
-    def begins(self, tokens: Tensor) -> Tensor:
-        """Find where documents begin in tokens [T], on any device: bool [T]. Attention sees one document."""
+    def begins(self, tokens: Tensor) -> Tensor:  # of documents, to which attention is confined; also on the host
         return tokens == self.bos_id
 
-    def embed_tokens(self, tokens: Tensor) -> Tensor:
-        """Tokens [T] -> x0, the residual stream before the first layer [T, dim]."""
+    def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Tokens [T] -> x0, the residual stream before the first layer [T, dim], and DocCopy's addition to the last."""
         _, _, _, smear_weight, _ = self.scalars.split(self.scalar_sizes)
-        x0 = self.smear(self.embed(tokens), self.smear_gate, smear_weight[0])
+        e = self.embed(tokens)
+        x0 = self.smear(e, self.smear_gate, smear_weight[0])
         for table, rows in zip(self.ngrams, self.ngram_rows(tokens) if self.ngrams else ()):
             x0 = x0 + F.pad(table(*rows), (0, x0.size(1) - table.embedding_dim))  # a narrow table: the first entries
-        return x0
+        return x0, self.doc_copy(e, tokens, self.bos_id) if self.doc_copy else 0.0
 
     # compiled alone, like ngram_rows: 20 small kernels less, which the host launches more slowly than the GPU runs them
     @staticmethod
@@ -1172,10 +1163,10 @@ class GPT(nn.Module):
             hashes.append(NgramTable.hash(hashes[-1] ^ token))
         return [hashes[table.n] for table in self.ngrams]
 
-    def context(self, x0: Tensor, masks: dict[str | None, Mask | None]) -> Context:
+    def context(self, x0: Tensor, copied: Tensor | float, masks: dict[str | None, Mask | None]) -> Context:
         # unbound at once: backward of many single selections would pad each gradient with zeros and add them up
         skips, mixes, value_mixes, _, backout = self.scalars.split(self.scalar_sizes)
-        return Context(x0, (self.rotary.cos, self.rotary.sin, self.rotary.scale), masks, skips.unbind(),
+        return Context(x0, copied, (self.rotary.cos, self.rotary.sin, self.rotary.scale), masks, skips.unbind(),
                        mixes.view(-1, 2).unbind(), value_mixes.view(-1, 2).unbind(), backout[0], self.scheduled, {})
 
     def loss(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -1192,17 +1183,19 @@ class GPT(nn.Module):
     def apply_schedule(self, plan: Plan) -> None:
         """Set the state of the model that depends on the step."""
         self.rotary.set_windows(plan.rotary_windows)
-        self.scheduled = scheduled_tensors(plan, self.embed.weight.device)
+        numbers = to_device(torch.tensor([*plan.scheduled.values()]), self.embed.weight.device)
+        self.scheduled = dict(zip(plan.scheduled, numbers.unbind()))  # tensors: a new number compiles nothing anew
 
 class Context(NamedTuple):
     """Inputs that all layers of one forward share.
 
     x0: [T, dim]. rotary: cosines, sines, softmax scale. scheduled: numbers of this step, see StageValues. left: a place
     for an idea, tensors that a layer leaves for later ones. masks: see GPT.masks. skip_weights: of skip connections.
-    mixes, value_mixes: two weights of each layer. backout: weight of the backout layer's output.
+    mixes, value_mixes: two weights of each layer. backout: weight of the backout layer's output. copied: see DocCopy.
     """
 
     x0: Tensor
+    copied: Tensor | float
     rotary: tuple[Tensor, Tensor, Tensor]
     masks: dict[str | None, Mask | None]
     skip_weights: Sequence[Tensor]
@@ -1244,7 +1237,7 @@ class Group(nn.Module):
                 x = block.forward(x, context, values.get(block.layer.value_table))
             outputs[i] = x
         if self.last:
-            x = norm(x - context.backout * outputs[self.backout])
+            x = norm(x - context.backout * outputs[self.backout] + context.copied)
         return x, {i: output for i, output in outputs.items() if i in self.saves and i not in saved}
 
 class Block(nn.Module):
@@ -1269,7 +1262,7 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Causal attention with a gate per head and token.
 
-    Weights: qkvo [dim, 4 dim], gate [heads, GATE_DIM], with x in the layer's word xsa_lambda [heads].
+    Weights: qkvo [dim, 4 dim], gate [heads, GATE_DIM].
     """
 
     def __init__(self, config: Config, layer: Layer, number: int):
@@ -1283,9 +1276,6 @@ class Attention(nn.Module):
         self.qkvo = parameter(qkvo.to(c.torch_dtype).view(dim, 4 * dim), "attn", (dim, dim))
         gate = torch.zeros(c.num_heads, GATE_DIM, dtype=c.torch_dtype)
         self.gate = parameter(gate, "gates", tuple(gate.shape))
-        self.xsa_lambda = None
-        if layer.xsa:
-            self.xsa_lambda = parameter(torch.zeros(c.num_heads, dtype=c.torch_dtype), "xsa_lambdas")
 
     def forward(self, x: Tensor, value_embeds: Tensor | None, context: Context) -> Tensor:
         """x, value_embeds [T, dim] -> [T, dim]."""
@@ -1299,8 +1289,6 @@ class Attention(nn.Module):
         if value_embeds is not None:
             v = v + value_mix[1] * value_embeds.view_as(v)
         y = attend(q * scale, k, v, context.masks[self.layer.window])
-        if self.xsa_lambda is not None:
-            y = exclude_own_value(y, v, self.xsa_lambda)
         y = y * torch.sigmoid(F.linear(x[:, :GATE_DIM], self.gate))[..., None]
         return F.linear(y.reshape(tokens, dim), o_weight)
 
@@ -1380,8 +1368,7 @@ class NgramTable(nn.Embedding):
     def __init__(self, config: Config, ngrams: Ngrams):
         rows = torch.zeros(ngrams.rows, ngrams.width, dtype=config.torch_dtype)  # takes no memory yet: may be many GB
         super().__init__(*rows.shape, sparse=True, _weight=rows)  # sparse: a micro-batch reads few of the rows
-        self.weight = parameter(self.weight.data, "ngram_embeds")
-        self.n = ngrams.n
+        self.weight, self.n = parameter(self.weight.data, "ngram_embeds"), ngrams.n
         # the same signs on every device, also under `with device:`
         bits = torch.randint(0, 2, (self.SIGNS, ngrams.width), generator=torch.Generator().manual_seed(0), device="cpu")
         self.register_buffer("signs", (2 * bits - 1).to(rows), persistent=False)
@@ -1394,6 +1381,48 @@ class NgramTable(nn.Embedding):
     def hash(cls, number: Tensor) -> Tensor:
         number = number * cls.FACTOR % 2 ** cls.BITS
         return number ^ (number >> 21)
+
+class DocCopy(nn.Module):
+    """Add the token that followed the latest earlier occurrence of the same context in the document.
+
+    A context is the last n tokens, for the longest n of LENGTHS that has one; 1, 2 and more have weights of their own.
+    """
+
+    LENGTHS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.gains = parameter(torch.zeros(3 * len(self.LENGTHS)), "doc_copy")  # with 0 runs depend less on the seed
+        self.rows = parameter(torch.zeros(3 * len(self.LENGTHS), dim), "doc_copy")
+
+    @compiled
+    def forward(self, e: Tensor, tokens: Tensor, bos_id: int) -> Tensor:
+        """Tokens [T], their embeddings [T, dim] -> [T, dim]."""
+        places, kinds = self.find(tokens, tokens == bos_id)
+        return self.weigh(e[places], kinds)
+
+    @classmethod
+    def find(cls, ids: Tensor, begins: Tensor) -> tuple[Tensor, Tensor]:
+        """ids [T] by which contexts are compared, begins [T] of documents -> places to copy from, kinds (0: none)."""
+        at, longest = torch.arange(len(ids), device=ids.device), cls.LENGTHS[-1]
+        # each document has numbers of its own, so that contexts match only within one; 0 stands before the first token
+        hashes = {1: F.pad((begins.cumsum(0) << 32) + ids + 1, (longest, 0))}
+        for n in cls.LENGTHS[1:]:  # the hash of n tokens is made of those of its two halves, which are in LENGTHS
+            shift, factor = n // 2, 0x9E3779B97F4A7C15 ** (n // 2) % 2 ** 63
+            hashes[n] = hashes[n - shift].roll(shift) * factor + hashes[shift]
+        keys, order = torch.stack([*hashes.values()])[:, longest:].sort(dim=1, stable=True)
+        repeats = F.pad(keys[:, 1:] == keys[:, :-1], (1, 0))  # equal contexts are neighbours, in order of position
+        earlier = at - torch.where(repeats, 0, at).cummax(1).values
+        kinds = 3 * torch.arange(len(keys), device=at.device)[:, None] + earlier.clamp_max(3)  # from 1 on; 0: no repeat
+        # a longer context has a larger kind: one number of kind and place, so that the maximum chooses both
+        found = torch.where(repeats, kinds << 32 | order.roll(1, 1) + 1, 0)
+        best = torch.zeros_like(found).scatter(1, order, found).amax(0)
+        return best & 0xFFFFFFFF, best >> 32
+
+    def weigh(self, e: Tensor, kinds: Tensor) -> Tensor:
+        # as products: the gradient of a selection would add up T rows one after another
+        chosen = (kinds[:, None] == torch.arange(1, len(self.gains) + 1, device=e.device)).type_as(self.gains)
+        return ((chosen @ self.gains)[:, None] * e + chosen @ self.rows).type_as(e)
 
 class Rotary(nn.Module):
     """Rotary tables cos and sin [tokens, frequencies], and the softmax scale for their frequencies."""
@@ -1448,14 +1477,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1)
 
-def exclude_own_value(y_THD: Tensor, v_THD: Tensor, weights: Tensor) -> Tensor:
-    """Subtract tanh(weights) times the part of attention's output along the token's own value: XSA (arXiv:2603.09078).
-
-    weights: [H] or [T, H].
-    """
-    projection = (y_THD * v_THD).sum(-1, keepdim=True) / v_THD.square().sum(-1, keepdim=True).clamp_min(1e-8)
-    return y_THD - torch.tanh(weights)[..., None] * projection * v_THD
-
 def norm(x: Tensor) -> Tensor:
     """Apply RMS norm over the last dimension, without gain."""
     return F.rms_norm(x, (x.size(-1),))
@@ -1480,10 +1501,6 @@ def uniform(rows: int, columns: int, fan_in: int) -> Tensor:
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Copy from the CPU without waiting for the copy."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
-
-def scheduled_tensors(plan: Plan, device: torch.device) -> dict[str, Tensor]:
-    """Return the plan's scheduled numbers, each a tensor without dimensions: a new number compiles nothing anew."""
-    return dict(zip(plan.scheduled, to_device(torch.tensor([*plan.scheduled.values()]), device).unbind()))
 
 def compile_parts(model: nn.Module) -> None:
     """Compile each method marked with @compiled by itself.
@@ -1701,7 +1718,7 @@ class TrainingLoop:
             losses = worker.step(plan, worker.stream.next_batch(plan))
             self.losses.record(plan, losses, worker.optimizer.grad_norm)
             if profiler:
-                if step == profiled_steps(c)[-1]:  # torch 2.13 crashes at exit on a gather that ends after the trace
+                if step == int(c.profile.split(":")[1]):  # torch 2.13 crashes at exit on one that ends later
                     worker.optimizer.finish_all_gathers()
                 profiler.step()
         worker.optimizer.finish_all_gathers()
@@ -1725,8 +1742,8 @@ class TrainingLoop:
             result = self.worker.validate(plan_of(self.config, step), self.val_sequences,
                                            lambda: can_save and signals.stop)
             if result:
-                line = (f"step:{step}/{self.config.num_steps} val_loss:{result[0]:.4f} "
-                        f"{show_times(self.clock.elapsed, step)}")
+                line = f"step:{step}/{self.config.num_steps} val_loss:{result[0]:.4f} "
+                line += show_times(self.clock.elapsed, step)
                 self.log.write(line)
                 if step < self.config.num_steps:  # the result states the last one
                     self.log.say(line)
@@ -3231,12 +3248,6 @@ def printable(text: str) -> str:
     return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else c.encode("unicode_escape").decode()
                    for c in text)
 
-def curve(losses: Sequence[float]) -> str:
-    """Draw losses as up to 16 bars, each the mean of equally many losses."""
-    means = [part.mean() for part in np.array_split(losses, min(16, len(losses)))]
-    low, high = min(means), max(means)
-    return "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / (high - low or 1))] for mean in means)
-
 # this folder, or the folders of another path that is neither of the system nor a part of a word or URL
 FOLDERS = re.compile(rf"{re.escape(str(ROOT))}/(?=[\w.*])|"
                      r"""(?<![\w./~*-])/(?!/|usr/|lib\w*/)(?:[^\s"'<>|:,;/\\]+/)+(?=[\w.*])""")
@@ -3251,7 +3262,7 @@ class Log:
     def __init__(self, config: Config, rank: int, run_id: str):
         self.config, self.rank, self.run_id = config, rank, run_id
         self.file, self.last_line, self.mute, self.resumes = None, 0.0, rank > 0 or sys.stdout is None, 0
-        self.losses: list[float] = []  # training losses so far
+        self.loss = ""  # the newest training loss, as it is printed
 
     @property
     def path(self) -> Path:
@@ -3316,15 +3327,12 @@ class Log:
         """Print a line that stays in place on a terminal; in a pipe print one every few seconds."""
         if self.mute:
             return
-        self.losses += [] if loss is None else [loss]
+        self.loss = self.loss if loss is None else f"loss {loss:.4f}  "
         terminal, total = sys.stdout.isatty(), self.config.num_steps
         if step == total or time.monotonic() - self.last_line > (0.2 if terminal else 5):
-            self.last_line, per_step = time.monotonic(), clock.read() / step
-            shown = f"loss {self.losses[-1]:.4f}  " if self.losses else ""
-            if shown and terminal and (sys.stdout.encoding or "").lower() == "utf-8":
-                shown += f"{curve(self.losses)}  "
-            left = f"{per_step * (total - step) / 1000:.0f} s left" if step < total else "validation …"
-            self.say(f"step {step}/{total}  {shown}{1000 * tokens / clock.read():,.0f} tokens/s  {left}", stay=terminal)
+            self.last_line, left = time.monotonic(), clock.read() / step * (total - step) / 1000
+            self.say(f"step {step}/{total}  {self.loss}{1000 * tokens / clock.read():,.0f} tokens/s  "
+                     + (f"{left:.0f} s left" if step < total else "validation …"), stay=terminal)
 
     def close(self) -> None:
         if self.file is not None:
@@ -3338,10 +3346,13 @@ def start_log(loop: TrainingLoop, resumed: dict[str, Any] | None, changes: list[
     hosts = describe_hosts(comm, machine)
     if comm.rank:
         return
-    params, started = sum(p.numel() for p in worker.model.parameters()), now()
+    params = sum(p.numel() for p in worker.model.parameters())
+    started = datetime.now(timezone.utc).isoformat(timespec="seconds")
     start = {"run_id": log.run_id, "preset": loop.preset, **describe_config(c), "started": started, "changes": changes,
              **machine, "ranks": comm.ranks, "hosts": hosts, "parameters": params,
-             "vocab_size": loop.shards["train"][0].encoding.vocab_size, "shards": describe_data(loop.shards),
+             "vocab_size": loop.shards["train"][0].encoding.vocab_size, "shards": {
+                 split: [{"name": shard.path.name, "tokens": shard.tokens, "bytes": HEADER_INTS * 4 + 2 * shard.tokens,
+                          "sha256": shard.sha256} for shard in shards] for split, shards in loop.shards.items()},
              "launch": launch_id()}
     given_up = [path for path in checkpoints(log.path.parent, log.run_id) if step_of(path) > loop.from_step]
     damages = [damage for path in given_up if resumed and (damage := damage_of(path))]
@@ -3387,26 +3398,19 @@ def finish(loop: TrainingLoop, loss: float, val_tokens: int) -> None:
         log.say(f"\n{verdict}validation loss {loss:.4f},{target} after {clock.elapsed / 1000:.1f} s of training and "
                 f"{wall_seconds:.0f} s in all{saved_as}\nlog: {log.path}")
 
-def profiled_steps(config: Config) -> range:
-    first, last = map(int, config.profile.split(":"))
-    return range(first, last + 1)
-
 def profiler_of(loop: TrainingLoop) -> Any:
     """Return a profiler that writes a Chrome trace of some steps beside the log; its step() follows each step."""
-    steps, log = profiled_steps(loop.config), loop.log
+    (first, last), log = map(int, loop.config.profile.split(":")), loop.log
     log.say(f"trace of steps {loop.config.profile}: {log.path.parent / log.path.stem}-rank*.pt.trace.json.gz")
     loop.worker.optimizer.reducer.span = torch.profiler.record_function  # a range for each phase of each bucket
     profiler = torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=max(0, steps[0] - 1), warmup=min(1, steps[0]), active=len(steps),
+        schedule=torch.profiler.schedule(wait=max(0, first - 1), warmup=min(1, first), active=last + 1 - first,
                                          repeat=1),
         on_trace_ready=torch.profiler.tensorboard_trace_handler(
             str(log.path.parent), f"{log.path.stem}-rank{log.rank}", use_gzip=True))
     profiler.step_num = loop.from_step
     profiler.current_action = profiler.schedule(loop.from_step)
     return profiler
-
-def now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 def output_of(*command: str) -> str:
     """Return the output of a command, empty if it cannot run."""
@@ -3476,10 +3480,6 @@ def describe_config(config: Config) -> dict[str, Any]:
         "race": {"race_id": race[0], "run": int(race[1]), "declared_n": int(race[2]), "side": race[3]}
         if c.race else None,
     }
-
-def describe_data(splits: dict[str, list[Shard]]) -> dict[str, list[dict[str, Any]]]:
-    return {split: [{"name": shard.path.name, "tokens": shard.tokens, "bytes": HEADER_INTS * 4 + 2 * shard.tokens,
-                     "sha256": shard.sha256} for shard in shards] for split, shards in splits.items()}
 
 def file_sha256(path: str | Path) -> str:
     digest = hashlib.sha256()

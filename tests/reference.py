@@ -45,7 +45,7 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
          ahead=(1,), ngrams=None, gates_from=(), dc_window=112, prefixes=None, prefix_weight=0, narrow_scale=0.13, longest=None):
     """Compute the weighted sum of the cross entropies of the tokens 1, 2, … ahead, with weights `ahead`.
 
-    p: parameters by name, float64. x, y: lists of tokens. Record 44 with XSA, and added [T, dim] on the residual stream
+    p: parameters by name, float64. x, y: lists of tokens. Record 44, and added [T, dim] on the residual stream
     before the first layer. With gates_from records 89 and 92: layers at which gates per token are computed; ngrams [T, dim]:
     n-gram embeddings; dc_window: tokens that d sees; prefixes, prefix_weight: another token to predict in place of each, or -1,
     and its weight. softcap: cap, shift, softness. Record 92: narrow_scale in place of scale where queries and keys are narrow;
@@ -161,8 +161,7 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
                         y_t = y_t + writes[head][t] * sum(share * v[j, head] for j, share in zip(seen, shares))
                     if "x" in word:
                         own = v[t, head]
-                        alpha = xsa_gates[head][t] if xsa_gates else p[f"blocks.{i}.attn.xsa_lambda"][head]
-                        y_t = y_t - torch.tanh(alpha) * (y_t @ own) / (own @ own) * own
+                        y_t = y_t - torch.tanh(xsa_gates[head][t]) * (y_t @ own) / (own @ own) * own
                     mixed.append(y_t)
                 if late:
                     gate = head_gates[head] if head_gates else 1

@@ -513,7 +513,7 @@ def test_the_next_step_s_scale_is_by_the_largest_h_of_all_micro_batches_and_rank
 # training, step by step
 
 
-FURTHER_ROWS = (*(row for row in ROWS if row[0] != "xsa_lambdas"), ("resid_lambdas", 4.0, 0.85, 0.9, 1e3), ("post_lambdas", 0.7, 0.6, 0.95, 2e3),
+FURTHER_ROWS = (*(row for row in ROWS if row[0] != "doc_copy"), ("resid_lambdas", 4.0, 0.85, 0.9, 1e3), ("post_lambdas", 0.7, 0.6, 0.95, 2e3),
                 ("mudd", 6.0, 0.7, 0.8, 4e3), ("mudd_biases", 3.0, 0.75, 0.85, 5e3), ("token_gates", 5.0, 0.65, 0.9, 3e3),
                 ("token_gates_biases", 2.0, 0.8, 0.9, 6e3))
 SHORT = dict(layers="S0xinM P1inM LxgdinM+0 SinM cL2M", backout_layer=2, token_gates="0,2", num_heads=2, muon_lr=0.03, muon_qk_heads=1)

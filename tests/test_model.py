@@ -61,17 +61,54 @@ def compare(model, loss, plain, expected, tied=False):
         assert wanted.norm() > 0, f"{name} does not matter to the loss, so nothing was compared"
 
 
-XSA = "- S1xM S2xM SxM LxM SxM SxM+5 M+4 SxM+3 S0xM+2 S1xM+1 L2xM"
-
-
-@pytest.mark.parametrize("layers, long, short", [(reference.RECORD, 12, 4), (reference.RECORD, 40, 20), (XSA, 12, 5)])
-def test_loss_and_gradients_are_those_of_the_record(tiny, layers, long, short):
-    """And of record 44 with XSA."""
-    model = shaken(dataclasses.replace(tiny, layers=layers))
+@pytest.mark.parametrize("long, short", [(12, 4), (40, 20)])
+def test_loss_and_gradients_are_those_of_the_record(tiny, long, short):
+    model = shaken(tiny)
     x, y = tokens_of(5, 40)
     plain = in_float64(model)
-    expected = reference.loss(plain, x.tolist(), y.tolist(), long, short, BOS, tiny.num_heads, layers=layers)
+    expected = reference.loss(plain, x.tolist(), y.tolist(), long, short, BOS, tiny.num_heads)
     compare(model, model(x, y, train_gpt.Windows(long, short))[0], plain, expected)
+
+
+def repeats_of(x):
+    """By its definition: what DocCopy finds at each token of a list, (place of the candidate, kind) or None."""
+    found = []
+    for t in range(len(x)):
+        begin = max([0] + [i for i in range(t + 1) if x[i] == BOS])
+        found.append(None)
+        for i, n in enumerate(train_gpt.DocCopy.LENGTHS):
+            ends = [j for j in range(begin + n - 1, t) if x[j - n + 1:j + 1] == x[t - n + 1:t + 1]]
+            if ends:
+                found[t] = ends[-1] + 1, 3 * i + min(len(ends), 3)
+    return found
+
+
+@pytest.mark.parametrize("count, symbols", [(1, 1), (20, 2), (300, 12), (200, 2)])
+def test_doc_copy_is_its_definition(count, symbols):
+    """Embeddings are unit vectors of positions and the gains numbers of kinds, so that its output shows both."""
+    x, copy = torch.randint(BOS + 1 - symbols, BOS + 1 - (count == 200), (count,)), train_gpt.DocCopy(count)
+    copy.gains.data = torch.arange(1.0, 31)
+    expected = torch.zeros(count, count)
+    for t, found in enumerate(repeats_of(x.tolist())):
+        if found:
+            expected[t, found[0]] = found[1]
+    assert torch.equal(copy(torch.eye(count), x, BOS), expected)
+    copy.gains.data.zero_()
+    copy.rows.data = torch.arange(1.0, 31)[:, None].repeat(1, count)
+    assert torch.equal(copy(torch.eye(count), x, BOS)[:, 0], expected.sum(1))
+
+
+def test_doc_copy_is_added_before_the_head(tiny):
+    """With large gains the head's input is the candidate's embedding; without a candidate, that of the plain model."""
+    x = torch.randint(BOS - 6, BOS + 1, (40,), generator=torch.Generator().manual_seed(0))
+    plain, model = shaken(tiny), shaken(dataclasses.replace(tiny, doc_copy=True))
+    model.load_state_dict(plain.state_dict(), strict=False)
+    model.doc_copy.gains.data.fill_(1e6)
+    model.doc_copy.rows.data.zero_()
+    before, y = (m.trunk(x, train_gpt.Windows(12, 4)) for m in (plain, model))
+    found, e = repeats_of(x.tolist()), train_gpt.norm(model.embed(x))
+    expected = torch.stack([e[f[0]] if f else before[t] for t, f in enumerate(found)])
+    assert {*map(bool, found)} == {False, True} and torch.allclose(y, expected, atol=1e-4)
 
 
 class ByHand:
@@ -605,23 +642,24 @@ def test_stages_train_as_a_plain_second_training_does(tmp_path, tiny, schedule):
 
 ROWS = (  # kind, and learning rate, betas and decay of Adam: large enough to show in six steps
     ("head", 1.0, 0.5, 0.9, 9e4), ("embed", 3.0, 0.6, 0.8, 5e4), ("value_embeds", 7.0, 0.75, 0.95, 2e4),
-    ("ngram_embeds", 5.0, 0.7, 0.85, 3e4), ("scalars", 2.0, 0.9, 0.99, 1e4), ("xsa_lambdas", 1.5, 0.8, 0.7, 4e4),
+    ("ngram_embeds", 5.0, 0.7, 0.85, 3e4), ("scalars", 2.0, 0.9, 0.99, 1e4), ("doc_copy", 1.5, 0.8, 0.7, 4e4),
     ("gates", 0.5, 0.9, 0.98, 6e4), ("smear_gate", 0.2, 0.4, 0.6, 8e4))
 PLACES = {"head": "lm_head.weight", "embed": "embed.weight", "value_embeds": "value_embeds.*.weight", "gates": "gate",
-          "ngram_embeds": "ngrams.0.weight", "xsa_lambdas": "xsa_lambda"}  # the end of a name, where it is not the kind
+          "ngram_embeds": "ngrams.0.weight"}  # the end of a name, where it is not the kind
 SIX_STEPS = dict(num_steps=6, micro_batches=2, micro_batch_tokens=16, max_document_tokens=14, cooldown=0.0, adam_lr=0.001, adam_eps=1e-3)
 
 
 def groups_by_hand(rows, places=PLACES):
     """Return the `groups` of PlainTraining for rows of AdamGroup."""
     return {place: (0.001 * factor, *others) for kind, factor, *others in rows
-            for place in ([f"value_embeds.{i}.weight" for i in range(3)] if kind == "value_embeds" else [places.get(kind, kind)])}
+            for place in ([f"value_embeds.{i}.weight" for i in range(3)] if kind == "value_embeds" else
+                          ["doc_copy.gains", "doc_copy.rows"] if kind == "doc_copy" else [places.get(kind, kind)])}
 
 
 def test_parameter_groups_train_as_a_plain_second_training_does(tmp_path, tiny):
     """Six steps, three Adam updates: each kind by its own row."""
     config = dataclasses.replace(
-        tiny, stages=(Stage(long_window=3),), **SIX_STEPS, ngrams=(train_gpt.Ngrams(2, 50, 8),), layers=XSA, muon_beta2=0.9,
+        tiny, stages=(Stage(long_window=3),), **SIX_STEPS, ngrams=(train_gpt.Ngrams(2, 50, 8),), doc_copy=True, muon_beta2=0.9,
         param_groups=(*(AdamGroup(*row) for row in ROWS), MuonGroup("mlp_fc", lr_mul=1.5), MuonGroup("attn", lr_mul=0.5)))
     train_gpt.check_config(config, 1)
     worker = make_trainer(tmp_path, config)

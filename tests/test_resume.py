@@ -215,7 +215,7 @@ def test_an_exact_run_refuses_a_buffer_that_follows_one_rank(flags):
 
 @pytest.mark.slow
 def test_exact_runs_go_on_at_any_number_of_ranks_in_the_midst_of_a_cycle(flags, on_ranks, tmp_path):
-    goes_on_at_any_number_of_ranks(flags, on_ranks, tmp_path, dict(layers="S0xM LM+0 L1xM", backout_layer=1))
+    goes_on_at_any_number_of_ranks(flags, on_ranks, tmp_path, dict(layers="S0M LM+0 L1M", backout_layer=1, doc_copy="true"))
 
 
 def goes_on_at_any_number_of_ranks(flags, on_ranks, tmp_path, changes, presets=train_gpt.PRESETS):
