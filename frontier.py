@@ -943,7 +943,7 @@ class DocCopy(train_gpt.DocCopy):
     @staticmethod
     @compiled
     def find(tokens: Tensor, ids: Tensor, bos_id: int) -> tuple[Tensor, Tensor]:
-        """Tokens [T], ids [T] by which contexts are compared -> candidates (or tokens[0]), kinds of contexts (0: none)."""
+        """Tokens [T], ids [T] by which contexts are compared -> candidates, kinds of their contexts (0: tokens[0])."""
         places, kinds = train_gpt.DocCopy.find(ids.long(), tokens == bos_id)
         return tokens[places], kinds
 
