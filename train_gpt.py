@@ -1100,7 +1100,8 @@ class GPT(nn.Module):
 
     def trunk(self, tokens: Tensor, windows: Windows) -> Tensor:
         """Tokens [T] -> the normed residual stream before the head [T, dim]."""
-        context = self.context(*self.embed_tokens(tokens), self.masks(tokens, windows))
+        x0, copied = self.embed_tokens(tokens)
+        context = self.context(x0, self.masks(tokens, windows), copied)
         x = context.x0.view_as(context.x0)  # a new object: with x0 itself torch.compile would build a further graph
         saved: dict[int, Tensor] = {}  # outputs of the layers that later layers read
         # looked up just before the first group that reads them, so that their gradients can be sent after that group
@@ -1163,7 +1164,7 @@ class GPT(nn.Module):
             hashes.append(NgramTable.hash(hashes[-1] ^ token))
         return [hashes[table.n] for table in self.ngrams]
 
-    def context(self, x0: Tensor, copied: Tensor | float, masks: dict[str | None, Mask | None]) -> Context:
+    def context(self, x0: Tensor, masks: dict[str | None, Mask | None], copied: Tensor | float = 0.0) -> Context:
         # unbound at once: backward of many single selections would pad each gradient with zeros and add them up
         skips, mixes, value_mixes, _, backout = self.scalars.split(self.scalar_sizes)
         return Context(x0, copied, (self.rotary.cos, self.rotary.sin, self.rotary.scale), masks, skips.unbind(),
@@ -1389,7 +1390,6 @@ class DocCopy(nn.Module):
     """
 
     LENGTHS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32
-
     def __init__(self, dim: int):
         super().__init__()
         self.gains = parameter(torch.zeros(3 * len(self.LENGTHS)), "doc_copy")  # with 0 runs depend less on the seed

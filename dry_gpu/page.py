@@ -54,7 +54,8 @@ def write_shards(folder, vocab):
     for name, tokens, copies in (("train", 5_000_000, 120), ("val", 10_485_761 if vocab > 257 else 262_145, 1)):
         if (folder / f"random_{name}_{copies - 1:06}.bin").exists():
             continue
-        stream = ((vocab - 1) ** draw.random(tokens) ** 1.5).astype("<u2")
+        stream = (vocab - 1) ** draw.random(tokens) ** 1.5 if vocab > 257 else draw.integers(0, vocab - 1, tokens)
+        stream = stream.astype("<u2")
         starts = np.cumsum(draw.lognormal(np.log(400), 1.06, tokens // 300).astype(int) + 1)
         stream[[0, *starts[starts < tokens]]] = vocab - 1
         header = np.zeros(256, "<i4")

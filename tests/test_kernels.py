@@ -94,7 +94,7 @@ print(json.dumps(found))
 
 
 GRADIENTS = """
-mlp = T.MLP(T.Config(model_dim=64, dtype="float32"))
+mlp = T.MLP(T.Config(model_dim=64, dtype="float32"), 256)
 x, grad = torch.randn(128, 64), torch.randn(128, 64)
 mlp.proj.data.normal_()
 def both():

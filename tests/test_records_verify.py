@@ -951,12 +951,12 @@ def test_a_saved_model_has_the_config_of_its_log_but_for_what_the_machine_chose(
     assert (verdict, differ in reason) == ("fail" if differ else "pass", True), reason
 
 
-EMBED = "        x0 = self.smear(self.embed(tokens), self.smear_gate, smear_weight[0])\n"
+EMBED = "        x0 = self.smear(e, self.smear_gate, smear_weight[0])\n"
 
 
 def in_embedding(plant):
     """An edit that runs these lines between the embedding e [T, dim] and the smear gate."""
-    return EMBED, f"        e = self.embed(tokens)\n{plant}" + EMBED.replace("self.embed(tokens)", "e")
+    return EMBED, plant + EMBED
 
 
 MODEL_PLANTS = {

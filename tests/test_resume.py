@@ -177,8 +177,8 @@ def train_with_buffer(comm, argv, kill_at=-1):
     """train() of an idea whose MLPs subtract a running mean, which they keep in a buffer."""
     init, forward = train_gpt.MLP.__init__, train_gpt.MLP.forward
 
-    def with_buffer(self, config):
-        init(self, config)
+    def with_buffer(self, config, hidden):
+        init(self, config, hidden)
         self.register_buffer("mean", torch.zeros(1, config.model_dim))
 
     def centred(self, x):
