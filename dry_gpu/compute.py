@@ -197,7 +197,8 @@ def compare(source, dtype, steps, flags):
     if ranks > 1:
         torch.cuda.set_device(device)
         T.join(T.Config(), rank, ranks, device)
-    in_float32 = ["--dtype", "float32", "--fp8_head", "False"] + ["--fp8_mlp", "False"] * ("frontier" in flags)
+    has_fp8_mlp = any(flag.startswith("frontier") for flag in flags)
+    in_float32 = ["--dtype", "float32", "--fp8_head", "False"] + ["--fp8_mlp", "False"] * has_fp8_mlp
     plain = "--compile", "off", "--attention", "masked"
     ours = Side(programs, [*flags, *(() if narrow else in_float32)], T.Comm(rank, ranks, device), device)
     alone = originals["train_gpt"].Comm(0, 1, cpu)
