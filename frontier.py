@@ -850,7 +850,13 @@ class TokenWeights(nn.Module):
     def compute(self, x: Tensor, scale: Tensor | float = SCALE) -> Tensor:
         """x [T, dim] -> all weights [T, n]."""
         scale = scale.type_as(x) if isinstance(scale, Tensor) else scale
-        return (F.linear(F.gelu(F.linear(x, self.hidden)), self.out) + self.bias) * scale
+        return self.unscaled(self.inner(x)) * scale
+
+    def inner(self, x: Tensor) -> Tensor:
+        return F.gelu(F.linear(x, self.hidden))
+
+    def unscaled(self, inner: Tensor) -> Tensor:
+        return F.linear(inner, self.out) + self.bias
 
     def by_name(self, weights: Tensor) -> dict[Any, Tensor]:
         """Split all weights [T, n] into those of each name [T, size]."""
@@ -912,10 +918,9 @@ class Mudd(nn.Module):
         sources = [saved[i] for i in self.sources]
         if self.by_group is None:
             return x + weighted_sum(self.head.compute(x), [*sources, values[0]])
-        hidden = F.gelu(F.linear(x, self.head.hidden))
-        of_tokens = F.linear(hidden, self.head.out) + self.head.bias
-        of_groups = F.linear(hidden, self.by_group.flatten(0, 1)).view(len(x), -1, self.groups)
-        weights = (of_tokens[..., None] + of_groups) * TokenWeights.SCALE
+        inner = self.head.inner(x)
+        of_groups = F.linear(inner, self.by_group.flatten(0, 1)).view(len(x), -1, self.groups)
+        weights = (self.head.unscaled(inner)[..., None] + of_groups) * TokenWeights.SCALE
         sources += [*(values[i] for i in sorted(values)), mlp_input, norm(saved[self.backout])]
         mixed = sum(weight[..., None] * source.view(len(x), self.groups, -1)
                     for weight, source in zip(weights.unbind(1), sources))

@@ -60,10 +60,10 @@ MOST_MORE = 100  # runs that a comparison advises; more are none
 LEVEL, POWER = 0.05, 0.8  # of a comparison with the base: two-sided, so its intervals have 95 %
 LOSS_PART, TIME_PART = 0.001, 0.01  # the differences that a comparison should detect: parts of the base's loss and time
 RESAMPLES, BOOTSTRAP_N = 9999, 10  # fewer runs: its p is above alpha in 29 % of good cases with 5
-RULE = ("Better: the loss or the time is lower, and the other is not higher. Trade-off: one is lower and the other higher; race it "
-        "again with --num_steps for the base's time. Worse: one is higher, the other not lower. Not judged: the time of a lower loss "
-        f"was not measured, or one has no p and the other shows nothing. Lower, higher: shown at p < {LEVEL:g} with Holm's correction; beside a lower loss the time is higher "
-        "if its interval lies above 1.")
+RULE = ("Better: the loss or the time is lower, and the other is not higher. Trade-off: one is lower and the other higher; "
+        "race it again with --num_steps for the base's time. Worse: one is higher, the other not lower. Not judged: the "
+        "time of a lower loss was not measured, or one has no p and the other shows nothing. Lower, higher: shown at p < "
+        f"{LEVEL:g} with Holm's correction; beside a lower loss the time is higher if its interval lies above 1.")
 EQUAL = 1e-9  # a spread below this is a difference in rounding
 SCRIPT = "train_gpt.py"  # what is raced
 PICTURE = "race.png"  # written by race.py beside the logs
