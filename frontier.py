@@ -66,7 +66,8 @@ class StageValues(train_gpt.StageValues):
     attended_tokens: int = option(0, "attention treats every so many tokens of a document as a document of its own; 0: "
                                   "it sees whole documents", min=0)
     candidates: int = option(0, "classes of the training loss, drawn for each micro-batch (0: all). The train_loss in "
-                             "the log is then of these only, and too low by up to ln(vocabulary / candidates)", min=0)
+                             "the log is then of these only, too low by up to ln(vocabulary / candidates); the log "
+                             "states their number beside it", min=0)
 
 Stage = stage_type(StageValues)
 
@@ -140,6 +141,7 @@ class Config(train_gpt.Config, StageValues):
     model_type = property(lambda self: GPT)
     worker_type = property(lambda self: Worker)
     help_groups = {"second_token_weight": "values that stages may set", "ngram_hash": "model of records 89 and 92"}
+    beside_loss = ("candidates",)
 
     # the record's first layer has neither attention nor MLP; the others are numbered without it. Queries, keys and
     # values of half the width use a part of matrices of full size, so that updates treat all layers alike
@@ -176,6 +178,24 @@ class Config(train_gpt.Config, StageValues):
 
     def parse_layers(self) -> tuple[Layer, ...]:
         return parse_layers(self.layers)
+
+    def shortened(self, num_steps: int) -> dict[str, Any]:
+        """Scale also the steps in which rules change, and the tails: an average moves as far over its fewer steps."""
+        part = num_steps / self.num_steps
+        if part >= 1:
+            return super().shortened(num_steps)
+
+        def scaled(row: Any) -> Any:
+            if isinstance(row, Tail):
+                rates = (row.rate, row.rate if row.last_rate is None else row.last_rate)
+                rate, last_rate = (1 - (1 - rate) ** (1 / part) for rate in rates)
+                return dataclasses.replace(row, last_steps=max(1, int(part * row.last_steps)),
+                                           rate=rate, last_rate=last_rate)
+            name, unit = ("slow_from", 2 * self.adam_every) if isinstance(row, AdamGroup) else ("anvil_from", 1)
+            steps = getattr(row, name)
+            return row if steps is None else dataclasses.replace(row, **{name: int(part * steps) // unit * unit})
+        return super().shortened(num_steps) | {"tails": tuple(map(scaled, self.tails)),
+                                               "param_groups": tuple(map(scaled, self.param_groups))}
 
     def conditions(self, ranks: int) -> Iterator[tuple[Any, str]]:
         yield from super().conditions(ranks)
@@ -536,8 +556,7 @@ class GPT(nn.Module):
         if self.narrow_rotary is not None:
             block = self.config.window_block
             self.narrow_rotary.set_windows(tuple(long // block // 2 * block for long in plan.rotary_windows))
-        stage = max((s for s in train_gpt.stages_of(self.config) if s.begin <= plan.step), key=lambda s: s.begin)
-        self.attended_tokens = stage.first["attended_tokens"]
+        self.attended_tokens = plan.values.get("attended_tokens", 0)
         self.tied, self.further_weights = self.untied_step > 0 and plan.step <= self.untied_step, plan.scheduled
 
 class Context(NamedTuple):
@@ -1082,7 +1101,7 @@ class Worker(train_gpt.Worker):
         self.token_bytes = gpt2_token_bytes(train_shards[0].path.parent) if wanted else []
 
     def step(self, plan: Plan, batch: list[np.ndarray]) -> list[Tensor]:
-        self.candidates.draw(plan.step, batch)
+        self.candidates.draw(plan.values["candidates"], batch)
         return super().step(plan, batch)
 
     def before_training(self) -> None:
@@ -1184,16 +1203,15 @@ class Candidates:
     STRIDE = 20011  # a prime. Entry k of the permutation of n classes is STRIDE * k % n
 
     def __init__(self, config: Config, model: GPT, comm: train_gpt.Comm):
-        self.stages, self.model, self.comm = train_gpt.stages_of(config), model, comm
-        self.classes = len(model.lm_head.weight)
-        most, count = (max(stage.first[name] for stage in self.stages) for name in ("candidates", "micro_batches"))
+        self.model, self.comm, self.classes = model, comm, len(model.lm_head.weight)
+        most, count = (max(stage.first[name] for stage in train_gpt.stages_of(config))
+                       for name in ("candidates", "micro_batches"))
         require(most <= self.classes, f"candidates is {most}; the head has only {self.classes} classes")
         self.offsets = torch.arange(count) * self.classes // count
         self.named = {"lm_head.weight/offsets": self.offsets} if most else {}
 
-    def draw(self, step: int, batch: list[np.ndarray]) -> None:
-        """Draw the candidates of this rank's micro-batches, and start to exchange the next offsets."""
-        number = next(stage for stage in self.stages if stage.begin <= step < stage.end).first["candidates"]
+    def draw(self, number: int, batch: list[np.ndarray]) -> None:
+        """Draw that many candidates of each of this rank's micro-batches, and start to exchange the next offsets."""
         self.model.candidates.clear()
         self.handle = train_gpt.HandleGroup()
         if number:

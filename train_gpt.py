@@ -253,6 +253,7 @@ class Config(SyncSettings, StageValues):
     model_type = property(lambda self: GPT)
     worker_type = property(lambda self: Worker)
     help_groups = {}  # further entries of HELP_GROUPS
+    beside_loss = ()  # stage values that a log states beside train_loss where they are not 0
 
     seed: int = option(0, "seed of the initialization and of the document order", min=0, max=2 ** 63 - 1)
     target_val_loss: float = option(3.28, "target validation loss in nats per token (0: none)", min=0)
@@ -364,6 +365,15 @@ class Config(SyncSettings, StageValues):
 
     def parse_layers(self) -> tuple[Layer, ...]:
         return parse_layers(self.layers)
+
+    def shortened(self, num_steps: int) -> dict[str, Any]:
+        """Scale all numbers of steps to a run of fewer steps. A longer run keeps them."""
+        def scaled(steps: int) -> int:
+            return steps * min(num_steps, self.num_steps) // self.num_steps
+        stages = [dataclasses.replace(stage, extra_steps=scaled(stage.extra_steps)) for stage in self.stages]
+        return {"stages": tuple(new for new, old in zip(stages, self.stages) if new.extra_steps or not old.extra_steps),
+                **{name: min(steps := getattr(self, name), max(1, scaled(steps)))
+                   for name in ("muon_momentum_rise", "muon_momentum_fall")}}
 
 PRESETS = {
     # overlap_param_gather saves 0.7 ms per step on the simulated GPU (dry_gpu)
@@ -490,9 +500,10 @@ def parse_config(argv: Sequence[str], default_preset: str,
     given = {name: v for name, v in vars(make_parser(presets).parse_args(argv)).items() if v is not None}
     preset = given.pop("preset", default_preset if default_preset in presets else [*presets][0])
     usual = presets[preset]
+    usual = dataclasses.replace(usual, **usual.shortened(given.get("num_steps", usual.num_steps)))
     if "param_groups" in given:
         given["param_groups"] = (*usual.param_groups, *given["param_groups"])  # later rows replace earlier ones
-    config = dataclasses.replace(usual, **shortened(usual, given.get("num_steps", usual.num_steps)) | given)
+    config = dataclasses.replace(usual, **given)
     idle = [f.name for f in stage_fields(usual) if f.name in given and "stages" not in given
             and all(getattr(stage, f.name) is not None for stage in usual.stages)]
     require(not idle, f"--{', --'.join(idle)} has no effect, because every stage of {preset} sets that value; change "
@@ -524,16 +535,6 @@ def stage_fields(config: Config) -> list[dataclasses.Field]:
 def source_files(config: Config) -> list[Path]:
     """Return the files that define the config's classes: the program that runs it, then what that imports."""
     return [*dict.fromkeys(Path(inspect.getfile(base)) for base in type(config).__mro__[:-1])]
-
-def shortened(preset: Config, num_steps: int) -> dict[str, Any]:
-    """Scale the preset's step counts to a run of fewer steps. A longer run keeps them."""
-    def scaled(steps: int) -> int:
-        return steps * min(num_steps, preset.num_steps) // preset.num_steps
-    stages = [dataclasses.replace(stage, extra_steps=scaled(stage.extra_steps)) for stage in preset.stages]
-    return {"stages": tuple(stage for stage, old in zip(stages, preset.stages)
-                            if stage.extra_steps or not old.extra_steps),
-            **{name: min(steps := getattr(preset, name), max(1, scaled(steps)))
-               for name in ("muon_momentum_rise", "muon_momentum_fall")}}
 
 def json_of(config: Config) -> dict[str, Any]:
     """Return the JSON form of a config. Rows are text, as on the command line."""
@@ -693,6 +694,7 @@ class Plan:
     rotary_windows: tuple[int, ...] = ()  # long windows in tokens up to now; the rotary is stretched to each
     resets_ngrams: bool = False  # before this step
     scheduled: dict[str, float] = field(default_factory=dict)  # all stage values that are no integers
+    values: dict[str, Any] = field(default_factory=dict)  # all stage values
 
 def plan_of(config: Config, step: int) -> Plan:
     """Compute the plan of a step. The plan of step num_steps is that of the last validation."""
@@ -708,7 +710,7 @@ def plan_of(config: Config, step: int) -> Plan:
                 lr_factor(c, step, now["peak_lr_factor"]), momentum(c, step),
                 Windows(longest * c.window_block, now["long_window"] // 2 * c.window_block), tuple(rotary),
                 c.ngram_reset > 0 < step < c.num_steps and (c.num_steps - step) % c.ngram_reset == 0,
-                {f.name: float(now[f.name]) for f in stage_fields(c) if f.type == "float"})
+                {f.name: float(now[f.name]) for f in stage_fields(c) if f.type == "float"}, now)
 
 def lr_factor(config: Config, step: int, peak: float) -> float:
     """Compute the learning-rate factor: the stage's `peak` before the cooldown, then linear from it to lr_floor.
@@ -1940,6 +1942,7 @@ class TrainLosses:
                 tokens = plan.micro_batches * plan.micro_batch_tokens
                 loss = summed[:-1].sum(dtype=torch.float64).item() / tokens
                 line += f" train_loss:{loss:.4f}" + ("" if grad_norm is None else f" grad_norm:{grad_norm:.4g}")
+                line += "".join(f" {name}:{plan.values[name]}" for name in self.config.beside_loss if plan.values[name])
             self.log.write(line, off_clock=wait)
             self.log.progress(done, loss, self.clock, tokens_of_steps(self.config, done))
 
@@ -3505,7 +3508,10 @@ def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 def hash_of(tensors: Sequence[tuple[str, Tensor]]) -> str:
     """SHA-256 over the names and bytes of tensors, in the order of their names. Hashes several at a time."""
     def line(item: tuple[str, Tensor]) -> str:
-        return f"{item[0]} {sha256_of(item[1].detach().reshape(-1).view(torch.uint8).cpu().numpy())}\n"
+        digest = hashlib.sha256()
+        for piece in item[1].detach().reshape(-1).view(torch.uint8).split(2 ** 28):  # a table may have 8 GB
+            digest.update(piece.cpu().numpy())
+        return f"{item[0]} {digest.hexdigest()}\n"
     with ThreadPoolExecutor() as pool:
         return sha256_of("".join(pool.map(line, sorted(tensors, key=lambda item: item[0]))).encode())
 

@@ -58,7 +58,7 @@ def main() -> None:
     presets = {**train_gpt.PRESETS, **frontier.PRESETS}
     parser.add_argument("--preset", choices=presets, default="speedrun")
     parser.add_argument("--rounds", type=positive, default=20,
-                        help="timed rounds per stage; a round has as many steps as an update of Adam sums")
+                        help="timed rounds per stage; a round has as many steps as the slowest update of Adam sums")
     args = parser.parse_args()
     gpu = torch.cuda.is_available()
     if not gpu and args.preset != "laptop":
@@ -77,8 +77,9 @@ def main() -> None:
     config = dataclasses.replace(config, shuffle=False)
     with tempfile.TemporaryDirectory() as folder:
         stages = train_gpt.stages_of(config)
-        turns = [[train_gpt.plan_of(config, -(-stage.begin // config.adam_every) * config.adam_every + i)
-                  for i in range(config.adam_every)] for stage in stages]
+        slow = any(getattr(group, "slow_from", None) is not None for group in config.param_groups)
+        cycle = config.adam_every * (1 + slow)
+        turns = [[train_gpt.plan_of(config, -(-stage.begin // cycle) * cycle + i) for i in range(cycle)] for stage in stages]
         tokens = sum(plan.micro_batches * plan.micro_batch_tokens for plans in turns for plan in plans)
         path = Path(folder) / "random_train_000001.bin"
         write_shard(path, 2 * (args.rounds + 3) * tokens, vocab_size, mean_document=config.max_document_tokens // 3)

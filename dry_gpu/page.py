@@ -268,7 +268,7 @@ def page(events, facts, args, title, plan):
     rows = {"graphs; breaks; compiled after warm-up": f"{facts['graphs']}; {breaks}; {facts['late']}",
             "compile time; warm-up time; warm-up CPU time": "; ".join(
                 f"{facts.get(name, 0):.0f} s" for name in ("compile", "warm_up", "warm_up_cpu")),
-            "micro-batches per step × tokens": facts.get("batch", "none")}
+            "micro-batches per step × tokens; rows of n-gram tables": facts.get("batch", "none")}
     rows |= launch_rows(events, args.steps)
     for name, at in (("CPU of all threads", 2), ("wall time", 1)):
         least = [min(step[at] for step in facts["host"] if step[0] % 2 == odd)

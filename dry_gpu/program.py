@@ -304,7 +304,7 @@ def main():
             facts.update(warm_up=time.perf_counter() - start, warm_up_cpu=sum(os.times()[:4]) - cpu,
                          warmed_up=stats["unique_graphs"])
     phases.end()
-    facts["batch"] = "1 × the stage's"
+    facts["batch"] = "1 × the stage's; its own"
     facts["plan"] = {label: len(list(stage)) for label, stage in itertools.groupby(windows)}
     write_facts(facts, phases, times)
 

@@ -269,7 +269,8 @@ def main(folder, ranks, steps, flags):
         return T.TrainLosses(config, comm, T.Clock(device, 0.0), None)
 
     def step(worker, plan, batch):
-        facts["batch"] = f"{len(batch)} × {len(batch[0]) - 1:,}"  # fit_memory may have split it
+        facts["batch"] = (f"{len(batch)} × {len(batch[0]) - 1:,}; "  # fit_memory may have changed both
+                          f"{sum(table.rows for table in worker.config.ngrams):,}")
         if phases.now == "training":
             times.append((plan.step, time.perf_counter(), time.process_time()))
             if len(times) == steps + 1:
@@ -333,7 +334,7 @@ def main(folder, ranks, steps, flags):
     try:
         shard = T.find_shards(config.train_files, config.train_shards)[0]
         fitted = preflight.fit_memory(T.resolve_auto(config, comm)[0], shard.encoding.vocab_size, comm)
-        config = dataclasses.replace(config, micro_batch_splits=fitted.micro_batch_splits)
+        config = dataclasses.replace(config, micro_batch_splits=fitted.micro_batch_splits, ngrams=fitted.ngrams)
         T.TrainingLoop(config, preset, comm, device, T.Log(config, 0, "dry"), time.perf_counter()).run()
     except Done:
         pass

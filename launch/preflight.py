@@ -352,6 +352,11 @@ def choose_flags(config: T.Config, comm: T.Comm, device: torch.device, shards: l
             if wanted.micro_batch_splits > config.micro_batch_splits:
                 chosen["micro_batch_splits"] = wanted.micro_batch_splits
                 changes.append(f"memory: each micro-batch is computed in {wanted.micro_batch_splits} parts")
+            if wanted.ngrams != config.ngrams:
+                chosen["ngrams"] = ", ".join(map(repr, wanted.ngrams))
+                rows, usual = (sum(table.rows for table in c.ngrams) for c in (wanted, config))
+                changes.append(f"memory: n-gram tables of {rows:,} rows in all fit, not the preset's {usual:,}. That is another "
+                               "experiment: compare it only with runs of as many rows, which --ngrams sets")
         worker = T.Worker(wanted, comm, device, shards)
         for line in (*changes, *warnings_of(wanted, worker.optimizer)):
             say(line)
@@ -378,27 +383,34 @@ USABLE_MEMORY = 0.85  # of the free memory; the allocator's gaps, NCCL and cuBLA
 
 
 def fit_memory(config: T.Config, vocab_size: int, comm: T.Comm) -> T.Config:
-    """Return the config with micro_batch_splits doubled until a step fits on every GPU. RunError if nothing fits."""
+    """Return the config, changed so that a step fits on every GPU. RunError if it cannot.
+
+    micro_batch_splits is doubled, and n-gram tables are halved if they are a preset's: others were chosen by hand."""
     invariant, free = config.world_size_invariant, min(comm.all_gather_json(torch.cuda.mem_get_info()[0]))
 
     def lacking(config: T.Config) -> list[bool]:
         return [needed > USABLE_MEMORY * free for needed in memory_needed(config, vocab_size, comm.ranks)]
 
-    # the number of tokens in a product decides the order of its sums, so a run that must not depend on it cannot split
-    while not invariant and lacking(config)[1] and all(n % (2 * T.TILE_M) == 0 for n in T.micro_batch_lengths(config)):
-        config = dataclasses.replace(config, micro_batch_splits=2 * config.micro_batch_splits)
-    if any(short := lacking(config)):
-        fewer = config
-        while any(lacking(fewer)) and all(table.rows > 3 for table in fewer.ngrams) and fewer.ngrams:
-            fewer = dataclasses.replace(fewer, ngrams=tuple(dataclasses.replace(t, rows=t.rows // 2) for t in fewer.ngrams))
-        such_as = "" if any(lacking(fewer)) else f" (such as {', '.join(map(repr, fewer.ngrams))}; runs compare only with equal rows)"
-        advice = (f"use more ranks, fewer rows of n-gram tables{such_as}, or a smaller model" if short[0] else
-                  f"use a --val_len below {config.val_len}; such losses compare only with each other" if short[2] else
-                  "use smaller --micro_batch_tokens, and more --micro_batches" if invariant else "use a smaller model")
-        _, training, validation = memory_needed(config, vocab_size, comm.ranks)
-        raise T.RunError(f"a GPU here has {free >> 20} MiB free; this run would allocate about {training >> 20} MiB in "
-                         f"training and {validation >> 20} MiB in validation; {advice}")
-    return config
+    def split(config: T.Config) -> T.Config:
+        # the number of tokens in a product decides the order of its sums, so a run that must not depend on it cannot split
+        while not invariant and lacking(config)[1] and all(n % (2 * T.TILE_M) == 0 for n in T.micro_batch_lengths(config)):
+            config = dataclasses.replace(config, micro_batch_splits=2 * config.micro_batch_splits)
+        return config
+    given, fitted = config, split(config)
+    while any(lacking(fitted)) and config.ngrams and all(table.rows > 3 for table in config.ngrams):
+        config = dataclasses.replace(config, ngrams=tuple(dataclasses.replace(t, rows=t.rows // 2) for t in config.ngrams))
+        fitted = split(config)
+    of_preset = any(given.ngrams == preset.ngrams for preset in program_module(given).PRESETS.values())
+    if not any(lacking(fitted)) and (fitted.ngrams == given.ngrams or of_preset):
+        return fitted
+    short = lacking(split(given))
+    such_as = "" if any(lacking(fitted)) else f" (such as {', '.join(map(repr, fitted.ngrams))}; runs compare only with equal rows)"
+    advice = (f"use more ranks, fewer rows of n-gram tables{such_as}, or a smaller model" if short[0] else
+              f"use a --val_len below {given.val_len}; such losses compare only with each other" if short[2] else
+              "use smaller --micro_batch_tokens, and more --micro_batches" if invariant else "use a smaller model")
+    _, training, validation = memory_needed(split(given), vocab_size, comm.ranks)
+    raise T.RunError(f"a GPU here has {free >> 20} MiB free; this run would allocate about {training >> 20} MiB in "
+                     f"training and {validation >> 20} MiB in validation; {advice}")
 
 
 def memory_needed(config: T.Config, vocab_size: int, ranks: int) -> tuple[int, int, int]:

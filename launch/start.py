@@ -337,7 +337,7 @@ def preflight(config, flags, ranks, gpus, show_only):
     path = CACHE / f"{digest}.json"
     if path.exists() and not show_only:
         answer = json.loads(path.read_text())["flags"]
-        say(f"preflight: {' '.join(as_flags(answer)) or 'all parts work'} (checked before; --preflight checks again)")
+        say(f"preflight: {shlex.join(as_flags(answer)) or 'all parts work'} (checked before; --preflight checks again)")
         return as_flags(answer)
     say("preflight: checks each part of a run once; on GPUs this takes minutes while it compiles")
     words = [PYTHON, "-I", "launch/preflight.py", f"--ranks={ranks}", *flags]
@@ -345,7 +345,7 @@ def preflight(config, flags, ranks, gpus, show_only):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".tmp").write_text(json.dumps({**key, "flags": answer}, indent=1) + "\n")
     path.with_suffix(".tmp").replace(path)
-    say(f"preflight: {' '.join(as_flags(answer)) or 'all parts work'}{' is needed on this machine' * bool(answer)}")
+    say(f"preflight: {shlex.join(as_flags(answer)) or 'all parts work'}{' is needed on this machine' * bool(answer)}")
     return as_flags(answer)
 
 
