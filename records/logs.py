@@ -94,7 +94,7 @@ _OWN_LINE = re.compile(
     rb"""(?P<d>\{"run_id":\ .*\}) | (?P<r>\{"resumed":\ .*\}) | (?P<e>\{"end":\ .*\}) | (?P<x>error:\ .*)
     |(?P<p>peak\ memory\ allocated:\ \d+\ MiB\ reserved:\ \d+\ MiB)
     |(?P<s>step:\d{1,15}/(?P<total>\d{1,18})\ (?:val_loss:%b\ )?train_time:\d{1,15}ms\ step_avg:%bms
-    (?:\ train_loss:%b(?:\ grad_norm:[\d.e+-]{1,15})?)?)""" % (_DECIMAL, _DECIMAL, _DECIMAL), re.X)
+    (?:\ train_loss:%b(?:\ grad_norm:[\d.e+-]{1,15})?(?:\ candidates:\d{1,9})?)?)""" % (_DECIMAL, _DECIMAL, _DECIMAL), re.X)
 
 
 class Validation(NamedTuple):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -330,6 +331,7 @@ def test_exact_runs_are_the_same_on_one_and_two_ranks_and_after_a_warm_up(larger
     one, two, resumed = (end_of(tmp_path / f"{name}.txt") for name in ("one", "two", "stopped"))
     assert one["final_state_hash"] == two["final_state_hash"] == resumed["final_state_hash"]
     assert one["final_val_loss"] == two["final_val_loss"] and two["state_hash"]["before_warmup"] == two["state_hash"]["after_warmup"]
+    assert re.findall(r"^step:.* train_loss:\S+(.*)", (tmp_path / "one.txt").read_text(), re.M) == [" candidates:64"] * 3 + [" candidates:96"] * 3 + [""] * 2
     # the saved model is the one that was validated
     config = train_gpt.parse_config(larger("one", **exact), "frontier", frontier.PRESETS)[1]
     model = train_gpt.build_model(config, LARGER)

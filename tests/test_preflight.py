@@ -324,6 +324,16 @@ def test_micro_batches_are_split_until_they_fit_on_the_smallest_gpu(gpu):
         preflight.fit_memory(dataclasses.replace(config, micro_batch_tokens=128 * 243), 50257, SmallGpus())
 
 
+def test_tables_of_a_preset_are_halved_until_they_fit_and_others_are_refused(gpu):
+    preset = dataclasses.replace(frontier.PRESETS["frontier"], kernels="loss", attention="flash")
+    for free, rows, splits in (79, 10575360, 1), (23, 2643840, 4):
+        gpu(free)
+        fitted = preflight.fit_memory(preset, 50257, train_gpt.Comm())
+        assert (sum(table.rows for table in fitted.ngrams), fitted.micro_batch_splits) == (rows, splits)
+    with pytest.raises(train_gpt.RunError, match=r"such as Ngrams\(2, 3000000, 768\); runs compare"):
+        preflight.fit_memory(dataclasses.replace(preset, ngrams=(train_gpt.Ngrams(2, 12000000, 768),)), 50257, train_gpt.Comm())
+
+
 @pytest.mark.parametrize("layers,dim", [("SM LM M", 256), ("S0M SM", 64), ("S S L", 256), ("M M M M", 256)])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_memory_needed_counts_at_least_parameters_gradients_and_state(tiny, layers, dim, ranks):
