@@ -2687,6 +2687,9 @@ class RowBucket(Bucket):
         of_bytes = (ones(row[begin // 8:-(-(begin + per_rank) // 8)]) - begin % 8 for row in bits)
         mine_read_by = [x[(x >= 0) & (x < per_rank)] for x in of_bytes]  # by each rank; the first row of mine is 0
         sums = self.scatter_add(self.on_device(read_by_me), grads)
+        grads.clear()
+        for slot in self.slots:
+            slot.pending_grads.clear()
         sent = sums.to(comm.sent_dtype or sums.dtype).split(self.count_by_owner(read_by_me))
         counts = [*map(len, mine_read_by)]
         values = sums.new_empty((sum(counts), sums.size(1)), dtype=sent[0].dtype)  # of all ranks, one after another
@@ -2698,8 +2701,6 @@ class RowBucket(Bucket):
         def sum_over_ranks() -> None:
             pieces = zip(of_values.split(counts), received) if invariant else [(of_values, values)]
             self.grad_indices, self.grad_shard = indices, tree_sum([self.scatter_add(indices, [x]) for x in pieces])
-        for slot in self.slots:
-            slot.pending_grads.clear()
         self.reduce_handle = HandleGroup(comm.exchange(sent, received), then=sum_over_ranks)
 
     def carry_over(self, updates: bool) -> None:
@@ -2716,14 +2717,14 @@ class RowBucket(Bucket):
         if not self.rule.lazy:
             return super().update(update, hyper, unbatched=False)
         wholes = [self.param_shard, *self.state.values()]
-        olds = [whole.index_select(0, self.grad_indices) for whole in wholes]  # on CPUs 5 times as fast as whole[...]
-        param, *state = (old.clone() for old in olds)
-        if "noise" in hyper:
-            hyper = {**hyper, "noise": hyper["noise"][self.grad_indices]}
-        update(param, self.grad_shard, dict(zip(self.state, state)), hyper)
-        has_grad = self.grad_shard.abs().amax(1, keepdim=True) != 0
-        for whole, old, new in zip(wholes, olds, (param, *state)):
-            whole[self.grad_indices] = torch.where(has_grad, new, old)
+        for indices, grad in zip(*(x.split(2 ** 16) for x in (self.grad_indices, self.grad_shard))):  # to save memory
+            olds = [whole.index_select(0, indices) for whole in wholes]  # on CPUs 5 times as fast as whole[...]
+            param, *state = (old.clone() for old in olds)
+            noise = {"noise": hyper["noise"][indices]} if "noise" in hyper else {}
+            update(param, grad, dict(zip(self.state, state)), hyper | noise)
+            has_grad = grad.abs().amax(1, keepdim=True) != 0
+            for whole, old, new in zip(wholes, olds, (param, *state)):
+                whole[indices] = torch.where(has_grad, new, old)
 
     def start_all_gather(self, comm: Comm) -> None:
         """Start to send the rows that any rank read; all rows after a sum over several steps."""

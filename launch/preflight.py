@@ -178,11 +178,11 @@ def model_parts(worker: T.Worker) -> Iterator[Part]:
 
 
 def rule_parts(worker: T.Worker) -> Iterator[Part]:
-    """Yield each update rule on each shape of a shard."""
+    """Yield each update rule on each shape of a shard; of a large table on rows from its first to its last."""
     optimizer, plan = worker.optimizer, T.plan_of(worker.config, 0)
 
     @torch.no_grad()
-    def update(bucket: T.Bucket, noise: Sequence[Tensor], by_plain: bool) -> list[Tensor]:
+    def update(bucket: T.Bucket, rows: Tensor | slice, noise: Sequence[Tensor], by_plain: bool) -> list[Tensor]:
         held = {"param": bucket.param_shard, "grad": bucket.grad_shard, **bucket.state}
         begun = dict(zip(held, noise))
         rest, bucket.updates = begun.get("rest", 0), 1
@@ -194,25 +194,30 @@ def rule_parts(worker: T.Worker) -> Iterator[Part]:
             if "rest" not in begun:  # a step of a small learning rate is no longer than bf16's rounding of the parameter
                 held["param"] = held["param"].to(bucket.param_shard.dtype).float()
         else:
-            for x, y in zip(held.values(), noise):
-                x.copy_(y)
+            for name, y in begun.items():
+                held[name][slice(None) if name == "grad" else rows] = y
             optimizer.update(bucket, plan)
-        param = held["param"].float() + (0 if by_plain else bucket.state.get("rest", 0))
+            held = {name: x[rows] for name, x in held.items() if name != "grad"}
+        param = held["param"].float() + (0 if by_plain else held.get("rest", 0))
         return [param - begun["param"].float() - rest, *(held[name] for name in bucket.state if name != "rest")]
 
     for bucket in {(type(b.rule), b.param_shard.shape, b.param_data.dtype): b for b in optimizer.buckets}.values():
-        if isinstance(bucket, T.RowBucket):  # all rows
-            bucket.grad_indices = torch.arange(len(bucket.param_shard), device=worker.device)
-            bucket.grad_shard = torch.empty_like(bucket.param_shard, dtype=bucket.grad_data.dtype)
-        noise = [torch.randn_like(x) / 50 for x in (bucket.param_shard, bucket.grad_shard)]
-        noise += [torch.rand_like(x) / 1000 for x in bucket.state.values()]
+        rows = slice(None)
+        if isinstance(bucket, T.RowBucket):
+            count = len(bucket.param_shard)
+            some = torch.linspace(0, count - 1, min(count, MAX_ROWS) if bucket.rule.lazy else count, dtype=torch.float64)
+            rows = bucket.grad_indices = some.long().to(worker.device)
+            bucket.grad_shard = torch.empty_like(bucket.param_shard[rows], dtype=bucket.grad_data.dtype)
+        noise = [torch.randn_like(x) / 50 for x in (bucket.param_shard[rows], bucket.grad_shard)]
+        noise += [torch.rand_like(x[rows]) / 1000 for x in bucket.state.values()]
         allowed = ALLOWED[bucket.param_data.dtype]
         if isinstance(bucket.rule, T.NorMuon) and bucket.rule.polar_dtype != torch.float32:
             allowed = ALLOWED_POLAR if min(bucket.param_shard.shape[1:]) >= 64 else ALLOWED_POLAR_OF_GATES
         yield Part(f"{type(bucket.rule).__name__} {list(bucket.param_shard.shape)}", way_of(worker)[0],
-                   functools.partial(update, bucket, noise), allowed, way_of(worker)[1])
+                   functools.partial(update, bucket, rows, noise), allowed, way_of(worker)[1])
 
 
+MAX_ROWS = 2 ** 14  # of a table that are updated
 MAX_SENT = 2 ** 22  # elements: every rank generates the data of all ranks
 
 
@@ -246,20 +251,26 @@ def transfer_parts(worker: T.Worker) -> Iterator[Part]:
         return [full[mine]]
 
     def send_rows(bucket: T.RowBucket, by_plain: bool) -> list[Tensor]:
-        """Send gradients of random rows of the first table to their owners, and return them as values to all ranks."""
-        slot, sums = bucket.slots[0], torch.zeros_like(bucket.all_rows, dtype=torch.float32)
+        """Send gradients of random rows of the first table to their owners, and return them and the rows that follow
+        as values to all ranks."""
+        slot, sent = bucket.slots[0], []
         for rank in range(comm.ranks):
             noise = torch.Generator().manual_seed(rank)
             rows = torch.randint(len(slot.param), (1, 4096), generator=noise)
             grads = torch.randn(4096, bucket.all_rows.size(1), generator=noise).to(device, bucket.grad_data.dtype)
-            sums.index_add_(0, rows[0].to(device) + bucket.first_row(slot), grads.float())
+            sent.append((rows[0] + bucket.first_row(slot), grads.float()))
             if rank == comm.rank:
                 slot.pending_grads = [torch.sparse_coo_tensor(rows.to(device), grads, slot.param.shape,
                                                               check_invariants=False)]
+        read = torch.cat([rows for rows, _ in sent])
+        compared = torch.cat([read, (read + 1).clamp_max(len(bucket.all_rows) - 1)]).unique()
         if by_plain:
-            slot.pending_grads = []
+            slot.pending_grads, sums = [], torch.zeros(len(compared), bucket.all_rows.size(1), device=device)
+            for rows, grads in sent:
+                sums.index_add_(0, torch.searchsorted(compared, rows).to(device), grads)
             return [sums]
         bucket.all_rows.zero_()
+        bucket.announce(comm, [sent[comm.rank][0]], last=True)
         bucket.start_reduce_scatter(comm, invariant)
         bucket.reduce_handle.wait()
         bucket.reduce_handle = None
@@ -267,7 +278,7 @@ def transfer_parts(worker: T.Worker) -> Iterator[Part]:
         bucket.start_all_gather(comm)
         bucket.gather_handle.wait()
         bucket.gather_handle = None
-        return [bucket.all_rows.clone()]
+        return [bucket.all_rows[compared.to(device)]]
 
     yield Part("load a shard", f"{shard.tokens:,} tokens", load, 0.0)
     row_buckets = [bucket for bucket in worker.optimizer.buckets if isinstance(bucket, T.RowBucket)]
