@@ -443,8 +443,7 @@ def check_accounts(runs, found, races):
                  and (e.race and e.race.race_id in races or os.path.dirname(os.path.realpath(e.run.path)) in homes)}
     require(not strangers, f"not started by this race, by its {MANIFEST}: {join_findings(sorted(strangers))}")
     # the log of another project has no run_id: its name has
-    here = {str((item.start or {}).get("run_id", Path(item.path).stem)): item
-            for item in [*found.rejected, *found.runs]}
+    here = {str((item.start or {}).get("run_id", Path(item.path).stem)): item for item in [*found.rejected, *found.runs]}
     for race_id, manifest in races.items():
         of_race = [e for e in runs if e.race and e.race.race_id == race_id]
         if of_race:
@@ -500,8 +499,7 @@ def check_attempts(manifest, here, remarks, unknown):
                 unknown.append(f"{what}, was started and left no log: how it ended cannot be seen")
     unknown += [f"{count} runs of {logs.side_names(declared)[side]} were stopped and repeated: with so many, chance alone finds a faster one"
                 for side, count in stopped.items() if count > STOPS]
-    require(tried == declared["order"][:len(tried)],
-            f"by {MANIFEST} the runs were not started in the order it declares")
+    require(tried == declared["order"][:len(tried)], f"by {MANIFEST} the runs were not started in the order it declares")
 
 
 def declared_config(e, races):
@@ -543,8 +541,7 @@ def add_configs(race, runs):
              and e.ours and isinstance(e.run.start.get("config"), dict)}
     flags = {}  # {side: {name: value}}
     for side, version in race["sides"].items():
-        words = [part for word in version["flags"]
-                 for part in (word[2:].split("=", 1) if word.startswith("--") else [word])]
+        words = [part for word in version["flags"] for part in (word[2:].split("=", 1) if word.startswith("--") else [word])]
         flags[side] = dict(zip(words[::2], words[1::2]))
     for side in [side for side, version in race["sides"].items() if side in first and "config" not in version]:
         *_, base = race["sides"]
@@ -613,13 +610,11 @@ def claim(runs, others, target, names=("the set", "the --vs set")):
     alpha = declaration([e.run for e in runs]).get("alpha", ALPHA)
     require(alpha <= ALPHA, f"its race declared alpha {alpha:g}, and a record wants {ALPHA:g} at most; race again")
     options = stats.parse([".", f"--alpha={alpha!r}", *([f"--target={target!r}"] if target is not None else [])])
-    sides = [stats.gather(name, logs.Logs([e.run for e in side]), options)
-             for name, side in zip(names, (runs, others)) if side]
+    sides = [stats.gather(name, logs.Logs([e.run for e in side]), options) for name, side in zip(names, (runs, others)) if side]
     try:
         return stats.judge(sides, options)
     except stats.Mixed as reason:
-        raise CannotJudge(f"{reason.seen}; name the logs of one experiment, or choose with --source and --vs-source") \
-            from None
+        raise CannotJudge(f"{reason.seen}; name the logs of one experiment, or choose with --source and --vs-source") from None
 
 
 def check_claimed(report, given):
@@ -836,8 +831,7 @@ def read_runs(paths, source):
     found = logs.read(paths)
     unreadable = [item for item in found.rejected if item.kind == logs.UNREADABLE]
     reasons = join_findings([f"{item.path}: {item.reason}" for item in unreadable or found.rejected])
-    checkable(found.runs and not unreadable,
-              f"no run to judge ({reasons or 'nothing was found'}); name a folder of logs, or logs")
+    checkable(found.runs and not unreadable, f"no run to judge ({reasons or 'nothing was found'}); name a folder of logs, or logs")
     folders = [path for path in paths if os.path.isdir(path)] + [os.path.dirname(run.path) or "." for run in found.runs]
     runs = [Evidence(run) for run in found.runs if (run.source_sha256 or "").startswith((source or "").lower())]
     there = [f"{digest:.8} ({plural(count, 'run')})" for digest, count in Counter(
