@@ -492,8 +492,7 @@ def check_attempts(manifest, here, remarks, unknown):
         remarks.append(f"{what}: {status}")
         stopped[attempt["side"]] += status in ("interrupted", "failed") and bool(log)
         if not log:
-            require(not (is_number(seconds) and seconds > usual / 2),
-                    f"{run_id}: {status} after {seconds} s, and there is no log of it")
+            require(not (is_number(seconds) and seconds > usual / 2), f"{run_id}: {status} after {seconds} s, and there is no log of it")
             require(not attempt.get("logged"), f"{what}, was started ({status}), and its log is not here")
             if status not in ("failed", "interrupted"):  # nobody saw how it ended
                 unknown.append(f"{what}, was started and left no log: how it ended cannot be seen")
@@ -699,12 +698,14 @@ def check_again(e, data):
         again = Evidence(logs.last_run(str(Path(folder, "logs", "again.txt"))))
     checkable(again.run.complete, f"it did not end ({again.run.reason}; {' '.join(done.stdout[-200:].split())}); "
               "--data names the shards")
-    (wanted, loss), (seen, its) = ((one.get("end.final_state_hash", str), one.get("end.final_val_loss", NUMBER))
-                                   for one in (e, again))
+    (wanted, loss), (seen, its) = ((one.get("end.final_state_hash", str), one.get("end.final_val_loss", NUMBER)) for one in (e, again))
     if seen == wanted:
         return f"the same bytes: state hash {seen[:8]}..., loss {its:.6f}"
+    read, stated = ([shard["sha256"][:8] for split in shards_of(one).values() for shard in split] for one in (again, e))
+    checkable(read == stated, f"it read shards whose SHA-256 begin with {logs.some(read)}, the log states {logs.some(stated)}: not the "
+              "run's data; fetch or create the shards as the run did, and name their folder with --data")
     facts = [{**one.get("start.hardware", dict), **one.get("start.versions", dict)} for one in (e, again)]
-    differ = [name for name in ("device", "cpu", "cpu_id", "threads", "torch") if facts[0].get(name) != facts[1].get(name)]
+    differ = [name for name in ("device", "cpu", "cpu_id", "threads", "torch") if facts[0].get(name) is None or facts[0][name] != facts[1].get(name)]
     text = f"its state hash is {seen[:8]}..., the log states {wanted[:8]}...; loss {its:.6f} against {loss:.6f}"
     require(differ or facts[0].get("gpus"), f"{text}; on the same processor, threads and torch a run gives the same bytes")
     why = f"other, or not logged: {', '.join(differ)}" if differ else "GPUs add in any order"
@@ -776,8 +777,7 @@ def check_interleaved(runs, others):
         order.append((began, side, e.name, began + e.get("end.wall_seconds", NUMBER) - before))
     order.sort()
     for (_, _, one, ended), (began, _, other, _) in itertools.pairwise(order):
-        require(began + CLOCKS_S >= ended,
-                f"{other} started {ended - began:.0f} s before {one} ended: they took time from each other")
+        require(began + CLOCKS_S >= ended, f"{other} started {ended - began:.0f} s before {one} ended: they took time from each other")
     sides = "".join(side for _, side, *_ in order)
     each = len(set(sides))
     require(all(len(set(sides[turn:turn + each])) == each for turn in range(0, len(sides), each)),
