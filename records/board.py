@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -113,8 +112,7 @@ def describe_side(side: stats.Side, folder: Path) -> dict:
     numbers = [race.run if (race := race_of(run)) else str(i) for i, run in enumerate(runs, 1)]
     shown = {}
     for number, run in zip(numbers, runs):
-        archive = "" if os.path.exists(run.path) else f"{logs.ARCHIVE}#"  # a link to it has the log as fragment
-        shown[number] = {"link": archive + quote(Path(run.path).relative_to(folder).as_posix()), "loss": run.loss_text,
+        shown[number] = {"link": f"{logs.ARCHIVE}#{quote(Path(run.path).relative_to(folder).as_posix())}", "loss": run.loss_text,
                          "seed": (run.start or {}).get("seed"), "time": run.train_time_ms and run.train_time_ms / 1000}
     return {"label": side.label, "runs": shown, "start": start, "source": source,
             "sha256": start.get("source_sha256") or source and hashlib.sha256(source.encode()).hexdigest(),
@@ -139,18 +137,25 @@ def describe(folder: Path) -> dict:
     diff = []
     if len(sides) == 2 and None not in (sides[0]["source"], sides[1]["source"]):
         diff = short_diff(sides[1]["source"], sides[0]["source"], (sides[1]["label"], sides[0]["label"]))
-    started = max((str(run.start["started"]) for run in judged[0].runs if "started" in (run.start or {})),
-                  default=folder.name[:10])
+    started = max((str(run.start["started"]) for run in judged[0].runs if "started" in (run.start or {})), default=folder.name[:10])
     loss, broken = report["loss"], sum(rule["verdict"] == "fail" for rule in rules)
+    preset = sides[0]["start"].get("preset", "unknown preset")
     trial = next((rule["reason"] for rule in rules if rule["rule"] == verify.VAL_TOKENS and verify.TRIAL in rule["reason"]), "")
     return {"name": folder.name, "title": title_of(folder), "path": f"records/{folder.name}", "report": report,
             "several": several, "sides": sides, "differ": differ, "diff": diff, "started": started,
             "date": started[:16].replace("T", " "), "claims": [] if several else claims, "rules": rules,
-            "broken": broken, "good": bool(loss["significant"]) and not broken, "unseen": unseen,
+            "broken": broken, "unseen": unseen, "preset": preset,
+            "good": bool(loss["significant"] and report["time"] and not broken and not judged[0].clock_reset),
             "trial": trial and trial[trial.index(verify.TRIAL):],
-            "track": f"{sides[0]['start'].get('preset', 'unknown preset')}, {sides[0]['where']}, "
-                     + ("no target" if loss["target"] is None else f"target {loss['target']:g}"),
+            "track": track_of(preset, sides[0]["where"], judged[0].runs[0], loss["target"]),
             "decimals": 1 + max(run.loss_decimals for run in judged[0].runs), "rows": rows_of(sides)}
+
+
+def track_of(preset: str, where: str, run: logs.Run, target: float | None) -> str:
+    """Return what the records of a leaderboard have in common."""
+    facts = {"CPU": run.cpu, "threads": run.threads, "torch": run.torch, "driver": run.driver, "validated on": run.validated_on}
+    return ", ".join([preset, where, *(f"{name} {fact}" for name, fact in facts.items() if fact),
+                      "no target" if target is None else f"target {target:g}"])
 
 
 def rows_of(sides: list[dict]) -> list[dict]:
@@ -169,16 +174,28 @@ def title_of(folder: Path) -> str:
 
 # Pages
 
+def refusal(record: dict, other: dict) -> UserError | None:
+    """Return why stats.py does not compare two records, or None. Without their declarations runs may be of two machines."""
+    try:
+        stats.check_comparable(*(stats.replace(one["report"]["sides"][0], declared={}) for one in (record, other)))
+    except UserError as reason:
+        return reason
+
+
 def leaderboards(records: list[dict]) -> list[dict]:
-    """Return a leaderboard for each preset, machine and target: its records by time. Good ones on known hardware have a rank."""
-    found = []
-    for track, own in stats.grouped(records, lambda record: record["track"]).items():
-        own.sort(key=lambda record: record["report"]["time"]["mean"] if record["report"]["time"] else math.inf)
-        ranks = itertools.count(1)
-        rows = [{"record": record, "rank": next(ranks) if record["good"] and UNKNOWN not in track else None}
-                for record in own]
-        found.append({"track": track, "rows": rows})
-    return found
+    """Return leaderboards of records of one preset that stats.py compares, by time. A record with a rank is good, of known
+    hardware, and shares no run with another."""
+    boards = []
+    for record in sorted(records, key=lambda record: record["report"]["time"]["mean"] if record["report"]["time"] else math.inf):
+        def unlike(row):
+            return record["preset"] != row["record"]["preset"] or isinstance(refusal(record, row["record"]), stats.Mixed)
+        rows = next((rows for rows in boards if not any(map(unlike, rows))), None)
+        if rows is None:
+            boards.append(rows := [])
+        placed = [row["record"] for row in rows if row["rank"]]
+        good = record["good"] and UNKNOWN not in record["track"] and not any(refusal(record, other) for other in placed)
+        rows.append({"record": record, "rank": len(placed) + 1 if good else None})
+    return [{"track": max((row["record"]["track"] for row in rows), key=len), "rows": rows} for rows in boards]
 
 
 def write_pages() -> None:

@@ -191,8 +191,7 @@ class Worker:
         if found.get("memory"):
             raise MemoryError(why)
         require("error" not in found, f"the log's source cannot load or run the model ({why})")
-        require(all(isinstance(found.get(key), kind) for key, kind in kinds.items()),
-                f"the log's source answers {message[:60]!r}")
+        require(all(isinstance(found.get(key), kind) for key, kind in kinds.items()), f"the log's source answers {message[:60]!r}")
         return found
 
     def initial_state(self, config):
@@ -235,8 +234,7 @@ class Examination:
         """Compare the saved config and the hash of parameters and buffers with the log's.
 
         The source computes the buffers' digests; a false one cannot turn other parameters into the log's hash."""
-        differ = sorted(key for key in {*self.stated, *self.config}
-                        if not agree(key, self.config.get(key), self.stated.get(key)))
+        differ = sorted(key for key in {*self.stated, *self.config} if not agree(key, self.config.get(key), self.stated.get(key)))
         require(not differ, f"its config is not the log's: {join_findings(differ)}")
         digests = {name: digest_of(x) for name, x in self.saved["state"].items()}
         seen = hash_of({**self.worker.initial_state(self.stated)["buffers"], **digests})
@@ -352,8 +350,7 @@ class Examination:
 
         places: {kind: offsets}. Return their number."""
         words = self.saved["vocab_size"]
-        probes = [(at, kind) for kind, offsets in places.items() for at in np.unique(offsets).tolist()
-                  if 0 < at < len(tokens)]
+        probes = [(at, kind) for kind, offsets in places.items() for at in np.unique(offsets).tolist() if 0 < at < len(tokens)]
         for at, kind in probes:
             changed = np.append(tokens[:at], self.random.integers(0, words, len(tokens) - at))
             changed[at] = self.bos if tokens[at] != self.bos else (self.bos + 1) % words

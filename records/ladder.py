@@ -61,8 +61,7 @@ def judge(races):
     for number, (race, runs) in enumerate(races, 1):
         require(all(race["id"] != base["id"] for base in bases), f"race {race['id']} is given twice")
         n, names = race["n"], logs.side_names(race)
-        sides = {side: stats.Side(f"side {side}", [runs[run, side] for run in range(1, n + 1)], declared=race)
-                 for side in names}
+        sides = {side: stats.Side(f"side {side}", [runs[run, side] for run in range(1, n + 1)], declared=race) for side in names}
         *ideas, base = names
         facts = facts_of(race, runs[1, base])
         one, wanted = first = first or (race["id"], facts)

@@ -147,6 +147,8 @@ class Run:
     card: str | None = None
     torch: str | None = None
     driver: str | None = None
+    cpu: str | None = None  # and threads: of a run on CPUs
+    threads: str | None = None
     seed: int | None = None
     validated_on: str | None = None
     complete: bool | None = None
@@ -750,8 +752,13 @@ def _machine(run, environment):
     digests = [str(inside(shard, "sha256")) for shard in shards] if isinstance(shards, list) else []
     if run.start:
         val_tokens = inside(run.end, "val_tokens") or inside(start, "config", "val_tokens")
-    data = f"{val_tokens} tokens{' of ' * bool(digests)}{' '.join(digest[:8] for digest in digests)}"
+    val_len, on_cpus = inside(start, "config", "val_len"), inside(start, "hardware", "gpus") == []
+    data = (f"{val_tokens} tokens{' of ' * bool(digests)}{' '.join(digest[:8] for digest in digests)}"
+            f"{f' in sequences of {val_len}' if val_len else ''}")
+    threads = inside(start, "hardware", "threads") or inside(start, "environment", "OMP_NUM_THREADS")
     return {"gpus": gpus, "card": inside(start, "hardware", "device") or " and ".join(sorted(names)) or all_of(_GPU_NAME),
+            "cpu": str(cpu) if on_cpus and (cpu := inside(start, "hardware", "cpu_id")) else None,
+            "threads": str(threads) if on_cpus and threads else None,
             "torch": inside(start, "versions", "torch") or all_of(_TORCH), "validated_on": data if val_tokens or digests else None,
             "driver": inside(drivers[0], "driver") if isinstance(drivers, list) and drivers else all_of(_DRIVER)}
 
@@ -881,8 +888,7 @@ def outcomes(logs):
         alike.setdefault((shown, item.index_in_file, item.reason), []).append(item)
     others = [(shown, index, "rejected", f"{len(items)} files, each {why}") if len(items) > 1 else
               (items[0].path, index, "rejected", why) for (shown, index, why), items in alike.items()]
-    others += [(item.path, item.index_in_file, "duplicate", f"{item.reason}: {item.original_path}")
-               for item in logs.duplicates]
+    others += [(item.path, item.index_in_file, "duplicate", f"{item.reason}: {item.original_path}") for item in logs.duplicates]
     rows += [(path, str(index or "-"), what, *"-----", why) for path, index, what, why in others]
     return sorted(rows)
 

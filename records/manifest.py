@@ -84,8 +84,7 @@ def check_event(event, first):
         require("race" not in event, "the race is described a second time")  # only the first description is checked
         return event
     for side in inner["sides"].values():
-        require(isinstance(side, dict) and "revision" in side and are_words(side.get("flags")),
-                "a side needs a revision and flags")
+        require(isinstance(side, dict) and "revision" in side and are_words(side.get("flags")), "a side needs a revision and flags")
         require(side["revision"] is None or re.fullmatch("[0-9a-f]{40,64}", str(side["revision"])),
                 "a side's revision is no full hash")  # git would take one that begins with - for an option
         require(isinstance(side.get("folder", ""), str) and isinstance(side.get("name", ""), str),

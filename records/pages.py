@@ -127,8 +127,7 @@ def mean_curves(runs):
         for step, time_ms, loss in lines:
             if step > 0 and time_ms is not None and loss is not None:
                 by_step.setdefault(step, []).append((time_ms / 1000, loss))
-        return [(step, *map(statistics.fmean, zip(*found))) for step, found in sorted(by_step.items())
-                if len(found) == len(runs)]
+        return [(step, *map(statistics.fmean, zip(*found))) for step, found in sorted(by_step.items()) if len(found) == len(runs)]
     return (running_means(means((step.step, step.time_ms, step.train_loss) for run in runs for step in run.steps)),
             means((line.step, line.time_ms, line.loss) for run in runs for line in run.validations))
 
@@ -169,15 +168,13 @@ def chart(title, unit, lines, level=None, whole=False):
     lines: dicts with name, color (0 to 5), points [(x, y)], dots [(x, y)], and a style, faint or none.
     level: (value, name) of a horizontal line. The vertical axis follows the data; a level far away becomes a note."""
     drawn = [line["points"] or line["dots"] for line in lines]
-    late = [y for line, points in zip(lines, drawn) for x, y in (*line["points"], *line["dots"])
-            if x >= EARLY * points[-1][0]]
+    late = [y for line, points in zip(lines, drawn) for x, y in (*line["points"], *line["dots"]) if x >= EARLY * points[-1][0]]
     note, shown = far_note(level, late)
     x = Axis([0, *(points[-1][0] for points in drawn)], whole=whole, tight=True)
     y = Axis([*late, level[0]] if shown else late)
 
     def path(points):
         return "L".join(f"{x.at(a)},{round(100 - y.at(b), 2)}" for a, b in points)
-    lines = [{**line, "path": path(line["points"]), "dots": "".join(f"M{path([dot])}h0" for dot in line["dots"])}
-             for line in lines]
+    lines = [{**line, "path": path(line["points"]), "dots": "".join(f"M{path([dot])}h0" for dot in line["dots"])} for line in lines]
     return {"title": title, "unit": unit, "lines": lines, "x": x, "y": y, "note": note,
             "level": round(100 - y.at(level[0]), 2) if shown else None, "level_name": level and level[1]}

@@ -162,8 +162,7 @@ def draw_curves(axes, sides, target):
     timed, late = not any(side.untimed for side in sides), []
     for at, side in enumerate(sides):
         color, label = COLORS[at % len(COLORS)], f"{shorten(side.label)}, n = {len(side.runs)}"
-        trained, validated = ([(found[int(timed)], found[2]) for found in points]
-                              for points in pages.mean_curves(side.runs))
+        trained, validated = ([(found[int(timed)], found[2]) for found in points] for points in pages.mean_curves(side.runs))
         line = "--" if len(sides) > 1 and side is sides[-1] else "-"  # the base's may lie on the others
         for points, style in ((trained, line), (validated, "o" if trained else "o" + line)):
             if points:

@@ -201,8 +201,7 @@ def evaluate_looks(tests, n, most, alpha, losses=None, target=None):
 def summary(values):
     """Return n, mean, sample standard deviation (n - 1; None for one value) and range as a dict."""
     sd = float(np.std(values, ddof=1)) if len(values) > 1 else None
-    return {"n": len(values), "mean": float(np.mean(values)), "sd": sd,
-            "min": float(np.min(values)), "max": float(np.max(values))}
+    return {"n": len(values), "mean": float(np.mean(values)), "sd": sd, "min": float(np.min(values)), "max": float(np.max(values))}
 
 
 def _interval(two_sided, alpha):
@@ -321,8 +320,7 @@ def contrast(ours, base, paired, margin, ideas):
 def contrast_times(ours, base, paired, declared, ideas):
     """Compare the logarithms of two arrays of seconds, but test the seconds where no test was declared."""
     found = contrast(np.log(ours), np.log(base), paired and declared == "paired", math.log1p(TIME_PART), ideas)
-    found.value, found.low, found.high = (
-        end if end is None else math.exp(end) for end in (found.value, found.low, found.high))
+    found.value, found.low, found.high = (end if end is None else math.exp(end) for end in (found.value, found.low, found.high))
     found.same = 1
     if not declared and found.p is not None:
         raw = welch_t(ours, base)
@@ -450,6 +448,7 @@ def last_line(found):
 
 # What decides a run's time or loss, as its log states it. Sets that differ in one are not compared; the first two must be stated
 FACTS = {"on different numbers of GPUs": lambda run: run.gpus, "on different GPUs": lambda run: run.card,
+         "on different CPUs": lambda run: run.cpu, "with different numbers of threads": lambda run: run.threads,
          "with different versions of torch": lambda run: run.torch, "with different drivers": lambda run: run.driver,
          "validated on different data": lambda run: run.validated_on,
          "with different targets": lambda run: (run.start or {}).get("target_val_loss")}
@@ -551,8 +550,7 @@ def check_one_experiment(side):
     for name in sorted(names, key=lambda name: (name != "num_steps", name)):  # others follow from the number of steps
         must_agree(f"whose {name} differs", lambda run: json.dumps(configs[id(run)].get(name)), shown="{} ({})")
     if len(sources) == 1:
-        must_agree("of different lengths in steps",
-                   lambda run: run.last_step if run.stated_steps is None else run.stated_steps)
+        must_agree("of different lengths in steps", lambda run: run.last_step if run.stated_steps is None else run.stated_steps)
     numbers, *of_machine, data, _ = FACTS.items()  # choose_target looks at the targets
     must_agree(*numbers)
     must_agree(*data)
@@ -796,16 +794,16 @@ def check_timed(a, b):
 
 
 def check_comparable(a, b):
-    """Raise UserError if a run is in both sets, Mixed if they differ in a fact. Runs of one race ran on one machine."""
-    paths = {os.path.realpath(run.path) for run in a.runs}
-    shared = [run for run in b.runs if os.path.realpath(run.path) in paths] or logs.without_copies(a.runs + b.runs)[1]
-    require(not shared, f"{logs.printable(shared[0].path) if shared else ''} is in both sets; a run belongs to one")
+    """Raise Mixed if two sets differ in a fact, else UserError if a run is in both. Runs of one race ran on one machine."""
     for what, key in FACTS.items():
         unknown = None if a.declared or what not in [*FACTS][:2] else "unknown"
         found = [{str(value) for run in side.runs if (value := unknown if key(run) is None else key(run)) is not None} for side in (a, b)]
         if all(found) and len(found[0] | found[1]) > 1:
             raise Mixed(f"the sets hold runs {what} ({' against '.join(' and '.join(sorted(values)) for values in found)})",
                         "compare runs of the same machine, data and target")
+    paths = {os.path.realpath(run.path) for run in a.runs}
+    shared = [run for run in b.runs if os.path.realpath(run.path) in paths] or logs.without_copies(a.runs + b.runs)[1]
+    require(not shared, f"{logs.printable(shared[0].path) if shared else ''} is in both sets; a run belongs to one")
     if not any(run.card for run in a.runs + b.runs):
         a.warnings.append("the logs do not state their GPUs: times compare only if all ran on the same machine")
 
@@ -964,8 +962,7 @@ def main(arguments=None):
             found = plan(options)
             fewest = min(found["needed"], key=lambda each: each["runs"])
             most = math.ceil(LONGER * fewest["runs"]) + 1  # one more for the bootstrap's veto
-            print(logs.show_json(found) if options.json else
-                  pages.show("plan.txt.jinja", **found, most=most, fewest=fewest))
+            print(logs.show_json(found) if options.json else pages.show("plan.txt.jinja", **found, most=most, fewest=fewest))
             return 0
         if options.at_target:
             print(show_at_target(choose_sides(options), options))
@@ -999,8 +996,7 @@ def give(options):
     if report["others"] and claim == HOLDS:
         report["verdict"] = claim = OTHER
         reason = f"{OTHER}: {'; '.join(report['others'])}"
-    found = answer(sides[:-1], sides[-1:], report["verdicts"], claim, reason,
-                   sides[0].declared.get("until_decided"))
+    found = answer(sides[:-1], sides[-1:], report["verdicts"], claim, reason, sides[0].declared.get("until_decided"))
     if not options.json:
         unjudged = claim == UNJUDGED and found["status"] == 2
         print(pages.show("stats.txt.jinja", report=report, show_mean=show_mean, show_verdicts=show_verdicts, unjudged=unjudged,

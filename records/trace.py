@@ -470,8 +470,7 @@ def show(analyses, others, comparison):
 
 def mean(flats):
     """Return the mean of every figure over the flats that have it, None if none has."""
-    found = {key: [figures[key] for figures in flats if figures.get(key) is not None]
-             for key in itertools.chain(*flats)}
+    found = {key: [figures[key] for figures in flats if figures.get(key) is not None] for key in itertools.chain(*flats)}
     return {key: sum(values) / len(values) if values else None for key, values in found.items()}
 
 

@@ -443,8 +443,7 @@ def check_accounts(runs, found, races):
                  and (e.race and e.race.race_id in races or os.path.dirname(os.path.realpath(e.run.path)) in homes)}
     require(not strangers, f"not started by this race, by its {MANIFEST}: {join_findings(sorted(strangers))}")
     # the log of another project has no run_id: its name has
-    here = {str((item.start or {}).get("run_id", Path(item.path).stem)): item
-            for item in [*found.rejected, *found.runs]}
+    here = {str((item.start or {}).get("run_id", Path(item.path).stem)): item for item in [*found.rejected, *found.runs]}
     for race_id, manifest in races.items():
         of_race = [e for e in runs if e.race and e.race.race_id == race_id]
         if of_race:
@@ -493,15 +492,13 @@ def check_attempts(manifest, here, remarks, unknown):
         remarks.append(f"{what}: {status}")
         stopped[attempt["side"]] += status in ("interrupted", "failed") and bool(log)
         if not log:
-            require(not (is_number(seconds) and seconds > usual / 2),
-                    f"{run_id}: {status} after {seconds} s, and there is no log of it")
+            require(not (is_number(seconds) and seconds > usual / 2), f"{run_id}: {status} after {seconds} s, and there is no log of it")
             require(not attempt.get("logged"), f"{what}, was started ({status}), and its log is not here")
             if status not in ("failed", "interrupted"):  # nobody saw how it ended
                 unknown.append(f"{what}, was started and left no log: how it ended cannot be seen")
     unknown += [f"{count} runs of {logs.side_names(declared)[side]} were stopped and repeated: with so many, chance alone finds a faster one"
                 for side, count in stopped.items() if count > STOPS]
-    require(tried == declared["order"][:len(tried)],
-            f"by {MANIFEST} the runs were not started in the order it declares")
+    require(tried == declared["order"][:len(tried)], f"by {MANIFEST} the runs were not started in the order it declares")
 
 
 def declared_config(e, races):
@@ -543,8 +540,7 @@ def add_configs(race, runs):
              and e.ours and isinstance(e.run.start.get("config"), dict)}
     flags = {}  # {side: {name: value}}
     for side, version in race["sides"].items():
-        words = [part for word in version["flags"]
-                 for part in (word[2:].split("=", 1) if word.startswith("--") else [word])]
+        words = [part for word in version["flags"] for part in (word[2:].split("=", 1) if word.startswith("--") else [word])]
         flags[side] = dict(zip(words[::2], words[1::2]))
     for side in [side for side, version in race["sides"].items() if side in first and "config" not in version]:
         *_, base = race["sides"]
@@ -613,13 +609,11 @@ def claim(runs, others, target, names=("the set", "the --vs set")):
     alpha = declaration([e.run for e in runs]).get("alpha", ALPHA)
     require(alpha <= ALPHA, f"its race declared alpha {alpha:g}, and a record wants {ALPHA:g} at most; race again")
     options = stats.parse([".", f"--alpha={alpha!r}", *([f"--target={target!r}"] if target is not None else [])])
-    sides = [stats.gather(name, logs.Logs([e.run for e in side]), options)
-             for name, side in zip(names, (runs, others)) if side]
+    sides = [stats.gather(name, logs.Logs([e.run for e in side]), options) for name, side in zip(names, (runs, others)) if side]
     try:
         return stats.judge(sides, options)
     except stats.Mixed as reason:
-        raise CannotJudge(f"{reason.seen}; name the logs of one experiment, or choose with --source and --vs-source") \
-            from None
+        raise CannotJudge(f"{reason.seen}; name the logs of one experiment, or choose with --source and --vs-source") from None
 
 
 def check_claimed(report, given):
@@ -704,12 +698,14 @@ def check_again(e, data):
         again = Evidence(logs.last_run(str(Path(folder, "logs", "again.txt"))))
     checkable(again.run.complete, f"it did not end ({again.run.reason}; {' '.join(done.stdout[-200:].split())}); "
               "--data names the shards")
-    (wanted, loss), (seen, its) = ((one.get("end.final_state_hash", str), one.get("end.final_val_loss", NUMBER))
-                                   for one in (e, again))
+    (wanted, loss), (seen, its) = ((one.get("end.final_state_hash", str), one.get("end.final_val_loss", NUMBER)) for one in (e, again))
     if seen == wanted:
         return f"the same bytes: state hash {seen[:8]}..., loss {its:.6f}"
+    read, stated = ([shard["sha256"][:8] for split in shards_of(one).values() for shard in split] for one in (again, e))
+    checkable(read == stated, f"it read shards whose SHA-256 begin with {logs.some(read)}, the log states {logs.some(stated)}: not the "
+              "run's data; fetch or create the shards as the run did, and name their folder with --data")
     facts = [{**one.get("start.hardware", dict), **one.get("start.versions", dict)} for one in (e, again)]
-    differ = [name for name in ("device", "cpu", "cpu_id", "threads", "torch") if facts[0].get(name) != facts[1].get(name)]
+    differ = [name for name in ("device", "cpu", "cpu_id", "threads", "torch") if facts[0].get(name) is None or facts[0][name] != facts[1].get(name)]
     text = f"its state hash is {seen[:8]}..., the log states {wanted[:8]}...; loss {its:.6f} against {loss:.6f}"
     require(differ or facts[0].get("gpus"), f"{text}; on the same processor, threads and torch a run gives the same bytes")
     why = f"other, or not logged: {', '.join(differ)}" if differ else "GPUs add in any order"
@@ -781,8 +777,7 @@ def check_interleaved(runs, others):
         order.append((began, side, e.name, began + e.get("end.wall_seconds", NUMBER) - before))
     order.sort()
     for (_, _, one, ended), (began, _, other, _) in itertools.pairwise(order):
-        require(began + CLOCKS_S >= ended,
-                f"{other} started {ended - began:.0f} s before {one} ended: they took time from each other")
+        require(began + CLOCKS_S >= ended, f"{other} started {ended - began:.0f} s before {one} ended: they took time from each other")
     sides = "".join(side for _, side, *_ in order)
     each = len(set(sides))
     require(all(len(set(sides[turn:turn + each])) == each for turn in range(0, len(sides), each)),
@@ -836,8 +831,7 @@ def read_runs(paths, source):
     found = logs.read(paths)
     unreadable = [item for item in found.rejected if item.kind == logs.UNREADABLE]
     reasons = join_findings([f"{item.path}: {item.reason}" for item in unreadable or found.rejected])
-    checkable(found.runs and not unreadable,
-              f"no run to judge ({reasons or 'nothing was found'}); name a folder of logs, or logs")
+    checkable(found.runs and not unreadable, f"no run to judge ({reasons or 'nothing was found'}); name a folder of logs, or logs")
     folders = [path for path in paths if os.path.isdir(path)] + [os.path.dirname(run.path) or "." for run in found.runs]
     runs = [Evidence(run) for run in found.runs if (run.source_sha256 or "").startswith((source or "").lower())]
     there = [f"{digest:.8} ({plural(count, 'run')})" for digest, count in Counter(

@@ -156,15 +156,6 @@ def test_each_log_is_parsed_once(published, monkeypatch):
     assert board.main([]) == 0 and len(parsed) == len(set(parsed)) == 12
 
 
-def test_a_page_links_to_unpacked_logs(published, tmp_path, monkeypatch):
-    records = shutil.copytree(published, tmp_path / "records")
-    record = records / "2026-01-02_toy"
-    monkeypatch.setattr(board, "HERE", records)
-    subprocess.run(["tar", "-xf", logs.ARCHIVE], cwd=record, check=True)
-    (record / logs.ARCHIVE).unlink()
-    assert board.main([]) == 0 and "[1.1000](r2a.txt)" in (record / "README.md").read_text()
-
-
 def test_pages_do_not_change_with_the_script_of_this_checkout(published, monkeypatch):
     """A racer who edits train_gpt.py and adds a record finds no other record's page changed."""
     before = {path: path.read_bytes() for path in published.rglob("*.*")}
@@ -209,7 +200,7 @@ def test_without_records_there_is_no_leaderboard(places, capsys):
 
 @pytest.mark.parametrize("spoil,says", [
     (lambda folder, records: (folder / "r3b.txt").unlink(), "declared"),
-    (lambda folder, records: [path.unlink() for path in folder.iterdir()], ""),
+    (lambda folder, records: [path.unlink() for path in folder.iterdir()], "holds no logs of a race"),
     (lambda folder, records: (records / "new").mkdir(), "exists"),
     (lambda folder, records: (folder / "r4a.txt").write_bytes(b"\xff\xfe"), "r4a.txt: cannot be read as a log"),
     (lambda folder, records: write_log(folder, 3, "a", 1.2, 9.0, source=f"x = '{records.parent}'\n"), "r3a.txt, line 1, names"),
@@ -256,21 +247,6 @@ def test_a_trial_is_said_to_be_one(judged):
     assert "A trial: 512 of 999 tokens were scored, and no target is claimed." in text and "supports no claim" in text
     board_page = (records / "README.md").read_text()
     assert ": a trial, [" in board_page and "| **trial**: " in board_page
-
-
-def test_a_folder_without_logs_is_no_race(tmp_path, capsys):
-    assert board.main(["add", str(tmp_path), str(board.HERE / "2026-01-01_none"), "nothing"]) == 2
-    assert capsys.readouterr().err == f"board.py: error: {tmp_path} holds no logs of a race; name a folder like logs/race-ID\n"
-
-
-def test_records_of_unknown_hardware_have_no_rank_and_cards_are_tracks_of_their_own():
-    def run(card, gpus=8):
-        return logs.Run("x.txt", 1, final_loss=3.2, loss_decimals=1, card=card, gpus=gpus)
-    where = [board.describe_side(stats.Side("side a", [run(card), run(card)]), Path("."))["where"] for card in ("NVIDIA H100", "NVIDIA H200", None)]
-    assert where == ["8 ranks on NVIDIA H100", "8 ranks on NVIDIA H200", "8 ranks on unknown hardware"]
-    found = board.leaderboards([{"track": f"public, {place}", "good": True, "report": {"time": {"mean": 9}}}
-                                for place in where])
-    assert [one["rows"][0]["rank"] for one in found] == [1, 1, None]
 
 
 def test_the_records_here_name_no_folder_and_each_has_its_pages():
@@ -328,13 +304,43 @@ def test_without_a_target_or_a_spread_there_is_a_page(judged):
     assert "| -0.0200 | - | - | - | - |" in (records / "2026-01-02_toy/README.md").read_text()
 
 
-def test_a_leaderboard_is_sorted_by_time_within_a_track_and_ranks_what_is_good():
-    def record(name, track, mean, good):
-        return {"name": name, "track": track, "good": good, "report": {"time": mean and {"mean": mean}}}
-    found = board.leaderboards([record("slow", "x", 9.0, True), record("other", "y", 1.0, True), record("fast", "x", 2.0, True),
-                                record("broken", "x", 3.0, False), record("untimed", "x", None, True)])
-    assert [(one["track"], [(row["record"]["name"], row["rank"]) for row in one["rows"]]) for one in found] == [
-        ("x", [("fast", 1), ("broken", None), ("slow", 2), ("untimed", 3)]), ("y", [("other", 1)])]
+def ranks(*records):
+    """Return {name: rank} of each leaderboard. records: name, seconds, what its runs state, and whether all is good but that."""
+    def described(at, name, seconds, good=True, preset="laptop", **facts):
+        runs = [logs.Run(f"{name}{i}", 1, final_loss=3.2, loss_decimals=1, train_time_ms=seconds, **{"card": "EPYC", "gpus": 2, **facts},
+                         validations=(logs.Validation(9, 3.2, 1000 * at + i, {}),)) for i in range(3)]
+        return {"name": name, "preset": preset, "good": good, "report": {"time": seconds and {"mean": seconds}, "sides": [stats.Side("", runs)]},
+                "track": board.track_of(preset, board.describe_side(stats.Side("", runs), Path("."))["where"], runs[0], None)}
+    return [{row["record"]["name"]: row["rank"] for row in one["rows"]} for one in board.leaderboards(
+        [described(at, *record[:-1], **record[-1]) for at, record in enumerate(records)])]
+
+
+def test_a_leaderboard_is_sorted_by_time_and_ranks_what_is_good():
+    assert ranks(("slow", 9, {}), ("other", 1, {"preset": "x"}), ("fast", 2, {}), ("broken", 3, {"good": False}), ("none", 4, {"card": None})) == [
+        {"other": 1}, {"fast": 1, "broken": None, "slow": 2}, {"none": None}]
+
+
+@pytest.mark.parametrize("fact", ["gpus", "card", "torch", "driver", "cpu", "threads", "validated_on"])
+def test_only_what_stats_compares_shares_a_leaderboard(fact):
+    """A fact that older logs do not state separates no records, except the machine."""
+    one, other = (5, 6) if fact == "gpus" else ("5", "6")
+    assert ranks(("one", 1, {fact: one}), ("two", 2, {fact: other}), ("three", 3, {fact: one})) == [{"one": 1, "three": 2}, {"two": 1}]
+    assert len(ranks(("one", 1, {fact: one}), ("two", 2, {fact: None}))) == 1 + (fact in ("gpus", "card"))
+
+
+def test_a_run_has_one_place():
+    record = {"name": "x", "preset": "x", "track": "x", "good": True, "report": {"time": None, "sides": [stats.Side("", [logs.Run("x", gpus=1, card="x")])]}}
+    assert [row["rank"] for row in board.leaderboards([record, record])[0]["rows"]] == [1, None]
+
+
+@pytest.mark.parametrize("stated,threads,cpu", [("", "1", None), (', "threads": 4, "cpu_id": "25/1/1"', "4", "25/1/1")])
+def test_the_facts_of_a_run_on_cpus(tmp_path, stated, threads, cpu):
+    """Older logs state neither their CPU nor, but for a variable, their threads."""
+    write_log(tmp_path, 1, "a", 1.2, 9.0, val_len=64, val_tokens=128)
+    log = tmp_path / "r1a.txt"
+    log.write_text(log.read_text().replace('"gpus": []', f'"gpus": []{stated}'))
+    run = logs.last_run(str(log))
+    assert (run.threads, run.cpu, run.validated_on) == (threads, cpu, "128 tokens in sequences of 64")
 
 
 def test_fails_come_first_and_the_claim_is_no_rule(judged):

