@@ -369,7 +369,7 @@ def choose_flags(config: T.Config, comm: T.Comm, device: torch.device, shards: l
                 changes.append(f"memory: n-gram tables of {rows:,} rows in all fit, not the preset's {usual:,}. That is another "
                                "experiment: compare it only with runs of as many rows, which --ngrams sets")
         worker = T.Worker(wanted, comm, device, shards)
-        for line in (*changes, *warnings_of(wanted, worker.optimizer)):
+        for line in (*changes, *warnings_of(wanted)):
             say(line)
         rows, failed = check_parts(worker)
         worker.stream.close()
@@ -407,12 +407,13 @@ def fit_memory(config: T.Config, vocab_size: int, comm: T.Comm) -> T.Config:
         while not invariant and lacking(config)[1] and all(n % (2 * T.TILE_M) == 0 for n in T.micro_batch_lengths(config)):
             config = dataclasses.replace(config, micro_batch_splits=2 * config.micro_batch_splits)
         return config
+
     given, fitted = config, split(config)
     while any(lacking(fitted)) and config.ngrams and all(table.rows > 3 for table in config.ngrams):
         config = dataclasses.replace(config, ngrams=tuple(dataclasses.replace(t, rows=t.rows // 2) for t in config.ngrams))
         fitted = split(config)
-    of_preset = any(given.ngrams == preset.ngrams for preset in program_module(given).PRESETS.values())
-    if not any(lacking(fitted)) and (fitted.ngrams == given.ngrams or of_preset):
+    allowed = config is given or any(given.ngrams == preset.ngrams for preset in program_module(given).PRESETS.values())
+    if allowed and not any(lacking(fitted)):
         return fitted
     short = lacking(split(given))
     such_as = "" if any(lacking(fitted)) else f" (such as {', '.join(map(repr, fitted.ngrams))}; runs compare only with equal rows)"
@@ -461,19 +462,13 @@ def memory_needed(config: T.Config, vocab_size: int, ranks: int) -> tuple[int, i
     return int(permanent), int(training), int(permanent + max(trunk, min(lengths) * 7 * logits * eager))
 
 
-def warnings_of(config: T.Config, optimizer: T.DistributedOptimizer) -> list[str]:
-    """Warn of buckets so small that much of the update is padding, and of an embedding that is never untied."""
-    lines, untie_at = [], getattr(config, "untie_at", 0)
+def warnings_of(config: T.Config) -> list[str]:
+    """Warn of an embedding that is never untied."""
+    untie_at = getattr(config, "untie_at", 0)
     if 0 < untie_at < 1 and (untied := program_module(config).first_untied_step(config)) >= config.num_steps:
-        lines.append(f"warning: untie_at {untie_at:g} means step {untied}, after an Adam update, and num_steps is "
-                     f"{config.num_steps}: the embedding stays tied to the head. Give less, or 1")
-    padded = [bucket for bucket in optimizer.buckets if isinstance(bucket.rule, T.NorMuon)]
-    units = sum(len(bucket.param_shard) for bucket in padded) * optimizer.comm.ranks
-    needed = sum(bucket.units for bucket in padded)
-    if needed and units > 1.5 * needed:
-        lines.append(f"warning: the ranks orthogonalize {units} matrices, and the model has {needed}: buckets are too "
-                     f"small for {optimizer.comm.ranks} ranks; raise --bucket_mb")
-    return lines
+        return [f"warning: untie_at {untie_at:g} means step {untied}, after an Adam update, and num_steps is {config.num_steps}: "
+                "the embedding stays tied to the head. Give less, or 1"]
+    return []
 
 
 # The machine

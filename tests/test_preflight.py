@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -412,19 +411,7 @@ def test_a_machine_without_a_compiler_is_told_so_before_the_traceback(gpu, varia
     preflight.check_compiler(gpu)
 
 
-def test_buckets_too_small_for_the_ranks_are_told(tiny):
-    """One bucket per parameter on eight ranks is padded to eight matrices."""
-    for ranks, bucket_bytes, told in ((8, 0, True), (1, 0, False), (8, 1e12, False)):
-        specs = train_gpt.specs_of(tiny, train_gpt.build_model(tiny, train_gpt.Encoding(64, 63)))
-        buckets = train_gpt.fill_buckets(specs, bucket_bytes, 0, ranks)
-        warned = preflight.warnings_of(tiny, types.SimpleNamespace(buckets=buckets, comm=types.SimpleNamespace(ranks=ranks)))
-        assert bool(warned) == told
-        if told:  # 10 qkvo of four, 22 of the MLPs, 10 gates, the smear gate
-            assert "orthogonalize 344 matrices, and the model has 73" in warned[0] and "--bucket_mb" in warned[0]
-
-
 def test_an_embedding_that_never_comes_untied_is_told():
-    optimizer = types.SimpleNamespace(buckets=[], comm=train_gpt.Comm())
     for changes, told in ((dict(untie_at=0.5), False), (dict(untie_at=1.0), False), (dict(untie_at=0.67, adam_every=200), True)):
-        warned = preflight.warnings_of(tiny_frontier(**changes), optimizer)
+        warned = preflight.warnings_of(tiny_frontier(**changes))
         assert bool(warned) == told and (not told or "untie_at 0.67 means step 200, after an Adam update" in warned[0])

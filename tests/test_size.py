@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LINES = {"train_gpt.py": 4060, "frontier.py": 1350, "gpt_speedrun/__init__.py": 750, "records/*.py launch/*.py": 7360, "tests/*.py": 20430}
+LINES = {"train_gpt.py": 4060, "frontier.py": 1350, "gpt_speedrun/__init__.py": 750, "records/*.py launch/*.py": 7380, "tests/*.py": 20430}
 
 
 @pytest.mark.parametrize("files", LINES)
