@@ -40,11 +40,11 @@ REST = """\
 All other flags go to train_gpt.py, such as --num_steps 300, --seed 7; --help-all lists them."""
 TOOLS = {"sample": "sample.py", "watch": "launch/watch.py", **{
     name: f"records/{name}.py" for name in ("stats", "verify", "ladder", "picture", "export", "board", "trace")}}
-TRIAL = 0.5  # a run of fewer of the preset's steps cannot reach its target
+TRIAL = 0.6  # a run of fewer of the preset's steps cannot reach its target
 TRIAL_STEPS, TRIAL_SEQUENCES = 20, 16  # of --trial: of training, and of validation (up to 16 ranks share them evenly)
-# A small text is repeated up to the preset's steps or MAX_EPOCHS, but at least to MIN_STEPS: fewer learn too little, more
-# learn it by heart (LOG.md)
-MIN_STEPS, MAX_EPOCHS = 40, 8
+# A small text is repeated up to TEXT_STEPS or MAX_EPOCHS, but at least to MIN_STEPS: fewer learn too little, more learn it
+# by heart (LOG.md)
+MIN_STEPS, TEXT_STEPS, MAX_EPOCHS = 40, 135, 8
 LIBRARY = (3, 11)  # version of Python to whose library the target of `laptop` belongs: the losses of others differ by up to 0.04
 MIN_TOKENS = 64  # of a micro-batch, if a text does not fill one of the preset's
 MAX_VAL_TOKENS, MIN_VAL_TOKENS = 2 ** 18, 10_000  # a byte's loss has sd 2 nats, so the mean of fewer is off by 0.02 or more
@@ -274,6 +274,7 @@ def as_flags(values):
 def fit_text(config, given):
     """Choose values by the size of a user's text, except those that the user gives; print the reasons."""
     import train_gpt
+    config = dataclasses.replace(config, num_steps=given.num_steps or max(config.num_steps, TEXT_STEPS))
     train, val = train_gpt.find_shards(config.train_files), train_gpt.find_shards(config.val_files)
     sizes = [shard.tokens for shard in train]
 

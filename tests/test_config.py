@@ -94,7 +94,7 @@ def test_unknown_and_ill_typed_flags_are_refused(argv, says, capsys):
 
 
 @pytest.mark.parametrize("preset, titles, example", [
-    ("laptop", {}, "(2245; laptop: 135)"), ("frontier", frontier.Config.help_groups, "1194")])
+    ("laptop", {}, "(2245; laptop: 36)"), ("frontier", frontier.Config.help_groups, "1194")])
 def test_help_names_every_flag_once_under_its_title(preset, titles, example, capsys):
     with pytest.raises(SystemExit) as stop:
         parse("--help", preset=preset)
@@ -146,7 +146,7 @@ def test_param_groups_replace_rows_of_the_same_kind():
         config = parse("--param_groups", "AdamGroup('ngram_embeds', 7), MuonGroup('mlp_fc')", preset=preset)[1]
         assert train_gpt.groups_by_kind(config) == base | {"ngram_embeds": adam("ngram_embeds", 7), "mlp_fc": muon("mlp_fc")}
     base = train_gpt.groups_by_kind(PRESETS["laptop"])
-    assert base["ngram_embeds"] == AdamGroup("ngram_embeds", 4.0) != base["head"] == AdamGroup("head")
+    assert base["ngram_embeds"] == AdamGroup("ngram_embeds", 10.0) != base["head"] == AdamGroup("head")
 
 
 @pytest.mark.parametrize("rows, says", [

@@ -99,14 +99,14 @@ def test_doc_copy_is_its_definition(count, symbols):
 
 
 def test_doc_copy_is_added_before_the_head(tiny):
-    """With large gains the head's input is the candidate's embedding; without a candidate, that of the plain model."""
+    """With large gains the head's input is the candidate's embedding and row; without a candidate, the plain model's."""
     x = torch.randint(BOS - 6, BOS + 1, (40,), generator=torch.Generator().manual_seed(0))
     plain, model = shaken(tiny), shaken(dataclasses.replace(tiny, doc_copy=True))
     model.load_state_dict(plain.state_dict(), strict=False)
     model.doc_copy.gains.data.fill_(1e6)
     model.doc_copy.rows.data.zero_()
     before, y = (m.trunk(x, train_gpt.Windows(12, 4)) for m in (plain, model))
-    found, e = repeats_of(x.tolist()), train_gpt.norm(model.embed(x))
+    found, e = repeats_of(x.tolist()), train_gpt.norm(model.embed(x) + 10 * model.lm_head.weight[x])
     expected = torch.stack([e[f[0]] if f else before[t] for t, f in enumerate(found)])
     assert {*map(bool, found)} == {False, True} and torch.allclose(y, expected, atol=1e-4)
 

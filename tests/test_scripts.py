@@ -542,8 +542,8 @@ def test_steps_and_epochs_fit_the_size_of_a_text(gpus, capsys, tmp_path, monkeyp
     monkeypatch.setattr(train_gpt.Stream, "next_batch", lambda stream, plan, read=train_gpt.Stream.next_batch: reads.append(plan.step) or read(stream, plan))
     laptop = train_gpt.PRESETS["laptop"]
     config, says = fit(1_200_000)
-    assert reads == [*range(laptop.num_steps)], "the text is read once"
-    assert (config.num_steps, config.epochs, config.target_val_loss, config.val_tokens) == (laptop.num_steps, 1, 0, 0)
+    assert reads == [*range(start.TEXT_STEPS)], "the text is read once"
+    assert (config.num_steps, config.epochs, config.target_val_loss, config.val_tokens) == (start.TEXT_STEPS, 1, 0, 0)
     whole = re.search(r"1,200,000 training tokens \(bytes\), \d+ steps of 2,048: part of the text; nearly all of it takes --num_steps (\d+)\n", says)
     assert fit(1_200_000, "--num_steps", whole[1])[0].epochs == 1
     assert fit(1_200_000, "--num_steps", str(int(1.07 * int(whole[1]))))[0].epochs == 2
@@ -556,11 +556,11 @@ def test_steps_and_epochs_fit_the_size_of_a_text(gpus, capsys, tmp_path, monkeyp
     assert config.val_tokens == 2 ** 18 and "validation on 262,144 of 700,000 tokens" in says and "means little" not in says
     config, says = fit(10_000)
     assert config.num_steps == start.MIN_STEPS, "more epochs than MAX_EPOCHS"
-    assert config.muon_momentum_rise == laptop.muon_momentum_rise * 40 // laptop.num_steps
+    assert fit(10_000, "--num_steps", "18")[0].muon_momentum_rise == laptop.muon_momentum_rise * 18 // laptop.num_steps
     config, says = fit(140_000)
-    assert (config.num_steps, config.epochs) == (laptop.num_steps, 3) and 50 < config.ngram_reset < 60
+    assert (config.num_steps, config.epochs) == (start.TEXT_STEPS, 3) and 50 < config.ngram_reset < 60
     passes = float(re.search(r"135 steps of 2,048: (\S+) epochs", says)[1])
-    assert abs(passes - laptop.num_steps / config.ngram_reset) < 0.1, "not the epochs begun, which are 3"
+    assert abs(passes - start.TEXT_STEPS / config.ngram_reset) < 0.1, "not the epochs begun, which are 3"
     assert fit(140_000, "--ngram_reset", "0", "--max_document_tokens", "300")[0].ngram_reset == 0, "as the user says"
     config, _ = fit(40_000, "--num_steps", "70", "--target_val_loss", "2", "--val_tokens", "1024", val=700_000)
     assert (config.num_steps, config.target_val_loss, config.val_tokens) == (70, 2, 1024) and 4 <= config.epochs <= 8
