@@ -1133,10 +1133,8 @@ class GPT(nn.Module):
         x0 = self.smear(e, self.smear_gate, smear_weight[0])
         for table, rows in zip(self.ngrams, self.ngram_rows(tokens) if self.ngrams else ()):
             x0 = x0 + F.pad(table(*rows), (0, x0.size(1) - table.embedding_dim))  # a narrow table: the first entries
-        if not self.doc_copy:
-            return x0, 0.0
-        # with rows of the head, so that it need not learn first to read embeddings; they start at 0 and stay smaller
-        return x0, self.doc_copy(e + 10 * self.lm_head.weight[tokens], tokens, self.bos_id)
+        # with the head's rows, so that it need not learn first to read embeddings; they start at 0 and stay smaller
+        return x0, self.doc_copy(e + 10 * self.lm_head.weight[tokens], tokens, self.bos_id) if self.doc_copy else 0.0
 
     # compiled alone, like ngram_rows: 20 small kernels less, which the host launches more slowly than the GPU runs them
     @staticmethod
@@ -1938,8 +1936,7 @@ class TrainLosses:
                 self.save_at[done + self.LAG] = summed[-1].item() >= Signals.STOP
             loss, line = None, f"step:{done}/{self.config.num_steps} {show_times(train_time, done)}"
             if self.config.train_loss_every and done % self.config.train_loss_every == 0:  # in nats per token
-                tokens = plan.micro_batches * plan.micro_batch_tokens
-                loss = summed[:-1].sum(dtype=torch.float64).item() / tokens
+                loss = summed[:-1].sum(dtype=torch.float64).item() / (plan.micro_batches * plan.micro_batch_tokens)
                 line += f" train_loss:{loss:.4f}" + ("" if grad_norm is None else f" grad_norm:{grad_norm:.4g}")
                 line += "".join(f" {name}:{plan.values[name]}" for name in self.config.beside_loss if plan.values[name])
             self.log.write(line, off_clock=wait)
@@ -2686,9 +2683,8 @@ class RowBucket(Bucket):
         of_bytes = (ones(row[begin // 8:-(-(begin + per_rank) // 8)]) - begin % 8 for row in bits)
         mine_read_by = [x[(x >= 0) & (x < per_rank)] for x in of_bytes]  # by each rank; the first row of mine is 0
         sums = self.scatter_add(self.on_device(read_by_me), grads)
-        grads.clear()
-        for slot in self.slots:
-            slot.pending_grads.clear()
+        for held in (grads, *(slot.pending_grads for slot in self.slots)):
+            held.clear()
         sent = sums.to(comm.sent_dtype or sums.dtype).split(self.count_by_owner(read_by_me))
         counts = [*map(len, mine_read_by)]
         values = sums.new_empty((sum(counts), sums.size(1)), dtype=sent[0].dtype)  # of all ranks, one after another
@@ -3509,10 +3505,7 @@ def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 def hash_of(tensors: Sequence[tuple[str, Tensor]]) -> str:
     """SHA-256 over the names and bytes of tensors, in the order of their names. Hashes several at a time."""
     def line(item: tuple[str, Tensor]) -> str:
-        digest = hashlib.sha256()
-        for piece in item[1].detach().reshape(-1).view(torch.uint8).split(2 ** 28):  # a table may have 8 GB
-            digest.update(piece.cpu().numpy())
-        return f"{item[0]} {digest.hexdigest()}\n"
+        return f"{item[0]} {sha256_of(item[1].detach().reshape(-1).view(torch.uint8).cpu().numpy())}\n"
     with ThreadPoolExecutor() as pool:
         return sha256_of("".join(pool.map(line, sorted(tensors, key=lambda item: item[0]))).encode())
 
