@@ -51,10 +51,11 @@ def nanogpt(clone: Path, steps: int) -> list[tuple[float, float]]:
 
 def ours(shards: Path, flags: list[str], ranks: int) -> list[tuple[float, float]]:
     """Run the laptop preset -> [(seconds of training, validation loss)] of its validations."""
-    shown = output([str(ROOT / "launch/ranks.py"), str(ranks), str(ROOT / "train_gpt.py"), "--preset", "laptop",
+    output([str(ROOT / "launch/ranks.py"), str(ranks), str(ROOT / "train_gpt.py"), "--preset", "laptop",
                     "--train_files", f"{shards}/*_train_*.bin", "--val_files", f"{shards}/*_val_*.bin", "--log_dir",
                     str(shards / "logs"), *flags], ROOT, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"))
-    return [(int(ms) / 1000, float(loss)) for loss, ms in re.findall(r"val_loss:([\d.]+) train_time:(\d+)ms", shown)]
+    log = max((shards / "logs").glob("*.txt"), key=os.path.getmtime).read_text()
+    return [(int(ms) / 1000, float(loss)) for loss, ms in re.findall(r"^step:.* val_loss:([\d.]+) train_time:(\d+)ms", log, re.M)]
 
 
 def draw(found: dict[str, list[list[tuple[float, float]]]], path: Path) -> None:

@@ -963,7 +963,7 @@ MODEL_PLANTS = {
     "a leak at document joins": (
         in_embedding("        at = (tokens[1:] == self.bos_id).nonzero()[:, 0]\n        at = at[at < len(e) - 2]\n"
          "        e = e.index_add(0, at, 0.1 * e[at + 2])\n"), "earlier logit"),
-    "a mask that is not causal": (("(q >= k) & (q - k", "(q >= k - 1) & (q - k"), "earlier logit"),
+    "a mask that is not causal": (("(back >= 0) & (back", "(back >= -1) & (back"), "earlier logit"),
 }
 
 
