@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--ranks", type=positive, default=2)
     parser.add_argument("--nanogpt_steps", type=positive, default=2000)
-    parser.add_argument("--flags", default="--num_steps 36 --target_val_loss 1.88", help="flags of train_gpt.py, as one string (%(default)s)")
+    parser.add_argument("--flags", default="--num_steps 24 --target_val_loss 1.88", help="flags of train_gpt.py, as one string (%(default)s)")
     parser.add_argument("--picture", type=Path, metavar="PNG", help="draw the curves")
     args = parser.parse_args()
     for path, what in ((args.nanogpt / "train.py", "a clone of nanoGPT"), (args.text, "a text")):
