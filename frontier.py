@@ -70,6 +70,7 @@ class StageValues(train_gpt.StageValues):
                              "states their number beside it", min=0)
 
 Stage = stage_type(StageValues)
+Stage.__module__ = __name__  # Python 3.12 and newer name the module that made it
 
 @dataclass(frozen=True, repr=False)
 class AdamGroup(train_gpt.AdamGroup):

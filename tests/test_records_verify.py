@@ -1130,7 +1130,7 @@ def test_cheat_3_one_model_of_many(race, honest, data, tmp_path, capsys, forked)
     verify.main([str(folder), "--rerun", str(tmp_path), "--data", str(data), "--json"])  # a folder of models
     report = json.loads(capsys.readouterr().out)
     (loss,) = [rule for rule in report["rules"] if rule["rule"] == examine.LOSS]
-    assert loss["verdict"] == "not checkable" and loss["reason"] .startswith("2 of 4 runs examined; none fails; the first: 2.")
+    assert loss["verdict"] == "not checkable" and loss["reason"] .startswith("2 of 4 runs examined; none fails; the first: ")
     assert "models of 2 of 4 runs" in report["said"] and report["verdict"] != "pass"
 
 
