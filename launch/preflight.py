@@ -251,8 +251,7 @@ def transfer_parts(worker: T.Worker) -> Iterator[Part]:
         return [full[mine]]
 
     def send_rows(bucket: T.RowBucket, by_plain: bool) -> list[Tensor]:
-        """Send gradients of random rows of the first table to their owners, and return them and the rows that follow
-        as values to all ranks."""
+        """Send gradients of random rows to their owners; return them and the rows that follow as values of all ranks."""
         slot, sent = bucket.slots[0], []
         for rank in range(comm.ranks):
             noise = torch.Generator().manual_seed(rank)
@@ -407,7 +406,6 @@ def fit_memory(config: T.Config, vocab_size: int, comm: T.Comm) -> T.Config:
         while not invariant and lacking(config)[1] and all(n % (2 * T.TILE_M) == 0 for n in T.micro_batch_lengths(config)):
             config = dataclasses.replace(config, micro_batch_splits=2 * config.micro_batch_splits)
         return config
-
     given, fitted = config, split(config)
     while any(lacking(fitted)) and config.ngrams and all(table.rows > 3 for table in config.ngrams):
         config = dataclasses.replace(config, ngrams=tuple(dataclasses.replace(t, rows=t.rows // 2) for t in config.ngrams))

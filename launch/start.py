@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 import zlib
 from pathlib import Path
 
@@ -424,14 +425,16 @@ def main(words):
         return 0
     if race[:1] == ["--resume"]:
         become(["launch/race.py", *race])
-    import train_gpt
     try:
+        import train_gpt
         if options.text:
             given = {"--val-fraction": options.val_fraction, "--field": options.field}
             flags = encode_text(options.text, [word for item in given.items() if item[1] for word in item]) + flags
         gpus, ranks, preset, config, flags = choose(flags, options.text, options.trial)
-    except (train_gpt.RunError, OSError) as error:
-        sys.exit(f"train_gpt.py: error: {error}")
+    except Exception as error:  # also from an edit, when it is imported
+        told = isinstance(error, OSError) or type(error).__name__ == "RunError"
+        print(f"train_gpt.py: error: {error}" if told else traceback.format_exc(-1).strip(), file=sys.stderr)
+        return 2 if race else 1
     if not gpus and (race or options.preflight):  # for new processes; a fork of this one chooses as many itself
         os.environ.setdefault("OMP_NUM_THREADS", str(train_gpt.cpu_threads(config, ranks)))
     if config.train_files == program_of(flags).PRESETS[preset].train_files:
