@@ -406,19 +406,19 @@ def fit_memory(config: T.Config, vocab_size: int, comm: T.Comm) -> T.Config:
         while not invariant and lacking(config)[1] and all(n % (2 * T.TILE_M) == 0 for n in T.micro_batch_lengths(config)):
             config = dataclasses.replace(config, micro_batch_splits=2 * config.micro_batch_splits)
         return config
-    given, fitted = config, split(config)
+    given, first = config, (fitted := split(config))
     while any(lacking(fitted)) and config.ngrams and all(table.rows > 3 for table in config.ngrams):
         config = dataclasses.replace(config, ngrams=tuple(dataclasses.replace(t, rows=t.rows // 2) for t in config.ngrams))
         fitted = split(config)
     allowed = config is given or any(given.ngrams == preset.ngrams for preset in program_module(given).PRESETS.values())
     if allowed and not any(lacking(fitted)):
         return fitted
-    short = lacking(split(given))
+    short = lacking(first)
     such_as = "" if any(lacking(fitted)) else f" (such as {', '.join(map(repr, fitted.ngrams))}; runs compare only with equal rows)"
     advice = (f"use more ranks, fewer rows of n-gram tables{such_as}, or a smaller model" if short[0] else
               f"use a --val_len below {given.val_len}; such losses compare only with each other" if short[2] else
               "use smaller --micro_batch_tokens, and more --micro_batches" if invariant else "use a smaller model")
-    _, training, validation = memory_needed(split(given), vocab_size, comm.ranks)
+    _, training, validation = memory_needed(first, vocab_size, comm.ranks)
     raise T.RunError(f"a GPU here has {free >> 20} MiB free; this run would allocate about {training >> 20} MiB in "
                      f"training and {validation >> 20} MiB in validation; {advice}")
 

@@ -18,6 +18,7 @@ import frontier
 import reference
 import train_gpt
 from conftest import logits_of, some_documents, write_shard
+from test_sync import Hostile
 from train_gpt import AdamGroup, MuonGroup, Ramp, Stage
 
 VOCAB, BOS = 64, 63
@@ -842,3 +843,13 @@ def test_gpu_gives_the_cpu_s_loss_and_gradients(gpu, tiny, compiled):
     assert on_gpu.item() == pytest.approx(loss.item(), rel=1e-3)
     for (name, p), q in zip(cpu.named_parameters(), model.parameters()):
         assert (p.grad - q.grad.cpu()).norm() <= 2e-2 * p.grad.norm(), name
+
+
+def test_the_head_s_rows_are_copied_only_after_their_gather(tmp_path):
+    """Hostile parameters are NaN until a gather is waited for, and DocCopy reads the head before the head runs."""
+    config = dataclasses.replace(train_gpt.PRESETS["laptop"], micro_batch_tokens=64, max_document_tokens=32, val_len=64, ngrams=(), model_dim=16,
+                                 window_block=8, num_steps=3, overlap_param_gather=True, update_order="forward")
+    worker = make_trainer(tmp_path, config, Hostile())
+    for step in range(3):
+        plan = train_gpt.plan_of(config, step)
+        assert torch.stack(worker.step(plan, worker.stream.next_batch(plan))).isfinite().all(), step
