@@ -12,7 +12,7 @@ TOKENS = {
     "frontier.py": 14_273,
     "gpt_speedrun/__init__.py": 7_528,
     "records/*.py launch/*.py launch/cluster/*.py": 68_766,
-    "tests/*.py": 222_500,
+    "tests/*.py": 222_600,
 }
 LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
