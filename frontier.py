@@ -67,7 +67,7 @@ class StageValues(train_gpt.StageValues):
                                   "it sees whole documents", min=0)
     candidates: int = option(0, "classes of the training loss, drawn for each micro-batch (0: all). The train_loss in "
                              "the log is then of these only, too low by up to ln(vocabulary / candidates); the log "
-                             "states their number beside it", min=0)
+                             "states beside it how many were used, the mean of the step's micro-batches", min=0)
 
 Stage = stage_type(StageValues)
 Stage.__module__ = __name__  # Python 3.12 and newer name the module that made it
@@ -202,9 +202,14 @@ class Config(train_gpt.Config, StageValues):
         yield from super().conditions(ranks)
         c, layers, begins = self, self.parse_layers(), gate_begins(self)
         tables = any(layer.value_table is not None for layer in layers)
+        gateless = [[*numbers] for numbers in gated_layers(c) if not gates_of(c, numbers)]
         yield from (
+            (not gateless, f"token_gates is {c.token_gates}: none of the layers {gateless} has i, n, x, g, d or +N, so "
+             "nothing reads their gates; add one of these letters, or let the range begin elsewhere"),
             (begins[:1] == [0] and begins[-1] < len(layers) and begins == sorted({*begins}), f"token_gates is "
              f"{c.token_gates!r}; give numbers of layers, 0 and later ones up to {len(layers) - 1}, such as 0,4"),
+            (c.backout_layer < len(layers) - 1 or c.backout_layer >= len(layers),
+             f"backout_layer is {c.backout_layer}; the last layer reads it, so give an earlier one"),
             (layers[0].window and layers[-1].window and tables, "layers: the first and the last layer need attention, "
              "and one layer a value table, such as S0M"),
             (not any(layer.reads_backout for layer in layers[:c.backout_layer + 1]),
@@ -222,10 +227,14 @@ class Config(train_gpt.Config, StageValues):
                 f"tails: {tail}: give kinds as a text such as \"qk vo\", and a phase below the period")
         for n in {stage.first["candidates"] for stage in train_gpt.stages_of(c)}:
             yield n % 16 == 0, f"candidates is {n}; products in fp8 need a multiple of 16"
+        untied = first_untied_step(c)
         for group in groups_by_kind(c).values():
             if isinstance(group, AdamGroup):
                 yield ((group.slow_from or 0) % (2 * c.adam_every) == 0, f"param_groups: {group} has slow_from "
                        f"{group.slow_from}; it must be a multiple of {2 * c.adam_every}, 2 * adam_every")
+                yield (group.kind != "head" or group.slow_from is None or group.slow_from >= untied
+                       or untied % (2 * c.adam_every) == 0, f"param_groups: {group}: its gradients would wait in step "
+                       f"{untied}, in which the embedding becomes a copy of the head; change untie_at")
                 yield ((not group.row_moment or group.kind == "ngram_embeds" and c.lazy_tables)
                        and (not group.by_rows or group.kind == "value_embeds"), f"param_groups: {group}: row_moment is "
                        "for ngram_embeds with --lazy_tables true, and by_rows for value_embeds; leave it out")
@@ -1111,9 +1120,9 @@ class Worker(train_gpt.Worker):
     def before_step(self, plan: Plan) -> None:
         model, optimizer = self.model, self.optimizer
         if model.tied or model.candidates:  # the head's weights are read before its own forward would wait
-            optimizer.finish_all_gathers([optimizer.reducer.slots[model.lm_head.weight][0]])
+            optimizer.wait_for(model.lm_head.weight)
         if plan.step == model.untied_step > 0:
-            optimizer.copy_parameter("lm_head.weight", "embed.weight")
+            copy_parameter(optimizer, "lm_head.weight", "embed.weight")
             model.tied = False
 
     def before_update(self, plan: Plan) -> None:
@@ -1121,7 +1130,7 @@ class Worker(train_gpt.Worker):
 
     def after_step(self, plan: Plan) -> None:
         self.scales.update()
-        self.candidates.handle.wait()
+        self.candidates.finish(plan)
         self.tails.move(plan.step)
 
     def after_training(self) -> None:
@@ -1132,6 +1141,16 @@ class Worker(train_gpt.Worker):
         slow = {rule.slow_from + rule.every for rule in rules if rule.slow_from is not None}  # with the next, an update
         further = [first_untied_step(self.config), *sorted(slow)]
         return super().kinds_of_steps() + [step for step in further if step < self.config.num_steps]
+
+def copy_parameter(optimizer: train_gpt.DistributedOptimizer, source: str, target: str) -> None:
+    """Copy a parameter and its state to another, such as a head that was tied to the embedding until this step."""
+    of = {slot.name: bucket for bucket in optimizer.buckets for slot in bucket.slots if slot.name in (source, target)}
+    require(not any(map(optimizer.reducer.waits, of.values())), f"{target} cannot be copied while gradients wait for "
+            "an update; copy it one step later")
+    optimizer.finish_all_gathers()
+    copy, state = (train_gpt.gather_state(of[name], optimizer.comm) for name in (source, target))
+    state |= {target + name.removeprefix(source): x for name, x in copy.items() if name.partition("/")[0] == source}
+    train_gpt.write_state(of[target], train_gpt.take_state(of[target], state), optimizer.comm)
 
 class TailAverages:
     """The averages of Config.tails, in float32 and of weights as stored, of the shard that this rank updates.
@@ -1209,6 +1228,7 @@ class Candidates:
                        for name in ("candidates", "micro_batches"))
         require(most <= self.classes, f"candidates is {most}; the head has only {self.classes} classes")
         self.offsets = torch.arange(count) * self.classes // count
+        self.used = torch.zeros_like(self.offsets)  # classes of each micro-batch
         self.named = {"lm_head.weight/offsets": self.offsets} if most else {}
 
     def draw(self, number: int, batch: list[np.ndarray]) -> None:
@@ -1216,12 +1236,21 @@ class Candidates:
         self.model.candidates.clear()
         self.handle = train_gpt.HandleGroup()
         if number:
-            of_ranks = self.offsets[:self.comm.ranks * len(batch)].view(self.comm.ranks, -1)
-            own, device = of_ranks[self.comm.rank], self.model.lm_head.weight.device
+            of_ranks = [x[:self.comm.ranks * len(batch)].view(self.comm.ranks, -1) for x in (self.offsets, self.used)]
+            own, used = (x[self.comm.rank] for x in of_ranks)
+            device = self.model.lm_head.weight.device
             for i, micro_batch in enumerate(batch):
                 drawn, own[i] = self.draw_one(micro_batch[1:], number, own[i].item())
+                used[i] = self.classes if drawn is None else number
                 self.model.candidates.append(None if drawn is None else to_device(torch.from_numpy(drawn), device))
-            self.handle = self.comm.exchange([own] * self.comm.ranks, of_ranks)
+            self.handle = train_gpt.HandleGroup(*(
+                self.comm.exchange([x[self.comm.rank]] * self.comm.ranks, x) for x in of_ranks))
+
+    def finish(self, plan: Plan) -> None:
+        """Wait for the other ranks' offsets. Let the plan state how many classes the step used, the mean of all."""
+        self.handle.wait()
+        if plan.values["candidates"]:
+            plan.values["candidates"] = self.used[:plan.micro_batches].sum().item() // plan.micro_batches
 
     def draw_one(self, targets: np.ndarray, number: int, offset: int) -> tuple[np.ndarray | None, int]:
         """Return the candidates of a micro-batch, sorted, and its next offset."""

@@ -31,7 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import engine
 from .engine import (Adam, Bucket, Comm, Config, DistributedOptimizer, NorMuon, ParamSpec, Plan, RowBucket, RunError,
-                     Slot, agree, env_int, finish_spec, named_tensors, option, out_of_range, require, sum_bits)
+                     Slot, agree, env_int, finish_spec, memory_of, named_tensors, option, out_of_range, require)
 
 @dataclasses.dataclass(frozen=True)
 class SyncSettings(engine.SyncSettings):
@@ -282,7 +282,7 @@ class Reducer(engine.Reducer):
         if name == "step()" and (writes := sum([p._version for p in self.slots])) != self.known_writes:
             self.known_writes = writes
             self.optimizer().finish_all_gathers()
-            checksum = torch.stack([sum_bits(param) for param in self.slots]).sum().item()
+            checksum = engine.checksum(*self.slots)
         mine = Call(self.CALLS.index(name), self.step, passes, self.optimizer_id, self.drops, buffers, checksum)
         calls = torch.tensor([mine] * self.comm.ranks)
         self.call = self.comm.exchange([calls[self.comm.rank]] * self.comm.ranks, calls)
@@ -440,8 +440,7 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
 
     def find_buffers(self) -> None:
         """Find the model's persistent buffers; their tensors may be replaced later."""
-        of_model = engine.persistent_buffers(self.model)
-        self.buffers = lambda: {name: memory_of(x) for name, x in of_model().items() if is_plain(x)}
+        self.buffers = engine.persistent_buffers(self.model, lambda x: x is not None and is_plain(x))
 
     def sync_buffers(self) -> None:
         broadcast(self.comm, *self.buffers().values())
@@ -506,6 +505,10 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         self.reducer.check_call("state_dict()")
         yield from super().named_state()
 
+    def state_hash(self) -> str:
+        """Compute the SHA-256 of the engine's state. Call it on all ranks."""
+        return engine.hash_of([*self.named_state()])
+
     def state_dict(self) -> dict[str, Tensor]:
         self.find_buffers()
         state = super().state_dict()
@@ -553,7 +556,8 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         self.skipped = +skipped
         for param, values in rates.items():
             groups[param].update(values)
-        self.reducer.step = max(steps) if -1 not in steps else max(self.reducer.step, *steps)
+        counted = (bucket.updates * bucket.rule.every for bucket in self.buckets)  # states of older versions
+        self.reducer.step = max(steps) if -1 not in steps else max(*counted, *steps)
         self.check_replicas()
 
     def check_replicas(self) -> None:
@@ -561,7 +565,7 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         self.finish_all_gathers()
         self.reducer.check_call("check_replicas()")
         if self.comm.ranks > 1:
-            sums = zip(self.reducer.slots.values(), torch.stack([sum_bits(p) for p in self.reducer.slots]).tolist())
+            sums = zip(self.reducer.slots.values(), map(engine.checksum, self.reducer.slots))
             agree(self.comm, "parameters", {slot.name: f"with the checksum {x}" for (_, slot), x in sums},
                   "Change and load parameters after make_optimizer on all ranks alike")
 
@@ -575,7 +579,7 @@ class AwaitedParameters(dict):
     def __getitem__(self, name: str) -> nn.Parameter | None:
         param, optimizer = super().__getitem__(name), None if torch.compiler.is_compiling() else self.optimizer()
         if optimizer is not None and param in optimizer.reducer.slots:
-            optimizer.finish_all_gathers([optimizer.reducer.slots[param][0]])
+            optimizer.wait_for(param)
         return param
 
     items, values, get = (getattr(collections.abc.Mapping, name) for name in ("items", "values", "get"))
@@ -615,10 +619,6 @@ def part_of(bucket: Bucket, slot: Slot, skipped: int) -> Bucket:
 def is_plain(x: Tensor) -> bool:
     """Whether a tensor has memory of its own that can be sent: neither a subclass made of others nor quantized."""
     return x.layout == torch.strided and not x.is_quantized and not hasattr(x, "__tensor_flatten__")
-
-def memory_of(x: Tensor) -> Tensor:
-    """View each element of an expanded tensor once."""
-    return x[tuple(slice(None if stride else 1) for stride in x.stride())]
 
 def broadcast(comm: Comm, *tensors: Tensor) -> None:
     """Copy rank 0's tensors to all ranks in one message, whatever their dtypes; they may be slices, or expanded."""
