@@ -107,6 +107,11 @@ except ImportError:  # it comes with torch's GPU builds
 
 ROOT = Path(__file__).resolve().parent
 
+Tensors = dict[str, Tensor]  # by name
+Values = dict[str, Any]
+Pair = tuple[Tensor, Tensor]
+frozen = dataclass(frozen=True)
+
 class RunError(Exception):
     """An error that the user can fix. The message says what was seen, what was expected and what to do."""
 
@@ -127,7 +132,7 @@ def option(default: Any, meaning: str, choices: tuple[str, ...] = (), min: float
     return field(default=default, metadata={"meaning": meaning, "choices": choices, "min": min, "max": max,
                                             "exclusive_max": exclusive_max, "free": free, "needs": needs})
 
-@dataclass(frozen=True)
+@frozen
 class StageValues:
     """Values that a stage may set. A stage that does not set one uses the flag of the same name.
 
@@ -141,7 +146,7 @@ class StageValues:
     long_window: int = option(3, "long attention window in blocks; the short window is half of it, rounded down")
     peak_lr_factor: float = option(1.0, "factor on every learning rate before the cooldown", min=0)
 
-@dataclass(frozen=True)
+@frozen
 class Ramp:
     """A value of type float that changes linearly from `first`, at a stage's first step, to `last`, at its end."""
 
@@ -167,7 +172,7 @@ def stage_type(values: type[StageValues]) -> type:
 
 Stage = stage_type(StageValues)
 
-@dataclass(frozen=True)
+@frozen
 class AdamGroup:
     """How Adam updates one kind of parameters. None: the value of adam_beta1 or adam_beta2."""
 
@@ -185,7 +190,7 @@ class AdamGroup:
         return Adam(config.adam_lr, beta1, beta2, config.adam_eps, config.adam_every, self.weight_decay,
                     rows=self.kind == "ngram_embeds", lazy=config.lazy_tables)
 
-@dataclass(frozen=True)
+@frozen
 class MuonGroup:
     """How NorMuon updates one kind of matrices."""
 
@@ -196,7 +201,7 @@ class MuonGroup:
     def rule(self, config: Config) -> NorMuon:
         return NorMuon(config.muon_lr, config.muon_weight_decay, config.muon_beta2, config.torch_dtype)
 
-@dataclass(frozen=True)
+@frozen
 class Ngrams:
     """An n-gram embedding table [rows, width]. A hash assigns n-grams to rows."""
 
@@ -221,7 +226,7 @@ PARAM_GROUPS = (
     MuonGroup("mlp_proj"),
 )
 
-@dataclass(frozen=True)
+@frozen
 class SyncSettings:
     """How ranks exchange gradients and parameters.
 
@@ -241,7 +246,7 @@ class SyncSettings:
 
 GATE_DIM = 12  # channels of the residual stream that gates read
 
-@dataclass(frozen=True)
+@frozen
 class Config(SyncSettings, StageValues):
     """Every value that decides a run. The defaults are record 44 of the public speedrun.
 
@@ -372,7 +377,7 @@ class Config(SyncSettings, StageValues):
     def parse_layers(self) -> tuple[Layer, ...]:
         return parse_layers(self.layers)
 
-    def shortened(self, num_steps: int) -> dict[str, Any]:
+    def shortened(self, num_steps: int) -> Values:
         """Scale all numbers of steps to a run of fewer steps. A longer run keeps them."""
         def scaled(steps: int) -> int:
             return steps * min(num_steps, self.num_steps) // self.num_steps
@@ -462,7 +467,6 @@ def make_parser(presets: dict[str, Config]) -> argparse.ArgumentParser:
     config_type, program = type(usual := next(iter(presets.values()))), source_files(usual)[0].name
     parser = Parser(
         prog=program, description=__doc__.split("\n\n")[0], allow_abbrev=False,
-        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=40, width=160),
         usage=f"{program} [--preset NAME] [--flag VALUE ...]",
         epilog=f"Every flag is a field of the config. Brackets show {[*presets][0]}'s value, and other presets' that "
                "differ. Relative paths start at the script's folder.")
@@ -504,8 +508,9 @@ def parse_config(argv: Sequence[str], default_preset: str,
     if "param_groups" in given:
         given["param_groups"] = (*usual.param_groups, *given["param_groups"])  # later rows replace earlier ones
     config = dataclasses.replace(usual, **given)
-    changed = [f.name for f in dataclasses.fields(usual) if getattr(usual, f.name) != f.default]
-    idle = [*idle_flags(config, given), *idle_flags(usual, {*changed} - given.keys())]
+    changed = {f.name for f in dataclasses.fields(usual) if getattr(usual, f.name) != f.default}
+    given_anew = [name for name, v in given.items() if v != getattr(usual, name)]
+    idle = [*idle_flags(config, given_anew), *idle_flags(usual, changed - given.keys())]
     require(not idle, "; ".join(idle))
     if not config.resume:
         return preset, config
@@ -524,14 +529,17 @@ def parse_config(argv: Sequence[str], default_preset: str,
 
 def idle_flags(c: Config, names: Iterable[str]) -> Iterator[str]:
     """Say which of these fields change nothing. A field that is off, as by default, is left out."""
-    by_rows = {f.name: (f.name, "stages", c.stages) for f in stage_fields(c)} | {
-        f"adam_{name}": (name, "param_groups", groups_by_kind(c).values()) for name in ("beta1", "beta2")}
+    in_stages = [f.name for f in stage_fields(c)]
     for f in (f for f in dataclasses.fields(c) if f.name in names and (getattr(c, f.name) or f.default)):
-        needs, (of_row, where, rows) = f.metadata["needs"].split(), by_rows.get(f.name, ("", "", [c]))
+        needs = f.metadata["needs"].split()
         if needs and not any(getattr(c, name) for name in needs):
             yield f"--{f.name} has no effect without --{' or --'.join(needs)}"
-        if all(getattr(row, of_row, None if row is c else 0) is not None for row in rows):
-            yield f"--{f.name} has no effect, because each row of --{where} sets it: {', '.join(map(repr, rows))}"
+        if f.name in in_stages and None not in [getattr(stage, f.name, None) for stage in c.stages]:
+            yield (f"--{f.name} has no effect, because every stage sets that value; change it in --stages "
+                   f"'{', '.join(map(repr, c.stages))}'")
+        if f.name.startswith("adam_beta") and None not in [
+                getattr(group, f.name[5:], 0) for group in groups_by_kind(c).values()]:
+            yield f"--{f.name} has no effect, because every row of --param_groups sets it"
 
 def fixed_fields(config: Config) -> list[dataclasses.Field]:
     """Return the fields that a resumed run may not change."""
@@ -546,12 +554,12 @@ def source_files(config: Config) -> list[Path]:
     """Return the files that define the config's classes: the program that runs it, then what that imports."""
     return [*dict.fromkeys(Path(inspect.getfile(base)) for base in type(config).__mro__[:-1])]
 
-def json_of(config: Config) -> dict[str, Any]:
+def json_of(config: Config) -> Values:
     """Return the JSON form of a config. Rows are text, as on the command line."""
     return {f.name: ", ".join(map(repr, getattr(config, f.name))) if holds_rows(f) else getattr(config, f.name)
             for f in dataclasses.fields(config)}
 
-def config_of(fields: dict[str, Any], config_type: type[Config] = Config) -> Config:
+def config_of(fields: Values, config_type: type[Config] = Config) -> Config:
     """Rebuild a config from its JSON form. Raise TypeError if another version of this script wrote it."""
     rows = {f.name for f in dataclasses.fields(config_type) if holds_rows(f)}
     try:
@@ -617,8 +625,6 @@ def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
     kinds, own = [group.kind for group in c.base_groups], [group.kind for group in c.param_groups]
     unknown = ", ".join(repr(kind) for kind in own if kind not in kinds)
     profile = re.fullmatch(r"(\d+):(\d+)", c.profile)
-    rank_dependent = [name for name, on in (("bf16_compress", c.bf16_compress), ("clip_norm", c.clip_norm),
-                                            ("attention flash", c.attention == "flash")) if on]
     yield from (
         (c.model_dim % (4 * c.num_heads) == 0,
          f"model_dim is {c.model_dim}; give a multiple of 4 * num_heads, {4 * c.num_heads}"),
@@ -628,8 +634,9 @@ def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
         (not c.profile or profile and int(profile[1]) <= int(profile[2]) < c.num_steps, f"profile is {c.profile!r}; "
          f"give the first and the last step, such as 10:13, below num_steps {c.num_steps}"),
         (c.attention != "flash" or c.dtype == "bfloat16", "attention flash needs dtype bfloat16; use --attention auto"),
-        (not (c.world_size_invariant and rank_dependent), f"world_size_invariant excludes {', '.join(rank_dependent)}, "
-         "whose sums depend on the number of ranks or on timing; leave out one of them"),
+        (not (c.world_size_invariant and (c.bf16_compress or c.clip_norm or c.attention == "flash")),
+         "world_size_invariant excludes bf16_compress, clip_norm and attention flash, whose sums depend on the number of "
+         "ranks or on timing; leave out one of them"),
         (not c.grad_reduce_in_fp32 or c.dtype == "bfloat16", "grad_reduce_in_fp32 has no effect without --dtype "
          "bfloat16; leave it out"),
         (c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}"),
@@ -692,7 +699,7 @@ class Windows(NamedTuple):
     long: int
     short: int
 
-@dataclass(frozen=True)
+@frozen
 class Plan:
     """Everything that depends on the step, for one step."""
 
@@ -706,7 +713,7 @@ class Plan:
     rotary_windows: tuple[int, ...] = ()  # long windows in tokens up to now; the rotary is stretched to each
     resets_ngrams: bool = False  # before this step
     scheduled: dict[str, float] = field(default_factory=dict)  # all stage values that are no integers
-    values: dict[str, Any] = field(default_factory=dict)  # all stage values
+    values: Values = field(default_factory=dict)  # all stage values
 
 def plan_of(config: Config, step: int) -> Plan:
     """Compute the plan of a step. The plan of step num_steps is that of the last validation."""
@@ -748,8 +755,8 @@ class StageSteps(NamedTuple):
 
     begin: int
     end: int
-    first: dict[str, Any]
-    last: dict[str, Any]
+    first: Values
+    last: Values
 
 @functools.lru_cache(maxsize=16)
 def stages_of(config: Config) -> tuple[StageSteps, ...]:
@@ -773,7 +780,7 @@ def stages_of(config: Config) -> tuple[StageSteps, ...]:
     require(begin == c.num_steps, f"stages end at step {begin}, and num_steps is {c.num_steps}; end one at until=1")
     return tuple(stages)
 
-def values_of(row: Stage, config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+def values_of(row: Stage, config: Config) -> tuple[Values, Values]:
     """Return a stage's StageValues at its first step and at its end, with micro-batches after their split."""
     first, last = {}, {}
     for name in (f.name for f in stage_fields(config)):
@@ -1101,11 +1108,11 @@ class GPT(nn.Module):
         self.scalar_sizes = [len(init) for init in scalars.values()]
         self.scalars = parameter(torch.tensor([*itertools.chain(*scalars.values())]), "scalars")
         self.rotary = Rotary(rotary_frequencies(c.head_dim), max(c.val_len, *lengths), dtype)
-        self.scheduled: dict[str, Tensor] = {}  # of this step, see apply_schedule
+        self.scheduled: Tensors = {}  # of this step, see apply_schedule
         self.reach = 0  # above 0: mask_in_pieces gives each mask the shape of a window of `reach` tokens, for one graph
         self.flash, self.counted = False, None  # counted: of the next sequence, by count_documents
 
-    def forward(self, inputs: Tensor, targets: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: Tensor, targets: Tensor, windows: Windows) -> Pair:
         """inputs, targets [T] -> (objective, cross entropy) in nats, summed over tokens; see Head.forward.
 
         Targets of -1 are not counted.
@@ -1162,7 +1169,7 @@ class GPT(nn.Module):
         return norm(x if further is None else x + further)
 
     @compiled
-    def ngram_rows(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def ngram_rows(self, tokens: Tensor) -> list[Pair]:
         """Return, for each table, the table row and the sign row of the n-gram that ends at each token [T]."""
         return [(hashes % table.num_embeddings, hashes // table.num_embeddings % table.SIGNS)
                 for table, hashes in zip(self.ngrams, self.ngram_hashes(tokens))]
@@ -1185,7 +1192,7 @@ class GPT(nn.Module):
         return Context(x0, copied, (self.rotary.cos, self.rotary.sin, self.rotary.scale), masks, skips.unbind(),
                        mixes.view(-1, 2).unbind(), value_mixes.view(-1, 2).unbind(), backout[0], self.scheduled, {})
 
-    def loss(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(self, x: Tensor, targets: Tensor) -> Pair:
         """Compute the losses of `forward` from the normed residual stream [T, dim]."""
         pieces = zip(x.split(self.loss_tokens), targets.split(self.loss_tokens))
         losses = [self.lm_head(x_piece, targets_piece, self.scheduled) for x_piece, targets_piece in pieces]
@@ -1218,8 +1225,8 @@ class Context(NamedTuple):
     mixes: Sequence[Tensor]
     value_mixes: Sequence[Tensor]
     backout: Tensor
-    scheduled: dict[str, Tensor]
-    left: dict[str, Tensor]
+    scheduled: Tensors
+    left: Tensors
 
 class Group(nn.Module):
     """Consecutive layers that are compiled together; the last group also prepares the head's input.
@@ -1417,7 +1424,7 @@ class DocCopy(nn.Module):
         return self.weigh(e[places], kinds)
 
     @classmethod
-    def find(cls, ids: Tensor, begins: Tensor) -> tuple[Tensor, Tensor]:
+    def find(cls, ids: Tensor, begins: Tensor) -> Pair:
         """ids [T] by which contexts are compared, begins [T] of documents -> places to copy from, kinds (0: none)."""
         at, longest = torch.arange(len(ids), device=ids.device), cls.LENGTHS[-1]
         # each document has numbers of its own, so that contexts match only within one; 0 stands before the first token
@@ -1517,6 +1524,10 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Copy from the CPU without waiting for the copy."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype to compute in: float32, or float64 for a float64 tensor."""
+    return torch.promote_types(x.dtype, torch.float32)
+
 def compile_parts(model: nn.Module) -> None:
     """Compile each method marked with @compiled by itself.
 
@@ -1557,7 +1568,7 @@ def polar(u: Tensor, dtype: torch.dtype, steps: Sequence[tuple] = POLAR_STEPS, s
         x = torch.baddbmm(x, torch.baddbmm(s, s, s, beta=b, alpha=c), x, beta=a)
     return x.mT if u.size(-2) > u.size(-1) else x
 
-@dataclass(frozen=True)
+@frozen
 class Adam:
     """Adam (arXiv:1412.6980). Its unit is an element. The defaults are common ones; the record's are in Config."""
 
@@ -1576,18 +1587,18 @@ class Adam:
                 "with `rows` updates tables [rows, width]; use Adam without `rows`")
         return tuple(spec.param.shape[1:]) if self.rows else ()
 
-    def init_state(self, shard: Tensor) -> dict[str, Tensor]:
+    def init_state(self, shard: Tensor) -> Tensors:
         """Create both moments of a shard [n] or [rows, width], in its dtype or in float32."""
-        dtype = torch.promote_types(shard.dtype, torch.float32) if self.fp32_moments else shard.dtype
+        dtype = wide_dtype(shard) if self.fp32_moments else shard.dtype
         return {key: torch.zeros_like(shard, dtype=dtype) for key in ("m", "v")}
 
-    def hyper(self, plan: Plan, t: int) -> dict[str, Any]:
+    def hyper(self, plan: Plan, t: int) -> Values:
         lr = self.lr * plan.lr_factor
         decay = {"decay": lr * lr * self.weight_decay} if self.weight_decay else {}
         return {"lr": lr, "beta1": self.beta1, "beta2": self.beta2, "eps": self.eps, "t": float(t), **decay}
 
     @staticmethod
-    def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: dict[str, Any]) -> None:
+    def update(param: Tensor, grad: Tensor, state: Tensors, hyper: Values) -> None:
         """Update param [n] and its state in place; compute in float32.
 
         As in the record, eps is added before the bias correction:
@@ -1595,7 +1606,7 @@ class Adam:
         Cautious weight decay follows: p -= decay * p, only where the update moved p towards zero.
         """
         lr, beta1, beta2, eps, t = (hyper[key] for key in ("lr", "beta1", "beta2", "eps", "t"))
-        p, g, m, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (param, grad, state["m"], state["v"]))
+        p, g, m, v = (x.to(wide_dtype(x)) for x in (param, grad, state["m"], state["v"]))
         correction, before = (1 - beta2 ** t) ** 0.5, p.clone() if "decay" in hyper else p
         if torch.compiler.is_compiling():  # the compiler fuses these lines into one kernel
             m = beta1 * m + (1 - beta1) * g
@@ -1609,7 +1620,7 @@ class Adam:
         for x, new in ((param, p), (state["m"], m), (state["v"], v)):
             x.copy_(new)  # a no-op where new is x
 
-@dataclass(frozen=True)
+@frozen
 class NorMuon:
     """NorMuon (arXiv:2510.05491) with cautious weight decay. Its unit is a matrix."""
 
@@ -1629,30 +1640,30 @@ class NorMuon:
                            "elementwise rule such as Adam, or a unit (rows, columns) that divides the parameter")
         return unit or (shape[0], math.prod(shape[1:]))
 
-    def init_state(self, shard: Tensor) -> dict[str, Tensor]:
+    def init_state(self, shard: Tensor) -> Tensors:
         """Create the momentum of a shard [n, rows, columns] and the second moments per column or row, in float32.
 
         For a shard in bf16 also create `rest`, its remainder in float32: bf16 alone would round most updates away.
         """
-        dtype = torch.promote_types(shard.dtype, torch.float32)
+        dtype = wide_dtype(shard)
         second = shard[:, :1] if self.wide else shard[:, :, :1]
         rest = {"rest": torch.zeros_like(shard, dtype=dtype)} if shard.dtype == torch.bfloat16 else {}
         return {"m": torch.zeros_like(shard, dtype=dtype),
                 "v": torch.zeros(second.shape, dtype=dtype, device=shard.device), **rest}
 
-    def hyper(self, plan: Plan, t: int) -> dict[str, Any]:
+    def hyper(self, plan: Plan, t: int) -> Values:
         lr, decay = self.lr * plan.lr_factor, self.lr * self.weight_decay * plan.lr_factor
         return {"lr": lr, "decay": decay, "momentum": plan.momentum, "beta2": self.beta2, "dtype": self.polar_dtype}
 
     @staticmethod
-    def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: dict[str, Any]) -> None:
+    def update(param: Tensor, grad: Tensor, state: Tensors, hyper: Values) -> None:
         """Update param [n, rows, columns] and its state in place. hyper: dtype of polar, scale [n, 1, 1] of rates."""
         m, momentum, grad = state["m"], hyper["momentum"], grad.to(state["m"].dtype)
         m.copy_(momentum * m + (1 - momentum) * grad)
         NorMuon.move(param, polar(momentum * m + (1 - momentum) * grad, hyper["dtype"]).to(m.dtype), state, hyper)
 
     @staticmethod
-    def move(param: Tensor, o: Tensor, state: dict[str, Tensor], hyper: dict[str, Any], gate: Tensor | None = None):
+    def move(param: Tensor, o: Tensor, state: Tensors, hyper: Values, gate: Tensor | None = None):
         """Subtract orthogonal matrices o, rescaled. Weights decay where `gate` (None: the update) has their sign."""
         v, beta2, p = state["v"], hyper["beta2"], param + state["rest"] if "rest" in state else param
         size = o.norm(dim=(-2, -1), keepdim=True)
@@ -1786,8 +1797,9 @@ class Worker:
             self.model.reach = longest_window(config)
         self.model.flash = config.attention == "flash"
         self.model.lm_head.kernels = gpu and config.kernels in ("on", "loss")
-        for mlp in (module for module in self.model.modules() if isinstance(module, MLP)):
-            mlp.kernels = config.kernels == "on"
+        for module in self.model.modules():
+            if isinstance(module, MLP):
+                module.kernels = config.kernels == "on"
         if self.compiled:
             compile_parts(self.model)
         self.optimizer = build_optimizer(config, self.model, comm, self.compiled)
@@ -1964,7 +1976,7 @@ class TrainLosses:
             self.log.write(line, off_clock=wait)
             self.log.progress(done, loss, self.clock, tokens_of_steps(self.config, done))
 
-def split_sequence(sequence: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+def split_sequence(sequence: np.ndarray, device: torch.device) -> Pair:
     """Move [T + 1] tokens to the device without waiting for it -> inputs int32 [T], targets int64 [T]."""
     tokens = to_device(torch.from_numpy(sequence.astype(np.int32)), device)
     return tokens[:-1], tokens[1:].long()
@@ -2063,7 +2075,7 @@ class DistributedOptimizer:
         """model: must hold the buckets' parameters. grad_scale: see Reducer. compiled: compile the rules' updates."""
         self.buckets, self.comm, self.settings = list(buckets), comm, settings
         self.buffers = persistent_buffers(model)
-        self.further: dict[str, Tensor] = {}  # more of the saved state, by name; all ranks must compute it alike
+        self.further: Tensors = {}  # more of the saved state, by name; all ranks must compute it alike
         self.replicate(model)
         self.reducer = (self.reducer_class or Reducer)(buckets, comm, settings, grad_scale)
         self.prepare_for_backward, self.announce_rows = self.reducer.prepare_for_backward, self.reducer.announce_rows
@@ -2097,13 +2109,13 @@ class DistributedOptimizer:
             yield from gather_state(bucket, self.comm).items()
         yield from ((name, x.reshape(-1)) for name, x in (self.further | self.buffers()).items())
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self) -> Tensors:
         """Copy named_state to the CPU, on all ranks; call it on all. RunError between the updates of a rule."""
         require(not self.between_updates, f"state_dict() was called before step {self.reducer.step}, between two "
                 "updates of a rule with `every` above 1: no state holds waiting gradients; call it after an update")
         return {name: x.detach().to("cpu", copy=True) for name, x in self.named_state()}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state: Tensors) -> None:
         """Load a state_dict, the same on all ranks, and drop unused gradients. Change nothing if it does not fit."""
         rest = dict(state)
         of_buckets = [(bucket, take_state(bucket, rest)) for bucket in self.buckets]
@@ -2129,7 +2141,7 @@ def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step
     squares = []  # float32 norms of short chunks, squared and summed in float64: fast and accurate
     for shard in (bucket.grad_shard for bucket in buckets):
         chunks = shard.view(-1, math.gcd(shard.numel(), Bucket.SHARD_ALIGNMENT))
-        norms = torch.linalg.vector_norm(chunks, dim=1, dtype=torch.promote_types(shard.dtype, torch.float32))
+        norms = torch.linalg.vector_norm(chunks, dim=1, dtype=wide_dtype(shard))
         squares.append(norms.double().square().sum())
     total = comm.all_reduce(torch.stack(squares).sum()).item() if squares else 0.0
     if not math.isfinite(total):
@@ -2155,7 +2167,7 @@ def outer_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Iterator[nn.Par
     for child in running:
         yield child, child.parameters()
 
-def persistent_buffers(model: nn.Module, holds: Callable = torch.is_tensor) -> Callable[[], dict[str, Tensor]]:
+def persistent_buffers(model: nn.Module, holds: Callable = torch.is_tensor) -> Callable[[], Tensors]:
     """Return a function that finds the model's persistent buffers; those of which `holds` is true."""
     places = [(f"{name}.{key}".removeprefix("."), module._buffers, key)  # a module may replace its buffer
               for name, module in model.named_modules() for key in module._buffers
@@ -2353,7 +2365,7 @@ class Bucket:
         self.shard_numel, self.shard_begin = per_rank * unit_numel, rank * per_rank * unit_numel
         self.param_data = torch.zeros(ranks * self.shard_numel, dtype=first.dtype, device=first.device)
         self.grad_data = torch.zeros_like(self.param_data, dtype=grad_dtype or first.dtype, device=self.grad_device)
-        scale = torch.ones(ranks * per_rank, 1, 1, dtype=torch.promote_types(first.dtype, torch.float32))
+        scale = torch.ones(ranks * per_rank, 1, 1, dtype=wide_dtype(first))
         self.slots = []
         for spec, begin, count in zip(specs, itertools.accumulate(counts, initial=0), counts):
             param, here = spec.param, slice(begin * unit_numel, begin * unit_numel + spec.param.numel())
@@ -2420,7 +2432,7 @@ class Bucket:
         if not updates:
             self.state["pending"] = self.grad_shard.clone()
 
-    def hyper(self, plan: Plan) -> dict[str, Any]:
+    def hyper(self, plan: Plan) -> Values:
         """Compute the rule's hyperparameters, and its noise, which depends on seed, update and name only."""
         hyper = self.rule.hyper(plan, self.updates)
         if "noise" in hyper:
@@ -2433,7 +2445,7 @@ class Bucket:
                 part.copy_(noise[max(0, self.shard_begin - slot.offset):][:len(part)])
         return hyper
 
-    def update(self, update: Callable[..., None], hyper: dict[str, Any], unbatched: bool) -> None:
+    def update(self, update: Callable[..., None], hyper: Values, unbatched: bool) -> None:
         """Update this rank's shard. unbatched: one matrix at a time, since a batch may be summed in another order."""
         size = 1 if unbatched and self.param_shard.dim() > 1 else len(self.param_shard)
         by_unit = {"scale": self.scale, **{key: x for key, x in hyper.items() if key == "noise"}}
@@ -2607,7 +2619,7 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, or its kind if it has no text."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
-def agree(comm: Comm, subject: str, mine: dict[str, Any], cure: str) -> None:
+def agree(comm: Comm, subject: str, mine: Values, cure: str) -> None:
     """Raise RunError on every rank unless all ranks have the same values; it names the value, the rank and both."""
     for rank, theirs in enumerate(everyones := comm.all_gather_json(mine)):
         for key in {**everyones[0], **theirs}:
@@ -2672,7 +2684,7 @@ class RowBucket(Bucket):
         """Count sorted indices of rows by the rank that updates them."""
         return np.diff(np.searchsorted(indices, range(0, len(self.all_rows) + 1, len(self.param_shard)))).tolist()
 
-    def scatter_add(self, known: Tensor, grads: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    def scatter_add(self, known: Tensor, grads: Iterable[Pair]) -> Tensor:
         """Sum pairs (indices of rows, gradients) into [n, width], for n sorted indices `known`. RunError for others."""
         sums = torch.zeros(len(known), self.all_rows.size(1), dtype=self.grad_data.dtype, device=known.device)
         for indices, values in grads:
@@ -2722,7 +2734,7 @@ class RowBucket(Bucket):
             self.read_by_any = None
         super().carry_over(updates)
 
-    def update(self, update: Callable[..., None], hyper: dict[str, Any], unbatched: bool) -> None:
+    def update(self, update: Callable[..., None], hyper: Values, unbatched: bool) -> None:
         """Update all rows, or those that have a gradient other than zero. `unbatched` makes no difference to Adam."""
         if not self.rule.lazy:
             return super().update(update, hyper, unbatched=False)
@@ -2776,7 +2788,7 @@ def ones(bits: np.ndarray, begin: int = 0, end: int = 2 ** 62) -> np.ndarray:
 #     NAME/pending    gradients of earlier steps that wait for an update (world-size-invariant mode)
 #     NAME            a persistent buffer, such as a running mean, or a tensor of DistributedOptimizer.further
 
-def gather_state(bucket: Bucket, comm: Comm) -> dict[str, Tensor]:
+def gather_state(bucket: Bucket, comm: Comm) -> Tensors:
     """All-gather one bucket's state. Call it on all ranks."""
     wholes = {"": bucket.param_data}
     for key, shard in bucket.state.items():
@@ -2785,7 +2797,7 @@ def gather_state(bucket: Bucket, comm: Comm) -> dict[str, Tensor]:
     state = {slot.name + key: bucket.view_of(slot, x) for slot in bucket.slots for key, x in wholes.items()}
     return state | {f"{slot.name}/updates": torch.tensor(bucket.updates) for slot in bucket.slots}
 
-def take_state(bucket: Bucket, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def take_state(bucket: Bucket, state: Tensors) -> Tensors:
     """Remove one bucket's tensors from `state` and return them. Raise RunError if they do not fit."""
     shards = {"": bucket.param_shard, **{f"/{key}": x for key, x in bucket.state.items() if key != "pending"}}
     if f"{bucket.slots[0].name}/pending" in state:
@@ -2803,7 +2815,7 @@ def take_state(bucket: Bucket, state: dict[str, Tensor]) -> dict[str, Tensor]:
             f"numbers of updates: {updates}; load a state of the same model and the same rules")
     return taken
 
-def write_state(bucket: Bucket, saved: dict[str, Tensor], comm: Comm) -> None:
+def write_state(bucket: Bucket, saved: Tensors, comm: Comm) -> None:
     """Write the tensors that take_state returned to the bucket."""
     first = bucket.slots[0].name
     bucket.updates = int(saved[f"{first}/updates"])
@@ -3004,7 +3016,7 @@ class ReluSquaredMLP(torch.autograd.Function):
         return F.linear(h, proj)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         x, fc, proj, h = ctx.saved_tensors
         grad_y = relu_squared(grad, proj, h)
         return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h
@@ -3061,7 +3073,7 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
-                scales: FP8Scales | None) -> tuple[Tensor, Tensor]:
+                scales: FP8Scales | None) -> Pair:
         ctx.scales = scales
         if scales is None:
             losses, grad = softcapped_loss(F.linear(x, weight), targets, weights, softcap)
@@ -3075,14 +3087,14 @@ class HeadLoss(torch.autograd.Function):
         return (entropies * weights).sum(), entropies
 
     @staticmethod
-    def backward(ctx: Any, grad_objective: Tensor, _: Any) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad_objective: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         (x, weight, grad), scales = ctx.saved_tensors, ctx.scales
         if scales is None:
             return grad_objective * (grad @ weight), grad_objective * (grad.T @ x), None, None, None, None
         return *fp8_gradients(grad, grad_objective * scales.grad, x, weight, scales), None, None, None, None
 
 def softcapped_loss(x: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
-                    grad_scale: float | None = None) -> tuple[Tensor, Tensor]:
+                    grad_scale: float | None = None) -> Pair:
     """Compute cross entropies, and the gradient of their weighted sum, by a kernel that reads the logits x [T, V] once.
 
     targets [n, T], -1 is not counted; weights [n]. Return (float32 [n, T], the gradient [T, V]): in x's dtype or, with
@@ -3170,16 +3182,16 @@ class FP8Linear(torch.autograd.Function):
         return fp8_product(x8, weight8.T, scales.x, scales.weight, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         scales = ctx.scales
         grad8 = (grad / scales.grad).to(torch.float8_e5m2)
         return *fp8_gradients(grad8, scales.grad, *ctx.saved_tensors, scales), None
 
-def fp8_operands(x: Tensor, weight: Tensor, scales: FP8Scales) -> tuple[Tensor, Tensor]:
+def fp8_operands(x: Tensor, weight: Tensor, scales: FP8Scales) -> Pair:
     return (x / scales.x).to(torch.float8_e4m3fn), (weight / scales.weight).to(torch.float8_e4m3fn)
 
 def fp8_gradients(grad8: Tensor, grad_scale: float | Tensor, x8: Tensor, weight8: Tensor,
-                  scales: FP8Scales) -> tuple[Tensor, Tensor]:
+                  scales: FP8Scales) -> Pair:
     """Compute the gradients of x and weight from that of the product, grad8 [T, V] times grad_scale."""
     by_column = weight8.T.contiguous().T, x8.T.contiguous().T
     grad_x = fp8_product(grad8, by_column[0], grad_scale, scales.weight, fast=False)
@@ -3242,10 +3254,10 @@ class Clock:
         self.outside.update({name: self.last - begin - compiled, "compile": compiled})
         self.running = running
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Values:
         return {"elapsed": self.elapsed, "outside": dict(self.outside), "wall": self.last - self.began}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: Values) -> None:
         """Continue from a checkpoint; time after it was lost and does not count."""
         self.elapsed, self.began = state["elapsed"], self.began - state["wall"]
         self.outside.update(state["outside"])
@@ -3285,7 +3297,7 @@ class Log:
     def path(self) -> Path:
         return ROOT / self.config.log_dir / f"{self.run_id}.txt"
 
-    def open(self, start: dict[str, Any], environment: str, resumed: dict[str, Any] | None) -> None:
+    def open(self, start: Values, environment: str, resumed: Values | None) -> None:
         """Create the file with the source, the environment and the run's description, or append to it."""
         import fcntl  # here, and resource below: Windows has neither, and other programs need only the optimizer
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -3356,7 +3368,7 @@ class Log:
             self.file.close()
             self.file = None
 
-def start_log(loop: TrainingLoop, resumed: dict[str, Any] | None, changes: list[str]) -> None:
+def start_log(loop: TrainingLoop, resumed: Values | None, changes: list[str]) -> None:
     """Open the log with a description of the run. changes: what this machine changed in the config."""
     c, comm, log, worker = loop.config, loop.comm, loop.log, loop.worker
     machine, environment = describe_machine(c, worker.device)
@@ -3453,7 +3465,7 @@ def source_of(config: Config) -> str:
     texts = [path.read_text(encoding="utf-8") for path in files]
     return texts[0] if len(files) == 1 else "".join(f"# file: {path.name}\n{text}" for path, text in zip(files, texts))
 
-def describe_machine(config: Config, device: torch.device) -> tuple[dict[str, Any], str]:
+def describe_machine(config: Config, device: torch.device) -> tuple[Values, str]:
     """(hardware, versions, source hash and environment variables for the JSON line; the free text above it)."""
     on_gpu, cpu, cores = device.type == "cuda", cpu_name(), os.cpu_count()
     gpus = [dict(zip(("name", "uuid", "driver"), row.split(", "))) for row in nvidia_smi("name,uuid,driver_version")]
@@ -3468,11 +3480,11 @@ def describe_machine(config: Config, device: torch.device) -> tuple[dict[str, An
     return {"hardware": hardware, "versions": versions, "environment": environment,
             "source_sha256": sha256_of(source_of(config).encode())}, text
 
-def describe_hosts(comm: Comm, mine: dict[str, Any]) -> list[dict[str, Any]]:
+def describe_hosts(comm: Comm, mine: Values) -> list[Values]:
     """Describe each host: its ranks, hardware, versions and source. RunError if source or packages differ."""
     agree(comm, "programs", {"source_sha256": mine["source_sha256"], "python": platform.python_version(),
                              **package_versions()}, "Give every host the same checkout and packages (./run.sh --setup)")
-    hosts: dict[str, dict[str, Any]] = {}
+    hosts: dict[str, Values] = {}
     for rank, (name, described) in enumerate(comm.all_gather_json([socket.gethostname(), mine])):
         hosts.setdefault(f"{name} {described['hardware']}", {"ranks": [], **described})["ranks"].append(rank)
     return list(hosts.values())
@@ -3485,7 +3497,7 @@ def package_versions() -> dict[str, str]:
             versions[name] = importlib.metadata.version(name)
     return {**versions, "torch": torch.__version__}  # with the kind of build
 
-def describe_config(config: Config) -> dict[str, Any]:
+def describe_config(config: Config) -> Values:
     """Describe what the run will do and what it starts from, for its log."""
     c, revision, race = config, output_of("git", "rev-parse", "HEAD"), config.race.split(":")
     return {
@@ -3555,12 +3567,12 @@ def state_hash(worker: Worker) -> str:
     content = [*worker.optimizer.named_state(), *worker.model.named_buffers(), *read]  # all ranks send their part
     return "" if worker.comm.rank else hash_of(content)
 
-def digest_of(content: dict[str, Any]) -> str:
+def digest_of(content: Values) -> str:
     """SHA-256 of everything in a saved file: its tensors under `state`, and the JSON form of the rest."""
     rest = {name: v for name, v in content.items() if name not in ("state", "digest")}
     return sha256_of((hash_of(list(content["state"].items())) + json.dumps(rest, sort_keys=True)).encode())
 
-def save_file(path: Path, content: dict[str, Any]) -> None:
+def save_file(path: Path, content: Values) -> None:
     """Write a file whole or not at all, with a digest of its content. RunError if it cannot be written."""
     content = {**content, "digest": digest_of(content)}
     partial = path.with_name(path.name + ".partial")
@@ -3585,7 +3597,7 @@ def save_file(path: Path, content: dict[str, Any]) -> None:
 
 intact: set[Any] = set()  # (path, time of its last change) of files whose digest was verified
 
-def load_file(path: str | Path, check: bool = True) -> dict[str, Any]:
+def load_file(path: str | Path, check: bool = True) -> Values:
     """Read what save_file wrote; nothing in it is executed. RunError if it is damaged. check=False skips the digest."""
     try:
         saved, file = torch.load(path, map_location="cpu", weights_only=True, mmap=True), os.path.abspath(path)
@@ -3602,7 +3614,7 @@ def load_file(path: str | Path, check: bool = True) -> dict[str, Any]:
                        "name another") from error
 
 @torch.no_grad()
-def load_parameters(model: GPT, saved: dict[str, Any]) -> None:
+def load_parameters(model: GPT, saved: Values) -> None:
     """Copy the parameters of a saved model or checkpoint into a model. RunError if they do not fit."""
     params, buffers = dict(model.named_parameters()), persistent_buffers(model)()
     unknown = [name for name in saved["state"] if "/" not in name and name not in {**params, **buffers}]
@@ -3641,7 +3653,7 @@ def remove_files(paths: Iterable[Path]) -> None:
     for path in paths:
         path.unlink(missing_ok=True)
 
-def save_in_room(loop: TrainingLoop, path: Path, content: dict[str, Any]) -> None:
+def save_in_room(loop: TrainingLoop, path: Path, content: Values) -> None:
     """Save a file. While the disk is full, delete a file that the run can spare; the latest checkpoint stays."""
     spare = spare_files(loop, keep=1)
     while True:
@@ -3737,7 +3749,7 @@ def save_model(loop: TrainingLoop) -> Path:
     save_in_room(loop, path, {**describe_model(loop, loop.config.num_steps), "state": state})
     return path
 
-def describe_model(loop: TrainingLoop, step: int) -> dict[str, Any]:
+def describe_model(loop: TrainingLoop, step: int) -> Values:
     """Describe what rebuilds the model before a step, on any machine."""
     return {"run_id": loop.log.run_id, "program": source_files(loop.config)[0].name, "config": json_of(loop.requested),
             "step": step, **loop.shards["train"][0].encoding._asdict()}
@@ -3745,7 +3757,7 @@ def describe_model(loop: TrainingLoop, step: int) -> dict[str, Any]:
 def digests_of(shards: dict[str, list[Shard]]) -> list[str]:
     return [shard.sha256 for split in shards.values() for shard in split]
 
-def resume(loop: TrainingLoop) -> dict[str, Any] | None:
+def resume(loop: TrainingLoop) -> Values | None:
     """Load the checkpoint that the config names -> what the log says about it; None for a new run."""
     path, worker = loop.config.resume, loop.worker
     if not path:
@@ -3788,8 +3800,9 @@ def count_gpus() -> int:
 
 def count_cores() -> int:
     """Count the cores that this process may use: Slurm or a container may give it fewer than the machine has."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError):  # "max 100000" has no quota
+    cores = os.cpu_count() or 1
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # not Linux; or "max 100000", without a quota
+        cores = len(os.sched_getaffinity(0))
         quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
         cores = min(cores, -(-quota // period))
     return cores

@@ -944,7 +944,7 @@ def train_steps(comm, flags, steps, batches):
     losses = []
     for step in range(steps):
         losses += one_step(optimizer, model, train_gpt.plan_of(config, step), batches[step].chunk(comm.ranks)[comm.rank])
-    state_hash = optimizer.state_hash()
+    state_hash = engine.hash_of([*optimizer.named_state()])
     parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     return losses, state_hash, parameters, [bucket.name for bucket in optimizer.reducer.launch_order]
 
@@ -1144,7 +1144,7 @@ def mixed_run(comm, steps, bucket_bytes=0.0, state=None, **changes):
     if state is not None:
         optimizer.load_state_dict(state)
     mixed_steps(optimizer, params, steps)
-    return optimizer.state_dict(), optimizer.state_hash(), {name: p.detach().clone() for name, p in params.items()}
+    return optimizer.state_dict(), engine.hash_of([*optimizer.named_state()]), {name: p.detach().clone() for name, p in params.items()}
 
 
 def noisy_run(comm, bucket_bytes, steps, state=None, **rule):
@@ -1271,11 +1271,11 @@ def test_pending_sums_of_an_invariant_run_count_once_in_a_plain_run():
 def test_state_put_back_after_warm_up_leaves_nothing_of_it(invariant):
     """Drops gradients of half a cycle, of a step that failed, and of a step that was not finished."""
     optimizer, params = mixture(300.0, engine.Comm(), check_grads=True, world_size_invariant=invariant)
-    saved, fresh = optimizer.state_dict(), optimizer.state_hash()
+    saved, fresh = optimizer.state_dict(), engine.hash_of([*optimizer.named_state()])
     mixed_steps(optimizer, params, range(3))
-    trained = optimizer.state_hash()
+    trained = engine.hash_of([*optimizer.named_state()])
     optimizer.load_state_dict(saved)
-    assert optimizer.state_hash() == fresh != trained
+    assert engine.hash_of([*optimizer.named_state()]) == fresh != trained
     optimizer.prepare_for_backward(0)
     sum(p.sum() for p in params.values()).mul(math.nan).backward()
     with pytest.raises(engine.RunError, match="not finite"):
@@ -1285,7 +1285,7 @@ def test_state_put_back_after_warm_up_leaves_nothing_of_it(invariant):
     sum(p.sum() for p in params.values()).backward()  # a first micro-batch, never followed
     optimizer.load_state_dict(saved)
     mixed_steps(optimizer, params, range(3))
-    assert optimizer.state_hash() == trained
+    assert engine.hash_of([*optimizer.named_state()]) == trained
 
 
 def test_a_state_is_the_caller_s_own():
@@ -1368,7 +1368,7 @@ def untied_steps(comm):
     optimizer = gpt_speedrun.Optimizer(gpt_speedrun.fill_buckets(specs, 1e9, comm.rank, comm.ranks), comm, gpt_speedrun.SyncSettings(), params)
     for step in range(6):
         if step == 3:
-            optimizer.copy_parameter("embed", "head")
+            frontier.copy_parameter(optimizer, "embed", "head")
         optimizer.prepare_for_backward(step)
         ((params["embed"] + (params["head"] if step >= 3 else params["embed"])) ** 2 * (1 + step)).sum().backward()
         optimizer.step(FULL)
@@ -1428,11 +1428,11 @@ def test_a_parameter_cannot_be_copied_between_updates():
     optimizer, params = mixture(0.0, engine.Comm())
     mixed_steps(optimizer, params, [0])
     with pytest.raises(engine.RunError, match="halved cannot be copied.*wait for an update"):
-        optimizer.copy_parameter("halved", "halved")
-    optimizer.copy_parameter("wide_0", "wide_1")  # NorMuon's gradients do not wait
+        frontier.copy_parameter(optimizer, "halved", "halved")
+    frontier.copy_parameter(optimizer, "wide_0", "wide_1")  # NorMuon's gradients do not wait
     mixed_steps(optimizer, params, [1])
-    optimizer.copy_parameter("halved", "halved")
-    optimizer.copy_parameter("wide_0", "wide_1")
+    frontier.copy_parameter(optimizer, "halved", "halved")
+    frontier.copy_parameter(optimizer, "wide_0", "wide_1")
     state = optimizer.state_dict()
     for key in ("", "/m", "/v"):
         first, second, third = (state[f"wide_{i}{key}"] for i in range(3))
