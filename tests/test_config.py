@@ -291,6 +291,14 @@ def test_a_flag_without_effect_is_refused_and_says_what_it_needs(program, preset
         train_gpt.parse_config(["--preset", preset, *flags], preset, program.PRESETS)
 
 
+@pytest.mark.parametrize("preset", ["laptop", "frontier"])
+@pytest.mark.parametrize("steps", ["0", "-3"])
+def test_a_run_without_steps_is_refused(preset, steps):
+    config = parse("--num_steps", steps, preset=preset)[1]
+    with pytest.raises(train_gpt.RunError, match=f"num_steps is {steps}"):
+        train_gpt.check_config(config, 1)
+
+
 def test_ablations_of_a_preset_need_no_second_flag_and_a_preset_s_own_idle_value_is_refused():
     for flags in (["--ngrams", "()"], ["--shuffle", "false"], ["--cooldown", "0"], ["--adam_every", "2", "--ngram_reset", "0"]):
         parse(*flags, preset="laptop")

@@ -187,6 +187,8 @@ def test_candidates_of_the_record():
         found, offset = ours.draw_one(np.arange(share), 10240, 77)
         assert len(found) == 10240 and (offset == 77) == (share == 10240)
     assert ours.draw_one(np.arange(10241), 10240, 77) == (None, 77), "all classes"
+    ours.draw(10240, [np.arange(20000)] + 7 * [np.arange(100)])
+    assert ours.used.tolist() == [50304] + 7 * [10240], "the log states their mean"
 
 
 @pytest.mark.parametrize("classes, number, targets", [(50304, 14336, 4000), (2048, 1200, 800), (128, 112, 20)])
