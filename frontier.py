@@ -8,7 +8,8 @@ This file holds what the records add to record 44: config, model, update rules. 
 imports: data, schedule, gradient sync, training loop, attention, log. The source of both files opens the log of a run.
 `frontier` computes what record 92 does, on 1, 2, 4 or 8 GPUs of any kind, but with a smaller n-gram table and less in
 fp8. Known further differences: the record rounds residual and post weights to bf16, and reads the first shard on its
-clock; its gradient's normalizer counts further targets beyond a sequence's end; and see Tail.keep_norm. `frontier89` is record 89: bench/public_record.py compares it with the record's own program.
+clock; its gradient's normalizer counts further targets beyond a sequence's end; and see Tail.keep_norm.
+`frontier89` is record 89: bench/public_record.py compares it with the record's own program.
 
     section    contents                                                         to start, search for
     config     stage values, kinds of parameters, fields, the presets           class Config, PRESETS, class Layer
@@ -214,8 +215,9 @@ class Config(train_gpt.Config, StageValues):
         yield from (
             (begins[:1] == [0] and begins[-1] < len(layers) and begins == sorted({*begins}), f"token_gates is "
              f"{c.token_gates!r}; give numbers of layers, 0 and later ones up to {len(layers) - 1}, such as 0,4"),
-            (all(gates_of(c, numbers) for numbers in gated_layers(c) if numbers.stop <= len(layers)), f"token_gates is {c.token_gates!r}, but the layers "
-             "from one of these to the next have none of i, n, x, g, d and +N; add one, or begin elsewhere"),
+            (all(gates_of(c, numbers) for numbers in gated_layers(c) if numbers.stop <= len(layers)),
+             f"token_gates is {c.token_gates!r}, but the layers from one of these to the next have "
+             "none of i, n, x, g, d and +N; add one, or begin elsewhere"),
             (c.backout_layer != len(layers) - 1,
              f"backout_layer is {c.backout_layer}; the last layer reads it, so give an earlier one"),
             (layers[0].window and layers[-1].window and tables, "layers: the first and the last layer need attention, "
@@ -268,7 +270,8 @@ RECORD_89 = Config(
         Stage(until=2/3, micro_batch_tokens=32768, max_document_tokens=2048, long_window=7, peak_lr_factor=1.52,
               second_token_weight=Ramp(0.5, 0.0), prefix_weight=Ramp(0.25, 0.0)),
         Stage(micro_batch_tokens=49152, max_document_tokens=2048, long_window=11, peak_lr_factor=1.73),
-        Stage(extra_steps=15, micro_batch_tokens=49152, max_document_tokens=2048, long_window=13, peak_lr_factor=0.15),  # lr_floor decides here, not peak
+        Stage(extra_steps=15, micro_batch_tokens=49152, max_document_tokens=2048, long_window=13,
+              peak_lr_factor=0.15),  # lr_floor decides here, not peak
     ),
 )
 

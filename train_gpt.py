@@ -348,7 +348,8 @@ class Config(SyncSettings, StageValues):
     attention: str = option("auto", "flash: FlashAttention; masked: SDPA; auto: flash on GPUs in bf16, else masked",
                             ("auto", "flash", "masked"), free=True)
     kernels: str = option("auto", "Triton kernels, on: of MLP and loss; loss: of the loss only; auto: on for GPUs "
-                          "with TMA and as much shared memory as Hopper's, loss for others", ("auto", "on", "loss", "off"), free=True)
+                          "with TMA and as much shared memory as Hopper's, loss for others",
+                          ("auto", "on", "loss", "off"), free=True)
     warmup_steps: int = option(30, "untimed warm-up steps over all stages; the state is restored after them", min=0,
                                free=True)
     timeout_s: int = option(300, "seconds until a collective fails if a rank does not join it", max=10 ** 6, free=True)
