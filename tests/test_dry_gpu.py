@@ -365,7 +365,9 @@ def test_the_copy_of_the_losses_waits_for_them(monkeypatch, ranks):
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **more: empty(*size, **more).as_subclass(OnGpu))
     clock = Namespace(device=Namespace(type="cuda"), read=float)
-    losses = train_gpt.TrainLosses(train_gpt.Config(), Comm(0, ranks), clock, None)
+    comm = Comm()
+    comm.ranks = ranks
+    losses = train_gpt.TrainLosses(train_gpt.Config(), comm, clock, None)
     losses.record(train_gpt.plan_of(train_gpt.Config(), 0), [torch.ones(()).as_subclass(OnGpu)] * (8 // ranks))
     uses, unordered = order.check(log)
     assert uses == 1 + ranks and not unordered

@@ -1427,7 +1427,7 @@ def test_the_tied_stage_has_its_own_launch_order(on_ranks, batches):
 def test_a_parameter_cannot_be_copied_between_updates():
     optimizer, params = mixture(0.0, engine.Comm())
     mixed_steps(optimizer, params, [0])
-    with pytest.raises(engine.RunError, match="halved cannot be copied.*wait for an update"):
+    with pytest.raises(train_gpt.RunError, match="halved cannot be copied.*wait for an update"):
         frontier.copy_parameter(optimizer, "halved", "halved")
     frontier.copy_parameter(optimizer, "wide_0", "wide_1")  # NorMuon's gradients do not wait
     mixed_steps(optimizer, params, [1])
