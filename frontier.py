@@ -104,8 +104,8 @@ class Tail:
     last_rate: float | None = option(None, "rate after the last step; None: rate", max=1)
     final_steps: int = option(0, "it moves after these last steps in any case", min=0)
     blend: float = option(1.0, "at the end: weights += blend * (average - weights)", max=1)
-    # then scale all weights of a kind by one factor, to the norm that they had. Record 92's norm of the MLPs also counts
-    # a matrix that its model does not use and that never changes; ours does not, which is at most 5e-5 nats
+    # then scale all weights of a kind by one factor, to the norm that they had. Record 92's norm of the MLPs also
+    # counts a matrix that its model does not use and that never changes; ours does not, which is at most 5e-5 nats
     keep_norm: bool = True
     __repr__ = train_gpt.show_row
 
@@ -241,11 +241,11 @@ class Config(train_gpt.Config, StageValues):
         for group in groups_by_kind(c).values():
             if isinstance(group, AdamGroup):
                 slow_from = group.slow_from or 0
-                yield (slow_from % cycle == 0, f"param_groups: {group} has slow_from {slow_from}; it must be a multiple "
-                       f"of {cycle}, 2 * adam_every")
+                yield (slow_from % cycle == 0, f"param_groups: {group} has slow_from {slow_from}; it must be a "
+                       f"multiple of {cycle}, 2 * adam_every")
                 yield (group.kind != "head" or group.slow_from is None or slow_from >= untied or untied % cycle == 0,
-                       f"param_groups: {group}: its gradients would wait in step {untied}, in which the embedding becomes "
-                       "a copy of the head; change untie_at")
+                       f"param_groups: {group}: its gradients would wait in step {untied}, in which the embedding "
+                       "becomes a copy of the head; change untie_at")
                 yield ((not group.row_moment or group.kind == "ngram_embeds" and c.lazy_tables)
                        and (not group.by_rows or group.kind == "value_embeds"), f"param_groups: {group}: row_moment is "
                        "for ngram_embeds with --lazy_tables true, and by_rows for value_embeds; leave it out")

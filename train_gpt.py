@@ -297,7 +297,8 @@ class Config(SyncSettings, StageValues):
     # x is normed, so its entries are at most sqrt(model_dim); a gradient of the summed cross entropy is within 1
     fp8_x_scale: float = option(math.sqrt(768) / 448, "the head's input is divided by it in fp8, of at most 448",
                                 needs="fp8_head")
-    fp8_weight_scale: float = option(2.0 ** -9, "the head's weights are divided by it in fp8: as above", needs="fp8_head")
+    fp8_weight_scale: float = option(2.0 ** -9, "the head's weights are divided by it in fp8: as above",
+                                     needs="fp8_head")
     fp8_grad_scale: float = option(1 / 448, "the logits' gradient is divided by it in fp8, at most 57,344",
                                    needs="fp8_head")
 
@@ -636,8 +637,8 @@ def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
          f"give the first and the last step, such as 10:13, below num_steps {c.num_steps}"),
         (c.attention != "flash" or c.dtype == "bfloat16", "attention flash needs dtype bfloat16; use --attention auto"),
         (not (c.world_size_invariant and (c.bf16_compress or c.clip_norm or c.attention == "flash")),
-         "world_size_invariant excludes bf16_compress, clip_norm and attention flash, whose sums depend on the number of "
-         "ranks or on timing; leave out one of them"),
+         "world_size_invariant excludes bf16_compress, clip_norm and attention flash, whose sums depend on the number "
+         "of ranks or on timing; leave out one of them"),
         (not c.grad_reduce_in_fp32 or c.dtype == "bfloat16", "grad_reduce_in_fp32 has no effect without --dtype "
          "bfloat16; leave it out"),
         (c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}"),
@@ -3542,9 +3543,9 @@ def hash_of(tensors: Sequence[tuple[str, Tensor]]) -> str:
 def checksum(*tensors: Tensor) -> int:
     """Hash the bits of tensors and their order: 60 bits, and three times as fast as hash_of.
 
-    Each 32-bit word of a piece has a random factor of 62 bits. The sum of the products wraps modulo 2 ** 64, where words
-    that differ by a multiple of 2 ** 31, as signs do, still have 33 bits of their factors: pieces that differ have equal
-    sums with a probability of about 2 ** -33.
+    Each 32-bit word of a piece has a random factor of 62 bits. The sum of the products wraps modulo 2 ** 64, where
+    words that differ by a multiple of 2 ** 31, as signs do, still have 33 bits of their factors: pieces that differ
+    have equal sums with a probability of about 2 ** -33.
     """
     factors, sums = checksum_factors(tensors[0].device), []
     for piece in (piece for x in tensors for piece in x.detach().reshape(-1).view(torch.uint8).split(4 * len(factors))):

@@ -39,8 +39,8 @@ class UsageError(RunError):
     def __str__(self) -> str:
         return f"{super().__str__()}. {PAGE}"
 
-PAGE = ("See docs/gradient-sync.md#as-in-torchoptim-and-ddp and, for accelerate, Trainer and Lightning, #with-frameworks "
-        "there")
+PAGE = ("See docs/gradient-sync.md#as-in-torchoptim-and-ddp and, for accelerate, Trainer and Lightning, "
+        "#with-frameworks there")
 
 def require(condition: Any, message: str) -> None:
     if not condition:
@@ -225,8 +225,8 @@ class Reducer(engine.Reducer):
             step, loss = self.step, step
         counts, expected_loss = (step, micro_batch, micro_batches), loss is None or getattr(loss, "requires_grad", 0)
         if not (expected_loss and all(isinstance(x, int | np.integer) for x in counts) and step >= 0 < micro_batches):
-            raise UsageError(f"prepare_for_backward got {', '.join(map(repr, counts))}, {loss!r}; give it the loss that "
-                           "backward starts from, or (step, micro_batch, micro_batches, loss)")
+            raise UsageError(f"prepare_for_backward got {', '.join(map(repr, counts))}, {loss!r}; give it the loss "
+                           "that backward starts from, or (step, micro_batch, micro_batches, loss)")
         require(not self.micro_batches or self.micro_batch < self.micro_batches,
                 f"all {self.micro_batches} micro-batches of step {self.step} were prepared; call step()")
         super().prepare_for_backward(step, micro_batch, micro_batches)
@@ -311,8 +311,8 @@ class Reducer(engine.Reducer):
                 one, first = (f"{self.CALLS[x.method]} in step {x.step} after {x.passes} backward passes and {x.drops} "
                               f"zero_grad() of gradients, {x.buffers} values in buffers, with optimizer {x.optimizer}"
                               for x in (call, calls[0]))
-                raise UsageError(f"rank {rank} calls {one}, rank 0 {first}; run as many backward passes, also in no_sync"
-                               "(), resize buffers alike, and make each call on all ranks or none, in the same order")
+                raise UsageError(f"rank {rank} calls {one}, rank 0 {first}; run as many backward passes, also in "
+                               "no_sync(), resize buffers alike, and make each call on all ranks or none, in the same order")
         return len({call.checksum for call in calls}) == 1
 
     def end_step(self) -> None:
@@ -399,8 +399,8 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
             lambda *_: (optimizer := me()) and optimizer.finish_all_gathers([optimizer.buckets[i] for i in at]))))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UsageError("an optimizer cannot be copied or pickled, since it has hooks on its model; copy the model, and "
-                       "save state_dict()")
+        raise UsageError("an optimizer cannot be copied or pickled, since it has hooks on its model; copy the model, "
+                       "and save state_dict()")
 
     @property
     def _step_supports_amp_scaling(self) -> NoReturn:
@@ -758,6 +758,6 @@ def check_all_owned(model: nn.Module, owned: set[nn.Parameter]) -> int:
         buffers += len(module._buffers)
         if not owned.issuperset(p for p in module._parameters.values() if p is not None and p.requires_grad):
             name = next(name for name, p in model.named_parameters() if p.requires_grad and p not in owned)
-            raise UsageError(f"{name} is in no bucket and would never be updated; freeze it by requires_grad_(False), or "
-                           "build the optimizer after what adds or replaces it, such as load_state_dict(assign=True)")
+            raise UsageError(f"{name} is in no bucket and would never be updated; freeze it by requires_grad_(False), "
+                           "or build the optimizer after what adds or replaces it, as load_state_dict(assign=True) does")
     return buffers
