@@ -119,7 +119,7 @@ class MuonGroup(train_gpt.MuonGroup):
         rule = super().rule(config)
         return rule if self.anvil_from is None else Anvil(**vars(rule), blend_from=self.anvil_from)
 
-TIED = {"beta1": 0.5, "beta2": 0.95, "weight_decay": 0.75}
+TIED = {"beta1": 0.5, "weight_decay": 0.75}
 SLOW = {"beta1": 0.9, "beta2": 0.99}
 OF_TABLES = {"beta1": 0.75, "beta2": 0.95, "weight_decay": 0.025}
 # One row per kind of parameters
@@ -1254,7 +1254,8 @@ class Candidates:
             for i, micro_batch in enumerate(batch):
                 drawn, own[i] = self.draw_one(micro_batch[1:], number, own[i].item())
                 used[i] = self.classes if drawn is None else number
-                self.model.candidates.append(None if drawn is None else to_device(torch.from_numpy(drawn), comm.device))
+                self.model.candidates.append(
+                    None if drawn is None else to_device(torch.from_numpy(drawn), self.model.prefixes.device))
             self.handle = HandleGroup(*(comm.exchange([x[comm.rank]] * comm.ranks, x) for x in of_ranks))
 
     def draw_one(self, targets: np.ndarray, number: int, offset: int) -> tuple[np.ndarray | None, int]:

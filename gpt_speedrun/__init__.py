@@ -312,7 +312,7 @@ class Reducer(engine.Reducer):
                               f"zero_grad() of gradients, {x.buffers} values in buffers, with optimizer {x.optimizer}"
                               for x in (call, calls[0]))
                 raise UsageError(f"rank {rank} calls {one}, rank 0 {first}; run as many backward passes, also in "
-                               "no_sync(), resize buffers alike, and make each call on all ranks or none, in the same order")
+                               "no_sync(), resize buffers alike, and make each call on all ranks or none, in one order")
         return len({call.checksum for call in calls}) == 1
 
     def end_step(self) -> None:
@@ -759,5 +759,5 @@ def check_all_owned(model: nn.Module, owned: set[nn.Parameter]) -> int:
         if not owned.issuperset(p for p in module._parameters.values() if p is not None and p.requires_grad):
             name = next(name for name, p in model.named_parameters() if p.requires_grad and p not in owned)
             raise UsageError(f"{name} is in no bucket and would never be updated; freeze it by requires_grad_(False), "
-                           "or build the optimizer after what adds or replaces it, as load_state_dict(assign=True) does")
+                           "or build the optimizer after what adds or replaces it (load_state_dict(assign=True))")
     return buffers

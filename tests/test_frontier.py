@@ -79,7 +79,7 @@ def worker_of(config, comm=None):
     ({"stages": (Stage(third_token_weight=Ramp(0.5, -1)),)}, "third_token_weight is -1; it must be a number, from 0 on"),
     ({"param_groups": (AdamGroup("xsa_lambdas"),)}, "unknown kinds 'xsa_lambdas'; the kinds are head, embed, value_embeds")], ids=str)
 def test_impossible_values_are_refused_with_what_is_allowed(changes, says):
-    config = dataclasses.replace(PRESET, **SMALL | {"layers": "S0M SM LM", "backout_layer": 1, "token_gates": "0"} | changes)
+    config = dataclasses.replace(PRESET, **SMALL | {"layers": "S0iM SM LM", "backout_layer": 1, "token_gates": "0"} | changes)
     if says is None:
         train_gpt.check_config(config, 1)
         return

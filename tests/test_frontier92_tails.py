@@ -172,7 +172,7 @@ class Draws:
 
 def drawer(classes, number, micro_batches=8, ranks=1, rank=0):
     config = small(micro_batches=micro_batches, stages=(Stage(candidates=number),))
-    model = SimpleNamespace(lm_head=SimpleNamespace(weight=torch.empty(classes, 1)), candidates=[])
+    model = SimpleNamespace(lm_head=SimpleNamespace(weight=torch.empty(classes, 1)), prefixes=torch.empty(0), candidates=[])
     return frontier.Candidates(config, model, train_gpt.Comm())
 
 
