@@ -7,7 +7,9 @@
 This file holds what the records add to record 44: config, model, update rules. All else is train_gpt.py, which it
 imports: data, schedule, gradient sync, training loop, attention, log. The source of both files opens the log of a run.
 `frontier` computes what record 92 does, on 1, 2, 4 or 8 GPUs of any kind, but with a smaller n-gram table and less in
-fp8. `frontier89` is record 89: bench/public_record.py compares it with the record's own program.
+fp8. Known further differences: the record rounds residual and post weights to bf16, and reads the first shard on its
+clock; its gradient's normalizer counts further targets beyond a sequence's end; and see Tail.keep_norm.
+`frontier89` is record 89: bench/public_record.py compares it with the record's own program.
 
     section    contents                                                         to start, search for
     config     stage values, kinds of parameters, fields, the presets           class Config, PRESETS, class Layer
@@ -28,13 +30,13 @@ STARTS_A_RUN = __name__ == "__main__"  # train_gpt.py then prepares the process 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # python -I leaves it out
 
 import base64
-import dataclasses
-import functools
-import itertools
 import math
 import re
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, replace
+from functools import lru_cache, reduce
+from itertools import chain, pairwise
+from math import sqrt
 from typing import Any, Iterator, NamedTuple, Sequence
 
 import numpy as np
@@ -44,10 +46,13 @@ from torch import Tensor, nn
 
 import train_gpt
 from train_gpt import (
-    GATE_DIM, GPT2_VOCAB, TILE_K, TILE_M, TILE_N, DocumentTable, Encoding, HeadLoss, Mask, Ngrams, NorMuon, Plan,
-    Ramp, Rotary, Shard, Softcap, Windows, attend, compiled, cut_in_pieces, embedding, fp8_product, groups_by_kind,
-    kernel_programs, mask_in_pieces, norm, option, parameter, polar, relu_squared, require, rotary_frequencies,
-    rotate, scheduled_steps, seen_by_pieces, sha256_of, stage_type, start, to_device, triton, uniform)
+    GATE_DIM, GPT2_VOCAB, TILE_K, TILE_M, TILE_N, Comm, DistributedOptimizer, DocumentTable, Encoding, HandleGroup,
+    HeadLoss, Mask, Ngrams, NorMuon, Pair, Plan, Ramp, Rotary, Shard, Softcap, Tensors, Values, Windows, attend,
+    compiled, cut_in_pieces, embedding, fp8_product, frozen, groups_by_kind, kernel_programs, mask_in_pieces, norm,
+    option, parameter, polar, relu_squared, require, rotary_frequencies, rotate, scheduled_steps, seen_by_pieces,
+    sha256_of, stage_type, stages_of, start, to_device, triton, uniform, wide_dtype)
+
+Outputs = dict[int, Tensor]  # by layer
 
 if triton is not None:
     import triton.language as tl
@@ -56,7 +61,7 @@ if triton is not None:
 # ------------------------------------------------------------------------------------------------------------------
 # config
 
-@dataclass(frozen=True)
+@frozen
 class StageValues(train_gpt.StageValues):
     """Values that a stage may set: also the weights of further targets, which GPT.loss reads."""
 
@@ -67,7 +72,7 @@ class StageValues(train_gpt.StageValues):
                                   "it sees whole documents", min=0)
     candidates: int = option(0, "classes of the training loss, drawn for each micro-batch (0: all). The train_loss in "
                              "the log is then of these only, too low by up to ln(vocabulary / candidates); the log "
-                             "states their number beside it", min=0)
+                             "states beside it how many were used, the mean of the step's micro-batches", min=0)
 
 Stage = stage_type(StageValues)
 Stage.__module__ = __name__  # Python 3.12 and newer name the module that made it
@@ -87,19 +92,21 @@ class AdamGroup(train_gpt.AdamGroup):
             rule |= {"rows": True, "lazy": False}
         return (RowAdam if self.row_moment else Adam)(**rule)
 
-@dataclass(frozen=True)
+@frozen
 class Tail:
     """A running average of weights over the last steps, which pulls the weights to it after the last one."""
 
     kinds: str  # of parameters, divided by spaces; mlp: all that begin with mlp_; also the last part of names, as qk
-    last_steps: int = option(dataclasses.MISSING, "the average starts as the weights after the first of them")
+    last_steps: int = option(MISSING, "the average starts as the weights after the first of them")
     period: int = option(1, "it moves after each later step s with s % period = phase")
     phase: int = option(0, "see period", min=0)
     rate: float = option(1.0, "how it moves: average += rate * (weights - average)", max=1)
     last_rate: float | None = option(None, "rate after the last step; None: rate", max=1)
     final_steps: int = option(0, "it moves after these last steps in any case", min=0)
     blend: float = option(1.0, "at the end: weights += blend * (average - weights)", max=1)
-    keep_norm: bool = True  # then scale all weights of a kind by one factor, to the norm that they had
+    # then scale all weights of a kind by one factor, to the norm that they had. Record 92's norm of the MLPs also
+    # counts a matrix that its model does not use and that never changes; ours does not, which is at most 5e-5 nats
+    keep_norm: bool = True
     __repr__ = train_gpt.show_row
 
 @dataclass(frozen=True, repr=False)
@@ -112,28 +119,31 @@ class MuonGroup(train_gpt.MuonGroup):
         rule = super().rule(config)
         return rule if self.anvil_from is None else Anvil(**vars(rule), blend_from=self.anvil_from)
 
+TIED = {"beta1": 0.5, "weight_decay": 0.75}
+SLOW = {"beta1": 0.9, "beta2": 0.99}
+OF_TABLES = {"beta1": 0.75, "beta2": 0.95, "weight_decay": 0.025}
 # One row per kind of parameters
 PARAM_GROUPS = (
-    AdamGroup("head", 1.0, beta1=0.5, beta2=0.95, weight_decay=0.75),
-    AdamGroup("embed", 1.0, beta1=0.5, beta2=0.95, weight_decay=0.75),  # once untied it continues as the head did
-    AdamGroup("value_embeds", 75.0, beta1=0.75, beta2=0.95, weight_decay=0.025),
-    AdamGroup("ngram_embeds", 75.0, beta1=0.75, beta2=0.95, weight_decay=0.025),
-    AdamGroup("scalars", 5.0, beta1=0.9, beta2=0.99),
-    AdamGroup("resid_lambdas", 5.0, beta1=0.9, beta2=0.95),
-    AdamGroup("post_lambdas", 1.0, beta1=0.9, beta2=0.95),
-    AdamGroup("gates", 1.0, beta1=0.9, beta2=0.99, weight_decay=0.005),
-    AdamGroup("smear_gate", 0.01, beta1=0.9, beta2=0.99),
-    AdamGroup("token_gates", 0.1, beta1=0.9, beta2=0.99, weight_decay=0.005),  # outputs weight whole residual streams
-    AdamGroup("token_gates_biases", 0.1, beta1=0.9, beta2=0.99),
-    AdamGroup("mudd", 0.25, beta1=0.9, beta2=0.99, weight_decay=0.005),
-    AdamGroup("mudd_biases", 0.25, beta1=0.9, beta2=0.99),
-    AdamGroup("doc_copy", beta1=0.9, beta2=0.99),
+    AdamGroup("head", **TIED),
+    AdamGroup("embed", **TIED),  # once untied it continues as the head did
+    AdamGroup("value_embeds", 75.0, **OF_TABLES),
+    AdamGroup("ngram_embeds", 75.0, **OF_TABLES),
+    AdamGroup("scalars", 5.0, **SLOW),
+    AdamGroup("resid_lambdas", 5.0, beta1=0.9),
+    AdamGroup("post_lambdas", beta1=0.9),
+    AdamGroup("gates", **SLOW, weight_decay=0.005),
+    AdamGroup("smear_gate", 0.01, **SLOW),
+    AdamGroup("token_gates", 0.1, **SLOW, weight_decay=0.005),  # outputs weight whole residual streams
+    AdamGroup("token_gates_biases", 0.1, **SLOW),
+    AdamGroup("mudd", 0.25, **SLOW, weight_decay=0.005),
+    AdamGroup("mudd_biases", 0.25, **SLOW),
+    AdamGroup("doc_copy", **SLOW),
     MuonGroup("attn"),
     MuonGroup("mlp_fc", lr_mul=2.0),
     MuonGroup("mlp_proj", lr_mul=4.0),
 )
 
-@dataclass(frozen=True)
+@frozen
 class Config(train_gpt.Config, StageValues):
     """Every value that decides a run. The defaults, with RECORD_89, are record 89 of the public speedrun."""
 
@@ -180,7 +190,7 @@ class Config(train_gpt.Config, StageValues):
     def parse_layers(self) -> tuple[Layer, ...]:
         return parse_layers(self.layers)
 
-    def shortened(self, num_steps: int) -> dict[str, Any]:
+    def shortened(self, num_steps: int) -> Values:
         """Scale also the steps in which rules change, and the tails: an average moves as far over its fewer steps."""
         part = num_steps / self.num_steps
         if part >= 1:
@@ -190,11 +200,11 @@ class Config(train_gpt.Config, StageValues):
             if isinstance(row, Tail):
                 rates = (row.rate, row.rate if row.last_rate is None else row.last_rate)
                 rate, last_rate = (1 - (1 - rate) ** (1 / part) for rate in rates)
-                return dataclasses.replace(row, last_steps=max(1, int(part * row.last_steps)),
+                return replace(row, last_steps=max(1, int(part * row.last_steps)),
                                            rate=rate, last_rate=last_rate)
             name, unit = ("slow_from", 2 * self.adam_every) if isinstance(row, AdamGroup) else ("anvil_from", 1)
             steps = getattr(row, name)
-            return row if steps is None else dataclasses.replace(row, **{name: int(part * steps) // unit * unit})
+            return row if steps is None else replace(row, **{name: int(part * steps) // unit * unit})
         return super().shortened(num_steps) | {"tails": tuple(map(scaled, self.tails)),
                                                "param_groups": tuple(map(scaled, self.param_groups))}
 
@@ -205,6 +215,11 @@ class Config(train_gpt.Config, StageValues):
         yield from (
             (begins[:1] == [0] and begins[-1] < len(layers) and begins == sorted({*begins}), f"token_gates is "
              f"{c.token_gates!r}; give numbers of layers, 0 and later ones up to {len(layers) - 1}, such as 0,4"),
+            (all(gates_of(c, numbers) for numbers in gated_layers(c) if numbers.stop <= len(layers)),
+             f"token_gates is {c.token_gates!r}, but the layers from one of these to the next have "
+             "none of i, n, x, g, d and +N; add one, or begin elsewhere"),
+            (c.backout_layer != len(layers) - 1,
+             f"backout_layer is {c.backout_layer}; the last layer reads it, so give an earlier one"),
             (layers[0].window and layers[-1].window and tables, "layers: the first and the last layer need attention, "
              "and one layer a value table, such as S0M"),
             (not any(layer.reads_backout for layer in layers[:c.backout_layer + 1]),
@@ -220,12 +235,17 @@ class Config(train_gpt.Config, StageValues):
         for tail in c.tails:
             yield isinstance(tail.kinds, str) and tail.phase < tail.period, (
                 f"tails: {tail}: give kinds as a text such as \"qk vo\", and a phase below the period")
-        for n in {stage.first["candidates"] for stage in train_gpt.stages_of(c)}:
+        for n in {stage.first["candidates"] for stage in stages_of(c)}:
             yield n % 16 == 0, f"candidates is {n}; products in fp8 need a multiple of 16"
+        cycle, untied = 2 * c.adam_every, first_untied_step(c)
         for group in groups_by_kind(c).values():
             if isinstance(group, AdamGroup):
-                yield ((group.slow_from or 0) % (2 * c.adam_every) == 0, f"param_groups: {group} has slow_from "
-                       f"{group.slow_from}; it must be a multiple of {2 * c.adam_every}, 2 * adam_every")
+                slow_from = group.slow_from or 0
+                yield (slow_from % cycle == 0, f"param_groups: {group} has slow_from {slow_from}; it must be a "
+                       f"multiple of {cycle}, 2 * adam_every")
+                yield (group.kind != "head" or group.slow_from is None or slow_from >= untied or untied % cycle == 0,
+                       f"param_groups: {group}: its gradients would wait in step {untied}, in which the embedding "
+                       "becomes a copy of the head; change untie_at")
                 yield ((not group.row_moment or group.kind == "ngram_embeds" and c.lazy_tables)
                        and (not group.by_rows or group.kind == "value_embeds"), f"param_groups: {group}: row_moment is "
                        "for ngram_embeds with --lazy_tables true, and by_rows for value_embeds; leave it out")
@@ -245,14 +265,13 @@ RECORD_89 = Config(
     num_steps=1285, cooldown=0.6, lr_floor=0.15, muon_lr=0.023, muon_beta2=0.9, adam_eps=1e-10,
     # Batches and documents grow; at first several tokens are predicted. Ends: 423 (1/3: 424), 847, 1270, 1285
     stages=(
-        Stage(until=0.333, micro_batch_tokens=16384, max_document_tokens=896, long_window=3, peak_lr_factor=1.0,
+        Stage(until=0.333, micro_batch_tokens=16384, max_document_tokens=896, long_window=3,
               second_token_weight=0.5, third_token_weight=Ramp(0.25, 0.0), prefix_weight=0.25),
         Stage(until=2/3, micro_batch_tokens=32768, max_document_tokens=2048, long_window=7, peak_lr_factor=1.52,
-              second_token_weight=Ramp(0.5, 0.0), third_token_weight=0.0, prefix_weight=Ramp(0.25, 0.0)),
-        Stage(micro_batch_tokens=49152, max_document_tokens=2048, long_window=11, peak_lr_factor=1.73,
-              second_token_weight=0.0, third_token_weight=0.0, prefix_weight=0.0),
-        Stage(extra_steps=15, micro_batch_tokens=49152, max_document_tokens=2048, long_window=13, peak_lr_factor=0.15,
-              second_token_weight=0.0, third_token_weight=0.0, prefix_weight=0.0),  # lr_floor decides here, not peak
+              second_token_weight=Ramp(0.5, 0.0), prefix_weight=Ramp(0.25, 0.0)),
+        Stage(micro_batch_tokens=49152, max_document_tokens=2048, long_window=11, peak_lr_factor=1.73),
+        Stage(extra_steps=15, micro_batch_tokens=49152, max_document_tokens=2048, long_window=13,
+              peak_lr_factor=0.15),  # lr_floor decides here, not peak
     ),
 )
 
@@ -260,7 +279,7 @@ RECORD_89 = Config(
 SECOND = {"micro_batch_tokens": 32768, "max_document_tokens": 2048, "long_window": 7, "peak_lr_factor": 1.52,
           "candidates": 10240}
 THIRD = {"micro_batch_tokens": 49152, "max_document_tokens": 3072, "attended_tokens": 2560, "long_window": 11}
-PRESETS = {"frontier": dataclasses.replace(
+PRESETS = {"frontier": replace(
     RECORD_89, layers="PqinM Sqv0xinM Pq1iM LxgM rinM PqinM M+3 ri cSqv2MM rnM cL3gM", mlp_dim=2816,
     softmax_scale=0.085, mudd_groups=12, untie_at=1.0, num_steps=1194, cooldown=940 / 1174, lr_floor=0.3, val_every=0,
     muon_weight_decay=2.25, muon_momentum=0.93, muon_momentum_rise=240,
@@ -268,23 +287,23 @@ PRESETS = {"frontier": dataclasses.replace(
     # 84,602,880 rows in the record, on eight GPUs; another number is another experiment
     ngrams=(Ngrams(2, 5287680, 768), Ngrams(3, 5287680, 768)), ngram_hash="record92", lazy_tables=True,
     param_groups=(
-        AdamGroup("value_embeds", 70.0, beta1=0.75, beta2=0.95, weight_decay=0.025, slow_from=336),
+        AdamGroup("value_embeds", 70.0, **OF_TABLES, slow_from=336),
         AdamGroup("ngram_embeds", 70.0, beta1=0.0, beta2=0.95, weight_decay=0.025, slow_from=336, row_moment=True),
-        MuonGroup("attn", anvil_from=514), MuonGroup("mlp_fc", math.sqrt(2816 / 768), anvil_from=514),
-        MuonGroup("mlp_proj", 2 * math.sqrt(2816 / 768), anvil_from=514)),
+        MuonGroup("attn", anvil_from=514), MuonGroup("mlp_fc", sqrt(2816 / 768), anvil_from=514),
+        MuonGroup("mlp_proj", 2 * sqrt(2816 / 768), anvil_from=514)),
     tails=(Tail("head embed", 298, 2, 1, 1 - (1 - 2 / 299) ** 2, last_rate=2 / 299, blend=0.65),
            Tail("vo mlp", 249, 4, 1, 4 / 53), Tail("value_embeds", 247, 4, 3, 4 / 53, keep_norm=False),
            Tail("qk", 297, 4, 1, 2 / 75, final_steps=2, blend=0.55),
            Tail("vo mlp", 297, 4, 1, 2 / 75, final_steps=2, blend=0.55 - 0.2007)),
     stages=(
-        Stage(until=320 / 1174, micro_batch_tokens=16384, max_document_tokens=896, long_window=3, peak_lr_factor=1.0,
+        Stage(until=320 / 1174, micro_batch_tokens=16384, max_document_tokens=896, long_window=3,
               candidates=10240, second_token_weight=0.5, third_token_weight=Ramp(0.25, 0.0), prefix_weight=0.25),
         *(Stage(until=end / 1174, **SECOND, prefix_weight=prefix,
                 second_token_weight=Ramp(*(0.5 * (681 - step) / 361 for step in (begin, end))))
           for begin, end, prefix in ((320, 411, 0.2), (411, 501, 0.15), (501, 591, 0.1), (591, 681, 0.05))),
         *(Stage(until=end / 1174, **THIRD, peak_lr_factor=1.73, candidates=classes)
           for end, classes in ((965, 14336), (1107, 24576))),
-        Stage(**THIRD | {"micro_batch_tokens": 40960}, peak_lr_factor=1.73 * math.sqrt(20 / 24)),
+        Stage(**THIRD | {"micro_batch_tokens": 40960}, peak_lr_factor=1.73 * sqrt(20 / 24)),
         Stage(extra_steps=20, **THIRD | {"micro_batch_tokens": 16384, "long_window": 13}, peak_lr_factor=0.3))),
     "frontier89": RECORD_89}
 
@@ -318,7 +337,7 @@ class Layer(NamedTuple):
     reads_backout: bool  # attention reads the output of backout_layer
     last: bool  # its inputs are mixed by Mudd
 
-@functools.lru_cache(maxsize=16)
+@lru_cache(maxsize=16)
 def parse_layers(words: str) -> tuple[Layer, ...]:
     """Parse Config.layers. RunError on an invalid word."""
     require(words.split(), "layers is empty; give at least one layer")
@@ -349,7 +368,7 @@ def gate_begins(config: Config) -> list[int]:
 
 def gated_layers(config: Config) -> list[range]:
     """Return the layers that each network of token gates computes gates for."""
-    return [range(*ends) for ends in itertools.pairwise([*gate_begins(config), len(config.parse_layers())])]
+    return [range(*ends) for ends in pairwise([*gate_begins(config), len(config.parse_layers())])]
 
 def layer_groups(config: Config) -> list[range]:
     """Cut the layers into the groups that are compiled together.
@@ -361,7 +380,7 @@ def layer_groups(config: Config) -> list[range]:
         large = min(i - begins[-1], count - i) >= train_gpt.MIN_GROUP_LAYERS
         if i in gate_begins(config) or i - 1 in saved and large:
             begins.append(i)
-    return [range(*ends) for ends in itertools.pairwise([*begins, count])]
+    return [range(*ends) for ends in pairwise([*begins, count])]
 
 def first_untied_step(config: Config) -> int:
     """Return the first step with an untied embedding: after the first Adam update at or after untie_at.
@@ -404,7 +423,7 @@ class GPT(nn.Module):
         self.scalars = parameter(torch.tensor([-1.5] * skips + [0.5, 1.0] * count + [0.0]), "scalars")
         self.scalar_sizes = skips, 2 * count, 1
         # a layer has two weights of its residual stream (see Block), so each is the root of the layer's weight
-        self.resid_lambdas = parameter(torch.full((count, 2), math.sqrt(c.resid_lambda_init)), "resid_lambdas")
+        self.resid_lambdas = parameter(torch.full((count, 2), sqrt(c.resid_lambda_init)), "resid_lambdas")
         self.post_lambdas = parameter(torch.ones(count, 2), "post_lambdas")
         # the longest other token that begins each token, or -1; the last entry is for the target -1. See fill_prefixes
         self.register_buffer("prefixes", torch.full((vocab + 1,), -1), persistent=False)
@@ -425,7 +444,7 @@ class GPT(nn.Module):
         self.reach = 0  # above 0: all masks in pieces have one shape, for windows up to `reach` tokens
         self.flash, self.counted = False, None  # counted: of the next sequence, by train_gpt.count_documents
 
-    def forward(self, inputs: Tensor, targets: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: Tensor, targets: Tensor, windows: Windows) -> Pair:
         """inputs, targets [T] -> (objective, cross entropy) in nats, summed over tokens; see Head.forward.
 
         Targets of -1 are not counted, nor are tokens beyond the sequence.
@@ -437,9 +456,9 @@ class GPT(nn.Module):
         masks, (x0, bigram_embeds, copied) = self.masks(tokens, windows), self.embed_tokens(tokens)
         context = self.context(x0, bigram_embeds, masks, copied)
         x, gates = x0.view_as(x0), None  # a new object: with x0 itself torch.compile would build a further graph
-        saved: dict[int, Tensor] = {}  # outputs of the layers that later layers read
+        saved: Outputs = {}  # outputs of the layers that later layers read
         # looked up just before the first group that reads them, so that their gradients can be sent after that group
-        values: dict[int, Tensor] = {}
+        values: Outputs = {}
         for group in self.groups:
             for table in sorted({self.layers[i].value_table for i in group.numbers} - {None} - values.keys()):
                 values[table] = self.value_embeds[table](tokens)
@@ -490,7 +509,7 @@ class GPT(nn.Module):
         x0 = self.smear(e, self.smear_gate, self.scalars.split(self.scalar_sizes)[2][0], copied[0])
         embeds = (table(*rows) for table, rows in zip(self.ngrams, self.ngram_rows(tokens)))
         # a narrow table: the first entries. The sum of two tables in bf16 is rounded once
-        return x0, functools.reduce(torch.add, (F.pad(e, (0, x0.size(1) - e.size(1))) for e in embeds)), copied[1]
+        return x0, reduce(torch.add, (F.pad(e, (0, x0.size(1) - e.size(1))) for e in embeds)), copied[1]
 
     def normalized(self, tokens: Tensor) -> Tensor:
         """Return what n-grams and DocCopy compare: with normalized_ids, a number of each token's normalized text."""
@@ -501,7 +520,7 @@ class GPT(nn.Module):
     smear = staticmethod(train_gpt.GPT.smear)
 
     @compiled
-    def ngram_rows(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def ngram_rows(self, tokens: Tensor) -> list[Pair]:
         """Return each table's rows and sign rows, of the n-grams that end at tokens [T]."""
         return [table.row_and_sign(self.normalized(tokens)) for table in self.ngrams]
 
@@ -520,7 +539,7 @@ class GPT(nn.Module):
         return Context(x0, bigram_embeds, *rotaries, masks, skip_weights.unbind(), mixes.unbind(),
                        value_mixes.view(-1, 2).unbind(), self.gate_scale, copied)
 
-    def loss(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(self, x: Tensor, targets: Tensor) -> Pair:
         """Compute the losses of `forward` from the normed residual stream [T, dim]."""
         rows, weights = [targets], [1.0]
         second, third, prefix = (
@@ -598,11 +617,11 @@ class Group(nn.Module):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         modules = *self.blocks, *self.token_gates, *self.mudd
-        return itertools.chain(*(module.parameters() for module in modules))
+        return chain(*(module.parameters() for module in modules))
 
     @compiled
-    def forward(self, x: Tensor, context: Context, saved: dict[int, Tensor], values: dict[int, Tensor],
-                gates: Tensor | None) -> tuple[Tensor, dict[int, Tensor], Tensor]:
+    def forward(self, x: Tensor, context: Context, saved: Outputs, values: Outputs,
+                gates: Tensor | None) -> tuple[Tensor, Outputs, Tensor]:
         """Map the residual stream x [T, dim] to the next group's, or to the head's normed input.
 
         saved: outputs of earlier layers. values: rows of the value tables. gates: those of the group before. Return
@@ -647,7 +666,7 @@ class Block(nn.Module):
         self.mlp, self.second_mlp = (MLP(config) if layer.mlp > i else None for i in range(2))
 
     def forward(self, x: Tensor, context: Context, mix: Sequence[Tensor], value_embeds: Tensor | None,
-                value_mix: Tensor, attn_input: Tensor | None, gates: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+                value_mix: Tensor, attn_input: Tensor | None, gates: Tensors) -> tuple[Tensor, Tensor | None]:
         """Map the residual stream x [T, dim] to the next layer's. Return also the MLPs' input.
 
         attn_input [T, dim]: attention reads it in place of x. gates: see gates_of.
@@ -687,7 +706,7 @@ class Attention(nn.Module):
             self.value_gate = parameter(gate, "gates", tuple(gate.shape))
 
     def forward(self, x: Tensor, value_embeds: Tensor | None, value_mix: Tensor, context: Context,
-                gates: dict[str, Tensor]) -> Tensor:
+                gates: Tensors) -> Tensor:
         """x, value_embeds [T, dim] -> [T, dim].
 
         value_mix [2]: weights of the layer's values and of its output. gates: of heads, see gates_of.
@@ -773,7 +792,7 @@ class DelayedScales:
 
     HEADROOM = 1.8
 
-    def __init__(self, model: nn.Module, comm: train_gpt.Comm):
+    def __init__(self, model: nn.Module, comm: Comm):
         mlps = {name: m for name, m in model.named_modules() if isinstance(m, MLP) and m.fp8}
         self.named = {f"{name}.proj/h_scale": mlp.h_scale for name, mlp in mlps.items()}
         self.maxima, self.comm = [mlp.h_max for mlp in mlps.values()], comm
@@ -833,14 +852,14 @@ class NgramTable(train_gpt.NgramTable):
         super().__init__(config, ngrams)
         self.sign_factors = SIGN_FACTORS[config.ngram_hash][self.n]
 
-    def row_and_sign(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def row_and_sign(self, tokens: Tensor) -> Pair:
         """Hash the n-grams that end at tokens [..., T] as the records do -> rows of the table, rows of the signs.
 
         The first n - 1 tokens have the last row. In the pair of the second token, the hash has the number of that row
         in place of the first token.
         """
         def mix(factors: Sequence[int]) -> Tensor:
-            return functools.reduce(torch.bitwise_xor, (factor * token for factor, token in zip(factors, window)))
+            return reduce(torch.bitwise_xor, (factor * token for factor, token in zip(factors, window)))
         last, incomplete = self.num_embeddings - 1, self.n - 1
         window = [F.pad(tokens.int(), (k, 0))[..., :tokens.size(-1)] for k in range(self.n)]
         sign = mix(self.sign_factors) % self.SIGNS
@@ -862,7 +881,7 @@ class TokenWeights(nn.Module):
     def __init__(self, config: Config, kind: str, init: dict[Any, list[float]]):
         super().__init__()
         dim, dtype, self.sizes = config.model_dim, config.torch_dtype, {name: len(v) for name, v in init.items()}
-        bound, values = 1 / math.sqrt(dim), torch.tensor([*itertools.chain(*init.values())])
+        bound, values = 1 / sqrt(dim), torch.tensor([*chain(*init.values())])
         self.hidden = parameter(torch.empty(self.WIDTH, dim).uniform_(-bound, bound).to(dtype), kind)
         self.out = parameter(torch.zeros(len(values), self.WIDTH, dtype=dtype), kind)
         self.bias = parameter((values / self.SCALE).to(dtype), f"{kind}_biases")
@@ -907,7 +926,7 @@ class Mudd(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        c, last, scale = config, config.parse_layers()[-1], math.sqrt(config.resid_lambda_init)
+        c, last, scale = config, config.parse_layers()[-1], sqrt(config.resid_lambda_init)
         self.backout, self.heads, self.sources = c.backout_layer, c.num_heads, sorted(saved_layers(c))
         init = {"values": [0.0] * 3, "residual": [0.0] * 3, "mix": [scale, scale, 1.0, 1.0], "x0": [0.0],
                 "bigrams": [BIGRAM_GATE_INIT]}
@@ -922,8 +941,8 @@ class Mudd(nn.Module):
         self.by_group = parameter(torch.zeros(len(sources), c.mudd_groups, TokenWeights.WIDTH, dtype=c.torch_dtype),
                                   "mudd") if c.mudd_groups else None
 
-    def layer_inputs(self, x: Tensor, saved: dict[int, Tensor], value_embeds: Tensor | None) -> tuple[
-            Tensor, Tensor, tuple[Tensor, ...], dict[str, Tensor]]:
+    def layer_inputs(self, x: Tensor, saved: Outputs, value_embeds: Tensor | None) -> tuple[
+            Tensor, Tensor, tuple[Tensor, ...], Tensors]:
         """Compute what the last layer reads: the residual stream, value embeddings, mix and gates of Block."""
         weights = self.layer.by_name(self.layer.compute(x))
         sources = saved[-1], saved[self.backout], x
@@ -934,7 +953,7 @@ class Mudd(nn.Module):
         gates = {name: weights[name] for name in ("x0", "bigrams")}
         return x + weighted_sum(weights["residual"], sources), mixed, weights["mix"].split(1, dim=1), gates
 
-    def head_input(self, x: Tensor, saved: dict[int, Tensor], values: dict[int, Tensor], mlp_input: Tensor) -> Tensor:
+    def head_input(self, x: Tensor, saved: Outputs, values: Outputs, mlp_input: Tensor) -> Tensor:
         sources = [saved[i] for i in self.sources]
         if self.by_group is None:
             return x + weighted_sum(self.head.compute(x), [*sources, values[0]])
@@ -967,13 +986,13 @@ class DocCopy(train_gpt.DocCopy):
 
     @staticmethod
     @compiled
-    def find(tokens: Tensor, ids: Tensor, bos_id: int) -> tuple[Tensor, Tensor]:
+    def find(tokens: Tensor, ids: Tensor, bos_id: int) -> Pair:
         """Tokens [T], ids [T] by which contexts are compared -> candidates, kinds of their contexts (0: tokens[0])."""
         places, kinds = train_gpt.DocCopy.find(ids.long(), tokens == bos_id)
         return tokens[places], kinds
 
     @compiled
-    def forward(self, e: Tensor, kinds: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, e: Tensor, kinds: Tensor) -> Pair:
         """Candidates' embeddings and kinds [T] -> what to add at the input and before the final norm, [T, dim]."""
         copied = self.weigh(e, kinds)
         return tuple(weight * copied for weight in self.weights.unbind())
@@ -1009,7 +1028,7 @@ ANVIL_STEPS = (
     (3.505298394150, -5.137358782410, 1.968325560615), (2.815058591845, -3.685181239622, 1.417196497642),
     (2.245503932403, -2.443826979899, 0.963091710461), (2.256537145403, -2.166840097229, 0.929501253245))
 
-@dataclass(frozen=True)
+@frozen
 class Anvil(NorMuon):
     """NorMuon with a second, slow momentum, which decides where weights decay and, from blend_from on, is blended in.
 
@@ -1019,16 +1038,16 @@ class Anvil(NorMuon):
     blend_from: int = 0
     FAST, SLOW, SHARE = 0.85, 0.98, 0.4385  # decays; share of the fast momentum in the blend
 
-    def init_state(self, shard: Tensor) -> dict[str, Tensor]:
+    def init_state(self, shard: Tensor) -> Tensors:
         state = super().init_state(shard)
         return state | {"slow": torch.zeros_like(state["m"])}
 
-    def hyper(self, plan: Plan, t: int) -> dict[str, Any]:
+    def hyper(self, plan: Plan, t: int) -> Values:
         fast, share = (self.FAST, self.SHARE) if plan.step >= self.blend_from else (plan.momentum, 1.0)
         return super().hyper(plan, t) | {"fast": fast, "share": share}
 
     @staticmethod
-    def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: dict[str, Any]) -> None:
+    def update(param: Tensor, grad: Tensor, state: Tensors, hyper: Values) -> None:
         """Update param [n, rows, columns] and its state in place; see NorMuon.update."""
         m, slow, momentum, fast, share = state["m"], state["slow"], *(hyper[k] for k in ("momentum", "fast", "share"))
         grad = grad.to(m.dtype)
@@ -1037,7 +1056,7 @@ class Anvil(NorMuon):
         u = momentum * (share * m + (1 - share) * slow) + (1 - momentum) * grad
         NorMuon.move(param, polar(u, hyper["dtype"], ANVIL_STEPS, 1.05).to(m.dtype), state, hyper, slow)
 
-@dataclass(frozen=True)
+@frozen
 class Adam(train_gpt.Adam):
     """Adam that updates half as often from step slow_from on, with squared betas and twice the weight decay."""
 
@@ -1049,12 +1068,12 @@ class Adam(train_gpt.Adam):
     def updates_in(self, step: int) -> bool:
         return (step + 1) % (self.every * (1 + self.is_slow(step))) == 0
 
-    def hyper(self, plan: Plan, t: int) -> dict[str, Any]:
+    def hyper(self, plan: Plan, t: int) -> Values:
         slow = dict(beta1=self.beta1 ** 2, beta2=self.beta2 ** 2, weight_decay=2 * self.weight_decay)
-        rule = dataclasses.replace(self, **slow) if self.is_slow(plan.step) else self
+        rule = replace(self, **slow) if self.is_slow(plan.step) else self
         return train_gpt.Adam.hyper(rule, plan, t)
 
-@dataclass(frozen=True)
+@frozen
 class RowAdam(Adam):
     """Adam for tables, with one second moment per row and no first moment. Bias correction counts updates, not a row's.
 
@@ -1062,16 +1081,16 @@ class RowAdam(Adam):
     multiplies its moment by the decay of all steps since `last`. It is not compiled: Config asks for lazy tables.
     """
 
-    def init_state(self, shard: Tensor) -> dict[str, Tensor]:
+    def init_state(self, shard: Tensor) -> Tensors:
         """Create, for a shard [rows, width], each row's moment and the step of its last update, both [rows, 1]."""
-        v = torch.zeros_like(shard[:, :1], dtype=torch.promote_types(shard.dtype, torch.float32))
+        v = torch.zeros_like(shard[:, :1], dtype=wide_dtype(shard))
         return {"v": v, "last": torch.zeros_like(v)}
 
-    def hyper(self, plan: Plan, t: int) -> dict[str, Any]:
+    def hyper(self, plan: Plan, t: int) -> Values:
         return super().hyper(plan, t) | {"step": plan.step, "cycle": self.every, "beta2_of_cycle": self.beta2}
 
     @staticmethod
-    def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: dict[str, Any]) -> None:
+    def update(param: Tensor, grad: Tensor, state: Tensors, hyper: Values) -> None:
         """Update param [rows, width] and its state in place, as Adam.update does but for the moments."""
         v, beta2, step, cycle = state["v"], hyper["beta2"], hyper["step"], hyper["cycle"]
         p, g = param.to(v.dtype), grad.to(v.dtype)
@@ -1091,13 +1110,13 @@ class RowAdam(Adam):
 class Worker(train_gpt.Worker):
     """What one rank trains. Besides train_gpt's step: the tied embedding, prefixes as targets, and scales of fp8."""
 
-    def __init__(self, config: Config, comm: train_gpt.Comm, device: torch.device, train_shards: list[Shard]):
+    def __init__(self, config: Config, comm: Comm, device: torch.device, train_shards: list[Shard]):
         super().__init__(config, comm, device, train_shards)
         self.scales = DelayedScales(self.model, comm)
         self.tails, self.candidates = TailAverages(config, self.optimizer), Candidates(config, self.model, comm)
         self.optimizer.further |= self.scales.named | self.candidates.named
         # other encodings are of bytes, which have no prefixes
-        stages, of_gpt2 = train_gpt.stages_of(config), train_shards[0].encoding.vocab_size == GPT2_VOCAB
+        stages, of_gpt2 = stages_of(config), train_shards[0].encoding.vocab_size == GPT2_VOCAB
         wanted = of_gpt2 and any(stage.first["prefix_weight"] or stage.last["prefix_weight"] for stage in stages)
         self.token_bytes = gpt2_token_bytes(train_shards[0].path.parent) if wanted else []
 
@@ -1111,9 +1130,9 @@ class Worker(train_gpt.Worker):
     def before_step(self, plan: Plan) -> None:
         model, optimizer = self.model, self.optimizer
         if model.tied or model.candidates:  # the head's weights are read before its own forward would wait
-            optimizer.finish_all_gathers([optimizer.reducer.slots[model.lm_head.weight][0]])
+            optimizer.wait_for(model.lm_head.weight)
         if plan.step == model.untied_step > 0:
-            optimizer.copy_parameter("lm_head.weight", "embed.weight")
+            copy_parameter(optimizer, "lm_head.weight", "embed.weight")
             model.tied = False
 
     def before_update(self, plan: Plan) -> None:
@@ -1122,6 +1141,8 @@ class Worker(train_gpt.Worker):
     def after_step(self, plan: Plan) -> None:
         self.scales.update()
         self.candidates.handle.wait()
+        if plan.values["candidates"]:  # the log states how many were used, the mean of the step's micro-batches
+            plan.values["candidates"] = self.candidates.used[:plan.micro_batches].sum().item() // plan.micro_batches
         self.tails.move(plan.step)
 
     def after_training(self) -> None:
@@ -1133,6 +1154,16 @@ class Worker(train_gpt.Worker):
         further = [first_untied_step(self.config), *sorted(slow)]
         return super().kinds_of_steps() + [step for step in further if step < self.config.num_steps]
 
+def copy_parameter(optimizer: DistributedOptimizer, source: str, target: str) -> None:
+    """Copy a parameter and its state to another, such as a head that was tied to the embedding until this step."""
+    of = {slot.name: bucket for bucket in optimizer.buckets for slot in bucket.slots if slot.name in (source, target)}
+    require(not any(map(optimizer.reducer.waits, of.values())), f"{target} cannot be copied while gradients wait for "
+            "an update; copy it one step later")
+    optimizer.finish_all_gathers()
+    copy, state = (train_gpt.gather_state(of[name], optimizer.comm) for name in (source, target))
+    state |= {target + name.removeprefix(source): x for name, x in copy.items() if name.partition("/")[0] == source}
+    train_gpt.write_state(of[target], train_gpt.take_state(of[target], state), optimizer.comm)
+
 class TailAverages:
     """The averages of Config.tails, in float32 and of weights as stored, of the shard that this rank updates.
 
@@ -1140,7 +1171,7 @@ class TailAverages:
     embedding that is untied gets the head's.
     """
 
-    def __init__(self, config: Config, optimizer: train_gpt.DistributedOptimizer):
+    def __init__(self, config: Config, optimizer: DistributedOptimizer):
         self.tails, self.steps, self.optimizer = config.tails, config.num_steps, optimizer
         pairs = [(bucket, slot) for bucket in optimizer.buckets for slot in bucket.slots]
         pairs.sort(key=lambda pair: pair[1].name)  # one order of the sums in `norms`, whatever the buckets
@@ -1153,10 +1184,10 @@ class TailAverages:
                 f"{', '.join(self.of_kind)} one has no parameter, or two have the same; see Tail")
         for i, tail in enumerate(self.tails):
             for bucket in {bucket for kind in tail.kinds.split() for bucket, _ in self.of_kind[kind]}:
-                dtype = torch.promote_types(bucket.param_shard.dtype, torch.float32)
+                dtype = wide_dtype(bucket.param_shard)
                 bucket.state[f"tail{i}"] = torch.zeros_like(bucket.param_shard, dtype=dtype)
 
-    def parts(self, i: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def parts(self, i: int) -> Iterator[Pair]:
         """Yield the parts of average i on this rank, each with its weights."""
         for bucket, slot in (pair for kind in self.tails[i].kinds.split() for pair in self.of_kind[kind]):
             average, weights = bucket.state[f"tail{i}"], bucket.param_shard
@@ -1190,7 +1221,7 @@ class TailAverages:
     def norms(self) -> dict[str, float]:
         """Compute the norm over all weights of each kind, the same for any number of ranks."""
         def norm_of(x: Tensor) -> float:
-            return torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)).item()
+            return torch.linalg.vector_norm(x, dtype=wide_dtype(x)).item()
         return {kind: math.hypot(*(norm_of(slot.param) for _, slot in found)) for kind, found in self.of_kind.items()}
 
 class Candidates:
@@ -1203,25 +1234,29 @@ class Candidates:
 
     STRIDE = 20011  # a prime. Entry k of the permutation of n classes is STRIDE * k % n
 
-    def __init__(self, config: Config, model: GPT, comm: train_gpt.Comm):
+    def __init__(self, config: Config, model: GPT, comm: Comm):
         self.model, self.comm, self.classes = model, comm, len(model.lm_head.weight)
-        most, count = (max(stage.first[name] for stage in train_gpt.stages_of(config))
+        most, count = (max(stage.first[name] for stage in stages_of(config))
                        for name in ("candidates", "micro_batches"))
         require(most <= self.classes, f"candidates is {most}; the head has only {self.classes} classes")
         self.offsets = torch.arange(count) * self.classes // count
+        self.used = torch.zeros_like(self.offsets)  # classes of each micro-batch
         self.named = {"lm_head.weight/offsets": self.offsets} if most else {}
 
     def draw(self, number: int, batch: list[np.ndarray]) -> None:
         """Draw that many candidates of each of this rank's micro-batches, and start to exchange the next offsets."""
         self.model.candidates.clear()
-        self.handle = train_gpt.HandleGroup()
+        self.handle = HandleGroup()
         if number:
-            of_ranks = self.offsets[:self.comm.ranks * len(batch)].view(self.comm.ranks, -1)
-            own, device = of_ranks[self.comm.rank], self.model.lm_head.weight.device
+            comm = self.comm
+            of_ranks = [x[:comm.ranks * len(batch)].view(comm.ranks, -1) for x in (self.offsets, self.used)]
+            own, used = (x[comm.rank] for x in of_ranks)
             for i, micro_batch in enumerate(batch):
                 drawn, own[i] = self.draw_one(micro_batch[1:], number, own[i].item())
-                self.model.candidates.append(None if drawn is None else to_device(torch.from_numpy(drawn), device))
-            self.handle = self.comm.exchange([own] * self.comm.ranks, of_ranks)
+                used[i] = self.classes if drawn is None else number
+                self.model.candidates.append(
+                    None if drawn is None else to_device(torch.from_numpy(drawn), self.model.prefixes.device))
+            self.handle = HandleGroup(*(comm.exchange([x[comm.rank]] * comm.ranks, x) for x in of_ranks))
 
     def draw_one(self, targets: np.ndarray, number: int, offset: int) -> tuple[np.ndarray | None, int]:
         """Return the candidates of a micro-batch, sorted, and its next offset."""
@@ -1262,7 +1297,7 @@ def mix_heads(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, read: Tensor, write: 
     """
     tokens, heads, dim = q_THD.shape
     q, k = cut_in_pieces(q_THD, mask), seen_by_pieces(k_THD, mask)
-    read = F.rms_norm(read.to(torch.promote_types(read.dtype, torch.float32)), (heads,), eps=1e-6).type_as(q)
+    read = F.rms_norm(read.to(wide_dtype(read)), (heads,), eps=1e-6).type_as(q)
     attention_map = (cut_in_pieces(read, mask)[..., None] * (q @ k + mask[:, None]).softmax(-1)).sum(1)
     out = attention_map @ seen_by_pieces(v_THD.flatten(1), mask).mT  # one product for all heads' values
     return write[..., None] * out.view(-1, heads, dim)[:tokens]
@@ -1286,14 +1321,14 @@ class ReluSquaredInFP8(torch.autograd.Function):
 
 E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
 
-def to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
+def to_e4m3(x: Tensor) -> Pair:
     """Round a matrix to e4m3, scaled so that its largest value fits -> (rounded, scale)."""
     # per row first, since compiled code fuses that into the kernel that computes x
     scale = x.abs().amax(1).amax().float().clamp_min(1e-12) / E4M3_MAX
     return (x.float() / scale).to(torch.float8_e4m3fn), scale
 
 def relu_squared_in_fp8(a: Tensor, b: Tensor, scale: Tensor, h_scale: Tensor, h_max: Tensor,
-                        dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+                        dtype: torch.dtype) -> Pair:
     """Compute h = relu(a @ b * scale) ** 2 and h8 = h / h_scale in e4m3. Raise h_max to the largest h.
 
     a [m, k] in e4m3, row-major; b [k, n] in e4m3, column-major; scale, h_scale and h_max have no dimensions.

@@ -107,6 +107,11 @@ except ImportError:  # it comes with torch's GPU builds
 
 ROOT = Path(__file__).resolve().parent
 
+Tensors = dict[str, Tensor]  # by name
+Values = dict[str, Any]
+Pair = tuple[Tensor, Tensor]
+frozen = dataclass(frozen=True)
+
 class RunError(Exception):
     """An error that the user can fix. The message says what was seen, what was expected and what to do."""
 
@@ -118,15 +123,16 @@ def require(condition: Any, message: str) -> None:
 # config
 
 def option(default: Any, meaning: str, choices: tuple[str, ...] = (), min: float | None = None, max: float = math.inf,
-           exclusive_max: float = math.inf, free: bool = False) -> Any:
+           exclusive_max: float = math.inf, free: bool = False, needs: str = "") -> Any:
     """Declare a config field: default, meaning and limits. Without `min`, a number must be above 0.
 
     free: a resumed run may change it. It decides how the run is computed; at most roundings depend on it.
+    needs: fields of which one must be set, or the field has no effect.
     """
     return field(default=default, metadata={"meaning": meaning, "choices": choices, "min": min, "max": max,
-                                            "exclusive_max": exclusive_max, "free": free})
+                                            "exclusive_max": exclusive_max, "free": free, "needs": needs})
 
-@dataclass(frozen=True)
+@frozen
 class StageValues:
     """Values that a stage may set. A stage that does not set one uses the flag of the same name.
 
@@ -140,7 +146,7 @@ class StageValues:
     long_window: int = option(3, "long attention window in blocks; the short window is half of it, rounded down")
     peak_lr_factor: float = option(1.0, "factor on every learning rate before the cooldown", min=0)
 
-@dataclass(frozen=True)
+@frozen
 class Ramp:
     """A value of type float that changes linearly from `first`, at a stage's first step, to `last`, at its end."""
 
@@ -166,7 +172,7 @@ def stage_type(values: type[StageValues]) -> type:
 
 Stage = stage_type(StageValues)
 
-@dataclass(frozen=True)
+@frozen
 class AdamGroup:
     """How Adam updates one kind of parameters. None: the value of adam_beta1 or adam_beta2."""
 
@@ -184,7 +190,7 @@ class AdamGroup:
         return Adam(config.adam_lr, beta1, beta2, config.adam_eps, config.adam_every, self.weight_decay,
                     rows=self.kind == "ngram_embeds", lazy=config.lazy_tables)
 
-@dataclass(frozen=True)
+@frozen
 class MuonGroup:
     """How NorMuon updates one kind of matrices."""
 
@@ -195,7 +201,7 @@ class MuonGroup:
     def rule(self, config: Config) -> NorMuon:
         return NorMuon(config.muon_lr, config.muon_weight_decay, config.muon_beta2, config.torch_dtype)
 
-@dataclass(frozen=True)
+@frozen
 class Ngrams:
     """An n-gram embedding table [rows, width]. A hash assigns n-grams to rows."""
 
@@ -220,7 +226,7 @@ PARAM_GROUPS = (
     MuonGroup("mlp_proj"),
 )
 
-@dataclass(frozen=True)
+@frozen
 class SyncSettings:
     """How ranks exchange gradients and parameters.
 
@@ -240,7 +246,7 @@ class SyncSettings:
 
 GATE_DIM = 12  # channels of the residual stream that gates read
 
-@dataclass(frozen=True)
+@frozen
 class Config(SyncSettings, StageValues):
     """Every value that decides a run. The defaults are record 44 of the public speedrun.
 
@@ -265,7 +271,8 @@ class Config(SyncSettings, StageValues):
     epochs: int = option(1, "passes over the training shards; the race allows one")
     long_documents: str = option("cut", "cut documents at max_document_tokens, or split them", ("cut", "split"))
     shuffle: bool = option(False, "shuffle the documents of each shard by the seed (FineWeb is shuffled already)")
-    even_order: bool = option(False, "shuffle with low discrepancy, which lowers the variance of short runs")
+    even_order: bool = option(False, "shuffle with low discrepancy, which lowers the variance of short runs",
+                              needs="shuffle")
     val_tokens: int = option(10_485_760, "validation tokens, from the start of the split (0: all)", min=0)
     val_len: int = option(4 * 64 * 1024, "tokens per validation sequence")
     val_every: int = option(250, "steps between validations (0: only at the end)", min=0)
@@ -276,7 +283,7 @@ class Config(SyncSettings, StageValues):
                          "M (MLP), +N (skip connection from layer N); - (nothing)")
     ngrams: tuple[Ngrams, ...] = option((), "n-gram embedding tables, Ngrams(N, ROWS, WIDTH) each")
     ngram_reset: int = option(0, "zero the n-gram tables every N steps, counted back from the last step (0: never); "
-                              "with N = the steps of an epoch no table sees a text twice", min=0)
+                              "with N = the steps of an epoch no table sees a text twice", min=0, needs="ngrams")
     doc_copy: bool = option(False, "predict that the document repeats itself; see DocCopy")
     model_dim: int = option(768, "width of the residual stream", min=GATE_DIM)
     num_heads: int = option(6, "attention heads")
@@ -288,9 +295,12 @@ class Config(SyncSettings, StageValues):
     dtype: str = option("bfloat16", "dtype of activations and parameters, but for scalars", ("bfloat16", "float32"))
     fp8_head: bool = option(True, "compute the head in fp8 during training; off on GPUs without fp8")
     # x is normed, so its entries are at most sqrt(model_dim); a gradient of the summed cross entropy is within 1
-    fp8_x_scale: float = option(math.sqrt(768) / 448, "the head's input is divided by it in fp8, of at most 448")
-    fp8_weight_scale: float = option(2.0 ** -9, "the head's weights are divided by it in fp8: as above")
-    fp8_grad_scale: float = option(1 / 448, "the logits' gradient is divided by it in fp8, at most 57,344")
+    fp8_x_scale: float = option(math.sqrt(768) / 448, "the head's input is divided by it in fp8, of at most 448",
+                                needs="fp8_head")
+    fp8_weight_scale: float = option(2.0 ** -9, "the head's weights are divided by it in fp8: as above",
+                                     needs="fp8_head")
+    fp8_grad_scale: float = option(1 / 448, "the logits' gradient is divided by it in fp8, at most 57,344",
+                                   needs="fp8_head")
 
     # schedule
     num_steps: int = option(2245, "training steps; with fewer, extra_steps and muon_momentum_rise, _fall shrink, too")
@@ -300,7 +310,7 @@ class Config(SyncSettings, StageValues):
         "such as Stage(until=1/3, long_window=3), Stage(peak_lr_factor=Ramp(1, 2)), Stage(extra_steps=40). until: end "
         "(up to 1: fraction of the scheduled steps; above 1: step); extra_steps: length after the schedule")
     cooldown: float = option(0.5, "fraction of the scheduled steps in which the learning rate falls", min=0, max=1)
-    lr_floor: float = option(0.1, "learning-rate factor at the end of the cooldown", min=0, max=1)
+    lr_floor: float = option(0.1, "learning-rate factor at the end of the cooldown", min=0, max=1, needs="cooldown")
     window_block: int = option(128, "tokens per block of attention windows")
     final_window: int = option(20, "long window of the last validation, in blocks; the rotary is not stretched for it")
 
@@ -313,12 +323,14 @@ class Config(SyncSettings, StageValues):
     adam_beta2: float = option(0.95, "decay of the second moment", min=0, exclusive_max=1)
     adam_eps: float = option(1e-8, "added to the denominator, so that 0 / 0 is 0")
     adam_every: int = option(2, "steps per Adam update, which uses the sum of their gradients")
-    lazy_tables: bool = option(False, "update only the n-gram rows that a step uses, and send only their new values")
+    lazy_tables: bool = option(False, "update only the n-gram rows that a step uses, and send only their new values",
+                               needs="ngrams")
     muon_lr: float = option(0.03, "NorMuon's learning rate: the size of an orthogonal update", min=0)
     muon_weight_decay: float = option(1.2, "cautious weight decay: an update that moves a weight towards 0 subtracts "
                                       "this * (muon_lr * lr_factor) ** 2 * lr_mul of it, too", min=0)
     muon_momentum: float = option(0.95, "NorMuon's momentum between warm-up and cooldown", min=0, exclusive_max=1)
-    muon_momentum_low: float = option(0.85, "NorMuon's momentum at step 0 and at num_steps", min=0, exclusive_max=1)
+    muon_momentum_low: float = option(0.85, "NorMuon's momentum at step 0 and at num_steps", min=0, exclusive_max=1,
+                                      needs="muon_momentum_rise muon_momentum_fall")
     muon_momentum_rise: int = option(300, "steps of the momentum warm-up", min=0)
     muon_momentum_fall: int = option(50, "steps of the momentum cooldown", min=0)
     muon_beta2: float = option(0.95, "decay of NorMuon's second moment", min=0, exclusive_max=1)
@@ -336,8 +348,9 @@ class Config(SyncSettings, StageValues):
     # flash is FlashAttention 3 on Hopper where it is installed, else torch's own
     attention: str = option("auto", "flash: FlashAttention; masked: SDPA; auto: flash on GPUs in bf16, else masked",
                             ("auto", "flash", "masked"), free=True)
-    kernels: str = option("auto", "Triton kernels, on: of MLP and loss; loss: of the loss only; auto: on for Hopper "
-                          "GPUs and later, loss for other GPUs", ("auto", "on", "loss", "off"), free=True)
+    kernels: str = option("auto", "Triton kernels, on: of MLP and loss; loss: of the loss only; auto: on for GPUs "
+                          "with TMA and as much shared memory as Hopper's, loss for others",
+                          ("auto", "on", "loss", "off"), free=True)
     warmup_steps: int = option(30, "untimed warm-up steps over all stages; the state is restored after them", min=0,
                                free=True)
     timeout_s: int = option(300, "seconds until a collective fails if a rank does not join it", max=10 ** 6, free=True)
@@ -366,7 +379,7 @@ class Config(SyncSettings, StageValues):
     def parse_layers(self) -> tuple[Layer, ...]:
         return parse_layers(self.layers)
 
-    def shortened(self, num_steps: int) -> dict[str, Any]:
+    def shortened(self, num_steps: int) -> Values:
         """Scale all numbers of steps to a run of fewer steps. A longer run keeps them."""
         def scaled(steps: int) -> int:
             return steps * min(num_steps, self.num_steps) // self.num_steps
@@ -456,7 +469,6 @@ def make_parser(presets: dict[str, Config]) -> argparse.ArgumentParser:
     config_type, program = type(usual := next(iter(presets.values()))), source_files(usual)[0].name
     parser = Parser(
         prog=program, description=__doc__.split("\n\n")[0], allow_abbrev=False,
-        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=40, width=160),
         usage=f"{program} [--preset NAME] [--flag VALUE ...]",
         epilog=f"Every flag is a field of the config. Brackets show {[*presets][0]}'s value, and other presets' that "
                "differ. Relative paths start at the script's folder.")
@@ -494,14 +506,14 @@ def parse_config(argv: Sequence[str], default_preset: str,
     given = {name: v for name, v in vars(make_parser(presets).parse_args(argv)).items() if v is not None}
     preset = given.pop("preset", default_preset if default_preset in presets else [*presets][0])
     usual = presets[preset]
-    usual = dataclasses.replace(usual, **usual.shortened(given.get("num_steps", usual.num_steps)))
+    usual = dataclasses.replace(usual, **usual.shortened(max(1, given.get("num_steps", usual.num_steps))))
     if "param_groups" in given:
         given["param_groups"] = (*usual.param_groups, *given["param_groups"])  # later rows replace earlier ones
     config = dataclasses.replace(usual, **given)
-    idle = [f.name for f in stage_fields(usual) if f.name in given and "stages" not in given
-            and all(getattr(stage, f.name) is not None for stage in usual.stages)]
-    require(not idle, f"--{', --'.join(idle)} has no effect, because every stage of {preset} sets that value; change "
-            f"it in --stages '{', '.join(map(repr, config.stages))}'")
+    changed = {f.name for f in dataclasses.fields(usual) if getattr(usual, f.name) != f.default}
+    given_anew = [name for name, v in given.items() if v != getattr(usual, name)]
+    idle = [*idle_flags(config, given_anew), *idle_flags(usual, changed - given.keys())]
+    require(not idle, "; ".join(idle))
     if not config.resume:
         return preset, config
     path, fixed = Path(find_run(config)[1]), sorted(given.keys() & {f.name for f in fixed_fields(config)})
@@ -517,6 +529,20 @@ def parse_config(argv: Sequence[str], default_preset: str,
         raise RunError(f"{path}: not a checkpoint of this version of {mine} ({error}); name another one, or resume "
                        "with the version whose source opens its log") from error
 
+def idle_flags(c: Config, names: Iterable[str]) -> Iterator[str]:
+    """Say which of these fields change nothing. A field that is off, as by default, is left out."""
+    in_stages = [f.name for f in stage_fields(c)]
+    for f in (f for f in dataclasses.fields(c) if f.name in names and (getattr(c, f.name) or f.default)):
+        needs = f.metadata["needs"].split()
+        if needs and not any(getattr(c, name) for name in needs):
+            yield f"--{f.name} has no effect without --{' or --'.join(needs)}"
+        if f.name in in_stages and None not in [getattr(stage, f.name, None) for stage in c.stages]:
+            yield (f"--{f.name} has no effect, because every stage sets that value; change it in --stages "
+                   f"'{', '.join(map(repr, c.stages))}'")
+        if f.name.startswith("adam_beta") and None not in [
+                getattr(group, f.name[5:], 0) for group in groups_by_kind(c).values()]:
+            yield f"--{f.name} has no effect, because every row of --param_groups sets it"
+
 def fixed_fields(config: Config) -> list[dataclasses.Field]:
     """Return the fields that a resumed run may not change."""
     return [f for f in dataclasses.fields(config) if not f.metadata["free"]]
@@ -530,12 +556,12 @@ def source_files(config: Config) -> list[Path]:
     """Return the files that define the config's classes: the program that runs it, then what that imports."""
     return [*dict.fromkeys(Path(inspect.getfile(base)) for base in type(config).__mro__[:-1])]
 
-def json_of(config: Config) -> dict[str, Any]:
+def json_of(config: Config) -> Values:
     """Return the JSON form of a config. Rows are text, as on the command line."""
     return {f.name: ", ".join(map(repr, getattr(config, f.name))) if holds_rows(f) else getattr(config, f.name)
             for f in dataclasses.fields(config)}
 
-def config_of(fields: dict[str, Any], config_type: type[Config] = Config) -> Config:
+def config_of(fields: Values, config_type: type[Config] = Config) -> Config:
     """Rebuild a config from its JSON form. Raise TypeError if another version of this script wrote it."""
     rows = {f.name for f in dataclasses.fields(config_type) if holds_rows(f)}
     try:
@@ -601,8 +627,6 @@ def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
     kinds, own = [group.kind for group in c.base_groups], [group.kind for group in c.param_groups]
     unknown = ", ".join(repr(kind) for kind in own if kind not in kinds)
     profile = re.fullmatch(r"(\d+):(\d+)", c.profile)
-    rank_dependent = [name for name, on in (("bf16_compress", c.bf16_compress), ("clip_norm", c.clip_norm),
-                                            ("attention flash", c.attention == "flash")) if on]
     yield from (
         (c.model_dim % (4 * c.num_heads) == 0,
          f"model_dim is {c.model_dim}; give a multiple of 4 * num_heads, {4 * c.num_heads}"),
@@ -612,8 +636,11 @@ def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
         (not c.profile or profile and int(profile[1]) <= int(profile[2]) < c.num_steps, f"profile is {c.profile!r}; "
          f"give the first and the last step, such as 10:13, below num_steps {c.num_steps}"),
         (c.attention != "flash" or c.dtype == "bfloat16", "attention flash needs dtype bfloat16; use --attention auto"),
-        (not (c.world_size_invariant and rank_dependent), f"world_size_invariant excludes {', '.join(rank_dependent)}, "
-         "whose sums depend on the number of ranks or on timing; leave out one of them"),
+        (not (c.world_size_invariant and (c.bf16_compress or c.clip_norm or c.attention == "flash")),
+         "world_size_invariant excludes bf16_compress, clip_norm and attention flash, whose sums depend on the number "
+         "of ranks or on timing; leave out one of them"),
+        (not c.grad_reduce_in_fp32 or c.dtype == "bfloat16", "grad_reduce_in_fp32 has no effect without --dtype "
+         "bfloat16; leave it out"),
         (c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}"),
         (value_tables == {*range(len(value_tables))}, f"layers: value tables {value_tables}; number them from 0"),
         (not unknown, f"param_groups: unknown kinds {unknown}; the kinds are {', '.join(kinds)}"))
@@ -674,7 +701,7 @@ class Windows(NamedTuple):
     long: int
     short: int
 
-@dataclass(frozen=True)
+@frozen
 class Plan:
     """Everything that depends on the step, for one step."""
 
@@ -688,7 +715,7 @@ class Plan:
     rotary_windows: tuple[int, ...] = ()  # long windows in tokens up to now; the rotary is stretched to each
     resets_ngrams: bool = False  # before this step
     scheduled: dict[str, float] = field(default_factory=dict)  # all stage values that are no integers
-    values: dict[str, Any] = field(default_factory=dict)  # all stage values
+    values: Values = field(default_factory=dict)  # all stage values
 
 def plan_of(config: Config, step: int) -> Plan:
     """Compute the plan of a step. The plan of step num_steps is that of the last validation."""
@@ -730,8 +757,8 @@ class StageSteps(NamedTuple):
 
     begin: int
     end: int
-    first: dict[str, Any]
-    last: dict[str, Any]
+    first: Values
+    last: Values
 
 @functools.lru_cache(maxsize=16)
 def stages_of(config: Config) -> tuple[StageSteps, ...]:
@@ -741,8 +768,8 @@ def stages_of(config: Config) -> tuple[StageSteps, ...]:
     for row in c.stages:
         where, until, extra = f"stages: {row!r}", row.until, row.extra_steps
         if extra:
-            require(begin >= scheduled, f"{where} begins at step {begin}, and the schedule ends at step {scheduled}; "
-                    "let only the last stages have extra_steps")
+            require(begin >= scheduled and until == 1, f"{where} begins at step {begin}, and the schedule ends at step "
+                    f"{scheduled}; let only the last stages have extra_steps, and no until")
             end = begin + extra
         else:
             require(isinstance(until, int | float) and 0 < until < math.inf and (until <= 1 or until == int(until)),
@@ -755,7 +782,7 @@ def stages_of(config: Config) -> tuple[StageSteps, ...]:
     require(begin == c.num_steps, f"stages end at step {begin}, and num_steps is {c.num_steps}; end one at until=1")
     return tuple(stages)
 
-def values_of(row: Stage, config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+def values_of(row: Stage, config: Config) -> tuple[Values, Values]:
     """Return a stage's StageValues at its first step and at its end, with micro-batches after their split."""
     first, last = {}, {}
     for name in (f.name for f in stage_fields(config)):
@@ -1083,11 +1110,11 @@ class GPT(nn.Module):
         self.scalar_sizes = [len(init) for init in scalars.values()]
         self.scalars = parameter(torch.tensor([*itertools.chain(*scalars.values())]), "scalars")
         self.rotary = Rotary(rotary_frequencies(c.head_dim), max(c.val_len, *lengths), dtype)
-        self.scheduled: dict[str, Tensor] = {}  # of this step, see apply_schedule
+        self.scheduled: Tensors = {}  # of this step, see apply_schedule
         self.reach = 0  # above 0: mask_in_pieces gives each mask the shape of a window of `reach` tokens, for one graph
         self.flash, self.counted = False, None  # counted: of the next sequence, by count_documents
 
-    def forward(self, inputs: Tensor, targets: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: Tensor, targets: Tensor, windows: Windows) -> Pair:
         """inputs, targets [T] -> (objective, cross entropy) in nats, summed over tokens; see Head.forward.
 
         Targets of -1 are not counted.
@@ -1144,7 +1171,7 @@ class GPT(nn.Module):
         return norm(x if further is None else x + further)
 
     @compiled
-    def ngram_rows(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def ngram_rows(self, tokens: Tensor) -> list[Pair]:
         """Return, for each table, the table row and the sign row of the n-gram that ends at each token [T]."""
         return [(hashes % table.num_embeddings, hashes // table.num_embeddings % table.SIGNS)
                 for table, hashes in zip(self.ngrams, self.ngram_hashes(tokens))]
@@ -1167,7 +1194,7 @@ class GPT(nn.Module):
         return Context(x0, copied, (self.rotary.cos, self.rotary.sin, self.rotary.scale), masks, skips.unbind(),
                        mixes.view(-1, 2).unbind(), value_mixes.view(-1, 2).unbind(), backout[0], self.scheduled, {})
 
-    def loss(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(self, x: Tensor, targets: Tensor) -> Pair:
         """Compute the losses of `forward` from the normed residual stream [T, dim]."""
         pieces = zip(x.split(self.loss_tokens), targets.split(self.loss_tokens))
         losses = [self.lm_head(x_piece, targets_piece, self.scheduled) for x_piece, targets_piece in pieces]
@@ -1200,8 +1227,8 @@ class Context(NamedTuple):
     mixes: Sequence[Tensor]
     value_mixes: Sequence[Tensor]
     backout: Tensor
-    scheduled: dict[str, Tensor]
-    left: dict[str, Tensor]
+    scheduled: Tensors
+    left: Tensors
 
 class Group(nn.Module):
     """Consecutive layers that are compiled together; the last group also prepares the head's input.
@@ -1399,7 +1426,7 @@ class DocCopy(nn.Module):
         return self.weigh(e[places], kinds)
 
     @classmethod
-    def find(cls, ids: Tensor, begins: Tensor) -> tuple[Tensor, Tensor]:
+    def find(cls, ids: Tensor, begins: Tensor) -> Pair:
         """ids [T] by which contexts are compared, begins [T] of documents -> places to copy from, kinds (0: none)."""
         at, longest = torch.arange(len(ids), device=ids.device), cls.LENGTHS[-1]
         # each document has numbers of its own, so that contexts match only within one; 0 stands before the first token
@@ -1499,6 +1526,10 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Copy from the CPU without waiting for the copy."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype to compute in: float32, or float64 for a float64 tensor."""
+    return torch.promote_types(x.dtype, torch.float32)
+
 def compile_parts(model: nn.Module) -> None:
     """Compile each method marked with @compiled by itself.
 
@@ -1539,7 +1570,7 @@ def polar(u: Tensor, dtype: torch.dtype, steps: Sequence[tuple] = POLAR_STEPS, s
         x = torch.baddbmm(x, torch.baddbmm(s, s, s, beta=b, alpha=c), x, beta=a)
     return x.mT if u.size(-2) > u.size(-1) else x
 
-@dataclass(frozen=True)
+@frozen
 class Adam:
     """Adam (arXiv:1412.6980). Its unit is an element. The defaults are common ones; the record's are in Config."""
 
@@ -1558,18 +1589,18 @@ class Adam:
                 "with `rows` updates tables [rows, width]; use Adam without `rows`")
         return tuple(spec.param.shape[1:]) if self.rows else ()
 
-    def init_state(self, shard: Tensor) -> dict[str, Tensor]:
+    def init_state(self, shard: Tensor) -> Tensors:
         """Create both moments of a shard [n] or [rows, width], in its dtype or in float32."""
-        dtype = torch.promote_types(shard.dtype, torch.float32) if self.fp32_moments else shard.dtype
+        dtype = wide_dtype(shard) if self.fp32_moments else shard.dtype
         return {key: torch.zeros_like(shard, dtype=dtype) for key in ("m", "v")}
 
-    def hyper(self, plan: Plan, t: int) -> dict[str, Any]:
+    def hyper(self, plan: Plan, t: int) -> Values:
         lr = self.lr * plan.lr_factor
         decay = {"decay": lr * lr * self.weight_decay} if self.weight_decay else {}
         return {"lr": lr, "beta1": self.beta1, "beta2": self.beta2, "eps": self.eps, "t": float(t), **decay}
 
     @staticmethod
-    def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: dict[str, Any]) -> None:
+    def update(param: Tensor, grad: Tensor, state: Tensors, hyper: Values) -> None:
         """Update param [n] and its state in place; compute in float32.
 
         As in the record, eps is added before the bias correction:
@@ -1577,7 +1608,7 @@ class Adam:
         Cautious weight decay follows: p -= decay * p, only where the update moved p towards zero.
         """
         lr, beta1, beta2, eps, t = (hyper[key] for key in ("lr", "beta1", "beta2", "eps", "t"))
-        p, g, m, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (param, grad, state["m"], state["v"]))
+        p, g, m, v = (x.to(wide_dtype(x)) for x in (param, grad, state["m"], state["v"]))
         correction, before = (1 - beta2 ** t) ** 0.5, p.clone() if "decay" in hyper else p
         if torch.compiler.is_compiling():  # the compiler fuses these lines into one kernel
             m = beta1 * m + (1 - beta1) * g
@@ -1591,7 +1622,7 @@ class Adam:
         for x, new in ((param, p), (state["m"], m), (state["v"], v)):
             x.copy_(new)  # a no-op where new is x
 
-@dataclass(frozen=True)
+@frozen
 class NorMuon:
     """NorMuon (arXiv:2510.05491) with cautious weight decay. Its unit is a matrix."""
 
@@ -1611,34 +1642,34 @@ class NorMuon:
                            "elementwise rule such as Adam, or a unit (rows, columns) that divides the parameter")
         return unit or (shape[0], math.prod(shape[1:]))
 
-    def init_state(self, shard: Tensor) -> dict[str, Tensor]:
+    def init_state(self, shard: Tensor) -> Tensors:
         """Create the momentum of a shard [n, rows, columns] and the second moments per column or row, in float32.
 
         For a shard in bf16 also create `rest`, its remainder in float32: bf16 alone would round most updates away.
         """
-        dtype = torch.promote_types(shard.dtype, torch.float32)
+        dtype = wide_dtype(shard)
         second = shard[:, :1] if self.wide else shard[:, :, :1]
         rest = {"rest": torch.zeros_like(shard, dtype=dtype)} if shard.dtype == torch.bfloat16 else {}
         return {"m": torch.zeros_like(shard, dtype=dtype),
                 "v": torch.zeros(second.shape, dtype=dtype, device=shard.device), **rest}
 
-    def hyper(self, plan: Plan, t: int) -> dict[str, Any]:
+    def hyper(self, plan: Plan, t: int) -> Values:
         lr, decay = self.lr * plan.lr_factor, self.lr * self.weight_decay * plan.lr_factor
         return {"lr": lr, "decay": decay, "momentum": plan.momentum, "beta2": self.beta2, "dtype": self.polar_dtype}
 
     @staticmethod
-    def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: dict[str, Any]) -> None:
+    def update(param: Tensor, grad: Tensor, state: Tensors, hyper: Values) -> None:
         """Update param [n, rows, columns] and its state in place. hyper: dtype of polar, scale [n, 1, 1] of rates."""
         m, momentum, grad = state["m"], hyper["momentum"], grad.to(state["m"].dtype)
         m.copy_(momentum * m + (1 - momentum) * grad)
         NorMuon.move(param, polar(momentum * m + (1 - momentum) * grad, hyper["dtype"]).to(m.dtype), state, hyper)
 
     @staticmethod
-    def move(param: Tensor, o: Tensor, state: dict[str, Tensor], hyper: dict[str, Any], gate: Tensor | None = None):
+    def move(param: Tensor, o: Tensor, state: Tensors, hyper: Values, gate: Tensor | None = None):
         """Subtract orthogonal matrices o, rescaled. Weights decay where `gate` (None: the update) has their sign."""
         v, beta2, p = state["v"], hyper["beta2"], param + state["rest"] if "rest" in state else param
         size = o.norm(dim=(-2, -1), keepdim=True)
-        v.copy_(beta2 * v + (1 - beta2) * o.square().mean(-2 if v.size(-2) == 1 else -1, keepdim=True))
+        v.copy_(beta2 * v + (1 - beta2) * o.square().mean(-2 if v.shape == o[:, :1].shape else -1, keepdim=True))
         o = o * v.clamp_min(1e-10).rsqrt()
         o = o * (size / o.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10))
         o = o + torch.where((o if gate is None else gate) * p >= 0, hyper["decay"] * p, 0)
@@ -1735,7 +1766,7 @@ class TrainingLoop:
         can_save = step == self.config.num_steps or self.worker.can_save(step)
         with self.clock.off("validation"):
             self.losses.write(step, wait=True)
-            before = checksum(self.worker.model)
+            before = checksum(*self.worker.model.parameters())
             result = self.worker.validate(plan_of(self.config, step), self.val_sequences,
                                            lambda: can_save and signals.stop)
             if result:
@@ -1744,7 +1775,7 @@ class TrainingLoop:
                 self.log.write(line)
                 if step < self.config.num_steps:  # the result states the last one
                     self.log.say(line)
-            self.changed_by_validation += checksum(self.worker.model) != before
+            self.changed_by_validation += checksum(*self.worker.model.parameters()) != before
         if not result:
             save_checkpoint(self, step, stop=True)
         loss, _ = result
@@ -1763,13 +1794,14 @@ class Worker:
         self.stream = Stream(train_shards, config, comm.rank, comm.ranks)
         self.model = build_model(config, train_shards[0].encoding).to(device)
         if config.init_from and not config.resume:
-            load_parameters(self.model, load_file(config.init_from))
+            load_parameters(self.model, load_file(ROOT / config.init_from))
         if config.attention == "masked" or self.compiled:  # compiled code needs masks of one shape
             self.model.reach = longest_window(config)
         self.model.flash = config.attention == "flash"
         self.model.lm_head.kernels = gpu and config.kernels in ("on", "loss")
-        for mlp in (module for module in self.model.modules() if isinstance(module, MLP)):
-            mlp.kernels = config.kernels == "on"
+        for module in self.model.modules():
+            if isinstance(module, MLP):
+                module.kernels = config.kernels == "on"
         if self.compiled:
             compile_parts(self.model)
         self.optimizer = build_optimizer(config, self.model, comm, self.compiled)
@@ -1814,7 +1846,7 @@ class Worker:
     def before_step(self, plan: Plan) -> None:
         """Runs before each step's first forward, and in the warm-up."""
         if self.config.doc_copy:  # it reads the head's weights before the head's own forward would wait for them
-            self.optimizer.finish_all_gathers([self.optimizer.reducer.slots[self.model.lm_head.weight][0]])
+            self.optimizer.wait_for(self.model.lm_head.weight)
 
     def before_update(self, plan: Plan) -> None:
         """Runs after each step's last backward, before the optimizer step, and in the warm-up."""
@@ -1851,6 +1883,8 @@ class Worker:
         batches: dict[int, list[np.ndarray]] = {}
         for i in range(c.warmup_steps):
             step = begins[i // c.adam_every % len(begins)] + i % c.adam_every
+            if i % c.adam_every == 0:
+                self.optimizer.reducer.drop_gradients()  # a slower rule's of another part of the run
             if step not in batches:  # by step, since the steps of an Adam cycle may belong to different stages
                 self.stream.position = position
                 batches[step] = self.stream.next_batch(plan_of(c, step))
@@ -1914,6 +1948,8 @@ class TrainLosses:
             summed[-1], self.sent = received - self.sent, received
         handle, event = self.comm.start_all_reduce(summed), None
         # It ends after the step's all-gathers, so the main stream does not wait for it, but a stream of its own
+        if own.is_cuda:  # it waits for the losses itself, since one rank has no all-reduce that would
+            self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             handle.wait()
             if own.is_cuda:
@@ -1942,7 +1978,7 @@ class TrainLosses:
             self.log.write(line, off_clock=wait)
             self.log.progress(done, loss, self.clock, tokens_of_steps(self.config, done))
 
-def split_sequence(sequence: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+def split_sequence(sequence: np.ndarray, device: torch.device) -> Pair:
     """Move [T + 1] tokens to the device without waiting for it -> inputs int32 [T], targets int64 [T]."""
     tokens = to_device(torch.from_numpy(sequence.astype(np.int32)), device)
     return tokens[:-1], tokens[1:].long()
@@ -2027,6 +2063,10 @@ class DistributedOptimizer:
                     bucket.gather_handle.wait()
                 bucket.gather_handle = None
 
+    def wait_for(self, *params: nn.Parameter) -> None:
+        """Wait for the all-gathers of these parameters, before they are read outside of their module's forward."""
+        self.finish_all_gathers([self.reducer.slots[p][0] for p in params if p in self.reducer.slots])
+
     def sync_buffers(self) -> None:
         """Send rank 0's buffers to all ranks, as DDP does."""
         for x in self.buffers().values():
@@ -2037,7 +2077,7 @@ class DistributedOptimizer:
         """model: must hold the buckets' parameters. grad_scale: see Reducer. compiled: compile the rules' updates."""
         self.buckets, self.comm, self.settings = list(buckets), comm, settings
         self.buffers = persistent_buffers(model)
-        self.further: dict[str, Tensor] = {}  # more of the saved state, by name; all ranks must compute it alike
+        self.further: Tensors = {}  # more of the saved state, by name; all ranks must compute it alike
         self.replicate(model)
         self.reducer = (self.reducer_class or Reducer)(buckets, comm, settings, grad_scale)
         self.prepare_for_backward, self.announce_rows = self.reducer.prepare_for_backward, self.reducer.announce_rows
@@ -2071,13 +2111,13 @@ class DistributedOptimizer:
             yield from gather_state(bucket, self.comm).items()
         yield from ((name, x.reshape(-1)) for name, x in (self.further | self.buffers()).items())
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self) -> Tensors:
         """Copy named_state to the CPU, on all ranks; call it on all. RunError between the updates of a rule."""
         require(not self.between_updates, f"state_dict() was called before step {self.reducer.step}, between two "
                 "updates of a rule with `every` above 1: no state holds waiting gradients; call it after an update")
         return {name: x.detach().to("cpu", copy=True) for name, x in self.named_state()}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state: Tensors) -> None:
         """Load a state_dict, the same on all ranks, and drop unused gradients. Change nothing if it does not fit."""
         rest = dict(state)
         of_buckets = [(bucket, take_state(bucket, rest)) for bucket in self.buckets]
@@ -2091,39 +2131,19 @@ class DistributedOptimizer:
             write_state(bucket, saved, self.comm)
         for x, saved in of_buffers:
             x.copy_(saved.view_as(x))
-        self.reducer.step = max(bucket.updates * bucket.rule.every for bucket in self.buckets)
 
     @property
     def between_updates(self) -> bool:
         """Whether earlier steps' gradients wait for an update, and a saved state would lack them. All ranks agree."""
-        return self.waiting(self.buckets)
-
-    def waiting(self, buckets: Sequence[Bucket]) -> bool:  # between_updates of these buckets
-        last, saved = self.reducer.step - 1, self.settings.world_size_invariant  # saved: as NAME/pending
-        waiting = any(last >= bucket.first_step and not bucket.updates_in(last) for bucket in buckets)
-        return waiting and not (saved or self.reducer.dropped)
-
-    def copy_parameter(self, source: str, target: str) -> None:
-        """Copy a parameter and its state to another, such as a head that was tied to the embedding until this step."""
-        bucket_of = {slot.name: bucket for bucket in self.buckets for slot in bucket.slots}
-        require(not self.waiting([bucket_of[source], bucket_of[target]]), f"{target} cannot be copied while gradients "
-                "wait for an update; copy it one step later")
-        self.finish_all_gathers()
-        copy, state = (gather_state(bucket_of[name], self.comm) for name in (source, target))
-        state |= {target + name.removeprefix(source): x for name, x in copy.items()
-                  if name.partition("/")[0] == source}
-        write_state(bucket_of[target], take_state(bucket_of[target], state), self.comm)
-
-    def state_hash(self, further: Sequence[tuple[str, Tensor]] = ()) -> str:
-        """Compute the SHA-256 of named_state and further tensors."""
-        return hash_of([*self.named_state(), *further])
+        saved = self.settings.world_size_invariant  # as NAME/pending
+        return not saved and any(map(self.reducer.waits, self.buckets))
 
 def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step: int) -> float:
     """Clip all gradients by their norm, and return it. Raise RunError on every rank if one is not finite."""
     squares = []  # float32 norms of short chunks, squared and summed in float64: fast and accurate
     for shard in (bucket.grad_shard for bucket in buckets):
         chunks = shard.view(-1, math.gcd(shard.numel(), Bucket.SHARD_ALIGNMENT))
-        norms = torch.linalg.vector_norm(chunks, dim=1, dtype=torch.promote_types(shard.dtype, torch.float32))
+        norms = torch.linalg.vector_norm(chunks, dim=1, dtype=wide_dtype(shard))
         squares.append(norms.double().square().sum())
     total = comm.all_reduce(torch.stack(squares).sum()).item() if squares else 0.0
     if not math.isfinite(total):
@@ -2149,12 +2169,16 @@ def outer_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Iterator[nn.Par
     for child in running:
         yield child, child.parameters()
 
-def persistent_buffers(model: nn.Module) -> Callable[[], dict[str, Tensor]]:
-    """Return a function that finds the model's persistent buffers."""
+def persistent_buffers(model: nn.Module, holds: Callable = torch.is_tensor) -> Callable[[], Tensors]:
+    """Return a function that finds the model's persistent buffers; those of which `holds` is true."""
     places = [(f"{name}.{key}".removeprefix("."), module._buffers, key)  # a module may replace its buffer
               for name, module in model.named_modules() for key in module._buffers
               if key not in module._non_persistent_buffers_set]
-    return lambda: {name: x for name, buffers, key in places if (x := buffers.get(key)) is not None}
+    return lambda: {name: memory_of(x) for name, buffers, key in places if holds(x := buffers.get(key))}
+
+def memory_of(x: Tensor) -> Tensor:
+    """View each element of an expanded tensor once."""
+    return x[tuple(slice(None if stride else 1) for stride in x.stride())]
 
 class Reducer:
     """Gradients in: hooks add them into slots, and launch a bucket's reduce-scatter when all its slots are complete.
@@ -2279,6 +2303,11 @@ class Reducer:
     def end_step(self) -> None:
         self.due, self.micro_batch, self.micro_batches = [], 0, 0
 
+    def waits(self, bucket: Bucket) -> bool:
+        """Whether gradients of earlier steps wait for an update of the bucket."""
+        last = self.step - 1
+        return last >= bucket.first_step and not bucket.updates_in(last) and not self.dropped
+
     def drop_gradients(self) -> None:
         """Drop all gradients that no update has used, including those in flight."""
         for bucket in self.due:
@@ -2338,7 +2367,7 @@ class Bucket:
         self.shard_numel, self.shard_begin = per_rank * unit_numel, rank * per_rank * unit_numel
         self.param_data = torch.zeros(ranks * self.shard_numel, dtype=first.dtype, device=first.device)
         self.grad_data = torch.zeros_like(self.param_data, dtype=grad_dtype or first.dtype, device=self.grad_device)
-        scale = torch.ones(ranks * per_rank, 1, 1, dtype=torch.promote_types(first.dtype, torch.float32))
+        scale = torch.ones(ranks * per_rank, 1, 1, dtype=wide_dtype(first))
         self.slots = []
         for spec, begin, count in zip(specs, itertools.accumulate(counts, initial=0), counts):
             param, here = spec.param, slice(begin * unit_numel, begin * unit_numel + spec.param.numel())
@@ -2405,7 +2434,7 @@ class Bucket:
         if not updates:
             self.state["pending"] = self.grad_shard.clone()
 
-    def hyper(self, plan: Plan) -> dict[str, Any]:
+    def hyper(self, plan: Plan) -> Values:
         """Compute the rule's hyperparameters, and its noise, which depends on seed, update and name only."""
         hyper = self.rule.hyper(plan, self.updates)
         if "noise" in hyper:
@@ -2418,7 +2447,7 @@ class Bucket:
                 part.copy_(noise[max(0, self.shard_begin - slot.offset):][:len(part)])
         return hyper
 
-    def update(self, update: Callable[..., None], hyper: dict[str, Any], unbatched: bool) -> None:
+    def update(self, update: Callable[..., None], hyper: Values, unbatched: bool) -> None:
         """Update this rank's shard. unbatched: one matrix at a time, since a batch may be summed in another order."""
         size = 1 if unbatched and self.param_shard.dim() > 1 else len(self.param_shard)
         by_unit = {"scale": self.scale, **{key: x for key, x in hyper.items() if key == "noise"}}
@@ -2538,8 +2567,10 @@ class Comm:
     def broadcast(self, x: Tensor) -> None:
         """Copy rank 0's tensor to all ranks."""
         if self.ranks > 1:
-            in_bytes = x.view(-1).view(torch.uint8)  # gloo does not know every dtype
-            dist.broadcast(in_bytes, group=self.group, group_src=0)
+            memory = memory_of(x)
+            sent = memory.contiguous()  # a buffer may be transposed
+            dist.broadcast(sent.view(-1).view(torch.uint8), group=self.group, group_src=0)  # gloo lacks some dtypes
+            memory.copy_(sent)
 
     def all_gather_json(self, mine: Any) -> list[Any]:
         """Return every rank's value, in the order of ranks. JSON, unlike pickle, executes nothing on arrival."""
@@ -2590,7 +2621,7 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, or its kind if it has no text."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
-def agree(comm: Comm, subject: str, mine: dict[str, Any], cure: str) -> None:
+def agree(comm: Comm, subject: str, mine: Values, cure: str) -> None:
     """Raise RunError on every rank unless all ranks have the same values; it names the value, the rank and both."""
     for rank, theirs in enumerate(everyones := comm.all_gather_json(mine)):
         for key in {**everyones[0], **theirs}:
@@ -2655,7 +2686,7 @@ class RowBucket(Bucket):
         """Count sorted indices of rows by the rank that updates them."""
         return np.diff(np.searchsorted(indices, range(0, len(self.all_rows) + 1, len(self.param_shard)))).tolist()
 
-    def scatter_add(self, known: Tensor, grads: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    def scatter_add(self, known: Tensor, grads: Iterable[Pair]) -> Tensor:
         """Sum pairs (indices of rows, gradients) into [n, width], for n sorted indices `known`. RunError for others."""
         sums = torch.zeros(len(known), self.all_rows.size(1), dtype=self.grad_data.dtype, device=known.device)
         for indices, values in grads:
@@ -2678,10 +2709,9 @@ class RowBucket(Bucket):
         if self.announcement is None:
             self.announce(comm, [indices for indices, _ in grads], True)
         self.finish_announcement()
-        bits, per_rank, begin = self.read_bits.numpy(), len(self.param_shard), len(self.param_shard) * comm.rank
-        read_by_me, self.read_by_any = ones(bits[comm.rank]), ones(np.bitwise_or.reduce(bits))
-        of_bytes = (ones(row[begin // 8:-(-(begin + per_rank) // 8)]) - begin % 8 for row in bits)
-        mine_read_by = [x[(x >= 0) & (x < per_rank)] for x in of_bytes]  # by each rank; the first row of mine is 0
+        bits, mine = self.read_bits.numpy(), [len(self.param_shard) * rank for rank in (comm.rank, comm.rank + 1)]
+        read_by_me, self.read_by_any = ones(bits[comm.rank]), ones(of_any := np.bitwise_or.reduce(bits))
+        mine_read_by = [ones(of_rank, *mine) for of_rank in bits]  # the first row of mine is 0
         sums = self.scatter_add(self.on_device(read_by_me), grads)
         for held in (grads, *(slot.pending_grads for slot in self.slots)):
             held.clear()
@@ -2690,8 +2720,7 @@ class RowBucket(Bucket):
         values = sums.new_empty((sum(counts), sums.size(1)), dtype=sent[0].dtype)  # of all ranks, one after another
         received = values.split(counts)
         received[comm.rank].copy_(sent[comm.rank])
-        mine = self.read_by_any[slice(*np.searchsorted(self.read_by_any, (begin, begin + per_rank)))]
-        indices, of_values = self.on_device(mine - begin), self.on_device(np.concatenate(mine_read_by))
+        indices, of_values = self.on_device(ones(of_any, *mine)), self.on_device(np.concatenate(mine_read_by))
 
         def sum_over_ranks() -> None:
             pieces = zip(of_values.split(counts), received) if invariant else [(of_values, values)]
@@ -2707,7 +2736,7 @@ class RowBucket(Bucket):
             self.read_by_any = None
         super().carry_over(updates)
 
-    def update(self, update: Callable[..., None], hyper: dict[str, Any], unbatched: bool) -> None:
+    def update(self, update: Callable[..., None], hyper: Values, unbatched: bool) -> None:
         """Update all rows, or those that have a gradient other than zero. `unbatched` makes no difference to Adam."""
         if not self.rule.lazy:
             return super().update(update, hyper, unbatched=False)
@@ -2747,11 +2776,12 @@ class RowBucket(Bucket):
         self.finish_announcement()
         super().drop_gradients()
 
-def ones(bits: np.ndarray) -> np.ndarray:
-    """Return the sorted indices of the ones among packed bits uint8 [n], of which few are: tables have millions."""
-    bytes_with_ones = np.flatnonzero(bits.astype(bool))
+def ones(bits: np.ndarray, begin: int = 0, end: int = 2 ** 62) -> np.ndarray:
+    """Return the sorted indices, less begin, of the ones from begin to end in packed bits uint8 [n], most of them 0."""
+    bytes_with_ones = begin // 8 + np.flatnonzero(bits[begin // 8:-(-end // 8)].astype(bool))
     at = np.flatnonzero(np.unpackbits(bits[bytes_with_ones]).view(bool))
-    return 8 * bytes_with_ones[at // 8] + at % 8
+    found = 8 * bytes_with_ones[at // 8] + at % 8
+    return found[slice(*np.searchsorted(found, (begin, end)))] - begin
 
 # A saved state has each tensor whole, with a name and a size that depend on neither ranks nor buckets:
 #     NAME            a parameter
@@ -2760,7 +2790,7 @@ def ones(bits: np.ndarray) -> np.ndarray:
 #     NAME/pending    gradients of earlier steps that wait for an update (world-size-invariant mode)
 #     NAME            a persistent buffer, such as a running mean, or a tensor of DistributedOptimizer.further
 
-def gather_state(bucket: Bucket, comm: Comm) -> dict[str, Tensor]:
+def gather_state(bucket: Bucket, comm: Comm) -> Tensors:
     """All-gather one bucket's state. Call it on all ranks."""
     wholes = {"": bucket.param_data}
     for key, shard in bucket.state.items():
@@ -2769,7 +2799,7 @@ def gather_state(bucket: Bucket, comm: Comm) -> dict[str, Tensor]:
     state = {slot.name + key: bucket.view_of(slot, x) for slot in bucket.slots for key, x in wholes.items()}
     return state | {f"{slot.name}/updates": torch.tensor(bucket.updates) for slot in bucket.slots}
 
-def take_state(bucket: Bucket, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def take_state(bucket: Bucket, state: Tensors) -> Tensors:
     """Remove one bucket's tensors from `state` and return them. Raise RunError if they do not fit."""
     shards = {"": bucket.param_shard, **{f"/{key}": x for key, x in bucket.state.items() if key != "pending"}}
     if f"{bucket.slots[0].name}/pending" in state:
@@ -2787,7 +2817,7 @@ def take_state(bucket: Bucket, state: dict[str, Tensor]) -> dict[str, Tensor]:
             f"numbers of updates: {updates}; load a state of the same model and the same rules")
     return taken
 
-def write_state(bucket: Bucket, saved: dict[str, Tensor], comm: Comm) -> None:
+def write_state(bucket: Bucket, saved: Tensors, comm: Comm) -> None:
     """Write the tensors that take_state returned to the bucket."""
     first = bucket.slots[0].name
     bucket.updates = int(saved[f"{first}/updates"])
@@ -2988,7 +3018,7 @@ class ReluSquaredMLP(torch.autograd.Function):
         return F.linear(h, proj)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         x, fc, proj, h = ctx.saved_tensors
         grad_y = relu_squared(grad, proj, h)
         return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h
@@ -3008,6 +3038,7 @@ def relu_squared(a: Tensor, b: Tensor, h: Tensor | None = None) -> Tensor:
 
 # Tile sizes of the MLP's product: two warp groups, and three stages in Hopper's shared memory
 TILE_M, TILE_N, TILE_K = 128, 256, 64
+MLP_SHARED = 213_056  # bytes per block that Triton's compiler takes for it, the most of capabilities 9.0 and 10.0
 
 def kernel_programs(a: Tensor, b: Tensor, dtype: torch.dtype) -> int:
     """Return with how many programs the kernel computes a @ b, one per multiprocessor; 0 if it cannot."""
@@ -3044,7 +3075,7 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
-                scales: FP8Scales | None) -> tuple[Tensor, Tensor]:
+                scales: FP8Scales | None) -> Pair:
         ctx.scales = scales
         if scales is None:
             losses, grad = softcapped_loss(F.linear(x, weight), targets, weights, softcap)
@@ -3058,14 +3089,14 @@ class HeadLoss(torch.autograd.Function):
         return (entropies * weights).sum(), entropies
 
     @staticmethod
-    def backward(ctx: Any, grad_objective: Tensor, _: Any) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad_objective: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         (x, weight, grad), scales = ctx.saved_tensors, ctx.scales
         if scales is None:
             return grad_objective * (grad @ weight), grad_objective * (grad.T @ x), None, None, None, None
         return *fp8_gradients(grad, grad_objective * scales.grad, x, weight, scales), None, None, None, None
 
 def softcapped_loss(x: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
-                    grad_scale: float | None = None) -> tuple[Tensor, Tensor]:
+                    grad_scale: float | None = None) -> Pair:
     """Compute cross entropies, and the gradient of their weighted sum, by a kernel that reads the logits x [T, V] once.
 
     targets [n, T], -1 is not counted; weights [n]. Return (float32 [n, T], the gradient [T, V]): in x's dtype or, with
@@ -3153,16 +3184,16 @@ class FP8Linear(torch.autograd.Function):
         return fp8_product(x8, weight8.T, scales.x, scales.weight, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         scales = ctx.scales
         grad8 = (grad / scales.grad).to(torch.float8_e5m2)
         return *fp8_gradients(grad8, scales.grad, *ctx.saved_tensors, scales), None
 
-def fp8_operands(x: Tensor, weight: Tensor, scales: FP8Scales) -> tuple[Tensor, Tensor]:
+def fp8_operands(x: Tensor, weight: Tensor, scales: FP8Scales) -> Pair:
     return (x / scales.x).to(torch.float8_e4m3fn), (weight / scales.weight).to(torch.float8_e4m3fn)
 
 def fp8_gradients(grad8: Tensor, grad_scale: float | Tensor, x8: Tensor, weight8: Tensor,
-                  scales: FP8Scales) -> tuple[Tensor, Tensor]:
+                  scales: FP8Scales) -> Pair:
     """Compute the gradients of x and weight from that of the product, grad8 [T, V] times grad_scale."""
     by_column = weight8.T.contiguous().T, x8.T.contiguous().T
     grad_x = fp8_product(grad8, by_column[0], grad_scale, scales.weight, fast=False)
@@ -3225,10 +3256,10 @@ class Clock:
         self.outside.update({name: self.last - begin - compiled, "compile": compiled})
         self.running = running
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Values:
         return {"elapsed": self.elapsed, "outside": dict(self.outside), "wall": self.last - self.began}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: Values) -> None:
         """Continue from a checkpoint; time after it was lost and does not count."""
         self.elapsed, self.began = state["elapsed"], self.began - state["wall"]
         self.outside.update(state["outside"])
@@ -3268,7 +3299,7 @@ class Log:
     def path(self) -> Path:
         return ROOT / self.config.log_dir / f"{self.run_id}.txt"
 
-    def open(self, start: dict[str, Any], environment: str, resumed: dict[str, Any] | None) -> None:
+    def open(self, start: Values, environment: str, resumed: Values | None) -> None:
         """Create the file with the source, the environment and the run's description, or append to it."""
         import fcntl  # here, and resource below: Windows has neither, and other programs need only the optimizer
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -3339,7 +3370,7 @@ class Log:
             self.file.close()
             self.file = None
 
-def start_log(loop: TrainingLoop, resumed: dict[str, Any] | None, changes: list[str]) -> None:
+def start_log(loop: TrainingLoop, resumed: Values | None, changes: list[str]) -> None:
     """Open the log with a description of the run. changes: what this machine changed in the config."""
     c, comm, log, worker = loop.config, loop.comm, loop.log, loop.worker
     machine, environment = describe_machine(c, worker.device)
@@ -3436,7 +3467,7 @@ def source_of(config: Config) -> str:
     texts = [path.read_text(encoding="utf-8") for path in files]
     return texts[0] if len(files) == 1 else "".join(f"# file: {path.name}\n{text}" for path, text in zip(files, texts))
 
-def describe_machine(config: Config, device: torch.device) -> tuple[dict[str, Any], str]:
+def describe_machine(config: Config, device: torch.device) -> tuple[Values, str]:
     """(hardware, versions, source hash and environment variables for the JSON line; the free text above it)."""
     on_gpu, cpu, cores = device.type == "cuda", cpu_name(), os.cpu_count()
     gpus = [dict(zip(("name", "uuid", "driver"), row.split(", "))) for row in nvidia_smi("name,uuid,driver_version")]
@@ -3451,11 +3482,11 @@ def describe_machine(config: Config, device: torch.device) -> tuple[dict[str, An
     return {"hardware": hardware, "versions": versions, "environment": environment,
             "source_sha256": sha256_of(source_of(config).encode())}, text
 
-def describe_hosts(comm: Comm, mine: dict[str, Any]) -> list[dict[str, Any]]:
+def describe_hosts(comm: Comm, mine: Values) -> list[Values]:
     """Describe each host: its ranks, hardware, versions and source. RunError if source or packages differ."""
     agree(comm, "programs", {"source_sha256": mine["source_sha256"], "python": platform.python_version(),
                              **package_versions()}, "Give every host the same checkout and packages (./run.sh --setup)")
-    hosts: dict[str, dict[str, Any]] = {}
+    hosts: dict[str, Values] = {}
     for rank, (name, described) in enumerate(comm.all_gather_json([socket.gethostname(), mine])):
         hosts.setdefault(f"{name} {described['hardware']}", {"ranks": [], **described})["ranks"].append(rank)
     return list(hosts.values())
@@ -3468,14 +3499,14 @@ def package_versions() -> dict[str, str]:
             versions[name] = importlib.metadata.version(name)
     return {**versions, "torch": torch.__version__}  # with the kind of build
 
-def describe_config(config: Config) -> dict[str, Any]:
+def describe_config(config: Config) -> Values:
     """Describe what the run will do and what it starts from, for its log."""
     c, revision, race = config, output_of("git", "rev-parse", "HEAD"), config.race.split(":")
     return {
         "config": json_of(c), "seed": c.seed, "target_val_loss": c.target_val_loss,
         "planned": {"steps": c.num_steps, "train_tokens": tokens_of_steps(c, c.num_steps)},
         "git": {"revision": revision, "clean": not output_of("git", "status", "--porcelain")} if revision else None,
-        "init_from": {"path": c.init_from, "sha256": None if c.resume else file_sha256(c.init_from)}
+        "init_from": {"path": c.init_from, "sha256": None if c.resume else file_sha256(ROOT / c.init_from)}
         if c.init_from else None,
         "race": {"race_id": race[0], "run": int(race[1]), "declared_n": int(race[2]), "side": race[3]}
         if c.race else None,
@@ -3509,13 +3540,23 @@ def hash_of(tensors: Sequence[tuple[str, Tensor]]) -> str:
     with ThreadPoolExecutor() as pool:
         return sha256_of("".join(pool.map(line, sorted(tensors, key=lambda item: item[0]))).encode())
 
-def sum_bits(x: Tensor) -> Tensor:
-    """Sum a tensor's bits as integers, which wrap: far faster than hash_of."""
-    words = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(x.element_size(), torch.int64)
-    return x.detach().reshape(-1).view(words).sum(dtype=words).long()
+def checksum(*tensors: Tensor) -> int:
+    """Hash the bits of tensors and their order: 60 bits, and three times as fast as hash_of.
 
-def checksum(model: nn.Module) -> int:
-    return torch.stack([sum_bits(p) for p in model.parameters()]).sum().item()
+    Each 32-bit word of a piece has a random factor of 62 bits. The sum of the products wraps modulo 2 ** 64, where
+    words that differ by a multiple of 2 ** 31, as signs do, still have 33 bits of their factors: pieces that differ
+    have equal sums with a probability of about 2 ** -33.
+    """
+    factors, sums = checksum_factors(tensors[0].device), []
+    for piece in (piece for x in tensors for piece in x.detach().reshape(-1).view(torch.uint8).split(4 * len(factors))):
+        words = F.pad(piece, (0, -len(piece) % 4)).view(torch.int32)
+        sums.append((words * factors[:len(words)]).sum())
+    return int(sha256_of(torch.stack(sums).cpu().numpy())[:15], 16)
+
+@functools.lru_cache
+def checksum_factors(device: torch.device) -> Tensor:
+    random = torch.Generator("cpu").manual_seed(0)  # the same on all ranks
+    return torch.randint(2 ** 62, (2 ** 18,), generator=random, device="cpu").to(device)  # fits a CPU's caches
 
 def all_digest(worker: Worker) -> str:
     """The digest of everything that all ranks have read; the same for any number of ranks. See Stream."""
@@ -3528,12 +3569,12 @@ def state_hash(worker: Worker) -> str:
     content = [*worker.optimizer.named_state(), *worker.model.named_buffers(), *read]  # all ranks send their part
     return "" if worker.comm.rank else hash_of(content)
 
-def digest_of(content: dict[str, Any]) -> str:
+def digest_of(content: Values) -> str:
     """SHA-256 of everything in a saved file: its tensors under `state`, and the JSON form of the rest."""
     rest = {name: v for name, v in content.items() if name not in ("state", "digest")}
     return sha256_of((hash_of(list(content["state"].items())) + json.dumps(rest, sort_keys=True)).encode())
 
-def save_file(path: Path, content: dict[str, Any]) -> None:
+def save_file(path: Path, content: Values) -> None:
     """Write a file whole or not at all, with a digest of its content. RunError if it cannot be written."""
     content = {**content, "digest": digest_of(content)}
     partial = path.with_name(path.name + ".partial")
@@ -3558,7 +3599,7 @@ def save_file(path: Path, content: dict[str, Any]) -> None:
 
 intact: set[Any] = set()  # (path, time of its last change) of files whose digest was verified
 
-def load_file(path: str | Path, check: bool = True) -> dict[str, Any]:
+def load_file(path: str | Path, check: bool = True) -> Values:
     """Read what save_file wrote; nothing in it is executed. RunError if it is damaged. check=False skips the digest."""
     try:
         saved, file = torch.load(path, map_location="cpu", weights_only=True, mmap=True), os.path.abspath(path)
@@ -3575,7 +3616,7 @@ def load_file(path: str | Path, check: bool = True) -> dict[str, Any]:
                        "name another") from error
 
 @torch.no_grad()
-def load_parameters(model: GPT, saved: dict[str, Any]) -> None:
+def load_parameters(model: GPT, saved: Values) -> None:
     """Copy the parameters of a saved model or checkpoint into a model. RunError if they do not fit."""
     params, buffers = dict(model.named_parameters()), persistent_buffers(model)()
     unknown = [name for name in saved["state"] if "/" not in name and name not in {**params, **buffers}]
@@ -3614,7 +3655,7 @@ def remove_files(paths: Iterable[Path]) -> None:
     for path in paths:
         path.unlink(missing_ok=True)
 
-def save_in_room(loop: TrainingLoop, path: Path, content: dict[str, Any]) -> None:
+def save_in_room(loop: TrainingLoop, path: Path, content: Values) -> None:
     """Save a file. While the disk is full, delete a file that the run can spare; the latest checkpoint stays."""
     spare = spare_files(loop, keep=1)
     while True:
@@ -3710,7 +3751,7 @@ def save_model(loop: TrainingLoop) -> Path:
     save_in_room(loop, path, {**describe_model(loop, loop.config.num_steps), "state": state})
     return path
 
-def describe_model(loop: TrainingLoop, step: int) -> dict[str, Any]:
+def describe_model(loop: TrainingLoop, step: int) -> Values:
     """Describe what rebuilds the model before a step, on any machine."""
     return {"run_id": loop.log.run_id, "program": source_files(loop.config)[0].name, "config": json_of(loop.requested),
             "step": step, **loop.shards["train"][0].encoding._asdict()}
@@ -3718,7 +3759,7 @@ def describe_model(loop: TrainingLoop, step: int) -> dict[str, Any]:
 def digests_of(shards: dict[str, list[Shard]]) -> list[str]:
     return [shard.sha256 for split in shards.values() for shard in split]
 
-def resume(loop: TrainingLoop) -> dict[str, Any] | None:
+def resume(loop: TrainingLoop) -> Values | None:
     """Load the checkpoint that the config names -> what the log says about it; None for a new run."""
     path, worker = loop.config.resume, loop.worker
     if not path:
@@ -3759,10 +3800,19 @@ def count_gpus() -> int:
             "machine; launch/preflight.py says why. CUDA_VISIBLE_DEVICES= trains on the CPU")
     return seen
 
+def count_cores() -> int:
+    """Count the cores that this process may use: Slurm or a container may give it fewer than the machine has."""
+    cores = os.cpu_count() or 1
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # not Linux; or "max 100000", without a quota
+        cores = len(os.sched_getaffinity(0))
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        cores = min(cores, -(-quota // period))
+    return cores
+
 def cpu_threads(config: Config, local_ranks: int) -> int:
     """Choose the threads of a rank on a CPU. A small model gets one: two save a fifth of the time on a quiet machine,
     but on a busy one each waits for the other tens of thousands of times."""
-    return 1 if config.model_dim <= 128 else max(1, (os.cpu_count() or 1) // local_ranks)
+    return 1 if config.model_dim <= 128 else max(1, count_cores() // local_ranks)
 
 def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
     """Resolve what depends on the GPUs, the same on all ranks -> the config, and what the user should know."""
@@ -3772,6 +3822,7 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
     global flash_3
     own, changes = torch.cuda.get_device_capability(), []
     capability = min(comm.all_gather_json(own))
+    shared = min(comm.all_gather_json(torch.cuda.get_device_properties().shared_memory_per_block_optin))
     if config.fp8_head and capability < [8, 9]:
         config = dataclasses.replace(config, fp8_head=False)
         changes.append("this GPU has no fp8: the head's product stays in bf16")
@@ -3793,7 +3844,7 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
         changes.append(f"FlashAttention 3 is not used ({why}): using torch's own version; see docs/gpus.md")
     if config.kernels == "auto":
         chosen = "off" if triton is None or "loss" in edited else "on"
-        if chosen == "on" and (capability < [9, 0] or "MLP" in edited):  # the MLP's kernel needs TMA
+        if chosen == "on" and (capability < [9, 0] or shared < MLP_SHARED or "MLP" in edited):  # it needs TMA
             chosen = "loss"
         config = dataclasses.replace(config, kernels=chosen)
     return config, changes

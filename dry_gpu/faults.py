@@ -81,8 +81,8 @@ FAULTS = {
         RANKS),
     "wrong-rows": Fault(
         "the rows of the own shard are counted from another shard",
-        "self.on_device(mine - begin)",
-        "self.on_device(mine)", RANKS, "Expected Tensor with single nonzero value"),
+        "self.on_device(ones(of_any, *mine))",
+        "self.on_device(mine[0] + ones(of_any, *mine))", RANKS, "Expected Tensor with single nonzero value"),
     "stale-number": Fault(
         "compiled rules keep the first value of each number",
         "self.scalar = as_tensor if compiled else",
@@ -96,6 +96,10 @@ FAULTS = {
         "the forward does not wait for the all-gather",
         "                bucket.gather_handle.wait()\n",
         "                pass\n", "--order"),
+    "early-loss": Fault(
+        "one rank copies the losses to the host before the step has computed them",
+        "            self.stream.wait_stream(torch.cuda.current_stream())\n",
+        "            pass\n", "--order"),
     "blocking-sum": Fault(
         "the next forward waits for the sum of the losses, which runs after all gathers",
         "return dist.all_reduce(x, group=self.group, async_op=True) if",

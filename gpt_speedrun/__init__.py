@@ -31,7 +31,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import engine
 from .engine import (Adam, Bucket, Comm, Config, DistributedOptimizer, NorMuon, ParamSpec, Plan, RowBucket, RunError,
-                     Slot, agree, env_int, finish_spec, named_tensors, option, out_of_range, require, sum_bits)
+                     Slot, agree, env_int, finish_spec, memory_of, named_tensors, option, out_of_range)
+
+class UsageError(RunError):
+    """An error in the use of this package. Its text says where the uses are described."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}. {PAGE}"
+
+PAGE = ("See docs/gradient-sync.md#as-in-torchoptim-and-ddp and, for accelerate, Trainer and Lightning, "
+        "#with-frameworks there")
+
+def require(condition: Any, message: str) -> None:
+    if not condition:
+        raise UsageError(message)
 
 @dataclasses.dataclass(frozen=True)
 class SyncSettings(engine.SyncSettings):
@@ -160,7 +173,7 @@ def clip(original: Callable, parameters: Sequence[nn.Parameter], max_norm: float
     if max_norm < math.inf and any(
             (of := HOOKS[p][1]()) and not of.settings.clip_norm for p in parameters if p in HOOKS and p.grad is None):
         warnings.warn("clip_grad_norm_ changes nothing, since .grad is None; make_optimizer(model, settings="
-                      "SyncSettings(clip_norm=...)) clips", stacklevel=4)
+                      f"SyncSettings(clip_norm=...)) clips. {PAGE}", stacklevel=4)
     original(parameters, max_norm, *args)
 
 clip_grad._clip_grads_with_norm_ = functools.partial(clip, clip_grad._clip_grads_with_norm_)
@@ -212,8 +225,8 @@ class Reducer(engine.Reducer):
             step, loss = self.step, step
         counts, expected_loss = (step, micro_batch, micro_batches), loss is None or getattr(loss, "requires_grad", 0)
         if not (expected_loss and all(isinstance(x, int | np.integer) for x in counts) and step >= 0 < micro_batches):
-            raise RunError(f"prepare_for_backward got {', '.join(map(repr, counts))}, {loss!r}; give it the loss that "
-                           "backward starts from, or (step, micro_batch, micro_batches, loss)")
+            raise UsageError(f"prepare_for_backward got {', '.join(map(repr, counts))}, {loss!r}; give it the loss "
+                           "that backward starts from, or (step, micro_batch, micro_batches, loss)")
         require(not self.micro_batches or self.micro_batch < self.micro_batches,
                 f"all {self.micro_batches} micro-batches of step {self.step} were prepared; call step()")
         super().prepare_for_backward(step, micro_batch, micro_batches)
@@ -230,7 +243,7 @@ class Reducer(engine.Reducer):
         self.in_step, begun = True, self.step >= bucket.first_step  # if not begun, the engine refuses the gradient
         if slot.param.grad.requires_grad:
             slot.param.grad = None  # the buffer would hold the graphs of all steps
-            raise RunError(f"{slot.name} got a gradient with a graph of its own, which no rule uses; call backward() "
+            raise UsageError(f"{slot.name} got a gradient with a graph of its own, which no rule uses; call backward() "
                            "without create_graph=True")
         if begun and not self.micro_batches:
             if self.in_no_sync:
@@ -282,7 +295,7 @@ class Reducer(engine.Reducer):
         if name == "step()" and (writes := sum([p._version for p in self.slots])) != self.known_writes:
             self.known_writes = writes
             self.optimizer().finish_all_gathers()
-            checksum = torch.stack([sum_bits(param) for param in self.slots]).sum().item()
+            checksum = engine.checksum(*self.slots)
         mine = Call(self.CALLS.index(name), self.step, passes, self.optimizer_id, self.drops, buffers, checksum)
         calls = torch.tensor([mine] * self.comm.ranks)
         self.call = self.comm.exchange([calls[self.comm.rank]] * self.comm.ranks, calls)
@@ -298,8 +311,8 @@ class Reducer(engine.Reducer):
                 one, first = (f"{self.CALLS[x.method]} in step {x.step} after {x.passes} backward passes and {x.drops} "
                               f"zero_grad() of gradients, {x.buffers} values in buffers, with optimizer {x.optimizer}"
                               for x in (call, calls[0]))
-                raise RunError(f"rank {rank} calls {one}, rank 0 {first}; run as many backward passes, also in no_sync"
-                               "(), resize buffers alike, and make each call on all ranks or none, in the same order")
+                raise UsageError(f"rank {rank} calls {one}, rank 0 {first}; run as many backward passes, also in "
+                               "no_sync(), resize buffers alike, and make each call on all ranks or none, in one order")
         return len({call.checksum for call in calls}) == 1
 
     def end_step(self) -> None:
@@ -386,12 +399,12 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
             lambda *_: (optimizer := me()) and optimizer.finish_all_gathers([optimizer.buckets[i] for i in at]))))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise RunError("an optimizer cannot be copied or pickled, since it has hooks on its model; copy the model, and "
-                       "save state_dict()")
+        raise UsageError("an optimizer cannot be copied or pickled, since it has hooks on its model; copy the model, "
+                       "and save state_dict()")
 
     @property
     def _step_supports_amp_scaling(self) -> NoReturn:
-        raise RunError("GradScaler cannot be used: it reads .grad, which is None; train in bfloat16 without a scaler")
+        raise UsageError("GradScaler cannot be used: it reads .grad, which is None; train in bfloat16 without a scaler")
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         require(not hasattr(self, "reducer"), "buckets cannot take a further parameter; build the optimizer with all")
@@ -440,8 +453,7 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
 
     def find_buffers(self) -> None:
         """Find the model's persistent buffers; their tensors may be replaced later."""
-        of_model = engine.persistent_buffers(self.model)
-        self.buffers = lambda: {name: memory_of(x) for name, x in of_model().items() if is_plain(x)}
+        self.buffers = engine.persistent_buffers(self.model, lambda x: x is not None and is_plain(x))
 
     def sync_buffers(self) -> None:
         broadcast(self.comm, *self.buffers().values())
@@ -506,6 +518,10 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         self.reducer.check_call("state_dict()")
         yield from super().named_state()
 
+    def state_hash(self) -> str:
+        """Compute the SHA-256 of the engine's state. Call it on all ranks."""
+        return engine.hash_of([*self.named_state()])
+
     def state_dict(self) -> dict[str, Tensor]:
         self.find_buffers()
         state = super().state_dict()
@@ -553,7 +569,8 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         self.skipped = +skipped
         for param, values in rates.items():
             groups[param].update(values)
-        self.reducer.step = max(steps) if -1 not in steps else max(self.reducer.step, *steps)
+        counted = (bucket.updates * bucket.rule.every for bucket in self.buckets)  # states of older versions
+        self.reducer.step = max(steps) if -1 not in steps else max(*counted, *steps)
         self.check_replicas()
 
     def check_replicas(self) -> None:
@@ -561,7 +578,7 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         self.finish_all_gathers()
         self.reducer.check_call("check_replicas()")
         if self.comm.ranks > 1:
-            sums = zip(self.reducer.slots.values(), torch.stack([sum_bits(p) for p in self.reducer.slots]).tolist())
+            sums = zip(self.reducer.slots.values(), map(engine.checksum, self.reducer.slots))
             agree(self.comm, "parameters", {slot.name: f"with the checksum {x}" for (_, slot), x in sums},
                   "Change and load parameters after make_optimizer on all ranks alike")
 
@@ -575,7 +592,7 @@ class AwaitedParameters(dict):
     def __getitem__(self, name: str) -> nn.Parameter | None:
         param, optimizer = super().__getitem__(name), None if torch.compiler.is_compiling() else self.optimizer()
         if optimizer is not None and param in optimizer.reducer.slots:
-            optimizer.finish_all_gathers([optimizer.reducer.slots[param][0]])
+            optimizer.wait_for(param)
         return param
 
     items, values, get = (getattr(collections.abc.Mapping, name) for name in ("items", "values", "get"))
@@ -615,10 +632,6 @@ def part_of(bucket: Bucket, slot: Slot, skipped: int) -> Bucket:
 def is_plain(x: Tensor) -> bool:
     """Whether a tensor has memory of its own that can be sent: neither a subclass made of others nor quantized."""
     return x.layout == torch.strided and not x.is_quantized and not hasattr(x, "__tensor_flatten__")
-
-def memory_of(x: Tensor) -> Tensor:
-    """View each element of an expanded tensor once."""
-    return x[tuple(slice(None if stride else 1) for stride in x.stride())]
 
 def broadcast(comm: Comm, *tensors: Tensor) -> None:
     """Copy rank 0's tensors to all ranks in one message, whatever their dtypes; they may be slices, or expanded."""
@@ -725,7 +738,7 @@ def check_views(bucket: Bucket, reducer: Reducer) -> None:
                 "the optimizer averages gradients; call backward() instead of setting .grad; and save "
                 "optimizer.state_dict() instead of calling get_optimizer_state_dict()")
         require(param.dtype == dtype, f"{slot.name} is {param.dtype}, but its bucket {dtype}; cast the model before")
-        raise RunError(f"{slot.name} was given other memory, by .data, vector_to_parameters or a move; write into it "
+        raise UsageError(f"{slot.name} was given other memory, by .data, vector_to_parameters or a move; write into it "
                        "by p.data.copy_(values)")
 
 def check_ownership(buckets: Sequence[Bucket]) -> set[nn.Parameter]:
@@ -745,6 +758,6 @@ def check_all_owned(model: nn.Module, owned: set[nn.Parameter]) -> int:
         buffers += len(module._buffers)
         if not owned.issuperset(p for p in module._parameters.values() if p is not None and p.requires_grad):
             name = next(name for name, p in model.named_parameters() if p.requires_grad and p not in owned)
-            raise RunError(f"{name} is in no bucket and would never be updated; freeze it by requires_grad_(False), or "
-                           "build the optimizer after what adds or replaces it, such as load_state_dict(assign=True)")
+            raise UsageError(f"{name} is in no bucket and would never be updated; freeze it by requires_grad_(False), "
+                           "or build the optimizer after what adds or replaces it (load_state_dict(assign=True))")
     return buffers

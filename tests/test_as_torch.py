@@ -1064,3 +1064,14 @@ def test_the_table_in_the_docs_names_existing_tests():
     known = {**vars(test_optimizer), **vars(test_sync), **vars(test_programs), **vars(test_frameworks), **globals()}
     assert len(rows) > 25 and all(names), [row for row, found in zip(rows, names) if not found]
     assert not {name for found in names for name in found} - known.keys()
+
+
+def test_an_error_of_use_names_the_page_that_lists_the_uses():
+    """As with a DDP model that accelerate or Lightning has made: gradients come by no hook of this optimizer."""
+    model = chain()
+    optimizer = make_optimizer(model)
+    train(model, optimizer)
+    next(model.parameters()).grad = torch.zeros_like(next(model.parameters()))
+    with pytest.raises(RunError, match=r"came by no hook.*docs/gradient-sync.md#as-in-torchoptim-and-ddp.*accelerate.*Lightning"):
+        optimizer.reducer.launch_rest()
+    assert "# How gradients" in (Path(__file__).parent.parent / "docs/gradient-sync.md").read_text("utf-8")

@@ -49,7 +49,8 @@ def test_every_value_is_a_flag_of_its_type(preset):
             "int": 3, "float": 0.25, "str": "x", "bool": default is False, "ngrams": (Ngrams(2, 5, 7),),
             "param_groups": (usual.row_types[3]("attn", 0.5),), "tails": (frontier.Tail("head embed", 3, 2, 1, 0.5, keep_norm=False),),
             "stages": (stage(until=0.5, long_window=2), stage(peak_lr_factor=Ramp(1, 0.5)))}[f.name if train_gpt.holds_rows(f) else f.type]
-        if f.name != "resume":  # a checkpoint decides all other values
+        # a checkpoint decides all other values; without fp8, or if all rows set betas, other flags have no effect
+        if f.name not in ("resume", "fp8_head", "adam_beta1", "adam_beta2"):
             argv += [f"--{f.name}", as_text(new)]
             expected[f.name] = (usual.shortened(3).get(f.name, usual.param_groups) + new) if f.name == "param_groups" else new
     assert parse(*argv, preset=preset)[1] == type(usual)(**expected)
@@ -245,11 +246,11 @@ def refused(changes, ranks=1):
     ({"profile": "3:12"}, 1, "below num_steps 12"),
     ({"profile": "3:2"}, 1, "profile is '3:2'"),
     ({"race": "2026:1"}, 1, "race is '2026:1'"),
-    ({"world_size_invariant": True, "clip_norm": 1.0}, 1, "world_size_invariant excludes clip_norm"),
+    ({"world_size_invariant": True, "clip_norm": 1.0}, 1, "world_size_invariant excludes bf16_compress, clip_norm"),
     ({"world_size_invariant": True, "bf16_compress": True}, 1, "world_size_invariant excludes bf16_compress"),
     ({"world_size_invariant": True, "micro_batches": 6}, 1, "has 6 micro-batches on 1 ranks; make both powers of two"),
     ({"attention": "flash"}, 1, "attention flash needs dtype bfloat16; use --attention auto"),
-    ({"attention": "flash", "dtype": "bfloat16", "world_size_invariant": True}, 1, "excludes attention flash"),
+    ({"attention": "flash", "dtype": "bfloat16", "world_size_invariant": True}, 1, "clip_norm and attention flash"),
     ({"ngrams": (Stage(),)}, 1, "ngrams: Stage() is not a row of it; its type is tuple[Ngrams, ...]"),
     ({"ngrams": (Ngrams(1, 64, 8),)}, 1, "Ngrams(1, 64, 8): n is 1; it must be a whole number, from 2 on, at most 9"),
     ({"ngrams": (Ngrams(2, 0, 8),)}, 1, "Ngrams(2, 0, 8): rows is 0; it must be a whole number, above 0"),
@@ -269,11 +270,42 @@ def test_a_message_lists_each_mistake_once():
 
 
 def test_a_flag_that_every_stage_of_the_preset_overrides_is_refused():
-    for preset, name in ("frontier", "micro_batch_tokens"), ("frontier89", "prefix_weight"), ("laptop", "long_window"):
-        with pytest.raises(train_gpt.RunError, match=rf"--{name} has no effect, because every stage .* change it in --stages 'Stage\("):
+    for preset, name in ("frontier", "micro_batch_tokens"), ("frontier89", "long_window"), ("laptop", "long_window"):
+        with pytest.raises(train_gpt.RunError, match=rf"--{name} has no effect, because every stage sets .* change it in --stages 'Stage\("):
             parse(f"--{name}", "4", preset=preset)
     assert parse("--long_window", "4", "--stages", "Stage()")[1].long_window == 4
     assert parse("--micro_batch_tokens", "8192")[1].micro_batch_tokens == 8192
+
+
+@pytest.mark.parametrize("program, preset, flags, needed", [
+    (train_gpt, "speedrun", ["--even_order", "true"], "shuffle"),
+    (train_gpt, "speedrun", ["--lazy_tables", "true"], "ngrams"),
+    (train_gpt, "laptop", ["--ngrams", "()", "--ngram_reset", "4"], "ngrams"),
+    (train_gpt, "laptop", ["--fp8_weight_scale", "7"], "fp8_head"),
+    (train_gpt, "laptop", ["--cooldown", "0", "--lr_floor", ".9"], "cooldown"),
+    (train_gpt, "laptop", ["--muon_momentum_rise", "0", "--muon_momentum_fall", "0", "--muon_momentum_low", ".1"], "muon_momentum_rise or --muon_momentum_fall"),
+    (train_gpt, "laptop", ["--stages", "Stage(long_window=2)", "--long_window", "5"], "stages"),
+    (frontier, "frontier", ["--adam_beta1", ".5"], "param_groups"),
+])
+def test_a_flag_without_effect_is_refused_and_says_what_it_needs(program, preset, flags, needed):
+    with pytest.raises(train_gpt.RunError, match=f"{flags[-2]} has no effect.*--{needed}"):
+        train_gpt.parse_config(["--preset", preset, *flags], preset, program.PRESETS)
+
+
+@pytest.mark.parametrize("preset", ["laptop", "frontier"])
+@pytest.mark.parametrize("steps", ["0", "-3"])
+def test_a_run_without_steps_is_refused(preset, steps):
+    config = parse("--num_steps", steps, preset=preset)[1]
+    with pytest.raises(train_gpt.RunError, match=f"num_steps is {steps}"):
+        train_gpt.check_config(config, 1)
+
+
+def test_ablations_of_a_preset_need_no_second_flag_and_a_preset_s_own_idle_value_is_refused():
+    for flags in (["--ngrams", "()"], ["--shuffle", "false"], ["--cooldown", "0"], ["--adam_every", "2", "--ngram_reset", "0"]):
+        parse(*flags, preset="laptop")
+    idle = {"laptop": dataclasses.replace(PRESETS["speedrun"], even_order=True)}
+    with pytest.raises(train_gpt.RunError, match="--even_order has no effect without --shuffle"):
+        train_gpt.parse_config([], "laptop", idle)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -460,6 +492,20 @@ def test_the_rotary_is_stretched_once_per_window_but_not_for_the_last_validation
 # what depends on the GPU
 
 
+def gpu_of(monkeypatch, capability, kib=227):
+    """Let torch describe a GPU with so much shared memory per block."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda: types.SimpleNamespace(shared_memory_per_block_optin=kib << 10))
+
+
+@pytest.mark.parametrize("capability, kib, kernels", [((9, 0), 227, "on"), ((10, 0), 227, "on"), ((12, 0), 99, "loss"), ((12, 1), 99, "loss"), ((8, 0), 163, "loss")])
+def test_the_mlp_s_kernel_needs_its_shared_memory(monkeypatch, capability, kib, kernels):
+    """Consumer Blackwell has TMA, and less than half of what the kernel takes."""
+    gpu_of(monkeypatch, capability, kib)
+    monkeypatch.setattr(train_gpt, "triton", "installed")
+    assert train_gpt.resolve_auto(train_gpt.Config(attention="masked"), train_gpt.Comm())[0].kernels == kernels
+
+
 @pytest.mark.parametrize("asked, changes, capability, installed, other_rank, chosen", [
     ("auto", {}, (9, 0), True, True, "flash"),
     ("auto", {}, (9, 0), False, False, "flash, torch's own"),
@@ -479,10 +525,10 @@ def test_gpus_with_bf16_use_flash_attention(asked, changes, capability, installe
         return "" if installed else "kernels: No module named 'kernels'"
     monkeypatch.setattr(train_gpt, "flash_3", None)
     monkeypatch.setattr(train_gpt, "find_flash_3", find)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    gpu_of(monkeypatch, capability)
     comm = train_gpt.Comm()
     finds = capability[0] == 9 and "flash" in chosen
-    other = {str: "no network" if finds and not other_rank else "", tuple: capability}
+    other = {str: "no network" if finds and not other_rank else "", tuple: capability, int: 227 << 10}
     comm.all_gather_json = lambda mine: json.loads(json.dumps([mine, other[type(mine)]]))
     config, messages = train_gpt.resolve_auto(train_gpt.Config(attention=asked, **changes), comm)
     assert config.attention == chosen.split(", ")[0]
@@ -510,14 +556,14 @@ def test_flash_attention_3_is_a_wheel_or_the_hub_s_build_or_says_why_not(monkeyp
 
 
 def test_all_ranks_leave_out_what_the_oldest_gpu_lacks(monkeypatch):
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    gpu_of(monkeypatch, (9, 0))
     monkeypatch.setattr(train_gpt, "triton", "installed")
     monkeypatch.setattr(train_gpt, "find_flash_3", lambda: "")
     comm = train_gpt.Comm()
     comm.all_gather_json = lambda mine: json.loads(json.dumps([mine, mine]))
     known = train_gpt.Config(attention="masked", kernels="on")
     assert train_gpt.resolve_auto(train_gpt.Config(attention="masked"), comm) == (known, [])
-    comm.all_gather_json = lambda mine: json.loads(json.dumps([mine, {str: "", tuple: (8, 0)}[type(mine)]]))
+    comm.all_gather_json = lambda mine: json.loads(json.dumps([mine, {str: "", tuple: (8, 0), int: 163 << 10}[type(mine)]]))
     config, messages = train_gpt.resolve_auto(train_gpt.Config(), comm)
     assert not config.fp8_head and config.kernels == "loss"
     assert messages == ["this GPU has no fp8: the head's product stays in bf16"]
@@ -526,7 +572,7 @@ def test_all_ranks_leave_out_what_the_oldest_gpu_lacks(monkeypatch):
 @pytest.mark.parametrize("program", [train_gpt, frontier], ids=PROGRAMS)
 def test_an_edit_of_what_a_kernel_replaces_is_not_ignored(program, monkeypatch):
     """A kernel computes what it was written for, so an edited plain form must be used in its place."""
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    gpu_of(monkeypatch, (9, 0))
     monkeypatch.setattr(train_gpt, "triton", "installed")
     monkeypatch.setattr(train_gpt, "find_flash_3", lambda: "")
     auto, comm = [*program.PRESETS.values()][0], train_gpt.Comm()

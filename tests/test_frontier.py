@@ -53,7 +53,9 @@ def worker_of(config, comm=None):
     ({"layers": "S0M S2M"}, "value tables {0, 2}; number them from 0"),
     ({"layers": "S0M SM M"}, "the first and the last layer need attention, and one layer a value table, such as S0M"),
     ({"layers": "M S0M SM"}, "the first and the last layer need attention"), ({"layers": "SM SM LM"}, "and one layer a value table"),
-    ({"layers": "S0M SM cSM LM"}, None), ({"layers": "S0M cSM LM"}, "c reads the output of backout_layer 1; write it only in later layers"),
+    ({"layers": "S0iM SM cSM LM"}, None), ({"layers": "S0M SM LM"}, "none of i, n, x, g, d and +N"),
+    ({"layers": "S0iM SM LM", "token_gates": "0,1"}, "none of i, n, x, g, d and +N"), ({"token_gates": "0,9"}, "up to 2, such as 0,4"),
+    ({"backout_layer": 2}, "the last layer reads it"), ({"param_groups": (AdamGroup("head", slow_from=4),), "untie_at": 0.4}, "would wait in step"), ({"layers": "S0M cSM LM"}, "c reads the output of backout_layer 1; write it only in later layers"),
     *(({"layers": f"S0M P{letter}M LM"}, "layer 1 has P with x or d, which need unpaired heads; write S or L") for letter in "xd"),
     ({"layers": "S0M S+2 LM"}, "layer 1 has a skip connection from layer 2"), ({"backout_layer": 3}, "layers has 0 to 2"),
     *(({"token_gates": text}, f"token_gates is '{text}'; give numbers of layers, 0 and later ones up to 2, such as 0,4")
@@ -77,7 +79,7 @@ def worker_of(config, comm=None):
     ({"stages": (Stage(third_token_weight=Ramp(0.5, -1)),)}, "third_token_weight is -1; it must be a number, from 0 on"),
     ({"param_groups": (AdamGroup("xsa_lambdas"),)}, "unknown kinds 'xsa_lambdas'; the kinds are head, embed, value_embeds")], ids=str)
 def test_impossible_values_are_refused_with_what_is_allowed(changes, says):
-    config = dataclasses.replace(PRESET, **SMALL | {"layers": "S0M SM LM", "backout_layer": 1, "token_gates": "0"} | changes)
+    config = dataclasses.replace(PRESET, **SMALL | {"layers": "S0iM SM LM", "backout_layer": 1, "token_gates": "0"} | changes)
     if says is None:
         train_gpt.check_config(config, 1)
         return

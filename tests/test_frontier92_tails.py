@@ -172,7 +172,7 @@ class Draws:
 
 def drawer(classes, number, micro_batches=8, ranks=1, rank=0):
     config = small(micro_batches=micro_batches, stages=(Stage(candidates=number),))
-    model = SimpleNamespace(lm_head=SimpleNamespace(weight=torch.empty(classes, 1)), candidates=[])
+    model = SimpleNamespace(lm_head=SimpleNamespace(weight=torch.empty(classes, 1)), prefixes=torch.empty(0), candidates=[])
     return frontier.Candidates(config, model, train_gpt.Comm())
 
 
@@ -187,6 +187,8 @@ def test_candidates_of_the_record():
         found, offset = ours.draw_one(np.arange(share), 10240, 77)
         assert len(found) == 10240 and (offset == 77) == (share == 10240)
     assert ours.draw_one(np.arange(10241), 10240, 77) == (None, 77), "all classes"
+    ours.draw(10240, [np.arange(20000)] + 7 * [np.arange(100)])
+    assert ours.used.tolist() == [50304] + 7 * [10240], "the log states their mean"
 
 
 @pytest.mark.parametrize("classes, number, targets", [(50304, 14336, 4000), (2048, 1200, 800), (128, 112, 20)])

@@ -944,7 +944,7 @@ def train_steps(comm, flags, steps, batches):
     losses = []
     for step in range(steps):
         losses += one_step(optimizer, model, train_gpt.plan_of(config, step), batches[step].chunk(comm.ranks)[comm.rank])
-    state_hash = optimizer.state_hash()
+    state_hash = engine.hash_of([*optimizer.named_state()])
     parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     return losses, state_hash, parameters, [bucket.name for bucket in optimizer.reducer.launch_order]
 
@@ -1144,7 +1144,7 @@ def mixed_run(comm, steps, bucket_bytes=0.0, state=None, **changes):
     if state is not None:
         optimizer.load_state_dict(state)
     mixed_steps(optimizer, params, steps)
-    return optimizer.state_dict(), optimizer.state_hash(), {name: p.detach().clone() for name, p in params.items()}
+    return optimizer.state_dict(), engine.hash_of([*optimizer.named_state()]), {name: p.detach().clone() for name, p in params.items()}
 
 
 def noisy_run(comm, bucket_bytes, steps, state=None, **rule):
@@ -1271,11 +1271,11 @@ def test_pending_sums_of_an_invariant_run_count_once_in_a_plain_run():
 def test_state_put_back_after_warm_up_leaves_nothing_of_it(invariant):
     """Drops gradients of half a cycle, of a step that failed, and of a step that was not finished."""
     optimizer, params = mixture(300.0, engine.Comm(), check_grads=True, world_size_invariant=invariant)
-    saved, fresh = optimizer.state_dict(), optimizer.state_hash()
+    saved, fresh = optimizer.state_dict(), engine.hash_of([*optimizer.named_state()])
     mixed_steps(optimizer, params, range(3))
-    trained = optimizer.state_hash()
+    trained = engine.hash_of([*optimizer.named_state()])
     optimizer.load_state_dict(saved)
-    assert optimizer.state_hash() == fresh != trained
+    assert engine.hash_of([*optimizer.named_state()]) == fresh != trained
     optimizer.prepare_for_backward(0)
     sum(p.sum() for p in params.values()).mul(math.nan).backward()
     with pytest.raises(engine.RunError, match="not finite"):
@@ -1285,7 +1285,7 @@ def test_state_put_back_after_warm_up_leaves_nothing_of_it(invariant):
     sum(p.sum() for p in params.values()).backward()  # a first micro-batch, never followed
     optimizer.load_state_dict(saved)
     mixed_steps(optimizer, params, range(3))
-    assert optimizer.state_hash() == trained
+    assert engine.hash_of([*optimizer.named_state()]) == trained
 
 
 def test_a_state_is_the_caller_s_own():
@@ -1368,7 +1368,7 @@ def untied_steps(comm):
     optimizer = gpt_speedrun.Optimizer(gpt_speedrun.fill_buckets(specs, 1e9, comm.rank, comm.ranks), comm, gpt_speedrun.SyncSettings(), params)
     for step in range(6):
         if step == 3:
-            optimizer.copy_parameter("embed", "head")
+            frontier.copy_parameter(optimizer, "embed", "head")
         optimizer.prepare_for_backward(step)
         ((params["embed"] + (params["head"] if step >= 3 else params["embed"])) ** 2 * (1 + step)).sum().backward()
         optimizer.step(FULL)
@@ -1427,13 +1427,85 @@ def test_the_tied_stage_has_its_own_launch_order(on_ranks, batches):
 def test_a_parameter_cannot_be_copied_between_updates():
     optimizer, params = mixture(0.0, engine.Comm())
     mixed_steps(optimizer, params, [0])
-    with pytest.raises(engine.RunError, match="halved cannot be copied.*wait for an update"):
-        optimizer.copy_parameter("halved", "halved")
-    optimizer.copy_parameter("wide_0", "wide_1")  # NorMuon's gradients do not wait
+    with pytest.raises(train_gpt.RunError, match="halved cannot be copied.*wait for an update"):
+        frontier.copy_parameter(optimizer, "halved", "halved")
+    frontier.copy_parameter(optimizer, "wide_0", "wide_1")  # NorMuon's gradients do not wait
     mixed_steps(optimizer, params, [1])
-    optimizer.copy_parameter("halved", "halved")
-    optimizer.copy_parameter("wide_0", "wide_1")
+    frontier.copy_parameter(optimizer, "halved", "halved")
+    frontier.copy_parameter(optimizer, "wide_0", "wide_1")
     state = optimizer.state_dict()
     for key in ("", "/m", "/v"):
         first, second, third = (state[f"wide_{i}{key}"] for i in range(3))
         assert torch.equal(first, second) and not torch.equal(first, third)
+
+
+def test_a_checksum_sees_order_signs_and_what_a_sum_of_32_bits_wraps():
+    ones, rows = torch.ones(512), torch.arange(24.0).view(4, 6)
+    for x, other in ((ones, 2 * ones), (ones, torch.cat([-ones[:256], ones[256:]])), (rows, rows[[1, 0, 2, 3]]), (rows.bfloat16()[:, :5], rows.bfloat16()[:, 1:]),
+                     (torch.cat([ones] * 1200), torch.cat([*[ones] * 1199, -ones]))):
+        assert train_gpt.checksum(x) == train_gpt.checksum(x.clone()) != train_gpt.checksum(other)
+    assert train_gpt.checksum(ones, rows) != train_gpt.checksum(rows, ones)
+
+
+@pytest.mark.parametrize("shape, unit", [((12, 12), (1, 12)), ((64, 12), (1, 12)), ((8, 12), (8, 1)), ((8, 12), (1, 12)), ((12, 3), (12, 1)), ((4, 4), (1, 1))])
+def test_a_unit_may_be_one_row_or_one_column(shape, unit):
+    spec = engine.finish_spec(engine.ParamSpec("w", nn.Parameter(torch.randn(shape)), engine.NorMuon(), unit))
+    [bucket] = engine.fill_buckets([spec], 0, 0, 1)
+    bucket.grad_data.normal_()
+    before, moments = bucket.param_data.clone(), bucket.state["v"].shape
+    bucket.update(engine.NorMuon.update, bucket.hyper(engine.Plan()), False)
+    assert bucket.state["v"].shape == moments and not torch.equal(bucket.param_data, before) and bucket.param_data.isfinite().all()
+
+
+def sent_buffers(comm):
+    buffers = [torch.full((4, 8), float(comm.rank)).t(), torch.full((1, 4), float(comm.rank)).expand(3, 4), torch.full((4, 8), comm.rank)[:, ::2]]
+    for x in buffers:
+        comm.broadcast(x)
+    return buffers
+
+
+def test_buffers_of_any_strides_are_sent(on_ranks):
+    for buffers in on_ranks(2, sent_buffers):
+        assert not any(x.any() for x in buffers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Third:
+    """A rule with updates_in and without every."""
+
+    lr: float = 0.1
+    unit, updates_in = (lambda self, spec: ()), (lambda self, step: step % 3 == 2)
+    init_state, hyper = (lambda self, shard: {}), (lambda self, plan, t: {})
+
+    @staticmethod
+    def update(param, grad, state, hyper):
+        param.sub_(0.1 * grad)
+
+
+def test_a_rule_may_state_its_updates_without_a_period():
+    model = nn.Linear(2, 1, bias=False)
+    buckets = engine.fill_buckets([engine.ParamSpec("weight", model.weight, Third())], 0, 0, 1)
+    optimizer = train_gpt.DistributedOptimizer(buckets, engine.Comm(), train_gpt.SyncSettings(), model)
+    optimizer.load_state_dict(optimizer.state_dict())
+    for step in range(3):
+        before = model.weight.detach().clone()
+        optimizer.prepare_for_backward(step)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        assert torch.equal(before, model.weight) == (step < 2)
+
+
+def test_waiting_for_a_frozen_parameter_is_nothing():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+    specs = [engine.ParamSpec(name, p, engine.Adam()) for name, p in model[0].named_parameters()]
+    optimizer = train_gpt.DistributedOptimizer(engine.fill_buckets(specs, 0, 0, 1), engine.Comm(), train_gpt.SyncSettings(), model)
+    optimizer.wait_for(model[0].weight, model[1].weight)
+
+
+def test_cores_are_those_that_the_process_may_use(monkeypatch, tmp_path):
+    quota, read = "max 100000", train_gpt.Path.read_text
+    monkeypatch.setattr(train_gpt.os, "sched_getaffinity", lambda pid: {0, 2, 5})
+    monkeypatch.setattr(train_gpt.Path, "read_text", lambda path, *more: quota if "cgroup" in str(path) else read(path, *more))
+    assert train_gpt.count_cores() == 3
+    quota = "150000 100000"
+    assert train_gpt.count_cores() == 2

@@ -1058,10 +1058,10 @@ def test_clip_by_norms_of_rows_is_clip_by_the_norm(on_ranks, ranks):
 @pytest.mark.parametrize("changes", [{"check_grads": True}, {"clip_norm": 1.0}, {"find_unused_parameters": True}])
 def test_a_step_with_nothing_to_update_checks_nothing(changes):
     optimizer = optimizer_of(chain(), rule=Descent(every=2), **changes)
-    before = optimizer.state_hash()
+    before = train_gpt.hash_of([*optimizer.named_state()])
     optimizer.prepare_for_backward(0)
     optimizer.step(FULL)
-    assert optimizer.state_hash() == before
+    assert train_gpt.hash_of([*optimizer.named_state()]) == before
 
 
 def not_finite_on_one(comm):
