@@ -448,7 +448,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print one line; the usage would list every flag."""
         unknown = re.search("unrecognized arguments: (--[^ =]+)", message)
-        near = difflib.get_close_matches(unknown[1], self._option_string_actions, 1) if unknown else ()
+        near = difflib.get_close_matches(unknown[1] if unknown else "", self._option_string_actions, 1, 0.7)
         meant = f"; did you mean {near[0]}?" if near else ";"
         self.exit(2, f"{self.prog}: error: {message}{meant} {self.prog} --help lists the flags\n")
 
