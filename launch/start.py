@@ -420,14 +420,12 @@ def lasts(config, steps):
     """Return whether the data suffice for so many steps without repetition."""
     import train_gpt
     config = dataclasses.replace(config, num_steps=steps, epochs=1)
-    stream = train_gpt.Stream(train_gpt.find_shards(config.train_files, config.train_shards), config)
-    try:
-        stream.check_enough()
-    except train_gpt.RunError:
-        return False
-    finally:
-        stream.close()
-    return True
+    with contextlib.suppress(train_gpt.RunError):
+        shards = train_gpt.find_shards(config.train_files, config.train_shards)
+        with contextlib.closing(train_gpt.Stream(shards, config)) as stream:
+            stream.check_enough()
+        return True
+    return False
 
 
 def replace_model(model):
