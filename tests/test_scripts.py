@@ -525,6 +525,16 @@ def test_latest_to_resume_is_what_stopped_last(monkeypatch, tmp_path):
     assert resumed() == ([], ["--resume", "latest"]), "no run of it is left"
 
 
+@pytest.mark.parametrize("quota, cores", [("max 100000", 3), ("150000 100000", 2), ("900000 100000", 3)])
+def test_threads_that_encode_a_text_are_the_cores_of_this_process(monkeypatch, quota, cores):
+    """Not those of the machine, of which Slurm (affinity) or a container (quota) may give a few."""
+    monkeypatch.syspath_prepend(ROOT / "data")
+    import shards
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2, 5})
+    monkeypatch.setattr(shards, "Path", lambda name: types.SimpleNamespace(read_text=lambda: quota))
+    assert shards.usable_cores() == cores
+
+
 @pytest.mark.parametrize("words, nodes, restarts, says", [
     *((race, 1, 1, "this race was stopped") for race in ("-n5", "--vs=HEAD", "--max-n=12", "--max_n 12", "--until_decided", "--json")),
     ("--vs=HEAD", 2, 0, "a race runs on one node"), ("--resume=logs/race-X/race.jsonl", 1, 1, "[./run.sh][--resume=logs/race-X/race.jsonl]"),
