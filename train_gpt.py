@@ -441,7 +441,7 @@ def holds_rows(f: dataclasses.Field) -> bool:
 class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """Accept dashes for the underscores in names of flags."""
-        words = [re.sub("^--[^=]+", lambda found: "--" + found[0][2:].replace("-", "_"), word)
+        words = [re.sub("(?<=^--)[^=]+", lambda found: found[0].replace("-", "_"), word)
                  for word in (sys.argv[1:] if args is None else args)]
         return super().parse_known_args(words, namespace)
 
