@@ -3,15 +3,24 @@
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"  # sh run.sh
 set -euo pipefail
 unset CDPATH PYTHONHOME  # cd would print; .venv's Python would not start
+export PATH=$PATH:/usr/lib/wsl/lib  # WSL's nvidia-smi, which ssh and sudo do not find
 script=${BASH_SOURCE[0]}
 [ ! -L "$script" ] || script=$(readlink -f "$script")
 here=$(cd "$(dirname "$script")" && pwd)
 python=$here/.venv/bin/python kept="nothing was started" waits=0
 say() { printf 'run.sh: %s\n' "$*" >&2; }
-fail() { say "error: $*"; exit 1; }
+case " $* " in *" --json "*) json=true ;; *) json=false ;; esac
+fail() {  # 2, as all that cannot be judged
+    say "error: $*"
+    local reason="$*"
+    reason=${reason//\\/\\\\}
+    reason=${reason//\"/\\\"}
+    ! $json || printf '{"verdict": "not judged", "reason": "%s", "status": 2, "folder": null, "best": null, "sides": [], "ideas": []}\n' "${reason//$'\n'/ }"
+    exit 2
+}
 trap 'say "interrupted; $kept"; exit 130' INT
 trap '' USR1  # it asks a run for a checkpoint, and there is no run yet
-list=requirements.txt stamp=$here/.venv/ready
+list=requirements.txt stamp=$here/.venv/ready mine=$here/.venv/made-by-run.sh
 [ "${1:-}" != --setup-tests ] || list=tests/requirements.txt stamp=$here/.venv/ready-tests  # test.sh, after --setup
 wanted=$(cksum < "$here/$list")
 # .venv is complete only if its own Python finds each package: a replaced system Python looks elsewhere
@@ -59,9 +68,15 @@ if ! ready; then
     elif [ "$(uname)" = Linux ] && "$base" -c "$answers" "$cpu_builds/torch/" >/dev/null 2>&1; then
         build=(--extra-index-url "$cpu_builds") size="1.3 GB, with torch for CPUs: there is no NVIDIA driver"
     fi
-    if ! "${own[@]}" "$python" -m pip --version >/dev/null 2>&1; then
+    has_pip() { "${own[@]}" "$python" -m pip --version >/dev/null 2>&1; }
+    add_pip() { [ -e "$here/.venv/pyvenv.cfg" ] && "${own[@]}" "$python" -m ensurepip >/dev/null 2>&1; }  # uv makes .venv without it
+    if ! has_pip && ! add_pip; then
+        [ ! -e "$here/.venv" ] || [ -e "$mine" ] || fail "$here/.venv is not run.sh's, and its Python has no pip; nothing in it was" \
+            "changed. Keep it under another name, then run this again: mv '$here/.venv' '$here/.venv-before'"
         say "packages: creating .venv with $("$base" --version): about a minute and $size"
-        rm -rf "$here/.venv"
+        mkdir -p "$here/.venv"
+        touch "$mine"
+        rm -f "$here"/.venv/bin/python*  # venv keeps links, also to a Python that is gone
         problem=$("${own[@]}" "$base" -m venv "$here/.venv" 2>&1) ||
             fail "$base cannot create .venv (Debian has venv in python3-venv): $problem"
     fi
@@ -69,7 +84,7 @@ if ! ready; then
     "${own[@]}" "$python" -m pip install --disable-pip-version-check ${build[@]+"${build[@]}"} -r "$here/$list" | show_last ||
         fail "pip could not install $list, see above; check the network, then run this again"
     printf '%s\n' "$wanted" > "$stamp"
-    ready || fail "pip ended without an error, but .venv lacks packages of $list. Remove .venv and run this again; if" \
+    ready || fail "pip ended without an error, but .venv lacks packages of $list. Rename .venv and run this again; if" \
         "that does not help, pip's settings send packages elsewhere (target, prefix or root): $python -m pip config list"
 fi
 [ "${1:-}" != --setup ] || { say "packages: ready in .venv"; exit; }

@@ -172,7 +172,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             torch.set_num_threads(train_gpt.cpu_threads(trained.config, 1))
         vocabulary = vocabulary_of(encoding, trained.config.train_files)
         prompt = encode_prompt(flags.prompt, vocabulary, encoding)
-        generated = generate(trained, prompt, flags.tokens, flags.temperature, flags.top_k, flags.seed)
+        of_bytes = encoding.vocab_size == 257  # its documents may be pieces that begin inside a word
+        generated = generate(trained, prompt or vocabulary.encode("\n") * of_bytes, flags.tokens, flags.temperature, flags.top_k, flags.seed)
         for text in show(itertools.chain(prompt, generated), vocabulary, encoding.bos_id):
             print(text, end="", flush=True)
         print()

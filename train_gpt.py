@@ -454,14 +454,14 @@ def holds_rows(f: dataclasses.Field) -> bool:
 class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """Accept dashes for the underscores in names of flags."""
-        words = [re.sub("^--[^=]+", lambda found: "--" + found[0][2:].replace("-", "_"), word)
+        words = [re.sub("(?<=^--)[^=]+", lambda found: found[0].replace("-", "_"), word)
                  for word in (sys.argv[1:] if args is None else args)]
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Print one line; the usage would list every flag."""
         unknown = re.search("unrecognized arguments: (--[^ =]+)", message)
-        near = difflib.get_close_matches(unknown[1], self._option_string_actions, 1) if unknown else ()
+        near = difflib.get_close_matches(unknown[1] if unknown else "", self._option_string_actions, 1, 0.7)
         meant = f"; did you mean {near[0]}?" if near else ";"
         self.exit(2, f"{self.prog}: error: {message}{meant} {self.prog} --help lists the flags\n")
 

@@ -31,6 +31,16 @@ class DataError(Exception):
     """An error for the user, in one line: what was seen, what was expected, what to do next."""
 
 
+def usable_cores():
+    """Count the cores that this process may use: Slurm or a container may give it fewer than the machine has."""
+    cores = os.cpu_count() or 1
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # not Linux; or "max 100000", without a quota
+        cores = len(os.sched_getaffinity(0))
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        cores = min(cores, -(-quota // period))
+    return cores
+
+
 @dataclass(frozen=True)
 class Encoding:
     name: str

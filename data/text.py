@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 import gpt2
 from shards import (BYTES, GPT2, MANIFEST, SHARD_TOKENS, TOKEN_BYTES, DataError, ShardWriter, in_one_line, only_writer,
-                    print_shards, run, verified_manifest)
+                    print_shards, run, verified_manifest, usable_cores)
 
 VAL_FRACTION = 0.1
 MAX_VAL_BYTES = 64 * 2**20  # enough text for a validation on ten million tokens
@@ -346,7 +346,7 @@ def parse_arguments():
                              f"but at most {MAX_VAL_BYTES // 2**20} MiB in total)")
     parser.add_argument("--shard-tokens", type=at_least(2), default=SHARD_TOKENS, metavar="N",
                         help="maximum tokens per shard (default: %(default)s)")
-    parser.add_argument("--threads", type=at_least(1), default=os.cpu_count(), metavar="N",
+    parser.add_argument("--threads", type=at_least(1), default=usable_cores(), metavar="N",
                         help="encoding threads (default: one per core, here %(default)s)")
     parser.add_argument("--force", action="store_true", help="replace existing shards in --out")
     parser.add_argument("--by-content", action="store_true", help="add a digest of the texts to the name of --out, "

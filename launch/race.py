@@ -132,7 +132,7 @@ def describe_sides(ideas, cmd, flags, name=None):
     if cmd is not None:
         return {"a": here, "b": {"revision": None, "flags": split_flags(cmd), "folder": ideas[0]}}
     if all(idea.startswith("-") for idea in ideas):
-        sides = [{**ours, "flags": flags + start.spelled(split_flags(idea))} for idea in [*ideas, ""]]
+        sides = [{**ours, "flags": flags_of(flags, start.spelled(split_flags(idea)))} for idea in [*ideas, ""]]
         sides[-1] |= {"name": name} if name else {}
         return dict(zip(string.ascii_lowercase, sides))
     sides = {"this checkout": (blobs_of(files), here)}
@@ -151,6 +151,16 @@ def describe_sides(ideas, cmd, flags, name=None):
         require(sides[one][0] != sides[other][0], f"{one} and {other} have the same {' and '.join(files)}, so there is nothing to race; "
                 "edit it (do not commit the edit), or name an earlier revision, such as HEAD~1")
     return dict(zip(string.ascii_lowercase, (side for _, side in sides.values())))
+
+
+def flags_of(flags, own):
+    """Return the flags of a side: those of all, without their preset if it has its own, then its own."""
+    import train_gpt
+    if "--preset" in flags and any(re.match("--preset(=|$)", word) for word in own):
+        at = flags.index("--preset")
+        flags = flags[:at] + flags[at + 2:]
+    start.read_flags(flags + own, train_gpt.count_gpus())
+    return flags + own
 
 
 def split_flags(text):
@@ -225,7 +235,7 @@ def check_sides(race, where):
     for name, flags in (("validation", "--val_files, --val_len and --val_tokens"), ("target", "--target_val_loss")):
         found = {json.dumps(version[name]) for version in ours}
         require(len(found) == 1 or name == "target" and len(ours) > 2, f"the sides differ in their {name}, so no "
-                f"verdict could compare them: {logs.some(sorted(found), 2, ' and ')}; give {flags} behind --, for all sides")
+                f"verdict could compare them: {logs.some(sorted(found), 2, ' and ')}; give {flags} outside --vs, for all sides")
 
 
 def check_script(version, folder, script, ranks):
@@ -504,7 +514,7 @@ def new_race(options):
     require(options.n >= fewest, f"-n is {options.n}, and {logs.plural(len(sides), 'side')} are judged from {fewest} runs of each "
             f"on; give -n {fewest} or more")
     require(all(check_flags(side["flags"])[0] is None for side in sides.values() if "folder" not in side),
-            "--vs sets --seed, and all sides share theirs; give --seed once, behind --")
+            "--vs sets --seed, and all sides share theirs; give --seed once, outside --vs")
     race_id = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{uuid.uuid4().hex[:4]}"
     manifest = Manifest(ROOT / "logs" / f"race-{race_id}" / MANIFEST)
     manifest.race = {"id": race_id, "n": options.n, "until_decided": options.until_decided, "alpha": options.alpha,
@@ -589,7 +599,7 @@ def run(options):
                 f"{logs.plural(race['n'], 'run')} {'of each, ' + turns if ideas else 'on '}{logs.plural(race['ranks'], 'rank')}, "
                 f"seeds {race['seed'] + 1} to {race['seed'] + race['n']}, in {os.path.relpath(manifest.path.parent, ROOT)}")
             return run_all(manifest, where, lock, options.v)
-    except (UserError, OSError) as reason:
+    except (UserError, OSError, start.Refusal) as reason:
         if isinstance(reason, OSError):
             reason = f"{reason.filename or 'a file'}: {reason.strerror}; free space or set its permissions"
         return stats.not_judged(reason, status=logs.refuse("race.py", reason))

@@ -42,7 +42,10 @@ def program_of(flags):
         with contextlib.suppress(train_gpt.RunError, OSError):  # train_gpt.py says what is wrong with the checkpoint
             saved = train_gpt.load_file(train_gpt.find_run(run)[1], check=False)
             return frontier if saved.get("program") == "frontier.py" else train_gpt
-    return frontier if given.get("--preset") in frontier.PRESETS else train_gpt
+    preset = given.get("--preset", "laptop")
+    names = [*train_gpt.PRESETS, *frontier.PRESETS]
+    train_gpt.require(preset in names, f"--preset is {preset}; there are {', '.join(names)}")
+    return frontier if preset in frontier.PRESETS else train_gpt
 
 
 def start(ranks, program, flags):

@@ -11,6 +11,7 @@ import ctypes
 import dataclasses
 import functools
 import hashlib
+import io
 import json
 import os
 import re
@@ -29,16 +30,18 @@ PYTHON = sys.executable
 PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # found now: a forked child must not load libraries
 USAGE = "./run.sh [options] [flags of train_gpt.py]"
 COMMANDS = """\
-Train one model, or race two versions. The first call installs the packages into .venv.
+Train one model, or race two versions. The first call fills .venv with packages.
 
   ./run.sh                       one run, with the preset for this machine
-  ./run.sh --trial               the same in 20 steps, to see that everything works
-  ./run.sh --text FILE FOLDER    train a small model on your own text, and print a sample
-  ./run.sh -n 5 --vs HEAD        five pairs of timed runs: this checkout against the last commit
+  ./run.sh --trial               the same in 20 steps, to see that all works
+  ./run.sh --text FILE FOLDER    train on your own text, and print a sample
+  ./run.sh -n 5 --vs HEAD        five pairs of runs: this checkout against HEAD
   ./run.sh --resume latest       continue the run that stopped last
-  ./run.sh stats latest          judge the last race; also: verify, picture, board, sample, watch"""
+  ./run.sh stats latest          judge the last race; also: verify, picture,
+                                 board, sample, watch"""
 REST = """\
-All other flags go to train_gpt.py, such as --num_steps 300, --seed 7; --help-all lists them."""
+All other flags set values of the run, such as --num_steps 300, --seed 7;
+--help-all lists them, with --preset frontier those of frontier."""
 TOOLS = {"sample": "sample.py", "watch": "launch/watch.py", **{
     name: f"records/{name}.py" for name in ("stats", "verify", "ladder", "picture", "export", "board", "trace")}}
 TRIAL = 0.6  # a run of fewer of the preset's steps cannot reach its target
@@ -48,6 +51,7 @@ TRIAL_STEPS, TRIAL_SEQUENCES = 20, 16  # of --trial: of training, and of validat
 MIN_STEPS, TEXT_STEPS, MAX_EPOCHS = 40, 135, 8
 LIBRARY = (3, 11)  # version of Python to whose library the target of `laptop` belongs: the losses of others differ by up to 0.04
 MIN_TOKENS = 64  # of a micro-batch, if a text does not fill one of the preset's
+MAX_CPU_SIZE = 2 ** 28  # of what a run without a GPU has in memory: 13 times laptop's, a sixth of speedrun's
 MAX_VAL_TOKENS, MIN_VAL_TOKENS = 2 ** 18, 10_000  # a byte's loss has sd 2 nats, so the mean of fewer is off by 0.02 or more
 # Fields of the config that no part of a run depends on: the preflight answer does not change with them
 UNCHECKED = {"seed", "target_val_loss", "val_every", "train_loss_every", "log_dir", "run_id", "save_every",
@@ -55,7 +59,7 @@ UNCHECKED = {"seed", "target_val_loss", "val_every", "train_loss_every", "log_di
 
 
 class Refusal(Exception):
-    """The command is wrong; the message says what was seen and what to do."""
+    """Nothing can be started; the message says what was seen and what to do."""
 
 
 def require(condition, message):
@@ -71,18 +75,21 @@ def say(line):
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
-        self.exit(2, f"run.sh: error: {message}; --help lists the options\n")
+        raise Refusal(f"{message}; --help lists the options")
 
 
 def make_parser():
     parser = Parser(prog="run.sh", usage=USAGE, description=COMMANDS, epilog=REST, add_help=False, allow_abbrev=False,
                     formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=22,
-                                                      width=100))
+                                                      width=80))
     add = parser.add_argument_group("runs").add_argument
+    add("--preset", metavar="NAME", help="laptop, the default without a GPU; speedrun, the default with one; frontier or "
+        "frontier89, for GPUs")
     add("--text", nargs="+", action="extend", default=[], metavar="PATH", help="files or folders of text")
     add("--val-fraction", metavar="X", help="with --text: part of each text for validation (0.1)")
     add("--field", metavar="NAME", help="with --text: field of JSON lines with the text (text)")
-    add("--resume", metavar="RUN", help="latest (of the runs), a log or a checkpoint; or the folder of a race")
+    add("--resume", metavar="RUN", help="latest: what stopped last, a run or a race; or a log, a checkpoint, the "
+        "folder of a race")
     add("--init_from", metavar="MODEL", help="start with the parameters of a saved model")
     add("--trial", action="store_true", help="a short run or race: 20 steps, short validation, no target")
     add("--preflight", action="store_true", help="check each part of a run, print a table, start no run")
@@ -134,12 +141,19 @@ def parse(words):
             for word in ("-n" if name == "n" else f"--{name.replace('_', '-')}", str(value))]
     race += [word for version in options.vs for word in ("--vs", version)] + ["--until-decided"] * options.until_decided
     race += ["--trial"] * bool(race and options.trial) + ["-v"] * bool(race and options.v) + ["--json"] * options.json
+    idle = not (options.vs or options.cmd or options.until_decided or options.resume)
+    require(not race or not idle or options.n is not None or options.max_n, f"{' '.join(race)}: only a race has this, "
+            "and nothing here starts one; add -n N or --vs WHAT")
+    if options.resume == "latest" and "--log_dir" not in " ".join(flags):
+        options.resume = latest_race() or "latest"
     options.text = [*map(os.path.abspath, options.text)]
     for name in ("resume", "init_from"):
         if (path := getattr(options, name)) and os.path.exists(path):
             setattr(options, name, os.path.abspath(path))
     if options.init_from is not None:
         flags += ["--init_from", options.init_from]
+    if preset := options.preset or options.text and "laptop":
+        flags = ["--preset", preset, *flags]
     for name in ("val_fraction", "field"):
         require(options.text or not getattr(options, name), f"--{name.replace('_', '-')} needs --text")
     if options.resume is None:
@@ -150,6 +164,20 @@ def parse(words):
         return options, ["--resume", options.resume, *race, *["-v"] * (options.v and not race)], []
     require(not race, f"--resume continues one run; leave out {' '.join(race)}, or name the folder of a race")
     return options, [], ["--resume", options.resume, *flags]
+
+
+def latest_race():
+    """Return the folder of the newest race, if runs of it are left and no checkpoint in logs/ is newer; else None."""
+    from manifest import Manifest
+    stopped = [*ROOT.glob("logs/race-*/race.jsonl"), *ROOT.glob("logs/*.ckpt")]
+    newest = max(stopped, key=os.path.getmtime, default=Path())
+    if newest.suffix != ".jsonl":
+        return None
+    manifest = Manifest.read(newest)
+    if len(manifest.done()) == len(manifest.race["order"]):
+        return None
+    say(f"latest: {newest.parent.relative_to(ROOT)}")
+    return str(newest.parent)
 
 
 # Programs that this one starts before the ranks
@@ -198,7 +226,7 @@ def call(words, kept, tee=False):
         say(f"error: {script} was killed by {by}")
     if child.returncode:
         print(line, end="", flush=True)
-        sys.exit(child.returncode if child.returncode > 0 else 128 - child.returncode)
+        sys.exit(2)
     return line
 
 
@@ -221,7 +249,7 @@ def encode_text(paths, options):
     out = f"data/own-{name}-{zlib.crc32(os.fsencode(chr(10).join(paths)))}"  # other paths, another folder
     words = [*paths, "--out", out, "--encoding", "bytes", "--force", "--by-content", *options]
     shards = make_data("text.py", *words, tee=True).strip()  # of each text: an earlier run may still need its own
-    return ["--preset", "laptop", "--train_files", f"{shards}/*_train_*.bin", "--val_files", f"{shards}/*_val_*.bin"]
+    return ["--train_files", f"{shards}/*_train_*.bin", "--val_files", f"{shards}/*_val_*.bin"]
 
 
 def choose(flags, text, trial):
@@ -230,17 +258,18 @@ def choose(flags, text, trial):
 
     import preflight
     import train_gpt
-    from ranks import program_of
     gpus = preflight.count_gpus()
     require(gpus or torch.version.cuda or torch.version.hip or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
             or not train_gpt.nvidia_smi("driver_version"), "this machine has an NVIDIA driver, but .venv holds torch's build "
-            "for CPUs, installed where there was none. Remove it (rm -r .venv) and run this again, or train on the CPU: "
+            "for CPUs, installed on a machine without one. Remove it (rm -r .venv) and run this again, or train on the CPU: "
             "CUDA_VISIBLE_DEVICES= ./run.sh")
-    presets = program_of(flags).PRESETS
-    preset, config = train_gpt.parse_config(flags, "speedrun" if gpus else "laptop", presets)
+    preset, config, presets = read_flags(flags, gpus)
     if trial:  # before the user's flags, which win
-        flags = as_flags({"num_steps": TRIAL_STEPS, "val_tokens": TRIAL_SEQUENCES * config.val_len}) + flags
-        preset, config = train_gpt.parse_config(flags, preset, presets)
+        shorter = {"num_steps": TRIAL_STEPS}
+        if not text:  # which may be shorter
+            shorter["val_tokens"] = TRIAL_SEQUENCES * config.val_len
+        flags = as_flags(shorter) + flags
+        preset, config, _ = read_flags(flags, gpus)
     ranks = train_gpt.usable_ranks(config, gpus or 2)
     if ranks < (gpus or 2):
         say(f"{ranks} rank(s) instead of {gpus or 2}: ranks share the {config.micro_batches} micro-batches of a step "
@@ -265,6 +294,28 @@ def choose(flags, text, trial):
         flags = ["--preset", preset, *flags]
     flags = flags + as_flags(chosen)
     return gpus, ranks, preset, train_gpt.parse_config(flags, preset, presets)[1], flags
+
+
+def read_flags(flags, gpus):
+    """Return (preset, config, presets of its program). Refusal if the flags are wrong or the run needs a GPU."""
+    import train_gpt
+    from ranks import program_of
+    told = io.StringIO()
+    try:
+        presets = program_of(flags).PRESETS
+        with contextlib.redirect_stderr(told):
+            preset, config = train_gpt.parse_config(flags, "speedrun" if gpus else "laptop", presets)
+    except train_gpt.RunError as error:
+        raise Refusal(error) from None
+    except SystemExit:
+        reason = told.getvalue().partition("error: ")[2].strip()
+        raise Refusal(re.sub(r"\S+ --help", "./run.sh --help-all", reason)) from None
+    tokens = max(config.val_len, *train_gpt.micro_batch_lengths(config))
+    tables = sum(table.rows * table.width for table in config.ngrams)
+    require(gpus or 64 * tokens * config.model_dim + tables <= MAX_CPU_SIZE, f"{preset} is for GPUs: up to {tokens:,} "
+            f"tokens at once in {config.model_dim} channels, n-gram tables of {tables:,} values. torch finds no GPU "
+            "here; take --preset laptop, or a machine with an NVIDIA GPU and its driver")
+    return preset, config, presets
 
 
 def as_flags(values):
@@ -303,7 +354,9 @@ def fit_text(config, given):
         steps, first, stream = read(stated or MIN_STEPS)  # enough epochs: each fills a step at least
         chosen |= {**longer, "ngram_reset": first}
     batch, about = train_gpt.tokens_of_steps(config, 1), f"{sum(sizes):,} training tokens"
-    require(steps, f"the text has {about}, and a step reads {batch:,}; give more text, or smaller --micro_batches or "
+    require(steps, f"the text's {about} are too few for a step: each of its {config.micro_batches} micro-batches takes "
+            f"whole documents, of up to {config.max_document_tokens} tokens, until it has more than "
+            f"{config.micro_batch_tokens}; give more text, or smaller --max_document_tokens, --micro_batches or "
             "--micro_batch_tokens")
     at, document, _ = stream.position
     epochs, part = at // len(train) + 1, document / len(stream.loaded[at].result().starts) if at in stream.loaded else 1
@@ -354,12 +407,39 @@ def preflight(config, flags, ranks, gpus, show_only):
 # After a run
 
 def longer_run(words, config, text):
-    """Return the command of a longer run than the one that these words started, or why there is none."""
-    if text and 4 * config.epochs > MAX_EPOCHS:
-        return "for a better model give more text: more steps on this one would learn it by heart"
-    steps = [] if "--trial" in words else ["--num_steps", str(4 * config.num_steps)]
+    """Return the command of a longer run than the one that these words started, of one pass over the data at most."""
+    steps = [2 * count for count in (2 * config.num_steps, config.num_steps) if lasts(config, 2 * count)]
+    if not steps and "--trial" not in words:
+        return "for a better model give more text: more steps on this one would learn it by heart" if text else ""
+    more = [] if "--trial" in words else ["--num_steps", str(steps[0])]
     kept = re.sub(r" --(trial|num[-_]steps[= ]\d+)(?= |$)", "", " ".join(map(shlex.quote, ["./run.sh", *words])))
-    return " ".join(["a longer run:", kept, *steps])
+    return " ".join(["a longer run:", kept, *more])
+
+
+def lasts(config, steps):
+    """Return whether the data suffice for so many steps without repetition."""
+    import train_gpt
+    config = dataclasses.replace(config, num_steps=steps, epochs=1)
+    with contextlib.suppress(train_gpt.RunError):
+        shards = train_gpt.find_shards(config.train_files, config.train_shards)
+        with contextlib.closing(train_gpt.Stream(shards, config)) as stream:
+            stream.check_enough()
+        return True
+    return False
+
+
+def replace_model(model):
+    """Keep one model of those that nobody asked for: remove that of the run before, as it said. Return what to say."""
+    note = ROOT / ".cache" / "replaceable"
+    said = "the next run replaces this model; --save_model true keeps one"
+    with contextlib.suppress(OSError):  # the user removed it
+        before = os.fsdecode(note.read_bytes())
+        if before != str(model):
+            os.unlink(before)
+            said += f"; removed: {before}"
+    note.parent.mkdir(exist_ok=True)
+    note.write_bytes(os.fsencode(model))
+    return said
 
 
 def written(folder):
@@ -368,7 +448,7 @@ def written(folder):
             if path.suffix in (".txt", ".pt")}
 
 
-def show_results(folder, before, longer):
+def show_results(folder, before, longer, asked):
     """Print a sample of the new model, meanwhile draw the new log, and say what is next. A failure here does not matter."""
     import sample
     new = [path for path, _ in sorted(written(folder) - before, key=lambda found: found[1])]
@@ -383,9 +463,8 @@ def show_results(folder, before, longer):
             sys.stdout.reconfigure(errors="backslashreplace")  # for a terminal without UTF-8
             sample.main([str(model), "--tokens", "300"])
             sys.stdout.flush()
-            kept = [path.stat().st_size / 1e6 for path in Path(folder).glob("*.pt")]  # nothing removes a model unasked
-            advice = f"{len(kept)} models in {folder}, {sum(kept):,.0f} MB: remove what you no longer need\n" * (len(kept) > 5)
-            os.write(1, f'\nmore text: ./run.sh sample --prompt "..."\n{longer}\n{advice}'.encode())
+            lines = ["", 'more text: ./run.sh sample --prompt "..."', longer, "" if asked else replace_model(model)]
+            os.write(1, os.fsencode("\n".join([*lines[:2], *filter(None, lines[2:]), ""])))
         for picture in pictures:
             os.write(1, picture.communicate()[0])
     except OSError:  # the reader or the files are gone
@@ -405,13 +484,43 @@ def run_once(config, ranks, flags, longer):
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a run outlives the reader, and a rank's connection may break
     status = start_ranks(ranks, train_gpt.source_files(config)[0].name, flags)
     if status == 0:
-        show_results(config.log_dir, before, longer)
+        asked = any(word.startswith(("--save_model", "--train_files")) for word in flags)
+        show_results(config.log_dir, before, longer, asked)
     elif status == 130 and any(path.stat().st_mtime >= began for path in Path(config.log_dir).glob("*.ckpt")):
         say(f"to continue: ./run.sh --resume latest{f' --log_dir {config.log_dir}' * (config.log_dir != type(config).log_dir)}")
     return status
 
 
+def reason_of(error):
+    """Return what an error says: a line, but for an edit that cannot be imported its place."""
+    cause = error
+    while cause.__cause__:
+        cause = cause.__cause__
+    if isinstance(cause, (ImportError, OSError)) and re.search(r"\.so\b", str(cause)):
+        path = os.environ.get("LD_LIBRARY_PATH")
+        return f"a library cannot be loaded: {cause}. LD_LIBRARY_PATH is {path!r}; unset it and try again"
+    told = isinstance(error, OSError) or type(error).__name__ in ("Refusal", "RunError", "UserError")
+    return str(error) if told else traceback.format_exc(-1).strip()
+
+
 def main(words):
+    """Do what the words say. Return the exit status: 2, with --json after an object, if nothing can be started."""
+    try:
+        return begin(words)
+    except SystemExit as ended:
+        if not ended.code:
+            raise
+        reason = "a program failed that ./run.sh started first; it says why on stderr"
+    except Exception as error:  # also from an edit, when it is imported
+        reason = reason_of(error)
+        say(f"error: {reason}")
+    if "--json" in words:
+        print(json.dumps({"verdict": "not judged", "reason": reason, "status": 2, "folder": None, "best": None,
+                          "sides": [], "ideas": []}), flush=True)
+    return 2
+
+
+def begin(words):
     from ranks import program_of
     if words[:1] and words[0] in TOOLS:
         become([ROOT / TOOLS[words[0]], *words[1:]])
@@ -425,16 +534,11 @@ def main(words):
         return 0
     if race[:1] == ["--resume"]:
         become(["launch/race.py", *race])
-    try:
-        import train_gpt
-        if options.text:
-            given = {"--val-fraction": options.val_fraction, "--field": options.field}
-            flags = encode_text(options.text, [word for item in given.items() if item[1] for word in item]) + flags
-        gpus, ranks, preset, config, flags = choose(flags, options.text, options.trial)
-    except Exception as error:  # also from an edit, when it is imported
-        told = isinstance(error, OSError) or type(error).__name__ == "RunError"
-        print(f"train_gpt.py: error: {error}" if told else traceback.format_exc(-1).strip(), file=sys.stderr)
-        return 2 if race else 1
+    import train_gpt
+    if options.text:
+        given = {"--val-fraction": options.val_fraction, "--field": options.field}
+        flags = encode_text(options.text, [word for item in given.items() if item[1] for word in item]) + flags
+    gpus, ranks, preset, config, flags = choose(flags, options.text, options.trial)
     if not gpus and (race or options.preflight):  # for new processes; a fork of this one chooses as many itself
         os.environ.setdefault("OMP_NUM_THREADS", str(train_gpt.cpu_threads(config, ranks)))
     if config.train_files == program_of(flags).PRESETS[preset].train_files:
@@ -454,7 +558,4 @@ if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks for a checkpoint, and there is no rank yet
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end without a traceback when the reader of the output is gone
     sys.path += [str(ROOT), str(ROOT / "launch"), str(ROOT / "records")]
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except Refusal as refusal:
-        sys.exit(f"run.sh: error: {refusal}")
+    sys.exit(main(sys.argv[1:]))

@@ -390,7 +390,7 @@ def or_latest(*kinds):
         if word != "latest" or os.path.lexists(word):
             return word
         newest = max((one for kind in kinds for one in HOME.glob(kind)), key=os.path.getmtime, default=None)
-        require(newest, f"latest: no {' or '.join(kinds)} in {HOME}; start ./run.sh (on a GPU with --save_model true), or name a path",
+        require(newest, f"latest: no {' or '.join(kinds)} in {HOME}; ./run.sh --save_model true or a race makes one; or name a path",
                 argparse.ArgumentTypeError)
         newest = os.path.relpath(newest.parent if newest.match(RACE) else newest)
         print(f"latest: {newest}", file=sys.stderr, flush=True)

@@ -48,7 +48,7 @@ RUN = ("./run.sh --trial", '.venv/bin/python sample.py --prompt "def read(" --to
        ".venv/bin/python records/export.py logs/RUN.txt --to csv", ".venv/bin/python records/stats.py --plan --sd 0.0013 --margin 0.002",
        ".venv/bin/python records/stats.py records/2026-11-28_copying", ".venv/bin/python records/verify.py records/2026-11-28_copying")
 # What others wrote, and what no parser reads
-ELSEWHERE = (r"(?:git|docker|sky|modal|pip|rm|apt-get|rsync|module|sbatch|dry_gpu/setup|\./test\.sh|\.venv/bin/pip|python own\.py)\b|torchrun|"
+ELSEWHERE = (r"(?:git|docker|sky|modal|pip|rm|apt-get|rsync|module|sbatch|dry_gpu/setup|\./test\.sh|tmux|\.venv/bin/(?:pip|python -m (?:pip|torch\.))|python own\.py)\b|torchrun|"
              r"\.venv/bin/(?:torchrun |python -c )|python data/cached_fineweb10B\.py")
 
 
@@ -310,7 +310,7 @@ def test_every_place_installs_the_same_builds(monkeypatch, capsys):
     for name in {*text} - {"docs/gpus.md", "launch/cluster/skypilot.yaml"}:
         assert "cu130" in (said := {*re.findall(r"PIP_EXTRA_INDEX_URL\W+https://download\.pytorch\.org/whl/(\w+)", text[name])}) and said <= {"cu126", "cu130"}, name
     for name in {*text} - {"launch/cluster/speedrun.sbatch"}:
-        (line,), version = ({*re.findall(found, text[name])} for found in (r"\.venv/bin/python -c '(import train_gpt.*)'", r"\.venv/bin/pip install (kernels\S*?)[\"\s]"))
+        (line,), version = ({*re.findall(found, text[name])} for found in (r"\.venv/bin/python -c '(import train_gpt.*)'", r"\.venv/bin/(?:python -m )?pip install (kernels\S*?)[\"\s]"))
         assert version == {"kernels==0.17.2"}, name
         for why in "", "kernels: No module named 'kernels'":
             monkeypatch.setattr("train_gpt.find_flash_3", lambda: why)

@@ -116,6 +116,15 @@ def test_a_text_may_be_longer_than_the_model_s_longest_sequence(short):
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("encoding, prompt, begins", [(BYTES, "", [10]), (BYTES, "ab", [97, 98]), (Encoding(64, 63), "", [])])
+def test_a_text_of_bytes_begins_a_line(tiny, tmp_path, monkeypatch, capsys, encoding, prompt, begins):
+    """A document of training may be a piece that begins inside a word."""
+    seen = []
+    monkeypatch.setattr(sample, "next_logits", lambda trained, tokens: seen.append([*tokens]) or np.zeros(384, np.float32))
+    assert sample.main([str(save(tmp_path / "m.pt", tiny, encoding)), "--prompt", prompt, "--tokens", "2", "--temperature", "0"]) == 0
+    assert seen[0] == [encoding.bos_id, *begins] and capsys.readouterr().out == f"{prompt}\\x00\\x00\n"
+
+
 def test_draw():
     logits, generator = np.float32([1.0, 3.0, 2.0, -50.0]), np.random.default_rng(0)
     assert {sample.draw(logits, 0, 0, generator) for _ in range(5)} == {1}

@@ -18,9 +18,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import frontier
+import race
 import ranks
 import sample
 import start
+import stats
 import train_gpt
 from conftest import TINY, some_documents, wait_until, write_corpus, write_shard
 
@@ -35,7 +38,7 @@ BASE = """#!/bin/sh
 # python3, for which -m venv and -m pip only write down that they were called; pip waits for the file `go`
 case "$*" in
     --version) echo "Python 3.12.0" ;;
-    "-m pip --version") ;;
+    "-m pip --version"|"-m ensurepip") [ -z "$WITHOUT_PIP" ] ;;
     "-m venv "*) echo venv >> "$PLAY/calls"; mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
     "-m pip install "*)
         trap 'echo "ERROR: Operation cancelled by user" >&2; exit 1' INT
@@ -173,7 +176,7 @@ def test_torch_s_build_fits_the_machine(machine, driver, by_smi, answers):
 def test_an_old_driver_is_told_the_cure_before_the_download(machine, by_smi):
     tree, _ = machine("535.183.01", by_smi, True)
     done = tree.run("--setup")
-    assert done.returncode == 1 and not tree.calls() and done.stderr.count("\n") == 1
+    assert done.returncode == 2 and not tree.calls() and done.stderr.count("\n") == 1
     assert "driver is 535.183.01" in done.stderr and "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 ./run.sh" in done.stderr
     tree.environment["PIP_EXTRA_INDEX_URL"] = "https://download.pytorch.org/whl/cu126"  # as it says
     done = tree.run("--setup")
@@ -183,7 +186,7 @@ def test_an_old_driver_is_told_the_cure_before_the_download(machine, by_smi):
 def test_a_driver_that_is_too_old_for_cuda_12_has_one_cure(machine):
     tree, _ = machine("470.57.02", True, True)
     done = tree.run("--setup")
-    assert done.returncode == 1 and not tree.calls() and "driver is 470.57.02" in done.stderr and done.stderr.endswith("Update the driver\n")
+    assert done.returncode == 2 and not tree.calls() and "driver is 470.57.02" in done.stderr and done.stderr.endswith("Update the driver\n")
 
 
 WITHOUT_PACKAGES = '"$REAL_PYTHON" -S "$@"'  # nor pip, as after the system's Python was replaced by a newer one
@@ -191,10 +194,30 @@ WITHOUT_PACKAGES = '"$REAL_PYTHON" -S "$@"'  # nor pip, as after the system's Py
 
 def test_a_venv_whose_python_finds_no_packages_is_made_anew(tree):
     tree.set_up(REAL.replace('"$REAL_PYTHON" "$@"', WITHOUT_PACKAGES))
+    (tree.root / ".venv" / "made-by-run.sh").touch()
+    (tree.root / ".venv" / "mine.txt").touch()
     tree.let_pip_end()
     for typed in ["--setup"], ["--setup"]:
         assert tree.run(*typed).returncode == 0
-        assert tree.calls() == ["venv", "begins", "ends"]
+        assert tree.calls() == ["venv", "begins", "ends"] and (tree.root / ".venv" / "mine.txt").exists()
+
+
+@pytest.mark.parametrize("has_ensurepip", [True, False])
+def test_a_venv_of_another_tool_keeps_what_is_in_it(tree, has_ensurepip):
+    """uv's has no pip: Python adds it, or run.sh says what to do; it removes nothing, also without a network."""
+    answer = "echo added >> $PLAY/calls; touch $PLAY/pip-is-there" if has_ensurepip else "exit 1"
+    tree.script(tree.root / ".venv" / "bin" / "python", BASE.replace(
+        '"-m pip --version"|"-m ensurepip") [ -z "$WITHOUT_PIP" ]', f'"-m pip --version") [ -e $PLAY/pip-is-there ] ;;\n    "-m ensurepip") {answer}'))
+    for name in "pyvenv.cfg", "mine.txt":
+        (tree.root / ".venv" / name).touch()
+    tree.let_pip_end()
+    done = tree.run("-n", "5", "--json")
+    assert (tree.root / ".venv" / "mine.txt").exists() and "venv" not in tree.calls()
+    if has_ensurepip:
+        assert tree.calls() == ["added", "begins", "ends"]
+    else:
+        assert done.returncode == 2 and f"{tree.root}/.venv is not run.sh's" in done.stderr and "mv '" in done.stderr and not tree.calls()
+        assert json.loads(done.stdout) == {**stats.not_judged(done.stderr.partition("error: ")[2].strip())}
 
 
 def test_the_settings_of_a_cluster_s_packages_do_not_reach_venv(tree):
@@ -207,7 +230,7 @@ def test_packages_that_pip_puts_elsewhere_are_missed(tree):
     tree.script(tree.play / "python3", BASE.replace('"$REAL_PYTHON" "$@"', WITHOUT_PACKAGES))
     tree.let_pip_end()
     done = tree.run("--setup")
-    assert done.returncode == 1 and "error: pip ended without an error, but .venv lacks packages" in done.stderr, done.stderr
+    assert done.returncode == 2 and "error: pip ended without an error, but .venv lacks packages" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("words, folder, settings", [
@@ -231,7 +254,7 @@ def test_files_keep_their_bytes_on_systems_with_other_line_ends(tmp_path):
 def test_what_keeps_venv_from_its_work_is_said(tree):
     tree.script(tree.play / "python3", BASE.replace('"-m venv "*)', '"-m venv "*) echo no room >&2; exit 1;'))
     done = tree.run("--setup")
-    assert done.returncode == 1 and "python3 cannot create .venv" in done.stderr and done.stderr.endswith("no room\n"), done.stderr
+    assert done.returncode == 2 and "python3 cannot create .venv" in done.stderr and done.stderr.endswith("no room\n"), done.stderr
 
 
 def test_ctrl_c_in_the_set_up_ends_in_a_line_that_says_what_is_kept(tree):
@@ -253,15 +276,18 @@ def test_a_wish_for_a_checkpoint_does_not_end_the_set_up(tree):
 
 
 def test_help_installs_nothing_and_fits_on_a_screen(tree):
-    for typed in (["--help"], ["-n", "5", "-h"], ["--help-all"]):
+    for typed in (["--help"], ["-n", "5", "-h"], ["--help-all", "--preset", "frontier"]):
         done = tree.run(*typed)
         assert done.returncode == 0 and not done.stderr and not tree.calls() and not (tree.root / ".venv").exists()
         lines = done.stdout.splitlines()
-        assert 24 <= len(lines) <= 42 and max(map(len, lines)) <= 100
+        assert 24 <= len(lines) <= 48 and max(map(len, lines)) <= 80
+        presets = re.search(r"--preset NAME ((?:.|\n)*?)--text", done.stdout)[1]
+        assert all(re.search(rf"\b{name}\b", presets) for name in (*train_gpt.PRESETS, *frontier.PRESETS))
         commands = [line.split("  ")[1] for line in lines if line.startswith("  ./run.sh")]
         assert commands == ["./run.sh", "./run.sh --trial", "./run.sh --text FILE FOLDER", "./run.sh -n 5 --vs HEAD", "./run.sh --resume latest", "./run.sh stats latest"]
     tree.set_up(REAL)
-    (tree.root / "train_gpt.py").write_text("import sys\nif __name__ == '__main__': print(*sys.argv)\n")
+    (tree.root / "train_gpt.py").write_text("import sys\nPRESETS = {'laptop': 0}\ndef require(*_): pass\n"
+                                            "if __name__ == '__main__': print(*sys.argv)\n")
     (tree.root / "frontier.py").write_text("PRESETS = {}\n")
     assert tree.run("--help").stdout == done.stdout
     assert tree.run("--help-all").stdout == f"{done.stdout}\ntrain_gpt.py --help\n"
@@ -317,7 +343,7 @@ RANKS = "[{}][train_gpt.py]"
 
 @pytest.mark.parametrize("seen, typed, expected", [
     (0, [], ["[PY][data/stdlib.py]", RANKS.format(2) + "[--preset][laptop]"]),
-    (0, ["--preset=laptop", "--train_files", "mine*"], [RANKS.format(2) + "[--preset=laptop][--train_files][mine*][--target_val_loss][0]"]),
+    (0, ["--preset=laptop", "--train_files", "mine*"], [RANKS.format(2) + "[--preset][laptop][--train_files][mine*][--target_val_loss][0]"]),
     (0, ["--init_from", "a run.ckpt", "--seed", "3"], ["[PY][data/stdlib.py]", RANKS.format(2) + "[--preset][laptop][--seed][3][--init_from][HERE/a run.ckpt]"]),
     (0, ["--layers", "- S0M", "--seed", "1"], ["[PY][data/stdlib.py]", RANKS.format(2) + "[--preset][laptop][--layers][- S0M][--seed][1]"]),
     (0, ["--resume", "race.jsonl"], ["[launch/race.py][--resume][HERE/race.jsonl]"]),
@@ -343,6 +369,10 @@ RANKS = "[{}][train_gpt.py]"
     (8, ["-n", "5", "--vs", "../theirs", "--cmd", "torchrun --nproc_per_node=8 train_gpt.py", "--preset", "laptop"],
      ["[PY][data/stdlib.py]", "[PY][-I][launch/preflight.py][--ranks=2][--preset][laptop]",
       "[launch/race.py][-n][5][--cmd][torchrun --nproc_per_node=8 train_gpt.py][--vs][../theirs][--ranks][2][--][--preset][laptop]"]),
+    (8, ["-n", "5", "--vs", "--preset frontier"], ["[PY][data/fineweb.py][9]", "[PY][-I][launch/preflight.py][--ranks=8][--preset][speedrun]",
+     "[launch/race.py][-n][5][--vs][--preset frontier][--ranks][8][--][--preset][speedrun]"]),
+    (0, ["-n", "1", "--trial", "--json"], ["[PY][data/stdlib.py]", "[launch/race.py][-n][1][--trial][--json][--ranks][2][--][--preset][laptop]"
+     "[--num_steps][20][--val_tokens][16384][--target_val_loss][0]"]),
     (7, ["--seed", "3"], ["[PY][data/fineweb.py][9]", "[PY][-I][launch/preflight.py][--ranks=4][--preset][speedrun][--seed][3]",
                           RANKS.format(4) + "[--preset][speedrun][--seed][3]"]),
 ])
@@ -371,11 +401,11 @@ def test_a_text_is_encoded_and_its_shards_are_named(started, gpus, monkeypatch):
     assert started("--seed", "3", "--text", "my notes", "/b.txt", "--val-fraction", "0.3", "--sync", "step", "--field=body") == [
         "[PY][data/text.py][HERE/my notes][/b.txt][--out][data/own-my_notes-SUM][--encoding][bytes][--force][--by-content]"
         "[--val-fraction][0.3][--field][body]",
-        RANKS.format(2) + "[--preset][laptop][--train_files][data/own-my_notes-SUM-DIGEST/*_train_*.bin]"
-        "[--val_files][data/own-my_notes-SUM-DIGEST/*_val_*.bin][--seed][3][--sync][step][--epochs][2]"]
+        RANKS.format(2) + "[--train_files][data/own-my_notes-SUM-DIGEST/*_train_*.bin]"
+        "[--val_files][data/own-my_notes-SUM-DIGEST/*_val_*.bin][--preset][laptop][--seed][3][--sync][step][--epochs][2]"]
     assert started("--text", "my notes", "-n", "3", "--vs", "--muon_lr 0.05", "--name", "mine")[1] == (
-        "[launch/race.py][-n][3][--name][mine][--vs][--muon_lr 0.05][--ranks][2][--][--preset][laptop][--train_files]"
-        "[data/own-my_notes-SUM-DIGEST/*_train_*.bin][--val_files][data/own-my_notes-SUM-DIGEST/*_val_*.bin][--epochs][2]")
+        "[launch/race.py][-n][3][--name][mine][--vs][--muon_lr 0.05][--ranks][2][--][--train_files]"
+        "[data/own-my_notes-SUM-DIGEST/*_train_*.bin][--val_files][data/own-my_notes-SUM-DIGEST/*_val_*.bin][--preset][laptop][--epochs][2]")
     assert started("--text", "my notes", "latin-\udce9.txt")[0].startswith("[PY][data/text.py][HERE/my notes][HERE/latin-\udce9.txt]")
 
 
@@ -383,7 +413,7 @@ def test_a_program_is_shown_as_it_prints_and_its_last_line_returned(monkeypatch,
     monkeypatch.setattr(start.signal, "signal", lambda *_: None)
     assert start.call([sys.executable, "-c", "print('a table'); print('{}')"], "nothing", tee=True) == "{}\n"
     assert capsys.readouterr().out == "a table\n"
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="2"):
         start.call([sys.executable, "-c", "print('a table'); print('why'); raise SystemExit(1)"], "nothing", tee=True)
     assert capsys.readouterr().out == "a table\nwhy\n"
 
@@ -411,23 +441,116 @@ def test_the_preflight_answer_is_kept_per_source_machine_and_flags(started, gpus
     assert started(*files)[0] == check
     gpus(0)
     assert started(*files, "--preset", "laptop", "--preflight") == [
-        check.replace("8]", "2]").replace("[--preset][speedrun]", "") + "[--preset][laptop]"]
+        check.replace("8]", "2]").replace("speedrun", "laptop")]
 
 
 @pytest.mark.parametrize("typed, status, says", [
     (["-n"], 2, "error: argument -n: expected one argument; --help lists the options"),
-    (["--resume", "race.jsonl", "--seed", "3"], 1, "continues a race as it began; leave out --seed 3"),
-    (["--resume", "latest", "-n", "3"], 1, "continues one run; leave out -n 3"),
-    (["--resume", "latest", "--text", "a.txt"], 1, "continues with the text of its run; leave out --text"),
+    (["--resume", "race.jsonl", "--seed", "3"], 2, "continues a race as it began; leave out --seed 3"),
+    (["--resume", "x.ckpt", "-n", "3"], 2, "continues one run; leave out -n 3"),
+    (["--resume", "latest", "--text", "a.txt"], 2, "continues with the text of its run; leave out --text"),
     (["--text", "--seed", "3"], 2, "argument --text: expected at least one argument"),
-    (["--field", "body"], 1, "--field needs --text"),
-    (["--sed", "3"], 2, "train_gpt.py: error: unrecognized arguments: --sed 3; did you mean --seed?"),
-    (["--preset", "laptop", "--num_heads", "5"], 1, "train_gpt.py: error: model_dim is 64; give a multiple of 4 * num_heads, 20"),  # once, and not by each rank
+    (["--field", "body"], 2, "--field needs --text"),
+    (["--vs", "HEAD", "--field", "body"], 2, "--field needs --text"),
+    *((words.split(), 2, f"{words.removeprefix('--trial ')}: only a race has this") for words in ("--json", "--name x", "--alpha 0.05", "--trial --json")),
+    (["--sed", "3"], 2, "run.sh: error: unrecognized arguments: --sed 3; did you mean --seed? ./run.sh --help-all lists"),
+    (["--lr", "3"], 2, "unrecognized arguments: --lr 3; ./run.sh --help-all lists"),
+    (["--preset", "fronteir"], 2, f"--preset is fronteir; there are {', '.join([*train_gpt.PRESETS, *frontier.PRESETS])}"),
+    (["--preset", "laptop", "--num_heads", "5"], 2, "run.sh: error: model_dim is 64; give a multiple of 4 * num_heads, 20"),  # once, and not by each rank
 ])
 def test_wrong_words_are_refused_before_anything_is_started(script, tmp_path, typed, status, says):
-    refused = script(ROOT / "launch" / "start.py", *typed)
-    stdout, stderr = refused.communicate(timeout=600)
-    assert refused.returncode == status and says in stderr and stderr.count("\n") == 1 and not stdout
+    for more in [], ["--json"]:
+        refused = script(ROOT / "launch" / "start.py", *more, *typed)
+        stdout, stderr = refused.communicate(timeout=600)
+        assert refused.returncode == status and stderr.count("\n") == 1 and bool(stdout) == ("--json" in more + typed)
+        assert says in stderr or more
+        if stdout:
+            assert json.loads(stdout) == stats.not_judged(stderr.partition("error: ")[2][:-1])
+
+
+@needs_venv
+def test_a_library_that_cannot_be_loaded_is_named_in_a_line(tmp_path):
+    (tmp_path / "libstdc++.so.6").write_text("no library")
+    done = subprocess.run([sys.executable, "-I", ROOT / "launch" / "start.py", "-n", "1", "--json"], capture_output=True, text=True,
+                          timeout=600, env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)})
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and f"LD_LIBRARY_PATH is '{tmp_path}'; unset it" in done.stderr, done.stderr
+    assert "libstdc++.so.6: file too short" in json.loads(done.stdout)["reason"]
+
+
+@pytest.mark.parametrize("more", [[], ["--text", "my notes"], ["-n", "2", "--vs", "HEAD"], ["--trial"],
+                                  ["--train_files", "x", "--val_files", "y", "--val_len", "1024", "--num_steps", "2"]])
+@pytest.mark.parametrize("preset", ["speedrun", *frontier.PRESETS])
+def test_a_preset_for_gpus_is_refused_without_one_before_data_are_fetched(started, gpus, capsys, preset, more):
+    gpus(0)
+    calls = started("--preset", preset, *more)
+    assert not [call for call in calls if "text.py" not in call]
+    assert f"{preset} is for GPUs: " in (said := capsys.readouterr().err) and said.count("error") == 1
+
+
+def test_a_side_may_have_a_preset_of_its_own(gpus, monkeypatch):
+    """Its program then knows no other preset, so that of all sides is left out."""
+    gpus(8)
+    flags = ["--preset", "speedrun", "--attention", "masked"]
+    sides = race.describe_sides(["--preset frontier", "--preset=laptop"], None, flags)
+    assert [side["flags"] for side in sides.values()] == [["--attention", "masked", *own] for own in (["--preset", "frontier"], ["--preset=laptop"])] + [flags]
+    for idea in "--preset fronteir", "--sed 3":
+        with pytest.raises(start.Refusal, match="there are speedrun, laptop, frontier|did you mean --seed"):
+            race.describe_sides([idea], None, flags)
+    gpus(0)
+    with pytest.raises(start.Refusal, match="frontier is for GPUs"):
+        race.describe_sides(["--preset frontier"], None, ["--preset", "laptop"])
+
+
+def test_latest_to_resume_is_what_stopped_last(monkeypatch, tmp_path):
+    def stopped(name, at, text=""):
+        path = tmp_path / "logs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        os.utime(path, (at, at))
+
+    def resumed(*more):
+        return start.parse(["--resume", "latest", *more])[1:]
+    declared = {"race": {"id": "X", "sides": {"": {"revision": None, "flags": []}}, "ranks": 1, "n": 1, "seed": 0, "order": ["1"]}}
+    ended = {"run_id": "X_01", "run": 1, "side": "", "status": "done"}
+    monkeypatch.setattr(start, "ROOT", tmp_path)
+    assert resumed() == ([], ["--resume", "latest"])
+    stopped("race-X/race.jsonl", 2, json.dumps(declared) + "\n")
+    folder = str(tmp_path / "logs" / "race-X")
+    assert resumed() == (["--resume", folder], []) and resumed("--log_dir", "x")[0] == []
+    stopped("run.step000004.ckpt", 1)
+    assert resumed() == (["--resume", folder], [])
+    stopped("run.step000004.ckpt", 3)
+    assert resumed() == ([], ["--resume", "latest"])
+    stopped("race-X/race.jsonl", 4, f"{json.dumps(declared)}\n{json.dumps(ended)}\n")
+    assert resumed() == ([], ["--resume", "latest"]), "no run of it is left"
+
+
+@pytest.mark.parametrize("quota, cores", [("max 100000", 3), ("150000 100000", 2), ("900000 100000", 3)])
+def test_threads_that_encode_a_text_are_the_cores_of_this_process(monkeypatch, quota, cores):
+    """Not those of the machine, of which Slurm (affinity) or a container (quota) may give a few."""
+    monkeypatch.syspath_prepend(ROOT / "data")
+    import shards
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2, 5})
+    monkeypatch.setattr(shards, "Path", lambda name: types.SimpleNamespace(read_text=lambda: quota))
+    assert shards.usable_cores() == cores
+
+
+@pytest.mark.parametrize("words, nodes, restarts, says", [
+    *((race, 1, 1, "this race was stopped") for race in ("-n5", "--vs=HEAD", "--max-n=12", "--max_n 12", "--until_decided", "--json")),
+    ("--vs=HEAD", 2, 0, "a race runs on one node"), ("--resume=logs/race-X/race.jsonl", 1, 1, "[./run.sh][--resume=logs/race-X/race.jsonl]"),
+    ("--resume logs/race-X", 1, 1, "[./run.sh][--resume][logs/race-X]"), ("--log-dir=x", 1, 1, "[./run.sh][--log-dir=x]"),
+    ("--num_steps 9", 1, 1, "[./run.sh][--run_id][slurm-77.1][--num_steps][9]"),
+    *((preset, 2, 0, "[frontier.py]") for preset in ("--preset frontier89", "--preset=frontier")), ("--preset speedrun", 2, 0, "[train_gpt.py]")])
+def test_a_slurm_job_knows_a_race_and_the_program(tmp_path, words, nodes, restarts, says):
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "ready").touch()
+    for name, text in ("srun", "printf '[%s]' \"$@\""), ("scontrol", "echo node1"):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(["bash", ROOT / "launch/cluster/speedrun.sbatch", *words.split()], capture_output=True, text=True, env={
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "77", "SLURM_NNODES": str(nodes),
+        "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_RESTART_COUNT": str(restarts)})
+    assert says in done.stdout + done.stderr and (done.returncode == 0) == (says[0] == "["), done
 
 
 def making_data(tree, script):
@@ -481,14 +604,15 @@ def chosen(flags, text=False):
     return words[len(flags):]
 
 
-def test_a_build_for_cpus_beside_a_driver_is_not_used_silently(gpus, monkeypatch):
+def test_a_build_for_cpus_beside_a_driver_is_not_used_silently(gpus, monkeypatch, capsys):
     """As on a GPU node whose .venv was made on a login node."""
     gpus(0)
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(train_gpt, "nvidia_smi", lambda fields: ["580.65.06"])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(start.Refusal, match="holds torch's build for CPUs.*rm -r .venv"):
-        start.choose([], False, False)
+    monkeypatch.chdir(ROOT)
+    assert start.main([]) == start.main(["-n", "3"]) == 2
+    assert len(re.findall("run.sh: error: .* holds torch's build for CPUs.*rm -r .venv.*\n", said := capsys.readouterr().err)) == said.count("\n") == 2
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert start.choose([], False, False)[2] == "laptop"
 
@@ -571,8 +695,11 @@ def test_steps_and_epochs_fit_the_size_of_a_text(gpus, capsys, tmp_path, monkeyp
     assert config.ngram_reset == 1 and config.max_document_tokens == 513
     assert config.micro_batch_tokens == 512 and config.epochs == config.num_steps == 40 and "training tokens (bytes), 40 steps" in says
     assert fit(900)[0].micro_batch_tokens == 256
-    with pytest.raises(start.Refusal, match="has 100 training tokens, and a step reads 128; give more text, or smaller --micro_batches"):
-        fit(100)
+    for tokens in 100, 150:
+        with pytest.raises(start.Refusal, match=f"{tokens} training tokens are too few for a step: .* more than 64; give more text, or smaller"):
+            fit(tokens)
+    assert start.choose(["--preset", "laptop", f"--train_files={tmp_path}/t_train_*.bin", f"--val_files={tmp_path}/t_val_*.bin",
+                         "--micro_batches", "1", "--micro_batch_tokens", "40"], True, True)[3].num_steps == 20, "a trial of 1,000 tokens to validate on"
 
 
 @pytest.mark.parametrize("files, flags, target", [
@@ -597,7 +724,9 @@ def test_the_library_of_another_python_has_no_target_loss(gpus, capsys, monkeypa
     monkeypatch.setattr(start, "LIBRARY", (3, 9))
     assert chosen(["--preset", "laptop"]) == ["--target_val_loss", "0"]
     assert "is the library of Python {}.{}, not of 3.9: the preset's target 1.4 does".format(*sys.version_info) in capsys.readouterr().err
-    assert chosen(["--preset", "laptop", "--target_val_loss", "1.5"]) == [] == chosen(["--preset", "speedrun"])
+    assert chosen(["--preset", "laptop", "--target_val_loss", "1.5"]) == []
+    gpus(8)
+    assert chosen(["--preset", "speedrun"]) == []
 
 
 def test_a_driver_too_old_for_torch_is_said_and_not_raced_on_the_cpu(gpus, tree, monkeypatch, capsys):
@@ -612,7 +741,7 @@ def test_a_driver_too_old_for_torch_is_said_and_not_raced_on_the_cpu(gpus, tree,
 
     monkeypatch.setattr(torch.cuda, "init", init)
     says = r"8 GPU\(s\), but .*built for CUDA 13.0, cannot use them with driver 550.54: .* \(found version 12040\)\. Update"
-    assert start.main([]) == 1 and start.main(["-n", "3", "--vs", "HEAD"]) == 2 and len(re.findall(says, capsys.readouterr().err)) == 2
+    assert start.main([]) == 2 == start.main(["-n", "3", "--vs", "HEAD"]) and len(re.findall(says, capsys.readouterr().err)) == 2
     assert train_gpt.main(train_gpt.PRESETS, []) == 1
     assert "cannot use the 8 GPU(s) of this machine; launch/preflight.py says why" in capsys.readouterr().err
 
@@ -737,7 +866,7 @@ def test_a_complete_run_is_drawn_and_its_model_writes_a_sample(tmp_path, monkeyp
     whole, config = signal.signal, dataclasses.replace(train_gpt.PRESETS["laptop"], log_dir=str(tmp_path))
     monkeypatch.setattr(signal, "signal", lambda number, handler: number == signal.SIGUSR1 and whole(number, handler))
     whole(signal.SIGUSR1, signal.SIG_IGN)  # as ranks.start leaves it
-    assert start.run_once(config, 1, [], "longer") == status
+    assert start.run_once(config, 1, ["--save_model", "true"], "longer") == status
     assert capsys.readouterr().err == "run.sh: starting 1 rank(s)\n"
     assert called == [str(tmp_path / name) for name in followed]
     called.clear()
@@ -746,37 +875,44 @@ def test_a_complete_run_is_drawn_and_its_model_writes_a_sample(tmp_path, monkeyp
     stdout = os.dup(1)
     try:
         os.dup2(writer, 1)  # as after `| head`
-        assert start.run_once(config, 1, [], "longer") == status and all(path.endswith(".txt") for path in called)
+        assert start.run_once(config, 1, ["--save_model", "true"], "longer") == status and all(path.endswith(".txt") for path in called)
     finally:
         os.dup2(stdout, 1)
         os.close(stdout)
         os.close(writer)
 
 
-def test_models_stay_and_a_run_says_what_is_next(tmp_path, monkeypatch, capfd):
+def test_one_model_that_nobody_asked_for_stays_and_a_run_says_what_is_next(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(sample, "main", lambda words: 0)
-    for number in range(1, 7):
-        (tmp_path / f"{number}.pt").touch()
-        start.show_results(tmp_path, set(), "a longer run: ./run.sh")
+    monkeypatch.setattr(start, "ROOT", tmp_path)
+    made = []
+    for number, asked in enumerate([False, True, False, False]):
+        made.append(tmp_path / f"{number}.pt")
+        before = start.written(tmp_path)
+        made[-1].touch()
+        start.show_results(tmp_path, before, "a longer run: ./run.sh --text caf\udce9", asked)
         said = capfd.readouterr().out
-        assert 'more text: ./run.sh sample --prompt "..."\na longer run: ./run.sh\n' in said and len(list(tmp_path.glob("*.pt"))) == number
-        assert (f"6 models in {tmp_path}" in said) == (number == 6)
+        assert 'more text: ./run.sh sample --prompt "..."\na longer run: ./run.sh --text caf' in said
+        assert ("the next run replaces this model; --save_model true keeps one" in said) != asked
+    assert f"removed: {made[2]}\n" in said and [path.exists() for path in made] == [False, True, False, True]
 
 
-@pytest.mark.parametrize("words, epochs, text, said", [
-    (["--trial"], 1, False, "./run.sh"), ([], 1, False, "./run.sh --num_steps 80"), (["--num-steps=20", "--seed", "3"], 1, False, "./run.sh --seed 3 --num_steps 80"),
-    (["--text", "a b.txt", "--num_steps", "20"], 2, True, "./run.sh --text 'a b.txt' --num_steps 80"), (["--text", "b.txt"], 3, True, None)])
-def test_a_longer_run_is_advised_unless_it_reads_a_text_too_often(words, epochs, text, said):
-    config = dataclasses.replace(train_gpt.PRESETS["laptop"], num_steps=20, epochs=epochs)
+@pytest.mark.parametrize("words, tokens, text, said", [
+    (["--trial"], 1_000, False, "./run.sh"), ([], 200_000, False, "./run.sh --num_steps 80"), ([], 150_000, False, "./run.sh --num_steps 40"),
+    (["--num-steps=20", "--seed", "3"], 200_000, False, "./run.sh --seed 3 --num_steps 80"), ([], 50_000, False, None),
+    (["--text", "a b.txt", "--num_steps", "20"], 150_000, True, "./run.sh --text 'a b.txt' --num_steps 40"), (["--text", "b.txt"], 60_000, True, None)])
+def test_a_longer_run_is_advised_unless_it_reads_data_twice(words, tokens, text, said, tmp_path):
+    write_shard(tmp_path / "t.bin", some_documents(1, tokens, 257, 256), 257, 256)
+    config = dataclasses.replace(train_gpt.PRESETS["laptop"], num_steps=20, train_files=str(tmp_path / "t.bin"))
     advice = start.longer_run(words, config, text)
-    assert advice == f"a longer run: {said}" if said else "give more text" in advice
+    assert advice == f"a longer run: {said}" if said else ("give more text" in advice) == text and "longer run" not in advice
 
 
 @pytest.mark.parametrize("tool", start.TOOLS)
 def test_run_sh_becomes_each_tool_with_the_same_words(monkeypatch, tool):
     monkeypatch.setattr(start, "become", sys.exit)
     with pytest.raises(SystemExit) as became:
-        start.main([tool, "latest", "--x y"])
+        start.begin([tool, "latest", "--x y"])
     assert became.value.code == [ROOT / start.TOOLS[tool], "latest", "--x y"] and (ROOT / start.TOOLS[tool]).exists()
 
 
