@@ -20,6 +20,7 @@ from logs import UserError as CannotJudge, plural
 
 ROOT = Path(__file__).resolve().parent.parent
 PASS, FAIL, UNKNOWN = "pass", "fail", "not checkable"
+STOPPED = "the rule's own code stopped"
 SHOWN = 3  # findings of one rule that are printed
 # Validation text in training is found by hashes of 32 tokens in a row, at no more than this many positions
 FINGERPRINT, MOST_PRINTS, LEAST_PRINTS = 32, 1 << 20, 8
@@ -39,7 +40,7 @@ require, checkable = functools.partial(logs.require, error=Broken), logs.require
 
 
 def judged(check, *arguments):
-    """Return (verdict, reason) of a check. Any exception that an untrusted log or model causes is a finding too."""
+    """Return (verdict, reason) of a check. Another exception, which an untrusted log may cause, accuses nobody: STOPPED."""
     try:
         return PASS, check(*arguments)
     except CannotJudge as reason:
@@ -48,7 +49,7 @@ def judged(check, *arguments):
         return FAIL, str(reason)
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        return (UNKNOWN, f"out of memory: check it on a larger machine ({text})") if ran_out(error) else (FAIL, text)
+        return UNKNOWN, f"out of memory: check it on a larger machine ({text})" if ran_out(error) else f"{STOPPED} ({text})"
 
 
 def ran_out(error):

@@ -43,13 +43,14 @@ import leaks
 import logs
 import pages
 import stats
-from leaks import (FAIL, NUMBER, PASS, ROOT, SHA256, UNKNOWN, Broken, CannotJudge, checkable, is_number, join_findings,
+from leaks import (FAIL, NUMBER, PASS, ROOT, SHA256, STOPPED, UNKNOWN, Broken, CannotJudge, checkable, is_number, join_findings,
                    judged, require, shards_of)
 from logs import plural
 from manifest import MANIFEST, declaration, manifest_in, order, race_of
 
 INCOMPLETE = "incomplete"  # all rules together: nothing fails, and some rule could not be checked
 VERDICTS = PASS, UNKNOWN, FAIL  # in the order of the page
+OF_CLAIMS = {PASS: "shown", FAIL: "not shown", UNKNOWN: "not judged"}  # of claims, which are no rules
 ALPHA = stats.ALPHA
 LOSS, FASTER = CLAIMS = "mean loss below target, p < 0.01", "faster than the other side, p < 0.01"
 ACCOUNTS, SWITCHES = "every run is accounted for", "no compiler flags in the source"
@@ -400,7 +401,7 @@ def check_compiles(e):
 def of_all(found, wanted):
     """Combine the (name, verdict, reason) of the runs that were examined. wanted: how many there are."""
     broken = [f"{name}: {reason}" for name, verdict, reason in found if verdict == FAIL]
-    unknown = [reason for _, verdict, reason in found if verdict == UNKNOWN]
+    unknown = sorted((reason for _, verdict, reason in found if verdict == UNKNOWN), key=lambda reason: STOPPED not in reason)
     some = f"{len(found)} of {plural(wanted, 'run')} examined; " if len(found) < wanted else ""
     require(not broken, some + join_findings(broken))
     checkable(not unknown, f"{some}{len(unknown)} of {plural(len(found), 'run')}: {''.join(unknown[:1])}")
@@ -969,35 +970,55 @@ def unseen(case):
 
 def sum_up(findings, case):
     """Return the content of the page: the verdict, and the findings by verdict with failures last."""
-    of = {verdict: [f for f in findings if f.rule not in CLAIMS and f.verdict == verdict] for verdict in VERDICTS}
-    counts, other = Counter(f.verdict for f in findings), any(f.reason.startswith("not the declared") for f in findings)
-    bare = not counts[FAIL] and any(not e.ours for e in case.runs + case.others)
+    claims = [f for f in findings if f.rule in CLAIMS]
+    findings = sorted((f for f in findings if f not in claims), key=lambda f: VERDICTS.index(f.verdict))
+    of = {verdict: [f for f in findings if f.verdict == verdict] for verdict in VERDICTS}
     public = not any(e.ours for e in case.runs + case.others)
     beyond = [f for f in of[UNKNOWN] if public and f.rule not in PUBLIC_RULES]
     unchecked = [f for f in of[UNKNOWN] if f not in beyond]
     broken, trial = len(of[FAIL]), any(f.rule == VAL_TOKENS and TRIAL in f.reason for f in of[UNKNOWN])
-    head = ("FAIL" if broken else "NOT THE DECLARED CLAIM" if other and not counts[FAIL] else "CLAIM NOT SHOWN" if counts[FAIL] else
-            "A TRIAL" if trial else "NO RULE IS BROKEN" if of[UNKNOWN] else "PASS")
-    rules = [f"{plural(broken, 'rule')} {'is' if broken == 1 else 'are'} broken" if broken else "no rule is broken"]
-    said = f"{head}: {'; '.join(rules * (head not in ('NO RULE IS BROKEN', 'PASS')) + [f'{len(of[PASS])} hold'])}"
+    unjudged = any(not e.ours for e in case.runs + case.others) or any(STOPPED in f.reason for f in claims + findings)
+    head = "FAIL" if broken else "A TRIAL" if trial else "NO RULE IS BROKEN" if of[UNKNOWN] else "PASS"
+    rules = {"FAIL": [f"{plural(broken, 'rule')} {'is' if broken == 1 else 'are'} broken"], "A TRIAL": ["no rule is broken"]}
+    said = f"{head}: {'; '.join([*rules.get(head, ()), f'{len(of[PASS])} hold'])}"
     said += f", {len(unchecked)} {'was' if len(unchecked) == 1 else 'were'} not checked" * bool(unchecked)
     said += f", {len(beyond)} need what logs of other projects do not state" * bool(beyond)
     said += f"; models of {len(case.models)} of {plural(len(case.whole.runs), 'run')}" * bool(case.models)
     parsed, source = judged(compare_source, case.runs[0], case.theirs)
     compared, report = judged(lambda: case.report)
-    return {"said": said, "verdict": FAIL if counts[FAIL] else INCOMPLETE if counts[UNKNOWN] else PASS, "counts": dict(counts),
-            "status": 1 if counts[FAIL] else 2 if bare or other else 0,
-            "claims": [f for f in findings if f.rule in CLAIMS], "beyond": beyond,
+    return {"said": said, "verdict": FAIL if broken else INCOMPLETE if of[UNKNOWN] else PASS,
+            "counts": {verdict: len(found) for verdict, found in of.items()}, "status": 1 if broken else 2 if unjudged else 0,
+            "claims": [{"claim": f.rule, "verdict": OF_CLAIMS[f.verdict], "reason": f.reason} for f in claims], "beyond": beyond,
             "verdicts": [f"{one.name}, compared with {one.base}: {one.sentence}" for one in report["verdicts"]] if compared == PASS else [],
             "source": source if parsed == PASS else "", "last": unseen(case), "broken": [f"{f.rule}: {f.reason}" for f in of[FAIL]],
             "unseen": [f"{'; '.join(f.rule for f in found)}: {reason}"
                        for reason, found in stats.grouped(unchecked, lambda f: f.reason).items()],
-            "findings": sorted((f for f in findings if f not in beyond), key=lambda f: VERDICTS.index(f.verdict))}
+            "findings": findings}
+
+
+def judge_folder(folder):
+    """Judge a race by the rules that need no more than its folder, in seconds. Return what --json prints."""
+    try:
+        case = read_case(parse([str(folder)]))
+        return answer(sum_up(verify(case.options, case), case))
+    except CannotJudge as reason:
+        return not_judged(reason)
+
+
+def answer(page):
+    """Return what --json prints of the content of a page."""
+    return {**{name: page[name] for name in ("verdict", "status", "counts", "said", "claims", "source")},
+            "unseen": page["last"], "rules": page["findings"]}
+
+
+def not_judged(reason):
+    return {"verdict": stats.NOT_JUDGED, "status": 2, "said": f"not judged: {reason}", "claims": [], "rules": []}
 
 
 def parse(arguments):
     parser = argparse.ArgumentParser(description="Judge a record by the rules of the speedrun.", allow_abbrev=False,
-                                     epilog="Exit status: 0 nothing fails, 1 a rule is broken, 2 it cannot be judged.")
+                                     epilog="Exit status: 0 no rule is broken, whatever the claim; 1 a rule is broken; "
+                                            "2 it cannot be judged.")
     add = parser.add_argument
     add("record", nargs="+", metavar="RECORD", type=logs.or_latest(logs.RACE), help="a folder of logs, or logs; or latest, the last race")
     add("--vs", nargs="+", metavar="OTHER", help="logs of the version to beat")
@@ -1032,12 +1053,11 @@ def main(arguments=None):
             findings.append(Finding(AGAIN, *judged(check_again, again, options.data)))
     except CannotJudge as reason:
         if options.json:
-            print(logs.show_json({"verdict": stats.NOT_JUDGED, "status": 2, "reason": str(reason)}))
+            print(logs.show_json(not_judged(reason)))
         return logs.refuse("verify.py", reason)
     page = sum_up(findings, case)
     if options.json:
-        print(logs.show_json({**{name: page[name] for name in ("verdict", "status", "counts", "said", "source")},
-                              "unseen": page["last"], "rules": findings}))
+        print(logs.show_json(answer(page)))
     else:
         parent = case.theirs or leaks.source_of_checkout()
         diff = difference(parent, case.runs[0].run.script) if options.diff else []
