@@ -1938,7 +1938,7 @@ class TrainLosses:
             if self.config.train_loss_every and done % self.config.train_loss_every == 0:  # in nats per token
                 loss = summed[:-1].sum(dtype=torch.float64).item() / (plan.micro_batches * plan.micro_batch_tokens)
                 line += f" train_loss:{loss:.4f}" + ("" if grad_norm is None else f" grad_norm:{grad_norm:.4g}")
-                line += "".join(f" {name}:{plan.values[name]}" for name in self.config.beside_loss if plan.values[name])
+                line += "".join(f" {name}:{plan.values[name]}" for name in self.config.beside_loss if plan.values.get(name))
             self.log.write(line, off_clock=wait)
             self.log.progress(done, loss, self.clock, tokens_of_steps(self.config, done))
 

@@ -447,8 +447,11 @@ LOG_EDITS = {  # what is done to a log, which rules find it
     "a negative span": (lambda log: log.set("end.seconds_outside_clock.setup", -1.0), SPANS),
     **{variable[:40]: (lambda log, variable=variable: log.start["environment"].update([variable.split("=")]), ENVIRONMENT) for variable in (
         "PYTHONPATH=/opt/x", "LD_PRELOAD=/opt/clock.so", "PYTORCH_JIT=0", "PYTHON_JIT=1", "PYTHONWARNINGS=ignore::clock.Slow",
-        "LD_LIBRARY_PATH=/opt/evil", "LD_LIBRARY_PATH=/usr/lib:/home/me/lib", "LD_LIBRARY_PATH=/usr/lib/../../tmp",
-        "LD_LIBRARY_PATH=/usr/lib:/lib_of_mine", "LD_LIBRARY_PATH=/usr/local/cudas/lib")},
+        "TRITON_INTERPRET=1", "TORCH_COMPILE_DISABLE=1")},
+    **{variable: (lambda log, variable=variable: log.start["environment"].update([variable.split("=")]), (ENVIRONMENT, "not checkable"))
+       for variable in ("LD_LIBRARY_PATH=/opt/evil", "LD_LIBRARY_PATH=/usr/lib:/home/me/lib", "LD_LIBRARY_PATH=/usr/lib/../../tmp",
+                        "LD_LIBRARY_PATH=/usr/lib:/lib_of_mine", "LD_LIBRARY_PATH=/usr/local/cudas/lib", "LD_RUN_PATH=/opt/conda/lib",
+                        "PYTORCH_BUILD_VERSION=2.9", "PYTORCH_BUILD_NUMBER=1", "TRITON_PTXAS_PATH=/usr/bin/ptxas")},
     "variables of containers": (lambda log: log.start["environment"].update(OF_CONTAINERS), (ENVIRONMENT, "pass"))}
 OF_CONTAINERS = {**dict.fromkeys((
     "PYTHONUNBUFFERED", "PYTHON_VERSION", "PYTHON_SHA256", "PYTHONWARNINGS", "PYTHONSTARTUP", "TORCH_HOME", "TORCH_EXTENSIONS_DIR",
@@ -621,6 +624,23 @@ def hidden(seconds, mine, others, name="validation", twice=False):
     return lambda race, faster: race(4, "ab", hide)
 
 
+def move(log, seconds, name):
+    """Move seconds of training off the clock."""
+    scale_clock(log, 1 - 1000 * seconds / log.end["train_time_ms"])
+    log.end["seconds_outside_clock"][name] = seconds
+    log.end["wall_seconds"] += seconds
+
+
+def set_back(seconds):
+    """A race whose machine's clock is set back in its middle."""
+    return sides(lambda log, run, side: run > 2 and log.set("start.started", (
+        datetime.fromisoformat(log.start["started"]) - timedelta(seconds=seconds)).isoformat()))
+
+
+def modules(log, *_):
+    log.start["environment"].update(LD_LIBRARY_PATH="/apps/cuda/lib64", PYTORCH_BUILD_VERSION="2.9", TRITON_PTXAS_PATH="/apps/ptxas")
+
+
 def late(made):
     log = Log(made / "2a.txt")
     log.set("start.started", "2026-01-01T00:00:00+00:00").write(made / "2a.txt")
@@ -655,7 +675,16 @@ SIDE_EDITS = {  # what is done to a race of two sides, which rules find it
     **{f"{name}, {mine} s instead of {others} s": (hidden(10, mine, others, name), (OFF_CLOCK, verdict)) for name, mine, others, verdict in (
         ("validation", 1.1, 1.0, "pass"), ("validation", 1.6, 1.0, "not checkable"), ("validation", 2.5, 1.0, "fail"),
         ("setup", 1.9, 1.0, "not checkable"), ("setup", 2.5, 1.0, "fail"), ("compile", 2.0, 0.0, "not checkable"))},
-    "a slower model off the clock": (hidden(13, 2.0, 1.0), (OFF_CLOCK, "pass"), FASTER),
+    "a slower model off the clock": (hidden(13, 1.2, 1.0), (OFF_CLOCK, "pass"), FASTER),
+    **{f"{mine} s instead of 1 s, no faster": (hidden(12, mine, 1.0, "setup"), (OFF_CLOCK, verdict), FASTER) for mine, verdict in (
+        (1.1, "pass"), (1.5, "not checkable"), (3.0, "fail"))},
+    "training under a name of its own": (sides(lambda log, run, side: side == "a" and move(log, 0.5, "my idea")), SPANS),
+    "training under many names": (sides(lambda log, run, side: side == "a" and [move(log, 0.015, f"x{i}") for i in range(9)]), SPANS),
+    "a log of its own off the clock": (sides(lambda log, run, side: side == "a" and move(log, 0.01, "plot")), (SPANS, "pass")),
+    "a clock that is set back once": (set_back(20), (IN_TURN, "not checkable")), "a clock that is set back by hours": (
+        set_back(9000), (IN_TURN, "not checkable")), "a module system on both sides": (sides(modules), (ENVIRONMENT, "pass")),
+    "a module system on one side": (base(modules), (ENVIRONMENT, "not checkable"), HARDWARE),
+    "a switch on both sides": (sides(lambda log, run, side: log.start["environment"].update(TORCHINDUCTOR_X="1")), ENVIRONMENT),
     "more validations": (hidden(10, 2.0, 1.0, twice=True), (OFF_CLOCK, "pass"))}
 EDITS = {"logs": {name: (alone(change), *found) for name, (change, *found) in LOG_EDITS.items()}, "races": RACE_EDITS, "sides": SIDE_EDITS,
          "manifests": {name: (manifest(change), *found) for name, (change, *found) in MANIFEST_EDITS.items()}}
@@ -674,6 +703,21 @@ def test_an_edit_is_found_by_its_rules_and_by_no_others(race, faster, judge, hon
         shown.append("\n".join([f"{name}:", *(f"  {rules[rule][0]}: {rule}: {rules[rule][1]}" for rule in seen)]))
     assert not wrong
     golden(f"verify_{kind}", "\n".join(shown) + "\n", [(re.escape(Log(honest).start["hardware"]["device"]), "MACHINE")])
+
+
+def test_a_fair_race_hardly_ever_breaks_the_rule_on_time_off_the_clock():
+    """The base's runs and faster ones whose time off the clock has the same distribution. At p < 0.01 five of 1,000 failed."""
+    draw, verdicts = np.random.default_rng(0), []
+    for _ in range(1000):
+        train, off = 10 + draw.normal(0, 0.1, (2, 5)), 1 + draw.normal(0, 0.3, (2, 5))
+        sides = [[fake_run(10 * s - 0.3 * (side == 0), t) for s, t in zip(train[side] / 10, off[side])] for side in (0, 1)]
+        verdicts.append(leaks.judged(verify.check_spans, *sides)[0])
+    assert verdicts.count("fail") <= 1 and verdicts.count("not checkable") < 40
+
+
+def fake_run(trained, off):
+    end = {"train_time_ms": 1000 * trained, "seconds_outside_clock": {"setup": off}}
+    return verify.Evidence(logs.Run("x", start={}, end=end, validations=(None,)))
 
 
 def test_a_script_with_a_slow_clock_is_caught(train, judge):
