@@ -74,7 +74,7 @@ def opener(to, out):
         runs, steps = Table(f"{out}/runs.csv", ["run"]), Table(f"{out}/steps.csv", ["run", *STEP])
         def open_run(name, config):
             runs.add({"run": name, **config})
-            return lambda line: steps.add({"run": name, **line}), lambda: None
+            return lambda line: steps.add({**line, "run": name}), lambda: None
     elif to == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter, summary
         def open_run(name, config):

@@ -232,13 +232,15 @@ def check_replay(e, folder):
         raise CannotJudge(f"this checkout's train_gpt.py cannot read the log's config ({error}); verify from a "
                           "checkout with the source in the log") from None
     if wrong and code_of_batches(e.run.script) != code_of_batches(checkout):
-        raise CannotJudge(f"{wrong}; the sections `schedule` and `data` of the source in the log are not this "
-                          "checkout's: see --diff, verify from a checkout with that source, or use --replay SEED")
-    require(not wrong, f"{wrong}: it trained on something else, or code outside of its sections `schedule` and `data` "
+        raise CannotJudge(f"{wrong}; the sections `schedule` and `data` or the TrainingLoop of the source in the log are not "
+                          "this checkout's: see --diff, verify from a checkout with that source, or use --replay SEED")
+    require(not wrong, f"{wrong}: it trained on something else, or code outside of `schedule`, `data` and TrainingLoop "
             "chooses its batches")
     return f"the digest of {count} of the declared shards, rebuilt here, is the log's: {stated[:8]}..."
 
 
 def code_of_batches(source):
-    """Return the sections of a train_gpt.py that decide its batches, or all of another source."""
-    return source.partition("\n# schedule\n")[2].partition("\n# model\n")[0] or source
+    """Return the parts of a train_gpt.py that decide its batches, or all of another source."""
+    parts = ("\n# schedule\n", "\n# model\n"), ("\nclass TrainingLoop:\n", "\nclass ")
+    found = [source.partition(begin)[2].partition(end)[0] for begin, end in parts]
+    return "".join(found) if all(found) else source

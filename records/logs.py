@@ -25,6 +25,7 @@ Requires only the standard library.
 
 import argparse
 import collections
+import contextlib
 import functools
 import gzip
 import hashlib
@@ -95,7 +96,7 @@ _OWN_LINE = re.compile(
     rb"""(?P<d>\{"run_id":\ .*\}) | (?P<r>\{"resumed":\ .*\}) | (?P<e>\{"end":\ .*\}) | (?P<x>error:\ .*)
     |(?P<p>peak\ memory\ allocated:\ \d+\ MiB\ reserved:\ \d+\ MiB)
     |(?P<s>step:\d{1,15}/(?P<total>\d{1,18})\ (?:val_loss:%b\ )?train_time:\d{1,15}ms\ step_avg:%bms
-    (?:\ train_loss:%b(?:\ (?!step|tel|trl|\w*loss|train_time)[A-Za-z]\w{0,63}:[\d.einfa+-]{1,25}){0,16})?)""" % (
+    (?:\ train_loss:%b(?:\ (?!run:|step|tel:|trl:|\w*loss|train_time)[A-Za-z]\w{0,63}:[\d.einfa+-]{1,25}){0,16})?)""" % (
         _DECIMAL, _DECIMAL, _DECIMAL), re.X)
 
 
@@ -318,11 +319,11 @@ def is_archive(path):
 def members(archive):
     """Return {name: bytes} of the files in an archive, sorted; {} if it cannot be read.
 
-    Hidden folders are left out; a link is what it leads to. Of a file that is too long for a log, only the beginning is kept."""
+    Hidden folders are left out; a link is what it leads to, or empty. Of a file that is too long for a log, only the beginning is kept."""
     try:
         state = os.stat(archive)
         return _members(os.fspath(archive), state.st_mtime_ns, state.st_size) if os.path.isfile(archive) else {}
-    except (OSError, ValueError, KeyError, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError):  # KeyError: a link to nothing
+    except (OSError, ValueError, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError):
         return {}
 
 
@@ -332,12 +333,14 @@ def _members(archive, *_):
     with tarfile.open(archive) as packed:
         for member in packed:
             *folders, name = [part for part in Path(member.name).parts if part not in ("/", "..")] or [""]
-            file = packed.extractfile(member)  # None: a folder or a device
+            file = None  # of a folder or a device
+            with contextlib.suppress(KeyError):  # a link to nothing in the archive
+                file = packed.extractfile(member)
             content = file.read((MAX_FILE_MIB << 20) + 1) if file else b""
             left -= max(member.size, len(content))
             if left < 0:
                 return {}
-            if file and not any(folder.startswith(".") for folder in folders):
+            if (file or member.issym() or member.islnk()) and not any(folder.startswith(".") for folder in folders):
                 found["/".join([*folders, name])] = content
     return dict(sorted(found.items()))
 
