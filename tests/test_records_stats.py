@@ -304,7 +304,7 @@ def test_a_verdict_asks_for_as_many_runs_as_tell_the_difference(n, paired, monke
     """On average over races the advice is the number that gives the promised power at the true spread."""
     needed = functools.lru_cache(stats.runs_needed)
     monkeypatch.setattr(stats, "runs_needed", lambda sd, margin, alpha, wanted, sets, other: needed(
-        round(10 * sd) / 10, margin, alpha, wanted, sets, round(10 * other) / 10))
+        max(0.05, round(20 * sd) / 20), margin, alpha, wanted, sets, max(0.05, round(20 * other) / 20)))
     draw = np.random.default_rng(23)
     sides = draw.normal(0, 2 ** -0.5 if paired else 1, (400, 2, n))
     advised = np.mean([stats.contrast(ours, base, paired, 0.5, 1).needed for ours, base in sides])

@@ -1523,7 +1523,7 @@ def test_a_script_that_cannot_be_imported_breaks_no_rule(tmp_path, monkeypatch, 
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.delitem(sys.modules, "train_gpt")
     with pytest.raises(SystemExit) as end:
-        board.main([])
+        board.main(["write"])
     said = capsys.readouterr()
     assert (record / "README.md").read_bytes() == page and end.value.code == 2 and not said.out
     assert "train_gpt.py cannot be imported (NameError: name 'half_an_idea' is not defined)" in said.err and said.err.count("\n") == 1
