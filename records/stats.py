@@ -358,7 +358,7 @@ def describe(what, found, n, by, part):
     if found.shown:
         return f"{what}: {'lower' if found.sign < 0 else 'higher'} by {by} (p = {found.holm:.2g})"
     needs = "too noisy to detect" if (found.needed or math.inf) >= MOST_MORE + n else (
-        f"{plural(n, 'run')} a side suffice to detect" if found.needed <= n else f"about -n {found.needed} is needed to detect")
+        f"{plural(n, 'run')} a side suffice to detect" if found.needed <= n else f"-n {found.needed} is needed to detect")
     return f"{what}: no difference shown (p = {found.holm:.2g}; {needs} {100 * part:g} %)"
 
 

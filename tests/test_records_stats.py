@@ -299,7 +299,7 @@ def test_the_correction_keeps_the_level_over_all_ideas(no_plans):
     assert alone > 0.12 and 0.015 < corrected < 0.071
 
 
-@pytest.mark.parametrize("n, paired", [(3, True), (5, True), (10, True), (5, False)])
+@pytest.mark.parametrize("n, paired", [(3, True), (5, True), (10, True), pytest.param(5, False, marks=pytest.mark.slow)])
 def test_a_verdict_asks_for_as_many_runs_as_tell_the_difference(n, paired, monkeypatch):
     """On average over races the advice is the number that gives the promised power at the true spread."""
     needed = functools.lru_cache(stats.runs_needed)
