@@ -1012,7 +1012,7 @@ def test_a_saved_model_has_the_config_of_its_log_but_for_what_the_machine_chose(
     examination = examine.Examination.__new__(examine.Examination)
     examination.stated, examination.config, examination.saved = {"attention": stated}, {"attention": saved}, {"state": {}}
     examination.e = SimpleNamespace(run=SimpleNamespace(end={}), digest=lambda where: examine.hash_of({}))
-    examination.worker = SimpleNamespace(initial_state=lambda *_: {"buffers": {}})
+    examination.worker, examination.paths = SimpleNamespace(initial_state=lambda *_: {"buffers": {}}), []
     verdict, reason = leaks.judged(examination.check_saved)
     assert (verdict, differ in reason) == ("fail" if differ else "pass", True), reason
 
