@@ -232,7 +232,7 @@ def check_replay(e, folder):
         raise CannotJudge(f"this checkout's train_gpt.py cannot read the log's config ({error}); verify from a "
                           "checkout with the source in the log") from None
     if wrong and code_of_batches(e.run.script) != code_of_batches(checkout):
-        raise CannotJudge(f"{wrong}; the sections `schedule` and `data` or the TrainingLoop of the source in the log are not "
+        raise CannotJudge(f"{wrong}; TrainingLoop or the sections `schedule` and `data` of the source in the log are not "
                           "this checkout's: see --diff, verify from a checkout with that source, or use --replay SEED")
     require(not wrong, f"{wrong}: it trained on something else, or code outside of `schedule`, `data` and TrainingLoop "
             "chooses its batches")
