@@ -1740,7 +1740,7 @@ class TrainingLoop:
             if save_due and worker.can_save(step):
                 save_checkpoint(self, step)
                 save_due = False
-            if c.val_every and step % c.val_every == 0:
+            if c.val_every and not step % c.val_every:
                 self.validate(step)
             plan = plan_of(c, step)
             losses = worker.step(plan, worker.stream.next_batch(plan))
@@ -1971,10 +1971,10 @@ class TrainLosses:
             if summed[-1]:
                 self.save_at[done + self.LAG] = summed[-1].item() >= Signals.STOP
             loss, line = None, f"step:{done}/{self.config.num_steps} {show_times(train_time, done)}"
-            if self.config.train_loss_every and done % self.config.train_loss_every == 0:  # in nats per token
+            if self.config.train_loss_every and not done % self.config.train_loss_every:  # in nats per token
                 loss = summed[:-1].sum(dtype=torch.float64).item() / (plan.micro_batches * plan.micro_batch_tokens)
                 line += f" train_loss:{loss:.4f}" + ("" if grad_norm is None else f" grad_norm:{grad_norm:.4g}")
-                line += "".join(f" {name}:{plan.values[name]}" for name in self.config.beside_loss if plan.values[name])
+                line += "".join(f" {name}:{plan.values[name]}" for name in self.config.beside_loss if plan.values.get(name))
             self.log.write(line, off_clock=wait)
             self.log.progress(done, loss, self.clock, tokens_of_steps(self.config, done))
 

@@ -1,14 +1,15 @@
 """Write record folders from races, their pages, and the leaderboard.
 
     python records/board.py add latest NAME "what was tried"     make a record of the last race, records/DATE_NAME
-    python records/board.py                                      judge all again, and write all pages
+    python records/board.py                                      show the leaderboard
+    python records/board.py write                                judge all records again, and write all pages
 
 `add` packs a race's logs and manifest into logs.tar.xz of a new folder. It refuses files that name this machine or its
-folders. If the race breaks a rule, it asks first. Both commands write, from the folders alone, each record's README.md
+folders. If the race breaks a rule, it asks first. `add` and `write` write, from the folders alone, each record's README.md
 (its first line keeps the title) and the leaderboard records/README.md. A missing plot.png is drawn; remove one to draw
 it again.
 
-Exit status: 0 written, 2 not possible (stderr states why).
+Exit status: 0 written or shown, 2 not possible (stderr states why).
 """
 
 from __future__ import annotations
@@ -102,6 +103,15 @@ def short_diff(before: str, after: str, names: tuple[str, str]) -> list[str]:
     return lines if more <= 0 else [*lines[:MAX_DIFF_LINES], f"… and {logs.plural(more, 'more line')}"]
 
 
+def lasting_name(side: stats.Side) -> str:
+    """Return a side's name with its revision: HEAD and this checkout mean something else tomorrow."""
+    git = side.runs[0].start and side.runs[0].start.get("git")
+    versions = any(declared["revision"] for declared in side.declared.get("sides", {}).values())
+    if not versions or not isinstance(git, dict) or git["revision"].startswith(side.label):
+        return side.label
+    return f"{side.label} ({git['revision'][:7]}{'' if git['clean'] else ' with uncommitted changes'})"
+
+
 def describe_side(side: stats.Side, folder: Path) -> dict:
     """Return what the pages show of a side."""
     runs, letter = side.runs, side.name.removeprefix("side ")
@@ -126,6 +136,7 @@ def describe(folder: Path) -> dict:
     if not (folder / PLOT).exists():
         stats.plot(report["sides"], report["verdicts"], str(folder / PLOT))
     judged, declared = report["sides"], report["sides"][0].declared
+    names = {side.label: lasting_name(side) for side in judged}
     several = len(judged) > 2
     claims = [rule for rule in found if rule["rule"] in verify.CLAIMS]
     rules = sorted((rule for rule in found if rule not in claims), reverse=True,
@@ -141,7 +152,7 @@ def describe(folder: Path) -> dict:
     loss, broken = report["loss"], sum(rule["verdict"] == "fail" for rule in rules)
     preset = sides[0]["start"].get("preset", "unknown preset")
     trial = next((rule["reason"] for rule in rules if rule["rule"] == verify.VAL_TOKENS and verify.TRIAL in rule["reason"]), "")
-    return {"name": folder.name, "title": title_of(folder), "path": f"records/{folder.name}", "report": report,
+    return {"name": folder.name, "names": names, "title": title_of(folder), "path": f"records/{folder.name}", "report": report,
             "several": several, "sides": sides, "differ": differ, "diff": diff, "started": started,
             "date": started[:16].replace("T", " "), "claims": [] if several else claims, "rules": rules,
             "broken": broken, "unseen": unseen, "preset": preset,
@@ -284,16 +295,20 @@ def main(arguments: list[str] | None = None) -> int:
     adding.add_argument("race", type=logs.or_latest(logs.RACE), help="the folder of a race, like logs/race-ID; or latest")
     adding.add_argument("folder", type=new_folder, help="a new folder like records/DATE_NAME, or NAME for today's")
     adding.add_argument("title", help="what was tried, in a sentence")
+    commands.add_parser("write", help="judge all records again, and write all pages")
     options = parser.parse_args(arguments)
-    leaks.trainer()  # if it cannot be imported, this says so
     try:
+        if not options.command:
+            print((HERE / "README.md").read_text(encoding="utf-8"), end="")
+            return 0
+        leaks.trainer()  # if it cannot be imported, this says so
         if options.command == "add":
             add(Path(options.race), options.folder.absolute(), options.title)
         else:
             write_pages()
     except (UserError, OSError) as reason:
         return logs.refuse("board.py", reason)
-    page = (options.folder if options.command else HERE) / "README.md"
+    page = (options.folder if options.command == "add" else HERE) / "README.md"
     print(f"written: {os.path.relpath(page)} and the other pages")
     return 0
 

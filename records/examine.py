@@ -66,17 +66,17 @@ def load(source_path, model_path):
     return module, model, plan.windows, saved
 
 
-def initial_state(module, config, saved):
+def initial_state(module, config, saved, paths):
     """Return the state hash of a run before its first step, and the digests of its buffers at its end.
 
-    Of the data the state contains only the number of tokens read, which is 0."""
+    paths: the training shards, or none where they are not on this machine; an idea may read them."""
     import torch
     engine = getattr(module, "train_gpt", module)
     module.gpt2_token_bytes = lambda *_: []  # a run looks at them after this state, and they may be on another machine
-    nothing = engine.Shard(Path("none"), 0, engine.Encoding(saved["vocab_size"], saved["bos_id"]))
+    nothing = engine.Shard(Path("no-training-shard"), 0, engine.Encoding(saved["vocab_size"], saved["bos_id"]))
     config = engine.config_of({**config, "compile": "off", "init_from": ""}, module.Config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    worker = module.Worker(config, engine.Comm(), device, [nothing])
+    worker = module.Worker(config, engine.Comm(), device, [engine.read_header(Path(path)) for path in paths] or [nothing])
     first = engine.state_hash(worker)
     worker.model.apply_schedule(engine.plan_of(config, saved["step"]))
     return {"hash": first, "buffers": {name: digest_of(x) for name, x in worker.model.named_buffers()}}
@@ -131,7 +131,7 @@ def serve(source_path, model_path, descriptor):
                 if isinstance(question, list):
                     attempt(send_logits, question)
                 else:
-                    attempt(lambda: answer(**initial_state(module, question, saved)))
+                    attempt(lambda: answer(**initial_state(module, saved=saved, **question)))
 
 
 # The judge
@@ -194,9 +194,12 @@ class Worker:
         require(all(isinstance(found.get(key), kind) for key, kind in kinds.items()), f"the log's source answers {message[:60]!r}")
         return found
 
-    def initial_state(self, config):
-        self.ask(config)
-        return self.answer(hash=str, buffers=dict)
+    def initial_state(self, config, paths):
+        self.ask({"config": config, "paths": list(map(str, paths))})
+        try:
+            return self.answer(hash=str, buffers=dict)
+        except Broken as reason:
+            raise reason if paths else CannotJudge(f"{reason}; the training shards are not here: name their folder with --data")
 
     def logits(self, tokens):
         """Yield float32 [rows, padded vocabulary] until each token has a row."""
@@ -222,10 +225,11 @@ def hash_of(digests):
 
 
 class Examination:
-    """The rules on the model of a run e. stream: the validation tokens, uint16."""
+    """The rules on the model of a run e. stream: the validation tokens, uint16. paths: the training shards, if any."""
 
-    def __init__(self, e, model_path, saved, stream, worker):
+    def __init__(self, e, model_path, saved, stream, worker, paths):
         self.e, self.model_path, self.saved, self.stream, self.worker = e, model_path, saved, stream, worker
+        self.paths = paths
         self.stated, self.config = e.get("start.config", dict), json.loads(json.dumps(saved["config"]))
         self.source, self.scored, self.dtype = e.run.script, e.get("end.val_tokens", int), self.config["dtype"]
         self.bos, self.losses, self.random = saved["bos_id"], [], np.random.default_rng()  # no source can predict it
@@ -237,7 +241,7 @@ class Examination:
         differ = sorted(key for key in {*self.stated, *self.config} if not agree(key, self.config.get(key), self.stated.get(key)))
         require(not differ, f"its config is not the log's: {join_findings(differ)}")
         digests = {name: digest_of(x) for name, x in self.saved["state"].items()}
-        seen = hash_of({**self.worker.initial_state(self.stated)["buffers"], **digests})
+        seen = hash_of({**self.worker.initial_state(self.stated, self.paths)["buffers"], **digests})
         stated = "end.validation_hash.after" if "validation_hash" in self.e.run.end else "end.model_hash"  # of older logs
         self.compare("its parameters have hash", seen, self.e.digest(stated))
         return "its config is the log's, and its parameters are those of the last validation"
@@ -260,11 +264,11 @@ class Examination:
         ours, seed = source_of_checkout(program_of(self.source)), self.config["seed"]
         wanted, seen = self.e.digest("end.state_hash.before_warmup"), None
         if ours not in ("", self.source):
-            with contextlib.suppress(Broken), start_worker(ours, self.model_path) as other:  # it may reject the config
-                seen = other.initial_state(self.stated)["hash"]
+            with contextlib.suppress(Broken, CannotJudge), start_worker(ours, self.model_path) as other:  # it may reject the config
+                seen = other.initial_state(self.stated, self.paths)["hash"]
         text = f"the initial state hash {wanted[:8]}... is that of seed {seed}"
         if seen != wanted:
-            seen = self.worker.initial_state(self.stated)["hash"]
+            seen = self.worker.initial_state(self.stated, self.paths)["hash"]
             self.compare(f"seed {seed} gives the initial state hash", seen, wanted, ": it began with other weights")
             checkable(ours == self.source, f"{text} by the log's own source alone, not by this checkout's: see the "
                       "differences (--diff)")
@@ -376,9 +380,11 @@ def check_model(e, model_path, folder, only=RULES, tell=lambda rule: None):
     def all_rules():
         where = folder or os.path.dirname(ROOT / e.get("start.config.val_files", str))
         shards = [open_shard(path) for path in find_shards(e, "val", where)]
-        saved = read_model(model_path)
+        saved, paths = read_model(model_path), []
+        with contextlib.suppress(CannotJudge):
+            paths = [os.path.abspath(path) for path in find_shards(e, "train", where)]
         with start_worker(e.run.script, model_path) as worker:
-            asked = Examination(e, model_path, saved, np.concatenate([tokens for tokens, _ in shards]), worker)
+            asked = Examination(e, model_path, saved, np.concatenate([tokens for tokens, _ in shards]), worker, paths)
             checks = asked.check_saved, asked.check_initial, asked.check_loss, asked.check_order, asked.check_causality
             return {rule: tell(rule) or judged(check) for rule, check in zip(RULES, checks) if rule in only}
     verdict, found = judged(all_rules)

@@ -19,7 +19,28 @@ from pathlib import Path
 import logs
 from manifest import place_of
 
-STEP = ("step", "train_time_ms", "train_loss", "grad_norm", "val_loss")
+STEP = ("step", "train_time_ms", "train_loss", "val_loss")  # behind it what else the lines state
+
+
+class Table:
+    """A CSV file, written again when a row has further columns."""
+
+    def __init__(self, path, columns=()):
+        self.path, self.columns, self.rows = path, dict.fromkeys(columns), []
+        self.write()
+
+    def write(self):
+        self.writer = csv.DictWriter(open(self.path, "w", newline="", buffering=1), self.columns)
+        self.writer.writeheader()
+        self.writer.writerows(self.rows)
+
+    def add(self, row):
+        self.rows.append(row)
+        if row.keys() <= self.columns.keys():
+            self.writer.writerow(row)
+        else:
+            self.columns |= dict.fromkeys(row)
+            self.write()
 
 
 def tail(path):
@@ -31,10 +52,10 @@ def tail(path):
             at = min(resumed["from_step"] for resumed in again)
             resumes, told = len(run.resumed), min(told, sum(step.step <= at for step in run.steps))
         losses = {line.step: line.loss for line in run.validations}
-        lines = [zip(STEP, (step.step, step.time_ms, step.train_loss, step.grad_norm,
-                            losses.get(step.step) if step.validation else None)) for step in run.steps[told:]]
+        lines = [dict(zip(STEP, (step.step, step.time_ms, step.train_loss, losses.get(step.step) if step.validation else None)),
+                      **step.others) for step in run.steps[told:]]
         told = len(run.steps)
-        yield run, [{key: value for key, value in line if value is not None} for line in lines]
+        yield run, [{key: value for key, value in line.items() if value is not None} for line in lines]
 
 
 def ended(path, run, silent_s=60):
@@ -50,15 +71,10 @@ def opener(to, out):
     """Return open_run(name, config), which returns (function of a step's values, function that ends the run)."""
     if to == "csv":
         os.makedirs(out, exist_ok=True)
-        rows, steps = [], csv.DictWriter(open(f"{out}/steps.csv", "w", newline="", buffering=1), ["run", *STEP])
-        steps.writeheader()
+        runs, steps = Table(f"{out}/runs.csv", ["run"]), Table(f"{out}/steps.csv", ["run", *STEP])
         def open_run(name, config):
-            rows.append({"run": name, **config})
-            with open(f"{out}/runs.csv", "w", newline="") as file:
-                table = csv.DictWriter(file, dict.fromkeys(key for row in rows for key in row))
-                table.writeheader()
-                table.writerows(rows)
-            return lambda line: steps.writerow({"run": name, **line}), lambda: None
+            runs.add({"run": name, **config})
+            return lambda line: steps.add({**line, "run": name}), lambda: None
     elif to == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter, summary
         def open_run(name, config):

@@ -20,6 +20,7 @@ from logs import UserError as CannotJudge, plural
 
 ROOT = Path(__file__).resolve().parent.parent
 PASS, FAIL, UNKNOWN = "pass", "fail", "not checkable"
+STOPPED = "the rule's own code stopped"
 SHOWN = 3  # findings of one rule that are printed
 # Validation text in training is found by hashes of 32 tokens in a row, at no more than this many positions
 FINGERPRINT, MOST_PRINTS, LEAST_PRINTS = 32, 1 << 20, 8
@@ -39,7 +40,7 @@ require, checkable = functools.partial(logs.require, error=Broken), logs.require
 
 
 def judged(check, *arguments):
-    """Return (verdict, reason) of a check. Any exception that an untrusted log or model causes is a finding too."""
+    """Return (verdict, reason) of a check. Another exception, which an untrusted log may cause, accuses nobody: STOPPED."""
     try:
         return PASS, check(*arguments)
     except CannotJudge as reason:
@@ -48,7 +49,7 @@ def judged(check, *arguments):
         return FAIL, str(reason)
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        return (UNKNOWN, f"out of memory: check it on a larger machine ({text})") if ran_out(error) else (FAIL, text)
+        return UNKNOWN, f"out of memory: check it on a larger machine ({text})" if ran_out(error) else f"{STOPPED} ({text})"
 
 
 def ran_out(error):
@@ -231,13 +232,15 @@ def check_replay(e, folder):
         raise CannotJudge(f"this checkout's train_gpt.py cannot read the log's config ({error}); verify from a "
                           "checkout with the source in the log") from None
     if wrong and code_of_batches(e.run.script) != code_of_batches(checkout):
-        raise CannotJudge(f"{wrong}; the sections `schedule` and `data` of the source in the log are not this "
-                          "checkout's: see --diff, verify from a checkout with that source, or use --replay SEED")
-    require(not wrong, f"{wrong}: it trained on something else, or code outside of its sections `schedule` and `data` "
+        raise CannotJudge(f"{wrong}; TrainingLoop or the sections `schedule` and `data` of the source in the log are not "
+                          "this checkout's: see --diff, verify from a checkout with that source, or use --replay SEED")
+    require(not wrong, f"{wrong}: it trained on something else, or code outside of `schedule`, `data` and TrainingLoop "
             "chooses its batches")
     return f"the digest of {count} of the declared shards, rebuilt here, is the log's: {stated[:8]}..."
 
 
 def code_of_batches(source):
-    """Return the sections of a train_gpt.py that decide its batches, or all of another source."""
-    return source.partition("\n# schedule\n")[2].partition("\n# model\n")[0] or source
+    """Return the parts of a train_gpt.py that decide its batches, or all of another source."""
+    parts = ("\n# schedule\n", "\n# model\n"), ("\nclass TrainingLoop:\n", "\nclass ")
+    found = [source.partition(begin)[2].partition(end)[0] for begin, end in parts]
+    return "".join(found) if all(found) else source

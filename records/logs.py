@@ -25,6 +25,7 @@ Requires only the standard library.
 
 import argparse
 import collections
+import contextlib
 import functools
 import gzip
 import hashlib
@@ -88,13 +89,15 @@ _LAST_LINE = re.compile(rb"(?s:.*)^(?:step:\d|s:\d|peak memory|\{\"end).*\n", re
 _SETTING = re.compile(r"\b(\w+)['\"]?[=:] *([^\s,;()]+)")
 _NO_SETTING = re.compile("seed|rank|run_?id|name|path|dir$|file|log|date|time|host|port|uuid|id$|device", re.I)
 _TRAINING, _COMMON_FIELDS = {"trl", "train_loss", "train_time"}, {"val_loss", "tel", "train_time", "step_avg"}
+_STATED = _TRAINING | _COMMON_FIELDS
 _DECIMAL = rb"\d{1,15}(?:\.\d{1,15})?"
 # The lines that train_gpt.py writes after the last separator. The group names are the letters of Run.shape
 _OWN_LINE = re.compile(
     rb"""(?P<d>\{"run_id":\ .*\}) | (?P<r>\{"resumed":\ .*\}) | (?P<e>\{"end":\ .*\}) | (?P<x>error:\ .*)
     |(?P<p>peak\ memory\ allocated:\ \d+\ MiB\ reserved:\ \d+\ MiB)
     |(?P<s>step:\d{1,15}/(?P<total>\d{1,18})\ (?:val_loss:%b\ )?train_time:\d{1,15}ms\ step_avg:%bms
-    (?:\ train_loss:%b(?:\ grad_norm:[\d.e+-]{1,15})?(?:\ candidates:\d{1,9})?)?)""" % (_DECIMAL, _DECIMAL, _DECIMAL), re.X)
+    (?:\ train_loss:%b(?:\ (?!run:|step|tel:|trl:|\w*loss|train_time)[A-Za-z]\w{0,63}:[\d.einfa+-]{1,25}){0,16})?)""" % (
+        _DECIMAL, _DECIMAL, _DECIMAL), re.X)
 
 
 class Validation(NamedTuple):
@@ -108,14 +111,15 @@ class Validation(NamedTuple):
 class Step(NamedTuple):
     """A line with train_time. average (ms), train_loss and grad_norm are None if the line states none.
 
-    units: the last digits of time and average, in ms. grad_norm: of the loss summed over a micro-batch's tokens."""
+    units: the last digits of time and average, in ms. others: {name: number} of what stands behind train_loss, such as
+    grad_norm (of the loss summed over a micro-batch's tokens) and an idea's own numbers."""
     step: int
     time_ms: float
     average: float | None
     train_loss: float | None
     validation: bool
     units: tuple = (1, 0.01)
-    grad_norm: float | None = None
+    others: dict = {}
 
     def agrees(self, without=0):
         """Return whether train_time is step_avg times the steps, of which `without` are not timed."""
@@ -315,7 +319,7 @@ def is_archive(path):
 def members(archive):
     """Return {name: bytes} of the files in an archive, sorted; {} if it cannot be read.
 
-    Links and hidden folders are left out. Of a file that is too long for a log, only the beginning is kept."""
+    Hidden folders are left out; a link is what it leads to, or empty. Of a file that is too long for a log, only the beginning is kept."""
     try:
         state = os.stat(archive)
         return _members(os.fspath(archive), state.st_mtime_ns, state.st_size) if os.path.isfile(archive) else {}
@@ -328,12 +332,16 @@ def _members(archive, *_):
     found, left = {}, MAX_ARCHIVE_MIB << 20
     with tarfile.open(archive) as packed:
         for member in packed:
-            *folders, name = Path(member.name).parts or ("",)
-            left -= member.size
+            *folders, name = [part for part in Path(member.name).parts if part not in ("/", "..")] or [""]
+            file = None  # of a folder or a device
+            with contextlib.suppress(KeyError):  # a link to nothing in the archive
+                file = packed.extractfile(member)
+            content = file.read((MAX_FILE_MIB << 20) + 1) if file else b""
+            left -= max(member.size, len(content))
             if left < 0:
                 return {}
-            if member.isfile() and not any(folder.startswith((".", "/")) for folder in folders):
-                found["/".join([*folders, name])] = packed.extractfile(member).read((MAX_FILE_MIB << 20) + 1)
+            if (file or member.issym() or member.islnk()) and not any(folder.startswith(".") for folder in folders):
+                found["/".join([*folders, name])] = content
     return dict(sorted(found.items()))
 
 
@@ -574,12 +582,12 @@ class _Section:
                 run.clock_falls.append(step)
             run.clock = time_ms
             if whole_ms if run.start else not (again and run.steps[-1].validation == validation):
-                names = "step_avg", "train_loss", "grad_norm"
-                average, train_loss, grad_norm = (fields.get(name, "") for name in names)
+                average, train_loss = (fields.get(name, "") for name in ("step_avg", "train_loss"))
+                others = {name: _finite(text) for name, text in fields.items() if name not in _STATED}
                 units = () if whole_ms else tuple((1 if text.endswith("ms") else 1000) * 10.0 ** -len(
                     text.rstrip("ms").partition(".")[2]) for text in (fields["train_time"], average))
                 run.steps.append(Step(step, time_ms, _time_ms(average), _finite(train_loss), validation,
-                                      units or Step._field_defaults["units"], _finite(grad_norm)))
+                                      units or Step._field_defaults["units"], others))
         if validation:
             extras = {name: text if _number(text) is None else _number(text) for name, text in fields.items()
                       if text and name not in _COMMON_FIELDS}

@@ -55,7 +55,6 @@ MOST_RUNS = 1_000_000  # in a plan
 MOST_SHOWN = 20  # runs of a side that cannot be judged
 FUTILE = 0.05  # a race until decided stops if the claim has a smaller chance of being shown at the last look
 LONGER = 1.15  # times a plan's runs, and one more, give such a race the plan's power; on average it takes fewer
-SD_CONFIDENCE = 0.8  # of the upper bound that a plan takes for a pilot's sd
 MOST_MORE = 100  # runs that a comparison advises; more are none
 LEVEL, POWER = 0.05, 0.8  # of a comparison with the base: two-sided, so its intervals have 95 %
 LOSS_PART, TIME_PART = 0.001, 0.01  # the differences that a comparison should detect: parts of the base's loss and time
@@ -117,13 +116,6 @@ def power(n, sd, margin, alpha, sets=1, other_sd=None):
     welch_df = seen.sum(0)**2 / (seen**2).sum(0) * (n - 1)
     cut = t.isf(alpha, welch_df) * np.sqrt(seen.sum(0) / true.sum())
     return float(np.mean(nct.sf(cut, df, margin / math.sqrt(true.sum()))))
-
-
-def upper_sd(sd, n):
-    """Return the upper confidence bound of the sd that n normal runs have shown (chi-square; Browne 1995).
-
-    With the sd of a pilot of 3 to 10 runs, power 0.9 is 0.67 to 0.83 on average, with the bound 0.90 to 0.94."""
-    return sd * math.sqrt((n - 1) / scipy.stats.chi2.ppf(1 - SD_CONFIDENCE, n - 1))
 
 
 def runs_needed(sd, margin, alpha, wanted, sets=1, other_sd=None):
@@ -311,7 +303,7 @@ def contrast(ours, base, paired, margin, ideas):
     test = scipy.stats.ttest_rel(ours, base) if paired else welch_t(ours, base)
     found.low, found.high = _interval(test, LEVEL / 2)
     found.t, found.df, found.p = float(test.statistic), float(test.df), float(test.pvalue)
-    spreads = [upper_sd(float(np.std(sample, ddof=1)), len(sample)) or EQUAL for sample in samples]
+    spreads = [float(np.std(sample, ddof=1)) or EQUAL for sample in samples]
     with contextlib.suppress(UserError):  # more than MOST_RUNS
         found.needed = runs_needed(spreads[0], margin, LEVEL / 2 / ideas, POWER, len(samples), spreads[-1])
     return found

@@ -43,18 +43,20 @@ import leaks
 import logs
 import pages
 import stats
-from leaks import (FAIL, NUMBER, PASS, ROOT, SHA256, UNKNOWN, Broken, CannotJudge, checkable, is_number, join_findings,
+from leaks import (FAIL, NUMBER, PASS, ROOT, SHA256, STOPPED, UNKNOWN, Broken, CannotJudge, checkable, is_number, join_findings,
                    judged, require, shards_of)
 from logs import plural
 from manifest import MANIFEST, declaration, manifest_in, order, race_of
 
 INCOMPLETE = "incomplete"  # all rules together: nothing fails, and some rule could not be checked
 VERDICTS = PASS, UNKNOWN, FAIL  # in the order of the page
+OF_CLAIMS = {PASS: "shown", FAIL: "not shown", UNKNOWN: "not judged"}  # of claims, which are no rules
 ALPHA = stats.ALPHA
 LOSS, FASTER = CLAIMS = "mean loss below target, p < 0.01", "faster than the other side, p < 0.01"
 ACCOUNTS, SWITCHES = "every run is accounted for", "no compiler flags in the source"
 CLOCK, COPIES, VAL_TOKENS = "the clock is honest", "no run is a copy of another", "exactly the stated validation tokens"
 ACCOUNTS_OTHER = "every run of the other side is accounted for"
+INSPECT = "inspect this"  # a rule may be broken: a reader decides
 PAGE, AGAIN, TRIAL = "the page states what the logs show", "the source gives the run again", "a trial"
 PUBLIC_RULES = ACCOUNTS, ACCOUNTS_OTHER, SWITCHES, CLOCK, COPIES, PAGE  # which a log without a description may show
 UNDESCRIBED = "the log does not describe its run (it is not one of this project's)"
@@ -62,14 +64,17 @@ UNDESCRIBED = "the log does not describe its run (it is not one of this project'
 MEDIUM_LOSS, MEDIUM_WITHIN = 2.92, 0.05
 FINEWEB_VAL_TOKENS = 10_485_760  # the public speedrun's rule; other data sets are validated on as a whole
 UNNAMED_S = 0.02  # allowed difference of the wall clock and the sum of all named spans; honest runs have 0.0007
+SPANS = {"joining", "setup", "compile", "hashing", "warmup", "validation", "saving", "checkpoint"}  # those of train_gpt.py
 MOVED, MOVED_MOST = 0.1, 0.5  # parts of a gain in training that a side spends more off its clock: to inspect; broken
+WITHOUT_GAIN = 0.2  # part of the training time that counts as the gain of a side that does not train faster
+BY_CHANCE = 1e-4  # p above which noise may explain it: at ALPHA one honest race in a hundred would break the rule
 CLOCKS_S = 2  # times of day have a resolution of one second
 STOPS = 2  # runs of a side that may have been stopped; more allow a selection by chance
 TELLING_LINES = 8  # fewer times or losses may agree by chance
 
 # Variables of the compiler; not those of the launcher, the allocator, cache folders and logging. Variables that change
 # Python or a library count too, except harmless ones that container images set. LD_LIBRARY_PATH may name only system
-# folders: no log records the contents of others
+# folders: no log records the contents of others. Variables that name a place or a version switch nothing by themselves
 COMPILERS = (r"(?!TORCHELASTIC|TORCH_NCCL|TORCH_CPP_LOG_LEVEL|PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF"
              r"|(?:TORCHINDUCTOR|TRITON)_CACHE_DIR\b)(?:TORCH|PYTORCH|TRITON|INDUCTOR)[A-Z0-9]*_[A-Z0-9_]+")
 _VARIABLE = re.compile(rf"{COMPILERS}=.*|(?:PYTHON|LD_)\w*=.*", re.S)
@@ -80,6 +85,7 @@ _INNOCUOUS = re.compile(
     r"|TORCH_(?:EXTENSIONS_DIR|LOGS|DISTRIBUTED_DEBUG|SHOW_CPP_STACKTRACES|CUDA_ARCH_LIST)=.*"
     r"|LD_LIBRARY_PATH=(?!.*/\.\.)(?:(?:/usr/local/(?:cuda(?:-[\d.]+)?|nvidia)|(?:/usr)?/lib(?:32|64)?)"
     r"(?:/[^:]*)?(?::|$)|:)*")
+_PLACE = re.compile(r"(?:LD_(?!PRELOAD|AUDIT)\w*|\w+_(?:PATH|DIR|ROOT|PREFIX|VERSION|NUMBER))=.*", re.S)
 # Statements that set a compiler switch; the limit of recompilations is none
 _SETTING = re.compile(
     r"\b_inductor\b|\b_(?:dynamo|functorch)\b[\w. ]*\b(?:config\b(?!\.recompile_limit\b)|import \*)|\bcompiler\.config\b|triton\.knobs"
@@ -312,12 +318,21 @@ def compare_source(e, theirs):
                                       f"{lines_changed(checkout, source)}{'' if theirs else ' (--diff)'}.")
 
 
-def check_environment(e):
-    """Check that no environment variable changes the compiler, Python or a library."""
+def settings_of(e):
+    """Return the variables as NAME=value that may change the compiler, Python or a library."""
     settings = [f"{name}={value}" for name, value in sorted(e.get("start.environment", dict).items())]
-    found = [text for text in settings if _VARIABLE.fullmatch(text) and not _INNOCUOUS.fullmatch(text)]
-    require(not found, f"started with {', '.join(found)[:160]}; a record is run without")
-    return "no variable changes the compiler, Python or its libraries"
+    return [text for text in settings if _VARIABLE.fullmatch(text) and not _INNOCUOUS.fullmatch(text)]
+
+
+def check_environment(e, others=()):
+    """Check that no environment variable changes the compiler, Python or a library on one side alone."""
+    found = settings_of(e)
+    switches = [text for text in found if not _PLACE.fullmatch(text)]
+    require(not switches, f"started with {', '.join(switches)[:160]}; a record is run without")
+    alike = others and all(settings_of(other) == found for other in others)
+    checkable(alike or not found, f"started with {', '.join(found)[:160]}: no log records what is there; start both sides "
+              "with the same, or without")
+    return f"{', '.join(found)[:160]} on both sides" if found else "no variable changes the compiler, Python or its libraries"
 
 
 def check_clock(e):
@@ -369,6 +384,9 @@ def check_outside(e):
     unnamed = wall - trained - named
     require(abs(unnamed) <= UNNAMED_S, f"wall clock {wall:.2f} s, training {trained:.2f} s, named outside {named:.2f} "
             f"s: {unnamed:+.2f} s are unaccounted for, and {UNNAMED_S} s are allowed")
+    strange = {name: seconds for name, seconds in spans.items() if name not in SPANS}
+    require(sum(strange.values()) <= UNNAMED_S, f"off the clock it names {join_findings(map(logs.printable, strange))}, for "
+            f"{sum(strange.values()):.2f} s, which train_gpt.py does not; work of an idea's own belongs on the clock")
     shown = ", ".join(f"{name} {seconds:.1f}" for name, seconds in spans.items())
     return f"of {wall:.1f} s: training {trained:.1f}, {shown}, unaccounted for {round(unnamed, 4) + 0:.4f}"
 
@@ -400,7 +418,7 @@ def check_compiles(e):
 def of_all(found, wanted):
     """Combine the (name, verdict, reason) of the runs that were examined. wanted: how many there are."""
     broken = [f"{name}: {reason}" for name, verdict, reason in found if verdict == FAIL]
-    unknown = [reason for _, verdict, reason in found if verdict == UNKNOWN]
+    unknown = sorted((reason for _, verdict, reason in found if verdict == UNKNOWN), key=lambda reason: STOPPED not in reason)
     some = f"{len(found)} of {plural(wanted, 'run')} examined; " if len(found) < wanted else ""
     require(not broken, some + join_findings(broken))
     checkable(not unknown, f"{some}{len(unknown)} of {plural(len(found), 'run')}: {''.join(unknown[:1])}")
@@ -739,7 +757,7 @@ def check_data(runs, others, races):
     for e in others:
         its = digests(e, "train")
         fewer = differ(e, "train_shards") and all(one == other for one, other in zip(first, its))
-        checkable(its == first or fewer or differ(e, "train_files"), f"inspect this: {runs[0].name} and {e.name} "
+        checkable(its == first or fewer or differ(e, "train_files"), f"{INSPECT}: {runs[0].name} and {e.name} "
                   "trained on shards with different digests, and their race declared the same train_files and "
                   "train_shards")
         declared |= {name for name in ("train_files", "train_shards") if its != first and differ(e, name)}
@@ -766,29 +784,39 @@ def check_hardware(runs, others):
     return f"{wanted.get('device')}, and the same ids, driver, versions and switches (clock rates are not logged)"
 
 
-def check_interleaved(runs, others):
-    """Check that the sides ran in turn, one run after another."""
+def check_interleaved(runs, others, races):
+    """Check that the sides ran in turn, one run after another. A race's manifest has their order."""
     order, ladder = [], len({e.race and e.race.side for e in others}) > 1
+    places = {run_id: place for found in races.values() for place, run_id in enumerate(found.attempts)}
     for side, e in [*(("a", e) for e in runs), *(("b", e) for e in others)]:
         side = e.race.side if ladder and e.race else side
         began = moment(e.get("start.started", str))
         require(began, f"{e.name} states no time at which it started")
         before = sum(spans_of(e).get(name, 0) for name in ("joining", "setup"))
-        order.append((began, side, e.name, began + e.get("end.wall_seconds", NUMBER) - before))
-    order.sort()
-    for (_, _, one, ended), (began, _, other, _) in itertools.pairwise(order):
-        require(began + CLOCKS_S >= ended, f"{other} started {ended - began:.0f} s before {one} ended: they took time from each other")
-    sides = "".join(side for _, side, *_ in order)
+        attempt = attempt_of(e, races)
+        seen = moment(attempt.get("started_at")) or -math.inf  # by the race, on the same clock
+        place = places[attempt["run_id"]] if abs(began - seen) < (attempt.get("seconds") or 0) else None
+        order.append((place, began, side, e.name, began + e.get("end.wall_seconds", NUMBER) - before))
+    known = len(races) == 1 and all(place is not None for place, *_ in order)
+    order.sort(key=lambda run: run[0 if known else 1])
+    early = [f"{other} started {ended - began:.0f} s before {one} ended" for (*_, one, ended), (_, began, _, other, _)
+             in itertools.pairwise(order) if began + CLOCKS_S < ended]
+    sides = "".join(side for _, _, side, *_ in order)
     each = len(set(sides))
     require(all(len(set(sides[turn:turn + each])) == each for turn in range(0, len(sides), each)),
             f"in the order of their start the runs are {sides[:60]}: not in turn")
+    stepped = known and len(early) == 1
+    require(stepped or not early, f"{join_findings(early)}: they took time from each other")
+    checkable(not early, f"{INSPECT}: {join_findings(early)}, by a clock that was set back, or they took time from each other")
     return f"started as {sides[:60]}, one after another"
 
 
 def check_spans(runs, others):
-    """Check that the record's gain is no time that was moved off its clock: it may spend a part of it more there.
+    """Check that the record's side moved no work off its clock: a part of its gain in training at most.
 
-    Validation counts by the call. Compiling takes what the code needs, so more of it is for a reader to judge."""
+    Without a gain in time work off the clock may have bought a lower loss; then a part of the training time counts. A
+    slower model validates more slowly, in proportion. Validation counts by the call. Compiling takes what the code
+    needs, so more of it is for a reader to judge."""
     checkable(min(len(runs), len(others)) > 1, "fewer than two runs on a side")
     calls = np.mean([len(e.run.validations) for e in others])
 
@@ -798,20 +826,22 @@ def check_spans(runs, others):
         return (e.get("end.train_time_ms", NUMBER) / 1000, compiling,
                 sum(spans.values()) + validation * calls / max(1, len(e.run.validations)))
 
+    def more(mine, theirs, by, level=ALPHA):
+        """Return whether the first is more than the second, by so many seconds and with p below the level."""
+        return mine.mean() - theirs.mean() > by and (
+            np.ptp(mine) == np.ptp(theirs) == 0 or stats.welch_t_less(theirs, mine).pvalue < level)
+
     (trained, compiled, off), (their_trained, their_compiled, their_off) = (
         np.transpose([seconds(e) for e in side]) for side in (runs, others))
-    gain = max(0, their_trained.mean() - trained.mean())
+    gain = their_trained.mean() - trained.mean()
     text = (f"{off.mean():.2f} s against {their_off.mean():.2f} s, compiling {compiled.mean():.2f} against "
-            f"{their_compiled.mean():.2f} s; its training takes {gain:.2f} s less")
-
-    def more(mine, theirs, part):
-        """Return whether the record's side spends more by this part of its gain."""
-        return gain and mine.mean() - theirs.mean() > UNNAMED_S + part * gain and (
-            np.ptp(mine) == np.ptp(theirs) == 0 or stats.welch_t_less(theirs, mine).pvalue < ALPHA)
-
+            f"{their_compiled.mean():.2f} s; its training takes {max(0, gain):.2f} s less")
     asked = f"off its clock the record's side spends more: {text}; what else is done there?"
-    require(not more(off, their_off, MOVED_MOST), asked)
-    checkable(not more(off, their_off, MOVED) and not more(compiled, their_compiled, MOVED), f"inspect this: {asked}")
+    worth = gain if more(their_trained, trained, 0) else WITHOUT_GAIN * their_trained.mean()
+    expected = their_off * max(1, trained.mean() / their_trained.mean())
+    require(not more(off, expected, UNNAMED_S + MOVED_MOST * worth, BY_CHANCE), asked)
+    checkable(not more(off, expected, UNNAMED_S + MOVED * worth) and (
+        gain <= 0 or not more(compiled, their_compiled, UNNAMED_S + MOVED * worth)), f"{INSPECT}: {asked}")
     return text
 
 
@@ -923,7 +953,7 @@ def verify(options, case=None):
     each("data stated with digests", everyone, check_shards)
     each(VAL_TOKENS, everyone, check_val_tokens)
     each(SWITCHES, everyone, lambda e: check_source(e, case.theirs))
-    each("nothing in the environment changes the run", timed, check_environment)
+    each("nothing in the environment changes the run", timed, lambda e: check_environment(e, runs + others if others else ()))
     each(CLOCK, timed, check_clock)
     each("all time outside the clock is named", timed, check_outside)
     together("the wall clock agrees with the race's", check_wall, timed, races)
@@ -937,7 +967,7 @@ def verify(options, case=None):
         together(ACCOUNTS_OTHER, check_accounts, *case.apart)
     together("the same data on both sides", check_data, runs, others, races, lacks=no_others)
     together("the same hardware on both sides", check_hardware, runs, others, lacks=no_others)
-    together("the sides ran in turn", check_interleaved, runs, others, lacks=no_others)
+    together("the sides ran in turn", check_interleaved, runs, others, races, lacks=no_others)
     together("no more time off the clock than the other side", check_spans, runs, others, lacks=no_others)
     together(FASTER, check_faster, case, lacks=no_others)
     each("no validation document in training", distinct, lambda e: leaks.check_leaks(e, data), no_data)
@@ -969,35 +999,57 @@ def unseen(case):
 
 def sum_up(findings, case):
     """Return the content of the page: the verdict, and the findings by verdict with failures last."""
-    of = {verdict: [f for f in findings if f.rule not in CLAIMS and f.verdict == verdict] for verdict in VERDICTS}
-    counts, other = Counter(f.verdict for f in findings), any(f.reason.startswith("not the declared") for f in findings)
-    bare = not counts[FAIL] and any(not e.ours for e in case.runs + case.others)
+    claims = [f for f in findings if f.rule in CLAIMS]
+    findings = sorted((f for f in findings if f not in claims), key=lambda f: VERDICTS.index(f.verdict))
+    of = {verdict: [f for f in findings if f.verdict == verdict] for verdict in VERDICTS}
     public = not any(e.ours for e in case.runs + case.others)
     beyond = [f for f in of[UNKNOWN] if public and f.rule not in PUBLIC_RULES]
     unchecked = [f for f in of[UNKNOWN] if f not in beyond]
     broken, trial = len(of[FAIL]), any(f.rule == VAL_TOKENS and TRIAL in f.reason for f in of[UNKNOWN])
-    head = ("FAIL" if broken else "NOT THE DECLARED CLAIM" if other and not counts[FAIL] else "CLAIM NOT SHOWN" if counts[FAIL] else
-            "A TRIAL" if trial else "NO RULE IS BROKEN" if of[UNKNOWN] else "PASS")
-    rules = [f"{plural(broken, 'rule')} {'is' if broken == 1 else 'are'} broken" if broken else "no rule is broken"]
-    said = f"{head}: {'; '.join(rules * (head not in ('NO RULE IS BROKEN', 'PASS')) + [f'{len(of[PASS])} hold'])}"
+    unjudged = any(not e.ours for e in case.runs + case.others) or any(STOPPED in f.reason for f in claims + findings)
+    head = "FAIL" if broken else "A TRIAL" if trial else "NO RULE IS BROKEN" if of[UNKNOWN] else "PASS"
+    rules = {"FAIL": [f"{plural(broken, 'rule')} {'is' if broken == 1 else 'are'} broken"], "A TRIAL": ["no rule is broken"]}
+    said = f"{head}: {'; '.join([*rules.get(head, ()), f'{len(of[PASS])} hold'])}"
     said += f", {len(unchecked)} {'was' if len(unchecked) == 1 else 'were'} not checked" * bool(unchecked)
     said += f", {len(beyond)} need what logs of other projects do not state" * bool(beyond)
     said += f"; models of {len(case.models)} of {plural(len(case.whole.runs), 'run')}" * bool(case.models)
     parsed, source = judged(compare_source, case.runs[0], case.theirs)
     compared, report = judged(lambda: case.report)
-    return {"said": said, "verdict": FAIL if counts[FAIL] else INCOMPLETE if counts[UNKNOWN] else PASS, "counts": dict(counts),
-            "status": 1 if counts[FAIL] else 2 if bare or other else 0,
-            "claims": [f for f in findings if f.rule in CLAIMS], "beyond": beyond,
+    return {"said": said, "verdict": FAIL if broken else INCOMPLETE if of[UNKNOWN] else PASS,
+            "counts": {verdict: len(found) for verdict, found in of.items()}, "status": 1 if broken else 2 if unjudged else 0,
+            "claims": [{"claim": f.rule, "verdict": OF_CLAIMS[f.verdict], "reason": f.reason} for f in claims], "beyond": beyond,
+            "inspect": [f"{f.rule}: {f.reason}" for f in of[UNKNOWN] if INSPECT in f.reason],
             "verdicts": [f"{one.name}, compared with {one.base}: {one.sentence}" for one in report["verdicts"]] if compared == PASS else [],
             "source": source if parsed == PASS else "", "last": unseen(case), "broken": [f"{f.rule}: {f.reason}" for f in of[FAIL]],
             "unseen": [f"{'; '.join(f.rule for f in found)}: {reason}"
                        for reason, found in stats.grouped(unchecked, lambda f: f.reason).items()],
-            "findings": sorted((f for f in findings if f not in beyond), key=lambda f: VERDICTS.index(f.verdict))}
+            "findings": findings}
+
+
+def judge_folder(folder):
+    """Judge a race by the rules that need no more than its folder, in seconds. Return what --json prints."""
+    try:
+        case = read_case(parse([str(folder)]))
+        return answer(sum_up(verify(case.options, case), case))
+    except CannotJudge as reason:
+        return not_judged(reason)
+
+
+def answer(page):
+    """Return what --json prints of the content of a page."""
+    return {**{name: page[name] for name in ("verdict", "status", "counts", "said", "claims", "inspect", "source")},
+            "unseen": page["last"], "rules": page["findings"]}
+
+
+def not_judged(reason):
+    return {"verdict": stats.NOT_JUDGED, "status": 2, "said": f"not judged: {reason}", "claims": [], "inspect": [],
+            "rules": []}
 
 
 def parse(arguments):
     parser = argparse.ArgumentParser(description="Judge a record by the rules of the speedrun.", allow_abbrev=False,
-                                     epilog="Exit status: 0 nothing fails, 1 a rule is broken, 2 it cannot be judged.")
+                                     epilog="Exit status: 0 no rule is broken, whatever the claim; 1 a rule is broken; "
+                                            "2 it cannot be judged.")
     add = parser.add_argument
     add("record", nargs="+", metavar="RECORD", type=logs.or_latest(logs.RACE), help="a folder of logs, or logs; or latest, the last race")
     add("--vs", nargs="+", metavar="OTHER", help="logs of the version to beat")
@@ -1032,12 +1084,11 @@ def main(arguments=None):
             findings.append(Finding(AGAIN, *judged(check_again, again, options.data)))
     except CannotJudge as reason:
         if options.json:
-            print(logs.show_json({"verdict": stats.NOT_JUDGED, "status": 2, "reason": str(reason)}))
+            print(logs.show_json(not_judged(reason)))
         return logs.refuse("verify.py", reason)
     page = sum_up(findings, case)
     if options.json:
-        print(logs.show_json({**{name: page[name] for name in ("verdict", "status", "counts", "said", "source")},
-                              "unseen": page["last"], "rules": findings}))
+        print(logs.show_json(answer(page)))
     else:
         parent = case.theirs or leaks.source_of_checkout()
         diff = difference(parent, case.runs[0].run.script) if options.diff else []

@@ -88,7 +88,7 @@ def published(tmp_path_factory):
         assert board.main(["add", str(first), str(folder / "records" / "2026-01-02_toy"), "A toy | record"]) == 0
         assert board.main(["add", str(second), str(folder / "records" / "2026-01-03_hostile"), HOSTILE]) == 0
         again = {path: path.read_bytes() for path in (folder / "records").rglob("*.*")}
-        assert board.main([]) == 0 and {path: path.read_bytes() for path in (folder / "records").rglob("*.*")} == again
+        assert board.main(["write"]) == 0 and {path: path.read_bytes() for path in (folder / "records").rglob("*.*")} == again
     return folder / "records"
 
 
@@ -121,10 +121,29 @@ def judged(places, monkeypatch):
 
 
 def written():
-    return board.main([]) == 0
+    return board.main(["write"]) == 0
 
 
 # Records ------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("revisions, git, wanted", [
+    ([None, "5e" * 20], {"revision": "ab" * 20, "clean": False}, "HEAD (abababa with uncommitted changes)"),
+    ([None, "5e" * 20], {"revision": "ab" * 20, "clean": True}, "HEAD (abababa)"), ([None, None], {"revision": "ab" * 20, "clean": True}, "HEAD"),
+    ([None, "5e" * 20], None, "HEAD")])
+def test_a_page_says_what_HEAD_was(revisions, git, wanted):
+    sides = {letter: {"flags": [], "revision": revision, "name": "HEAD"} for letter, revision in zip("ab", revisions)}
+    side = stats.Side("side b", [logs.Run("x", start={"git": git})], declared={"sides": sides})
+    assert board.lasting_name(side) == wanted
+
+
+def test_the_board_shows_and_changes_nothing(published, capsys, monkeypatch):
+    monkeypatch.setattr(board, "HERE", published)
+    page = published / "README.md"
+    before = {path: path.stat().st_mtime_ns for path in published.rglob("*")}
+    capsys.readouterr()
+    assert board.main([]) == 0 and capsys.readouterr().out == page.read_text()
+    assert {path: path.stat().st_mtime_ns for path in published.rglob("*")} == before
+
 
 def test_a_race_becomes_a_record_and_a_row(published):
     assert board.new_folder("toy") == board.HERE / f"{datetime.date.today()}_toy" and board.new_folder("records/2026_x") == Path("records/2026_x")
@@ -153,7 +172,7 @@ def test_each_log_is_parsed_once(published, monkeypatch):
     monkeypatch.setattr(logs, "_parse", lambda path, content: parsed.append(path) or parse(path, content))
     monkeypatch.setattr(logs, "_cache", {})
     monkeypatch.setattr(board, "HERE", published)
-    assert board.main([]) == 0 and len(parsed) == len(set(parsed)) == 12
+    assert board.main(["write"]) == 0 and len(parsed) == len(set(parsed)) == 12
 
 
 def test_pages_do_not_change_with_the_script_of_this_checkout(published, monkeypatch):
@@ -161,7 +180,7 @@ def test_pages_do_not_change_with_the_script_of_this_checkout(published, monkeyp
     before = {path: path.read_bytes() for path in published.rglob("*.*")}
     monkeypatch.setattr(leaks, "source_of_checkout", lambda: "import torch\nprint(open('another script'))\n" * 9)
     monkeypatch.setattr(board, "HERE", published)
-    assert board.main([]) == 0 and {path: path.read_bytes() for path in published.rglob("*.*")} == before
+    assert board.main(["write"]) == 0 and {path: path.read_bytes() for path in published.rglob("*.*")} == before
 
 
 def test_a_long_diff_is_cut_and_says_by_how_much():
@@ -195,7 +214,7 @@ def test_a_side_s_curve_is_the_mean_of_its_runs():
 
 
 def test_without_records_there_is_no_leaderboard(places, capsys):
-    assert board.main([]) == 2 and "no records in" in capsys.readouterr().err and not list(places[1].iterdir())
+    assert board.main(["write"]) == 2 and "no records in" in capsys.readouterr().err and not list(places[1].iterdir())
 
 
 @pytest.mark.parametrize("spoil,says", [

@@ -55,8 +55,17 @@ def test_csv_has_a_row_for_each_step_and_one_with_the_config_for_each_run(tmp_pa
     runs, steps = table(tmp_path / "out/runs.csv"), table(tmp_path / "out/steps.csv")
     assert [(run["run"], run["muon_lr"], run["exact"], run["preset"], run["seed"], run["layers"]) for run in runs] == [
         ("0.1", "0.1", "True", "toy", "3", "AM AM"), ("0.2", "0.2", "True", "toy", "3", "AM AM")]
-    assert len(steps) == 14 and steps[0] == {"run": "0.1", "step": "1", "train_time_ms": "100.0", "train_loss": "4.75", "val_loss": "", "grad_norm": ""}
-    assert steps[-1] == {"run": "0.2", "step": "6", "train_time_ms": "600.0", "train_loss": "", "val_loss": "3.0", "grad_norm": ""}
+    assert len(steps) == 14 and steps[0] == {"run": "0.1", "step": "1", "train_time_ms": "100.0", "train_loss": "4.75", "val_loss": ""}
+    assert steps[-1] == {"run": "0.2", "step": "6", "train_time_ms": "600.0", "train_loss": "", "val_loss": "3.0"}
+
+
+def test_an_idea_s_own_numbers_are_columns_of_the_csv(tmp_path):
+    plain = whole(tmp_path / "plain.txt", 0.1)
+    own = write(tmp_path / "own.txt", STEP.format(1, 5), STEP.format(2, 5) + " my_norm:0.25", STEP.format(6, 4), '{"end": {}}')
+    assert export.main([plain, own, "--to", "csv", "--out", str(tmp_path / "out")]) == 0
+    steps = table(tmp_path / "out/steps.csv")
+    assert len(steps) == 10 and [line["step"] for line in steps if line["my_norm"]] == ["2"] and steps[8]["my_norm"] == "0.25"
+    assert [line["my_norm"] for line in sent([own], follow=False)["own"][1] if "my_norm" in line] == [0.25]  # as dashboards get them
 
 
 def test_growing_logs_are_followed_to_their_ends_with_the_steps_that_a_resumed_run_trains_again(tmp_path):

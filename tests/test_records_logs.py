@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import importlib
+import io
 import json
 import math
 import os
@@ -702,8 +703,41 @@ def test_nothing_in_an_archive_leaves_it(tmp_path, write):
         packed = tarfile.TarInfo("d.txt")
         packed.type, packed.linkname = tarfile.SYMTYPE, str(tmp_path / "a.txt")
         archive.addfile(packed)
-    assert logs.listing(str(tmp_path / "b.tar")) == [str(tmp_path / "b.tar/c/a.txt")]
-    assert only_run(str(tmp_path / "b.tar")).final_loss == 3.2775 and not (tmp_path.parent / "out.txt").exists()
+    named = ["c/a.txt", "c/out.txt", "d.txt", "out.txt"]
+    assert logs.listing(str(tmp_path / "b.tar")) == [str(tmp_path / "b.tar" / name) for name in named]
+    (rejected,) = logs.read([str(tmp_path / "b.tar")]).rejected  # the link: what it leads to is not in the archive
+    assert rejected.path.endswith("d.txt") and "an empty file" in rejected.reason
+    assert only_run(str(tmp_path / "b.tar/c/a.txt")).final_loss == 3.2775 and not (tmp_path.parent / "out.txt").exists()
+
+
+@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE])
+def test_a_log_that_an_archive_has_as_a_link_is_read(tmp_path, kind):
+    content = {"a.txt": text(common("3.1000")).encode(), "b.bin": text(common()).encode()}
+    with tarfile.open(tmp_path / "b.tar", "w") as archive:
+        for name, data in content.items():
+            packed = tarfile.TarInfo(name)
+            packed.size = len(data)
+            archive.addfile(packed, io.BytesIO(data))
+        for name, target in (("b.txt", "b.bin"), ("c.txt", "nowhere")):
+            packed = tarfile.TarInfo(name)
+            packed.type, packed.linkname = kind, target
+            archive.addfile(packed)
+    assert logs.members(tmp_path / "b.tar")["b.txt"] == content["b.bin"]
+    found = logs.read([str(tmp_path / "b.tar")])
+    assert len(found.runs) == 2 and [item.path[-5:] for item in found.rejected] == ["c.txt"]  # nothing is dropped
+
+
+def test_an_idea_s_own_numbers_belong_to_the_log(write):
+    start, end = '{"run_id": "x"}', '{"end": {}}'
+    step = "step:{0}/2 train_time:{0}00ms step_avg:100.00ms train_loss:4.5000 "
+    last = "step:2/2 val_loss:3.0000 train_time:200ms step_avg:100.00ms"
+
+    def read(numbers):
+        return logs.last_run(write(text([start, step.format(1) + numbers, step.format(2) + numbers, last, end])))
+    run = read("grad_norm:3.5 candidates:9 my_norm:-1e-05 Spread2:nan")
+    assert run.shape == "dsssep" and run.steps[0].others == {"grad_norm": 3.5, "candidates": 9, "my_norm": -1e-05, "Spread2": None}
+    for forged in ("val_loss:2.9", "my_loss:2.9", "train_time:9ms", "step:9", "my_norm:x", "9:1"):
+        assert "o" in read(forged).shape, forged
 
 
 def test_an_archive_that_cannot_be_read_is_no_archive_without_logs(tmp_path, monkeypatch):
