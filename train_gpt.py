@@ -1356,6 +1356,7 @@ class Head(nn.Module):
             scales, one = self.fp8_scales if self.fp8 else None, x.new_ones(1, dtype=torch.float32)
             objective, entropies = HeadLoss.apply(x, self.weight, targets[None], one, self.softcap, scales)
             return objective, entropies[0]
+        # From here on x are logits, before the soft cap [T, V]: use the residual stream above this line
         x = self.uncapped_logits(x)
         objective = cross_entropy = F.cross_entropy(self.softcap(x), targets, ignore_index=-1, reduction="sum")
         # Add a further loss term here, in plain PyTorch; autograd and torch.compile do the rest. Sum it over tokens, as
