@@ -1003,6 +1003,26 @@ def validation_sequences(shards: list[Shard], tokens: int, length: int) -> np.nd
     padded = np.pad(stream, (0, -(len(stream) - 1) % length), constant_values=-1)
     return np.lib.stride_tricks.sliding_window_view(padded, length + 1)[::length]
 
+SAMPLES, SAMPLE_TOKENS = 5, 128
+
+def check_apart(train: list[Shard], val: list[Shard], sequences: np.ndarray) -> None:
+    """Raise RunError if a training shard is a validation shard, or if the training shards hold the validation text.
+
+    They hold it if they contain all samples, each from within a document. A sample that recurs in the validation text
+    or in a shard, such as a licence, shows nothing. With other text the search ends after the first sample.
+    """
+    same = {shard.sha256 for shard in train} & {shard.sha256 for shard in val}
+    text = sequences[:, :-1].ravel()
+    rows = text[:len(text) // SAMPLE_TOKENS * SAMPLE_TOKENS].reshape(-1, SAMPLE_TOKENS)
+    rows = rows[((rows >= 0) & (rows != val[0].encoding.bos_id)).all(1)]  # -1: padding
+    samples = [row.astype("<u2").tobytes() for row in rows[::len(rows) // SAMPLES + 1]]
+    whole = text.astype("<u2").tobytes()
+    samples = [sample for sample in samples if whole.count(sample) == 1]
+    found = samples and all(
+        any(shard.path.read_bytes().count(sample) == 1 for shard in train) for sample in samples)
+    require(not same and not found, f"the training shards, such as {train[0].path}, contain the validation text of "
+            f"{val[0].path}; name other files with --train_files or --val_files")
+
 class Shard(NamedTuple):
     """A file of tokens: a header of 256 int32, then uint16 tokens, both little-endian."""
 
@@ -1363,6 +1383,7 @@ class Head(nn.Module):
             scales, one = self.fp8_scales if self.fp8 else None, x.new_ones(1, dtype=torch.float32)
             objective, entropies = HeadLoss.apply(x, self.weight, targets[None], one, self.softcap, scales)
             return objective, entropies[0]
+        # From here on x are logits, before the soft cap [T, V]: use the residual stream above this line
         x = self.uncapped_logits(x)
         objective = cross_entropy = F.cross_entropy(self.softcap(x), targets, ignore_index=-1, reduction="sum")
         # Add a further loss term here, in plain PyTorch; autograd and torch.compile do the rest. Sum it over tokens, as
@@ -1700,6 +1721,8 @@ class TrainingLoop:
                     "needs a GPU, and this machine has none; use --attention auto")
             self.config, self.losses = config, TrainLosses(config, comm, self.clock, log)
             self.val_sequences = validation_sequences(self.shards["val"], config.val_tokens, config.val_len)
+            if comm.rank == 0:
+                check_apart(self.shards["train"], self.shards["val"], self.val_sequences)
             self.worker = config.worker_type(config, comm, device, self.shards["train"])
             self.worker.stream.check_enough()
             resumed = resume(self)

@@ -24,6 +24,8 @@ HEADER_BYTES = 256 * 4
 TOKEN_BYTES = 2
 SHARD_TOKENS = 100_000_000
 MANIFEST = "manifest.json"
+SAMPLES, SAMPLE_TOKENS = 40, 128  # of the validation text
+SHARED = 0.1  # part of the samples in the training text: honest collections have less
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -130,6 +132,31 @@ def print_shards(directory, entries):
         print(f"{Path(directory) / entry['name']}: {entry['documents']:,} documents, {entry['tokens']:,} tokens")
 
 
+def check_apart(train, val, bos_id):
+    """Raise DataError if the training shards hold the validation text, and say how much of it if that is a part.
+
+    Samples are looked for, each from within a document. Those that recur in the validation text or in a shard, such as a
+    licence, show nothing.
+    """
+    texts = [path.read_bytes()[HEADER_BYTES:] for path in val]
+    tokens = np.frombuffer(b"".join(texts), dtype="<u2")
+    rows = tokens[:len(tokens) // SAMPLE_TOKENS * SAMPLE_TOKENS].reshape(-1, SAMPLE_TOKENS)
+    rows = rows[(rows != bos_id).all(1)]
+    samples = [row.tobytes() for row in rows[::len(rows) // SAMPLES + 1]]
+    samples = [sample for sample in samples if sum(text.count(sample) for text in texts) == 1]
+    missing = samples
+    for path in train:
+        text = path.read_bytes()
+        missing = [sample for sample in missing if text.count(sample) != 1]
+    found = len(samples) - len(missing)
+    said = (f"{found} of {len(samples)} samples of the validation text are also in the training text, so the loss on them "
+            "means little; give each text once")
+    if samples and not missing:
+        raise DataError(said)
+    if found > len(samples) * SHARED:
+        print(said, flush=True)
+
+
 class ShardWriter:
     """Write shards and their manifest into a directory, all or none: NAME_val_000000.bin, NAME_train_000001.bin, ...
 
@@ -196,6 +223,7 @@ class ShardWriter:
     def _commit(self):
         while self.open_shards:
             self.open_shards.popitem()[1].finish(self.encoding)
+        check_apart(*([partial(path) for path in self.paths[split]] for split in ("train", "val")), self.encoding.bos_id)
         self.entries = [entry_of(partial(path), path.name, self.encoding.bos_id)
                         for paths in self.paths.values() for path in paths]
         # While old and new shards are mixed, the directory has no manifest, so the mix is never taken for a complete set.

@@ -9,12 +9,13 @@ The last part of each file, by bytes, is for validation. A text file is split at
 space), so it gives one document to each split. JSON lines stay whole; their files end in .jsonl, .ndjson or .jsonlines,
 or in .json if the first line has a text in the field. Files packed by gzip, bzip2 or xz are read as they are, those of
 zstd with Python 3.14 or the package zstandard. The shards do not depend on the number of threads. In a folder, hidden
-files, files that are not UTF-8 text and links to folders are left out; the output names them. GPT-2's vocabulary is
-downloaded to gpt2.tiktoken in the output folder, unless it is there (1 MB).
+files, files that are not UTF-8 text and links to folders are left out, and everywhere copies of files named before; the
+output names them. GPT-2's vocabulary is downloaded to gpt2.tiktoken in the output folder, unless it is there (1 MB).
 """
 import argparse
 import bz2
 import codecs
+import functools
 import gzip
 import hashlib
 import json
@@ -102,6 +103,16 @@ def size_of(path):
         raise
     except Exception as error:  # the errors of four libraries
         raise DataError(f"{path}: cannot be unpacked ({in_one_line(error)}); get the whole file again") from None
+
+
+@functools.cache
+def content_digest(path):
+    """Return the SHA-256 of a text's bytes, unpacked."""
+    digest = hashlib.sha256()
+    with open_text(path) as file:
+        while chunk := file.read(PIECE_CHARS):
+            digest.update(chunk)
+    return digest.digest()
 
 
 def is_jsonl(path, field):
@@ -283,16 +294,23 @@ def texts_in(folder, left_out):
 def measure(paths, field):
     """Return {path: size in bytes} of the files, and of the files in folders, that are not empty. Name the others."""
     sizes, left_out, plain = {}, defaultdict(dict), {}
+    by_size = defaultdict(list)  # only files of one size can be copies
     for path in paths:
         if not path.is_file() and not path.is_dir():
             missing = not path.exists() and path.name != "-" and path.parts[:3] != ("/", "dev", "fd")
             raise DataError(f"{path}: " + ("no such file or folder" if missing else "standard input, a pipe or a "
                             "device, which can be read only once; save the text in a file and name that"))
         for file in texts_in(path, left_out) if path.is_dir() else [path]:
-            sizes[file] = size_of(file)  # an unreadable file is an error now, not after an hour
-            if not sizes[file]:
-                left_out["empty"][str(sizes.popitem()[0])] = None
-            elif re.search(r"\.json(\.\w+)?$", file.name.lower()) and not is_jsonl(file, field):
+            size = size_of(file)  # an unreadable file is an error now, not after an hour
+            if not size:
+                left_out["empty"][str(file)] = None
+                continue
+            if any(content_digest(other) == content_digest(file) for other in by_size[size]):
+                left_out["copies of files named before"][str(file)] = None
+                continue
+            sizes[file] = size
+            by_size[size].append(file)
+            if re.search(r"\.json(\.\w+)?$", file.name.lower()) and not is_jsonl(file, field):
                 plain[str(file)] = None
     said = {f"left out, {reason}": names for reason, names in left_out.items()}
     if plain:

@@ -9,6 +9,7 @@ is timed on few cores. Ctrl-C stops it.
 
 import argparse
 import contextlib
+import functools
 import re
 import sys
 import time
@@ -20,33 +21,56 @@ sys.path.append(str(ROOT / "records"))
 
 import logs  # noqa: E402
 import pages  # noqa: E402
-from manifest import place_of  # noqa: E402
+from manifest import MANIFEST, manifest_in, place_of  # noqa: E402
 
-SHOWN = 10  # runs
+SHOWN = 10  # runs, and all others of their races
 COLORS = 6  # in templates/theme.css
 PERIOD_S = 5
+SILENT_S = 60
 HOST = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")  # any port: `ssh -L` may use another
 
 
 def latest(folder):
-    """Return ([(path, time stamp, run)] of the SHOWN logs that changed last, messages about what is not shown)."""
-    stamps, runs, messages, others = [], [], [], 0
+    """Return ([(path, time stamp, run)] of the SHOWN logs that changed last and of their races, these races' folders,
+    messages about what is not shown)."""
+    stamps, runs, messages, homes = [], [], [], set()
     for path in folder.rglob("*.txt"):
         try:
             stamps.append((path.stat().st_mtime_ns, path))
         except OSError as error:  # a dangling link, for instance
             messages.append(f"{path.name}: {error.strerror}")
     for changed, path in sorted(stamps, reverse=True):
+        if len(runs) >= SHOWN and path.parent not in homes:
+            continue
         run = logs.last_run(path)  # which parses a file only when its content has changed
         if run.kind == logs.UNREADABLE:
             messages.append(f"{path.name}: {run.reason}")
-        elif run.kind == logs.NOT_A_LOG:
-            others += 1
-        elif len(runs) < SHOWN:
+        elif run.kind != logs.NOT_A_LOG:
             runs.append((path, changed, run))
-        else:
-            break
-    return runs, messages + [f"{logs.plural(others, 'newer text file')} without a run"] * bool(others)
+            if (path.parent / MANIFEST).exists():
+                homes.add(path.parent)
+    return runs, homes, messages
+
+
+def verdict_of(home):
+    """Return the verdict of a race in words, or None while it goes on."""
+    race = manifest_in(home)
+    changed = (home / MANIFEST).stat().st_mtime
+    sides = len(race.race["sides"])
+    silent = time.time() - changed >= SILENT_S  # it was stopped, or decided early
+    running = any(attempt["status"] == "started" for attempt in race.attempts.values())
+    if len(race.done()) == sides * race.race["n"] or silent and not running:
+        return judge(home, sides, race.race["alpha"], changed)
+
+
+@functools.cache
+def judge(home, sides, alpha, changed):
+    import ladder  # it takes a second, and this page should appear at once
+    import stats
+
+    words = [str(home), "--json", f"--alpha={alpha}"]
+    found = ladder.give([home], silent=True) if sides > 2 else stats.give(stats.parse(words))
+    return stats.last_line(found) if found["ideas"] else f"Verdict: {found['verdict']}: {found['reason']}."
 
 
 def state_of(run, changed):
@@ -54,7 +78,7 @@ def state_of(run, changed):
     last, total = run.steps[-1] if run.steps else None, run.stated_steps
     if run.over:
         return run.reason or "ended"
-    if silent >= 60:
+    if silent >= SILENT_S:
         return f"nothing written for {silent / 60:.0f} min, and no end line"
     if not last:
         return f"no step yet; written {silent:.0f} s ago"
@@ -100,12 +124,15 @@ def describe(runs):
 
 def page(folder):
     """Return the page: the latest runs by preset, the one that changed last first."""
-    runs, messages = latest(folder)
-    presets = {}
+    runs, homes, messages = latest(folder)
+    verdicts, presets = {}, {}
+    for home in sorted(homes, reverse=True):
+        with contextlib.suppress(logs.UserError, OSError):  # another's file
+            verdicts[home.name] = verdict_of(home)
     for one in runs:
         presets.setdefault(str((one[2].start or {}).get("preset", "unknown")), []).append(one)
     sections = [(preset, *describe(of_preset)) for preset, of_preset in presets.items()]
-    return pages.render("watch.html.jinja", period=PERIOD_S, folder=folder, sections=sections, messages=messages)
+    return pages.render("watch.html.jinja", period=PERIOD_S, folder=folder, sections=sections, verdicts=verdicts, messages=messages)
 
 
 def serve(folder, port):

@@ -842,18 +842,16 @@ def strips(sides, target):
 def differences(found):
     """Return the chart of Verdicts: a strip of losses, and one of times if all have one.
 
-    Of several ideas only the first strip names the rows, and the color says what is shown of their loss."""
-    def color(at, one):
-        if len(found) == 1:
-            return at
-        return "#8a8a8a" if not one.loss.shown else 0 if one.loss.value < 0 else 1
+    Of several ideas only the first strip names the rows, and the color says what is shown of the strip's own numbers."""
+    colors = {-1: 0, 0: "#8a8a8a", 1: 1}
 
     def strip(part, title, neutral):
         named = len(found) == 1 or part == "loss"
         parts = [getattr(one, part) for one in found]
         means = [(each.value, *(each.value if end is None else end for end in (each.low, each.high))) for each in parts]
-        rows = [{"name": one.name if named else "", "color": color(at, one), "values": [], "mean": mean}
-                for at, (one, mean) in enumerate(zip(found, means))]
+        rows = [{"name": one.name if named else "", "values": [], "mean": mean,
+                 "color": colors[each.sign] if found[1:] else 0}
+                for one, each, mean in zip(found, parts, means)]
         return {"title": title, "unit": f"compared with {found[0].base}, mean and its 95 % interval",
                 "level": (neutral, ""), "rows": rows}
     return [strip(*about) for about in (("loss", "Difference of loss, nats", 0), ("time", "Ratio of times", 1))
@@ -878,7 +876,7 @@ def plot(sides, found, path):
     if len(found) > 1:
         found = sorted(found, key=lambda one: one.loss.value)
         runs = " or ".join(map(str, sorted({one.n for one in found})))
-        titles = [f"{conclusion(found)} ({runs} seeds)", "Blue: lower loss; orange: higher; grey: no difference shown "
+        titles = [f"{conclusion(found)} ({runs} seeds)", "Blue: lower; orange: higher; grey: no difference shown "
                   f"(p ≥ {LEVEL:g} after Holm's correction)"]
         target, shown, columns = None, [], [[strip] for strip in differences(found)]
     else:

@@ -25,7 +25,8 @@ sys.path.insert(0, str(DATA))
 
 import shards  # noqa: E402
 import text  # noqa: E402
-from conftest import wait_until, write_gpt2_tokens  # noqa: E402
+import train_gpt  # noqa: E402
+from conftest import wait_until, write_gpt2_tokens, write_shard  # noqa: E402
 from shards import BYTES, GPT2, DataError, ShardWriter, read_header, read_manifest, sha256_of  # noqa: E402
 
 VOCABULARY = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"  # tiktoken caches under SHA-1 of a URL
@@ -453,3 +454,60 @@ def test_a_damaged_manifest_is_one_error(text, tmp_path):
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(DataError, match="not a manifest of shards; remove it"):
         read_manifest(tmp_path)
+
+
+def prose(seed, lines=400):
+    words = np.random.default_rng(seed).integers(0, 10**6, (lines, 8))
+    return "".join(" ".join(map(str, line)) + "\n" for line in words)
+
+
+def test_a_copy_is_left_out(convert, tmp_path):
+    (tmp_path / "a.txt").write_text(prose(1))
+    (tmp_path / "b.txt").write_text(prose(2))
+    (tmp_path / "copy.txt").write_text(prose(1))
+    (tmp_path / "packed.txt.gz").write_bytes(gzip.compress(prose(1).encode()))
+    done = convert("a.txt", "./a.txt", "b.txt", "copy.txt", "packed.txt.gz", "--encoding", "bytes")
+    assert done.returncode == 0 and "copies of files named before: a.txt, copy.txt, packed.txt.gz" in done.stdout
+    assert len(texts_of(tmp_path / "out", "train")) == len(texts_of(tmp_path / "out", "val")) == 2
+
+
+def test_validation_text_in_the_training_text_is_said(convert, tmp_path):
+    """A licence at the beginning of all files is none, nor are lines that repeat."""
+    licence = prose(0, 30)
+    (tmp_path / "a.txt").write_text(licence + prose(1))
+    (tmp_path / "b.txt").write_text(licence + prose(2))
+    (tmp_path / "both.txt").write_text(licence + prose(2) + prose(1) + prose(3))
+    (tmp_path / "same.txt").write_text("hello world\n" * 2000)
+    for files, status, says in (("a.txt b.txt", 0, ""), ("same.txt", 0, ""), ("a.txt both.txt", 0, "also in the training text"),
+                                ("a.txt b.txt both.txt", 0, "also in the training text")):
+        done = convert(*files.split(), "--encoding", "bytes", "--force")
+        assert done.returncode == status and ("also in the training text" in done.stdout) == bool(says), (files, done)
+    lines = [json.dumps({"text": prose(seed, 20)}) for seed in range(100)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "b.jsonl").write_text("\n".join(lines[::-1]))
+    done = convert("a.jsonl", "b.jsonl", "--encoding", "bytes", "--force")
+    assert done.returncode == 1 and "20 of 20" not in done.stdout and "give each text once" in done.stderr
+
+
+def run_on(tmp_path, capsys, train, val):
+    """Return what a run on these shards says: its error, or nothing."""
+    argv = ["--preset", "laptop", "--train_files", str(train), "--val_files", str(val), "--train_shards", "0", "--val_tokens", "0",
+            "--num_steps", "1", "--warmup_steps", "0", "--micro_batches", "1", "--micro_batch_tokens", "64", "--val_len", "64",
+            "--save_model", "false", "--log_dir", str(tmp_path / "logs"), "--stages", "Stage()"]
+    train_gpt.main(train_gpt.PRESETS, argv)
+    return capsys.readouterr().err
+
+
+def test_a_run_refuses_training_shards_with_the_validation_text(tmp_path, capsys):
+    documents = [np.append(256, np.frombuffer(prose(seed, 20).encode(), dtype=np.uint8)) for seed in range(40)]
+    licensed = [np.concatenate([document[:1], documents[0][1:600], document[1:]]) for document in documents]
+    names = {"val": documents[:9], "other": documents[9:], "whole": documents, "shuffled": documents[::-1],
+             "licensed_val": licensed[:9], "licensed": licensed[9:], "within": [np.concatenate([documents[9], *[d[1:] for d in documents]])]}
+    for name, held in names.items():
+        write_shard(tmp_path / f"{name}.bin", np.concatenate(held), vocab_size=257, bos_id=256)
+    short = [np.array([256, i % 50, i // 50, i % 7]) for i in range(90)]  # too short for samples: compared as whole shards
+    write_shard(tmp_path / "short.bin", np.concatenate(short), vocab_size=257, bos_id=256)
+    for train, val, refused in (("other", "val", False), ("licensed", "licensed_val", False), ("whole", "val", True),
+                                ("shuffled", "val", True), ("within", "val", True), ("val", "val", True), ("short", "short", True)):
+        said = run_on(tmp_path, capsys, tmp_path / f"{train}.bin", tmp_path / f"{val}.bin")
+        assert ("contain the validation text" in said) == refused, (train, val, said)

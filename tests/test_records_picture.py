@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 import urllib.error
@@ -218,6 +219,10 @@ def test_a_plot_of_several_ideas_has_its_conclusion_as_title_and_explains_its_co
                  "--far 1", "−0.0200", "+5.0000"):
         assert f">{said}<" in drawn, said
     assert "grey: no difference shown (p ≥ 0.05" in drawn
+    found[3].time = stats.Contrast(0.5, 0.4, 0.6, 0.001, 0.001, same=1)
+    found[2].time = stats.Contrast(1.5, 1.4, 1.6, 0.001, 0.001, same=1)
+    colors = [[row["color"] for row in strip["rows"]] for strip in stats.differences(found[1:])]
+    assert colors == [[0, 0, "#8a8a8a"], [1, 1, 0]]  # a lower loss does not make a longer time blue
     assert stats.conclusion(found[3:]) == "0 of 1 idea lower the loss"
 
 
@@ -295,7 +300,30 @@ def test_what_is_no_log_takes_no_place(tmp_path, open_page):
         (tmp_path / f"notes{i}.txt").write_text(f"milk, bread {i}\n" * i)
     page = open_page()
     assert page.count("<tr class") == 1 and "notes" not in page
-    assert f"Not shown: {watch.SHOWN + 1} newer text files without a run" in page
+
+
+@pytest.mark.parametrize("record, lost, rows, says", [
+    ("2026-11-22_rows_ladder", "none", 16, "worse: "), ("2026-11-28_copying", "none", 10, "better: this checkout."),
+    ("2026-11-28_copying", "_05b", 9, "not judged: ")])
+def test_all_runs_of_a_race_are_shown_with_its_verdict(tmp_path, open_page, record, lost, rows, says):
+    """Of several ideas, of one, and of a race that was stopped."""
+    folder = tmp_path / "race-1"
+    with tarfile.open(ROOT / f"records/{record}/logs.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    for log in folder.glob(f"*{lost}.txt"):
+        log.unlink()
+    manifest = folder / "race.jsonl"
+    manifest.write_text("".join(line for line in manifest.read_text().splitlines(True) if lost not in line))
+    for i in range(watch.SHOWN):  # older runs fill the page, but take no place from the race
+        (tmp_path / f"{i}.txt").write_text(WHOLE)
+        os.utime(tmp_path / f"{i}.txt", (i, i))
+    for path in folder.glob("*.txt"):
+        os.utime(path)
+    page = open_page()
+    assert page.count("<tr class") == max(rows, watch.SHOWN)
+    assert ("Verdict" in page) == (lost == "none")  # a race without a run may go on
+    os.utime(manifest, (1000, 1000))
+    assert f"<b>race-1: Verdict: {says}" in open_page()
 
 
 @pytest.mark.parametrize("start", ['{"run_id": "x", "config": [1]}', '{"run_id": "x", "preset": [], "seed": {}, "target_val_loss": "x"}',
