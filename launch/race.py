@@ -293,8 +293,9 @@ def lock_race(path):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise UserError(f"{os.path.relpath(path.parent, ROOT)}, or a run of it, is still running, and a second race would spoil its times; "
-                        f"wait, or stop it: `fuser {path}` lists its processes") from None
+        name = os.path.relpath(path.parent, ROOT)
+        raise UserError(f"two races at a time spoil each other's figures, and {name}, or a run of it, is still running; wait, or "
+                        f"stop it: `fuser {path}` lists its processes") from None
     except OSError:
         pass  # a file system without locks, such as some network file systems
     return file
