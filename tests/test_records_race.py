@@ -316,6 +316,7 @@ def test_a_second_race_in_a_checkout_is_refused(repo, capsys):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/stat")
 def test_a_race_says_that_other_programs_use_the_cores(repo, capsys, monkeypatch):
     assert race.main(["-n", "1"]) == 0 and "cores are idle" not in capsys.readouterr().out
+    monkeypatch.setenv("OMP_NUM_THREADS", "1,1")
     monkeypatch.setattr(race, "idle_cores", lambda: 0.2)
     assert race.main(["-n", "1"]) == 0 and "0.2 cores are idle, and a run uses 1" in capsys.readouterr().out
     monkeypatch.undo()
