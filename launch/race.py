@@ -661,7 +661,7 @@ def run(options):
             say(f"{', '.join(ideas)}{' against ' * bool(ideas)}{base}: {'at most ' * race['until_decided']}"
                 f"{logs.plural(race['n'], 'run')} {'of each, ' + turns if ideas else 'on '}{logs.plural(race['ranks'], 'rank')}, "
                 f"seeds {race['seed'] + 1} to {race['seed'] + race['n']}, in {os.path.relpath(manifest.path.parent, ROOT)}")
-            threads = re.match(r"\d*", str(race.get("threads")))[0]  # OpenMP also takes a list
+            threads = re.match(r"\d{0,9}", str(race.get("threads")))[0]  # OpenMP also takes a list
             needed = race["ranks"] * int(threads or 1)
             if sys.platform == "linux" and (idle := idle_cores()) < needed - 0.5:
                 say(f"{idle:.1f} cores are idle, and a run uses {needed}: other programs slow it; end them for exact times")
