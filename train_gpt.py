@@ -3330,11 +3330,14 @@ class Log:
             f"{self.path} exists, so run_id {self.run_id!r} was used. Choose another --run_id, or --resume it")
         try:
             file = open(self.path, "a+" if resumed else "x+", encoding="utf-8", errors="replace", newline="")
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except FileExistsError:
             raise RunError(used) from None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RunError(f"{self.path}: another process trains this run; wait for it or stop it") from None
+        except OSError as error:  # such as some network file systems
+            self.say(f"{self.path} cannot be locked ({error.strerror}); do not resume it twice at a time")
         file.seek(0)
         begun = re.search(rf"\n{rule}\n(\{{.*)\n", written := file.read())
         if begun:
@@ -3467,9 +3470,12 @@ def profiler_of(loop: TrainingLoop) -> Any:
     return profiler
 
 def output_of(*command: str) -> str:
-    """Return the output of a command, empty if it cannot run."""
+    """Return the output of a command, empty if it cannot run. A git hook's variables, which name its repository, are
+    left out."""
+    usual = {name: value for name, value in os.environ.items() if not re.match("GIT_(?!CONFIG)", name)}
     try:
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=30).stdout.strip()
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=30, env=usual)
+        return done.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 

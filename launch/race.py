@@ -56,6 +56,7 @@ import logs
 import picture
 import start
 import stats
+import verify
 from logs import UserError, require
 from manifest import MANIFEST, Manifest, order, race_of
 from stats import SCRIPT
@@ -66,6 +67,7 @@ NO_MODEL = "--save_model=false"  # 64 MB a run; a later --save_model true counts
 DEFAULT_N = 5  # runs of each side
 PATIENCE_S = 30  # until a run that ignores an interrupt is killed
 UNCOUNTED = "uncounted"  # subfolder for the log of the first run while it runs
+RULE_BROKEN = "rule broken"  # verdict of a race whose winner breaks one
 LOOK_S = 0.02  # between two looks at a run's log
 ALONE = [sys.executable, "-I"]  # ignores PYTHON* variables and user packages
 STEP = re.compile(rb"^(?:step|s):\d{1,18}[/ ]", re.M)
@@ -93,6 +95,12 @@ try:
         open(config.init_from).close()
     # as the log of a run shows it; older revisions leave paths as they are
     described = getattr(t, "without_folders", str)(json.dumps(t.describe_config(config)["config"]))
+    files = {name.split(".")[0]: getattr(module, "__file__", None) or "" for name, module in sys.modules.items()}
+    beside = [name for name, file in files.items() if file.startswith(os.getcwd() + "/")
+              and not file.startswith(sys.prefix + "/") and name not in ("train_gpt", "frontier")]
+    if beside:
+        sys.exit(f"it imports {beside[0]}, a file of this folder that neither a run finds nor its log holds; "
+                 f"put the code into {program.__name__}.py")
 except (t.RunError, OSError) as error:
     sys.exit(str(error))
 print(json.dumps({"program": program.__name__ + ".py", "config": {"preset": preset, **json.loads(described)}, "target": config.target_val_loss, "compiles": gpus > 0 or config.compile == "on",
@@ -103,18 +111,30 @@ print(json.dumps({"program": program.__name__ + ".py", "config": {"preset": pres
 # Versions
 
 def git(*arguments):
-    """Return the output of git, or None on failure."""
+    """Return the output of git, empty if it fails without a word. Raise UserError with git's words."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
-    except OSError:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+        done = subprocess.run(["git", *arguments], cwd=ROOT, env=environment(), capture_output=True, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"git: {error.strerror}; install it") from None
+    require(not done.returncode or not done.stderr, f"git: {' '.join(done.stderr.split())}")
+    return done.stdout.strip()
 
 
-def blobs_of(files, revision=None):
-    """Return git's hash of each file in a revision, or in this checkout; None for a file that is missing."""
-    return [git("rev-parse", "--verify", "--quiet", f"{revision}:{file}") if revision else git("hash-object", file)
-            for file in files]
+def code_in(text):
+    """Return what a program does, without comments and docstrings; the text itself if it is no Python."""
+    import train_gpt
+    try:
+        return train_gpt.code_of(text)
+    except SyntaxError:
+        return text
+
+
+def codes_of(files, revision=None):
+    """Return the code of each file in a revision, or in this checkout; "" for a file that is missing."""
+    if not revision:
+        return [code_in((ROOT / file).read_text(encoding="utf-8")) for file in files]
+    blobs = [git("rev-parse", "--verify", "--quiet", f"{revision}:{file}") for file in files]
+    return [blob and code_in(git("cat-file", "blob", blob)) for blob in blobs]
 
 
 def describe_sides(ideas, cmd, flags, name=None):
@@ -135,21 +155,22 @@ def describe_sides(ideas, cmd, flags, name=None):
         sides = [{**ours, "flags": flags_of(flags, start.spelled(split_flags(idea)))} for idea in [*ideas, ""]]
         sides[-1] |= {"name": name} if name else {}
         return dict(zip(string.ascii_lowercase, sides))
-    sides = {"this checkout": (blobs_of(files), here)}
+    sides = {"this checkout": (codes_of(files), here)}
     for vs in ideas:
         require(not vs.startswith("-"), "--vs names flags and a revision; give flags alone, or revisions alone, and flags "
                 "for all sides behind them")
         revision = git("rev-parse", "--verify", "--quiet", f"{vs}^{{commit}}")
         require(revision, f"--vs {vs!r} is no revision that git knows here; name a commit, branch or tag; or flags; or, "
                 "with --cmd, a folder")
-        blobs = blobs_of(files, revision)
-        require(blobs[-1], f"revision {vs} has no {SCRIPT}; name a later one")
-        sides[vs] = blobs, {**ours, "revision": revision, "name": vs}
-    if len(ideas) > 1 and any(blobs == sides["this checkout"][0] for blobs, _ in [*sides.values()][1:]):
+        codes = codes_of(files, revision)
+        require(codes[-1], f"revision {vs} has no {SCRIPT}; name a later one")
+        sides[vs] = codes, {**ours, "revision": revision, "name": vs}
+    if len(ideas) > 1 and any(codes == sides["this checkout"][0] for codes, _ in [*sides.values()][1:]):
         del sides["this checkout"]
     for one, other in itertools.combinations(sides, 2):
-        require(sides[one][0] != sides[other][0], f"{one} and {other} have the same {' and '.join(files)}, so there is nothing to race; "
-                "edit it (do not commit the edit), or name an earlier revision, such as HEAD~1")
+        require(sides[one][0] != sides[other][0], f"{one} and {other} have the same code in {' and '.join(files)}, so there is nothing "
+                "to race: comments and docstrings change no run; edit the code (do not commit the edit), or name an earlier revision, "
+                "such as HEAD~1")
     return dict(zip(string.ascii_lowercase, (side for _, side in sides.values())))
 
 
@@ -195,23 +216,25 @@ def check_flags(flags):
 @contextlib.contextmanager
 def folders(sides):
     """Yield {side: folder of its script}. Another revision gets a temporary worktree with this checkout's data."""
-    home = Path(tempfile.mkdtemp(prefix="race-"))
+    home, found = Path(tempfile.mkdtemp(prefix="race-")), {}
     try:
-        found = {}
         for side, version in sides.items():
             found[side] = (ROOT / version.get("folder", "")).resolve()
             if version["revision"]:
                 found[side] = home / version["revision"][:12]
-                require(git("worktree", "add", "--detach", str(found[side]), version["revision"]) is not None,
-                        f"git cannot add a worktree of {version['revision'][:12]} in {home}; free space or set TMPDIR")
+                # without the user's hooks: they prepare folders that somebody works in
+                git("-c", f"core.hooksPath={os.devnull}", "worktree", "add", "--detach", str(found[side]), version["revision"])
                 for file in (ROOT / "data").glob("*/*"):  # shards, and what the script reads beside them
                     link = found[side] / file.relative_to(ROOT)
                     link.parent.mkdir(parents=True, exist_ok=True)  # a link to the folder would show up in git status
                     link.symlink_to(file)
         yield found
     finally:
+        for side, folder in found.items():
+            if sides[side]["revision"]:
+                with contextlib.suppress(UserError):  # it was not added
+                    git("worktree", "remove", "-ff", str(folder))
         shutil.rmtree(home, ignore_errors=True)
-        git("worktree", "prune")
 
 
 def source_hash(version, folder):
@@ -232,6 +255,9 @@ def check_sides(race, where):
         require(version.setdefault("source_sha256", seen) == seen, f"{script} has changed since the race began; "
                 f"restore it (SHA-256 {version['source_sha256'][:8]}...), or race again")
     ours = [version for version in race["sides"].values() if "folder" not in version]
+    different = {json.dumps([version["source_sha256"], version["config"]]) for version in ours}
+    require(len(different) == len(ours), "two sides have the same source and the same config, so there is nothing to race between "
+            "them; give a flag another value than the base has")
     for name, flags in (("validation", "--val_files, --val_len and --val_tokens"), ("target", "--target_val_loss")):
         found = {json.dumps(version[name]) for version in ours}
         require(len(found) == 1 or name == "target" and len(ours) > 2, f"the sides differ in their {name}, so no "
@@ -263,21 +289,41 @@ def command(ranks, program):
 
 
 def environment(**more):
-    """Return the variables of a run. All sides compile into this checkout, since worktrees go with their race."""
+    """Return the variables of a run and of git: neither Python's nor those by which git's hooks name a repository. All
+    sides compile into this checkout, since worktrees go with their race."""
     caches = {f"{name}_CACHE_DIR": str(ROOT / ".cache" / name.lower()) for name in ("TORCHINDUCTOR", "TRITON")}
-    return {**caches, **{name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}, **more}
+    usual = {name: value for name, value in os.environ.items() if not re.match("PYTHON|GIT_(?!CONFIG)", name)}
+    return {**caches, **usual, **more}
 
 
 def lock_race(path):
-    """Lock the race's file for this process and its children. Raise UserError if the race still runs."""
+    """Lock a race's file for this process and its children. Raise UserError if the race still runs."""
     file = open(path, "ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise UserError(f"this race, or a run of it, is still running; wait, or stop it: `fuser {path}` lists its "
-                         "processes") from None
+        name = os.path.relpath(path.parent, ROOT)
+        raise UserError(f"two races at a time spoil each other's figures, and {name}, or a run of it, is still running; wait, or "
+                        f"stop it: `fuser {path}` lists its processes") from None
+    except OSError:
+        pass  # a file system without locks, such as some network file systems
     return file
+
+
+def drop_undeclared(path):
+    """Remove the folder of a race whose declaration could not be written."""
+    if path.exists() and b"\n" not in path.read_bytes():
+        shutil.rmtree(path.parent)
+
+
+def idle_cores():
+    """Measure how many cores no program uses, in a second."""
+    def idle():
+        return int(Path("/proc/stat").read_text().split()[4]) / os.sysconf("SC_CLK_TCK")
+    before = idle()
+    time.sleep(1)
+    return idle() - before
 
 
 @contextlib.contextmanager
@@ -487,6 +533,19 @@ def run_all(manifest, where, lock, verbose):
     return found
 
 
+def broken_rules(race, folder, ideas):
+    """Return which rules verify.py finds broken by the logs alone, on the sides of the better ideas or on the first."""
+    better = [idea["name"] for idea in ideas if idea["verdict"] == stats.BETTER]
+    sides = [side for side, name in logs.side_names(race).items() if name in better] or [*race["sides"]][:1]
+    try:
+        findings = [finding for side in sides for finding in verify.verify(verify.parse([str(folder), f"--side={side}"]))]
+    except UserError as reason:
+        say(f"the rules cannot be checked: {reason}")
+        return []
+    broken = [found for found in findings if found.verdict == verify.FAIL and found.rule not in verify.CLAIMS]
+    return [*dict.fromkeys(f"{found.rule}: {found.reason}" for found in broken)]
+
+
 def judge(race, folder):
     """Print the verdict of a race, and the command that keeps it as a record. Return the stats.answer."""
     each = len(race["sides"])
@@ -494,6 +553,11 @@ def judge(race, folder):
     found = ladder.give([folder]) if each > 2 else stats.give(stats.parse([*stats_arguments(folder, race), *silent]))
     if silent or each == 1 and found["sides"] and not found["claim"]:
         found["status"] = 0  # nothing was to be judged
+    found["rules"] = broken = broken_rules(race, folder, found["ideas"])
+    for line in broken:
+        say(f"a rule is broken: {line}")
+    if broken and not found["status"]:
+        found |= {"verdict": RULE_BROKEN, "status": 1, "best": None, "reason": "; ".join(broken)}
     if found["sides"] or found["status"] < 2:
         say(f'to keep this {"trial" if race.get("trial") else "race"} as a record: ./run.sh board add latest NAME "what was tried"')
     return {**found, "folder": str(folder)}
@@ -520,13 +584,18 @@ def new_race(options):
     manifest.race = {"id": race_id, "n": options.n, "until_decided": options.until_decided, "alpha": options.alpha,
                      "test": "paired" if options.vs else "unpaired", "seed": seed or 0, "ranks": options.ranks,
                      "sides": sides, "threads": os.environ.get("OMP_NUM_THREADS"), "declared": now(),
-                     "revision": git("rev-parse", "HEAD"), "trial": options.trial,
+                     "trial": options.trial,
                      "order": [f"{run}{side}" for run, side in order(options.n, sides)]}
     return manifest
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(message)
+
+
 def parse(arguments):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     start.add_race_options(add)
     add("--ranks", type=int, default=1, help="processes of a run (default: 1; run.sh knows what fits)")
@@ -591,13 +660,21 @@ def run(options):
                     "--until-decided decides by a target loss, and these runs have none; give --target_val_loss")
             if not options.resume:
                 manifest.path.parent.mkdir(parents=True)
+                held.callback(drop_undeclared, manifest.path)
                 lock = held.enter_context(lock_race(manifest.path))
+            for other in {*(ROOT / "logs").glob(logs.RACE)} - {manifest.path}:
+                lock_race(other).close()
+            if not options.resume:
                 manifest.write({"race": race})
             *ideas, base = logs.side_names(race).values()
             turns = f"in turn: {'idea, base, base, idea' if len(ideas) == 1 else 'every second round backwards'}, …; "
             say(f"{', '.join(ideas)}{' against ' * bool(ideas)}{base}: {'at most ' * race['until_decided']}"
                 f"{logs.plural(race['n'], 'run')} {'of each, ' + turns if ideas else 'on '}{logs.plural(race['ranks'], 'rank')}, "
                 f"seeds {race['seed'] + 1} to {race['seed'] + race['n']}, in {os.path.relpath(manifest.path.parent, ROOT)}")
+            threads = re.match(r"\d{0,9}", str(race.get("threads")))[0]  # OpenMP also takes a list
+            needed = race["ranks"] * int(threads or 1)
+            if sys.platform == "linux" and (idle := idle_cores()) < needed - 0.5:
+                say(f"{idle:.1f} cores are idle, and a run uses {needed}: other programs slow it; end them for exact times")
             return run_all(manifest, where, lock, options.v)
     except (UserError, OSError, start.Refusal) as reason:
         if isinstance(reason, OSError):
@@ -610,9 +687,12 @@ def run(options):
 
 
 def main(arguments=None):
-    options = parse(sys.argv[1:] if arguments is None else arguments)
-    found = run(options)
-    if options.json:
+    words = sys.argv[1:] if arguments is None else arguments
+    try:
+        found = run(parse(words))
+    except UserError as reason:
+        found = stats.not_judged(reason, status=logs.refuse("race.py", reason))
+    if "--json" in itertools.takewhile("--".__ne__, words):  # also if the words are wrong
         print(logs.show_json(found), flush=True)
     return found["status"]
 

@@ -8,7 +8,6 @@ Preset, seed, source and config of a run are in runs.csv, in TensorBoard's hyper
 """
 
 import argparse
-import contextlib
 import contextvars
 import csv
 import fcntl
@@ -61,9 +60,12 @@ def tail(path):
 def ended(path, run, silent_s=60):
     """Return whether a run is over. TimeoutError if it was killed: it writes nothing, and no process locks its log."""
     if not run.over and (silent := time.time() - os.stat(path).st_mtime) > silent_s:
-        with open(path, "rb") as file, contextlib.suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            raise TimeoutError(f"{path}: no new line for {silent:.0f} s, and no process writes this log: the run was killed")
+        with open(path, "rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:  # its process holds the lock, or the file system has none
+                return False
+        raise TimeoutError(f"{path}: no new line for {silent:.0f} s, and no process writes this log: the run was killed")
     return run.over
 
 

@@ -2,17 +2,14 @@
 
     python launch/race.py -n 5 --vs "--muon_lr 0.05" --vs "--sync step" -- --preset laptop      race two ideas
     python records/ladder.py logs/race-ID logs/race-OTHER         print one table of these races, or of records of them
-    python records/ladder.py logs/race-ID --equal-time            also print the command of a race at equal time
 
 The table is that of stats.verdicts: the change in final validation loss and in time of each idea, over pairs of runs with
 one seed, with Holm's correction for all ideas of all races. The bases must have the same config, source and data.
 
-stats.RULE, below the table, says when an idea is better. --equal-time prints a race on new seeds in which each idea has as many
-steps as fit into the base's time. Exit status and --json: docs/racing.md.
+stats.RULE, below the table, says when an idea is better. Exit status and --json: docs/racing.md.
 """
 
 import argparse
-import re
 import shlex
 from pathlib import Path
 
@@ -69,31 +66,16 @@ def judge(races):
                   if wanted.get(name) != facts.get(name)]
         require(not differ, f"the bases of races {one} and {race['id']} differ in {logs.some(differ, 3, '; ')}: judge "
                 "each race by itself")
-        bases.append({"id": race["id"], "n": n, "ranks": race["ranks"], "seed": race["seed"], "side": sides[base],
-                      "versions": any(side["revision"] for side in race["sides"].values()),
-                      "flags": shlex.join(race["sides"][base]["flags"])})
+        bases.append({"id": race["id"], "n": n, "side": sides[base], "flags": shlex.join(race["sides"][base]["flags"])})
         for side in ideas:
             its = facts_of(race, runs[1, side])
             require(all(its.get(name) == facts.get(name) for name in VALIDATION), f"{names[side]}: an idea must "
                     "be validated on the same data as its base; race it without that flag")
             pairs.append((sides[side], sides[base]))
-            rows.append({"race": number, "steps": runs[1, side].last_step, "side": sides[side]})
+            rows.append({"race": number, "side": sides[side]})
     for row, verdict in zip(rows, stats.verdicts(pairs)):
         row["verdict"] = verdict
     return {"bases": bases, "rows": sorted(rows, key=lambda row: (row["race"], row["verdict"].loss.value))}
-
-
-def at_equal_time(found):
-    """Yield each race's command on new seeds, with the steps of each idea that fit into the base's time."""
-    for number, base in enumerate(found["bases"], 1):
-        require(not base["versions"], f"race {base['id']} is one of versions: give each its --num_steps by hand")
-        words = ["-n", str(base["n"]), "--ranks", str(base["ranks"])]
-        for row in found["rows"]:
-            flags = re.sub(r"(^| )--num_steps[ =]\d+", "", row["verdict"].name)
-            if row["race"] == number:
-                words += ["--vs", f"{flags} --num_steps {max(1, int(row['steps'] / row['verdict'].time.value))}".strip()]
-        seed = ["--seed", str(base["seed"] + base["n"])]
-        yield f".venv/bin/python launch/race.py {shlex.join(words)} -- {base['flags']} {shlex.join(seed)}"
 
 
 def report(found):
@@ -114,20 +96,18 @@ def table(found):
     return "\n\n".join([*map(pages.wrap, said), shown, pages.wrap(stats.RULE)])
 
 
-def give(folders, equal_time=False, silent=False):
+def give(folders, silent=False):
     """Judge races, print the table unless silent, and return the stats.answer."""
     try:
         found = judge(map(read, folders))
-        said = [table(found)]
-        if equal_time:
-            said += ["\nEach idea in the base's time:", *at_equal_time(found)]
+        said = table(found)
     except (UserError, OSError) as reason:
         logs.refuse("ladder.py", reason)
         return stats.not_judged(reason)
     answer = stats.answer([row["side"] for row in found["rows"]], [base["side"] for base in found["bases"]],
                           [row["verdict"] for row in found["rows"]])
     if not silent:
-        print(*said, f"\n{stats.last_line(answer)}", sep="\n", flush=True)
+        print(said, f"\n{stats.last_line(answer)}", sep="\n", flush=True)
     return answer
 
 
@@ -136,10 +116,9 @@ def main(arguments=None):
                                      epilog="Exit status: 0 an idea is better, 1 none is, 2 not judged.")
     parser.add_argument("races", type=logs.or_latest(logs.RACE), nargs="+", metavar="RACE",
                         help="folder of a race whose --vs are flags, or of its record")
-    parser.add_argument("--equal-time", action="store_true", help="print the race of each idea in the base's time")
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead")
     options = parser.parse_args(arguments)
-    found = give([*map(Path, options.races)], options.equal_time, options.json)
+    found = give([*map(Path, options.races)], options.json)
     if options.json:
         print(logs.show_json(found))
     return found["status"]

@@ -402,7 +402,9 @@ def answer(ideas, bases, found, claim=None, reason=None, looked=False):
     verdict = next((each for each in VERDICTS if each in [one.outcome for one in found]), NOT_JUDGED)
     better = [one for one in found if one.outcome == BETTER]
     best = min(better, key=lambda one: (one.loss.sign, one.loss.value if one.loss.sign else one.time.value), default=None)
-    of_claim = claim in (HOLDS, FAILS) and (looked or not found or claim == HOLDS and not best)
+    higher = any(one.loss.sign > 0 for one in found)  # then no claim makes the idea better
+    looked = looked and not higher
+    of_claim = claim in (HOLDS, FAILS) and (looked or not found or claim == HOLDS and not best and not higher)
     if of_claim or claim == OTHER or looked or not found:
         verdict = claim.removeprefix("the ") if of_claim else NOT_JUDGED
         best = found[0] if found and of_claim and claim == HOLDS else None

@@ -710,7 +710,7 @@ def check_again(e, data):
         program = leaks.write_files(folder, e.run.script).name
         os.symlink(ROOT / "data", Path(folder, "data"))
         done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={e.get('start.ranks', int)}", program,
+            [sys.executable, "-I", str(ROOT / "launch" / "ranks.py"), str(e.get("start.ranks", int)), program,
              *flags, f"--seed={e.get('start.seed', int)}", "--log_dir=logs", "--run_id=again"], cwd=folder, env=environment,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
         again = Evidence(logs.last_run(str(Path(folder, "logs", "again.txt"))))

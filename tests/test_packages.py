@@ -6,11 +6,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"gpt_speedrun", "data", "launch", "records", "dry_gpu", "bench", "tests"}
-# Not for everybody: triton comes with torch's CUDA build, modal is the caller of launch/cluster/modal_app.py,
+# Not for everybody: triton comes with torch's CUDA build,
 # records/export.py names the package of a dashboard that is not installed, and data/text.py one of two that unpack zstd
 # (compression is Python 3.14's own). pip itself gets setuptools for setup.py.
-OPTIONAL = {"triton", "modal", "wandb", "trackio", "tensorboard", "compression", "zstandard", "setuptools"}
-WITHIN = {"tiktoken_ext": "tiktoken", "yaml": "pyyaml"}  # import → package with another name
+OPTIONAL = {"triton", "wandb", "trackio", "tensorboard", "compression", "zstandard", "setuptools"}
+WITHIN = {"tiktoken_ext": "tiktoken"}  # import → package with another name
 
 
 def declared(path):

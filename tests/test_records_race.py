@@ -2,6 +2,7 @@
 nothing; and one run of the real script through the launcher."""
 
 import datetime
+import errno
 import fcntl
 import html
 import importlib.util
@@ -36,10 +37,11 @@ import pages  # noqa: E402
 import picture  # noqa: E402
 import race  # noqa: E402
 import stats  # noqa: E402
+import train_gpt  # noqa: E402
 import verify  # noqa: E402
 from test_records_verify import forked  # noqa: E402, F401 (a fixture)
 
-DRAW = race.draw  # most races here draw nothing
+DRAW, BROKEN_RULES = race.draw, race.broken_rules  # most races here draw nothing and check no rules
 
 # Takes train_gpt.py's flags of a race and two of its own, and writes its log. SPEED stands for what a version changes.
 SCRIPT = '''
@@ -141,6 +143,8 @@ def repo(tmp_path, monkeypatch):
     monkeypatch.setattr(race, "command", lambda ranks, program: [*race.ALONE, program])
     monkeypatch.setattr(race, "PATIENCE_S", 10)
     monkeypatch.setattr(race, "draw", lambda *_: None)
+    monkeypatch.setattr(race, "broken_rules", lambda *_: [])  # the stand-in's logs break some
+    monkeypatch.setattr(race, "idle_cores", lambda: 99)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(race.tempfile, "tempdir", None)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
@@ -185,8 +189,7 @@ def test_one_version(repo):
 
 def test_another_revision_runs_in_turn_from_a_worktree(repo, capsys):
     assert race.main(["-n", "3", "--vs", "HEAD"]) == 2, "A against A"
-    assert "this checkout and HEAD have the same train_gpt.py, so there is nothing to race; edit it" in capsys.readouterr().err
-    (repo / "train_gpt.py").write_text((repo / "train_gpt.py").read_text() + "# an edit\n")
+    assert "this checkout and HEAD have the same code in train_gpt.py" in capsys.readouterr().err
     assert race.main(["-n", "3", "--vs", "HEAD~1", "--", "--seed", "40"]) == 0
     folder, described, events = only_race(repo)
     assert [f"{run}{side}" for run, side, _ in starts(events)] == described["order"]
@@ -216,6 +219,121 @@ def test_every_tool_takes_the_latest_race_and_names_its_sides_alike(repo, capsys
     assert sorted(line.split(",")[1] for line in (repo / "out/runs.csv").read_text().splitlines()) == ["--slower 7"] * 3 + ["base"] * 3 + ["side"]
 
 
+def test_an_edit_that_changes_no_code_is_no_idea(repo, capsys):
+    source = repo / "train_gpt.py"
+    for text in (SCRIPT + "# a comment\n", '"""A docstring."""' + SCRIPT, SCRIPT.replace("SPEED = 100", "SPEED   =  100")):
+        source.write_text(text)
+        assert race.main(["-n", "2", "--vs", "HEAD"]) == 2 and not (repo / "logs").exists()
+        assert "have the same code in train_gpt.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("statement", ["import my_idea", "my_idea = __import__('my_idea')", "import package.my_idea as my_idea"])
+def test_an_idea_in_a_file_of_its_own_is_refused_before_a_run(repo, capsys, statement):
+    (repo / "package").mkdir()
+    for path in (repo / "my_idea.py", repo / "package/my_idea.py"):
+        path.write_text("SPEED = 50\n")
+    (repo / "train_gpt.py").write_text(SCRIPT.replace("SPEED = 100", f"{statement}; SPEED = my_idea.SPEED"))
+    assert race.main(["-n", "2", "--vs", "HEAD"]) == 2 and not (repo / "logs").exists()
+    name = "package" if "package" in statement else "my_idea"
+    assert f"imports {name}, a file of this folder" in capsys.readouterr().err
+
+
+def test_a_race_touches_no_worktree_but_its_own(repo):
+    """Not one whose disk is away; and the user's hooks do not run in the race's."""
+    away, back = repo.parent / "away", repo.parent / "back"
+    git(repo, "worktree", "add", str(away))
+    away.rename(back)
+    hook = repo / ".git/hooks/post-checkout"
+    hook.write_text("#!/bin/sh\nexit 2\n")
+    hook.chmod(0o755)
+    assert race.main(["-n", "2", "--vs", "HEAD~1"]) in (0, 1)
+    back.rename(away)
+    assert git(away, "rev-parse", "--show-toplevel") == str(away) and len(git(repo, "worktree", "list").splitlines()) == 2
+    git(repo, "worktree", "remove", str(away))
+
+
+def test_a_race_from_a_git_hook_is_of_this_checkout(repo, monkeypatch):
+    other = repo.parent / "other"
+    other.mkdir()
+    git(other, "init", "-q")
+    git(other, "commit", "-q", "--allow-empty", "-m", "other")
+    (index := repo.parent / "index").write_bytes(before := (repo / ".git/index").read_bytes())
+    with monkeypatch.context() as hook:
+        for name, value in (("DIR", other / ".git"), ("WORK_TREE", other), ("INDEX_FILE", index), ("COMMON_DIR", other / ".git")):
+            hook.setenv(f"GIT_{name}", str(value))
+        hook.setenv("GIT_CONFIG_COUNT", "0")  # names no repository
+        assert race.main(["-n", "2", "--vs", "HEAD~1"]) in (0, 1)
+        assert {name for name in race.environment() if name.startswith("GIT_")} == {"GIT_CONFIG_COUNT"}
+        assert train_gpt.output_of("git", "rev-parse", "--show-toplevel") == str(ROOT)
+    assert only_race(repo)[1]["sides"]["b"]["revision"] == git(repo, "rev-parse", "HEAD~1") and index.read_bytes() == before
+
+
+def test_a_race_says_what_git_says(repo, capsys):
+    (repo / ".git").rename(repo / "git")
+    assert race.main(["-n", "2", "--vs", "HEAD"]) == 2 and "git: fatal: not a git repository" in capsys.readouterr().err
+    assert race.main(["-n", "1"]) == 0
+    (repo / "git").rename(repo / ".git")
+    (repo / ".git/refs/heads/broken").write_text("no hash\n")
+    assert race.main(["-n", "2", "--vs", "HEAD~1"]) in (0, 1)
+    (repo / ".git/objects").rename(repo / "objects")
+    assert race.main(["-n", "2", "--vs", "HEAD~1"]) == 2 and "git: fatal: " in capsys.readouterr().err
+    (repo / "objects").rename(repo / ".git/objects")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_race_and_a_run_start_on_a_file_system_without_locks(repo, monkeypatch, tmp_path, code):
+    def flock(*_):
+        raise OSError(code, os.strerror(code))
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert race.main(["-n", "1"]) == 0
+    log = train_gpt.Log(train_gpt.Config(log_dir=str(tmp_path)), 0, "x")
+    log.open({}, "", None)
+    log.write("step:1")
+    assert (tmp_path / "x.txt").read_text().endswith("step:1\n")
+    os.utime(tmp_path / "x.txt", (0, 0))
+    assert not export.ended(tmp_path / "x.txt", logs.last_run(str(tmp_path / "x.txt"))), "no lock tells that it was killed"
+
+
+@pytest.mark.parametrize("written", [b"", b'{"race": {"id'])
+def test_a_race_that_cannot_be_declared_leaves_no_folder(repo, capsys, monkeypatch, written):
+    def write(manifest, event):
+        manifest.path.write_bytes(written)
+        raise OSError(errno.ENOSPC, "No space left on device", str(manifest.path))
+    monkeypatch.setattr(race.Manifest, "write", write)
+    assert race.main(["-n", "1"]) == 2 and not [*(repo / "logs").iterdir()] and "No space left" in capsys.readouterr().err
+
+
+def test_a_second_race_in_a_checkout_is_refused(repo, capsys):
+    first = repo / "logs/race-first/race.jsonl"
+    first.parent.mkdir(parents=True)
+    with race.lock_race(first):
+        assert race.main(["-n", "1", "--json"]) == 2
+        assert "logs/race-first, or a run of it, is still running" in json.loads(capsys.readouterr().out.splitlines()[-1])["reason"]
+        assert [path.name for path in (repo / "logs").iterdir()] == ["race-first"]
+    assert race.main(["-n", "1"]) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/stat")
+def test_a_race_says_that_other_programs_use_the_cores(repo, capsys, monkeypatch):
+    assert race.main(["-n", "1"]) == 0 and "cores are idle" not in capsys.readouterr().out
+    monkeypatch.setenv("OMP_NUM_THREADS", "1,1")
+    monkeypatch.setattr(race, "idle_cores", lambda: 0.2)
+    assert race.main(["-n", "1"]) == 0 and "0.2 cores are idle, and a run uses 1" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert 0 <= race.idle_cores() < 1.1 * os.cpu_count()
+
+
+def test_a_win_that_breaks_a_rule_is_none(repo, capsys, monkeypatch):
+    """The stand-in's logs lack what honest logs have."""
+    monkeypatch.setattr(race, "broken_rules", BROKEN_RULES)
+    for idea, status, verdict in (("--worse -1", 1, "rule broken"), ("--worse 1", 1, "worse")):
+        assert race.main(["-n", "3", "--json", "--vs", idea, "--", "--mood", "good"]) == status
+        said = capsys.readouterr().out
+        found = json.loads(said.splitlines()[-1])
+        assert (found["status"], found["verdict"], found["best"]) == (status, verdict, None)
+        assert found["rules"] and all(f"a rule is broken: {rule}" in said for rule in found["rules"])
+
+
 @pytest.mark.parametrize("edited", [True, False])
 def test_several_revisions_are_compared_with_the_last(repo, capsys, edited):
     """This checkout too, if it is none of them. A branch keeps its name."""
@@ -231,7 +349,6 @@ def test_several_revisions_are_compared_with_the_last(repo, capsys, edited):
     assert [times[side] for side in sorted(times)] == [*[52] * edited, 102, 202]
     shown = capsys.readouterr().out.rpartition("race: all runs are done")[2]
     assert [f"{name}: loss: the same; time: " in shown.replace("`", "") for name in names] == [True] * (len(names) - 1) + [False]
-    assert ladder.main([str(folder), "--equal-time"]) == 2 and "give each its --num_steps by hand" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -340,18 +457,6 @@ def test_a_ladder_judges_each_idea_against_the_base(repo, capsys, monkeypatch):
     assert re.search(r"^ 2/16  --worse -1 --slower 10  seed 1  loss 3.1\d+  0.11 s$", shown, re.M) and "\n--worse -1 --slower 10  3.19" in shown
     (line,) = [line for line in shown.rpartition("all runs are done")[2].splitlines() if line.startswith("--worse -1 --slower 10  ")]
     assert line.endswith("  trade-off") and "--worse 2: loss: higher by 0.02" in shown and "./run.sh board add latest" in shown.splitlines()[-2]
-    assert {row["steps"] for row in found["rows"]} == {1}  # the stand-in's runs have one
-    (command,) = ladder.at_equal_time(found | {"rows": [row | {"steps": 1000} for row in found["rows"]]})
-    fitted = [f"{row['verdict'].name} --num_steps {int(1000 / row['verdict'].time.value)}" for row in found["rows"]]
-    assert shlex.split(command) == [".venv/bin/python", "launch/race.py", "-n", "4", "--ranks", "1", "--vs", fitted[0], "--vs", fitted[1],
-                                    "--vs", fitted[2], "--", "--mood", "good", "--seed", "4"]
-    (idea,) = {shlex.split(*ladder.at_equal_time(found | {"rows": [row | {"verdict": stats.replace(
-                   row["verdict"], name=flags, time=stats.Contrast(2.0)), "steps": 20, "race": 1}]}))[7]
-               for row in found["rows"][:1] for flags in ("--num_steps 20 --a 'b c'", "--a 'b c' --num_steps=20")}
-    assert idea == "--a 'b c' --num_steps 10"
-    assert 900 < int(fitted[0].split()[-1]) < 920 and fitted[0].startswith("--worse -1 --slower 10 ")
-    assert ladder.main([str(folder), "--equal-time"]) == 1
-    assert "--vs '--worse -1 --slower 10 --num_steps 1'" in capsys.readouterr().out
     records = repo / "records"
     monkeypatch.setattr(board, "HERE", records)
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))  # the stand-in's logs break rules
@@ -381,9 +486,11 @@ def test_one_rule_says_whether_an_idea_is_better(loss, time, wanted):
     assert (answer["verdict"], answer["status"], answer["best"]) == (wanted, status, "idea" if status == 0 else None)
     others = [stats.replace(found, name=name, loss=part(*each, 0)) for name, each in (("less", (0.8, 0.85, 0.01)), ("worse", of["higher"]))]
     assert stats.answer([], [], [found, others[1], others[0]])["best"] == ("less" if time in ("lower", "same", "unknown") else "idea" if status == 0 else None)
-    claimed = stats.answer([], [], [found], stats.HOLDS, "because")
-    assert claimed["status"] == 0 and claimed["verdict"] == (wanted if status == 0 else "claim holds") and claimed["best"] == "idea"
-    assert stats.answer([], [], [found], stats.FAILS, "because", looked=True)["verdict"] == "claim does not hold"
+    holds, fails = (wanted, wanted) if loss == "higher" else (wanted if status == 0 else "claim holds", "claim does not hold")
+    for looked, verdict in ((False, holds), (True, wanted if loss == "higher" else "claim holds")):
+        claimed = stats.answer([], [], [found], stats.HOLDS, "because", looked)
+        assert (claimed["verdict"], claimed["status"], claimed["best"]) == (verdict, *((1, None) if loss == "higher" else (0, "idea")))
+    assert stats.answer([], [], [found], stats.FAILS, "because", looked=True)["verdict"] == fails
     assert stats.answer([], [], [found], stats.OTHER, "because")["status"] == 2
 
 
@@ -716,7 +823,11 @@ REFUSED = """-n 2 --vs nowhere
 -n 2 --max-n 3 --until-decided
 --until-decided --max-n 3
 -n 2 --alpha 0.6
--n 1 --vs HEAD~1"""
+-n 1 --vs HEAD~1
+-n x
+--nosuch
+-n 2 --vs "--slower 0"
+--field body"""
 
 
 def test_words_that_are_refused_start_nothing(repo, capsys, golden, monkeypatch):
@@ -725,11 +836,10 @@ def test_words_that_are_refused_start_nothing(repo, capsys, golden, monkeypatch)
     monkeypatch.setattr(logs, "MAX_MESSAGE", 9999)  # the path of a temporary folder may be long
     shown = []
     for line in REFUSED.splitlines():
-        try:
-            status = race.main(shlex.split(line))
-        except SystemExit as left:  # argparse's
-            status = left.code
-        error = capsys.readouterr().err.splitlines()
+        status = race.main(["--json", *shlex.split(line)])
+        said = capsys.readouterr()
+        error, found = said.err.splitlines(), json.loads(said.out.splitlines()[-1])
+        assert (found["status"], found["verdict"]) == (2, "not judged") and found["reason"] in error[-1], line
         assert status == 2 and error[-1].startswith("race.py: error: ") and not (repo / "logs").exists(), line
         shown.append(f"{line}\n{error[-1]}\n")
     golden("race_refusals", "\n".join(shown))
@@ -853,6 +963,7 @@ def test_a_race_until_decided_stops_for_want_of_a_chance(repo, capsys):
 
 DRIVER = ("import sys; sys.path.insert(0, {launch!r}); import race; from pathlib import Path; race.ROOT = Path({root!r})\n"
           "race.command = lambda ranks, program: [*race.ALONE, program]; race.draw = lambda *_: None\n"
+          "race.broken_rules = lambda *_: []; race.idle_cores = lambda: 99\n"
           "sys.exit(race.main(sys.argv[1:]))")
 TRAINED = """w, draw = 0.0, random.Random(c.seed)
         for _ in range(50): w -= c.lr * (w - 1 + draw.gauss(0, 0.1))

@@ -1339,6 +1339,7 @@ def test_losses_in_a_public_readme_that_no_log_shows_are_named(tmp_path, judge, 
 def replay(honest, tmp_path, capsys, monkeypatch):
     """replay(change) -> (exit status, verdict, reason) of --replay for a log, where the run gives the honest log again."""
     def run(words, cwd, env, **_):
+        assert "torch.distributed.run" not in words, "torchrun listens on all addresses, for a stranger's source"
         given = train_gpt.parse_config(words[words.index("train_gpt.py") + 1:], "speedrun")[1]
         Path(cwd, "logs").mkdir()
         shutil.copy(honest, Path(cwd, "logs", "again.txt"))
