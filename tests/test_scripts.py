@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import types
+import uuid
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -635,7 +636,7 @@ def listeners(pid):
                 yield words[1].split(":")[0]
 
 rank, ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-store, _, _ = next(dist.rendezvous("env://", rank, ranks, timeout=timedelta(seconds=100)))
+store, _, _ = next(dist.rendezvous("env://", rank, ranks, timeout=timedelta(seconds=600)))
 dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
 dist.barrier()
 if rank == 1:
@@ -665,7 +666,7 @@ import json, os, signal, sys, time
 from pathlib import Path
 number = os.environ["RANK"]
 if number == "1":
-    time.sleep(30 * (sys.argv[1] != "fails"))
+    time.sleep(600 * (sys.argv[1] != "fails"))
     sys.exit("rank 1 fails")
 if sys.argv[1] == "fails":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -676,7 +677,7 @@ print(json.dumps({"name": __name__, "file": __file__, "argv": sys.argv,
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
 if sys.argv[1] != "fails":
     os.kill(os.getppid(), getattr(signal, sys.argv[1]))
-time.sleep(2 if sys.argv[1] == "SIGHUP" else 30)
+time.sleep(2 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else 600)
 """
 
 
@@ -808,11 +809,12 @@ def test_set_up_again_does_nothing_and_says_so(tmp_path):
 @pytest.mark.slow
 @needs_venv
 def test_one_command_trains_on_own_text_and_leaves_log_model_picture_and_a_sample(tmp_path, tiny_flags):
-    (tmp_path / "my notes").mkdir()
-    (tmp_path / "my notes" / "a.txt").write_text("".join(f"line {i} of what I wrote\n" for i in range(900)))
+    notes = tmp_path / f"notes {uuid.uuid4().hex}"
+    notes.mkdir()
+    (notes / "a.txt").write_text("".join(f"line {i} of what I wrote\n" for i in range(900)))
     at = [i for i, word in enumerate(tiny_flags) if word in ("--train_files", "--val_files")]
-    done = run_sh(tmp_path, *(word for i, word in enumerate(tiny_flags) if not {i, i - 1} & {*at}), "--text", "my notes")
-    for made in (ROOT / "data").glob("own-my_notes-*"):
+    done = run_sh(tmp_path, *(word for i, word in enumerate(tiny_flags) if not {i, i - 1} & {*at}), "--text", notes.name)
+    for made in (ROOT / "data").glob(f"own-{notes.name.replace(' ', '_')}-*"):  # no folder of the user's
         shutil.rmtree(made)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^run\.sh: text: \d\d,\d{3} training tokens \(bytes\), 4 steps of 384: part of the text; .*\n"
