@@ -146,6 +146,25 @@ MASKS = ((r"\b(?:[0-9a-f]{64}|[0-9a-f]{40}|[0-9a-f]{8})\b", "HASH"), (re.escape(
          (r"\b\d{4}-\d\d-\d\dT[\d:.]+(?:\+00:00|Z)?", "MOMENT"), (r"\b\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_[0-9a-f]{4}", "RACE"))
 
 
+def condensed(text: str) -> str:
+    """Replace lines that stand further above by their number, so that none goes or comes unseen and a changed wording shows
+    once. Commands and exit statuses stay."""
+    seen, kept, repeated = set(), [], 0
+    for line in [*text.splitlines(), None]:
+        if line in seen and not line.startswith(("$ ", "exit status ")):
+            repeated += 1
+            continue
+        if not line and line is not None and repeated:  # an empty line between repeated ones
+            continue
+        if repeated:
+            kept.append(f"… {repeated} as above")
+            repeated = 0
+        kept.append(line)
+        if line:
+            seen.add(line)
+    return "\n".join(kept[:-1]) + "\n"
+
+
 def pytest_addoption(parser) -> None:
     parser.addoption("--update", action="store_true", help="write tests/golden/ anew; read the difference before you commit it")
 
@@ -156,6 +175,7 @@ def golden(request, tmp_path):
     def golden(name, text, masks=()):
         for pattern, word in ((re.escape(str(tmp_path)), "TMP"), *MASKS, *masks):
             text = re.sub(pattern, word, text)
+        text = condensed(text)
         path = GOLDEN / f"{name}.txt"
         if request.config.getoption("--update"):
             GOLDEN.mkdir(exist_ok=True)
