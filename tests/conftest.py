@@ -350,3 +350,8 @@ def pytest_runtest_setup() -> None:
         gc.unfreeze()
         gc.collect()
     gc.freeze()
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than the cores, as tests wait; each costs seconds and memory to start."""
+    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(), 8) + 1
