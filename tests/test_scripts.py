@@ -681,21 +681,36 @@ time.sleep(2 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else 600)
 """
 
 
+# One process imports torch and forks the launcher of each case
+LAUNCHERS = """
+import os, signal, sys
+sys.path += [{root!r}, {root!r} + "/launch"]
+import train_gpt, ranks
+for what, ignored, _ in {cases}:
+    if not os.fork():
+        for descriptor, name in (1, "out"), (2, "err"):
+            os.dup2(os.open(what + str(ignored) + name, os.O_WRONLY | os.O_CREAT), descriptor)
+        if ignored:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        sys.exit(ranks.start(2 if what == "fails" else 1, "alone.py", [what]))
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+CASES = [("SIGTERM", False, 143), ("SIGHUP", True, 0), ("SIGHUP", False, 129), ("SIGUSR1", False, 7), ("fails", False, 1)]
+
+
 @pytest.mark.skipif(sys.platform != "linux" or torch.cuda.device_count(), reason="ranks are forks on Linux without a GPU")
-@pytest.mark.parametrize("what, ignored, status", [("SIGTERM", False, 143), ("SIGHUP", True, 0), ("SIGHUP", False, 129), ("SIGUSR1", False, 7),
-                                                   ("fails", False, 1)])
-def test_a_forked_rank_is_the_program_alone_and_signals_reach_it(what, ignored, status, tmp_path):
+def test_a_forked_rank_is_the_program_alone_and_signals_reach_it(tmp_path):
     """nohup's ignored SIGHUP stays ignored. A rank that fails ends the others."""
-    path, ranks_ = tmp_path / "alone.py", "2" if what == "fails" else "1"
+    path = tmp_path / "alone.py"
     path.write_text(ALONE)
-    code = (f"import sys; sys.path += [{str(ROOT)!r}, {str(ROOT / 'launch')!r}]; import train_gpt, ranks\n"
-            f"sys.exit(ranks.start({ranks_}, 'alone.py', ['{what}']))")
-    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=600, cwd=tmp_path,
-                          preexec_fn=lambda: ignored and signal.signal(signal.SIGHUP, signal.SIG_IGN))
-    assert done.returncode == status, done.stderr
-    assert done.stderr == ("rank 1 fails\n" if what == "fails" else "")
-    assert json.loads(done.stdout) == {"name": "__main__", "file": str(path), "argv": ["alone.py", what], "foreign": [],
-                                       "descriptors": 3, "forked": True}
+    code = LAUNCHERS.format(root=str(ROOT), cases=CASES)
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=1800, cwd=tmp_path)
+    assert [int(status) for status in done.stdout.split()] == [status for *_, status in CASES], done.stderr
+    for what, ignored, _ in CASES:
+        out, err = ((tmp_path / f"{what}{ignored}{name}").read_text() for name in ("out", "err"))
+        assert err == ("rank 1 fails\n" if what == "fails" else "")
+        assert json.loads(out) == {"name": "__main__", "file": str(path), "argv": ["alone.py", what], "foreign": [],
+                                   "descriptors": 3, "forked": True}
 
 
 def test_ctrl_c_during_imports_is_no_traceback_and_a_request_for_a_checkpoint_no_end(tree):
