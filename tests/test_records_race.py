@@ -2,6 +2,7 @@
 nothing; and one run of the real script through the launcher."""
 
 import fcntl
+import functools
 import html
 import importlib.util
 import io
@@ -662,20 +663,23 @@ def test_a_script_that_changed_is_refused(repo, capsys):
     assert "has changed since the race began" in capsys.readouterr().err
 
 
-def test_what_the_script_reads_is_opened_before_the_first_run(tmp_path):
+def test_what_the_script_reads_is_opened_before_the_first_run(tmp_path, script):
     """Also GPT-2's tokens beside the shards, which frontier reads, and a saved model."""
     for split in "train", "val":
         write_shard(tmp_path / f"toy_{split}_000001.bin", some_documents(1, 9000, 50257, 50256), 50257, 50256)
     for name in "train_gpt.py", "frontier.py":
         shutil.copy(ROOT / name, tmp_path)
-    flags = ["--preset", "frontier", "--train_files", "toy_train_*.bin", "--val_files", "toy_val_*.bin"]
-    with pytest.raises(logs.UserError, match="of side b .*gpt2.tiktoken.* is missing"):
-        race.check_script({"flags": flags}, tmp_path, "frontier.py of side b", 1)
+    flags = ["--preset", "frontier", "--train_files", f"{tmp_path}/toy_train_*.bin", "--val_files", f"{tmp_path}/toy_val_*.bin"]
+    (tmp_path / "check.py").write_text(race.CHECK)
+
+    def says(*more):
+        check = script(tmp_path / "check.py", 1, *flags, *more, prepare=functools.partial(os.chdir, tmp_path))
+        return check.communicate(timeout=600)[1]
+    assert re.search("gpt2.tiktoken.* is missing", says())
     write_gpt2_tokens(tmp_path)
     race.check_script(side := {"flags": flags}, tmp_path, "frontier.py", 1)
     assert side["target"] == 3.28 and side["validation"][2:] == [["toy_val_000001.bin", 9000]]
-    with pytest.raises(logs.UserError, match="No such file.*nowhere.pt"):
-        race.check_script({"flags": [*flags, "--init_from", "nowhere.pt"]}, tmp_path, "frontier.py", 1)
+    assert re.search("No such file.*nowhere.pt", says("--init_from", "nowhere.pt"))
 
 
 # What it prints: tests/golden/race.txt and race_refusals.txt
