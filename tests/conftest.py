@@ -35,11 +35,16 @@ import gpt_speedrun
 import train_gpt
 from train_gpt import Stage
 
+# A run records PYTHON*, and its record would break a rule. In a hook of git GIT_DIR is the user's repository
 for name in [name for name in os.environ if name.startswith(("PYTHON", "GIT_"))]:
-    del os.environ[name]  # a run records the former, and its record would break a rule; a hook's GIT_DIR is the user's repository
-# the user's git signs commits, runs hooks, rewrites line ends; a checkout in a container may be another user's
-os.environ |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1",
-               "GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
+    del os.environ[name]
+os.environ |= {
+    "GIT_CONFIG_GLOBAL": os.devnull,  # the user's git may sign commits, run hooks, rewrite line ends
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_CONFIG_COUNT": "1",  # in a container a checkout may be another user's
+    "GIT_CONFIG_KEY_0": "safe.directory",
+    "GIT_CONFIG_VALUE_0": "*",
+}
 for name in "no_proxy", "NO_PROXY":  # tests serve pages here
     os.environ[name] = os.environ.get(name, "") + ",127.0.0.1,localhost"
 with contextlib.suppress(locale.Error):  # files are read and written in the locale's encoding
@@ -72,8 +77,8 @@ def write_gpt2_tokens(directory):
     gpt2.write_tokens(directory, vocabulary())
 
 
-DRY_GPU_HOME = Path(os.environ.get("DRY_GPU_HOME") or
-                    Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "dry-gpu")
+CACHE = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+DRY_GPU_HOME = Path(os.environ.get("DRY_GPU_HOME") or Path(CACHE) / "dry-gpu")
 TORCHRUN = Path(torch.__file__).parent / "distributed" / "run.py"  # what `torchrun` runs
 
 
@@ -147,8 +152,9 @@ MASKS = ((r"\b(?:[0-9a-f]{64}|[0-9a-f]{40}|[0-9a-f]{8})\b", "HASH"), (re.escape(
 
 
 def condensed(text: str) -> str:
-    """Replace lines that stand further above by their number, so that none goes or comes unseen and a changed wording shows
-    once. Commands and exit statuses stay."""
+    """Replace lines that stand further above by their number.
+
+    None goes or comes unseen, and a changed wording shows once. Commands and exit statuses stay."""
     seen, kept, repeated = set(), [], 0
     for line in [*text.splitlines(), None]:
         if line in seen and not line.startswith(("$ ", "exit status ")):
@@ -353,5 +359,8 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than the cores, as tests wait; each costs seconds and memory to start."""
-    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(), 8) + 1
+    """Return one more than the cores, as tests wait. Each costs seconds and memory to start."""
+    cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    return min(cores, 8) + 1

@@ -312,8 +312,9 @@ def test_a_silent_client_a_dangling_link_and_an_odd_log_do_not_block_the_page(tm
 
 
 def test_the_page_appears_soon(tmp_path):
-    """Without a library for plots or tests, which alone takes about a second. In seconds of its process, in the best of three
-    tries, with room for a slow machine."""
+    """Without a library for plots or tests, which alone takes about a second.
+
+    In seconds of its process, in the best of three tries, with room for a slow machine."""
     for i in range(watch.SHOWN):
         (tmp_path / f"{i}.txt").write_text(log(START, *steps(1, 2000, 2000), *["# a line of a script"] * i))
     code = ("import pathlib, sys, time; sys.path.insert(0, sys.argv[1]); import watch; watch.page(pathlib.Path(sys.argv[2])); "

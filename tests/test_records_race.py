@@ -669,11 +669,13 @@ def test_what_the_script_reads_is_opened_before_the_first_run(tmp_path, script):
         write_shard(tmp_path / f"toy_{split}_000001.bin", some_documents(1, 9000, 50257, 50256), 50257, 50256)
     for name in "train_gpt.py", "frontier.py":
         shutil.copy(ROOT / name, tmp_path)
-    flags = ["--preset", "frontier", "--train_files", f"{tmp_path}/toy_train_*.bin", "--val_files", f"{tmp_path}/toy_val_*.bin"]
+    flags = ["--preset", "frontier", "--train_files", f"{tmp_path}/toy_train_*.bin"]
+    flags += ["--val_files", f"{tmp_path}/toy_val_*.bin"]
     (tmp_path / "check.py").write_text(race.CHECK)
 
     def says(*more):
-        check = script(tmp_path / "check.py", 1, *flags, *more, prepare=functools.partial(os.chdir, tmp_path))
+        there = functools.partial(os.chdir, tmp_path)
+        check = script(tmp_path / "check.py", 1, *flags, *more, prepare=there)
         return check.communicate(timeout=600)[1]
     assert re.search("gpt2.tiktoken.* is missing", says())
     write_gpt2_tokens(tmp_path)

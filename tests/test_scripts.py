@@ -695,7 +695,13 @@ for what, ignored, _ in {cases}:
         sys.exit(ranks.start(2 if what == "fails" else 1, "alone.py", [what]))
     print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
-CASES = [("SIGTERM", False, 143), ("SIGHUP", True, 0), ("SIGHUP", False, 129), ("SIGUSR1", False, 7), ("fails", False, 1)]
+CASES = [  # what happens, whether SIGHUP is ignored, the launcher's exit status
+    ("SIGTERM", False, 143),
+    ("SIGHUP", True, 0),
+    ("SIGHUP", False, 129),
+    ("SIGUSR1", False, 7),
+    ("fails", False, 1),
+]
 
 
 @pytest.mark.skipif(sys.platform != "linux" or torch.cuda.device_count(), reason="ranks are forks on Linux without a GPU")
@@ -704,8 +710,10 @@ def test_a_forked_rank_is_the_program_alone_and_signals_reach_it(tmp_path):
     path = tmp_path / "alone.py"
     path.write_text(ALONE)
     code = LAUNCHERS.format(root=str(ROOT), cases=CASES)
-    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=1800, cwd=tmp_path)
-    assert [int(status) for status in done.stdout.split()] == [status for *_, status in CASES], done.stderr
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=1800,
+                          cwd=tmp_path)
+    statuses = [int(status) for status in done.stdout.split()]
+    assert statuses == [status for *_, status in CASES], done.stderr
     for what, ignored, _ in CASES:
         out, err = ((tmp_path / f"{what}{ignored}{name}").read_text() for name in ("out", "err"))
         assert err == ("rank 1 fails\n" if what == "fails" else "")
@@ -829,7 +837,8 @@ def test_one_command_trains_on_own_text_and_leaves_log_model_picture_and_a_sampl
     (notes / "a.txt").write_text("".join(f"line {i} of what I wrote\n" for i in range(900)))
     at = [i for i, word in enumerate(tiny_flags) if word in ("--train_files", "--val_files")]
     done = run_sh(tmp_path, *(word for i, word in enumerate(tiny_flags) if not {i, i - 1} & {*at}), "--text", notes.name)
-    for made in (ROOT / "data").glob(f"own-{notes.name.replace(' ', '_')}-*"):  # no folder of the user's
+    made_of = notes.name.replace(" ", "_")
+    for made in (ROOT / "data").glob(f"own-{made_of}-*"):  # no folder of the user's
         shutil.rmtree(made)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^run\.sh: text: \d\d,\d{3} training tokens \(bytes\), 4 steps of 384: part of the text; .*\n"
