@@ -8,6 +8,7 @@ import difflib
 import gc
 import importlib.resources
 import itertools
+import locale
 import multiprocessing
 import os
 import re
@@ -34,8 +35,21 @@ import gpt_speedrun
 import train_gpt
 from train_gpt import Stage
 
-for name in [name for name in os.environ if name.startswith("PYTHON")]:
-    del os.environ[name]  # a run records them, and its record would break a rule; race.py starts runs without them too
+# A run records PYTHON*, and its record would break a rule. In a hook of git GIT_DIR is the user's repository
+for name in [name for name in os.environ if name.startswith(("PYTHON", "GIT_"))]:
+    del os.environ[name]
+os.environ |= {
+    "GIT_CONFIG_GLOBAL": os.devnull,  # the user's git may sign commits, run hooks, rewrite line ends
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_CONFIG_COUNT": "1",  # in a container a checkout may be another user's
+    "GIT_CONFIG_KEY_0": "safe.directory",
+    "GIT_CONFIG_VALUE_0": "*",
+}
+for name in "no_proxy", "NO_PROXY":  # tests serve pages here
+    os.environ[name] = os.environ.get(name, "") + ",127.0.0.1,localhost"
+with contextlib.suppress(locale.Error):  # files are read and written in the locale's encoding
+    locale.setlocale(locale.LC_ALL, "C.UTF-8")
+    os.environ["LC_ALL"] = "C.UTF-8"
 torch.set_num_threads(1)
 # tests in the background of a shell ignore Ctrl-C, and so would the processes that they start
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -63,6 +77,8 @@ def write_gpt2_tokens(directory):
     gpt2.write_tokens(directory, vocabulary())
 
 
+CACHE = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+DRY_GPU_HOME = Path(os.environ.get("DRY_GPU_HOME") or Path(CACHE) / "dry-gpu")
 TORCHRUN = Path(torch.__file__).parent / "distributed" / "run.py"  # what `torchrun` runs
 
 
@@ -128,10 +144,31 @@ def wait_until(holds, seconds=600, what="it"):
 
 GOLDEN = Path(__file__).parent / "golden"
 # In this order: what a machine, a checkout or a moment decides, and the word that stands for it
-MASKS = ((r"\b(?:[0-9a-f]{64}|[0-9a-f]{40}|[0-9a-f]{8})\b", "HASH"), (re.escape(str(Path(train_gpt.__file__).parent)), "CHECKOUT"),
+MASKS = ((r"\b(?:[0-9a-f]{64}|[0-9a-f]{40}|[0-9a-f]{8})\b", "HASH"), (re.escape(sys.executable), "PYTHON"),
+         (re.escape(str(Path(train_gpt.__file__).parent)), "CHECKOUT"),
          (r"(?<=this checkout's )(\w+\.py) in [\d,]+ lines", r"\1 in N lines"), (r"(?m)^@@ -\d+(,\d+)? \+\d+(,\d+)? @@", "@@ LINES @@"),  # of train_gpt.py today
-         (r"(train_loss|grad_norm):[\d.]+", r"\1:FIGURE"), (re.escape(torch.__version__), "VERSION"), (re.escape(sys.executable), "PYTHON"),
+         (r"(train_loss|grad_norm):[\d.]+", r"\1:FIGURE"), (re.escape(torch.__version__), "VERSION"),
          (r"\b\d{4}-\d\d-\d\dT[\d:.]+(?:\+00:00|Z)?", "MOMENT"), (r"\b\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_[0-9a-f]{4}", "RACE"))
+
+
+def condensed(text: str) -> str:
+    """Replace lines that stand further above by their number.
+
+    None goes or comes unseen, and a changed wording shows once. Commands and exit statuses stay."""
+    seen, kept, repeated = set(), [], 0
+    for line in [*text.splitlines(), None]:
+        if line in seen and not line.startswith(("$ ", "exit status ")):
+            repeated += 1
+            continue
+        if not line and line is not None and repeated:  # an empty line between repeated ones
+            continue
+        if repeated:
+            kept.append(f"… {repeated} as above")
+            repeated = 0
+        kept.append(line)
+        if line:
+            seen.add(line)
+    return "\n".join(kept[:-1]) + "\n"
 
 
 def pytest_addoption(parser) -> None:
@@ -144,11 +181,12 @@ def golden(request, tmp_path):
     def golden(name, text, masks=()):
         for pattern, word in ((re.escape(str(tmp_path)), "TMP"), *MASKS, *masks):
             text = re.sub(pattern, word, text)
+        text = condensed(text)
         path = GOLDEN / f"{name}.txt"
         if request.config.getoption("--update"):
             GOLDEN.mkdir(exist_ok=True)
-            path.write_text(text)
-        known = path.read_text() if path.exists() else ""
+            path.write_text(text, "utf-8")
+        known = path.read_text("utf-8") if path.exists() else ""
         if text != known or not text:
             changed = difflib.unified_diff(known.splitlines(), text.splitlines(), str(path), "now", lineterm="")
             pytest.fail("\n".join([*changed, "if this is meant: pytest --update writes it"]), pytrace=False)
@@ -318,3 +356,11 @@ def pytest_runtest_setup() -> None:
         gc.unfreeze()
         gc.collect()
     gc.freeze()
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Return one more than the cores, as tests wait. Each costs seconds and memory to start."""
+    cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    return min(cores, 8) + 1

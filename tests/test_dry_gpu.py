@@ -15,13 +15,13 @@ import torch
 
 import train_gpt
 
+from conftest import DRY_GPU_HOME as HOME
+
 DRY = Path(__file__).resolve().parent.parent / "dry_gpu"
 sys.path.insert(0, str(DRY))
 simulate, page, order = map(importlib.import_module, ("simulate", "page", "order"))
 sys.path.remove(str(DRY))
 
-HOME = Path(os.environ.get("DRY_GPU_HOME") or
-            Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dry-gpu")
 RATES = simulate.Rates(10, 1e9, 1e12, 2e12, 1e11, 1e9, 4e11, 5e11, 1e8, kernel_s=1e-6, collective_s=1e-5, gap_s=0)
 
 

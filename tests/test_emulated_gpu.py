@@ -10,15 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from conftest import DRY_GPU_HOME as HOME
 from conftest import free_port
 
 DRY = Path(__file__).resolve().parent.parent / "dry_gpu"
 sys.path.insert(0, str(DRY))
 faults, order, simulate = map(importlib.import_module, ("faults", "order", "simulate"))
 sys.path.remove(str(DRY))
-
-HOME = Path(os.environ.get("DRY_GPU_HOME") or
-            Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dry-gpu")
 
 
 def parse(*lines):

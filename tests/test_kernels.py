@@ -17,9 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train_gpt
-
-DRY_GPU = Path(os.environ.get("DRY_GPU_HOME") or
-               Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dry-gpu")
+from conftest import DRY_GPU_HOME as DRY_GPU
 
 
 HELPERS = """

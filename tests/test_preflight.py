@@ -16,6 +16,7 @@ import train_gpt
 
 ROOT = Path(__file__).resolve().parent.parent
 import preflight  # noqa: E402
+from conftest import DRY_GPU_HOME as home  # noqa: E402
 from conftest import TINY, tiny_frontier  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -289,7 +290,6 @@ os._exit(0)  # threads of the group would wait forever
 
 def test_each_part_of_each_preset_runs_on_a_gpu_of_80_gb():
     """On the simulated GPU: its verdicts do not count, exceptions do, also in the plain version."""
-    home = Path(os.environ.get("DRY_GPU_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dry-gpu")
     if not (home / "lib" / "libdrygpu.so").exists():
         pytest.skip(f"the simulated GPU is not set up in {home}; run dry_gpu/setup")
     libraries = str(home / "lib")

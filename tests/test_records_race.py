@@ -4,6 +4,7 @@ nothing; and one run of the real script through the launcher."""
 import datetime
 import errno
 import fcntl
+import functools
 import html
 import importlib.util
 import io
@@ -575,7 +576,7 @@ def test_a_race_ends_with_a_table_and_the_page_of_its_record_says_the_same(repo,
     sentence = re.search(f"{idea}: (loss: lower by .*?; time: .*?)\\.\n\n", table, re.S)[1].replace("\n", " ")
     program, tool, *words = shlex.split(advice.splitlines()[0])
     assert (program, tool) == ("./run.sh", "board") and board.main(words) == 0
-    record = home / f"{datetime.date.today()}_NAME"
+    (record,) = home.glob("????-??-??_NAME")
     for page in (home / "README.md", record / "README.md"):
         assert sentence in html.unescape(page.read_text()), page
     assert stats.main([str(record), "--side", "a"]) < 2 and sentence in " ".join(capsys.readouterr().out.split())
@@ -770,20 +771,25 @@ def test_a_script_that_changed_is_refused(repo, capsys):
     assert "has changed since the race began" in capsys.readouterr().err
 
 
-def test_what_the_script_reads_is_opened_before_the_first_run(tmp_path):
+def test_what_the_script_reads_is_opened_before_the_first_run(tmp_path, script):
     """Also GPT-2's tokens beside the shards, which frontier reads, and a saved model."""
     for split in "train", "val":
         write_shard(tmp_path / f"toy_{split}_000001.bin", some_documents(1, 9000, 50257, 50256), 50257, 50256)
     for name in "train_gpt.py", "frontier.py":
         shutil.copy(ROOT / name, tmp_path)
-    flags = ["--preset", "frontier", "--train_files", "toy_train_*.bin", "--val_files", "toy_val_*.bin"]
-    with pytest.raises(logs.UserError, match="of side b .*gpt2.tiktoken.* is missing"):
-        race.check_script({"flags": flags}, tmp_path, "frontier.py of side b", 1)
+    flags = ["--preset", "frontier", "--train_files", f"{tmp_path}/toy_train_*.bin"]
+    flags += ["--val_files", f"{tmp_path}/toy_val_*.bin"]
+    (tmp_path / "check.py").write_text(race.CHECK)
+
+    def says(*more):
+        there = functools.partial(os.chdir, tmp_path)
+        check = script(tmp_path / "check.py", 1, *flags, *more, prepare=there)
+        return check.communicate(timeout=600)[1]
+    assert re.search("gpt2.tiktoken.* is missing", says())
     write_gpt2_tokens(tmp_path)
     race.check_script(side := {"flags": flags}, tmp_path, "frontier.py", 1)
     assert side["target"] == 3.28 and side["validation"][2:] == [["toy_val_000001.bin", 9000]]
-    with pytest.raises(logs.UserError, match="No such file.*nowhere.pt"):
-        race.check_script({"flags": [*flags, "--init_from", "nowhere.pt"]}, tmp_path, "frontier.py", 1)
+    assert re.search("No such file.*nowhere.pt", says("--init_from", "nowhere.pt"))
 
 
 # What it prints: tests/golden/race.txt and race_refusals.txt
@@ -1046,12 +1052,12 @@ def test_a_run_that_is_stopped_leaves_no_process_of_its_group(monkeypatch, heeds
     """Its launcher may end without its ranks. They heed the interrupt, or are killed."""
     monkeypatch.setattr(race, "PATIENCE_S", 60 if heeds else 0.1)
     code = "import signal, subprocess\n" + "signal.signal(signal.SIGINT, signal.SIG_IGN)\n" * (not heeds)
-    code += "rank = subprocess.Popen(['sleep', '60'])\nprint(flush=True)\nrank.wait()"
+    code += "rank = subprocess.Popen(['sleep', '3600'])\nprint(flush=True)\nrank.wait()"
     run = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE,
                            stderr=subprocess.DEVNULL)
     run.stdout.readline()
     race.stop(run, [])
-    run.communicate(timeout=20)  # the rank holds the pipe until it ends
+    run.communicate(timeout=600)  # the rank holds the pipe until it ends
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process is told of its parent's death")

@@ -62,7 +62,7 @@ def _rank(argv, environment, setup, out, err):
 def launch(folder, *argvs, setup=None, timeout=600, **environment):
     """A rank for each list of flags, as torchrun starts them, each prepared by setup(rank) -> the Done of each. Like
     torchrun it holds the store, and ends the others when one has failed."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=600))
     ranks, processes, files = len(argvs), [], []
     for rank, argv in enumerate(argvs):
         of_rank = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1",
@@ -78,7 +78,7 @@ def launch(folder, *argvs, setup=None, timeout=600, **environment):
             failed = time.monotonic()
             for process in processes:
                 process.terminate()
-        if failed is not None and time.monotonic() > failed + 30:
+        if failed is not None and time.monotonic() > failed + 300:
             for process in processes:
                 process.kill()
         time.sleep(0.02)

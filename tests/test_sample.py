@@ -53,7 +53,7 @@ def a_text(tokens=100):
     tiny_frontier(ngrams=(train_gpt.Ngrams(2, 40, 32), train_gpt.Ngrams(3, 30, 8)), ngram_hash="record92")],
     ids=["record 44", "n-grams that share few rows", "record 89", "record 89, still tied", "tables of record 92"])
 def test_logits_are_those_of_the_model(config, tmp_path):
-    """At every length of a text, for a saved model that is read again."""
+    """At every third length of a text, for a saved model that is read again; blocks of windows have four tokens."""
     config = dataclasses.replace(config, val_len=256)
     train_gpt.check_config(config, 1)
     trained, text, original = sample.load_model(save(tmp_path / "m.pt", config)), a_text(), shaken(config)
@@ -62,7 +62,7 @@ def test_logits_are_those_of_the_model(config, tmp_path):
     assert type(model) is config.model_type and not model.training and len(model.rotary.windows) > 1
     assert getattr(model, "tied", False) == (getattr(config, "untie_at", 0) == 1)
     expected = logits_of(original, torch.tensor(text), plan.windows).detach().numpy()
-    for end in range(1, len(text) + 1):
+    for end in range(1, len(text) + 1, 3):
         np.testing.assert_allclose(sample.next_logits(trained, text[:end]), expected[end - 1], rtol=0, atol=1e-4)
     assert expected.std(0).mean() > 0.1, "all tokens have the same logits, so nothing was compared"
 
@@ -255,8 +255,8 @@ def test_ctrl_c_and_a_reader_that_leaves_end_it_without_a_word(saved):
     late.send_signal(signal.SIGINT)
     left.stdout.read(10)
     left.stdout.close()
-    assert late.wait(120) == 130 and not late.stderr.read()
-    assert left.wait(120) == -signal.SIGPIPE and not left.stderr.read()
+    assert late.wait(600) == 130 and not late.stderr.read()
+    assert left.wait(600) == -signal.SIGPIPE and not left.stderr.read()
     if maps.parent.parent.exists():
-        assert early.wait(120) == 130
+        assert early.wait(600) == 130
     assert not early.stderr.read()

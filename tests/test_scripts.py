@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import types
+import uuid
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -764,7 +765,7 @@ def listeners(pid):
                 yield words[1].split(":")[0]
 
 rank, ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-store, _, _ = next(dist.rendezvous("env://", rank, ranks, timeout=timedelta(seconds=100)))
+store, _, _ = next(dist.rendezvous("env://", rank, ranks, timeout=timedelta(seconds=600)))
 dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
 dist.barrier()
 if rank == 1:
@@ -794,7 +795,7 @@ import json, os, signal, sys, time
 from pathlib import Path
 number = os.environ["RANK"]
 if number == "1":
-    time.sleep(30 * (sys.argv[1] != "fails"))
+    time.sleep(600 * (sys.argv[1] != "fails"))
     sys.exit("rank 1 fails")
 if sys.argv[1] == "fails":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -805,25 +806,48 @@ print(json.dumps({"name": __name__, "file": __file__, "argv": sys.argv,
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
 if sys.argv[1] != "fails":
     os.kill(os.getppid(), getattr(signal, sys.argv[1]))
-time.sleep(2 if sys.argv[1] == "SIGHUP" else 30)
+time.sleep(2 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else 600)
 """
 
 
+# One process imports torch and forks the launcher of each case
+LAUNCHERS = """
+import os, signal, sys
+sys.path += [{root!r}, {root!r} + "/launch"]
+import train_gpt, ranks
+for what, ignored, _ in {cases}:
+    if not os.fork():
+        for descriptor, name in (1, "out"), (2, "err"):
+            os.dup2(os.open(what + str(ignored) + name, os.O_WRONLY | os.O_CREAT), descriptor)
+        if ignored:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        sys.exit(ranks.start(2 if what == "fails" else 1, "alone.py", [what]))
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+CASES = [  # what happens, whether SIGHUP is ignored, the launcher's exit status
+    ("SIGTERM", False, 143),
+    ("SIGHUP", True, 0),
+    ("SIGHUP", False, 129),
+    ("SIGUSR1", False, 7),
+    ("fails", False, 1),
+]
+
+
 @pytest.mark.skipif(sys.platform != "linux" or torch.cuda.device_count(), reason="ranks are forks on Linux without a GPU")
-@pytest.mark.parametrize("what, ignored, status", [("SIGTERM", False, 143), ("SIGHUP", True, 0), ("SIGHUP", False, 129), ("SIGUSR1", False, 7),
-                                                   ("fails", False, 1)])
-def test_a_forked_rank_is_the_program_alone_and_signals_reach_it(what, ignored, status, tmp_path):
+def test_a_forked_rank_is_the_program_alone_and_signals_reach_it(tmp_path):
     """nohup's ignored SIGHUP stays ignored. A rank that fails ends the others."""
-    path, ranks_ = tmp_path / "alone.py", "2" if what == "fails" else "1"
+    path = tmp_path / "alone.py"
     path.write_text(ALONE)
-    code = (f"import sys; sys.path += [{str(ROOT)!r}, {str(ROOT / 'launch')!r}]; import train_gpt, ranks\n"
-            f"sys.exit(ranks.start({ranks_}, 'alone.py', ['{what}']))")
-    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=600, cwd=tmp_path,
-                          preexec_fn=lambda: ignored and signal.signal(signal.SIGHUP, signal.SIG_IGN))
-    assert done.returncode == status, done.stderr
-    assert done.stderr == ("rank 1 fails\n" if what == "fails" else "")
-    assert json.loads(done.stdout) == {"name": "__main__", "file": str(path), "argv": ["alone.py", what], "foreign": [],
-                                       "descriptors": 3, "forked": True}
+    code = LAUNCHERS.format(root=str(ROOT), cases=CASES)
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=1800,
+                          cwd=tmp_path)
+    statuses = [int(status) for status in done.stdout.split()]
+    assert statuses == [status for *_, status in CASES], done.stderr
+    for what, ignored, _ in CASES:
+        out, err = ((tmp_path / f"{what}{ignored}{name}").read_text() for name in ("out", "err"))
+        assert err == ("rank 1 fails\n" if what == "fails" else "")
+        assert json.loads(out) == {"name": "__main__", "file": str(path), "argv": ["alone.py", what], "foreign": [],
+                                   "descriptors": 3, "forked": True}
 
 
 def test_ctrl_c_during_imports_is_no_traceback_and_a_request_for_a_checkpoint_no_end(tree):
@@ -944,11 +968,13 @@ def test_set_up_again_does_nothing_and_says_so(tmp_path):
 @pytest.mark.slow
 @needs_venv
 def test_one_command_trains_on_own_text_and_leaves_log_model_picture_and_a_sample(tmp_path, tiny_flags):
-    (tmp_path / "my notes").mkdir()
-    (tmp_path / "my notes" / "a.txt").write_text("".join(f"line {i} of what I wrote\n" for i in range(900)))
+    notes = tmp_path / f"notes {uuid.uuid4().hex}"
+    notes.mkdir()
+    (notes / "a.txt").write_text("".join(f"line {i} of what I wrote\n" for i in range(900)))
     at = [i for i, word in enumerate(tiny_flags) if word in ("--train_files", "--val_files")]
-    done = run_sh(tmp_path, *(word for i, word in enumerate(tiny_flags) if not {i, i - 1} & {*at}), "--text", "my notes")
-    for made in (ROOT / "data").glob("own-my_notes-*"):
+    done = run_sh(tmp_path, *(word for i, word in enumerate(tiny_flags) if not {i, i - 1} & {*at}), "--text", notes.name)
+    made_of = notes.name.replace(" ", "_")
+    for made in (ROOT / "data").glob(f"own-{made_of}-*"):  # no folder of the user's
         shutil.rmtree(made)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^run\.sh: text: \d\d,\d{3} training tokens \(bytes\), 4 steps of 384: part of the text; .*\n"
