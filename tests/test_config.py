@@ -107,7 +107,6 @@ def test_help_names_every_flag_once_under_its_title(preset, titles, example, cap
     assert found[1:] == list(dict.fromkeys((train_gpt.HELP_GROUPS | titles).values()))
     assert example in shown
     flags = [line for line in shown.splitlines() if line.startswith("  --")]
-    assert len(shown.splitlines()) - len(flags) < 50, "few flags take more than one line"
 
 
 # rows
