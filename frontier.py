@@ -1,14 +1,16 @@
-"""The public GPT speedrun's head, record 92's mechanisms, as the preset `frontier`. Ideas for it go into this file.
+"""The public GPT speedrun's head, record 92's mechanisms, as the preset `frontier`. Ideas for it
+go into this file.
 
     ./run.sh --preset frontier                set up, fetch the data and train on GPUs
     torchrun --nproc_per_node=8 frontier.py   train on eight GPUs, with data already fetched
     python frontier.py --help                 every flag
 
-This file holds what the records add to record 44: config, model, update rules. All else is train_gpt.py, which it
-imports: data, schedule, gradient sync, training loop, attention, log. The source of both files opens the log of a run.
-`frontier` computes what record 92 does, on 1, 2, 4 or 8 GPUs of any kind, but with a smaller n-gram table and less in
-fp8. Known further differences: the record rounds residual and post weights to bf16, and reads the first shard on its
-clock; its gradient's normalizer counts further targets beyond a sequence's end; and see Tail.keep_norm.
+This file holds what the records add to record 44: config, model, update rules. All else is
+train_gpt.py, which it imports: data, schedule, gradient sync, training loop, attention, log. The
+source of both files opens the log of a run. `frontier` computes what record 92 does, on 1, 2, 4 or
+8 GPUs of any kind, but with a smaller n-gram table and less in fp8. Known further differences: the
+record rounds residual and post weights to bf16, and reads the first shard on its clock; its
+gradient's normalizer counts further targets beyond a sequence's end; and see Tail.keep_norm.
 `frontier89` is record 89: bench/public_record.py compares it with the record's own program.
 
     section    contents                                                         to start, search for
@@ -26,7 +28,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-STARTS_A_RUN = __name__ == "__main__"  # train_gpt.py then prepares the process before it imports torch
+# train_gpt.py then prepares the process before it imports torch
+STARTS_A_RUN = __name__ == "__main__"
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # python -I leaves it out
 
 import base64
@@ -34,7 +37,7 @@ import math
 import re
 import unicodedata
 from dataclasses import MISSING, dataclass, replace
-from functools import lru_cache, reduce
+from functools import reduce
 from itertools import chain, pairwise
 from math import sqrt
 from typing import Any, Iterator, NamedTuple, Sequence
@@ -46,11 +49,57 @@ from torch import Tensor, nn
 
 import train_gpt
 from train_gpt import (
-    GATE_DIM, GPT2_VOCAB, TILE_K, TILE_M, TILE_N, Comm, DistributedOptimizer, DocumentTable, Encoding, HandleGroup,
-    HeadLoss, Mask, Ngrams, NorMuon, Pair, Plan, Ramp, Rotary, Shard, Softcap, Tensors, Values, Windows, attend,
-    compiled, cut_in_pieces, embedding, fp8_product, frozen, groups_by_kind, kernel_programs, mask_in_pieces, norm,
-    option, parameter, polar, relu_squared, require, rotary_frequencies, rotate, scheduled_steps, seen_by_pieces,
-    sha256_of, stage_type, stages_of, start, to_device, triton, uniform, wide_dtype)
+    GATE_DIM,
+    GPT2_VOCAB,
+    TILE_K,
+    TILE_M,
+    TILE_N,
+    Comm,
+    DistributedOptimizer,
+    DocumentTable,
+    Encoding,
+    HandleGroup,
+    HeadLoss,
+    Mask,
+    Ngrams,
+    NorMuon,
+    Pair,
+    Plan,
+    Ramp,
+    Rotary,
+    Shard,
+    Softcap,
+    Tensors,
+    Values,
+    Windows,
+    attend,
+    compiled,
+    cut_in_pieces,
+    embedding,
+    fp8_product,
+    frozen,
+    groups_by_kind,
+    kernel_programs,
+    mask_in_pieces,
+    norm,
+    option,
+    parameter,
+    polar,
+    relu_squared,
+    require,
+    rotary_frequencies,
+    rotate,
+    scheduled_steps,
+    seen_by_pieces,
+    sha256_of,
+    stage_type,
+    stages_of,
+    start,
+    to_device,
+    triton,
+    uniform,
+    wide_dtype,
+)
 
 Outputs = dict[int, Tensor]  # by layer
 
@@ -58,33 +107,58 @@ if triton is not None:
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # config
+
 
 @frozen
 class StageValues(train_gpt.StageValues):
     """Values that a stage may set: also the weights of further targets, which GPT.loss reads."""
 
-    second_token_weight: float = option(0.0, "weight in the objective of the token after the next", min=0)
-    third_token_weight: float = option(0.0, "weight in the objective of the token two after the next", min=0)
-    prefix_weight: float = option(0.0, "weight of a further target: the longest token that begins the next", min=0)
-    attended_tokens: int = option(0, "attention treats every so many tokens of a document as a document of its own; 0: "
-                                  "it sees whole documents", min=0)
-    candidates: int = option(0, "classes of the training loss, drawn for each micro-batch (0: all). The train_loss in "
-                             "the log is then of these only, too low by up to ln(vocabulary / candidates); the log "
-                             "states beside it how many were used, the mean of the step's micro-batches", min=0)
+    second_token_weight: float = option(
+        0.0, "weight in the objective of the token after the next", min=0
+    )
+    third_token_weight: float = option(
+        0.0, "weight in the objective of the token two after the next", min=0
+    )
+    prefix_weight: float = option(
+        0.0, "weight of a further target: the longest token that begins the next", min=0
+    )
+    attended_tokens: int = option(
+        0,
+        "attention treats every so many tokens of a document as a document of its own; 0: "
+        "it sees whole documents",
+        min=0,
+    )
+    candidates: int = option(
+        0,
+        "classes of the training loss, drawn for each micro-batch (0: all). The train_loss in "
+        "the log is then of these only, too low by up to ln(vocabulary / candidates); the log "
+        "states beside it how many were used, the mean of the step's micro-batches",
+        min=0,
+    )
+
 
 Stage = stage_type(StageValues)
 Stage.__module__ = __name__  # Python 3.12 and newer name the module that made it
+
 
 @dataclass(frozen=True, repr=False)
 class AdamGroup(train_gpt.AdamGroup):
     """How Adam updates one kind of parameters, with moments in float32."""
 
-    slow_from: int | None = option(None, "step from which the kind is updated half as often, with squared betas and "
-                                   "twice the weight decay (None: never)", min=0)
-    row_moment: bool = option(False, "of n-gram tables: one second moment per row, and no first one")
-    by_rows: bool = option(False, "of value tables: gradients of the rows that were read are sent, not of all")
+    slow_from: int | None = option(
+        None,
+        "step from which the kind is updated half as often, with squared betas and "
+        "twice the weight decay (None: never)",
+        min=0,
+    )
+    row_moment: bool = option(
+        False, "of n-gram tables: one second moment per row, and no first one"
+    )
+    by_rows: bool = option(
+        False, "of value tables: gradients of the rows that were read are sent, not of all"
+    )
 
     def rule(self, config: Config) -> Adam:
         rule = vars(super().rule(config)) | {"fp32_moments": True, "slow_from": self.slow_from}
@@ -92,11 +166,15 @@ class AdamGroup(train_gpt.AdamGroup):
             rule |= {"rows": True, "lazy": False}
         return (RowAdam if self.row_moment else Adam)(**rule)
 
+
 @frozen
 class Tail:
-    """A running average of weights over the last steps, which pulls the weights to it after the last one."""
+    """A running average of weights over the last steps, which pulls the weights to it after the
+    last one."""
 
-    kinds: str  # of parameters, divided by spaces; mlp: all that begin with mlp_; also the last part of names, as qk
+    # of parameters, divided by spaces; mlp: all that begin with mlp_; also the last part of names,
+    # as qk
+    kinds: str
     last_steps: int = option(MISSING, "the average starts as the weights after the first of them")
     period: int = option(1, "it moves after each later step s with s % period = phase")
     phase: int = option(0, "see period", min=0)
@@ -104,24 +182,63 @@ class Tail:
     last_rate: float | None = option(None, "rate after the last step; None: rate", max=1)
     final_steps: int = option(0, "it moves after these last steps in any case", min=0)
     blend: float = option(1.0, "at the end: weights += blend * (average - weights)", max=1)
-    # then scale all weights of a kind by one factor, to the norm that they had. Record 92's norm of the MLPs also
-    # counts a matrix that its model does not use and that never changes; ours does not, which is at most 5e-5 nats
+    # then scale all weights of a kind by one factor, to the norm that they had. Record 92's norm of
+    # the MLPs also counts a matrix that its model does not use and that never changes; ours does
+    # not, which is at most 5e-5 nats
     keep_norm: bool = True
     __repr__ = train_gpt.show_row
+
 
 @dataclass(frozen=True, repr=False)
 class MuonGroup(train_gpt.MuonGroup):
     """How NorMuon or, with anvil_from, ANVIL updates one kind of matrices."""
 
-    anvil_from: int | None = option(None, "step from which ANVIL adds its slow momentum (None: NorMuon)", min=0)
+    anvil_from: int | None = option(
+        None, "step from which ANVIL adds its slow momentum (None: NorMuon)", min=0
+    )
 
     def rule(self, config: Config) -> NorMuon:
         rule = super().rule(config)
         return rule if self.anvil_from is None else Anvil(**vars(rule), blend_from=self.anvil_from)
 
+
 TIED = {"beta1": 0.5, "weight_decay": 0.75}
 SLOW = {"beta1": 0.9, "beta2": 0.99}
 OF_TABLES = {"beta1": 0.75, "beta2": 0.95, "weight_decay": 0.025}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The contents of one layer, a row of Config.layers. Read Block and Attention first."""
+
+    # removed: none, but the residual stream is weighted as in a layer with attention. paired: the
+    # short window, and heads j and num_heads / 2 + j attend to each other's keys
+    attention: str = option(
+        "none", "the attention's window, or none", ("none", "removed", "short", "long", "paired")
+    )
+    narrow: str = option(
+        "", "what has half the width: queries and keys, or also values", ("", "qk", "qkv")
+    )
+    value_table: int | None = option(None, "values add this table's row of the token", min=0)
+    xsa: bool = option(False, "heads remove a token's own value (XSA, arXiv:2603.09078)")
+    gated: bool = option(False, "a gate per head and token")
+    dc: bool = option(False, "attention maps are mixed over heads (DC, arXiv:2405.08553)")
+    reads_backout: bool = option(False, "attention reads the output of backout_layer")
+    adds: str = option("", "what the residual stream adds", ("", "x0", "ngrams", "x0 ngrams"))
+    mlp: int = option(1, "number of MLPs, whose outputs are summed", min=0, max=2)
+    skip_from: int | None = option(None, "skip connection from this layer", min=0)
+    __repr__ = train_gpt.show_row
+
+    @property
+    def window(self) -> str | None:
+        """Return the attention's key in GPT.masks, None without attention."""
+        return {"short": "S", "long": "L", "paired": "P"}.get(self.attention)
+
+    @property
+    def weights_residual(self) -> bool:
+        return self.attention != "none"
+
+
 # One row per kind of parameters
 PARAM_GROUPS = (
     AdamGroup("head", **TIED),
@@ -133,7 +250,8 @@ PARAM_GROUPS = (
     AdamGroup("post_lambdas", beta1=0.9),
     AdamGroup("gates", **SLOW, weight_decay=0.005),
     AdamGroup("smear_gate", 0.01, **SLOW),
-    AdamGroup("token_gates", 0.1, **SLOW, weight_decay=0.005),  # outputs weight whole residual streams
+    # outputs weight whole residual streams
+    AdamGroup("token_gates", 0.1, **SLOW, weight_decay=0.005),
     AdamGroup("token_gates_biases", 0.1, **SLOW),
     AdamGroup("mudd", 0.25, **SLOW, weight_decay=0.005),
     AdamGroup("mudd_biases", 0.25, **SLOW),
@@ -143,55 +261,101 @@ PARAM_GROUPS = (
     MuonGroup("mlp_proj", lr_mul=4.0),
 )
 
+
 @frozen
 class Config(train_gpt.Config, StageValues):
-    """Every value that decides a run. The defaults, with RECORD_89, are record 89 of the public speedrun."""
+    """Every value that decides a run. The defaults, with RECORD_89, are record 89 of the public
+    speedrun."""
 
-    row_types = Stage, Ramp, AdamGroup, MuonGroup, Ngrams, Tail
+    row_types = Stage, Ramp, AdamGroup, MuonGroup, Ngrams, Tail, Layer
     base_groups = PARAM_GROUPS
     model_type = property(lambda self: GPT)
     worker_type = property(lambda self: Worker)
-    help_groups = {"second_token_weight": "values that stages may set", "ngram_hash": "model of records 89 and 92"}
+    help_groups = {
+        "second_token_weight": "values that stages may set",
+        "ngram_hash": "model of records 89 and 92",
+    }
     beside_loss = ("candidates",)
 
-    # the record's first layer has neither attention nor MLP; the others are numbered without it. Queries, keys and
-    # values of half the width use a part of matrices of full size, so that updates treat all layers alike
-    layers: str = option("PinM S0xinM P1inM LxginM SxinM PinM M+3 SxinM cS2inM cP3inM cL4gdM",
-                         "one word per layer, such as S0xinM; class Layer explains the letters")
+    # Narrow queries, keys and values use a part of matrices of full size, so that updates treat all
+    # layers alike
+    layers: tuple[Layer, ...] = option(
+        (),
+        'one row per layer, such as Layer("short", value_table=0, xsa=true, adds="x0 ngrams")',
+    )
     mlp_dim: int = option(0, "hidden width of the MLPs; 0: 4 * model_dim", min=0)
-    softmax_scale: float = option(0.1, "factor on attention's logits in heads of full width, for the first window")
+    softmax_scale: float = option(
+        0.1, "factor on attention's logits in heads of full width, for the first window"
+    )
     narrow_softmax_scale: float = option(0.13, "the same for narrow queries and keys")
-    mudd_groups: int = option(0, "groups of channels with weights of their own when the head mixes earlier outputs; it "
-                              "then also reads all value tables, the last MLP's input and backout_layer's normed "
-                              "output. 0: none of these", min=0)
-    ngrams: tuple[Ngrams, ...] = option((Ngrams(2, 377280, 768),), "n-gram embedding tables, Ngrams(N, ROWS, WIDTH) "
-                                        "each; N is 2, or with the hash of record 92 also 3")
-    ngram_hash: str = option("record89", "which hashes assign n-grams to rows and signs", ("record89", "record92"))
-    normalized_ids: bool = option(False, "n-grams and doc_copy compare GPT-2's tokens without case, accents and spaces")
-    doc_copy: bool = option(False, "add the embedding of the token that followed the longest repeated context of the "
-                            "document; see DocCopy")
-    token_gates: str = option("0,4", "layers that begin a small network's range. Per token it computes gates of x0, "
-                              "bigram embeddings, skip connections, x, g and d for the layers up to the next one")
+    mudd_groups: int = option(
+        0,
+        "groups of channels with weights of their own when the head mixes earlier outputs; it "
+        "then also reads all value tables, the last MLP's input and backout_layer's normed "
+        "output. 0: none of these",
+        min=0,
+    )
+    ngrams: tuple[Ngrams, ...] = option(
+        (Ngrams(2, 377280, 768),),
+        "n-gram embedding tables, Ngrams(N, ROWS, WIDTH) "
+        "each; N is 2, or with the hash of record 92 also 3",
+    )
+    ngram_hash: str = option(
+        "record89", "which hashes assign n-grams to rows and signs", ("record89", "record92")
+    )
+    normalized_ids: bool = option(
+        False, "n-grams and doc_copy compare GPT-2's tokens without case, accents and spaces"
+    )
+    doc_copy: bool = option(
+        False,
+        "add the embedding of the token that followed the longest repeated context of the "
+        "document; see DocCopy",
+    )
+    token_gates: str = option(
+        "0,4",
+        "layers that begin a small network's range. Per token it computes gates of x0, "
+        "bigram embeddings, skip connections, x, g and d for the layers up to the next one",
+    )
     output_init: float = option(1.0, "scale of the initial attention output matrices", min=0)
     # a tied head of zeros learns nothing
     head_init: float = option(0.005, "standard deviation of the head's initialization")
-    value_init: float = option(0.01, "standard deviation of the value tables' initialization", min=0)
-    resid_lambda_init: float = option(1.1, "initial weight of the residual stream; above 1 favours later layers")
-    untie_at: float = option(2 / 3, "fraction of the schedule in which head and embedding are one matrix; then the "
-                             "embedding becomes a copy with its own updates (0: never tied)", min=0, max=1)
+    value_init: float = option(
+        0.01, "standard deviation of the value tables' initialization", min=0
+    )
+    resid_lambda_init: float = option(
+        1.1, "initial weight of the residual stream; above 1 favours later layers"
+    )
+    untie_at: float = option(
+        2 / 3,
+        "fraction of the schedule in which head and embedding are one matrix; then the "
+        "embedding becomes a copy with its own updates (0: never tied)",
+        min=0,
+        max=1,
+    )
     # a lower cap than record 44's; logits have more room below x = 0 than above
-    logit_shift: float = option(5.0, "logits = logit_cap * sigmoid((x + logit_shift) / 7.5)", min=-math.inf)
-    fp8_mlp: bool = option(True, "compute the MLPs' forward in fp8 during training; on GPUs only where kernels are on")
-    muon_qk_heads: int = option(2, "heads per matrix of queries or keys that NorMuon orthogonalizes")
+    logit_shift: float = option(
+        5.0, "logits = logit_cap * sigmoid((x + logit_shift) / 7.5)", min=-math.inf
+    )
+    fp8_mlp: bool = option(
+        True, "compute the MLPs' forward in fp8 during training; on GPUs only where kernels are on"
+    )
+    muon_qk_heads: int = option(
+        2, "heads per matrix of queries or keys that NorMuon orthogonalizes"
+    )
     tails: tuple[Tail, ...] = option(
-        (), "averages over the last steps, such as Tail(\"head embed\", 298, rate=.01, blend=.65). The weights move to "
-        "them, row after row, before the last validation; earlier validations are of the weights as trained")
+        (),
+        'averages over the last steps, such as Tail("head embed", 298, rate=.01, blend=.65). The'
+        " weights move to them, row after row, before the last validation; earlier validations are"
+        " of the weights as trained",
+    )
 
     def parse_layers(self) -> tuple[Layer, ...]:
-        return parse_layers(self.layers)
+        require(self.layers, "layers is empty; give at least one layer")
+        return self.layers
 
     def shortened(self, num_steps: int) -> Values:
-        """Scale also the steps in which rules change, and the tails: an average moves as far over its fewer steps."""
+        """Scale also the steps in which rules change, and the tails: an average moves as far over
+        its fewer steps."""
         part = num_steps / self.num_steps
         if part >= 1:
             return super().shortened(num_steps)
@@ -200,252 +364,511 @@ class Config(train_gpt.Config, StageValues):
             if isinstance(row, Tail):
                 rates = (row.rate, row.rate if row.last_rate is None else row.last_rate)
                 rate, last_rate = (1 - (1 - rate) ** (1 / part) for rate in rates)
-                return replace(row, last_steps=max(1, int(part * row.last_steps)),
-                                           rate=rate, last_rate=last_rate)
-            name, unit = ("slow_from", 2 * self.adam_every) if isinstance(row, AdamGroup) else ("anvil_from", 1)
+                return replace(
+                    row,
+                    last_steps=max(1, int(part * row.last_steps)),
+                    rate=rate,
+                    last_rate=last_rate,
+                )
+            name, unit = (
+                ("slow_from", 2 * self.adam_every)
+                if isinstance(row, AdamGroup)
+                else ("anvil_from", 1)
+            )
             steps = getattr(row, name)
-            return row if steps is None else replace(row, **{name: int(part * steps) // unit * unit})
-        return super().shortened(num_steps) | {"tails": tuple(map(scaled, self.tails)),
-                                               "param_groups": tuple(map(scaled, self.param_groups))}
+            return (
+                row if steps is None else replace(row, **{name: int(part * steps) // unit * unit})
+            )
+
+        return super().shortened(num_steps) | {
+            "tails": tuple(map(scaled, self.tails)),
+            "param_groups": tuple(map(scaled, self.param_groups)),
+        }
 
     def conditions(self, ranks: int) -> Iterator[tuple[Any, str]]:
         yield from super().conditions(ranks)
-        c, layers, begins = self, self.parse_layers(), gate_begins(self)
+        c = self
+        layers = self.parse_layers()
+        begins = gate_begins(self)
         tables = any(layer.value_table is not None for layer in layers)
         yield from (
-            (begins[:1] == [0] and begins[-1] < len(layers) and begins == sorted({*begins}), f"token_gates is "
-             f"{c.token_gates!r}; give numbers of layers, 0 and later ones up to {len(layers) - 1}, such as 0,4"),
-            (all(gates_of(c, numbers) for numbers in gated_layers(c) if numbers.stop <= len(layers)),
-             f"token_gates is {c.token_gates!r}, but the layers from one of these to the next have "
-             "none of i, n, x, g, d and +N; add one, or begin elsewhere"),
-            (c.backout_layer != len(layers) - 1,
-             f"backout_layer is {c.backout_layer}; the last layer reads it, so give an earlier one"),
-            (layers[0].window and layers[-1].window and tables, "layers: the first and the last layer need attention, "
-             "and one layer a value table, such as S0M"),
-            (not any(layer.reads_backout for layer in layers[:c.backout_layer + 1]),
-             f"layers: c reads the output of backout_layer {c.backout_layer}; write it only in later layers"),
-            (c.num_heads % 2 == 0, f"num_heads is {c.num_heads}; P and the last layer need an even number"),
-            (c.num_heads % c.muon_qk_heads == 0,
-             f"muon_qk_heads is {c.muon_qk_heads}; it must divide num_heads, {c.num_heads}"),
-            (c.ngrams and all(table.n in SIGN_FACTORS[c.ngram_hash] and table.rows > 1 for table in c.ngrams),
-             f"ngrams: with ngram_hash {c.ngram_hash} give tables of 2 rows and more and of n in "
-             f"{', '.join(map(str, SIGN_FACTORS[c.ngram_hash]))}, such as Ngrams(2, 3000, {c.model_dim})"),
-            (not c.mudd_groups or c.model_dim % c.mudd_groups == 0 and layers[-1].mlp, f"mudd_groups is "
-             f"{c.mudd_groups}; it must divide model_dim, {c.model_dim}, and the last layer needs an MLP"))
+            (
+                begins[:1] == [0] and begins[-1] < len(layers) and begins == sorted({*begins}),
+                (
+                    f"token_gates is {c.token_gates!r}; give numbers of layers, 0 and later ones up"
+                    f" to {len(layers) - 1}, such as 0,4"
+                ),
+            ),
+            (
+                all(
+                    gates_of(c, numbers)
+                    for numbers in gated_layers(c)
+                    if numbers.stop <= len(layers)
+                ),
+                (
+                    f"token_gates is {c.token_gates!r}, but the layers from one of these to the"
+                    " next have no adds, xsa, gated, dc or skip_from; add one, or begin elsewhere"
+                ),
+            ),
+            (
+                c.backout_layer != len(layers) - 1,
+                (
+                    f"backout_layer is {c.backout_layer}; the last layer reads it, so give an"
+                    " earlier one"
+                ),
+            ),
+            (
+                layers[0].window and layers[-1].window and tables,
+                (
+                    "layers: the first and the last layer need attention, and one layer a"
+                    ' value table, such as Layer("short", value_table=0)'
+                ),
+            ),
+            (
+                not any(layer.reads_backout for layer in layers[: c.backout_layer + 1]),
+                (
+                    f"layers: reads_backout reads the output of layer {c.backout_layer},"
+                    " backout_layer; write it only in later layers"
+                ),
+            ),
+            (
+                c.num_heads % 2 == 0,
+                f"num_heads is {c.num_heads}; paired and the last layer need an even number",
+            ),
+            (
+                c.num_heads % c.muon_qk_heads == 0,
+                f"muon_qk_heads is {c.muon_qk_heads}; it must divide num_heads, {c.num_heads}",
+            ),
+            (
+                c.ngrams
+                and all(
+                    table.n in SIGN_FACTORS[c.ngram_hash] and table.rows > 1 for table in c.ngrams
+                ),
+                (
+                    f"ngrams: with ngram_hash {c.ngram_hash} give tables of 2 rows and more and of"
+                    f" n in {', '.join(map(str, SIGN_FACTORS[c.ngram_hash]))}, such as Ngrams(2,"
+                    f" 3000, {c.model_dim})"
+                ),
+            ),
+            (
+                not c.mudd_groups or c.model_dim % c.mudd_groups == 0 and layers[-1].mlp,
+                (
+                    f"mudd_groups is {c.mudd_groups}; it must divide model_dim, {c.model_dim}, and"
+                    " the last layer needs an MLP"
+                ),
+            ),
+        )
         for tail in c.tails:
-            yield isinstance(tail.kinds, str) and tail.phase < tail.period, (
-                f"tails: {tail}: give kinds as a text such as \"qk vo\", and a phase below the period")
+            yield (
+                isinstance(tail.kinds, str) and tail.phase < tail.period,
+                (
+                    f'tails: {tail}: give kinds as a text such as "qk vo", and a phase below the'
+                    " period"
+                ),
+            )
         for n in {stage.first["candidates"] for stage in stages_of(c)}:
             yield n % 16 == 0, f"candidates is {n}; products in fp8 need a multiple of 16"
-        cycle, untied = 2 * c.adam_every, first_untied_step(c)
+        cycle = 2 * c.adam_every
+        untied = first_untied_step(c)
         for group in groups_by_kind(c).values():
             if isinstance(group, AdamGroup):
                 slow_from = group.slow_from or 0
-                yield (slow_from % cycle == 0, f"param_groups: {group} has slow_from {slow_from}; it must be a "
-                       f"multiple of {cycle}, 2 * adam_every")
-                yield (group.kind != "head" or group.slow_from is None or slow_from >= untied or untied % cycle == 0,
-                       f"param_groups: {group}: its gradients would wait in step {untied}, in which the embedding "
-                       "becomes a copy of the head; change untie_at")
-                yield ((not group.row_moment or group.kind == "ngram_embeds" and c.lazy_tables)
-                       and (not group.by_rows or group.kind == "value_embeds"), f"param_groups: {group}: row_moment is "
-                       "for ngram_embeds with --lazy_tables true, and by_rows for value_embeds; leave it out")
+                yield (
+                    slow_from % cycle == 0,
+                    (
+                        f"param_groups: {group} has slow_from {slow_from}; it must be a "
+                        f"multiple of {cycle}, 2 * adam_every"
+                    ),
+                )
+                yield (
+                    group.kind != "head"
+                    or group.slow_from is None
+                    or slow_from >= untied
+                    or untied % cycle == 0,
+                    (
+                        f"param_groups: {group}: its gradients would wait in step {untied}, in"
+                        " which the embedding becomes a copy of the head; change untie_at"
+                    ),
+                )
+                yield (
+                    (not group.row_moment or group.kind == "ngram_embeds" and c.lazy_tables)
+                    and (not group.by_rows or group.kind == "value_embeds"),
+                    (
+                        f"param_groups: {group}: row_moment is for ngram_embeds with --lazy_tables"
+                        " true, and by_rows for value_embeds; leave it out"
+                    ),
+                )
         for i, layer in enumerate(layers):
-            yield (layer.window != "P" or not (layer.xsa or layer.dc), f"layers: layer {i} has P with x or d, which "
-                   "need unpaired heads; write S or L")
-            yield (layer.narrow_qk or not layer.narrow_v, f"layers: layer {i} has v without q; write qv, or leave "
-                   "out v")
-            yield (not layer.narrow_qk or layer.window != "L" and not layer.dc, f"layers: layer {i} has q with L or d, "
-                   "which need queries and keys of full width; leave out q")
-            yield (not layer.last or not (layer.adds_x0 or layer.adds_ngrams), "layers: the last layer has i or n, but "
-                   "the token weights of Mudd add both; leave them out")
+            where = f"layers: layer {i}, {layer!r}"
+            yield (
+                layer.attention != "paired" or not (layer.xsa or layer.dc),
+                f"{where}: xsa and dc need unpaired heads; write short or long",
+            )
+            yield (
+                not layer.narrow or layer.attention != "long" and not layer.dc,
+                f"{where}: long and dc need queries and keys of full width; leave out narrow",
+            )
+            yield (
+                layer.window or not needs_attention(layer),
+                (
+                    f"{where}: narrow, value_table, xsa, gated, dc and reads_backout are parts of"
+                    " attention; add short, long or paired, or leave them out"
+                ),
+            )
+            yield (
+                layer.weights_residual or not layer.adds,
+                (
+                    f"{where}: a layer without attention adds nothing; write removed, or leave out"
+                    " adds"
+                ),
+            )
+        yield (
+            not layers[-1].adds,
+            (
+                "layers: the token weights of Mudd add x0 and n-grams to the last layer; leave out"
+                " adds"
+            ),
+        )
 
+
+def needs_attention(layer: Layer) -> bool:
+    parts = (layer.narrow, layer.xsa, layer.gated, layer.dc, layer.reads_backout)
+    return any(parts) or layer.value_table is not None
+
+
+# Record 89 of the public speedrun, with its numbers of records (45 and later) beside what came
+# later. The record's first layer has neither attention nor MLP; here layers are numbered without it
 RECORD_89 = Config(
-    backout_layer=7, overlap_param_gather=True, update_order="forward", logit_cap=23.0,
-    fp8_x_scale=100 / 448, fp8_weight_scale=1.6 / 448, fp8_grad_scale=0.75 / 448,
-    num_steps=1285, cooldown=0.6, lr_floor=0.15, muon_lr=0.023, muon_beta2=0.9, adam_eps=1e-10,
-    # Batches and documents grow; at first several tokens are predicted. Ends: 423 (1/3: 424), 847, 1270, 1285
+    layers=(
+        # value tables: records 44 and 55. paired heads: 58. XSA: 82. adds by token: 85
+        Layer("paired", adds="x0 ngrams"),
+        Layer("short", value_table=0, xsa=True, adds="x0 ngrams"),
+        Layer("paired", value_table=1, adds="x0 ngrams"),
+        Layer("long", xsa=True, gated=True, adds="x0 ngrams"),  # gates by token: 85
+        Layer("short", xsa=True, adds="x0 ngrams"),
+        Layer("paired", adds="x0 ngrams"),
+        Layer(skip_from=3),  # no attention, one skip connection: 45
+        Layer("short", xsa=True, adds="x0 ngrams"),
+        Layer("short", value_table=2, reads_backout=True, adds="x0 ngrams"),  # reads backout: 77
+        Layer("paired", value_table=3, reads_backout=True, adds="x0 ngrams"),
+        Layer("long", value_table=4, gated=True, dc=True, reads_backout=True),  # DC: 85
+    ),
+    backout_layer=7,
+    overlap_param_gather=True,
+    update_order="forward",
+    logit_cap=23.0,
+    fp8_x_scale=100 / 448,
+    fp8_weight_scale=1.6 / 448,  # 55
+    fp8_grad_scale=0.75 / 448,
+    num_steps=1285,
+    cooldown=0.6,  # 73
+    lr_floor=0.15,
+    muon_lr=0.023,
+    muon_beta2=0.9,
+    adam_eps=1e-10,
+    # Batches and documents grow; at first several tokens are predicted: 53, and a prefix: 88
     stages=(
-        Stage(until=0.333, micro_batch_tokens=16384, max_document_tokens=896, long_window=3,
-              second_token_weight=0.5, third_token_weight=Ramp(0.25, 0.0), prefix_weight=0.25),
-        Stage(until=2/3, micro_batch_tokens=32768, max_document_tokens=2048, long_window=7, peak_lr_factor=1.52,
-              second_token_weight=Ramp(0.5, 0.0), prefix_weight=Ramp(0.25, 0.0)),
-        Stage(micro_batch_tokens=49152, max_document_tokens=2048, long_window=11, peak_lr_factor=1.73),
-        Stage(extra_steps=15, micro_batch_tokens=49152, max_document_tokens=2048, long_window=13,
-              peak_lr_factor=0.15),  # lr_floor decides here, not peak
+        Stage(
+            until=0.333,  # step 423; 1/3 would be 424
+            micro_batch_tokens=16384,
+            max_document_tokens=896,
+            long_window=3,
+            second_token_weight=0.5,
+            third_token_weight=Ramp(0.25, 0.0),
+            prefix_weight=0.25,
+        ),
+        Stage(
+            until=2 / 3,  # step 847
+            micro_batch_tokens=32768,
+            max_document_tokens=2048,
+            long_window=7,
+            peak_lr_factor=1.52,
+            second_token_weight=Ramp(0.5, 0.0),
+            prefix_weight=Ramp(0.25, 0.0),
+        ),
+        Stage(  # to step 1270
+            micro_batch_tokens=49152,
+            max_document_tokens=2048,
+            long_window=11,
+            peak_lr_factor=1.73,  # 53
+        ),
+        Stage(
+            extra_steps=15,
+            micro_batch_tokens=49152,
+            max_document_tokens=2048,
+            long_window=13,
+            peak_lr_factor=0.15,  # below lr_floor, which decides here
+        ),
     ),
 )
 
-# Record 92. Its stages end at 320, 681, 1107, 1174, 1194; a stage is several rows where a value changes in steps
-SECOND = {"micro_batch_tokens": 32768, "max_document_tokens": 2048, "long_window": 7, "peak_lr_factor": 1.52,
-          "candidates": 10240}
-THIRD = {"micro_batch_tokens": 49152, "max_document_tokens": 3072, "attended_tokens": 2560, "long_window": 11}
-PRESETS = {"frontier": replace(
-    RECORD_89, layers="PqinM Sqv0xinM Pq1iM LxgM rinM PqinM M+3 ri cSqv2MM rnM cL3gM", mlp_dim=2816,
-    softmax_scale=0.085, mudd_groups=12, untie_at=1.0, num_steps=1194, cooldown=940 / 1174, lr_floor=0.3, val_every=0,
-    muon_weight_decay=2.25, muon_momentum=0.93, muon_momentum_rise=240,
-    fp8_weight_scale=2 / 448, fp8_grad_scale=0.75 / 8 / 448,
+
+def second_stage(begin: int, end: int, prefix_weight: float) -> Stage:
+    """Return a part of record 92's second stage, steps 320 to 681; the prefix's weight falls in
+    four parts."""
+    return Stage(
+        until=end / 1174,
+        micro_batch_tokens=32768,
+        max_document_tokens=2048,
+        long_window=7,
+        peak_lr_factor=1.52,
+        candidates=10240,
+        second_token_weight=Ramp(0.5 * (681 - begin) / 361, 0.5 * (681 - end) / 361),
+        prefix_weight=prefix_weight,
+    )
+
+
+def late_stage(micro_batch_tokens: int, long_window: int = 11, **values: Any) -> Stage:
+    """Return a stage of record 92 after step 681: long documents, of which attention sees pieces."""
+    return Stage(
+        micro_batch_tokens=micro_batch_tokens,
+        max_document_tokens=3072,
+        attended_tokens=2560,
+        long_window=long_window,
+        **values,
+    )
+
+
+# Record 92 (pull request 360), where nothing else stands beside a value
+RECORD_92 = replace(
+    RECORD_89,
+    layers=(
+        Layer("paired", narrow="qk", adds="x0 ngrams"),
+        Layer("short", narrow="qkv", value_table=0, xsa=True, adds="x0 ngrams"),
+        Layer("paired", narrow="qk", value_table=1, adds="x0"),
+        Layer("long", xsa=True, gated=True),
+        Layer("removed", adds="x0 ngrams"),
+        Layer("paired", narrow="qk", adds="x0 ngrams"),
+        Layer(skip_from=3),  # record 45
+        Layer("removed", adds="x0", mlp=0),
+        Layer("short", narrow="qkv", value_table=2, reads_backout=True, mlp=2),
+        Layer("removed", adds="ngrams"),
+        Layer("long", value_table=3, gated=True, reads_backout=True),
+    ),
+    mlp_dim=2816,
+    softmax_scale=0.085,
+    mudd_groups=12,
+    untie_at=1.0,
+    num_steps=1194,
+    cooldown=940 / 1174,
+    lr_floor=0.3,
+    val_every=0,
+    muon_weight_decay=2.25,
+    muon_momentum=0.93,
+    muon_momentum_rise=240,
+    fp8_weight_scale=2 / 448,
+    fp8_grad_scale=0.75 / 8 / 448,
     # 84,602,880 rows in the record, on eight GPUs; another number is another experiment
-    ngrams=(Ngrams(2, 5287680, 768), Ngrams(3, 5287680, 768)), ngram_hash="record92", lazy_tables=True,
+    ngrams=(Ngrams(2, 5287680, 768), Ngrams(3, 5287680, 768)),
+    ngram_hash="record92",
+    lazy_tables=True,
     param_groups=(
         AdamGroup("value_embeds", 70.0, **OF_TABLES, slow_from=336),
-        AdamGroup("ngram_embeds", 70.0, beta1=0.0, beta2=0.95, weight_decay=0.025, slow_from=336, row_moment=True),
-        MuonGroup("attn", anvil_from=514), MuonGroup("mlp_fc", sqrt(2816 / 768), anvil_from=514),
-        MuonGroup("mlp_proj", 2 * sqrt(2816 / 768), anvil_from=514)),
-    tails=(Tail("head embed", 298, 2, 1, 1 - (1 - 2 / 299) ** 2, last_rate=2 / 299, blend=0.65),
-           Tail("vo mlp", 249, 4, 1, 4 / 53), Tail("value_embeds", 247, 4, 3, 4 / 53, keep_norm=False),
-           Tail("qk", 297, 4, 1, 2 / 75, final_steps=2, blend=0.55),
-           Tail("vo mlp", 297, 4, 1, 2 / 75, final_steps=2, blend=0.55 - 0.2007)),
+        AdamGroup(
+            "ngram_embeds",
+            70.0,
+            beta1=0.0,
+            beta2=0.95,
+            weight_decay=0.025,
+            slow_from=336,
+            row_moment=True,
+        ),
+        MuonGroup("attn", anvil_from=514),
+        MuonGroup("mlp_fc", sqrt(2816 / 768), anvil_from=514),
+        MuonGroup("mlp_proj", 2 * sqrt(2816 / 768), anvil_from=514),
+    ),
+    tails=(  # in the order in which the weights move to them
+        Tail(
+            "head embed",
+            last_steps=298,
+            period=2,
+            phase=1,
+            rate=1 - (1 - 2 / 299) ** 2,
+            last_rate=2 / 299,
+            blend=0.65,
+        ),
+        Tail("vo mlp", last_steps=249, period=4, phase=1, rate=4 / 53),
+        Tail("value_embeds", last_steps=247, period=4, phase=3, rate=4 / 53, keep_norm=False),
+        Tail("qk", last_steps=297, period=4, phase=1, rate=2 / 75, final_steps=2, blend=0.55),
+        Tail(
+            "vo mlp",
+            last_steps=297,
+            period=4,
+            phase=1,
+            rate=2 / 75,
+            final_steps=2,
+            blend=0.55 - 0.2007,
+        ),
+    ),
     stages=(
-        Stage(until=320 / 1174, micro_batch_tokens=16384, max_document_tokens=896, long_window=3,
-              candidates=10240, second_token_weight=0.5, third_token_weight=Ramp(0.25, 0.0), prefix_weight=0.25),
-        *(Stage(until=end / 1174, **SECOND, prefix_weight=prefix,
-                second_token_weight=Ramp(*(0.5 * (681 - step) / 361 for step in (begin, end))))
-          for begin, end, prefix in ((320, 411, 0.2), (411, 501, 0.15), (501, 591, 0.1), (591, 681, 0.05))),
-        *(Stage(until=end / 1174, **THIRD, peak_lr_factor=1.73, candidates=classes)
-          for end, classes in ((965, 14336), (1107, 24576))),
-        Stage(**THIRD | {"micro_batch_tokens": 40960}, peak_lr_factor=1.73 * sqrt(20 / 24)),
-        Stage(extra_steps=20, **THIRD | {"micro_batch_tokens": 16384, "long_window": 13}, peak_lr_factor=0.3))),
-    "frontier89": RECORD_89}
+        Stage(
+            until=320 / 1174,
+            micro_batch_tokens=16384,
+            max_document_tokens=896,
+            long_window=3,
+            candidates=10240,
+            second_token_weight=0.5,
+            third_token_weight=Ramp(0.25, 0.0),
+            prefix_weight=0.25,
+        ),
+        second_stage(320, 411, prefix_weight=0.2),
+        second_stage(411, 501, prefix_weight=0.15),
+        second_stage(501, 591, prefix_weight=0.1),
+        second_stage(591, 681, prefix_weight=0.05),
+        late_stage(49152, until=965 / 1174, peak_lr_factor=1.73, candidates=14336),
+        late_stage(49152, until=1107 / 1174, peak_lr_factor=1.73, candidates=24576),
+        late_stage(40960, peak_lr_factor=1.73 * sqrt(20 / 24)),  # to step 1174
+        late_stage(16384, long_window=13, extra_steps=20, peak_lr_factor=0.3),
+    ),
+)
+PRESETS = {"frontier": RECORD_92, "frontier89": RECORD_89}
 
-class Layer(NamedTuple):
-    """The contents of one layer, a word of Config.layers. Read Block and Attention first.
-
-    S, L, P   attention with the short or the long window; or with the short one and pairs of heads: heads j and
-              num_heads / 2 + j attend to each other's keys. c in front: it reads the output of backout_layer
-    q, v      queries and keys, or values, are half as wide
-    a digit   it adds this value table to the values
-    x, g, d   heads remove a token's own value (XSA, arXiv:2603.09078); a gate per head and token; attention maps mixed
-              over heads (DC, arXiv:2405.08553)
-    r         no attention, but the weights of the residual stream of a layer with attention
-    i, n      it adds x0, or the n-gram embeddings
-    M, MM     an MLP, or the sum of two
-    +N        skip connection from layer N
-    """
-
-    window: str | None       # of its attention: S, L, P, or None for no attention
-    residual: bool  # it weights the residual stream as with attention, and may have none
-    narrow_qk: bool
-    narrow_v: bool
-    value_table: int | None
-    xsa: bool
-    gated: bool
-    dc: bool
-    adds_x0: bool
-    adds_ngrams: bool
-    mlp: int  # MLPs
-    skip_from: int | None
-    reads_backout: bool  # attention reads the output of backout_layer
-    last: bool  # its inputs are mixed by Mudd
-
-@lru_cache(maxsize=16)
-def parse_layers(words: str) -> tuple[Layer, ...]:
-    """Parse Config.layers. RunError on an invalid word."""
-    require(words.split(), "layers is empty; give at least one layer")
-
-    def parse(word: str, last: bool) -> Layer:
-        found = re.fullmatch(
-            r"(?=[^+])((?:(?P<reads_backout>c)?(?P<window>[SLP])(?P<narrow_qk>q)?(?P<narrow_v>v)?(?P<value_table>\d)?"
-            r"(?P<xsa>x)?(?P<gated>g)?(?P<dc>d)?|r)(?P<adds_x0>i)?(?P<adds_ngrams>n)?)?(?P<mlp>M{0,2})"
-            r"(?:\+(?P<skip_from>\d+))?", word)
-        require(found, f"layers: {word!r} is not a layer; write S, L or P, optionally with q, v, a digit, x, g, d, i, "
-                "n, M, +N in this order, and c in front, such as cS1xinM+0; or r, i, n, M, +N; or M, +N")
-        number = {name: found[name] and int(found[name]) for name in ("value_table", "skip_from")}
-        return Layer(**{name: bool(letter) for name, letter in found.groupdict().items()} | number | {
-            "window": found["window"], "mlp": len(found["mlp"]), "residual": bool(found[1]), "last": last})
-    *others, final = words.split()
-    return *(parse(word, False) for word in others), parse(final, True)
 
 def saved_layers(config: Config) -> set[int]:
-    """Return the layers whose outputs later layers or the head read. -1: the input of the first layer."""
+    """Return the layers whose outputs later layers or the head read. -1: the input of the first
+    layer."""
     layers = config.parse_layers()
-    return {layer.skip_from for layer in layers} - {None} | {config.backout_layer, -1, len(layers) - 2}
+    return {layer.skip_from for layer in layers} - {None} | {
+        config.backout_layer,
+        -1,
+        len(layers) - 2,
+    }
+
 
 def gate_begins(config: Config) -> list[int]:
     words = config.token_gates.split(",")
-    require(all(word.strip().isdecimal() for word in words), f"token_gates is {config.token_gates!r}; give numbers of "
-            "layers such as 0,4")
+    require(
+        all(word.strip().isdecimal() for word in words),
+        f"token_gates is {config.token_gates!r}; give numbers of layers such as 0,4",
+    )
     return [*map(int, words)]
+
 
 def gated_layers(config: Config) -> list[range]:
     """Return the layers that each network of token gates computes gates for."""
     return [range(*ends) for ends in pairwise([*gate_begins(config), len(config.parse_layers())])]
 
+
 def layer_groups(config: Config) -> list[range]:
     """Cut the layers into the groups that are compiled together.
 
-    One ends where the next layer computes gates, and where it has enough layers and an output is saved anyway.
+    One ends where the next layer computes gates, and where it has enough layers and an output is
+    saved anyway.
     """
-    count, saved, begins = len(config.parse_layers()), saved_layers(config), [0]
+    count = len(config.parse_layers())
+    saved = saved_layers(config)
+    begins = [0]
     for i in range(1, count):
         large = min(i - begins[-1], count - i) >= train_gpt.MIN_GROUP_LAYERS
         if i in gate_begins(config) or i - 1 in saved and large:
             begins.append(i)
     return [range(*ends) for ends in pairwise([*begins, count])]
 
+
 def first_untied_step(config: Config) -> int:
-    """Return the first step with an untied embedding: after the first Adam update at or after untie_at.
+    """Return the first step with an untied embedding: after the first Adam update at or after
+    untie_at.
 
     0: the two are not tied at all. A step beyond the last: they stay tied.
     """
     cycles = math.ceil(scheduled_steps(config) * config.untie_at) // config.adam_every + 1
     return cycles * config.adam_every if config.untie_at else 0
 
-# ------------------------------------------------------------------------------------------------------------------
+
+# --------------------------------------------------------------------------------------------------
 # model
+
 
 class GPT(nn.Module):
     """The model of record 89. Processes one packed sequence [T] at a time."""
 
     def __init__(self, config: Config, encoding: Encoding):
         super().__init__()
-        c, self.config, self.bos_id, self.layers = config, config, encoding.bos_id, config.parse_layers()
-        lengths, dtype = train_gpt.micro_batch_lengths(c), c.torch_dtype
-        self.loss_tokens = min(lengths)  # tokens per call of the head: one size for one graph, and less memory
-        count, vocab = len(self.layers), -(-encoding.vocab_size // 128) * 128
-        tables = 1 + max(layer.value_table for layer in self.layers if layer.value_table is not None)
+        c = config
+        self.config = config
+        self.bos_id = encoding.bos_id
+        self.layers = config.parse_layers()
+        lengths = train_gpt.micro_batch_lengths(c)
+        dtype = c.torch_dtype
+        # tokens per call of the head: one size for one graph, and less memory
+        self.loss_tokens = min(lengths)
+        count = len(self.layers)
+        vocab = -(-encoding.vocab_size // 128) * 128
+        tables = 1 + max(
+            layer.value_table for layer in self.layers if layer.value_table is not None
+        )
         self.embed = embedding(vocab, c.model_dim, "embed", dtype)
         self.untied_step = self.embed.weight.first_step = first_untied_step(c)
-        self.value_embeds = nn.ModuleList(embedding(vocab, c.model_dim, "value_embeds", dtype) for _ in range(tables))
+        self.value_embeds = nn.ModuleList(
+            embedding(vocab, c.model_dim, "value_embeds", dtype) for _ in range(tables)
+        )
         for table in self.value_embeds:
             table.weight.data.mul_(c.value_init)
             table.sparse = getattr(groups_by_kind(c)["value_embeds"], "by_rows", False)
         self.ngrams = nn.ModuleList(NgramTable(c, table) for table in c.ngrams)
         self.smear_gate = parameter(torch.zeros(1, GATE_DIM, dtype=dtype), "smear_gate")
-        self.blocks = nn.ModuleList(Block(c, layer) for layer in self.layers)
+        self.blocks = nn.ModuleList(Block(c, layer, i) for i, layer in enumerate(self.layers))
         self.lm_head = Head(c, vocab, encoding.vocab_size)
-        self.token_gates = nn.ModuleList(TokenWeights(c, "token_gates", gates_of(c, layers))
-                                         for layers in gated_layers(c))
+        self.token_gates = nn.ModuleList(
+            TokenWeights(c, "token_gates", gates_of(c, layers)) for layers in gated_layers(c)
+        )
         self.gate_scale = parameter(torch.tensor(TokenWeights.SCALE), "token_gates_biases")
         self.mudd = Mudd(c)
         self.groups = nn.ModuleList(Group(self, numbers) for numbers in layer_groups(c))
-        # weights of skip connections, of values and outputs of each layer (value_mix in Attention), and of smear
+        # weights of skip connections, of values and outputs of each layer (value_mix in Attention),
+        # and of smear
         skips = sum(layer.skip_from is not None for layer in self.layers)
-        self.scalars = parameter(torch.tensor([-1.5] * skips + [0.5, 1.0] * count + [0.0]), "scalars")
+        self.scalars = parameter(
+            torch.tensor([-1.5] * skips + [0.5, 1.0] * count + [0.0]), "scalars"
+        )
         self.scalar_sizes = skips, 2 * count, 1
-        # a layer has two weights of its residual stream (see Block), so each is the root of the layer's weight
-        self.resid_lambdas = parameter(torch.full((count, 2), sqrt(c.resid_lambda_init)), "resid_lambdas")
+        # a layer has two weights of its residual stream (see Block), so each is the root of the
+        # layer's weight
+        self.resid_lambdas = parameter(
+            torch.full((count, 2), sqrt(c.resid_lambda_init)), "resid_lambdas"
+        )
         self.post_lambdas = parameter(torch.ones(count, 2), "post_lambdas")
-        # the longest other token that begins each token, or -1; the last entry is for the target -1. See fill_prefixes
+        # the longest other token that begins each token, or -1; the last entry is for the target
+        # -1. See fill_prefixes
         self.register_buffer("prefixes", torch.full((vocab + 1,), -1), persistent=False)
-        positions = 2 * max(c.val_len, *lengths)  # P has two per token
+        positions = 2 * max(c.val_len, *lengths)  # paired heads have two per token
         self.rotary = Rotary(rotary_frequencies(c.head_dim), positions, dtype, c.softmax_scale)
         # all entries of narrow heads rotate, as the first half of the others
-        self.narrow_rotary = Rotary(rotary_frequencies(c.head_dim)[:c.head_dim // 4], positions, dtype,
-                                    c.narrow_softmax_scale) if any(layer.narrow_qk for layer in self.layers) else None
+        self.narrow_rotary = (
+            Rotary(
+                rotary_frequencies(c.head_dim)[: c.head_dim // 4],
+                positions,
+                dtype,
+                c.narrow_softmax_scale,
+            )
+            if any(layer.narrow for layer in self.layers)
+            else None
+        )
         self.attended_tokens = 0  # in this step's training
-        self.doc_copy, self.ids = DocCopy(c) if c.doc_copy else None, None
+        self.doc_copy = DocCopy(c) if c.doc_copy else None
+        self.ids = None
         if c.normalized_ids and encoding.vocab_size == GPT2_VOCAB:  # other encodings are of bytes
             ids = normalized_ids(gpt2_token_bytes((train_gpt.ROOT / c.train_files).parent))
-            self.ids = torch.tensor([*ids, *range(len(ids), vocab)], device="cpu", dtype=torch.int32)  # for rows_read
-            self.register_buffer("device_ids", self.ids.to(self.smear_gate.device), persistent=False)
+            # for rows_read
+            self.ids = torch.tensor(
+                [*ids, *range(len(ids), vocab)], device="cpu", dtype=torch.int32
+            )
+            self.register_buffer(
+                "device_ids", self.ids.to(self.smear_gate.device), persistent=False
+            )
         self.tied = False  # head and embedding are one matrix
         self.further_weights: dict[str, float] = {}  # of this step's further targets
-        self.candidates: list[Tensor | None] = []  # of the next forwards, see Candidates; None or empty: all classes
-        self.reach = 0  # above 0: all masks in pieces have one shape, for windows up to `reach` tokens
-        self.flash, self.counted = False, None  # counted: of the next sequence, by train_gpt.count_documents
+        # of the next forwards, see Candidates; None or empty: all classes
+        self.candidates: list[Tensor | None] = []
+        # above 0: all masks in pieces have one shape, for windows up to `reach` tokens
+        self.reach = 0
+        # counted: of the next sequence, by train_gpt.count_documents
+        self.flash = False
+        self.counted = None
 
     def forward(self, inputs: Tensor, targets: Tensor, windows: Windows) -> Pair:
-        """inputs, targets [T] -> (objective, cross entropy) in nats, summed over tokens; see Head.forward.
+        """inputs, targets [T] -> (objective, cross entropy) in nats, summed over tokens; see
+        Head.forward.
 
         Targets of -1 are not counted, nor are tokens beyond the sequence.
         """
@@ -453,38 +876,56 @@ class GPT(nn.Module):
 
     def trunk(self, tokens: Tensor, windows: Windows) -> Tensor:
         """Tokens [T] -> the normed residual stream before the head [T, dim]."""
-        masks, (x0, bigram_embeds, copied) = self.masks(tokens, windows), self.embed_tokens(tokens)
+        masks = self.masks(tokens, windows)
+        x0, bigram_embeds, copied = self.embed_tokens(tokens)
         context = self.context(x0, bigram_embeds, masks, copied)
-        x, gates = x0.view_as(x0), None  # a new object: with x0 itself torch.compile would build a further graph
+        # a new object: with x0 itself torch.compile would build a further graph
+        x = x0.view_as(x0)
+        gates = None
         saved: Outputs = {}  # outputs of the layers that later layers read
-        # looked up just before the first group that reads them, so that their gradients can be sent after that group
+        # looked up just before the first group that reads them, so that their gradients can be sent
+        # after that group
         values: Outputs = {}
         for group in self.groups:
-            for table in sorted({self.layers[i].value_table for i in group.numbers} - {None} - values.keys()):
+            for table in sorted(
+                {self.layers[i].value_table for i in group.numbers} - {None} - values.keys()
+            ):
                 values[table] = self.value_embeds[table](tokens)
             x, outputs, gates = group(x, context, saved, values, gates)
             saved |= outputs
         return x
 
     def masks(self, tokens: Tensor, windows: Windows) -> dict[str | None, Mask | None]:
-        """Build the mask of each kind of attention, by its letter in `layers`, for tokens [T]; see attend."""
-        counted, self.counted, dtype = self.counted, None, self.embed.weight.dtype  # counted is valid for one sequence
-        has_pairs, has_dc = any(layer.window == "P" for layer in self.layers), any(layer.dc for layer in self.layers)
+        """Build the mask of each kind of attention, by Layer.window, for tokens [T]; see
+        attend."""
+        # counted is valid for one sequence
+        counted = self.counted
+        self.counted = None
+        dtype = self.embed.weight.dtype
+        has_pairs = any(layer.attention == "paired" for layer in self.layers)
+        has_dc = any(layer.dc for layer in self.layers)
         docs = None if counted and not has_dc else self.begins(tokens).cumsum(0)
 
         def make(window: int, positions: int = 1) -> Mask:
             if not counted:
-                return mask_in_pieces(docs.repeat_interleave(positions), window, self.reach or window, dtype)
+                return mask_in_pieces(
+                    docs.repeat_interleave(positions), window, self.reach or window, dtype
+                )
             starts, longest, count = counted
             starts = starts if positions == 1 else positions * starts
             return DocumentTable(starts, torch.tensor([window, positions * longest, count]))
+
         masks = {"L": make(windows.long), "S": make(windows.short), None: None}
-        return masks | ({"P": make(windows.short, 2)} if has_pairs else {}) | (
-            {"dc": self.dc_mask(docs, dtype)} if has_dc else {})
+        return (
+            masks
+            | ({"P": make(windows.short, 2)} if has_pairs else {})
+            | ({"dc": self.dc_mask(docs, dtype)} if has_dc else {})
+        )
 
     def begins(self, tokens: Tensor) -> Tensor:
         """Find where documents, or their parts of attended_tokens, begin in tokens [T]: bool [T]."""
-        begins, longest = tokens == self.bos_id, self.attended_tokens if self.training else 0
+        begins = tokens == self.bos_id
+        longest = self.attended_tokens if self.training else 0
         if longest:
             position = torch.arange(len(tokens), device=tokens.device)
             begins = begins | ((position - (position * begins).cummax(0).values) % longest == 0)
@@ -497,8 +938,10 @@ class GPT(nn.Module):
         return mask_in_pieces(docs, *[DC_WINDOW - 1] * 2, dtype, DC_PIECE)
 
     def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Tokens [T] -> x0, the residual stream before the first layer, the n-gram embeddings, Context.copied."""
-        read, copied = tokens, (None, None)
+        """Tokens [T] -> x0, the residual stream before the first layer, the n-gram embeddings,
+        Context.copied."""
+        read = tokens
+        copied = (None, None)
         if self.doc_copy is not None:  # one lookup, and so one gradient, of tokens and candidates
             candidates, kinds = self.doc_copy.find(tokens, self.normalized(tokens), self.bos_id)
             read = torch.cat([tokens, candidates])
@@ -509,10 +952,15 @@ class GPT(nn.Module):
         x0 = self.smear(e, self.smear_gate, self.scalars.split(self.scalar_sizes)[2][0], copied[0])
         embeds = (table(*rows) for table, rows in zip(self.ngrams, self.ngram_rows(tokens)))
         # a narrow table: the first entries. The sum of two tables in bf16 is rounded once
-        return x0, reduce(torch.add, (F.pad(e, (0, x0.size(1) - e.size(1))) for e in embeds)), copied[1]
+        return (
+            x0,
+            reduce(torch.add, (F.pad(e, (0, x0.size(1) - e.size(1))) for e in embeds)),
+            copied[1],
+        )
 
     def normalized(self, tokens: Tensor) -> Tensor:
-        """Return what n-grams and DocCopy compare: with normalized_ids, a number of each token's normalized text."""
+        """Return what n-grams and DocCopy compare: with normalized_ids, a number of each token's
+        normalized text."""
         if self.ids is None:
             return tokens
         return (self.ids if tokens.device.type == "cpu" else self.device_ids)[tokens]
@@ -525,44 +973,80 @@ class GPT(nn.Module):
         return [table.row_and_sign(self.normalized(tokens)) for table in self.ngrams]
 
     def rows_read(self, tokens: Tensor) -> dict[nn.Parameter, Tensor]:
-        """Find the rows that a forward of tokens [..., T] reads, of each table whose gradients are sent by rows."""
+        """Find the rows that a forward of tokens [..., T] reads, of each table whose gradients are
+        sent by rows."""
         ids = self.normalized(tokens)
         return {table.weight: tokens for table in self.value_embeds if table.sparse} | {
-            table.weight: table.row_and_sign(ids)[0] for table in self.ngrams}
+            table.weight: table.row_and_sign(ids)[0] for table in self.ngrams
+        }
 
-    def context(self, x0: Tensor, bigram_embeds: Tensor, masks: dict[str | None, Mask | None],
-                copied: Tensor | None = None) -> Context:
-        # unbound at once: backward of many single selections would pad each gradient with zeros and add them up
+    def context(
+        self,
+        x0: Tensor,
+        bigram_embeds: Tensor,
+        masks: dict[str | None, Mask | None],
+        copied: Tensor | None = None,
+    ) -> Context:
+        # unbound at once: backward of many single selections would pad each gradient with zeros and
+        # add them up
         skip_weights, value_mixes, _ = self.scalars.split(self.scalar_sizes)
         mixes = torch.cat([self.resid_lambdas, self.post_lambdas], 1)
-        rotaries = [rotary and (rotary.cos, rotary.sin, rotary.scale) for rotary in (self.rotary, self.narrow_rotary)]
-        return Context(x0, bigram_embeds, *rotaries, masks, skip_weights.unbind(), mixes.unbind(),
-                       value_mixes.view(-1, 2).unbind(), self.gate_scale, copied)
+        rotaries = [
+            rotary and (rotary.cos, rotary.sin, rotary.scale)
+            for rotary in (self.rotary, self.narrow_rotary)
+        ]
+        return Context(
+            x0,
+            bigram_embeds,
+            *rotaries,
+            masks,
+            skip_weights.unbind(),
+            mixes.unbind(),
+            value_mixes.view(-1, 2).unbind(),
+            self.gate_scale,
+            copied,
+        )
 
     def loss(self, x: Tensor, targets: Tensor) -> Pair:
         """Compute the losses of `forward` from the normed residual stream [T, dim]."""
-        rows, weights = [targets], [1.0]
+        rows = [targets]
+        weights = [1.0]
         second, third, prefix = (
             self.further_weights.get(f"{name}_weight", 0.0) if self.training else 0.0
-            for name in ("second_token", "third_token", "prefix"))
+            for name in ("second_token", "third_token", "prefix")
+        )
         for ahead, weight in ((1, second), (2, third)):
             if weight:
-                rows, weights = [*rows, F.pad(targets[ahead:], (0, ahead), value=-1)], [*weights, weight]
+                rows = [*rows, F.pad(targets[ahead:], (0, ahead), value=-1)]
+                weights = [
+                    *weights,
+                    weight,
+                ]
         if prefix:
-            rows, weights = [*rows, self.prefixes[targets]], [*weights, prefix]
-        further, weights, head_rows = torch.stack(rows), to_device(torch.tensor(weights), x.device), []
+            rows = [*rows, self.prefixes[targets]]
+            weights = [*weights, prefix]
+        further = torch.stack(rows)
+        weights = to_device(torch.tensor(weights), x.device)
+        head_rows = []
         classes = self.candidates.pop(0) if self.training and self.candidates else None
         if classes is not None:  # a target becomes its position among them, or -1 if it is none
             positions = torch.full_like(self.prefixes, -1)
             positions[classes] = torch.arange(len(classes), device=x.device)
-            further, head_rows = positions[further], [self.lm_head.weight.index_select(0, classes)]
+            further = positions[further]
+            head_rows = [self.lm_head.weight.index_select(0, classes)]
         pieces = zip(x.split(self.loss_tokens), further.split(self.loss_tokens, dim=1))
-        losses = [self.lm_head(x_piece, targets_piece, weights, *head_rows) for x_piece, targets_piece in pieces]
+        losses = [
+            self.lm_head(x_piece, targets_piece, weights, *head_rows)
+            for x_piece, targets_piece in pieces
+        ]
         return tuple(torch.stack(terms).sum() for terms in zip(*losses))
 
     def fill_prefixes(self, tokens: Sequence[bytes]) -> None:
-        """Find the prefix of each token, the longest other token that begins it. tokens: the bytes of each."""
-        prefixes, begun = torch.full((len(self.prefixes),), -1), []  # begun: tokens that begin one another
+        """Find the prefix of each token, the longest other token that begins it. tokens: the bytes
+        of each."""
+        # begun: tokens that begin one another
+        prefixes = torch.full((len(self.prefixes),), -1)
+        begun = []
         for token, number in sorted((token, number) for number, token in enumerate(tokens)):
             while begun and not token.startswith(begun[-1][0]):
                 begun.pop()
@@ -571,20 +1055,26 @@ class GPT(nn.Module):
         self.prefixes.copy_(prefixes)
 
     def apply_schedule(self, plan: Plan) -> None:
-        """Set the state of the model that depends on the step. In the step that unties, Worker ends `tied`."""
+        """Set the state of the model that depends on the step. In the step that unties, Worker
+        ends `tied`."""
         self.rotary.set_windows(plan.rotary_windows)
         if self.narrow_rotary is not None:
             block = self.config.window_block
-            self.narrow_rotary.set_windows(tuple(long // block // 2 * block for long in plan.rotary_windows))
+            self.narrow_rotary.set_windows(
+                tuple(long // block // 2 * block for long in plan.rotary_windows)
+            )
         self.attended_tokens = plan.values.get("attended_tokens", 0)
-        self.tied, self.further_weights = self.untied_step > 0 and plan.step <= self.untied_step, plan.scheduled
+        self.tied = self.untied_step > 0 and plan.step <= self.untied_step
+        self.further_weights = plan.scheduled
+
 
 class Context(NamedTuple):
     """Inputs that all layers of one forward share.
 
-    x0, bigram_embeds: [T, dim]. rotary: cosines, sines, softmax scale; narrow_rotary: of narrow heads. masks: see
-    GPT.masks. skip_weights: a number for each skip connection. mixes: see Block. value_mixes: see Attention.
-    gate_scale: see TokenWeights. copied [T, dim]: what DocCopy adds before the final norm.
+    x0, bigram_embeds: [T, dim]. rotary: cosines, sines, softmax scale; narrow_rotary: of narrow
+    heads. masks: see GPT.masks. skip_weights: a number for each skip connection. mixes: see Block.
+    value_mixes: see Attention. gate_scale: see TokenWeights. copied [T, dim]: what DocCopy adds
+    before the final norm.
     """
 
     x0: Tensor
@@ -598,6 +1088,7 @@ class Context(NamedTuple):
     gate_scale: Tensor
     copied: Tensor | None
 
+
 class Group(nn.Module):
     """Consecutive layers that are compiled together; the last group also prepares the head's input.
 
@@ -606,10 +1097,16 @@ class Group(nn.Module):
 
     def __init__(self, model: GPT, numbers: range):
         super().__init__()
-        c, self.numbers, self.last = model.config, numbers, numbers.stop == len(model.layers)
-        self.blocks, self.backout = tuple(model.blocks[i] for i in numbers), c.backout_layer
-        layers, gates = next(found for found in zip(gated_layers(c), model.token_gates) if numbers.start in found[0])
-        self.token_gates, self.computes_gates = (gates,), numbers.start == layers.start
+        c = model.config
+        self.numbers = numbers
+        self.last = numbers.stop == len(model.layers)
+        self.blocks = tuple(model.blocks[i] for i in numbers)
+        self.backout = c.backout_layer
+        layers, gates = next(
+            found for found in zip(gated_layers(c), model.token_gates) if numbers.start in found[0]
+        )
+        self.token_gates = (gates,)
+        self.computes_gates = numbers.start == layers.start
         self.mudd = (model.mudd,) if self.last else ()
         with_skip = (i for i, layer in enumerate(model.layers) if layer.skip_from is not None)
         self.skips = {i: n for n, i in enumerate(with_skip)}
@@ -620,124 +1117,175 @@ class Group(nn.Module):
         return chain(*(module.parameters() for module in modules))
 
     @compiled
-    def forward(self, x: Tensor, context: Context, saved: Outputs, values: Outputs,
-                gates: Tensor | None) -> tuple[Tensor, Outputs, Tensor]:
+    def forward(
+        self, x: Tensor, context: Context, saved: Outputs, values: Outputs, gates: Tensor | None
+    ) -> tuple[Tensor, Outputs, Tensor]:
         """Map the residual stream x [T, dim] to the next group's, or to the head's normed input.
 
-        saved: outputs of earlier layers. values: rows of the value tables. gates: those of the group before. Return
-        also this group's outputs to be saved, and its gates.
+        saved: outputs of earlier layers. values: rows of the value tables. gates: those of the
+        group before. Return also this group's outputs to be saved, and its gates.
         """
         if self.computes_gates:
             gates = self.token_gates[0].compute(x, context.gate_scale)
-        by_layer, outputs = self.token_gates[0].by_name(gates), dict(saved)
+        by_layer = self.token_gates[0].by_name(gates)
+        outputs = dict(saved)
         if self.numbers.start == 0:
             x = x + by_layer.get((-1, "bigrams"), 0.0) * context.bigram_embeds
             outputs[-1] = x
         for i, block in zip(self.numbers, self.blocks):
-            layer, layer_context, mix = block.layer, context, context.mixes[i]
+            layer = block.layer
+            layer_context = context
+            mix = context.mixes[i]
             layer_gates = {name: gate for (number, name), gate in by_layer.items() if number == i}
             if layer.skip_from is not None:
                 weight = torch.sigmoid(context.skip_weights[self.skips[i]])
                 x = x + weight * layer_gates["skip"] * outputs[layer.skip_from]
             value_embeds = values.get(layer.value_table)
-            if layer.last:
+            if self.mudd and i == self.numbers[-1]:
                 x, value_embeds, mix, further = self.mudd[0].layer_inputs(x, outputs, value_embeds)
-                layer_gates, layer_context = layer_gates | further, context._replace(x0=outputs[-1])
+                layer_gates = layer_gates | further
+                layer_context = context._replace(x0=outputs[-1])
             attn_input = outputs[self.backout] if layer.reads_backout else None
-            x, mlp_input = block.forward(x, layer_context, mix, value_embeds, context.value_mixes[i], attn_input,
-                                         layer_gates)
+            x, mlp_input = block.forward(
+                x, layer_context, mix, value_embeds, context.value_mixes[i], attn_input, layer_gates
+            )
             outputs[i] = x
         if self.last:
             x = self.mudd[0].head_input(x, outputs, values, mlp_input)
             x = norm(x if context.copied is None else x + context.copied)
-        return x, {i: output for i, output in outputs.items() if i in self.saves and i not in saved}, gates
+        return (
+            x,
+            {i: output for i, output in outputs.items() if i in self.saves and i not in saved},
+            gates,
+        )
+
 
 class Block(nn.Module):
-    """A layer: attention and MLPs, each if the layer has it, add their output to the residual stream.
+    """A layer: attention and MLPs, each if the layer has it, add their output to the residual
+    stream.
 
-    mix [4]: weights of the residual stream at attention and at the MLP, and of their outputs; learned, or in the last
-    layer computed for each token [T, 1].
+    mix [4]: weights of the residual stream at attention and at the MLP, and of their outputs;
+    learned, or in the last layer computed for each token [T, 1].
     """
 
-    def __init__(self, config: Config, layer: Layer):
+    def __init__(self, config: Config, layer: Layer, number: int):
         super().__init__()
+        self.config = config
         self.layer = layer
-        self.attn = Attention(config, layer) if layer.window else None
+        self.number = number
+        self.attn = Attention(config, layer, number) if layer.window else None
         self.mlp, self.second_mlp = (MLP(config) if layer.mlp > i else None for i in range(2))
 
-    def forward(self, x: Tensor, context: Context, mix: Sequence[Tensor], value_embeds: Tensor | None,
-                value_mix: Tensor, attn_input: Tensor | None, gates: Tensors) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self,
+        x: Tensor,
+        context: Context,
+        mix: Sequence[Tensor],
+        value_embeds: Tensor | None,
+        value_mix: Tensor,
+        attn_input: Tensor | None,
+        gates: Tensors,
+    ) -> tuple[Tensor, Tensor | None]:
         """Map the residual stream x [T, dim] to the next layer's. Return also the MLPs' input.
 
         attn_input [T, dim]: attention reads it in place of x. gates: see gates_of.
         """
         resid_lambda_attn, resid_lambda_mlp, post_lambda_attn, post_lambda_mlp = mix
         if self.attn is not None:
-            y = self.attn(norm(x if attn_input is None else attn_input), value_embeds, value_mix, context, gates)
+            y = self.attn(
+                norm(x if attn_input is None else attn_input),
+                value_embeds,
+                value_mix,
+                context,
+                gates,
+            )
             x = resid_lambda_attn * x + post_lambda_attn * y
-        elif self.layer.residual:
+        elif self.layer.weights_residual:
             x = resid_lambda_attn * x
         for name, source in (("x0", context.x0), ("bigrams", context.bigram_embeds)):
             if name in gates:
                 x = x + gates[name] * source
         if self.mlp is None:
-            return (resid_lambda_mlp * x if self.layer.residual else x), None
+            return (resid_lambda_mlp * x if self.layer.weights_residual else x), None
         h = norm(x)
         y = self.mlp(h) if self.second_mlp is None else self.mlp(h) + self.second_mlp(h)
         return resid_lambda_mlp * x + post_lambda_mlp * y, h
 
+
 class Attention(nn.Module):
     """Causal attention. Weights: qk [dim, 2 dim], vo [2 dim, dim], value_gate [heads, GATE_DIM]."""
 
-    def __init__(self, config: Config, layer: Layer):
+    def __init__(self, config: Config, layer: Layer, number: int):
         super().__init__()
-        c, dim, self.heads, self.layer = config, config.model_dim, config.num_heads, layer
-        self.qk_dim, self.v_dim = (c.head_dim // (1 + narrow) for narrow in (layer.narrow_qk, layer.narrow_v))
-        # The query, key, value and output matrices [dim, dim]. Queries and keys are apart, as NorMuon treats them
-        # differently. The shapes decide its second moments (finish_spec): [dim, 2 dim] per column, [2 dim, dim] per row
+        c = config
+        dim = config.model_dim
+        self.heads = config.num_heads
+        self.layer = layer
+        self.number = number
+        self.qk_dim = c.head_dim // 2 if layer.narrow else c.head_dim
+        self.v_dim = c.head_dim // 2 if layer.narrow == "qkv" else c.head_dim
+        # The query, key, value and output matrices [dim, dim]. Queries and keys are apart, as
+        # NorMuon treats them differently. The shapes decide its second moments (finish_spec): [dim,
+        # 2 dim] per column, [2 dim, dim] per row
         qkvo = uniform(4 * dim, dim, dim)
-        qkvo[3 * dim:] *= c.output_init
+        qkvo[3 * dim :] *= c.output_init
         qkvo = qkvo.to(c.torch_dtype)
-        self.qk = parameter(qkvo[:2 * dim].reshape(dim, 2 * dim), "attn", (c.muon_qk_heads * c.head_dim, dim))
-        self.vo = parameter(qkvo[2 * dim:].clone(), "attn", (dim, dim))
+        self.qk = parameter(
+            qkvo[: 2 * dim].reshape(dim, 2 * dim), "attn", (c.muon_qk_heads * c.head_dim, dim)
+        )
+        self.vo = parameter(qkvo[2 * dim :].clone(), "attn", (dim, dim))
         self.value_gate = None
-        if layer.value_table is not None and not layer.last:  # the last layer's is computed by Mudd
+        last = number == len(c.layers) - 1  # its gate is computed by Mudd
+        if layer.value_table is not None and not last:
             gate = torch.zeros(c.num_heads, GATE_DIM, dtype=c.torch_dtype)
             self.value_gate = parameter(gate, "gates", tuple(gate.shape))
 
-    def forward(self, x: Tensor, value_embeds: Tensor | None, value_mix: Tensor, context: Context,
-                gates: Tensors) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        value_embeds: Tensor | None,
+        value_mix: Tensor,
+        context: Context,
+        gates: Tensors,
+    ) -> Tensor:
         """x, value_embeds [T, dim] -> [T, dim].
 
-        value_mix [2]: weights of the layer's values and of its output. gates: of heads, see gates_of.
+        value_mix [2]: weights of the layer's values and of its output. gates: of heads, see
+        gates_of.
         """
-        (tokens, dim), paired = x.shape, self.layer.window == "P"
-        cos, sin, scale = context.narrow_rotary if self.layer.narrow_qk else context.rotary
+        tokens, dim = x.shape
+        paired = self.layer.attention == "paired"
+        cos, sin, scale = context.narrow_rotary if self.layer.narrow else context.rotary
         # narrow heads use the first half of their rows, and of the output's columns
-        qk_weight = self.qk.view(2 * self.heads, -1, dim)[:, :self.qk_dim].flatten(0, 1)
-        v_weight = self.vo[:dim].view(self.heads, -1, dim)[:, :self.v_dim].flatten(0, 1)
-        o_weight = self.vo[dim:].view(dim, self.heads, -1)[..., :self.v_dim].flatten(1)
+        qk_weight = self.qk.view(2 * self.heads, -1, dim)[:, : self.qk_dim].flatten(0, 1)
+        v_weight = self.vo[:dim].view(self.heads, -1, dim)[:, : self.v_dim].flatten(0, 1)
+        o_weight = self.vo[dim:].view(dim, self.heads, -1)[..., : self.v_dim].flatten(1)
         # cheaper on the weights; queries and keys are normed
-        qkv_weight, o_weight = value_mix[0] * torch.cat([qk_weight, v_weight]), value_mix[1] * o_weight
+        qkv_weight = value_mix[0] * torch.cat([qk_weight, v_weight])
+        o_weight = value_mix[1] * o_weight
         qk, v = F.linear(x, qkv_weight).split((len(qk_weight), len(v_weight)), dim=1)
-        qk, v = norm(qk.reshape(tokens, 2 * self.heads, -1)), v.reshape(tokens, self.heads, -1)
+        qk = norm(qk.reshape(tokens, 2 * self.heads, -1))
+        v = v.reshape(tokens, self.heads, -1)
         if value_embeds is not None:
-            v = v + self.gate_values(x, value_embeds)[..., :self.v_dim]
+            v = v + self.gate_values(x, value_embeds)[..., : self.v_dim]
         if paired:  # the rotary has two positions per token: the first for even heads, the second for odd ones
-            cos, sin = (table[:2 * tokens].view(tokens, 1, 2, -1) for table in (cos, sin))
+            cos, sin = (table[: 2 * tokens].view(tokens, 1, 2, -1) for table in (cos, sin))
             q, k = rotate(qk.unflatten(1, (-1, 2)), cos, sin).flatten(1, 2).chunk(2, dim=1)
         else:
             q, k = rotate(qk, cos[:tokens, None], sin[:tokens, None]).chunk(2, dim=1)
-        if self.layer.window == "L":
+        if self.layer.attention == "long":
             k = offset_keys(k)
         if paired:  # one sequence of twice the length: head j of a token, then head j + H / 2
             q, k, v = (x.reshape(2 * tokens, self.heads // 2, -1) for x in (q, k, v))
-        mask, missing = context.masks[self.layer.window], self.v_dim - self.qk_dim
+        mask = context.masks[self.layer.window]
+        missing = self.v_dim - self.qk_dim
         if isinstance(mask, DocumentTable) and missing:  # FlashAttention needs equal widths
             q, k = (F.pad(x, (0, missing)) for x in (q, k))
         y = attend(q * scale, k, v, mask)
         if self.layer.dc:
-            y = y + mix_heads(q * scale, k, v, gates["dc_read"], gates["dc_write"], context.masks["dc"])
+            y = y + mix_heads(
+                q * scale, k, v, gates["dc_read"], gates["dc_write"], context.masks["dc"]
+            )
         if paired:
             y = y.reshape(tokens, self.heads, -1)
         if self.layer.xsa:
@@ -754,17 +1302,23 @@ class Attention(nn.Module):
         if self.value_gate is None:
             return value_embeds.view(len(x), self.heads, -1)
         inputs = self.value_gate.size(1)
-        gate_input = torch.cat([x[:, :inputs // 2], value_embeds[:, :inputs - inputs // 2]], dim=1)
+        gate_input = torch.cat(
+            [x[:, : inputs // 2], value_embeds[:, : inputs - inputs // 2]], dim=1
+        )
         gate = 2 * torch.sigmoid(F.linear(gate_input, self.value_gate))
         return gate[..., None] * value_embeds.view(*gate.shape, -1)
 
-def offset_keys(k_THD: Tensor) -> Tensor:
-    """Replace the unrotated entries of each key, quarters 1 and 3, whose frequencies are 0, by the previous token's.
 
-    It enables induction heads. As in the record, the first token of a document takes them from the document before.
+def offset_keys(k_THD: Tensor) -> Tensor:
+    """Replace the unrotated entries of each key, quarters 1 and 3, whose frequencies are 0, by the
+    previous token's.
+
+    It enables induction heads. As in the record, the first token of a document takes them from the
+    document before.
     """
     quarters = torch.arange(k_THD.size(-1), device=k_THD.device) // (k_THD.size(-1) // 4)
     return torch.where(quarters % 2 == 1, torch.cat([k_THD[:1], k_THD[:-1]]), k_THD)
+
 
 class MLP(train_gpt.MLP):
     """train_gpt's MLP. With fp8_mlp both products are in fp8 in training; see DelayedScales."""
@@ -781,13 +1335,16 @@ class MLP(train_gpt.MLP):
             return ReluSquaredInFP8.apply(x, self.fc, self.proj, self.h_scale, self.h_max)
         return super().forward(x)
 
-class DelayedScales:
-    """The scales of the MLPs' squared activations h in fp8. h is divided by its scale before it is rounded.
 
-    The scale must be known before h is. It is HEADROOM / 448 times the largest h of the step before, over all
-    micro-batches and ranks, so it is the same for any number of ranks; larger values saturate. In the first step it is
-    1. The inputs and the weights are scaled by their own largest values (to_e4m3). The record's ranks each have their
-    own scale of h, and its scale of proj is 1.12 times that of the step before.
+class DelayedScales:
+    """The scales of the MLPs' squared activations h in fp8. h is divided by its scale before it is
+    rounded.
+
+    The scale must be known before h is. It is HEADROOM / 448 times the largest h of the step
+    before, over all micro-batches and ranks, so it is the same for any number of ranks; larger
+    values saturate. In the first step it is 1. The inputs and the weights are scaled by their own
+    largest values (to_e4m3). The record's ranks each have their own scale of h, and its scale of
+    proj is 1.12 times that of the step before.
     """
 
     HEADROOM = 1.8
@@ -795,7 +1352,8 @@ class DelayedScales:
     def __init__(self, model: nn.Module, comm: Comm):
         mlps = {name: m for name, m in model.named_modules() if isinstance(m, MLP) and m.fp8}
         self.named = {f"{name}.proj/h_scale": mlp.h_scale for name, mlp in mlps.items()}
-        self.maxima, self.comm = [mlp.h_max for mlp in mlps.values()], comm
+        self.maxima = [mlp.h_max for mlp in mlps.values()]
+        self.comm = comm
 
     @torch.no_grad()
     def start_gather(self) -> None:
@@ -810,79 +1368,112 @@ class DelayedScales:
         """Set the scales of the next step."""
         if self.maxima:
             self.handle.wait()
-            scales = self.gathered.view(-1, len(self.own)).amax(0).clamp_min(1e-12) * (self.HEADROOM / E4M3_MAX)
+            scales = self.gathered.view(-1, len(self.own)).amax(0).clamp_min(1e-12) * (
+                self.HEADROOM / E4M3_MAX
+            )
             torch._foreach_copy_([*self.named.values()], scales.unbind())
             torch._foreach_zero_(self.maxima)
 
+
 class Head(train_gpt.Head):
-    """Map the normed residual stream to logits and the loss. weight [V, dim]: of `classes` tokens, then padding."""
+    """Map the normed residual stream to logits and the loss. weight [V, dim]: of `classes` tokens,
+    then padding."""
 
     def __init__(self, config: Config, vocab: int, classes: int | None = None):
         super().__init__(config, vocab, classes)
-        self.weight.data = config.head_init * torch.randn(vocab, config.model_dim, dtype=config.torch_dtype)
+        self.weight.data = config.head_init * torch.randn(
+            vocab, config.model_dim, dtype=config.torch_dtype
+        )
         self.softcap = Softcap(config.logit_cap, config.logit_shift)
 
     @compiled
-    def forward(self, x: Tensor, targets: Tensor, weights: Tensor, weight: Tensor | None = None) -> tuple[
-            Tensor, Tensor]:
-        """Compute (objective, which training minimizes; cross entropy of the next token), in nats, summed over tokens.
+    def forward(
+        self, x: Tensor, targets: Tensor, weights: Tensor, weight: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute (objective, which training minimizes; cross entropy of the next token), in nats,
+        summed over tokens.
 
-        x [T, dim]; targets [n, T]: the next token, then further targets, -1 is not counted; weights [n] of the rows.
-        weight [classes, dim]: in place of the head's own.
+        x [T, dim]; targets [n, T]: the next token, then further targets, -1 is not counted; weights
+        [n] of the rows. weight [classes, dim]: in place of the head's own.
         """
         weight = self.weight if weight is None else weight
-        if self.kernels and self.training:  # an edit of this method turns the kernel off: see PLAIN_FORMS
+        if (
+            self.kernels and self.training
+        ):  # an edit of this method turns the kernel off: see PLAIN_FORMS
             scales = self.fp8_scales if self.fp8 else None
             objective, entropies = HeadLoss.apply(x, weight, targets, weights, self.softcap, scales)
             return objective, entropies[0]
         x = self.uncapped_logits(x, weight)
-        entropies = torch.stack([
-            F.cross_entropy(self.softcap(x), row, ignore_index=-1, reduction="sum") for row in targets])
+        entropies = torch.stack(
+            [
+                F.cross_entropy(self.softcap(x), row, ignore_index=-1, reduction="sum")
+                for row in targets
+            ]
+        )
         objective = (entropies * weights).sum()
         return objective, entropies[0].detach()
 
-# Factors of an n-gram's tokens, the latest first. A hash is the XOR of the products in int32, which wrap
+
+# Factors of an n-gram's tokens, the latest first. A hash is the XOR of the products in int32, which
+# wrap
 ROW_FACTORS = {2: (36313, 27191), 3: (17351, 60961, 45259)}
 SIGN_FACTORS = {"record89": {2: (1, 1)}, "record92": {2: (48271, 30011), 3: (58699, 39779, 26801)}}
 
+
 class NgramTable(train_gpt.NgramTable):
-    """An embedding of the n tokens that end at each position, also across documents. All tables have the same signs."""
+    """An embedding of the n tokens that end at each position, also across documents. All tables
+    have the same signs."""
 
     def __init__(self, config: Config, ngrams: Ngrams):
         super().__init__(config, ngrams)
         self.sign_factors = SIGN_FACTORS[config.ngram_hash][self.n]
 
     def row_and_sign(self, tokens: Tensor) -> Pair:
-        """Hash the n-grams that end at tokens [..., T] as the records do -> rows of the table, rows of the signs.
+        """Hash the n-grams that end at tokens [..., T] as the records do -> rows of the table,
+        rows of the signs.
 
-        The first n - 1 tokens have the last row. In the pair of the second token, the hash has the number of that row
-        in place of the first token.
+        The first n - 1 tokens have the last row. In the pair of the second token, the hash has the
+        number of that row in place of the first token.
         """
+
         def mix(factors: Sequence[int]) -> Tensor:
-            return reduce(torch.bitwise_xor, (factor * token for factor, token in zip(factors, window)))
-        last, incomplete = self.num_embeddings - 1, self.n - 1
-        window = [F.pad(tokens.int(), (k, 0))[..., :tokens.size(-1)] for k in range(self.n)]
+            return reduce(
+                torch.bitwise_xor, (factor * token for factor, token in zip(factors, window))
+            )
+
+        last = self.num_embeddings - 1
+        incomplete = self.n - 1
+        window = [F.pad(tokens.int(), (k, 0))[..., : tokens.size(-1)] for k in range(self.n)]
         sign = mix(self.sign_factors) % self.SIGNS
-        # of use to pairs only. By fill_ and zero_: an assignment of a number would make the host wait for the GPU
+        # of use to pairs only. By fill_ and zero_: an assignment of a number would make the host
+        # wait for the GPU
         window[1][..., 1:2].fill_(last)
         row = mix(ROW_FACTORS[self.n]) % last
         row[..., :incomplete].fill_(last)
         sign[..., :incomplete].zero_()
         return row.long(), sign.long()
 
+
 class TokenWeights(nn.Module):
     """A small network that computes weights per token: scale * (out @ gelu(hidden @ x) + bias).
 
-    `init` names the weights and gives their initial values; out starts at 0, so the tokens begin with equal weights.
+    `init` names the weights and gives their initial values; out starts at 0, so the tokens begin
+    with equal weights.
     """
 
-    WIDTH, SCALE = 64, 0.1
+    WIDTH = 64
+    SCALE = 0.1
 
     def __init__(self, config: Config, kind: str, init: dict[Any, list[float]]):
         super().__init__()
-        dim, dtype, self.sizes = config.model_dim, config.torch_dtype, {name: len(v) for name, v in init.items()}
-        bound, values = 1 / sqrt(dim), torch.tensor([*chain(*init.values())])
-        self.hidden = parameter(torch.empty(self.WIDTH, dim).uniform_(-bound, bound).to(dtype), kind)
+        dim = config.model_dim
+        dtype = config.torch_dtype
+        self.sizes = {name: len(v) for name, v in init.items()}
+        bound = 1 / sqrt(dim)
+        values = torch.tensor([*chain(*init.values())])
+        self.hidden = parameter(
+            torch.empty(self.WIDTH, dim).uniform_(-bound, bound).to(dtype), kind
+        )
         self.out = parameter(torch.zeros(len(values), self.WIDTH, dtype=dtype), kind)
         self.bias = parameter((values / self.SCALE).to(dtype), f"{kind}_biases")
 
@@ -901,49 +1492,81 @@ class TokenWeights(nn.Module):
         """Split all weights [T, n] into those of each name [T, size]."""
         return dict(zip(self.sizes, weights.split([*self.sizes.values()], dim=1)))
 
+
 BIGRAM_GATE_INIT = 0.05
 
+
 def gates_of(config: Config, layers: range) -> dict[tuple[int, str], list[float]]:
-    """Return the initial values of the token gates of these layers, by (layer, name); layer -1: before the first."""
-    every, heads, init = config.parse_layers(), config.num_heads, {}
+    """Return the initial values of the token gates of these layers, by (layer, name); layer -1:
+    before the first."""
+    every = config.parse_layers()
+    heads = config.num_heads
+    init = {}
     for i in layers:
         layer = every[i]
-        present = {"x0": layer.adds_x0 and [0.0], "bigrams": layer.adds_ngrams and [BIGRAM_GATE_INIT],
-                   "skip": layer.skip_from is not None and [0.5], "xsa": layer.xsa and [0.0] * heads,
-                   "gate": layer.gated and [0.25] * heads, "dc_read": layer.dc and [1.0] * heads,
-                   "dc_write": layer.dc and [0.0] * heads}
+        present = {
+            "x0": "x0" in layer.adds and [0.0],
+            "bigrams": "ngrams" in layer.adds and [BIGRAM_GATE_INIT],
+            "skip": layer.skip_from is not None and [0.5],
+            "xsa": layer.xsa and [0.0] * heads,
+            "gate": layer.gated and [0.25] * heads,
+            "dc_read": layer.dc and [1.0] * heads,
+            "dc_write": layer.dc and [0.0] * heads,
+        }
         # the first layer's bigram embeddings are added before it
-        init |= {(-1 if name == "bigrams" and i == 0 else i, name): v for name, v in present.items() if v}
+        init |= {
+            (-1 if name == "bigrams" and i == 0 else i, name): v for name, v in present.items() if v
+        }
     return init
 
-class Mudd(nn.Module):
-    """Multiway dynamic dense connections (arXiv:2502.12170): last layer and head mix earlier outputs by token weights.
 
-    Sources of the last layer: the input of the first layer, the output of backout_layer, and the residual stream.
-    Sources of the head: the saved outputs (see saved_layers) and the embeddings of the first value table. For groups,
-    see Config.mudd_groups.
+class Mudd(nn.Module):
+    """Multiway dynamic dense connections (arXiv:2502.12170): last layer and head mix earlier
+    outputs by token weights.
+
+    Sources of the last layer: the input of the first layer, the output of backout_layer, and the
+    residual stream. Sources of the head: the saved outputs (see saved_layers) and the embeddings of
+    the first value table. For groups, see Config.mudd_groups.
     """
 
     def __init__(self, config: Config):
         super().__init__()
-        c, last, scale = config, config.parse_layers()[-1], sqrt(config.resid_lambda_init)
-        self.backout, self.heads, self.sources = c.backout_layer, c.num_heads, sorted(saved_layers(c))
-        init = {"values": [0.0] * 3, "residual": [0.0] * 3, "mix": [scale, scale, 1.0, 1.0], "x0": [0.0],
-                "bigrams": [BIGRAM_GATE_INIT]}
+        c = config
+        last = config.parse_layers()[-1]
+        scale = sqrt(config.resid_lambda_init)
+        self.backout = c.backout_layer
+        self.heads = c.num_heads
+        self.sources = sorted(saved_layers(c))
+        init = {
+            "values": [0.0] * 3,
+            "residual": [0.0] * 3,
+            "mix": [scale, scale, 1.0, 1.0],
+            "x0": [0.0],
+            "bigrams": [BIGRAM_GATE_INIT],
+        }
         if last.value_table is not None:
             init["value_gates"] = [2.0, 2.0]
         self.layer = TokenWeights(c, "mudd", init)
         tables = len({layer.value_table for layer in config.parse_layers()} - {None})
         sources = [-0.5 if i == c.backout_layer else 0.0 for i in self.sources]
         sources += [0.0] * (tables + 2 if c.mudd_groups else 1)
-        self.head, self.groups = TokenWeights(c, "mudd", {"sources": sources}), c.mudd_groups
+        self.head = TokenWeights(c, "mudd", {"sources": sources})
+        self.groups = c.mudd_groups
         # further weights of each source in each group, by the hidden values of the token
-        self.by_group = parameter(torch.zeros(len(sources), c.mudd_groups, TokenWeights.WIDTH, dtype=c.torch_dtype),
-                                  "mudd") if c.mudd_groups else None
+        self.by_group = (
+            parameter(
+                torch.zeros(len(sources), c.mudd_groups, TokenWeights.WIDTH, dtype=c.torch_dtype),
+                "mudd",
+            )
+            if c.mudd_groups
+            else None
+        )
 
-    def layer_inputs(self, x: Tensor, saved: Outputs, value_embeds: Tensor | None) -> tuple[
-            Tensor, Tensor, tuple[Tensor, ...], Tensors]:
-        """Compute what the last layer reads: the residual stream, value embeddings, mix and gates of Block."""
+    def layer_inputs(
+        self, x: Tensor, saved: Outputs, value_embeds: Tensor | None
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensors]:
+        """Compute what the last layer reads: the residual stream, value embeddings, mix and gates
+        of Block."""
         weights = self.layer.by_name(self.layer.compute(x))
         sources = saved[-1], saved[self.backout], x
         mixed = weighted_sum(weights["values"], sources)
@@ -951,7 +1574,12 @@ class Mudd(nn.Module):
             gate = weights["value_gates"].repeat_interleave(self.heads // 2, dim=1)
             mixed = mixed + (gate[..., None] * value_embeds.view(len(x), self.heads, -1)).view_as(x)
         gates = {name: weights[name] for name in ("x0", "bigrams")}
-        return x + weighted_sum(weights["residual"], sources), mixed, weights["mix"].split(1, dim=1), gates
+        return (
+            x + weighted_sum(weights["residual"], sources),
+            mixed,
+            weights["mix"].split(1, dim=1),
+            gates,
+        )
 
     def head_input(self, x: Tensor, saved: Outputs, values: Outputs, mlp_input: Tensor) -> Tensor:
         sources = [saved[i] for i in self.sources]
@@ -961,21 +1589,29 @@ class Mudd(nn.Module):
         of_groups = F.linear(inner, self.by_group.flatten(0, 1)).view(len(x), -1, self.groups)
         weights = (self.head.unscaled(inner)[..., None] + of_groups) * TokenWeights.SCALE
         sources += [*(values[i] for i in sorted(values)), mlp_input, norm(saved[self.backout])]
-        mixed = sum(weight[..., None] * source.view(len(x), self.groups, -1)
-                    for weight, source in zip(weights.unbind(1), sources))
+        mixed = sum(
+            weight[..., None] * source.view(len(x), self.groups, -1)
+            for weight, source in zip(weights.unbind(1), sources)
+        )
         return x + mixed.view_as(x)
 
+
 def exclude_own_value(y_THD: Tensor, v_THD: Tensor, weights: Tensor) -> Tensor:
-    """Subtract tanh(weights) times the part of attention's output along the token's own value: XSA (arXiv:2603.09078).
+    """Subtract tanh(weights) times the part of attention's output along the token's own value: XSA
+    (arXiv:2603.09078).
 
     weights: [H] or [T, H].
     """
-    projection = (y_THD * v_THD).sum(-1, keepdim=True) / v_THD.square().sum(-1, keepdim=True).clamp_min(1e-8)
+    projection = (y_THD * v_THD).sum(-1, keepdim=True) / v_THD.square().sum(
+        -1, keepdim=True
+    ).clamp_min(1e-8)
     return y_THD - torch.tanh(weights)[..., None] * projection * v_THD
+
 
 def weighted_sum(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:
     """weights [T, n], n sources [T, dim] -> [T, dim]."""
     return sum(weight * source for weight, source in zip(weights.split(1, dim=1), sources))
+
 
 class DocCopy(train_gpt.DocCopy):
     """train_gpt's DocCopy, which is added at the input and before the final norm."""
@@ -987,21 +1623,26 @@ class DocCopy(train_gpt.DocCopy):
     @staticmethod
     @compiled
     def find(tokens: Tensor, ids: Tensor, bos_id: int) -> Pair:
-        """Tokens [T], ids [T] by which contexts are compared -> candidates, kinds of their contexts (0: tokens[0])."""
+        """Tokens [T], ids [T] by which contexts are compared -> candidates, kinds of their
+        contexts (0: tokens[0])."""
         places, kinds = train_gpt.DocCopy.find(ids.long(), tokens == bos_id)
         return tokens[places], kinds
 
     @compiled
     def forward(self, e: Tensor, kinds: Tensor) -> Pair:
-        """Candidates' embeddings and kinds [T] -> what to add at the input and before the final norm, [T, dim]."""
+        """Candidates' embeddings and kinds [T] -> what to add at the input and before the final
+        norm, [T, dim]."""
         copied = self.weigh(e, kinds)
         return tuple(weight * copied for weight in self.weights.unbind())
 
+
 def normalized_ids(tokens: Sequence[bytes]) -> list[int]:
-    """Map GPT-2's tokens to the first token of the same text without case, accents and surrounding spaces.
+    """Map GPT-2's tokens to the first token of the same text without case, accents and surrounding
+    spaces.
 
     A token that is no text, or has none left, is mapped to itself.
     """
+
     def text_of(token: bytes) -> str | bytes:
         try:
             text = unicodedata.normalize("NFKD", token.decode())
@@ -1014,51 +1655,74 @@ def normalized_ids(tokens: Sequence[bytes]) -> list[int]:
     first: dict[str | bytes, int] = {}
     ids = [first.setdefault(text_of(token), number) for number, token in enumerate(tokens)]
     digest = sha256_of(b"".join(number.to_bytes(4, "little") for number in [*ids, len(ids)]))
-    require(digest == "79fb57ac259495ba36f1afb9b0d5da35f3048b5067fa59c101d5a3c1ed15c2a2", f"Unicode "
-            f"{unicodedata.unidata_version} of this Python gives other normalized_ids than 14.0 of Python 3.11; use "
-            "that, or leave normalized_ids out")
+    require(
+        digest == "79fb57ac259495ba36f1afb9b0d5da35f3048b5067fa59c101d5a3c1ed15c2a2",
+        f"Unicode {unicodedata.unidata_version} of this Python gives other normalized_ids than 14.0"
+        " of Python 3.11; use that, or leave normalized_ids out",
+    )
     return ids
 
-# ------------------------------------------------------------------------------------------------------------------
+
+# --------------------------------------------------------------------------------------------------
 # update rules
 
 # (a, b, c) of the six steps of ANVIL's polar: singular values from 0.003 on end in [0.995, 1.0005]
 ANVIL_STEPS = (
-    (3.923798038567, -6.095026865488, 3.905234618423), (3.278126713798, -3.328923386476, 0.989127286973),
-    (3.505298394150, -5.137358782410, 1.968325560615), (2.815058591845, -3.685181239622, 1.417196497642),
-    (2.245503932403, -2.443826979899, 0.963091710461), (2.256537145403, -2.166840097229, 0.929501253245))
+    (3.923798038567, -6.095026865488, 3.905234618423),
+    (3.278126713798, -3.328923386476, 0.989127286973),
+    (3.505298394150, -5.137358782410, 1.968325560615),
+    (2.815058591845, -3.685181239622, 1.417196497642),
+    (2.245503932403, -2.443826979899, 0.963091710461),
+    (2.256537145403, -2.166840097229, 0.929501253245),
+)
+
 
 @frozen
 class Anvil(NorMuon):
-    """NorMuon with a second, slow momentum, which decides where weights decay and, from blend_from on, is blended in.
+    """NorMuon with a second, slow momentum, which decides where weights decay and, from blend_from
+    on, is blended in.
 
-    From blend_from on the fast momentum decays by FAST; before, and in the Nesterov step, momenta are the schedule's.
+    From blend_from on the fast momentum decays by FAST; before, and in the Nesterov step, momenta
+    are the schedule's.
     """
 
     blend_from: int = 0
-    FAST, SLOW, SHARE = 0.85, 0.98, 0.4385  # decays; share of the fast momentum in the blend
+    # decays; share of the fast momentum in the blend
+    FAST = 0.85
+    SLOW = 0.98
+    SHARE = 0.4385
 
     def init_state(self, shard: Tensor) -> Tensors:
         state = super().init_state(shard)
         return state | {"slow": torch.zeros_like(state["m"])}
 
     def hyper(self, plan: Plan, t: int) -> Values:
-        fast, share = (self.FAST, self.SHARE) if plan.step >= self.blend_from else (plan.momentum, 1.0)
+        fast, share = (
+            (self.FAST, self.SHARE) if plan.step >= self.blend_from else (plan.momentum, 1.0)
+        )
         return super().hyper(plan, t) | {"fast": fast, "share": share}
 
     @staticmethod
     def update(param: Tensor, grad: Tensor, state: Tensors, hyper: Values) -> None:
         """Update param [n, rows, columns] and its state in place; see NorMuon.update."""
-        m, slow, momentum, fast, share = state["m"], state["slow"], *(hyper[k] for k in ("momentum", "fast", "share"))
+        m, slow, momentum, fast, share = (
+            state["m"],
+            state["slow"],
+            *(hyper[k] for k in ("momentum", "fast", "share")),
+        )
         grad = grad.to(m.dtype)
         m.copy_(fast * m + (1 - fast) * grad)
         slow.copy_(Anvil.SLOW * slow + (1 - Anvil.SLOW) * grad)
         u = momentum * (share * m + (1 - share) * slow) + (1 - momentum) * grad
-        NorMuon.move(param, polar(u, hyper["dtype"], ANVIL_STEPS, 1.05).to(m.dtype), state, hyper, slow)
+        NorMuon.move(
+            param, polar(u, hyper["dtype"], ANVIL_STEPS, 1.05).to(m.dtype), state, hyper, slow
+        )
+
 
 @frozen
 class Adam(train_gpt.Adam):
-    """Adam that updates half as often from step slow_from on, with squared betas and twice the weight decay."""
+    """Adam that updates half as often from step slow_from on, with squared betas and twice the
+    weight decay."""
 
     slow_from: int | None = None
 
@@ -1069,33 +1733,49 @@ class Adam(train_gpt.Adam):
         return (step + 1) % (self.every * (1 + self.is_slow(step))) == 0
 
     def hyper(self, plan: Plan, t: int) -> Values:
-        slow = dict(beta1=self.beta1 ** 2, beta2=self.beta2 ** 2, weight_decay=2 * self.weight_decay)
+        slow = dict(beta1=self.beta1**2, beta2=self.beta2**2, weight_decay=2 * self.weight_decay)
         rule = replace(self, **slow) if self.is_slow(plan.step) else self
         return train_gpt.Adam.hyper(rule, plan, t)
 
+
 @frozen
 class RowAdam(Adam):
-    """Adam for tables, with one second moment per row and no first moment. Bias correction counts updates, not a row's.
+    """Adam for tables, with one second moment per row and no first moment. Bias correction counts
+    updates, not a row's.
 
-    An update leaves out the rows without a gradient. Their moments decay nevertheless: the next update that takes a row
-    multiplies its moment by the decay of all steps since `last`. It is not compiled: Config asks for lazy tables.
+    An update leaves out the rows without a gradient. Their moments decay nevertheless: the next
+    update that takes a row multiplies its moment by the decay of all steps since `last`. It is not
+    compiled: Config asks for lazy tables.
     """
 
     def init_state(self, shard: Tensor) -> Tensors:
-        """Create, for a shard [rows, width], each row's moment and the step of its last update, both [rows, 1]."""
+        """Create, for a shard [rows, width], each row's moment and the step of its last update,
+        both [rows, 1]."""
         v = torch.zeros_like(shard[:, :1], dtype=wide_dtype(shard))
         return {"v": v, "last": torch.zeros_like(v)}
 
     def hyper(self, plan: Plan, t: int) -> Values:
-        return super().hyper(plan, t) | {"step": plan.step, "cycle": self.every, "beta2_of_cycle": self.beta2}
+        return super().hyper(plan, t) | {
+            "step": plan.step,
+            "cycle": self.every,
+            "beta2_of_cycle": self.beta2,
+        }
 
     @staticmethod
     def update(param: Tensor, grad: Tensor, state: Tensors, hyper: Values) -> None:
-        """Update param [rows, width] and its state in place, as Adam.update does but for the moments."""
-        v, beta2, step, cycle = state["v"], hyper["beta2"], hyper["step"], hyper["cycle"]
-        p, g = param.to(v.dtype), grad.to(v.dtype)
-        # powers of all numbers of cycles, since the last bit of a power depends on its place in a vector
-        decays = hyper["beta2_of_cycle"] ** torch.arange(step // cycle + 1, dtype=v.dtype, device=v.device)
+        """Update param [rows, width] and its state in place, as Adam.update does but for the
+        moments."""
+        v = state["v"]
+        beta2 = hyper["beta2"]
+        step = hyper["step"]
+        cycle = hyper["cycle"]
+        p = param.to(v.dtype)
+        g = grad.to(v.dtype)
+        # powers of all numbers of cycles, since the last bit of a power depends on its place in a
+        # vector
+        decays = hyper["beta2_of_cycle"] ** torch.arange(
+            step // cycle + 1, dtype=v.dtype, device=v.device
+        )
         cycles = (step - state["last"]).clamp_min(0).long() // cycle  # the warm-up also goes back
         v.mul_(decays[cycles]).add_((1 - beta2) * g.square().mean(1, keepdim=True))
         change = hyper["lr"] * (1 - beta2 ** hyper["t"]) ** 0.5 * g / (v.sqrt() + hyper["eps"])
@@ -1104,20 +1784,27 @@ class RowAdam(Adam):
         param.copy_(p - change)
         state["last"].fill_(step)
 
-# ------------------------------------------------------------------------------------------------------------------
+
+# --------------------------------------------------------------------------------------------------
 # worker
 
+
 class Worker(train_gpt.Worker):
-    """What one rank trains. Besides train_gpt's step: the tied embedding, prefixes as targets, and scales of fp8."""
+    """What one rank trains. Besides train_gpt's step: the tied embedding, prefixes as targets, and
+    scales of fp8."""
 
     def __init__(self, config: Config, comm: Comm, device: torch.device, train_shards: list[Shard]):
         super().__init__(config, comm, device, train_shards)
         self.scales = DelayedScales(self.model, comm)
-        self.tails, self.candidates = TailAverages(config, self.optimizer), Candidates(config, self.model, comm)
+        self.tails = TailAverages(config, self.optimizer)
+        self.candidates = Candidates(config, self.model, comm)
         self.optimizer.further |= self.scales.named | self.candidates.named
         # other encodings are of bytes, which have no prefixes
-        stages, of_gpt2 = stages_of(config), train_shards[0].encoding.vocab_size == GPT2_VOCAB
-        wanted = of_gpt2 and any(stage.first["prefix_weight"] or stage.last["prefix_weight"] for stage in stages)
+        stages = stages_of(config)
+        of_gpt2 = train_shards[0].encoding.vocab_size == GPT2_VOCAB
+        wanted = of_gpt2 and any(
+            stage.first["prefix_weight"] or stage.last["prefix_weight"] for stage in stages
+        )
         self.token_bytes = gpt2_token_bytes(train_shards[0].path.parent) if wanted else []
 
     def step(self, plan: Plan, batch: list[np.ndarray]) -> list[Tensor]:
@@ -1125,11 +1812,15 @@ class Worker(train_gpt.Worker):
         return super().step(plan, batch)
 
     def before_training(self) -> None:
-        self.model.fill_prefixes(self.token_bytes)  # on the clock, as in the record; the warm-up runs without
+        # on the clock, as in the record; the warm-up runs without
+        self.model.fill_prefixes(self.token_bytes)
 
     def before_step(self, plan: Plan) -> None:
-        model, optimizer = self.model, self.optimizer
-        if model.tied or model.candidates:  # the head's weights are read before its own forward would wait
+        model = self.model
+        optimizer = self.optimizer
+        if (
+            model.tied or model.candidates
+        ):  # the head's weights are read before its own forward would wait
             optimizer.wait_for(model.lm_head.weight)
         if plan.step == model.untied_step > 0:
             copy_parameter(optimizer, "lm_head.weight", "embed.weight")
@@ -1141,8 +1832,12 @@ class Worker(train_gpt.Worker):
     def after_step(self, plan: Plan) -> None:
         self.scales.update()
         self.candidates.handle.wait()
-        if plan.values["candidates"]:  # the log states how many were used, the mean of the step's micro-batches
-            plan.values["candidates"] = self.candidates.used[:plan.micro_batches].sum().item() // plan.micro_batches
+        if plan.values[
+            "candidates"
+        ]:  # the log states how many were used, the mean of the step's micro-batches
+            plan.values["candidates"] = (
+                self.candidates.used[: plan.micro_batches].sum().item() // plan.micro_batches
+            )
         self.tails.move(plan.step)
 
     def after_training(self) -> None:
@@ -1150,56 +1845,96 @@ class Worker(train_gpt.Worker):
 
     def kinds_of_steps(self) -> list[int]:
         rules = [bucket.rule for bucket in self.optimizer.buckets if isinstance(bucket.rule, Adam)]
-        slow = {rule.slow_from + rule.every for rule in rules if rule.slow_from is not None}  # with the next, an update
+        # with the next, an update
+        slow = {rule.slow_from + rule.every for rule in rules if rule.slow_from is not None}
         further = [first_untied_step(self.config), *sorted(slow)]
         return super().kinds_of_steps() + [step for step in further if step < self.config.num_steps]
 
+
 def copy_parameter(optimizer: DistributedOptimizer, source: str, target: str) -> None:
-    """Copy a parameter and its state to another, such as a head that was tied to the embedding until this step."""
-    of = {slot.name: bucket for bucket in optimizer.buckets for slot in bucket.slots if slot.name in (source, target)}
-    require(not any(map(optimizer.reducer.waits, of.values())), f"{target} cannot be copied while gradients wait for "
-            "an update; copy it one step later")
+    """Copy a parameter and its state to another, such as a head that was tied to the embedding
+    until this step."""
+    of = {
+        slot.name: bucket
+        for bucket in optimizer.buckets
+        for slot in bucket.slots
+        if slot.name in (source, target)
+    }
+    require(
+        not any(map(optimizer.reducer.waits, of.values())),
+        f"{target} cannot be copied while gradients wait for an update; copy it one step later",
+    )
     optimizer.finish_all_gathers()
     copy, state = (train_gpt.gather_state(of[name], optimizer.comm) for name in (source, target))
-    state |= {target + name.removeprefix(source): x for name, x in copy.items() if name.partition("/")[0] == source}
+    state |= {
+        target + name.removeprefix(source): x
+        for name, x in copy.items()
+        if name.partition("/")[0] == source
+    }
     train_gpt.write_state(of[target], train_gpt.take_state(of[target], state), optimizer.comm)
 
-class TailAverages:
-    """The averages of Config.tails, in float32 and of weights as stored, of the shard that this rank updates.
 
-    Average i is tail<i> of the rules' state. So checkpoints keep it, the end of the warm-up restores it, and an
-    embedding that is untied gets the head's.
+class TailAverages:
+    """The averages of Config.tails, in float32 and of weights as stored, of the shard that this
+    rank updates.
+
+    Average i is tail<i> of the rules' state. So checkpoints keep it, the end of the warm-up
+    restores it, and an embedding that is untied gets the head's.
     """
 
     def __init__(self, config: Config, optimizer: DistributedOptimizer):
-        self.tails, self.steps, self.optimizer = config.tails, config.num_steps, optimizer
+        self.tails = config.tails
+        self.steps = config.num_steps
+        self.optimizer = optimizer
         pairs = [(bucket, slot) for bucket in optimizer.buckets for slot in bucket.slots]
-        pairs.sort(key=lambda pair: pair[1].name)  # one order of the sums in `norms`, whatever the buckets
-        self.of_kind = {kind: [(bucket, slot) for bucket, slot in pairs if slot.name.endswith(f".{kind}")
-                               or f"{slot.param.kind}_".startswith(f"{kind}_")]
-                        for tail in self.tails for kind in tail.kinds.split()}
-        self.buckets = dict.fromkeys(bucket for found in self.of_kind.values() for bucket, _ in found)
+        # one order of the sums in `norms`, whatever the buckets
+        pairs.sort(key=lambda pair: pair[1].name)
+        self.of_kind = {
+            kind: [
+                (bucket, slot)
+                for bucket, slot in pairs
+                if slot.name.endswith(f".{kind}") or f"{slot.param.kind}_".startswith(f"{kind}_")
+            ]
+            for tail in self.tails
+            for kind in tail.kinds.split()
+        }
+        self.buckets = dict.fromkeys(
+            bucket for found in self.of_kind.values() for bucket, _ in found
+        )
         names = [slot.name for found in self.of_kind.values() for _, slot in found]
-        require(all(self.of_kind.values()) and len(names) == len({*names}), f"tails: of the kinds "
-                f"{', '.join(self.of_kind)} one has no parameter, or two have the same; see Tail")
+        require(
+            all(self.of_kind.values()) and len(names) == len({*names}),
+            "tails: of the kinds "
+            f"{', '.join(self.of_kind)} one has no parameter, or two have the same; see Tail",
+        )
         for i, tail in enumerate(self.tails):
-            for bucket in {bucket for kind in tail.kinds.split() for bucket, _ in self.of_kind[kind]}:
+            for bucket in {
+                bucket for kind in tail.kinds.split() for bucket, _ in self.of_kind[kind]
+            }:
                 dtype = wide_dtype(bucket.param_shard)
                 bucket.state[f"tail{i}"] = torch.zeros_like(bucket.param_shard, dtype=dtype)
 
     def parts(self, i: int) -> Iterator[Pair]:
         """Yield the parts of average i on this rank, each with its weights."""
-        for bucket, slot in (pair for kind in self.tails[i].kinds.split() for pair in self.of_kind[kind]):
-            average, weights = bucket.state[f"tail{i}"], bucket.param_shard
+        for bucket, slot in (
+            pair for kind in self.tails[i].kinds.split() for pair in self.of_kind[kind]
+        ):
+            average = bucket.state[f"tail{i}"]
+            weights = bucket.param_shard
             yield bucket.view_of(slot, average, True), bucket.view_of(slot, weights, True)
 
     @torch.no_grad()
     def move(self, step: int) -> None:
         """Move the averages after a step. They read own shards, which no gather changes."""
         for i, tail in enumerate(self.tails):
-            age, last = step - max(0, self.steps - tail.last_steps), step == self.steps - 1
+            age = step - max(0, self.steps - tail.last_steps)
+            last = step == self.steps - 1
             rate = tail.last_rate if last and tail.last_rate is not None else tail.rate
-            if age == 0 or age > 0 and (step % tail.period == tail.phase or step >= self.steps - tail.final_steps):
+            if (
+                age == 0
+                or age > 0
+                and (step % tail.period == tail.phase or step >= self.steps - tail.final_steps)
+            ):
                 for average, weights in self.parts(i):
                     average.lerp_(weights.to(average.dtype), rate if age else 1.0)
 
@@ -1211,54 +1946,84 @@ class TailAverages:
             for average, weights in self.parts(i):
                 weights.copy_(torch.lerp(weights.to(average.dtype), average, tail.blend))
         for bucket in self.buckets:
-            train_gpt.Bucket.start_all_gather(bucket, self.optimizer.comm)  # a RowBucket's would send few rows
+            # a RowBucket's would send few rows
+            train_gpt.Bucket.start_all_gather(bucket, self.optimizer.comm)
         self.optimizer.finish_all_gathers(self.buckets)
         after = self.norms()
-        for kind in {kind for tail in self.tails if tail.keep_norm for kind in tail.kinds.split() if after[kind]}:
+        for kind in {
+            kind
+            for tail in self.tails
+            if tail.keep_norm
+            for kind in tail.kinds.split()
+            if after[kind]
+        }:
             for _, slot in self.of_kind[kind]:
                 slot.param.mul_(before[kind] / after[kind])
 
     def norms(self) -> dict[str, float]:
         """Compute the norm over all weights of each kind, the same for any number of ranks."""
+
         def norm_of(x: Tensor) -> float:
             return torch.linalg.vector_norm(x, dtype=wide_dtype(x)).item()
-        return {kind: math.hypot(*(norm_of(slot.param) for _, slot in found)) for kind, found in self.of_kind.items()}
+
+        return {
+            kind: math.hypot(*(norm_of(slot.param) for _, slot in found))
+            for kind, found in self.of_kind.items()
+        }
+
 
 class Candidates:
-    """The classes of a micro-batch's training loss, where a stage sets `candidates`: fewer logits take less time.
+    """The classes of a micro-batch's training loss, where a stage sets `candidates`: fewer logits
+    take less time.
 
-    They are its targets and, up to that number, the next other classes of a fixed permutation. Each of a step's
-    micro-batches has its own offset in it, so the offsets depend on no number of ranks; checkpoints keep them. A
-    micro-batch with more targets uses all classes.
+    They are its targets and, up to that number, the next other classes of a fixed permutation. Each
+    of a step's micro-batches has its own offset in it, so the offsets depend on no number of ranks;
+    checkpoints keep them. A micro-batch with more targets uses all classes.
     """
 
     STRIDE = 20011  # a prime. Entry k of the permutation of n classes is STRIDE * k % n
 
     def __init__(self, config: Config, model: GPT, comm: Comm):
-        self.model, self.comm, self.classes = model, comm, len(model.lm_head.weight)
-        most, count = (max(stage.first[name] for stage in stages_of(config))
-                       for name in ("candidates", "micro_batches"))
-        require(most <= self.classes, f"candidates is {most}; the head has only {self.classes} classes")
+        self.model = model
+        self.comm = comm
+        self.classes = len(model.lm_head.weight)
+        most, count = (
+            max(stage.first[name] for stage in stages_of(config))
+            for name in ("candidates", "micro_batches")
+        )
+        require(
+            most <= self.classes, f"candidates is {most}; the head has only {self.classes} classes"
+        )
         self.offsets = torch.arange(count) * self.classes // count
         self.used = torch.zeros_like(self.offsets)  # classes of each micro-batch
         self.named = {"lm_head.weight/offsets": self.offsets} if most else {}
 
     def draw(self, number: int, batch: list[np.ndarray]) -> None:
-        """Draw that many candidates of each of this rank's micro-batches, and start to exchange the next offsets."""
+        """Draw that many candidates of each of this rank's micro-batches, and start to exchange
+        the next offsets."""
         self.model.candidates.clear()
         self.handle = HandleGroup()
         if number:
             comm = self.comm
-            of_ranks = [x[:comm.ranks * len(batch)].view(comm.ranks, -1) for x in (self.offsets, self.used)]
+            of_ranks = [
+                x[: comm.ranks * len(batch)].view(comm.ranks, -1) for x in (self.offsets, self.used)
+            ]
             own, used = (x[comm.rank] for x in of_ranks)
             for i, micro_batch in enumerate(batch):
                 drawn, own[i] = self.draw_one(micro_batch[1:], number, own[i].item())
                 used[i] = self.classes if drawn is None else number
                 self.model.candidates.append(
-                    None if drawn is None else to_device(torch.from_numpy(drawn), self.model.prefixes.device))
-            self.handle = HandleGroup(*(comm.exchange([x[comm.rank]] * comm.ranks, x) for x in of_ranks))
+                    None
+                    if drawn is None
+                    else to_device(torch.from_numpy(drawn), self.model.prefixes.device)
+                )
+            self.handle = HandleGroup(
+                *(comm.exchange([x[comm.rank]] * comm.ranks, x) for x in of_ranks)
+            )
 
-    def draw_one(self, targets: np.ndarray, number: int, offset: int) -> tuple[np.ndarray | None, int]:
+    def draw_one(
+        self, targets: np.ndarray, number: int, offset: int
+    ) -> tuple[np.ndarray | None, int]:
         """Return the candidates of a micro-batch, sorted, and its next offset."""
         chosen = np.zeros(self.classes, bool)
         chosen[targets] = True
@@ -1268,45 +2033,68 @@ class Candidates:
         if need:
             count = min(self.classes, int(1.7 * need) + 256)
             drawn = (offset + np.arange(count)) % self.classes * self.STRIDE % self.classes
-            offset, drawn = (offset + count) % self.classes, drawn[~chosen[drawn]]
+            offset = (offset + count) % self.classes
+            drawn = drawn[~chosen[drawn]]
             if len(drawn) < need:
                 drawn = np.flatnonzero(~chosen)
-                drawn = drawn[::max(1, len(drawn) // need)]
+                drawn = drawn[:: max(1, len(drawn) // need)]
             chosen[drawn[:need]] = True
         return np.flatnonzero(chosen), offset
 
+
 def gpt2_token_bytes(folder: Path) -> list[bytes]:
-    """Read the bytes of GPT-2's tokens, without the special one at the end. data/ writes their file beside shards."""
-    path, expected = folder / "gpt2.tiktoken", "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
+    """Read the bytes of GPT-2's tokens, without the special one at the end. data/ writes their
+    file beside shards."""
+    path = folder / "gpt2.tiktoken"
+    expected = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
     content = path.read_bytes() if path.is_file() else b""
-    require(sha256_of(content) == expected, f"{path}, the bytes of GPT-2's tokens for prefix_weight and sample.py, "
-            f"{'is damaged' if content else 'is missing'}; write it by .venv/bin/python data/gpt2.py {folder} on a "
-            "host with a network, or copy it there")
+    require(
+        sha256_of(content) == expected,
+        f"{path}, the bytes of GPT-2's tokens for prefix_weight and sample.py,"
+        f" {'is damaged' if content else 'is missing'}; write it by .venv/bin/python data/gpt2.py"
+        f" {folder} on a host with a network, or copy it there",
+    )
     return [base64.b64decode(line.split()[0]) for line in content.splitlines()]
 
-# ------------------------------------------------------------------------------------------------------------------
+
+# --------------------------------------------------------------------------------------------------
 # kernels
 
-DC_WINDOW, DC_PIECE = 112, 128  # tokens that d looks at, see mix_heads; queries per piece
+# tokens that d looks at, see mix_heads; queries per piece
+DC_WINDOW = 112
+DC_PIECE = 128
 
-def mix_heads(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, read: Tensor, write: Tensor, mask: Tensor) -> Tensor:
-    """Compute what dynamically composable heads add to attention [T, H, D]: all heads attend by one further map.
 
-    The map is the sum over heads of their softmax maps within `mask`, weighted by norm(read). Head h adds its values
-    under this map times write_h. read, write [T, H]. q must contain the softmax scale. mask: of mask_in_pieces.
+def mix_heads(
+    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, read: Tensor, write: Tensor, mask: Tensor
+) -> Tensor:
+    """Compute what dynamically composable heads add to attention [T, H, D]: all heads attend by
+    one further map.
+
+    The map is the sum over heads of their softmax maps within `mask`, weighted by norm(read). Head
+    h adds its values under this map times write_h. read, write [T, H]. q must contain the softmax
+    scale. mask: of mask_in_pieces.
     """
     tokens, heads, dim = q_THD.shape
-    q, k = cut_in_pieces(q_THD, mask), seen_by_pieces(k_THD, mask)
+    q = cut_in_pieces(q_THD, mask)
+    k = seen_by_pieces(k_THD, mask)
     read = F.rms_norm(read.to(wide_dtype(read)), (heads,), eps=1e-6).type_as(q)
-    attention_map = (cut_in_pieces(read, mask)[..., None] * (q @ k + mask[:, None]).softmax(-1)).sum(1)
-    out = attention_map @ seen_by_pieces(v_THD.flatten(1), mask).mT  # one product for all heads' values
+    attention_map = (
+        cut_in_pieces(read, mask)[..., None] * (q @ k + mask[:, None]).softmax(-1)
+    ).sum(1)
+    # one product for all heads' values
+    out = attention_map @ seen_by_pieces(v_THD.flatten(1), mask).mT
     return write[..., None] * out.view(-1, heads, dim)[:tokens]
 
+
 class ReluSquaredInFP8(torch.autograd.Function):
-    """MLP.forward in fp8; see DelayedScales. Backward is that of ReluSquaredMLP, and reads unrounded tensors."""
+    """MLP.forward in fp8; see DelayedScales. Backward is that of ReluSquaredMLP, and reads
+    unrounded tensors."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fc: Tensor, proj: Tensor, h_scale: Tensor, h_max: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, fc: Tensor, proj: Tensor, h_scale: Tensor, h_max: Tensor
+    ) -> Tensor:
         (x8, x_scale), (fc8, fc_scale), (proj8, proj_scale) = map(to_e4m3, (x, fc, proj))
         by_column = fc8.T.contiguous().T
         h, h8 = relu_squared_in_fp8(x8, by_column, x_scale * fc_scale, h_scale, h_max, x.dtype)
@@ -1319,7 +2107,9 @@ class ReluSquaredInFP8(torch.autograd.Function):
         grad_y = relu_squared(grad, proj, h)
         return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h, None, None
 
+
 E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
+
 
 def to_e4m3(x: Tensor) -> Pair:
     """Round a matrix to e4m3, scaled so that its largest value fits -> (rounded, scale)."""
@@ -1327,36 +2117,77 @@ def to_e4m3(x: Tensor) -> Pair:
     scale = x.abs().amax(1).amax().float().clamp_min(1e-12) / E4M3_MAX
     return (x.float() / scale).to(torch.float8_e4m3fn), scale
 
-def relu_squared_in_fp8(a: Tensor, b: Tensor, scale: Tensor, h_scale: Tensor, h_max: Tensor,
-                        dtype: torch.dtype) -> Pair:
-    """Compute h = relu(a @ b * scale) ** 2 and h8 = h / h_scale in e4m3. Raise h_max to the largest h.
 
-    a [m, k] in e4m3, row-major; b [k, n] in e4m3, column-major; scale, h_scale and h_max have no dimensions.
+def relu_squared_in_fp8(
+    a: Tensor, b: Tensor, scale: Tensor, h_scale: Tensor, h_max: Tensor, dtype: torch.dtype
+) -> Pair:
+    """Compute h = relu(a @ b * scale) ** 2 and h8 = h / h_scale in e4m3. Raise h_max to the
+    largest h.
+
+    a [m, k] in e4m3, row-major; b [k, n] in e4m3, column-major; scale, h_scale and h_max have no
+    dimensions.
     """
     if not (programs := kernel_programs(a, b, dtype)):
         y = fp8_product(a, b, scale, torch.ones_like(scale), True, torch.float32)
         h = y.relu() * y
         h_max.copy_(torch.maximum(h_max, h.amax()))
         return h.to(dtype), (h / h_scale).to(torch.float8_e4m3fn)
-    (m, k), n, half, inner = a.shape, b.size(1), [TILE_M, TILE_N // 2], 2 * TILE_K  # as many bytes as in bf16
-    h, h8 = a.new_empty(m, n, dtype=dtype), a.new_empty(m, n)
+    # as many bytes as in bf16
+    m, k = a.shape
+    n = b.size(1)
+    half = [TILE_M, TILE_N // 2]
+    inner = 2 * TILE_K
+    h = a.new_empty(m, n, dtype=dtype)
+    h8 = a.new_empty(m, n)
     # tensor cores read the inner dimension of b contiguously in fp8
     tiles = (a, [TILE_M, inner]), (b.T, [TILE_N, inner]), (h, half), (h8, half)
     relu_squared_in_fp8_kernel[(programs,)](
-        *(TensorDescriptor.from_tensor(x.contiguous(), tile) for x, tile in tiles), scale, h_scale, h_max, m, n, k,
-        TILE_M, TILE_N, inner, programs, num_warps=8, num_stages=3)
+        *(TensorDescriptor.from_tensor(x.contiguous(), tile) for x, tile in tiles),
+        scale,
+        h_scale,
+        h_max,
+        m,
+        n,
+        k,
+        TILE_M,
+        TILE_N,
+        inner,
+        programs,
+        num_warps=8,
+        num_stages=3,
+    )
     return h, h8
 
+
 if triton is not None:
+
     @triton.jit
-    def relu_squared_in_fp8_kernel(a, b, h, h8, scale, h_scale, h_max, M, N, K, TILE_M: tl.constexpr,
-                                   TILE_N: tl.constexpr, TILE_K: tl.constexpr, PROGRAMS: tl.constexpr):
-        """Persistent kernel: a program starts its next tile while it stores the last one, in two halves."""
+    def relu_squared_in_fp8_kernel(
+        a,
+        b,
+        h,
+        h8,
+        scale,
+        h_scale,
+        h_max,
+        M,
+        N,
+        K,
+        TILE_M: tl.constexpr,
+        TILE_N: tl.constexpr,
+        TILE_K: tl.constexpr,
+        PROGRAMS: tl.constexpr,
+    ):
+        """Persistent kernel: a program starts its next tile while it stores the last one, in two
+        halves."""
         HALF: tl.constexpr = TILE_N // 2
-        columns, largest = N // TILE_N, 0.0
-        y_scale, to_h8 = tl.load(scale), 1 / tl.load(h_scale)
+        columns = N // TILE_N
+        largest = 0.0
+        y_scale = tl.load(scale)
+        to_h8 = 1 / tl.load(h_scale)
         for tile in tl.range(tl.program_id(0), M // TILE_M * columns, PROGRAMS, flatten=True):
-            row, column = tile // columns * TILE_M, tile % columns * TILE_N
+            row = tile // columns * TILE_M
+            column = tile % columns * TILE_N
             y = tl.zeros((TILE_M, TILE_N), tl.float32)
             for k in range(0, K, TILE_K):
                 y = tl.dot(a.load([row, k]), b.load([column, k]).T, y)
@@ -1368,10 +2199,13 @@ if triton is not None:
                 largest = tl.maximum(largest, tl.max(tl.max(y, 1), 0))
         tl.atomic_max(h_max, largest)
 
+
 # See train_gpt.PLAIN_FORMS
-PLAIN_FORMS = {"MLP": ((MLP.forward, train_gpt.MLP.forward), "26c9f07d"),
-               "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__), "d5d39833"),
-               "attention": train_gpt.PLAIN_FORMS["attention"]}
+PLAIN_FORMS = {
+    "MLP": ((MLP.forward, train_gpt.MLP.forward), "26c9f07d"),
+    "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__), "d5d39833"),
+    "attention": train_gpt.PLAIN_FORMS["attention"],
+}
 
 if __name__ == "__main__":
     start(PRESETS)

@@ -40,13 +40,27 @@ sys.path[:0] = str(ROOT), str(ROOT / "launch")
 
 COMMON = ("--val_tokens", "512", "--val_len", "512", "--val_every", "0", "--target_val_loss", "0",
           "--train_shards", "0", "--num_steps", "6", "--warmup_steps", "0", "--train_loss_every", "1")
+LAYERS_92 = """
+    Layer("paired", narrow="qk", adds="x0 ngrams"),
+    Layer("short", narrow="qkv", value_table=0, xsa=true, adds="x0 ngrams"),
+    Layer("removed", adds="x0 ngrams"),
+    Layer("long", xsa=true, gated=true, skip_from=0),
+    Layer("short", narrow="qkv", value_table=1, reads_backout=true, mlp=2),
+    Layer("long", value_table=2, gated=true, reads_backout=true)"""
+LAYERS_89 = """
+    Layer("paired", adds="x0 ngrams"),
+    Layer("short", value_table=0, xsa=true, adds="x0 ngrams"),
+    Layer("paired", value_table=1, adds="x0 ngrams"),
+    Layer("long", xsa=true, gated=true, adds="x0 ngrams", skip_from=0),
+    Layer("short", value_table=1, reads_backout=true, adds="x0 ngrams"),
+    Layer("long", value_table=1, gated=true, dc=true, reads_backout=true)"""
 REDUCED = {  # two stages in three steps; windows cross block borders
     "speedrun": ("--layers", "- S0M LM SM+0", "--backout_layer", "1", "--model_dim", "128", "--num_heads", "1",
                  "--micro_batches", "2", "--micro_batch_tokens", "256", "--max_document_tokens", "100",
                  "--final_window", "8",
                  "--stages",
                  "Stage(until=2, long_window=3), Stage(long_window=7), Stage(extra_steps=1, long_window=7)"),
-    "frontier": ("--layers", "PqinM Sqv0xinM rinM LxgM+0 cSqv1MM cL2gM", "--token_gates", "0,3", "--backout_layer", "2",
+    "frontier": ("--layers", LAYERS_92, "--token_gates", "0,3", "--backout_layer", "2",
                  "--model_dim", "128", "--mlp_dim", "384", "--mudd_groups", "4", "--num_heads", "2", "--muon_qk_heads", "1",
                  "--ngrams", "Ngrams(2, 3000, 128), Ngrams(3, 3000, 128)", "--micro_batches", "2", "--param_groups",
                  'AdamGroup("value_embeds", 70, .75, .95, .025, slow_from=4, by_rows=true), MuonGroup("attn", anvil_from=2), '
@@ -59,7 +73,7 @@ REDUCED = {  # two stages in three steps; windows cross block borders
                  "Stage(micro_batch_tokens=256, max_document_tokens=100, attended_tokens=40, long_window=11, peak_lr_factor=1.7), "
                  "Stage(extra_steps=1, micro_batch_tokens=256, max_document_tokens=100, long_window=13, "
                  "peak_lr_factor=.3)"),
-    "frontier89": ("--layers", "PinM S0xinM P1inM LxginM+0 cS1inM cL1gdM", "--token_gates", "0,3", "--backout_layer", "2",
+    "frontier89": ("--layers", LAYERS_89, "--token_gates", "0,3", "--backout_layer", "2",
                  "--model_dim", "128", "--num_heads", "2", "--muon_qk_heads", "1",
                  "--ngrams", "Ngrams(2, 3000, 128)", "--micro_batches", "2",
                  "--stages", "Stage(until=2, micro_batch_tokens=128, max_document_tokens=60, long_window=3, "

@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 import frontier
 import gpt_speedrun
+import reference
 import train_gpt
 from train_gpt import Stage
 
@@ -91,7 +92,22 @@ def tiny() -> train_gpt.Config:
 def tiny_frontier(**changes) -> frontier.Config:
     """The eleven layers of record 89, with small dimensions."""
     stages = tuple(frontier.Stage(**vars(stage)) for stage in TINY["stages"])
-    return dataclasses.replace(frontier.PRESETS["frontier89"], **{**TINY, "stages": stages, "ngrams": (train_gpt.Ngrams(2, 40, 32),), **changes})
+    values = {**TINY, "stages": stages, "ngrams": (train_gpt.Ngrams(2, 40, 32),), **changes}
+    return dataclasses.replace(frontier.PRESETS["frontier89"], **with_layer_rows(values))
+
+
+def plant(source, old, new):
+    """Replace the one place of a program that reads like `old`, whatever its layout -> the program."""
+    words = (re.escape(word) for word in re.findall(r"\w+|[^\w\s]", old))
+    pattern = re.sub(r"(?<=\\s\*)(?=\\[\])}])", r",?\\s*", r"\s*".join(words))
+    found = re.findall(pattern, source)
+    assert len(found) == 1, f"the fault does not fit the program: {old!r} is there {len(found)} times"
+    return source.replace(found[0], new)
+
+
+def with_layer_rows(values):
+    """Replace words for layers, as in tests/reference.py, by rows of frontier.Layer."""
+    return values | ({"layers": reference.layer_rows(values["layers"])} if isinstance(values.get("layers"), str) else {})
 
 
 def logits_of(model, inputs, windows):

@@ -6,8 +6,11 @@ This code follows the records' descriptions, not train_gpt.py and frontier.py. I
 from __future__ import annotations
 
 import math
+import re
 
 import torch
+
+import frontier
 
 COEFFICIENTS = [
     (8.156554524902461, -22.48329292557795, 15.878769915207462), (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -38,6 +41,30 @@ def token_weights(p, name, x, scale=0.1):
     return (u @ p[f"{name}.out"].T + p[f"{name}.bias"]) * scale
 
 
+def layer_rows(words):
+    """Return rows of frontier.Layer for words as in loss()."""
+    rows = []
+    for word in words.split():
+        letters, _, skip_from = word.partition("+")
+        digit = re.search(r"\d", letters)
+        adds = [name for letter, name in (("i", "x0"), ("n", "ngrams")) if letter in letters]
+        rows.append(frontier.Layer(
+            {"S": "short", "L": "long", "P": "paired", "r": "removed"}.get(letters.strip("cM")[:1], "none"),
+            narrow={"": "", "q": "qk", "qv": "qkv"}["".join(x for x in letters if x in "qv")],
+            value_table=digit and int(digit[0]),
+            xsa="x" in letters,
+            gated="g" in letters,
+            dc="d" in letters,
+            reads_backout="c" in letters,
+            adds=" ".join(adds),
+            mlp=letters.count("M"),
+            skip_from=int(skip_from) if skip_from else None,
+        ))
+    return tuple(rows)
+
+
+RECORD_89 = "PinM S0xinM P1inM LxginM SxinM PinM M+3 SxinM cS2inM cP3inM cL4gdM"
+RECORD_92 = "PqinM Sqv0xinM Pq1iM LxgM rinM PqinM M+3 ri cSqv2MM rnM cL3gM"
 RECORD = "- S1M S2M SM LM SM SM+5 M+4 SM+3 S0M+2 S1M+1 L2M"
 
 

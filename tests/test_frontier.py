@@ -15,8 +15,8 @@ import torch
 import frontier
 import reference
 import train_gpt
-from conftest import TINY, logits_of, some_documents, write_gpt2_tokens, write_shard
-from frontier import AdamGroup, MuonGroup, Stage
+from conftest import TINY, logits_of, plant, some_documents, with_layer_rows, write_gpt2_tokens, write_shard
+from frontier import AdamGroup, Layer, MuonGroup, Stage
 from ranks import program_of
 from test_model import (BOS, ENCODING, ROWS, SIX_STEPS, VOCAB, PlainTraining, assert_flash_is_the_same, compare, groups_by_hand,
                         in_float64, make_trainer, shake, shaken, tokens_of)
@@ -34,7 +34,7 @@ WINDOWS = train_gpt.Windows(12, 5)
 
 def small(**changes):
     """The record's layers, with small dimensions."""
-    config = dataclasses.replace(PRESET, **SMALL | changes)
+    config = dataclasses.replace(PRESET, **with_layer_rows(SMALL | changes))
     train_gpt.check_config(config, 1)
     return config
 
@@ -48,20 +48,24 @@ def worker_of(config, comm=None):
 
 
 @pytest.mark.parametrize("changes, says", [
-    ({"layers": "S0M X"}, "'X' is not a layer; write S, L or P"), ({"layers": "S0M -"}, "'-' is not a layer"),
-    ({"layers": "cM S0M"}, "'cM' is not a layer"), ({"layers": " "}, "layers is empty"),
+    ({"layers": (Layer("wide"),)}, "layers: Layer(attention='wide'): attention is 'wide'; it must be one of"),
+    ({"layers": (Layer(narrow="v"),)}, "narrow is 'v'; it must be one of"), ({"layers": (Layer(mlp=3),)}, "mlp is 3; it must be"),
+    ({"layers": "S0M xM LM"}, "xsa, gated, dc and reads_backout are parts of attention"), ({"layers": ()}, "layers is empty"),
+    ({"layers": "S0M iM LM"}, "a layer without attention adds nothing; write removed"),
+    ({"layers": "S0M SM LinM"}, "the token weights of Mudd add x0 and n-grams to the last layer"),
     ({"layers": "S0M S2M"}, "value tables {0, 2}; number them from 0"),
-    ({"layers": "S0M SM M"}, "the first and the last layer need attention, and one layer a value table, such as S0M"),
+    ({"layers": "S0M SM M"}, "the first and the last layer need attention, and one layer a value table, such as"),
     ({"layers": "M S0M SM"}, "the first and the last layer need attention"), ({"layers": "SM SM LM"}, "and one layer a value table"),
-    ({"layers": "S0iM SM cSM LM"}, None), ({"layers": "S0M SM LM"}, "none of i, n, x, g, d and +N"),
-    ({"layers": "S0iM SM LM", "token_gates": "0,1"}, "none of i, n, x, g, d and +N"), ({"token_gates": "0,9"}, "up to 2, such as 0,4"),
-    ({"backout_layer": 2}, "the last layer reads it"), ({"param_groups": (AdamGroup("head", slow_from=4),), "untie_at": 0.4}, "would wait in step"), ({"layers": "S0M cSM LM"}, "c reads the output of backout_layer 1; write it only in later layers"),
-    *(({"layers": f"S0M P{letter}M LM"}, "layer 1 has P with x or d, which need unpaired heads; write S or L") for letter in "xd"),
+    ({"layers": "S0iM SM cSM LM"}, None), ({"layers": "S0M SM LM"}, "have no adds, xsa, gated, dc or skip_from"),
+    ({"layers": "S0iM SM LM", "token_gates": "0,1"}, "have no adds, xsa, gated, dc or skip_from"), ({"token_gates": "0,9"}, "up to 2, such as 0,4"),
+    ({"backout_layer": 2}, "the last layer reads it"), ({"param_groups": (AdamGroup("head", slow_from=4),), "untie_at": 0.4}, "would wait in step"),
+    ({"layers": "S0M cSM LM"}, "reads_backout reads the output of layer 1, backout_layer; write it only in later layers"),
+    *(({"layers": f"S0M P{letter}M LM"}, "xsa and dc need unpaired heads; write short or long") for letter in "xd"),
     ({"layers": "S0M S+2 LM"}, "layer 1 has a skip connection from layer 2"), ({"backout_layer": 3}, "layers has 0 to 2"),
     *(({"token_gates": text}, f"token_gates is '{text}'; give numbers of layers, 0 and later ones up to 2, such as 0,4")
       for text in ("1,2", "0,3", "0,2,1", "0,1,1")),
     *(({"token_gates": text}, f"token_gates is {text!r}; give numbers of layers such as 0,4") for text in ("", "0,x", "0,-1")),
-    ({"num_heads": 1, "muon_qk_heads": 1}, "num_heads is 1; P and the last layer need an even number"),
+    ({"num_heads": 1, "muon_qk_heads": 1}, "num_heads is 1; paired and the last layer need an even number"),
     ({"muon_qk_heads": 3}, "muon_qk_heads is 3; it must divide num_heads, 4"),
     *(({"ngrams": tables}, "ngrams: with ngram_hash record89 give tables of 2 rows and more and of n in 2, such as Ngrams(2, 3000, 32)")
       for tables in ((), (Ngrams(2, 1, 8),), (Ngrams(2, 50, 8), Ngrams(3, 50, 8)))),
@@ -79,7 +83,8 @@ def worker_of(config, comm=None):
     ({"stages": (Stage(third_token_weight=Ramp(0.5, -1)),)}, "third_token_weight is -1; it must be a number, from 0 on"),
     ({"param_groups": (AdamGroup("xsa_lambdas"),)}, "unknown kinds 'xsa_lambdas'; the kinds are head, embed, value_embeds")], ids=str)
 def test_impossible_values_are_refused_with_what_is_allowed(changes, says):
-    config = dataclasses.replace(PRESET, **SMALL | {"layers": "S0iM SM LM", "backout_layer": 1, "token_gates": "0"} | changes)
+    values = SMALL | {"layers": "S0iM SM LM", "backout_layer": 1, "token_gates": "0"} | changes
+    config = dataclasses.replace(PRESET, **with_layer_rows(values))
     if says is None:
         train_gpt.check_config(config, 1)
         return
@@ -192,7 +197,7 @@ MODELS = {  # heads, further targets and the tied embedding are in all
     "two networks of gates": dict(layers="S1xinM P2inM SxgdinM L0ginM M+2 LxM+1", backout_layer=1, token_gates="0,2"),
     "one network": dict(layers="S1inM SinM L0inM+0 S2M", backout_layer=1, token_gates="0", num_heads=2),
     "never tied": dict(layers="S0inM cLxgdinM PM", backout_layer=0, token_gates="0", untie_at=0.0),
-    "record 92": dict(layers="PqinM Sqv0xinM Pq1iM LxgM rinM PqinM M+3 ri cSqv2MM rnM cL3gM", mlp_dim=88, mudd_groups=4,
+    "record 92": dict(layers=reference.RECORD_92, mlp_dim=88, mudd_groups=4,
                       backout_layer=7, softmax_scale=0.085, narrow_softmax_scale=0.2)}
 
 
@@ -220,7 +225,7 @@ def test_loss_and_gradients_are_those_of_a_second_implementation(name, monkeypat
     plain, tied = in_float64(model), config.untie_at > 0
     as_read = plain | ({"embed.weight": plain["lm_head.weight"]} if tied else {})
     expected = reference.loss(
-        as_read, x.tolist(), y.tolist(), *WINDOWS, BOS, config.num_heads, layers=config.layers, backout_layer=config.backout_layer,
+        as_read, x.tolist(), y.tolist(), *WINDOWS, BOS, config.num_heads, layers=MODELS[name].get("layers", reference.RECORD_89), backout_layer=config.backout_layer,
         scale=config.softmax_scale, narrow_scale=config.narrow_softmax_scale, longest=model.attended_tokens,
         softcap=(23.0, 5.0, 7.5), ahead=(1.0, 0.5, 0.25), gates_from=[*map(int, config.token_gates.split(","))], dc_window=7,
         ngrams=torch.nn.functional.pad(bigrams_by_hand(model.ngrams[0], plain["ngrams.0.weight"], x.tolist()), (0, 16)), prefixes=PREFIXES, prefix_weight=0.25)
@@ -241,7 +246,7 @@ MISTAKES = {  # one line of frontier.py each
     "gates: the second network reads x0": ("gates = self.token_gates[0].compute(x,", "gates = self.token_gates[0].compute(context.x0,"),
     "gates: no sigmoid on the skip connection's weight": ("torch.sigmoid(context.skip_weights[self.skips[i]])",
                                                           "context.skip_weights[self.skips[i]]"),
-    "gates: the input of layer 0 is saved without bigrams": ("            outputs[-1] = x\n", "            outputs[-1] = context.x0\n"),
+    "gates: the input of layer 0 is saved without bigrams": ("outputs[-1] = x\n", "outputs[-1] = context.x0\n"),
     "backout: attention reads the first layer's input": ("outputs[self.backout] if layer.reads", "outputs[-1] if layer.reads"),
     "DC: one token less": ("*[DC_WINDOW - 1] * 2", "*[DC_WINDOW - 2] * 2"),
     "DC: reading weights not normed": ("(heads,), eps=1e-6)", "(heads,), eps=1e6)"),
@@ -257,7 +262,7 @@ MISTAKES = {  # one line of frontier.py each
     "hash: the second token's row": ("window[1][..., 1:2].fill_(last)", "pass"),
     "hash: factors exchanged": ("2: (36313, 27191)", "2: (27191, 36313)"),
     "targets: weights exchanged": ("((1, second), (2, third))", "((2, second), (1, third))"),
-    "targets: the first weight doubled": ("[targets], [1.0]", "[targets], [2.0]"),
+    "targets: the first weight doubled": ("weights = [1.0]", "weights = [2.0]"),
     "prefix: of the token after the next": ("self.prefixes[targets]]", "self.prefixes[targets.roll(-1)]]"),
     "prefix: half its weight": ("[*weights, prefix]", "[*weights, prefix / 2]"),
     "value gates: paired layers read only x": ("value_embeds[:, :inputs - inputs // 2]", "(x[:, inputs // 2:inputs] if self.layer.window "
@@ -281,9 +286,8 @@ def loss_and_gradients(module):
 def test_mistakes_in_the_mechanisms_show(name, monkeypatch, tmp_path):
     """The comparison above would see them: each changes the loss or a gradient by 20 times its tolerance."""
     (old, new), source = MISTAKES[name], Path(frontier.__file__).read_text()
-    assert source.count(old) == 1, "the line has changed: plant the mistake anew"
     spec = importlib.util.spec_from_file_location(f"wrong_{[*MISTAKES].index(name)}", tmp_path / "wrong.py")
-    (tmp_path / "wrong.py").write_text(source.replace(old, new))  # a file, as Triton reads the source of its kernels
+    (tmp_path / "wrong.py").write_text(plant(source, old, new))  # a file, as Triton reads the source of its kernels
     wrong = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, wrong)  # its dataclasses look up their module
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -296,7 +300,7 @@ def test_mistakes_in_the_mechanisms_show(name, monkeypatch, tmp_path):
 def test_initial_values_are_those_of_the_record():
     config, scale = small(model_dim=48, num_heads=6), 1.1 ** 0.5
     model = train_gpt.build_model(config, ENCODING)
-    p, skips, count = dict(model.named_parameters()), config.layers.count("+"), len(model.layers)
+    p, skips, count = dict(model.named_parameters()), sum(layer.skip_from is not None for layer in config.layers), len(model.layers)
     assert p["lm_head.weight"].std().item() == pytest.approx(0.005, rel=0.05)
     assert p["value_embeds.1.weight"].std().item() == pytest.approx(0.01, rel=0.05)
     assert p["embed.weight"].std().item() == pytest.approx(1, rel=0.05)
@@ -594,6 +598,7 @@ def flags(tmp_path, corpus):  # noqa: F811
                   "muon_momentum_rise": 3, "bucket_mb": 0.004, "fp8_mlp": "false",
                   "stages": "Stage(until=1/2, long_window=2, second_token_weight=.5), Stage(long_window=4), Stage(extra_steps=2, long_window=6)",
                   **corpus, "log_dir": str(tmp_path), "run_id": run_id, **changes}
+        values["layers"] = ", ".join(map(repr, reference.layer_rows(values["layers"])))
         return ["--preset", values.pop("preset", "frontier89"), *(text for name, v in values.items() for text in (f"--{name}", str(v)))]
     return make
 

@@ -1398,7 +1398,7 @@ def tied_launches(comm, warm_up, batches):
     -> names of the Adam buckets of step 1 launched before the head's gradient is complete, launch order.
     """
     config = frontier.Config(**TINY | dict(
-        layers="S0inM LinM SM", backout_layer=1, token_gates="0", ngrams=(train_gpt.Ngrams(2, 50, 8),), fp8_mlp=False, stages=(frontier.Stage(),)))
+        layers=reference.layer_rows("S0inM LinM SM"), backout_layer=1, token_gates="0", ngrams=(train_gpt.Ngrams(2, 50, 8),), fp8_mlp=False, stages=(frontier.Stage(),)))
     model = train_gpt.build_model(config, train_gpt.Encoding(64, BOS))
     optimizer, launched = train_gpt.build_optimizer(config, model, comm), []
     saved, reducer = optimizer.state_dict(), optimizer.reducer
