@@ -1,14 +1,17 @@
-"""A GPT speedrun: train a GPT-2-small-sized model to a validation loss of 3.28 on FineWeb as fast as possible.
+"""A GPT speedrun: train a GPT-2-small-sized model to a validation loss of 3.28 on FineWeb as fast
+as possible.
 
     ./run.sh                                    set up, fetch the data and train, on any machine
     torchrun --nproc_per_node=8 train_gpt.py    train on eight GPUs, with data already fetched
     python train_gpt.py --preset laptop         train on one rank; --help lists every flag
 
-This file is the whole experiment, and its source opens the log of every run. Read it from the top. A racer can stop
-after the section training; the later ones say how ranks, GPUs and files do what it asks for.
+This file is the whole experiment, and its source opens the log of every run. Read it from the top.
+A racer can stop after the section training; the later ones say how ranks, GPUs and files do what it
+asks for.
 
-Ideas for the presets speedrun and laptop go into this file; ideas for the public head, record 92, into frontier.py;
-what other people's models need, into gpt_speedrun/. Both import this file. On the optimizer: docs/gradient-sync.md.
+Ideas for the presets speedrun and laptop go into this file; ideas for the public head, record 92,
+into frontier.py; what other people's models need, into gpt_speedrun/. Both import this file. On the
+optimizer: docs/gradient-sync.md.
 
     section         contents                                                    to start, search for
     config          every value that decides a run; presets; flags; checks      class Config, PRESETS
@@ -36,12 +39,16 @@ import time
 
 IMPORTED = time.perf_counter()
 
+
 def die_with_launcher() -> None:
     """Have the kernel send SIGUSR2 to this rank when its launcher dies (Linux); see Signals."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGUSR2)  # 1: PR_SET_PDEATHSIG
-        if not os.path.exists(f"/proc/{os.environ.get('LAUNCHER_PID', os.getppid())}"):  # it died before prctl
+        if not os.path.exists(
+            f"/proc/{os.environ.get('LAUNCHER_PID', os.getppid())}"
+        ):  # it died before prctl
             os._exit(1)
+
 
 # Programs that import this file to start a run, such as frontier.py, set STARTS_A_RUN
 STARTED = __name__ == "__main__" or getattr(sys.modules["__main__"], "STARTS_A_RUN", False)
@@ -50,10 +57,12 @@ if STARTED:  # before the other imports, which take seconds
     if sys.platform == "win32":
         sys.exit("train_gpt.py: error: a run needs Linux or macOS; on Windows use WSL")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks for a checkpoint, and there is nothing to save yet
+    # asks for a checkpoint, and there is nothing to save yet
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_launcher()
-    # batches and row exchanges vary in size; with growing segments, none needs a cudaMalloc on the clock
+    # batches and row exchanges vary in size; with growing segments, none needs a cudaMalloc on the
+    # clock
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import argparse
@@ -93,7 +102,10 @@ try:
     import numpy as np
     import torch
 except ModuleNotFoundError as error:
-    sys.exit(f"{sys.argv[0]}: error: {error}; run .venv/bin/python {sys.argv[0]} (./run.sh --setup creates .venv)")
+    sys.exit(
+        f"{sys.argv[0]}: error: {error}; run .venv/bin/python {sys.argv[0]} (./run.sh --setup"
+        " creates .venv)"
+    )
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -112,65 +124,118 @@ Values = dict[str, Any]
 Pair = tuple[Tensor, Tensor]
 frozen = dataclass(frozen=True)
 
+
 class RunError(Exception):
-    """An error that the user can fix. The message says what was seen, what was expected and what to do."""
+    """An error that the user can fix. The message says what was seen, what was expected and what
+    to do."""
+
 
 def require(condition: Any, message: str) -> None:
     if not condition:
         raise RunError(message)
 
-# ------------------------------------------------------------------------------------------------------------------
+
+# --------------------------------------------------------------------------------------------------
 # config
 
-def option(default: Any, meaning: str, choices: tuple[str, ...] = (), min: float | None = None, max: float = math.inf,
-           exclusive_max: float = math.inf, free: bool = False, needs: str = "") -> Any:
-    """Declare a config field: default, meaning and limits. Without `min`, a number must be above 0.
 
-    free: a resumed run may change it. It decides how the run is computed; at most roundings depend on it.
-    needs: fields of which one must be set, or the field has no effect.
+def option(
+    default: Any,
+    meaning: str,
+    choices: tuple[str, ...] = (),
+    min: float | None = None,
+    max: float = math.inf,
+    exclusive_max: float = math.inf,
+    free: bool = False,
+    needs: str = "",
+) -> Any:
+    """Declare a config field: default, meaning and limits. Without `min`, a number must be above
+    0.
+
+    free: a resumed run may change it. It decides how the run is computed; at most roundings depend
+    on it. needs: fields of which one must be set, or the field has no effect.
     """
-    return field(default=default, metadata={"meaning": meaning, "choices": choices, "min": min, "max": max,
-                                            "exclusive_max": exclusive_max, "free": free, "needs": needs})
+    return field(
+        default=default,
+        metadata={
+            "meaning": meaning,
+            "choices": choices,
+            "min": min,
+            "max": max,
+            "exclusive_max": exclusive_max,
+            "free": free,
+            "needs": needs,
+        },
+    )
+
 
 @frozen
 class StageValues:
     """Values that a stage may set. A stage that does not set one uses the flag of the same name.
 
-    To schedule another number, add a field of type float. It becomes a flag and a value of stages. Read it in
-    Head.forward, as context.scheduled in layers, or as plan.scheduled in update rules.
+    To schedule another number, add a field of type float. It becomes a flag and a value of stages.
+    Read it in Head.forward, as context.scheduled in layers, or as plan.scheduled in update rules.
     """
 
     micro_batches: int = option(8, "micro-batches per step over all ranks; ranks take equal shares")
-    micro_batch_tokens: int = option(2048 * 16, "tokens per forward and backward pass: one packed sequence")
-    max_document_tokens: int = option(2048, "longest training document; a batch then has many documents", min=2)
-    long_window: int = option(3, "long attention window in blocks; the short window is half of it, rounded down")
+    micro_batch_tokens: int = option(
+        2048 * 16, "tokens per forward and backward pass: one packed sequence"
+    )
+    max_document_tokens: int = option(
+        2048, "longest training document; a batch then has many documents", min=2
+    )
+    long_window: int = option(
+        3, "long attention window in blocks; the short window is half of it, rounded down"
+    )
     peak_lr_factor: float = option(1.0, "factor on every learning rate before the cooldown", min=0)
+
 
 @frozen
 class Ramp:
-    """A value of type float that changes linearly from `first`, at a stage's first step, to `last`, at its end."""
+    """A value of type float that changes linearly from `first`, at a stage's first step, to
+    `last`, at its end."""
 
     first: float
     last: float
 
+
 def show_row(row: Any) -> str:
     """Show a row as it is written on the command line, without fields at their default."""
     values = ((f, getattr(row, f.name)) for f in dataclasses.fields(row))
-    shown = (repr(v) if f.default is dataclasses.MISSING else f"{f.name}={v!r}" for f, v in values if v != f.default)
+    shown = (
+        repr(v) if f.default is dataclasses.MISSING else f"{f.name}={v!r}"
+        for f, v in values
+        if v != f.default
+    )
     return f"{type(row).__name__}({', '.join(shown)})"
 
-def stage_type(values: type[StageValues]) -> type:
-    """Create the class of a stage's row: its end, and the fields of `values` (None: the flag's value).
 
-    until: the end (up to 1: a fraction of the scheduled steps; above 1: a step). extra_steps: the length of a stage
-    after the schedule, in place of `until`; the scheduled steps are num_steps minus all extra_steps.
+def stage_type(values: type[StageValues]) -> type:
+    """Create the class of a stage's row: its end, and the fields of `values` (None: the flag's
+    value).
+
+    until: the end (up to 1: a fraction of the scheduled steps; above 1: a step). extra_steps: the
+    length of a stage after the schedule, in place of `until`; the scheduled steps are num_steps
+    minus all extra_steps.
     """
     return dataclasses.make_dataclass(
-        "Stage", [("until", "float", 1.0), ("extra_steps", "int", option(0, "length", min=0)),
-                  *((f.name, f.type, field(default=None, metadata=f.metadata)) for f in dataclasses.fields(values))],
-        frozen=True, repr=False, namespace={"__repr__": show_row, "__module__": values.__module__})
+        "Stage",
+        [
+            ("until", "float", 1.0),
+            ("extra_steps", "int", option(0, "length", min=0)),
+            *(
+                (f.name, f.type, field(default=None, metadata=f.metadata))
+                for f in dataclasses.fields(values)
+            ),
+        ],
+        frozen=True,
+        repr=False,
+        namespace={"__repr__": show_row, "__module__": values.__module__},
+    )
+
 
 Stage = stage_type(StageValues)
+
 
 @frozen
 class AdamGroup:
@@ -180,15 +245,28 @@ class AdamGroup:
     lr_mul: float = option(1.0, "times adam_lr", min=0)
     beta1: float | None = option(None, "None: adam_beta1", min=0, exclusive_max=1)
     beta2: float | None = option(None, "None: adam_beta2", min=0, exclusive_max=1)
-    weight_decay: float = option(0.0, "cautious, times the squared learning rate of the kind", min=0)
+    weight_decay: float = option(
+        0.0, "cautious, times the squared learning rate of the kind", min=0
+    )
     __repr__ = show_row
 
     def rule(self, config: Config) -> Adam:
         """Create the kind's update rule; specs_of applies lr_mul."""
-        beta1, beta2 = (flag if own is None else own for own, flag in (
-            (self.beta1, config.adam_beta1), (self.beta2, config.adam_beta2)))
-        return Adam(config.adam_lr, beta1, beta2, config.adam_eps, config.adam_every, self.weight_decay,
-                    rows=self.kind == "ngram_embeds", lazy=config.lazy_tables)
+        beta1, beta2 = (
+            flag if own is None else own
+            for own, flag in ((self.beta1, config.adam_beta1), (self.beta2, config.adam_beta2))
+        )
+        return Adam(
+            config.adam_lr,
+            beta1,
+            beta2,
+            config.adam_eps,
+            config.adam_every,
+            self.weight_decay,
+            rows=self.kind == "ngram_embeds",
+            lazy=config.lazy_tables,
+        )
+
 
 @frozen
 class MuonGroup:
@@ -199,7 +277,10 @@ class MuonGroup:
     __repr__ = show_row
 
     def rule(self, config: Config) -> NorMuon:
-        return NorMuon(config.muon_lr, config.muon_weight_decay, config.muon_beta2, config.torch_dtype)
+        return NorMuon(
+            config.muon_lr, config.muon_weight_decay, config.muon_beta2, config.torch_dtype
+        )
+
 
 @frozen
 class Ngrams:
@@ -210,14 +291,18 @@ class Ngrams:
     width: int = option(dataclasses.MISSING, "entries of a row")
     __repr__ = show_row
 
-# One row per kind of parameters. The model names the kind where it creates a parameter: parameter(init, kind). For
-# another update rule, write a class of rows whose method `rule` creates it
+
+# One row per kind of parameters. The model names the kind where it creates a parameter:
+# parameter(init, kind). For another update rule, write a class of rows whose method `rule` creates
+# it
 PARAM_GROUPS = (
     AdamGroup("embed", lr_mul=75.0),  # embeddings start at unit scale and must move far
     AdamGroup("value_embeds", lr_mul=75.0),
-    AdamGroup("ngram_embeds", lr_mul=25.0),  # most rows get few gradients and must move far with each
+    # most rows get few gradients and must move far with each
+    AdamGroup("ngram_embeds", lr_mul=25.0),
     AdamGroup("head"),
-    AdamGroup("scalars", lr_mul=5.0),  # mixing weights: faster than the head, slower than embeddings
+    # mixing weights: faster than the head, slower than embeddings
+    AdamGroup("scalars", lr_mul=5.0),
     AdamGroup("doc_copy"),
     MuonGroup("gates"),
     MuonGroup("smear_gate"),
@@ -226,146 +311,267 @@ PARAM_GROUPS = (
     MuonGroup("mlp_proj"),
 )
 
+
 @frozen
 class SyncSettings:
     """How ranks exchange gradients and parameters.
 
-    clip_norm changes results. world_size_invariant fixes every order of summation: gradients of micro-batches are kept
-    ("pending") until the launch, and are summed as a binary tree over micro-batches, then over ranks. check_grads may
-    stop the run. All other settings change only time and memory.
+    clip_norm changes results. world_size_invariant fixes every order of summation: gradients of
+    micro-batches are kept ("pending") until the launch, and are summed as a binary tree over
+    micro-batches, then over ranks. check_grads may stop the run. All other settings change only
+    time and memory.
     """
 
-    sync: str = option("hook", "start reduce-scatters in backward, or in the step", ("hook", "step"), free=True)
-    update_order: str = option("launch", "order of updates: of launches, or of the forward", ("launch", "forward"),
-                               free=True)
-    overlap_param_gather: bool = option(False, "overlap all-gathers with the next forward, part by part", free=True)
-    check_grads: bool = option(False, "stop before a step with a non-finite gradient (synchronizes the GPU)", free=True)
-    clip_norm: float = option(0.0, "largest norm of a step's gradients (0: no clipping); see grad_norm in a log. "
-                              "train_gpt.py sums its loss over tokens, so norms are far above 1", min=0)
-    world_size_invariant: bool = option(False, "same bytes on any number of ranks: tree sums, one thread, no batching")
+    sync: str = option(
+        "hook", "start reduce-scatters in backward, or in the step", ("hook", "step"), free=True
+    )
+    update_order: str = option(
+        "launch",
+        "order of updates: of launches, or of the forward",
+        ("launch", "forward"),
+        free=True,
+    )
+    overlap_param_gather: bool = option(
+        False, "overlap all-gathers with the next forward, part by part", free=True
+    )
+    check_grads: bool = option(
+        False, "stop before a step with a non-finite gradient (synchronizes the GPU)", free=True
+    )
+    clip_norm: float = option(
+        0.0,
+        "largest norm of a step's gradients (0: no clipping); see grad_norm in a log. "
+        "train_gpt.py sums its loss over tokens, so norms are far above 1",
+        min=0,
+    )
+    world_size_invariant: bool = option(
+        False, "same bytes on any number of ranks: tree sums, one thread, no batching"
+    )
+
 
 GATE_DIM = 12  # channels of the residual stream that gates read
+
 
 @frozen
 class Config(SyncSettings, StageValues):
     """Every value that decides a run. The defaults are record 44 of the public speedrun.
 
-    Attributes of its class name the classes of rows, the kinds of parameters, the model and the worker. frontier.py
-    defines another one.
+    Attributes of its class name the classes of rows, the kinds of parameters, the model and the
+    worker. frontier.py defines another one.
     """
 
-    row_types = Stage, Ramp, AdamGroup, MuonGroup, Ngrams  # that fields may hold; the first is the class of `stages`
+    # that fields may hold; the first is the class of `stages`
+    row_types = Stage, Ramp, AdamGroup, MuonGroup, Ngrams
     base_groups = PARAM_GROUPS
     model_type = property(lambda self: GPT)
     worker_type = property(lambda self: Worker)
     help_groups = {}  # further entries of HELP_GROUPS
     beside_loss = ()  # stage values that a log states beside train_loss where they are not 0
 
-    seed: int = option(0, "seed of the initialization and of the document order", min=0, max=2 ** 63 - 1)
-    target_val_loss: float = option(3.28, "target validation loss in nats per token (0: none)", min=0)
+    seed: int = option(
+        0, "seed of the initialization and of the document order", min=0, max=2**63 - 1
+    )
+    target_val_loss: float = option(
+        3.28, "target validation loss in nats per token (0: none)", min=0
+    )
 
     # data
     train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "training shards", free=True)
     val_files: str = option("data/fineweb10B/fineweb_val_*.bin", "validation shards", free=True)
-    train_shards: int = option(9, "training shards to read, in order of their names (0: all)", min=0)
+    train_shards: int = option(
+        9, "training shards to read, in order of their names (0: all)", min=0
+    )
     epochs: int = option(1, "passes over the training shards; the race allows one")
-    long_documents: str = option("cut", "cut documents at max_document_tokens, or split them", ("cut", "split"))
-    shuffle: bool = option(False, "shuffle the documents of each shard by the seed (FineWeb is shuffled already)")
-    even_order: bool = option(False, "shuffle with low discrepancy, which lowers the variance of short runs",
-                              needs="shuffle")
-    val_tokens: int = option(10_485_760, "validation tokens, from the start of the split (0: all)", min=0)
+    long_documents: str = option(
+        "cut", "cut documents at max_document_tokens, or split them", ("cut", "split")
+    )
+    shuffle: bool = option(
+        False, "shuffle the documents of each shard by the seed (FineWeb is shuffled already)"
+    )
+    even_order: bool = option(
+        False,
+        "shuffle with low discrepancy, which lowers the variance of short runs",
+        needs="shuffle",
+    )
+    val_tokens: int = option(
+        10_485_760, "validation tokens, from the start of the split (0: all)", min=0
+    )
     val_len: int = option(4 * 64 * 1024, "tokens per validation sequence")
     val_every: int = option(250, "steps between validations (0: only at the end)", min=0)
 
     # model
-    layers: str = option("- S1M S2M SM LM SM SM+5 M+4 SM+3 S0M+2 S1M+1 L2M", "one word per layer (read Block and "
-                         "Attention first): S or L (attention with the short or long window), a digit (value table), "
-                         "M (MLP), +N (skip connection from layer N); - (nothing)")
+    layers: str = option(
+        "- S1M S2M SM LM SM SM+5 M+4 SM+3 S0M+2 S1M+1 L2M",
+        "one word per layer (read Block and Attention first): S or L (attention with the short or"
+        " long window), a digit (value table), M (MLP), +N (skip connection from layer N); -"
+        " (nothing)",
+    )
     ngrams: tuple[Ngrams, ...] = option((), "n-gram embedding tables, Ngrams(N, ROWS, WIDTH) each")
-    ngram_reset: int = option(0, "zero the n-gram tables every N steps, counted back from the last step (0: never); "
-                              "with N = the steps of an epoch no table sees a text twice", min=0, needs="ngrams")
+    ngram_reset: int = option(
+        0,
+        "zero the n-gram tables every N steps, counted back from the last step (0: never); "
+        "with N = the steps of an epoch no table sees a text twice",
+        min=0,
+        needs="ngrams",
+    )
     doc_copy: bool = option(False, "predict that the document repeats itself; see DocCopy")
     model_dim: int = option(768, "width of the residual stream", min=GATE_DIM)
     num_heads: int = option(6, "attention heads")
     backout_layer: int = option(8, "layer whose output is partly subtracted before the head", min=0)
     logit_cap: float = option(30.0, "logits = logit_cap * sigmoid(x / 7.5)")
-    # Adam's moments have the dtype of their parameter, as in the record. The record rounds NorMuon's gates, their
-    # moments, and its normalization after polar to bf16; this file keeps them in float32, which costs nothing. Matrices
-    # and their gradients are sent in bf16, as in records from 57 on; see NorMuon.init_state
-    dtype: str = option("bfloat16", "dtype of activations and parameters, but for scalars", ("bfloat16", "float32"))
-    fp8_head: bool = option(True, "compute the head in fp8 during training; off on GPUs without fp8")
-    # x is normed, so its entries are at most sqrt(model_dim); a gradient of the summed cross entropy is within 1
-    fp8_x_scale: float = option(math.sqrt(768) / 448, "the head's input is divided by it in fp8, of at most 448",
-                                needs="fp8_head")
-    fp8_weight_scale: float = option(2.0 ** -9, "the head's weights are divided by it in fp8: as above",
-                                     needs="fp8_head")
-    fp8_grad_scale: float = option(1 / 448, "the logits' gradient is divided by it in fp8, at most 57,344",
-                                   needs="fp8_head")
+    # Adam's moments have the dtype of their parameter, as in the record. The record rounds
+    # NorMuon's gates, their moments, and its normalization after polar to bf16; this file keeps
+    # them in float32, which costs nothing. Matrices and their gradients are sent in bf16, as in
+    # records from 57 on; see NorMuon.init_state
+    dtype: str = option(
+        "bfloat16", "dtype of activations and parameters, but for scalars", ("bfloat16", "float32")
+    )
+    fp8_head: bool = option(
+        True, "compute the head in fp8 during training; off on GPUs without fp8"
+    )
+    # x is normed, so its entries are at most sqrt(model_dim); a gradient of the summed cross
+    # entropy is within 1
+    fp8_x_scale: float = option(
+        math.sqrt(768) / 448,
+        "the head's input is divided by it in fp8, of at most 448",
+        needs="fp8_head",
+    )
+    fp8_weight_scale: float = option(
+        2.0**-9, "the head's weights are divided by it in fp8: as above", needs="fp8_head"
+    )
+    fp8_grad_scale: float = option(
+        1 / 448, "the logits' gradient is divided by it in fp8, at most 57,344", needs="fp8_head"
+    )
 
     # schedule
-    num_steps: int = option(2245, "training steps; with fewer, extra_steps and muon_momentum_rise, _fall shrink, too")
+    num_steps: int = option(
+        2245, "training steps; with fewer, extra_steps and muon_momentum_rise, _fall shrink, too"
+    )
     stages: tuple[Stage, ...] = option(
-        (Stage(until=1/3, long_window=3), Stage(until=2/3, long_window=7), Stage(long_window=11),
-         Stage(extra_steps=40, long_window=13)),
-        "such as Stage(until=1/3, long_window=3), Stage(peak_lr_factor=Ramp(1, 2)), Stage(extra_steps=40). until: end "
-        "(up to 1: fraction of the scheduled steps; above 1: step); extra_steps: length after the schedule")
-    cooldown: float = option(0.5, "fraction of the scheduled steps in which the learning rate falls", min=0, max=1)
-    lr_floor: float = option(0.1, "learning-rate factor at the end of the cooldown", min=0, max=1, needs="cooldown")
+        (
+            Stage(until=1 / 3, long_window=3),
+            Stage(until=2 / 3, long_window=7),
+            Stage(long_window=11),
+            Stage(extra_steps=40, long_window=13),
+        ),
+        "such as Stage(until=1/3, long_window=3), Stage(peak_lr_factor=Ramp(1, 2)),"
+        " Stage(extra_steps=40). until: end (up to 1: fraction of the scheduled steps; above 1:"
+        " step); extra_steps: length after the schedule",
+    )
+    cooldown: float = option(
+        0.5, "fraction of the scheduled steps in which the learning rate falls", min=0, max=1
+    )
+    lr_floor: float = option(
+        0.1, "learning-rate factor at the end of the cooldown", min=0, max=1, needs="cooldown"
+    )
     window_block: int = option(128, "tokens per block of attention windows")
-    final_window: int = option(20, "long window of the last validation, in blocks; the rotary is not stretched for it")
+    final_window: int = option(
+        20, "long window of the last validation, in blocks; the rotary is not stretched for it"
+    )
 
     # optimizers
     param_groups: tuple[AdamGroup | MuonGroup, ...] = option(
-        (), "rows for single kinds of parameters, such as AdamGroup(\"head\", lr_mul=0.5, beta1=0.5), "
-        "MuonGroup(\"attn\"); each replaces the row of that kind in PARAM_GROUPS or in the preset")
+        (),
+        'rows for single kinds of parameters, such as AdamGroup("head", lr_mul=0.5, beta1=0.5), '
+        'MuonGroup("attn"); each replaces the row of that kind in PARAM_GROUPS or in the preset',
+    )
     adam_lr: float = option(0.008, "Adam's learning rate before lr_mul of param_groups", min=0)
-    adam_beta1: float = option(0.65, "first moment's decay; a token's gradients are far apart", min=0, exclusive_max=1)
+    adam_beta1: float = option(
+        0.65, "first moment's decay; a token's gradients are far apart", min=0, exclusive_max=1
+    )
     adam_beta2: float = option(0.95, "decay of the second moment", min=0, exclusive_max=1)
     adam_eps: float = option(1e-8, "added to the denominator, so that 0 / 0 is 0")
     adam_every: int = option(2, "steps per Adam update, which uses the sum of their gradients")
-    lazy_tables: bool = option(False, "update only the n-gram rows that a step uses, and send only their new values",
-                               needs="ngrams")
-    muon_lr: float = option(0.03, "NorMuon's learning rate: the size of an orthogonal update", min=0)
-    muon_weight_decay: float = option(1.2, "cautious weight decay: an update that moves a weight towards 0 subtracts "
-                                      "this * (muon_lr * lr_factor) ** 2 * lr_mul of it, too", min=0)
-    muon_momentum: float = option(0.95, "NorMuon's momentum between warm-up and cooldown", min=0, exclusive_max=1)
-    muon_momentum_low: float = option(0.85, "NorMuon's momentum at step 0 and at num_steps", min=0, exclusive_max=1,
-                                      needs="muon_momentum_rise muon_momentum_fall")
+    lazy_tables: bool = option(
+        False,
+        "update only the n-gram rows that a step uses, and send only their new values",
+        needs="ngrams",
+    )
+    muon_lr: float = option(
+        0.03, "NorMuon's learning rate: the size of an orthogonal update", min=0
+    )
+    muon_weight_decay: float = option(
+        1.2,
+        "cautious weight decay: an update that moves a weight towards 0 subtracts "
+        "this * (muon_lr * lr_factor) ** 2 * lr_mul of it, too",
+        min=0,
+    )
+    muon_momentum: float = option(
+        0.95, "NorMuon's momentum between warm-up and cooldown", min=0, exclusive_max=1
+    )
+    muon_momentum_low: float = option(
+        0.85,
+        "NorMuon's momentum at step 0 and at num_steps",
+        min=0,
+        exclusive_max=1,
+        needs="muon_momentum_rise muon_momentum_fall",
+    )
     muon_momentum_rise: int = option(300, "steps of the momentum warm-up", min=0)
     muon_momentum_fall: int = option(50, "steps of the momentum cooldown", min=0)
     muon_beta2: float = option(0.95, "decay of NorMuon's second moment", min=0, exclusive_max=1)
 
-    # gradient sync (see also SyncSettings). This bucket holds 16 of the record's largest matrices in bf16, two per rank
-    bucket_mb: float = option(72.0, "MiB of parameters per bucket (0: one bucket per parameter)", min=0,
-                             free=True)
-    grad_reduce_in_fp32: bool = option(False, "accumulate and send the gradients of bf16 parameters in float32")
+    # gradient sync (see also SyncSettings). This bucket holds 16 of the record's largest matrices
+    # in bf16, two per rank
+    bucket_mb: float = option(
+        72.0, "MiB of parameters per bucket (0: one bucket per parameter)", min=0, free=True
+    )
+    grad_reduce_in_fp32: bool = option(
+        False, "accumulate and send the gradients of bf16 parameters in float32"
+    )
     bf16_compress: bool = option(False, "send gradients in bf16")
 
     # machine
-    micro_batch_splits: int = option(1, "parts that each micro-batch is split into, to save GPU memory")
-    compile: str = option("auto", "torch.compile for blocks, head and rules; auto: on GPUs", ("auto", "on", "off"),
-                          free=True)
+    micro_batch_splits: int = option(
+        1, "parts that each micro-batch is split into, to save GPU memory"
+    )
+    compile: str = option(
+        "auto",
+        "torch.compile for blocks, head and rules; auto: on GPUs",
+        ("auto", "on", "off"),
+        free=True,
+    )
     # flash is FlashAttention 3 on Hopper where it is installed, else torch's own
-    attention: str = option("auto", "flash: FlashAttention; masked: SDPA; auto: flash on GPUs in bf16, else masked",
-                            ("auto", "flash", "masked"), free=True)
-    kernels: str = option("auto", "Triton kernels, on: of MLP and loss; loss: of the loss only; auto: on for GPUs "
-                          "with TMA and as much shared memory as Hopper's, loss for others",
-                          ("auto", "on", "loss", "off"), free=True)
-    warmup_steps: int = option(30, "untimed warm-up steps over all stages; the state is restored after them", min=0,
-                               free=True)
-    timeout_s: int = option(300, "seconds until a collective fails if a rank does not join it", max=10 ** 6, free=True)
+    attention: str = option(
+        "auto",
+        "flash: FlashAttention; masked: SDPA; auto: flash on GPUs in bf16, else masked",
+        ("auto", "flash", "masked"),
+        free=True,
+    )
+    kernels: str = option(
+        "auto",
+        "Triton kernels, on: of MLP and loss; loss: of the loss only; auto: on for GPUs "
+        "with TMA and as much shared memory as Hopper's, loss for others",
+        ("auto", "on", "loss", "off"),
+        free=True,
+    )
+    warmup_steps: int = option(
+        30,
+        "untimed warm-up steps over all stages; the state is restored after them",
+        min=0,
+        free=True,
+    )
+    timeout_s: int = option(
+        300, "seconds until a collective fails if a rank does not join it", max=10**6, free=True
+    )
     profile: str = option("", "A:B writes a Chrome trace of steps A to B per rank", free=True)
 
     # log and saved files
     log_dir: str = option("logs", "folder of logs, checkpoints and models", free=True)
     run_id: str = option("", "name of the log (empty: from the time and the launch)", free=True)
     train_loss_every: int = option(10, "steps between training losses in the log", min=0)
-    save_every: int = option(0, "steps between checkpoints, off the clock (0: only on SIGTERM and SIGUSR1)", min=0,
-                             free=True)
+    save_every: int = option(
+        0,
+        "steps between checkpoints, off the clock (0: only on SIGTERM and SIGUSR1)",
+        min=0,
+        free=True,
+    )
     keep_checkpoints: int = option(2, "checkpoints to keep until the run has finished", free=True)
     resume: str = option("", "checkpoint or log to resume from, or latest", free=True)
-    init_from: str = option("", "saved model or checkpoint to start from; such a run cannot be a record")
-    save_model: bool = option(False, "save the trained model for sample.py and verify.py", free=True)
+    init_from: str = option(
+        "", "saved model or checkpoint to start from; such a run cannot be a record"
+    )
+    save_model: bool = option(
+        False, "save the trained model for sample.py and verify.py", free=True
+    )
     race: str = option("", "set by launch/race.py: ID:RUN:DECLARED_N:SIDE")
 
     @property
@@ -381,41 +587,114 @@ class Config(SyncSettings, StageValues):
 
     def shortened(self, num_steps: int) -> Values:
         """Scale all numbers of steps to a run of fewer steps. A longer run keeps them."""
+
         def scaled(steps: int) -> int:
             return steps * min(num_steps, self.num_steps) // self.num_steps
-        stages = [dataclasses.replace(stage, extra_steps=scaled(stage.extra_steps)) for stage in self.stages]
-        return {"stages": tuple(new for new, old in zip(stages, self.stages) if new.extra_steps or not old.extra_steps),
-                **{name: min(steps := getattr(self, name), max(1, scaled(steps)))
-                   for name in ("muon_momentum_rise", "muon_momentum_fall")}}
+
+        stages = [
+            dataclasses.replace(stage, extra_steps=scaled(stage.extra_steps))
+            for stage in self.stages
+        ]
+        return {
+            "stages": tuple(
+                new
+                for new, old in zip(stages, self.stages)
+                if new.extra_steps or not old.extra_steps
+            ),
+            **{
+                name: min(steps := getattr(self, name), max(1, scaled(steps)))
+                for name in ("muon_momentum_rise", "muon_momentum_fall")
+            },
+        }
+
 
 PRESETS = {
-    "speedrun": Config(overlap_param_gather=True, update_order="forward"),  # saves 0.7 simulated ms a step (dry_gpu)
-    # A small run for two CPU cores on the bytes of Python's standard library. LOG.md says what each value gains
+    # saves 0.7 simulated ms a step (dry_gpu)
+    "speedrun": Config(overlap_param_gather=True, update_order="forward"),
+    # A small run for two CPU cores on the bytes of Python's standard library. LOG.md says what each
+    # value gains
     "laptop": Config(
-        target_val_loss=1.40, train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin",
-        train_shards=0, max_document_tokens=257, long_documents="split", shuffle=True, even_order=True,
-        micro_batch_tokens=1024, micro_batches=2, val_tokens=0, val_len=1024, val_every=0, layers="S0M", model_dim=64,
-        num_heads=2, backout_layer=0, lazy_tables=True, doc_copy=True, dtype="float32", fp8_head=False,
-        ngrams=(Ngrams(2, 16384, 64), Ngrams(3, 32768, 64), Ngrams(4, 65536, 64), Ngrams(6, 65536, 64),
-                Ngrams(8, 65536, 64)), num_steps=36, stages=(Stage(long_window=2),), window_block=32, final_window=2,
-        lr_floor=0.3, param_groups=(AdamGroup("ngram_embeds", lr_mul=10.0), AdamGroup("doc_copy", lr_mul=10.0)),
-        adam_every=1, adam_lr=0.03, adam_beta1=0.5, adam_beta2=0.9, muon_lr=0.04, muon_momentum_rise=7,
-        muon_momentum_fall=3, check_grads=True, warmup_steps=4, train_loss_every=1, save_model=True,
+        target_val_loss=1.40,
+        train_files="data/stdlib/stdlib_train_*.bin",
+        val_files="data/stdlib/stdlib_val_*.bin",
+        train_shards=0,
+        max_document_tokens=257,
+        long_documents="split",
+        shuffle=True,
+        even_order=True,
+        micro_batch_tokens=1024,
+        micro_batches=2,
+        val_tokens=0,
+        val_len=1024,
+        val_every=0,
+        layers="S0M",
+        model_dim=64,
+        num_heads=2,
+        backout_layer=0,
+        lazy_tables=True,
+        doc_copy=True,
+        dtype="float32",
+        fp8_head=False,
+        ngrams=(
+            Ngrams(2, 16384, 64),
+            Ngrams(3, 32768, 64),
+            Ngrams(4, 65536, 64),
+            Ngrams(6, 65536, 64),
+            Ngrams(8, 65536, 64),
+        ),
+        num_steps=36,
+        stages=(Stage(long_window=2),),
+        window_block=32,
+        final_window=2,
+        lr_floor=0.3,
+        param_groups=(AdamGroup("ngram_embeds", lr_mul=10.0), AdamGroup("doc_copy", lr_mul=10.0)),
+        adam_every=1,
+        adam_lr=0.03,
+        adam_beta1=0.5,
+        adam_beta2=0.9,
+        muon_lr=0.04,
+        muon_momentum_rise=7,
+        muon_momentum_fall=3,
+        check_grads=True,
+        warmup_steps=4,
+        train_loss_every=1,
+        save_model=True,
     ),
 }
 
-# Titles of --help. A title covers the fields from its key to the next key, in the order of the fields
-HELP_GROUPS = {"seed": "the run", "train_files": "data", "layers": "model", "num_steps": "schedule",
-               "micro_batches": "values that stages may set", "param_groups": "optimizers", "sync": "gradient sync",
-               "bucket_mb": "gradient sync", "micro_batch_splits": "machine", "log_dir": "log and saved files"}
+# Titles of --help. A title covers the fields from its key to the next key, in the order of the
+# fields
+HELP_GROUPS = {
+    "seed": "the run",
+    "train_files": "data",
+    "layers": "model",
+    "num_steps": "schedule",
+    "micro_batches": "values that stages may set",
+    "param_groups": "optimizers",
+    "sync": "gradient sync",
+    "bucket_mb": "gradient sync",
+    "micro_batch_splits": "machine",
+    "log_dir": "log and saved files",
+}
 
-EXAMPLES = {"int": "a whole number such as 3", "float": "a number such as .5", "bool": "true or false",
-            "rows": "a list of rows such as Stage(until=1/3, long_window=3) or AdamGroup('head', lr_mul=.5)"}
+EXAMPLES = {
+    "int": "a whole number such as 3",
+    "float": "a number such as .5",
+    "bool": "true or false",
+    "rows": (
+        "a list of rows such as Stage(until=1/3, long_window=3) or AdamGroup('head', lr_mul=.5)"
+    ),
+}
 
-def parse_value(text: str, kind: str = "rows", row_types: tuple[type, ...] = Config.row_types) -> Any:
-    """Parse a flag's text by the type of its field; `rows` such as `Stage(until=1/3, long_window=3), Stage()`.
 
-    Only row_types, numbers, fractions, strings, tuples, true and false are allowed. ArgumentTypeError on others.
+def parse_value(
+    text: str, kind: str = "rows", row_types: tuple[type, ...] = Config.row_types
+) -> Any:
+    """Parse a flag's text by the type of its field; `rows` such as `Stage(until=1/3,
+    long_window=3), Stage()`.
+
+    Only row_types, numbers, fractions, strings, tuples, true and false are allowed.
+    ArgumentTypeError on others.
     """
     names = {row.__name__: row for row in row_types}
 
@@ -435,8 +714,14 @@ def parse_value(text: str, kind: str = "rows", row_types: tuple[type, ...] = Con
                 fields = [f.name for f in dataclasses.fields(names[name])]
                 for unknown in {k.arg for k in node.keywords if k.arg} - {*fields}:
                     raise ValueError(f"{name} has no {unknown!r}, only {', '.join(fields)}")
-                return names[name](*map(value, node.args), **{k.arg: value(k.value) for k in node.keywords})
-        raise ValueError(f"{ast.unparse(node)!r} is neither a number, a string, a tuple nor one of {', '.join(names)}")
+                return names[name](
+                    *map(value, node.args), **{k.arg: value(k.value) for k in node.keywords}
+                )
+        raise ValueError(
+            f"{ast.unparse(node)!r} is neither a number, a string, a tuple nor one of"
+            f" {', '.join(names)}"
+        )
+
     types = {"int": (int,), "float": (int, float), "bool": (bool,)}
     try:
         v = value(ast.parse(f"({text})", mode="eval").body)
@@ -446,34 +731,51 @@ def parse_value(text: str, kind: str = "rows", row_types: tuple[type, ...] = Con
             raise ValueError(f"{v!r} has another type")
         return float(v) if kind == "float" else v
     except (SyntaxError, ValueError, TypeError, ArithmeticError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {EXAMPLES[kind]}: {getattr(error, 'msg', error)}") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not {EXAMPLES[kind]}: {getattr(error, 'msg', error)}"
+        ) from None
+
 
 def holds_rows(f: dataclasses.Field) -> bool:
     return f.type.startswith("tuple[")
 
+
 class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """Accept dashes for the underscores in names of flags."""
-        words = [re.sub("(?<=^--)[^=]+", lambda found: found[0].replace("-", "_"), word)
-                 for word in (sys.argv[1:] if args is None else args)]
+        words = [
+            re.sub("(?<=^--)[^=]+", lambda found: found[0].replace("-", "_"), word)
+            for word in (sys.argv[1:] if args is None else args)
+        ]
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Print one line; the usage would list every flag."""
         unknown = re.search("unrecognized arguments: (--[^ =]+)", message)
-        near = difflib.get_close_matches(unknown[1] if unknown else "", self._option_string_actions, 1, 0.7)
+        near = difflib.get_close_matches(
+            unknown[1] if unknown else "", self._option_string_actions, 1, 0.7
+        )
         meant = f"; did you mean {near[0]}?" if near else ";"
         self.exit(2, f"{self.prog}: error: {message}{meant} {self.prog} --help lists the flags\n")
+
 
 def make_parser(presets: dict[str, Config]) -> argparse.ArgumentParser:
     config_type, program = type(usual := next(iter(presets.values()))), source_files(usual)[0].name
     parser = Parser(
-        prog=program, description=__doc__.split("\n\n")[0], allow_abbrev=False,
+        prog=program,
+        description=__doc__.split("\n\n")[0],
+        allow_abbrev=False,
         usage=f"{program} [--preset NAME] [--flag VALUE ...]",
-        epilog=f"Every flag is a field of the config. Brackets show {[*presets][0]}'s value, and other presets' that "
-               "differ. Relative paths start at the script's folder.")
-    parser.add_argument("--preset", choices=presets, help="base of the values below (default: laptop without "
-                        "a GPU, else the first)")
+        epilog=(
+            f"Every flag is a field of the config. Brackets show {[*presets][0]}'s value, and other"
+            " presets' that differ. Relative paths start at the script's folder."
+        ),
+    )
+    parser.add_argument(
+        "--preset",
+        choices=presets,
+        help="base of the values below (default: laptop without a GPU, else the first)",
+    )
     titles = HELP_GROUPS | config_type.help_groups
     groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(titles.values())}
     for f in dataclasses.fields(config_type):
@@ -482,33 +784,58 @@ def make_parser(presets: dict[str, Config]) -> argparse.ArgumentParser:
         aliases = ["--exact"] if f.name == "world_size_invariant" else []
         choices, kind = f.metadata["choices"] or None, "rows" if holds_rows(f) else f.type
         group.add_argument(
-            f"--{f.name}", *aliases, choices=choices, metavar=None if choices else kind.upper(),
-            type=str if kind == "str" else functools.partial(parse_value, kind=kind, row_types=config_type.row_types),
-            help=(f.metadata["meaning"] + preset_values(f, presets)).replace("%", "%%"))
+            f"--{f.name}",
+            *aliases,
+            choices=choices,
+            metavar=None if choices else kind.upper(),
+            type=(
+                str
+                if kind == "str"
+                else functools.partial(parse_value, kind=kind, row_types=config_type.row_types)
+            ),
+            help=(f.metadata["meaning"] + preset_values(f, presets)).replace("%", "%%"),
+        )
     return parser
 
+
 def preset_values(f: dataclasses.Field, presets: dict[str, Config]) -> str:
-    """Show the first preset's value of a field, and others that differ, unless they are too long to show."""
+    """Show the first preset's value of a field, and others that differ, unless they are too long
+    to show."""
     if f.name in ("stages", "param_groups"):
         return ""
-    usual, *others = (f"{v:.4g}" if isinstance(v, float) else ",".join(map(str, v)) if isinstance(v, tuple) else
-                      str(v) or "empty" for v in (getattr(preset, f.name) for preset in presets.values()))
+    usual, *others = (
+        (
+            f"{v:.4g}"
+            if isinstance(v, float)
+            else ",".join(map(str, v))
+            if isinstance(v, tuple)
+            else str(v) or "empty"
+        )
+        for v in (getattr(preset, f.name) for preset in presets.values())
+    )
     differ = (f"{name}: {value}" for name, value in zip([*presets][1:], others) if value != usual)
     return f" ({'; '.join([usual, *differ])})"
 
-def parse_config(argv: Sequence[str], default_preset: str,
-                 presets: dict[str, Config] = PRESETS) -> tuple[str, Config]:
+
+def parse_config(
+    argv: Sequence[str], default_preset: str, presets: dict[str, Config] = PRESETS
+) -> tuple[str, Config]:
     """Parse flags into the preset's name and the config.
 
-    A resumed run has the config of its checkpoint; only fields that are `free` may differ. Raise SystemExit on an
-    unknown or ill-typed flag, RunError if there is no checkpoint to resume from.
+    A resumed run has the config of its checkpoint; only fields that are `free` may differ. Raise
+    SystemExit on an unknown or ill-typed flag, RunError if there is no checkpoint to resume from.
     """
-    given = {name: v for name, v in vars(make_parser(presets).parse_args(argv)).items() if v is not None}
+    given = {
+        name: v for name, v in vars(make_parser(presets).parse_args(argv)).items() if v is not None
+    }
     preset = given.pop("preset", default_preset if default_preset in presets else [*presets][0])
     usual = presets[preset]
-    usual = dataclasses.replace(usual, **usual.shortened(max(1, given.get("num_steps", usual.num_steps))))
+    usual = dataclasses.replace(
+        usual, **usual.shortened(max(1, given.get("num_steps", usual.num_steps)))
+    )
     if "param_groups" in given:
-        given["param_groups"] = (*usual.param_groups, *given["param_groups"])  # later rows replace earlier ones
+        # later rows replace earlier ones
+        given["param_groups"] = (*usual.param_groups, *given["param_groups"])
     config = dataclasses.replace(usual, **given)
     changed = {f.name for f in dataclasses.fields(usual) if getattr(usual, f.name) != f.default}
     given_anew = [name for name, v in given.items() if v != getattr(usual, name)]
@@ -516,85 +843,132 @@ def parse_config(argv: Sequence[str], default_preset: str,
     require(not idle, "; ".join(idle))
     if not config.resume:
         return preset, config
-    path, fixed = Path(find_run(config)[1]), sorted(given.keys() & {f.name for f in fixed_fields(config)})
-    require(not fixed, f"--resume continues {path}; leave out --{', --'.join(fixed)}, which would make it another run")
+    path, fixed = (
+        Path(find_run(config)[1]),
+        sorted(given.keys() & {f.name for f in fixed_fields(config)}),
+    )
+    require(
+        not fixed,
+        f"--resume continues {path}; leave out --{', --'.join(fixed)}, which would make it"
+        " another run",
+    )
     saved = load_file(path, check=False)  # its checksum is verified when the state is loaded
     mine = source_files(config)[0].name
     try:
         its = saved.get("program", mine)
-        require(its == mine, f"--resume continues {path}, a run of {its}; start {its} in place of {mine}")
+        require(
+            its == mine,
+            f"--resume continues {path}, a run of {its}; start {its} in place of {mine}",
+        )
         given.update(run_id=saved["run_id"], log_dir=str(path.parent), resume=str(path))
-        return saved["preset"], dataclasses.replace(config_of(saved["config"], type(config)), **given)
+        return saved["preset"], dataclasses.replace(
+            config_of(saved["config"], type(config)), **given
+        )
     except (AttributeError, KeyError, TypeError) as error:
-        raise RunError(f"{path}: not a checkpoint of this version of {mine} ({error}); name another one, or resume "
-                       "with the version whose source opens its log") from error
+        raise RunError(
+            f"{path}: not a checkpoint of this version of {mine} ({error}); name another one, or"
+            " resume with the version whose source opens its log"
+        ) from error
+
 
 def idle_flags(c: Config, names: Iterable[str]) -> Iterator[str]:
     """Say which of these fields change nothing. A field that is off, as by default, is left out."""
     in_stages = [f.name for f in stage_fields(c)]
-    for f in (f for f in dataclasses.fields(c) if f.name in names and (getattr(c, f.name) or f.default)):
+    for f in (
+        f for f in dataclasses.fields(c) if f.name in names and (getattr(c, f.name) or f.default)
+    ):
         needs = f.metadata["needs"].split()
         if needs and not any(getattr(c, name) for name in needs):
             yield f"--{f.name} has no effect without --{' or --'.join(needs)}"
         if f.name in in_stages and None not in [getattr(stage, f.name, None) for stage in c.stages]:
-            yield (f"--{f.name} has no effect, because every stage sets that value; change it in --stages "
-                   f"'{', '.join(map(repr, c.stages))}'")
+            yield (
+                f"--{f.name} has no effect, because every stage sets that value; change it in"
+                f" --stages '{', '.join(map(repr, c.stages))}'"
+            )
         if f.name.startswith("adam_beta") and None not in [
-                getattr(group, f.name[5:], 0) for group in groups_by_kind(c).values()]:
+            getattr(group, f.name[5:], 0) for group in groups_by_kind(c).values()
+        ]:
             yield f"--{f.name} has no effect, because every row of --param_groups sets it"
+
 
 def fixed_fields(config: Config) -> list[dataclasses.Field]:
     """Return the fields that a resumed run may not change."""
     return [f for f in dataclasses.fields(config) if not f.metadata["free"]]
+
 
 def stage_fields(config: Config) -> list[dataclasses.Field]:
     """Return the fields that stages may set."""
     of_row = {f.name for f in dataclasses.fields(config.row_types[0])}
     return [f for f in dataclasses.fields(config) if f.name in of_row]
 
+
 def source_files(config: Config) -> list[Path]:
-    """Return the files that define the config's classes: the program that runs it, then what that imports."""
+    """Return the files that define the config's classes: the program that runs it, then what that
+    imports."""
     return [*dict.fromkeys(Path(inspect.getfile(base)) for base in type(config).__mro__[:-1])]
+
 
 def json_of(config: Config) -> Values:
     """Return the JSON form of a config. Rows are text, as on the command line."""
-    return {f.name: ", ".join(map(repr, getattr(config, f.name))) if holds_rows(f) else getattr(config, f.name)
-            for f in dataclasses.fields(config)}
+    return {
+        f.name: (
+            ", ".join(map(repr, getattr(config, f.name)))
+            if holds_rows(f)
+            else getattr(config, f.name)
+        )
+        for f in dataclasses.fields(config)
+    }
+
 
 def config_of(fields: Values, config_type: type[Config] = Config) -> Config:
-    """Rebuild a config from its JSON form. Raise TypeError if another version of this script wrote it."""
+    """Rebuild a config from its JSON form. Raise TypeError if another version of this script wrote
+    it."""
     rows = {f.name for f in dataclasses.fields(config_type) if holds_rows(f)}
     try:
-        return config_type(**{name: parse_value(v, row_types=config_type.row_types) if name in rows else v
-                              for name, v in fields.items()})
+        return config_type(
+            **{
+                name: parse_value(v, row_types=config_type.row_types) if name in rows else v
+                for name, v in fields.items()
+            }
+        )
     except argparse.ArgumentTypeError as error:
         raise TypeError(str(error)) from None
+
 
 class Layer(NamedTuple):
     """The contents of one layer; see Config.layers."""
 
-    window: str | None       # of its attention: S, L, or None for no attention
+    window: str | None  # of its attention: S, L, or None for no attention
     value_table: int | None
     mlp: bool
     skip_from: int | None = None
 
+
 def parse_layers(words: str) -> tuple[Layer, ...]:
-    """Parse Config.layers: `S1M+5` -> Layer("S", 1, True, skip_from=5). RunError on an invalid word."""
+    """Parse Config.layers: `S1M+5` -> Layer("S", 1, True, skip_from=5). RunError on an invalid
+    word."""
     require(words.split(), "layers is empty; give at least one layer")
 
     def parse(word: str) -> Layer:
         found = re.fullmatch(r"-|(?=[^+])(?:([SL])(\d?))?(M?)(?:\+(\d+))?", word)
-        require(found, f"layers: {word!r} is not a layer; write S or L, optionally with a digit, M and +N, such as "
-                "S1M+0; or M; or -")
+        require(
+            found,
+            f"layers: {word!r} is not a layer; write S or L, optionally with a digit, M and +N,"
+            " such as S1M+0; or M; or -",
+        )
         window, table, mlp, skip = found.groups()
         return Layer(window, int(table) if table else None, bool(mlp), int(skip) if skip else None)
+
     return tuple(map(parse, words.split()))
+
 
 def saved_layers(config: Config) -> set[int]:
     """Return the layers whose outputs later layers or the head read."""
     return {layer.skip_from for layer in config.parse_layers()} - {None} | {config.backout_layer}
 
+
 MIN_GROUP_LAYERS = 4
+
 
 def layer_groups(config: Config) -> list[range]:
     """Cut the layers into the groups that are compiled together.
@@ -607,65 +981,138 @@ def layer_groups(config: Config) -> list[range]:
             begins.append(i)
     return [range(*ends) for ends in itertools.pairwise([*begins, count])]
 
+
 def groups_by_kind(config: Config) -> dict[str, AdamGroup | MuonGroup]:
-    """Map each kind of parameters to its row. Rows of config.param_groups replace those of PARAM_GROUPS."""
+    """Map each kind of parameters to its row. Rows of config.param_groups replace those of
+    PARAM_GROUPS."""
     return {group.kind: group for group in (*config.base_groups, *config.param_groups)}
 
-# Checks of values are here, in parse_layers and in stages_of. find_shards and resolve_auto compare with data and GPUs
+
+# Checks of values are here, in parse_layers and in stages_of. find_shards and resolve_auto compare
+# with data and GPUs
+
 
 def check_config(config: Config, ranks: int) -> None:
-    """Raise a RunError that lists all values that are impossible by themselves or for this number of ranks."""
-    wrong = [message for f in dataclasses.fields(config) if (message := out_of_range(f, getattr(config, f.name)))]
+    """Raise a RunError that lists all values that are impossible by themselves or for this number
+    of ranks."""
+    wrong = [
+        message
+        for f in dataclasses.fields(config)
+        if (message := out_of_range(f, getattr(config, f.name)))
+    ]
     require(not wrong, "; ".join(wrong))  # the conditions need possible numbers
     wrong = [message for holds, message in config.conditions(ranks) if not holds]
     require(not wrong, "; ".join(wrong))
 
+
 def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
-    """Yield each condition on several values, with the message if it does not hold. RunError on an invalid row."""
+    """Yield each condition on several values, with the message if it does not hold. RunError on an
+    invalid row."""
     layers, all_stages = c.parse_layers(), stages_of(c)
     value_tables = {layer.value_table for layer in layers} - {None}
     kinds, own = [group.kind for group in c.base_groups], [group.kind for group in c.param_groups]
     unknown = ", ".join(repr(kind) for kind in own if kind not in kinds)
     profile = re.fullmatch(r"(\d+):(\d+)", c.profile)
     yield from (
-        (c.model_dim % (4 * c.num_heads) == 0,
-         f"model_dim is {c.model_dim}; give a multiple of 4 * num_heads, {4 * c.num_heads}"),
-        (c.val_tokens % c.val_len == 0, f"val_tokens is {c.val_tokens}; give a multiple of val_len, {c.val_len}, or 0"),
-        ("/" not in c.run_id and c.run_id not in (".", ".."), f"run_id is {c.run_id!r}; give a file name without '/'"),
-        (re.fullmatch(r"([^:]+:\d+:\d+:[^:]*)?", c.race), f"race is {c.race!r}; only launch/race.py sets it"),
-        (not c.profile or profile and int(profile[1]) <= int(profile[2]) < c.num_steps, f"profile is {c.profile!r}; "
-         f"give the first and the last step, such as 10:13, below num_steps {c.num_steps}"),
-        (c.attention != "flash" or c.dtype == "bfloat16", "attention flash needs dtype bfloat16; use --attention auto"),
-        (not (c.world_size_invariant and (c.bf16_compress or c.clip_norm or c.attention == "flash")),
-         "world_size_invariant excludes bf16_compress, clip_norm and attention flash, whose sums depend on the number "
-         "of ranks or on timing; leave out one of them"),
-        (not c.grad_reduce_in_fp32 or c.dtype == "bfloat16", "grad_reduce_in_fp32 has no effect without --dtype "
-         "bfloat16; leave it out"),
-        (c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}"),
-        (value_tables == {*range(len(value_tables))}, f"layers: value tables {value_tables}; number them from 0"),
-        (not unknown, f"param_groups: unknown kinds {unknown}; the kinds are {', '.join(kinds)}"))
+        (
+            c.model_dim % (4 * c.num_heads) == 0,
+            f"model_dim is {c.model_dim}; give a multiple of 4 * num_heads, {4 * c.num_heads}",
+        ),
+        (
+            c.val_tokens % c.val_len == 0,
+            f"val_tokens is {c.val_tokens}; give a multiple of val_len, {c.val_len}, or 0",
+        ),
+        (
+            "/" not in c.run_id and c.run_id not in (".", ".."),
+            f"run_id is {c.run_id!r}; give a file name without '/'",
+        ),
+        (
+            re.fullmatch(r"([^:]+:\d+:\d+:[^:]*)?", c.race),
+            f"race is {c.race!r}; only launch/race.py sets it",
+        ),
+        (
+            not c.profile or profile and int(profile[1]) <= int(profile[2]) < c.num_steps,
+            (
+                f"profile is {c.profile!r}; "
+                f"give the first and the last step, such as 10:13, below num_steps {c.num_steps}"
+            ),
+        ),
+        (
+            c.attention != "flash" or c.dtype == "bfloat16",
+            "attention flash needs dtype bfloat16; use --attention auto",
+        ),
+        (
+            not (
+                c.world_size_invariant
+                and (c.bf16_compress or c.clip_norm or c.attention == "flash")
+            ),
+            (
+                "world_size_invariant excludes bf16_compress, clip_norm and attention flash, whose"
+                " sums depend on the number of ranks or on timing; leave out one of them"
+            ),
+        ),
+        (
+            not c.grad_reduce_in_fp32 or c.dtype == "bfloat16",
+            "grad_reduce_in_fp32 has no effect without --dtype bfloat16; leave it out",
+        ),
+        (
+            c.backout_layer < len(layers),
+            f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}",
+        ),
+        (
+            value_tables == {*range(len(value_tables))},
+            f"layers: value tables {value_tables}; number them from 0",
+        ),
+        (not unknown, f"param_groups: unknown kinds {unknown}; the kinds are {', '.join(kinds)}"),
+    )
     for i, layer in enumerate(layers):
-        yield (layer.skip_from is None or layer.skip_from < i, f"layers: layer {i} has a skip connection from layer "
-               f"{layer.skip_from}; it must come from an earlier layer")
+        yield (
+            layer.skip_from is None or layer.skip_from < i,
+            (
+                f"layers: layer {i} has a skip connection from layer "
+                f"{layer.skip_from}; it must come from an earlier layer"
+            ),
+        )
     for row in c.stages:
         tokens = row.micro_batch_tokens or c.micro_batch_tokens
-        yield tokens % c.micro_batch_splits == 0, (f"stages: {row!r}: micro_batch_splits is {c.micro_batch_splits}; it "
-                                                   f"must divide micro_batch_tokens, {tokens}")
+        yield (
+            tokens % c.micro_batch_splits == 0,
+            (
+                f"stages: {row!r}: micro_batch_splits is {c.micro_batch_splits}; it "
+                f"must divide micro_batch_tokens, {tokens}"
+            ),
+        )
     for table in c.ngrams:
-        yield table.width <= c.model_dim, f"ngrams: {table} is wider than model_dim, {c.model_dim}; give at most that"
+        yield (
+            table.width <= c.model_dim,
+            f"ngrams: {table} is wider than model_dim, {c.model_dim}; give at most that",
+        )
     for stage in all_stages:
         n = stage.first["micro_batches"]
         where = f"the stage from step {stage.begin} on has {n} micro-batches"
         found = (
-            (ranks > 0 and n % ranks == 0, f"{where}, which {ranks} ranks cannot share evenly; start "
-             f"{usable_ranks(c, ranks)} ranks (--nproc_per_node), or change --micro_batches"),
-            (not c.world_size_invariant or n & (n - 1) == 0 and ranks & (ranks - 1) == 0, "world_size_invariant sums a "
-             f"batch as a binary tree, and {where} on {ranks} ranks; make both powers of two"))
+            (
+                ranks > 0 and n % ranks == 0,
+                (
+                    f"{where}, which {ranks} ranks cannot share evenly; start "
+                    f"{usable_ranks(c, ranks)} ranks (--nproc_per_node), or change --micro_batches"
+                ),
+            ),
+            (
+                not c.world_size_invariant or n & (n - 1) == 0 and ranks & (ranks - 1) == 0,
+                (
+                    "world_size_invariant sums a "
+                    f"batch as a binary tree, and {where} on {ranks} ranks; make both powers of two"
+                ),
+            ),
+        )
         yield from found
         if not all(holds for holds, _ in found):
             return  # most mistakes are the same in every stage
 
+
 Config.conditions = conditions  # a method, which frontier.py extends
+
 
 def out_of_range(f: dataclasses.Field, v: Any) -> str:
     """Say how a value violates its field's declaration; empty if it does not."""
@@ -675,7 +1122,9 @@ def out_of_range(f: dataclasses.Field, v: Any) -> str:
         for row in v:
             if type(row).__name__ not in f.type:
                 return f"{f.name}: {row!r} is not a row of it; its type is {f.type}"
-            for of_row, x in ((of_row, getattr(row, of_row.name)) for of_row in dataclasses.fields(row)):
+            for of_row, x in (
+                (of_row, getattr(row, of_row.name)) for of_row in dataclasses.fields(row)
+            ):
                 ends = (x.first, x.last) if isinstance(x, Ramp) and of_row.type == "float" else (x,)
                 for wrong in (out_of_range(of_row, end) for end in ends if end is not None):
                     if wrong:
@@ -684,22 +1133,34 @@ def out_of_range(f: dataclasses.Field, v: Any) -> str:
     if f.type.removesuffix(" | None") not in ("int", "float") or not f.metadata:
         return ""
     low, high, below = (f.metadata[name] for name in ("min", "max", "exclusive_max"))
-    if (isinstance(v, int if f.type == "int" else int | float) and math.isfinite(v)
-            and (v > 0 if low is None else v >= low) and v <= high and v < below):
+    if (
+        isinstance(v, int if f.type == "int" else int | float)
+        and math.isfinite(v)
+        and (v > 0 if low is None else v >= low)
+        and v <= high
+        and v < below
+    ):
         return ""
     wanted = ["a whole number" if f.type == "int" else "a number"]
     wanted += ["above 0"] if low is None else [f"from {low:g} on"] if low > -math.inf else []
-    wanted += [f"{words} {bound:g}" for words, bound in (("at most", high), ("below", below)) if bound < math.inf]
+    wanted += [
+        f"{words} {bound:g}"
+        for words, bound in (("at most", high), ("below", below))
+        if bound < math.inf
+    ]
     return f"{f.name} is {v!r}; it must be {', '.join(wanted)}"
 
-# ------------------------------------------------------------------------------------------------------------------
+
+# --------------------------------------------------------------------------------------------------
 # schedule
+
 
 class Windows(NamedTuple):
     """Attention windows in tokens."""
 
     long: int
     short: int
+
 
 @frozen
 class Plan:
@@ -712,10 +1173,13 @@ class Plan:
     lr_factor: float = 1.0  # on every learning rate
     momentum: float = Config.muon_momentum  # NorMuon's
     windows: Windows = Windows(0, 0)  # also those of a validation before this step
-    rotary_windows: tuple[int, ...] = ()  # long windows in tokens up to now; the rotary is stretched to each
+    # long windows in tokens up to now; the rotary is stretched to each
+    rotary_windows: tuple[int, ...] = ()
     resets_ngrams: bool = False  # before this step
-    scheduled: dict[str, float] = field(default_factory=dict)  # all stage values that are no integers
+    # all stage values that are no integers
+    scheduled: dict[str, float] = field(default_factory=dict)
     values: Values = field(default_factory=dict)  # all stage values
+
 
 def plan_of(config: Config, step: int) -> Plan:
     """Compute the plan of a step. The plan of step num_steps is that of the last validation."""
@@ -723,27 +1187,46 @@ def plan_of(config: Config, step: int) -> Plan:
     at = max(i for i, stage in enumerate(stages) if stage.begin <= step)
     stage = stages[at]
     done = min(1.0, (step - stage.begin) / (stage.end - stage.begin))
-    now = {name: first if first == stage.last[name] else first + done * (stage.last[name] - first)  # integers stay
-           for name, first in stage.first.items()}
-    rotary = [key * c.window_block for key, _ in itertools.groupby(s.first["long_window"] for s in stages[:at + 1])]
+    # integers stay
+    now = {
+        name: first if first == stage.last[name] else first + done * (stage.last[name] - first)
+        for name, first in stage.first.items()
+    }
+    rotary = [
+        key * c.window_block
+        for key, _ in itertools.groupby(s.first["long_window"] for s in stages[: at + 1])
+    ]
     longest = c.final_window if step == c.num_steps else now["long_window"]
-    return Plan(step, now["micro_batches"], now["micro_batch_tokens"], now["max_document_tokens"],
-                lr_factor(c, step, now["peak_lr_factor"]), momentum(c, step),
-                Windows(longest * c.window_block, now["long_window"] // 2 * c.window_block), tuple(rotary),
-                c.ngram_reset > 0 < step < c.num_steps and (c.num_steps - step) % c.ngram_reset == 0,
-                {f.name: float(now[f.name]) for f in stage_fields(c) if f.type == "float"}, now)
+    return Plan(
+        step,
+        now["micro_batches"],
+        now["micro_batch_tokens"],
+        now["max_document_tokens"],
+        lr_factor(c, step, now["peak_lr_factor"]),
+        momentum(c, step),
+        Windows(longest * c.window_block, now["long_window"] // 2 * c.window_block),
+        tuple(rotary),
+        c.ngram_reset > 0 < step < c.num_steps and (c.num_steps - step) % c.ngram_reset == 0,
+        {f.name: float(now[f.name]) for f in stage_fields(c) if f.type == "float"},
+        now,
+    )
+
 
 def lr_factor(config: Config, step: int, peak: float) -> float:
-    """Compute the learning-rate factor: the stage's `peak` before the cooldown, then linear from it to lr_floor.
+    """Compute the learning-rate factor: the stage's `peak` before the cooldown, then linear from
+    it to lr_floor.
 
     The factor jumps where a new stage has another peak."""
     c, scheduled = config, scheduled_steps(config)
-    done = min(0.9999, step / scheduled)  # below 1 as in the record, which never quite reaches lr_floor
+    # below 1 as in the record, which never quite reaches lr_floor
+    done = min(0.9999, step / scheduled)
     left = min(1.0, (1 - done) / c.cooldown) if c.cooldown else 1.0
     return peak * left + (1 - left) * c.lr_floor
 
+
 def momentum(config: Config, step: int) -> float:
-    """NorMuon's momentum schedule: linear warm-up in the first steps, linear cooldown in the last of all steps."""
+    """NorMuon's momentum schedule: linear warm-up in the first steps, linear cooldown in the last
+    of all steps."""
     c, fall_from = config, config.num_steps - config.muon_momentum_fall
     height = 1.0
     if step < c.muon_momentum_rise:
@@ -752,38 +1235,59 @@ def momentum(config: Config, step: int) -> float:
         height = 1 - (step - fall_from) / c.muon_momentum_fall
     return c.muon_momentum_low + height * (c.muon_momentum - c.muon_momentum_low)
 
+
 class StageSteps(NamedTuple):
-    """Steps [begin, end) of a stage, with its StageValues at step `begin` and at step `end`; only a Ramp's differ."""
+    """Steps [begin, end) of a stage, with its StageValues at step `begin` and at step `end`; only
+    a Ramp's differ."""
 
     begin: int
     end: int
     first: Values
     last: Values
 
+
 @functools.lru_cache(maxsize=16)
 def stages_of(config: Config) -> tuple[StageSteps, ...]:
-    """Compute the steps and values of each stage; leave out stages without a step. Raise RunError on an invalid one."""
+    """Compute the steps and values of each stage; leave out stages without a step. Raise RunError
+    on an invalid one."""
     c = config
     stages, begin, scheduled = [], 0, scheduled_steps(c)
     for row in c.stages:
         where, until, extra = f"stages: {row!r}", row.until, row.extra_steps
         if extra:
-            require(begin >= scheduled and until == 1, f"{where} begins at step {begin}, and the schedule ends at step "
-                    f"{scheduled}; let only the last stages have extra_steps, and no until")
+            require(
+                begin >= scheduled and until == 1,
+                f"{where} begins at step {begin}, and the schedule ends at step "
+                f"{scheduled}; let only the last stages have extra_steps, and no until",
+            )
             end = begin + extra
         else:
-            require(isinstance(until, int | float) and 0 < until < math.inf and (until <= 1 or until == int(until)),
-                    f"{where} has until={until!r}; give a fraction of the scheduled steps, or a whole step above 1")
-            end = math.ceil(round(until if until > 1 else until * scheduled, 6))  # until=1/3 is not exactly a third
-            require(begin <= end <= scheduled, f"{where} ends at step {end}; let it end in {begin} to {scheduled}")
+            require(
+                isinstance(until, int | float)
+                and 0 < until < math.inf
+                and (until <= 1 or until == int(until)),
+                f"{where} has until={until!r}; give a fraction of the scheduled steps, or a whole"
+                " step above 1",
+            )
+            # until=1/3 is not exactly a third
+            end = math.ceil(round(until if until > 1 else until * scheduled, 6))
+            require(
+                begin <= end <= scheduled,
+                f"{where} ends at step {end}; let it end in {begin} to {scheduled}",
+            )
         if end > begin:
             stages.append(StageSteps(begin, end, *values_of(row, c)))
         begin = end
-    require(begin == c.num_steps, f"stages end at step {begin}, and num_steps is {c.num_steps}; end one at until=1")
+    require(
+        begin == c.num_steps,
+        f"stages end at step {begin}, and num_steps is {c.num_steps}; end one at until=1",
+    )
     return tuple(stages)
 
+
 def values_of(row: Stage, config: Config) -> tuple[Values, Values]:
-    """Return a stage's StageValues at its first step and at its end, with micro-batches after their split."""
+    """Return a stage's StageValues at its first step and at its end, with micro-batches after
+    their split."""
     first, last = {}, {}
     for name in (f.name for f in stage_fields(config)):
         v = getattr(config, name) if getattr(row, name) is None else getattr(row, name)
@@ -793,47 +1297,71 @@ def values_of(row: Stage, config: Config) -> tuple[Values, Values]:
         values["micro_batch_tokens"] //= config.micro_batch_splits
     return first, last
 
+
 def scheduled_steps(config: Config) -> int:
     """Count the steps of the run without extra_steps. Raise RunError if none is left."""
     scheduled = config.num_steps - sum(stage.extra_steps for stage in config.stages)
-    require(scheduled > 0, f"stages: the extra steps leave {scheduled} of num_steps {config.num_steps}; give fewer")
+    require(
+        scheduled > 0,
+        f"stages: the extra steps leave {scheduled} of num_steps {config.num_steps}; give fewer",
+    )
     return scheduled
+
 
 def longest_window(config: Config) -> int:
     """Return the longest attention window of the run, in tokens."""
-    return max(config.final_window, *(stage.first["long_window"] for stage in stages_of(config))) * config.window_block
+    return (
+        max(config.final_window, *(stage.first["long_window"] for stage in stages_of(config)))
+        * config.window_block
+    )
+
 
 def tokens_of_steps(config: Config, steps: int) -> int:
     """Count the tokens that the first `steps` steps train on."""
-    return sum((min(steps, s.end) - s.begin) * s.first["micro_batches"] * s.first["micro_batch_tokens"]
-               for s in stages_of(config) if s.begin < steps)
+    return sum(
+        (min(steps, s.end) - s.begin) * s.first["micro_batches"] * s.first["micro_batch_tokens"]
+        for s in stages_of(config)
+        if s.begin < steps
+    )
+
 
 def micro_batch_lengths(config: Config) -> set[int]:
     """Return the lengths of micro-batches in all stages, in tokens."""
     return {stage.first["micro_batch_tokens"] for stage in stages_of(config)}
 
+
 def usable_ranks(config: Config, most: int) -> int:
-    """Return the largest number of ranks, at most `most`, that can share every stage's micro-batches evenly."""
+    """Return the largest number of ranks, at most `most`, that can share every stage's
+    micro-batches evenly."""
     shared = math.gcd(*(stage.first["micro_batches"] for stage in stages_of(config)))
     return max(ranks for ranks in range(1, max(1, most) + 1) if shared % ranks == 0)
 
-# ------------------------------------------------------------------------------------------------------------------
+
+# --------------------------------------------------------------------------------------------------
 # data
 
+
 class Stream:
-    """Batches of packed documents for one rank. A thread loads and indexes the next shard in advance.
+    """Batches of packed documents for one rank. A thread loads and indexes the next shard in
+    advance.
 
-    Each rank packs the whole batch and takes the r-th of equal consecutive parts, so any number of ranks reads the same
-    tokens. A batch lies within one shard: when documents run out, the batch begins again in the next shard. Each
-    epoch reads all shards, in a new order of documents if they are shuffled.
+    Each rank packs the whole batch and takes the r-th of equal consecutive parts, so any number of
+    ranks reads the same tokens. A batch lies within one shard: when documents run out, the batch
+    begins again in the next shard. Each epoch reads all shards, in a new order of documents if they
+    are shuffled.
 
-    digest identifies what was read: the sum modulo 2**256 of SHA-256(step, index in the step, tokens), 8 bytes each for
-    the first two, over this rank's micro-batches. The sum over ranks does not depend on their number. A resumed run
-    continues it.
+    digest identifies what was read: the sum modulo 2**256 of SHA-256(step, index in the step,
+    tokens), 8 bytes each for the first two, over this rank's micro-batches. The sum over ranks does
+    not depend on their number. A resumed run continues it.
     """
 
     def __init__(self, shards: list[Shard], config: Config, rank: int = 0, ranks: int = 1):
-        self.shards, self.config, self.rank, self.ranks = shards * config.epochs, config, rank, ranks
+        self.shards, self.config, self.rank, self.ranks = (
+            shards * config.epochs,
+            config,
+            rank,
+            ranks,
+        )
         self.split = config.long_documents == "split"
         self.longest = max(stage.first["max_document_tokens"] for stage in stages_of(config))
         self.loader = ThreadPoolExecutor(1, thread_name_prefix="load-shard")
@@ -842,17 +1370,25 @@ class Stream:
         self.position, self.digest = Position(), 0
 
     def _load(self, index: int) -> Documents:
-        """Load all documents of a shard in the order of the run. Pieces of a split document are shuffled separately."""
+        """Load all documents of a shard in the order of the run. Pieces of a split document are
+        shuffled separately."""
         c, shard = self.config, self.shards[index]
         documents = index_documents(load_tokens(shard), shard.encoding.bos_id)
-        require(len(documents.starts), f"{shard.path}: no BOS ({shard.encoding.bos_id}), so no document begins; "
-                "create it again with a script of data/, or write its BOS id into header word 4")
+        require(
+            len(documents.starts),
+            f"{shard.path}: no BOS ({shard.encoding.bos_id}), so no document begins; "
+            "create it again with a script of data/, or write its BOS id into header word 4",
+        )
         if self.split:
             documents, _ = limit_documents(documents, self.longest, split=True)
         if c.shuffle:
             random, count = np.random.default_rng([c.seed, index]), len(documents.starts)
-            order = even_order(count, random.random()) if c.even_order else random.permutation(count)
-            documents = Documents(documents.tokens, documents.starts[order], documents.lengths[order])
+            order = (
+                even_order(count, random.random()) if c.even_order else random.permutation(count)
+            )
+            documents = Documents(
+                documents.tokens, documents.starts[order], documents.lengths[order]
+            )
         return documents
 
     def _limit(self, index: int, longest: int) -> tuple[Documents, np.ndarray, np.ndarray]:
@@ -862,15 +1398,19 @@ class Stream:
 
         Start to load the next shard; drop all others.
         """
-        require(index < len(self.shards), f"the training data ran out: {self.description()}, but documents of at most "
-                f"{longest} tokens do not fill {self.config.num_steps} steps; add shards, or lower --num_steps")
+        require(
+            index < len(self.shards),
+            f"the training data ran out: {self.description()}, but documents of at most {longest}"
+            f" tokens do not fill {self.config.num_steps} steps; add shards, or lower --num_steps",
+        )
         wanted = [i for i in (index, index + 1) if i < len(self.shards)]
         self.loaded = {i: self.loaded.get(i) or self.loader.submit(self._load, i) for i in wanted}
         documents, piece_of = limit_documents(self.loaded[index].result(), longest, self.split)
         return documents, np.append(0, np.cumsum(documents.lengths)), piece_of
 
     def _advance(self, plan: Plan) -> tuple[Documents, list[tuple[int, int, int]]]:
-        """Choose the documents of the next batch and advance the position. Raise RunError if the data run out."""
+        """Choose the documents of the next batch and advance the position. Raise RunError if the
+        data run out."""
         index, document, before = self.position
         longest = plan.max_document_tokens
         if document and before != longest:  # the limit has changed: pieces are numbered anew
@@ -894,17 +1434,24 @@ class Stream:
         documents, taken = self._advance(plan)
         own = len(taken) // self.ranks
         places = range(self.rank * own, (self.rank + 1) * own)
-        batch = [fill_micro_batch(documents, self.shards[0].encoding.bos_id, *taken[place]) for place in places]
+        batch = [
+            fill_micro_batch(documents, self.shards[0].encoding.bos_id, *taken[place])
+            for place in places
+        ]
         for place, micro_batch in zip(places, batch):
             where = plan.step.to_bytes(8, "little") + place.to_bytes(8, "little")
-            self.digest = (self.digest + int(sha256_of(where + micro_batch.tobytes()), 16)) % 2 ** 256
+            self.digest = (self.digest + int(sha256_of(where + micro_batch.tobytes()), 16)) % 2**256
         return batch
 
     def check_enough(self) -> None:
-        """Raise RunError if the data cannot suffice for the run. With at most two shards the check is exact."""
+        """Raise RunError if the data cannot suffice for the run. With at most two shards the check
+        is exact."""
         c, needed = self.config, tokens_of_steps(self.config, self.config.num_steps)
-        require(sum(shard.tokens for shard in self.shards) >= needed, f"{self.description()}, and {c.num_steps} steps "
-                f"read at least {needed}; add shards, or lower --num_steps")
+        require(
+            sum(shard.tokens for shard in self.shards) >= needed,
+            f"{self.description()}, and {c.num_steps} steps "
+            f"read at least {needed}; add shards, or lower --num_steps",
+        )
         if len(self.shards) <= 2 * c.epochs:
             start = self.position
             for step in range(c.num_steps):
@@ -913,36 +1460,51 @@ class Stream:
 
     def description(self) -> str:
         times = f", read {self.config.epochs} times," * (self.config.epochs > 1)
-        return (f"{len(self.shards) // self.config.epochs} shard(s) like {self.shards[0].path}{times} hold "
-                f"{sum(shard.tokens for shard in self.shards)} tokens")
+        return (
+            f"{len(self.shards) // self.config.epochs} shard(s) like {self.shards[0].path}{times}"
+            f" hold {sum(shard.tokens for shard in self.shards)} tokens"
+        )
 
     def close(self) -> None:
         self.loader.shutdown(wait=False, cancel_futures=True)
 
+
 class Position(NamedTuple):
-    """Start of the next batch: a shard, and its next unread document, counted after limiting documents to `longest`."""
+    """Start of the next batch: a shard, and its next unread document, counted after limiting
+    documents to `longest`."""
 
     shard: int = 0
     document: int = 0
     longest: int = 0
 
-def fill_micro_batch(documents: Documents, bos_id: int, first: int, last: int, last_tokens: int) -> np.ndarray:
+
+def fill_micro_batch(
+    documents: Documents, bos_id: int, first: int, last: int, last_tokens: int
+) -> np.ndarray:
     """Concatenate the documents of one micro-batch, uint16 [tokens + 1].
 
-    Every document begins with BOS; in later pieces of a split document, BOS replaces the first token.
+    Every document begins with BOS; in later pieces of a split document, BOS replaces the first
+    token.
     """
-    lengths = documents.lengths[first:last + 1].copy()
+    lengths = documents.lengths[first : last + 1].copy()
     lengths[-1] = last_tokens
-    starts = documents.starts[first:last + 1]
-    micro_batch = np.concatenate([documents.tokens[start:start + n] for start, n in zip(starts, lengths)])
+    starts = documents.starts[first : last + 1]
+    micro_batch = np.concatenate(
+        [documents.tokens[start : start + n] for start, n in zip(starts, lengths)]
+    )
     micro_batch[np.cumsum(lengths) - lengths] = bos_id
     return micro_batch
 
-def pack(offsets: np.ndarray, first: int, count: int, tokens: int) -> list[tuple[int, int, int]] | None:
-    """Choose the documents that fill `count` micro-batches of tokens + 1 tokens each, from document `first` on.
 
-    offsets [documents + 1] are the cumulative lengths of the documents, from 0 on. Return (first document, last
-    document, tokens of the last that fit) of each micro-batch, or None if the documents run out.
+def pack(
+    offsets: np.ndarray, first: int, count: int, tokens: int
+) -> list[tuple[int, int, int]] | None:
+    """Choose the documents that fill `count` micro-batches of tokens + 1 tokens each, from
+    document `first` on.
+
+    offsets [documents + 1] are the cumulative lengths of the documents, from 0 on. Return (first
+    document, last document, tokens of the last that fit) of each micro-batch, or None if the
+    documents run out.
     """
     taken = []
     for _ in range(count):
@@ -954,20 +1516,26 @@ def pack(offsets: np.ndarray, first: int, count: int, tokens: int) -> list[tuple
         first = last + 1
     return taken
 
+
 class Documents(NamedTuple):
     """Positions of one shard's documents, in the order in which they are read."""
 
-    tokens: np.ndarray   # uint16 [tokens]
-    starts: np.ndarray   # int64 [documents]
+    tokens: np.ndarray  # uint16 [tokens]
+    starts: np.ndarray  # int64 [documents]
     lengths: np.ndarray  # int64 [documents]
+
 
 def index_documents(tokens: np.ndarray, bos_id: int) -> Documents:
     """Find the documents; each begins with BOS. Tokens before the first BOS are left out."""
     starts = np.flatnonzero(tokens == bos_id)
     return Documents(tokens, starts, np.diff(starts, append=len(tokens)))
 
-def limit_documents(documents: Documents, longest: int, split: bool) -> tuple[Documents, np.ndarray]:
-    """Limit documents to `longest` tokens: drop the remaining tokens or, with `split`, make further documents of them.
+
+def limit_documents(
+    documents: Documents, longest: int, split: bool
+) -> tuple[Documents, np.ndarray]:
+    """Limit documents to `longest` tokens: drop the remaining tokens or, with `split`, make
+    further documents of them.
 
     Return the pieces, and for each the index of its document, int64 [pieces].
     """
@@ -975,20 +1543,30 @@ def limit_documents(documents: Documents, longest: int, split: bool) -> tuple[Do
     pieces = -(-lengths // longest) if split else np.ones_like(lengths)
     piece_of = np.repeat(np.arange(len(starts)), pieces)
     begins = (np.arange(len(piece_of)) - (np.cumsum(pieces) - pieces)[piece_of]) * longest
-    return Documents(tokens, starts[piece_of] + begins, np.minimum(lengths[piece_of] - begins, longest)), piece_of
+    return (
+        Documents(
+            tokens, starts[piece_of] + begins, np.minimum(lengths[piece_of] - begins, longest)
+        ),
+        piece_of,
+    )
 
-GOLDEN_RATIO = (5 ** 0.5 - 1) / 2
+
+GOLDEN_RATIO = (5**0.5 - 1) / 2
+
 
 def even_order(count: int, begin: float) -> np.ndarray:
-    """Permute 0 .. count - 1 with low discrepancy, int64 [count]: any stretch samples the whole range evenly.
+    """Permute 0 .. count - 1 with low discrepancy, int64 [count]: any stretch samples the whole
+    range evenly.
 
-    `begin`, from 0 to 1, is the phase. The order is that of the multiples of the golden ratio modulo 1, which are
-    spread evenly (Knuth, The Art of Computer Programming 3, 6.4).
+    `begin`, from 0 to 1, is the phase. The order is that of the multiples of the golden ratio
+    modulo 1, which are spread evenly (Knuth, The Art of Computer Programming 3, 6.4).
     """
     return ((np.arange(count) * GOLDEN_RATIO + begin) % 1).argsort()
 
+
 def validation_sequences(shards: list[Shard], tokens: int, length: int) -> np.ndarray:
-    """Cut the first `tokens` validation predictions (0: all) into sequences, int32 [sequences, length + 1].
+    """Cut the first `tokens` validation predictions (0: all) into sequences, int32 [sequences,
+    length + 1].
 
     With tokens = 0 the last sequence is padded with -1, which the loss ignores.
     """
@@ -996,32 +1574,47 @@ def validation_sequences(shards: list[Shard], tokens: int, length: int) -> np.nd
     begins = itertools.accumulate((shard.tokens for shard in shards), initial=0)
     held = [load_tokens(shard) for shard, begin in zip(shards, begins) if begin < wanted]
     stream = np.concatenate(held)[:wanted].astype(np.int32)
-    require(len(stream) >= wanted, f"validation needs {wanted} tokens, and {len(shards)} shard(s) like "
-            f"{shards[0].path} hold {len(stream)}; fetch the whole split, or lower --val_tokens (a multiple of "
-            "--val_len; 0: all)")
-    require((stream == shards[0].encoding.bos_id).any(), f"{shards[0].path}: no BOS begins a document; create it again")
+    require(
+        len(stream) >= wanted,
+        f"validation needs {wanted} tokens, and {len(shards)} shard(s) like {shards[0].path} hold"
+        f" {len(stream)}; fetch the whole split, or lower --val_tokens (a multiple of --val_len; 0:"
+        " all)",
+    )
+    require(
+        (stream == shards[0].encoding.bos_id).any(),
+        f"{shards[0].path}: no BOS begins a document; create it again",
+    )
     padded = np.pad(stream, (0, -(len(stream) - 1) % length), constant_values=-1)
     return np.lib.stride_tricks.sliding_window_view(padded, length + 1)[::length]
 
+
 SAMPLES, SAMPLE_TOKENS = 5, 128
 
-def check_apart(train: list[Shard], val: list[Shard], sequences: np.ndarray) -> None:
-    """Raise RunError if a training shard is a validation shard, or if the training shards hold the validation text.
 
-    They hold it if they contain all samples, each from within a document. A sample that recurs in the validation text
-    or in a shard, such as a licence, shows nothing. With other text the search ends after the first sample.
+def check_apart(train: list[Shard], val: list[Shard], sequences: np.ndarray) -> None:
+    """Raise RunError if a training shard is a validation shard, or if the training shards hold the
+    validation text.
+
+    They hold it if they contain all samples, each from within a document. A sample that recurs in
+    the validation text or in a shard, such as a licence, shows nothing. With other text the search
+    ends after the first sample.
     """
     same = {shard.sha256 for shard in train} & {shard.sha256 for shard in val}
     text = sequences[:, :-1].ravel()
-    rows = text[:len(text) // SAMPLE_TOKENS * SAMPLE_TOKENS].reshape(-1, SAMPLE_TOKENS)
+    rows = text[: len(text) // SAMPLE_TOKENS * SAMPLE_TOKENS].reshape(-1, SAMPLE_TOKENS)
     rows = rows[((rows >= 0) & (rows != val[0].encoding.bos_id)).all(1)]  # -1: padding
-    samples = [row.astype("<u2").tobytes() for row in rows[::len(rows) // SAMPLES + 1]]
+    samples = [row.astype("<u2").tobytes() for row in rows[:: len(rows) // SAMPLES + 1]]
     whole = text.astype("<u2").tobytes()
     samples = [sample for sample in samples if whole.count(sample) == 1]
     found = samples and all(
-        any(shard.path.read_bytes().count(sample) == 1 for shard in train) for sample in samples)
-    require(not same and not found, f"the training shards, such as {train[0].path}, contain the validation text of "
-            f"{val[0].path}; name other files with --train_files or --val_files")
+        any(shard.path.read_bytes().count(sample) == 1 for shard in train) for sample in samples
+    )
+    require(
+        not same and not found,
+        f"the training shards, such as {train[0].path}, contain the validation text of "
+        f"{val[0].path}; name other files with --train_files or --val_files",
+    )
+
 
 class Shard(NamedTuple):
     """A file of tokens: a header of 256 int32, then uint16 tokens, both little-endian."""
@@ -1031,26 +1624,38 @@ class Shard(NamedTuple):
     encoding: Encoding
     sha256: str = ""  # of the file when the run began; empty if unknown
 
+
 class Encoding(NamedTuple):
     vocab_size: int
     bos_id: int
 
+
 HEADER_INTS, MAGIC, VERSION = 256, 20240520, 1
 GPT2_VOCAB, GPT2_BOS = 50257, 50256  # for headers without an encoding
 
+
 def find_shards(pattern: str, limit: int = 0) -> list[Shard]:
-    """Find the shards that match a glob pattern, sorted by name; the first `limit` of them (0: all).
+    """Find the shards that match a glob pattern, sorted by name; the first `limit` of them (0:
+    all).
 
     Raise RunError if there are none, or if their encodings differ.
     """
-    paths = sorted(ROOT / path for path in glob.glob(pattern, root_dir=ROOT))  # an absolute pattern is possible too
-    require(paths, f"no shard matches {ROOT / pattern}; create shards with data/fineweb.py, data/stdlib.py or "
-            "data/text.py, or name others with --train_files and --val_files")
-    shards = [read_header(path) for path in paths[:limit or None]]
+    # an absolute pattern is possible too
+    paths = sorted(ROOT / path for path in glob.glob(pattern, root_dir=ROOT))
+    require(
+        paths,
+        f"no shard matches {ROOT / pattern}; create shards with data/fineweb.py, data/stdlib.py or "
+        "data/text.py, or name others with --train_files and --val_files",
+    )
+    shards = [read_header(path) for path in paths[: limit or None]]
     for shard in shards:
-        require(shard.encoding == shards[0].encoding, f"{shard.path} has {shard.encoding}, and {shards[0].path} has "
-                f"{shards[0].encoding}; use shards of one encoding")
+        require(
+            shard.encoding == shards[0].encoding,
+            f"{shard.path} has {shard.encoding}, and {shards[0].path} has "
+            f"{shards[0].encoding}; use shards of one encoding",
+        )
     return shards
+
 
 def read_header(path: Path) -> Shard:
     """Read a shard's header. Its words: 0 magic, 1 version, 2 tokens, 3 vocabulary size, 4 BOS id.
@@ -1060,47 +1665,69 @@ def read_header(path: Path) -> Shard:
     require(path.is_file(), f"{path}: not a regular file; delete it")  # opening a pipe would block
     with open(path, "rb") as file:  # np.fromfile would treat a read error as the end of the file
         words, size = file.read(HEADER_INTS * 4), os.fstat(file.fileno()).st_size
-    magic, version, tokens, *encoding = np.frombuffer(words.ljust(HEADER_INTS * 4, b"\0"), dtype="<i4")[:5].tolist()
-    encoding, expected = Encoding(*(encoding if encoding[0] else (GPT2_VOCAB, GPT2_BOS))), HEADER_INTS * 4 + 2 * tokens
-    require((magic, version, size) == (MAGIC, VERSION, expected)
-            and 0 <= encoding.bos_id < encoding.vocab_size <= 2 ** 16,  # tokens are uint16
-            f"{path}: not a complete shard: {size} bytes that begin with {[magic, version, tokens]}, {encoding}; a "
-            f"shard begins with {[MAGIC, VERSION]} and has {expected} bytes. Delete it, then fetch or create it again")
+    magic, version, tokens, *encoding = np.frombuffer(
+        words.ljust(HEADER_INTS * 4, b"\0"), dtype="<i4"
+    )[:5].tolist()
+    encoding, expected = (
+        Encoding(*(encoding if encoding[0] else (GPT2_VOCAB, GPT2_BOS))),
+        HEADER_INTS * 4 + 2 * tokens,
+    )
+    require(
+        (magic, version, size) == (MAGIC, VERSION, expected)
+        and 0 <= encoding.bos_id < encoding.vocab_size <= 2**16,  # tokens are uint16
+        f"{path}: not a complete shard: {size} bytes that begin with {[magic, version, tokens]},"
+        f" {encoding}; a shard begins with {[MAGIC, VERSION]} and has {expected} bytes. Delete it,"
+        " then fetch or create it again",
+    )
     return Shard(path, tokens, encoding)
+
 
 def load_tokens(shard: Shard) -> np.ndarray:
     """Read all tokens of a shard, uint16 [tokens].
 
-    Raise RunError if a token is outside the vocabulary, or if the file has changed since the run began.
+    Raise RunError if a token is outside the vocabulary, or if the file has changed since the run
+    began.
     """
     raw = shard.path.read_bytes()
-    same = len(raw) == HEADER_INTS * 4 + 2 * shard.tokens and (not shard.sha256 or shard.sha256 == sha256_of(raw))
+    same = len(raw) == HEADER_INTS * 4 + 2 * shard.tokens and (
+        not shard.sha256 or shard.sha256 == sha256_of(raw)
+    )
     require(same, f"{shard.path}: the file has changed since the run began; start the run again")
     tokens = np.frombuffer(raw, dtype="<u2", offset=HEADER_INTS * 4)
     highest = int(tokens.max(initial=0))
-    require(highest < shard.encoding.vocab_size, f"{shard.path}: token {highest}, but the vocabulary has "
-            f"{shard.encoding.vocab_size} tokens; create the shard again")
+    require(
+        highest < shard.encoding.vocab_size,
+        f"{shard.path}: token {highest}, but the vocabulary has "
+        f"{shard.encoding.vocab_size} tokens; create the shard again",
+    )
     return tokens
+
 
 def sha256_of(data: Any) -> str:
     return hashlib.sha256(data).hexdigest()
 
-# ------------------------------------------------------------------------------------------------------------------
+
+# --------------------------------------------------------------------------------------------------
 # model
 
-# Wholes come before parts: GPT.forward and GPT.trunk first, small functions last. Masks and kernels have a section of
-# their own. Tensor names may end in their shape: T tokens, H heads, D entries of a head
+# Wholes come before parts: GPT.forward and GPT.trunk first, small functions last. Masks and kernels
+# have a section of their own. Tensor names may end in their shape: T tokens, H heads, D entries of
+# a head
+
 
 def compiled(function: Callable) -> Callable:
     """Mark a method that compile_parts compiles."""
     function.compiles = True
     return function
 
+
 def compile_static(function: Callable) -> Callable:
     """Compile a function anew for each sequence length, group of layers or size of bucket."""
-    # beyond torch's limit of eight it would run uncompiled, and 2.11 has no argument for the limit of one function
+    # beyond torch's limit of eight it would run uncompiled, and 2.11 has no argument for the limit
+    # of one function
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     return torch.compile(function, dynamic=False)
+
 
 class GPT(nn.Module):
     """The model of record 44, with n-gram tables and DocCopy where the config asks for them.
@@ -1112,30 +1739,47 @@ class GPT(nn.Module):
         super().__init__()
         c, self.bos_id, self.layers = config, encoding.bos_id, config.parse_layers()
         lengths = micro_batch_lengths(c)
-        self.loss_tokens = min(lengths)  # tokens per call of the head: one size for one graph, and less memory
+        # tokens per call of the head: one size for one graph, and less memory
+        self.loss_tokens = min(lengths)
         count, vocab, dtype = len(self.layers), -(-encoding.vocab_size // 128) * 128, c.torch_dtype
-        tables = 1 + max((layer.value_table for layer in self.layers if layer.value_table is not None), default=-1)
+        tables = 1 + max(
+            (layer.value_table for layer in self.layers if layer.value_table is not None),
+            default=-1,
+        )
         self.embed = embedding(vocab, c.model_dim, "embed", dtype)
-        self.value_embeds = nn.ModuleList(embedding(vocab, c.model_dim, "value_embeds", dtype) for _ in range(tables))
+        self.value_embeds = nn.ModuleList(
+            embedding(vocab, c.model_dim, "value_embeds", dtype) for _ in range(tables)
+        )
         self.ngrams = nn.ModuleList(NgramTable(c, table) for table in c.ngrams)
         self.doc_copy = DocCopy(c.model_dim) if c.doc_copy else None
         self.smear_gate = parameter(torch.zeros(1, GATE_DIM, dtype=dtype), "smear_gate")
-        self.blocks = nn.ModuleList(Block(c, layer, number) for number, layer in enumerate(self.layers))
+        self.blocks = nn.ModuleList(
+            Block(c, layer, number) for number, layer in enumerate(self.layers)
+        )
         self.lm_head = Head(c, vocab, encoding.vocab_size)
         self.groups = nn.ModuleList(Group(self, c, numbers) for numbers in layer_groups(c))
-        # all scalar weights are one parameter, in this order. blocks: of x and x0; values: of values and value table
+        # all scalar weights are one parameter, in this order. blocks: of x and x0; values: of
+        # values and value table
         skips = sum(layer.skip_from is not None for layer in self.layers)
-        scalars = {"skips": [-1.5] * skips, "blocks": [1.0, 0.0] * count, "values": [0.5, 0.5] * count,
-                   "smear": [0.0], "backout": [0.5]}
+        scalars = {
+            "skips": [-1.5] * skips,
+            "blocks": [1.0, 0.0] * count,
+            "values": [0.5, 0.5] * count,
+            "smear": [0.0],
+            "backout": [0.5],
+        }
         self.scalar_sizes = [len(init) for init in scalars.values()]
         self.scalars = parameter(torch.tensor([*itertools.chain(*scalars.values())]), "scalars")
         self.rotary = Rotary(rotary_frequencies(c.head_dim), max(c.val_len, *lengths), dtype)
         self.scheduled: Tensors = {}  # of this step, see apply_schedule
-        self.reach = 0  # above 0: mask_in_pieces gives each mask the shape of a window of `reach` tokens, for one graph
+        # above 0: mask_in_pieces gives each mask the shape of a window of `reach` tokens, for one
+        # graph
+        self.reach = 0
         self.flash, self.counted = False, None  # counted: of the next sequence, by count_documents
 
     def forward(self, inputs: Tensor, targets: Tensor, windows: Windows) -> Pair:
-        """inputs, targets [T] -> (objective, cross entropy) in nats, summed over tokens; see Head.forward.
+        """inputs, targets [T] -> (objective, cross entropy) in nats, summed over tokens; see
+        Head.forward.
 
         Targets of -1 are not counted.
         """
@@ -1145,19 +1789,24 @@ class GPT(nn.Module):
         """Tokens [T] -> the normed residual stream before the head [T, dim]."""
         x0, copied = self.embed_tokens(tokens)
         context = self.context(x0, self.masks(tokens, windows), copied)
-        x = context.x0.view_as(context.x0)  # a new object: with x0 itself torch.compile would build a further graph
+        # a new object: with x0 itself torch.compile would build a further graph
+        x = context.x0.view_as(context.x0)
         saved: dict[int, Tensor] = {}  # outputs of the layers that later layers read
-        # looked up just before the first group that reads them, so that their gradients can be sent after that group
+        # looked up just before the first group that reads them, so that their gradients can be sent
+        # after that group
         values: dict[int, Tensor] = {}
         for group in self.groups:
-            for table in sorted({self.layers[i].value_table for i in group.numbers} - {None} - values.keys()):
+            for table in sorted(
+                {self.layers[i].value_table for i in group.numbers} - {None} - values.keys()
+            ):
                 values[table] = self.value_embeds[table](tokens)
             x, outputs = group(x, context, saved, values)
             saved |= outputs
         return x
 
     def masks(self, tokens: Tensor, windows: Windows) -> dict[str | None, Mask | None]:
-        """Build the mask of each kind of attention, by its letter in `layers`, for tokens [T]; see attend."""
+        """Build the mask of each kind of attention, by its letter in `layers`, for tokens [T]; see
+        attend."""
         counted, self.counted = self.counted, None  # it is valid for one sequence
         docs = None if counted else self.begins(tokens).cumsum(0)
 
@@ -1166,39 +1815,57 @@ class GPT(nn.Module):
                 return mask_in_pieces(docs, window, self.reach or window, self.embed.weight.dtype)
             starts, longest, count = counted
             return DocumentTable(starts, torch.tensor([window, longest, count]))
+
         return {"L": make(windows.long), "S": make(windows.short), None: None}
 
-    def begins(self, tokens: Tensor) -> Tensor:  # of documents, to which attention is confined; also on the host
+    # of documents, to which attention is confined; also on the host
+    def begins(self, tokens: Tensor) -> Tensor:
         return tokens == self.bos_id
 
     def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Tokens [T] -> x0, the residual stream before the first layer [T, dim], and DocCopy's addition to the last."""
+        """Tokens [T] -> x0, the residual stream before the first layer [T, dim], and DocCopy's
+        addition to the last."""
         _, _, _, smear_weight, _ = self.scalars.split(self.scalar_sizes)
         e = self.embed(tokens)
         x0 = self.smear(e, self.smear_gate, smear_weight[0])
         for table, rows in zip(self.ngrams, self.ngram_rows(tokens) if self.ngrams else ()):
-            x0 = x0 + F.pad(table(*rows), (0, x0.size(1) - table.embedding_dim))  # a narrow table: the first entries
-        # with the head's rows, so that it need not learn first to read embeddings; they start at 0 and stay smaller
-        return x0, self.doc_copy(e + 10 * self.lm_head.weight[tokens], tokens, self.bos_id) if self.doc_copy else 0.0
+            # a narrow table: the first entries
+            x0 = x0 + F.pad(table(*rows), (0, x0.size(1) - table.embedding_dim))
+        # with the head's rows, so that it need not learn first to read embeddings; they start at 0
+        # and stay smaller
+        return x0, (
+            self.doc_copy(e + 10 * self.lm_head.weight[tokens], tokens, self.bos_id)
+            if self.doc_copy
+            else 0.0
+        )
 
-    # compiled alone, like ngram_rows: 20 small kernels less, which the host launches more slowly than the GPU runs them
+    # compiled alone, like ngram_rows: 20 small kernels less, which the host launches more slowly
+    # than the GPU runs them
     @staticmethod
     @compiled
     def smear(e: Tensor, gate: Tensor, weight: Tensor, further: Tensor | None = None) -> Tensor:
-        """Add to each embedding [T, dim] a gated share of the previous token's, and `further` [T, dim], then norm."""
-        opening = weight * torch.sigmoid(F.linear(e[1:, :gate.size(1)], gate))
+        """Add to each embedding [T, dim] a gated share of the previous token's, and `further` [T,
+        dim], then norm."""
+        opening = weight * torch.sigmoid(F.linear(e[1:, : gate.size(1)], gate))
         x = torch.cat([e[:1], e[1:] + opening * e[:-1]])
         return norm(x if further is None else x + further)
 
     @compiled
     def ngram_rows(self, tokens: Tensor) -> list[Pair]:
-        """Return, for each table, the table row and the sign row of the n-gram that ends at each token [T]."""
-        return [(hashes % table.num_embeddings, hashes // table.num_embeddings % table.SIGNS)
-                for table, hashes in zip(self.ngrams, self.ngram_hashes(tokens))]
+        """Return, for each table, the table row and the sign row of the n-gram that ends at each
+        token [T]."""
+        return [
+            (hashes % table.num_embeddings, hashes // table.num_embeddings % table.SIGNS)
+            for table, hashes in zip(self.ngrams, self.ngram_hashes(tokens))
+        ]
 
     def ngram_hashes(self, tokens: Tensor) -> list[Tensor]:
         """Hash the n-grams that end at tokens [..., T] -> int64 [..., T] for each table."""
-        token, in_document, last_tokens = tokens.long(), torch.ones_like(tokens, dtype=torch.bool), []
+        token, in_document, last_tokens = (
+            tokens.long(),
+            torch.ones_like(tokens, dtype=torch.bool),
+            [],
+        )
         for _ in range(max(table.n for table in self.ngrams)):
             last_tokens.append(torch.where(in_document, token, self.bos_id))
             in_document = in_document & (token != self.bos_id)
@@ -1208,35 +1875,56 @@ class GPT(nn.Module):
             hashes.append(NgramTable.hash(hashes[-1] ^ token))
         return [hashes[table.n] for table in self.ngrams]
 
-    def context(self, x0: Tensor, masks: dict[str | None, Mask | None], copied: Tensor | float = 0.0) -> Context:
-        # unbound at once: backward of many single selections would pad each gradient with zeros and add them up
+    def context(
+        self, x0: Tensor, masks: dict[str | None, Mask | None], copied: Tensor | float = 0.0
+    ) -> Context:
+        # unbound at once: backward of many single selections would pad each gradient with zeros and
+        # add them up
         skips, mixes, value_mixes, _, backout = self.scalars.split(self.scalar_sizes)
-        return Context(x0, copied, (self.rotary.cos, self.rotary.sin, self.rotary.scale), masks, skips.unbind(),
-                       mixes.view(-1, 2).unbind(), value_mixes.view(-1, 2).unbind(), backout[0], self.scheduled, {})
+        return Context(
+            x0,
+            copied,
+            (self.rotary.cos, self.rotary.sin, self.rotary.scale),
+            masks,
+            skips.unbind(),
+            mixes.view(-1, 2).unbind(),
+            value_mixes.view(-1, 2).unbind(),
+            backout[0],
+            self.scheduled,
+            {},
+        )
 
     def loss(self, x: Tensor, targets: Tensor) -> Pair:
         """Compute the losses of `forward` from the normed residual stream [T, dim]."""
         pieces = zip(x.split(self.loss_tokens), targets.split(self.loss_tokens))
-        losses = [self.lm_head(x_piece, targets_piece, self.scheduled) for x_piece, targets_piece in pieces]
+        losses = [
+            self.lm_head(x_piece, targets_piece, self.scheduled)
+            for x_piece, targets_piece in pieces
+        ]
         return tuple(torch.stack(terms).sum() for terms in zip(*losses))
 
     def rows_read(self, tokens: Tensor) -> dict[nn.Parameter, Tensor]:
         """Find the rows of each n-gram table that a forward of these tokens [..., T] reads."""
-        return {table.weight: hashes % table.num_embeddings
-                for table, hashes in zip(self.ngrams, self.ngram_hashes(tokens))}
+        return {
+            table.weight: hashes % table.num_embeddings
+            for table, hashes in zip(self.ngrams, self.ngram_hashes(tokens))
+        }
 
     def apply_schedule(self, plan: Plan) -> None:
         """Set the state of the model that depends on the step."""
         self.rotary.set_windows(plan.rotary_windows)
         numbers = to_device(torch.tensor([*plan.scheduled.values()]), self.embed.weight.device)
-        self.scheduled = dict(zip(plan.scheduled, numbers.unbind()))  # tensors: a new number compiles nothing anew
+        # tensors: a new number compiles nothing anew
+        self.scheduled = dict(zip(plan.scheduled, numbers.unbind()))
+
 
 class Context(NamedTuple):
     """Inputs that all layers of one forward share.
 
-    x0: [T, dim]. rotary: cosines, sines, softmax scale. scheduled: numbers of this step, see StageValues. left: a place
-    for an idea, tensors that a layer leaves for later ones. masks: see GPT.masks. skip_weights: of skip connections.
-    mixes, value_mixes: two weights of each layer. backout: weight of the backout layer's output. copied: see DocCopy.
+    x0: [T, dim]. rotary: cosines, sines, softmax scale. scheduled: numbers of this step, see
+    StageValues. left: a place for an idea, tensors that a layer leaves for later ones. masks: see
+    GPT.masks. skip_weights: of skip connections. mixes, value_mixes: two weights of each layer.
+    backout: weight of the backout layer's output. copied: see DocCopy.
     """
 
     x0: Tensor
@@ -1250,15 +1938,22 @@ class Context(NamedTuple):
     scheduled: Tensors
     left: Tensors
 
-class Group(nn.Module):
-    """Consecutive layers that are compiled together; the last group also prepares the head's input.
 
-    Gradients leave backward group by group. Blocks are in a tuple, so that nn.Module does not register them twice.
+class Group(nn.Module):
+    """Consecutive layers that are compiled together; the last group also prepares the head's
+    input.
+
+    Gradients leave backward group by group. Blocks are in a tuple, so that nn.Module does not
+    register them twice.
     """
 
     def __init__(self, model: GPT, config: Config, numbers: range):
         super().__init__()
-        self.numbers, self.last, self.backout = numbers, numbers.stop == len(model.layers), config.backout_layer
+        self.numbers, self.last, self.backout = (
+            numbers,
+            numbers.stop == len(model.layers),
+            config.backout_layer,
+        )
         self.blocks = tuple(model.blocks[i] for i in numbers)
         with_skip = (i for i, layer in enumerate(model.layers) if layer.skip_from is not None)
         self.skips = {i: n for n, i in enumerate(with_skip)}
@@ -1268,11 +1963,13 @@ class Group(nn.Module):
         return itertools.chain(*(block.parameters() for block in self.blocks))
 
     @compiled
-    def forward(self, x: Tensor, context: Context, saved: dict[int, Tensor],
-                values: dict[int, Tensor]) -> tuple[Tensor, dict[int, Tensor]]:
+    def forward(
+        self, x: Tensor, context: Context, saved: dict[int, Tensor], values: dict[int, Tensor]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
         """Map the residual stream x [T, dim] to the next group's, or to the head's normed input.
 
-        saved: outputs of earlier layers. values: rows of the value tables. Return also outputs of this group to save.
+        saved: outputs of earlier layers. values: rows of the value tables. Return also outputs of
+        this group to save.
         """
         outputs = dict(saved)
         for i, block in zip(self.numbers, self.blocks):
@@ -1285,8 +1982,10 @@ class Group(nn.Module):
             x = norm(x - context.backout * outputs[self.backout] + context.copied)
         return x, {i: output for i, output in outputs.items() if i in self.saves and i not in saved}
 
+
 class Block(nn.Module):
-    """A layer: attention and MLP, each if the layer has it, add their output to the residual stream."""
+    """A layer: attention and MLP, each if the layer has it, add their output to the residual
+    stream."""
 
     def __init__(self, config: Config, layer: Layer, number: int):
         super().__init__()
@@ -1304,6 +2003,7 @@ class Block(nn.Module):
             x = x + self.mlp(norm(x))
         return x
 
+
 class Attention(nn.Module):
     """Causal attention with a gate per head and token.
 
@@ -1314,10 +2014,10 @@ class Attention(nn.Module):
         super().__init__()
         c, dim, self.layer, self.number = config, config.model_dim, layer, number
         self.heads = c.num_heads
-        # The query, key, value and output matrices [dim, dim], one after another in memory; outputs begin at 0. Their
-        # shape [dim, 4 dim] makes finish_spec choose second moments per column
+        # The query, key, value and output matrices [dim, dim], one after another in memory; outputs
+        # begin at 0. Their shape [dim, 4 dim] makes finish_spec choose second moments per column
         qkvo = uniform(4 * dim, dim, dim)
-        qkvo[3 * dim:] = 0  # a product with 0 could be -0
+        qkvo[3 * dim :] = 0  # a product with 0 could be -0
         self.qkvo = parameter(qkvo.to(c.torch_dtype).view(dim, 4 * dim), "attn", (dim, dim))
         gate = torch.zeros(c.num_heads, GATE_DIM, dtype=c.torch_dtype)
         self.gate = parameter(gate, "gates", tuple(gate.shape))
@@ -1337,8 +2037,10 @@ class Attention(nn.Module):
         y = y * torch.sigmoid(F.linear(x[:, :GATE_DIM], self.gate))[..., None]
         return F.linear(y.reshape(tokens, dim), o_weight)
 
+
 class MLP(nn.Module):
-    """x [T, dim] -> relu(x @ fc) ** 2 @ proj.T, with fc and proj [dim, hidden]. kernels: see PLAIN_FORMS."""
+    """x [T, dim] -> relu(x @ fc) ** 2 @ proj.T, with fc and proj [dim, hidden]. kernels: see
+    PLAIN_FORMS."""
 
     def __init__(self, config: Config, hidden: int):
         super().__init__()
@@ -1353,8 +2055,10 @@ class MLP(nn.Module):
         h = x @ self.fc
         return F.linear(h.relu() * h, self.proj)  # relu squared; square() is slow on CPUs
 
+
 class Head(nn.Module):
-    """Map the normed residual stream to logits and the loss. weight [V, dim]: of `classes` tokens, then padding."""
+    """Map the normed residual stream to logits and the loss. weight [V, dim]: of `classes` tokens,
+    then padding."""
 
     def __init__(self, config: Config, vocab: int, classes: int | None = None):
         super().__init__()
@@ -1365,7 +2069,8 @@ class Head(nn.Module):
         self.fp8_scales = FP8Scales(c.fp8_x_scale, c.fp8_weight_scale, c.fp8_grad_scale)
 
     def uncapped_logits(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """x [T, dim] -> logits before the soft cap [T, V]. weight [V, dim]: in place of the head's own."""
+        """x [T, dim] -> logits before the soft cap [T, V]. weight [V, dim]: in place of the head's
+        own."""
         in_fp8, weight = self.fp8 and self.training, self.weight if weight is None else weight
         return FP8Linear.apply(x, weight, self.fp8_scales) if in_fp8 else F.linear(x, weight)
 
@@ -1374,23 +2079,36 @@ class Head(nn.Module):
         return self.softcap(self.uncapped_logits(x))
 
     @compiled
-    def forward(self, x: Tensor, targets: Tensor, scheduled: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Compute (objective, which training minimizes; cross entropy), in nats, summed over tokens.
+    def forward(
+        self, x: Tensor, targets: Tensor, scheduled: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Compute (objective, which training minimizes; cross entropy), in nats, summed over
+        tokens.
 
-        x [T, dim]; targets [T], -1 is not counted; scheduled: numbers of this step, see StageValues.
+        x [T, dim]; targets [T], -1 is not counted; scheduled: numbers of this step, see
+        StageValues.
         """
-        if self.kernels and self.training:  # an edit of this method turns the kernel off: see PLAIN_FORMS
+        if (
+            self.kernels and self.training
+        ):  # an edit of this method turns the kernel off: see PLAIN_FORMS
             scales, one = self.fp8_scales if self.fp8 else None, x.new_ones(1, dtype=torch.float32)
-            objective, entropies = HeadLoss.apply(x, self.weight, targets[None], one, self.softcap, scales)
+            objective, entropies = HeadLoss.apply(
+                x, self.weight, targets[None], one, self.softcap, scales
+            )
             return objective, entropies[0]
-        # From here on x are logits, before the soft cap [T, V]: use the residual stream above this line
+        # From here on x are logits, before the soft cap [T, V]: use the residual stream above this
+        # line
         x = self.uncapped_logits(x)
-        objective = cross_entropy = F.cross_entropy(self.softcap(x), targets, ignore_index=-1, reduction="sum")
-        # Add a further loss term here, in plain PyTorch; autograd and torch.compile do the rest. Sum it over tokens, as
-        # the cross entropy. A z-loss: objective = objective + 1e-4 * self.softcap(x).logsumexp(1).square().sum()
-        # A term over classes must leave out the padding: F.cross_entropy(self.softcap(x[:, :self.classes]), targets,
-        # label_smoothing=0.1, reduction="sum", ignore_index=-1)
+        objective = cross_entropy = F.cross_entropy(
+            self.softcap(x), targets, ignore_index=-1, reduction="sum"
+        )
+        # Add a further loss term here, in plain PyTorch; autograd and torch.compile do the rest.
+        # Sum it over tokens, as the cross entropy. A z-loss: objective = objective + 1e-4 *
+        # self.softcap(x).logsumexp(1).square().sum() A term over classes must leave out the
+        # padding: F.cross_entropy(self.softcap(x[:, :self.classes]), targets, label_smoothing=0.1,
+        # reduction="sum", ignore_index=-1)
         return objective, cross_entropy.detach()
+
 
 class Softcap(NamedTuple):
     """Bound logits softly between 0 and cap, in float32."""
@@ -1403,20 +2121,31 @@ class Softcap(NamedTuple):
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         return self.cap * torch.sigmoid((x + self.shift if self.shift else x) / self.softness)
 
-class NgramTable(nn.Embedding):
-    """An embedding of the n tokens that end at each position. Tokens of an earlier document are read as BOS.
 
-    A hash assigns rows, and signs, so that n-grams in one row interfere with mean 0 (arXiv:0902.2206).
+class NgramTable(nn.Embedding):
+    """An embedding of the n tokens that end at each position. Tokens of an earlier document are
+    read as BOS.
+
+    A hash assigns rows, and signs, so that n-grams in one row interfere with mean 0
+    (arXiv:0902.2206).
     """
 
     SIGNS, BITS, FACTOR = 8192, 40, 2_654_435  # of the hash; its products stay below 2 ** 63
 
     def __init__(self, config: Config, ngrams: Ngrams):
-        rows = torch.zeros(ngrams.rows, ngrams.width, dtype=config.torch_dtype)  # takes no memory yet: may be many GB
-        super().__init__(*rows.shape, sparse=True, _weight=rows)  # sparse: a micro-batch reads few of the rows
+        # takes no memory yet: may be many GB
+        rows = torch.zeros(ngrams.rows, ngrams.width, dtype=config.torch_dtype)
+        # sparse: a micro-batch reads few of the rows
+        super().__init__(*rows.shape, sparse=True, _weight=rows)
         self.weight, self.n = parameter(self.weight.data, "ngram_embeds"), ngrams.n
         # the same signs on every device, also under `with device:`
-        bits = torch.randint(0, 2, (self.SIGNS, ngrams.width), generator=torch.Generator().manual_seed(0), device="cpu")
+        bits = torch.randint(
+            0,
+            2,
+            (self.SIGNS, ngrams.width),
+            generator=torch.Generator().manual_seed(0),
+            device="cpu",
+        )
         self.register_buffer("signs", (2 * bits - 1).to(rows), persistent=False)
 
     def forward(self, rows: Tensor, signs: Tensor) -> Tensor:
@@ -1425,19 +2154,24 @@ class NgramTable(nn.Embedding):
 
     @classmethod
     def hash(cls, number: Tensor) -> Tensor:
-        number = number * cls.FACTOR % 2 ** cls.BITS
+        number = number * cls.FACTOR % 2**cls.BITS
         return number ^ (number >> 21)
 
-class DocCopy(nn.Module):
-    """Add the token that followed the latest earlier occurrence of the same context in the document.
 
-    A context is the last n tokens, for the longest n of LENGTHS that has one; 1, 2 and more have weights of their own.
+class DocCopy(nn.Module):
+    """Add the token that followed the latest earlier occurrence of the same context in the
+    document.
+
+    A context is the last n tokens, for the longest n of LENGTHS that has one; 1, 2 and more have
+    weights of their own.
     """
 
     LENGTHS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32
+
     def __init__(self, dim: int):
         super().__init__()
-        self.gains = parameter(torch.zeros(3 * len(self.LENGTHS)), "doc_copy")  # with 0 runs depend less on the seed
+        # with 0 runs depend less on the seed
+        self.gains = parameter(torch.zeros(3 * len(self.LENGTHS)), "doc_copy")
         self.rows = parameter(torch.zeros(3 * len(self.LENGTHS), dim), "doc_copy")
 
     @compiled
@@ -1448,36 +2182,49 @@ class DocCopy(nn.Module):
 
     @classmethod
     def find(cls, ids: Tensor, begins: Tensor) -> Pair:
-        """ids [T] by which contexts are compared, begins [T] of documents -> places to copy from, kinds (0: none)."""
+        """ids [T] by which contexts are compared, begins [T] of documents -> places to copy from,
+        kinds (0: none)."""
         at, longest = torch.arange(len(ids), device=ids.device), cls.LENGTHS[-1]
-        # each document has numbers of its own, so that contexts match only within one; 0 stands before the first token
+        # each document has numbers of its own, so that contexts match only within one; 0 stands
+        # before the first token
         hashes = {1: F.pad((begins.cumsum(0) << 32) + ids + 1, (longest, 0))}
-        for n in cls.LENGTHS[1:]:  # the hash of n tokens is made of those of its two halves, which are in LENGTHS
-            shift, factor = n // 2, 0x9E3779B97F4A7C15 ** (n // 2) % 2 ** 63
+        for n in cls.LENGTHS[
+            1:
+        ]:  # the hash of n tokens is made of those of its two halves, which are in LENGTHS
+            shift, factor = n // 2, 0x9E3779B97F4A7C15 ** (n // 2) % 2**63
             hashes[n] = hashes[n - shift].roll(shift) * factor + hashes[shift]
         keys, order = torch.stack([*hashes.values()])[:, longest:].sort(dim=1, stable=True)
-        repeats = F.pad(keys[:, 1:] == keys[:, :-1], (1, 0))  # equal contexts are neighbours, in order of position
+        # equal contexts are neighbours, in order of position
+        repeats = F.pad(keys[:, 1:] == keys[:, :-1], (1, 0))
         earlier = at - torch.where(repeats, 0, at).cummax(1).values
-        kinds = 3 * torch.arange(len(keys), device=at.device)[:, None] + earlier.clamp_max(3)  # from 1 on; 0: no repeat
-        # a longer context has a larger kind: one number of kind and place, so that the maximum chooses both
+        # from 1 on; 0: no repeat
+        kinds = 3 * torch.arange(len(keys), device=at.device)[:, None] + earlier.clamp_max(3)
+        # a longer context has a larger kind: one number of kind and place, so that the maximum
+        # chooses both
         found = torch.where(repeats, kinds << 32 | order.roll(1, 1) + 1, 0)
         best = torch.zeros_like(found).scatter(1, order, found).amax(0)
         return best & 0xFFFFFFFF, best >> 32
 
     def weigh(self, e: Tensor, kinds: Tensor) -> Tensor:
         # as products: the gradient of a selection would add up T rows one after another
-        chosen = (kinds[:, None] == torch.arange(1, len(self.gains) + 1, device=e.device)).type_as(self.gains)
+        chosen = (kinds[:, None] == torch.arange(1, len(self.gains) + 1, device=e.device)).type_as(
+            self.gains
+        )
         return ((chosen @ self.gains)[:, None] * e + chosen @ self.rows).type_as(e)
 
+
 class Rotary(nn.Module):
-    """Rotary tables cos and sin [tokens, frequencies], and the softmax scale for their frequencies."""
+    """Rotary tables cos and sin [tokens, frequencies], and the softmax scale for their
+    frequencies."""
 
     def __init__(self, frequencies: Tensor, tokens: int, dtype: torch.dtype, scale: float = 0.1):
         super().__init__()
         self.register_buffer("init_frequencies", frequencies, persistent=False)
         self.init_scale, size = scale, (tokens, len(frequencies))
         for name, shape in (("scale", ()), ("cos", size), ("sin", size)):
-            self.register_buffer(name, torch.empty(shape, dtype=dtype if shape else None), persistent=False)
+            self.register_buffer(
+                name, torch.empty(shape, dtype=dtype if shape else None), persistent=False
+            )
         self.windows: tuple[int, ...] | None = None
         self.set_windows(())
 
@@ -1485,8 +2232,8 @@ class Rotary(nn.Module):
     def set_windows(self, windows: tuple[int, ...]) -> None:
         """Compute the tables for a sequence of long windows, in tokens; see stretch.
 
-        Each call starts from the initial frequencies, so that the tables depend on `windows` alone. It writes in place,
-        because compiled blocks keep these tensors.
+        Each call starts from the initial frequencies, so that the tables depend on `windows` alone.
+        It writes in place, because compiled blocks keep these tensors.
         """
         if windows == self.windows:
             return
@@ -1499,38 +2246,52 @@ class Rotary(nn.Module):
         self.sin.copy_(angles.sin())
         self.scale.fill_(scale)
 
+
 def rotary_frequencies(head_dim: int) -> Tensor:
     """Compute the initial frequencies in radians per token, [head_dim / 2].
 
-    The first half falls geometrically from 1 to 1/1024. The second half is 0: those entries are not rotated.
+    The first half falls geometrically from 1 to 1/1024. The second half is 0: those entries are not
+    rotated.
     """
     rotated = (1 / 1024) ** torch.linspace(0, 1, head_dim // 4)
     return torch.cat([rotated, torch.zeros(head_dim // 4)])
 
-def stretch(frequencies: Tensor, scale: float, window: int, longer: int) -> tuple[Tensor, float]:
-    """Adapt frequencies and softmax scale to a window that grows to `longer` tokens, by YaRN (arXiv:2309.00071).
 
-    Frequencies with 32 or more rotations per old window are kept. Those with less than one are divided by the growth.
+def stretch(frequencies: Tensor, scale: float, window: int, longer: int) -> tuple[Tensor, float]:
+    """Adapt frequencies and softmax scale to a window that grows to `longer` tokens, by YaRN
+    (arXiv:2309.00071).
+
+    Frequencies with 32 or more rotations per old window are kept. Those with less than one are
+    divided by the growth.
     """
     rotations = window * frequencies / (2 * math.pi)
     kept_share = ((rotations - 1) / (32 - 1)).clamp(0, 1)
     shrink = window / longer
-    return frequencies * (shrink + kept_share * (1 - shrink)), scale * (0.2 * math.log(longer / window) + 1)
+    return frequencies * (shrink + kept_share * (1 - shrink)), scale * (
+        0.2 * math.log(longer / window) + 1
+    )
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary position embeddings to x [..., D]. cos, sin [..., D / 2]."""
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1)
 
+
 def norm(x: Tensor) -> Tensor:
     """Apply RMS norm over the last dimension, without gain."""
     return F.rms_norm(x, (x.size(-1),))
 
-def parameter(init: Tensor, kind: str, unit: tuple[int, int] | None = None, first_step: int = 0) -> nn.Parameter:
-    """Create a parameter of a kind, which has a row in PARAM_GROUPS. unit, first_step: see ParamSpec."""
+
+def parameter(
+    init: Tensor, kind: str, unit: tuple[int, int] | None = None, first_step: int = 0
+) -> nn.Parameter:
+    """Create a parameter of a kind, which has a row in PARAM_GROUPS. unit, first_step: see
+    ParamSpec."""
     param = nn.Parameter(init)
     param.kind, param.unit, param.first_step = kind, unit, first_step
     return param
+
 
 def embedding(rows: int, width: int, kind: str, dtype: torch.dtype) -> nn.Embedding:
     """Create an embedding table of a kind, initialized from the standard normal distribution."""
@@ -1538,30 +2299,36 @@ def embedding(rows: int, width: int, kind: str, dtype: torch.dtype) -> nn.Embedd
     table.weight = parameter(table.weight.data, kind)
     return table
 
+
 def uniform(rows: int, columns: int, fan_in: int) -> Tensor:
     """Draw an initial matrix, uniform with standard deviation 0.5 / sqrt(fan_in)."""
     bound = math.sqrt(3) * 0.5 / math.sqrt(fan_in)
     return torch.empty(rows, columns).uniform_(-bound, bound)
 
+
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Copy from the CPU without waiting for the copy."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+
 
 def wide_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype to compute in: float32, or float64 for a float64 tensor."""
     return torch.promote_types(x.dtype, torch.float32)
 
+
 def compile_parts(model: nn.Module) -> None:
     """Compile each method marked with @compiled by itself.
 
-    Gradients leave backward group by group. If the whole model were compiled, all would appear at its end.
+    Gradients leave backward group by group. If the whole model were compiled, all would appear at
+    its end.
     """
     for module in model.modules():
         for name in dir(type(module)):
             if getattr(getattr(type(module), name), "compiles", False):
                 setattr(module, name, compile_static(getattr(module, name)))
 
-# ------------------------------------------------------------------------------------------------------------------
+
+# --------------------------------------------------------------------------------------------------
 # update rules
 
 # A rule is a frozen dataclass that sees only this rank's shard of a bucket. Its members:
@@ -1573,41 +2340,54 @@ def compile_parts(model: nn.Module) -> None:
 #                                         Bucket.update adds "scale", see ParamSpec
 #     update(param, grad, state, hyper)   changes param and state in place
 
-# (a, b, c) of the five steps of polar; from Polar Express (arXiv:2505.16932), computed for a safety factor of 1.02
+# (a, b, c) of the five steps of polar; from Polar Express (arXiv:2505.16932), computed for a safety
+# factor of 1.02
 POLAR_STEPS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
     (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
 
-def polar(u: Tensor, dtype: torch.dtype, steps: Sequence[tuple] = POLAR_STEPS, safety: float = 1.02) -> Tensor:
-    """Orthogonalize matrices: set all singular values to about 1. u [n, rows, columns] -> the same shape, in dtype."""
+
+def polar(
+    u: Tensor, dtype: torch.dtype, steps: Sequence[tuple] = POLAR_STEPS, safety: float = 1.02
+) -> Tensor:
+    """Orthogonalize matrices: set all singular values to about 1. u [n, rows, columns] -> the same
+    shape, in dtype."""
     x = u.to(dtype)
-    x = x.mT if u.size(-2) > u.size(-1) else x  # x @ x.mT below is then the smaller of the two products
+    # x @ x.mT below is then the smaller of the two products
+    x = x.mT if u.size(-2) > u.size(-1) else x
     x = x / (safety * x.norm(dim=(-2, -1), keepdim=True) + 1e-6)
     for a, b, c in steps:
         s = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(s, s, s, beta=b, alpha=c), x, beta=a)
     return x.mT if u.size(-2) > u.size(-1) else x
 
+
 @frozen
 class Adam:
-    """Adam (arXiv:1412.6980). Its unit is an element. The defaults are common ones; the record's are in Config."""
+    """Adam (arXiv:1412.6980). Its unit is an element. The defaults are common ones; the record's
+    are in Config."""
 
     lr: float = 3e-3
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-    every: int = 1  # steps between updates; an update uses the sum of the gradients since the last one
+    # steps between updates; an update uses the sum of the gradients since the last one
+    every: int = 1
     weight_decay: float = 0.0  # cautious: see update
     fp32_moments: bool = False
     rows: bool = False  # gradients of tables are sent by rows; the unit is a row
     lazy: bool = True  # with `rows`: rows without a gradient keep their values and moments
 
     def unit(self, spec: ParamSpec) -> tuple[int, ...]:
-        require(not self.rows or spec.param.dim() == 2, f"{spec.name} has shape {tuple(spec.param.shape)}, but Adam "
-                "with `rows` updates tables [rows, width]; use Adam without `rows`")
+        require(
+            not self.rows or spec.param.dim() == 2,
+            f"{spec.name} has shape {tuple(spec.param.shape)}, but Adam "
+            "with `rows` updates tables [rows, width]; use Adam without `rows`",
+        )
         return tuple(spec.param.shape[1:]) if self.rows else ()
 
     def init_state(self, shard: Tensor) -> Tensors:
@@ -1618,7 +2398,14 @@ class Adam:
     def hyper(self, plan: Plan, t: int) -> Values:
         lr = self.lr * plan.lr_factor
         decay = {"decay": lr * lr * self.weight_decay} if self.weight_decay else {}
-        return {"lr": lr, "beta1": self.beta1, "beta2": self.beta2, "eps": self.eps, "t": float(t), **decay}
+        return {
+            "lr": lr,
+            "beta1": self.beta1,
+            "beta2": self.beta2,
+            "eps": self.eps,
+            "t": float(t),
+            **decay,
+        }
 
     @staticmethod
     def update(param: Tensor, grad: Tensor, state: Tensors, hyper: Values) -> None:
@@ -1630,18 +2417,32 @@ class Adam:
         """
         lr, beta1, beta2, eps, t = (hyper[key] for key in ("lr", "beta1", "beta2", "eps", "t"))
         p, g, m, v = (x.to(wide_dtype(x)) for x in (param, grad, state["m"], state["v"]))
-        correction, before = (1 - beta2 ** t) ** 0.5, p.clone() if "decay" in hyper else p
+        correction, before = (1 - beta2**t) ** 0.5, p.clone() if "decay" in hyper else p
         if torch.compiler.is_compiling():  # the compiler fuses these lines into one kernel
             m = beta1 * m + (1 - beta1) * g
             v = beta2 * v + (1 - beta2) * g * g
-            p = p - lr * correction / (1 - beta1 ** t) * m / (v.sqrt() + eps)
+            p = p - lr * correction / (1 - beta1**t) * m / (v.sqrt() + eps)
         else:  # without the compiler a dozen passes over memory: 20 times slower than this one on 5 million elements
-            torch._fused_adam_([p], [g], [m], [v], [], [torch.full((), t, device=p.device)], lr=lr, beta1=beta1,
-                               beta2=beta2, weight_decay=0.0, eps=eps / correction, amsgrad=False, maximize=False)
+            torch._fused_adam_(
+                [p],
+                [g],
+                [m],
+                [v],
+                [],
+                [torch.full((), t, device=p.device)],
+                lr=lr,
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=0.0,
+                eps=eps / correction,
+                amsgrad=False,
+                maximize=False,
+            )
         if "decay" in hyper:
             p = p - torch.where((before - p) * before > 0, hyper["decay"] * before, 0)
         for x, new in ((param, p), (state["m"], m), (state["v"], v)):
             x.copy_(new)  # a no-op where new is x
+
 
 @frozen
 class NorMuon:
@@ -1651,46 +2452,82 @@ class NorMuon:
     weight_decay: float = Config.muon_weight_decay
     beta2: float = Config.muon_beta2
     polar_dtype: torch.dtype = torch.float32
-    wide: bool = False  # finish_spec sets it from the parameter's shape: one second moment per column, else per row
+    # finish_spec sets it from the parameter's shape: one second moment per column, else per row
+    wide: bool = False
     every: int = 1
 
     def unit(self, spec: ParamSpec) -> tuple[int, ...]:
-        """Return the spec's unit or, without one, the parameter as one matrix: [out, rest] for a convolution."""
+        """Return the spec's unit or, without one, the parameter as one matrix: [out, rest] for a
+        convolution."""
         shape, unit = tuple(spec.param.shape), spec.unit
-        if len(shape) < 2 or 0 in shape or unit and (len(unit) != 2 or min(unit) < 1
-                                                     or spec.param.numel() % math.prod(unit)):
-            raise RunError(f"{spec.name} has shape {shape} and unit {unit}, but NorMuon updates whole matrices; use an "
-                           "elementwise rule such as Adam, or a unit (rows, columns) that divides the parameter")
+        if (
+            len(shape) < 2
+            or 0 in shape
+            or unit
+            and (len(unit) != 2 or min(unit) < 1 or spec.param.numel() % math.prod(unit))
+        ):
+            raise RunError(
+                f"{spec.name} has shape {shape} and unit {unit}, but NorMuon updates whole"
+                " matrices; use an elementwise rule such as Adam, or a unit (rows, columns) that"
+                " divides the parameter"
+            )
         return unit or (shape[0], math.prod(shape[1:]))
 
     def init_state(self, shard: Tensor) -> Tensors:
-        """Create the momentum of a shard [n, rows, columns] and the second moments per column or row, in float32.
+        """Create the momentum of a shard [n, rows, columns] and the second moments per column or
+        row, in float32.
 
-        For a shard in bf16 also create `rest`, its remainder in float32: bf16 alone would round most updates away.
+        For a shard in bf16 also create `rest`, its remainder in float32: bf16 alone would round
+        most updates away.
         """
         dtype = wide_dtype(shard)
         second = shard[:, :1] if self.wide else shard[:, :, :1]
-        rest = {"rest": torch.zeros_like(shard, dtype=dtype)} if shard.dtype == torch.bfloat16 else {}
-        return {"m": torch.zeros_like(shard, dtype=dtype),
-                "v": torch.zeros(second.shape, dtype=dtype, device=shard.device), **rest}
+        rest = (
+            {"rest": torch.zeros_like(shard, dtype=dtype)} if shard.dtype == torch.bfloat16 else {}
+        )
+        return {
+            "m": torch.zeros_like(shard, dtype=dtype),
+            "v": torch.zeros(second.shape, dtype=dtype, device=shard.device),
+            **rest,
+        }
 
     def hyper(self, plan: Plan, t: int) -> Values:
         lr, decay = self.lr * plan.lr_factor, self.lr * self.weight_decay * plan.lr_factor
-        return {"lr": lr, "decay": decay, "momentum": plan.momentum, "beta2": self.beta2, "dtype": self.polar_dtype}
+        return {
+            "lr": lr,
+            "decay": decay,
+            "momentum": plan.momentum,
+            "beta2": self.beta2,
+            "dtype": self.polar_dtype,
+        }
 
     @staticmethod
     def update(param: Tensor, grad: Tensor, state: Tensors, hyper: Values) -> None:
-        """Update param [n, rows, columns] and its state in place. hyper: dtype of polar, scale [n, 1, 1] of rates."""
+        """Update param [n, rows, columns] and its state in place. hyper: dtype of polar, scale [n,
+        1, 1] of rates."""
         m, momentum, grad = state["m"], hyper["momentum"], grad.to(state["m"].dtype)
         m.copy_(momentum * m + (1 - momentum) * grad)
-        NorMuon.move(param, polar(momentum * m + (1 - momentum) * grad, hyper["dtype"]).to(m.dtype), state, hyper)
+        NorMuon.move(
+            param,
+            polar(momentum * m + (1 - momentum) * grad, hyper["dtype"]).to(m.dtype),
+            state,
+            hyper,
+        )
 
     @staticmethod
     def move(param: Tensor, o: Tensor, state: Tensors, hyper: Values, gate: Tensor | None = None):
-        """Subtract orthogonal matrices o, rescaled. Weights decay where `gate` (None: the update) has their sign."""
-        v, beta2, p = state["v"], hyper["beta2"], param + state["rest"] if "rest" in state else param
+        """Subtract orthogonal matrices o, rescaled. Weights decay where `gate` (None: the update)
+        has their sign."""
+        v, beta2, p = (
+            state["v"],
+            hyper["beta2"],
+            param + state["rest"] if "rest" in state else param,
+        )
         size = o.norm(dim=(-2, -1), keepdim=True)
-        v.copy_(beta2 * v + (1 - beta2) * o.square().mean(-2 if v.shape == o[:, :1].shape else -1, keepdim=True))
+        v.copy_(
+            beta2 * v
+            + (1 - beta2) * o.square().mean(-2 if v.shape == o[:, :1].shape else -1, keepdim=True)
+        )
         o = o * v.clamp_min(1e-10).rsqrt()
         o = o * (size / o.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10))
         o = o + torch.where((o if gate is None else gate) * p >= 0, hyper["decay"] * p, 0)
@@ -1699,28 +2536,43 @@ class NorMuon:
             param.copy_(p)
             state["rest"].copy_(p - rounded(p))
 
+
 def rounded(x: Tensor) -> Tensor:
     """Round float32 values to bf16. Compiled code would drop two casts, to bf16 and back."""
     return (x.to(torch.bfloat16).view(torch.int16).int() << 16).view(torch.float32)
 
-# ------------------------------------------------------------------------------------------------------------------
+
+# --------------------------------------------------------------------------------------------------
 # training
+
 
 class TrainingLoop:
     """A run around a Worker: set-up, warm-up, all steps, validations, checkpoints, the log."""
 
-    def __init__(self, config: Config, preset: str, comm: Comm, device: torch.device, log: Log, began: float):
+    def __init__(
+        self, config: Config, preset: str, comm: Comm, device: torch.device, log: Log, began: float
+    ):
         """began: see Clock."""
         self.requested, self.preset, self.comm, self.log = config, preset, comm, log
-        self.clock, self.from_step, self.changed_by_validation, changes = Clock(device, began), 0, 0, []
+        self.clock, self.from_step, self.changed_by_validation, changes = (
+            Clock(device, began),
+            0,
+            0,
+            [],
+        )
         with self.clock.off("setup"):
             self.shards = find_data(config, comm)
             if device.type == "cuda":
                 config, changes = resolve_auto(config, comm)
-            require(device.type == "cuda" or config.attention in ("auto", "masked"), f"attention {config.attention} "
-                    "needs a GPU, and this machine has none; use --attention auto")
+            require(
+                device.type == "cuda" or config.attention in ("auto", "masked"),
+                f"attention {config.attention} "
+                "needs a GPU, and this machine has none; use --attention auto",
+            )
             self.config, self.losses = config, TrainLosses(config, comm, self.clock, log)
-            self.val_sequences = validation_sequences(self.shards["val"], config.val_tokens, config.val_len)
+            self.val_sequences = validation_sequences(
+                self.shards["val"], config.val_tokens, config.val_len
+            )
             if comm.rank == 0:
                 check_apart(self.shards["train"], self.shards["val"], self.val_sequences)
             self.worker = config.worker_type(config, comm, device, self.shards["train"])
@@ -1741,24 +2593,32 @@ class TrainingLoop:
         with self.clock.off("warmup"):
             first = plan_of(self.config, self.from_step)
             self.worker.warm_up(first, self.val_sequences[0], self.losses.record)
-        self.losses.pending, self.losses.sent = [], 0  # a request to save that came in the warm-up is sent again
+        # a request to save that came in the warm-up is sent again
+        self.losses.pending, self.losses.sent = [], 0
         self.compiles = compile_stats()[0]
         with self.clock.off("hashing"):
             self.state_hashes = {"before_warmup": before, "after_warmup": state_hash(self.worker)}
 
     def train(self) -> None:
-        """The loop over all steps. A checkpoint or a validation with a step's number comes before that step."""
+        """The loop over all steps. A checkpoint or a validation with a step's number comes before
+        that step."""
         c, worker, save_due = self.config, self.worker, False
         profiler = profiler_of(self) if c.profile else None
         if profiler:
             profiler.start()
-        with self.clock.off("hashing"):  # wait for the slowest rank, or its hash would delay this rank's first step
+        # wait for the slowest rank, or its hash would delay this rank's first step
+        with self.clock.off("hashing"):
             self.comm.all_reduce(torch.zeros((), device=self.comm.device))
         self.clock.start()
         worker.before_training()
         for step in range(self.from_step, c.num_steps):
             self.losses.write(step)
-            if step in self.losses.save_at or c.save_every and step % c.save_every == 0 and step > self.from_step:
+            if (
+                step in self.losses.save_at
+                or c.save_every
+                and step % c.save_every == 0
+                and step > self.from_step
+            ):
                 save_due = True
             if save_due and worker.can_save(step):
                 save_checkpoint(self, step)
@@ -1769,11 +2629,15 @@ class TrainingLoop:
             losses = worker.step(plan, worker.stream.next_batch(plan))
             self.losses.record(plan, losses, worker.optimizer.grad_norm)
             if profiler:
-                if step == int(c.profile.split(":")[1]):  # torch 2.13 crashes at exit on one that ends later
+                if step == int(
+                    c.profile.split(":")[1]
+                ):  # torch 2.13 crashes at exit on one that ends later
                     worker.optimizer.finish_all_gathers()
                 profiler.step()
         worker.optimizer.finish_all_gathers()
-        if self.from_step < c.num_steps:  # a run resumed at num_steps has already run after_training
+        if (
+            self.from_step < c.num_steps
+        ):  # a run resumed at num_steps has already run after_training
             worker.after_training()
         self.clock.stop()
         self.losses.write(c.num_steps, wait=True)
@@ -1783,15 +2647,17 @@ class TrainingLoop:
     def validate(self, step: int) -> tuple[float, int]:
         """Validate off the clock -> (loss, tokens). RunError if the loss is not finite.
 
-        SIGTERM stops a validation where a checkpoint can be saved: a launcher may not wait for its end.
+        SIGTERM stops a validation where a checkpoint can be saved: a launcher may not wait for its
+        end.
         """
         self.worker.optimizer.finish_all_gathers()  # they belong to the steps before
         can_save = step == self.config.num_steps or self.worker.can_save(step)
         with self.clock.off("validation"):
             self.losses.write(step, wait=True)
             before = checksum(*self.worker.model.parameters())
-            result = self.worker.validate(plan_of(self.config, step), self.val_sequences,
-                                           lambda: can_save and signals.stop)
+            result = self.worker.validate(
+                plan_of(self.config, step), self.val_sequences, lambda: can_save and signals.stop
+            )
             if result:
                 line = f"step:{step}/{self.config.num_steps} val_loss:{result[0]:.4f} "
                 line += show_times(self.clock.elapsed, step)
@@ -1802,18 +2668,24 @@ class TrainingLoop:
         if not result:
             save_checkpoint(self, step, stop=True)
         loss, _ = result
-        require(math.isfinite(loss), f"the validation loss before step {step} is {loss}; lower the learning rates")
+        require(
+            math.isfinite(loss),
+            f"the validation loss before step {step} is {loss}; lower the learning rates",
+        )
         return result
 
+
 class Worker:
-    """What one rank trains: its model, optimizer and stream, and the training step. See TrainingLoop for the run."""
+    """What one rank trains: its model, optimizer and stream, and the training step. See
+    TrainingLoop for the run."""
 
     def __init__(self, config: Config, comm: Comm, device: torch.device, train_shards: list[Shard]):
         gpu = device.type == "cuda"
         self.config, self.comm, self.device = config, comm, device
         self.compiled = config.compile == "on" or (config.compile == "auto" and gpu)
         if config.world_size_invariant:
-            torch.set_num_threads(1)  # the split of a product over threads decides the order of its sums
+            # the split of a product over threads decides the order of its sums
+            torch.set_num_threads(1)
         self.stream = Stream(train_shards, config, comm.rank, comm.ranks)
         self.model = build_model(config, train_shards[0].encoding).to(device)
         if config.init_from and not config.resume:
@@ -1831,7 +2703,8 @@ class Worker:
         self.model.apply_schedule(plan_of(config, 0))
 
     def step(self, plan: Plan, batch: list[np.ndarray]) -> list[Tensor]:
-        """Train on this rank's micro-batches. Return the summed cross entropy of each, still on the device."""
+        """Train on this rank's micro-batches. Return the summed cross entropy of each, still on
+        the device."""
         model, optimizer, cross_entropies = self.model, self.optimizer, []
         model.apply_schedule(plan)
         self.before_step(plan)
@@ -1846,8 +2719,11 @@ class Worker:
         for i, micro_batch in enumerate(batch):
             inputs, targets = split_sequence(micro_batch, self.device)
             count_documents(model, micro_batch[:-1])
-            # so that random numbers of a forward, such as a dropout's, do not depend on warm-up, resumes and ranks
-            seed = np.random.SeedSequence((self.config.seed, plan.step, self.comm.rank * len(batch) + i))
+            # so that random numbers of a forward, such as a dropout's, do not depend on warm-up,
+            # resumes and ranks
+            seed = np.random.SeedSequence(
+                (self.config.seed, plan.step, self.comm.rank * len(batch) + i)
+            )
             torch.manual_seed(int(seed.generate_state(1, np.uint64)[0]))
             with optimizer.reducer.span("forward"):
                 objective, cross_entropy = model(inputs, targets, plan.windows)
@@ -1868,7 +2744,9 @@ class Worker:
 
     def before_step(self, plan: Plan) -> None:
         """Runs before each step's first forward, and in the warm-up."""
-        if self.config.doc_copy:  # it reads the head's weights before the head's own forward would wait for them
+        if (
+            self.config.doc_copy
+        ):  # it reads the head's weights before the head's own forward would wait for them
             self.optimizer.wait_for(self.model.lm_head.weight)
 
     def before_update(self, plan: Plan) -> None:
@@ -1877,38 +2755,54 @@ class Worker:
     def after_step(self, plan: Plan) -> None:
         """Runs after each optimizer step, and in the warm-up.
 
-        Before you read or change parameters, wait for them: self.optimizer.finish_all_gathers(). Parameters,
-        the rules' state (see NorMuon.init_state) and tensors in self.optimizer.further are restored after the warm-up
-        and kept by checkpoints; other state that you create here is neither.
+        Before you read or change parameters, wait for them: self.optimizer.finish_all_gathers().
+        Parameters, the rules' state (see NorMuon.init_state) and tensors in self.optimizer.further
+        are restored after the warm-up and kept by checkpoints; other state that you create here is
+        neither.
         """
 
     def can_save(self, step: int) -> bool:
-        """Return whether the state before a step can be saved now; save_every and signals then wait until it can."""
+        """Return whether the state before a step can be saved now; save_every and signals then
+        wait until it can."""
         return not self.optimizer.between_updates
 
     def after_training(self) -> None:
-        """Runs once, after the last step and before the last validation. All parameters have arrived."""
+        """Runs once, after the last step and before the last validation. All parameters have
+        arrived."""
 
-    def validate(self, plan: Plan, sequences: np.ndarray,
-                 stop: Callable[[], bool] = lambda: False) -> tuple[float, int] | None:
+    def validate(
+        self, plan: Plan, sequences: np.ndarray, stop: Callable[[], bool] = lambda: False
+    ) -> tuple[float, int] | None:
         self.optimizer.finish_all_gathers()
         self.model.apply_schedule(plan)
         return validate(self.model, sequences, plan.windows, self.comm, self.device, stop)
 
-    def warm_up(self, first: Plan, val_sequence: np.ndarray, record: Callable[[Plan, list[Tensor]], None]) -> None:
-        """Run every stage and kind of step, to compile and allocate everything off the clock. Restore the state.
+    def warm_up(
+        self, first: Plan, val_sequence: np.ndarray, record: Callable[[Plan, list[Tensor]], None]
+    ) -> None:
+        """Run every stage and kind of step, to compile and allocate everything off the clock.
+        Restore the state.
 
         first: the plan of the first step after it. record: called after each step, as in training.
         """
         c = self.config
-        saved, position, digest = self.optimizer.state_dict(), self.stream.position, self.stream.digest
-        begins = [*dict.fromkeys(step // c.adam_every * c.adam_every for step in self.kinds_of_steps())]
+        saved, position, digest = (
+            self.optimizer.state_dict(),
+            self.stream.position,
+            self.stream.digest,
+        )
+        begins = [
+            *dict.fromkeys(step // c.adam_every * c.adam_every for step in self.kinds_of_steps())
+        ]
         batches: dict[int, list[np.ndarray]] = {}
         for i in range(c.warmup_steps):
             step = begins[i // c.adam_every % len(begins)] + i % c.adam_every
             if i % c.adam_every == 0:
-                self.optimizer.reducer.drop_gradients()  # a slower rule's of another part of the run
-            if step not in batches:  # by step, since the steps of an Adam cycle may belong to different stages
+                # a slower rule's of another part of the run
+                self.optimizer.reducer.drop_gradients()
+            if (
+                step not in batches
+            ):  # by step, since the steps of an Adam cycle may belong to different stages
                 self.stream.position = position
                 batches[step] = self.stream.next_batch(plan_of(c, step))
             record(plan_of(c, step), self.step(plan_of(c, step), batches[step]))
@@ -1921,18 +2815,32 @@ class Worker:
         gc.freeze()  # later collections, on the clock, skip what exists now
 
     def kinds_of_steps(self) -> list[int]:
-        """Return a step of each kind that is compiled by itself: of each stage, and where a ramp has left a 0."""
+        """Return a step of each kind that is compiled by itself: of each stage, and where a ramp
+        has left a 0."""
         stages = stages_of(self.config)
         seconds = [stage.begin + 1 for stage in stages if stage.first != stage.last]
-        return [step for step in (*(stage.begin for stage in stages), *seconds) if step < self.config.num_steps]
+        return [
+            step
+            for step in (*(stage.begin for stage in stages), *seconds)
+            if step < self.config.num_steps
+        ]
+
 
 @torch.no_grad()
-def validate(model: GPT, sequences: np.ndarray, windows: Windows, comm: Comm, device: torch.device,
-             stop: Callable[[], bool] = lambda: False) -> tuple[float, int] | None:
-    """Compute (mean loss in nats per token, tokens scored) over sequences int32 [n, length + 1], shared by the ranks.
+def validate(
+    model: GPT,
+    sequences: np.ndarray,
+    windows: Windows,
+    comm: Comm,
+    device: torch.device,
+    stop: Callable[[], bool] = lambda: False,
+) -> tuple[float, int] | None:
+    """Compute (mean loss in nats per token, tokens scored) over sequences int32 [n, length + 1],
+    shared by the ranks.
 
-    Each sequence's loss has a slot of its own, so that the mean does not depend on the number of ranks. Before every
-    fourth sequence the ranks ask whether to `stop` early; all of them then return None.
+    Each sequence's loss has a slot of its own, so that the mean does not depend on the number of
+    ranks. Before every fourth sequence the ranks ask whether to `stop` early; all of them then
+    return None.
     """
     model.eval()
     losses, stopped = torch.zeros(len(sequences), dtype=torch.float64, device=device), False
@@ -1947,11 +2855,13 @@ def validate(model: GPT, sequences: np.ndarray, windows: Windows, comm: Comm, de
     tokens = int((sequences[:, 1:] >= 0).sum())
     return None if stopped else (comm.all_reduce(losses).sum().item() / tokens, tokens)
 
-class TrainLosses:
-    """Sum training losses over ranks, and read them up to LAG steps later, so that the host does not wait for a GPU.
 
-    The same message carries each rank's requests to save. LAG steps later all ranks know them, and save before the same
-    step.
+class TrainLosses:
+    """Sum training losses over ranks, and read them up to LAG steps later, so that the host does
+    not wait for a GPU.
+
+    The same message carries each rank's requests to save. LAG steps later all ranks know them, and
+    save before the same step.
     """
 
     LAG = 4
@@ -1963,82 +2873,119 @@ class TrainLosses:
         self.stream = torch.cuda.Stream() if clock.device.type == "cuda" else None
 
     def record(self, plan: Plan, losses: list[Tensor], grad_norm: float | None = None) -> None:
-        """Start the sum of each micro-batch's loss over all ranks, with this rank's new requests to save."""
+        """Start the sum of each micro-batch's loss over all ranks, with this rank's new requests
+        to save."""
         own = torch.stack(losses).detach()
         summed = own.new_zeros(plan.micro_batches + 1)
-        summed[self.comm.rank * len(own):(self.comm.rank + 1) * len(own)] = own
-        if (received := signals.received) > self.sent:  # rarely: copying a number to a GPU makes the host wait
+        summed[self.comm.rank * len(own) : (self.comm.rank + 1) * len(own)] = own
+        if (
+            received := signals.received
+        ) > self.sent:  # rarely: copying a number to a GPU makes the host wait
             summed[-1], self.sent = received - self.sent, received
         handle, event = self.comm.start_all_reduce(summed), None
-        # It ends after the step's all-gathers, so the main stream does not wait for it, but a stream of its own
-        if own.is_cuda:  # it waits for the losses itself, since one rank has no all-reduce that would
+        # It ends after the step's all-gathers, so the main stream does not wait for it, but a
+        # stream of its own
+        if (
+            own.is_cuda
+        ):  # it waits for the losses itself, since one rank has no all-reduce that would
             self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             handle.wait()
             if own.is_cuda:
                 summed.record_stream(self.stream)
-                summed = torch.empty(summed.shape, dtype=summed.dtype, pin_memory=True).copy_(summed, non_blocking=True)
+                summed = torch.empty(summed.shape, dtype=summed.dtype, pin_memory=True).copy_(
+                    summed, non_blocking=True
+                )
                 event = torch.cuda.Event()
                 event.record()
         self.pending.append((plan, self.clock.read(), grad_norm, summed, event))
 
     def write(self, step: int, wait: bool = False) -> None:
         """Log the losses that have arrived before a step. RunError on a loss that is not finite."""
-        while self.pending and (wait or self.pending[0][0].step < step - self.LAG or self.pending[0][-1] is None
-                                or self.pending[0][-1].query()):
+        while self.pending and (
+            wait
+            or self.pending[0][0].step < step - self.LAG
+            or self.pending[0][-1] is None
+            or self.pending[0][-1].query()
+        ):
             plan, train_time, grad_norm, summed, event = self.pending.pop(0)
             done = plan.step + 1
             if event is not None:
                 event.synchronize()
-            require(summed.isfinite().all(), f"the training loss of step {done} is not finite; lower the learning rate")
+            require(
+                summed.isfinite().all(),
+                f"the training loss of step {done} is not finite; lower the learning rate",
+            )
             if summed[-1]:
                 self.save_at[done + self.LAG] = summed[-1].item() >= Signals.STOP
             loss, line = None, f"step:{done}/{self.config.num_steps} {show_times(train_time, done)}"
-            if self.config.train_loss_every and not done % self.config.train_loss_every:  # in nats per token
-                loss = summed[:-1].sum(dtype=torch.float64).item() / (plan.micro_batches * plan.micro_batch_tokens)
-                line += f" train_loss:{loss:.4f}" + ("" if grad_norm is None else f" grad_norm:{grad_norm:.4g}")
-                line += "".join(f" {name}:{plan.values[name]}" for name in self.config.beside_loss if plan.values.get(name))
+            if (
+                self.config.train_loss_every and not done % self.config.train_loss_every
+            ):  # in nats per token
+                loss = summed[:-1].sum(dtype=torch.float64).item() / (
+                    plan.micro_batches * plan.micro_batch_tokens
+                )
+                line += f" train_loss:{loss:.4f}" + (
+                    "" if grad_norm is None else f" grad_norm:{grad_norm:.4g}"
+                )
+                line += "".join(
+                    f" {name}:{plan.values[name]}"
+                    for name in self.config.beside_loss
+                    if plan.values.get(name)
+                )
             self.log.write(line, off_clock=wait)
             self.log.progress(done, loss, self.clock, tokens_of_steps(self.config, done))
 
+
 def split_sequence(sequence: np.ndarray, device: torch.device) -> Pair:
-    """Move [T + 1] tokens to the device without waiting for it -> inputs int32 [T], targets int64 [T]."""
+    """Move [T + 1] tokens to the device without waiting for it -> inputs int32 [T], targets int64
+    [T]."""
     tokens = to_device(torch.from_numpy(sequence.astype(np.int32)), device)
     return tokens[:-1], tokens[1:].long()
 
-def count_documents(model: GPT, tokens: np.ndarray) -> None:
-    """Find the documents of the sequence that forward takes next, on the host: FlashAttention needs their bounds there.
 
-    Without them, or with more documents than a DocumentTable has room for, attention uses mask_in_pieces.
+def count_documents(model: GPT, tokens: np.ndarray) -> None:
+    """Find the documents of the sequence that forward takes next, on the host: FlashAttention
+    needs their bounds there.
+
+    Without them, or with more documents than a DocumentTable has room for, attention uses
+    mask_in_pieces.
     """
     if model.flash:
-        begins = model.begins(torch.from_numpy(tokens.clip(0))).numpy().nonzero()[0]  # padding is -1, read as 0
+        # padding is -1, read as 0
+        begins = model.begins(torch.from_numpy(tokens.clip(0))).numpy().nonzero()[0]
         count, room, model.counted = len(begins) + 1, len(tokens) // DOCUMENT_ROOM, None
         if count <= room:
-            starts = np.pad(begins.astype(np.int32), (1, room - count + 1), constant_values=(0, len(tokens)))
+            starts = np.pad(
+                begins.astype(np.int32), (1, room - count + 1), constant_values=(0, len(tokens))
+            )
             on_device = to_device(torch.from_numpy(starts), model.embed.weight.device)
             model.counted = on_device, int(np.diff(starts).max()), count
 
-# ------------------------------------------------------------------------------------------------------------------
+
+# --------------------------------------------------------------------------------------------------
 # gradient sync
 
-# Who calls whom: in backward a hook calls Reducer.register_grad_ready, which calls Bucket.add_grad and, for a complete
-# bucket, Reducer.launch and with it Bucket.start_reduce_scatter. Then DistributedOptimizer.step does for each bucket:
-# Reducer.wait, Bucket.update by the rule, Bucket.start_all_gather; at the end finish_all_gathers, or the next forward
-# does it. Bucket is memory, Comm sends, Reducer decides when. RowBucket is for tables; skip it at first.
+# Who calls whom: in backward a hook calls Reducer.register_grad_ready, which calls Bucket.add_grad
+# and, for a complete bucket, Reducer.launch and with it Bucket.start_reduce_scatter. Then
+# DistributedOptimizer.step does for each bucket: Reducer.wait, Bucket.update by the rule,
+# Bucket.start_all_gather; at the end finish_all_gathers, or the next forward does it. Bucket is
+# memory, Comm sends, Reducer decides when. RowBucket is for tables; skip it at first.
+
 
 class DistributedOptimizer:
     """Parameters out: updates this rank's shard of each bucket, and all-gathers the new parameters.
 
-        before each backward:   prepare_for_backward(step, micro_batch, micro_batches)
-        after the last one:     step(plan), by the gradients' mean over micro-batches and ranks
+    before each backward:   prepare_for_backward(step, micro_batch, micro_batches)
+    after the last one:     step(plan), by the gradients' mean over micro-batches and ranks
     """
 
     reducer_class: type[Reducer] | None = None  # None: Reducer
 
     @torch.no_grad()
     def step(self, plan: Plan = Plan()) -> None:
-        """For each bucket in turn: wait for its reduce-scatter, update this rank's shard, start its all-gather."""
+        """For each bucket in turn: wait for its reduce-scatter, update this rank's shard, start
+        its all-gather."""
         reducer = self.reducer
         # finish those that no forward waited for, or other ranks could not send their next messages
         self.finish_all_gathers()
@@ -2046,9 +2993,13 @@ class DistributedOptimizer:
         if self.settings.check_grads or self.settings.clip_norm:
             for bucket in reducer.due:
                 reducer.wait(bucket)
-            self.grad_norm = check_and_clip(reducer.due, self.comm, self.settings.clip_norm, reducer.step)
+            self.grad_norm = check_and_clip(
+                reducer.due, self.comm, self.settings.clip_norm, reducer.step
+            )
         buckets = reducer.due
-        if self.settings.update_order == "forward":  # `due` has the order of backward; the model itself reads first
+        if (
+            self.settings.update_order == "forward"
+        ):  # `due` has the order of backward; the model itself reads first
             buckets = sorted(buckets[::-1], key=lambda bucket: bucket not in self.buckets_of_model)
         for bucket in buckets:
             reducer.wait(bucket)
@@ -2069,17 +3020,26 @@ class DistributedOptimizer:
         """Update this rank's shard by the bucket's rule."""
         hyper, update = bucket.hyper(plan), type(bucket.rule).update
         if bucket.may_compile:
-            hyper = {key: self.scalar(key, x) if isinstance(x, float) else x for key, x in hyper.items()}
+            hyper = {
+                key: self.scalar(key, x) if isinstance(x, float) else x for key, x in hyper.items()
+            }
             update = self.compiled_updates[update]
-        invariant, random = self.settings.world_size_invariant, torch.cuda if bucket.param_data.is_cuda else torch
+        invariant, random = (
+            self.settings.world_size_invariant,
+            (torch.cuda if bucket.param_data.is_cuda else torch),
+        )
         before = random.get_rng_state() if invariant else None
         bucket.update(update, hyper, unbatched=invariant)
-        require(not invariant or torch.equal(before, random.get_rng_state()), f"{type(bucket.rule).__name__}.update "
-                "draws random numbers, which depend on the number of ranks; let hyper return a seed as \"noise\" and "
-                "use the numbers that update gets there, or omit world_size_invariant")
+        require(
+            not invariant or torch.equal(before, random.get_rng_state()),
+            f"{type(bucket.rule).__name__}.update draws random numbers, which depend on the number"
+            ' of ranks; let hyper return a seed as "noise" and use the numbers that update gets'
+            " there, or omit world_size_invariant",
+        )
 
     def finish_all_gathers(self, buckets: Sequence[Bucket] | None = None) -> None:
-        """Wait for the all-gathers of these buckets (None: all), so that every parameter has its new value."""
+        """Wait for the all-gathers of these buckets (None: all), so that every parameter has its
+        new value."""
         for bucket in self.buckets if buckets is None else buckets:
             if bucket.gather_handle is not None:
                 with self.reducer.span(f"wait gather {bucket.name}"):
@@ -2087,33 +3047,55 @@ class DistributedOptimizer:
                 bucket.gather_handle = None
 
     def wait_for(self, *params: nn.Parameter) -> None:
-        """Wait for the all-gathers of these parameters, before they are read outside of their module's forward."""
-        self.finish_all_gathers([self.reducer.slots[p][0] for p in params if p in self.reducer.slots])
+        """Wait for the all-gathers of these parameters, before they are read outside of their
+        module's forward."""
+        self.finish_all_gathers(
+            [self.reducer.slots[p][0] for p in params if p in self.reducer.slots]
+        )
 
     def sync_buffers(self) -> None:
         """Send rank 0's buffers to all ranks, as DDP does."""
         for x in self.buffers().values():
             self.comm.broadcast(x)
 
-    def __init__(self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings, model: nn.Module,
-                 grad_scale: float = 1.0, compiled: bool = False):
-        """model: must hold the buckets' parameters. grad_scale: see Reducer. compiled: compile the rules' updates."""
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        comm: Comm,
+        settings: SyncSettings,
+        model: nn.Module,
+        grad_scale: float = 1.0,
+        compiled: bool = False,
+    ):
+        """model: must hold the buckets' parameters. grad_scale: see Reducer. compiled: compile the
+        rules' updates."""
         self.buckets, self.comm, self.settings = list(buckets), comm, settings
         self.buffers = persistent_buffers(model)
-        self.further: Tensors = {}  # more of the saved state, by name; all ranks must compute it alike
+        # more of the saved state, by name; all ranks must compute it alike
+        self.further: Tensors = {}
         self.replicate(model)
         self.reducer = (self.reducer_class or Reducer)(buckets, comm, settings, grad_scale)
-        self.prepare_for_backward, self.announce_rows = self.reducer.prepare_for_backward, self.reducer.announce_rows
-        self.grad_norm: float | None = None  # of the last step, before clipping; check_grads and clip_norm compute it
+        self.prepare_for_backward, self.announce_rows = (
+            self.reducer.prepare_for_backward,
+            self.reducer.announce_rows,
+        )
+        # of the last step, before clipping; check_grads and clip_norm compute it
+        self.grad_norm: float | None = None
         updates = {type(bucket.rule).update for bucket in buckets}
         self.compiled_updates = {f: compile_static(f) if compiled else f for f in updates}
-        # Compiled code gets numbers as tensors, each name one of its own: two equal inputs would become one
+        # Compiled code gets numbers as tensors, each name one of its own: two equal inputs would
+        # become one
         as_tensor = functools.lru_cache(256)(lambda name, x: torch.full((), x, device=comm.device))
         self.scalar = as_tensor if compiled else lambda name, x: x
-        self.buckets_of_model: list[Bucket] = []  # the model's hook waits for these, before any layer's hook
+        # the model's hook waits for these, before any layer's hook
+        self.buckets_of_model: list[Bucket] = []
         if settings.overlap_param_gather:
             for module, params in outer_modules(model):
-                read = list(dict.fromkeys(self.reducer.slots[p][0] for p in params if p in self.reducer.slots))
+                read = list(
+                    dict.fromkeys(
+                        self.reducer.slots[p][0] for p in params if p in self.reducer.slots
+                    )
+                )
                 self.wait_before(module, read)
                 if module is model:
                     self.buckets_of_model = read
@@ -2128,26 +3110,38 @@ class DistributedOptimizer:
         module.register_forward_pre_hook(lambda *_: self.finish_all_gathers(buckets))
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor of the saved state, whole on every rank. Call it on all ranks; see gather_state."""
+        """Yield every tensor of the saved state, whole on every rank. Call it on all ranks; see
+        gather_state."""
         self.finish_all_gathers()
         for bucket in self.buckets:
             yield from gather_state(bucket, self.comm).items()
         yield from ((name, x.reshape(-1)) for name, x in (self.further | self.buffers()).items())
 
     def state_dict(self) -> Tensors:
-        """Copy named_state to the CPU, on all ranks; call it on all. RunError between the updates of a rule."""
-        require(not self.between_updates, f"state_dict() was called before step {self.reducer.step}, between two "
-                "updates of a rule with `every` above 1: no state holds waiting gradients; call it after an update")
+        """Copy named_state to the CPU, on all ranks; call it on all. RunError between the updates
+        of a rule."""
+        require(
+            not self.between_updates,
+            f"state_dict() was called before step {self.reducer.step}, between two updates of a"
+            " rule with `every` above 1: no state holds waiting gradients; call it after an"
+            " update",
+        )
         return {name: x.detach().to("cpu", copy=True) for name, x in self.named_state()}
 
     def load_state_dict(self, state: Tensors) -> None:
-        """Load a state_dict, the same on all ranks, and drop unused gradients. Change nothing if it does not fit."""
+        """Load a state_dict, the same on all ranks, and drop unused gradients. Change nothing if
+        it does not fit."""
         rest = dict(state)
         of_buckets = [(bucket, take_state(bucket, rest)) for bucket in self.buckets]
         # states of older versions have no buffers
-        of_buffers = [(x, rest.pop(name)) for name, x in (self.further | self.buffers()).items()
-                      if name in rest and rest[name].numel() == x.numel()]
-        require(not rest, f"the saved state does not fit: this model has no {', '.join(sorted(rest))}")
+        of_buffers = [
+            (x, rest.pop(name))
+            for name, x in (self.further | self.buffers()).items()
+            if name in rest and rest[name].numel() == x.numel()
+        ]
+        require(
+            not rest, f"the saved state does not fit: this model has no {', '.join(sorted(rest))}"
+        )
         self.finish_all_gathers()
         self.reducer.drop_gradients()
         for bucket, saved in of_buckets:
@@ -2157,12 +3151,15 @@ class DistributedOptimizer:
 
     @property
     def between_updates(self) -> bool:
-        """Whether earlier steps' gradients wait for an update, and a saved state would lack them. All ranks agree."""
+        """Whether earlier steps' gradients wait for an update, and a saved state would lack them.
+        All ranks agree."""
         saved = self.settings.world_size_invariant  # as NAME/pending
         return not saved and any(map(self.reducer.waits, self.buckets))
 
+
 def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step: int) -> float:
-    """Clip all gradients by their norm, and return it. Raise RunError on every rank if one is not finite."""
+    """Clip all gradients by their norm, and return it. Raise RunError on every rank if one is not
+    finite."""
     squares = []  # float32 norms of short chunks, squared and summed in float64: fast and accurate
     for shard in (bucket.grad_shard for bucket in buckets):
         chunks = shard.view(-1, math.gcd(shard.numel(), Bucket.SHARD_ALIGNMENT))
@@ -2172,43 +3169,68 @@ def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step
     if not math.isfinite(total):
         bad = comm.all_gather_json([name for bucket in buckets for name in bucket.nonfinite()])
         names = ", ".join(sorted({*itertools.chain(*bad)})) or "only their norm overflows"
-        raise RunError(f"gradients of step {step} are not finite: {names}; the step was not applied. Lower the "
-                       "learning rates, or check the data of this step")
+        raise RunError(
+            f"gradients of step {step} are not finite: {names}; the step was not applied. Lower the"
+            " learning rates, or check the data of this step"
+        )
     if clip_norm and math.sqrt(total) > clip_norm:
         for bucket in buckets:
             bucket.grad_shard.mul_(clip_norm / math.sqrt(total))
     return math.sqrt(total)
 
-def outer_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Iterator[nn.Parameter]]]:
-    """Yield modules whose forward hooks run outside of compiled code, each with the parameters that it reads.
 
-    These are the model and its children that have a forward; a ModuleList's children one by one. The model reads its
-    direct parameters, and all that none of these children lists.
+def outer_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Iterator[nn.Parameter]]]:
+    """Yield modules whose forward hooks run outside of compiled code, each with the parameters
+    that it reads.
+
+    These are the model and its children that have a forward; a ModuleList's children one by one.
+    The model reads its direct parameters, and all that none of these children lists.
     """
-    children = [x for child in model.children() for x in (child if isinstance(child, nn.ModuleList) else [child])]
+    children = [
+        x
+        for child in model.children()
+        for x in (child if isinstance(child, nn.ModuleList) else [child])
+    ]
     running = [child for child in children if type(child).forward is not nn.Module.forward]
     listed = {param for child in running for param in child.parameters()}
-    yield model, itertools.chain(model.parameters(recurse=False), (p for p in model.parameters() if p not in listed))
+    yield (
+        model,
+        itertools.chain(
+            model.parameters(recurse=False), (p for p in model.parameters() if p not in listed)
+        ),
+    )
     for child in running:
         yield child, child.parameters()
 
-def persistent_buffers(model: nn.Module, holds: Callable = torch.is_tensor) -> Callable[[], Tensors]:
+
+def persistent_buffers(
+    model: nn.Module, holds: Callable = torch.is_tensor
+) -> Callable[[], Tensors]:
     """Return a function that finds the model's persistent buffers; those of which `holds` is true."""
-    places = [(f"{name}.{key}".removeprefix("."), module._buffers, key)  # a module may replace its buffer
-              for name, module in model.named_modules() for key in module._buffers
-              if key not in module._non_persistent_buffers_set]
-    return lambda: {name: memory_of(x) for name, buffers, key in places if holds(x := buffers.get(key))}
+    # a module may replace its buffer
+    places = [
+        (f"{name}.{key}".removeprefix("."), module._buffers, key)
+        for name, module in model.named_modules()
+        for key in module._buffers
+        if key not in module._non_persistent_buffers_set
+    ]
+    return lambda: {
+        name: memory_of(x) for name, buffers, key in places if holds(x := buffers.get(key))
+    }
+
 
 def memory_of(x: Tensor) -> Tensor:
     """View each element of an expanded tensor once."""
     return x[tuple(slice(None if stride else 1) for stride in x.stride())]
 
-class Reducer:
-    """Gradients in: hooks add them into slots, and launch a bucket's reduce-scatter when all its slots are complete.
 
-    All ranks launch buckets in one order: the order in which rank 0's backward completed them. Each set of buckets that
-    take part has its own order, learned in its first step: a tied head is complete last, an untied one first. A bucket
-    that is complete early waits for its turn.
+class Reducer:
+    """Gradients in: hooks add them into slots, and launch a bucket's reduce-scatter when all its
+    slots are complete.
+
+    All ranks launch buckets in one order: the order in which rank 0's backward completed them. Each
+    set of buckets that take part has its own order, learned in its first step: a tied head is
+    complete last, an untied one first. A bucket that is complete early waits for its turn.
 
     state                                     set by                           cleared by
     slot in needs_overwrite: no gradient yet  the bucket's update              register_grad_ready
@@ -2219,22 +3241,36 @@ class Reducer:
     """
 
     CURE = "use each in the loss"  # of check_complete's error
-    allow_missing = False  # a place for an idea that skips layers: count a missing gradient as zeros
+    # a place for an idea that skips layers: count a missing gradient as zeros
+    allow_missing = False
 
-    def __init__(self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings, grad_scale: float):
+    def __init__(
+        self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings, grad_scale: float
+    ):
         """grad_scale: a factor on every gradient, on top of the mean over micro-batches and ranks."""
-        self.buckets, self.comm, self.settings, self.grad_scale = list(buckets), comm, settings, grad_scale
-        self.launch_orders: dict[int, list[Bucket]] = {}  # learned, by the number of buckets that take part
+        self.buckets, self.comm, self.settings, self.grad_scale = (
+            list(buckets),
+            comm,
+            settings,
+            grad_scale,
+        )
+        # learned, by the number of buckets that take part
+        self.launch_orders: dict[int, list[Bucket]] = {}
         self.launch_order: list[Bucket] = []  # of this step's buckets; empty until it is learned
-        self.completed: list[Bucket] = []     # while the order is learned: buckets by their last gradient
-        self.due: list[Bucket] = []           # buckets that the prepared backward completes, in launch order
-        self.launches = 0                     # how many of `due` are launched
-        self.step = 0                         # the current step or, between steps, the next one
+        # while the order is learned: buckets by their last gradient
+        self.completed: list[Bucket] = []
+        # buckets that the prepared backward completes, in launch order
+        self.due: list[Bucket] = []
+        self.launches = 0  # how many of `due` are launched
+        self.step = 0  # the current step or, between steps, the next one
         self.micro_batch, self.micro_batches, self.factor = 0, 0, 1.0
-        self.dropped = True                   # no step has ended since all gradients were dropped
-        self.span: Callable[[str], Any] = lambda name: contextlib.nullcontext()  # profiling sets it to name ranges
+        self.dropped = True  # no step has ended since all gradients were dropped
+        # profiling sets it to name ranges
+        self.span: Callable[[str], Any] = lambda name: contextlib.nullcontext()
         for bucket in buckets:
-            bucket.receive_buffer = comm.receive_buffer(bucket.grad_data, settings.world_size_invariant)
+            bucket.receive_buffer = comm.receive_buffer(
+                bucket.grad_data, settings.world_size_invariant
+            )
         self.slots = {slot.param: (bucket, slot) for bucket in buckets for slot in bucket.slots}
         for param in self.slots:
             self.set_hook(param)
@@ -2242,40 +3278,64 @@ class Reducer:
     def set_hook(self, param: nn.Parameter) -> Any:
         me = weakref.ref(self)  # a hook on a tensor keeps alive what it refers to, also in a cycle
         return param.register_post_accumulate_grad_hook(
-            lambda param: (reducer := me()) and reducer.register_grad_ready(*reducer.slots[param]))
+            lambda param: (reducer := me()) and reducer.register_grad_ready(*reducer.slots[param])
+        )
 
     def announce_rows(self, step: int, indices: dict[nn.Parameter, Tensor]) -> None:
-        """Announce, before a step's first forward, which rows of tables this rank will read in the step.
+        """Announce, before a step's first forward, which rows of tables this rank will read in the
+        step.
 
-        indices: int tensors of any shape on the CPU. If all ranks omit the call, they wait for one another at launch.
+        indices: int tensors of any shape on the CPU. If all ranks omit the call, they wait for one
+        another at launch.
         """
         for bucket in self.buckets:
             if isinstance(bucket, RowBucket):
-                bucket.announce(self.comm, [indices[slot.param].flatten().long() + bucket.first_row(slot)
-                                            for slot in bucket.slots], self.reduces_in(bucket, step))
+                bucket.announce(
+                    self.comm,
+                    [
+                        indices[slot.param].flatten().long() + bucket.first_row(slot)
+                        for slot in bucket.slots
+                    ],
+                    self.reduces_in(bucket, step),
+                )
 
     def reduces_in(self, bucket: Bucket, step: int) -> bool:
-        return step >= bucket.first_step and (self.settings.world_size_invariant or bucket.updates_in(step))
+        return step >= bucket.first_step and (
+            self.settings.world_size_invariant or bucket.updates_in(step)
+        )
 
     def prepare_for_backward(self, step: int, micro_batch: int = 0, micro_batches: int = 1) -> None:
-        """Prepare for the backward of one of this rank's micro-batches; the last one of a step launches buckets."""
+        """Prepare for the backward of one of this rank's micro-batches; the last one of a step
+        launches buckets."""
         expected = (self.step, self.micro_batch) if self.micro_batches else (step, 0)
         if (step, micro_batch) != expected or micro_batch and micro_batches != self.micro_batches:
-            raise RunError(f"micro-batch {micro_batch} of {micro_batches} of step {step} was prepared, but micro-batch "
-                           f"{expected[1]} of step {expected[0]} is next; prepare each once, and then call step()")
+            raise RunError(
+                f"micro-batch {micro_batch} of {micro_batches} of step {step} was prepared, but"
+                f" micro-batch {expected[1]} of step {expected[0]} is next; prepare each once, and"
+                " then call step()"
+            )
         self.step, self.micro_batch, self.micro_batches = step, micro_batch + 1, micro_batches
         self.factor = self.grad_scale / (micro_batches * self.comm.ranks)
-        self.launch_order = self.launch_orders.get(sum(step >= bucket.first_step for bucket in self.buckets), [])
+        self.launch_order = self.launch_orders.get(
+            sum(step >= bucket.first_step for bucket in self.buckets), []
+        )
         self.completed, self.launches, last = [], 0, self.micro_batch == micro_batches
-        self.due = [bucket for bucket in self.launch_order or self.buckets if last and self.reduces_in(bucket, step)]
+        self.due = [
+            bucket
+            for bucket in self.launch_order or self.buckets
+            if last and self.reduces_in(bucket, step)
+        ]
         for bucket in self.buckets:
             bucket.missing.update(bucket.slots)
 
     def register_grad_ready(self, bucket: Bucket, slot: Slot) -> None:
-        """Add a parameter's new gradient into its slot, and launch complete buckets in order. This is the hook."""
+        """Add a parameter's new gradient into its slot, and launch complete buckets in order. This
+        is the hook."""
         if self.step < bucket.first_step:
-            raise RunError(f"{slot.name} got a gradient in step {self.step}, before step {bucket.first_step}, its "
-                           "first; do not use the parameter before it")
+            raise RunError(
+                f"{slot.name} got a gradient in step {self.step}, before step {bucket.first_step},"
+                " its first; do not use the parameter before it"
+            )
         bucket.add_grad(slot, self.factor, self.settings.world_size_invariant)
         if not self.launch_order:
             if not bucket.missing:
@@ -2296,16 +3356,18 @@ class Reducer:
             self.check_complete(bucket)
         if not self.launch_order:
             self.set_launch_order()
-        for bucket in self.due[self.launches:]:
+        for bucket in self.due[self.launches :]:
             self.launch(bucket)
 
     def check_complete(self, bucket: Bucket) -> None:
         """Raise RunError if a parameter of the bucket got no gradient in this step."""
         if bucket.missing and not self.allow_missing:
             missing = [slot.name for slot in bucket.slots if slot in bucket.missing]
-            raise RunError(f"bucket {bucket.name} was not launched: {len(bucket.slots) - len(missing)} of "
-                           f"{len(bucket.slots)} of its parameters got a gradient, not {', '.join(missing)}; "
-                           f"{self.CURE}")
+            raise RunError(
+                f"bucket {bucket.name} was not launched: {len(bucket.slots) - len(missing)} of "
+                f"{len(bucket.slots)} of its parameters got a gradient, not {', '.join(missing)}; "
+                f"{self.CURE}"
+            )
 
     def set_launch_order(self) -> None:
         """Broadcast rank 0's order: the buckets that its backward completed, then the others."""
@@ -2340,9 +3402,16 @@ class Reducer:
         for bucket in self.buckets:
             bucket.drop_gradients()
 
-def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ranks: int,
-                 grad_reduce_in_fp32: bool = False) -> list[Bucket]:
-    """Group parameters with the same rule, dtype, unit and first step into buckets, starting at the last layer."""
+
+def fill_buckets(
+    specs: Sequence[ParamSpec],
+    bucket_bytes: float,
+    rank: int,
+    ranks: int,
+    grad_reduce_in_fp32: bool = False,
+) -> list[Bucket]:
+    """Group parameters with the same rule, dtype, unit and first step into buckets, starting at
+    the last layer."""
     open_groups: dict[Any, list[ParamSpec]] = {}
     groups: list[list[ParamSpec]] = []
     for spec in reversed(specs):
@@ -2353,9 +3422,13 @@ def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ran
         if sum(s.param.nbytes for s in group) >= bucket_bytes:
             del open_groups[key]
     grad_dtype = torch.float32 if grad_reduce_in_fp32 else None
-    return [(RowBucket if getattr(group[0].rule, "rows", False) else Bucket)(
-                f"{i}-{type(group[0].rule).__name__.lower()}", group, rank, ranks, grad_dtype)
-            for i, group in enumerate(groups)]
+    return [
+        (RowBucket if getattr(group[0].rule, "rows", False) else Bucket)(
+            f"{i}-{type(group[0].rule).__name__.lower()}", group, rank, ranks, grad_dtype
+        )
+        for i, group in enumerate(groups)
+    ]
+
 
 @dataclass(eq=False)
 class Slot:
@@ -2363,58 +3436,92 @@ class Slot:
 
     name: str
     param: nn.Parameter
-    offset: int   # of the first element in the bucket
+    offset: int  # of the first element in the bucket
     grad: Tensor  # view of the bucket's gradient buffer, in the parameter's shape
-    pending_grads: list[Tensor] = field(default_factory=list)  # gradients to be summed at launch, not yet in `grad`
+    # gradients to be summed at launch, not yet in `grad`
+    pending_grads: list[Tensor] = field(default_factory=list)
+
 
 class Bucket:
-    """Parameters with one rule and one dtype in one contiguous buffer, and their gradients in another.
+    """Parameters with one rule and one dtype in one contiguous buffer, and their gradients in
+    another.
 
-    Both buffers hold one shard of whole units for each rank, all shards of equal size. The constructor copies the
-    parameters into the buffer and makes each a view of it, so that an all-gather writes where the model reads.
+    Both buffers hold one shard of whole units for each rank, all shards of equal size. The
+    constructor copies the parameters into the buffer and makes each a view of it, so that an
+    all-gather writes where the model reads.
     """
 
     SHARD_ALIGNMENT = 64  # elements: aligns parameters and shards for vector loads
-    RESERVED = "updates", "pending", "lr", "step", "skipped"  # names in a saved state that are not a rule's own tensors
+    # names in a saved state that are not a rule's own tensors
+    RESERVED = "updates", "pending", "lr", "step", "skipped"
     grad_device: str | None = None  # of the gradient buffer; None: the parameters' device
     may_compile = True  # the update, if the run is compiled
 
-    def __init__(self, name: str, specs: Sequence[ParamSpec], rank: int, ranks: int,
-                 grad_dtype: torch.dtype | None = None):
-        first, self.name, self.rule, self.first_step = specs[0].param, name, specs[0].rule, specs[0].first_step
+    def __init__(
+        self,
+        name: str,
+        specs: Sequence[ParamSpec],
+        rank: int,
+        ranks: int,
+        grad_dtype: torch.dtype | None = None,
+    ):
+        first, self.name, self.rule, self.first_step = (
+            specs[0].param,
+            name,
+            specs[0].rule,
+            specs[0].first_step,
+        )
         unit = self.rule.unit(specs[0])
         unit_numel = math.prod(unit) if unit else self.SHARD_ALIGNMENT
         counts = [-(-spec.param.numel() // unit_numel) for spec in specs]
         self.units = sum(counts)  # of the parameters; the other units of the buffer are padding
         per_rank = -(-self.units // ranks)
         self.shard_numel, self.shard_begin = per_rank * unit_numel, rank * per_rank * unit_numel
-        self.param_data = torch.zeros(ranks * self.shard_numel, dtype=first.dtype, device=first.device)
-        self.grad_data = torch.zeros_like(self.param_data, dtype=grad_dtype or first.dtype, device=self.grad_device)
+        self.param_data = torch.zeros(
+            ranks * self.shard_numel, dtype=first.dtype, device=first.device
+        )
+        self.grad_data = torch.zeros_like(
+            self.param_data, dtype=grad_dtype or first.dtype, device=self.grad_device
+        )
         scale = torch.ones(ranks * per_rank, 1, 1, dtype=wide_dtype(first))
         self.slots = []
         for spec, begin, count in zip(specs, itertools.accumulate(counts, initial=0), counts):
-            param, here = spec.param, slice(begin * unit_numel, begin * unit_numel + spec.param.numel())
+            param, here = (
+                spec.param,
+                slice(begin * unit_numel, begin * unit_numel + spec.param.numel()),
+            )
             self.param_data[here].copy_(param.detach().reshape(-1))
             param.data, param.grad = self.param_data[here].view(param.shape), None
-            self.slots.append(Slot(spec.name, param, here.start, self.grad_data[here].view(param.shape)))
-            scale[begin:begin + count] = spec.scale
-        self.scale = scale[rank * per_rank:(rank + 1) * per_rank].to(first.device, copy=True)  # of this shard's units
+            self.slots.append(
+                Slot(spec.name, param, here.start, self.grad_data[here].view(param.shape))
+            )
+            scale[begin : begin + count] = spec.scale
+        # of this shard's units
+        self.scale = scale[rank * per_rank : (rank + 1) * per_rank].to(first.device, copy=True)
         shard = slice(self.shard_begin, self.shard_begin + self.shard_numel)
-        self.param_shard, self.grad_shard = (x[shard].view(-1, *unit) for x in (self.param_data, self.grad_data))
+        self.param_shard, self.grad_shard = (
+            x[shard].view(-1, *unit) for x in (self.param_data, self.grad_data)
+        )
         self.updates, self.state = 0, self.rule.init_state(self.param_shard)
         for key, x in self.state.items():
             fits = x.shape[:1] == self.param_shard.shape[:1] and key not in self.RESERVED
-            require(fits, f"{type(self.rule).__name__}.init_state returned {key!r} {list(x.shape)}; each tensor needs "
-                    f"{len(self.param_shard)} entries, one per unit of the shard, and a name other than "
-                    f"{', '.join(self.RESERVED)}")
-        self.needs_overwrite = set(self.slots)      # slots without a gradient since the last update
-        self.missing = set(self.slots)              # slots that still wait for this backward's gradient
-        self.receive_buffer: Tensor | None = None   # see Comm.receive_buffer
-        self.reduce_handle: Any = None              # of the reduce-scatter in flight
-        self.gather_handle: Any = None              # of the all-gather in flight
+            require(
+                fits,
+                f"{type(self.rule).__name__}.init_state returned {key!r} {list(x.shape)}; each"
+                f" tensor needs {len(self.param_shard)} entries, one per unit of the shard, and a"
+                f" name other than {', '.join(self.RESERVED)}",
+            )
+        self.needs_overwrite = set(self.slots)  # slots without a gradient since the last update
+        # slots that still wait for this backward's gradient
+        self.missing = set(self.slots)
+        self.receive_buffer: Tensor | None = None  # see Comm.receive_buffer
+        self.reduce_handle: Any = None  # of the reduce-scatter in flight
+        self.gather_handle: Any = None  # of the all-gather in flight
 
     def updates_in(self, step: int) -> bool:
-        updates_in = getattr(self.rule, "updates_in", lambda step: (step + 1) % self.rule.every == 0)
+        updates_in = getattr(
+            self.rule, "updates_in", lambda step: (step + 1) % self.rule.every == 0
+        )
         return step >= self.first_step and updates_in(step)
 
     def add_grad(self, slot: Slot, factor: float, invariant: bool = False) -> None:
@@ -2425,7 +3532,8 @@ class Bucket:
         self.missing.discard(slot)
 
     def accumulate(self, slot: Slot, grad: Tensor, factor: float, invariant: bool) -> None:
-        """Add a gradient in one pass over memory; a sparse one into the rows that it has. The first one overwrites."""
+        """Add a gradient in one pass over memory; a sparse one into the rows that it has. The
+        first one overwrites."""
         main, overwrite = slot.grad, slot in self.needs_overwrite
         if invariant:
             slot.pending_grads.append(grad.to_dense().to(main.dtype) * factor)
@@ -2439,7 +3547,8 @@ class Bucket:
             main.add_(grad, alpha=factor)
 
     def start_reduce_scatter(self, comm: Comm, invariant: bool) -> None:
-        """Start the sum over ranks. After reduce_handle.wait() grad_shard holds it, the rest of grad_data nothing."""
+        """Start the sum over ranks. After reduce_handle.wait() grad_shard holds it, the rest of
+        grad_data nothing."""
         for slot in self.slots if invariant else ():
             if slot.pending_grads:
                 slot.grad.copy_(tree_sum(slot.pending_grads))
@@ -2448,42 +3557,55 @@ class Bucket:
                 slot.grad.zero_()
         for slot in self.needs_overwrite:  # unused parameters
             slot.grad.zero_()
-        self.reduce_handle = comm.reduce_scatter(self.grad_shard.view(-1), self.grad_data, self.receive_buffer)
+        self.reduce_handle = comm.reduce_scatter(
+            self.grad_shard.view(-1), self.grad_data, self.receive_buffer
+        )
 
     def carry_over(self, updates: bool) -> None:
-        """Add earlier steps' gradients; keep the sum if this step does not update (world-size-invariant mode only)."""
+        """Add earlier steps' gradients; keep the sum if this step does not update
+        (world-size-invariant mode only)."""
         if (pending := self.state.pop("pending", None)) is not None:
             self.grad_shard.add_(pending)
         if not updates:
             self.state["pending"] = self.grad_shard.clone()
 
     def hyper(self, plan: Plan) -> Values:
-        """Compute the rule's hyperparameters, and its noise, which depends on seed, update and name only."""
+        """Compute the rule's hyperparameters, and its noise, which depends on seed, update and
+        name only."""
         hyper = self.rule.hyper(plan, self.updates)
         if "noise" in hyper:
-            seed, hyper["noise"] = hyper["noise"], torch.zeros_like(self.param_shard, dtype=torch.float32)
+            seed, hyper["noise"] = (
+                hyper["noise"],
+                torch.zeros_like(self.param_shard, dtype=torch.float32),
+            )
             for slot in self.slots:
                 part = self.view_of(slot, hyper["noise"], True)
                 digest = sha256_of(f"{seed} {self.updates} {slot.name}".encode())
                 random = torch.Generator(part.device).manual_seed(int(digest[:15], 16))
                 noise = torch.randn(slot.param.numel(), generator=random, device=part.device)
-                part.copy_(noise[max(0, self.shard_begin - slot.offset):][:len(part)])
+                part.copy_(noise[max(0, self.shard_begin - slot.offset) :][: len(part)])
         return hyper
 
     def update(self, update: Callable[..., None], hyper: Values, unbatched: bool) -> None:
-        """Update this rank's shard. unbatched: one matrix at a time, since a batch may be summed in another order."""
+        """Update this rank's shard. unbatched: one matrix at a time, since a batch may be summed
+        in another order."""
         size = 1 if unbatched and self.param_shard.dim() > 1 else len(self.param_shard)
         by_unit = {"scale": self.scale, **{key: x for key, x in hyper.items() if key == "noise"}}
         for part in (slice(i, i + size) for i in range(0, len(self.param_shard), size)):
-            update(self.param_shard[part], self.grad_shard[part], {key: x[part] for key, x in self.state.items()},
-                   {**hyper, **{key: x[part] for key, x in by_unit.items()}})
+            update(
+                self.param_shard[part],
+                self.grad_shard[part],
+                {key: x[part] for key, x in self.state.items()},
+                {**hyper, **{key: x[part] for key, x in by_unit.items()}},
+            )
 
     def start_all_gather(self, comm: Comm) -> None:
         """Start to write every rank's updated shard into param_data, where the model reads it."""
         self.gather_handle = comm.all_gather(self.param_data, self.param_shard.view(-1))
 
     def nonfinite(self) -> list[str]:
-        """Name parameters with a non-finite gradient: a sum over ranks within this rank's shard, local outside it."""
+        """Name parameters with a non-finite gradient: a sum over ranks within this rank's shard,
+        local outside it."""
         return [slot.name for slot in self.slots if not slot.grad.isfinite().all()]
 
     def drop_gradients(self) -> None:
@@ -2494,17 +3616,25 @@ class Bucket:
             slot.pending_grads.clear()
 
     def view_of(self, slot: Slot, x: Tensor, of_shard: bool = False) -> Tensor:
-        """View a parameter's part of a tensor over all shards or this rank's, which may have fewer values per unit."""
-        begin, numel = (self.shard_begin, self.shard_numel) if of_shard else (0, len(self.param_data))
+        """View a parameter's part of a tensor over all shards or this rank's, which may have fewer
+        values per unit."""
+        begin, numel = (
+            (self.shard_begin, self.shard_numel) if of_shard else (0, len(self.param_data))
+        )
         ends = (slot.offset - begin, slot.offset - begin + slot.param.numel())
         return x.view(-1)[slice(*(max(end, 0) * x.numel() // numel for end in ends))]
 
+
 @functools.lru_cache(maxsize=256)
-def factor_tensor(factor: float, grad: torch.dtype, main: torch.dtype, device: torch.device) -> Tensor:
-    """Return the factor as a tensor, with which a small torch.mul(gradient, factor, out=main) is 1.5 times as fast."""
+def factor_tensor(
+    factor: float, grad: torch.dtype, main: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return the factor as a tensor, with which a small torch.mul(gradient, factor, out=main) is
+    1.5 times as fast."""
     if grad != main:  # shape [1] makes torch.mul compute in the wider dtype, in the same pass
         return torch.tensor([factor], dtype=main, device=device)
     return torch.tensor(factor, dtype=torch.promote_types(grad, torch.float32))
+
 
 def tree_sum(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     """Sum n tensors as a binary tree of neighbours; into `out` if it is given and n > 1."""
@@ -2513,61 +3643,92 @@ def tree_sum(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     half = len(terms) // 2
     return torch.add(tree_sum(terms[:half]), tree_sum(terms[half:]), out=out)
 
+
 class Comm:
     """The collectives of a run. No other code calls them, so a test can replace the network.
 
-    gloo's own reduce-scatter is an all-reduce that keeps a shard, and its all-gather copies. With gloo both are made of
-    point-to-point messages instead, which send half as much and copy nothing (timed by bench/whole_step.py).
+    gloo's own reduce-scatter is an all-reduce that keeps a shard, and its all-gather copies. With
+    gloo both are made of point-to-point messages instead, which send half as much and copy nothing
+    (timed by bench/whole_step.py).
     """
 
     sent_dtype: torch.dtype | None = None  # of gradients; None: their own
 
-    def __init__(self, rank: int = 0, ranks: int = 1, device: torch.device | str = "cpu",
-                 timeout: timedelta | None = None, group: Any = None):
-        """timeout: of collectives of CPU tensors beside a GPU's; None: torch's 30 minutes. group: None: all ranks."""
-        self.rank, self.ranks, self.device, self.timeout, self.group = rank, ranks, device, timeout, group
+    def __init__(
+        self,
+        rank: int = 0,
+        ranks: int = 1,
+        device: torch.device | str = "cpu",
+        timeout: timedelta | None = None,
+        group: Any = None,
+    ):
+        """timeout: of collectives of CPU tensors beside a GPU's; None: torch's 30 minutes. group:
+        None: all ranks."""
+        self.rank, self.ranks, self.device, self.timeout, self.group = (
+            rank,
+            ranks,
+            device,
+            timeout,
+            group,
+        )
         self.point_to_point = ranks == 1 or dist.get_backend(group) == "gloo"
 
     def receive_buffer(self, full: Tensor, invariant: bool) -> Tensor | None:
-        """Allocate memory for the messages of reduce_scatter(full [ranks * shard]); None if it sends no messages."""
-        if self.point_to_point or invariant:  # once, since allocating it for each launch would cost as much as the sum
+        """Allocate memory for the messages of reduce_scatter(full [ranks * shard]); None if it
+        sends no messages."""
+        if (
+            self.point_to_point or invariant
+        ):  # once, since allocating it for each launch would cost as much as the sum
             return full.new_empty(self.ranks - 1, len(full) // self.ranks, dtype=self.sent_dtype)
         return None
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, buffer: Tensor | None) -> Any:
-        """Start to sum this rank's part of full [ranks * shard] over ranks into shard; with a buffer, as a tree."""
+        """Start to sum this rank's part of full [ranks * shard] over ranks into shard; with a
+        buffer, as a tree."""
         if buffer is None:
             unwrapped = inspect.unwrap(dist.reduce_scatter_tensor)  # torch 2.13's wrapper warns
             return unwrapped(shard, full, group=self.group, async_op=True)
         shards = full.view(self.ranks, -1)
-        received = [*buffer[:self.rank], shards[self.rank], *buffer[self.rank:]]
-        return HandleGroup(self.exchange(shards, received), then=lambda: tree_sum(received, out=shard))
+        received = [*buffer[: self.rank], shards[self.rank], *buffer[self.rank :]]
+        return HandleGroup(
+            self.exchange(shards, received), then=lambda: tree_sum(received, out=shard)
+        )
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Any:
-        """Start to write every rank's shard into full [ranks * shard]. The shard may be a view of full."""
+        """Start to write every rank's shard into full [ranks * shard]. The shard may be a view of
+        full."""
         if not self.point_to_point:
-            return inspect.unwrap(dist.all_gather_into_tensor)(full, shard, group=self.group, async_op=True)
+            return inspect.unwrap(dist.all_gather_into_tensor)(
+                full, shard, group=self.group, async_op=True
+            )
         shards = full.view(self.ranks, -1)
         shards[self.rank].copy_(shard)  # a no-op if shard is a view of full
         return self.exchange([shard] * self.ranks, shards)
 
     @functools.cached_property
     def cpu_group(self) -> Any:
-        """The process group for CPU tensors. With a GPU's backend all ranks must first use it at the same time."""
+        """The process group for CPU tensors. With a GPU's backend all ranks must first use it at
+        the same time."""
         if dist.get_backend(self.group) == "gloo":
             return self.group
         ranks = self.group and dist.get_process_group_ranks(self.group)
-        return dist.new_group(ranks, self.timeout, "gloo", use_local_synchronization=ranks is not None)
+        return dist.new_group(
+            ranks, self.timeout, "gloo", use_local_synchronization=ranks is not None
+        )
 
     def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> HandleGroup:
-        """Start to send sent[i] to rank i and to receive received[i] from it. Empty tensors are not sent."""
+        """Start to send sent[i] to rank i and to receive received[i] from it. Empty tensors are
+        not sent."""
         group = self.cpu_group if self.ranks > 1 and not sent[0].is_cuda else self.group
         # messages of int64 have a tag of their own, so that a subclass can send them between these
         tag = 4404 + (sent[0].dtype == torch.int64)
         world = dist.get_process_group_ranks(self.group) if self.group else range(self.ranks)
-        messages = [(way, tensors[other], world[other], group, tag)
-                    for way, tensors in ((dist.isend, sent), (dist.irecv, received))
-                    for other in range(self.ranks) if other != self.rank and tensors[other].numel()]
+        messages = [
+            (way, tensors[other], world[other], group, tag)
+            for way, tensors in ((dist.isend, sent), (dist.irecv, received))
+            for other in range(self.ranks)
+            if other != self.rank and tensors[other].numel()
+        ]
         if messages and sent[0].is_cuda:  # NCCL needs a batch, which costs gloo time
             handles = dist.batch_isend_irecv([dist.P2POp(*m) for m in messages])
         else:
@@ -2584,44 +3745,62 @@ class Comm:
         return x
 
     def start_all_reduce(self, x: Tensor) -> Any:
-        """Start to sum x over ranks in place. On GPUs only the stream that calls handle.wait() waits."""
-        return dist.all_reduce(x, group=self.group, async_op=True) if self.ranks > 1 else HandleGroup()
+        """Start to sum x over ranks in place. On GPUs only the stream that calls handle.wait()
+        waits."""
+        return (
+            dist.all_reduce(x, group=self.group, async_op=True) if self.ranks > 1 else HandleGroup()
+        )
 
     def broadcast(self, x: Tensor) -> None:
         """Copy rank 0's tensor to all ranks."""
         if self.ranks > 1:
             memory = memory_of(x)
             sent = memory.contiguous()  # a buffer may be transposed
-            dist.broadcast(sent.view(-1).view(torch.uint8), group=self.group, group_src=0)  # gloo lacks some dtypes
+            # gloo lacks some dtypes
+            dist.broadcast(sent.view(-1).view(torch.uint8), group=self.group, group_src=0)
             memory.copy_(sent)
 
     def all_gather_json(self, mine: Any) -> list[Any]:
-        """Return every rank's value, in the order of ranks. JSON, unlike pickle, executes nothing on arrival."""
+        """Return every rank's value, in the order of ranks. JSON, unlike pickle, executes nothing
+        on arrival."""
         if self.ranks == 1:  # the device may be `meta`, which holds no values
             return [json.loads(json.dumps(mine))]
         text = torch.tensor(list(json.dumps(mine).encode()), dtype=torch.uint8, device=self.device)
-        sizes = self.all_reduce(F.one_hot(torch.tensor(self.rank), self.ranks).to(self.device) * len(text)).tolist()
+        sizes = self.all_reduce(
+            F.one_hot(torch.tensor(self.rank), self.ranks).to(self.device) * len(text)
+        ).tolist()
         texts = text.new_zeros(self.ranks, max(sizes))
-        texts[self.rank, :len(text)] = text
-        return [json.loads(bytes(x[:size])) for x, size in zip(self.all_reduce(texts).tolist(), sizes)]
+        texts[self.rank, : len(text)] = text
+        return [
+            json.loads(bytes(x[:size])) for x, size in zip(self.all_reduce(texts).tolist(), sizes)
+        ]
+
 
 class CompressedComm(Comm):
-    """Sends gradients in bf16: half the bytes of float32. Other communication hooks are subclasses like this one."""
+    """Sends gradients in bf16: half the bytes of float32. Other communication hooks are subclasses
+    like this one."""
 
     sent_dtype = torch.bfloat16
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, buffer: Tensor | None) -> Any:
         small = full.to(self.sent_dtype)
         small_shard = small.view(self.ranks, -1)[self.rank]
-        return HandleGroup(super().reduce_scatter(small_shard, small, buffer), then=lambda: shard.copy_(small_shard))
+        return HandleGroup(
+            super().reduce_scatter(small_shard, small, buffer),
+            then=lambda: shard.copy_(small_shard),
+        )
+
 
 class HandleGroup:
-    """Handles of collectives or messages that are waited for together; `then` is called after the last one.
+    """Handles of collectives or messages that are waited for together; `then` is called after the
+    last one.
 
     peers: the rank that each message is from or to. If it fails, the error names the rank.
     """
 
-    def __init__(self, *handles: Any, then: Callable[[], Any] = lambda: None, peers: Sequence[int] = ()):
+    def __init__(
+        self, *handles: Any, then: Callable[[], Any] = lambda: None, peers: Sequence[int] = ()
+    ):
         self.handles, self.then, self.peers = handles, then, peers
 
     def wait(self) -> Any:
@@ -2630,6 +3809,7 @@ class HandleGroup:
                 handle.wait()
         return self.then()
 
+
 @contextlib.contextmanager
 def name_peer(peer: str) -> Iterator[None]:
     """Add the other rank's number to the error of a send or a receive."""
@@ -2637,63 +3817,89 @@ def name_peer(peer: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         cause = first_line(error).rpartition("] ")[2]  # without gloo's file and line
-        raise RuntimeError(f"{peer} has ended, hangs or makes another call ({cause.split('. ')[0]}); its own output "
-                           "says why") from error
+        raise RuntimeError(
+            f"{peer} has ended, hangs or makes another call ({cause.split('. ')[0]}); its own"
+            " output says why"
+        ) from error
+
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, or its kind if it has no text."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
+
 def agree(comm: Comm, subject: str, mine: Values, cure: str) -> None:
-    """Raise RunError on every rank unless all ranks have the same values; it names the value, the rank and both."""
+    """Raise RunError on every rank unless all ranks have the same values; it names the value, the
+    rank and both."""
     for rank, theirs in enumerate(everyones := comm.all_gather_json(mine)):
         for key in {**everyones[0], **theirs}:
             here, first = theirs.get(key, "nothing"), everyones[0].get(key, "nothing")
             if here != first:
-                raise RunError(f"the ranks' {subject} differ: rank {rank} has {key} {here}; rank 0 has {first}. {cure}")
+                raise RunError(
+                    f"the ranks' {subject} differ: rank {rank} has {key} {here}; rank 0 has"
+                    f" {first}. {cure}"
+                )
+
 
 class RowBucket(Bucket):
-    """Tables of which a step reads few rows. Ranks send only the gradients of these rows (Adam.rows).
+    """Tables of which a step reads few rows. Ranks send only the gradients of these rows
+    (Adam.rows).
 
     message               from and to              sent
     a bit per row: read?  each rank to all         before the forward (announce), or at launch
     gradients of rows     each rank to the owner   at launch, after the last gradient
     new values of rows    the owner to all         after the update
 
-    The rows of all tables of the bucket have consecutive indices. All rows are updated and gathered if the rule is not
-    lazy, or if world-size-invariant mode sums several steps.
+    The rows of all tables of the bucket have consecutive indices. All rows are updated and gathered
+    if the rule is not lazy, or if world-size-invariant mode sums several steps.
     """
 
-    grad_device = "meta"  # the gradient buffer takes no memory; only gradients of rows that were read do
+    # the gradient buffer takes no memory; only gradients of rows that were read do
+    grad_device = "meta"
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self.may_compile = not self.rule.lazy  # otherwise the number of rows differs from step to step
-        self.all_rows = self.param_data.view(-1, *self.param_shard.shape[1:])  # [rows of all ranks, width]
+        # otherwise the number of rows differs from step to step
+        self.may_compile = not self.rule.lazy
+        # [rows of all ranks, width]
+        self.all_rows = self.param_data.view(-1, *self.param_shard.shape[1:])
         # the summed gradients [n, width] of n rows of this shard, whose first row has index 0
-        self.grad_indices, self.grad_shard = torch.empty(0).long(), self.param_shard[:0].to(self.grad_data.dtype)
-        self.announced = torch.zeros(len(self.all_rows), dtype=torch.uint8)  # 1: this rank has announced the row
-        self.announcement: Any = None  # handle of the exchange of read_bits, every rank's announced as bits
+        self.grad_indices, self.grad_shard = (
+            torch.empty(0).long(),
+            self.param_shard[:0].to(self.grad_data.dtype),
+        )
+        # 1: this rank has announced the row
+        self.announced = torch.zeros(len(self.all_rows), dtype=torch.uint8)
+        # handle of the exchange of read_bits, every rank's announced as bits
+        self.announcement: Any = None
 
     def first_row(self, slot: Slot) -> int:
         return slot.offset // self.all_rows.size(1)
 
     def accumulate(self, slot: Slot, grad: Tensor, factor: float, invariant: bool) -> None:
-        """Keep a sparse gradient until launch. Merge duplicate rows if they would need more memory than all rows."""
+        """Keep a sparse gradient until launch. Merge duplicate rows if they would need more memory
+        than all rows."""
         if not grad.is_sparse:
-            raise RunError(f"{slot.name} got a dense gradient, but its rule needs a sparse one; create the table by "
-                           "nn.Embedding(..., sparse=True), or use Adam without `rows`")
+            raise RunError(
+                f"{slot.name} got a dense gradient, but its rule needs a sparse one; create the"
+                " table by nn.Embedding(..., sparse=True), or use Adam without `rows`"
+            )
         slot.pending_grads.append(grad.to(self.grad_data.dtype) * factor)
         if not invariant and sum(x._nnz() for x in slot.pending_grads) > len(slot.param):
             slot.pending_grads = [tree_sum(slot.pending_grads).coalesce()]
 
     def announce(self, comm: Comm, indices: Iterable[Tensor], last: bool) -> None:
-        """Mark rows as read by this rank. last: the next launch sends their gradients, so tell all ranks now."""
+        """Mark rows as read by this rank. last: the next launch sends their gradients, so tell all
+        ranks now."""
         for x in indices:
             self.announced.index_fill_(0, x.cpu(), 1)
         if last:
-            self.read_bits = torch.from_numpy(np.packbits(self.announced.numpy())).repeat(comm.ranks, 1)
-            self.announcement = comm.exchange([self.read_bits[comm.rank]] * comm.ranks, self.read_bits)
+            self.read_bits = torch.from_numpy(np.packbits(self.announced.numpy())).repeat(
+                comm.ranks, 1
+            )
+            self.announcement = comm.exchange(
+                [self.read_bits[comm.rank]] * comm.ranks, self.read_bits
+            )
 
     def finish_announcement(self) -> None:
         """Wait for the announcement, if one is in flight, and clear announced for the next step."""
@@ -2707,65 +3913,100 @@ class RowBucket(Bucket):
 
     def count_by_owner(self, indices: np.ndarray) -> list[int]:
         """Count sorted indices of rows by the rank that updates them."""
-        return np.diff(np.searchsorted(indices, range(0, len(self.all_rows) + 1, len(self.param_shard)))).tolist()
+        return np.diff(
+            np.searchsorted(indices, range(0, len(self.all_rows) + 1, len(self.param_shard)))
+        ).tolist()
 
     def scatter_add(self, known: Tensor, grads: Iterable[Pair]) -> Tensor:
-        """Sum pairs (indices of rows, gradients) into [n, width], for n sorted indices `known`. RunError for others."""
-        sums = torch.zeros(len(known), self.all_rows.size(1), dtype=self.grad_data.dtype, device=known.device)
+        """Sum pairs (indices of rows, gradients) into [n, width], for n sorted indices `known`.
+        RunError for others."""
+        sums = torch.zeros(
+            len(known), self.all_rows.size(1), dtype=self.grad_data.dtype, device=known.device
+        )
         for indices, values in grads:
             at = torch.searchsorted(known, indices)
             all_known = (F.pad(known, (0, 1), value=-1)[at] == indices).all()
             if known.is_cuda:
                 torch._assert_async(all_known)  # does not make the host wait
             elif not all_known:
-                raise RunError(f"{', '.join(slot.name for slot in self.slots)}: rows got a gradient that were not "
-                               "announced; in every step announce all rows that it reads, or announce none")
+                raise RunError(
+                    f"{', '.join(slot.name for slot in self.slots)}: rows got a gradient that were"
+                    " not announced; in every step announce all rows that it reads, or announce"
+                    " none"
+                )
             sums.index_add_(0, at, values.to(sums.dtype))
         return sums
 
     def start_reduce_scatter(self, comm: Comm, invariant: bool) -> None:
-        """Start to send each row's gradient to its owner. After reduce_handle.wait(), grad_shard holds the sums."""
+        """Start to send each row's gradient to its owner. After reduce_handle.wait(), grad_shard
+        holds the sums."""
         grads = []  # (indices of rows in the bucket, gradients); an index may occur more than once
         for slot in self.slots:
-            pending = [tree_sum([x.coalesce() for x in slot.pending_grads])] if invariant else slot.pending_grads
+            pending = (
+                [tree_sum([x.coalesce() for x in slot.pending_grads])]
+                if invariant
+                else slot.pending_grads
+            )
             grads += [(x._indices()[0] + self.first_row(slot), x._values()) for x in pending]
         if self.announcement is None:
             self.announce(comm, [indices for indices, _ in grads], True)
         self.finish_announcement()
-        bits, mine = self.read_bits.numpy(), [len(self.param_shard) * rank for rank in (comm.rank, comm.rank + 1)]
-        read_by_me, self.read_by_any = ones(bits[comm.rank]), ones(of_any := np.bitwise_or.reduce(bits))
+        bits, mine = (
+            self.read_bits.numpy(),
+            [len(self.param_shard) * rank for rank in (comm.rank, comm.rank + 1)],
+        )
+        read_by_me, self.read_by_any = (
+            ones(bits[comm.rank]),
+            ones(of_any := np.bitwise_or.reduce(bits)),
+        )
         mine_read_by = [ones(of_rank, *mine) for of_rank in bits]  # the first row of mine is 0
         sums = self.scatter_add(self.on_device(read_by_me), grads)
         for held in (grads, *(slot.pending_grads for slot in self.slots)):
             held.clear()
         sent = sums.to(comm.sent_dtype or sums.dtype).split(self.count_by_owner(read_by_me))
         counts = [*map(len, mine_read_by)]
-        values = sums.new_empty((sum(counts), sums.size(1)), dtype=sent[0].dtype)  # of all ranks, one after another
+        # of all ranks, one after another
+        values = sums.new_empty((sum(counts), sums.size(1)), dtype=sent[0].dtype)
         received = values.split(counts)
         received[comm.rank].copy_(sent[comm.rank])
-        indices, of_values = self.on_device(ones(of_any, *mine)), self.on_device(np.concatenate(mine_read_by))
+        indices, of_values = (
+            self.on_device(ones(of_any, *mine)),
+            self.on_device(np.concatenate(mine_read_by)),
+        )
 
         def sum_over_ranks() -> None:
             pieces = zip(of_values.split(counts), received) if invariant else [(of_values, values)]
-            self.grad_indices, self.grad_shard = indices, tree_sum([self.scatter_add(indices, [x]) for x in pieces])
+            self.grad_indices, self.grad_shard = (
+                indices,
+                tree_sum([self.scatter_add(indices, [x]) for x in pieces]),
+            )
+
         self.reduce_handle = HandleGroup(comm.exchange(sent, received), then=sum_over_ranks)
 
     def carry_over(self, updates: bool) -> None:
-        """Do the same as Bucket.carry_over. A rule that is not lazy, and a sum over several steps, need all rows."""
+        """Do the same as Bucket.carry_over. A rule that is not lazy, and a sum over several steps,
+        need all rows."""
         if not (updates and self.rule.lazy) or "pending" in self.state:
             grads = torch.zeros_like(self.param_shard, dtype=self.grad_data.dtype)
             grads[self.grad_indices] = self.grad_shard
-            self.grad_indices, self.grad_shard = torch.arange(len(grads), device=grads.device), grads
+            self.grad_indices, self.grad_shard = (
+                torch.arange(len(grads), device=grads.device),
+                grads,
+            )
             self.read_by_any = None
         super().carry_over(updates)
 
     def update(self, update: Callable[..., None], hyper: Values, unbatched: bool) -> None:
-        """Update all rows, or those that have a gradient other than zero. `unbatched` makes no difference to Adam."""
+        """Update all rows, or those that have a gradient other than zero. `unbatched` makes no
+        difference to Adam."""
         if not self.rule.lazy:
             return super().update(update, hyper, unbatched=False)
         wholes = [self.param_shard, *self.state.values()]
-        for indices, grad in zip(*(x.split(2 ** 16) for x in (self.grad_indices, self.grad_shard))):  # to save memory
-            olds = [whole.index_select(0, indices) for whole in wholes]  # on CPUs 5 times as fast as whole[...]
+        for indices, grad in zip(
+            *(x.split(2**16) for x in (self.grad_indices, self.grad_shard))
+        ):  # to save memory
+            # on CPUs 5 times as fast as whole[...]
+            olds = [whole.index_select(0, indices) for whole in wholes]
             param, *state = (old.clone() for old in olds)
             noise = {"noise": hyper["noise"][indices]} if "noise" in hyper else {}
             update(param, grad, dict(zip(self.state, state)), hyper | noise)
@@ -2783,12 +4024,19 @@ class RowBucket(Bucket):
 
         def write() -> None:
             self.all_rows[indices] = new
-        self.gather_handle = HandleGroup(comm.exchange([received[comm.rank]] * comm.ranks, received), then=write)
+
+        self.gather_handle = HandleGroup(
+            comm.exchange([received[comm.rank]] * comm.ranks, received), then=write
+        )
 
     def nonfinite(self) -> list[str]:
-        bad = self.grad_indices[~self.grad_shard.isfinite().all(1)] + self.shard_begin // self.all_rows.size(1)
+        bad = self.grad_indices[
+            ~self.grad_shard.isfinite().all(1)
+        ] + self.shard_begin // self.all_rows.size(1)
         tables = [(slot.name, self.first_row(slot), len(slot.param)) for slot in self.slots]
-        return [name for name, first, size in tables if ((bad >= first) & (bad < first + size)).any()]
+        return [
+            name for name, first, size in tables if ((bad >= first) & (bad < first + size)).any()
+        ]
 
     def reset(self) -> None:
         """Set all rows and this rank's state to zero. The count of updates goes on."""
@@ -2799,19 +4047,24 @@ class RowBucket(Bucket):
         self.finish_announcement()
         super().drop_gradients()
 
-def ones(bits: np.ndarray, begin: int = 0, end: int = 2 ** 62) -> np.ndarray:
-    """Return the sorted indices, less begin, of the ones from begin to end in packed bits uint8 [n], most of them 0."""
-    bytes_with_ones = begin // 8 + np.flatnonzero(bits[begin // 8:-(-end // 8)].astype(bool))
+
+def ones(bits: np.ndarray, begin: int = 0, end: int = 2**62) -> np.ndarray:
+    """Return the sorted indices, less begin, of the ones from begin to end in packed bits uint8
+    [n], most of them 0."""
+    bytes_with_ones = begin // 8 + np.flatnonzero(bits[begin // 8 : -(-end // 8)].astype(bool))
     at = np.flatnonzero(np.unpackbits(bits[bytes_with_ones]).view(bool))
     found = 8 * bytes_with_ones[at // 8] + at % 8
     return found[slice(*np.searchsorted(found, (begin, end)))] - begin
 
-# A saved state has each tensor whole, with a name and a size that depend on neither ranks nor buckets:
+
+# A saved state has each tensor whole, with a name and a size that depend on neither ranks nor
+# buckets:
 #     NAME            a parameter
 #     NAME/KEY        a tensor of its rule, such as a moment
 #     NAME/updates    number of updates so far
 #     NAME/pending    gradients of earlier steps that wait for an update (world-size-invariant mode)
 #     NAME            a persistent buffer, such as a running mean, or a tensor of DistributedOptimizer.further
+
 
 def gather_state(bucket: Bucket, comm: Comm) -> Tensors:
     """All-gather one bucket's state. Call it on all ranks."""
@@ -2819,26 +4072,45 @@ def gather_state(bucket: Bucket, comm: Comm) -> Tensors:
     for key, shard in bucket.state.items():
         wholes[f"/{key}"] = shard.new_empty(comm.ranks * shard.numel())
         comm.all_gather(wholes[f"/{key}"], shard.reshape(-1)).wait()
-    state = {slot.name + key: bucket.view_of(slot, x) for slot in bucket.slots for key, x in wholes.items()}
+    state = {
+        slot.name + key: bucket.view_of(slot, x)
+        for slot in bucket.slots
+        for key, x in wholes.items()
+    }
     return state | {f"{slot.name}/updates": torch.tensor(bucket.updates) for slot in bucket.slots}
+
 
 def take_state(bucket: Bucket, state: Tensors) -> Tensors:
     """Remove one bucket's tensors from `state` and return them. Raise RunError if they do not fit."""
-    shards = {"": bucket.param_shard, **{f"/{key}": x for key, x in bucket.state.items() if key != "pending"}}
+    shards = {
+        "": bucket.param_shard,
+        **{f"/{key}": x for key, x in bucket.state.items() if key != "pending"},
+    }
     if f"{bucket.slots[0].name}/pending" in state:
         shards["/pending"] = bucket.param_shard
-    sizes = {slot.name + key: slot.param.numel() * x.numel() // bucket.shard_numel
-             for slot in bucket.slots for key, x in shards.items()}
+    sizes = {
+        slot.name + key: slot.param.numel() * x.numel() // bucket.shard_numel
+        for slot in bucket.slots
+        for key, x in shards.items()
+    }
     sizes |= {f"{slot.name}/updates": 1 for slot in bucket.slots}
     for name, size in sizes.items():
         if name not in state or state[name].numel() != size:
-            seen = f"has {state[name].numel()} values, not {size}" if name in state else "is missing"
-            raise RunError(f"the saved state does not fit: {name} {seen}; load one of the same model and rules")
+            seen = (
+                f"has {state[name].numel()} values, not {size}" if name in state else "is missing"
+            )
+            raise RunError(
+                f"the saved state does not fit: {name} {seen}; load one of the same model and rules"
+            )
     taken = {name: state.pop(name) for name in sizes}
     updates = {slot.name: int(taken[f"{slot.name}/updates"]) for slot in bucket.slots}
-    require(len({*updates.values()}) == 1, "the saved state does not fit: parameters of one bucket have different "
-            f"numbers of updates: {updates}; load a state of the same model and the same rules")
+    require(
+        len({*updates.values()}) == 1,
+        "the saved state does not fit: parameters of one bucket have different "
+        f"numbers of updates: {updates}; load a state of the same model and the same rules",
+    )
     return taken
+
 
 def write_state(bucket: Bucket, saved: Tensors, comm: Comm) -> None:
     """Write the tensors that take_state returned to the bucket."""
@@ -2854,14 +4126,17 @@ def write_state(bucket: Bucket, saved: Tensors, comm: Comm) -> None:
             bucket.view_of(slot, whole).copy_(saved[f"{slot.name}/{key}"].view(-1))
         shard.view(-1).copy_(whole[comm.rank])
 
-# ------------------------------------------------------------------------------------------------------------------
+
+# --------------------------------------------------------------------------------------------------
 # assignment
+
 
 class ParamSpec(NamedTuple):
     """A parameter, its update rule, and how the rule treats the parameter.
 
-    unit: shape of the matrices that the parameter stores one after another, such as (d, d) for torch's fused query,
-    key and value [3d, d]. scale: factor on a matrix's learning rate. first_step: first step with a gradient.
+    unit: shape of the matrices that the parameter stores one after another, such as (d, d) for
+    torch's fused query, key and value [3d, d]. scale: factor on a matrix's learning rate.
+    first_step: first step with a gradient.
     """
 
     name: str
@@ -2871,46 +4146,71 @@ class ParamSpec(NamedTuple):
     scale: float = 1.0
     first_step: int = 0
 
+
 def build_model(config: Config, encoding: Encoding) -> GPT:
-    """Build the model of a config on the CPU. A seed gives the same initialization on every machine."""
+    """Build the model of a config on the CPU. A seed gives the same initialization on every
+    machine."""
     torch.manual_seed(config.seed)
     return config.model_type(config, encoding)
 
-def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = False) -> DistributedOptimizer:
+
+def build_optimizer(
+    config: Config, model: GPT, comm: Comm, compiled: bool = False
+) -> DistributedOptimizer:
     """Build the optimizer of a config. The model must be on its device."""
     specs, state = specs_of(config, model), persistent_buffers(model)()
-    require(not (config.world_size_invariant and state), f"the buffer {', '.join(state)} follows rank 0's data, so "
-            "world_size_invariant excludes it; register a constant with persistent=False, or omit --exact")
-    buckets = fill_buckets(specs, config.bucket_mb * 2 ** 20, comm.rank, comm.ranks, config.grad_reduce_in_fp32)
-    # Reducer divides by the number of backward passes. Splits add passes, but the loss is a sum over tokens
-    return DistributedOptimizer(buckets, comm, config, model, float(config.micro_batch_splits), compiled)
+    require(
+        not (config.world_size_invariant and state),
+        f"the buffer {', '.join(state)} follows rank 0's data, so world_size_invariant excludes it;"
+        " register a constant with persistent=False, or omit --exact",
+    )
+    buckets = fill_buckets(
+        specs, config.bucket_mb * 2**20, comm.rank, comm.ranks, config.grad_reduce_in_fp32
+    )
+    # Reducer divides by the number of backward passes. Splits add passes, but the loss is a sum
+    # over tokens
+    return DistributedOptimizer(
+        buckets, comm, config, model, float(config.micro_batch_splits), compiled
+    )
+
 
 def specs_of(config: Config, model: GPT) -> list[ParamSpec]:
-    """Assign every parameter that is not frozen its update rule, by its kind, in the model's order."""
+    """Assign every parameter that is not frozen its update rule, by its kind, in the model's
+    order."""
     groups, specs = groups_by_kind(config), []
     for name, param in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
         kind = getattr(param, "kind", None)
-        require(kind in groups, f"{name}: PARAM_GROUPS has no row for kind {kind!r}; add one, or create the parameter "
-                f"by parameter(init, kind) with one of {', '.join(groups)}")
+        require(
+            kind in groups,
+            f"{name}: PARAM_GROUPS has no row for kind {kind!r}; add one, or create the parameter "
+            f"by parameter(init, kind) with one of {', '.join(groups)}",
+        )
         rule, scale = groups[kind].rule(config), groups[kind].lr_mul
         if not isinstance(rule, NorMuon):  # NorMuon applies lr_mul by spec.scale
             rule, scale = dataclasses.replace(rule, lr=rule.lr * scale), 1.0
         specs.append(finish_spec(ParamSpec(name, param, rule, param.unit, scale, param.first_step)))
     return specs
 
+
 def finish_spec(spec: ParamSpec) -> ParamSpec:
     """Complete NorMuon's settings from the matrix's shape."""
     if not isinstance(spec.rule, NorMuon):
         return spec
     param, (rows, columns) = spec.param, spec.rule.unit(spec)
-    return spec._replace(rule=dataclasses.replace(spec.rule, wide=param.numel() > param.shape[0] ** 2),
-                         scale=spec.scale * math.sqrt(max(1, rows / columns)))  # as in Keller Jordan's Muon
+    return spec._replace(
+        rule=dataclasses.replace(spec.rule, wide=param.numel() > param.shape[0] ** 2),
+        # as in Keller Jordan's Muon
+        scale=spec.scale * math.sqrt(max(1, rows / columns)),
+    )
 
-# ------------------------------------------------------------------------------------------------------------------
+
+# --------------------------------------------------------------------------------------------------
 # masks and kernels
 
+
 def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Mask) -> Tensor:
-    """Compute softmax attention [T, H, D of v] where the mask allows it. q must contain the softmax scale.
+    """Compute softmax attention [T, H, D of v] where the mask allows it. q must contain the
+    softmax scale.
 
     The mask selects the implementation: FlashAttention (GPUs only) or scaled_dot_product_attention.
     """
@@ -2918,7 +4218,8 @@ def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Mask) -> Tensor:
         return flash_attention(q_THD, k_THD, v_THD, *mask)[0]
     k, v = (seen_by_pieces(x, mask).mT for x in (k_THD, v_THD))
     out = F.scaled_dot_product_attention(cut_in_pieces(q_THD, mask), k, v, mask[:, None], scale=1.0)
-    return out.transpose(1, 2).flatten(0, 1)[:len(q_THD)]
+    return out.transpose(1, 2).flatten(0, 1)[: len(q_THD)]
+
 
 def cut_in_pieces(x: Tensor, mask: Tensor) -> Tensor:
     """Cut x [T, H, ...] into the pieces of a mask: [pieces, H, piece, ...]."""
@@ -2926,40 +4227,53 @@ def cut_in_pieces(x: Tensor, mask: Tensor) -> Tensor:
     padded = F.pad(x, (0, 0) * (x.dim() - 1) + (0, pieces * piece - len(x)))
     return padded.view(pieces, piece, *x.shape[1:]).transpose(1, 2)
 
+
 def seen_by_pieces(x: Tensor, mask: Tensor) -> Tensor:
     """Cut x [T, ...] into what the pieces of a mask see: [pieces, ..., keys]."""
     pieces, piece, keys = mask.shape
-    return F.pad(x, (0, 0) * (x.dim() - 1) + (keys - piece, pieces * piece - len(x))).unfold(0, keys, piece)
+    return F.pad(x, (0, 0) * (x.dim() - 1) + (keys - piece, pieces * piece - len(x))).unfold(
+        0, keys, piece
+    )
 
-# least queries per piece. Smaller pieces compute fewer masked keys; GPUs need larger ones to be busy
+
+# least queries per piece. Smaller pieces compute fewer masked keys; GPUs need larger ones to be
+# busy
 MASK_PIECE = {"cuda": 1024, "cpu": 64}
 
-def mask_in_pieces(docs: Tensor, window: int, reach: int, dtype: torch.dtype, piece: int = 0) -> Tensor:
-    """Build the mask of scaled_dot_product_attention, which lets a token see its window within its document.
 
-    Queries are cut into pieces; each piece sees its own keys and `reach` earlier ones. Returns 0 or -inf [pieces,
-    piece, reach + piece]: one shape for all windows up to reach. A short sequence is one piece. Padding queries of the
-    last piece see one another.
+def mask_in_pieces(
+    docs: Tensor, window: int, reach: int, dtype: torch.dtype, piece: int = 0
+) -> Tensor:
+    """Build the mask of scaled_dot_product_attention, which lets a token see its window within its
+    document.
+
+    Queries are cut into pieces; each piece sees its own keys and `reach` earlier ones. Returns 0 or
+    -inf [pieces, piece, reach + piece]: one shape for all windows up to reach. A short sequence is
+    one piece. Padding queries of the last piece see one another.
     """
     piece = piece or max(MASK_PIECE[docs.device.type], reach // 4)
     if reach + piece >= len(docs):
         piece, reach = len(docs), 0
     docs = F.pad(docs, (0, -len(docs) % piece), value=-1)
-    of_keys = F.pad(docs, (reach, 0), value=-2).unfold(0, reach + piece, piece)[:, None]  # -2: before the first token
+    # -2: before the first token
+    of_keys = F.pad(docs, (reach, 0), value=-2).unfold(0, reach + piece, piece)[:, None]
     keys = torch.arange(-reach, piece, device=docs.device)  # of a piece whose first query is 0
     back = keys[reach:, None] - keys
     seen = (back >= 0) & (back <= window) & (docs.view(-1, piece, 1) == of_keys)
     return torch.where(seen, torch.zeros((), dtype=dtype, device=docs.device), -math.inf)
 
+
 class DocumentTable(NamedTuple):
     """The mask of FlashAttention.
 
-    starts: where documents begin, then the sequence's end, int32 [room + 1], one shape for any number of documents.
-    numbers: window, longest document, number of documents, int64 [3], on the CPU because the host reads them.
+    starts: where documents begin, then the sequence's end, int32 [room + 1], one shape for any
+    number of documents. numbers: window, longest document, number of documents, int64 [3], on the
+    CPU because the host reads them.
     """
 
     starts: Tensor
     numbers: Tensor
+
 
 DOCUMENT_ROOM = 16  # a sequence of T tokens has room for T / DOCUMENT_ROOM documents in its table
 
@@ -2967,8 +4281,10 @@ Mask = Tensor | DocumentTable
 
 flash_3: Any = None  # the module with FlashAttention 3's interface, once find_flash_3 has loaded it
 
+
 def find_flash_3() -> str:
-    """Load FlashAttention 3: an installed wheel, or the build that public records take from the Hugging Face hub.
+    """Load FlashAttention 3: an installed wheel, or the build that public records take from the
+    Hugging Face hub.
 
     Return why there is none; empty if there is one.
     """
@@ -2978,8 +4294,11 @@ def find_flash_3() -> str:
         try:
             found = importlib.import_module(package)
             if package == "kernels":
-                found = found.get_kernel("kernels-community/flash-attn3", version=1).flash_attn_interface
-            found.flash_attn_varlen_func, found._flash_attn_backward  # flash_attention's operators call both
+                found = found.get_kernel(
+                    "kernels-community/flash-attn3", version=1
+                ).flash_attn_interface
+            # flash_attention's operators call both
+            found.flash_attn_varlen_func, found._flash_attn_backward
         except Exception as error:  # packages with binaries may raise anything
             reasons.append(f"{package}: {first_line(error)[:200]}")
         else:
@@ -2987,49 +4306,127 @@ def find_flash_3() -> str:
             return ""
     return "; ".join(reasons)
 
-OPERATORS = "of_" + re.sub(r"\W", "_", __name__)  # a copy of this file under another name registers its own operators
+
+# a copy of this file under another name registers its own operators
+OPERATORS = "of_" + re.sub(r"\W", "_", __name__)
+
 
 @torch.library.custom_op(f"{OPERATORS}::flash_attention", mutates_args=())
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute attention [T, H, D] within documents, and the log-sum-exps [H, T] for backward. See DocumentTable.
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, numbers: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute attention [T, H, D] within documents, and the log-sum-exps [H, T] for backward. See
+    DocumentTable.
 
-    Attention with mask_in_pieces defines the result. torch's varlen_attn would recompile for each new `numbers`.
+    Attention with mask_in_pieces defines the result. torch's varlen_attn would recompile for each
+    new `numbers`.
     """
     window, longest, count = numbers.tolist()
-    starts = starts[:count + 1]
+    starts = starts[: count + 1]
     if flash_3:  # by its own heuristics it would split the keys, and add the parts up in float32
         with torch.no_grad():
             return flash_3.flash_attn_varlen_func(
-                q, k, v, starts, starts, longest, longest, softmax_scale=1.0, causal=True, window_size=(window, 0),
-                num_splits=1, return_attn_probs=True)
+                q,
+                k,
+                v,
+                starts,
+                starts,
+                longest,
+                longest,
+                softmax_scale=1.0,
+                causal=True,
+                window_size=(window, 0),
+                num_splits=1,
+                return_attn_probs=True,
+            )
     out, log_sums, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, starts, starts, longest, longest, 0.0, False, False, scale=1.0, window_size_left=window,
-        window_size_right=0)
+        q,
+        k,
+        v,
+        starts,
+        starts,
+        longest,
+        longest,
+        0.0,
+        False,
+        False,
+        scale=1.0,
+        window_size_left=window,
+        window_size_right=0,
+    )
     return out, log_sums
 
+
 @torch.library.custom_op(f"{OPERATORS}::flash_attention_backward", mutates_args=())
-def flash_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, numbers: Tensor,
-                             out: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def flash_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    numbers: Tensor,
+    out: Tensor,
+    log_sums: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
     window, longest, count = numbers.tolist()
-    starts, dropout_state = starts[:count + 1], q.new_empty(2, dtype=torch.uint64)
+    starts, dropout_state = starts[: count + 1], q.new_empty(2, dtype=torch.uint64)
     if flash_3:
         dq, dk, dv = map(torch.empty_like, (q, k, v))
         flash_3._flash_attn_backward(
-            grad, q, k, v, out, log_sums, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest,
-            max_seqlen_k=longest, dq=dq, dk=dk, dv=dv, softmax_scale=1.0, is_causal=True, window_size_left=window,
-            window_size_right=0)
+            grad,
+            q,
+            k,
+            v,
+            out,
+            log_sums,
+            cu_seqlens_q=starts,
+            cu_seqlens_k=starts,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            softmax_scale=1.0,
+            is_causal=True,
+            window_size_left=window,
+            window_size_right=0,
+        )
         return dq, dk, dv
     return torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, log_sums, starts, starts, longest, longest, 0.0, False, dropout_state, dropout_state,
-        scale=1.0, window_size_left=window, window_size_right=0)
+        grad,
+        q,
+        k,
+        v,
+        out,
+        log_sums,
+        starts,
+        starts,
+        longest,
+        longest,
+        0.0,
+        False,
+        dropout_state,
+        dropout_state,
+        scale=1.0,
+        window_size_left=window,
+        window_size_right=0,
+    )
 
-flash_attention.register_fake(lambda q, k, v, starts, numbers: (
-    torch.empty_like(q), q.new_empty(q.size(1), q.size(0), dtype=torch.float32)))
-flash_attention_backward.register_fake(lambda grad, q, k, v, *_: (
-    torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)))
+
+flash_attention.register_fake(
+    lambda q, k, v, starts, numbers: (
+        torch.empty_like(q),
+        q.new_empty(q.size(1), q.size(0), dtype=torch.float32),
+    )
+)
+flash_attention_backward.register_fake(
+    lambda grad, q, k, v, *_: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+)
 flash_attention.register_autograd(
     lambda ctx, grad, _: (*flash_attention_backward(grad, *ctx.saved_tensors), None, None),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output))
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output),
+)
+
 
 class ReluSquaredMLP(torch.autograd.Function):
     """MLP.forward by relu_squared. Saves only the squared activations for backward."""
@@ -3046,34 +4443,70 @@ class ReluSquaredMLP(torch.autograd.Function):
         grad_y = relu_squared(grad, proj, h)
         return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h
 
+
 def relu_squared(a: Tensor, b: Tensor, h: Tensor | None = None) -> Tensor:
-    """Compute relu(a @ b) ** 2, or its backward (a @ b) * 2 sqrt(h) if its result h is given. a [m, k], b [k, n]."""
+    """Compute relu(a @ b) ** 2, or its backward (a @ b) * 2 sqrt(h) if its result h is given. a
+    [m, k], b [k, n]."""
     if not (programs := kernel_programs(a, b, a.dtype)):
         y = a @ b
         return y.relu() * y if h is None else 2 * y * h.sqrt()
     (m, k), n, half = a.shape, b.size(1), [TILE_M, TILE_N // 2]
     out = a.new_empty(m, n)
-    tiles = (a, [TILE_M, TILE_K]), (b, [TILE_K, TILE_N]), (out if h is None else h, half), (out, half)
+    tiles = (
+        (a, [TILE_M, TILE_K]),
+        (b, [TILE_K, TILE_N]),
+        (out if h is None else h, half),
+        (out, half),
+    )
     relu_squared_kernel[(programs,)](
-        *(TensorDescriptor.from_tensor(x.contiguous(), tile) for x, tile in tiles), m, n, k, TILE_M, TILE_N, TILE_K,
-        programs, h is not None, num_warps=8, num_stages=3)
+        *(TensorDescriptor.from_tensor(x.contiguous(), tile) for x, tile in tiles),
+        m,
+        n,
+        k,
+        TILE_M,
+        TILE_N,
+        TILE_K,
+        programs,
+        h is not None,
+        num_warps=8,
+        num_stages=3,
+    )
     return out
+
 
 # Tile sizes of the MLP's product: two warp groups, and three stages in Hopper's shared memory
 TILE_M, TILE_N, TILE_K = 128, 256, 64
-MLP_SHARED = 213_056  # bytes per block that Triton's compiler takes for it, the most of capabilities 9.0 and 10.0
+# bytes per block that Triton's compiler takes for it, the most of capabilities 9.0 and 10.0
+MLP_SHARED = 213_056
+
 
 def kernel_programs(a: Tensor, b: Tensor, dtype: torch.dtype) -> int:
-    """Return with how many programs the kernel computes a @ b, one per multiprocessor; 0 if it cannot."""
+    """Return with how many programs the kernel computes a @ b, one per multiprocessor; 0 if it
+    cannot."""
     fits = not (len(a) % TILE_M or b.size(1) % TILE_N or len(b) * a.itemsize % (2 * TILE_K))
     on_gpu = a.is_cuda and dtype == torch.bfloat16 and fits
     return torch.cuda.get_device_properties(a.device).multi_processor_count if on_gpu else 0
 
+
 if triton is not None:
+
     @triton.jit
-    def relu_squared_kernel(a, b, h, out, M, N, K, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-                            PROGRAMS: tl.constexpr, BACKWARD: tl.constexpr):
-        """Persistent kernel: a program starts its next tile while it stores the last one, in two halves."""
+    def relu_squared_kernel(
+        a,
+        b,
+        h,
+        out,
+        M,
+        N,
+        K,
+        TILE_M: tl.constexpr,
+        TILE_N: tl.constexpr,
+        TILE_K: tl.constexpr,
+        PROGRAMS: tl.constexpr,
+        BACKWARD: tl.constexpr,
+    ):
+        """Persistent kernel: a program starts its next tile while it stores the last one, in two
+        halves."""
         HALF: tl.constexpr = TILE_N // 2
         columns = N // TILE_N
         for tile in tl.range(tl.program_id(0), M // TILE_M * columns, PROGRAMS, flatten=True):
@@ -3090,15 +4523,25 @@ if triton is not None:
                     y = tl.maximum(y, 0) * y
                 out.store([row, column + i * HALF], y.to(out.dtype))
 
-class HeadLoss(torch.autograd.Function):
-    """Head.forward by softcapped_loss: x [T, dim], weight [V, dim] -> (objective, entropies [n]). scales: for fp8.
 
-    Forward keeps the logits' gradient in place of the logits. Backward multiplies it by the objective's gradient.
+class HeadLoss(torch.autograd.Function):
+    """Head.forward by softcapped_loss: x [T, dim], weight [V, dim] -> (objective, entropies [n]).
+    scales: for fp8.
+
+    Forward keeps the logits' gradient in place of the logits. Backward multiplies it by the
+    objective's gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
-                scales: FP8Scales | None) -> Pair:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        softcap: Softcap,
+        scales: FP8Scales | None,
+    ) -> Pair:
         ctx.scales = scales
         if scales is None:
             losses, grad = softcapped_loss(F.linear(x, weight), targets, weights, softcap)
@@ -3115,26 +4558,58 @@ class HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_objective: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         (x, weight, grad), scales = ctx.saved_tensors, ctx.scales
         if scales is None:
-            return grad_objective * (grad @ weight), grad_objective * (grad.T @ x), None, None, None, None
-        return *fp8_gradients(grad, grad_objective * scales.grad, x, weight, scales), None, None, None, None
+            return (
+                grad_objective * (grad @ weight),
+                grad_objective * (grad.T @ x),
+                None,
+                None,
+                None,
+                None,
+            )
+        return (
+            *fp8_gradients(grad, grad_objective * scales.grad, x, weight, scales),
+            None,
+            None,
+            None,
+            None,
+        )
 
-def softcapped_loss(x: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
-                    grad_scale: float | None = None) -> Pair:
-    """Compute cross entropies, and the gradient of their weighted sum, by a kernel that reads the logits x [T, V] once.
 
-    targets [n, T], -1 is not counted; weights [n]. Return (float32 [n, T], the gradient [T, V]): in x's dtype or, with
-    a grad_scale, divided by it and in e5m2.
+def softcapped_loss(
+    x: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap, grad_scale: float | None = None
+) -> Pair:
+    """Compute cross entropies, and the gradient of their weighted sum, by a kernel that reads the
+    logits x [T, V] once.
+
+    targets [n, T], -1 is not counted; weights [n]. Return (float32 [n, T], the gradient [T, V]): in
+    x's dtype or, with a grad_scale, divided by it and in e5m2.
     """
     losses = torch.empty(targets.shape, dtype=torch.float32, device=x.device)
-    grad = torch.empty(x.shape, dtype=x.dtype if grad_scale is None else torch.float8_e5m2, device=x.device)
+    grad = torch.empty(
+        x.shape, dtype=x.dtype if grad_scale is None else torch.float8_e5m2, device=x.device
+    )
     softcapped_loss_kernel[(len(x),)](
-        x, targets.contiguous(), weights, losses, grad, len(x), x.size(1), len(targets), *softcap, grad_scale or 1.0,
-        LOSS_CHUNK, x.dtype == torch.bfloat16, num_warps=32)
+        x,
+        targets.contiguous(),
+        weights,
+        losses,
+        grad,
+        len(x),
+        x.size(1),
+        len(targets),
+        *softcap,
+        grad_scale or 1.0,
+        LOSS_CHUNK,
+        x.dtype == torch.bfloat16,
+        num_warps=32,
+    )
     return losses, grad
+
 
 LOSS_CHUNK = 2048  # logits that softcapped_loss_kernel loads at once: two for each of 1,024 threads
 
 if triton is not None:
+
     @triton.jit
     def softcap_and_exp(x, CAP: tl.constexpr, SHIFT: tl.constexpr, SOFTNESS: tl.constexpr):
         """s = sigmoid((x + SHIFT) / SOFTNESS) and exp(CAP * s - CAP): three special functions."""
@@ -3143,12 +4618,27 @@ if triton is not None:
         return s, tl.exp2(s * (CAP * LOG2_E) - CAP * LOG2_E)
 
     @triton.jit
-    def softcapped_loss_kernel(x, targets, weights, losses, grad, T, V: tl.constexpr, N: tl.constexpr,
-                               CAP: tl.constexpr, SHIFT: tl.constexpr, SOFTNESS: tl.constexpr, SCALE: tl.constexpr,
-                               CHUNK: tl.constexpr, PACK: tl.constexpr):
-        """One program per row. It holds in registers what the gradient needs until the row's sum is known.
+    def softcapped_loss_kernel(
+        x,
+        targets,
+        weights,
+        losses,
+        grad,
+        T,
+        V: tl.constexpr,
+        N: tl.constexpr,
+        CAP: tl.constexpr,
+        SHIFT: tl.constexpr,
+        SOFTNESS: tl.constexpr,
+        SCALE: tl.constexpr,
+        CHUNK: tl.constexpr,
+        PACK: tl.constexpr,
+    ):
+        """One program per row. It holds in registers what the gradient needs until the row's sum
+        is known.
 
-        PACK: hold it in bf16, two chunks in one register. A row of 50,304 logits fills half of the 64 registers.
+        PACK: hold it in bf16, two chunks in one register. A row of 50,304 logits fills half of the
+        64 registers.
         """
         at, row = tl.arange(0, CHUNK), tl.program_id(0)
         x += row.to(tl.int64) * V
@@ -3156,13 +4646,16 @@ if triton is not None:
         total = tl.zeros((CHUNK,), tl.float32)
         held = ()  # exp(z - CAP) * s * (1 - s)
         for i in tl.static_range(0, V, CHUNK):
-            logits = tl.load(x + i + at, i + at < V, other=0) if i + CHUNK > V else tl.load(x + i + at)
+            logits = (
+                tl.load(x + i + at, i + at < V, other=0) if i + CHUNK > V else tl.load(x + i + at)
+            )
             s, e = softcap_and_exp(logits.to(tl.float32), CAP, SHIFT, SOFTNESS)
             e = tl.where(i + at < V, e, 0) if i + CHUNK > V else e
             total += e
             part = e * s * (1 - s)
             if PACK:
-                bits = part.to(tl.int32, bitcast=True) + 0x8000  # rounds to bf16; part is not negative
+                # rounds to bf16; part is not negative
+                bits = part.to(tl.int32, bitcast=True) + 0x8000
                 if i // CHUNK % 2 == 0:
                     held = held + (bits >> 16,)
                 else:
@@ -3177,7 +4670,9 @@ if triton is not None:
         for i in tl.static_range(0, V, CHUNK):
             if PACK:
                 pair = held[i // CHUNK // 2]
-                part = (pair << 16 if i // CHUNK % 2 == 0 else pair & -0x10000).to(tl.float32, bitcast=True)
+                part = (pair << 16 if i // CHUNK % 2 == 0 else pair & -0x10000).to(
+                    tl.float32, bitcast=True
+                )
             else:
                 part = held[i // CHUNK]
             part = (part * (factor * weight_sum / total)).to(grad.dtype.element_ty)
@@ -3188,7 +4683,9 @@ if triton is not None:
         tl.debug_barrier()  # the targets' gradients overwrite
         for k in tl.static_range(N):
             target = tl.load(targets + k * T + row)
-            s, e = softcap_and_exp(tl.load(x + tl.maximum(target, 0)).to(tl.float32), CAP, SHIFT, SOFTNESS)
+            s, e = softcap_and_exp(
+                tl.load(x + tl.maximum(target, 0)).to(tl.float32), CAP, SHIFT, SOFTNESS
+            )
             tl.store(losses + k * T + row, tl.where(target >= 0, tl.log(total) + CAP - CAP * s, 0))
             own = 0.0
             for j in tl.static_range(N):
@@ -3196,8 +4693,10 @@ if triton is not None:
             part = factor * (weight_sum * e / total - own) * s * (1 - s)
             tl.store(grad + tl.maximum(target, 0), part.to(grad.dtype.element_ty), target >= 0)
 
+
 class FP8Linear(torch.autograd.Function):
-    """x [T, dim] @ weight [V, dim] transposed -> bf16 [T, V]; forward and backward multiply in fp8."""
+    """x [T, dim] @ weight [V, dim] transposed -> bf16 [T, V]; forward and backward multiply in
+    fp8."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scales: FP8Scales) -> Tensor:
@@ -3212,37 +4711,60 @@ class FP8Linear(torch.autograd.Function):
         grad8 = (grad / scales.grad).to(torch.float8_e5m2)
         return *fp8_gradients(grad8, scales.grad, *ctx.saved_tensors, scales), None
 
+
 def fp8_operands(x: Tensor, weight: Tensor, scales: FP8Scales) -> Pair:
     return (x / scales.x).to(torch.float8_e4m3fn), (weight / scales.weight).to(torch.float8_e4m3fn)
 
-def fp8_gradients(grad8: Tensor, grad_scale: float | Tensor, x8: Tensor, weight8: Tensor,
-                  scales: FP8Scales) -> Pair:
-    """Compute the gradients of x and weight from that of the product, grad8 [T, V] times grad_scale."""
+
+def fp8_gradients(
+    grad8: Tensor, grad_scale: float | Tensor, x8: Tensor, weight8: Tensor, scales: FP8Scales
+) -> Pair:
+    """Compute the gradients of x and weight from that of the product, grad8 [T, V] times
+    grad_scale."""
     by_column = weight8.T.contiguous().T, x8.T.contiguous().T
     grad_x = fp8_product(grad8, by_column[0], grad_scale, scales.weight, fast=False)
     return grad_x, fp8_product(grad8.T.contiguous(), by_column[1], grad_scale, scales.x, fast=False)
 
-# Keep it a function of the module: a method of FP8Linear breaks the compiled graph, and the fusion of casts and loss
-def fp8_product(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float | Tensor, fast: bool,
-                dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Multiply a [m, k], row-major, by b [k, n], column-major, each times its scale -> [m, n] of dtype."""
-    scale_a, scale_b = (x if isinstance(x, Tensor) else torch.full((), x, device=a.device) for x in (scale_a, scale_b))
-    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
+
+# Keep it a function of the module: a method of FP8Linear breaks the compiled graph, and the fusion
+# of casts and loss
+def fp8_product(
+    a: Tensor,
+    b: Tensor,
+    scale_a: float | Tensor,
+    scale_b: float | Tensor,
+    fast: bool,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """Multiply a [m, k], row-major, by b [k, n], column-major, each times its scale -> [m, n] of
+    dtype."""
+    scale_a, scale_b = (
+        x if isinstance(x, Tensor) else torch.full((), x, device=a.device)
+        for x in (scale_a, scale_b)
+    )
+    return torch._scaled_mm(
+        a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast
+    )
+
 
 class FP8Scales(NamedTuple):
-    """Fixed scales of the head's fp8 products: a tensor is divided by its scale before it is rounded."""
+    """Fixed scales of the head's fp8 products: a tensor is divided by its scale before it is
+    rounded."""
 
     x: float
     weight: float
     grad: float
 
-# ------------------------------------------------------------------------------------------------------------------
+
+# --------------------------------------------------------------------------------------------------
 # log and clock
+
 
 class Clock:
     """The training clock, in milliseconds. It stops for everything outside training.
 
-    Each span outside has a name and begins where the last span or training ended, so that all time has a name.
+    Each span outside has a name and begins where the last span or training ended, so that all time
+    has a name.
     """
 
     def __init__(self, device: torch.device, began: float):
@@ -3269,7 +4791,8 @@ class Clock:
 
     @contextlib.contextmanager
     def off(self, name: str) -> Iterator[None]:
-        """Stop the clock and count the seconds under this name; those of torch.compile count as `compile`."""
+        """Stop the clock and count the seconds under this name; those of torch.compile count as
+        `compile`."""
         running = self.running
         if running:
             self.stop()
@@ -3280,42 +4803,71 @@ class Clock:
         self.running = running
 
     def state(self) -> Values:
-        return {"elapsed": self.elapsed, "outside": dict(self.outside), "wall": self.last - self.began}
+        return {
+            "elapsed": self.elapsed,
+            "outside": dict(self.outside),
+            "wall": self.last - self.began,
+        }
 
     def load_state(self, state: Values) -> None:
         """Continue from a checkpoint; time after it was lost and does not count."""
         self.elapsed, self.began = state["elapsed"], self.began - state["wall"]
         self.outside.update(state["outside"])
 
+
 def compile_stats() -> tuple[int, float]:
     """(graphs, seconds) of torch.compile in this process."""
     if not (utils := sys.modules.get("torch._dynamo.utils")):
         return 0, 0.0
-    return utils.counters["stats"]["unique_graphs"], utils.calculate_time_spent().get("total_wall_time", 0.0)
+    return utils.counters["stats"]["unique_graphs"], utils.calculate_time_spent().get(
+        "total_wall_time", 0.0
+    )
+
 
 def show_times(elapsed: float, step: int) -> str:
     """Show milliseconds in total and per step, for a line of the log."""
     return f"train_time:{elapsed:.0f}ms step_avg:{elapsed / step if step else 0:.2f}ms"
 
-def printable(text: str) -> str:
-    """Escape control characters other than newlines and tabs: the text may come from files or other machines."""
-    return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else c.encode("unicode_escape").decode()
-                   for c in text)
 
-# this folder, or the folders of another path that is neither of the system nor a part of a word or URL
-FOLDERS = re.compile(rf"{re.escape(str(ROOT))}/(?=[\w.*])|"
-                     r"""(?<![\w./~*-])/(?!/|usr/|lib\w*/)(?:[^\s"'<>|:,;/\\]+/)+(?=[\w.*])""")
+def printable(text: str) -> str:
+    """Escape control characters other than newlines and tabs: the text may come from files or
+    other machines."""
+    return "".join(
+        (
+            c
+            if c in "\n\t" or unicodedata.category(c)[0] != "C"
+            else c.encode("unicode_escape").decode()
+        )
+        for c in text
+    )
+
+
+# this folder, or the folders of another path that is neither of the system nor a part of a word or
+# URL
+FOLDERS = re.compile(
+    rf"{re.escape(str(ROOT))}/(?=[\w.*])|"
+    r"""(?<![\w./~*-])/(?!/|usr/|lib\w*/)(?:[^\s"'<>|:,;/\\]+/)+(?=[\w.*])"""
+)
+
 
 def without_folders(text: str) -> str:
-    """Leave the folders of this machine out of a text, since logs are published. Paths in this folder stay relative."""
+    """Leave the folders of this machine out of a text, since logs are published. Paths in this
+    folder stay relative."""
     return FOLDERS.sub("", text)
 
+
 class Log:
-    """A run's log file and what it prints. Only rank 0 writes; each line is in the file when write returns."""
+    """A run's log file and what it prints. Only rank 0 writes; each line is in the file when write
+    returns."""
 
     def __init__(self, config: Config, rank: int, run_id: str):
         self.config, self.rank, self.run_id = config, rank, run_id
-        self.file, self.last_line, self.mute, self.resumes = None, 0.0, rank > 0 or sys.stdout is None, 0
+        self.file, self.last_line, self.mute, self.resumes = (
+            None,
+            0.0,
+            rank > 0 or sys.stdout is None,
+            0,
+        )
         self.loss = ""  # the newest training loss, as it is printed
 
     @property
@@ -3323,21 +4875,35 @@ class Log:
         return ROOT / self.config.log_dir / f"{self.run_id}.txt"
 
     def open(self, start: Values, environment: str, resumed: Values | None) -> None:
-        """Create the file with the source, the environment and the run's description, or append to it."""
-        import fcntl  # here, and resource below: Windows has neither, and other programs need only the optimizer
+        """Create the file with the source, the environment and the run's description, or append to
+        it."""
+        # here, and resource below: Windows has neither, and other programs need only the optimizer
+        import fcntl
+
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        rule, used = "=" * 100, (
-            f"{self.path} exists, so run_id {self.run_id!r} was used. Choose another --run_id, or --resume it")
+        rule, used = (
+            "=" * 100,
+            (
+                f"{self.path} exists, so run_id {self.run_id!r} was used. Choose another --run_id,"
+                " or --resume it"
+            ),
+        )
         try:
-            file = open(self.path, "a+" if resumed else "x+", encoding="utf-8", errors="replace", newline="")
+            file = open(
+                self.path, "a+" if resumed else "x+", encoding="utf-8", errors="replace", newline=""
+            )
         except FileExistsError:
             raise RunError(used) from None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RunError(f"{self.path}: another process trains this run; wait for it or stop it") from None
+            raise RunError(
+                f"{self.path}: another process trains this run; wait for it or stop it"
+            ) from None
         except OSError as error:  # such as some network file systems
-            self.say(f"{self.path} cannot be locked ({error.strerror}); do not resume it twice at a time")
+            self.say(
+                f"{self.path} cannot be locked ({error.strerror}); do not resume it twice at a time"
+            )
         file.seek(0)
         begun = re.search(rf"\n{rule}\n(\{{.*)\n", written := file.read())
         if begun:
@@ -3346,8 +4912,16 @@ class Log:
         else:  # new, deleted, or stopped while its head was written
             file.truncate(0)
             try:
-                print(source_of(self.config), rule, without_folders(environment), rule,
-                      without_folders(json.dumps(start, ensure_ascii=False)), sep="\n", file=file, flush=True)
+                print(
+                    source_of(self.config),
+                    rule,
+                    without_folders(environment),
+                    rule,
+                    without_folders(json.dumps(start, ensure_ascii=False)),
+                    sep="\n",
+                    file=file,
+                    flush=True,
+                )
             except OSError:
                 self.path.unlink()  # the run did not start
                 raise
@@ -3355,8 +4929,11 @@ class Log:
         if resumed and (begun or resumed["checkpoint"]):
             steps = re.findall(r"^step:(\d+)/", written.rpartition('\n{"resumed"')[2], re.M)
             began = datetime.fromisoformat((json.loads(begun[1]) if begun else start)["started"])
-            resumed = {"lost_seconds": (datetime.now(timezone.utc) - began).total_seconds(), **resumed,
-                       "lost_steps": max(0, int((steps or [0])[-1]) - resumed["from_step"])}
+            resumed = {
+                "lost_seconds": (datetime.now(timezone.utc) - began).total_seconds(),
+                **resumed,
+                "lost_steps": max(0, int((steps or [0])[-1]) - resumed["from_step"]),
+            }
             if written[-1:] not in ("", "\n"):
                 self.write("")
             self.write(without_folders(json.dumps({"resumed": resumed})))
@@ -3368,14 +4945,19 @@ class Log:
             self.file.flush()
             if off_clock and not self.path.exists():
                 self.file = None  # nobody could read what follows
-                raise RunError(f"{self.path} was deleted or moved while the run wrote it; start the run again, and "
-                               "leave its log alone until it ends")
+                raise RunError(
+                    f"{self.path} was deleted or moved while the run wrote it; start the run again,"
+                    " and leave its log alone until it ends"
+                )
 
     def say(self, line: str, stay: bool = False) -> None:
-        """Print to the terminal only. With stay the next line replaces this one. A closed terminal is ignored."""
+        """Print to the terminal only. With stay the next line replaces this one. A closed terminal
+        is ignored."""
         if not self.mute:
             try:
-                print("\r\033[K" * sys.stdout.isatty() + printable(line) + "\033[A" * stay, flush=True)
+                print(
+                    "\r\033[K" * sys.stdout.isatty() + printable(line) + "\033[A" * stay, flush=True
+                )
             except OSError:
                 self.mute = True
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -3388,16 +4970,21 @@ class Log:
         terminal, total = sys.stdout.isatty(), self.config.num_steps
         if step == total or time.monotonic() - self.last_line > (0.2 if terminal else 5):
             self.last_line, left = time.monotonic(), clock.read() / step * (total - step) / 1000
-            self.say(f"step {step}/{total}  {self.loss}{1000 * tokens / clock.read():,.0f} tokens/s  "
-                     + (f"{left:.0f} s left" if step < total else "validation …"), stay=terminal)
+            self.say(
+                f"step {step}/{total}  {self.loss}{1000 * tokens / clock.read():,.0f} tokens/s  "
+                + (f"{left:.0f} s left" if step < total else "validation …"),
+                stay=terminal,
+            )
 
     def close(self) -> None:
         if self.file is not None:
             self.file.close()
             self.file = None
 
+
 def start_log(loop: TrainingLoop, resumed: Values | None, changes: list[str]) -> None:
-    """Open the log with a description of the run. changes: what this machine changed in the config."""
+    """Open the log with a description of the run. changes: what this machine changed in the
+    config."""
     c, comm, log, worker = loop.config, loop.comm, loop.log, loop.worker
     machine, environment = describe_machine(c, worker.device)
     hosts = describe_hosts(comm, machine)
@@ -3405,27 +4992,66 @@ def start_log(loop: TrainingLoop, resumed: Values | None, changes: list[str]) ->
         return
     params = sum(p.numel() for p in worker.model.parameters())
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    start = {"run_id": log.run_id, "preset": loop.preset, **describe_config(c), "started": started, "changes": changes,
-             **machine, "ranks": comm.ranks, "hosts": hosts, "parameters": params,
-             "vocab_size": loop.shards["train"][0].encoding.vocab_size, "shards": {
-                 split: [{"name": shard.path.name, "tokens": shard.tokens, "bytes": HEADER_INTS * 4 + 2 * shard.tokens,
-                          "sha256": shard.sha256} for shard in shards] for split, shards in loop.shards.items()},
-             "launch": launch_id()}
-    given_up = [path for path in checkpoints(log.path.parent, log.run_id) if step_of(path) > loop.from_step]
+    start = {
+        "run_id": log.run_id,
+        "preset": loop.preset,
+        **describe_config(c),
+        "started": started,
+        "changes": changes,
+        **machine,
+        "ranks": comm.ranks,
+        "hosts": hosts,
+        "parameters": params,
+        "vocab_size": loop.shards["train"][0].encoding.vocab_size,
+        "shards": {
+            split: [
+                {
+                    "name": shard.path.name,
+                    "tokens": shard.tokens,
+                    "bytes": HEADER_INTS * 4 + 2 * shard.tokens,
+                    "sha256": shard.sha256,
+                }
+                for shard in shards
+            ]
+            for split, shards in loop.shards.items()
+        },
+        "launch": launch_id(),
+    }
+    given_up = [
+        path for path in checkpoints(log.path.parent, log.run_id) if step_of(path) > loop.from_step
+    ]
     damages = [damage for path in given_up if resumed and (damage := damage_of(path))]
-    log.open(start, environment, resumed and {
-        "at": started, **resumed, "damaged": damages, "ranks": comm.ranks, "source_sha256": machine["source_sha256"],
-        "launch": launch_id(), "changes": changes, "hosts": hosts})
+    log.open(
+        start,
+        environment,
+        resumed
+        and {
+            "at": started,
+            **resumed,
+            "damaged": damages,
+            "ranks": comm.ranks,
+            "source_sha256": machine["source_sha256"],
+            "launch": launch_id(),
+            "changes": changes,
+            "hosts": hosts,
+        },
+    )
     for path in given_up:  # a later resume must not take what this one gives up
         path.replace(f"{path}.given_up")
-    log.say(f"preset {loop.preset}: {comm.ranks} rank(s) on {machine['hardware']['device']}, {params / 1e6:.1f} M "
-            f"parameters, {c.num_steps} steps of {(first := tokens_of_steps(c, 1)):,} tokens"
-            f"{' at first' * (tokens_of_steps(c, c.num_steps) != c.num_steps * first)}, validation on "
-            f"{(loop.val_sequences[:, 1:] >= 0).sum():,} tokens")
+    log.say(
+        f"preset {loop.preset}: {comm.ranks} rank(s) on {machine['hardware']['device']},"
+        f" {params / 1e6:.1f} M parameters, {c.num_steps} steps of"
+        f" {(first := tokens_of_steps(c, 1)):,}"
+        f" tokens{' at first' * (tokens_of_steps(c, c.num_steps) != c.num_steps * first)},"
+        f" validation on {(loop.val_sequences[:, 1:] >= 0).sum():,} tokens"
+    )
     for line in changes:
         log.say(line)
     if resumed:
-        log.say(f"resuming from step {loop.from_step}{', because ' * bool(damages)}{'; '.join(damages)}")
+        log.say(
+            f"resuming from step {loop.from_step}{', because ' * bool(damages)}{'; '.join(damages)}"
+        )
+
 
 def finish(loop: TrainingLoop, loss: float, val_tokens: int) -> None:
     """Save the model, then write the result."""
@@ -3434,112 +5060,225 @@ def finish(loop: TrainingLoop, loss: float, val_tokens: int) -> None:
     with clock.off("hashing"):
         model_hash = "" if worker.comm.rank else hash_of(named_tensors(worker.model))
         final_hash, digest = state_hash(worker), all_digest(worker)
-    if c.save_model and worker.comm.rank == 0:  # before the log's end: until then the run can be resumed
+    if (
+        c.save_model and worker.comm.rank == 0
+    ):  # before the log's end: until then the run can be resumed
         with clock.off("saving"):
             saved_as = f"\nmodel: {save_model(loop)}"
     allocated, reserved = peak_memory_mib(worker.device)
     reached, wall_seconds = loss <= c.target_val_loss, clock.state()["wall"]
-    log.write(json.dumps({"end": {
-        "final_val_loss": loss, "target_val_loss": c.target_val_loss, "reached": reached, "steps": c.num_steps,
-        "train_tokens": tokens_of_steps(c, c.num_steps), "train_digest": digest, "val_tokens": val_tokens,
-        "train_time_ms": clock.elapsed, "wall_seconds": wall_seconds, "seconds_outside_clock": clock.outside,
-        "compiles_after_warmup": compiles, "state_hash": loop.state_hashes, "final_state_hash": final_hash,
-        "model_hash": model_hash, "changed_by_validation": loop.changed_by_validation, "peak_memory_mib": allocated,
-        "resumed": log.resumes}}))
+    log.write(
+        json.dumps(
+            {
+                "end": {
+                    "final_val_loss": loss,
+                    "target_val_loss": c.target_val_loss,
+                    "reached": reached,
+                    "steps": c.num_steps,
+                    "train_tokens": tokens_of_steps(c, c.num_steps),
+                    "train_digest": digest,
+                    "val_tokens": val_tokens,
+                    "train_time_ms": clock.elapsed,
+                    "wall_seconds": wall_seconds,
+                    "seconds_outside_clock": clock.outside,
+                    "compiles_after_warmup": compiles,
+                    "state_hash": loop.state_hashes,
+                    "final_state_hash": final_hash,
+                    "model_hash": model_hash,
+                    "changed_by_validation": loop.changed_by_validation,
+                    "peak_memory_mib": allocated,
+                    "resumed": log.resumes,
+                }
+            }
+        )
+    )
     log.write(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
     if worker.comm.rank == 0:
         verdict, target = "", ""
         if c.target_val_loss:
-            verdict, target = f"target {'reached' if reached else 'missed'}: ", f" target {c.target_val_loss:g},"
+            verdict, target = (
+                f"target {'reached' if reached else 'missed'}: ",
+                f" target {c.target_val_loss:g},",
+            )
         remove_files(spare_files(loop, keep=0))
-        log.say(f"\n{verdict}validation loss {loss:.4f},{target} after {clock.elapsed / 1000:.1f} s of training and "
-                f"{wall_seconds:.0f} s in all{saved_as}\nlog: {log.path}")
+        log.say(
+            f"\n{verdict}validation loss {loss:.4f},{target} after {clock.elapsed / 1000:.1f} s of"
+            f" training and {wall_seconds:.0f} s in all{saved_as}\nlog: {log.path}"
+        )
+
 
 def profiler_of(loop: TrainingLoop) -> Any:
-    """Return a profiler that writes a Chrome trace of some steps beside the log; its step() follows each step."""
+    """Return a profiler that writes a Chrome trace of some steps beside the log; its step()
+    follows each step."""
     (first, last), log = map(int, loop.config.profile.split(":")), loop.log
-    log.say(f"trace of steps {loop.config.profile}: {log.path.parent / log.path.stem}-rank*.pt.trace.json.gz")
-    loop.worker.optimizer.reducer.span = torch.profiler.record_function  # a range for each phase of each bucket
+    log.say(
+        f"trace of steps {loop.config.profile}:"
+        f" {log.path.parent / log.path.stem}-rank*.pt.trace.json.gz"
+    )
+    # a range for each phase of each bucket
+    loop.worker.optimizer.reducer.span = torch.profiler.record_function
     profiler = torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=max(0, first - 1), warmup=min(1, first), active=last + 1 - first,
-                                         repeat=1),
+        schedule=torch.profiler.schedule(
+            wait=max(0, first - 1), warmup=min(1, first), active=last + 1 - first, repeat=1
+        ),
         on_trace_ready=torch.profiler.tensorboard_trace_handler(
-            str(log.path.parent), f"{log.path.stem}-rank{log.rank}", use_gzip=True))
+            str(log.path.parent), f"{log.path.stem}-rank{log.rank}", use_gzip=True
+        ),
+    )
     profiler.step_num = loop.from_step
     profiler.current_action = profiler.schedule(loop.from_step)
     return profiler
 
+
 def output_of(*command: str) -> str:
-    """Return the output of a command, empty if it cannot run. A git hook's variables, which name its repository, are
-    left out."""
-    usual = {name: value for name, value in os.environ.items() if not re.match("GIT_(?!CONFIG)", name)}
+    """Return the output of a command, empty if it cannot run. A git hook's variables, which name
+    its repository, are left out."""
+    usual = {
+        name: value for name, value in os.environ.items() if not re.match("GIT_(?!CONFIG)", name)
+    }
     try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=30, env=usual)
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=ROOT, timeout=30, env=usual
+        )
         return done.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
+
 
 def nvidia_smi(fields: str) -> list[str]:
     """Query nvidia-smi -> a line per GPU, none if it cannot run."""
     return output_of("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader").splitlines()
 
+
 def cpu_name(*keys: str) -> str:
-    """Return these fields of /proc/cpuinfo; the name by default, which several generations may share."""
+    """Return these fields of /proc/cpuinfo; the name by default, which several generations may
+    share."""
     with contextlib.suppress(OSError, KeyError):
-        said = dict(re.findall(r"^([\w ]+?)\s*: (.+)$", Path("/proc/cpuinfo").read_text().partition("\n\n")[0], re.M))
+        said = dict(
+            re.findall(
+                r"^([\w ]+?)\s*: (.+)$",
+                Path("/proc/cpuinfo").read_text().partition("\n\n")[0],
+                re.M,
+            )
+        )
         return "/".join(said[key].strip() for key in keys or ("model name",))
     return platform.processor() or platform.machine()
 
+
 def source_of(config: Config) -> str:
-    """Return the source of the program: of one file as it is, of several each below a line that names it."""
+    """Return the source of the program: of one file as it is, of several each below a line that
+    names it."""
     files = source_files(config)
     texts = [path.read_text(encoding="utf-8") for path in files]
-    return texts[0] if len(files) == 1 else "".join(f"# file: {path.name}\n{text}" for path, text in zip(files, texts))
+    return (
+        texts[0]
+        if len(files) == 1
+        else "".join(f"# file: {path.name}\n{text}" for path, text in zip(files, texts))
+    )
+
 
 def describe_machine(config: Config, device: torch.device) -> tuple[Values, str]:
-    """(hardware, versions, source hash and environment variables for the JSON line; the free text above it)."""
+    """(hardware, versions, source hash and environment variables for the JSON line; the free text
+    above it)."""
     on_gpu, cpu, cores = device.type == "cuda", cpu_name(), os.cpu_count()
-    gpus = [dict(zip(("name", "uuid", "driver"), row.split(", "))) for row in nvidia_smi("name,uuid,driver_version")]
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
-                "triton": triton and triton.__version__}
+    gpus = [
+        dict(zip(("name", "uuid", "driver"), row.split(", ")))
+        for row in nvidia_smi("name,uuid,driver_version")
+    ]
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": triton and triton.__version__,
+    }
     text = output_of("nvidia-smi") if on_gpu else f"{cpu}, {cores} cores, {platform.platform()}"
-    prefixes = ("TORCH", "PYTORCH", "TRITON", "INDUCTOR", "NCCL", "GLOO", "CUDA_", "OMP_", "PYTHON", "LD_")
-    environment = {key: setting for key, setting in sorted(os.environ.items()) if key.startswith(prefixes)}
-    hardware = {"device": torch.cuda.get_device_name() if on_gpu else cpu, "gpus": gpus if on_gpu else [],
-                "cpu": cpu, "cpu_id": cpu_name("cpu family", "model", "stepping"),
-                "cores": cores, "threads": torch.get_num_threads()}
-    return {"hardware": hardware, "versions": versions, "environment": environment,
-            "source_sha256": sha256_of(source_of(config).encode())}, text
+    prefixes = (
+        "TORCH",
+        "PYTORCH",
+        "TRITON",
+        "INDUCTOR",
+        "NCCL",
+        "GLOO",
+        "CUDA_",
+        "OMP_",
+        "PYTHON",
+        "LD_",
+    )
+    environment = {
+        key: setting for key, setting in sorted(os.environ.items()) if key.startswith(prefixes)
+    }
+    hardware = {
+        "device": torch.cuda.get_device_name() if on_gpu else cpu,
+        "gpus": gpus if on_gpu else [],
+        "cpu": cpu,
+        "cpu_id": cpu_name("cpu family", "model", "stepping"),
+        "cores": cores,
+        "threads": torch.get_num_threads(),
+    }
+    return {
+        "hardware": hardware,
+        "versions": versions,
+        "environment": environment,
+        "source_sha256": sha256_of(source_of(config).encode()),
+    }, text
+
 
 def describe_hosts(comm: Comm, mine: Values) -> list[Values]:
-    """Describe each host: its ranks, hardware, versions and source. RunError if source or packages differ."""
-    agree(comm, "programs", {"source_sha256": mine["source_sha256"], "python": platform.python_version(),
-                             **package_versions()}, "Give every host the same checkout and packages (./run.sh --setup)")
+    """Describe each host: its ranks, hardware, versions and source. RunError if source or packages
+    differ."""
+    agree(
+        comm,
+        "programs",
+        {
+            "source_sha256": mine["source_sha256"],
+            "python": platform.python_version(),
+            **package_versions(),
+        },
+        "Give every host the same checkout and packages (./run.sh --setup)",
+    )
     hosts: dict[str, Values] = {}
     for rank, (name, described) in enumerate(comm.all_gather_json([socket.gethostname(), mine])):
-        hosts.setdefault(f"{name} {described['hardware']}", {"ranks": [], **described})["ranks"].append(rank)
+        hosts.setdefault(f"{name} {described['hardware']}", {"ranks": [], **described})[
+            "ranks"
+        ].append(rank)
     return list(hosts.values())
 
+
 def package_versions() -> dict[str, str]:
-    """Return the versions of torch and of the installed packages of requirements.txt, if that is beside the script."""
+    """Return the versions of torch and of the installed packages of requirements.txt, if that is
+    beside the script."""
     pins, versions = ROOT / "requirements.txt", {}
     for name in re.findall(r"^([\w-]+)==", pins.read_text(), re.M) if pins.exists() else ():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return {**versions, "torch": torch.__version__}  # with the kind of build
 
+
 def describe_config(config: Config) -> Values:
     """Describe what the run will do and what it starts from, for its log."""
     c, revision, race = config, output_of("git", "rev-parse", "HEAD"), config.race.split(":")
     return {
-        "config": json_of(c), "seed": c.seed, "target_val_loss": c.target_val_loss,
+        "config": json_of(c),
+        "seed": c.seed,
+        "target_val_loss": c.target_val_loss,
         "planned": {"steps": c.num_steps, "train_tokens": tokens_of_steps(c, c.num_steps)},
-        "git": {"revision": revision, "clean": not output_of("git", "status", "--porcelain")} if revision else None,
-        "init_from": {"path": c.init_from, "sha256": None if c.resume else file_sha256(ROOT / c.init_from)}
-        if c.init_from else None,
-        "race": {"race_id": race[0], "run": int(race[1]), "declared_n": int(race[2]), "side": race[3]}
-        if c.race else None,
+        "git": (
+            {"revision": revision, "clean": not output_of("git", "status", "--porcelain")}
+            if revision
+            else None
+        ),
+        "init_from": (
+            {"path": c.init_from, "sha256": None if c.resume else file_sha256(ROOT / c.init_from)}
+            if c.init_from
+            else None
+        ),
+        "race": (
+            {"race_id": race[0], "run": int(race[1]), "declared_n": int(race[2]), "side": race[3]}
+            if c.race
+            else None
+        ),
     }
+
 
 def file_sha256(path: str | Path) -> str:
     digest = hashlib.sha256()
@@ -3548,63 +5287,103 @@ def file_sha256(path: str | Path) -> str:
             digest.update(piece)
     return digest.hexdigest()
 
+
 def peak_memory_mib(device: torch.device) -> tuple[int, int]:
     """(allocated, reserved) on a GPU; on a CPU the largest resident set of the process, twice."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20
     import resource
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) >> 20
+
+    resident = (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        * (1 if sys.platform == "darwin" else 1024)
+        >> 20
+    )
     return resident, resident
 
-# ------------------------------------------------------------------------------------------------------------------
+
+# --------------------------------------------------------------------------------------------------
 # checkpoint and resume
+
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
+
 def hash_of(tensors: Sequence[tuple[str, Tensor]]) -> str:
-    """SHA-256 over the names and bytes of tensors, in the order of their names. Hashes several at a time."""
+    """SHA-256 over the names and bytes of tensors, in the order of their names. Hashes several at
+    a time."""
+
     def line(item: tuple[str, Tensor]) -> str:
-        return f"{item[0]} {sha256_of(item[1].detach().reshape(-1).view(torch.uint8).cpu().numpy())}\n"
+        return (
+            f"{item[0]} {sha256_of(item[1].detach().reshape(-1).view(torch.uint8).cpu().numpy())}\n"
+        )
+
     with ThreadPoolExecutor() as pool:
-        return sha256_of("".join(pool.map(line, sorted(tensors, key=lambda item: item[0]))).encode())
+        return sha256_of(
+            "".join(pool.map(line, sorted(tensors, key=lambda item: item[0]))).encode()
+        )
+
 
 def checksum(*tensors: Tensor) -> int:
     """Hash the bits of tensors and their order: 60 bits, and three times as fast as hash_of.
 
-    Each 32-bit word of a piece has a random factor of 62 bits. The sum of the products wraps modulo 2 ** 64, where
-    words that differ by a multiple of 2 ** 31, as signs do, still have 33 bits of their factors: pieces that differ
-    have equal sums with a probability of about 2 ** -33.
+    Each 32-bit word of a piece has a random factor of 62 bits. The sum of the products wraps modulo
+    2 ** 64, where words that differ by a multiple of 2 ** 31, as signs do, still have 33 bits of
+    their factors: pieces that differ have equal sums with a probability of about 2 ** -33.
     """
     factors, sums = checksum_factors(tensors[0].device), []
-    for piece in (piece for x in tensors for piece in x.detach().reshape(-1).view(torch.uint8).split(4 * len(factors))):
+    for piece in (
+        piece
+        for x in tensors
+        for piece in x.detach().reshape(-1).view(torch.uint8).split(4 * len(factors))
+    ):
         words = F.pad(piece, (0, -len(piece) % 4)).view(torch.int32)
-        sums.append((words * factors[:len(words)]).sum())
+        sums.append((words * factors[: len(words)]).sum())
     return int(sha256_of(torch.stack(sums).cpu().numpy())[:15], 16)
+
 
 @functools.lru_cache
 def checksum_factors(device: torch.device) -> Tensor:
     random = torch.Generator("cpu").manual_seed(0)  # the same on all ranks
-    return torch.randint(2 ** 62, (2 ** 18,), generator=random, device="cpu").to(device)  # fits a CPU's caches
+    # fits a CPU's caches
+    return torch.randint(2**62, (2**18,), generator=random, device="cpu").to(device)
+
 
 def all_digest(worker: Worker) -> str:
-    """The digest of everything that all ranks have read; the same for any number of ranks. See Stream."""
+    """The digest of everything that all ranks have read; the same for any number of ranks. See
+    Stream."""
     digests = worker.comm.all_gather_json(f"{worker.stream.digest:x}")
-    return f"{sum(int(digest, 16) for digest in digests) % 2 ** 256:064x}"
+    return f"{sum(int(digest, 16) for digest in digests) % 2**256:064x}"
+
 
 def state_hash(worker: Worker) -> str:
-    """SHA-256 of all that training continues from: parameters, rules' state, buffers, place in the data; on rank 0."""
-    read = ("stream", torch.tensor(worker.stream.position)), ("digest", torch.tensor(list(all_digest(worker).encode())))
-    content = [*worker.optimizer.named_state(), *worker.model.named_buffers(), *read]  # all ranks send their part
+    """SHA-256 of all that training continues from: parameters, rules' state, buffers, place in the
+    data; on rank 0."""
+    read = (
+        ("stream", torch.tensor(worker.stream.position)),
+        (
+            "digest",
+            torch.tensor(list(all_digest(worker).encode())),
+        ),
+    )
+    # all ranks send their part
+    content = [*worker.optimizer.named_state(), *worker.model.named_buffers(), *read]
     return "" if worker.comm.rank else hash_of(content)
 
+
 def digest_of(content: Values) -> str:
-    """SHA-256 of everything in a saved file: its tensors under `state`, and the JSON form of the rest."""
+    """SHA-256 of everything in a saved file: its tensors under `state`, and the JSON form of the
+    rest."""
     rest = {name: v for name, v in content.items() if name not in ("state", "digest")}
-    return sha256_of((hash_of(list(content["state"].items())) + json.dumps(rest, sort_keys=True)).encode())
+    return sha256_of(
+        (hash_of(list(content["state"].items())) + json.dumps(rest, sort_keys=True)).encode()
+    )
+
 
 def save_file(path: Path, content: Values) -> None:
-    """Write a file whole or not at all, with a digest of its content. RunError if it cannot be written."""
+    """Write a file whole or not at all, with a digest of its content. RunError if it cannot be
+    written."""
     content = {**content, "digest": digest_of(content)}
     partial = path.with_name(path.name + ".partial")
     try:
@@ -3617,90 +5396,147 @@ def save_file(path: Path, content: Values) -> None:
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
-    except (OSError, RuntimeError) as error:  # torch replaces the error of a full disk by one about its file format
-        cause = error.__context__ if isinstance(error.__context__, (OSError, KeyboardInterrupt)) else error
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # torch replaces the error of a full disk by one about its file format
+        cause = (
+            error.__context__
+            if isinstance(error.__context__, (OSError, KeyboardInterrupt))
+            else error
+        )
         if isinstance(cause, KeyboardInterrupt):  # torch replaces it too
             raise cause
-        raise RunError(f"{path}: cannot be written ({cause}); free space or choose another --log_dir") from cause
+        raise RunError(
+            f"{path}: cannot be written ({cause}); free space or choose another --log_dir"
+        ) from cause
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()
 
+
 intact: set[Any] = set()  # (path, time of its last change) of files whose digest was verified
 
+
 def load_file(path: str | Path, check: bool = True) -> Values:
-    """Read what save_file wrote; nothing in it is executed. RunError if it is damaged. check=False skips the digest."""
+    """Read what save_file wrote; nothing in it is executed. RunError if it is damaged. check=False
+    skips the digest."""
     try:
-        saved, file = torch.load(path, map_location="cpu", weights_only=True, mmap=True), os.path.abspath(path)
+        saved, file = (
+            torch.load(path, map_location="cpu", weights_only=True, mmap=True),
+            os.path.abspath(path),
+        )
         if check and (version := (file, os.stat(file).st_mtime_ns)) not in intact:
             if digest_of(saved) != saved["digest"]:
                 raise ValueError("its content does not match its digest")
             intact.add(version)
         return saved
-    except Exception as error:  # torch.load raises many kinds, and its texts advise to trust the file
+    except (
+        Exception
+    ) as error:  # torch.load raises many kinds, and its texts advise to trust the file
         if isinstance(error, OSError) and error.filename:  # it cannot be opened
             raise
         why = error if type(error) is ValueError else type(error).__name__
-        raise RunError(f"{path}: not a saved model or checkpoint of this version of train_gpt.py, or damaged ({why}); "
-                       "name another") from error
+        raise RunError(
+            f"{path}: not a saved model or checkpoint of this version of train_gpt.py, or damaged"
+            f" ({why}); name another"
+        ) from error
+
 
 @torch.no_grad()
 def load_parameters(model: GPT, saved: Values) -> None:
-    """Copy the parameters of a saved model or checkpoint into a model. RunError if they do not fit."""
+    """Copy the parameters of a saved model or checkpoint into a model. RunError if they do not
+    fit."""
     params, buffers = dict(model.named_parameters()), persistent_buffers(model)()
-    unknown = [name for name in saved["state"] if "/" not in name and name not in {**params, **buffers}]
-    require(not unknown, f"the saved model also has {', '.join(unknown)}; give this model the --layers, --ngrams of it")
+    unknown = [
+        name for name in saved["state"] if "/" not in name and name not in {**params, **buffers}
+    ]
+    require(
+        not unknown,
+        f"the saved model also has {', '.join(unknown)}; give this model the --layers, --ngrams"
+        " of it",
+    )
     for name, param in params.items():
         x = saved["state"].get(name)
-        fits = x is not None and x.shape in (param.shape, (param.numel(),))  # checkpoints hold them flat
-        require(fits, f"{name} is {list(param.shape)} here and {'missing' if x is None else list(x.shape)} in the "
-                "saved model. Use the same --layers, --model_dim, --ngrams and vocabulary, and the revision in its log")
+        # checkpoints hold them flat
+        fits = x is not None and x.shape in (param.shape, (param.numel(),))
+        require(
+            fits,
+            f"{name} is {list(param.shape)} here and {'missing' if x is None else list(x.shape)} in"
+            " the saved model. Use the same --layers, --model_dim, --ngrams and vocabulary, and"
+            " the revision in its log",
+        )
         param.copy_(x.view(param.shape))
     for name, buffer in buffers.items():
         if name in saved["state"]:
             buffer.copy_(saved["state"][name].view(buffer.shape))
 
-CHECKPOINT = re.compile(r"(.+)\.step(\d+)\.ckpt(\.partial|\.given_up|)")  # run id, step, what became of it
+
+# run id, step, what became of it
+CHECKPOINT = re.compile(r"(.+)\.step(\d+)\.ckpt(\.partial|\.given_up|)")
+
 
 def step_of(checkpoint: Path) -> int:
     return int(CHECKPOINT.fullmatch(checkpoint.name)[2])
 
+
 def checkpoints(folder: Path, run_id: str = "", suffix: str = "") -> list[Path]:
-    """The checkpoints of a run (of all), by their step: modification times may come from another clock."""
-    found = [path for path in folder.glob("*.ckpt*") if (parts := CHECKPOINT.fullmatch(path.name))
-             and parts[1] == (run_id or parts[1]) and parts[3] == suffix]
+    """The checkpoints of a run (of all), by their step: modification times may come from another
+    clock."""
+    found = [
+        path
+        for path in folder.glob("*.ckpt*")
+        if (parts := CHECKPOINT.fullmatch(path.name))
+        and parts[1] == (run_id or parts[1])
+        and parts[3] == suffix
+    ]
     return sorted(found, key=step_of)
+
 
 def spare_files(loop: TrainingLoop, keep: int) -> list[Path]:
     """List the files that the run does not need, least needed first.
 
-    Partial files of killed processes; checkpoints later than the one that was resumed; all but the latest `keep`.
+    Partial files of killed processes; checkpoints later than the one that was resumed; all but the
+    latest `keep`.
     """
     run = loop.log.path.parent, loop.log.run_id
-    return [*checkpoints(*run, ".partial"), loop.log.path.with_suffix(".pt.partial"), *checkpoints(*run, ".given_up"),
-            *checkpoints(*run)[:-keep or None]]
+    return [
+        *checkpoints(*run, ".partial"),
+        loop.log.path.with_suffix(".pt.partial"),
+        *checkpoints(*run, ".given_up"),
+        *checkpoints(*run)[: -keep or None],
+    ]
+
 
 def remove_files(paths: Iterable[Path]) -> None:
     for path in paths:
         path.unlink(missing_ok=True)
 
+
 def save_in_room(loop: TrainingLoop, path: Path, content: Values) -> None:
-    """Save a file. While the disk is full, delete a file that the run can spare; the latest checkpoint stays."""
+    """Save a file. While the disk is full, delete a file that the run can spare; the latest
+    checkpoint stays."""
     spare = spare_files(loop, keep=1)
     while True:
         try:
             return save_file(path, content)
         except RunError as error:
-            if not spare or getattr(error.__cause__, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
+            if not spare or getattr(error.__cause__, "errno", None) not in (
+                errno.ENOSPC,
+                errno.EDQUOT,
+            ):
                 raise
             remove_files([spare.pop(0)])
+
 
 def find_run(config: Config) -> tuple[str, str]:
     """Find (run id, checkpoint to resume from; empty for a new run)."""
     named, latest = Path(config.resume), config.resume == "latest"
     named = named if named.exists() else ROOT / named
     folder = ROOT / config.log_dir if latest or not config.resume else named.parent
-    of_launch = [log for log in folder.glob("*.txt") if is_of_this_launch(log)] if restarts() else []
+    of_launch = (
+        [log for log in folder.glob("*.txt") if is_of_this_launch(log)] if restarts() else []
+    )
     if of_launch:  # torchrun has restarted the ranks: they continue their run
         run_id = max(of_launch, key=os.path.getmtime).stem
     elif not config.resume:
@@ -3709,20 +5545,28 @@ def find_run(config: Config) -> tuple[str, str]:
         newest = max(checkpoints(folder), key=saved_at, default=Path())
         run_id = config.run_id or newest.name.rpartition(".step")[0]
     else:
-        require(named.exists(), f"--resume {config.resume}: no such file; name a .ckpt, a log or latest")
+        require(
+            named.exists(), f"--resume {config.resume}: no such file; name a .ckpt, a log or latest"
+        )
         if named.suffix == ".ckpt" and named.is_file():
             return config.run_id, str(named.resolve())
         run_id = named.stem
     found = checkpoints(folder, run_id) if run_id else []
-    require(found or not config.resume, f"--resume {config.resume}: found no checkpoint in {folder}. Name a .ckpt, or "
-            "the log of a run that left one (--save_every). A run that has finished keeps none")
+    require(
+        found or not config.resume,
+        f"--resume {config.resume}: found no checkpoint in {folder}. Name a .ckpt, or "
+        "the log of a run that left one (--save_every). A run that has finished keeps none",
+    )
     return run_id, str(latest_intact(found).resolve()) if found else ""
 
+
 def saved_at(checkpoint: Path) -> float:
-    """Return when a checkpoint was saved; its modification time may be that of a copy. 0 if it cannot be read."""
+    """Return when a checkpoint was saved; its modification time may be that of a copy. 0 if it
+    cannot be read."""
     with contextlib.suppress(RunError):
         return load_file(checkpoint, check=False)["saved_at"]
     return 0.0
+
 
 def latest_intact(found: list[Path]) -> Path:
     """Return the latest checkpoint that is not damaged. RunError if all are."""
@@ -3733,6 +5577,7 @@ def latest_intact(found: list[Path]) -> Path:
         damages.append(damage)
     raise RunError(f"{'; '.join(damages)}. No checkpoint of the run is intact; start it again")
 
+
 def damage_of(path: Path) -> str:
     """Say how a saved file is damaged; empty if it is not."""
     try:
@@ -3741,8 +5586,10 @@ def damage_of(path: Path) -> str:
     except RunError as error:
         return str(error).removesuffix("; name another")
 
+
 def save_checkpoint(loop: TrainingLoop, step: int, stop: bool = False) -> None:
-    """Save all ranks' state before a step, the same for any number of ranks; then stop if a signal asked for it.
+    """Save all ranks' state before a step, the same for any number of ranks; then stop if a signal
+    asked for it.
 
     Without room for a checkpoint training continues.
     """
@@ -3757,10 +5604,20 @@ def save_checkpoint(loop: TrainingLoop, step: int, stop: bool = False) -> None:
                 state[name] = x.detach().to("cpu", copy=True)
         if loop.comm.rank == 0:
             try:
-                save_in_room(loop, path, {
-                    **describe_model(loop, step), "state": state, "position": list(worker.stream.position),
-                    "train_digest": digest, "preset": loop.preset, "clock": loop.clock.state(), "saved_at": time.time(),
-                    "data": digests_of(loop.shards)})
+                save_in_room(
+                    loop,
+                    path,
+                    {
+                        **describe_model(loop, step),
+                        "state": state,
+                        "position": list(worker.stream.position),
+                        "train_digest": digest,
+                        "preset": loop.preset,
+                        "clock": loop.clock.state(),
+                        "saved_at": time.time(),
+                        "data": digests_of(loop.shards),
+                    },
+                )
             except RunError as error:
                 log.say(f"no checkpoint: {error}")
                 if stop:
@@ -3768,9 +5625,11 @@ def save_checkpoint(loop: TrainingLoop, step: int, stop: bool = False) -> None:
             else:
                 remove_files(spare_files(loop, loop.config.keep_checkpoints))
     if stop:
-        loop.comm.all_gather_json("saved")  # a rank that leaves earlier would end rank 0 while it writes
+        # a rank that leaves earlier would end rank 0 while it writes
+        loop.comm.all_gather_json("saved")
         what = "terminated" if signals.again_from == math.inf else INTERRUPTED
         raise RunError(f"{what} before step {step}; --resume {log.path} continues from there")
+
 
 def save_model(loop: TrainingLoop) -> Path:
     """Save the trained parameters and persistent buffers beside the log."""
@@ -3780,13 +5639,21 @@ def save_model(loop: TrainingLoop) -> Path:
     save_in_room(loop, path, {**describe_model(loop, loop.config.num_steps), "state": state})
     return path
 
+
 def describe_model(loop: TrainingLoop, step: int) -> Values:
     """Describe what rebuilds the model before a step, on any machine."""
-    return {"run_id": loop.log.run_id, "program": source_files(loop.config)[0].name, "config": json_of(loop.requested),
-            "step": step, **loop.shards["train"][0].encoding._asdict()}
+    return {
+        "run_id": loop.log.run_id,
+        "program": source_files(loop.config)[0].name,
+        "config": json_of(loop.requested),
+        "step": step,
+        **loop.shards["train"][0].encoding._asdict(),
+    }
+
 
 def digests_of(shards: dict[str, list[Shard]]) -> list[str]:
     return [shard.sha256 for split in shards.values() for shard in split]
+
 
 def resume(loop: TrainingLoop) -> Values | None:
     """Load the checkpoint that the config names -> what the log says about it; None for a new run."""
@@ -3796,137 +5663,238 @@ def resume(loop: TrainingLoop) -> Values | None:
     saved = load_file(path)
     # --resume took the config from this checkpoint; after a restart by torchrun flags made it
     old = config_of(saved["config"], type(loop.config))
-    other = [f.name for f in fixed_fields(old) if getattr(loop.requested, f.name) != getattr(old, f.name)]
-    require(not other, f"{path} belongs to a run with another {', '.join(other)}. Delete it, or give this run its own "
-            "--run_id and torchrun its own --rdzv_id")
-    require(saved["data"] == digests_of(loop.shards), f"the shards are not those of {path}; name those")
-    agree(loop.comm, "checkpoints", {"the digest": saved["digest"]}, f"Give every host the same {Path(path).name}")
+    other = [
+        f.name for f in fixed_fields(old) if getattr(loop.requested, f.name) != getattr(old, f.name)
+    ]
+    require(
+        not other,
+        f"{path} belongs to a run with another {', '.join(other)}. Delete it, or give this run its"
+        " own --run_id and torchrun its own --rdzv_id",
+    )
+    require(
+        saved["data"] == digests_of(loop.shards), f"the shards are not those of {path}; name those"
+    )
+    agree(
+        loop.comm,
+        "checkpoints",
+        {"the digest": saved["digest"]},
+        f"Give every host the same {Path(path).name}",
+    )
     worker.optimizer.load_state_dict(saved["state"])
     worker.stream.position = Position(*saved["position"])
     # the digest is a sum over ranks: rank 0 holds the past
     worker.stream.digest = int(saved["train_digest"], 16) if loop.comm.rank == 0 else 0
     loop.clock.load_state(saved["clock"])
     loop.from_step = saved["step"]
-    return {"from_step": loop.from_step, "checkpoint": Path(path).name,
-            "lost_seconds": max(0.0, time.time() - saved["saved_at"])}
+    return {
+        "from_step": loop.from_step,
+        "checkpoint": Path(path).name,
+        "lost_seconds": max(0.0, time.time() - saved["saved_at"]),
+    }
 
-# ------------------------------------------------------------------------------------------------------------------
+
+# --------------------------------------------------------------------------------------------------
 # machine and main
+
 
 def env_int(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
-    require(text.isdecimal(), f"{name} in the environment is {text!r}; unset it, or start the ranks by torchrun")
+    require(
+        text.isdecimal(),
+        f"{name} in the environment is {text!r}; unset it, or start the ranks by torchrun",
+    )
     return int(text)
+
 
 def restarts() -> int:
     """Count how often torchrun has restarted the ranks of this launch."""
     return env_int("TORCHELASTIC_RESTART_COUNT", 0)
 
+
 def count_gpus() -> int:
     """Count the GPUs that torch can use. RunError if the driver shows GPUs that torch cannot use."""
     seen = torch.cuda.device_count()
-    require(not seen or torch.cuda.is_available(), f"torch {torch.__version__} cannot use the {seen} GPU(s) of this "
-            "machine; launch/preflight.py says why. CUDA_VISIBLE_DEVICES= trains on the CPU")
+    require(
+        not seen or torch.cuda.is_available(),
+        f"torch {torch.__version__} cannot use the {seen} GPU(s) of this "
+        "machine; launch/preflight.py says why. CUDA_VISIBLE_DEVICES= trains on the CPU",
+    )
     return seen
 
+
 def count_cores() -> int:
-    """Count the cores that this process may use: Slurm or a container may give it fewer than the machine has."""
+    """Count the cores that this process may use: Slurm or a container may give it fewer than the
+    machine has."""
     cores = os.cpu_count() or 1
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # not Linux; or "max 100000", without a quota
+    # not Linux; or "max 100000", without a quota
+    with contextlib.suppress(AttributeError, OSError, ValueError):
         cores = len(os.sched_getaffinity(0))
         quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
         cores = min(cores, -(-quota // period))
     return cores
 
+
 def cpu_threads(config: Config, local_ranks: int) -> int:
-    """Choose the threads of a rank on a CPU. A small model gets one: two save a fifth of the time on a quiet machine,
-    but on a busy one each waits for the other tens of thousands of times."""
+    """Choose the threads of a rank on a CPU. A small model gets one: two save a fifth of the time
+    on a quiet machine, but on a busy one each waits for the other tens of thousands of times."""
     return 1 if config.model_dim <= 128 else max(1, count_cores() // local_ranks)
 
+
 def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
-    """Resolve what depends on the GPUs, the same on all ranks -> the config, and what the user should know."""
+    """Resolve what depends on the GPUs, the same on all ranks -> the config, and what the user
+    should know."""
     lengths = (*sorted(micro_batch_lengths(config)), config.val_len)
-    require(not any(n % TILE_M for n in lengths), f"micro-batches and val_len have {', '.join(map(str, lengths))} "
-            f"tokens; on GPUs they must be multiples of {TILE_M}")
+    require(
+        not any(n % TILE_M for n in lengths),
+        f"micro-batches and val_len have {', '.join(map(str, lengths))} "
+        f"tokens; on GPUs they must be multiples of {TILE_M}",
+    )
     global flash_3
     own, changes = torch.cuda.get_device_capability(), []
     capability = min(comm.all_gather_json(own))
-    shared = min(comm.all_gather_json(torch.cuda.get_device_properties().shared_memory_per_block_optin))
+    shared = min(
+        comm.all_gather_json(torch.cuda.get_device_properties().shared_memory_per_block_optin)
+    )
     if config.fp8_head and capability < [8, 9]:
         config = dataclasses.replace(config, fp8_head=False)
         changes.append("this GPU has no fp8: the head's product stays in bf16")
     plain_forms = sys.modules[config.model_type.__module__].PLAIN_FORMS
-    edited = [kernel for kernel, (forms, digest) in plain_forms.items()
-              if sha256_of("".join(code_of(inspect.getsource(form)) for form in forms).encode())[:8] != digest]
-    forced = {"attention": config.attention == "flash", "MLP": config.kernels == "on",
-              "loss": config.kernels in ("on", "loss")}
+    edited = [
+        kernel
+        for kernel, (forms, digest) in plain_forms.items()
+        if sha256_of("".join(code_of(inspect.getsource(form)) for form in forms).encode())[:8]
+        != digest
+    ]
+    forced = {
+        "attention": config.attention == "flash",
+        "MLP": config.kernels == "on",
+        "loss": config.kernels in ("on", "loss"),
+    }
     for kernel in edited:
-        changes.append(f"the plain form of {kernel} was edited: " + (
-            "--kernels or --attention asks for the kernel, which ignores the edit; leave that flag out"
-            if forced[kernel] else "it is computed as written, without its kernel, and more slowly"))
+        changes.append(
+            f"the plain form of {kernel} was edited: "
+            + (
+                "--kernels or --attention asks for the kernel, which ignores the edit; leave that"
+                " flag out"
+                if forced[kernel]
+                else "it is computed as written, without its kernel, and more slowly"
+            )
+        )
     if config.attention == "auto":
-        fits = (capability >= [8, 0] and config.dtype == "bfloat16" and not config.world_size_invariant
-                and "attention" not in edited)
+        fits = (
+            capability >= [8, 0]
+            and config.dtype == "bfloat16"
+            and not config.world_size_invariant
+            and "attention" not in edited
+        )
         config = dataclasses.replace(config, attention="flash" if fits else "masked")
-    if why := max(comm.all_gather_json(find_flash_3() if config.attention == "flash" and own[0] == 9 else "")):
+    if why := max(
+        comm.all_gather_json(find_flash_3() if config.attention == "flash" and own[0] == 9 else "")
+    ):
         flash_3 = None  # on all ranks
-        changes.append(f"FlashAttention 3 is not used ({why}): using torch's own version; see docs/gpus.md")
+        changes.append(
+            f"FlashAttention 3 is not used ({why}): using torch's own version; see docs/gpus.md"
+        )
     if config.kernels == "auto":
         chosen = "off" if triton is None or "loss" in edited else "on"
-        if chosen == "on" and (capability < [9, 0] or shared < MLP_SHARED or "MLP" in edited):  # it needs TMA
+        if chosen == "on" and (
+            capability < [9, 0] or shared < MLP_SHARED or "MLP" in edited
+        ):  # it needs TMA
             chosen = "loss"
         config = dataclasses.replace(config, kernels=chosen)
     return config, changes
 
-# Plain PyTorch code that GPU kernels repeat, and the start of that code's SHA-256. A kernel would ignore an edit of the
-# plain code, and a race of the edit would measure nothing: where the digest differs, resolve_auto runs the plain code.
-# If you change a kernel too, write the new digest, which tests/test_config.py prints
-PLAIN_FORMS = {"MLP": ((MLP.forward,), "23bd82f3"),
-               "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__), "948174ff"),
-               "attention": ((attend, cut_in_pieces, seen_by_pieces, mask_in_pieces), "53c6bfc1")}
+
+# Plain PyTorch code that GPU kernels repeat, and the start of that code's SHA-256. A kernel would
+# ignore an edit of the plain code, and a race of the edit would measure nothing: where the digest
+# differs, resolve_auto runs the plain code. If you change a kernel too, write the new digest, which
+# tests/test_config.py prints
+PLAIN_FORMS = {
+    "MLP": ((MLP.forward,), "23bd82f3"),
+    "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__), "948174ff"),
+    "attention": ((attend, cut_in_pieces, seen_by_pieces, mask_in_pieces), "53c6bfc1"),
+}
+
 
 def code_of(source: str) -> str:
     """Return the code of Python source, without comments, docstrings and formatting."""
+
     def plain(x: Any) -> Any:  # ast.unparse and ast.dump differ between versions of Python
         if isinstance(x, list):
-            return [plain(y) for y in x if not isinstance(y, ast.Expr) or not isinstance(y.value, ast.Constant)]
+            return [
+                plain(y)
+                for y in x
+                if not isinstance(y, ast.Expr) or not isinstance(y.value, ast.Constant)
+            ]
         if isinstance(x, ast.AST):
-            return type(x).__name__, [(name, plain(v)) for name, v in ast.iter_fields(x) if v not in (None, [])]
+            return type(x).__name__, [
+                (name, plain(v)) for name, v in ast.iter_fields(x) if v not in (None, [])
+            ]
         return x
-    return repr(plain(ast.parse(f"if 1:\n{source}" if source.startswith(" ") else source)))  # a method is indented
+
+    # a method is indented
+    return repr(plain(ast.parse(f"if 1:\n{source}" if source.startswith(" ") else source)))
+
 
 def with_digests(shards: list[Shard], comm: Comm, local_rank: int) -> list[Shard]:
-    """Add the shards' SHA-256, which one rank of each host computes. RunError if a host has other shards."""
+    """Add the shards' SHA-256, which one rank of each host computes. RunError if a host has other
+    shards."""
     mine = {}
     if local_rank == 0:
         with ThreadPoolExecutor() as pool:
-            mine = dict(zip((shard.path.name for shard in shards), pool.map(file_sha256, (s.path for s in shards))))
+            mine = dict(
+                zip(
+                    (shard.path.name for shard in shards),
+                    pool.map(file_sha256, (s.path for s in shards)),
+                )
+            )
     digests, *others = filter(None, comm.all_gather_json(mine))
     for other in others:
         differ = sorted({name for name, _ in digests.items() ^ other.items()})
-        require(not differ, f"shard {', '.join(differ)} differs between hosts; give every host the same data")
+        require(
+            not differ,
+            f"shard {', '.join(differ)} differs between hosts; give every host the same data",
+        )
     return [shard._replace(sha256=digests[shard.path.name]) for shard in shards]
+
 
 def find_data(config: Config, comm: Comm) -> dict[str, list[Shard]]:
     """Find the training and validation shards, the same on all ranks and in one encoding."""
     train, val = find_shards(config.train_files, config.train_shards), find_shards(config.val_files)
-    require(train[0].encoding == val[0].encoding, f"the training shards have {train[0].encoding}, the validation "
-            f"shards {val[0].encoding}; make both with one encoding")
+    require(
+        train[0].encoding == val[0].encoding,
+        f"the training shards have {train[0].encoding}, the validation "
+        f"shards {val[0].encoding}; make both with one encoding",
+    )
     local_rank = env_int("LOCAL_RANK", 0)
-    return {"train": with_digests(train, comm, local_rank), "val": with_digests(val, comm, local_rank)}
+    return {
+        "train": with_digests(train, comm, local_rank),
+        "val": with_digests(val, comm, local_rank),
+    }
+
 
 class Signals:
-    """SIGUSR1 asks for a checkpoint. In training, Ctrl-C, SIGTERM, SIGHUP and SIGUSR2, which says that the launcher has
-    died, ask for a checkpoint and then stop the run. A second Ctrl-C ends it at once.
+    """SIGUSR1 asks for a checkpoint. In training, Ctrl-C, SIGTERM, SIGHUP and SIGUSR2, which says
+    that the launcher has died, ask for a checkpoint and then stop the run. A second Ctrl-C ends it
+    at once.
 
-    Before training, and in a race, which repeats whole runs, they end the process, even if it waits for others.
+    Before training, and in a race, which repeats whole runs, they end the process, even if it waits
+    for others.
     """
 
-    STOPS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR2") if hasattr(signal, name))
+    STOPS = tuple(
+        getattr(signal, name)
+        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR2")
+        if hasattr(signal, name)
+    )
     STOP = 1024  # what a stop adds to `received`; SIGUSR1 adds 1
 
-    GRACE_S = 30  # for the last checkpoint when the launcher is gone, as torchrun gives; a rank that hangs ends then
-    MOMENT_S = 1  # torchrun forwards a Ctrl-C that the terminal has already sent to the ranks; that copy is ignored
+    # for the last checkpoint when the launcher is gone, as torchrun gives; a rank that hangs ends
+    # then
+    GRACE_S = 30
+    # torchrun forwards a Ctrl-C that the terminal has already sent to the ranks; that copy is
+    # ignored
+    MOMENT_S = 1
 
     def __init__(self):
         self.received, self.stop, self.again_from = 0, False, math.inf
@@ -3940,7 +5908,11 @@ class Signals:
             if number == signal.SIGINT:
                 self.again_from = time.monotonic() + self.MOMENT_S
                 if os.environ.get("RANK", "0") == "0":
-                    os.write(2, b"\ntrain_gpt.py: saving a checkpoint, then stopping; Ctrl-C again ends at once\n")
+                    os.write(
+                        2,
+                        b"\ntrain_gpt.py: saving a checkpoint, then stopping; Ctrl-C again ends at"
+                        b" once\n",
+                    )
         elif time.monotonic() > self.again_from:  # torchrun makes a SIGTERM of the second
             self.again_from = math.inf
             raise KeyboardInterrupt
@@ -3958,68 +5930,109 @@ class Signals:
         for number, action in before.items():
             signal.signal(number, action)
 
+
 signals = Signals()
 
 PROCESS = uuid.uuid4().hex
 
+
 def launch_id() -> str:
-    """Name this launch; the name stays when torchrun restarts the ranks. Without torchrun a launch is a process."""
+    """Name this launch; the name stays when torchrun restarts the ranks. Without torchrun a launch
+    is a process."""
     launch = os.environ.get("TORCHELASTIC_RUN_ID", PROCESS)
     return sha256_of(f"{launch} {os.getppid() if launch == 'none' else ''}".encode())[:8]
 
+
 def is_of_this_launch(log: Path) -> bool:
     """Whether this launch has written to a log."""
-    return log.exists() and f'"launch": "{launch_id()}"' in log.read_text(encoding="utf-8", errors="replace")
+    return log.exists() and f'"launch": "{launch_id()}"' in log.read_text(
+        encoding="utf-8", errors="replace"
+    )
+
 
 # what gloo and NCCL say when another rank is gone or does not come
-LOST = re.compile(r"timed? ?out|connection (was |is )?(closed|reset|refused)|broken pipe|socket|closed by peer", re.I)
+LOST = re.compile(
+    r"timed? ?out|connection (was |is )?(closed|reset|refused)|broken pipe|socket|closed by peer",
+    re.I,
+)
+
 
 def is_lost(error: BaseException) -> bool:
-    """Return whether a message or collective, not a racer's code, says that another rank is gone or does not come."""
-    of_gloo = type(error) is RuntimeError and re.match(r"\[\S*gloo/|Application timeout|.*rank.* has ended", str(error))
+    """Return whether a message or collective, not a racer's code, says that another rank is gone
+    or does not come."""
+    of_gloo = type(error) is RuntimeError and re.match(
+        r"\[\S*gloo/|Application timeout|.*rank.* has ended", str(error)
+    )
     return bool((of_gloo or isinstance(error, dist.DistError)) and LOST.search(str(error)))
+
 
 def join(config: Config, rank: int, ranks: int, device: torch.device) -> dist.Store:
     """Form the process group -> its store. RunError if the other ranks cannot be reached."""
     timeout, gpu = timedelta(seconds=config.timeout_s), device.type == "cuda"
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if gpu else None  # ahead of matrix products
+    # ahead of matrix products
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if gpu else None
     if gpu:
         options._timeout = timeout  # or torch warns that it is overridden
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, ranks, timeout=timeout))
         # torchrun keeps its store when it restarts the ranks, with what they wrote before
         store = dist.PrefixStore(f"life-{restarts()}", store)
-        dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=ranks, timeout=timeout,
-                                device_id=device if gpu else None, pg_options=options)
+        dist.init_process_group(
+            "nccl" if gpu else "gloo",
+            store=store,
+            rank=rank,
+            world_size=ranks,
+            timeout=timeout,
+            device_id=device if gpu else None,
+            pg_options=options,
+        )
     except (ValueError, RuntimeError) as error:
-        raise RunError(f"the {ranks} ranks did not find each other ({first_line(error)}); start them by "
-                       "torchrun --nproc_per_node, and check that all of them are alive") from error
+        raise RunError(
+            f"the {ranks} ranks did not find each other ({first_line(error)}); start them by "
+            "torchrun --nproc_per_node, and check that all of them are alive"
+        ) from error
     return store
 
+
 INTERRUPTED = "interrupted"
+
 
 def describe_error(error: BaseException, config: Config) -> str:
     """Say in one line what was seen and what to do; empty for a bug, which needs its traceback."""
     if isinstance(error, RunError):
         return str(error)
-    # torch may run a second signal's handler with the first one's exception set; Python makes a SystemError of that
+    # torch may run a second signal's handler with the first one's exception set; Python makes a
+    # SystemError of that
     if isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(error, torch.OutOfMemoryError):
-        return f"{first_line(error)}; raise --micro_batch_splits, or start by ./run.sh, which chooses it"
+        return (
+            f"{first_line(error)}; raise --micro_batch_splits, or start by ./run.sh, which"
+            " chooses it"
+        )
     if isinstance(error, OSError) and error.errno:
-        full, many = "free space or choose another --log_dir", "raise the limit on open files (ulimit -n 1024)"
+        full, many = (
+            "free space or choose another --log_dir",
+            "raise the limit on open files (ulimit -n 1024)",
+        )
         cures = {errno.ENOSPC: full, errno.EFBIG: full, errno.EMFILE: many}
         cure = cures.get(error.errno, "mend that, or name another file")
-        return f"{error.filename or config.log_dir}: cannot be read or written ({error.strerror}); {cure}"
+        return (
+            f"{error.filename or config.log_dir}: cannot be read or written ({error.strerror});"
+            f" {cure}"
+        )
     if is_lost(error):
-        return (f"another rank did not answer ({first_line(error)}). It was killed (perhaps out of memory), "
-                f"or it is slower than --timeout_s {config.timeout_s}")
+        return (
+            f"another rank did not answer ({first_line(error)}). It was killed (perhaps out of"
+            f" memory), or it is slower than --timeout_s {config.timeout_s}"
+        )
     return ""
 
+
 def first_failure(store: dist.Store | None, rank: int, message: str, lost: bool) -> str:
-    """The failure that the ranks report: the first that one of them stored. Empty: the launcher stops this rank because
-    another one ended. lost: this rank saw only that another one is gone, and waits for its reason."""
+    """The failure that the ranks report: the first that one of them stored. Empty: the launcher
+    stops this rank because another one ended. lost: this rank saw only that another one is gone,
+    and waits for its reason."""
     mine = f"rank {rank}: {message}"
     with contextlib.suppress(RuntimeError):  # the store went with its host or launcher
         until = time.monotonic() + 5  # under load a question to the store takes long
@@ -4036,11 +6049,17 @@ def first_failure(store: dist.Store | None, rank: int, message: str, lost: bool)
             return store.compare_set("failure", "", mine_in_bytes).decode(errors="surrogateescape")
     return "" if signals.stop and lost else mine
 
-def fail(error: BaseException, config: Config, rank: int, log: Log | None, store: dist.Store | None) -> int:
-    """Report a rank's failure to the log, the other ranks and, if it was the first, stderr -> the exit status."""
+
+def fail(
+    error: BaseException, config: Config, rank: int, log: Log | None, store: dist.Store | None
+) -> int:
+    """Report a rank's failure to the log, the other ranks and, if it was the first, stderr -> the
+    exit status."""
     lost = store is not None and is_lost(error)
     signals.again_from = math.inf
-    for number in Signals.STOPS if store and threading.current_thread() is threading.main_thread() else ():
+    for number in (
+        Signals.STOPS if store and threading.current_thread() is threading.main_thread() else ()
+    ):
         # the launcher sends SIGTERM when the first rank ends
         signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signals.handle)
     message = describe_error(error, config)
@@ -4057,65 +6076,97 @@ def fail(error: BaseException, config: Config, rank: int, log: Log | None, store
         with contextlib.suppress(OSError, RunError):
             log.write(without_folders(f"error: {message if mine or not first else first}"))
             kept = f"; the log so far: {log.path}"
-        with contextlib.suppress(OSError):  # of a full disk; Python 3.13 reports a file that is still open at the end
+        # of a full disk; Python 3.13 reports a file that is still open at the end
+        with contextlib.suppress(OSError):
             log.close()
         if "--resume" not in message:
             found = checkpoints(log.path.parent, log.path.stem)
-            kept += (f"; --resume {log.path} continues from its last checkpoint" if found else
-                     "; there is no checkpoint to resume from, --save_every keeps some")
+            kept += (
+                f"; --resume {log.path} continues from its last checkpoint"
+                if found
+                else "; there is no checkpoint to resume from, --save_every keeps some"
+            )
     with contextlib.suppress(OSError):
         if mine:
             label = "error: " * (status != 130)
-            print(f"{source_files(config)[0].name}: rank {rank}: {label}{printable(message)}{kept}", file=sys.stderr,
-                  flush=True)
+            print(
+                f"{source_files(config)[0].name}: rank {rank}: {label}{printable(message)}{kept}",
+                file=sys.stderr,
+                flush=True,
+            )
             if os.environ.get("TORCHELASTIC_ERROR_FILE"):  # what torchrun reports
                 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
                 get_error_handler().record_exception(error)
     if store is not None:  # leaving the process group in order would wait for ranks that are gone
         os._exit(status)
     return status
 
+
 def process_start() -> float:
-    """Return the start of this process by time.perf_counter, or of this file where the system does not tell it."""
+    """Return the start of this process by time.perf_counter, or of this file where the system does
+    not tell it."""
     try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since the machine's start
+        # since the machine's start
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError):  # not Linux
         return IMPORTED
     return time.perf_counter() - age
 
-def main(presets: dict[str, Config], argv: Sequence[str] | None = None, began: float | None = None) -> int:
-    """Run one rank, as torchrun started it, or the only one; return the exit status. began: see Clock.
 
-    presets: of one class of configs, which names all that a run is built from; the first is for GPUs.
+def main(
+    presets: dict[str, Config], argv: Sequence[str] | None = None, began: float | None = None
+) -> int:
+    """Run one rank, as torchrun started it, or the only one; return the exit status. began: see
+    Clock.
+
+    presets: of one class of configs, which names all that a run is built from; the first is for
+    GPUs.
     """
     began = began or time.perf_counter()
     rank, log, store, config = 0, None, None, next(iter(presets.values()))
     try:
         rank, ranks, local_rank = map(env_int, ("RANK", "WORLD_SIZE", "LOCAL_RANK"), (0, 1, 0))
-        for library in ("TORCHINDUCTOR", "TRITON"):  # the next run and all ranks use what they compile
+        for library in (
+            "TORCHINDUCTOR",
+            "TRITON",
+        ):  # the next run and all ranks use what they compile
             os.environ.setdefault(f"{library}_CACHE_DIR", str(ROOT / ".cache" / library.lower()))
         gpus = count_gpus()
-        preset, config = parse_config(sys.argv[1:] if argv is None else argv, "speedrun" if gpus else "laptop", presets)
+        preset, config = parse_config(
+            sys.argv[1:] if argv is None else argv, "speedrun" if gpus else "laptop", presets
+        )
         check_config(config, ranks)
         run_id, checkpoint = find_run(config)
         log = Log(config, rank, run_id)
         device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
-        if not gpus and os.environ.get("OMP_NUM_THREADS", "").strip() in ("", "0"):  # torch reads others, such as 2,1
+        if not gpus and os.environ.get("OMP_NUM_THREADS", "").strip() in (
+            "",
+            "0",
+        ):  # torch reads others, such as 2,1
             torch.set_num_threads(cpu_threads(config, env_int("LOCAL_WORLD_SIZE", 1)))
         if gpus:
-            require(local_rank < gpus, f"rank {rank} has no GPU: this machine has {gpus}; lower --nproc_per_node")
+            require(
+                local_rank < gpus,
+                f"rank {rank} has no GPU: this machine has {gpus}; lower --nproc_per_node",
+            )
             torch.cuda.set_device(device)
             # without it, autograd's thread may have no CUDA context yet (pytorch issue 124565)
             torch.empty(1, device=device, requires_grad=True).backward()
         if ranks > 1:
             store = join(config, rank, ranks, device)
         comm = (CompressedComm if config.bf16_compress else Comm)(
-            rank, ranks, device, timedelta(seconds=config.timeout_s))
+            rank, ranks, device, timedelta(seconds=config.timeout_s)
+        )
         log.run_id, checkpoint = comm.all_gather_json([run_id, checkpoint])[0]  # rank 0's
         config = dataclasses.replace(config, resume=config.resume or checkpoint)
-        agree(comm, "configs", {key: str(v) for key, v in json_of(config).items()},
-              "Start every rank with the same flags, and give every host the same checkpoints")
+        agree(
+            comm,
+            "configs",
+            {key: str(v) for key, v in json_of(config).items()},
+            "Start every rank with the same flags, and give every host the same checkpoints",
+        )
         TrainingLoop(config, preset, comm, device, log, began).run()
         log.close()
         if ranks > 1:
@@ -4128,13 +6179,16 @@ def main(presets: dict[str, Config], argv: Sequence[str] | None = None, began: f
     finally:
         gc.unfreeze()
 
+
 def start(presets: dict[str, Config]) -> NoReturn:
     """Be the program: run main on the process's own arguments, then exit."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGUSR1, signals.handle)
     if sys.stdout is not None:
-        sys.stdout.reconfigure(errors="backslashreplace")  # a path may have letters that the terminal lacks
+        # a path may have letters that the terminal lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(main(presets, began=process_start()))
+
 
 if __name__ == "__main__":
     start(PRESETS)

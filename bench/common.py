@@ -1,4 +1,5 @@
-"""Shared by the benchmarks: ranks on this machine, interleaved timings, tables, and a small Transformer."""
+"""Shared by the benchmarks: ranks on this machine, interleaved timings, tables, and a small
+Transformer."""
 
 from __future__ import annotations
 
@@ -31,7 +32,6 @@ import frontier  # noqa: E402, F401
 import gpt_speedrun  # noqa: E402
 import train_gpt  # noqa: E402
 
-
 # flags and tables
 
 
@@ -41,8 +41,11 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def add_model_flags(parser: argparse.ArgumentParser, layers: int, batch: int, bucket_mb: float, help_bucket: str) -> None:
-    """Add flags for the Transformer, its data and its buckets. The arguments are defaults that differ by benchmark."""
+def add_model_flags(
+    parser: argparse.ArgumentParser, layers: int, batch: int, bucket_mb: float, help_bucket: str
+) -> None:
+    """Add flags for the Transformer, its data and its buckets. The arguments are defaults that
+    differ by benchmark."""
     parser.add_argument("--layers", type=positive, default=layers)
     parser.add_argument("--dim", type=positive, default=256)
     parser.add_argument("--vocab", type=positive, default=1024)
@@ -54,8 +57,10 @@ def add_model_flags(parser: argparse.ArgumentParser, layers: int, batch: int, bu
 def machine() -> str:
     """Describe the machine and its load in one line."""
     load = os.getloadavg()[0]
-    return (f"{train_gpt.cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}, "
-            f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, load {load:.1f} when this was printed")
+    return (
+        f"{train_gpt.cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}, "
+        f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, load {load:.1f} when this was printed"
+    )
 
 
 def table_line(cells: Iterable[Any]) -> str:
@@ -87,12 +92,18 @@ def nothing(*_: Any) -> None:
     pass
 
 
-def take_turns(variants: dict[str, Callable[[], Any]], rounds: int, warm: int, barrier: Callable[[], Any] = nothing,
-               prepare: dict[str, Callable[[], Any]] | None = None) -> dict[str, list[float]]:
-    """Time the variants -> {name: seconds per round}. A round calls each variant once, in a random order.
+def take_turns(
+    variants: dict[str, Callable[[], Any]],
+    rounds: int,
+    warm: int,
+    barrier: Callable[[], Any] = nothing,
+    prepare: dict[str, Callable[[], Any]] | None = None,
+) -> dict[str, list[float]]:
+    """Time the variants -> {name: seconds per round}. A round calls each variant once, in a random
+    order.
 
-    All ranks use the same order. warm: number of untimed rounds. barrier: called before and after each variant, so that
-    the slowest rank counts. prepare: untimed calls before each variant.
+    All ranks use the same order. warm: number of untimed rounds. barrier: called before and after
+    each variant, so that the slowest rank counts. prepare: untimed calls before each variant.
     """
     prepare = prepare or {}
     times: dict[str, list[float]] = {name: [] for name in variants}
@@ -118,14 +129,24 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def _rank_main(rank: int, ranks: int, address: str, port: int, before: Callable[[int], None], result: Path,
-               function: Callable, arguments: tuple) -> None:
+def _rank_main(
+    rank: int,
+    ranks: int,
+    address: str,
+    port: int,
+    before: Callable[[int], None],
+    result: Path,
+    function: Callable,
+    arguments: tuple,
+) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch warns about its own code
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent may have a handler
     before(rank)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     store = dist.TCPStore(address, port, ranks, rank == 0, timeout=timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
+    )
     answer = function(rank, ranks, *arguments)
     if rank == 0:
         result.write_text(json.dumps(answer))
@@ -134,19 +155,30 @@ def _rank_main(rank: int, ranks: int, address: str, port: int, before: Callable[
     os._exit(0)  # skips destroying the group, because gloo may abort there
 
 
-def on_ranks(ranks: int, function: Callable, *arguments: Any, address: str = "127.0.0.1",
-             before: Callable[[int], None] = nothing) -> Any:
-    """Run function(rank, ranks, *arguments) in new processes of one gloo group. Return rank 0's result (through JSON).
+def on_ranks(
+    ranks: int,
+    function: Callable,
+    *arguments: Any,
+    address: str = "127.0.0.1",
+    before: Callable[[int], None] = nothing,
+) -> Any:
+    """Run function(rank, ranks, *arguments) in new processes of one gloo group. Return rank 0's
+    result (through JSON).
 
-    The processes share the cores. before(rank) is called before they connect to rank 0's address. Raise RunError if one
-    fails, and print its message to stderr.
+    The processes share the cores. before(rank) is called before they connect to rank 0's address.
+    Raise RunError if one fails, and print its message to stderr.
     """
     global starting
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
         starting = True
-        processes = spawn(_rank_main, (ranks, address, free_port(), before, result, function, arguments), ranks,
-                          join=False, daemon=True)
+        processes = spawn(
+            _rank_main,
+            (ranks, address, free_port(), before, result, function, arguments),
+            ranks,
+            join=False,
+            daemon=True,
+        )
         starting = False
         try:
             if stopped:
@@ -155,7 +187,9 @@ def on_ranks(ranks: int, function: Callable, *arguments: Any, address: str = "12
                 pass
         except ProcessException as error:
             print(error, file=sys.stderr)
-            raise train_gpt.RunError(f"{function.__name__}: rank {error.error_index} failed; its error is above") from None
+            raise train_gpt.RunError(
+                f"{function.__name__}: rank {error.error_index} failed; its error is above"
+            ) from None
         finally:
             for process in processes.processes:
                 process.kill()
@@ -163,7 +197,8 @@ def on_ranks(ranks: int, function: Callable, *arguments: Any, address: str = "12
 
 
 class FakeComm(train_gpt.Comm):
-    """Rank 0 of torch's `fake` process group, whose collectives send nothing. Every rank "sends" this rank's JSON."""
+    """Rank 0 of torch's `fake` process group, whose collectives send nothing. Every rank "sends"
+    this rank's JSON."""
 
     def __init__(self, ranks: int, device: torch.device | str = "cpu"):
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
@@ -190,7 +225,8 @@ def _stop(number: int, _: Any) -> None:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a script's main. Print errors that the user can fix in one line; SIGTERM is answered as Ctrl-C is."""
+    """Run a script's main. Print errors that the user can fix in one line; SIGTERM is answered as
+    Ctrl-C is."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
     try:
@@ -207,14 +243,18 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.norms = nn.ModuleList([nn.LayerNorm(dim), nn.LayerNorm(dim)])
-        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
+        self.up = nn.Linear(dim, 4 * dim)
+        self.down = nn.Linear(4 * dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T, dim] -> the same."""
         qkv = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.down(F.gelu(self.up(self.norms[1](x))))
 
 
@@ -223,9 +263,11 @@ class Transformer(nn.Module):
 
     def __init__(self, layers: int, dim: int, vocab_size: int, tokens: int):
         super().__init__()
-        self.embed, self.position = nn.Embedding(vocab_size, dim), nn.Embedding(tokens, dim)
+        self.embed = nn.Embedding(vocab_size, dim)
+        self.position = nn.Embedding(tokens, dim)
         self.blocks = nn.ModuleList(Block(dim, max(1, dim // 64)) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocab_size, bias=False)
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocab_size, bias=False)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """inputs, targets [B, T] -> the mean cross entropy."""
@@ -235,12 +277,13 @@ class Transformer(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-def adam_optimizer(model: nn.Module, comm: train_gpt.Comm, lr: float, bucket_mb: float,
-                   **settings: Any) -> gpt_speedrun.Optimizer:
+def adam_optimizer(
+    model: nn.Module, comm: train_gpt.Comm, lr: float, bucket_mb: float, **settings: Any
+) -> gpt_speedrun.Optimizer:
     """Build our optimizer with Adam for every parameter. settings: fields of SyncSettings."""
     rule = gpt_speedrun.Adam(lr, 0.9, 0.999, EPS, every=1)
     specs = [gpt_speedrun.ParamSpec(name, param, rule) for name, param in model.named_parameters()]
-    buckets = gpt_speedrun.fill_buckets(specs, bucket_mb * 2 ** 20, comm.rank, comm.ranks)
+    buckets = gpt_speedrun.fill_buckets(specs, bucket_mb * 2**20, comm.rank, comm.ranks)
     return gpt_speedrun.Optimizer(buckets, comm, gpt_speedrun.SyncSettings(**settings), model)
 
 
@@ -248,8 +291,11 @@ EPS = 1e-16  # negligible, because torch's Adam adds eps elsewhere
 PLAN = gpt_speedrun.Plan()  # constant learning rate
 
 
-def some_text(vocab_size: int, batch: int, tokens: int, rank: int, step: int) -> tuple[Tensor, Tensor]:
-    """Draw inputs and targets [batch, tokens] that a model can learn: three tokens can follow each token."""
+def some_text(
+    vocab_size: int, batch: int, tokens: int, rank: int, step: int
+) -> tuple[Tensor, Tensor]:
+    """Draw inputs and targets [batch, tokens] that a model can learn: three tokens can follow each
+    token."""
     draw = torch.Generator().manual_seed(1000 * step + rank)
     steps = torch.randint(1, 4, (batch, tokens + 1), generator=draw)
     x = steps.cumsum(1) % vocab_size

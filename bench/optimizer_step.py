@@ -1,4 +1,5 @@
-"""Time the optimizer step on many tensors: one flat bucket, and torch's Adam as a loop, foreach and fused.
+"""Time the optimizer step on many tensors: one flat bucket, and torch's Adam as a loop, foreach
+and fused.
 
     python bench/optimizer_step.py
 
@@ -19,8 +20,19 @@ from typing import Callable
 
 import torch
 
-from common import (EPS, PLAN, adam_optimizer, machine, positive, ratios, run, spread, table, take_turns,
-                    train_gpt)
+from common import (
+    EPS,
+    PLAN,
+    adam_optimizer,
+    machine,
+    positive,
+    ratios,
+    run,
+    spread,
+    table,
+    take_turns,
+    train_gpt,
+)
 
 PEERS = {"loop": dict(foreach=False), "foreach": dict(foreach=True), "fused": dict(fused=True)}
 OURS = ("rule", "step", "hooks + step", "clip + step")
@@ -30,7 +42,8 @@ CLIP_NORM = 1.0
 
 
 class Variants:
-    """All variants on equal tensors and gradients. steps: name -> step; prepare: name -> untimed call before it."""
+    """All variants on equal tensors and gradients. steps: name -> step; prepare: name -> untimed
+    call before it."""
 
     def __init__(self, count: int, numel: int):
         draw = torch.Generator().manual_seed(0)
@@ -44,20 +57,28 @@ class Variants:
                 param.grad = grad.clone()
             # AdamW without weight decay is Adam
             optimizer = torch.optim.AdamW(params, lr=LR, eps=EPS, weight_decay=0.0, **how)
-            self.steps[name + clip] = functools.partial(self.clip_and_step, params, optimizer) if clip else optimizer.step
+            self.steps[name + clip] = (
+                functools.partial(self.clip_and_step, params, optimizer) if clip else optimizer.step
+            )
         for name in OURS:
-            self.add_ours(name, torch.nn.ParameterList(values.clone().unbind()), grads.clone().unbind())
+            self.add_ours(
+                name, torch.nn.ParameterList(values.clone().unbind()), grads.clone().unbind()
+            )
 
     @staticmethod
     def clip_and_step(params: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         torch.nn.utils.clip_grad_norm_(params, CLIP_NORM)
         optimizer.step()
 
-    def add_ours(self, name: str, model: torch.nn.ParameterList, grads: tuple[torch.Tensor, ...]) -> None:
+    def add_ours(
+        self, name: str, model: torch.nn.ParameterList, grads: tuple[torch.Tensor, ...]
+    ) -> None:
         self.params[name] = list(model)
         clip_norm = CLIP_NORM if name == "clip + step" else 0.0
-        optimizer = adam_optimizer(model, train_gpt.Comm(), LR, bucket_mb=float("inf"), clip_norm=clip_norm)
-        bucket, = optimizer.buckets
+        optimizer = adam_optimizer(
+            model, train_gpt.Comm(), LR, bucket_mb=float("inf"), clip_norm=clip_norm
+        )
+        (bucket,) = optimizer.buckets
 
         @torch.no_grad()  # as in a hook
         def add() -> None:
@@ -69,7 +90,12 @@ class Variants:
         @torch.no_grad()
         def rule() -> None:
             bucket.updates += 1
-            bucket.rule.update(bucket.param_shard, bucket.grad_shard, bucket.state, bucket.rule.hyper(PLAN, bucket.updates))
+            bucket.rule.update(
+                bucket.param_shard,
+                bucket.grad_shard,
+                bucket.state,
+                bucket.rule.hyper(PLAN, bucket.updates),
+            )
 
         def add_and_step() -> None:
             add()
@@ -84,24 +110,37 @@ class Variants:
     def check_equal(self) -> None:
         for name, params in self.params.items():
             other = "loop" + CLIP * (name == "clip + step" or name.endswith(CLIP))
-            furthest = max(float((a - b).detach().abs().max()) for a, b in zip(params, self.params[other]))
+            furthest = max(
+                float((a - b).detach().abs().max()) for a, b in zip(params, self.params[other])
+            )
             if not furthest <= 1e-5:
-                raise train_gpt.RunError(f"{name} differs from torch's loop by {furthest:.1e} after the same steps; one "
-                                         "of them is wrong, so the times are invalid")
+                raise train_gpt.RunError(
+                    f"{name} differs from torch's loop by {furthest:.1e} after the same steps; one "
+                    "of them is wrong, so the times are invalid"
+                )
 
 
 def shape(text: str) -> tuple[int, int]:
     count, _, numel = text.partition("x")
     if not (count.isdecimal() and numel.isdecimal() and int(count) and int(numel)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a shape; write TENSORSxELEMENTS, such as 200x256")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a shape; write TENSORSxELEMENTS, such as 200x256"
+        )
     return int(count), int(numel)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--shapes", type=shape, nargs="+", default=[(200, 256), (1000, 256), (50, 100_000)],
-                        metavar="NxELEMENTS")
-    parser.add_argument("--threads", nargs="+", type=positive, default=sorted({1, torch.get_num_threads()}))
+    parser.add_argument(
+        "--shapes",
+        type=shape,
+        nargs="+",
+        default=[(200, 256), (1000, 256), (50, 100_000)],
+        metavar="NxELEMENTS",
+    )
+    parser.add_argument(
+        "--threads", nargs="+", type=positive, default=sorted({1, torch.get_num_threads()})
+    )
     parser.add_argument("--rounds", type=positive, default=60)
     args = parser.parse_args()
     rows = []
@@ -113,11 +152,35 @@ def main() -> None:
             variants.check_equal()
             for name in OURS:
                 ms = [1e3 * t for t in times[name]]
-                rows.append([f"{count} x {numel:,}", threads, name, args.rounds, spread(ms, 3),
-                             *(spread(ratios(times[peer + CLIP * (name == "clip + step")], times[name])) for peer in PEERS)])
+                rows.append(
+                    [
+                        f"{count} x {numel:,}",
+                        threads,
+                        name,
+                        args.rounds,
+                        spread(ms, 3),
+                        *(
+                            spread(
+                                ratios(times[peer + CLIP * (name == "clip + step")], times[name])
+                            )
+                            for peer in PEERS
+                        ),
+                    ]
+                )
     print(f"{machine()}\n")
-    print(table(["tensors", "threads", "ours", "n", "ms: median (quartiles)",
-                 *(f"× {peer}'s speed" for peer in PEERS)], rows))
+    print(
+        table(
+            [
+                "tensors",
+                "threads",
+                "ours",
+                "n",
+                "ms: median (quartiles)",
+                *(f"× {peer}'s speed" for peer in PEERS),
+            ],
+            rows,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""Train five small models by make_optimizer, by torch.optim.Muon with AdamW, and by AdamW: validation loss and time.
+"""Train five small models by make_optimizer, by torch.optim.Muon with AdamW, and by AdamW:
+validation loss and time.
 
     python bench/own_model.py               # all runs: 38 minutes on two busy cores
     python bench/own_model.py --steps 4 --seeds 1 --models mlp
 
-Tasks: the next byte of the source of Python's standard library (lstm, gpt); which letter a picture shows (mlp, vit,
-conv). Each optimizer trains at its default learning rates times 1/3, 1 and 3, and on by factors of 3 while the best is
-an end; rates are constant. Ranks share a global batch, so on 2 ranks only the defaults and the best factor run. Each
-run is appended to a file of JSON lines as it ends; a second start makes only the missing ones.
+Tasks: the next byte of the source of Python's standard library (lstm, gpt); which letter a picture
+shows (mlp, vit, conv). Each optimizer trains at its default learning rates times 1/3, 1 and 3, and
+on by factors of 3 while the best is an end; rates are constant. Ranks share a global batch, so on 2
+ranks only the defaults and the best factor run. Each run is appended to a file of JSON lines as it
+ends; a second start makes only the missing ones.
 """
+
 import argparse
 import functools
 import json
@@ -24,7 +27,10 @@ from torch import nn, optim
 from common import ROOT, gpt_speedrun, machine, on_ranks, positive, run, spread, table, take_turns
 
 BATCH = {"picture": 64, "text": 16}  # of all ranks
-TOKENS, PIXELS, WIDTH, FACTORS = 64, 16, 64, (1 / 3, 1.0, 3.0)
+TOKENS = 64
+PIXELS = 16
+WIDTH = 64
+FACTORS = (1 / 3, 1.0, 3.0)
 
 # tasks
 
@@ -42,7 +48,8 @@ def letters():
 
 
 def pictures(count, seed):
-    """Draw letters turned by up to 22 degrees, sheared, 8 to 14 pixels high, over a weak other letter and noise.
+    """Draw letters turned by up to 22 degrees, sheared, 8 to 14 pixels high, over a weak other
+    letter and noise.
 
     -> [count, 1, 16, 16], the letters' numbers [count]
     """
@@ -50,11 +57,18 @@ def pictures(count, seed):
     uniform = lambda low, high: low + (high - low) * torch.rand(count, generator=draw)  # noqa: E731
 
     def drawn(which, far):
-        angle, shear, zoom = uniform(-torch.pi / 8, torch.pi / 8), uniform(-0.2, 0.2), 2 / uniform(0.9, 1.6)
-        turn = torch.stack([angle.cos(), -angle.sin() + shear, angle.sin(), angle.cos()], -1).view(-1, 2, 2)
+        angle = uniform(-torch.pi / 8, torch.pi / 8)
+        shear = uniform(-0.2, 0.2)
+        zoom = 2 / uniform(0.9, 1.6)
+        turn = torch.stack([angle.cos(), -angle.sin() + shear, angle.sin(), angle.cos()], -1).view(
+            -1, 2, 2
+        )
         moves = torch.stack([uniform(-far, far), uniform(-far, far)], -1)
-        places = F.affine_grid(torch.cat([zoom[:, None, None] * turn, moves[:, :, None]], -1),
-                               [count, 1, PIXELS, PIXELS], align_corners=False)
+        places = F.affine_grid(
+            torch.cat([zoom[:, None, None] * turn, moves[:, :, None]], -1),
+            [count, 1, PIXELS, PIXELS],
+            align_corners=False,
+        )
         return F.grid_sample(letters()[which], places, align_corners=False)
 
     which, other = torch.randint(26, (2, count), generator=draw)
@@ -65,18 +79,25 @@ def pictures(count, seed):
 @functools.cache
 def text():
     """Read the library's modules as bytes -> training, validation: every tenth module."""
-    modules = [path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
+    modules = [
+        path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    ]
     held_out = b"".join(modules[::10])
-    return [torch.frombuffer(bytearray(part), dtype=torch.uint8).long()
-            for part in (b"".join(x for i, x in enumerate(modules) if i % 10), held_out)]
+    return [
+        torch.frombuffer(bytearray(part), dtype=torch.uint8).long()
+        for part in (b"".join(x for i, x in enumerate(modules) if i % 10), held_out)
+    ]
 
 
 def windows(count, seed):
     """-> inputs [count, TOKENS] and targets. Seeds below 0 draw from the validation text."""
     part = text()[seed < 0]
-    at = torch.randint(len(part) - TOKENS, (count, 1), generator=torch.Generator().manual_seed(abs(seed)))
+    at = torch.randint(
+        len(part) - TOKENS, (count, 1), generator=torch.Generator().manual_seed(abs(seed))
+    )
     x = part[at + torch.arange(TOKENS + 1)]
     return x[:, :-1], x[:, 1:]
+
 
 # models, each with layers of torch only; the last layer is the head
 
@@ -84,10 +105,19 @@ def windows(count, seed):
 class Attention(nn.Module):
     def __init__(self, embed, length, classes, causal):
         super().__init__()
-        self.embed, self.position, self.causal = embed, nn.Embedding(length, WIDTH), causal
-        self.blocks = nn.Sequential(*(nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, F.gelu, batch_first=True,
-                                                                 norm_first=True) for _ in range(2)))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, classes)
+        self.embed = embed
+        self.position = nn.Embedding(length, WIDTH)
+        self.causal = causal
+        self.blocks = nn.Sequential(
+            *(
+                nn.TransformerEncoderLayer(
+                    WIDTH, 4, 4 * WIDTH, 0.0, F.gelu, batch_first=True, norm_first=True
+                )
+                for _ in range(2)
+            )
+        )
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, classes)
 
     def forward(self, x):
         x = self.embed(x)
@@ -101,7 +131,9 @@ class Attention(nn.Module):
 class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.lstm, self.head = nn.Embedding(256, WIDTH), nn.LSTM(WIDTH, 128), nn.Linear(128, 256)
+        self.embed = nn.Embedding(256, WIDTH)
+        self.lstm = nn.LSTM(WIDTH, 128)
+        self.head = nn.Linear(128, 256)
 
     def forward(self, x):
         return self.head(self.lstm(self.embed(x.T))[0]).transpose(0, 1)
@@ -117,20 +149,40 @@ class Transposed(nn.Module):
 
 
 def mlp():
-    return nn.Sequential(nn.Flatten(), nn.Linear(PIXELS ** 2, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(),
-                         nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 26))
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(PIXELS**2, 256),
+        nn.ReLU(),
+        nn.Linear(256, 256),
+        nn.ReLU(),
+        nn.Linear(256, 256),
+        nn.ReLU(),
+        nn.Linear(256, 26),
+    )
 
 
 def conv():
     sizes = (1, 32, 64, 64)
-    blocks = [layer for inside, out in zip(sizes, sizes[1:]) for layer in (
-        nn.Conv2d(inside, out, 3, padding=1), nn.GroupNorm(8, out), nn.ReLU(), nn.MaxPool2d(2))]
+    blocks = [
+        layer
+        for inside, out in zip(sizes, sizes[1:])
+        for layer in (
+            nn.Conv2d(inside, out, 3, padding=1),
+            nn.GroupNorm(8, out),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+        )
+    ]
     return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(256, 26))
 
 
-MODELS = {"mlp": (mlp, "picture"), "vit": (lambda: Attention(patches(), 16, 26, False), "picture"),
-          "conv": (conv, "picture"), "lstm": (Recurrent, "text"),
-          "gpt": (lambda: Attention(nn.Embedding(256, WIDTH), TOKENS, 256, True), "text")}
+MODELS = {
+    "mlp": (mlp, "picture"),
+    "vit": (lambda: Attention(patches(), 16, 26, False), "picture"),
+    "conv": (conv, "picture"),
+    "lstm": (Recurrent, "text"),
+    "gpt": (lambda: Attention(nn.Embedding(256, WIDTH), TOKENS, 256, True), "text"),
+}
 
 # optimizers at their defaults
 
@@ -140,12 +192,15 @@ def ours(model, ranks):
 
 
 def muon(model, ranks):
-    """Give Muon the matrices to which ours gives NorMuon, except kernels of convolutions, which it refuses."""
+    """Give Muon the matrices to which ours gives NorMuon, except kernels of convolutions, which it
+    refuses."""
     lines = gpt_speedrun.default_assignments(model)
     names = {line.pattern for line in lines if isinstance(line.rule, gpt_speedrun.NorMuon)}
     inner = [p for name, p in model.named_parameters() if name in names and p.dim() == 2]
     rest = [p for name, p in model.named_parameters() if name not in names or p.dim() != 2]
-    return wrapped(model, ranks), [optim.Muon(inner), optim.AdamW(rest)] if inner else [optim.AdamW(rest)]
+    return wrapped(model, ranks), (
+        [optim.Muon(inner), optim.AdamW(rest)] if inner else [optim.AdamW(rest)]
+    )
 
 
 def adamw(model, ranks):
@@ -165,7 +220,8 @@ def built(name, optimizer, factor, seed, rank, ranks):
     """-> a function that makes a step, one that measures the validation loss."""
     torch.manual_seed(seed)
     make, task = MODELS[name]
-    data, batch = {"picture": pictures, "text": windows}[task], BATCH[task]
+    data = {"picture": pictures, "text": windows}[task]
+    batch = BATCH[task]
     model, optimizers = OPTIMIZERS[optimizer](make(), ranks)
     for group in (group for each in optimizers for group in each.param_groups):
         group["lr"] *= factor
@@ -174,8 +230,10 @@ def built(name, optimizer, factor, seed, rank, ranks):
         return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
     def step(i):
-        inputs, targets = (x[rank * batch // ranks:(rank + 1) * batch // ranks]
-                           for x in data(batch, 1 + 100_000 * seed + i))
+        inputs, targets = (
+            x[rank * batch // ranks : (rank + 1) * batch // ranks]
+            for x in data(batch, 1 + 100_000 * seed + i)
+        )
         loss_of(inputs, targets).backward()
         for each in optimizers:
             each.step()
@@ -195,8 +253,16 @@ def train(rank, ranks, jobs, steps, results):
         step, validate = built(name, optimizer, factor, seed, rank, ranks)
         for i in range(steps):
             step(i)
-        line = dict(model=name, optimizer=optimizer, factor=factor, seed=seed, ranks=ranks, steps=steps,
-                    loss=validate(), seconds=round(time.perf_counter() - began, 2))
+        line = dict(
+            model=name,
+            optimizer=optimizer,
+            factor=factor,
+            seed=seed,
+            ranks=ranks,
+            steps=steps,
+            loss=validate(),
+            seconds=round(time.perf_counter() - began, 2),
+        )
         if rank == 0:
             with open(results, "a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -207,7 +273,9 @@ def times(rank, ranks, models, rounds):
     torch.set_num_threads(1)
     found = {}
     for name in models:
-        steps = {x: functools.partial(built(name, x, 1.0, 0, rank, ranks)[0], 0) for x in OPTIMIZERS}
+        steps = {
+            x: functools.partial(built(name, x, 1.0, 0, rank, ranks)[0], 0) for x in OPTIMIZERS
+        }
         taken = take_turns(steps, rounds, 3, dist.barrier)
         found[name] = {x: [1e3 * seconds for seconds in each] for x, each in taken.items()}
     return found
@@ -217,12 +285,17 @@ class Results:
     """The file of finished runs."""
 
     def __init__(self, path, models, seeds, steps):
-        self.path, self.models, self.seeds, self.steps = path, models, range(seeds), steps
+        self.path = path
+        self.models = models
+        self.seeds = range(seeds)
+        self.steps = steps
 
     def losses(self):
         """-> {(model, optimizer, ranks): {factor: losses by seed}}"""
         found = {}
-        for line in map(json.loads, self.path.read_text().splitlines() if self.path.exists() else []):
+        for line in map(
+            json.loads, self.path.read_text().splitlines() if self.path.exists() else []
+        ):
             if line["steps"] == self.steps and line["seed"] in self.seeds:
                 runs = found.setdefault((line["model"], line["optimizer"], line["ranks"]), {})
                 runs.setdefault(line["factor"], {})[line["seed"]] = line["loss"]
@@ -231,9 +304,14 @@ class Results:
     def complete(self, ranks, factors):
         """Make the runs that are missing. factors(model, optimizer): those wanted."""
         done = self.losses()
-        jobs = [(name, optimizer, factor, seed) for name in self.models for optimizer in OPTIMIZERS
-                for factor in factors(name, optimizer) for seed in self.seeds
-                if seed not in done.get((name, optimizer, ranks), {}).get(factor, {})]
+        jobs = [
+            (name, optimizer, factor, seed)
+            for name in self.models
+            for optimizer in OPTIMIZERS
+            for factor in factors(name, optimizer)
+            for seed in self.seeds
+            if seed not in done.get((name, optimizer, ranks), {}).get(factor, {})
+        ]
         if jobs:
             on_ranks(ranks, train, jobs, self.steps, str(self.path))
         return bool(jobs)
@@ -244,12 +322,14 @@ class Results:
 
     def further(self, name, optimizer):
         """-> the factor beyond the best one, if that is an end."""
-        tried, best = self.losses()[name, optimizer, 1], self.best(name, optimizer)
+        tried = self.losses()[name, optimizer, 1]
+        best = self.best(name, optimizer)
         return [best * 3] if best == max(tried) else [best / 3] if best == min(tried) else []
 
 
 def mean(losses):
-    values = [loss if loss == loss else float("inf") for loss in losses.values()]  # a run that diverged is the worst
+    # a run that diverged is the worst
+    values = [loss if loss == loss else float("inf") for loss in losses.values()]
     return statistics.mean(values)
 
 
@@ -259,11 +339,17 @@ def cell(losses):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS], help="default: all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, default=[*MODELS], help="default: all"
+    )
     parser.add_argument("--steps", type=positive, default=200)
     parser.add_argument("--seeds", type=positive, default=3)
-    parser.add_argument("--results", type=Path, default=ROOT / "logs/own-model.jsonl", help="default: %(default)s")
+    parser.add_argument(
+        "--results", type=Path, default=ROOT / "logs/own-model.jsonl", help="default: %(default)s"
+    )
     args = parser.parse_args()
     args.results.parent.mkdir(parents=True, exist_ok=True)
     results = Results(args.results, args.models, args.seeds, args.steps)
@@ -271,16 +357,40 @@ def main():
     while results.complete(1, results.further):
         pass
     results.complete(2, lambda *which: sorted({1.0, results.best(*which)}))
-    found, timed = results.losses(), {ranks: on_ranks(ranks, times, args.models, 40) for ranks in (1, 2)}
+    found = results.losses()
+    timed = {ranks: on_ranks(ranks, times, args.models, 40) for ranks in (1, 2)}
     rows = []
     for name in args.models:
         for optimizer in OPTIMIZERS:
             best = results.best(name, optimizer)
-            rows.append([name, optimizer, cell(found[name, optimizer, 1][1.0]), cell(found[name, optimizer, 2][1.0]),
-                         cell(found[name, optimizer, 1][best]), cell(found[name, optimizer, 2][best]), f"{best:.3g}",
-                         *(spread(timed[ranks][name][optimizer], 1) for ranks in (1, 2))])
-    print(table(["model", "optimizer", "loss, defaults", "2 ranks", "loss, best rates", "2 ranks", "best factor",
-                 "ms a step", "2 ranks"], rows))
+            rows.append(
+                [
+                    name,
+                    optimizer,
+                    cell(found[name, optimizer, 1][1.0]),
+                    cell(found[name, optimizer, 2][1.0]),
+                    cell(found[name, optimizer, 1][best]),
+                    cell(found[name, optimizer, 2][best]),
+                    f"{best:.3g}",
+                    *(spread(timed[ranks][name][optimizer], 1) for ranks in (1, 2)),
+                ]
+            )
+    print(
+        table(
+            [
+                "model",
+                "optimizer",
+                "loss, defaults",
+                "2 ranks",
+                "loss, best rates",
+                "2 ranks",
+                "best factor",
+                "ms a step",
+                "2 ranks",
+            ],
+            rows,
+        )
+    )
     print(f"{args.steps} steps, {args.seeds} seeds: mean ± standard deviation; {machine()}")
 
 

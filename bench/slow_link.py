@@ -1,11 +1,13 @@
-"""Measure overlap on a slow link between two simulated hosts: launch in backward, launch in the step, and DDP.
+"""Measure overlap on a slow link between two simulated hosts: launch in backward, launch in the
+step, and DDP.
 
     sudo python bench/slow_link.py
 
-Each host is a network namespace with one rank. A veth pair connects them, slowed by tc's token bucket filter. Both are
-removed at the end, also after an error or Ctrl-C. Two lower bounds: `compute alone` is a step whose collectives do
-nothing, `communication alone` is a step's collectives without compute. Each rank is bound to one core, which gloo's
-threads share with backward. The bytes sent are the link's own count.
+Each host is a network namespace with one rank. A veth pair connects them, slowed by tc's token
+bucket filter. Both are removed at the end, also after an error or Ctrl-C. Two lower bounds:
+`compute alone` is a step whose collectives do nothing, `communication alone` is a step's
+collectives without compute. Each rank is bound to one core, which gloo's threads share with
+backward. The bytes sent are the link's own count.
 """
 
 from __future__ import annotations
@@ -24,8 +26,23 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from common import (Transformer, add_model_flags, adam_optimizer, gpt_speedrun, machine, on_ranks, positive, ratios,
-                    run, some_text, spread, table, table_line, take_turns, train_gpt)
+from common import (
+    Transformer,
+    add_model_flags,
+    adam_optimizer,
+    gpt_speedrun,
+    machine,
+    on_ranks,
+    positive,
+    ratios,
+    run,
+    some_text,
+    spread,
+    table,
+    table_line,
+    take_turns,
+    train_gpt,
+)
 
 LINK = "wire"  # the interface's name within each host
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -40,7 +57,9 @@ CLONE_NEWNET = 0x40000000  # os.CLONE_NEWNET and os.setns exist since Python 3.1
 def command(*words: str) -> None:
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
-        raise train_gpt.RunError(f"`{' '.join(words)}` failed: {done.stderr.strip() or done.returncode}")
+        raise train_gpt.RunError(
+            f"`{' '.join(words)}` failed: {done.stderr.strip() or done.returncode}"
+        )
 
 
 def why_not() -> str:
@@ -54,7 +73,10 @@ def why_not() -> str:
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
     subprocess.run(["ip", "netns", "del", name], capture_output=True)
     if made.returncode:
-        return f"network namespaces are not allowed here ({made.stderr.strip()}); run it outside of a container"
+        return (
+            f"network namespaces are not allowed here ({made.stderr.strip()}); run it outside of a"
+            " container"
+        )
     return ""
 
 
@@ -65,7 +87,21 @@ def two_hosts() -> Iterator[list[str]]:
     try:
         for host in hosts:
             command("ip", "netns", "add", host)
-        command("ip", "link", "add", LINK, "netns", hosts[0], "type", "veth", "peer", "name", LINK, "netns", hosts[1])
+        command(
+            "ip",
+            "link",
+            "add",
+            LINK,
+            "netns",
+            hosts[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            LINK,
+            "netns",
+            hosts[1],
+        )
         for host, address in zip(hosts, ADDRESSES):
             command("ip", "-n", host, "addr", "add", f"{address}/24", "dev", LINK)
             command("ip", "-n", host, "link", "set", LINK, "up")
@@ -79,12 +115,28 @@ def two_hosts() -> Iterator[list[str]]:
 def slow_down(hosts: list[str], mbit: int) -> None:
     """Limit the link in both directions."""
     for host in hosts:
-        command("tc", "-n", host, "qdisc", "replace", "dev", LINK, "root", "tbf", "rate", f"{mbit}mbit",
-                "burst", "256kb", "latency", "100ms")
+        command(
+            "tc",
+            "-n",
+            host,
+            "qdisc",
+            "replace",
+            "dev",
+            LINK,
+            "root",
+            "tbf",
+            "rate",
+            f"{mbit}mbit",
+            "burst",
+            "256kb",
+            "latency",
+            "100ms",
+        )
 
 
 def enter(hosts: list[str], rank: int) -> None:
-    """Move this thread and the threads that it will start (gloo's too) into a namespace and onto one core."""
+    """Move this thread and the threads that it will start (gloo's too) into a namespace and onto
+    one core."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     with open(f"/run/netns/{hosts[rank]}") as host:
@@ -99,7 +151,9 @@ def enter(hosts: list[str], rank: int) -> None:
 class NoComm(train_gpt.Comm):
     """Sends nothing, so that a step is compute alone."""
 
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, buffer: torch.Tensor | None) -> Any:
+    def reduce_scatter(
+        self, shard: torch.Tensor, full: torch.Tensor, buffer: torch.Tensor | None
+    ) -> Any:
         return train_gpt.HandleGroup()
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Any:
@@ -110,13 +164,19 @@ class Rank:
     """All variants in one process. steps: name -> one step."""
 
     def __init__(self, rank: int, args: argparse.Namespace):
-        self.args, self.rank, self.losses = args, rank, {}
+        self.args = args
+        self.rank = rank
+        self.losses = {}
         comm = train_gpt.Comm(rank, 2)
         overlapping = self.buckets(comm, overlap_param_gather=True, update_order="forward")
         self.finish = overlapping[1].finish_all_gathers
         trained = {
-            "sync=hook": self.buckets(comm), "sync=hook, gathers overlap": overlapping,
-            "sync=step": self.buckets(comm, sync="step"), "DDP": self.ddp(), FLOORS[0]: self.buckets(NoComm(rank, 2))}
+            "sync=hook": self.buckets(comm),
+            "sync=hook, gathers overlap": overlapping,
+            "sync=step": self.buckets(comm, sync="step"),
+            "DDP": self.ddp(),
+            FLOORS[0]: self.buckets(NoComm(rank, 2)),
+        }
         self.steps = {name: self.training(name, *pair) for name, pair in trained.items()}
         self.steps[FLOORS[1]] = self.communication(comm)
 
@@ -124,23 +184,34 @@ class Rank:
         torch.manual_seed(0)
         return Transformer(self.args.layers, self.args.dim, self.args.vocab, self.args.tokens)
 
-    def buckets(self, comm: train_gpt.Comm, **settings: Any) -> tuple[Transformer, gpt_speedrun.Optimizer]:
+    def buckets(
+        self, comm: train_gpt.Comm, **settings: Any
+    ) -> tuple[Transformer, gpt_speedrun.Optimizer]:
         model = self.model()
         return model, adam_optimizer(model, comm, LR, self.args.bucket_mb, **settings)
 
     def ddp(self) -> tuple[DistributedDataParallel, torch.optim.Adam]:
-        model = DistributedDataParallel(self.model(), gradient_as_bucket_view=True, bucket_cap_mb=self.args.bucket_mb)
+        model = DistributedDataParallel(
+            self.model(), gradient_as_bucket_view=True, bucket_cap_mb=self.args.bucket_mb
+        )
         return model, torch.optim.Adam(model.parameters(), lr=LR, fused=True)
 
-    def training(self, name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    def training(
+        self, name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> Callable[[], None]:
         losses = self.losses[name] = []
 
         def step() -> None:
-            loss = model(*some_text(self.args.vocab, self.args.batch, self.args.tokens, self.rank, len(losses)))
+            loss = model(
+                *some_text(
+                    self.args.vocab, self.args.batch, self.args.tokens, self.rank, len(losses)
+                )
+            )
             loss.backward()
             losses.append(loss.item())
             optimizer.step()
             optimizer.zero_grad()
+
         return step
 
     def communication(self, comm: train_gpt.Comm) -> Callable[[], None]:
@@ -148,19 +219,30 @@ class Rank:
 
         def step() -> None:
             buckets = optimizer.buckets
-            for handles in ([comm.reduce_scatter(bucket.grad_shard.view(-1), bucket.grad_data, bucket.receive_buffer)
-                             for bucket in buckets],
-                            [comm.all_gather(bucket.param_data, bucket.param_shard.view(-1)) for bucket in buckets]):
+            for handles in (
+                [
+                    comm.reduce_scatter(
+                        bucket.grad_shard.view(-1), bucket.grad_data, bucket.receive_buffer
+                    )
+                    for bucket in buckets
+                ],
+                [
+                    comm.all_gather(bucket.param_data, bucket.param_shard.view(-1))
+                    for bucket in buckets
+                ],
+            ):
                 for handle in handles:
                     handle.wait()
+
         return step
 
     def time(self) -> dict[str, Any]:
         """Measure seconds per step by variant and round, and the bytes of a step.
 
-        A round runs several steps of a variant and times all but the first: an all-gather that overlaps ends in the next
-        step, so each timed step includes one.
+        A round runs several steps of a variant and times all but the first: an all-gather that
+        overlaps ends in the next step, so each timed step includes one.
         """
+
         def first(name: str) -> None:
             self.finish()
             dist.barrier()
@@ -170,8 +252,12 @@ class Rank:
             for _ in range(self.args.steps):
                 self.steps[name]()
 
-        times = take_turns({name: partial(further, name) for name in self.steps}, self.args.rounds, warm=1,
-                           prepare={name: partial(first, name) for name in self.steps})
+        times = take_turns(
+            {name: partial(further, name) for name in self.steps},
+            self.args.rounds,
+            warm=1,
+            prepare={name: partial(first, name) for name in self.steps},
+        )
         sent = {}
         for name in self.steps:
             self.finish()
@@ -185,7 +271,11 @@ class Rank:
 
 
 def sent_bytes() -> int:
-    counts = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith(f"{LINK}:"))
+    counts = next(
+        line
+        for line in Path("/proc/net/dev").read_text().splitlines()
+        if line.strip().startswith(f"{LINK}:")
+    )
     return int(counts.split()[9])
 
 
@@ -199,13 +289,26 @@ def rows_of(mbit: int, result: dict[str, Any]) -> Iterator[list[Any]]:
     floor = [max(floors) for floors in zip(*(times[name] for name in FLOORS))]
     for name, mine in times.items():
         is_floor = name in FLOORS
-        yield [mbit, name, len(mine), spread([1e3 * t for t in mine], 0), f"{result['sent'][name] / 1e6:.1f}",
-               "" if is_floor else spread(ratios(mine, floor)), "" if is_floor else spread(ratios(mine, times["DDP"]))]
+        yield [
+            mbit,
+            name,
+            len(mine),
+            spread([1e3 * t for t in mine], 0),
+            f"{result['sent'][name] / 1e6:.1f}",
+            "" if is_floor else spread(ratios(mine, floor)),
+            "" if is_floor else spread(ratios(mine, times["DDP"])),
+        ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--mbit", type=positive, nargs="+", default=[1000, 500, 200], help="rate of the link in each direction")
+    parser.add_argument(
+        "--mbit",
+        type=positive,
+        nargs="+",
+        default=[1000, 500, 200],
+        help="rate of the link in each direction",
+    )
     add_model_flags(parser, 6, 16, 0.5, "MiB of parameters per bucket; also of DDP's buckets")
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--steps", type=positive, default=3, help="timed steps per round")
@@ -214,7 +317,15 @@ def main() -> None:
         print(f"skipped: {reason}")
         return
     print(f"{machine()}; {args.batch} x {args.tokens} tokens a rank\n")
-    head = ["Mbit/s", "variant", "n", "ms a step", "MB sent a step", "times the lower bound", "times DDP"]
+    head = [
+        "Mbit/s",
+        "variant",
+        "n",
+        "ms a step",
+        "MB sent a step",
+        "times the lower bound",
+        "times DDP",
+    ]
     print(table(head, []), flush=True)
     with two_hosts() as hosts:
         for mbit in args.mbit:
@@ -222,9 +333,13 @@ def main() -> None:
             result = on_ranks(2, measure, args, address=ADDRESSES[0], before=partial(enter, hosts))
             for row in rows_of(mbit, result):
                 print(table_line(row), flush=True)
-            lasts = {name: losses[-1] for name, losses in result["losses"].items() if name not in FLOORS}
+            lasts = {
+                name: losses[-1] for name, losses in result["losses"].items() if name not in FLOORS
+            }
             if max(lasts.values()) - min(lasts.values()) > 0.02:
-                raise train_gpt.RunError(f"the variants end at different losses: {lasts}; their times are invalid")
+                raise train_gpt.RunError(
+                    f"the variants end at different losses: {lasts}; their times are invalid"
+                )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""Create the embedded corpus: source and documentation of this Python's standard library, as shards of bytes.
+"""Create the embedded corpus: source and documentation of this Python's standard library, as
+shards of bytes.
 
     python data/stdlib.py               # into data/stdlib/, in seconds, without a network; a second call only verifies
     python data/stdlib.py --out DIR     # into another folder
 
-Another Python version has another library. Compare losses only between runs whose shards have the same SHA-256.
+Another Python version has another library. Compare losses only between runs whose shards have the
+same SHA-256.
 """
+
 import argparse
 import hashlib
 import os
@@ -18,27 +21,44 @@ from shards import BYTES, DataError, ShardWriter, only_writer, print_shards, run
 
 VAL_BYTES = 256 * 1024
 MAX_VAL_DOCUMENT = VAL_BYTES // 4  # no single file dominates the validation loss
-MIN_DOCUMENT = 128                 # bytes; excludes empty __init__.py and one-line stubs
+MIN_DOCUMENT = 128  # bytes; excludes empty __init__.py and one-line stubs
 TEXT_SUFFIXES = {".py", ".txt", ".rst"}
 EXCLUDED = {
-    "site-packages", "dist-packages", "__pycache__",                              # not the standard library
-    "test", "tests", "idlelib", "tkinter", "turtledemo", "lib2to3", "distutils", "ensurepip",  # often packaged separately
-    "encodings",                                                                  # a hundred similar tables
-    "pydoc_data",                                                                 # find_documents adds its topics
+    # not the standard library
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    # often packaged separately
+    "test",
+    "tests",
+    "idlelib",
+    "tkinter",
+    "turtledemo",
+    "lib2to3",
+    "distutils",
+    "ensurepip",
+    # a hundred similar tables
+    "encodings",
+    # find_documents adds its topics
+    "pydoc_data",
     "LICENSE.txt",
 }
-BUILD_PREFIXES = ("_sysconfigdata", "config-", "sitecustomize")                   # these contain paths of one machine
+# these contain paths of one machine
+BUILD_PREFIXES = ("_sysconfigdata", "config-", "sitecustomize")
 
 
 def find_documents():
     """Return {name: bytes} of every document: files by their path in the library, and help topics.
 
-    Excluded: the names in EXCLUDED, text that is not UTF-8, tiny files, and copies (the first name is kept).
+    Excluded: the names in EXCLUDED, text that is not UTF-8, tiny files, and copies (the first name
+    is kept).
     """
     root = Path(sysconfig.get_path("stdlib"))
     if not (root / "os.py").is_file():
-        raise DataError(f"no library sources in {root}: this Python has them in a zip file, or not at all; "
-                        "use a full installation of Python, or make shards of your own text with data/text.py")
+        raise DataError(
+            f"no library sources in {root}: this Python has them in a zip file, or not at all; "
+            "use a full installation of Python, or make shards of your own text with data/text.py"
+        )
     found = {}
     for folder, folders, files in os.walk(root):
         folders[:] = filter(is_wanted, folders)  # do not enter site-packages, which may be large
@@ -47,10 +67,12 @@ def find_documents():
                 found[path.relative_to(root).as_posix()] = path.read_bytes()
     try:
         from pydoc_data.topics import topics
+
         found |= {f"pydoc_data/topics/{topic}": text.encode() for topic, text in topics.items()}
     except ImportError:
         print(f"this Python has no help topics (pydoc_data); the corpus contains only {root}")
-    documents, seen = {}, set()
+    documents = {}
+    seen = set()
     for name in sorted(found):
         content = found[name]
         if len(content) >= MIN_DOCUMENT and content not in seen and is_utf8(content):
@@ -72,8 +94,11 @@ def is_utf8(content):
 
 
 def split_documents(documents):
-    """Return (val, train) names, in a fixed random order. The first documents go to val until it has VAL_BYTES."""
-    val, train, val_bytes = [], [], 0
+    """Return (val, train) names, in a fixed random order. The first documents go to val until it
+    has VAL_BYTES."""
+    val = []
+    train = []
+    val_bytes = 0
     for name in sorted(documents, key=lambda name: hashlib.sha256(name.encode()).hexdigest()):
         size = len(documents[name])
         if val_bytes < VAL_BYTES and size <= MAX_VAL_DOCUMENT:
@@ -85,21 +110,35 @@ def split_documents(documents):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "stdlib", metavar="DIR",
-                        help="output folder (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(__file__).resolve().parent / "stdlib",
+        metavar="DIR",
+        help="output folder (default: %(default)s)",
+    )
     out = parser.parse_args().out
     # The corpus depends on the library's version and on the rules in this file.
-    made_by = {"python": platform.python_version(),
-               "rules_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}
+    made_by = {
+        "python": platform.python_version(),
+        "rules_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
+    }
     with only_writer(out):
         manifest = verified_manifest(out)
         if manifest and all(manifest.get(key) == value for key, value in made_by.items()):
-            print(f"{out}: the shards of Python {made_by['python']}'s standard library exist and are verified")
+            print(
+                f"{out}: the shards of Python {made_by['python']}'s standard library exist and are"
+                " verified"
+            )
             return
         documents = find_documents()
         val, train = split_documents(documents)
-        with ShardWriter(out, "stdlib", BYTES, source="Python standard library", **made_by) as writer:
+        with ShardWriter(
+            out, "stdlib", BYTES, source="Python standard library", **made_by
+        ) as writer:
             for split, names in ("val", val), ("train", train):
                 for name in names:
                     writer.add(split, np.frombuffer(documents[name], dtype=np.uint8))

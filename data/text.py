@@ -1,17 +1,21 @@
-"""Encode any text as shards. Each text file is one document, and so is each line of a JSON lines file.
+"""Encode any text as shards. Each text file is one document, and so is each line of a JSON lines
+file.
 
     python data/text.py book.txt --out data/book                      # GPT-2 tokens; the first time this needs a network
     python data/text.py a.txt b.txt --out data/both --encoding bytes  # bytes, which need no vocabulary
     python data/text.py web-*.jsonl --out data/web --field content    # one JSON object per line
     python data/text.py notes/ --out data/notes                       # all text files in a folder and its subfolders
 
-The last part of each file, by bytes, is for validation. A text file is split at the end of a line (without one, after a
-space), so it gives one document to each split. JSON lines stay whole; their files end in .jsonl, .ndjson or .jsonlines,
-or in .json if the first line has a text in the field. Files packed by gzip, bzip2 or xz are read as they are, those of
-zstd with Python 3.14 or the package zstandard. The shards do not depend on the number of threads. In a folder, hidden
-files, files that are not UTF-8 text and links to folders are left out, and everywhere copies of files named before; the
-output names them. GPT-2's vocabulary is downloaded to gpt2.tiktoken in the output folder, unless it is there (1 MB).
+The last part of each file, by bytes, is for validation. A text file is split at the end of a line
+(without one, after a space), so it gives one document to each split. JSON lines stay whole; their
+files end in .jsonl, .ndjson or .jsonlines, or in .json if the first line has a text in the field.
+Files packed by gzip, bzip2 or xz are read as they are, those of zstd with Python 3.14 or the
+package zstandard. The shards do not depend on the number of threads. In a folder, hidden files,
+files that are not UTF-8 text and links to folders are left out, and everywhere copies of files
+named before; the output names them. GPT-2's vocabulary is downloaded to gpt2.tiktoken in the output
+folder, unless it is there (1 MB).
 """
+
 import argparse
 import bz2
 import codecs
@@ -32,14 +36,27 @@ import numpy as np
 from tqdm import tqdm
 
 import gpt2
-from shards import (BYTES, GPT2, MANIFEST, SHARD_TOKENS, TOKEN_BYTES, DataError, ShardWriter, in_one_line, only_writer,
-                    print_shards, run, verified_manifest, usable_cores)
+from shards import (
+    BYTES,
+    GPT2,
+    MANIFEST,
+    SHARD_TOKENS,
+    TOKEN_BYTES,
+    DataError,
+    ShardWriter,
+    in_one_line,
+    only_writer,
+    print_shards,
+    run,
+    verified_manifest,
+    usable_cores,
+)
 
 VAL_FRACTION = 0.1
 MAX_VAL_BYTES = 64 * 2**20  # enough text for a validation on ten million tokens
-PIECE_CHARS = 2**20         # per work item; this and the number of threads limit the memory
-CUT_BYTES = 16 * 2**20      # before the validation part, searched for the end of a line
-NAMED = 5                   # files named of those that are left out for one reason
+PIECE_CHARS = 2**20  # per work item; this and the number of threads limit the memory
+CUT_BYTES = 16 * 2**20  # before the validation part, searched for the end of a line
+NAMED = 5  # files named of those that are left out for one reason
 ENCODINGS = {"gpt2": GPT2, "bytes": BYTES}
 JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
 NOT_TEXT = {  # how the file begins: what it is; what to do
@@ -56,15 +73,20 @@ NOT_TEXT = {  # how the file begins: what it is; what to do
 def open_zst(path, mode):
     try:
         from compression import zstd
+
         return zstd.open(path, mode)
     except ImportError:  # before Python 3.14
         pass
     try:
         from zstandard import ZstdDecompressor
     except ImportError:
-        raise DataError(f"{path}: packed by zstd, which this Python cannot unpack; unpack it first (zstd -d), or "
-                        "install a package: .venv/bin/python -m pip install zstandard") from None
-    unpacked, frame = tempfile.TemporaryFile(), None  # the package's own reader does not notice that the end is missing
+        raise DataError(
+            f"{path}: packed by zstd, which this Python cannot unpack; unpack it first (zstd -d),"
+            " or install a package: .venv/bin/python -m pip install zstandard"
+        ) from None
+    # the package's own reader does not notice that the end is missing
+    unpacked = tempfile.TemporaryFile()
+    frame = None
     with open(path, mode) as file:
         while chunk := file.read(PIECE_CHARS):
             while chunk:
@@ -78,7 +100,12 @@ def open_zst(path, mode):
     return unpacked
 
 
-PACKED = {rb"\x1f\x8b": gzip.open, rb"BZh[1-9]1AY&SY": bz2.open, rb"\xfd7zXZ\0": lzma.open, rb"\(\xb5/\xfd": open_zst}
+PACKED = {
+    rb"\x1f\x8b": gzip.open,
+    rb"BZh[1-9]1AY&SY": bz2.open,
+    rb"\xfd7zXZ\0": lzma.open,
+    rb"\(\xb5/\xfd": open_zst,
+}
 
 
 def opener(path):
@@ -102,7 +129,9 @@ def size_of(path):
     except DataError:
         raise
     except Exception as error:  # the errors of four libraries
-        raise DataError(f"{path}: cannot be unpacked ({in_one_line(error)}); get the whole file again") from None
+        raise DataError(
+            f"{path}: cannot be unpacked ({in_one_line(error)}); get the whole file again"
+        ) from None
 
 
 @functools.cache
@@ -116,7 +145,8 @@ def content_digest(path):
 
 
 def is_jsonl(path, field):
-    """Return whether a file has a JSON object in each line: by its name; a .json only if its first line has a text."""
+    """Return whether a file has a JSON object in each line: by its name; a .json only if its first
+    line has a text."""
     name = re.sub(r"\.(gz|bz2|xz|zst)$", "", path.name.lower())
     if not name.endswith(".json"):
         return name.endswith(JSON_LINES)
@@ -128,7 +158,8 @@ def is_jsonl(path, field):
 
 
 def encoder(encoding, directory):
-    """Return a function that encodes a text -> tokens, uint16. GPT-2's tokens are read from `directory`."""
+    """Return a function that encodes a text -> tokens, uint16. GPT-2's tokens are read from
+    `directory`."""
     if encoding is BYTES:
         return lambda text: np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16)
     tokens = gpt2.read_encoding(directory)
@@ -136,7 +167,8 @@ def encoder(encoding, directory):
 
 
 def read_text(path, begin, end):
-    """Yield the text between two byte positions of a UTF-8 file, in chunks, without a byte-order mark."""
+    """Yield the text between two byte positions of a UTF-8 file, in chunks, without a byte-order
+    mark."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with open_text(path) as file:
         file.seek(begin)
@@ -144,7 +176,8 @@ def read_text(path, begin, end):
             chunk = file.read(min(PIECE_CHARS, end - begin))
             if not chunk:
                 raise DataError(f"{path}: became shorter while it was read; run this command again")
-            held = len(decoder.getstate()[0])  # bytes of a character that is split between two chunks
+            # bytes of a character that is split between two chunks
+            held = len(decoder.getstate()[0])
             try:
                 text = decoder.decode(chunk, final=begin + len(chunk) == end)
             except UnicodeDecodeError as error:
@@ -171,12 +204,26 @@ def text_of(line, path, number, begin, field):
     except UnicodeDecodeError as error:
         raise not_utf8(path, begin + error.start) from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}:{number}: not a line of JSON ({error}); write one object per line") from None
+        raise DataError(
+            f"{path}:{number}: not a line of JSON ({error}); write one object per line"
+        ) from None
     if not isinstance(record, dict) or not isinstance(record.get(field), str):
-        seen = f"the fields {', '.join(record) or '(none)'}" if isinstance(record, dict) else type(record).__name__
-        seen = f"{json.dumps(record[field])[:20]} in it" if isinstance(record, dict) and field in record else seen
-        raise DataError(f'{path}:{number}: no text in a field "{field}", but {seen}; choose the right one with --field')
-    # JSON can contain lone surrogates, which UTF-8 cannot. Replace them with U+FFFD, as tiktoken does.
+        seen = (
+            f"the fields {', '.join(record) or '(none)'}"
+            if isinstance(record, dict)
+            else type(record).__name__
+        )
+        seen = (
+            f"{json.dumps(record[field])[:20]} in it"
+            if isinstance(record, dict) and field in record
+            else seen
+        )
+        raise DataError(
+            f'{path}:{number}: no text in a field "{field}", but {seen}; choose the right one with'
+            " --field"
+        )
+    # JSON can contain lone surrogates, which UTF-8 cannot. Replace them with U+FFFD, as tiktoken
+    # does.
     return record[field].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -184,22 +231,35 @@ def not_utf8(path, byte):
     with open_text(path) as file:
         head = file.read(512)
     what = next((what for magic, what in NOT_TEXT.items() if re.match(magic, head)), None)
-    return DataError(f"{path}: " + (what or f"not UTF-8 text at byte {byte}; convert it first, for example with iconv "
-                                    "-f WINDOWS-1252 -t UTF-8, if that is its encoding"))
+    return DataError(
+        f"{path}: "
+        + (
+            what
+            or f"not UTF-8 text at byte {byte}; convert it first, for example with iconv -f WINDOWS-1252 -t UTF-8, if that is its encoding"
+        )
+    )
 
 
 def split_text(chunks):
-    """Regroup the chunks of a document into pieces whose tokens, concatenated, are the tokens of the whole document.
+    """Regroup the chunks of a document into pieces whose tokens, concatenated, are the tokens of
+    the whole document.
 
-    GPT-2's pattern always starts a token at the space or newline before a word, so pieces are cut there. If a whole
-    piece has no such place, it is cut at its end, which may change one or two tokens.
+    GPT-2's pattern always starts a token at the space or newline before a word, so pieces are cut
+    there. If a whole piece has no such place, it is cut at its end, which may change one or two
+    tokens.
     """
     held = ""
     for chunk in chunks:
         held += chunk
         while len(held) > PIECE_CHARS:
-            cut = next((i for i in range(PIECE_CHARS - 1, 0, -1) if held[i] in " \n" and not held[i + 1].isspace()),
-                       PIECE_CHARS)
+            cut = next(
+                (
+                    i
+                    for i in range(PIECE_CHARS - 1, 0, -1)
+                    if held[i] in " \n" and not held[i + 1].isspace()
+                ),
+                PIECE_CHARS,
+            )
             yield held[:cut]
             held = held[cut:]
     if held:
@@ -207,9 +267,9 @@ def split_text(chunks):
 
 
 def cut_position(path, before, size):
-    """Return the byte position after the last newline in a file's first `before` bytes; the last CUT_BYTES of them are
-    searched. Without a newline, return the position after the last space; without a space, the last position between
-    characters; at 0, the file's size."""
+    """Return the byte position after the last newline in a file's first `before` bytes; the last
+    CUT_BYTES of them are searched. Without a newline, return the position after the last space;
+    without a space, the last position between characters; at 0, the file's size."""
     start = max(0, before - CUT_BYTES)
     end = before - start
     with open_text(path) as file:
@@ -222,7 +282,8 @@ def cut_position(path, before, size):
 
 
 def read_documents(sizes, field, fraction):
-    """Yield (split, chunks of text) of every document. `fraction`: the part of each file for val, by bytes."""
+    """Yield (split, chunks of text) of every document. `fraction`: the part of each file for val,
+    by bytes."""
     for path, size in sizes.items():
         val_start = size - math.ceil(size * fraction)
         if is_jsonl(path, field):
@@ -236,23 +297,27 @@ def read_documents(sizes, field, fraction):
 
 
 def make_batches(documents):
-    """Yield lists of (split, whether a new document begins, text), each with about PIECE_CHARS characters."""
-    batch, chars = [], 0
+    """Yield lists of (split, whether a new document begins, text), each with about PIECE_CHARS
+    characters."""
+    batch = []
+    chars = 0
     for split, chunks in documents:
         for index, text in enumerate(split_text(chunks)):
             batch.append((split, index == 0, text))
             chars += len(text)
             if chars >= PIECE_CHARS:
                 yield batch
-                batch, chars = [], 0
+                batch = []
+                chars = 0
     if batch:
         yield batch
 
 
 def encode(batches, encoding, directory, threads):
-    """Encode batches in threads: tiktoken works without Python's lock. Yield (split, whether a new document begins,
-    tokens) in order."""
-    encode_text, pending = encoder(encoding, directory), deque()
+    """Encode batches in threads: tiktoken works without Python's lock. Yield (split, whether a new
+    document begins, tokens) in order."""
+    encode_text = encoder(encoding, directory)
+    pending = deque()
     pool = ThreadPoolExecutor(threads)
 
     def collect():
@@ -262,7 +327,12 @@ def encode(batches, encoding, directory, threads):
 
     try:
         for batch in batches:
-            pending.append((batch, pool.submit(lambda batch: [encode_text(text) for _, _, text in batch], batch)))
+            pending.append(
+                (
+                    batch,
+                    pool.submit(lambda batch: [encode_text(text) for _, _, text in batch], batch),
+                )
+            )
             if len(pending) > 2 * threads:
                 yield from collect()
         while pending:
@@ -272,34 +342,52 @@ def encode(batches, encoding, directory, threads):
 
 
 def texts_in(folder, left_out):
-    """Return the text files in a folder and its subfolders, sorted by name. Add the others to {reason: names}."""
+    """Return the text files in a folder and its subfolders, sorted by name. Add the others to
+    {reason: names}."""
     texts = []
     for path in sorted(folder.rglob("*")):
         parts = path.relative_to(folder).parts
         hidden = next((i for i, part in enumerate(parts) if part.startswith(".")), None)
         if hidden is not None:
-            left_out["hidden"][str(folder.joinpath(*parts[:hidden + 1]))] = None  # a hidden folder is named once
+            # a hidden folder is named once
+            left_out["hidden"][str(folder.joinpath(*parts[: hidden + 1]))] = None
         elif path.is_file():
             try:
                 for _ in read_text(path, 0, size_of(path)):
                     pass
                 texts.append(path)
             except DataError as error:
-                left_out[re.split("; | at byte | \\(", str(error).removeprefix(f"{path}: "))[0]][str(path)] = None
+                left_out[re.split("; | at byte | \\(", str(error).removeprefix(f"{path}: "))[0]][
+                    str(path)
+                ] = None
         elif path.is_symlink():
             left_out["links that lead to no file"][str(path)] = None
     return texts
 
 
 def measure(paths, field):
-    """Return {path: size in bytes} of the files, and of the files in folders, that are not empty. Name the others."""
-    sizes, left_out, plain = {}, defaultdict(dict), {}
+    """Return {path: size in bytes} of the files, and of the files in folders, that are not empty.
+    Name the others."""
+    sizes = {}
+    left_out = defaultdict(dict)
+    plain = {}
     by_size = defaultdict(list)  # only files of one size can be copies
     for path in paths:
         if not path.is_file() and not path.is_dir():
-            missing = not path.exists() and path.name != "-" and path.parts[:3] != ("/", "dev", "fd")
-            raise DataError(f"{path}: " + ("no such file or folder" if missing else "standard input, a pipe or a "
-                            "device, which can be read only once; save the text in a file and name that"))
+            missing = (
+                not path.exists() and path.name != "-" and path.parts[:3] != ("/", "dev", "fd")
+            )
+            raise DataError(
+                f"{path}: "
+                + (
+                    "no such file or folder"
+                    if missing
+                    else (
+                        "standard input, a pipe or a "
+                        "device, which can be read only once; save the text in a file and name that"
+                    )
+                )
+            )
         for file in texts_in(path, left_out) if path.is_dir() else [path]:
             size = size_of(file)  # an unreadable file is an error now, not after an hour
             if not size:
@@ -319,12 +407,15 @@ def measure(paths, field):
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
         print(f"{reason}: {', '.join([*names][:NAMED])}{more}", flush=True)
     if not sizes:
-        raise DataError(f"no text in {', '.join(map(str, paths))}: give at least one file that is not empty")
+        raise DataError(
+            f"no text in {', '.join(map(str, paths))}: give at least one file that is not empty"
+        )
     return sizes
 
 
 def digest_of(sizes, *options):
-    """Return a digest of texts, of what else decides the shards, and of the rules in this file, in hex."""
+    """Return a digest of texts, of what else decides the shards, and of the rules in this file, in
+    hex."""
     digest = hashlib.sha256(Path(__file__).read_bytes() + repr(options).encode())
     for path, size in sizes.items():
         digest.update(f"\n{size} {path.suffix}\n".encode())
@@ -334,9 +425,17 @@ def digest_of(sizes, *options):
 
 
 def last_document(sizes, field):
-    """Return where the last document of a file begins: the largest part of its file over all files, from 0 to 1."""
-    return max((begin / size for path, size in sizes.items() if is_jsonl(path, field)
-                for begin, _ in read_jsonl(path, field)), default=0.0)
+    """Return where the last document of a file begins: the largest part of its file over all
+    files, from 0 to 1."""
+    return max(
+        (
+            begin / size
+            for path, size in sizes.items()
+            if is_jsonl(path, field)
+            for begin, _ in read_jsonl(path, field)
+        ),
+        default=0.0,
+    )
 
 
 def parse_arguments():
@@ -350,25 +449,60 @@ def parse_arguments():
             if int(text) < low:
                 raise argparse.ArgumentTypeError(f"{text} is less than {low}")
             return int(text)
+
         return number
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path, metavar="PATH", help="UTF-8 text, JSON lines, "
-                        "or a folder")
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR",
-                        help="output folder; the shards are named after it")
-    parser.add_argument("--encoding", choices=ENCODINGS, default="gpt2", help="default: %(default)s")
-    parser.add_argument("--field", default="text", help="JSON field that contains the text (default: %(default)s)")
-    parser.add_argument("--val-fraction", type=fraction, metavar="X",
-                        help=f"part of each file, by bytes, for validation (default: {VAL_FRACTION}, "
-                             f"but at most {MAX_VAL_BYTES // 2**20} MiB in total)")
-    parser.add_argument("--shard-tokens", type=at_least(2), default=SHARD_TOKENS, metavar="N",
-                        help="maximum tokens per shard (default: %(default)s)")
-    parser.add_argument("--threads", type=at_least(1), default=usable_cores(), metavar="N",
-                        help="encoding threads (default: one per core, here %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="PATH", help="UTF-8 text, JSON lines, or a folder"
+    )
+    parser.add_argument(
+        "--out",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="output folder; the shards are named after it",
+    )
+    parser.add_argument(
+        "--encoding", choices=ENCODINGS, default="gpt2", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--field", default="text", help="JSON field that contains the text (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--val-fraction",
+        type=fraction,
+        metavar="X",
+        help=(
+            f"part of each file, by bytes, for validation (default: {VAL_FRACTION}, "
+            f"but at most {MAX_VAL_BYTES // 2**20} MiB in total)"
+        ),
+    )
+    parser.add_argument(
+        "--shard-tokens",
+        type=at_least(2),
+        default=SHARD_TOKENS,
+        metavar="N",
+        help="maximum tokens per shard (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=at_least(1),
+        default=usable_cores(),
+        metavar="N",
+        help="encoding threads (default: one per core, here %(default)s)",
+    )
     parser.add_argument("--force", action="store_true", help="replace existing shards in --out")
-    parser.add_argument("--by-content", action="store_true", help="add a digest of the texts to the name of --out, "
-                        "print the name, and keep the shards that are there")
+    parser.add_argument(
+        "--by-content",
+        action="store_true",
+        help=(
+            "add a digest of the texts to the name of --out, "
+            "print the name, and keep the shards that are there"
+        ),
+    )
     return parser.parse_args()
 
 
@@ -386,29 +520,53 @@ def main():
             print(f"the shards of this text exist and are verified\n{args.out}")
             return
         if not args.force and (any(args.out.glob("*.bin")) or (args.out / MANIFEST).exists()):
-            raise DataError(f"{args.out}: already contains shards; choose another --out, or replace them with --force")
+            raise DataError(
+                f"{args.out}: already contains shards; choose another --out, or replace them with"
+                " --force"
+            )
         if encoding is GPT2:
             gpt2.download_tokens(args.out)
-        token_bytes = TOKEN_BYTES / (1 if encoding is BYTES else 4)  # about 4 bytes of text make a token of GPT-2
-        print(f"encoding {total:,} bytes of text from {len(sizes)} file(s) as {encoding.name}: about "
-              f"{total * token_bytes / 1e6:,.1f} MB of shards in {args.out}", flush=True)
-        with ShardWriter(args.out, args.out.resolve().name, encoding, source=", ".join(path.name for path in sizes),
-                         shard_tokens=args.shard_tokens) as writer, \
-                tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:
+        # about 4 bytes of text make a token of GPT-2
+        token_bytes = TOKEN_BYTES / (1 if encoding is BYTES else 4)
+        print(
+            f"encoding {total:,} bytes of text from {len(sizes)} file(s) as {encoding.name}: about "
+            f"{total * token_bytes / 1e6:,.1f} MB of shards in {args.out}",
+            flush=True,
+        )
+        with (
+            ShardWriter(
+                args.out,
+                args.out.resolve().name,
+                encoding,
+                source=", ".join(path.name for path in sizes),
+                shard_tokens=args.shard_tokens,
+            ) as writer,
+            tqdm(unit=" tokens", unit_scale=True, disable=None) as bar,
+        ):
             documents = read_documents(sizes, args.field, fraction)
-            for split, new_document, tokens in encode(make_batches(documents), encoding, args.out, args.threads):
+            for split, new_document, tokens in encode(
+                make_batches(documents), encoding, args.out, args.threads
+            ):
                 writer.add(split, tokens, new_document)
                 bar.update(len(tokens))
             if not any(writer.paths.values()):
                 raise DataError(f"no text in {', '.join(map(str, sizes))}: every line is blank")
             if not writer.paths["train"]:
-                raise DataError(f"the last {fraction:.0%} of each file leave no document for training; give a smaller "
-                                "--val-fraction")
+                raise DataError(
+                    f"the last {fraction:.0%} of each file leave no document for training; give a"
+                    " smaller --val-fraction"
+                )
             if not writer.paths["val"]:
                 begin = last_document(sizes, args.field)
-                helps = f"--val-fraction {math.ceil(1000 * (1 - begin)) / 1000}" if begin else "a second document"
-                raise DataError(f"no document begins in the last {fraction:.2%} of a file, so none is left for "
-                                f"validation; give {helps}")
+                helps = (
+                    f"--val-fraction {math.ceil(1000 * (1 - begin)) / 1000}"
+                    if begin
+                    else "a second document"
+                )
+                raise DataError(
+                    f"no document begins in the last {fraction:.2%} of a file, so none is left for "
+                    f"validation; give {helps}"
+                )
     print_shards(args.out, writer.entries)
     if args.by_content:
         print(args.out)

@@ -1,6 +1,6 @@
 """Faults in GPU-only code, each of which dry_gpu/run --compare or --order, or a test, must find.
 
-    .venv/bin/python dry_gpu/faults.py [NAME ...]     plant each in turn and print a table: fault, command, difference
+.venv/bin/python dry_gpu/faults.py [NAME ...]     plant each in turn and print a table: fault, command, difference
 """
 
 import argparse
@@ -18,109 +18,162 @@ class Fault(NamedTuple):
     old: str  # occurs once in the file
     new: str
     flags: str  # of dry_gpu/run, or `pytest` and its arguments
-    error: str = "$^"  # the run's error, for a fault that ends it; any other error means that the run did not compare
+    # the run's error, for a fault that ends it; any other error means that the run did not compare
+    error: str = "$^"
     file: str = "train_gpt.py"
 
 
 MLP_FP8 = "--compare frontier89 --dtype bfloat16 --steps 2"
-BF16 = "--compare speedrun --dtype bfloat16 --steps 1 -- --adam_every 1"  # so that one step updates every parameter
+# so that one step updates every parameter
+BF16 = "--compare speedrun --dtype bfloat16 --steps 1 -- --adam_every 1"
 RANKS = "--compare laptop --ranks 2 --steps 1"
 FAULTS = {
     "kernel-column": Fault(
         "the MLP's kernel writes both halves of a tile to the first half",
         "out.store([row, column + i * HALF]",
-        "out.store([row, column]", BF16),
+        "out.store([row, column]",
+        BF16,
+    ),
     "kernel-inner": Fault(
         "the MLP's kernel omits the last tile of the inner dimension",
         "for k in range(0, K, TILE_K):",
-        "for k in range(0, K - TILE_K, TILE_K):", BF16),
+        "for k in range(0, K - TILE_K, TILE_K):",
+        BF16,
+    ),
     "kernel-beyond": Fault(
         "the MLP's kernel starts one tile too low",
         "row, column = tile // columns * TILE_M",
-        "row, column = tile // columns * TILE_M + TILE_M", BF16),
+        "row, column = tile // columns * TILE_M + TILE_M",
+        BF16,
+    ),
     "kernel-fp8-inner": Fault(
-        "the MLP's kernel in fp8 multiplies each tile of the inner dimension by the first of the second factor",
+        "the MLP's kernel in fp8 multiplies each tile of the inner dimension by the first of the"
+        " second factor",
         "b.load([column, k]).T",
-        "b.load([column, 0]).T", MLP_FP8 + " -- --model_dim 256 --num_heads 4", file="frontier.py"),  # two tiles
+        # two tiles
+        "b.load([column, 0]).T",
+        MLP_FP8 + " -- --model_dim 256 --num_heads 4",
+        file="frontier.py",
+    ),
     "kernel-fp8-scale": Fault(
         "the MLP's kernel in fp8 scales the product by the scale of h",
         "y_scale, to_h8 = tl.load(scale)",
-        "y_scale, to_h8 = tl.load(h_scale)", MLP_FP8, file="frontier.py"),
+        "y_scale, to_h8 = tl.load(h_scale)",
+        MLP_FP8,
+        file="frontier.py",
+    ),
     "kernel-fp8-max": Fault(
         "the MLP's kernel in fp8 finds no largest h, so that h saturates in the next step",
         "tl.atomic_max(h_max, largest)",
-        "tl.atomic_max(h_max, 0.0)", MLP_FP8, file="frontier.py"),
+        "tl.atomic_max(h_max, 0.0)",
+        MLP_FP8,
+        file="frontier.py",
+    ),
     "fp8-scale": Fault(
         "the gradient of the head's weight is scaled by another scale",
         "by_column[1], grad_scale, scales.x",
-        "by_column[1], grad_scale, scales.weight", BF16),
+        "by_column[1], grad_scale, scales.weight",
+        BF16,
+    ),
     "loss-packing": Fault(
         "the loss's kernel swaps the chunks that share a register",
         "(pair << 16 if i // CHUNK % 2 == 0 else",
-        "(pair << 16 if i // CHUNK % 2 == 1 else", BF16),
+        "(pair << 16 if i // CHUNK % 2 == 1 else",
+        BF16,
+    ),
     "loss-targets": Fault(
         "the loss's kernel subtracts only the first row of targets from the gradient",
         "tl.load(targets + j * T + row) == target",
-        "tl.load(targets + row) == target", "--compare frontier89 --steps 1"),
+        "tl.load(targets + row) == target",
+        "--compare frontier89 --steps 1",
+    ),
     "fp8-range": Fault(
         "activations of the head fall below fp8's range",
         "scales.x).to(torch.float8_e4m3fn)",
-        "scales.x * 4096).to(torch.float8_e4m3fn)", BF16),
+        "scales.x * 4096).to(torch.float8_e4m3fn)",
+        BF16,
+    ),
     "flash-window": Fault(
         "FlashAttention's window is one token too short",
         "window_size_left=window,\n        window_size_right=0)\n    return out",
-        "window_size_left=window - 1,\n        window_size_right=0)\n    return out", "--compare masks"),
+        "window_size_left=window - 1,\n        window_size_right=0)\n    return out",
+        "--compare masks",
+    ),
     "flash-starts": Fault(
         "FlashAttention's last document has no end",
         "starts = starts[:count + 1]\n    if flash_3:",
-        "starts = starts[:count]\n    if flash_3:", "--compare masks", "documents from 0 to 0 are not all"),
+        "starts = starts[:count]\n    if flash_3:",
+        "--compare masks",
+        "documents from 0 to 0 are not all",
+    ),
     "wrong-shard": Fault(
         "each rank updates another rank's shard",
         "shard = slice(self.shard_begin, self.shard_begin + self.shard_numel)",
-        "shard = slice((ranks - 1) * self.shard_numel - self.shard_begin, ranks * self.shard_numel - self.shard_begin)",
-        RANKS),
+        "shard = slice((ranks - 1) * self.shard_numel - self.shard_begin, ranks * self.shard_numel"
+        " - self.shard_begin)",
+        RANKS,
+    ),
     "wrong-rows": Fault(
         "the rows of the own shard are counted from another shard",
         "self.on_device(ones(of_any, *mine))",
-        "self.on_device(mine[0] + ones(of_any, *mine))", RANKS, "Expected Tensor with single nonzero value"),
+        "self.on_device(mine[0] + ones(of_any, *mine))",
+        RANKS,
+        "Expected Tensor with single nonzero value",
+    ),
     "stale-number": Fault(
         "compiled rules keep the first value of each number",
         "self.scalar = as_tensor if compiled else",
-        "self.scalar = (lambda name, x, known={}: known.setdefault(name, as_tensor(name, x))) if compiled else",
-        "--compare laptop"),
+        "self.scalar = (lambda name, x, known={}: known.setdefault(name, as_tensor(name, x))) if"
+        " compiled else",
+        "--compare laptop",
+    ),
     "no-wait-reduce": Fault(
         "the update does not wait for the reduce-scatter",
         "                bucket.reduce_handle.wait()\n",
-        "", "--order"),
+        "",
+        "--order",
+    ),
     "no-wait-gather": Fault(
         "the forward does not wait for the all-gather",
         "                bucket.gather_handle.wait()\n",
-        "                pass\n", "--order"),
+        "                pass\n",
+        "--order",
+    ),
     "early-loss": Fault(
         "one rank copies the losses to the host before the step has computed them",
         "            self.stream.wait_stream(torch.cuda.current_stream())\n",
-        "            pass\n", "--order"),
+        "            pass\n",
+        "--order",
+    ),
     "blocking-sum": Fault(
         "the next forward waits for the sum of the losses, which runs after all gathers",
         "return dist.all_reduce(x, group=self.group, async_op=True) if",
         "return dist.all_reduce(x, group=self.group) or HandleGroup() if",
-        "pytest tests/test_dry_gpu.py -k forward_does_not_wait_for_the_sum", "assert"),
+        "pytest tests/test_dry_gpu.py -k forward_does_not_wait_for_the_sum",
+        "assert",
+    ),
     "two-splits": Fault(
         "FlashAttention 3 splits the keys in two",
         "num_splits=1, return_attn_probs",
         "num_splits=2, return_attn_probs",
-        "pytest tests/test_model.py -k right_documents_and_window", "num_splits is 2"),
+        "pytest tests/test_model.py -k right_documents_and_window",
+        "num_splits is 2",
+    ),
     "no-rest": Fault(
         "compiled updates of matrices in bf16 are rounded away",
         "return (x.to(torch.bfloat16).view(torch.int16).int() << 16).view(torch.float32)",
         "return x.to(torch.bfloat16).to(torch.float32)",
-        "pytest tests/test_emulated_gpu.py -k keeps_the_rest", "no rest"),
+        "pytest tests/test_emulated_gpu.py -k keeps_the_rest",
+        "no rest",
+    ),
     "not-compared": Fault(
         "preflight lets a part pass whose plain version failed",
         '* (verdict != "ok")',
         '* (verdict == "failed")',
-        "pytest tests/test_preflight.py -k plain_version_fails", "'NoneType' object has no attribute 'name'",
-        file="launch/preflight.py"),
+        "pytest tests/test_preflight.py -k plain_version_fails",
+        "'NoneType' object has no attribute 'name'",
+        file="launch/preflight.py",
+    ),
 }
 
 
@@ -128,18 +181,38 @@ def found_by_tests(fault):
     """Plant the fault in a copy of the project and run tests there -> (exit status, output)."""
     root = Path(__file__).resolve().parent.parent
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
-        copy = Path(shutil.copytree(root, Path(folder, "copy"), ignore=shutil.ignore_patterns(".*", "logs", "*.bin", "records")))
+        copy = Path(
+            shutil.copytree(
+                root,
+                Path(folder, "copy"),
+                ignore=shutil.ignore_patterns(".*", "logs", "*.bin", "records"),
+            )
+        )
         shutil.copytree(root / "records", copy / "records", ignore=shutil.ignore_patterns("20*"))
         text = (copy / fault.file).read_text()
-        assert text.count(fault.old) == 1, f"{fault.file} has {text.count(fault.old)} times {fault.old!r}, not once"
+        assert text.count(fault.old) == 1, (
+            f"{fault.file} has {text.count(fault.old)} times {fault.old!r}, not once"
+        )
         (copy / fault.file).write_text(text.replace(fault.old, fault.new))
-        done = subprocess.run([sys.executable, "-m", *fault.flags.split(), "-q", "-n", "0"], cwd=copy, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", *fault.flags.split(), "-q", "-n", "0"],
+            cwd=copy,
+            capture_output=True,
+            text=True,
+        )
     return done.returncode, done.stdout + done.stderr
 
 
 def main():
     parser = argparse.ArgumentParser(description="Plant each fault in turn: " + ", ".join(FAULTS))
-    parser.add_argument("names", nargs="*", metavar="NAME", default="all", choices=["all", *FAULTS], help="only these")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        default="all",
+        choices=["all", *FAULTS],
+        help="only these",
+    )
     run = Path(__file__).with_name("run")
     print("| fault | found by | difference |\n| --- | --- | --- |")
     missed = []
@@ -152,9 +225,16 @@ def main():
             ours, dashes, script = fault.flags.partition(" -- ")
             command = [run, *ours.split(), "--fault", name, *dashes.split(), *script.split()]
             done = subprocess.run(command, capture_output=True, text=True)
-            status, output = done.returncode, done.stdout + done.stderr
-        found = re.findall(f"above its limit: (.*)|^.*Error: ({fault.error}.*)|(unordered: [^0].*)", output, re.M)
-        print(f"| {name}: {fault.meaning} | `{fault.flags}` | {'; '.join(map(''.join, found[:2])) or 'none'} |", flush=True)
+            status = done.returncode
+            output = done.stdout + done.stderr
+        found = re.findall(
+            f"above its limit: (.*)|^.*Error: ({fault.error}.*)|(unordered: [^0].*)", output, re.M
+        )
+        print(
+            f"| {name}: {fault.meaning} | `{fault.flags}` |"
+            f" {'; '.join(map(''.join, found[:2])) or 'none'} |",
+            flush=True,
+        )
         missed += [name] * (status == 0 or not found)
     if missed:
         sys.exit(f"faults.py: error: not found: {', '.join(missed)}")

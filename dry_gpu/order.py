@@ -1,9 +1,10 @@
 """Check the order of uses of GPU memory, by the happens-before relation of a launch log.
 
-Two uses of one range on two streams, at least one of them a write, must be ordered: work of a stream runs in order, a
-WAIT is after its EVENT and all that precedes it, and what the host launches is after what the host waited for. The
-log's USE lines come from device.c (copies, collectives) and aten.log_use (operators, kernels). Queries of events do not
-order anything: NCCL's watchdog queries too.
+Two uses of one range on two streams, at least one of them a write, must be ordered: work of a
+stream runs in order, a WAIT is after its EVENT and all that precedes it, and what the host launches
+is after what the host waited for. The log's USE lines come from device.c (copies, collectives) and
+aten.log_use (operators, kernels). Queries of events do not order anything: NCCL's watchdog queries
+too.
 """
 
 import collections
@@ -23,18 +24,23 @@ PAGE = 1 << 20  # bytes; uses are found by the pages that they touch
 
 
 class Clocks:
-    """Which uses are done before the next one of each stream: {stream: {stream: how many of its uses}}."""
+    """Which uses are done before the next one of each stream: {stream: {stream: how many of its
+    uses}}."""
 
     def __init__(self):
-        self.streams, self.host, self.recorded = collections.defaultdict(dict), {}, {}
-        self.sources = collections.defaultdict(dict)  # {stream or "": {stream: index of the event that told it}}
+        self.streams = collections.defaultdict(dict)
+        self.host = {}
+        self.recorded = {}
+        # {stream or "": {stream: index of the event that told it}}
+        self.sources = collections.defaultdict(dict)
 
     def learn(self, who, other, source):
         """Merge another clock into a stream's, or into the host's, which is named ""."""
         clock = self.streams[who] if who else self.host
         for stream, time in other.items():
             if time > clock.get(stream, 0):
-                clock[stream], self.sources[who][stream] = time, source(stream) if callable(source) else source
+                clock[stream] = time
+                self.sources[who][stream] = source(stream) if callable(source) else source
 
     def replay(self, i, event):
         """Follow an event, with index i -> the clock of its stream before a USE."""
@@ -57,25 +63,37 @@ class Clocks:
 
 
 def check(events, skipped=(), until=None):
-    """Return (number of uses, Counter of unordered pairs) of a log. skipped: indices of events to ignore.
+    """Return (number of uses, Counter of unordered pairs) of a log. skipped: indices of events to
+    ignore.
 
     until: stop after this many unordered uses.
     """
-    clocks, pages, found, count = Clocks(), collections.defaultdict(dict), collections.Counter(), 0
+    clocks = Clocks()
+    pages = collections.defaultdict(dict)
+    found = collections.Counter()
+    count = 0
     for i, event in enumerate(events):
         if i in skipped:
             continue
         clock = clocks.replay(i, event)
         if event.kind != "USE":
             continue
-        (begin, end, written), count = event.numbers, count + 1
+        begin, end, written = event.numbers
+        count = count + 1
         use = Use(event.name, event.stream, bool(written), begin, end, clock[event.stream])
         for page in range(begin // PAGE, (end - 1) // PAGE + 1):
             for other in pages[page].values():
-                if (other.stream != use.stream and (written or other.written) and other.begin < end
-                        and begin < other.end and other.time > clock.get(other.stream, 0)):
-                    found[f"{other.name} ({'writes' if other.written else 'reads'}) and {use.name} "
-                          f"({'writes' if written else 'reads'})"] += 1
+                if (
+                    other.stream != use.stream
+                    and (written or other.written)
+                    and other.begin < end
+                    and begin < other.end
+                    and other.time > clock.get(other.stream, 0)
+                ):
+                    found[
+                        f"{other.name} ({'writes' if other.written else 'reads'}) and {use.name} "
+                        f"({'writes' if written else 'reads'})"
+                    ] += 1
                     if until and found.total() >= until:
                         return count, found
             pages[page][use.stream, begin, end, written] = use
@@ -83,18 +101,23 @@ def check(events, skipped=(), until=None):
 
 
 def explain_waits(events):
-    """Return (indices of waits whose removal leaves an unordered use, {index of another wait: why none is left}).
+    """Return (indices of waits whose removal leaves an unordered use, {index of another wait: why
+    none is left}).
 
-    A reason is the indices of the events that cover the wait: earlier ones told its stream all that it tells, or a
-    later wait does before a use needs it. Without any, no later use needs it.
+    A reason is the indices of the events that cover the wait: earlier ones told its stream all that
+    it tells, or a later wait does before a use needs it. Without any, no later use needs it.
     """
-    clocks, covers = Clocks(), {}
+    clocks = Clocks()
+    covers = {}
     for i, event in enumerate(events):
         if event.kind == "WAIT":
             clocks.learn(event.stream, clocks.host, clocks.sources[""].get)
-            told, clock = clocks.recorded.get(event.numbers[0], {}), clocks.streams[event.stream]
+            told = clocks.recorded.get(event.numbers[0], {})
+            clock = clocks.streams[event.stream]
             if all(time <= clock.get(other, 0) for other, time in told.items()):
-                covers[i] = {clocks.sources[event.stream][other] for other in told if other != event.stream}
+                covers[i] = {
+                    clocks.sources[event.stream][other] for other in told if other != event.stream
+                }
         clocks.replay(i, event)
     waits = [i for i, event in enumerate(events) if event.kind == "WAIT"]
     needed = [i for i in waits if check(events, {i}, until=1)[1]]

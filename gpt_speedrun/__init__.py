@@ -1,7 +1,8 @@
 """Train any nn.Module by the sharded NorMuon and Adam of the speedrun: call make_optimizer(model).
 
-engine.py is train_gpt.py, which trains one model by one loop. Other models and loops also need a table of rules by
-parameter names, torch.optim's interface, and checks of their use. docs/gradient-sync.md of the repository explains all.
+engine.py is train_gpt.py, which trains one model by one loop. Other models and loops also need a
+table of rules by parameter names, torch.optim's interface, and checks of their use.
+docs/gradient-sync.md of the repository explains all.
 """
 
 from __future__ import annotations
@@ -30,8 +31,27 @@ from torch.nn.utils import clip_grad
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import engine
-from .engine import (Adam, Bucket, Comm, Config, DistributedOptimizer, NorMuon, ParamSpec, Plan, RowBucket, RunError,
-                     Slot, agree, env_int, finish_spec, memory_of, named_tensors, option, out_of_range)
+from .engine import (
+    Adam,
+    Bucket,
+    Comm,
+    Config,
+    DistributedOptimizer,
+    NorMuon,
+    ParamSpec,
+    Plan,
+    RowBucket,
+    RunError,
+    Slot,
+    agree,
+    env_int,
+    finish_spec,
+    memory_of,
+    named_tensors,
+    option,
+    out_of_range,
+)
+
 
 class UsageError(RunError):
     """An error in the use of this package. Its text says where the uses are described."""
@@ -39,24 +59,34 @@ class UsageError(RunError):
     def __str__(self) -> str:
         return f"{super().__str__()}. {PAGE}"
 
-PAGE = ("See docs/gradient-sync.md#as-in-torchoptim-and-ddp and, for accelerate, Trainer and Lightning, "
-        "#with-frameworks there")
+
+PAGE = (
+    "See docs/gradient-sync.md#as-in-torchoptim-and-ddp and, for accelerate, Trainer and Lightning,"
+    " #with-frameworks there"
+)
+
 
 def require(condition: Any, message: str) -> None:
     if not condition:
         raise UsageError(message)
 
+
 @dataclasses.dataclass(frozen=True)
 class SyncSettings(engine.SyncSettings):
     """How ranks exchange gradients and parameters; find_unused_parameters is as in DDP."""
 
-    find_unused_parameters: bool = option(False, "allow parameters without a gradient, which stay unchanged")
+    find_unused_parameters: bool = option(
+        False, "allow parameters without a gradient, which stay unchanged"
+    )
 
-# ------------------------------------------------------------------------------------------------------------------
+
+# --------------------------------------------------------------------------------------------------
 # assignment
 
+
 class Assignment(NamedTuple):
-    """For make_optimizer: a pattern of parameter names and the rule of these parameters; see ParamSpec for the rest."""
+    """For make_optimizer: a pattern of parameter names and the rule of these parameters; see
+    ParamSpec for the rest."""
 
     pattern: str
     rule: Adam | NorMuon
@@ -64,37 +94,78 @@ class Assignment(NamedTuple):
     scale: float = 1.0
     first_step: int = 0
 
-def make_optimizer(model: nn.Module, table: Sequence[Assignment] = (), bucket_mb: float = Config.bucket_mb,
-                   settings: SyncSettings = SyncSettings(), muon_lr: float = NorMuon.lr, adam_lr: float = Adam.lr,
-                   process_group: Any = None) -> Optimizer:
-    """Build a model's optimizer. table: replaces lines of default_assignments. process_group: its ranks; None: all."""
-    require(isinstance(model, nn.Module), f"make_optimizer got a {type(model).__name__}; give it the model itself, "
-            "since rules are chosen by parameter names and kinds of modules")
-    require(not isinstance(model, torch.jit.ScriptModule), "the model is a ScriptModule; give the module it is made of")
+
+def make_optimizer(
+    model: nn.Module,
+    table: Sequence[Assignment] = (),
+    bucket_mb: float = Config.bucket_mb,
+    settings: SyncSettings = SyncSettings(),
+    muon_lr: float = NorMuon.lr,
+    adam_lr: float = Adam.lr,
+    process_group: Any = None,
+) -> Optimizer:
+    """Build a model's optimizer. table: replaces lines of default_assignments. process_group: its
+    ranks; None: all."""
+    require(
+        isinstance(model, nn.Module),
+        f"make_optimizer got a {type(model).__name__}; give it the model itself, "
+        "since rules are chosen by parameter names and kinds of modules",
+    )
+    require(
+        not isinstance(model, torch.jit.ScriptModule),
+        "the model is a ScriptModule; give the module it is made of",
+    )
     require(bucket_mb >= 0, f"bucket_mb is {bucket_mb!r}; it must be from 0 on")
-    ranks = (dist.get_rank(process_group), dist.get_world_size(process_group)) if dist.is_initialized() else (0, 1)
-    require(ranks[0] >= 0, "this rank is not in process_group; call make_optimizer on the group's ranks only")
+    ranks = (
+        (dist.get_rank(process_group), dist.get_world_size(process_group))
+        if dist.is_initialized()
+        else (0, 1)
+    )
+    require(
+        ranks[0] >= 0,
+        "this rank is not in process_group; call make_optimizer on the group's ranks only",
+    )
     check_model(model, ranks[1])
     specs = assign(model, default_assignments(model, table, muon_lr, adam_lr))
-    require(specs, "every parameter of this model is frozen; set requires_grad on the ones to be trained")
-    buckets = fill_buckets(specs, bucket_mb * 2 ** 20, *ranks)
-    return Optimizer(buckets, Comm(*ranks, specs[0].param.device, group=process_group), settings, model)
+    require(
+        specs,
+        "every parameter of this model is frozen; set requires_grad on the ones to be trained",
+    )
+    buckets = fill_buckets(specs, bucket_mb * 2**20, *ranks)
+    return Optimizer(
+        buckets, Comm(*ranks, specs[0].param.device, group=process_group), settings, model
+    )
 
-def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ranks: int) -> list[Bucket]:
-    """Check parameters and rules, and put the parameters into buckets. Raise RunError if no bucket can take one."""
+
+def fill_buckets(
+    specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ranks: int
+) -> list[Bucket]:
+    """Check parameters and rules, and put the parameters into buckets. Raise RunError if no bucket
+    can take one."""
     for spec in reversed(specs):  # as buckets are filled
         check_spec(spec)
-        require(spec.param.device == specs[0].param.device, f"{spec.name} is on {spec.param.device}, {specs[0].name} "
-                f"is on {specs[0].param.device}; move the model to one device first")
+        require(
+            spec.param.device == specs[0].param.device,
+            f"{spec.name} is on {spec.param.device}, {specs[0].name} "
+            f"is on {specs[0].param.device}; move the model to one device first",
+        )
     return engine.fill_buckets(specs, bucket_bytes, rank, ranks)
 
+
 def assign(model: nn.Module, table: Sequence[Assignment]) -> list[ParamSpec]:
-    """Assign every parameter that is not frozen its rule by name. Raise RunError unless one line matches each."""
-    specs, unclear = [], collections.defaultdict(list)  # unclear: names by what is unclear
+    """Assign every parameter that is not frozen its rule by name. Raise RunError unless one line
+    matches each."""
+    # unclear: names by what is unclear
+    specs = []
+    unclear = collections.defaultdict(list)
     for name, param in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
         lines = [line for line in table if fnmatchcase(name, line.pattern)]
-        require(len(lines) == 1, f"{name}: {len(lines)} lines of the table match it ({', '.join(x[0] for x in lines)})"
-                f", but one must; {'narrow the pattern of the others' if lines else 'add a line for it'}")
+        require(
+            len(lines) == 1,
+            f"{name}: {len(lines)} lines of the table match it ({', '.join(x[0] for x in lines)}),"
+            " but one must;"
+            f" {'narrow the pattern of the others' if lines else 'add a line for it'}",
+        )
         spec = ParamSpec(name, param, *lines[0][1:])
         if what := what_is_unclear(spec, owner_of(model, name)):
             unclear[what].append(name)
@@ -104,103 +175,162 @@ def assign(model: nn.Module, table: Sequence[Assignment]) -> list[ParamSpec]:
     for what, names in unclear.items():
         x = re.sub(r"(?<![^.])\d+(?![^.])", "*", names[0])  # for all blocks of a model
         matched = [name for name, _ in model.named_parameters() if fnmatchcase(name, x)]
-        parts.append(f"{', '.join(names)} {what.replace('NAME', repr(x if names == matched else names[0]))}")
+        parts.append(
+            f"{', '.join(names)} {what.replace('NAME', repr(x if names == matched else names[0]))}"
+        )
     require(not parts, "; ".join(parts))
     return specs
+
 
 def owner_of(model: nn.Module, name: str) -> nn.Module:
     """Return the module that has the parameter, also under a parametrization."""
     owner, _, parametrized = f".{name}".partition(".parametrizations.")
     return model.get_submodule(owner[1:] if parametrized else name.rpartition(".")[0])
 
+
 # torch's layers whose matrices are known, [out, in]
 MATRICES = nn.Linear | nn.modules.conv._ConvNd | nn.RNNBase | nn.RNNCellBase | nn.MultiheadAttention
 
-def default_assignments(model: nn.Module, table: Sequence[Assignment] = (), muon_lr: float = NorMuon.lr,
-                        adam_lr: float = Adam.lr) -> list[Assignment]:
+
+def default_assignments(
+    model: nn.Module,
+    table: Sequence[Assignment] = (),
+    muon_lr: float = NorMuon.lr,
+    adam_lr: float = Adam.lr,
+) -> list[Assignment]:
     """Add a line to the table for each parameter that it does not match.
 
-    Matrices inside the model get NorMuon. Embeddings, the last matrix (the head), norms and vectors get Adam. Fused
-    ones of torch's recurrent layers, attention and grouped convolutions are split. What may be several matrices or none
-    gets no rule. Raise RunError for a line that is no Assignment, or that matches no parameter.
+    Matrices inside the model get NorMuon. Embeddings, the last matrix (the head), norms and vectors
+    get Adam. Fused ones of torch's recurrent layers, attention and grouped convolutions are split.
+    What may be several matrices or none gets no rule. Raise RunError for a line that is no
+    Assignment, or that matches no parameter.
     """
     learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for line in table:
-        require(isinstance(line, Assignment), f"the table has {line!r}; each line must be Assignment(pattern, rule)")
-        require(any(fnmatchcase(name, line.pattern) for name in learned), f"{line.pattern} matches no parameter that"
-                " is not frozen; see model.named_parameters()")
-    embeddings, units, head = set(), {}, None  # units: of fused matrices
+        require(
+            isinstance(line, Assignment),
+            f"the table has {line!r}; each line must be Assignment(pattern, rule)",
+        )
+        require(
+            any(fnmatchcase(name, line.pattern) for name in learned),
+            f"{line.pattern} matches no parameter that is not frozen; see model.named_parameters()",
+        )
+    # units: of fused matrices
+    embeddings = set()
+    units = {}
+    head = None
     for module in model.modules():
         matrices = [p for p in module.parameters(recurse=False) if p.dim() > 1]
         head = matrices[-1] if matrices else head  # a tied head is an embedding
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             embeddings.update(matrices)
         if isinstance(module, nn.RNNBase | nn.RNNCellBase | nn.MultiheadAttention):
-            height = module.embed_dim if isinstance(module, nn.MultiheadAttention) else module.hidden_size
+            height = (
+                module.embed_dim
+                if isinstance(module, nn.MultiheadAttention)
+                else module.hidden_size
+            )
             units |= {p: (height, p.shape[1]) for p in matrices if p.shape[0] > height}
     lines = list(table)
     for name, p in learned.items():
         if any(fnmatchcase(name, line.pattern) for line in table):
             continue
-        module, rule = owner_of(model, name), None
+        module = owner_of(model, name)
+        rule = None
         if isinstance(module, nn.modules.conv._ConvNd) and module.groups > 1 and p.dim() > 2:
             units[p] = (p.shape[0] // module.groups, p.shape[1:].numel())
         vector = p.dim() < 2 or not 1 < p.shape[0] < p.numel() or units.get(p, p.shape)[0] < 2
         if vector or p is head or p in embeddings or isinstance(module, nn.LayerNorm | nn.RMSNorm):
             rule = Adam(adam_lr)
-        elif isinstance(module, MATRICES) or p.dim() == 2 and re.search(r"weight$|lora", name, re.I):
+        elif (
+            isinstance(module, MATRICES) or p.dim() == 2 and re.search(r"weight$|lora", name, re.I)
+        ):
             rule = NorMuon(muon_lr, polar_dtype=torch.bfloat16 if p.is_cuda else torch.float32)
         lines.append(Assignment(glob.escape(name), rule, units.get(p)))
     return lines
 
-# ------------------------------------------------------------------------------------------------------------------
+
+# --------------------------------------------------------------------------------------------------
 # gradients
 
+
 def uncompiled(function: Callable) -> Callable:
-    """Have a function run as it is inside of a compiled one. The compiler is imported only if the program did so."""
+    """Have a function run as it is inside of a compiled one. The compiler is imported only if the
+    program did so."""
+
     @functools.wraps(function)
     def call(*args: Any, **more: Any) -> Any:
         if "torch._dynamo" in sys.modules and not hasattr(function, "as_it_is"):
             function.as_it_is = torch._dynamo.disable(function)
         return getattr(function, "as_it_is", function)(*args, **more)
+
     return call
 
-# parameter -> handle of its hook, weak reference to its reducer; an attribute of the parameter would be pickled
+
+# parameter -> handle of its hook, weak reference to its reducer; an attribute of the parameter
+# would be pickled
 HOOKS = WeakIdKeyDictionary()
 
-def clip(original: Callable, parameters: Sequence[nn.Parameter], max_norm: float, *args: Any) -> None:
+
+def clip(
+    original: Callable, parameters: Sequence[nn.Parameter], max_norm: float, *args: Any
+) -> None:
     """Do what the end of torch's clip_grad_norm_ does, and warn where it changes nothing."""
     if max_norm < math.inf and any(
-            (of := HOOKS[p][1]()) and not of.settings.clip_norm for p in parameters if p in HOOKS and p.grad is None):
-        warnings.warn("clip_grad_norm_ changes nothing, since .grad is None; make_optimizer(model, settings="
-                      f"SyncSettings(clip_norm=...)) clips. {PAGE}", stacklevel=4)
+        (of := HOOKS[p][1]()) and not of.settings.clip_norm
+        for p in parameters
+        if p in HOOKS and p.grad is None
+    ):
+        warnings.warn(
+            "clip_grad_norm_ changes nothing, since .grad is None; make_optimizer(model, settings="
+            f"SyncSettings(clip_norm=...)) clips. {PAGE}",
+            stacklevel=4,
+        )
     original(parameters, max_norm, *args)
+
 
 clip_grad._clip_grads_with_norm_ = functools.partial(clip, clip_grad._clip_grads_with_norm_)
 
-# What ranks compare. method: index in Reducer.CALLS; passes: backward passes of the step; optimizer: its id; drops: of
-# gradients by zero_grad(); buffers: their values; checksum: of the parameters if the program wrote to one, else 0
+# What ranks compare. method: index in Reducer.CALLS; passes: backward passes of the step;
+# optimizer: its id; drops: of gradients by zero_grad(); buffers: their values; checksum: of the
+# parameters if the program wrote to one, else 0
 Call = collections.namedtuple("Call", "method step passes optimizer drops buffers checksum")
 
+
 class Reducer(engine.Reducer):
-    """Without prepare_for_backward, the one backward outside of no_sync completes the step; earlier ones run inside."""
+    """Without prepare_for_backward, the one backward outside of no_sync completes the step;
+    earlier ones run inside."""
 
     CURE = "use each in the loss, or set find_unused_parameters"
-    ONCE = "run all but the last of a step in no_sync(). To use another optimizer, call this one's remove_hooks()"
-    CALLS = "step()", "state_dict()", "load_state_dict()", "check_replicas()"  # compared before their first message
+    ONCE = (
+        "run all but the last of a step in no_sync(). To use another optimizer, call this one's"
+        " remove_hooks()"
+    )
+    # compared before their first message
+    CALLS = "step()", "state_dict()", "load_state_dict()", "check_replicas()"
     optimizer_ids = collections.defaultdict(functools.partial(itertools.count, 1))  # by group
 
-    def __init__(self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings, grad_scale: float):
-        self.in_no_sync, self.in_step = False, False  # in_step: a gradient or rows have come since the last step
+    def __init__(
+        self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings, grad_scale: float
+    ):
+        # in_step: a gradient or rows have come since the last step
+        self.in_no_sync = False
+        self.in_step = False
         self.drops = 0  # calls of zero_grad() that dropped gradients
-        self.no_sync_grads = collections.Counter[Slot]()  # gradients that this step added in no_sync
-        self.optimizer_id = next(self.optimizer_ids[getattr(comm.group, "group_name", "")]) if comm.ranks > 1 else 0
-        self.call, self.compared = None, False  # handle of the exchange of calls; whether step() is compared already
+        # gradients that this step added in no_sync
+        self.no_sync_grads = collections.Counter[Slot]()
+        self.optimizer_id = (
+            next(self.optimizer_ids[getattr(comm.group, "group_name", "")]) if comm.ranks > 1 else 0
+        )
+        # handle of the exchange of calls; whether step() is compared already
+        self.call = None
+        self.compared = False
         self.unused: set[Slot] = set()  # parameters that no rank has used since their last update
         self.hooks: dict[nn.Parameter, Any] = {}  # handles
-        self.optimizer: Any = lambda: None        # weak reference
+        self.optimizer: Any = lambda: None  # weak reference
         super().__init__(buckets, comm, settings, grad_scale)
-        self.known_writes = sum([p._version for p in self.slots])  # this optimizer's, and those before the last step
+        # this optimizer's, and those before the last step
+        self.known_writes = sum([p._version for p in self.slots])
 
     def set_hook(self, param: nn.Parameter) -> None:
         """Set the parameter's hook in place of an earlier optimizer's."""
@@ -212,107 +342,184 @@ class Reducer(engine.Reducer):
     def announce_rows(self, step: int, indices: dict[nn.Parameter, Tensor]) -> None:
         self.in_step = True
         for bucket in self.buckets:
-            require(getattr(bucket, "announcement", None) is None, f"rows of {bucket.slots[0].name} were announced "
-                    "twice in one step; announce the rows of all micro-batches at once")
+            require(
+                getattr(bucket, "announcement", None) is None,
+                f"rows of {bucket.slots[0].name} were announced "
+                "twice in one step; announce the rows of all micro-batches at once",
+            )
         super().announce_rows(step, indices)
 
-    def prepare_for_backward(self, step: int | Tensor, micro_batch: int = 0, micro_batches: int = 1,
-                             loss: Tensor | None = None) -> None:
-        """Do the same as the engine's. With a loss (alone: the last one), unused parameters are not waited for."""
+    def prepare_for_backward(
+        self,
+        step: int | Tensor,
+        micro_batch: int = 0,
+        micro_batches: int = 1,
+        loss: Tensor | None = None,
+    ) -> None:
+        """Do the same as the engine's. With a loss (alone: the last one), unused parameters are
+        not waited for."""
         if isinstance(step, Tensor) and step.requires_grad:
             if self.in_no_sync:
                 return
             step, loss = self.step, step
-        counts, expected_loss = (step, micro_batch, micro_batches), loss is None or getattr(loss, "requires_grad", 0)
-        if not (expected_loss and all(isinstance(x, int | np.integer) for x in counts) and step >= 0 < micro_batches):
-            raise UsageError(f"prepare_for_backward got {', '.join(map(repr, counts))}, {loss!r}; give it the loss "
-                           "that backward starts from, or (step, micro_batch, micro_batches, loss)")
-        require(not self.micro_batches or self.micro_batch < self.micro_batches,
-                f"all {self.micro_batches} micro-batches of step {self.step} were prepared; call step()")
+        counts = (step, micro_batch, micro_batches)
+        expected_loss = loss is None or getattr(loss, "requires_grad", 0)
+        if not (
+            expected_loss
+            and all(isinstance(x, int | np.integer) for x in counts)
+            and step >= 0 < micro_batches
+        ):
+            raise UsageError(
+                f"prepare_for_backward got {', '.join(map(repr, counts))}, {loss!r}; give it the"
+                " loss that backward starts from, or (step, micro_batch, micro_batches, loss)"
+            )
+        require(
+            not self.micro_batches or self.micro_batch < self.micro_batches,
+            f"all {self.micro_batches} micro-batches of step {self.step} were prepared; call"
+            " step()",
+        )
         super().prepare_for_backward(step, micro_batch, micro_batches)
         self.in_step = True  # so that zero_grad() drops this step if its backward fails
-        if self.micro_batch == micro_batches and loss is not None and self.settings.find_unused_parameters:
+        if (
+            self.micro_batch == micro_batches
+            and loss is not None
+            and self.settings.find_unused_parameters
+        ):
             used = used_parameters(loss)
             for bucket in self.due:
                 bucket.missing = {slot for slot in bucket.slots if slot.param in used}
 
     @uncompiled
     def register_grad_ready(self, bucket: Bucket, slot: Slot) -> None:
-        require(bucket.reduce_handle is None, f"{slot.name} got a gradient after its bucket {bucket.name} was"
-                f" launched; call step() before the next backward, or {self.ONCE}")
-        self.in_step, begun = True, self.step >= bucket.first_step  # if not begun, the engine refuses the gradient
+        require(
+            bucket.reduce_handle is None,
+            f"{slot.name} got a gradient after its bucket {bucket.name} was"
+            f" launched; call step() before the next backward, or {self.ONCE}",
+        )
+        # if not begun, the engine refuses the gradient
+        self.in_step = True
+        begun = self.step >= bucket.first_step
         if slot.param.grad.requires_grad:
             slot.param.grad = None  # the buffer would hold the graphs of all steps
-            raise UsageError(f"{slot.name} got a gradient with a graph of its own, which no rule uses; call backward() "
-                           "without create_graph=True")
+            raise UsageError(
+                f"{slot.name} got a gradient with a graph of its own, which no rule uses; call"
+                " backward() without create_graph=True"
+            )
         if begun and not self.micro_batches:
             if self.in_no_sync:
-                bucket.add_grad(slot, self.grad_scale / self.comm.ranks, self.settings.world_size_invariant)
+                bucket.add_grad(
+                    slot, self.grad_scale / self.comm.ranks, self.settings.world_size_invariant
+                )
                 self.no_sync_grads[slot] += 1
                 return
             self.prepare_for_backward(self.step)
-        require(not begun or slot in bucket.missing, f"{slot.name} got its gradient twice in one backward; prepare"
-                f" each backward separately, with the loss that it starts from, or {self.ONCE}")
+        require(
+            not begun or slot in bucket.missing,
+            f"{slot.name} got its gradient twice in one backward; prepare"
+            f" each backward separately, with the loss that it starts from, or {self.ONCE}",
+        )
         super().register_grad_ready(bucket, slot)
 
     def launch(self, bucket: Bucket) -> None:
         if not self.launches and self.call is None and not self.compared:
             self.start_call("step()")
-        expected = self.backward_passes()  # with fewer the tree, and with it the sum, would depend on the ranks
+        # with fewer the tree, and with it the sum, would depend on the ranks
+        expected = self.backward_passes()
         for slot in bucket.slots if self.settings.world_size_invariant else ():
-            require(len(slot.pending_grads) >= expected, f"{slot.name} got a gradient in {len(slot.pending_grads)} of "
-                    f"{expected} micro-batches; use it in all, or omit world_size_invariant")
+            require(
+                len(slot.pending_grads) >= expected,
+                f"{slot.name} got a gradient in {len(slot.pending_grads)} of "
+                f"{expected} micro-batches; use it in all, or omit world_size_invariant",
+            )
         super().launch(bucket)
 
     def backward_passes(self) -> int:
-        """Return the number of backward passes of this step; in no_sync, the most gradients that a parameter got."""
+        """Return the number of backward passes of this step; in no_sync, the most gradients that a
+        parameter got."""
         return max(self.no_sync_grads.values(), default=0) + self.micro_batches
 
     def launch_rest(self) -> None:
         for bucket in self.buckets:
             check_views(bucket, self)
-        require(0 < self.micro_batches <= self.micro_batch, f"step() after {self.micro_batch} of {self.micro_batches}"
-                " micro-batches; run the last backward outside no_sync(), and prepare_for_backward before all or none")
+        require(
+            0 < self.micro_batches <= self.micro_batch,
+            f"step() after {self.micro_batch} of {self.micro_batches} micro-batches; run the last"
+            " backward outside no_sync(), and prepare_for_backward before all or none",
+        )
         for bucket in self.due:
             if self.settings.find_unused_parameters:
                 bucket.missing.clear()
             self.check_complete(bucket)  # before the ranks compare their calls
-        first, equal, self.compared = not self.launch_orders, self.check_call("step()"), True
+        first = not self.launch_orders
+        equal = self.check_call("step()")
+        self.compared = True
         super().launch_rest()
         if first or not equal:
             self.optimizer().check_replicas()
         if self.settings.find_unused_parameters:
-            used = {slot: slot not in bucket.needs_overwrite for bucket in self.due for slot in bucket.slots}
-            counts = self.comm.all_reduce(torch.tensor([*used.values()], dtype=torch.float32, device=self.comm.device))
+            used = {
+                slot: slot not in bucket.needs_overwrite
+                for bucket in self.due
+                for slot in bucket.slots
+            }
+            counts = self.comm.all_reduce(
+                torch.tensor([*used.values()], dtype=torch.float32, device=self.comm.device)
+            )
             self.unused = {slot for slot, count in zip(used, counts.tolist()) if not count}
 
     def start_call(self, name: str) -> None:
         """Start to send this rank's call to all ranks."""
-        if self.comm.ranks == 1 or name == "step()" and self.launch_order and not self.comm.point_to_point:
+        if (
+            self.comm.ranks == 1
+            or name == "step()"
+            and self.launch_order
+            and not self.comm.point_to_point
+        ):
             return  # on a GPU the host would wait in every step
-        passes = 0 if self.settings.find_unused_parameters else self.backward_passes()  # with it they may differ
-        checksum, buffers = 0, sum(x.numel() for x in self.optimizer().buffers().values())
-        if name == "step()" and (writes := sum([p._version for p in self.slots])) != self.known_writes:
+        # with it they may differ
+        passes = 0 if self.settings.find_unused_parameters else self.backward_passes()
+        checksum = 0
+        buffers = sum(x.numel() for x in self.optimizer().buffers().values())
+        if (
+            name == "step()"
+            and (writes := sum([p._version for p in self.slots])) != self.known_writes
+        ):
             self.known_writes = writes
             self.optimizer().finish_all_gathers()
             checksum = engine.checksum(*self.slots)
-        mine = Call(self.CALLS.index(name), self.step, passes, self.optimizer_id, self.drops, buffers, checksum)
+        mine = Call(
+            self.CALLS.index(name),
+            self.step,
+            passes,
+            self.optimizer_id,
+            self.drops,
+            buffers,
+            checksum,
+        )
         calls = torch.tensor([mine] * self.comm.ranks)
         self.call = self.comm.exchange([calls[self.comm.rank]] * self.comm.ranks, calls)
         self.call.then = lambda: [Call(*values) for values in calls.tolist()]
 
     def check_call(self, name: str) -> bool:
-        """Compare all ranks' calls; RunError on each if they differ. Return whether all wrote the same parameters."""
+        """Compare all ranks' calls; RunError on each if they differ. Return whether all wrote the
+        same parameters."""
         if self.call is None or name != "step()":
             self.start_call(name)
-        calls, self.call = self.call.wait() if self.call else [Call(*[0] * 7)], None
+        calls = self.call.wait() if self.call else [Call(*[0] * 7)]
+        self.call = None
         for rank, call in enumerate(calls):
             if call._replace(checksum=0) != calls[0]._replace(checksum=0):
-                one, first = (f"{self.CALLS[x.method]} in step {x.step} after {x.passes} backward passes and {x.drops} "
-                              f"zero_grad() of gradients, {x.buffers} values in buffers, with optimizer {x.optimizer}"
-                              for x in (call, calls[0]))
-                raise UsageError(f"rank {rank} calls {one}, rank 0 {first}; run as many backward passes, also in "
-                               "no_sync(), resize buffers alike, and make each call on all ranks or none, in one order")
+                one, first = (
+                    f"{self.CALLS[x.method]} in step {x.step} after {x.passes} backward passes and"
+                    f" {x.drops} zero_grad() of gradients, {x.buffers} values in buffers, with"
+                    f" optimizer {x.optimizer}"
+                    for x in (call, calls[0])
+                )
+                raise UsageError(
+                    f"rank {rank} calls {one}, rank 0 {first}; run as many backward passes, also in"
+                    " no_sync(), resize buffers alike, and make each call on all ranks or none, in"
+                    " one order"
+                )
         return len({call.checksum for call in calls}) == 1
 
     def end_step(self) -> None:
@@ -325,46 +532,77 @@ class Reducer(engine.Reducer):
             self.check_call("step()")
         super().drop_gradients()
 
+
 def used_parameters(loss: Tensor) -> set[nn.Parameter]:
     """Return the leaves of a loss's autograd graph: the parameters that will get a gradient."""
-    seen, open_nodes = set(), [loss.grad_fn]
+    seen = set()
+    open_nodes = [loss.grad_fn]
     while open_nodes:
         if (node := open_nodes.pop()) is not None and node not in seen:
             seen.add(node)
             open_nodes += [further for further, _ in node.next_functions]
     return {getattr(node, "variable", None) for node in seen}
 
-# ------------------------------------------------------------------------------------------------------------------
+
+# --------------------------------------------------------------------------------------------------
 # optimizer
+
 
 class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
     """The engine's optimizer as a torch optimizer: call `backward()` and `step()`.
 
-    As in DDP, gradients are averaged over ranks, and summed over the backwards of a step; run all but the last of these
-    in `no_sync()`. param_groups has one group for each rule and learning rate: set its "lr", or use a torch scheduler.
-    Since .grad is always None, clip by settings.clip_norm. `state` is empty; state_dict() holds the moments.
+    As in DDP, gradients are averaged over ranks, and summed over the backwards of a step; run all
+    but the last of these in `no_sync()`. param_groups has one group for each rule and learning
+    rate: set its "lr", or use a torch scheduler. Since .grad is always None, clip by
+    settings.clip_norm. `state` is empty; state_dict() holds the moments.
 
-    A saved state has the engine's names and, for each parameter, NAME/lr, NAME/initial_lr (a scheduler's),
-    NAME/step, the number of the next step, and NAME/skipped, of updates of its bucket, if there are any.
+    A saved state has the engine's names and, for each parameter, NAME/lr, NAME/initial_lr (a
+    scheduler's), NAME/step, the number of the next step, and NAME/skipped, of updates of its
+    bucket, if there are any.
     """
 
     reducer_class = Reducer
 
-    def __init__(self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings, model: nn.Module,
-                 grad_scale: float = 1.0):
-        require(isinstance(settings, SyncSettings), f"settings is a {type(settings).__name__}, not SyncSettings(...)")
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        comm: Comm,
+        settings: SyncSettings,
+        model: nn.Module,
+        grad_scale: float = 1.0,
+    ):
+        require(
+            isinstance(settings, SyncSettings),
+            f"settings is a {type(settings).__name__}, not SyncSettings(...)",
+        )
         for f in dataclasses.fields(settings):
             require(not (wrong := out_of_range(f, getattr(settings, f.name))), wrong)
-        require(not (settings.world_size_invariant and (settings.find_unused_parameters or settings.clip_norm)),
-                "world-size-invariant mode excludes find_unused_parameters and clip_norm, whose sums depend on ranks")
-        tasks = "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"  # not SLURM_NTASKS: a batch
-        name = next((name for name in tasks if name in os.environ), tasks[0])             # script has it too
-        require(env_int(name, 1) <= 1 or comm.ranks > 1 or dist.is_initialized(), f"{name} in the environment is "
-                f"{os.environ.get(name)}, but no process group exists, so each rank would train alone; start by "
-                "torchrun and call init_process_group() first, or set WORLD_SIZE=1 if each is to train alone")
-        self.model, self.owned = model, check_ownership(buckets)
-        self.buffer_count, self.skipped = check_all_owned(model, self.owned), collections.Counter[Slot]()  # of updates
-        self.forward_hooks, self.versions = [], {}  # handles; how often parameters whose gather runs were written
+        require(
+            not (
+                settings.world_size_invariant
+                and (settings.find_unused_parameters or settings.clip_norm)
+            ),
+            "world-size-invariant mode excludes find_unused_parameters and clip_norm, whose sums"
+            " depend on ranks",
+        )
+        # not SLURM_NTASKS: a batch
+        tasks = "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"
+        # script has it too
+        name = next((name for name in tasks if name in os.environ), tasks[0])
+        require(
+            env_int(name, 1) <= 1 or comm.ranks > 1 or dist.is_initialized(),
+            f"{name} in the environment is {os.environ.get(name)}, but no process group exists, so"
+            " each rank would train alone; start by torchrun and call init_process_group() first,"
+            " or set WORLD_SIZE=1 if each is to train alone",
+        )
+        self.model = model
+        self.owned = check_ownership(buckets)
+        # of updates
+        self.buffer_count = check_all_owned(model, self.owned)
+        self.skipped = collections.Counter[Slot]()
+        # handles; how often parameters whose gather runs were written
+        self.forward_hooks = []
+        self.versions = {}
         groups: dict[Any, dict[str, Any]] = {}
         for bucket in buckets:
             kind = {"rule": type(bucket.rule).__name__, "lr": bucket.rule.lr}
@@ -372,12 +610,25 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
             group["params"] += [slot.param for slot in bucket.slots]
         torch.optim.Optimizer.__init__(self, groups.values(), {})
         self.groups_seen = self.copy_groups()
-        agree(comm, "models or settings", {  # otherwise different buckets would be summed with one another
-            "gradient scale": grad_scale, "communication": type(comm).__name__,
-            **{f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)},
-            **{f"bucket {bucket.name}": f"of {bucket.param_data.dtype}, gradients of {bucket.grad_data.dtype}, "
-               f"{bucket.rule}, {[(slot.name, *slot.param.shape) for slot in bucket.slots]}" for bucket in buckets},
-        }, "Build the same model from the same config on every rank")
+        # otherwise different buckets would be summed with one another
+        agree(
+            comm,
+            "models or settings",
+            {
+                "gradient scale": grad_scale,
+                "communication": type(comm).__name__,
+                **{f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)},
+                **{
+                    f"bucket {bucket.name}": (
+                        f"of {bucket.param_data.dtype}, gradients of {bucket.grad_data.dtype},"
+                        f" {bucket.rule},"
+                        f" {[(slot.name, *slot.param.shape) for slot in bucket.slots]}"
+                    )
+                    for bucket in buckets
+                },
+            },
+            "Build the same model from the same config on every rank",
+        )
         super().__init__(buckets, comm, settings, model, grad_scale)
         self.reducer.optimizer = weakref.ref(self)
         give_storages(buckets)
@@ -387,31 +638,55 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
             module.__dict__["_parameters"] = AwaitedParameters(module._parameters, self)
 
     def replicate(self, model: nn.Module) -> None:
-        """Give every rank the parameters, frozen ones too, and the buffers of rank 0, whatever their dtypes."""
+        """Give every rank the parameters, frozen ones too, and the buffers of rank 0, whatever
+        their dtypes."""
         frozen = [p for p in model.parameters() if not p.requires_grad and is_plain(p)]
-        for x in (*(bucket.param_data for bucket in self.buckets), *frozen, *filter(is_plain, model.buffers())):
+        for x in (
+            *(bucket.param_data for bucket in self.buckets),
+            *frozen,
+            *filter(is_plain, model.buffers()),
+        ):
             broadcast(self.comm, x.data)
 
     def wait_before(self, module: nn.Module, buckets: Sequence[Bucket]) -> None:
         """Do the same as the engine's. The hook keeps neither the optimizer nor its buckets alive."""
-        me, at = weakref.ref(self), [self.buckets.index(bucket) for bucket in buckets]
-        self.forward_hooks.append(module.register_forward_pre_hook(ForwardHook(
-            lambda *_: (optimizer := me()) and optimizer.finish_all_gathers([optimizer.buckets[i] for i in at]))))
+        me = weakref.ref(self)
+        at = [self.buckets.index(bucket) for bucket in buckets]
+        self.forward_hooks.append(
+            module.register_forward_pre_hook(
+                ForwardHook(
+                    lambda *_: (
+                        (optimizer := me())
+                        and optimizer.finish_all_gathers([optimizer.buckets[i] for i in at])
+                    )
+                )
+            )
+        )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UsageError("an optimizer cannot be copied or pickled, since it has hooks on its model; copy the model, "
-                       "and save state_dict()")
+        raise UsageError(
+            "an optimizer cannot be copied or pickled, since it has hooks on its model; copy the"
+            " model, and save state_dict()"
+        )
 
     @property
     def _step_supports_amp_scaling(self) -> NoReturn:
-        raise UsageError("GradScaler cannot be used: it reads .grad, which is None; train in bfloat16 without a scaler")
+        raise UsageError(
+            "GradScaler cannot be used: it reads .grad, which is None; train in bfloat16 without a"
+            " scaler"
+        )
 
     def add_param_group(self, group: dict[str, Any]) -> None:
-        require(not hasattr(self, "reducer"), "buckets cannot take a further parameter; build the optimizer with all")
-        self.param_groups.append(group)  # torch's own method would import its compiler, which takes over a second
+        require(
+            not hasattr(self, "reducer"),
+            "buckets cannot take a further parameter; build the optimizer with all",
+        )
+        # torch's own method would import its compiler, which takes over a second
+        self.param_groups.append(group)
 
     def remove_hooks(self) -> None:
-        """Remove the hooks from the model: gradients stay in .grad again, unless a later optimizer set its own."""
+        """Remove the hooks from the model: gradients stay in .grad again, unless a later optimizer
+        set its own."""
         for hook in (*self.forward_hooks, *self.reducer.hooks.values()):
             hook.remove()
         self.finish_all_gathers()
@@ -421,7 +696,8 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only accumulate gradients: for all but the last backward of a step. Every rank must run as many in it."""
+        """Only accumulate gradients: for all but the last backward of a step. Every rank must run
+        as many in it."""
         self.reducer.in_no_sync = True
         try:
             yield
@@ -429,16 +705,20 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
             self.reducer.in_no_sync = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of a step that is not finished, on every rank. After step() there is nothing to do."""
+        """Drop the gradients of a step that is not finished, on every rank. After step() there is
+        nothing to do."""
         if self.reducer.in_step:
             self.reducer.drops += 1
             self.reducer.drop_gradients()
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | Plan | None = None) -> Any:
-        """Update the parameters. closure: run first; it calls backward and returns the loss. A Plan is the engine's."""
-        require(closure is None or isinstance(closure, Plan) or callable(closure), f"step() got a "
-                f"{type(closure).__name__}; give it a function that calls backward()")
+        """Update the parameters. closure: run first; it calls backward and returns the loss. A
+        Plan is the engine's."""
+        require(
+            closure is None or isinstance(closure, Plan) or callable(closure),
+            f"step() got a {type(closure).__name__}; give it a function that calls backward()",
+        )
         with torch.enable_grad():
             loss = closure() if callable(closure) else None
         if (count := check_all_owned(self.model, self.owned)) != self.buffer_count:
@@ -447,61 +727,105 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         if self.copy_groups() != self.groups_seen:
             self.apply_groups()
         super().step(closure if isinstance(closure, Plan) else Plan())
-        self.versions = {bucket: [slot.param._version for slot in bucket.slots] for bucket in self.buckets
-                         if bucket.gather_handle is not None}
+        self.versions = {
+            bucket: [slot.param._version for slot in bucket.slots]
+            for bucket in self.buckets
+            if bucket.gather_handle is not None
+        }
         return loss
 
     def find_buffers(self) -> None:
         """Find the model's persistent buffers; their tensors may be replaced later."""
-        self.buffers = engine.persistent_buffers(self.model, lambda x: x is not None and is_plain(x))
+        self.buffers = engine.persistent_buffers(
+            self.model, lambda x: x is not None and is_plain(x)
+        )
 
     def sync_buffers(self) -> None:
         broadcast(self.comm, *self.buffers().values())
 
     def update(self, bucket: Bucket, plan: Plan) -> None:
-        """Do the same as the engine's, but keep unused parameters, their state and numbers of updates unchanged."""
+        """Do the same as the engine's, but keep unused parameters, their state and numbers of
+        updates unchanged."""
         used = [slot for slot in bucket.slots if slot not in self.reducer.unused]
         self.skipped.update(self.reducer.unused.intersection(bucket.slots))
         whole = self.skipped.keys().isdisjoint(bucket.slots)
-        for part in [bucket] if whole else [part_of(bucket, slot, self.skipped[slot]) for slot in used]:
+        for part in (
+            [bucket] if whole else [part_of(bucket, slot, self.skipped[slot]) for slot in used]
+        ):
             if whole or len(part.param_shard):
                 super().update(part, plan)
-        self.reducer.known_writes += len(used)  # the next line makes backward refuse a graph of the old values
+        # the next line makes backward refuse a graph of the old values
+        self.reducer.known_writes += len(used)
         torch.autograd.graph.increment_version([slot.param for slot in used])
 
     def finish_all_gathers(self, buckets: Sequence[Bucket] | None = None) -> None:
-        """Do the same as the engine's. Raise RunError if the program wrote to a parameter meanwhile."""
-        require(not torch.jit.is_tracing(), "a traced module cannot wait for all-gathers; trace copy.deepcopy(model)")
-        waiting = [b for b in (self.buckets if buckets is None else buckets) if b.gather_handle is not None]
+        """Do the same as the engine's. Raise RunError if the program wrote to a parameter
+        meanwhile."""
+        require(
+            not torch.jit.is_tracing(),
+            "a traced module cannot wait for all-gathers; trace copy.deepcopy(model)",
+        )
+        waiting = [
+            b for b in (self.buckets if buckets is None else buckets) if b.gather_handle is not None
+        ]
         super().finish_all_gathers(waiting)
         for bucket in () if torch.compiler.is_compiling() else waiting:
             for slot, version in zip(bucket.slots, self.versions.get(bucket, ())):
-                require(slot.param._version == version, f"{slot.name} was changed after step() and before its new"
-                        " value was there; call optimizer.finish_all_gathers() first, or omit overlap_param_gather")
+                require(
+                    slot.param._version == version,
+                    f"{slot.name} was changed after step() and before its new value was there; call"
+                    " optimizer.finish_all_gathers() first, or omit overlap_param_gather",
+                )
 
     def group_of(self) -> dict[nn.Parameter, dict[str, Any]]:
         """Map each parameter to its group in param_groups, whose groups may be replaced."""
         groups = {param: group for group in self.param_groups for param in group["params"]}
         missing = [slot.name for _, slot in self.reducer.slots.values() if slot.param not in groups]
-        require(not missing, f"param_groups has no {', '.join(missing)} any more; put them back, and freeze by lr 0")
+        require(
+            not missing,
+            f"param_groups has no {', '.join(missing)} any more; put them back, and freeze by lr 0",
+        )
         return groups
 
-    SETTINGS_OF_TORCH = {"betas", "eps", "weight_decay", "momentum", "nesterov", "dampening", "amsgrad", "maximize"}
+    SETTINGS_OF_TORCH = {
+        "betas",
+        "eps",
+        "weight_decay",
+        "momentum",
+        "nesterov",
+        "dampening",
+        "amsgrad",
+        "maximize",
+    }
 
     def apply_groups(self) -> None:
-        """Give the rules the values in param_groups, which a program may edit. RunError if one cannot be changed."""
+        """Give the rules the values in param_groups, which a program may edit. RunError if one
+        cannot be changed."""
         groups = self.group_of()
         for bucket in self.buckets:
-            group, rule = groups[bucket.slots[0].param], bucket.rule
-            apart = [slot.name for slot in bucket.slots if (other := groups[slot.param]) is not group
-                     and {**other, "params": ()} != {**group, "params": ()}]
-            require(not apart, f"{', '.join(apart)} and {bucket.slots[0].name} share a bucket, but their groups in "
-                    "param_groups differ; give them one group, or build the optimizer by bucket_mb=0")
+            group = groups[bucket.slots[0].param]
+            rule = bucket.rule
+            apart = [
+                slot.name
+                for slot in bucket.slots
+                if (other := groups[slot.param]) is not group
+                and {**other, "params": ()} != {**group, "params": ()}
+            ]
+            require(
+                not apart,
+                f"{', '.join(apart)} and {bucket.slots[0].name} share a bucket, but their groups in"
+                " param_groups differ; give them one group, or build the optimizer by bucket_mb=0",
+            )
             fields = {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}
-            values = {key: x for key, x in fields.items() if key != "every" and type(x) in (int, float)}
+            values = {
+                key: x for key, x in fields.items() if key != "every" and type(x) in (int, float)
+            }
             for key in group.keys() & (fields.keys() | self.SETTINGS_OF_TORCH):
-                require(key in values and math.isfinite(group[key]), f"{type(rule).__name__} cannot use {key}="
-                        f"{group[key]!r} of param_groups; a group can change {', '.join(sorted(values))}, to numbers")
+                require(
+                    key in values and math.isfinite(group[key]),
+                    f"{type(rule).__name__} cannot use {key}={group[key]!r} of param_groups; a"
+                    f" group can change {', '.join(sorted(values))}, to numbers",
+                )
                 values[key] = float(group[key])
             changed = {key: x for key, x in values.items() if x != fields[key]}
             bucket.rule = dataclasses.replace(rule, **changed) if changed else rule
@@ -510,8 +834,15 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
 
     def copy_groups(self) -> list[dict[str, Any]]:
         """Copy param_groups, so that an edit shows."""
-        return [{key: [*map(id, x)] if key == "params" else x.tolist() if isinstance(x, Tensor) else x
-                 for key, x in group.items()} for group in self.param_groups]
+        return [
+            {
+                key: (
+                    [*map(id, x)] if key == "params" else x.tolist() if isinstance(x, Tensor) else x
+                )
+                for key, x in group.items()
+            }
+            for group in self.param_groups
+        ]
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
         self.finish_all_gathers()
@@ -527,39 +858,69 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         state = super().state_dict()
         for param, group in self.group_of().items():
             slot = self.reducer.slots[param][1]
-            state |= {f"{slot.name}/{key}": torch.tensor(float(group[key]), dtype=torch.float64)
-                      for key in ("lr", "initial_lr") if key in group}
+            state |= {
+                f"{slot.name}/{key}": torch.tensor(float(group[key]), dtype=torch.float64)
+                for key in ("lr", "initial_lr")
+                if key in group
+            }
             state[f"{slot.name}/step"] = torch.tensor(self.reducer.step)
-            if self.settings.find_unused_parameters or slot in self.skipped:  # of all: torch.distributed.checkpoint
-                state[f"{slot.name}/skipped"] = torch.tensor(self.skipped[slot])  # loads what a new optimizer names
+            if (
+                self.settings.find_unused_parameters or slot in self.skipped
+            ):  # of all: torch.distributed.checkpoint
+                # loads what a new optimizer names
+                state[f"{slot.name}/skipped"] = torch.tensor(self.skipped[slot])
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load a state_dict, the same on all ranks, and drop all unused gradients. RunError if it does not fit."""
-        for name, x in state.items() if isinstance(state, collections.abc.Mapping) else [("it", state)]:
-            require(isinstance(x, Tensor) and x.dim() < 2, f"the saved state does not fit: {name} is a"
-                    f" {type(x).__name__} {[*getattr(x, 'shape', ())]}, not a vector; load what state_dict() returned")
+        """Load a state_dict, the same on all ranks, and drop all unused gradients. RunError if it
+        does not fit."""
+        for name, x in (
+            state.items() if isinstance(state, collections.abc.Mapping) else [("it", state)]
+        ):
+            require(
+                isinstance(x, Tensor) and x.dim() < 2,
+                f"the saved state does not fit: {name} is a {type(x).__name__}"
+                f" {[*getattr(x, 'shape', ())]}, not a vector; load what state_dict() returned",
+            )
         self.find_buffers()
         ours = [*(slot.name for _, slot in self.reducer.slots.values()), *self.buffers()]
         if not state.keys() >= {*ours}:  # torch.compile(model) and DDP put words into names
             plain = functools.partial(re.compile(r"^module\.|\b_orig_mod\.").sub, "")
             names = {plain(name): name for name in ours}
-            state = {names.get(plain(name := key.partition("/")[0]), name) + key[len(name):]: x
-                     for key, x in state.items()}
-        state, steps, rates, skipped, groups = dict(state), [], {}, collections.Counter[Slot](), self.group_of()
+            state = {
+                names.get(plain(name := key.partition("/")[0]), name) + key[len(name) :]: x
+                for key, x in state.items()
+            }
+        state = dict(state)
+        steps = []
+        rates = {}
+        skipped = collections.Counter[Slot]()
+        groups = self.group_of()
         for param, (_, slot) in self.reducer.slots.items():
             skipped[slot] = int(state.pop(f"{slot.name}/skipped", 0))
-            rates[param] = {key: float(state.pop(name)) for key in ("lr", "initial_lr")
-                            if (name := f"{slot.name}/{key}") in state}
+            rates[param] = {
+                key: float(state.pop(name))
+                for key in ("lr", "initial_lr")
+                if (name := f"{slot.name}/{key}") in state
+            }
             steps.append(int(state.pop(f"{slot.name}/step", -1)))
         sizes = {name: x.numel() for name, x in self.buffers().items()}
         left = {name: x for name, x in state.items() if sizes.get(name) != x.numel()}
         for bucket in self.buckets:
             engine.take_state(bucket, left)  # RunError, before any change
-        wrong = [f"{name} has {x.numel()} values, not {sizes[name]}" if name in sizes else f"this model has no {name}"
-                 for name, x in sorted(left.items())]
-        require(not wrong, f"the saved state does not fit: {', '.join(wrong)}; load one of the same model and rules. "
-                "If a forward resizes or registers buffers, run one before")
+        wrong = [
+            (
+                f"{name} has {x.numel()} values, not {sizes[name]}"
+                if name in sizes
+                else f"this model has no {name}"
+            )
+            for name, x in sorted(left.items())
+        ]
+        require(
+            not wrong,
+            f"the saved state does not fit: {', '.join(wrong)}; load one of the same model and"
+            " rules. If a forward resizes or registers buffers, run one before",
+        )
         self.finish_all_gathers()
         self.reducer.drop_gradients()
         self.reducer.check_call("load_state_dict()")
@@ -569,7 +930,8 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         self.skipped = +skipped
         for param, values in rates.items():
             groups[param].update(values)
-        counted = (bucket.updates * bucket.rule.every for bucket in self.buckets)  # states of older versions
+        # states of older versions
+        counted = (bucket.updates * bucket.rule.every for bucket in self.buckets)
         self.reducer.step = max(steps) if -1 not in steps else max(*counted, *steps)
         self.check_replicas()
 
@@ -579,8 +941,13 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         self.reducer.check_call("check_replicas()")
         if self.comm.ranks > 1:
             sums = zip(self.reducer.slots.values(), map(engine.checksum, self.reducer.slots))
-            agree(self.comm, "parameters", {slot.name: f"with the checksum {x}" for (_, slot), x in sums},
-                  "Change and load parameters after make_optimizer on all ranks alike")
+            agree(
+                self.comm,
+                "parameters",
+                {slot.name: f"with the checksum {x}" for (_, slot), x in sums},
+                "Change and load parameters after make_optimizer on all ranks alike",
+            )
+
 
 class AwaitedParameters(dict):
     """A module's dict of parameters. Reading one first waits for the all-gather of its bucket."""
@@ -590,15 +957,19 @@ class AwaitedParameters(dict):
         self.optimizer = weakref.ref(optimizer)
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
-        param, optimizer = super().__getitem__(name), None if torch.compiler.is_compiling() else self.optimizer()
+        param = super().__getitem__(name)
+        optimizer = None if torch.compiler.is_compiling() else self.optimizer()
         if optimizer is not None and param in optimizer.reducer.slots:
             optimizer.wait_for(param)
         return param
 
-    items, values, get = (getattr(collections.abc.Mapping, name) for name in ("items", "values", "get"))
+    items, values, get = (
+        getattr(collections.abc.Mapping, name) for name in ("items", "values", "get")
+    )
 
     def __reduce__(self) -> tuple:  # a copy of the model has plain ones
         return dict, ([*self.items()],)
+
 
 class ForwardHook(functools.partial):
     """A hook before a forward whose copy, in a copy of the model, returns its input."""
@@ -606,158 +977,301 @@ class ForwardHook(functools.partial):
     def __reduce__(self) -> tuple:
         return getattr, ({}, "get")
 
+
 def give_storages(buckets: Sequence[Bucket]) -> None:
-    """Give each parameter a storage of its own in its bucket, since libraries that save take a common one for a tie."""
-    for data, slot in ((b.param_data, slot) for b in buckets for slot in b.slots if not slot.param.is_meta):
-        before = slot.offset % max(1, 16 // data.element_size())  # torch.compile expects a storage at 16 bytes
-        storage = torch.from_dlpack(data[slot.offset - before:slot.offset + slot.param.numel()])
+    """Give each parameter a storage of its own in its bucket, since libraries that save take a
+    common one for a tie."""
+    for data, slot in (
+        (b.param_data, slot) for b in buckets for slot in b.slots if not slot.param.is_meta
+    ):
+        # torch.compile expects a storage at 16 bytes
+        before = slot.offset % max(1, 16 // data.element_size())
+        storage = torch.from_dlpack(data[slot.offset - before : slot.offset + slot.param.numel()])
         slot.param.data = storage[before:].view(slot.param.shape)
 
+
 def part_of(bucket: Bucket, slot: Slot, skipped: int) -> Bucket:
-    """View this rank's part of one parameter as a bucket, with the parameter's own number of updates."""
-    part, unit = copy.copy(bucket), bucket.param_shard[0].numel()
-    first, end = (min(max(x - bucket.shard_begin, 0), bucket.shard_numel)
-                  for x in (slot.offset, slot.offset + slot.param.numel()))
+    """View this rank's part of one parameter as a bucket, with the parameter's own number of
+    updates."""
+    part = copy.copy(bucket)
+    unit = bucket.param_shard[0].numel()
+    first, end = (
+        min(max(x - bucket.shard_begin, 0), bucket.shard_numel)
+        for x in (slot.offset, slot.offset + slot.param.numel())
+    )
     rows = slice(first // unit, end // unit)
-    part.slots, part.updates = [slot], bucket.updates - skipped
-    part.shard_begin, part.shard_numel = bucket.shard_begin + first, end - first
-    part.param_shard, part.state = bucket.param_shard[rows], {key: x[rows] for key, x in bucket.state.items()}
-    part.scale, ours = bucket.scale[rows] if bucket.param_shard.dim() == 3 else bucket.scale, rows
+    part.slots = [slot]
+    part.updates = bucket.updates - skipped
+    part.shard_begin = bucket.shard_begin + first
+    part.shard_numel = end - first
+    part.param_shard = bucket.param_shard[rows]
+    part.state = {key: x[rows] for key, x in bucket.state.items()}
+    part.scale = bucket.scale[rows] if bucket.param_shard.dim() == 3 else bucket.scale
+    ours = rows
     if isinstance(bucket, RowBucket) and bucket.rule.lazy:
         ours = (bucket.grad_indices >= rows.start) & (bucket.grad_indices < rows.stop)
         part.grad_indices = bucket.grad_indices[ours] - rows.start
     part.grad_shard = bucket.grad_shard[ours]
     return part
 
+
 def is_plain(x: Tensor) -> bool:
-    """Whether a tensor has memory of its own that can be sent: neither a subclass made of others nor quantized."""
+    """Whether a tensor has memory of its own that can be sent: neither a subclass made of others
+    nor quantized."""
     return x.layout == torch.strided and not x.is_quantized and not hasattr(x, "__tensor_flatten__")
 
+
 def broadcast(comm: Comm, *tensors: Tensor) -> None:
-    """Copy rank 0's tensors to all ranks in one message, whatever their dtypes; they may be slices, or expanded."""
+    """Copy rank 0's tensors to all ranks in one message, whatever their dtypes; they may be
+    slices, or expanded."""
     if comm.ranks > 1 and tensors:
-        copies = [memory_of(x).to(comm.device, memory_format=torch.contiguous_format, copy=True) for x in tensors]
+        copies = [
+            memory_of(x).to(comm.device, memory_format=torch.contiguous_format, copy=True)
+            for x in tensors
+        ]
         packed = torch.cat([x.view(-1).view(torch.uint8) for x in copies])
         comm.broadcast(packed)
         for x, new, part in zip(tensors, copies, packed.split([x.nbytes for x in copies])):
             new.view(-1).view(torch.uint8).copy_(part)
             memory_of(x).copy_(new)
 
-# ------------------------------------------------------------------------------------------------------------------
+
+# --------------------------------------------------------------------------------------------------
 # checks: refuse each use that would train wrongly
 
+
 def check_model(model: nn.Module, ranks: int) -> None:
-    """Raise RunError for parameters that are no plain tensors, or that share memory, which buckets would part."""
+    """Raise RunError for parameters that are no plain tensors, or that share memory, which buckets
+    would part."""
     for name, module in model.named_modules():
-        require(type(module).__name__ != "FullyShardedDataParallel", "the model is sharded by FSDP; build the "
-                "optimizer of the plain model, which it shards itself")
-        require(ranks == 1 or getattr(module, "max_norm", None) is None, f"{name} has max_norm, by which each rank "
-                "changes the rows that it reads; omit it, and clip the rows after step()")
+        require(
+            type(module).__name__ != "FullyShardedDataParallel",
+            "the model is sharded by FSDP; build the "
+            "optimizer of the plain model, which it shards itself",
+        )
+        require(
+            ranks == 1 or getattr(module, "max_norm", None) is None,
+            f"{name} has max_norm, by which each rank "
+            "changes the rows that it reads; omit it, and clip the rows after step()",
+        )
     holders = collections.defaultdict(list)  # storage -> (name, tensor) in it
     for name, x in named_tensors(model):
-        require(not isinstance(x, nn.parameter.UninitializedTensorMixin), f"{name} has no shape yet; run a forward "
-                "before the optimizer is built")
-        require(is_plain(x) or not x.requires_grad, f"{name} is a {type(x).__name__}; build the optimizer of "
-                "plain tensors, before FSDP2, tensor parallelism or quantization")
-        require(ranks == 1 or not x.is_meta, f"{name} is on meta; call to_empty(device=...), and initialize it")
-        require(x.layout == torch.strided or not dist.is_initialized(), f"{name} has layout {x.layout}; make it dense, "
-                "since all ranks get rank 0's")
+        require(
+            not isinstance(x, nn.parameter.UninitializedTensorMixin),
+            f"{name} has no shape yet; run a forward before the optimizer is built",
+        )
+        require(
+            is_plain(x) or not x.requires_grad,
+            f"{name} is a {type(x).__name__}; build the optimizer of "
+            "plain tensors, before FSDP2, tensor parallelism or quantization",
+        )
+        require(
+            ranks == 1 or not x.is_meta,
+            f"{name} is on meta; call to_empty(device=...), and initialize it",
+        )
+        require(
+            x.layout == torch.strided or not dist.is_initialized(),
+            f"{name} has layout {x.layout}; make it dense, since all ranks get rank 0's",
+        )
         if is_plain(x) and x.numel() and not x.is_meta:
             holders[x.untyped_storage().data_ptr()].append((name, x))
     for tensors in holders.values():
-        memory = np.empty(tensors[0][1].untyped_storage().nbytes(), np.uint8)  # stands for it; is never touched
-        placed = [(name, x.requires_grad, np.ndarray(x.shape, f"V{x.itemsize}", memory, x.storage_offset() * x.itemsize,
-                                                     [stride * x.itemsize for stride in x.stride()]))
-                  for name, x in tensors]
+        # stands for it; is never touched
+        memory = np.empty(tensors[0][1].untyped_storage().nbytes(), np.uint8)
+        placed = [
+            (
+                name,
+                x.requires_grad,
+                np.ndarray(
+                    x.shape,
+                    f"V{x.itemsize}",
+                    memory,
+                    x.storage_offset() * x.itemsize,
+                    [stride * x.itemsize for stride in x.stride()],
+                ),
+            )
+            for name, x in tensors
+        ]
         for (name, learned, a), (other, other_learned, b) in itertools.combinations(placed, 2):
-            require(not ((learned or other_learned) and np.shares_memory(a, b)), f"{name} and {other} share memory, "
-                    "which buckets would part; tie modules by one Parameter (a.weight = b.weight), or clone")
+            require(
+                not ((learned or other_learned) and np.shares_memory(a, b)),
+                f"{name} and {other} share memory, which buckets would part; tie modules by one"
+                " Parameter (a.weight = b.weight), or clone",
+            )
+
 
 def check_rule(name: str, rule: Any) -> None:
     """Raise RunError if a number of Adam or NorMuon is out of range. Other rules check their own."""
-    require(isinstance(rule.every, int) and rule.every > 0, f"{name}: {type(rule).__name__} has every={rule.every!r}; "
-            "it must be a whole number above 0")
+    require(
+        isinstance(rule.every, int) and rule.every > 0,
+        f"{name}: {type(rule).__name__} has every={rule.every!r}; "
+        "it must be a whole number above 0",
+    )
     for key, x in vars(rule).items() if isinstance(rule, Adam | NorMuon) else ():
         below = 1 if key.startswith("beta") else math.inf
-        require(type(x) not in (int, float) or 0 <= x < below, f"{name}: {type(rule).__name__} has {key}={x!r}; it "
-                f"must be from 0 on, below {below}")
+        require(
+            type(x) not in (int, float) or 0 <= x < below,
+            f"{name}: {type(rule).__name__} has {key}={x!r}; it must be from 0 on, below {below}",
+        )
 
-# usual names of layers that hold several matrices: queries, keys and values, gates and what they multiply
-FUSED = re.compile(r"qkv|(^|_|w)(qk|kv)($|_)|query_key|key_value|gate_?(and_)?up|up_?(and_)?gate|w1_?[23]|c_attn|"
-                   r"in_proj|fused|packed", re.I)
+
+# usual names of layers that hold several matrices: queries, keys and values, gates and what they
+# multiply
+FUSED = re.compile(
+    r"qkv|(^|_|w)(qk|kv)($|_)|query_key|key_value|gate_?(and_)?up|up_?(and_)?gate|w1_?[23]|c_attn|"
+    r"in_proj|fused|packed",
+    re.I,
+)
+
 
 def what_is_unclear(spec: ParamSpec, module: nn.Module) -> str:
-    """Say why a parameter needs a line: it may be no matrix, several, or [in, out]. "" if it needs none."""
-    shape, name = [*spec.param.shape], spec.name.partition(".parametrizations.")[0].removesuffix(".weight")
+    """Say why a parameter needs a line: it may be no matrix, several, or [in, out]. "" if it needs
+    none."""
+    shape = [*spec.param.shape]
+    name = spec.name.partition(".parametrizations.")[0].removesuffix(".weight")
     if spec.rule is None:
-        return (f"{shape} is not known to be one matrix. Give it a line: Assignment(NAME, NorMuon()) if it is one, "
-                f"Assignment(NAME, NorMuon(), unit={tuple(shape[-2:])}) if it holds several, as of experts, "
-                "Assignment(NAME, Adam()) if it is none, as positions")
+        return (
+            f"{shape} is not known to be one matrix. Give it a line: Assignment(NAME, NorMuon()) if"
+            f" it is one, Assignment(NAME, NorMuon(), unit={tuple(shape[-2:])}) if it holds"
+            " several, as of experts, Assignment(NAME, Adam()) if it is none, as positions"
+        )
     if not isinstance(spec.rule, NorMuon) or spec.unit:
         return ""
     rows, columns = spec.rule.unit(spec)
-    own = len(shape) == 2 and rows != columns and not isinstance(module, MATRICES) and "lora" not in spec.name.lower()
-    if own and (columns == 3 * rows or [columns] == [len(p) for p in module.parameters(recurse=False) if p.dim() == 1]):
-        return (f"{shape} of {type(module).__name__} seems to be [in, out]. If it is one matrix, give it a line: "
-                f"Assignment(NAME, NorMuon(), unit=({rows}, {columns}), scale={math.sqrt(columns / rows):.4g}); if it "
-                "holds several side by side, as a fused query, key and value, put layers of nn.Linear in its place")
+    own = (
+        len(shape) == 2
+        and rows != columns
+        and not isinstance(module, MATRICES)
+        and "lora" not in spec.name.lower()
+    )
+    if own and (
+        columns == 3 * rows
+        or [columns] == [len(p) for p in module.parameters(recurse=False) if p.dim() == 1]
+    ):
+        return (
+            f"{shape} of {type(module).__name__} seems to be [in, out]. If it is one matrix, give"
+            f" it a line: Assignment(NAME, NorMuon(), unit=({rows}, {columns}),"
+            f" scale={math.sqrt(columns / rows):.4g}); if it holds several side by side, as a fused"
+            " query, key and value, put layers of nn.Linear in its place"
+        )
     if not FUSED.search(name.rpartition(".")[2]) and (rows, columns) != (3 * columns, shape[1]):
         return ""
-    return (f"{shape} may hold several matrices, as a fused query, key and value, or gate and up. If so, give it a "
-            f"line: Assignment(NAME, NorMuon(), unit=({'rows of one' if rows % columns else columns}, {columns})); "
-            f"if it is one matrix, with unit=({rows}, {columns})")
+    return (
+        f"{shape} may hold several matrices, as a fused query, key and value, or gate and up. If"
+        " so, give it a line: Assignment(NAME, NorMuon(),"
+        f" unit=({'rows of one' if rows % columns else columns}, {columns})); if it is one matrix,"
+        f" with unit=({rows}, {columns})"
+    )
+
 
 def check_spec(spec: ParamSpec) -> None:
     """Raise RunError for a parameter or a rule that no bucket can take."""
     members = "lr", "every", "unit", "init_state", "hyper", "update"
     frozen = getattr(getattr(spec.rule, "__dataclass_params__", None), "frozen", False)
-    require(frozen and not isinstance(spec.rule, type) and all(hasattr(spec.rule, x) for x in members), f"{spec.name}:"
-            f" {spec.rule!r} is not an update rule; write a frozen dataclass with {', '.join(members)}, as Adam is")
+    require(
+        frozen and not isinstance(spec.rule, type) and all(hasattr(spec.rule, x) for x in members),
+        f"{spec.name}: {spec.rule!r} is not an update rule; write a frozen dataclass with"
+        f" {', '.join(members)}, as Adam is",
+    )
     check_rule(spec.name, spec.rule)
-    require(spec.param.numel(), f"{spec.name} has shape {tuple(spec.param.shape)}, but a bucket needs parameters "
-            "with elements; remove it from the model, or freeze it by requires_grad_(False)")
-    require(0 <= spec.scale < math.inf and spec.first_step >= 0, f"{spec.name} has scale {spec.scale} and "
-            f"first_step {spec.first_step}; both must be from 0 on")
-    require(not (isinstance(spec.rule, Adam | NorMuon) and spec.param.is_complex()), f"{spec.name} is"
-            f" {spec.param.dtype}, which Adam and NorMuon cannot update; use torch.view_as_complex of a real one")
-    require(spec.scale == 1 or len(spec.rule.unit(spec)) == 2, f"{spec.name}: its scale is not 1, but "
-            f"{type(spec.rule).__name__} does not update matrices and ignores it; change the rule's lr instead")
+    require(
+        spec.param.numel(),
+        f"{spec.name} has shape {tuple(spec.param.shape)}, but a bucket needs parameters "
+        "with elements; remove it from the model, or freeze it by requires_grad_(False)",
+    )
+    require(
+        0 <= spec.scale < math.inf and spec.first_step >= 0,
+        f"{spec.name} has scale {spec.scale} and "
+        f"first_step {spec.first_step}; both must be from 0 on",
+    )
+    require(
+        not (isinstance(spec.rule, Adam | NorMuon) and spec.param.is_complex()),
+        f"{spec.name} is {spec.param.dtype}, which Adam and NorMuon cannot update; use"
+        " torch.view_as_complex of a real one",
+    )
+    require(
+        spec.scale == 1 or len(spec.rule.unit(spec)) == 2,
+        f"{spec.name}: its scale is not 1, but {type(spec.rule).__name__} does not update matrices"
+        " and ignores it; change the rule's lr instead",
+    )
+
 
 def check_views(bucket: Bucket, reducer: Reducer) -> None:
-    """Raise RunError if a parameter is no longer a view of its bucket, or has a hook that cannot see gradients."""
-    start, size, dtype = bucket.param_data.data_ptr(), bucket.param_data.element_size(), bucket.param_data.dtype
+    """Raise RunError if a parameter is no longer a view of its bucket, or has a hook that cannot
+    see gradients."""
+    start = bucket.param_data.data_ptr()
+    size = bucket.param_data.element_size()
+    dtype = bucket.param_data.dtype
     for slot, param in ((slot, slot.param) for slot in bucket.slots):
         last = next(reversed(param._post_accumulate_grad_hooks or {}), 0) == reducer.hooks[param].id
-        if last and param.grad is None and param.dtype == dtype and param.data_ptr() == start + slot.offset * size:
+        if (
+            last
+            and param.grad is None
+            and param.dtype == dtype
+            and param.data_ptr() == start + slot.offset * size
+        ):
             continue
-        require(HOOKS[param][1]() in (reducer, None), f"{slot.name} belongs to a later optimizer, which gets its "
-                "gradients; build one optimizer of a module that holds all that share it")
-        require(last, f"{slot.name} was given a post-accumulate hook after the optimizer was built, and it sees .grad "
-                "None; set it before, or use register_hook, which gets the gradient")
-        require(param.grad is None, f"{slot.name} has a .grad that came by no hook; leave the model out of DDP, since "
-                "the optimizer averages gradients; call backward() instead of setting .grad; and save "
-                "optimizer.state_dict() instead of calling get_optimizer_state_dict()")
-        require(param.dtype == dtype, f"{slot.name} is {param.dtype}, but its bucket {dtype}; cast the model before")
-        raise UsageError(f"{slot.name} was given other memory, by .data, vector_to_parameters or a move; write into it "
-                       "by p.data.copy_(values)")
+        require(
+            HOOKS[param][1]() in (reducer, None),
+            f"{slot.name} belongs to a later optimizer, which gets its "
+            "gradients; build one optimizer of a module that holds all that share it",
+        )
+        require(
+            last,
+            f"{slot.name} was given a post-accumulate hook after the optimizer was built, and it"
+            " sees .grad None; set it before, or use register_hook, which gets the gradient",
+        )
+        require(
+            param.grad is None,
+            f"{slot.name} has a .grad that came by no hook; leave the model out of DDP, since "
+            "the optimizer averages gradients; call backward() instead of setting .grad; and save "
+            "optimizer.state_dict() instead of calling get_optimizer_state_dict()",
+        )
+        require(
+            param.dtype == dtype,
+            f"{slot.name} is {param.dtype}, but its bucket {dtype}; cast the model before",
+        )
+        raise UsageError(
+            f"{slot.name} was given other memory, by .data, vector_to_parameters or a move; write"
+            " into it by p.data.copy_(values)"
+        )
+
 
 def check_ownership(buckets: Sequence[Bucket]) -> set[nn.Parameter]:
     """Return the parameters in the buckets. Raise RunError if one is there twice or is frozen."""
     seen: set[nn.Parameter] = set()
     for slot in (slot for bucket in buckets for slot in bucket.slots):
-        require(slot.param not in seen, f"{slot.name} is in two buckets or twice in one; put each into one, once")
-        require(slot.param.requires_grad, f"{slot.name} is frozen, so its bucket would wait forever; leave it out")
+        require(
+            slot.param not in seen,
+            f"{slot.name} is in two buckets or twice in one; put each into one, once",
+        )
+        require(
+            slot.param.requires_grad,
+            f"{slot.name} is frozen, so its bucket would wait forever; leave it out",
+        )
         seen.add(slot.param)
     return seen
 
+
 def check_all_owned(model: nn.Module, owned: set[nn.Parameter]) -> int:
-    """Raise RunError if a learned parameter of the model is in no bucket. Return the number of buffers."""
-    modules, buffers = [model], 0
-    for module in modules:  # with those that it adds; every step calls this, and named_parameters takes longer
+    """Raise RunError if a learned parameter of the model is in no bucket. Return the number of
+    buffers."""
+    modules = [model]
+    buffers = 0
+    for module in (
+        modules
+    ):  # with those that it adds; every step calls this, and named_parameters takes longer
         modules += [child for child in module._modules.values() if child is not None]
         buffers += len(module._buffers)
-        if not owned.issuperset(p for p in module._parameters.values() if p is not None and p.requires_grad):
-            name = next(name for name, p in model.named_parameters() if p.requires_grad and p not in owned)
-            raise UsageError(f"{name} is in no bucket and would never be updated; freeze it by requires_grad_(False), "
-                           "or build the optimizer after what adds or replaces it (load_state_dict(assign=True))")
+        if not owned.issuperset(
+            p for p in module._parameters.values() if p is not None and p.requires_grad
+        ):
+            name = next(
+                name for name, p in model.named_parameters() if p.requires_grad and p not in owned
+            )
+            raise UsageError(
+                f"{name} is in no bucket and would never be updated; freeze it by"
+                " requires_grad_(False), or build the optimizer after what adds or replaces it"
+                " (load_state_dict(assign=True))"
+            )
     return buffers

@@ -1,4 +1,5 @@
-"""train_gpt.py of this checkout as a module of this package. pip installs train_gpt.py itself in place of this file.
+"""train_gpt.py of this checkout as a module of this package. pip installs train_gpt.py itself in
+place of this file.
 
 No link: not every file system and not every Git has links.
 """

@@ -1,11 +1,13 @@
-"""Choose the flags with which a run works on this machine: check each part once, and fit the micro-batches to memory.
+"""Choose the flags with which a run works on this machine: check each part once, and fit the
+micro-batches to memory.
 
     python launch/preflight.py [--ranks N] [flags of the program]
 
-Each part of a run (attention, each group of layers, the head, the update rules, the collectives) is computed at its
-full shapes, and compared with a plain version: float32, uncompiled. If a part fails on one rank, all ranks disable it
-by the part's fallback flag, and the check starts again. On GPUs `micro_batch_splits` doubles until a step fits in
-memory. The last line is a JSON object with the flags that a run must take, such as {"attention": "masked"}.
+Each part of a run (attention, each group of layers, the head, the update rules, the collectives) is
+computed at its full shapes, and compared with a plain version: float32, uncompiled. If a part fails
+on one rank, all ranks disable it by the part's fallback flag, and the check starts again. On GPUs
+`micro_batch_splits` doubles until a step fits in memory. The last line is a JSON object with the
+flags that a run must take, such as {"attention": "masked"}.
 
 Exit status: 0, 1 if a part fails and no flag avoids it or if a run does not fit, 130 interrupted.
 """
@@ -54,14 +56,16 @@ sys.path += [str(ROOT), str(ROOT / "launch")]  # python -I leaves out the script
 from ranks import program_of, start as start_ranks  # noqa: E402
 import train_gpt as T  # noqa: E402
 
-
 # Parts
 
-class Part(NamedTuple):
-    """A part of a run. compute(False) computes it as the run does, compute(True) by the plain version.
 
-    how: the way in which the run computes it. allowed: the largest norm of the difference of the two results, relative
-    to the norm of the plain one. fallback: the flag, and its value, that avoids this way."""
+class Part(NamedTuple):
+    """A part of a run. compute(False) computes it as the run does, compute(True) by the plain
+    version.
+
+    how: the way in which the run computes it. allowed: the largest norm of the difference of the
+    two results, relative to the norm of the plain one. fallback: the flag, and its value, that
+    avoids this way."""
 
     name: str
     how: str
@@ -70,11 +74,17 @@ class Part(NamedTuple):
     fallback: tuple[str, Any] | None = None
 
 
-# Two to four times the differences of bf16 and fp8, uncompiled, on a CPU. polar on the gates' few entries: over 0.25.
-# Layers in fp8: gradients of their scalars nearly cancel; 0.13 on an H200, 0.19 from 1,024 tokens on a CPU
-ALLOWED, ALLOWED_IN_FP8, ALLOWED_LAYERS_IN_FP8 = {torch.bfloat16: 0.06, torch.float32: 1e-4}, 0.1, 0.25
-ALLOWED_POLAR, ALLOWED_POLAR_OF_GATES = 0.06, 0.9
-COMPARED = 16384  # tokens of a micro-batch, from its start: the plain version of all would need more memory than a GPU has
+# Two to four times the differences of bf16 and fp8, uncompiled, on a CPU. polar on the gates' few
+# entries: over 0.25. Layers in fp8: gradients of their scalars nearly cancel; 0.13 on an H200, 0.19
+# from 1,024 tokens on a CPU
+ALLOWED = {torch.bfloat16: 0.06, torch.float32: 1e-4}
+ALLOWED_IN_FP8 = 0.1
+ALLOWED_LAYERS_IN_FP8 = 0.25
+ALLOWED_POLAR = 0.06
+ALLOWED_POLAR_OF_GATES = 0.9
+# tokens of a micro-batch, from its start: the plain version of all would need more memory than a
+# GPU has
+COMPARED = 16384
 LAMBDAS = "scalars", "resid_lambdas", "post_lambdas", "gate_scale"  # scalars of the layers
 
 
@@ -89,32 +99,53 @@ def program_module(config: T.Config) -> Any:
 
 
 def model_parts(worker: T.Worker) -> Iterator[Part]:
-    """Yield attention, each group of layers, and the head: with gradients, on a micro-batch of noise.
+    """Yield attention, each group of layers, and the head: with gradients, on a micro-batch of
+    noise.
 
-    The plain version computes its first COMPARED tokens. No loss depends on the others: equal gradients."""
-    c, model, device, program = worker.config, worker.model, worker.device, program_module(worker.config)
+    The plain version computes its first COMPARED tokens. No loss depends on the others: equal
+    gradients."""
+    c = worker.config
+    model = worker.model
+    device = worker.device
+    program = program_module(worker.config)
     plan = T.plan_of(c, c.num_steps - 1)
     for p in model.parameters():  # a zero would hide the parameters behind it
         p.data.normal_(0, 0.02) if p.dim() > 1 else p.data.fill_(0.5)
     with device:
         # with small n-gram tables, which no part reads
-        as_plain = {"dtype": "float32", "fp8_head": False, "fp8_mlp": False,
-                    "ngrams": tuple(dataclasses.replace(table, rows=2) for table in c.ngrams)}
-        as_plain = dataclasses.replace(c, **{name: v for name, v in as_plain.items() if hasattr(c, name)})
+        as_plain = {
+            "dtype": "float32",
+            "fp8_head": False,
+            "fp8_mlp": False,
+            "ngrams": tuple(dataclasses.replace(table, rows=2) for table in c.ngrams),
+        }
+        as_plain = dataclasses.replace(
+            c, **{name: v for name, v in as_plain.items() if hasattr(c, name)}
+        )
         plain = T.build_model(as_plain, worker.stream.shards[0].encoding)
-        # documents of twice the long window on average: most tokens have a window's border, not a document's, before them
-        text = torch.where(torch.rand(max(T.micro_batch_lengths(c))) * plan.windows.long < 0.5, model.bos_id, 0)
+        # documents of twice the long window on average: most tokens have a window's border, not a
+        # document's, before them
+        text = torch.where(
+            torch.rand(max(T.micro_batch_lengths(c))) * plan.windows.long < 0.5, model.bos_id, 0
+        )
         targets = torch.randint(len(model.embed.weight), text.shape)
         targets[COMPARED:] = -1
-        shape, dtype = (len(text), c.model_dim), model.embed.weight.dtype
+        shape = (len(text), c.model_dim)
+        dtype = model.embed.weight.dtype
         noise = iter(lambda: T.norm(torch.randn(shape, device=device)).to(dtype), None)
         x, x0, values, bigrams, grad = itertools.islice(noise, 5)
         grad[COMPARED:] = 0
     state = {name: y for name, y in model.state_dict().items() if not name.startswith("ngrams.")}
     plain.load_state_dict(state, strict=False)
-    plain.reach, plain.loss_tokens = T.longest_window(c), 1024
-    for module in (plain.lm_head, *plain.blocks):  # neither float32 logits nor a block's activations are saved for backward
-        module.forward = functools.partial(torch.utils.checkpoint.checkpoint, module.forward, use_reentrant=False)
+    plain.reach = T.longest_window(c)
+    plain.loss_tokens = 1024
+    for module in (
+        plain.lm_head,
+        *plain.blocks,
+    ):  # neither float32 logits nor a block's activations are saved for backward
+        module.forward = functools.partial(
+            torch.utils.checkpoint.checkpoint, module.forward, use_reentrant=False
+        )
     for m in (model, plain):
         m.apply_schedule(plan)
     T.count_documents(model, text.cpu().numpy())
@@ -127,71 +158,137 @@ def model_parts(worker: T.Worker) -> Iterator[Part]:
     def group(i: int, m: T.GPT, *inputs: Tensor) -> Tensor:
         found = dict(zip(reads(i), inputs))
         context = m.context(*(found[name] for name in ("x0", "bigrams") if name in found), masks[m])
-        outputs, tables = ({key[1]: y for key, y in found.items() if key[0] == kind} for kind in ("saved", "table"))
-        return m.groups[i](found["x"], context, outputs, tables, *([found.get("gates")] if of_frontier else []))[0]
+        outputs, tables = (
+            {key[1]: y for key, y in found.items() if key[0] == kind} for kind in ("saved", "table")
+        )
+        return m.groups[i](
+            found["x"], context, outputs, tables, *([found.get("gates")] if of_frontier else [])
+        )[0]
 
     of_frontier = hasattr(model, "token_gates")
 
     @functools.cache
     def reads(i: int) -> dict[Any, Tensor]:
-        """Return what group i reads, by name: noise. Saved outputs and rows of value tables are named by pairs."""
-        numbers, gates = model.groups[i].numbers, model.groups[i].token_gates if of_frontier else ()
-        tables = {layer.value_table for layer in model.layers[:numbers.stop]} - {None}
-        return {"x": x, "x0": x0, **({"bigrams": bigrams} if of_frontier else {}),
-                **{("saved", n): next(noise) for n in sorted(program.saved_layers(c)) if n < numbers.start and numbers.start},
-                **{("table", n): next(noise) for n in sorted(tables)},
-                **({"gates": next(noise)[:, :sum(gates[0].sizes.values())]} if gates and numbers.start else {})}
+        """Return what group i reads, by name: noise. Saved outputs and rows of value tables are
+        named by pairs."""
+        numbers = model.groups[i].numbers
+        gates = model.groups[i].token_gates if of_frontier else ()
+        tables = {layer.value_table for layer in model.layers[: numbers.stop]} - {None}
+        return {
+            "x": x,
+            "x0": x0,
+            **({"bigrams": bigrams} if of_frontier else {}),
+            **{
+                ("saved", n): next(noise)
+                for n in sorted(program.saved_layers(c))
+                if n < numbers.start and numbers.start
+            },
+            **{("table", n): next(noise) for n in sorted(tables)},
+            **(
+                {"gates": next(noise)[:, : sum(gates[0].sizes.values())]}
+                if gates and numbers.start
+                else {}
+            ),
+        }
 
     def head(m: T.GPT, x: Tensor) -> Tensor:
-        return m.loss(x, targets[:len(x)])[0]
+        return m.loss(x, targets[: len(x)])[0]
 
-    def part(name: str, way: tuple[str, Any], function: Callable[..., Tensor], inputs: Sequence[Tensor],
-             *learned: str, allowed_in_fp8: float = ALLOWED_IN_FP8) -> Part:
+    def part(
+        name: str,
+        way: tuple[str, Any],
+        function: Callable[..., Tensor],
+        inputs: Sequence[Tensor],
+        *learned: str,
+        allowed_in_fp8: float = ALLOWED_IN_FP8,
+    ) -> Part:
         def compute(by_plain: bool) -> list[Tensor]:
-            m, math_only = (plain, torch.nn.attention.SDPBackend.MATH) if by_plain else (model, None)
-            leaves = [(y[:COMPARED].float() if by_plain else y).detach().requires_grad_() for y in inputs]
-            with torch.nn.attention.sdpa_kernel(math_only) if by_plain else contextlib.nullcontext():
+            m, math_only = (
+                (plain, torch.nn.attention.SDPBackend.MATH) if by_plain else (model, None)
+            )
+            leaves = [
+                (y[:COMPARED].float() if by_plain else y).detach().requires_grad_() for y in inputs
+            ]
+            with (
+                torch.nn.attention.sdpa_kernel(math_only) if by_plain else contextlib.nullcontext()
+            ):
                 out = function(m, *leaves)
                 leaves += [p for name, p in m.named_parameters() if name.startswith(learned)]
-                out_grad = grad[:len(out)].to(out.dtype).view_as(out) if out.dim() else None
-                grads = torch.autograd.grad(out, leaves, out_grad, allow_unused=True)  # a lone MLP does not use all of them
-            of_tokens = [x if x is None else x[:COMPARED] for x in grads[:len(inputs)]]
+                out_grad = grad[: len(out)].to(out.dtype).view_as(out) if out.dim() else None
+                # a lone MLP does not use all of them
+                grads = torch.autograd.grad(out, leaves, out_grad, allow_unused=True)
+            of_tokens = [x if x is None else x[:COMPARED] for x in grads[: len(inputs)]]
             out = out.detach()[:COMPARED] if out.dim() else out.detach()
-            return [out, *(x for x in (*of_tokens, *grads[len(inputs):]) if x is not None)]
-        return Part(name, way[0], compute, allowed_in_fp8 if way[0].startswith("fp8") else ALLOWED[x.dtype], way[1])
+            return [out, *(x for x in (*of_tokens, *grads[len(inputs) :]) if x is not None)]
 
-    way = ("FlashAttention" if isinstance(masks[model]["L"], T.DocumentTable) else "masks in pieces",
-           None if model.reach and not model.flash else ("attention", "masked"))
+        return Part(
+            name,
+            way[0],
+            compute,
+            allowed_in_fp8 if way[0].startswith("fp8") else ALLOWED[x.dtype],
+            way[1],
+        )
+
+    way = (
+        "FlashAttention" if isinstance(masks[model]["L"], T.DocumentTable) else "masks in pieces",
+        None if model.reach and not model.flash else ("attention", "masked"),
+    )
     for window in "LS":  # groups read P's
-        yield part(f"attention {window}", way, functools.partial(attention, window), (x, x0, values))
+        yield part(
+            f"attention {window}", way, functools.partial(attention, window), (x, x0, values)
+        )
     for i, one in enumerate(model.groups):
         kernels = any(block.mlp is not None and block.mlp.kernels for block in one.blocks)
-        way = (f"{way_of(worker)[0]}, with kernels", ("kernels", "loss")) if kernels else way_of(worker)
-        way = ("fp8", ("fp8_mlp", False)) if any(getattr(block.mlp, "fp8", False) for block in one.blocks) else way
+        way = (
+            (f"{way_of(worker)[0]}, with kernels", ("kernels", "loss"))
+            if kernels
+            else way_of(worker)
+        )
+        way = (
+            ("fp8", ("fp8_mlp", False))
+            if any(getattr(block.mlp, "fp8", False) for block in one.blocks)
+            else way
+        )
         read = {id(p) for p in one.parameters()}
         learned = [name for name, p in model.named_parameters() if id(p) in read]
-        yield part(f"layers {one.numbers.start} to {one.numbers.stop - 1}", way, functools.partial(group, i),
-                   [*reads(i).values()], *LAMBDAS, *learned, allowed_in_fp8=ALLOWED_LAYERS_IN_FP8)
+        yield part(
+            f"layers {one.numbers.start} to {one.numbers.stop - 1}",
+            way,
+            functools.partial(group, i),
+            [*reads(i).values()],
+            *LAMBDAS,
+            *learned,
+            allowed_in_fp8=ALLOWED_LAYERS_IN_FP8,
+        )
     way = ("fp8", ("fp8_head", False)) if model.lm_head.fp8 else way_of(worker)
     way = (f"{way[0]}, with kernels", ("kernels", "off")) if model.lm_head.kernels else way
     yield part("head", way, head, (x,), "lm_head.")
 
 
 def rule_parts(worker: T.Worker) -> Iterator[Part]:
-    """Yield each update rule on each shape of a shard; of a large table on rows from its first to its last."""
-    optimizer, plan = worker.optimizer, T.plan_of(worker.config, 0)
+    """Yield each update rule on each shape of a shard; of a large table on rows from its first to
+    its last."""
+    optimizer = worker.optimizer
+    plan = T.plan_of(worker.config, 0)
 
     @torch.no_grad()
-    def update(bucket: T.Bucket, rows: Tensor | slice, noise: Sequence[Tensor], by_plain: bool) -> list[Tensor]:
+    def update(
+        bucket: T.Bucket, rows: Tensor | slice, noise: Sequence[Tensor], by_plain: bool
+    ) -> list[Tensor]:
         held = {"param": bucket.param_shard, "grad": bucket.grad_shard, **bucket.state}
         begun = dict(zip(held, noise))
-        rest, bucket.updates = begun.get("rest", 0), 1
+        rest = begun.get("rest", 0)
+        bucket.updates = 1
         if by_plain:
-            held = {name: x.to(torch.float32, copy=True) for name, x in begun.items() if name != "rest"}
+            held = {
+                name: x.to(torch.float32, copy=True) for name, x in begun.items() if name != "rest"
+            }
             held["param"] += rest
             hyper = {**bucket.hyper(plan), "dtype": torch.float32, "scale": bucket.scale}
             bucket.rule.update(held["param"], held["grad"], held, hyper)
-            if "rest" not in begun:  # a step of a small learning rate is no longer than bf16's rounding of the parameter
+            if (
+                "rest" not in begun
+            ):  # a step of a small learning rate is no longer than bf16's rounding of the parameter
                 held["param"] = held["param"].to(bucket.param_shard.dtype).float()
         else:
             for name, y in begun.items():
@@ -199,72 +296,116 @@ def rule_parts(worker: T.Worker) -> Iterator[Part]:
             optimizer.update(bucket, plan)
             held = {name: x[rows] for name, x in held.items() if name != "grad"}
         param = held["param"].float() + (0 if by_plain else held.get("rest", 0))
-        return [param - begun["param"].float() - rest, *(held[name] for name in bucket.state if name != "rest")]
+        return [
+            param - begun["param"].float() - rest,
+            *(held[name] for name in bucket.state if name != "rest"),
+        ]
 
-    for bucket in {(type(b.rule), b.param_shard.shape, b.param_data.dtype): b for b in optimizer.buckets}.values():
+    for bucket in {
+        (type(b.rule), b.param_shard.shape, b.param_data.dtype): b for b in optimizer.buckets
+    }.values():
         rows = slice(None)
         if isinstance(bucket, T.RowBucket):
             count = len(bucket.param_shard)
-            some = torch.linspace(0, count - 1, min(count, MAX_ROWS) if bucket.rule.lazy else count, dtype=torch.float64)
+            some = torch.linspace(
+                0,
+                count - 1,
+                min(count, MAX_ROWS) if bucket.rule.lazy else count,
+                dtype=torch.float64,
+            )
             rows = bucket.grad_indices = some.long().to(worker.device)
-            bucket.grad_shard = torch.empty_like(bucket.param_shard[rows], dtype=bucket.grad_data.dtype)
+            bucket.grad_shard = torch.empty_like(
+                bucket.param_shard[rows], dtype=bucket.grad_data.dtype
+            )
         noise = [torch.randn_like(x) / 50 for x in (bucket.param_shard[rows], bucket.grad_shard)]
         noise += [torch.rand_like(x[rows]) / 1000 for x in bucket.state.values()]
         allowed = ALLOWED[bucket.param_data.dtype]
         if isinstance(bucket.rule, T.NorMuon) and bucket.rule.polar_dtype != torch.float32:
-            allowed = ALLOWED_POLAR if min(bucket.param_shard.shape[1:]) >= 64 else ALLOWED_POLAR_OF_GATES
-        yield Part(f"{type(bucket.rule).__name__} {list(bucket.param_shard.shape)}", way_of(worker)[0],
-                   functools.partial(update, bucket, rows, noise), allowed, way_of(worker)[1])
+            allowed = (
+                ALLOWED_POLAR if min(bucket.param_shard.shape[1:]) >= 64 else ALLOWED_POLAR_OF_GATES
+            )
+        yield Part(
+            f"{type(bucket.rule).__name__} {list(bucket.param_shard.shape)}",
+            way_of(worker)[0],
+            functools.partial(update, bucket, rows, noise),
+            allowed,
+            way_of(worker)[1],
+        )
 
 
-MAX_ROWS = 2 ** 14  # of a table that are updated
-MAX_SENT = 2 ** 22  # elements: every rank generates the data of all ranks
+MAX_ROWS = 2**14  # of a table that are updated
+MAX_SENT = 2**22  # elements: every rank generates the data of all ranks
 
 
 def transfer_parts(worker: T.Worker) -> Iterator[Part]:
-    """Yield the copy of a shard to the device, and the collectives, on the largest bucket or MAX_SENT a rank."""
-    comm, device, invariant = worker.comm, worker.device, worker.config.world_size_invariant
+    """Yield the copy of a shard to the device, and the collectives, on the largest bucket or
+    MAX_SENT a rank."""
+    comm = worker.comm
+    device = worker.device
+    invariant = worker.config.world_size_invariant
     shard = worker.stream.shards[comm.rank % len(worker.stream.shards)]
     bucket = max(worker.optimizer.buckets, key=lambda bucket: bucket.grad_data.nbytes)
-    shape, dtype = (comm.ranks, min(bucket.shard_numel, MAX_SENT)), bucket.grad_data.dtype
-    of_all_ranks = [torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(rank)).to(dtype)
-                    for rank in range(comm.ranks)]
+    shape = (comm.ranks, min(bucket.shard_numel, MAX_SENT))
+    dtype = bucket.grad_data.dtype
+    of_all_ranks = [
+        torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(rank)).to(
+            dtype
+        )
+        for rank in range(comm.ranks)
+    ]
 
     def load(by_plain: bool) -> list[Tensor]:
-        raw = np.fromfile(shard.path, "<u2", offset=4 * T.HEADER_INTS) if by_plain else T.load_tokens(shard)
+        raw = (
+            np.fromfile(shard.path, "<u2", offset=4 * T.HEADER_INTS)
+            if by_plain
+            else T.load_tokens(shard)
+        )
         if by_plain:
             return [torch.from_numpy(raw[:-1].astype(np.int32)).to(device)]
         return [T.split_sequence(raw, device)[0]]
 
     def exchange(kind: str, by_plain: bool) -> list[Tensor]:
-        full, mine = of_all_ranks[comm.rank].clone(), comm.rank
+        full = of_all_ranks[comm.rank].clone()
+        mine = comm.rank
         if kind == "all-gather":
             if not by_plain:
                 comm.all_gather(full.view(-1), full[mine]).wait()
-            return [torch.stack([x[rank] for rank, x in enumerate(of_all_ranks)]) if by_plain else full]
+            return [
+                torch.stack([x[rank] for rank, x in enumerate(of_all_ranks)]) if by_plain else full
+            ]
         if by_plain:
             total = sum(x.float() for x in of_all_ranks)
             return [total if kind == "all-reduce" else total[mine]]
         if kind == "all-reduce":
             return [comm.all_reduce(full)]
-        comm.reduce_scatter(full[mine], full.view(-1), comm.receive_buffer(full.view(-1), invariant)).wait()
+        comm.reduce_scatter(
+            full[mine], full.view(-1), comm.receive_buffer(full.view(-1), invariant)
+        ).wait()
         return [full[mine]]
 
     def send_rows(bucket: T.RowBucket, by_plain: bool) -> list[Tensor]:
-        """Send gradients of random rows to their owners; return them and the rows that follow as values of all ranks."""
-        slot, sent = bucket.slots[0], []
+        """Send gradients of random rows to their owners; return them and the rows that follow as
+        values of all ranks."""
+        slot = bucket.slots[0]
+        sent = []
         for rank in range(comm.ranks):
             noise = torch.Generator().manual_seed(rank)
             rows = torch.randint(len(slot.param), (1, 4096), generator=noise)
-            grads = torch.randn(4096, bucket.all_rows.size(1), generator=noise).to(device, bucket.grad_data.dtype)
+            grads = torch.randn(4096, bucket.all_rows.size(1), generator=noise).to(
+                device, bucket.grad_data.dtype
+            )
             sent.append((rows[0] + bucket.first_row(slot), grads.float()))
             if rank == comm.rank:
-                slot.pending_grads = [torch.sparse_coo_tensor(rows.to(device), grads, slot.param.shape,
-                                                              check_invariants=False)]
+                slot.pending_grads = [
+                    torch.sparse_coo_tensor(
+                        rows.to(device), grads, slot.param.shape, check_invariants=False
+                    )
+                ]
         read = torch.cat([rows for rows, _ in sent])
         compared = torch.cat([read, (read + 1).clamp_max(len(bucket.all_rows) - 1)]).unique()
         if by_plain:
-            slot.pending_grads, sums = [], torch.zeros(len(compared), bucket.all_rows.size(1), device=device)
+            slot.pending_grads = []
+            sums = torch.zeros(len(compared), bucket.all_rows.size(1), device=device)
             for rows, grads in sent:
                 sums.index_add_(0, torch.searchsorted(compared, rows).to(device), grads)
             return [sums]
@@ -281,15 +422,24 @@ def transfer_parts(worker: T.Worker) -> Iterator[Part]:
 
     yield Part("load a shard", f"{shard.tokens:,} tokens", load, 0.0)
     row_buckets = [bucket for bucket in worker.optimizer.buckets if isinstance(bucket, T.RowBucket)]
-    for bucket in row_buckets[:comm.ranks - 1]:  # the first; none on a single rank
-        yield Part("rows to their owners, to all", f"{4096 * bucket.all_rows[0].nbytes >> 10:,} KiB",
-                   functools.partial(torch.no_grad()(send_rows), bucket), ALLOWED[comm.sent_dtype or dtype])
+    for bucket in row_buckets[: comm.ranks - 1]:  # the first; none on a single rank
+        yield Part(
+            "rows to their owners, to all",
+            f"{4096 * bucket.all_rows[0].nbytes >> 10:,} KiB",
+            functools.partial(torch.no_grad()(send_rows), bucket),
+            ALLOWED[comm.sent_dtype or dtype],
+        )
     for kind in ("all-reduce", "reduce-scatter", "all-gather") if comm.ranks > 1 else ():
-        yield Part(kind, f"{of_all_ranks[0].nbytes >> 10:,} KiB", functools.partial(exchange, kind),
-                   ALLOWED[comm.sent_dtype or dtype])
+        yield Part(
+            kind,
+            f"{of_all_ranks[0].nbytes >> 10:,} KiB",
+            functools.partial(exchange, kind),
+            ALLOWED[comm.sent_dtype or dtype],
+        )
 
 
 # Checks
+
 
 def attempt(part: Part, plain: bool, device: torch.device) -> tuple[Sequence[Tensor] | None, str]:
     """Compute a part. Return (its result, "") or (None, the error)."""
@@ -308,10 +458,14 @@ COLUMNS = ["part", "how", "difference", "allowed", "ms", "verdict"]
 
 
 def check_parts(worker: T.Worker) -> tuple[list[list[str]], Part | None]:
-    """Check each part once, and restore the state. Return (a row per part with the worst rank's figures, the first
-    failure, from which others may follow)."""
-    parts, mine, rows, failed = [], [], [], []
-    saved, buffers = worker.optimizer.state_dict(), [(x, x.clone()) for x in worker.model.buffers()]
+    """Check each part once, and restore the state. Return (a row per part with the worst rank's
+    figures, the first failure, from which others may follow)."""
+    parts = []
+    mine = []
+    rows = []
+    failed = []
+    saved = worker.optimizer.state_dict()
+    buffers = [(x, x.clone()) for x in worker.model.buffers()]
     for part in itertools.chain(model_parts(worker), rule_parts(worker), transfer_parts(worker)):
         plain, plain_error = attempt(part, True, worker.device)
         used, why = attempt(part, False, worker.device)  # compiles, and tunes kernels
@@ -322,11 +476,15 @@ def check_parts(worker: T.Worker) -> tuple[list[list[str]], Part | None]:
         if used is None:
             difference = math.inf
         elif plain is None:
-            difference, why = math.inf, plain_error
+            difference = math.inf
+            why = plain_error
         else:
-            ratios = [((x.float() - y.float()).norm() / y.float().norm()).item()
-                      for x, y in zip(used, plain, strict=True)]
-            difference = max(ratio if math.isfinite(ratio) else math.inf for ratio in ratios)  # zeros are no result
+            ratios = [
+                ((x.float() - y.float()).norm() / y.float().norm()).item()
+                for x, y in zip(used, plain, strict=True)
+            ]
+            # zeros are no result
+            difference = max(ratio if math.isfinite(ratio) else math.inf for ratio in ratios)
         mine.append([difference, plain is not None, ms, why])
         parts.append(part._replace(compute=None))  # it holds its tensors
     for bucket in worker.optimizer.buckets:  # with the padding
@@ -336,10 +494,22 @@ def check_parts(worker: T.Worker) -> tuple[list[list[str]], Part | None]:
     worker.model.apply_schedule(T.plan_of(worker.config, 0))
     for x, old in buffers:
         x.copy_(old)
-    for part, (difference, compared, ms, why) in zip(parts, map(max, zip(*worker.comm.all_gather_json(mine)))):
+    for part, (difference, compared, ms, why) in zip(
+        parts, map(max, zip(*worker.comm.all_gather_json(mine)))
+    ):
         verdict = "ok" if difference <= part.allowed else "failed" if compared else "not compared"
-        failed += [part if compared else part._replace(fallback=None)] * (verdict != "ok")  # no flag helps the plain version
-        rows.append([part.name, part.how, f"{difference:.1e}" if compared else "-", f"{part.allowed:g}", f"{ms:.3f}", verdict + why])
+        # no flag helps the plain version
+        failed += [part if compared else part._replace(fallback=None)] * (verdict != "ok")
+        rows.append(
+            [
+                part.name,
+                part.how,
+                f"{difference:.1e}" if compared else "-",
+                f"{part.allowed:g}",
+                f"{ms:.3f}",
+                verdict + why,
+            ]
+        )
     return rows, failed[0] if failed else None
 
 
@@ -348,25 +518,38 @@ def table(rows: list[list[str]]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in [COLUMNS, *rows])
 
 
-def choose_flags(config: T.Config, comm: T.Comm, device: torch.device, shards: list[T.Shard],
-                 say: Callable[[str], None]) -> dict[str, Any]:
-    """Return the flags that differ from config with which all parts work on all ranks and a step fits in memory.
+def choose_flags(
+    config: T.Config,
+    comm: T.Comm,
+    device: torch.device,
+    shards: list[T.Shard],
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Return the flags that differ from config with which all parts work on all ranks and a step
+    fits in memory.
 
     RunError if a part fails and no flag avoids it, or if no number of splits fits."""
     fallbacks: dict[str, Any] = {}
     while True:
-        wanted, changes, chosen = dataclasses.replace(config, **fallbacks), [], dict(fallbacks)
+        wanted = dataclasses.replace(config, **fallbacks)
+        changes = []
+        chosen = dict(fallbacks)
         if device.type == "cuda":
             wanted, changes = T.resolve_auto(wanted, comm)
             wanted = fit_memory(wanted, shards[0].encoding.vocab_size, comm)
             if wanted.micro_batch_splits > config.micro_batch_splits:
                 chosen["micro_batch_splits"] = wanted.micro_batch_splits
-                changes.append(f"memory: each micro-batch is computed in {wanted.micro_batch_splits} parts")
+                changes.append(
+                    f"memory: each micro-batch is computed in {wanted.micro_batch_splits} parts"
+                )
             if wanted.ngrams != config.ngrams:
                 chosen["ngrams"] = ", ".join(map(repr, wanted.ngrams))
                 rows, usual = (sum(table.rows for table in c.ngrams) for c in (wanted, config))
-                changes.append(f"memory: n-gram tables of {rows:,} rows in all fit, not the preset's {usual:,}. That is another "
-                               "experiment: compare it only with runs of as many rows, which --ngrams sets")
+                changes.append(
+                    f"memory: n-gram tables of {rows:,} rows in all fit, not the preset's"
+                    f" {usual:,}. That is another experiment: compare it only with runs of as many"
+                    " rows, which --ngrams sets"
+                )
         worker = T.Worker(wanted, comm, device, shards)
         for line in (*changes, *warnings_of(wanted)):
             say(line)
@@ -375,9 +558,12 @@ def choose_flags(config: T.Config, comm: T.Comm, device: torch.device, shards: l
         say(table(rows))
         if failed is None:
             return chosen
-        T.require(failed.fallback, f"{failed.name}, {failed.how}, failed or was not compared (see the table), and no flag avoids it; "
-                  "repair this machine, use another one, or start without this check: torchrun --nproc_per_node=N "
-                  f"{T.source_files(config)[0].name}")
+        T.require(
+            failed.fallback,
+            f"{failed.name}, {failed.how}, failed or was not compared (see the table), and no flag"
+            " avoids it; repair this machine, use another one, or start without this check:"
+            f" torchrun --nproc_per_node=N {T.source_files(config)[0].name}",
+        )
         flag, value = failed.fallback
         fallbacks[flag] = value
         say(f"{failed.name}, {failed.how}, failed: --{flag} {str(value).lower()} instead")
@@ -395,87 +581,165 @@ USABLE_MEMORY = 0.85  # of the free memory; the allocator's gaps, NCCL and cuBLA
 def fit_memory(config: T.Config, vocab_size: int, comm: T.Comm) -> T.Config:
     """Return the config, changed so that a step fits on every GPU. RunError if it cannot.
 
-    micro_batch_splits is doubled, and n-gram tables are halved if they are a preset's: others were chosen by hand."""
-    invariant, free = config.world_size_invariant, min(comm.all_gather_json(torch.cuda.mem_get_info()[0]))
+    micro_batch_splits is doubled, and n-gram tables are halved if they are a preset's: others were
+    chosen by hand."""
+    invariant = config.world_size_invariant
+    free = min(comm.all_gather_json(torch.cuda.mem_get_info()[0]))
 
     def lacking(config: T.Config) -> list[bool]:
-        return [needed > USABLE_MEMORY * free for needed in memory_needed(config, vocab_size, comm.ranks)]
+        return [
+            needed > USABLE_MEMORY * free
+            for needed in memory_needed(config, vocab_size, comm.ranks)
+        ]
 
     def split(config: T.Config) -> T.Config:
-        # the number of tokens in a product decides the order of its sums, so a run that must not depend on it cannot split
-        while not invariant and lacking(config)[1] and all(n % (2 * T.TILE_M) == 0 for n in T.micro_batch_lengths(config)):
+        # the number of tokens in a product decides the order of its sums, so a run that must not
+        # depend on it cannot split
+        while (
+            not invariant
+            and lacking(config)[1]
+            and all(n % (2 * T.TILE_M) == 0 for n in T.micro_batch_lengths(config))
+        ):
             config = dataclasses.replace(config, micro_batch_splits=2 * config.micro_batch_splits)
         return config
-    given, first = config, (fitted := split(config))
+
+    given = config
+    first = (fitted := split(config))
     while any(lacking(fitted)) and config.ngrams and all(table.rows > 3 for table in config.ngrams):
-        config = dataclasses.replace(config, ngrams=tuple(dataclasses.replace(t, rows=t.rows // 2) for t in config.ngrams))
+        config = dataclasses.replace(
+            config, ngrams=tuple(dataclasses.replace(t, rows=t.rows // 2) for t in config.ngrams)
+        )
         fitted = split(config)
-    allowed = config is given or any(given.ngrams == preset.ngrams for preset in program_module(given).PRESETS.values())
+    allowed = config is given or any(
+        given.ngrams == preset.ngrams for preset in program_module(given).PRESETS.values()
+    )
     if allowed and not any(lacking(fitted)):
         return fitted
     short = lacking(first)
-    such_as = "" if any(lacking(fitted)) else f" (such as {', '.join(map(repr, fitted.ngrams))}; runs compare only with equal rows)"
-    advice = (f"use more ranks, fewer rows of n-gram tables{such_as}, or a smaller model" if short[0] else
-              f"use a --val_len below {given.val_len}; such losses compare only with each other" if short[2] else
-              "use smaller --micro_batch_tokens, and more --micro_batches" if invariant else "use a smaller model")
+    such_as = (
+        ""
+        if any(lacking(fitted))
+        else f" (such as {', '.join(map(repr, fitted.ngrams))}; runs compare only with equal rows)"
+    )
+    advice = (
+        f"use more ranks, fewer rows of n-gram tables{such_as}, or a smaller model"
+        if short[0]
+        else (
+            f"use a --val_len below {given.val_len}; such losses compare only with each other"
+            if short[2]
+            else (
+                "use smaller --micro_batch_tokens, and more --micro_batches"
+                if invariant
+                else "use a smaller model"
+            )
+        )
+    )
     _, training, validation = memory_needed(first, vocab_size, comm.ranks)
-    raise T.RunError(f"a GPU here has {free >> 20} MiB free; this run would allocate about {training >> 20} MiB in "
-                     f"training and {validation >> 20} MiB in validation; {advice}")
+    raise T.RunError(
+        f"a GPU here has {free >> 20} MiB free; this run would allocate about {training >> 20} MiB"
+        f" in training and {validation >> 20} MiB in validation; {advice}"
+    )
 
 
 def memory_needed(config: T.Config, vocab_size: int, ranks: int) -> tuple[int, int, int]:
-    """Estimate what a rank allocates, in bytes: (permanently, at the peak of training, at the peak of validation).
+    """Estimate what a rank allocates, in bytes: (permanently, at the peak of training, at the peak
+    of validation).
 
     Fitted to runs on dry_gpu with each setting of attention, kernels and compile."""
-    c, layers, size = config, config.parse_layers(), config.torch_dtype.itemsize
-    attentions, mlps = sum(bool(layer.window) for layer in layers), sum(layer.mlp for layer in layers)
-    value_tables, saved_outputs = len({layer.value_table for layer in layers} - {None}), len(program_module(c).saved_layers(c))
-    matrices = (4 * attentions + 8 * mlps) * c.model_dim ** 2
+    c = config
+    layers = config.parse_layers()
+    size = config.torch_dtype.itemsize
+    attentions = sum(bool(layer.window) for layer in layers)
+    mlps = sum(layer.mlp for layer in layers)
+    value_tables = len({layer.value_table for layer in layers} - {None})
+    saved_outputs = len(program_module(c).saved_layers(c))
+    matrices = (4 * attentions + 8 * mlps) * c.model_dim**2
     ngrams = sum(table.rows * table.width for table in c.ngrams)
-    of_moment = 4 if any(getattr(group.rule(c), "fp32_moments", False) for group in c.base_groups) else size
-    row_moment, slow_from = (getattr(T.groups_by_kind(c)["ngram_embeds"], x, None) for x in ("row_moment", "slow_from"))
-    # gradients that wait for an update, of tables with long cycles; those of a cycle of Adam's are in the fitted terms
-    tokens = max(s.first["micro_batches"] * s.first["micro_batch_tokens"] for s in T.stages_of(c)) * 2 * c.adam_every // ranks
-    waiting = sum(min(table.rows, tokens) * table.width for table in c.ngrams) if slow_from is not None else 0
+    of_moment = (
+        4 if any(getattr(group.rule(c), "fp32_moments", False) for group in c.base_groups) else size
+    )
+    row_moment, slow_from = (
+        getattr(T.groups_by_kind(c)["ngram_embeds"], x, None) for x in ("row_moment", "slow_from")
+    )
+    # gradients that wait for an update, of tables with long cycles; those of a cycle of Adam's are
+    # in the fitted terms
+    tokens = (
+        max(s.first["micro_batches"] * s.first["micro_batch_tokens"] for s in T.stages_of(c))
+        * 2
+        * c.adam_every
+        // ranks
+    )
+    waiting = (
+        sum(min(table.rows, tokens) * table.width for table in c.ngrams)
+        if slow_from is not None
+        else 0
+    )
     entries = (2 + value_tables) * vocab_size * c.model_dim + ngrams
-    # parameters, gradients but those of n-gram tables, and a rank's share of the moments: one in float32 for a matrix, with
-    # its rest if it is in bf16, two for an entry
-    gradients, of_matrix = entries - ngrams, 8 if size == 2 else 4
-    moments = 2 * of_moment * (entries - ngrams * bool(row_moment)) + of_matrix * matrices  # two numbers a row are left out
+    # parameters, gradients but those of n-gram tables, and a rank's share of the moments: one in
+    # float32 for a matrix, with its rest if it is in bf16, two for an entry
+    gradients = entries - ngrams
+    of_matrix = 8 if size == 2 else 4
+    # two numbers a row are left out
+    moments = 2 * of_moment * (entries - ngrams * bool(row_moment)) + of_matrix * matrices
     permanent = size * (2 * matrices + entries + gradients + waiting) + moments / ranks
-    width, logits, lengths = c.model_dim * size, vocab_size * size, T.micro_batch_lengths(c)  # bytes of a token
-    eager, of_mlp = c.compile == "off", 14 if c.kernels in ("loss", "off") else 10
+    # bytes of a token
+    width = c.model_dim * size
+    logits = vocab_size * size
+    lengths = T.micro_batch_lengths(c)
+    eager = c.compile == "off"
+    of_mlp = 14 if c.kernels in ("loss", "off") else 10
     saved = ((9 if eager else 4) * attentions + of_mlp * mlps + 32) * width
     if c.kernels == "off":
-        saved += logits * ((2 if c.fp8_head else 1) + 6 * eager)  # fp8 also keeps their gradient, twice in e5m2
+        # fp8 also keeps their gradient, twice in e5m2
+        saved += logits * ((2 if c.fp8_head else 1) + 6 * eager)
         of_loss = 0
     else:  # the gradient of all logits, and the logits of one call of the head
         saved += logits * (0.5 if c.fp8_head else 1)
         of_loss = min(lengths) * logits
-    training = permanent + max(lengths) * saved + of_loss + 340 * 2 ** 20
+    training = permanent + max(lengths) * saved + of_loss + 340 * 2**20
     trunk = c.val_len * (12 + 7 * eager + saved_outputs + value_tables) * width
     if c.attention == "masked":
-        window, paired = T.longest_window(c), any(layer.window == "P" for layer in layers)
-        trunk += c.val_len * 1.2 * (2 + 2 * paired) * (window + max(T.MASK_PIECE["cuda"], window // 4)) * size
-    return int(permanent), int(training), int(permanent + max(trunk, min(lengths) * 7 * logits * eager))
+        window = T.longest_window(c)
+        paired = any(layer.window == "P" for layer in layers)
+        trunk += (
+            c.val_len
+            * 1.2
+            * (2 + 2 * paired)
+            * (window + max(T.MASK_PIECE["cuda"], window // 4))
+            * size
+        )
+    return (
+        int(permanent),
+        int(training),
+        int(permanent + max(trunk, min(lengths) * 7 * logits * eager)),
+    )
 
 
 def warnings_of(config: T.Config) -> list[str]:
     """Warn of an embedding that is never untied."""
     untie_at = getattr(config, "untie_at", 0)
-    if 0 < untie_at < 1 and (untied := program_module(config).first_untied_step(config)) >= config.num_steps:
-        return [f"warning: untie_at {untie_at:g} means step {untied}, after an Adam update, and num_steps is {config.num_steps}: "
-                "the embedding stays tied to the head. Give less, or 1"]
+    if (
+        0 < untie_at < 1
+        and (untied := program_module(config).first_untied_step(config)) >= config.num_steps
+    ):
+        return [
+            f"warning: untie_at {untie_at:g} means step {untied}, after an Adam update, and"
+            f" num_steps is {config.num_steps}: the embedding stays tied to the head. Give less,"
+            " or 1"
+        ]
     return []
 
 
 # The machine
 
+
 def count_gpus() -> int:
-    """Count the GPUs that torch can use. RunError, with the reason, if the driver shows GPUs that torch cannot use."""
+    """Count the GPUs that torch can use. RunError, with the reason, if the driver shows GPUs that
+    torch cannot use."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its reason is in the message below
-        seen, usable = torch.cuda.device_count(), torch.cuda.is_available()
+        seen = torch.cuda.device_count()
+        usable = torch.cuda.is_available()
     if seen and not usable:
         why = "no reason given"
         try:
@@ -483,32 +747,50 @@ def count_gpus() -> int:
         except (RuntimeError, AssertionError) as error:
             why = str(error).split(". ")[0]
         driver, *_ = T.nvidia_smi("driver_version") or ["(unknown to nvidia-smi)"]
-        raise T.RunError(f"this machine has {seen} GPU(s), but torch {torch.__version__}, built for CUDA "
-                         f"{torch.version.cuda}, cannot use them with driver {driver}: {why}. Update the driver, "
-                         "install torch's build for an older CUDA as the README says, or train on the CPU: "
-                         "CUDA_VISIBLE_DEVICES= ./run.sh")
+        raise T.RunError(
+            f"this machine has {seen} GPU(s), but torch {torch.__version__}, built for CUDA"
+            f" {torch.version.cuda}, cannot use them with driver {driver}: {why}. Update the"
+            " driver, install torch's build for an older CUDA as the README says, or train on the"
+            " CPU: CUDA_VISIBLE_DEVICES= ./run.sh"
+        )
     return seen
 
 
 def check_compiler(gpu: bool) -> None:
-    """RunError without the C or C++ compiler that torch.compile needs; it would fail only after minutes."""
-    variable, usual = "CC", ("gcc", "clang")  # Triton's
+    """RunError without the C or C++ compiler that torch.compile needs; it would fail only after
+    minutes."""
+    # Triton's
+    variable = "CC"
+    usual = ("gcc", "clang")
     if not gpu:
-        variable, usual = "CXX", ("clang++",) if sys.platform == "darwin" else ("g++",)  # Inductor's
+        # Inductor's
+        variable = "CXX"
+        usual = ("clang++",) if sys.platform == "darwin" else ("g++",)
     programs = [os.environ[variable]] if os.environ.get(variable) else usual
-    T.require(any(map(shutil.which, programs)), f"compiling needs {' or '.join(programs)}, and this machine has none. "
-              "Install gcc and g++ (on Debian build-essential)" + ("" if gpu else ", or leave out --compile on"))
-    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")  # Debian's own scheme means /usr/local
-    T.require(not gpu or header.exists(), f"compiling needs {header}, which is missing; install Python's headers (on "
-              "Debian the package python3-dev)")
+    T.require(
+        any(map(shutil.which, programs)),
+        f"compiling needs {' or '.join(programs)}, and this machine has none. "
+        "Install gcc and g++ (on Debian build-essential)"
+        + ("" if gpu else ", or leave out --compile on"),
+    )
+    # Debian's own scheme means /usr/local
+    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    T.require(
+        not gpu or header.exists(),
+        f"compiling needs {header}, which is missing; install Python's headers (on "
+        "Debian the package python3-dev)",
+    )
 
 
 # The program
 
+
 def check(flags: Sequence[str]) -> None:
     """Run one rank of the check; rank 0 prints."""
-    rank, ranks, local_rank = (int(os.environ.get(name, usual)) for name, usual in
-                               (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    rank, ranks, local_rank = (
+        int(os.environ.get(name, usual))
+        for name, usual in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+    )
     if ranks > 1:
         T.die_with_launcher()
     gpus = count_gpus()
@@ -517,23 +799,40 @@ def check(flags: Sequence[str]) -> None:
     T.check_config(config, ranks)
     device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
     if gpus:
-        T.require(local_rank < gpus, f"rank {rank} has no GPU: this machine has {gpus}; use fewer --ranks")
+        T.require(
+            local_rank < gpus, f"rank {rank} has no GPU: this machine has {gpus}; use fewer --ranks"
+        )
         torch.cuda.set_device(device)
     if gpus or config.compile == "on":
         check_compiler(gpus > 0)
     if ranks > 1:
         T.join(config, rank, ranks, device)
-    comm = (T.CompressedComm if config.bf16_compress else T.Comm)(rank, ranks, device, timedelta(seconds=config.timeout_s))
+    comm = (T.CompressedComm if config.bf16_compress else T.Comm)(
+        rank, ranks, device, timedelta(seconds=config.timeout_s)
+    )
     say = functools.partial(print, flush=True) if rank == 0 else lambda line: None
-    say(json.dumps(choose_flags(config, comm, device, T.find_shards(config.train_files, config.train_shards), say)))
+    say(
+        json.dumps(
+            choose_flags(
+                config, comm, device, T.find_shards(config.train_files, config.train_shards), say
+            )
+        )
+    )
     if ranks > 1:
         dist.destroy_process_group()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False, epilog="All other flags "
-                                     "are those of train_gpt.py or, with --preset frontier, of frontier.py.")
-    parser.add_argument("--ranks", type=int, default=1, help="processes of the run (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0],
+        allow_abbrev=False,
+        epilog=(
+            "All other flags are those of train_gpt.py or, with --preset frontier, of frontier.py."
+        ),
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="processes of the run (default: %(default)s)"
+    )
     words = list(sys.argv[1:] if arguments is None else arguments)
     options, flags = parser.parse_known_args(words)
     for library in ("TORCHINDUCTOR", "TRITON"):  # the run reuses what is compiled here
@@ -544,7 +843,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check(flags)
         return 0
     except (T.RunError, OSError) as error:
-        rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        rank = int(os.environ.get("RANK", 0))
+        ranks = int(os.environ.get("WORLD_SIZE", 1))
         store = next(dist.rendezvous("env://", rank, ranks))[0] if ranks > 1 else None
         if T.first_failure(store, rank, str(error), lost=False) == f"rank {rank}: {error}":
             print(f"preflight.py: error: {error}", file=sys.stderr)

@@ -5,22 +5,24 @@
     ./run.sh -n 5 --vs ../modded-nanogpt --cmd "torchrun …"     against another project's script, started in its folder
     python launch/race.py -n 5 --ranks 2 -- --num_steps 300     as run.sh calls it: flags of all sides behind --
 
-docs/racing.md says what runs when. Run i has seed N + i on all sides (N: --seed among the flags, or 0). The largest number
-of runs, the deciding test, and whether looks may end the race are declared before the first run, so nobody can stop at a
-convenient moment.
+docs/racing.md says what runs when. Run i has seed N + i on all sides (N: --seed among the flags, or
+0). The largest number of runs, the deciding test, and whether looks may end the race are declared
+before the first run, so nobody can stop at a convenient moment.
 
 logs/race-ID/ contains the logs of both sides and:
   race.jsonl         the declaration, with the source and config of each side, and a line before and after each run
   RUNID.pt           its model, only with --save_model true: verify.py --rerun needs it
   race.png           a plot of the rounds that all sides have done, redrawn after each round
 
-A failed run shows its output and stops the race, since the failure would probably repeat; --resume repeats the run with
-its seed. race.jsonl is locked while this program lives, or the launcher of a run. Another project's script has its own
-seeds; the newest log in logs/*.txt of its folder is copied here. `python -I` starts runs, without PYTHON* variables:
-neither PYTHONPATH nor sitecustomize nor user packages change their clocks. Packages installed beside torch still could.
+A failed run shows its output and stops the race, since the failure would probably repeat; --resume
+repeats the run with its seed. race.jsonl is locked while this program lives, or the launcher of a
+run. Another project's script has its own seeds; the newest log in logs/*.txt of its folder is
+copied here. `python -I` starts runs, without PYTHON* variables: neither PYTHONPATH nor
+sitecustomize nor user packages change their clocks. Packages installed beside torch still could.
 
-Exit status: 0 an idea is better or the claim holds, or nothing was to be judged (one run, or one version without a
-target); 1 neither; 2 a run failed, or the race cannot be run or judged; 130 interrupted. --json: docs/racing.md.
+Exit status: 0 an idea is better or the claim holds, or nothing was to be judged (one run, or one
+version without a target); 1 neither; 2 a run failed, or the race cannot be run or judged; 130
+interrupted. --json: docs/racing.md.
 """
 
 import signal
@@ -28,9 +30,13 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it requests a checkpoint; races repeat whole runs instead
+    # it requests a checkpoint; races repeat whole runs instead
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
-sys.path += [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent.parent / "records")]
+sys.path += [
+    str(Path(__file__).resolve().parent.parent),
+    str(Path(__file__).resolve().parent.parent / "records"),
+]
 
 import argparse
 import contextlib
@@ -72,7 +78,8 @@ LOOK_S = 0.02  # between two looks at a run's log
 ALONE = [sys.executable, "-I"]  # ignores PYTHON* variables and user packages
 STEP = re.compile(rb"^(?:step|s):\d{1,18}[/ ]", re.M)
 
-# Before any run: the script checks its flags, opens its data, and says what sides must have in common
+# Before any run: the script checks its flags, opens its data, and says what sides must have in
+# common
 CHECK = """
 import json, os, sys
 sys.path.insert(0, "")
@@ -110,10 +117,19 @@ print(json.dumps({"program": program.__name__ + ".py", "config": {"preset": pres
 
 # Versions
 
+
 def git(*arguments):
-    """Return the output of git, empty if it fails without a word. Raise UserError with git's words."""
+    """Return the output of git, empty if it fails without a word. Raise UserError with git's
+    words."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, env=environment(), capture_output=True, encoding="utf-8", errors="replace")
+        done = subprocess.run(
+            ["git", *arguments],
+            cwd=ROOT,
+            env=environment(),
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+        )
     except OSError as error:
         raise UserError(f"git: {error.strerror}; install it") from None
     require(not done.returncode or not done.stderr, f"git: {' '.join(done.stderr.split())}")
@@ -121,8 +137,10 @@ def git(*arguments):
 
 
 def code_in(text):
-    """Return what a program does, without comments and docstrings; the text itself if it is no Python."""
+    """Return what a program does, without comments and docstrings; the text itself if it is no
+    Python."""
     import train_gpt
+
     try:
         return train_gpt.code_of(text)
     except SyntaxError:
@@ -130,7 +148,8 @@ def code_in(text):
 
 
 def codes_of(files, revision=None):
-    """Return the code of each file in a revision, or in this checkout; "" for a file that is missing."""
+    """Return the code of each file in a revision, or in this checkout; "" for a file that is
+    missing."""
     if not revision:
         return [code_in((ROOT / file).read_text(encoding="utf-8")) for file in files]
     blobs = [git("rev-parse", "--verify", "--quiet", f"{revision}:{file}") for file in files]
@@ -138,13 +157,18 @@ def codes_of(files, revision=None):
 
 
 def describe_sides(ideas, cmd, flags, name=None):
-    """Return {side: {"revision", "flags"}}; revision None is this checkout, whose script may be edited.
+    """Return {side: {"revision", "flags"}}; revision None is this checkout, whose script may be
+    edited.
 
-    A single side is "". The last of several is the base. A side with a "folder" is another project's; its flags are the
-    whole command. "name" is what the user typed; flags say it themselves."""
+    A single side is "". The last of several is the base. A side with a "folder" is another
+    project's; its flags are the whole command. "name" is what the user typed; flags say it
+    themselves."""
     import train_gpt  # here: importing torch takes seconds, and --help and refusals need none
     from ranks import program_of
-    files = [path.name for path in train_gpt.source_files(next(iter(program_of(flags).PRESETS.values())))]
+
+    files = [
+        path.name for path in train_gpt.source_files(next(iter(program_of(flags).PRESETS.values())))
+    ]
     ours = {"revision": None, "flags": flags}
     here = {**ours, "name": name or "this checkout"}
     if not ideas:
@@ -152,34 +176,50 @@ def describe_sides(ideas, cmd, flags, name=None):
     if cmd is not None:
         return {"a": here, "b": {"revision": None, "flags": split_flags(cmd), "folder": ideas[0]}}
     if all(idea.startswith("-") for idea in ideas):
-        sides = [{**ours, "flags": flags_of(flags, start.spelled(split_flags(idea)))} for idea in [*ideas, ""]]
+        sides = [
+            {**ours, "flags": flags_of(flags, start.spelled(split_flags(idea)))}
+            for idea in [*ideas, ""]
+        ]
         sides[-1] |= {"name": name} if name else {}
         return dict(zip(string.ascii_lowercase, sides))
     sides = {"this checkout": (codes_of(files), here)}
     for vs in ideas:
-        require(not vs.startswith("-"), "--vs names flags and a revision; give flags alone, or revisions alone, and flags "
-                "for all sides behind them")
+        require(
+            not vs.startswith("-"),
+            "--vs names flags and a revision; give flags alone, or revisions alone, and flags "
+            "for all sides behind them",
+        )
         revision = git("rev-parse", "--verify", "--quiet", f"{vs}^{{commit}}")
-        require(revision, f"--vs {vs!r} is no revision that git knows here; name a commit, branch or tag; or flags; or, "
-                "with --cmd, a folder")
+        require(
+            revision,
+            f"--vs {vs!r} is no revision that git knows here; name a commit, branch or tag; or"
+            " flags; or, with --cmd, a folder",
+        )
         codes = codes_of(files, revision)
         require(codes[-1], f"revision {vs} has no {SCRIPT}; name a later one")
         sides[vs] = codes, {**ours, "revision": revision, "name": vs}
-    if len(ideas) > 1 and any(codes == sides["this checkout"][0] for codes, _ in [*sides.values()][1:]):
+    if len(ideas) > 1 and any(
+        codes == sides["this checkout"][0] for codes, _ in [*sides.values()][1:]
+    ):
         del sides["this checkout"]
     for one, other in itertools.combinations(sides, 2):
-        require(sides[one][0] != sides[other][0], f"{one} and {other} have the same code in {' and '.join(files)}, so there is nothing "
-                "to race: comments and docstrings change no run; edit the code (do not commit the edit), or name an earlier revision, "
-                "such as HEAD~1")
+        require(
+            sides[one][0] != sides[other][0],
+            f"{one} and {other} have the same code in {' and '.join(files)}, so there is nothing to"
+            " race: comments and docstrings change no run; edit the code (do not commit the edit),"
+            " or name an earlier revision, such as HEAD~1",
+        )
     return dict(zip(string.ascii_lowercase, (side for _, side in sides.values())))
 
 
 def flags_of(flags, own):
-    """Return the flags of a side: those of all, without their preset if it has its own, then its own."""
+    """Return the flags of a side: those of all, without their preset if it has its own, then its
+    own."""
     import train_gpt
+
     if "--preset" in flags and any(re.match("--preset(=|$)", word) for word in own):
         at = flags.index("--preset")
-        flags = flags[:at] + flags[at + 2:]
+        flags = flags[:at] + flags[at + 2 :]
     start.read_flags(flags + own, train_gpt.count_gpus())
     return flags + own
 
@@ -188,14 +228,19 @@ def split_flags(text):
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise UserError(f"{text!r} cannot be split into words ({error}); close its quotes") from None
+        raise UserError(
+            f"{text!r} cannot be split into words ({error}); close its quotes"
+        ) from None
 
 
 def check_flags(flags):
     """Return (seed or None, flags without it), with paths that are right on all sides.
 
-    A revision's worktree has this checkout's data, and other paths relative to this checkout become absolute."""
-    seed, kept, words = None, [], iter(flags)
+    A revision's worktree has this checkout's data, and other paths relative to this checkout become
+    absolute."""
+    seed = None
+    kept = []
+    words = iter(flags)
     for word in words:
         name, given, value = word.partition("=")
         require(name not in OWN_FLAGS, f"the race sets {name}; leave it out")
@@ -204,29 +249,48 @@ def check_flags(flags):
             continue
         value = value if given else next(words, "")
         if name == "--seed":
-            require(value.isdecimal(), f"--seed is {value!r}; give a whole number: run i gets the seed that many + i")
+            require(
+                value.isdecimal(),
+                f"--seed is {value!r}; give a whole number: run i gets the seed that many + i",
+            )
             seed = int(value)
         else:
             root = str(ROOT) if name == "--init_from" else glob.escape(str(ROOT))
             path = os.path.normpath(os.path.join(root, value))
-            kept += [name, path.removeprefix(f"{root}/") if path.startswith(f"{root}/data/") else path]
+            kept += [
+                name,
+                path.removeprefix(f"{root}/") if path.startswith(f"{root}/data/") else path,
+            ]
     return seed, kept
 
 
 @contextlib.contextmanager
 def folders(sides):
-    """Yield {side: folder of its script}. Another revision gets a temporary worktree with this checkout's data."""
-    home, found = Path(tempfile.mkdtemp(prefix="race-")), {}
+    """Yield {side: folder of its script}. Another revision gets a temporary worktree with this
+    checkout's data."""
+    home = Path(tempfile.mkdtemp(prefix="race-"))
+    found = {}
     try:
         for side, version in sides.items():
             found[side] = (ROOT / version.get("folder", "")).resolve()
             if version["revision"]:
                 found[side] = home / version["revision"][:12]
                 # without the user's hooks: they prepare folders that somebody works in
-                git("-c", f"core.hooksPath={os.devnull}", "worktree", "add", "--detach", str(found[side]), version["revision"])
-                for file in (ROOT / "data").glob("*/*"):  # shards, and what the script reads beside them
+                git(
+                    "-c",
+                    f"core.hooksPath={os.devnull}",
+                    "worktree",
+                    "add",
+                    "--detach",
+                    str(found[side]),
+                    version["revision"],
+                )
+                for file in (ROOT / "data").glob(
+                    "*/*"
+                ):  # shards, and what the script reads beside them
                     link = found[side] / file.relative_to(ROOT)
-                    link.parent.mkdir(parents=True, exist_ok=True)  # a link to the folder would show up in git status
+                    # a link to the folder would show up in git status
+                    link.parent.mkdir(parents=True, exist_ok=True)
                     link.symlink_to(file)
         yield found
     finally:
@@ -238,35 +302,60 @@ def folders(sides):
 
 
 def source_hash(version, folder):
-    """Return the SHA-256 of the program's source, or of the files that another project's command names."""
+    """Return the SHA-256 of the program's source, or of the files that another project's command
+    names."""
     if "folder" not in version:
-        return hashlib.sha256(logs.source_in(folder, version.get("program", SCRIPT)).encode()).hexdigest()
-    files = [folder / word for word in version["flags"] if len(word) < 256 and (folder / word).is_file()]
+        return hashlib.sha256(
+            logs.source_in(folder, version.get("program", SCRIPT)).encode()
+        ).hexdigest()
+    files = [
+        folder / word for word in version["flags"] if len(word) < 256 and (folder / word).is_file()
+    ]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def check_sides(race, where):
-    """Raise UserError unless each side has the source that the race began with, its script accepts flags and data, and
-    the sides can be compared."""
+    """Raise UserError unless each side has the source that the race began with, its script accepts
+    flags and data, and the sides can be compared."""
     for side, name in logs.side_names(race).items():
-        version, script = race["sides"][side], f"{SCRIPT}{' of ' + name if side else ''}"
-        (check_command if "folder" in version else check_script)(version, where[side], script, race["ranks"])
+        version = race["sides"][side]
+        script = f"{SCRIPT}{' of ' + name if side else ''}"
+        (check_command if "folder" in version else check_script)(
+            version, where[side], script, race["ranks"]
+        )
         seen = source_hash(version, where[side])
-        require(version.setdefault("source_sha256", seen) == seen, f"{script} has changed since the race began; "
-                f"restore it (SHA-256 {version['source_sha256'][:8]}...), or race again")
+        require(
+            version.setdefault("source_sha256", seen) == seen,
+            f"{script} has changed since the race began; "
+            f"restore it (SHA-256 {version['source_sha256'][:8]}...), or race again",
+        )
     ours = [version for version in race["sides"].values() if "folder" not in version]
     different = {json.dumps([version["source_sha256"], version["config"]]) for version in ours}
-    require(len(different) == len(ours), "two sides have the same source and the same config, so there is nothing to race between "
-            "them; give a flag another value than the base has")
-    for name, flags in (("validation", "--val_files, --val_len and --val_tokens"), ("target", "--target_val_loss")):
+    require(
+        len(different) == len(ours),
+        "two sides have the same source and the same config, so there is nothing to race between "
+        "them; give a flag another value than the base has",
+    )
+    for name, flags in (
+        ("validation", "--val_files, --val_len and --val_tokens"),
+        ("target", "--target_val_loss"),
+    ):
         found = {json.dumps(version[name]) for version in ours}
-        require(len(found) == 1 or name == "target" and len(ours) > 2, f"the sides differ in their {name}, so no "
-                f"verdict could compare them: {logs.some(sorted(found), 2, ' and ')}; give {flags} outside --vs, for all sides")
+        require(
+            len(found) == 1 or name == "target" and len(ours) > 2,
+            f"the sides differ in their {name}, so no verdict could compare them:"
+            f" {logs.some(sorted(found), 2, ' and ')}; give {flags} outside --vs, for all sides",
+        )
 
 
 def check_script(version, folder, script, ranks):
-    done = subprocess.run([*ALONE, "-c", CHECK, str(ranks), NO_MODEL, *version["flags"]], cwd=folder, env=environment(),
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [*ALONE, "-c", CHECK, str(ranks), NO_MODEL, *version["flags"]],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise UserError(f"{script} rejects its flags or data: {why}")
@@ -275,37 +364,53 @@ def check_script(version, folder, script, ranks):
 
 def check_command(version, folder, *_):
     """Check the folder of another project's script, and the program that starts it."""
-    require(folder.is_dir(), f"--vs {folder} is no folder; with --cmd it names another project's, relative to {ROOT}")
+    require(
+        folder.is_dir(),
+        f"--vs {folder} is no folder; with --cmd it names another project's, relative to {ROOT}",
+    )
     program = " ".join(version["flags"][:1])
     where = f"in {folder}" if "/" in program else "on the PATH"
-    require(shutil.which(folder / program if "/" in program else program),
-            f"--cmd: there is no program {program!r} {where}; name one, or a shell: bash -c '...'")
+    require(
+        shutil.which(folder / program if "/" in program else program),
+        f"--cmd: there is no program {program!r} {where}; name one, or a shell: bash -c '...'",
+    )
 
 
 # The race
+
 
 def command(ranks, program):
     return [*ALONE, str(ROOT / "launch" / "ranks.py"), str(ranks), program]
 
 
 def environment(**more):
-    """Return the variables of a run and of git: neither Python's nor those by which git's hooks name a repository. All
-    sides compile into this checkout, since worktrees go with their race."""
-    caches = {f"{name}_CACHE_DIR": str(ROOT / ".cache" / name.lower()) for name in ("TORCHINDUCTOR", "TRITON")}
-    usual = {name: value for name, value in os.environ.items() if not re.match("PYTHON|GIT_(?!CONFIG)", name)}
+    """Return the variables of a run and of git: neither Python's nor those by which git's hooks
+    name a repository. All sides compile into this checkout, since worktrees go with their race."""
+    caches = {
+        f"{name}_CACHE_DIR": str(ROOT / ".cache" / name.lower())
+        for name in ("TORCHINDUCTOR", "TRITON")
+    }
+    usual = {
+        name: value
+        for name, value in os.environ.items()
+        if not re.match("PYTHON|GIT_(?!CONFIG)", name)
+    }
     return {**caches, **usual, **more}
 
 
 def lock_race(path):
-    """Lock a race's file for this process and its children. Raise UserError if the race still runs."""
+    """Lock a race's file for this process and its children. Raise UserError if the race still
+    runs."""
     file = open(path, "ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
         name = os.path.relpath(path.parent, ROOT)
-        raise UserError(f"two races at a time spoil each other's figures, and {name}, or a run of it, is still running; wait, or "
-                        f"stop it: `fuser {path}` lists its processes") from None
+        raise UserError(
+            f"two races at a time spoil each other's figures, and {name}, or a run of it, is still"
+            f" running; wait, or stop it: `fuser {path}` lists its processes"
+        ) from None
     except OSError:
         pass  # a file system without locks, such as some network file systems
     return file
@@ -319,8 +424,10 @@ def drop_undeclared(path):
 
 def idle_cores():
     """Measure how many cores no program uses, in a second."""
+
     def idle():
         return int(Path("/proc/stat").read_text().split()[4]) / os.sysconf("SC_CLK_TCK")
+
     before = idle()
     time.sleep(1)
     return idle() - before
@@ -328,8 +435,10 @@ def idle_cores():
 
 @contextlib.contextmanager
 def interrupts_deferred():
-    """Yield a list to which interrupts are appended instead of raising, so that a run's start and end are written."""
-    noted, numbers = [], (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    """Yield a list to which interrupts are appended instead of raising, so that a run's start and
+    end are written."""
+    noted = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     usual = {number: handler for number in numbers if callable(handler := signal.getsignal(number))}
     try:
         for number in usual:
@@ -341,7 +450,8 @@ def interrupts_deferred():
 
 
 def settle(manifest):
-    """Write the status, according to its log, of each run whose end was not written because race.py died."""
+    """Write the status, according to its log, of each run whose end was not written because
+    race.py died."""
     for run_id, attempt in list(manifest.attempts.items()):
         log = manifest.path.parent / f"{run_id}.txt"
         if attempt["status"] == "started":
@@ -351,7 +461,9 @@ def settle(manifest):
 
 def has_begun(log):
     """Return whether a log has a line of a step. The text before the last separator is source."""
-    _, whole, lines = log.read_bytes().rpartition(logs.SEPARATOR + b"\n") if log.exists() else ("", "", b"")
+    _, whole, lines = (
+        log.read_bytes().rpartition(logs.SEPARATOR + b"\n") if log.exists() else ("", "", b"")
+    )
     return bool(whole and STEP.search(lines))
 
 
@@ -378,61 +490,109 @@ def take_log(folder, before, log):
 
 
 def first_runs(manifest, todo):
-    """Return the sides that run before `todo`, uncounted. The last warms the machine up, by a whole run. Where runs
-    compile, each other side that has not run yet stops at its first step (another project's script, which does not tell
-    its steps, at its end): the cache then holds its code."""
-    sides, next_side = manifest.race["sides"], todo[0][1]
-    ran = {attempt["side"] for attempt in manifest.attempts.values() if attempt["status"] in ("done", "compiled")}
+    """Return the sides that run before `todo`, uncounted. The last warms the machine up, by a
+    whole run. Where runs compile, each other side that has not run yet stops at its first step
+    (another project's script, which does not tell its steps, at its end): the cache then holds its
+    code."""
+    sides = manifest.race["sides"]
+    next_side = todo[0][1]
+    ran = {
+        attempt["side"]
+        for attempt in manifest.attempts.values()
+        if attempt["status"] in ("done", "compiled")
+    }
     compiles = any(version.get("compiles") for version in sides.values())
     return [*(side for side in sides if compiles and side not in {*ran, next_side}), next_side]
 
 
 def run_once(manifest, folder, lock, run, side, interrupts, compile_only=False, output=None):
-    """Run once, with a line in the manifest before and after. Return done, compiled, failed or interrupted. output: a file."""
+    """Run once, with a line in the manifest before and after. Return done, compiled, failed or
+    interrupted. output: a file."""
     race = manifest.race
-    tries = sum((attempt["run"], attempt["side"]) == (run, side) for attempt in manifest.attempts.values())
+    tries = sum(
+        (attempt["run"], attempt["side"]) == (run, side) for attempt in manifest.attempts.values()
+    )
     run_id = f"{race['id']}_{run:02}{side}" + (f"_again{tries}" if tries else "")
-    seed, home = race["seed"] + run, manifest.path.parent
+    seed = race["seed"] + run
+    home = manifest.path.parent
     log = (home if run else home / UNCOUNTED) / f"{run_id}.txt"
     log.parent.mkdir(exist_ok=True)
-    attempt = {"run": run, "side": side, "run_id": run_id, "seed": seed, "started_at": now(), "status": "started"}
+    attempt = {
+        "run": run,
+        "side": side,
+        "run_id": run_id,
+        "seed": seed,
+        "started_at": now(),
+        "status": "started",
+    }
     version = race["sides"][side]
-    foreign, before, words = "folder" in version, logs_of(folder), version["flags"]
+    foreign = "folder" in version
+    before = logs_of(folder)
+    words = version["flags"]
     if not foreign:
-        words = [*command(race["ranks"], version.get("program", SCRIPT)), NO_MODEL, *words, f"--seed={seed}", f"--run_id={run_id}",
-                 f"--log_dir={log.parent}", f"--race={race['id']}:{run}:{race['n']}:{side}"]
+        words = [
+            *command(race["ranks"], version.get("program", SCRIPT)),
+            NO_MODEL,
+            *words,
+            f"--seed={seed}",
+            f"--run_id={run_id}",
+            f"--log_dir={log.parent}",
+            f"--race={race['id']}:{run}:{race['n']}:{side}",
+        ]
     manifest.write(attempt)
-    threads = {"OMP_NUM_THREADS": race["threads"]} if race.get("threads") else {}  # also when the race is resumed
+    # also when the race is resumed
+    threads = {"OMP_NUM_THREADS": race["threads"]} if race.get("threads") else {}
     began = time.monotonic()
     # in its own session: Ctrl-C reaches only race.py, which passes it on and records the result
-    process = subprocess.Popen(words, cwd=folder, env=environment(**threads), start_new_session=True,
-                               pass_fds=[lock.fileno()], preexec_fn=start.end_with_parent, stdout=output, stderr=output)
+    process = subprocess.Popen(
+        words,
+        cwd=folder,
+        env=environment(**threads),
+        start_new_session=True,
+        pass_fds=[lock.fileno()],
+        preexec_fn=start.end_with_parent,
+        stdout=output,
+        stderr=output,
+    )
     while process.poll() is None and not interrupts and not (compile_only and has_begun(log)):
         time.sleep(LOOK_S)
     interrupted = process.poll() is None
     if interrupted:
         stop(process, interrupts)
-    seconds, code = time.monotonic() - began, process.wait()
+    seconds = time.monotonic() - began
+    code = process.wait()
     if foreign and (wrong := take_log(folder, before, log)) and not interrupted:
         say(f"`{shlex.join(words)}` ended with exit status {code}, and {wrong}")
     # a complete log is a run, whatever its processes' exit status: it must not be repeated
     status = "done" if complete_log(log) else "interrupted" if interrupted else "failed"
     if compile_only and not interrupts and (has_begun(log) or status == "done"):
         status = "compiled"
-    manifest.write({**attempt, "ended_at": now(), "status": status, "exit": code, "seconds": seconds,
-                    "logged": log.exists(), "figures": logs.last_run(str(log)).figures})
+    manifest.write(
+        {
+            **attempt,
+            "ended_at": now(),
+            "status": status,
+            "exit": code,
+            "seconds": seconds,
+            "logged": log.exists(),
+            "figures": logs.last_run(str(log)).figures,
+        }
+    )
     if not run and status != "failed":  # of a failed run, what it printed names the log
         shutil.rmtree(log.parent)
     return status
 
 
 def stop(process, interrupts):
-    """Interrupt a run with all its ranks, or end it without a word where nobody interrupts; kill them after PATIENCE_S
-    or at the next interrupt."""
-    patient_until, heard = time.monotonic() + PATIENCE_S, len(interrupts)
+    """Interrupt a run with all its ranks, or end it without a word where nobody interrupts; kill
+    them after PATIENCE_S or at the next interrupt."""
+    patient_until = time.monotonic() + PATIENCE_S
+    heard = len(interrupts)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGINT if interrupts else signal.SIGTERM)
-        while process.poll() is None and time.monotonic() < patient_until and len(interrupts) == heard:
+        while (
+            process.poll() is None and time.monotonic() < patient_until and len(interrupts) == heard
+        ):
             time.sleep(LOOK_S)
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -472,7 +632,11 @@ def stats_arguments(folder, race):
 
 def time_left(manifest, runs):
     """Estimate the duration of the remaining runs from those done."""
-    done = [attempt for attempt in manifest.attempts.values() if attempt["status"] == "done" and "seconds" in attempt]
+    done = [
+        attempt
+        for attempt in manifest.attempts.values()
+        if attempt["status"] == "done" and "seconds" in attempt
+    ]
     took = [attempt["seconds"] for attempt in done if attempt["run"] or len(done) == 1]
     if not took:
         return f"{logs.plural(runs, 'run')} left"
@@ -492,40 +656,76 @@ def resume_command(manifest):
 
 def run_all(manifest, where, lock, verbose):
     """Run everything that is not done yet. Return the stats.answer."""
-    race, how = manifest.race, resume_command(manifest)
+    race = manifest.race
+    how = resume_command(manifest)
     names = {side: picture.shorten(name, 28) for side, name in logs.side_names(race).items()}
-    looks, each, folder, home = race["until_decided"], len(race["sides"]), manifest.path.parent, os.path.relpath(manifest.path.parent, ROOT)
+    looks = race["until_decided"]
+    each = len(race["sides"])
+    folder = manifest.path.parent
+    home = os.path.relpath(manifest.path.parent, ROOT)
     todo = [which for which in order(race["n"], race["sides"]) if which not in manifest.done()]
-    first, total, width = first_runs(manifest, todo) if todo else [], each * race["n"], max(map(len, names.values()))
+    first = first_runs(manifest, todo) if todo else []
+    total = each * race["n"]
+    width = max(map(len, names.values()))
     plan = [*((0, side) for side in first), *todo]
     for i, (run, side) in enumerate(plan):
-        done, compile_only = len(manifest.done()), i < len(first) - 1
+        done = len(manifest.done())
+        compile_only = i < len(first) - 1
         if looks and done >= 2 * each and done % each == 0 and (reason := decided(manifest)):
             say(f"decided: {reason}")
             break
-        which = f"{f'{done + 1 if run else 0}/{total}':>{2 * len(str(total)) + 1}}  {names[side]:{width}}  seed {race['seed'] + run}"
+        which = (
+            f"{f'{done + 1 if run else 0}/{total}':>{2 * len(str(total)) + 1}} "
+            f" {names[side]:{width}}  seed {race['seed'] + run}"
+        )
         if verbose or sys.stdout.isatty():
             say(f"{which}  running; {time_left(manifest, len(plan) - i)}", "", stay=not verbose)
-        require(source_hash(race["sides"][side], where[side]) == race["sides"][side]["source_sha256"],
-                f"{race['sides'][side].get('program', SCRIPT)} was changed during the race; restore it and resume with: {how}")
-        with interrupts_deferred() as interrupts, tempfile.TemporaryFile("w+", errors="replace") as output:
-            status = run_once(manifest, where[side], lock, run, side, interrupts, compile_only, None if verbose else output)
+        require(
+            source_hash(race["sides"][side], where[side]) == race["sides"][side]["source_sha256"],
+            f"{race['sides'][side].get('program', SCRIPT)} was changed during the race; restore it"
+            f" and resume with: {how}",
+        )
+        with (
+            interrupts_deferred() as interrupts,
+            tempfile.TemporaryFile("w+", errors="replace") as output,
+        ):
+            status = run_once(
+                manifest,
+                where[side],
+                lock,
+                run,
+                side,
+                interrupts,
+                compile_only,
+                None if verbose else output,
+            )
             if status == "failed" and not output.seek(0):
                 say(output.read(), "")
         if status in ("done", "compiled"):
-            said = "compiled" if compile_only else f"not counted; {time_left(manifest, len(plan) - i - 1)}"
+            said = (
+                "compiled"
+                if compile_only
+                else f"not counted; {time_left(manifest, len(plan) - i - 1)}"
+            )
             if run:
                 log = complete_log(folder / f"{manifest.done()[run, side]['run_id']}.txt")
-                said = f"loss {log.loss_text}" + (f"  {log.train_time_ms / 1000:.2f} s" if log.train_time_ms else "")
+                said = f"loss {log.loss_text}" + (
+                    f"  {log.train_time_ms / 1000:.2f} s" if log.train_time_ms else ""
+                )
             say(f"{which}  {said}", "")
             if run and (done + 1) % each == 0:
                 draw(manifest)
         if status == "failed":
-            say(reason := f"{which.strip()}: failed; its output is above, its log in {home}. Correct the cause and race again, for the same run "
-                f"would fail again. Only if the machine was to blame: {how}")
+            say(
+                reason
+                := f"{which.strip()}: failed; its output is above, its log in {home}. Correct the cause and race again, for the same run would fail again. Only if the machine was to blame: {how}"
+            )
             return stats.not_judged(reason, folder)
         if interrupts or status == "interrupted":
-            say(reason := f"interrupted; {len(manifest.done())} of {total} runs are done and kept. Continue with: {how}")
+            say(
+                reason
+                := f"interrupted; {len(manifest.done())} of {total} runs are done and kept. Continue with: {how}"
+            )
             return stats.not_judged(reason, folder, 130)
     say("all runs are done\n")
     found = judge(race, folder)
@@ -534,23 +734,39 @@ def run_all(manifest, where, lock, verbose):
 
 
 def broken_rules(race, folder, ideas):
-    """Return which rules verify.py finds broken by the logs alone, on the sides of the better ideas or on the first."""
+    """Return which rules verify.py finds broken by the logs alone, on the sides of the better
+    ideas or on the first."""
     better = [idea["name"] for idea in ideas if idea["verdict"] == stats.BETTER]
-    sides = [side for side, name in logs.side_names(race).items() if name in better] or [*race["sides"]][:1]
+    sides = [side for side, name in logs.side_names(race).items() if name in better] or [
+        *race["sides"]
+    ][:1]
     try:
-        findings = [finding for side in sides for finding in verify.verify(verify.parse([str(folder), f"--side={side}"]))]
+        findings = [
+            finding
+            for side in sides
+            for finding in verify.verify(verify.parse([str(folder), f"--side={side}"]))
+        ]
     except UserError as reason:
         say(f"the rules cannot be checked: {reason}")
         return []
-    broken = [found for found in findings if found.verdict == verify.FAIL and found.rule not in verify.CLAIMS]
+    broken = [
+        found
+        for found in findings
+        if found.verdict == verify.FAIL and found.rule not in verify.CLAIMS
+    ]
     return [*dict.fromkeys(f"{found.rule}: {found.reason}" for found in broken)]
 
 
 def judge(race, folder):
-    """Print the verdict of a race, and the command that keeps it as a record. Return the stats.answer."""
+    """Print the verdict of a race, and the command that keeps it as a record. Return the
+    stats.answer."""
     each = len(race["sides"])
     silent = ["--json"] * (each == race["n"] == 1)  # its line says all
-    found = ladder.give([folder]) if each > 2 else stats.give(stats.parse([*stats_arguments(folder, race), *silent]))
+    found = (
+        ladder.give([folder])
+        if each > 2
+        else stats.give(stats.parse([*stats_arguments(folder, race), *silent]))
+    )
     if silent or each == 1 and found["sides"] and not found["claim"]:
         found["status"] = 0  # nothing was to be judged
     found["rules"] = broken = broken_rules(race, folder, found["ideas"])
@@ -559,15 +775,21 @@ def judge(race, folder):
     if broken and not found["status"]:
         found |= {"verdict": RULE_BROKEN, "status": 1, "best": None, "reason": "; ".join(broken)}
     if found["sides"] or found["status"] < 2:
-        say(f'to keep this {"trial" if race.get("trial") else "race"} as a record: ./run.sh board add latest NAME "what was tried"')
+        say(
+            f"to keep this {'trial' if race.get('trial') else 'race'} as a record: ./run.sh board"
+            ' add latest NAME "what was tried"'
+        )
     return {**found, "folder": str(folder)}
 
 
 def say(line, source="race: ", stay=False):
-    """Print a line; with stay the next one replaces it on a terminal. A closed terminal does not stop the race."""
+    """Print a line; with stay the next one replaces it on a terminal. A closed terminal does not
+    stop the race."""
     with contextlib.suppress(OSError):
         terminal = sys.stdout.isatty()
-        print("\r\033[K" * terminal + source + line, end="" if stay and terminal else "\n", flush=True)
+        print(
+            "\r\033[K" * terminal + source + line, end="" if stay and terminal else "\n", flush=True
+        )
 
 
 def new_race(options):
@@ -575,17 +797,33 @@ def new_race(options):
     seed, flags = check_flags(options.flags)
     sides = describe_sides(options.vs, options.cmd, flags, options.name)
     fewest = min(len(sides), ladder.FEWEST)
-    require(options.n >= fewest, f"-n is {options.n}, and {logs.plural(len(sides), 'side')} are judged from {fewest} runs of each "
-            f"on; give -n {fewest} or more")
-    require(all(check_flags(side["flags"])[0] is None for side in sides.values() if "folder" not in side),
-            "--vs sets --seed, and all sides share theirs; give --seed once, outside --vs")
+    require(
+        options.n >= fewest,
+        f"-n is {options.n}, and {logs.plural(len(sides), 'side')} are judged from {fewest} runs of"
+        f" each on; give -n {fewest} or more",
+    )
+    require(
+        all(
+            check_flags(side["flags"])[0] is None for side in sides.values() if "folder" not in side
+        ),
+        "--vs sets --seed, and all sides share theirs; give --seed once, outside --vs",
+    )
     race_id = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{uuid.uuid4().hex[:4]}"
     manifest = Manifest(ROOT / "logs" / f"race-{race_id}" / MANIFEST)
-    manifest.race = {"id": race_id, "n": options.n, "until_decided": options.until_decided, "alpha": options.alpha,
-                     "test": "paired" if options.vs else "unpaired", "seed": seed or 0, "ranks": options.ranks,
-                     "sides": sides, "threads": os.environ.get("OMP_NUM_THREADS"), "declared": now(),
-                     "trial": options.trial,
-                     "order": [f"{run}{side}" for run, side in order(options.n, sides)]}
+    manifest.race = {
+        "id": race_id,
+        "n": options.n,
+        "until_decided": options.until_decided,
+        "alpha": options.alpha,
+        "test": "paired" if options.vs else "unpaired",
+        "seed": seed or 0,
+        "ranks": options.ranks,
+        "sides": sides,
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+        "declared": now(),
+        "trial": options.trial,
+        "order": [f"{run}{side}" for run, side in order(options.n, sides)],
+    }
     return manifest
 
 
@@ -595,30 +833,70 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(arguments):
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     add = parser.add_argument
     start.add_race_options(add)
-    add("--ranks", type=int, default=1, help="processes of a run (default: 1; run.sh knows what fits)")
-    add("--trial", action="store_true", help="declare that the race is a trial; the flags do not follow from it")
+    add(
+        "--ranks",
+        type=int,
+        default=1,
+        help="processes of a run (default: 1; run.sh knows what fits)",
+    )
+    add(
+        "--trial",
+        action="store_true",
+        help="declare that the race is a trial; the flags do not follow from it",
+    )
     add("--resume", metavar="MANIFEST", help="resume a race")
-    add("flags", nargs="*", metavar="-- FLAGS", help="flags of train_gpt.py or frontier.py, for both sides")
-    words, flags = list(arguments), []
+    add(
+        "flags",
+        nargs="*",
+        metavar="-- FLAGS",
+        help="flags of train_gpt.py or frontier.py, for both sides",
+    )
+    words = list(arguments)
+    flags = []
     if "--" in words:
-        words, flags = words[:words.index("--")], words[words.index("--") + 1:]
+        words, flags = words[: words.index("--")], words[words.index("--") + 1 :]
     options = parser.parse_args(start.join_versions(words))
     if options.flags:
         parser.error(f"{options.flags[0]!r} is unexpected; write flags for {SCRIPT} behind --")
-    if options.resume and (options.n or options.vs and not options.cmd or options.max_n or options.until_decided or flags):
-        parser.error("--resume takes all but another project's --vs and --cmd from the manifest; leave the rest out")
+    if options.resume and (
+        options.n
+        or options.vs
+        and not options.cmd
+        or options.max_n
+        or options.until_decided
+        or flags
+    ):
+        parser.error(
+            "--resume takes all but another project's --vs and --cmd from the manifest; leave the"
+            " rest out"
+        )
     if options.cmd and len(options.vs) != 1:
-        parser.error(f"--cmd needs one --vs, the folder to run it in, and --vs is given {len(options.vs)} times")
+        parser.error(
+            f"--cmd needs one --vs, the folder to run it in, and --vs is given {len(options.vs)}"
+            " times"
+        )
     if len(options.vs) > 25 or options.until_decided and len(options.vs) > 1:
-        parser.error(f"--vs is given {len(options.vs)} times; a race has 25 ideas at most, with --until-decided one")
+        parser.error(
+            f"--vs is given {len(options.vs)} times; a race has 25 ideas at most, with"
+            " --until-decided one"
+        )
     if options.until_decided != bool(options.max_n) or options.until_decided and options.n:
         parser.error("--until-decided needs --max-n N, and no -n")
     options.alpha = 0.01 if options.alpha is None else options.alpha
-    if options.until_decided and options.max_n < 4 or not 0 < options.alpha < 0.5:  # no bootstrap decides on 3 losses
-        parser.error(f"--max-n is {options.max_n} and --alpha {options.alpha}; give at least 4, and less than 0.5")
+    if (
+        options.until_decided and options.max_n < 4 or not 0 < options.alpha < 0.5
+    ):  # no bootstrap decides on 3 losses
+        parser.error(
+            f"--max-n is {options.max_n} and --alpha {options.alpha}; give at least 4, and less"
+            " than 0.5"
+        )
     options.n = options.max_n or options.n
     options.n = DEFAULT_N if options.n is None and not options.resume else options.n
     if not options.resume and options.n < 1:
@@ -635,29 +913,43 @@ def run(options):
     manifest = None
     try:
         with contextlib.ExitStack() as held:
-            say("checks the flags and data of each side …", stay=True)  # importing torch takes seconds
+            # importing torch takes seconds
+            say("checks the flags and data of each side …", stay=True)
             if options.resume:
                 path = Path(options.resume).resolve()
                 path = path / MANIFEST if path.is_dir() else path
-                require(path.is_file(), f"{path}: there is no such file; name the {MANIFEST} of the race")
-                lock = held.enter_context(lock_race(path))  # before reading: a last line may still be written
+                require(
+                    path.is_file(),
+                    f"{path}: there is no such file; name the {MANIFEST} of the race",
+                )
+                # before reading: a last line may still be written
+                lock = held.enter_context(lock_race(path))
                 manifest = Manifest.read(path)
                 if manifest.cut is not None:
                     say(f"{path}: the last line is incomplete and was dropped")
                     os.truncate(path, manifest.cut)
                 given = options.vs, split_flags(options.cmd or "")
-                for version in manifest.race["sides"].values():  # the manifest may come from elsewhere
+                for version in manifest.race[
+                    "sides"
+                ].values():  # the manifest may come from elsewhere
                     allowed = given == ([version.get("folder")], version["flags"])
-                    require("folder" not in version or allowed,
-                            f"this race runs another project's command; to allow it: {resume_command(manifest)}")
+                    require(
+                        "folder" not in version or allowed,
+                        "this race runs another project's command; to allow it:"
+                        f" {resume_command(manifest)}",
+                    )
                 settle(manifest)
             else:
                 manifest = new_race(options)
             race = manifest.race
             where = held.enter_context(folders(race["sides"]))
             check_sides(race, where)
-            require(not race["until_decided"] or all(side.get("target") != 0 for side in race["sides"].values()),
-                    "--until-decided decides by a target loss, and these runs have none; give --target_val_loss")
+            require(
+                not race["until_decided"]
+                or all(side.get("target") != 0 for side in race["sides"].values()),
+                "--until-decided decides by a target loss, and these runs have none; give"
+                " --target_val_loss",
+            )
             if not options.resume:
                 manifest.path.parent.mkdir(parents=True)
                 held.callback(drop_undeclared, manifest.path)
@@ -667,22 +959,38 @@ def run(options):
             if not options.resume:
                 manifest.write({"race": race})
             *ideas, base = logs.side_names(race).values()
-            turns = f"in turn: {'idea, base, base, idea' if len(ideas) == 1 else 'every second round backwards'}, …; "
-            say(f"{', '.join(ideas)}{' against ' * bool(ideas)}{base}: {'at most ' * race['until_decided']}"
-                f"{logs.plural(race['n'], 'run')} {'of each, ' + turns if ideas else 'on '}{logs.plural(race['ranks'], 'rank')}, "
-                f"seeds {race['seed'] + 1} to {race['seed'] + race['n']}, in {os.path.relpath(manifest.path.parent, ROOT)}")
+            turns = (
+                "in turn:"
+                f" {'idea, base, base, idea' if len(ideas) == 1 else 'every second round backwards'}, …; "
+            )
+            say(
+                f"{', '.join(ideas)}{' against ' * bool(ideas)}{base}:"
+                f" {'at most ' * race['until_decided']}{logs.plural(race['n'], 'run')}"
+                f" {'of each, ' + turns if ideas else 'on '}{logs.plural(race['ranks'], 'rank')},"
+                f" seeds {race['seed'] + 1} to {race['seed'] + race['n']}, in"
+                f" {os.path.relpath(manifest.path.parent, ROOT)}"
+            )
             threads = re.match(r"\d{0,9}", str(race.get("threads")))[0]  # OpenMP also takes a list
             needed = race["ranks"] * int(threads or 1)
             if sys.platform == "linux" and (idle := idle_cores()) < needed - 0.5:
-                say(f"{idle:.1f} cores are idle, and a run uses {needed}: other programs slow it; end them for exact times")
+                say(
+                    f"{idle:.1f} cores are idle, and a run uses {needed}: other programs slow it;"
+                    " end them for exact times"
+                )
             return run_all(manifest, where, lock, options.v)
     except (UserError, OSError, start.Refusal) as reason:
         if isinstance(reason, OSError):
-            reason = f"{reason.filename or 'a file'}: {reason.strerror}; free space or set its permissions"
+            reason = (
+                f"{reason.filename or 'a file'}: {reason.strerror}; free space or set its"
+                " permissions"
+            )
         return stats.not_judged(reason, status=logs.refuse("race.py", reason))
     except KeyboardInterrupt:
         declared = manifest and manifest.path.exists()
-        say(reason := "interrupted before a run" + (f". Continue with: {resume_command(manifest)}" if declared else ""))
+        say(
+            reason := "interrupted before a run"
+            + (f". Continue with: {resume_command(manifest)}" if declared else "")
+        )
         return stats.not_judged(reason, status=130)
 
 

@@ -1,11 +1,14 @@
-"""Start the ranks of one run on this machine, reachable from loopback only: launch/ranks.py 2 train_gpt.py [its flags]
+"""Start the ranks of one run on this machine, reachable from loopback only: launch/ranks.py 2
+train_gpt.py [its flags]
 
-Importing torch takes most of a rank's start. Without a GPU, ranks are therefore forks of this process, which has torch
-but has computed nothing, so that torch has no threads yet; no module of the project reaches them. CUDA does not work in
-a fork: ranks on GPUs are new processes. They find the id of this process in LAUNCHER_PID. A rank that fails prints its
-reason; this program says if a signal killed it.
+Importing torch takes most of a rank's start. Without a GPU, ranks are therefore forks of this
+process, which has torch but has computed nothing, so that torch has no threads yet; no module of
+the project reaches them. CUDA does not work in a fork: ranks on GPUs are new processes. They find
+the id of this process in LAUNCHER_PID. A rank that fails prints its reason; this program says if a
+signal killed it.
 
-Exit status: 0, or that of the first rank that failed; 128 + the signal that ended it or this program (Ctrl-C: 130).
+Exit status: 0, or that of the first rank that failed; 128 + the signal that ended it or this
+program (Ctrl-C: 130).
 """
 
 import os
@@ -23,23 +26,30 @@ import socket
 import types
 from pathlib import Path
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch; otherwise every socket warns of a rank that died
+# before torch; otherwise every socket warns of a rank that died
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 ROOT = Path(__file__).resolve().parent.parent
-OWN = {str(ROOT / name) for name in ("", "data", "launch", "records")}  # folders whose modules a rank must import itself
+# folders whose modules a rank must import itself
+OWN = {str(ROOT / name) for name in ("", "data", "launch", "records")}
 FORWARDED = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
 GRACE_S = 30  # for the ranks to end
 fork = multiprocessing.get_context("fork").Process
 
 
 def program_of(flags):
-    """Return the module whose PRESETS has the preset that the flags name, or that wrote the checkpoint to resume."""
+    """Return the module whose PRESETS has the preset that the flags name, or that wrote the
+    checkpoint to resume."""
     import frontier
     import train_gpt
+
     words = [part for word in flags for part in word.split("=", 1)]
     given = dict(itertools.pairwise(words))  # the last one of a flag counts
     if "--resume" in given and "--preset" not in given:
-        run = train_gpt.Config(resume=given["--resume"], log_dir=given.get("--log_dir", train_gpt.Config.log_dir))
-        with contextlib.suppress(train_gpt.RunError, OSError):  # train_gpt.py says what is wrong with the checkpoint
+        run = train_gpt.Config(
+            resume=given["--resume"], log_dir=given.get("--log_dir", train_gpt.Config.log_dir)
+        )
+        # train_gpt.py says what is wrong with the checkpoint
+        with contextlib.suppress(train_gpt.RunError, OSError):
             saved = train_gpt.load_file(train_gpt.find_run(run)[1], check=False)
             return frontier if saved.get("program") == "frontier.py" else train_gpt
     preset = given.get("--preset", "laptop")
@@ -52,15 +62,36 @@ def start(ranks, program, flags):
     """Run a program as ranks 0 to ranks - 1 until they end. Return the exit status."""
     import torch
     from torch.distributed import TCPStore
+
     forks = sys.platform == "linux" and not torch.cuda.device_count()
     code = compile(Path(program).read_bytes(), os.path.abspath(program), "exec") if forks else None
-    listener, loopback = socket.create_server(("127.0.0.1", 0)), socket.if_indextoname(1)  # lo, on macOS lo0
-    (host, port), pids, received, failed = listener.getsockname(), {}, [], (0, 0)
-    usual = dict(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback, TORCH_NCCL_ASYNC_ERROR_HANDLING="1")
-    usual |= {} if forks or ranks == 1 else {"OMP_NUM_THREADS": "1"}  # as torchrun; OpenMP in a fork has read it
-    os.environ.update(usual | os.environ | dict(
-        WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR=host, MASTER_PORT=str(port),
-        LAUNCHER_PID=str(os.getpid()), TORCHELASTIC_RUN_ID="none", TORCHELASTIC_USE_AGENT_STORE="True"))
+    # lo, on macOS lo0
+    listener = socket.create_server(("127.0.0.1", 0))
+    loopback = socket.if_indextoname(1)
+    (host, port) = listener.getsockname()
+    pids = {}
+    received = []
+    failed = (0, 0)
+    usual = dict(
+        GLOO_SOCKET_IFNAME=loopback,
+        NCCL_SOCKET_IFNAME=loopback,
+        TORCH_NCCL_ASYNC_ERROR_HANDLING="1",
+    )
+    # as torchrun; OpenMP in a fork has read it
+    usual |= {} if forks or ranks == 1 else {"OMP_NUM_THREADS": "1"}
+    os.environ.update(
+        usual
+        | os.environ
+        | dict(
+            WORLD_SIZE=str(ranks),
+            LOCAL_WORLD_SIZE=str(ranks),
+            MASTER_ADDR=host,
+            MASTER_PORT=str(port),
+            LAUNCHER_PID=str(os.getpid()),
+            TORCHELASTIC_RUN_ID="none",
+            TORCHELASTIC_USE_AGENT_STORE="True",
+        )
+    )
 
     def send(number, *_):
         for pid in pids:
@@ -73,7 +104,8 @@ def start(ranks, program, flags):
         signal.signal(signal.SIGALRM, lambda *_: send(signal.SIGKILL))
         signal.alarm(GRACE_S)
 
-    heeded = [number for number in FORWARDED if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+    # nohup ignores SIGHUP
+    heeded = [number for number in FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [*heeded, signal.SIGUSR1])
     for rank in range(ranks):
         process = fork(target=be, args=(rank, heeded, mask, program, flags, code))
@@ -83,7 +115,9 @@ def start(ranks, program, flags):
         signal.signal(number, send if number == signal.SIGUSR1 else end_ranks)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     # after the forks, since it has a thread; in this process, so that it outlives rank 0
-    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    store = TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
     while pids:
         pid, status = os.wait()
         rank = pids.pop(pid)
@@ -96,14 +130,19 @@ def start(ranks, program, flags):
     rank, status = failed
     if status < 0 and not received:
         hint = "; perhaps memory ran out" if status == -signal.SIGKILL else ""
-        print(f"ranks.py: error: rank {rank} was killed by {signal.Signals(-status).name}{hint}", file=sys.stderr)
+        print(
+            f"ranks.py: error: rank {rank} was killed by {signal.Signals(-status).name}{hint}",
+            file=sys.stderr,
+        )
     return 128 + received[0] if received else status if status >= 0 else 128 - status
 
 
 def be(rank, heeded, mask, program, flags, code):
-    """Make this fork the program, as `python -I -u` would start it: in place, with the torch that it has, or anew."""
+    """Make this fork the program, as `python -I -u` would start it: in place, with the torch that
+    it has, or anew."""
     for number in (*heeded, signal.SIGALRM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN if number == signal.SIGUSR1 else signal.SIG_DFL)  # until it can save
+        # until it can save
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGUSR1 else signal.SIG_DFL)
     os.closerange(3, 1 << 16)  # the listener, a race's lock
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -113,7 +152,8 @@ def be(rank, heeded, mask, program, flags, code):
     for name, module in [*sys.modules.items()]:
         if os.path.dirname(getattr(module, "__file__", None) or "") in OWN:
             del sys.modules[name]
-    sys.argv, sys.modules["__main__"] = [program, *flags], (main := types.ModuleType("__main__"))
+    sys.argv = [program, *flags]
+    sys.modules["__main__"] = (main := types.ModuleType("__main__"))
     main.__file__ = code.co_filename
     sys.stdout and sys.stdout.reconfigure(line_buffering=True)
     exec(code, main.__dict__)

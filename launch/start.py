@@ -1,8 +1,9 @@
 """Start a run, a race or a preflight check: the program that ./run.sh becomes.
 
-It chooses the preset, the data, the number of ranks and of threads; on GPUs also the flags with which every part of a
-run works and a step fits in memory (launch/preflight.py; .cache/preflight keeps its answer). Then it starts the ranks
-in this process, or becomes launch/race.py. Only the standard library is imported at first: --help works without .venv.
+It chooses the preset, the data, the number of ranks and of threads; on GPUs also the flags with
+which every part of a run works and a step fits in memory (launch/preflight.py; .cache/preflight
+keeps its answer). Then it starts the ranks in this process, or becomes launch/race.py. Only the
+standard library is imported at first: --help works without .venv.
 """
 
 import argparse
@@ -27,7 +28,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "preflight"
 PYTHON = sys.executable
-PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # found now: a forked child must not load libraries
+# found now: a forked child must not load libraries
+PRCTL = getattr(ctypes.CDLL(None), "prctl", None)
 USAGE = "./run.sh [options] [flags of train_gpt.py]"
 COMMANDS = """\
 Train one model, or race two versions. The first call fills .venv with packages.
@@ -42,20 +44,49 @@ Train one model, or race two versions. The first call fills .venv with packages.
 REST = """\
 All other flags set values of the run, such as --num_steps 300, --seed 7;
 --help-all lists them, with --preset frontier those of frontier."""
-TOOLS = {"sample": "sample.py", "watch": "launch/watch.py", **{
-    name: f"records/{name}.py" for name in ("stats", "verify", "ladder", "picture", "export", "board", "trace")}}
+TOOLS = {
+    "sample": "sample.py",
+    "watch": "launch/watch.py",
+    **{
+        name: f"records/{name}.py"
+        for name in ("stats", "verify", "ladder", "picture", "export", "board", "trace")
+    },
+}
 TRIAL = 0.6  # a run of fewer of the preset's steps cannot reach its target
-TRIAL_STEPS, TRIAL_SEQUENCES = 20, 16  # of --trial: of training, and of validation (up to 16 ranks share them evenly)
-# A small text is repeated up to TEXT_STEPS or MAX_EPOCHS, but at least to MIN_STEPS: fewer learn too little, more learn it
-# by heart (LOG.md)
-MIN_STEPS, TEXT_STEPS, MAX_EPOCHS = 40, 135, 8
-LIBRARY = (3, 11)  # version of Python to whose library the target of `laptop` belongs: the losses of others differ by up to 0.04
+# of --trial: of training, and of validation (up to 16 ranks share them evenly)
+TRIAL_STEPS = 20
+TRIAL_SEQUENCES = 16
+# A small text is repeated up to TEXT_STEPS or MAX_EPOCHS, but at least to MIN_STEPS: fewer learn
+# too little, more learn it by heart (LOG.md)
+MIN_STEPS = 40
+TEXT_STEPS = 135
+MAX_EPOCHS = 8
+# version of Python to whose library the target of `laptop` belongs: the losses of others differ by
+# up to 0.04
+LIBRARY = (3, 11)
 MIN_TOKENS = 64  # of a micro-batch, if a text does not fill one of the preset's
-MAX_CPU_SIZE = 2 ** 28  # of what a run without a GPU has in memory: 13 times laptop's, a sixth of speedrun's
-MAX_VAL_TOKENS, MIN_VAL_TOKENS = 2 ** 18, 10_000  # a byte's loss has sd 2 nats, so the mean of fewer is off by 0.02 or more
-# Fields of the config that no part of a run depends on: the preflight answer does not change with them
-UNCHECKED = {"seed", "target_val_loss", "val_every", "train_loss_every", "log_dir", "run_id", "save_every",
-             "keep_checkpoints", "save_model", "race", "profile", "warmup_steps", "timeout_s"}
+# of what a run without a GPU has in memory: 13 times laptop's, a sixth of speedrun's
+MAX_CPU_SIZE = 2**28
+# a byte's loss has sd 2 nats, so the mean of fewer is off by 0.02 or more
+MAX_VAL_TOKENS = 2**18
+MIN_VAL_TOKENS = 10_000
+# Fields of the config that no part of a run depends on: the preflight answer does not change with
+# them
+UNCHECKED = {
+    "seed",
+    "target_val_loss",
+    "val_every",
+    "train_loss_every",
+    "log_dir",
+    "run_id",
+    "save_every",
+    "keep_checkpoints",
+    "save_model",
+    "race",
+    "profile",
+    "warmup_steps",
+    "timeout_s",
+}
 
 
 class Refusal(Exception):
@@ -73,26 +104,62 @@ def say(line):
 
 # The command
 
+
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise Refusal(f"{message}; --help lists the options")
 
 
 def make_parser():
-    parser = Parser(prog="run.sh", usage=USAGE, description=COMMANDS, epilog=REST, add_help=False, allow_abbrev=False,
-                    formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=22,
-                                                      width=80))
+    parser = Parser(
+        prog="run.sh",
+        usage=USAGE,
+        description=COMMANDS,
+        epilog=REST,
+        add_help=False,
+        allow_abbrev=False,
+        formatter_class=functools.partial(
+            argparse.RawDescriptionHelpFormatter, max_help_position=22, width=80
+        ),
+    )
     add = parser.add_argument_group("runs").add_argument
-    add("--preset", metavar="NAME", help="laptop, the default without a GPU; speedrun, the default with one; frontier or "
-        "frontier89, for GPUs")
-    add("--text", nargs="+", action="extend", default=[], metavar="PATH", help="files or folders of text")
+    add(
+        "--preset",
+        metavar="NAME",
+        help=(
+            "laptop, the default without a GPU; speedrun, the default with one; frontier or "
+            "frontier89, for GPUs"
+        ),
+    )
+    add(
+        "--text",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="PATH",
+        help="files or folders of text",
+    )
     add("--val-fraction", metavar="X", help="with --text: part of each text for validation (0.1)")
     add("--field", metavar="NAME", help="with --text: field of JSON lines with the text (text)")
-    add("--resume", metavar="RUN", help="latest: what stopped last, a run or a race; or a log, a checkpoint, the "
-        "folder of a race")
+    add(
+        "--resume",
+        metavar="RUN",
+        help=(
+            "latest: what stopped last, a run or a race; or a log, a checkpoint, the "
+            "folder of a race"
+        ),
+    )
     add("--init_from", metavar="MODEL", help="start with the parameters of a saved model")
-    add("--trial", action="store_true", help="a short run or race: 20 steps, short validation, no target")
-    add("--preflight", action="store_true", help="check each part of a run, print a table, start no run")
+    add(
+        "--trial",
+        action="store_true",
+        help="a short run or race: 20 steps, short validation, no target",
+    )
+    add(
+        "--preflight",
+        action="store_true",
+        help="check each part of a run, print a table, start no run",
+    )
     add_race_options(parser.add_argument_group("races").add_argument)
     add = parser.add_argument_group("other").add_argument
     add("--setup", action="store_true", help="only create .venv")
@@ -102,14 +169,32 @@ def make_parser():
 
 
 def add_race_options(add):
-    """Add the options of a race to a parser, race.py's or this one; a value that is not given is None."""
-    add("-n", type=int, metavar="N", help="runs of each version, declared before the first (default: 5)")
-    add("--vs", action="append", default=[], metavar="WHAT", help="a git revision; or flags for the side with the "
-        "idea; repeat it for several; or a folder (with --cmd)")
-    add("--name", metavar="WORDS", help="name of this checkout in the race (default: this checkout)")
+    """Add the options of a race to a parser, race.py's or this one; a value that is not given is
+    None."""
+    add(
+        "-n",
+        type=int,
+        metavar="N",
+        help="runs of each version, declared before the first (default: 5)",
+    )
+    add(
+        "--vs",
+        action="append",
+        default=[],
+        metavar="WHAT",
+        help=(
+            "a git revision; or flags for the side with the "
+            "idea; repeat it for several; or a folder (with --cmd)"
+        ),
+    )
+    add(
+        "--name", metavar="WORDS", help="name of this checkout in the race (default: this checkout)"
+    )
     add("--cmd", help="what starts another project's script in the folder that --vs names")
     add("--until-decided", action="store_true", help="stop as soon as the verdict is known")
-    add("--max-n", type=int, metavar="N", help="with --until-decided: the most runs of each version")
+    add(
+        "--max-n", type=int, metavar="N", help="with --until-decided: the most runs of each version"
+    )
     add("-v", action="store_true", help="print all that each run prints")
     add("--alpha", type=float, metavar="P", help="level of each of the claim's tests (0.01)")
     add("--json", action="store_true", help="print the verdict as JSON, on the last line of stdout")
@@ -120,30 +205,50 @@ def join_versions(words):
     words = list(words)
     while "--vs" in words[:-1]:
         at = words.index("--vs")
-        words[at:at + 2] = [f"--vs={words[at + 1]}"]
+        words[at : at + 2] = [f"--vs={words[at + 1]}"]
     return words
 
 
 def spelled(words, own=()):
-    """Write each --flag as its program does: with dashes if it is in `own`, else with underscores as train_gpt.py."""
+    """Write each --flag as its program does: with dashes if it is in `own`, else with underscores
+    as train_gpt.py."""
+
     def spell(word):
         name, equals, value = word.partition("=")
-        dashes, underscores = f"--{name[2:].replace('_', '-')}", f"--{name[2:].replace('-', '_')}"
+        dashes = f"--{name[2:].replace('_', '-')}"
+        underscores = f"--{name[2:].replace('-', '_')}"
         return (dashes if dashes in own else underscores) + equals + value
+
     return [spell(word) if re.match(r"--\w", word) else word for word in words]
 
 
 def parse(words):
-    """Return (options, the race's words, flags for train_gpt.py), with paths as seen from the user's folder."""
+    """Return (options, the race's words, flags for train_gpt.py), with paths as seen from the
+    user's folder."""
     parser = make_parser()
-    options, flags = parser.parse_known_args(spelled(join_versions(words), parser._option_string_actions))
-    race = [word for name in ("n", "cmd", "max_n", "alpha", "name") if (value := getattr(options, name)) is not None
-            for word in ("-n" if name == "n" else f"--{name.replace('_', '-')}", str(value))]
-    race += [word for version in options.vs for word in ("--vs", version)] + ["--until-decided"] * options.until_decided
-    race += ["--trial"] * bool(race and options.trial) + ["-v"] * bool(race and options.v) + ["--json"] * options.json
+    options, flags = parser.parse_known_args(
+        spelled(join_versions(words), parser._option_string_actions)
+    )
+    race = [
+        word
+        for name in ("n", "cmd", "max_n", "alpha", "name")
+        if (value := getattr(options, name)) is not None
+        for word in ("-n" if name == "n" else f"--{name.replace('_', '-')}", str(value))
+    ]
+    race += [word for version in options.vs for word in ("--vs", version)] + [
+        "--until-decided"
+    ] * options.until_decided
+    race += (
+        ["--trial"] * bool(race and options.trial)
+        + ["-v"] * bool(race and options.v)
+        + ["--json"] * options.json
+    )
     idle = not (options.vs or options.cmd or options.until_decided or options.resume)
-    require(not race or not idle or options.n is not None or options.max_n, f"{' '.join(race)}: only a race has this, "
-            "and nothing here starts one; add -n N or --vs WHAT")
+    require(
+        not race or not idle or options.n is not None or options.max_n,
+        f"{' '.join(race)}: only a race has this, "
+        "and nothing here starts one; add -n N or --vs WHAT",
+    )
     if options.resume == "latest" and "--log_dir" not in " ".join(flags):
         options.resume = latest_race() or "latest"
     options.text = [*map(os.path.abspath, options.text)]
@@ -155,20 +260,27 @@ def parse(words):
     if preset := options.preset or options.text and "laptop":
         flags = ["--preset", preset, *flags]
     for name in ("val_fraction", "field"):
-        require(options.text or not getattr(options, name), f"--{name.replace('_', '-')} needs --text")
+        require(
+            options.text or not getattr(options, name), f"--{name.replace('_', '-')} needs --text"
+        )
     if options.resume is None:
         return options, race, flags
     require(not options.text, "--resume continues with the text of its run; leave out --text")
     if options.resume.endswith(".jsonl") or os.path.isdir(options.resume):
         require(not flags, f"--resume continues a race as it began; leave out {' '.join(flags)}")
         return options, ["--resume", options.resume, *race, *["-v"] * (options.v and not race)], []
-    require(not race, f"--resume continues one run; leave out {' '.join(race)}, or name the folder of a race")
+    require(
+        not race,
+        f"--resume continues one run; leave out {' '.join(race)}, or name the folder of a race",
+    )
     return options, [], ["--resume", options.resume, *flags]
 
 
 def latest_race():
-    """Return the folder of the newest race, if runs of it are left and no checkpoint in logs/ is newer; else None."""
+    """Return the folder of the newest race, if runs of it are left and no checkpoint in logs/ is
+    newer; else None."""
     from manifest import Manifest
+
     stopped = [*ROOT.glob("logs/race-*/race.jsonl"), *ROOT.glob("logs/*.ckpt")]
     newest = max(stopped, key=os.path.getmtime, default=Path())
     if newest.suffix != ".jsonl":
@@ -182,6 +294,7 @@ def latest_race():
 
 # Programs that this one starts before the ranks
 
+
 def interrupted(*_, kept="nothing was started"):
     os.write(2, f"run.sh: interrupted; {kept}\n".encode())
     os._exit(130)
@@ -194,25 +307,37 @@ def end_with_parent(number=signal.SIGTERM):
 
 
 def prepare_child():
-    """Prepare a forked child: this process passes Ctrl-C on, also when it ends; the child answers as soon as it can."""
+    """Prepare a forked child: this process passes Ctrl-C on, also when it ends; the child answers
+    as soon as it can."""
     os.setpgrp()
     end_with_parent(signal.SIGINT)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 
 
 def call(words, kept, tee=False):
-    """Run a program until it ends; exit if it fails. tee: print the lines of its output but the last, and return that.
+    """Run a program until it ends; exit if it fails. tee: print the lines of its output but the
+    last, and return that.
 
     After Ctrl-C, which the program answers first, say what is kept."""
+
     def pass_on(*_):
         noted.append(True)
         if child:
             with contextlib.suppress(IndexError):  # once
                 child.send_signal(unsent.pop())
-    noted, unsent, child, line = [], [signal.SIGINT], None, ""
+
+    noted = []
+    unsent = [signal.SIGINT]
+    child = None
+    line = ""
     signal.signal(signal.SIGINT, pass_on)
-    with subprocess.Popen(words, stdout=subprocess.PIPE if tee else None, text=True, errors="replace",
-                          preexec_fn=prepare_child) as child:
+    with subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE if tee else None,
+        text=True,
+        errors="replace",
+        preexec_fn=prepare_child,
+    ) as child:
         if noted:  # before there was a child
             pass_on()
         for following in child.stdout or ():
@@ -222,7 +347,8 @@ def call(words, kept, tee=False):
         interrupted(kept=kept)
     signal.signal(signal.SIGINT, interrupted)
     if child.returncode < 0:
-        script, by = next(word for word in words if word.endswith(".py")), signal.Signals(-child.returncode).name
+        script = next(word for word in words if word.endswith(".py"))
+        by = signal.Signals(-child.returncode).name
         say(f"error: {script} was killed by {by}")
     if child.returncode:
         print(line, end="", flush=True)
@@ -243,26 +369,37 @@ def make_data(script, *arguments, tee=False):
 
 # Choices
 
+
 def encode_text(paths, options):
     """Make shards of a user's text. Return flags that name them."""
     name = re.sub(r"[^A-Za-z0-9]", "_", Path(paths[0]).stem)
-    out = f"data/own-{name}-{zlib.crc32(os.fsencode(chr(10).join(paths)))}"  # other paths, another folder
+    # other paths, another folder
+    out = f"data/own-{name}-{zlib.crc32(os.fsencode(chr(10).join(paths)))}"
     words = [*paths, "--out", out, "--encoding", "bytes", "--force", "--by-content", *options]
-    shards = make_data("text.py", *words, tee=True).strip()  # of each text: an earlier run may still need its own
+    # of each text: an earlier run may still need its own
+    shards = make_data("text.py", *words, tee=True).strip()
     return ["--train_files", f"{shards}/*_train_*.bin", "--val_files", f"{shards}/*_val_*.bin"]
 
 
 def choose(flags, text, trial):
-    """Return (GPUs, ranks, preset, config, flags with the choices for this machine and these data)."""
+    """Return (GPUs, ranks, preset, config, flags with the choices for this machine and these
+    data)."""
     import torch
 
     import preflight
     import train_gpt
+
     gpus = preflight.count_gpus()
-    require(gpus or torch.version.cuda or torch.version.hip or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-            or not train_gpt.nvidia_smi("driver_version"), "this machine has an NVIDIA driver, but .venv holds torch's build "
-            "for CPUs, installed on a machine without one. Remove it (rm -r .venv) and run this again, or train on the CPU: "
-            "CUDA_VISIBLE_DEVICES= ./run.sh")
+    require(
+        gpus
+        or torch.version.cuda
+        or torch.version.hip
+        or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+        or not train_gpt.nvidia_smi("driver_version"),
+        "this machine has an NVIDIA driver, but .venv holds torch's build for CPUs, installed on a"
+        " machine without one. Remove it (rm -r .venv) and run this again, or train on the CPU:"
+        " CUDA_VISIBLE_DEVICES= ./run.sh",
+    )
     preset, config, presets = read_flags(flags, gpus)
     if trial:  # before the user's flags, which win
         shorter = {"num_steps": TRIAL_STEPS}
@@ -272,10 +409,13 @@ def choose(flags, text, trial):
         preset, config, _ = read_flags(flags, gpus)
     ranks = train_gpt.usable_ranks(config, gpus or 2)
     if ranks < (gpus or 2):
-        say(f"{ranks} rank(s) instead of {gpus or 2}: ranks share the {config.micro_batches} micro-batches of a step "
-            "evenly; --micro_batches changes their number")
+        say(
+            f"{ranks} rank(s) instead of {gpus or 2}: ranks share the {config.micro_batches}"
+            " micro-batches of a step evenly; --micro_batches changes their number"
+        )
     train_gpt.check_config(config, ranks)  # once here, and not on each rank
-    given, usual = train_gpt.make_parser(presets).parse_args(flags), presets[preset]
+    given = train_gpt.make_parser(presets).parse_args(flags)
+    usual = presets[preset]
     chosen = fit_text(config, given) if text else {}
     why = ""
     if text or config.resume or given.target_val_loss is not None:
@@ -289,7 +429,10 @@ def choose(flags, text, trial):
         why = f"the text is the library of Python {here}, not of {there}"
     if why:
         chosen = {"target_val_loss": 0}
-        say(f"{why}: the preset's target {usual.target_val_loss} does not apply, and the run has none; --target_val_loss sets one")
+        say(
+            f"{why}: the preset's target {usual.target_val_loss} does not apply, and the run has"
+            " none; --target_val_loss sets one"
+        )
     if not config.resume and given.preset is None:  # the same on both sides of a race
         flags = ["--preset", preset, *flags]
     flags = flags + as_flags(chosen)
@@ -297,14 +440,18 @@ def choose(flags, text, trial):
 
 
 def read_flags(flags, gpus):
-    """Return (preset, config, presets of its program). Refusal if the flags are wrong or the run needs a GPU."""
+    """Return (preset, config, presets of its program). Refusal if the flags are wrong or the run
+    needs a GPU."""
     import train_gpt
     from ranks import program_of
+
     told = io.StringIO()
     try:
         presets = program_of(flags).PRESETS
         with contextlib.redirect_stderr(told):
-            preset, config = train_gpt.parse_config(flags, "speedrun" if gpus else "laptop", presets)
+            preset, config = train_gpt.parse_config(
+                flags, "speedrun" if gpus else "laptop", presets
+            )
     except train_gpt.RunError as error:
         raise Refusal(error) from None
     except SystemExit:
@@ -312,36 +459,52 @@ def read_flags(flags, gpus):
         raise Refusal(re.sub(r"\S+ --help", "./run.sh --help-all", reason)) from None
     tokens = max(config.val_len, *train_gpt.micro_batch_lengths(config))
     tables = sum(table.rows * table.width for table in config.ngrams)
-    require(gpus or 64 * tokens * config.model_dim + tables <= MAX_CPU_SIZE, f"{preset} is for GPUs: up to {tokens:,} "
-            f"tokens at once in {config.model_dim} channels, n-gram tables of {tables:,} values. torch finds no GPU "
-            "here; take --preset laptop, or a machine with an NVIDIA GPU and its driver")
+    require(
+        gpus or 64 * tokens * config.model_dim + tables <= MAX_CPU_SIZE,
+        f"{preset} is for GPUs: up to {tokens:,} tokens at once in {config.model_dim} channels,"
+        f" n-gram tables of {tables:,} values. torch finds no GPU here; take --preset laptop, or a"
+        " machine with an NVIDIA GPU and its driver",
+    )
     return preset, config, presets
 
 
 def as_flags(values):
-    return [word for name, value in values.items()
-            for word in (f"--{name}", str(value).lower() if isinstance(value, bool) else str(value))]
+    return [
+        word
+        for name, value in values.items()
+        for word in (f"--{name}", str(value).lower() if isinstance(value, bool) else str(value))
+    ]
 
 
 def fit_text(config, given):
-    """Choose values by the size of a user's text, except those that the user gives; print the reasons."""
+    """Choose values by the size of a user's text, except those that the user gives; print the
+    reasons."""
     import train_gpt
-    config = dataclasses.replace(config, num_steps=given.num_steps or max(config.num_steps, TEXT_STEPS))
-    train, val = train_gpt.find_shards(config.train_files), train_gpt.find_shards(config.val_files)
+
+    config = dataclasses.replace(
+        config, num_steps=given.num_steps or max(config.num_steps, TEXT_STEPS)
+    )
+    train = train_gpt.find_shards(config.train_files)
+    val = train_gpt.find_shards(config.val_files)
     sizes = [shard.tokens for shard in train]
 
     def read(epochs):
         """Return (the steps that the text fills, those of the first epoch, the stream after them)."""
-        stream, steps, first = train_gpt.Stream(train, dataclasses.replace(config, epochs=epochs)), 0, 0
+        stream = train_gpt.Stream(train, dataclasses.replace(config, epochs=epochs))
+        steps = 0
+        first = 0
         with contextlib.suppress(train_gpt.RunError):  # the text ends
-            while steps < config.num_steps and (stated or steps < max(MIN_STEPS, MAX_EPOCHS * first)):
+            while steps < config.num_steps and (
+                stated or steps < max(MIN_STEPS, MAX_EPOCHS * first)
+            ):
                 stream.next_batch(train_gpt.plan_of(config, steps))
                 steps += 1
                 first += stream.position[0] < len(train)
         stream.close()
         return steps, first, stream
 
-    stated, chosen = given.epochs or given.num_steps, {}
+    stated = given.epochs or given.num_steps
+    chosen = {}
     steps, _, stream = read(1)
     while not steps and given.micro_batch_tokens is None and config.micro_batch_tokens > MIN_TOKENS:
         chosen = {"micro_batch_tokens": config.micro_batch_tokens // 2}
@@ -351,48 +514,87 @@ def fit_text(config, given):
         # whole sequences: attention then meets contexts as long as those of validation
         longer = {"max_document_tokens": given.max_document_tokens or config.micro_batch_tokens + 1}
         config = dataclasses.replace(config, **longer)
-        steps, first, stream = read(stated or MIN_STEPS)  # enough epochs: each fills a step at least
+        # enough epochs: each fills a step at least
+        steps, first, stream = read(stated or MIN_STEPS)
         chosen |= {**longer, "ngram_reset": first}
-    batch, about = train_gpt.tokens_of_steps(config, 1), f"{sum(sizes):,} training tokens"
-    require(steps, f"the text's {about} are too few for a step: each of its {config.micro_batches} micro-batches takes "
-            f"whole documents, of up to {config.max_document_tokens} tokens, until it has more than "
-            f"{config.micro_batch_tokens}; give more text, or smaller --max_document_tokens, --micro_batches or "
-            "--micro_batch_tokens")
+    batch = train_gpt.tokens_of_steps(config, 1)
+    about = f"{sum(sizes):,} training tokens"
+    require(
+        steps,
+        f"the text's {about} are too few for a step: each of its {config.micro_batches}"
+        f" micro-batches takes whole documents, of up to {config.max_document_tokens} tokens, until"
+        f" it has more than {config.micro_batch_tokens}; give more text, or smaller"
+        " --max_document_tokens, --micro_batches or --micro_batch_tokens",
+    )
     at, document, _ = stream.position
-    epochs, part = at // len(train) + 1, document / len(stream.loaded[at].result().starts) if at in stream.loaded else 1
-    passes = at // len(train) + (sum(sizes[:at % len(train)]) + part * sizes[at % len(train)]) / sum(sizes)  # over the text
+    epochs = at // len(train) + 1
+    part = document / len(stream.loaded[at].result().starts) if at in stream.loaded else 1
+    # over the text
+    passes = at // len(train) + (
+        sum(sizes[: at % len(train)]) + part * sizes[at % len(train)]
+    ) / sum(sizes)
     whole = int(0.97 * steps / passes)
     chosen |= {"target_val_loss": 0, "num_steps": steps, "epochs": epochs}
-    say(f"text: {about} (bytes), {steps} steps of {batch:,}: " + (
-        f"{passes:.1f} epochs; the n-gram tables are reset after each, so that they do not memorize "
-        "the text" if epochs > 1 else
-        f"part of the text; nearly all of it takes --num_steps {whole}" if whole > 1.05 * steps else "one epoch"))
+    say(
+        f"text: {about} (bytes), {steps} steps of {batch:,}: "
+        + (
+            f"{passes:.1f} epochs; the n-gram tables are reset after each, so that they do not"
+            " memorize the text"
+            if epochs > 1
+            else (
+                f"part of the text; nearly all of it takes --num_steps {whole}"
+                if whole > 1.05 * steps
+                else "one epoch"
+            )
+        )
+    )
     if (held := sum(shard.tokens for shard in val)) > MAX_VAL_TOKENS:
         chosen["val_tokens"] = MAX_VAL_TOKENS // config.val_len * config.val_len
-        say(f"text: validation on {chosen['val_tokens']:,} of {held:,} tokens, for speed; --val_tokens 0 uses all")
+        say(
+            f"text: validation on {chosen['val_tokens']:,} of {held:,} tokens, for speed;"
+            " --val_tokens 0 uses all"
+        )
     elif held < MIN_VAL_TOKENS:
-        say(f"text: validation on only {held:,} tokens, so the validation loss means little; give more text, or a "
-            "--val-fraction above 0.1")
+        say(
+            f"text: validation on only {held:,} tokens, so the validation loss means little; give"
+            " more text, or a --val-fraction above 0.1"
+        )
     return {name: value for name, value in chosen.items() if getattr(given, name) is None}
 
 
 def preflight(config, flags, ranks, gpus, show_only):
-    """Return the flags that a run must take on this machine; from the cache, if show_only is false."""
+    """Return the flags that a run must take on this machine; from the cache, if show_only is
+    false."""
     import torch
 
     import train_gpt
-    checked = {name: str(value) for name, value in dataclasses.asdict(config).items() if name not in UNCHECKED}
+
+    checked = {
+        name: str(value)
+        for name, value in dataclasses.asdict(config).items()
+        if name not in UNCHECKED
+    }
     # comments, docstrings and formatting need no new check
-    sources = [train_gpt.code_of(Path(file).read_text(encoding="utf-8"))
-               for file in (*train_gpt.source_files(config), Path(__file__).with_name("preflight.py"))]
-    key = {"source": hashlib.sha256("".join(sources).encode()).hexdigest(), "torch": torch.__version__, "ranks": ranks,
-           "gpus": gpus and train_gpt.nvidia_smi("name,driver_version"),
-           "visible": os.environ.get("CUDA_VISIBLE_DEVICES"), "config": checked}
+    sources = [
+        train_gpt.code_of(Path(file).read_text(encoding="utf-8"))
+        for file in (*train_gpt.source_files(config), Path(__file__).with_name("preflight.py"))
+    ]
+    key = {
+        "source": hashlib.sha256("".join(sources).encode()).hexdigest(),
+        "torch": torch.__version__,
+        "ranks": ranks,
+        "gpus": gpus and train_gpt.nvidia_smi("name,driver_version"),
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "config": checked,
+    }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     path = CACHE / f"{digest}.json"
     if path.exists() and not show_only:
         answer = json.loads(path.read_text())["flags"]
-        say(f"preflight: {shlex.join(as_flags(answer)) or 'all parts work'} (checked before; --preflight checks again)")
+        say(
+            f"preflight: {shlex.join(as_flags(answer)) or 'all parts work'} (checked before;"
+            " --preflight checks again)"
+        )
         return as_flags(answer)
     say("preflight: checks each part of a run once; on GPUs this takes minutes while it compiles")
     words = [PYTHON, "-I", "launch/preflight.py", f"--ranks={ranks}", *flags]
@@ -400,25 +602,41 @@ def preflight(config, flags, ranks, gpus, show_only):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".tmp").write_text(json.dumps({**key, "flags": answer}, indent=1) + "\n")
     path.with_suffix(".tmp").replace(path)
-    say(f"preflight: {shlex.join(as_flags(answer)) or 'all parts work'}{' is needed on this machine' * bool(answer)}")
+    say(
+        "preflight:"
+        f" {shlex.join(as_flags(answer)) or 'all parts work'}{' is needed on this machine' * bool(answer)}"
+    )
     return as_flags(answer)
 
 
 # After a run
 
+
 def longer_run(words, config, text):
-    """Return the command of a longer run than the one that these words started, of one pass over the data at most."""
-    steps = [2 * count for count in (2 * config.num_steps, config.num_steps) if lasts(config, 2 * count)]
+    """Return the command of a longer run than the one that these words started, of one pass over
+    the data at most."""
+    steps = [
+        2 * count for count in (2 * config.num_steps, config.num_steps) if lasts(config, 2 * count)
+    ]
     if not steps and "--trial" not in words:
-        return "for a better model give more text: more steps on this one would learn it by heart" if text else ""
+        return (
+            "for a better model give more text: more steps on this one would learn it by heart"
+            if text
+            else ""
+        )
     more = [] if "--trial" in words else ["--num_steps", str(steps[0])]
-    kept = re.sub(r" --(trial|num[-_]steps[= ]\d+)(?= |$)", "", " ".join(map(shlex.quote, ["./run.sh", *words])))
+    kept = re.sub(
+        r" --(trial|num[-_]steps[= ]\d+)(?= |$)",
+        "",
+        " ".join(map(shlex.quote, ["./run.sh", *words])),
+    )
     return " ".join(["a longer run:", kept, *more])
 
 
 def lasts(config, steps):
     """Return whether the data suffice for so many steps without repetition."""
     import train_gpt
+
     config = dataclasses.replace(config, num_steps=steps, epochs=1)
     with contextlib.suppress(train_gpt.RunError):
         shards = train_gpt.find_shards(config.train_files, config.train_shards)
@@ -429,7 +647,8 @@ def lasts(config, steps):
 
 
 def replace_model(model):
-    """Keep one model of those that nobody asked for: remove that of the run before, as it said. Return what to say."""
+    """Keep one model of those that nobody asked for: remove that of the run before, as it said.
+    Return what to say."""
     note = ROOT / ".cache" / "replaceable"
     said = "the next run replaces this model; --save_model true keeps one"
     with contextlib.suppress(OSError):  # the user removed it
@@ -444,26 +663,44 @@ def replace_model(model):
 
 def written(folder):
     """Return the logs and models in a folder, each with the time of its last change."""
-    return {(path, path.stat().st_mtime_ns) for path in Path(folder).resolve().glob("*")
-            if path.suffix in (".txt", ".pt")}
+    return {
+        (path, path.stat().st_mtime_ns)
+        for path in Path(folder).resolve().glob("*")
+        if path.suffix in (".txt", ".pt")
+    }
 
 
 def show_results(folder, before, longer, asked):
-    """Print a sample of the new model, meanwhile draw the new log, and say what is next. A failure here does not matter."""
+    """Print a sample of the new model, meanwhile draw the new log, and say what is next. A failure
+    here does not matter."""
     import sample
+
     new = [path for path, _ in sorted(written(folder) - before, key=lambda found: found[1])]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, lambda number, _: os._exit(128 + number))
     try:
-        pictures = [subprocess.Popen([PYTHON, "records/picture.py", log], stdout=subprocess.PIPE, preexec_fn=end_with_parent)
-                    for log in [path for path in new if path.suffix == ".txt" and b'\n{"end": ' in path.read_bytes()][-1:]]
+        pictures = [
+            subprocess.Popen(
+                [PYTHON, "records/picture.py", log],
+                stdout=subprocess.PIPE,
+                preexec_fn=end_with_parent,
+            )
+            for log in [
+                path for path in new if path.suffix == ".txt" and b'\n{"end": ' in path.read_bytes()
+            ][-1:]
+        ]
         for model in [path for path in new if path.suffix == ".pt"][-1:]:
             os.write(1, b"\nText that this model writes:\n\n")
             sys.stdout.reconfigure(errors="backslashreplace")  # for a terminal without UTF-8
             sample.main([str(model), "--tokens", "300"])
             sys.stdout.flush()
-            lines = ["", 'more text: ./run.sh sample --prompt "..."', longer, "" if asked else replace_model(model)]
+            lines = [
+                "",
+                'more text: ./run.sh sample --prompt "..."',
+                longer,
+                "" if asked else replace_model(model),
+            ]
             os.write(1, os.fsencode("\n".join([*lines[:2], *filter(None, lines[2:]), ""])))
         for picture in pictures:
             os.write(1, picture.communicate()[0])
@@ -473,21 +710,31 @@ def show_results(folder, before, longer, asked):
 
 # The whole
 
+
 def run_once(config, ranks, flags, longer):
-    """Start the ranks as a race does: neither PYTHON* variables nor a module beside the script changes them."""
+    """Start the ranks as a race does: neither PYTHON* variables nor a module beside the script
+    changes them."""
     import train_gpt
     from ranks import start as start_ranks
+
     for name in [name for name in os.environ if name.startswith("PYTHON")]:
         del os.environ[name]
     say(f"starting {ranks} rank(s)")
-    before, began = written(config.log_dir), time.time()
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a run outlives the reader, and a rank's connection may break
+    before = written(config.log_dir)
+    began = time.time()
+    # a run outlives the reader, and a rank's connection may break
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     status = start_ranks(ranks, train_gpt.source_files(config)[0].name, flags)
     if status == 0:
         asked = any(word.startswith(("--save_model", "--train_files")) for word in flags)
         show_results(config.log_dir, before, longer, asked)
-    elif status == 130 and any(path.stat().st_mtime >= began for path in Path(config.log_dir).glob("*.ckpt")):
-        say(f"to continue: ./run.sh --resume latest{f' --log_dir {config.log_dir}' * (config.log_dir != type(config).log_dir)}")
+    elif status == 130 and any(
+        path.stat().st_mtime >= began for path in Path(config.log_dir).glob("*.ckpt")
+    ):
+        say(
+            "to continue: ./run.sh --resume"
+            f" latest{f' --log_dir {config.log_dir}' * (config.log_dir != type(config).log_dir)}"
+        )
     return status
 
 
@@ -498,13 +745,21 @@ def reason_of(error):
         cause = cause.__cause__
     if isinstance(cause, (ImportError, OSError)) and re.search(r"\.so\b", str(cause)):
         path = os.environ.get("LD_LIBRARY_PATH")
-        return f"a library cannot be loaded: {cause}. LD_LIBRARY_PATH is {path!r}; unset it and try again"
-    told = isinstance(error, OSError) or type(error).__name__ in ("Refusal", "RunError", "UserError")
+        return (
+            f"a library cannot be loaded: {cause}. LD_LIBRARY_PATH is {path!r}; unset it and try"
+            " again"
+        )
+    told = isinstance(error, OSError) or type(error).__name__ in (
+        "Refusal",
+        "RunError",
+        "UserError",
+    )
     return str(error) if told else traceback.format_exc(-1).strip()
 
 
 def main(words):
-    """Do what the words say. Return the exit status: 2, with --json after an object, if nothing can be started."""
+    """Do what the words say. Return the exit status: 2, with --json after an object, if nothing
+    can be started."""
     try:
         return begin(words)
     except SystemExit as ended:
@@ -515,13 +770,26 @@ def main(words):
         reason = reason_of(error)
         say(f"error: {reason}")
     if "--json" in words:
-        print(json.dumps({"verdict": "not judged", "reason": reason, "status": 2, "folder": None, "best": None,
-                          "sides": [], "ideas": []}), flush=True)
+        print(
+            json.dumps(
+                {
+                    "verdict": "not judged",
+                    "reason": reason,
+                    "status": 2,
+                    "folder": None,
+                    "best": None,
+                    "sides": [],
+                    "ideas": [],
+                }
+            ),
+            flush=True,
+        )
     return 2
 
 
 def begin(words):
     from ranks import program_of
+
     if words[:1] and words[0] in TOOLS:
         become([ROOT / TOOLS[words[0]], *words[1:]])
     options, race, flags = parse(words)
@@ -535,27 +803,38 @@ def begin(words):
     if race[:1] == ["--resume"]:
         become(["launch/race.py", *race])
     import train_gpt
+
     if options.text:
         given = {"--val-fraction": options.val_fraction, "--field": options.field}
-        flags = encode_text(options.text, [word for item in given.items() if item[1] for word in item]) + flags
+        flags = (
+            encode_text(options.text, [word for item in given.items() if item[1] for word in item])
+            + flags
+        )
     gpus, ranks, preset, config, flags = choose(flags, options.text, options.trial)
-    if not gpus and (race or options.preflight):  # for new processes; a fork of this one chooses as many itself
+    if not gpus and (
+        race or options.preflight
+    ):  # for new processes; a fork of this one chooses as many itself
         os.environ.setdefault("OMP_NUM_THREADS", str(train_gpt.cpu_threads(config, ranks)))
     if config.train_files == program_of(flags).PRESETS[preset].train_files:
         make_data(*(["stdlib.py"] if preset == "laptop" else ["fineweb.py", "9"]))
-    if options.preflight or gpus and not config.resume:  # a run that is resumed keeps the flags that it began with
+    if (
+        options.preflight or gpus and not config.resume
+    ):  # a run that is resumed keeps the flags that it began with
         flags += preflight(config, flags, ranks, gpus, options.preflight)
     if options.preflight:
         return 0
     if race:
         become(["launch/race.py", *race, "--ranks", str(ranks), "--", *flags])
-    return run_once(config, ranks, flags, "" if config.resume else longer_run(words, config, options.text))
+    return run_once(
+        config, ranks, flags, "" if config.resume else longer_run(words, config, options.text)
+    )
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, interrupted)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # run.sh blocks it until here
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks for a checkpoint, and there is no rank yet
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end without a traceback when the reader of the output is gone
+    # end without a traceback when the reader of the output is gone
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.path += [str(ROOT), str(ROOT / "launch"), str(ROOT / "records")]
     sys.exit(main(sys.argv[1:]))

@@ -1,10 +1,11 @@
-"""Serve a web page, on this machine only, with the latest runs in shared charts; it reloads while they run.
+"""Serve a web page, on this machine only, with the latest runs in shared charts; it reloads while
+they run.
 
     python launch/watch.py                  logs/ and its subfolders at http://127.0.0.1:8000
     python launch/watch.py FOLDER --port 0  another folder; port 0: any free port
 
-It only reads logs. Each open page takes some hundredths of a second of one core every 5 s, so do not use it while a run
-is timed on few cores. Ctrl-C stops it.
+It only reads logs. Each open page takes some hundredths of a second of one core every 5 s, so do
+not use it while a run is timed on few cores. Ctrl-C stops it.
 """
 
 import argparse
@@ -31,9 +32,12 @@ HOST = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")  # any port: `ssh -L` may 
 
 
 def latest(folder):
-    """Return ([(path, time stamp, run)] of the SHOWN logs that changed last and of their races, these races' folders,
-    messages about what is not shown)."""
-    stamps, runs, messages, homes = [], [], [], set()
+    """Return ([(path, time stamp, run)] of the SHOWN logs that changed last and of their races,
+    these races' folders, messages about what is not shown)."""
+    stamps = []
+    runs = []
+    messages = []
+    homes = set()
     for path in folder.rglob("*.txt"):
         try:
             stamps.append((path.stat().st_mtime_ns, path))
@@ -70,12 +74,17 @@ def judge(home, sides, alpha, changed):
 
     words = [str(home), "--json", f"--alpha={alpha}"]
     found = ladder.give([home], silent=True) if sides > 2 else stats.give(stats.parse(words))
-    return stats.last_line(found) if found["ideas"] else f"Verdict: {found['verdict']}: {found['reason']}."
+    return (
+        stats.last_line(found)
+        if found["ideas"]
+        else f"Verdict: {found['verdict']}: {found['reason']}."
+    )
 
 
 def state_of(run, changed):
     silent = time.time() - changed / 1e9
-    last, total = run.steps[-1] if run.steps else None, run.stated_steps
+    last = run.steps[-1] if run.steps else None
+    total = run.stated_steps
     if run.over:
         return run.reason or "ended"
     if silent >= SILENT_S:
@@ -83,7 +92,13 @@ def state_of(run, changed):
     if not last:
         return f"no step yet; written {silent:.0f} s ago"
     left = (total - last.step) * last.time_ms / last.step / 1000 if total and last.step else None
-    return "running" + ("" if left is None else f", {left:.0f} s left" if left < 100 else f", {left / 60:.0f} min left")
+    return "running" + (
+        ""
+        if left is None
+        else f", {left:.0f} s left"
+        if left < 100
+        else f", {left / 60:.0f} min left"
+    )
 
 
 def named(runs):
@@ -97,42 +112,78 @@ def named(runs):
 
 def describe(runs):
     """Return (rows, charts) of the latest runs of one preset."""
-    names, rows, losses, times, speeds = list(named(runs)), [], [], [], []
+    names = list(named(runs))
+    rows = []
+    losses = []
+    times = []
+    speeds = []
     groups = list(dict.fromkeys(group for _, group in names[::-1]))  # the oldest keeps its color
     for i, ((path, changed, run), (name, group)) in enumerate(zip(runs, names)):
-        line = {"name": name, "color": groups.index(group) % COLORS,
-                "style": "faint" * any(group == newer for _, newer in names[:i])}
+        line = {
+            "name": name,
+            "color": groups.index(group) % COLORS,
+            "style": "faint" * any(group == newer for _, newer in names[:i]),
+        }
         trained, validated, speed = pages.curves(run)
-        trained, dots = pages.running_means(trained, run.stated_steps), [dot for dot in validated if dot[1] is not None]
+        trained = pages.running_means(trained, run.stated_steps)
+        dots = [dot for dot in validated if dot[1] is not None]
         for at, lines in ((0, losses), (1, times)):
             if trained or dots:
-                lines.append({**line, "points": [(point[at], point[2]) for point in trained],
-                              "dots": [(dot[at], dot[2]) for dot in dots]})
+                lines.append(
+                    {
+                        **line,
+                        "points": [(point[at], point[2]) for point in trained],
+                        "dots": [(dot[at], dot[2]) for dot in dots],
+                    }
+                )
         if speed:
-            speeds.append({**line, "dots": [], "points": pages.running_means(speed, run.stated_steps)})
-        rows.append({**line, "file": path.name, "seed": (run.start or {}).get("seed", "-"),
-                     "step": run.last_step or 0, "steps": run.stated_steps or "?", "state": state_of(run, changed),
-                     "loss": run.validations[-1].loss if run.validations else None})
+            speeds.append(
+                {**line, "dots": [], "points": pages.running_means(speed, run.stated_steps)}
+            )
+        rows.append(
+            {
+                **line,
+                "file": path.name,
+                "seed": (run.start or {}).get("seed", "-"),
+                "step": run.last_step or 0,
+                "steps": run.stated_steps or "?",
+                "state": state_of(run, changed),
+                "loss": run.validations[-1].loss if run.validations else None,
+            }
+        )
     target = logs.target_of(runs[0][2])
     level = target and (target, f"target {target:g}")
-    charts = [pages.chart(title, unit, lines, mark, whole) for title, unit, lines, mark, whole in (
-        ("Loss over steps", "step", losses, level, True),
-        ("Loss over time", "seconds of training", times, level, False),
-        ("Milliseconds per step", "step", speeds, None, True)) if lines]
+    charts = [
+        pages.chart(title, unit, lines, mark, whole)
+        for title, unit, lines, mark, whole in (
+            ("Loss over steps", "step", losses, level, True),
+            ("Loss over time", "seconds of training", times, level, False),
+            ("Milliseconds per step", "step", speeds, None, True),
+        )
+        if lines
+    ]
     return rows, charts
 
 
 def page(folder):
     """Return the page: the latest runs by preset, the one that changed last first."""
     runs, homes, messages = latest(folder)
-    verdicts, presets = {}, {}
+    verdicts = {}
+    presets = {}
     for home in sorted(homes, reverse=True):
         with contextlib.suppress(logs.UserError, OSError):  # another's file
             verdicts[home.name] = verdict_of(home)
     for one in runs:
         presets.setdefault(str((one[2].start or {}).get("preset", "unknown")), []).append(one)
     sections = [(preset, *describe(of_preset)) for preset, of_preset in presets.items()]
-    return pages.render("watch.html.jinja", period=PERIOD_S, folder=folder, sections=sections, verdicts=verdicts, messages=messages)
+    return pages.render(
+        "watch.html.jinja",
+        period=PERIOD_S,
+        folder=folder,
+        sections=sections,
+        verdicts=verdicts,
+        messages=messages,
+    )
 
 
 def serve(folder, port):
@@ -144,35 +195,51 @@ def serve(folder, port):
                 super().handle()
 
         def do_GET(self):
-            # Another site's name that resolves to this machine must not read the logs (DNS rebinding)
+            # Another site's name that resolves to this machine must not read the logs (DNS
+            # rebinding)
             if not HOST.fullmatch(self.headers.get("Host", "")):
                 return self.send_error(403, f"open http://127.0.0.1:{port}/")
             if self.path != "/":
                 return self.send_error(404)
             content = page(folder).encode("utf-8", "replace")
             self.send_response(200)
-            for name, value in (("Content-Type", "text/html; charset=utf-8"), ("Content-Length", len(content))):
+            for name, value in (
+                ("Content-Type", "text/html; charset=utf-8"),
+                ("Content-Length", len(content)),
+            ):
                 self.send_header(name, str(value))
             self.end_headers()
             self.wfile.write(content)
 
         def log_message(self, *_):
             pass
+
     server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     port = server.server_port
     return server
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=logs.or_latest(logs.RACE), nargs="?", default=str(logs.HOME), help="default: logs; latest: the last race")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "folder",
+        type=logs.or_latest(logs.RACE),
+        nargs="?",
+        default=str(logs.HOME),
+        help="default: logs; latest: the last race",
+    )
     parser.add_argument("--port", type=int, default=8000, help="default: 8000")
     options = parser.parse_args(arguments)
     try:
         server = serve(Path(options.folder), options.port)
     except (OSError, OverflowError) as error:
         return logs.refuse("watch.py", f"port {options.port}: {error}; choose another --port")
-    print(f"http://127.0.0.1:{server.server_port}/ shows {options.folder}; Ctrl-C stops it", flush=True)
+    print(
+        f"http://127.0.0.1:{server.server_port}/ shows {options.folder}; Ctrl-C stops it",
+        flush=True,
+    )
     server.serve_forever()
 
 

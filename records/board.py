@@ -4,10 +4,10 @@
     python records/board.py                                      show the leaderboard
     python records/board.py write                                judge all records again, and write all pages
 
-`add` packs a race's logs and manifest into logs.tar.xz of a new folder. It refuses files that name this machine or its
-folders. If the race breaks a rule, it asks first. `add` and `write` write, from the folders alone, each record's README.md
-(its first line keeps the title) and the leaderboard records/README.md. A missing plot.png is drawn; remove one to draw
-it again.
+`add` packs a race's logs and manifest into logs.tar.xz of a new folder. It refuses files that name
+this machine or its folders. If the race breaks a rule, it asks first. `add` and `write` write, from
+the folders alone, each record's README.md (its first line keeps the title) and the leaderboard
+records/README.md. A missing plot.png is drawn; remove one to draw it again.
 
 Exit status: 0 written or shown, 2 not possible (stderr states why).
 """
@@ -41,15 +41,20 @@ HERE = Path(__file__).resolve().parent
 PLOT = "plot.png"
 MAX_DIFF_LINES = 60
 UNKNOWN = "unknown hardware"  # records on it have no rank
-# Keys that differ between any two runs, the race's own fields, and the first host's copy of the run's fields
-INCIDENTAL = re.compile(r"(?:config\.|hosts\.\d+\.)?(?:run_id|started|seed|race|launch|log_dir|source_sha256|git\.|"
-                        r"environment\.TORCHELASTIC_)|hosts\.0\.(?!ranks)")
+# Keys that differ between any two runs, the race's own fields, and the first host's copy of the
+# run's fields
+INCIDENTAL = re.compile(
+    r"(?:config\.|hosts\.\d+\.)?(?:run_id|started|seed|race|launch|log_dir|source_sha256|git\.|"
+    r"environment\.TORCHELASTIC_)|hosts\.0\.(?!ranks)"
+)
 
 
 # Contents of a record
 
+
 def judge_runs(folder: Path) -> dict:
-    """Return the report of stats.py, of a race of several ideas that of ladder.py. UserError if runs do not compare."""
+    """Return the report of stats.py, of a race of several ideas that of ladder.py. UserError if
+    runs do not compare."""
     manifest = manifest_in(folder)
     if manifest and len(manifest.race["sides"]) > 2:
         return ladder.report(ladder.judge([ladder.read(folder)]))
@@ -57,7 +62,9 @@ def judge_runs(folder: Path) -> dict:
     try:
         return stats.judge(stats.choose_sides(options), options)
     except UserError as reason:
-        raise UserError(f"{reason}; run `.venv/bin/python records/stats.py {folder}` for details") from None
+        raise UserError(
+            f"{reason}; run `.venv/bin/python records/stats.py {folder}` for details"
+        ) from None
 
 
 def judge_rules(folder: Path) -> tuple[list[dict], str]:
@@ -67,11 +74,14 @@ def judge_rules(folder: Path) -> tuple[list[dict], str]:
         case = verify.read_case(options)
         return [finding._asdict() for finding in verify.verify(options, case)], verify.unseen(case)
     except UserError as reason:
-        return [{"rule": "the rules can be checked", "verdict": "not checkable", "reason": str(reason)}], ""
+        return [
+            {"rule": "the rules can be checked", "verdict": "not checkable", "reason": str(reason)}
+        ], ""
 
 
 def flat(value: object, name: str = "") -> dict[str, str]:
-    """Flatten nested dicts, and a run's list of hosts, to texts under names like `hardware.device`."""
+    """Flatten nested dicts, and a run's list of hosts, to texts under names like
+    `hardware.device`."""
     if name == "hosts" and isinstance(value, list):
         value = dict(enumerate(value))
     if isinstance(value, dict):
@@ -81,7 +91,8 @@ def flat(value: object, name: str = "") -> dict[str, str]:
 
 
 def differences(sides: list[list[dict]]) -> list[tuple[str, ...]]:
-    """Return (name, value of each side) of all values that are equal within each side and differ between sides.
+    """Return (name, value of each side) of all values that are equal within each side and differ
+    between sides.
 
     sides: the first JSON line of each run's log, by side."""
     leaves = [[flat(start) for start in starts] for starts in sides]
@@ -100,7 +111,9 @@ def short_diff(before: str, after: str, names: tuple[str, str]) -> list[str]:
     changed = verify.difference(before, after)[2:]
     lines = [f"--- {names[0]}", f"+++ {names[1]}", *changed] if changed else []
     more = len(lines) - MAX_DIFF_LINES
-    return lines if more <= 0 else [*lines[:MAX_DIFF_LINES], f"… and {logs.plural(more, 'more line')}"]
+    return (
+        lines if more <= 0 else [*lines[:MAX_DIFF_LINES], f"… and {logs.plural(more, 'more line')}"]
+    )
 
 
 def lasting_name(side: stats.Side) -> str:
@@ -109,64 +122,129 @@ def lasting_name(side: stats.Side) -> str:
     versions = any(declared["revision"] for declared in side.declared.get("sides", {}).values())
     if not versions or not isinstance(git, dict) or git["revision"].startswith(side.label):
         return side.label
-    return f"{side.label} ({git['revision'][:7]}{'' if git['clean'] else ' with uncommitted changes'})"
+    return (
+        f"{side.label} ({git['revision'][:7]}{'' if git['clean'] else ' with uncommitted changes'})"
+    )
 
 
 def describe_side(side: stats.Side, folder: Path) -> dict:
     """Return what the pages show of a side."""
-    runs, letter = side.runs, side.name.removeprefix("side ")
+    runs = side.runs
+    letter = side.name.removeprefix("side ")
     start = flat(runs[0].start or {})
     ranks = logs.plural(runs[0].gpus, "rank") if runs[0].gpus else "unknown ranks"
     card = " and ".join(sorted({run.card or UNKNOWN for run in runs}))
-    source, declared = runs[0].source and runs[0].script, side.declared.get("sides", {}).get(letter)
+    source = runs[0].source and runs[0].script
+    declared = side.declared.get("sides", {}).get(letter)
     numbers = [race.run if (race := race_of(run)) else str(i) for i, run in enumerate(runs, 1)]
     shown = {}
     for number, run in zip(numbers, runs):
-        shown[number] = {"link": f"{logs.ARCHIVE}#{quote(Path(run.path).relative_to(folder).as_posix())}", "loss": run.loss_text,
-                         "seed": (run.start or {}).get("seed"), "time": run.train_time_ms and run.train_time_ms / 1000}
-    return {"label": side.label, "runs": shown, "start": start, "source": source,
-            "sha256": start.get("source_sha256") or source and hashlib.sha256(source.encode()).hexdigest(),
-            "flags": declared and shlex.join(declared["flags"]),
-            "where": f"{ranks} on {card}"}
+        shown[number] = {
+            "link": f"{logs.ARCHIVE}#{quote(Path(run.path).relative_to(folder).as_posix())}",
+            "loss": run.loss_text,
+            "seed": (run.start or {}).get("seed"),
+            "time": run.train_time_ms and run.train_time_ms / 1000,
+        }
+    return {
+        "label": side.label,
+        "runs": shown,
+        "start": start,
+        "source": source,
+        "sha256": (
+            start.get("source_sha256") or source and hashlib.sha256(source.encode()).hexdigest()
+        ),
+        "flags": declared and shlex.join(declared["flags"]),
+        "where": f"{ranks} on {card}",
+    }
 
 
 def describe(folder: Path) -> dict:
-    """Return everything that the pages show of a record. Raise UserError if stats.py gives no report."""
-    report, (found, unseen) = judge_runs(folder), judge_rules(folder)
+    """Return everything that the pages show of a record. Raise UserError if stats.py gives no
+    report."""
+    report = judge_runs(folder)
+    found, unseen = judge_rules(folder)
     if not (folder / PLOT).exists():
         stats.plot(report["sides"], report["verdicts"], str(folder / PLOT))
-    judged, declared = report["sides"], report["sides"][0].declared
+    judged = report["sides"]
+    declared = report["sides"][0].declared
     names = {side.label: lasting_name(side) for side in judged}
     several = len(judged) > 2
     claims = [rule for rule in found if rule["rule"] in verify.CLAIMS]
-    rules = sorted((rule for rule in found if rule not in claims), reverse=True,
-                   key=lambda rule: verify.VERDICTS.index(rule["verdict"]))
-    differ = [] if several else differences([[run.start or {} for run in side.runs] for side in judged])
+    rules = sorted(
+        (rule for rule in found if rule not in claims),
+        reverse=True,
+        key=lambda rule: verify.VERDICTS.index(rule["verdict"]),
+    )
+    differ = (
+        [] if several else differences([[run.start or {} for run in side.runs] for side in judged])
+    )
     if len(judged) == 1 and declared:
         judged = [stats.replace(judged[0], name="")]
     sides = [describe_side(side, folder) for side in judged]
     diff = []
     if len(sides) == 2 and None not in (sides[0]["source"], sides[1]["source"]):
-        diff = short_diff(sides[1]["source"], sides[0]["source"], (sides[1]["label"], sides[0]["label"]))
-    started = max((str(run.start["started"]) for run in judged[0].runs if "started" in (run.start or {})), default=folder.name[:10])
-    loss, broken = report["loss"], sum(rule["verdict"] == "fail" for rule in rules)
+        diff = short_diff(
+            sides[1]["source"], sides[0]["source"], (sides[1]["label"], sides[0]["label"])
+        )
+    started = max(
+        (str(run.start["started"]) for run in judged[0].runs if "started" in (run.start or {})),
+        default=folder.name[:10],
+    )
+    loss = report["loss"]
+    broken = sum(rule["verdict"] == "fail" for rule in rules)
     preset = sides[0]["start"].get("preset", "unknown preset")
-    trial = next((rule["reason"] for rule in rules if rule["rule"] == verify.VAL_TOKENS and verify.TRIAL in rule["reason"]), "")
-    return {"name": folder.name, "names": names, "title": title_of(folder), "path": f"records/{folder.name}", "report": report,
-            "several": several, "sides": sides, "differ": differ, "diff": diff, "started": started,
-            "date": started[:16].replace("T", " "), "claims": [] if several else claims, "rules": rules,
-            "broken": broken, "unseen": unseen, "preset": preset,
-            "good": bool(loss["significant"] and report["time"] and not broken and not judged[0].clock_reset),
-            "trial": trial and trial[trial.index(verify.TRIAL):],
-            "track": track_of(preset, sides[0]["where"], judged[0].runs[0], loss["target"]),
-            "decimals": 1 + max(run.loss_decimals for run in judged[0].runs), "rows": rows_of(sides)}
+    trial = next(
+        (
+            rule["reason"]
+            for rule in rules
+            if rule["rule"] == verify.VAL_TOKENS and verify.TRIAL in rule["reason"]
+        ),
+        "",
+    )
+    return {
+        "name": folder.name,
+        "names": names,
+        "title": title_of(folder),
+        "path": f"records/{folder.name}",
+        "report": report,
+        "several": several,
+        "sides": sides,
+        "differ": differ,
+        "diff": diff,
+        "started": started,
+        "date": started[:16].replace("T", " "),
+        "claims": [] if several else claims,
+        "rules": rules,
+        "broken": broken,
+        "unseen": unseen,
+        "preset": preset,
+        "good": bool(
+            loss["significant"] and report["time"] and not broken and not judged[0].clock_reset
+        ),
+        "trial": trial and trial[trial.index(verify.TRIAL) :],
+        "track": track_of(preset, sides[0]["where"], judged[0].runs[0], loss["target"]),
+        "decimals": 1 + max(run.loss_decimals for run in judged[0].runs),
+        "rows": rows_of(sides),
+    }
 
 
 def track_of(preset: str, where: str, run: logs.Run, target: float | None) -> str:
     """Return what the records of a leaderboard have in common."""
-    facts = {"CPU": run.cpu, "threads": run.threads, "torch": run.torch, "driver": run.driver, "validated on": run.validated_on}
-    return ", ".join([preset, where, *(f"{name} {fact}" for name, fact in facts.items() if fact),
-                      "no target" if target is None else f"target {target:g}"])
+    facts = {
+        "CPU": run.cpu,
+        "threads": run.threads,
+        "torch": run.torch,
+        "driver": run.driver,
+        "validated on": run.validated_on,
+    }
+    return ", ".join(
+        [
+            preset,
+            where,
+            *(f"{name} {fact}" for name, fact in facts.items() if fact),
+            "no target" if target is None else f"target {target:g}",
+        ]
+    )
 
 
 def rows_of(sides: list[dict]) -> list[dict]:
@@ -185,28 +263,48 @@ def title_of(folder: Path) -> str:
 
 # Pages
 
+
 def refusal(record: dict, other: dict) -> UserError | None:
-    """Return why stats.py does not compare two records, or None. Without their declarations runs may be of two machines."""
+    """Return why stats.py does not compare two records, or None. Without their declarations runs
+    may be of two machines."""
     try:
-        stats.check_comparable(*(stats.replace(one["report"]["sides"][0], declared={}) for one in (record, other)))
+        stats.check_comparable(
+            *(stats.replace(one["report"]["sides"][0], declared={}) for one in (record, other))
+        )
     except UserError as reason:
         return reason
 
 
 def leaderboards(records: list[dict]) -> list[dict]:
-    """Return leaderboards of records of one preset that stats.py compares, by time. A record with a rank is good, of known
-    hardware, and shares no run with another."""
+    """Return leaderboards of records of one preset that stats.py compares, by time. A record with
+    a rank is good, of known hardware, and shares no run with another."""
     boards = []
-    for record in sorted(records, key=lambda record: record["report"]["time"]["mean"] if record["report"]["time"] else math.inf):
+    for record in sorted(
+        records,
+        key=lambda record: (
+            record["report"]["time"]["mean"] if record["report"]["time"] else math.inf
+        ),
+    ):
+
         def unlike(row):
-            return record["preset"] != row["record"]["preset"] or isinstance(refusal(record, row["record"]), stats.Mixed)
+            return record["preset"] != row["record"]["preset"] or isinstance(
+                refusal(record, row["record"]), stats.Mixed
+            )
+
         rows = next((rows for rows in boards if not any(map(unlike, rows))), None)
         if rows is None:
             boards.append(rows := [])
         placed = [row["record"] for row in rows if row["rank"]]
-        good = record["good"] and UNKNOWN not in record["track"] and not any(refusal(record, other) for other in placed)
+        good = (
+            record["good"]
+            and UNKNOWN not in record["track"]
+            and not any(refusal(record, other) for other in placed)
+        )
         rows.append({"record": record, "rank": len(placed) + 1 if good else None})
-    return [{"track": max((row["record"]["track"] for row in rows), key=len), "rows": rows} for rows in boards]
+    return [
+        {"track": max((row["record"]["track"] for row in rows), key=len), "rows": rows}
+        for rows in boards
+    ]
 
 
 def write_pages() -> None:
@@ -214,10 +312,15 @@ def write_pages() -> None:
     folders = sorted((path.parent for path in HERE.glob("*/README.md")), reverse=True)
     require(folders, f"no records in {HERE}; make one with `board.py add`")
     records = sorted(map(describe, folders), key=lambda record: record["started"], reverse=True)
-    texts = {HERE / record["name"] / "README.md": pages.render("record.md.jinja", record=record) for record in records}
+    texts = {
+        HERE / record["name"] / "README.md": pages.render("record.md.jinja", record=record)
+        for record in records
+    }
     ladders = [record for record in records if record["several"]]
     boards = leaderboards([record for record in records if not record["several"]])
-    texts[HERE / "README.md"] = pages.render("board.md.jinja", newest=records[0], ladders=ladders, boards=boards)
+    texts[HERE / "README.md"] = pages.render(
+        "board.md.jinja", newest=records[0], ladders=ladders, boards=boards
+    )
     texts = {path: text.replace(f"{HERE.parent}{os.sep}", "") for path, text in texts.items()}
     for path, text in texts.items():
         check_private(path, text)
@@ -227,8 +330,10 @@ def write_pages() -> None:
 
 # Publishing
 
+
 def check_private(path: Path, text: str) -> None:
-    """Raise UserError if a text names this checkout's folder, the user's home folder or this machine.
+    """Raise UserError if a text names this checkout's folder, the user's home folder or this
+    machine.
 
     A machine whose name is also a word of the script, like `laptop`, reveals nothing."""
     names = {str(HERE.parent), os.path.expanduser("~"), socket.gethostname().partition(".")[0]}
@@ -236,8 +341,10 @@ def check_private(path: Path, text: str) -> None:
         at = re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", text)
         if at and name not in leaks.source_of_checkout():
             line = text.count("\n", 0, at.start()) + 1
-            raise UserError(f"{path.name}, line {line}, names this machine or one of its folders ({name}); "
-                              "race again, with data in data/, or remove the name from the race's files")
+            raise UserError(
+                f"{path.name}, line {line}, names this machine or one of its folders ({name}); "
+                "race again, with data in data/, or remove the name from the race's files"
+            )
 
 
 def files_of(race: Path) -> list[Path]:
@@ -250,22 +357,30 @@ def published(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8")
     except ValueError as error:
-        raise UserError(f"{path}: cannot be read as a log ({error}); copy it again, or remove it from the "
-                          "folder") from error
+        raise UserError(
+            f"{path}: cannot be read as a log ({error}); copy it again, or remove it from the "
+            "folder"
+        ) from error
     check_private(path, text)
     return text
 
 
 def add(race: Path, folder: Path, title: str) -> None:
-    """Make a record of a race. Raise UserError, without a trace, if there is no verdict or nobody wants the page."""
-    require(race.is_dir() and any(path.suffix == ".txt" for path in files_of(race)),
-            f"{race} holds no logs of a race; name a folder like logs/race-ID")
+    """Make a record of a race. Raise UserError, without a trace, if there is no verdict or nobody
+    wants the page."""
+    require(
+        race.is_dir() and any(path.suffix == ".txt" for path in files_of(race)),
+        f"{race} holds no logs of a race; name a folder like logs/race-ID",
+    )
     require(folder.resolve().parent == HERE, f"{folder} is not in {HERE}; name a new folder there")
     require(not folder.exists(), f"{folder} exists; choose another name, or remove it")
     folder.mkdir(parents=True)
-    print("board.py: packs the logs, judges them and checks the rules …", flush=True)  # it takes 15 s
+    # it takes 15 s
+    print("board.py: packs the logs, judges them and checks the rules …", flush=True)
     try:
-        logs.pack({path.name: published(path).encode() for path in files_of(race)}, folder / logs.ARCHIVE)
+        logs.pack(
+            {path.name: published(path).encode() for path in files_of(race)}, folder / logs.ARCHIVE
+        )
         judge_runs(race.resolve())  # a refusal names this folder: the new one will be gone
         (folder / "README.md").write_text(f"# {' '.join(title.split())}\n", encoding="utf-8")
         record = describe(folder)
@@ -274,9 +389,13 @@ def add(race: Path, folder: Path, title: str) -> None:
                 said = f"board.py: this race breaks a rule: {rule['rule']}: {rule['reason']}"
                 print(pages.wrap(said), file=sys.stderr)
         if record["broken"]:
-            print("board.py: write a page that says so? [y/N] ", end="", file=sys.stderr, flush=True)
-            require(sys.stdin.readline().strip().lower() in ("y", "yes"),
-                    "the race breaks a rule, and nothing was written; race again, or answer y")
+            print(
+                "board.py: write a page that says so? [y/N] ", end="", file=sys.stderr, flush=True
+            )
+            require(
+                sys.stdin.readline().strip().lower() in ("y", "yes"),
+                "the race breaks a rule, and nothing was written; race again, or answer y",
+            )
         write_pages()
     except BaseException:
         shutil.rmtree(folder)
@@ -285,15 +404,23 @@ def add(race: Path, folder: Path, title: str) -> None:
 
 def new_folder(word: str) -> Path:
     """Return the folder of a new record; a NAME gets the date."""
-    return HERE / f"{date.today()}_{word}" if re.fullmatch(r"(?!\d{4}-)[\w.-]+", word) else Path(word)
+    return (
+        HERE / f"{date.today()}_{word}" if re.fullmatch(r"(?!\d{4}-)[\w.-]+", word) else Path(word)
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command")
     adding = commands.add_parser("add", help="make a record folder from a race")
-    adding.add_argument("race", type=logs.or_latest(logs.RACE), help="the folder of a race, like logs/race-ID; or latest")
-    adding.add_argument("folder", type=new_folder, help="a new folder like records/DATE_NAME, or NAME for today's")
+    adding.add_argument(
+        "race",
+        type=logs.or_latest(logs.RACE),
+        help="the folder of a race, like logs/race-ID; or latest",
+    )
+    adding.add_argument(
+        "folder", type=new_folder, help="a new folder like records/DATE_NAME, or NAME for today's"
+    )
     adding.add_argument("title", help="what was tried, in a sentence")
     commands.add_parser("write", help="judge all records again, and write all pages")
     options = parser.parse_args(arguments)

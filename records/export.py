@@ -4,7 +4,8 @@
     python records/export.py logs/RUN.txt … --to tensorboard     then: tensorboard --logdir logs/speedrun
     python records/export.py logs/RUN.txt … --to wandb --out PROJECT --follow     live, until the runs end; or --to trackio
 
-Preset, seed, source and config of a run are in runs.csv, in TensorBoard's hyperparameters, or the dashboard's config.
+Preset, seed, source and config of a run are in runs.csv, in TensorBoard's hyperparameters, or the
+dashboard's config.
 """
 
 import argparse
@@ -25,7 +26,9 @@ class Table:
     """A CSV file, written again when a row has further columns."""
 
     def __init__(self, path, columns=()):
-        self.path, self.columns, self.rows = path, dict.fromkeys(columns), []
+        self.path = path
+        self.columns = dict.fromkeys(columns)
+        self.rows = []
         self.write()
 
     def write(self):
@@ -43,90 +46,176 @@ class Table:
 
 
 def tail(path):
-    """Yield (Run, what is new: [{key of STEP: value}]) again and again. Steps that a resumed run trains again are repeated."""
+    """Yield (Run, what is new: [{key of STEP: value}]) again and again. Steps that a resumed run
+    trains again are repeated."""
     told = resumes = 0
     while True:
         run = logs.last_run(path)
         if again := run.resumed[resumes:]:
             at = min(resumed["from_step"] for resumed in again)
-            resumes, told = len(run.resumed), min(told, sum(step.step <= at for step in run.steps))
+            resumes = len(run.resumed)
+            told = min(told, sum(step.step <= at for step in run.steps))
         losses = {line.step: line.loss for line in run.validations}
-        lines = [dict(zip(STEP, (step.step, step.time_ms, step.train_loss, losses.get(step.step) if step.validation else None)),
-                      **step.others) for step in run.steps[told:]]
+        lines = [
+            dict(
+                zip(
+                    STEP,
+                    (
+                        step.step,
+                        step.time_ms,
+                        step.train_loss,
+                        losses.get(step.step) if step.validation else None,
+                    ),
+                ),
+                **step.others,
+            )
+            for step in run.steps[told:]
+        ]
         told = len(run.steps)
-        yield run, [{key: value for key, value in line.items() if value is not None} for line in lines]
+        yield (
+            run,
+            [{key: value for key, value in line.items() if value is not None} for line in lines],
+        )
 
 
 def ended(path, run, silent_s=60):
-    """Return whether a run is over. TimeoutError if it was killed: it writes nothing, and no process locks its log."""
+    """Return whether a run is over. TimeoutError if it was killed: it writes nothing, and no
+    process locks its log."""
     if not run.over and (silent := time.time() - os.stat(path).st_mtime) > silent_s:
         with open(path, "rb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except OSError:  # its process holds the lock, or the file system has none
                 return False
-        raise TimeoutError(f"{path}: no new line for {silent:.0f} s, and no process writes this log: the run was killed")
+        raise TimeoutError(
+            f"{path}: no new line for {silent:.0f} s, and no process writes this log: the run was"
+            " killed"
+        )
     return run.over
 
 
 def opener(to, out):
-    """Return open_run(name, config), which returns (function of a step's values, function that ends the run)."""
+    """Return open_run(name, config), which returns (function of a step's values, function that
+    ends the run)."""
     if to == "csv":
         os.makedirs(out, exist_ok=True)
-        runs, steps = Table(f"{out}/runs.csv", ["run"]), Table(f"{out}/steps.csv", ["run", *STEP])
+        runs = Table(f"{out}/runs.csv", ["run"])
+        steps = Table(f"{out}/steps.csv", ["run", *STEP])
+
         def open_run(name, config):
             runs.add({"run": name, **config})
             return lambda line: steps.add({**line, "run": name}), lambda: None
+
     elif to == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter, summary
+
         def open_run(name, config):
             writer = SummaryWriter(f"{out}/{name}")
             for part in summary.hparams(config, {"val_loss": 0.0}):  # states no value of it
                 writer.file_writer.add_summary(part)
-            return lambda line: [writer.add_scalar(key, line[key], line["step"]) for key in line.keys() - {"step"}] and writer.flush(), writer.close
+            return (
+                lambda line: (
+                    [
+                        writer.add_scalar(key, line[key], line["step"])
+                        for key in line.keys() - {"step"}
+                    ]
+                    and writer.flush()
+                ),
+                writer.close,
+            )
+
     elif to == "wandb":
         import wandb
+
         def open_run(name, config):
-            run = wandb.init(project=os.path.basename(out), name=name, config=config, reinit="create_new")
-            run.define_metric("*", step_metric="step")  # wandb's own steps cannot decrease; those of a resumed run do
+            run = wandb.init(
+                project=os.path.basename(out), name=name, config=config, reinit="create_new"
+            )
+            # wandb's own steps cannot decrease; those of a resumed run do
+            run.define_metric("*", step_metric="step")
             return run.log, run.finish
+
     else:
         import trackio
-        def open_run(name, config):  # in a context of its own, since trackio ends the run that was begun before in the same
-            run = contextvars.Context().run(trackio.init, os.path.basename(out), name, config=config, auto_log_cpu=False, auto_log_gpu=False)
-            return lambda line: run.log({key: line[key] for key in line.keys() - {"step"}}, step=line["step"]), run.finish
+
+        # in a context of its own, since trackio ends the run that was begun before in the same
+        def open_run(name, config):
+            run = contextvars.Context().run(
+                trackio.init,
+                os.path.basename(out),
+                name,
+                config=config,
+                auto_log_cpu=False,
+                auto_log_gpu=False,
+            )
+            return (
+                lambda line: run.log(
+                    {key: line[key] for key in line.keys() - {"step"}}, step=line["step"]
+                ),
+                run.finish,
+            )
+
     return open_run
 
 
 def export(paths, open_run, follow):
     """Send what the logs state, and with `follow` what is added to them until all runs are over."""
-    tails, opened = {path: tail(path) for path in paths}, {}
+    tails = {path: tail(path) for path in paths}
+    opened = {}
     while tails:
         for path in [*tails]:
             run, lines = next(tails[path])
             if lines and path not in opened:
                 side = {"side": place[0]} if (place := place_of(run)) else {}
-                values = {**side, "preset": (run.start or {}).get("preset"), "seed": run.seed, "source": (run.source_sha256 or "")[:8], **logs.config_of(run)}
-                opened[path] = open_run(Path(path).stem, {key: one if isinstance(one, (bool, int, float)) else str(one) for key, one in values.items()})
+                values = {
+                    **side,
+                    "preset": (run.start or {}).get("preset"),
+                    "seed": run.seed,
+                    "source": (run.source_sha256 or "")[:8],
+                    **logs.config_of(run),
+                }
+                opened[path] = open_run(
+                    Path(path).stem,
+                    {
+                        key: one if isinstance(one, (bool, int, float)) else str(one)
+                        for key, one in values.items()
+                    },
+                )
             for line in lines:
                 opened[path][0](line)
             if not follow or ended(path, run):
                 del tails[path]
                 if path not in opened:
-                    raise ValueError(f"{path}: no step with a train_time{run.reason and f' ({run.reason})'}; name the log of a run")
+                    raise ValueError(
+                        f"{path}: no step with a train_time{run.reason and f' ({run.reason})'};"
+                        " name the log of a run"
+                    )
                 opened[path][1]()
         time.sleep(bool(tails))
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="+", metavar="RUN", type=logs.or_latest(logs.RACE, logs.RUN), help="the log of a run, or a folder of logs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        metavar="RUN",
+        type=logs.or_latest(logs.RACE, logs.RUN),
+        help="the log of a run, or a folder of logs",
+    )
     parser.add_argument("--to", required=True, choices=("csv", "tensorboard", "wandb", "trackio"))
     parser.add_argument("--out", help="the folder or the project", default="logs/speedrun")
     parser.add_argument("--follow", action="store_true", help="until the runs have ended")
     options = parser.parse_args(arguments)
     try:
-        paths = [log for path in options.paths for log in logs.files_in([path], []) if log.endswith(".txt") or log == path]
+        paths = [
+            log
+            for path in options.paths
+            for log in logs.files_in([path], [])
+            if log.endswith(".txt") or log == path
+        ]
         [logs.exists(path) or os.stat(path) for path in paths]  # before a dashboard is opened
         export(paths, opener(options.to, options.out), options.follow)
         files = {"csv": f"{options.out}/runs.csv and steps.csv", "tensorboard": options.out}
@@ -134,7 +223,11 @@ def main(arguments=None):
         print(f"{logs.plural(len(paths), 'run')} written: {place}")
         return 0
     except ImportError as error:
-        return logs.refuse("export.py", f"--to {options.to}: {error}; install it: .venv/bin/pip install {options.to}, or use --to csv")
+        return logs.refuse(
+            "export.py",
+            f"--to {options.to}: {error}; install it: .venv/bin/pip install {options.to}, or use"
+            " --to csv",
+        )
     except (OSError, ValueError) as error:
         return logs.refuse("export.py", error)
 

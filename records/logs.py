@@ -1,12 +1,13 @@
-"""Read run logs: every form that the speedrun community has written since 2024, and this project's own.
+"""Read run logs: every form that the speedrun community has written since 2024, and this project's
+own.
 
     python records/logs.py PATH...            list every run and file: used, rejected or duplicate, and why
     python records/logs.py --json PATH...     the same as JSON
 
-A PATH is a log (also .gz), an archive of logs (.tar, .tar.xz, .tar.gz) or a folder, which is searched except for names
-that begin with a dot. The files of a record's logs.tar.xz have the paths that they would have beside it, those of any
-other archive paths like `logs.tar/RUN.txt`. The reader does not guess and drops nothing silently: a run is used, or its
-file is listed with the reason.
+A PATH is a log (also .gz), an archive of logs (.tar, .tar.xz, .tar.gz) or a folder, which is
+searched except for names that begin with a dot. The files of a record's logs.tar.xz have the paths
+that they would have beside it, those of any other archive paths like `logs.tar/RUN.txt`. The reader
+does not guess and drops nothing silently: a run is used, or its file is listed with the reason.
 
 Rules
 - Only lines after the last separator (100 `=`) count. The text before it may be a script that quotes a log.
@@ -44,64 +45,140 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-SEPARATOR, UTF_16 = b"=" * 100, (b"\xff\xfe", b"\xfe\xff")
+SEPARATOR = b"=" * 100
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 MAX_FILE_MIB = 16  # uncompressed; the longest public log has 1.5
 MAX_ARCHIVE_MIB = 256  # all its files, uncompressed
 HOME = Path(__file__).resolve().parent.parent / "logs"
-RACE, RUN, MODEL = "race-*/race.jsonl", "*.txt", "*.pt"  # in it, what the newest of is `latest` to a tool
-ARCHIVE = "logs.tar.xz"  # of a record: all logs contain the same source, so they compress well together
-FILE_LINE = re.compile(r"^# file: ([\w.-]+\.py)\n", re.M)  # above each file of a source of several files
+# in it, what the newest of is `latest` to a tool
+RACE = "race-*/race.jsonl"
+RUN = "*.txt"
+MODEL = "*.pt"
+# of a record: all logs contain the same source, so they compress well together
+ARCHIVE = "logs.tar.xz"
+# above each file of a source of several files
+FILE_LINE = re.compile(r"^# file: ([\w.-]+\.py)\n", re.M)
 MAX_NOTES = 20  # on one run
 MAX_DEPTH = 50  # nesting of a JSON line; functions that walk it later need no guard
 MAX_MESSAGE = 300  # characters on stderr
-DOCUMENTS = {".md", ".markdown", ".rst", ".py", ".ipynb", ".json", ".jsonl", ".csv", ".tsv", ".html", ".pdf",
-             ".yaml", ".yml", ".toml", ".sh", ".png", ".jpg", ".svg"}  # never logs, though they may quote log lines
+DOCUMENTS = {
+    ".md",
+    ".markdown",
+    ".rst",
+    ".py",
+    ".ipynb",
+    ".json",
+    ".jsonl",
+    ".csv",
+    ".tsv",
+    ".html",
+    ".pdf",
+    # never logs, though they may quote log lines
+    ".yaml",
+    ".yml",
+    ".toml",
+    ".sh",
+    ".png",
+    ".jpg",
+    ".svg",
+}
 
 # Config values that do not change what is trained
-INCIDENTAL = {"seed", "run_id", "log_dir", "save_model", "sample_tokens", "train_loss_every", "timeout_s", "race",
-              "save_every", "keep_checkpoints", "resume"}
+INCIDENTAL = {
+    "seed",
+    "run_id",
+    "log_dir",
+    "save_model",
+    "sample_tokens",
+    "train_loss_every",
+    "timeout_s",
+    "race",
+    "save_every",
+    "keep_checkpoints",
+    "resume",
+}
 
 # Kinds of rejection. UNREADABLE concerns the input; the others are facts about a run or file.
-UNREADABLE, NOT_A_LOG, INCOMPLETE, NOT_FINITE = "unreadable", "not a log", "incomplete", "not finite"
+UNREADABLE = "unreadable"
+NOT_A_LOG = "not a log"
+INCOMPLETE = "incomplete"
+NOT_FINITE = "not finite"
 
 _SEPARATOR_LINE = re.compile(rb"^%b(?:\n|\Z)" % SEPARATOR, re.M)
 _RELEVANT = re.compile(rb'step:|step +\d+/\d+ *\||s:\d|\{"run_id"|\{"end"|\{"resumed"|error:')
 _STEP = re.compile(rb"(?:step|s):(\d{1,18})(?:/(\d{1,18}))? (.*)")
-_SPACED_STEP = re.compile(rb"step:? *(\d{1,18})/(\d{1,18}) *[|,](.*)")  # `step  25/1840 | time: 1,530ms | val loss: 4`
-_SPELLINGS = [(re.compile(pattern), spelling) for pattern, spelling in (
-    (rb"(?<=\d),(?=\d{3})", b""), (rb"[|,] ", b" "), (rb"\b(train|val)[ _]loss: *", rb"\1_loss:"),
-    (rb"\b(?:train_)?time: *", b"train_time:"), (rb"\bstep[ _]avg: *", b"step_avg:"))]
+# `step  25/1840 | time: 1,530ms | val loss: 4`
+_SPACED_STEP = re.compile(rb"step:? *(\d{1,18})/(\d{1,18}) *[|,](.*)")
+_SPELLINGS = [
+    (re.compile(pattern), spelling)
+    for pattern, spelling in (
+        (rb"(?<=\d),(?=\d{3})", b""),
+        (rb"[|,] ", b" "),
+        (rb"\b(train|val)[ _]loss: *", rb"\1_loss:"),
+        (rb"\b(?:train_)?time: *", b"train_time:"),
+        (rb"\bstep[ _]avg: *", b"step_avg:"),
+    )
+]
 _NUMBER = re.compile(r"[+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|nan|inf(?:inity)?)", re.I)
-_GPU_ROW = re.compile(rb"^\|\s+(\d+)\s+([^|]*?)\s*(?:\b(?:On|Off|N/A)\s*)?\|\s+[0-9A-Fa-f]{8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.", re.M)
-_GPU_NAME = re.compile(rb"(?:\bon |\b(?:device(?:_name)?|series|gpu(?: ?\[?\d+\]?)?) *[=:] *)"
-                       rb"((?:NVIDIA|AMD|Tesla|GeForce|Quadro|Instinct)\b[\w -]*?)(?= +with\b| *[(,;|]| *$)", re.M | re.I)
+_GPU_ROW = re.compile(
+    rb"^\|\s+(\d+)\s+([^|]*?)\s*(?:\b(?:On|Off|N/A)\s*)?\|\s+[0-9A-Fa-f]{8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.",
+    re.M,
+)
+_GPU_NAME = re.compile(
+    rb"(?:\bon |\b(?:device(?:_name)?|series|gpu(?: ?\[?\d+\]?)?) *[=:] *)"
+    rb"((?:NVIDIA|AMD|Tesla|GeForce|Quadro|Instinct)\b[\w -]*?)(?= +with\b| *[(,;|]| *$)",
+    re.M | re.I,
+)
 _TORCH = re.compile(rb"\b(?:py)?torch(?:[ _]version)?[ :=]+v?(\d+\.\d+[\w.+]*)", re.I)
-_ENVIRONMENT = re.compile(rb"NVIDIA-SMI|^Running (?:Python|PyTorch)|^\|\s+\d+\s+[^|]*\|\s+[0-9A-Fa-f]{8}:", re.M | re.I)
+_ENVIRONMENT = re.compile(
+    rb"NVIDIA-SMI|^Running (?:Python|PyTorch)|^\|\s+\d+\s+[^|]*\|\s+[0-9A-Fa-f]{8}:", re.M | re.I
+)
 _DRIVER = re.compile(rb"Driver Version: *(\d[\d.]*)")
-_WORLD_SIZE = re.compile(rb"\b(?:world[_ ]size|num_gpus|nproc_per_node|ranks)['\"]?(?: *[=:] *| +)(\d{1,18})(?!\d)", re.I)
-_SEED = re.compile(rb"\b(?:random_|train_|torch_)?seed['\"]?(?: *[=:] *| +)(\d{1,18})(?![\d.])", re.I)
-_VAL_TOKENS = re.compile(rb"^\W*val(?:idation)?\b(?!_batch).*?\btokens['\"]?[ :=]+(\d[\d,]{3,18})|^\W*val_tokens['\"]?[ :=]+(\d[\d,]{3,18})",
-                         re.M | re.I)
+_WORLD_SIZE = re.compile(
+    rb"\b(?:world[_ ]size|num_gpus|nproc_per_node|ranks)['\"]?(?: *[=:] *| +)(\d{1,18})(?!\d)", re.I
+)
+_SEED = re.compile(
+    rb"\b(?:random_|train_|torch_)?seed['\"]?(?: *[=:] *| +)(\d{1,18})(?![\d.])", re.I
+)
+_VAL_TOKENS = re.compile(
+    rb"^\W*val(?:idation)?\b(?!_batch).*?\btokens['\"]?[ :=]+(\d[\d,]{3,18})|^\W*val_tokens['\"]?["
+    rb" :=]+(\d[\d,]{3,18})",
+    re.M | re.I,
+)
 # A script, the lines that may stand above it in the same text, and the settings that these state
 _CODE = re.compile(rb"^(?:import [\w.]+|from [\w.]+ import |def \w+\(|class \w+|@\w)", re.M)
-_ABOVE = re.compile(rb"\A(?:\n*(?!(?:try|else|class)\b)(?:\S+\.(?:txt|log)|[A-Z]\w*\(.*\)|[ \w]+:(?: .*)?)\n)*")
+_ABOVE = re.compile(
+    rb"\A(?:\n*(?!(?:try|else|class)\b)(?:\S+\.(?:txt|log)|[A-Z]\w*\(.*\)|[ \w]+:(?: .*)?)\n)*"
+)
 _LAST_LINE = re.compile(rb"(?s:.*)^(?:step:\d|s:\d|peak memory|\{\"end).*\n", re.M)  # of a log
 _SETTING = re.compile(r"\b(\w+)['\"]?[=:] *([^\s,;()]+)")
-_NO_SETTING = re.compile("seed|rank|run_?id|name|path|dir$|file|log|date|time|host|port|uuid|id$|device", re.I)
-_TRAINING, _COMMON_FIELDS = {"trl", "train_loss", "train_time"}, {"val_loss", "tel", "train_time", "step_avg"}
+_NO_SETTING = re.compile(
+    "seed|rank|run_?id|name|path|dir$|file|log|date|time|host|port|uuid|id$|device", re.I
+)
+_TRAINING = {"trl", "train_loss", "train_time"}
+_COMMON_FIELDS = {
+    "val_loss",
+    "tel",
+    "train_time",
+    "step_avg",
+}
 _STATED = _TRAINING | _COMMON_FIELDS
 _DECIMAL = rb"\d{1,15}(?:\.\d{1,15})?"
-# The lines that train_gpt.py writes after the last separator. The group names are the letters of Run.shape
+# The lines that train_gpt.py writes after the last separator. The group names are the letters of
+# Run.shape
 _OWN_LINE = re.compile(
     rb"""(?P<d>\{"run_id":\ .*\}) | (?P<r>\{"resumed":\ .*\}) | (?P<e>\{"end":\ .*\}) | (?P<x>error:\ .*)
     |(?P<p>peak\ memory\ allocated:\ \d+\ MiB\ reserved:\ \d+\ MiB)
     |(?P<s>step:\d{1,15}/(?P<total>\d{1,18})\ (?:val_loss:%b\ )?train_time:\d{1,15}ms\ step_avg:%bms
-    (?:\ train_loss:%b(?:\ (?!run:|step|tel:|trl:|\w*loss|train_time)[A-Za-z]\w{0,63}:[\d.einfa+-]{1,25}){0,16})?)""" % (
-        _DECIMAL, _DECIMAL, _DECIMAL), re.X)
+    (?:\ train_loss:%b(?:\ (?!run:|step|tel:|trl:|\w*loss|train_time)[A-Za-z]\w{0,63}:[\d.einfa+-]{1,25}){0,16})?)"""
+    % (_DECIMAL, _DECIMAL, _DECIMAL),
+    re.X,
+)
 
 
 class Validation(NamedTuple):
     """A validation line. time_ms is None if the line states none; extras holds all other fields."""
+
     step: int
     loss: float
     time_ms: float | None
@@ -109,10 +186,13 @@ class Validation(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A line with train_time. average (ms), train_loss and grad_norm are None if the line states none.
+    """A line with train_time. average (ms), train_loss and grad_norm are None if the line states
+    none.
 
-    units: the last digits of time and average, in ms. others: {name: number} of what stands behind train_loss, such as
-    grad_norm (of the loss summed over a micro-batch's tokens) and an idea's own numbers."""
+    units: the last digits of time and average, in ms. others: {name: number} of what stands behind
+    train_loss, such as grad_norm (of the loss summed over a micro-batch's tokens) and an idea's own
+    numbers."""
+
     step: int
     time_ms: float
     average: float | None
@@ -124,18 +204,27 @@ class Step(NamedTuple):
     def agrees(self, without=0):
         """Return whether train_time is step_avg times the steps, of which `without` are not timed."""
         time, average = self.units
-        return self.average is None or not self.step or (
-            abs(self.time_ms - self.average * max(self.step - without, 1)) <= time + 0.6 * average * self.step)
+        return (
+            self.average is None
+            or not self.step
+            or (
+                abs(self.time_ms - self.average * max(self.step - without, 1))
+                <= time + 0.6 * average * self.step
+            )
+        )
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run. If it cannot be used: reason says why and kind is one of those above; index_in_file is None for a file.
+    """A run. If it cannot be used: reason says why and kind is one of those above; index_in_file
+    is None for a file.
 
-    start, end and resumed are this project's JSON lines. complete is None if the form states no total. clock_falls: the
-    steps at which train_time decreased; once, early, is the community's reset after warm-up. shape: a letter of
-    _OWN_LINE for each line after the last separator, or o; odd: the first such other line. settings: what stands above
-    a public source. Fields with repr=False are not part of --json."""
+    start, end and resumed are this project's JSON lines. complete is None if the form states no
+    total. clock_falls: the steps at which train_time decreased; once, early, is the community's
+    reset after warm-up. shape: a letter of _OWN_LINE for each line after the last separator, or o;
+    odd: the first such other line. settings: what stands above a public source. Fields with
+    repr=False are not part of --json."""
+
     path: str
     index_in_file: int | None = None
     reason: str = ""
@@ -172,29 +261,46 @@ class Run:
         """Why the run counts for no record, or None."""
         if self.resumed:
             at = ", ".join(str(resumed.get("from_step")) for resumed in self.resumed[:5])
-            return f"resumed at step {at}: it had ended before, and its clock may lack the lost time"
+            return (
+                f"resumed at step {at}: it had ended before, and its clock may lack the lost time"
+            )
         if (self.start or {}).get("init_from"):
             return "begun from saved parameters (init_from), not from its seed"
         return None
 
     @functools.cached_property
     def contradiction(self):
-        """What in the log contradicts its last validation line, or None. Lines, end line, steps and times are compared."""
-        start, end, time_ms, loss = self.start or {}, self.end or {}, self.train_time_ms, self.final_loss
+        """What in the log contradicts its last validation line, or None. Lines, end line, steps
+        and times are compared."""
+        start = self.start or {}
+        end = self.end or {}
+        time_ms = self.train_time_ms
+        loss = self.final_loss
         planned = start.get("planned") if isinstance(start.get("planned"), dict) else {}
 
         def differs(stated, seen, most=0):
             numbers = type(stated) in (int, float) and isinstance(seen, (int, float, type(None)))
             return numbers and (seen is None or not abs(stated - seen) <= most)
+
         for place, key, seen, most in (
-                (end, "final_val_loss", loss, 0.501 * 10 ** -(self.loss_decimals or 0)), (end, "train_time_ms", time_ms, 1),
-                (end, "steps", self.last_step, 0), (planned, "steps", self.stated_steps, 0),
-                (end, "target_val_loss", start.get("target_val_loss"), 0)):
+            (end, "final_val_loss", loss, 0.501 * 10 ** -(self.loss_decimals or 0)),
+            (end, "train_time_ms", time_ms, 1),
+            (end, "steps", self.last_step, 0),
+            (planned, "steps", self.stated_steps, 0),
+            (end, "target_val_loss", start.get("target_val_loss"), 0),
+        ):
             if differs(place.get(key), seen, most):
-                return f"its {'end' if place is end else 'plan'} states {key} {place[key]}, its lines {seen}"
+                return (
+                    f"its {'end' if place is end else 'plan'} states {key} {place[key]}, its lines"
+                    f" {seen}"
+                )
         last = [step.time_ms for step in self.steps if step.step == self.last_step]
-        if self.start and last and max(last) - min(last) > 100 + 0.02 * max(last):  # a GPU's step may be running yet
-            return f"its lines state {min(last):.0f} and {max(last):.0f} ms at step {self.last_step}"
+        if (
+            self.start and last and max(last) - min(last) > 100 + 0.02 * max(last)
+        ):  # a GPU's step may be running yet
+            return (
+                f"its lines state {min(last):.0f} and {max(last):.0f} ms at step {self.last_step}"
+            )
         return None
 
     @property
@@ -224,7 +330,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Duplicate:
-    """A file (index_in_file None) or a run already read under original_path, which is not counted again."""
+    """A file (index_in_file None) or a run already read under original_path, which is not counted
+    again."""
+
     path: str
     index_in_file: int | None
     original_path: str
@@ -234,18 +342,24 @@ class Duplicate:
 @dataclass
 class Logs:
     """The result of read(), in the order of the paths."""
+
     runs: list[Run] = field(default_factory=list)
     rejected: list[Run] = field(default_factory=list)
     duplicates: list[Duplicate] = field(default_factory=list)
 
 
 def read(paths):
-    """Read logs and folders of logs. Problems with a path or its contents do not raise: see Logs.rejected."""
-    logs, seen_files, seen_contents = Logs(), {}, {}
+    """Read logs and folders of logs. Problems with a path or its contents do not raise: see
+    Logs.rejected."""
+    logs = Logs()
+    seen_files = {}
+    seen_contents = {}
     for path in files_in(paths, logs.rejected):
         identity = os.path.realpath(path)
         if identity in seen_files:
-            logs.duplicates.append(Duplicate(path, None, seen_files[identity], "the same file, named twice"))
+            logs.duplicates.append(
+                Duplicate(path, None, seen_files[identity], "the same file, named twice")
+            )
             continue
         seen_files[identity] = path
         runs, rejected, digest = read_file(path)
@@ -257,7 +371,9 @@ def read(paths):
         logs.runs += runs
         logs.rejected += rejected
     kept, same = without_copies(logs.runs + logs.rejected)
-    logs.runs, logs.rejected = ([run for run in kept if bool(run.reason) == rejected] for rejected in (False, True))
+    logs.runs, logs.rejected = (
+        [run for run in kept if bool(run.reason) == rejected] for rejected in (False, True)
+    )
     logs.duplicates += same
     return logs
 
@@ -272,7 +388,8 @@ def require(condition, message, error=UserError):
         raise error(message)
 
 
-_cache = {}  # path → (digest, runs, rejected), since board.py lets stats.py and verify.py read the same logs
+# path → (digest, runs, rejected), since board.py lets stats.py and verify.py read the same logs
+_cache = {}
 
 
 class _Refused(Exception):
@@ -291,8 +408,11 @@ def read_file(path):
         with open_unpacked(path) as file:
             content = file.read((MAX_FILE_MIB << 20) + 1)
         if is_archive(path):
-            raise _Refused(UNREADABLE, f"an archive that is broken, empty, or of more than {MAX_ARCHIVE_MIB} MiB; copy "
-                           "it again from its origin, or unpack it")
+            raise _Refused(
+                UNREADABLE,
+                f"an archive that is broken, empty, or of more than {MAX_ARCHIVE_MIB} MiB; copy "
+                "it again from its origin, or unpack it",
+            )
         digest = hashlib.sha256(content).digest()
         if _cache.get(path, (None,))[0] != digest:
             _cache[path] = digest, *_parse(path, content)
@@ -300,9 +420,11 @@ def read_file(path):
     except _Refused as refused:
         kind, reason = refused.args
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        kind, reason = UNREADABLE, f"broken gzip file ({error}); copy it again from its origin"
+        kind = UNREADABLE
+        reason = f"broken gzip file ({error}); copy it again from its origin"
     except OSError as error:
-        kind, reason = UNREADABLE, f"cannot be read ({error.strerror or error}); check the path and its permissions"
+        kind = UNREADABLE
+        reason = f"cannot be read ({error.strerror or error}); check the path and its permissions"
     return [], [_rejected(path, kind, reason)], None
 
 
@@ -312,6 +434,7 @@ def _rejected(path, kind, reason):
 
 # Files, on disk or in an archive
 
+
 def is_archive(path):
     return str(path).endswith((".tar", ".tar.xz", ".tar.gz"))
 
@@ -319,20 +442,28 @@ def is_archive(path):
 def members(archive):
     """Return {name: bytes} of the files in an archive, sorted; {} if it cannot be read.
 
-    Hidden folders are left out; a link is what it leads to, or empty. Of a file that is too long for a log, only the beginning is kept."""
+    Hidden folders are left out; a link is what it leads to, or empty. Of a file that is too long
+    for a log, only the beginning is kept."""
     try:
         state = os.stat(archive)
-        return _members(os.fspath(archive), state.st_mtime_ns, state.st_size) if os.path.isfile(archive) else {}
+        return (
+            _members(os.fspath(archive), state.st_mtime_ns, state.st_size)
+            if os.path.isfile(archive)
+            else {}
+        )
     except (OSError, ValueError, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError):
         return {}
 
 
 @functools.lru_cache(4)
 def _members(archive, *_):
-    found, left = {}, MAX_ARCHIVE_MIB << 20
+    found = {}
+    left = MAX_ARCHIVE_MIB << 20
     with tarfile.open(archive) as packed:
         for member in packed:
-            *folders, name = [part for part in Path(member.name).parts if part not in ("/", "..")] or [""]
+            *folders, name = [
+                part for part in Path(member.name).parts if part not in ("/", "..")
+            ] or [""]
             file = None  # of a folder or a device
             with contextlib.suppress(KeyError):  # a link to nothing in the archive
                 file = packed.extractfile(member)
@@ -340,13 +471,16 @@ def _members(archive, *_):
             left -= max(member.size, len(content))
             if left < 0:
                 return {}
-            if (file or member.issym() or member.islnk()) and not any(folder.startswith(".") for folder in folders):
+            if (file or member.issym() or member.islnk()) and not any(
+                folder.startswith(".") for folder in folders
+            ):
                 found["/".join([*folders, name])] = content
     return dict(sorted(found.items()))
 
 
 def pack(files, path):
-    """Write {name: bytes} into a .tar.xz without owner and date: the same files give the same archive.
+    """Write {name: bytes} into a .tar.xz without owner and date: the same files give the same
+    archive.
 
     Raise OSError if they are too long to be read again."""
     with tarfile.open(path, "w:xz") as archive:
@@ -356,7 +490,10 @@ def pack(files, path):
             archive.addfile(member, io.BytesIO(content))
     if members(path) != files:
         os.remove(path)
-        raise OSError(f"{path}: a file has more than {MAX_FILE_MIB} MiB, or all have more than {MAX_ARCHIVE_MIB} MiB")
+        raise OSError(
+            f"{path}: a file has more than {MAX_FILE_MIB} MiB, or all have more than"
+            f" {MAX_ARCHIVE_MIB} MiB"
+        )
 
 
 def _packed(path):
@@ -365,7 +502,11 @@ def _packed(path):
         return None
     home = next((folder for folder in Path(path).parents if os.path.lexists(folder)), Path())
     archive = home / ARCHIVE if os.path.isdir(home) else home
-    return members(archive).get(Path(path).relative_to(home).as_posix()) if is_archive(archive) else None
+    return (
+        members(archive).get(Path(path).relative_to(home).as_posix())
+        if is_archive(archive)
+        else None
+    )
 
 
 def exists(path):
@@ -386,79 +527,146 @@ def open_unpacked(path):
 
 
 def listing(path):
-    """Return the path of each file in an archive, or [path] if it is none. A file on disk keeps its own path."""
+    """Return the path of each file in an archive, or [path] if it is none. A file on disk keeps
+    its own path."""
     home = os.path.dirname(path) if os.path.basename(path) == ARCHIVE else path
     beside = {name: os.path.join(home, name) for name in members(path)} if is_archive(path) else {}
-    return [os.path.join(path, name) if os.path.lexists(place) else place for name, place in beside.items()] or [path]
+    return [
+        os.path.join(path, name) if os.path.lexists(place) else place
+        for name, place in beside.items()
+    ] or [path]
 
 
 def or_latest(*kinds):
-    """Return a type for argparse: a path, where `latest` is the newest of these kinds in logs/; a race is a folder."""
+    """Return a type for argparse: a path, where `latest` is the newest of these kinds in logs/; a
+    race is a folder."""
+
     def path(word):
         if word != "latest" or os.path.lexists(word):
             return word
-        newest = max((one for kind in kinds for one in HOME.glob(kind)), key=os.path.getmtime, default=None)
-        require(newest, f"latest: no {' or '.join(kinds)} in {HOME}; ./run.sh --save_model true or a race makes one; or name a path",
-                argparse.ArgumentTypeError)
+        newest = max(
+            (one for kind in kinds for one in HOME.glob(kind)), key=os.path.getmtime, default=None
+        )
+        require(
+            newest,
+            f"latest: no {' or '.join(kinds)} in {HOME}; ./run.sh --save_model true or a race makes"
+            " one; or name a path",
+            argparse.ArgumentTypeError,
+        )
         newest = os.path.relpath(newest.parent if newest.match(RACE) else newest)
         print(f"latest: {newest}", file=sys.stderr, flush=True)
         return newest
+
     return path
 
 
 def files_in(paths, rejected):
-    """Yield the files of paths: of a folder or an archive all that it holds; problems are appended to `rejected`."""
+    """Yield the files of paths: of a folder or an archive all that it holds; problems are appended
+    to `rejected`."""
     for path in map(os.fspath, paths):
         if not os.path.isdir(path):
             yield from listing(path)
             continue
-        any_file, problems = False, []
+        any_file = False
+        problems = []
         for folder, subfolders, names in os.walk(path, onerror=problems.append):
             subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-            rejected += [_rejected(os.path.join(folder, name), NOT_A_LOG, "a link to a folder; name that folder too")
-                         for name in subfolders if os.path.islink(os.path.join(folder, name))]
+            rejected += [
+                _rejected(
+                    os.path.join(folder, name),
+                    NOT_A_LOG,
+                    "a link to a folder; name that folder too",
+                )
+                for name in subfolders
+                if os.path.islink(os.path.join(folder, name))
+            ]
             any_file = any_file or bool(names)
-            yield from sorted(file for name in names for file in listing(os.path.join(folder, name)))
-        rejected += [_rejected(problem.filename, UNREADABLE, f"folder ({problem.strerror}); check its permissions")
-                     for problem in problems]
+            yield from sorted(
+                file for name in names for file in listing(os.path.join(folder, name))
+            )
+        rejected += [
+            _rejected(
+                problem.filename, UNREADABLE, f"folder ({problem.strerror}); check its permissions"
+            )
+            for problem in problems
+        ]
         if not any_file and not problems:
-            rejected.append(_rejected(path, NOT_A_LOG, "a folder without files; name the folder that holds the logs"))
+            rejected.append(
+                _rejected(
+                    path, NOT_A_LOG, "a folder without files; name the folder that holds the logs"
+                )
+            )
 
 
 def without_copies(runs):
-    """Return (runs without repetitions, the repetitions as Duplicates); used runs are kept before rejected ones.
+    """Return (runs without repetitions, the repetitions as Duplicates); used runs are kept before
+    rejected ones.
 
-    A console capture, a summary or a truncated copy holds some or all lines of the same run's log. Two runs are the same
-    if all validations of one are in the other, and they end in the same one or all its timed steps are there too. The
-    fuller one is kept. What precedes the first step is no evidence, since all runs begin alike. A single later line, which
-    two runs may share by chance, is evidence only if it states a time and neither source nor run_id differs."""
+    A console capture, a summary or a truncated copy holds some or all lines of the same run's log.
+    Two runs are the same if all validations of one are in the other, and they end in the same one
+    or all its timed steps are there too. The fuller one is kept. What precedes the first step is no
+    evidence, since all runs begin alike. A single later line, which two runs may share by chance,
+    is evidence only if it states a time and neither source nor run_id differs."""
+
     def identity(run):
         return run.source_sha256, (run.start or {}).get("run_id")
 
     def may_be_one(run, other):  # as far as both state these
-        return all(None in pair or pair[0] == pair[1] for pair in zip(identity(run), identity(other)))
+        return all(
+            None in pair or pair[0] == pair[1] for pair in zip(identity(run), identity(other))
+        )
 
     lines = [{validation[:3] for validation in run.validations} for run in runs]
     timed = [{step[:2] for step in run.steps if step.step > 0} for run in runs]
-    originals, copies, by_line = {}, {}, {}
-    for i in sorted(range(len(runs)), key=lambda i: (bool(runs[i].reason), -len(lines[i]), runs[i].start is None, -len(timed[i]),
-                                                     runs[i].source_sha256 is None, i)):
+    originals = {}
+    copies = {}
+    by_line = {}
+    for i in sorted(
+        range(len(runs)),
+        key=lambda i: (
+            bool(runs[i].reason),
+            -len(lines[i]),
+            runs[i].start is None,
+            -len(timed[i]),
+            runs[i].source_sha256 is None,
+            i,
+        ),
+    ):
         ending = runs[i].validations[-1][:3] if lines[i] else None
-        trained, original = [line for line in lines[i] if line[0] > 0], None
+        trained = [line for line in lines[i] if line[0] > 0]
+        original = None
         evidence = trained or timed[i]
         if len(evidence) > 1 or timed[i] or trained and ending[2] is not None:
-            original = next((j for j in by_line.get(next(iter(evidence)), ()) if lines[i] <= lines[j] and (
-                trained and ending == runs[j].validations[-1][:3] or timed[i] and timed[i] <= timed[j]
-                or trained and not timed[i] and ending[2] is not None)
-                             and (len(evidence) > 1 or may_be_one(runs[i], runs[j]))), None)
+            original = next(
+                (
+                    j
+                    for j in by_line.get(next(iter(evidence)), ())
+                    if lines[i] <= lines[j]
+                    and (
+                        trained
+                        and ending == runs[j].validations[-1][:3]
+                        or timed[i]
+                        and timed[i] <= timed[j]
+                        or trained
+                        and not timed[i]
+                        and ending[2] is not None
+                    )
+                    and (len(evidence) > 1 or may_be_one(runs[i], runs[j]))
+                ),
+                None,
+            )
         if original is None:
             originals[i] = runs[i]
             for line in {*lines[i], *timed[i]}:
                 by_line.setdefault(line, []).append(i)
         else:
             what = "a part of" if lines[i] < lines[original] or not trained else "the same run as"
-            copies[i] = Duplicate(runs[i].path, runs[i].index_in_file, runs[original].path,
-                                  f"{what} run {runs[original].index_in_file} there, line for line")
+            copies[i] = Duplicate(
+                runs[i].path,
+                runs[i].index_in_file,
+                runs[original].path,
+                f"{what} run {runs[original].index_in_file} there, line for line",
+            )
     return [originals[i] for i in sorted(originals)], [copies[i] for i in sorted(copies)]
 
 
@@ -476,16 +684,27 @@ class _OpenRun:
     """A run while its lines are being read."""
 
     def __init__(self, start, seed):
-        self.start, self.seed, self.end, self.error = start, seed, None, None
+        self.start = start
+        self.seed = seed
+        self.end = None
+        self.error = None
         self.total = self.first_step = self.last_step = None  # total: bytes, as stated in the lines
-        self.validations, self.validation_fields = [], {}  # the fields of the last one
+        # the fields of the last one
+        self.validations = []
+        self.validation_fields = {}
         self.trained_since = False  # training lines followed the last validation
         self.cut = False  # the last line was cut off
-        self.clock, self.clock_falls, self.steps, self.resumed = -math.inf, [], [], []
-        self.notes, self.recent = _Notes(), collections.deque(maxlen=64)  # step lines
+        self.clock = -math.inf
+        self.clock_falls = []
+        self.steps = []
+        self.resumed = []
+        # step lines
+        self.notes = _Notes()
+        self.recent = collections.deque(maxlen=64)
 
     def resume(self, resumed):
-        """Drop the lines of steps after the checkpoint, which are trained again. Return False if no step is stated."""
+        """Drop the lines of steps after the checkpoint, which are trained again. Return False if
+        no step is stated."""
         at = resumed.get("from_step") if isinstance(resumed, dict) else None
         if not isinstance(at, int) or at < 0:
             return False
@@ -495,7 +714,8 @@ class _OpenRun:
         self.steps = [timed for timed in self.steps if timed.step <= at]
         self.clock_falls = [step for step in self.clock_falls if step <= at]
         self.clock = self.steps[-1].time_ms if self.steps else -math.inf
-        self.last_step, self.cut = at, False
+        self.last_step = at
+        self.cut = False
         self.trained_since = not self.validations or self.validations[-1].step < at
         if self.error:
             self.notes.add(f"before the run was resumed: {self.error}")
@@ -507,7 +727,10 @@ class _Section:
     """The runs in a text without separators, and the lines before the first of them (environment)."""
 
     def __init__(self, text):
-        self.runs, self.notes, self.environment, self.seed = [], _Notes(), bytearray(), None
+        self.runs = []
+        self.notes = _Notes()
+        self.environment = bytearray()
+        self.seed = None
         for line in io.BytesIO(text):
             self.read_line(line.removesuffix(b"\n"), line.endswith(b"\n"))
 
@@ -538,10 +761,12 @@ class _Section:
                 self.environment += line + b"\n"
 
     def is_complete_line(self, line, step):
-        """Return whether a last line is complete, judged by the fields of the run's previous validation line."""
+        """Return whether a last line is complete, judged by the fields of the run's previous
+        validation line."""
         if not step:
             return line.startswith(b"{") and line.endswith(b"}")
-        fields, earlier = _fields(step[2]), self.run.validation_fields if self.run else {}
+        fields = _fields(step[2])
+        earlier = self.run.validation_fields if self.run else {}
         if not (fields and earlier.keys() <= fields.keys()):
             return False
         if b":" not in step[2].split()[-1]:
@@ -549,7 +774,8 @@ class _Section:
         return _ending(fields) == _ending(earlier) if earlier else _ending(fields) in ("ms", "s")
 
     def step_line(self, step, total, rest):
-        fields, run = _fields(rest), self.run
+        fields = _fields(rest)
+        run = self.run
         loss_text = _loss_text(fields)
         validation = loss_text is not None
         if not fields or validation and _number(loss_text) is None:
@@ -557,16 +783,26 @@ class _Section:
         if run and total is None and run.total:
             total = run.total  # a diagnostic line without a total
         repeated = validation and run and run.validations and run.validations[-1].step == step
-        # several ranks print a line, perhaps after a line of a later step; before the first step all runs are alike
-        if run and not run.start and run.last_step is not None and (0 < step == run.last_step - 1 or step == run.last_step) and (
-                step, total, rest) in run.recent:
+        # several ranks print a line, perhaps after a line of a later step; before the first step
+        # all runs are alike
+        if (
+            run
+            and not run.start
+            and run.last_step is not None
+            and (0 < step == run.last_step - 1 or step == run.last_step)
+            and (step, total, rest) in run.recent
+        ):
             return run.notes.add("several ranks printed the same lines: each counts once")
         if run is None or run.last_step is not None and step < run.last_step:
             run = self.begin_run()
         elif repeated and run.resumed:
             run.validations.pop()  # the checkpoint was written before this validation
-        elif repeated and len(run.validations) == 1 and not run.trained_since and (
-                step > 0 or run.validations[0].loss != _number(loss_text)):
+        elif (
+            repeated
+            and len(run.validations) == 1
+            and not run.trained_since
+            and (step > 0 or run.validations[0].loss != _number(loss_text))
+        ):
             run = self.begin_run()  # a failed start followed by another, or a list of results
         elif repeated:
             run.notes.add(f"validated more than once at step {step}: the last one counts")
@@ -577,24 +813,50 @@ class _Section:
         run.last_step = step
         time_ms = _time_ms(fields.get("train_time", ""))
         if time_ms is not None:
-            again, whole_ms = run.steps and run.steps[-1].step == step, fields["train_time"].removesuffix("ms").isdecimal()
-            if time_ms < run.clock and not (not run.start and again and run.steps[-1].validation == validation):  # ranks differ a little
+            again = run.steps and run.steps[-1].step == step
+            whole_ms = fields["train_time"].removesuffix("ms").isdecimal()
+            if time_ms < run.clock and not (
+                not run.start and again and run.steps[-1].validation == validation
+            ):  # ranks differ a little
                 run.clock_falls.append(step)
             run.clock = time_ms
             if whole_ms if run.start else not (again and run.steps[-1].validation == validation):
                 average, train_loss = (fields.get(name, "") for name in ("step_avg", "train_loss"))
-                others = {name: _finite(text) for name, text in fields.items() if name not in _STATED}
-                units = () if whole_ms else tuple((1 if text.endswith("ms") else 1000) * 10.0 ** -len(
-                    text.rstrip("ms").partition(".")[2]) for text in (fields["train_time"], average))
-                run.steps.append(Step(step, time_ms, _time_ms(average), _finite(train_loss), validation,
-                                      units or Step._field_defaults["units"], others))
+                others = {
+                    name: _finite(text) for name, text in fields.items() if name not in _STATED
+                }
+                units = (
+                    ()
+                    if whole_ms
+                    else tuple(
+                        (1 if text.endswith("ms") else 1000)
+                        * 10.0 ** -len(text.rstrip("ms").partition(".")[2])
+                        for text in (fields["train_time"], average)
+                    )
+                )
+                run.steps.append(
+                    Step(
+                        step,
+                        time_ms,
+                        _time_ms(average),
+                        _finite(train_loss),
+                        validation,
+                        units or Step._field_defaults["units"],
+                        others,
+                    )
+                )
         if validation:
-            extras = {name: text if _number(text) is None else _number(text) for name, text in fields.items()
-                      if text and name not in _COMMON_FIELDS}
+            extras = {
+                name: text if _number(text) is None else _number(text)
+                for name, text in fields.items()
+                if text and name not in _COMMON_FIELDS
+            }
             run.validations.append(Validation(step, _number(loss_text), time_ms, extras))
-            run.validation_fields, run.trained_since = fields, False
+            run.validation_fields = fields
+            run.trained_since = False
         elif not run.validations or step != run.validations[-1].step or _TRAINING & fields.keys():
-            run.trained_since = True  # another line at a validation's step is a further metric of the same model
+            # another line at a validation's step is a further metric of the same model
+            run.trained_since = True
 
     def other_line(self, line):
         if line.startswith(b"error:"):
@@ -624,57 +886,95 @@ class _Section:
 
 def _parse(path, content):
     """Return (runs, rejected) of a file's content."""
-    for wrong, kind, what in ((not content, NOT_A_LOG, "an empty file"),
-                              (content[:2] in UTF_16, UNREADABLE, "UTF-16 text; convert it to UTF-8"),
-                              (b"\0" in content[:4096], NOT_A_LOG, "a binary file"),
-                              (len(content) > MAX_FILE_MIB << 20, NOT_A_LOG, f"more than {MAX_FILE_MIB} MiB")):
+    for wrong, kind, what in (
+        (not content, NOT_A_LOG, "an empty file"),
+        (content[:2] in UTF_16, UNREADABLE, "UTF-16 text; convert it to UTF-8"),
+        (b"\0" in content[:4096], NOT_A_LOG, "a binary file"),
+        (len(content) > MAX_FILE_MIB << 20, NOT_A_LOG, f"more than {MAX_FILE_MIB} MiB"),
+    ):
         if wrong:
             raise _Refused(kind, what)
     *before, last = _SEPARATOR_LINE.split(content.replace(b"\r\n", b"\n").replace(b"\r", b"\n"))
     scripts = [i for i, text in enumerate(before) if _CODE.search(text)]
     first = next((i for i, text in enumerate(before) if text.strip()), None)
-    if not scripts and first is not None and not (_ENVIRONMENT.search(before[first]) or _ABOVE.match(before[first])[0] == before[first]):
+    if (
+        not scripts
+        and first is not None
+        and not (
+            _ENVIRONMENT.search(before[first]) or _ABOVE.match(before[first])[0] == before[first]
+        )
+    ):
         scripts = [first]  # a script of a kind that nobody has seen
     end = scripts[-1] + 1 if scripts else 0
     place = next((i + 1 for i in reversed(range(end)) if i not in scripts), 0)
-    source, earlier = (SEPARATOR + b"\n").join(before[place:end]), []
-    if scripts and scripts[0] < place:  # logs that were appended to one file: their last lines precede this script
+    source = (SEPARATOR + b"\n").join(before[place:end])
+    earlier = []
+    if (
+        scripts and scripts[0] < place
+    ):  # logs that were appended to one file: their last lines precede this script
         written = _LAST_LINE.match(source)
-        earlier, source = [*before[:place], written[0] if written else b""], source[written.end() if written else 0:]
-        before, end = before[place:], end - place
+        earlier = [*before[:place], written[0] if written else b""]
+        source = source[written.end() if written else 0 :]
+        before = before[place:]
+        end = end - place
         place = 0
     above = _ABOVE.match(source)[0]
-    source = source[len(above):] or None
+    source = source[len(above) :] or None
     digest = source and hashlib.sha256(source).hexdigest()
     above = b"".join([*(text for text in before[:place] if not _ENVIRONMENT.search(text)), above])
-    settings = {name: value for name, value in _SETTING.findall(above.decode("utf-8", "replace")) if not _NO_SETTING.search(name)}
+    settings = {
+        name: value
+        for name, value in _SETTING.findall(above.decode("utf-8", "replace"))
+        if not _NO_SETTING.search(name)
+    }
     *quoted, part = map(_Section, (*before[:place], above, *before[end:], last))
     if not part.runs:
-        after, found = " after the last separator" if before else "", Run(path, kind=NOT_A_LOG)
+        after = " after the last separator" if before else ""
+        found = Run(path, kind=NOT_A_LOG)
         why = f"{NOT_A_LOG}: no line 'step:N/TOTAL val_loss:X' or 's:N tel:X'{after}"
         if source and b"import torch" in source:
-            why = "incomplete: a script and its environment, but no step line: the run stopped before its first step"
+            why = (
+                "incomplete: a script and its environment, but no step line: the run stopped before"
+                " its first step"
+            )
             found = Run(path, 1, kind=INCOMPLETE, source_sha256=digest)
         return [], [replace(found, reason="; ".join([why, *part.notes]))]
-    if count := sum(len(run.validations) for one in [*quoted, *map(_Section, earlier)] for run in one.runs):
+    if count := sum(
+        len(run.validations) for one in [*quoted, *map(_Section, earlier)] for run in one.runs
+    ):
         part.notes.add(f"{count} validation lines before the last separator do not count")
     environment = b"".join(one.environment for one in (*quoted, part))
     stated = next((one.seed for one in reversed(quoted) if one.seed is not None), None)
     text = sys.intern(source.decode("utf-8", "surrogateescape")) if source else None
     shape, odd = _shape(last)
-    found = [_judge(run, part.notes, path=path, index_in_file=index, source_sha256=digest, shape=shape, odd=odd, settings=settings,
-                    source=text if run.start is None or place == 0 and not above and not earlier else None, **_machine(run, environment),
-                    seed=(run.start or {}).get("seed", stated if run.seed is None else run.seed))
-             for index, run in enumerate(part.runs, 1)]
+    found = [
+        _judge(
+            run,
+            part.notes,
+            path=path,
+            index_in_file=index,
+            source_sha256=digest,
+            shape=shape,
+            odd=odd,
+            settings=settings,
+            source=text if run.start is None or place == 0 and not above and not earlier else None,
+            **_machine(run, environment),
+            seed=(run.start or {}).get("seed", stated if run.seed is None else run.seed),
+        )
+        for index, run in enumerate(part.runs, 1)
+    ]
     return [run for run in found if not run.reason], [run for run in found if run.reason]
 
 
 def _shape(text):
-    """Return (Run.shape, Run.odd) of the text after the last separator; ("", None) if train_gpt.py did not write it.
+    """Return (Run.shape, Run.odd) of the text after the last separator; ("", None) if train_gpt.py
+    did not write it.
 
     Blank lines at the end, which editors add, are none of its lines.
     A step line that states another total counts as odd."""
-    shape, odd, total = [], None, None
+    shape = []
+    odd = None
+    total = None
     ours = text.startswith(b'{"run_id"')
     for line in text.rstrip().split(b"\n") if ours else ():
         match = _OWN_LINE.fullmatch(line)
@@ -690,15 +990,27 @@ def _judge(run, notes, **facts):
     total = int(run.total) if run.total else None
     notes = [*notes, *run.notes]
     last = run.validations[-1] if run.validations else None
-    unended = run.start is not None and run.end is None  # train_gpt.py writes both lines; a resumed race repeats such a run
-    found = Run(**facts, stated_steps=total, validations=tuple(run.validations), last_step=run.last_step,
-                complete=None if total is None else bool(last) and last.step == total and not unended, start=run.start, end=run.end,
-                clock_falls=tuple(run.clock_falls), resumed=tuple(run.resumed), steps=run.steps)
+    # train_gpt.py writes both lines; a resumed race repeats such a run
+    unended = run.start is not None and run.end is None
+    found = Run(
+        **facts,
+        stated_steps=total,
+        validations=tuple(run.validations),
+        last_step=run.last_step,
+        complete=None if total is None else bool(last) and last.step == total and not unended,
+        start=run.start,
+        end=run.end,
+        clock_falls=tuple(run.clock_falls),
+        resumed=tuple(run.resumed),
+        steps=run.steps,
+    )
     of_total = "" if total is None else f" of {total}"
-    kind, why = INCOMPLETE, None
+    kind = INCOMPLETE
+    why = None
     bad = next((v for v in run.validations if not math.isfinite(v.loss)), None)
     if bad:
-        kind, why = NOT_FINITE, f"val_loss is {bad.loss} at step {bad.step}{of_total}"
+        kind = NOT_FINITE
+        why = f"val_loss is {bad.loss} at step {bad.step}{of_total}"
     elif last is None:
         reached = f"step {run.last_step}{of_total}" if run.last_step is not None else "no step"
         why = f"incomplete: no validation line; it reached {reached}"
@@ -707,17 +1019,25 @@ def _judge(run, notes, **facts):
         if run.last_step != last.step:
             why += f", training lines go on to step {run.last_step}"
     elif total is not None and run.last_step > total:
-        why = f"its lines go on to step {run.last_step}{of_total}: training went on after the last validation"
+        why = (
+            f"its lines go on to step {run.last_step}{of_total}: training went on after the last"
+            " validation"
+        )
     elif unended:
         why = "incomplete: no end line follows the last validation"
     elif total is None and run.trained_since:
-        why = f"incomplete: training lines go on to step {run.last_step} after the last validation at step {last.step}"
+        why = (
+            f"incomplete: training lines go on to step {run.last_step} after the last validation at"
+            f" step {last.step}"
+        )
     elif total is None and run.cut:
         why = f"incomplete: a line that is cut off follows the last validation at step {last.step}"
     elif total is None and last.step == 0:
         why = "incomplete: the only validation is at step 0, before any training"
     if why:
-        return replace(found, reason="; ".join([why, *filter(None, [run.error]), *notes]), kind=kind)
+        return replace(
+            found, reason="; ".join([why, *filter(None, [run.error]), *notes]), kind=kind
+        )
 
     if found.disqualified:
         notes.insert(0, f"{found.disqualified}; it counts for no record")
@@ -726,22 +1046,33 @@ def _judge(run, notes, **facts):
     if last.time_ms is None:
         notes.append("the last validation line states no train_time")
     if run.clock_falls:
-        notes.append(f"train_time decreases at step {', '.join(map(str, run.clock_falls[:5]))}"
-                     + (f" and at {len(run.clock_falls) - 5} more" if len(run.clock_falls) > 5 else ""))
+        notes.append(
+            f"train_time decreases at step {', '.join(map(str, run.clock_falls[:5]))}"
+            + (f" and at {len(run.clock_falls) - 5} more" if len(run.clock_falls) > 5 else "")
+        )
     first, *later = [validation.step for validation in run.validations]
-    resumed = len(later) > 1 and first == run.first_step > later[0] - first  # earlier validations are missing
+    # earlier validations are missing
+    resumed = len(later) > 1 and first == run.first_step > later[0] - first
     if run.first_step > 1 and (found.index_in_file > 1 or resumed):
         notes.append(f"begins at step {run.first_step}")
     other_losses = [key for key in last.extras if key.startswith("val") and key.endswith("loss")]
     if other_losses:
         notes.append(f"also logs {', '.join(other_losses)}; the loss is val_loss")
     decimals = len(re.match(r"[^.]*\.?(\d*)", _loss_text(run.validation_fields))[1])
-    return replace(found, final_loss=last.loss, loss_decimals=decimals, train_time_ms=last.time_ms, notes=tuple(notes))
+    return replace(
+        found,
+        final_loss=last.loss,
+        loss_decimals=decimals,
+        train_time_ms=last.time_ms,
+        notes=tuple(notes),
+    )
 
 
 def _machine(run, environment):
-    """Return the fields of Run on GPUs, versions and validation data: of the JSON lines, or what a script prints."""
-    start, rows = run.start or {}, _GPU_ROW.findall(environment)
+    """Return the fields of Run on GPUs, versions and validation data: of the JSON lines, or what a
+    script prints."""
+    start = run.start or {}
+    rows = _GPU_ROW.findall(environment)
 
     def inside(of, *keys):
         for key in keys:
@@ -749,30 +1080,59 @@ def _machine(run, environment):
         return of
 
     def all_of(pattern):
-        return " and ".join(sorted({name.decode("utf-8", "replace").strip() for name in pattern.findall(environment)})) or None
-    world, gpus = _WORLD_SIZE.search(environment), start.get("ranks")
+        return (
+            " and ".join(
+                sorted(
+                    {
+                        name.decode("utf-8", "replace").strip()
+                        for name in pattern.findall(environment)
+                    }
+                )
+            )
+            or None
+        )
+
+    world = _WORLD_SIZE.search(environment)
+    gpus = start.get("ranks")
     if not isinstance(gpus, int):
         gpus = int(world[1]) if world else len({number for number, _ in rows}) or None
     names = {name.decode("utf-8", "replace") for _, name in rows}
-    drivers, val_tokens = inside(start, "hardware", "gpus"), _VAL_TOKENS.search(environment)
+    drivers = inside(start, "hardware", "gpus")
+    val_tokens = _VAL_TOKENS.search(environment)
     val_tokens = val_tokens and (val_tokens[1] or val_tokens[2]).decode().replace(",", "")
     shards = inside(start, "shards", "val")
     digests = [str(inside(shard, "sha256")) for shard in shards] if isinstance(shards, list) else []
     if run.start:
         val_tokens = inside(run.end, "val_tokens") or inside(start, "config", "val_tokens")
-    val_len, on_cpus = inside(start, "config", "val_len"), inside(start, "hardware", "gpus") == []
-    data = (f"{val_tokens} tokens{' of ' * bool(digests)}{' '.join(digest[:8] for digest in digests)}"
-            f"{f' in sequences of {val_len}' if val_len else ''}")
-    threads = inside(start, "hardware", "threads") or inside(start, "environment", "OMP_NUM_THREADS")
-    return {"gpus": gpus, "card": inside(start, "hardware", "device") or " and ".join(sorted(names)) or all_of(_GPU_NAME),
-            "cpu": str(cpu) if on_cpus and (cpu := inside(start, "hardware", "cpu_id")) else None,
-            "threads": str(threads) if on_cpus and threads else None,
-            "torch": inside(start, "versions", "torch") or all_of(_TORCH), "validated_on": data if val_tokens or digests else None,
-            "driver": inside(drivers[0], "driver") if isinstance(drivers, list) and drivers else all_of(_DRIVER)}
+    val_len = inside(start, "config", "val_len")
+    on_cpus = inside(start, "hardware", "gpus") == []
+    data = (
+        f"{val_tokens} tokens{' of ' * bool(digests)}{' '.join(digest[:8] for digest in digests)}"
+        f"{f' in sequences of {val_len}' if val_len else ''}"
+    )
+    threads = inside(start, "hardware", "threads") or inside(
+        start, "environment", "OMP_NUM_THREADS"
+    )
+    return {
+        "gpus": gpus,
+        "card": (
+            inside(start, "hardware", "device") or " and ".join(sorted(names)) or all_of(_GPU_NAME)
+        ),
+        "cpu": str(cpu) if on_cpus and (cpu := inside(start, "hardware", "cpu_id")) else None,
+        "threads": str(threads) if on_cpus and threads else None,
+        "torch": inside(start, "versions", "torch") or all_of(_TORCH),
+        "validated_on": data if val_tokens or digests else None,
+        "driver": (
+            inside(drivers[0], "driver")
+            if isinstance(drivers, list) and drivers
+            else all_of(_DRIVER)
+        ),
+    }
 
 
 def _step(line):
-    """Return (step, total or None, the fields in the common spelling) of a step line of any form, else None."""
+    """Return (step, total or None, the fields in the common spelling) of a step line of any form,
+    else None."""
     if common := _STEP.match(line):
         return int(common[1]), common[2], common[3]
     if spaced := _SPACED_STEP.match(line):
@@ -784,8 +1144,11 @@ def _step(line):
 
 
 def _fields(rest):
-    """Return the `key:value` words of a line as a dict of str, without other words; {} if a key occurs twice."""
-    pairs = [word.decode("utf-8", "replace").partition(":")[::2] for word in rest.split() if b":" in word]
+    """Return the `key:value` words of a line as a dict of str, without other words; {} if a key
+    occurs twice."""
+    pairs = [
+        word.decode("utf-8", "replace").partition(":")[::2] for word in rest.split() if b":" in word
+    ]
     fields = dict(pairs)
     return fields if len(fields) == len(pairs) else {}
 
@@ -825,11 +1188,17 @@ def parse_json(line):
     """Parse an untrusted line of JSON. Integers of 19 digits or more become floats, possibly inf.
 
     ValueError if it is not JSON or is nested deeper than MAX_DEPTH."""
+
     def fits(value, depth):
-        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        inner = (
+            value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        )
         return depth > 0 and all(fits(item, depth - 1) for item in inner)
+
     try:
-        content = json.loads(line, parse_int=lambda digits: int(digits) if len(digits) < 19 else float(digits))
+        content = json.loads(
+            line, parse_int=lambda digits: int(digits) if len(digits) < 19 else float(digits)
+        )
         if fits(content, MAX_DEPTH):
             return content
     except RecursionError:
@@ -838,30 +1207,42 @@ def parse_json(line):
 
 
 def show_json(value):
-    """Return strict JSON on one line: dataclasses and named tuples become objects, nan and inf become null."""
+    """Return strict JSON on one line: dataclasses and named tuples become objects, nan and inf
+    become null."""
+
     def plain(value):
         if is_dataclass(value):
-            value = {field.name: getattr(value, field.name) for field in fields(value) if field.repr}
+            value = {
+                field.name: getattr(value, field.name) for field in fields(value) if field.repr
+            }
         value = value._asdict() if hasattr(value, "_asdict") else value
         if isinstance(value, dict):
             return {key: plain(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [plain(item) for item in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
+
     return json.dumps(plain(value), allow_nan=False)
 
 
 def printable(text):
-    """Escape line breaks and terminal control characters (as \\x1b) in a path or a text from a log."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in os.fspath(text))
+    """Escape line breaks and terminal control characters (as \\x1b) in a path or a text from a
+    log."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode() for c in os.fspath(text)
+    )
 
 
 def brief(text):
-    """Return a message as one line for stderr. A long one loses its middle, since the advice stands at the end."""
-    text, half = printable(text), MAX_MESSAGE // 2
+    """Return a message as one line for stderr. A long one loses its middle, since the advice
+    stands at the end."""
+    text = printable(text)
+    half = MAX_MESSAGE // 2
     if len(text) <= MAX_MESSAGE:
         return text
-    before, after = text[:half], text[5 - half:]  # whole words, if there are any
+    # whole words, if there are any
+    before = text[:half]
+    after = text[5 - half :]
     return f"{before.rpartition(' ')[0] or before} ... {after.partition(' ')[2] or after}"
 
 
@@ -879,38 +1260,80 @@ def last_run(path):
 
 def is_beside(item):
     """Return whether a rejected file lies beside the logs: by its name it is none."""
-    return item.kind == NOT_A_LOG and os.path.splitext(item.path)[1] not in ("", ".gz", ".txt", ".log")
+    return item.kind == NOT_A_LOG and os.path.splitext(item.path)[1] not in (
+        "",
+        ".gz",
+        ".txt",
+        ".log",
+    )
 
 
 def outcomes(logs):
-    """Return rows (path, run, outcome, steps, loss, seconds, GPUs, source, remark) of text for all runs and files."""
-    rows, alike = [], {}  # other files beside the logs share one row for each kind
+    """Return rows (path, run, outcome, steps, loss, seconds, GPUs, source, remark) of text for all
+    runs and files."""
+    # other files beside the logs share one row for each kind
+    rows = []
+    alike = {}
     for run in logs.runs:
-        steps = str(run.last_step) if run.stated_steps is None else f"{run.last_step}/{run.stated_steps}"
-        outcome, source = "no record" if run.disqualified else "used", (run.source_sha256 or "-")[:8]
-        rows.append((run.path, str(run.index_in_file), outcome, steps, run.loss_text, run.seconds_text,
-                     str(run.gpus or "-"), source, "; ".join(run.notes)))
+        steps = (
+            str(run.last_step)
+            if run.stated_steps is None
+            else f"{run.last_step}/{run.stated_steps}"
+        )
+        outcome = "no record" if run.disqualified else "used"
+        source = (run.source_sha256 or "-")[:8]
+        rows.append(
+            (
+                run.path,
+                str(run.index_in_file),
+                outcome,
+                steps,
+                run.loss_text,
+                run.seconds_text,
+                str(run.gpus or "-"),
+                source,
+                "; ".join(run.notes),
+            )
+        )
     for item in logs.rejected:
         stem, suffix = os.path.splitext(item.path)
         shown = os.path.join(os.path.dirname(stem), f"*{suffix}") if is_beside(item) else item.path
         alike.setdefault((shown, item.index_in_file, item.reason), []).append(item)
-    others = [(shown, index, "rejected", f"{len(items)} files, each {why}") if len(items) > 1 else
-              (items[0].path, index, "rejected", why) for (shown, index, why), items in alike.items()]
-    others += [(item.path, item.index_in_file, "duplicate", f"{item.reason}: {item.original_path}") for item in logs.duplicates]
+    others = [
+        (
+            (shown, index, "rejected", f"{len(items)} files, each {why}")
+            if len(items) > 1
+            else (items[0].path, index, "rejected", why)
+        )
+        for (shown, index, why), items in alike.items()
+    ]
+    others += [
+        (item.path, item.index_in_file, "duplicate", f"{item.reason}: {item.original_path}")
+        for item in logs.duplicates
+    ]
     rows += [(path, str(index or "-"), what, *"-----", why) for path, index, what, why in others]
     return sorted(rows)
 
 
 def files_of(source):
-    """Return {file name: text} of a source. The first file is the program; a source of one file is train_gpt.py."""
+    """Return {file name: text} of a source. The first file is the program; a source of one file is
+    train_gpt.py."""
     before, *parts = FILE_LINE.split(source)
     return {"train_gpt.py": source} if before or not parts else dict(zip(parts[::2], parts[1::2]))
 
 
 def source_in(folder, program):
-    """Return the source of a program in a folder as its log has it: with train_gpt.py, which it imports."""
-    texts = {name: Path(folder, name).read_text(encoding="utf-8") for name in dict.fromkeys((program, "train_gpt.py"))}
-    return texts[program] if len(texts) == 1 else "".join(f"# file: {name}\n{text}" for name, text in texts.items())
+    """Return the source of a program in a folder as its log has it: with train_gpt.py, which it
+    imports."""
+    texts = {
+        name: Path(folder, name).read_text(encoding="utf-8")
+        for name in dict.fromkeys((program, "train_gpt.py"))
+    }
+    return (
+        texts[program]
+        if len(texts) == 1
+        else "".join(f"# file: {name}\n{text}" for name, text in texts.items())
+    )
 
 
 def plural(count, noun):
@@ -921,14 +1344,20 @@ def plural(count, noun):
 def some(texts, most=4, between=", "):
     """Join texts for a message; only the first ones are spelled out."""
     texts = list(texts)
-    return between.join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
+    return between.join(texts[:most]) + (
+        f" and {len(texts) - most} more" if len(texts) > most else ""
+    )
 
 
 def config_of(run):
-    """Return the config values of a log that change what is trained, or the settings above a public source."""
+    """Return the config values of a log that change what is trained, or the settings above a
+    public source."""
     config = (run.start or {}).get("config", run.settings)
-    return {key: value for key, value in (config.items() if isinstance(config, dict) else ())
-            if key not in INCIDENTAL and not key.startswith("race_")}
+    return {
+        key: value
+        for key, value in (config.items() if isinstance(config, dict) else ())
+        if key not in INCIDENTAL and not key.startswith("race_")
+    }
 
 
 def target_of(run):
@@ -938,12 +1367,17 @@ def target_of(run):
 
 
 def side_names(race):
-    """Return {side: name} of a race's declaration: a side's flags, declared name, revision or folder; else "base"."""
+    """Return {side: name} of a race's declaration: a side's flags, declared name, revision or
+    folder; else "base"."""
     sides = race["sides"]
     shared = len(os.path.commonprefix([side["flags"] for side in sides.values()]))
-    versions = len(sides) == 1 or any(side["revision"] or "folder" in side for side in sides.values())
+    versions = len(sides) == 1 or any(
+        side["revision"] or "folder" in side for side in sides.values()
+    )
     *_, last = sides.values()
-    plain = "this checkout" if versions else "without these flags" if last["flags"][shared:] else "base"
+    plain = (
+        "this checkout" if versions else "without these flags" if last["flags"][shared:] else "base"
+    )
 
     def name(side):
         if "name" in side:
@@ -953,6 +1387,7 @@ def side_names(race):
         if side["revision"]:
             return f"revision {side['revision'][:8]}"
         return plain if versions else shlex.join(side["flags"][shared:]) or plain
+
     return {side: name(described) for side, described in sides.items()}
 
 
@@ -960,33 +1395,60 @@ def columns(rows, of_numbers=False):
     """Return aligned lines of a table. of_numbers: right-align all columns except the first."""
     turned = [list(map(printable, column)) for column in zip(*rows)]
     justify = [str.ljust, *[str.rjust if of_numbers else str.ljust] * len(turned)]
-    aligned = [[just(cell, max(map(len, column))) for cell in column] for just, column in zip(justify, turned)]
+    aligned = [
+        [just(cell, max(map(len, column))) for cell in column]
+        for just, column in zip(justify, turned)
+    ]
     return ["  ".join(row).rstrip() for row in zip(*aligned)]
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description="List run logs: used, rejected or duplicate, and why.")
-    parser.add_argument("paths", nargs="+", metavar="PATH", type=or_latest(RACE, RUN), help="latest, a log, a .gz of one, or a folder of them")
-    parser.add_argument("--json", action="store_true", help="print everything that was read as JSON")
+    parser = argparse.ArgumentParser(
+        description="List run logs: used, rejected or duplicate, and why."
+    )
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        type=or_latest(RACE, RUN),
+        help="latest, a log, a .gz of one, or a folder of them",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print everything that was read as JSON"
+    )
     options = parser.parse_args(arguments)
     logs = read(options.paths)
     if options.json:
         print(show_json(logs))
     else:
-        header = "file", "run", "outcome", "steps", "val_loss", "seconds", "GPUs", "source", "remark"
+        header = (
+            "file",
+            "run",
+            "outcome",
+            "steps",
+            "val_loss",
+            "seconds",
+            "GPUs",
+            "source",
+            "remark",
+        )
         print(*columns([header, *outcomes(logs)]), sep="\n")
-        print(f"{plural(len(logs.runs), 'run')} used, {len(logs.rejected)} rejected, "
-              f"{plural(len(logs.duplicates), 'duplicate')}")
+        print(
+            f"{plural(len(logs.runs), 'run')} used, {len(logs.rejected)} rejected, "
+            f"{plural(len(logs.duplicates), 'duplicate')}"
+        )
     return 0 if logs.runs and all(item.kind != UNREADABLE for item in logs.rejected) else 2
 
 
 def run_main(main):
-    """Call main() and exit with its status. A closed pipe (`| head`) gives 141, as SIGPIPE would, since the verdict
-    may be lost; Ctrl-C gives no traceback."""
+    """Call main() and exit with its status. A closed pipe (`| head`) gives 141, as SIGPIPE would,
+    since the verdict may be lost; Ctrl-C gives no traceback."""
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # a path or a log may hold what the terminal cannot show
+        # a path or a log may hold what the terminal cannot show
+        stream.reconfigure(errors="backslashreplace")
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # run.sh starts race.py with SIGINT blocked
+        # run.sh starts race.py with SIGINT blocked
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         status = main()
         sys.stdout.flush()
     except BrokenPipeError:

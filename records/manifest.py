@@ -1,4 +1,5 @@
-"""race.jsonl, the manifest of a race: its declaration, then a line before and one after each run. race.py writes it."""
+"""race.jsonl, the manifest of a race: its declaration, then a line before and one after each run.
+race.py writes it."""
 
 import contextlib
 import json
@@ -12,8 +13,17 @@ from logs import UserError, require
 
 MANIFEST = "race.jsonl"  # beside the logs
 ALPHA = 0.01  # of a claim
-RACE_KEYS = {"id": str, "sides": dict, "ranks": int, "n": int, "seed": int, "order": list, "alpha": float, "test": str,
-             "until_decided": bool}
+RACE_KEYS = {
+    "id": str,
+    "sides": dict,
+    "ranks": int,
+    "n": int,
+    "seed": int,
+    "order": list,
+    "alpha": float,
+    "test": str,
+    "until_decided": bool,
+}
 RACE_DEFAULTS = {"alpha": ALPHA, "test": "unpaired", "until_decided": False}
 RUN_KEYS = {"run_id": str, "run": int, "side": str, "status": str}
 
@@ -25,10 +35,14 @@ def order(n, sides):
 
 
 class Manifest:
-    """race.jsonl: the declaration, then a line before and one after each run. write() returns when it is on disk."""
+    """race.jsonl: the declaration, then a line before and one after each run. write() returns when
+    it is on disk."""
 
     def __init__(self, path):
-        self.path, self.race, self.events, self.cut = path, None, [], None
+        self.path = path
+        self.race = None
+        self.events = []
+        self.cut = None
         self.attempts = {}  # by run_id, its events merged
 
     def write(self, event):
@@ -47,50 +61,79 @@ class Manifest:
 
     @classmethod
     def read(cls, path):
-        """Read a manifest. cut: the offset where an incomplete last line begins (after a power failure), or None."""
+        """Read a manifest. cut: the offset where an incomplete last line begins (after a power
+        failure), or None."""
         manifest = cls(Path(path).resolve())
         try:
             text = logs.open_file(manifest.path).read()
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}; name the {MANIFEST} of the race") from None
-        whole = text[:text.rfind(b"\n") + 1]
+        whole = text[: text.rfind(b"\n") + 1]
         for number, line in enumerate(whole.splitlines(), 1):
             try:
                 manifest.take(check_event(logs.parse_json(line), first=number == 1))
             except (ValueError, UserError) as error:
-                raise UserError(f"{path}: line {number} is no line of a race ({error}); restore it, or name the "
-                                  f"{MANIFEST} of a race") from None
+                raise UserError(
+                    f"{path}: line {number} is no line of a race ({error}); restore it, or name the"
+                    f" {MANIFEST} of a race"
+                ) from None
         require(manifest.race, f"{path}: no line describes the race; name the {MANIFEST} of a race")
         manifest.cut = len(whole) if whole != text else None
         return manifest
 
     def done(self):
         """Return {(run, side): attempt}, without the first run (number 0), which does not count."""
-        return {(a["run"], a["side"]): a for a in self.attempts.values() if a["status"] == "done" and a["run"]}
+        return {
+            (a["run"], a["side"]): a
+            for a in self.attempts.values()
+            if a["status"] == "done" and a["run"]
+        }
 
 
 def check_event(event, first):
-    """Check a line of the manifest. Raise UserError unless it is the declaration (the first line) or a run's."""
+    """Check a line of the manifest. Raise UserError unless it is the declaration (the first line)
+    or a run's."""
+
     def are_words(value):
         return isinstance(value, list) and all(isinstance(word, str) for word in value)
 
-    inner, keys = (event.get("race"), RACE_KEYS) if first and isinstance(event, dict) else (event, RUN_KEYS)
+    inner, keys = (
+        (event.get("race"), RACE_KEYS) if first and isinstance(event, dict) else (event, RUN_KEYS)
+    )
     if first and isinstance(inner, dict):
         event["race"] = inner = {**RACE_DEFAULTS, **inner}
     for key, kind in keys.items():
-        require(isinstance(inner, dict) and isinstance(inner.get(key), kind), f"its {key} is no {kind.__name__}")
-    require(re.fullmatch(r"[\w.-]{1,100}", inner["id" if first else "run_id"]), "its id is no file name")
+        require(
+            isinstance(inner, dict) and isinstance(inner.get(key), kind),
+            f"its {key} is no {kind.__name__}",
+        )
+    require(
+        re.fullmatch(r"[\w.-]{1,100}", inner["id" if first else "run_id"]), "its id is no file name"
+    )
     if not first:
-        require("race" not in event, "the race is described a second time")  # only the first description is checked
+        # only the first description is checked
+        require("race" not in event, "the race is described a second time")
         return event
     for side in inner["sides"].values():
-        require(isinstance(side, dict) and "revision" in side and are_words(side.get("flags")), "a side needs a revision and flags")
-        require(side["revision"] is None or re.fullmatch("[0-9a-f]{40,64}", str(side["revision"])),
-                "a side's revision is no full hash")  # git would take one that begins with - for an option
-        require(isinstance(side.get("folder", ""), str) and isinstance(side.get("name", ""), str),
-                "a side's folder or name is no text")
-    require(inner["sides"] and are_words(inner["order"]) and len(inner["order"]) == inner["n"] * len(inner["sides"]),
-            "its order needs one word for each of its n runs a side")
+        require(
+            isinstance(side, dict) and "revision" in side and are_words(side.get("flags")),
+            "a side needs a revision and flags",
+        )
+        require(
+            side["revision"] is None or re.fullmatch("[0-9a-f]{40,64}", str(side["revision"])),
+            # git would take one that begins with - for an option
+            "a side's revision is no full hash",
+        )
+        require(
+            isinstance(side.get("folder", ""), str) and isinstance(side.get("name", ""), str),
+            "a side's folder or name is no text",
+        )
+    require(
+        inner["sides"]
+        and are_words(inner["order"])
+        and len(inner["order"]) == inner["n"] * len(inner["sides"]),
+        "its order needs one word for each of its n runs a side",
+    )
     require(0 < inner["alpha"] < 0.5, "its alpha is no number between 0 and 0.5")
     require(inner["test"] in ("paired", "unpaired"), "its test is neither paired nor unpaired")
     return event
@@ -104,13 +147,16 @@ def manifest_in(folder):
 
 def declaration(runs):
     """Return the declaration in race.jsonl if all runs belong to that race, else {}."""
-    (folder, race_id), *others = {(os.path.dirname(run.path), race_of(run) and race_of(run).race_id) for run in runs}
+    (folder, race_id), *others = {
+        (os.path.dirname(run.path), race_of(run) and race_of(run).race_id) for run in runs
+    }
     manifest = manifest_in(folder) if race_id and not others else None
     return manifest.race if manifest and manifest.race["id"] == race_id else {}
 
 
 class Race(NamedTuple):
     """The race field of a log's start line."""
+
     race_id: str
     side: str
     run: str
@@ -118,7 +164,8 @@ class Race(NamedTuple):
 
 
 def race_of(run):
-    """Return the Race of a run or a rejected one, or None. For another project's script race.jsonl states it."""
+    """Return the Race of a run or a rejected one, or None. For another project's script race.jsonl
+    states it."""
     race = (run.start or {}).get("race")
     if not race and (manifest := manifest_in(os.path.dirname(run.path))):
         attempt = manifest.attempts.get(Path(run.path).stem)
@@ -126,7 +173,12 @@ def race_of(run):
             race = {"race_id": manifest.race["id"], "declared_n": manifest.race["n"], **attempt}
     if not isinstance(race, dict) or "race_id" not in race:
         return None
-    return Race(str(race["race_id"]), str(race.get("side") or ""), str(race.get("run")), race.get("declared_n"))
+    return Race(
+        str(race["race_id"]),
+        str(race.get("side") or ""),
+        str(race.get("run")),
+        race.get("declared_n"),
+    )
 
 
 def side_of(run):
@@ -136,11 +188,25 @@ def side_of(run):
 
 
 def place_of(run):
-    """Return (name of its side, the side, words on its number) of a run in a race's folder, else None."""
+    """Return (name of its side, the side, words on its number) of a run in a race's folder, else
+    None."""
     home = os.path.dirname(run.path)
-    for folder in (home, os.path.dirname(home)):  # the first run, which does not count, is in a subfolder
+    for folder in (
+        home,
+        os.path.dirname(home),
+    ):  # the first run, which does not count, is in a subfolder
         with contextlib.suppress(UserError):  # another's file
-            race, manifest = race_of(run), manifest_in(folder)
-            if race and manifest and manifest.race["id"] == race.race_id and race.side in manifest.race["sides"]:
-                return (logs.side_names(manifest.race)[race.side], race.side, "not counted" if race.run == "0" else f"run {race.run}")
+            race = race_of(run)
+            manifest = manifest_in(folder)
+            if (
+                race
+                and manifest
+                and manifest.race["id"] == race.race_id
+                and race.side in manifest.race["sides"]
+            ):
+                return (
+                    logs.side_names(manifest.race)[race.side],
+                    race.side,
+                    "not counted" if race.run == "0" else f"run {race.run}",
+                )
     return None

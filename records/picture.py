@@ -21,11 +21,21 @@ import pages
 from logs import UserError
 from manifest import manifest_in
 
-os.environ.pop("MPLBACKEND", None)  # a notebook's is not in .venv, and plots that are only saved need none
-STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-         "grid.color": "#e6e6e6", "axes.axisbelow": True, "axes.titleweight": "bold", "axes.titlelocation": "left",
-         "svg.fonttype": "none"}
-COLORS = "#1b6ac9", "#b8531a", "#1d7044", "#7a3fb5", "#a8780a", "#0f7d86"  # as in templates/theme.css
+# a notebook's is not in .venv, and plots that are only saved need none
+os.environ.pop("MPLBACKEND", None)
+STYLE = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "axes.axisbelow": True,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "svg.fonttype": "none",
+}
+# as in templates/theme.css
+COLORS = "#1b6ac9", "#b8531a", "#1d7044", "#7a3fb5", "#a8780a", "#0f7d86"
 VALIDATION = COLORS[1]
 FAR = 6  # times the median reach of the intervals: differences beyond it are an arrow
 
@@ -44,21 +54,36 @@ def title_of(run, *others):
     if others:
         runs = run, *others
         losses = [one.validations[-1].loss for one in runs if one.validations]
-        return (f"{len(runs)} runs" + (f": validation losses from {min(losses):.4f} to {max(losses):.4f}" if losses else "") +
-                "; not on the same validation data" * (len({one.validated_on for one in runs}) > 1))
-    start, target = run.start or {}, logs.target_of(run)
-    name = f"{start['preset']} preset, seed {start.get('seed')}" if "preset" in start else Path(run.path).name
+        return (
+            f"{len(runs)} runs"
+            + (f": validation losses from {min(losses):.4f} to {max(losses):.4f}" if losses else "")
+            + "; not on the same validation data" * (len({one.validated_on for one in runs}) > 1)
+        )
+    start = run.start or {}
+    target = logs.target_of(run)
+    name = (
+        f"{start['preset']} preset, seed {start.get('seed')}"
+        if "preset" in start
+        else Path(run.path).name
+    )
     if not run.over:
         return f"{name}: step {run.last_step} of {run.stated_steps or '?'}"
     if not run.final_loss:
         return f"{name}: ended at step {run.last_step}"
-    reached = "" if target is None else f", target {target:g} {'' if run.final_loss <= target else 'not '}reached"
+    reached = (
+        ""
+        if target is None
+        else f", target {target:g} {'' if run.final_loss <= target else 'not '}reached"
+    )
     took = "" if run.train_time_ms is None else f" and {run.train_time_ms / 1000:,.1f} s"
-    return f"{name}: validation loss {run.final_loss:.4f} after {run.last_step:,} steps{took}{reached}"
+    return (
+        f"{name}: validation loss {run.final_loss:.4f} after {run.last_step:,} steps{took}{reached}"
+    )
 
 
 def follow(axes, losses, target):
-    """Fit the vertical axis to these losses. Draw the target's line if it is near; else the legend says where it is."""
+    """Fit the vertical axis to these losses. Draw the target's line if it is near; else the legend
+    says where it is."""
     if not losses:
         return
     note, near = pages.far_note(target and (target, f"target {target:g}"), losses)
@@ -76,33 +101,68 @@ def draw(runs, out):
     import matplotlib
     from matplotlib.figure import Figure
 
-    several, targets, late = len(runs) > 1, {logs.target_of(run) for run in runs}, []
-    height = 4.3 + several * (0.3 + 0.23 * (len(runs) // 2 + 1))  # of several, the names stand below
+    several = len(runs) > 1
+    targets = {logs.target_of(run) for run in runs}
+    late = []
+    # of several, the names stand below
+    height = 4.3 + several * (0.3 + 0.23 * (len(runs) // 2 + 1))
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(12, height))
         over_steps, over_seconds, speed = figure.subplots(1, 3)
-        figure.subplots_adjust(left=0.05, right=0.99, bottom=1 - 3.78 / height, top=1 - 0.69 / height, wspace=0.2)  # a fitted layout takes 0.3 s
+        # a fitted layout takes 0.3 s
+        figure.subplots_adjust(
+            left=0.05, right=0.99, bottom=1 - 3.78 / height, top=1 - 0.69 / height, wspace=0.2
+        )
         figure.suptitle(logs.printable(title_of(*runs)), x=0.01, ha="left", fontweight="bold")
         for at, (run, name) in enumerate(zip(runs, pages.run_names(runs))):
             mean = functools.partial(pages.running_means, steps=run.stated_steps)
             trained, validated, ms = pages.curves(run)
-            late += [point[2] for point in validated + [point for point in trained if point[0] >= pages.EARLY * trained[-1][0]]]
-            reached = f"{shorten(name, 70) if several else 'validation'}: {f'{validated[-1][2]:.4f}' if validated else 'none yet'}"
-            of_line, of_dots = ("training and its running mean", reached) if not several else (reached, None) if trained else (None, reached)
-            color, style = COLORS[at % len(COLORS)], ("-", "--", ":")[at // len(COLORS) % 3]
+            late += [
+                point[2]
+                for point in validated
+                + [point for point in trained if point[0] >= pages.EARLY * trained[-1][0]]
+            ]
+            reached = (
+                f"{shorten(name, 70) if several else 'validation'}:"
+                f" {f'{validated[-1][2]:.4f}' if validated else 'none yet'}"
+            )
+            of_line, of_dots = (
+                ("training and its running mean", reached)
+                if not several
+                else (reached, None)
+                if trained
+                else (None, reached)
+            )
+            color = COLORS[at % len(COLORS)]
+            style = ("-", "--", ":")[at // len(COLORS) % 3]
             for axes, place in ((over_steps, 0), (over_seconds, 1)):
-                losses, dots = ([(point[place], point[2]) for point in points if point[place] is not None] for points in (trained, validated))
+                losses, dots = (
+                    [(point[place], point[2]) for point in points if point[place] is not None]
+                    for points in (trained, validated)
+                )
                 if losses and not several:
                     axes.plot(*zip(*losses), color=color, lw=0.7, alpha=0.3)
                 if losses:
                     axes.plot(*zip(*mean(losses)), style, color=color, lw=1.5, label=of_line)
-                axes.plot([at for at, _ in dots], [loss for _, loss in dots], "o" if several and trained else f"o{style}",
-                          color=color if several else VALIDATION, label=of_dots)
+                axes.plot(
+                    [at for at, _ in dots],
+                    [loss for _, loss in dots],
+                    "o" if several and trained else f"o{style}",
+                    color=color if several else VALIDATION,
+                    label=of_dots,
+                )
             if ms:
                 speed.plot(*zip(*mean(ms)), style, color=color)
         for axes, title, unit, kind in (
-                (over_steps, "Loss over steps" + several * "; dots: validation", "step", "nats per token"),
-                (over_seconds, "Loss over time", "seconds of training", "nats per token"), (speed, "Speed", "step", "ms/step")):
+            (
+                over_steps,
+                "Loss over steps" + several * "; dots: validation",
+                "step",
+                "nats per token",
+            ),
+            (over_seconds, "Loss over time", "seconds of training", "nats per token"),
+            (speed, "Speed", "step", "ms/step"),
+        ):
             axes.set(title=title, xlabel=unit, ylabel=kind)
             if axes is not speed:
                 follow(axes, late, targets.copy().pop() if len(targets) == 1 else None)
@@ -111,7 +171,9 @@ def draw(runs, out):
                 axes.set_xlim(0, 1.03 * max(run.steps[-1].step for run in runs) or 1)
         speed.set_ylim(0, None)
         legend = {"loc": "lower left", "ncols": 2} if several else {"loc": "upper right"}
-        (figure if several else over_steps).legend(*over_steps.get_legend_handles_labels(), frameon=False, **legend)
+        (figure if several else over_steps).legend(
+            *over_steps.get_legend_handles_labels(), frameon=False, **legend
+        )
         figure.savefig(out, dpi=120)
 
 
@@ -120,27 +182,49 @@ def shorten(name, width=26):
 
 
 def draw_strip(axes, strip):
-    """Plot a strip of stats.strips or stats.differences: in each row a dot for each run, the mean with its interval.
+    """Plot a strip of stats.strips or stats.differences: in each row a dot for each run, the mean
+    with its interval.
 
-    Of differences, a mean FAR times as far away as most is an arrow at the edge, and the right axis states the means."""
-    rows, far = strip["rows"], math.inf
+    Of differences, a mean FAR times as far away as most is an arrow at the edge, and the right axis
+    states the means."""
+    rows = strip["rows"]
+    far = math.inf
     if not any(row["values"] for row in rows):
         neutral = strip["level"][0]
         reaches = [max(abs(end - neutral) for end in row["mean"]) for row in rows]
         far = FAR * statistics.median(reaches) or math.inf
         figures = axes.secondary_yaxis("right")
         form = "{:+.4f}" if neutral == 0 else "{:.3f}"
-        figures.set_yticks(range(len(rows)), [form.format(row["mean"][0]).replace("-", "−") for row in rows])
+        figures.set_yticks(
+            range(len(rows)), [form.format(row["mean"][0]).replace("-", "−") for row in rows]
+        )
         figures.tick_params(length=0)
         figures.spines["right"].set_visible(False)
     for at, row in enumerate(rows):
-        color, (mean, low, high) = row["color"], row["mean"]
+        color = row["color"]
+        mean, low, high = row["mean"]
         color = COLORS[color % len(COLORS)] if isinstance(color, int) else color
-        axes.plot(row["values"], [at] * len(row["values"]), "o", color=color, alpha=0.4, markeredgewidth=0)
+        axes.plot(
+            row["values"], [at] * len(row["values"]), "o", color=color, alpha=0.4, markeredgewidth=0
+        )
         if far < math.inf and abs(mean - neutral) > far:
-            axes.plot(neutral + math.copysign(far, mean - neutral), at, ">" if mean > neutral else "<", color=color, markersize=9)
+            axes.plot(
+                neutral + math.copysign(far, mean - neutral),
+                at,
+                ">" if mean > neutral else "<",
+                color=color,
+                markersize=9,
+            )
         else:
-            axes.errorbar(mean, at, xerr=[[mean - low], [high - mean]], fmt="D", color=color, capsize=4, markersize=5)
+            axes.errorbar(
+                mean,
+                at,
+                xerr=[[mean - low], [high - mean]],
+                fmt="D",
+                color=color,
+                capsize=4,
+                markersize=5,
+            )
     values = [value for row in rows for value in (*row["values"], *row["mean"])]
     note, near = pages.far_note(strip["level"], values)
     if near:
@@ -150,7 +234,9 @@ def draw_strip(axes, strip):
         axes.set_xlim(max(low, neutral - 1.1 * far), min(high, neutral + 1.1 * far))
     axes.set_title(strip["title"])
     axes.set_xlabel("; ".join(filter(None, (shorten(strip["unit"], 60), note))))
-    axes.set_yticks(range(len(rows)), [shorten(row["name"], 26 if far == math.inf else 48) for row in rows])
+    axes.set_yticks(
+        range(len(rows)), [shorten(row["name"], 26 if far == math.inf else 48) for row in rows]
+    )
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.xaxis.get_major_locator().set_params(nbins=5)
     axes.ticklabel_format(axis="x", useOffset=False)
@@ -159,11 +245,17 @@ def draw_strip(axes, strip):
 
 def draw_curves(axes, sides, target):
     """Plot the mean loss of each side over time, or over steps without clocks."""
-    timed, late = not any(side.untimed for side in sides), []
+    timed = not any(side.untimed for side in sides)
+    late = []
     for at, side in enumerate(sides):
-        color, label = COLORS[at % len(COLORS)], f"{shorten(side.label)}, n = {len(side.runs)}"
-        trained, validated = ([(found[int(timed)], found[2]) for found in points] for points in pages.mean_curves(side.runs))
-        line = "--" if len(sides) > 1 and side is sides[-1] else "-"  # the base's may lie on the others
+        color = COLORS[at % len(COLORS)]
+        label = f"{shorten(side.label)}, n = {len(side.runs)}"
+        trained, validated = (
+            [(found[int(timed)], found[2]) for found in points]
+            for points in pages.mean_curves(side.runs)
+        )
+        # the base's may lie on the others
+        line = "--" if len(sides) > 1 and side is sides[-1] else "-"
         for points, style in ((trained, line), (validated, "o" if trained else "o" + line)):
             if points:
                 axes.plot(*zip(*points), style, color=color, label=label)
@@ -172,8 +264,11 @@ def draw_curves(axes, sides, target):
     follow(axes, late, target)
     if late:
         axes.legend(frameon=False)
-    axes.set(title="Loss", xlabel="seconds of training" if timed else "step",
-             ylabel="nats per token; line: training, dot: validation")
+    axes.set(
+        title="Loss",
+        xlabel="seconds of training" if timed else "step",
+        ylabel="nats per token; line: training, dot: validation",
+    )
 
 
 def draw_sides(titles, sides, strips, target, path):
@@ -182,11 +277,16 @@ def draw_sides(titles, sides, strips, target, path):
     from matplotlib.figure import Figure
 
     strips = list(filter(None, strips))
-    columns, rows = bool(sides) + len(strips), len(strips[0][0]["rows"])
+    columns = bool(sides) + len(strips)
+    rows = len(strips[0][0]["rows"])
     size = (4.8 * columns, 4.2 + 0.2 * rows) if sides else (6.5 * columns, 2.2 + 0.36 * rows)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
-        lines = [line for title in titles for line in textwrap.wrap(logs.printable(title), int(10 * size[0]))]
+        lines = [
+            line
+            for title in titles
+            for line in textwrap.wrap(logs.printable(title), int(10 * size[0]))
+        ]
         figure.suptitle("\n".join(lines), x=0.01, ha="left", fontweight="bold")
         grid = figure.add_gridspec(max(map(len, strips)), columns)
         if sides:
@@ -201,24 +301,52 @@ def draw_race(manifest, path):
     """Plot the rounds of a race that all sides have done. UserError if there is none."""
     import stats
 
-    names, home = manifest.race["sides"], manifest.path.parent
-    runs = {which: found[0] for which, attempt in manifest.done().items() if (found := logs.read_file(f"{home}/{attempt['run_id']}.txt")[0])}
-    rounds = [run for run in range(1, manifest.race["n"] + 1) if all((run, name) in runs for name in names)]
+    names = manifest.race["sides"]
+    home = manifest.path.parent
+    runs = {
+        which: found[0]
+        for which, attempt in manifest.done().items()
+        if (found := logs.read_file(f"{home}/{attempt['run_id']}.txt")[0])
+    }
+    rounds = [
+        run
+        for run in range(1, manifest.race["n"] + 1)
+        if all((run, name) in runs for name in names)
+    ]
     if not rounds:
         raise UserError(f"{home}: no round of this race is done; wait for the first")
-    *ideas, base = sides = [stats.Side(f"side {name}", [runs[run, name] for run in rounds], declared=manifest.race) for name in names]
+    *ideas, base = sides = [
+        stats.Side(f"side {name}", [runs[run, name] for run in rounds], declared=manifest.race)
+        for name in names
+    ]
     stats.plot(sides, stats.verdicts([(idea, base) for idea in ideas]), str(path))
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("paths", type=logs.or_latest(logs.RACE, logs.RUN), nargs="+", metavar="LOG", help="logs of runs, or a race's folder; then a picture")
+    parser.add_argument(
+        "paths",
+        type=logs.or_latest(logs.RACE, logs.RUN),
+        nargs="+",
+        metavar="LOG",
+        help="logs of runs, or a race's folder; then a picture",
+    )
     paths = [*map(Path, parser.parse_args(arguments).paths)]
     out = paths.pop() if len(paths) > 1 and paths[-1].suffix in (".png", ".svg", ".pdf") else None
     try:
         race = manifest_in(paths[0])
-        out = out or (paths[0] / "race.png" if race else paths[0].with_name("runs.png") if len(paths) > 1 else paths[0].with_suffix(".png"))
-        draw_race(race, out) if race and len(paths) == 1 else draw([read(path) for path in paths], out)
+        out = out or (
+            paths[0] / "race.png"
+            if race
+            else paths[0].with_name("runs.png")
+            if len(paths) > 1
+            else paths[0].with_suffix(".png")
+        )
+        (
+            draw_race(race, out)
+            if race and len(paths) == 1
+            else draw([read(path) for path in paths], out)
+        )
     except (UserError, OSError, ValueError) as reason:
         return logs.refuse("picture.py", reason)
     print(f"picture: {out}")

@@ -8,18 +8,21 @@
 
 Exit status and --json: docs/racing.md.
 
-The claim: the mean final loss is below the target (one-sided one-sample t-test, p < alpha) and, with a second set, the
-mean train_time is below that set's. Both must hold, so a wrong claim passes with probability alpha at most. The test of
-times is the one that race.jsonl declared before the first run: the paired t-test of log time, or Welch's. Two sets
-without a declaration are compared by Welch's t-test of seconds, as public records do. The p of a claim is one-sided,
-that of the table two-sided, of the same test. Intervals of the claim have confidence 1 - 2 alpha.
+The claim: the mean final loss is below the target (one-sided one-sample t-test, p < alpha) and,
+with a second set, the mean train_time is below that set's. Both must hold, so a wrong claim passes
+with probability alpha at most. The test of times is the one that race.jsonl declared before the
+first run: the paired t-test of log time, or Welch's. Two sets without a declaration are compared by
+Welch's t-test of seconds, as public records do. The p of a claim is one-sided, that of the table
+two-sided, of the same test. Intervals of the claim have confidence 1 - 2 alpha.
 
-The number of runs must be fixed before the first one: stopping as soon as p < alpha passes a wrong claim about six
-times as often. For a race that was declared to run until it is decided, `bounds` keep alpha over all looks.
+The number of runs must be fixed before the first one: stopping as soon as p < alpha passes a wrong
+claim about six times as often. For a race that was declared to run until it is decided, `bounds`
+keep alpha over all looks.
 
-Right-skewed losses make the t-test lenient: at alpha 1 % it passes 5 to 7 % of wrong claims on exponential losses, and 9 %
-with looks. From ten runs on the p-value of a bootstrap-t is printed; a race until decided must show the claim by it too.
-Welch's test passes 1.4 % with 3 runs and sd 1:5 (all simulated).
+Right-skewed losses make the t-test lenient: at alpha 1 % it passes 5 to 7 % of wrong claims on
+exponential losses, and 9 % with looks. From ten runs on the p-value of a bootstrap-t is printed; a
+race until decided must show the claim by it too. Welch's test passes 1.4 % with 3 runs and sd 1:5
+(all simulated).
 """
 
 import argparse
@@ -43,26 +46,47 @@ import pages
 from logs import UserError, brief, config_of, plural, require
 from manifest import ALPHA, MANIFEST, declaration, race_of, side_of
 
-warnings.filterwarnings("ignore", category=RuntimeWarning, module="scipy")  # t of equal values: p is nan then
+# t of equal values: p is nan then
+warnings.filterwarnings("ignore", category=RuntimeWarning, module="scipy")
 
-HOLDS, FAILS = "the claim holds", "the claim does not hold"
-UNJUDGED, NO_CLAIM, OTHER = "the claim cannot be judged", "no claim was declared", "this is not the declared claim"
+HOLDS = "the claim holds"
+FAILS = "the claim does not hold"
+UNJUDGED = "the claim cannot be judged"
+NO_CLAIM = "no claim was declared"
+OTHER = "this is not the declared claim"
 # Of ideas; of several the first that one of them has is that of all
-BETTER, NOT_JUDGED, TRADE_OFF, NO_DIFFERENCE, WORSE = VERDICTS = "better", "not judged", "trade-off", "no difference", "worse"
+BETTER, NOT_JUDGED, TRADE_OFF, NO_DIFFERENCE, WORSE = VERDICTS = (
+    "better",
+    "not judged",
+    "trade-off",
+    "no difference",
+    "worse",
+)
 DEFAULT_TARGET = 3.28  # FineWeb, the public speedrun's main track
 LATE = 0.1  # part of a run in which a clock may be reset after the warm-up
 MOST_RUNS = 1_000_000  # in a plan
 MOST_SHOWN = 20  # runs of a side that cannot be judged
-FUTILE = 0.05  # a race until decided stops if the claim has a smaller chance of being shown at the last look
-LONGER = 1.15  # times a plan's runs, and one more, give such a race the plan's power; on average it takes fewer
+# a race until decided stops if the claim has a smaller chance of being shown at the last look
+FUTILE = 0.05
+# times a plan's runs, and one more, give such a race the plan's power; on average it takes fewer
+LONGER = 1.15
 MOST_MORE = 100  # runs that a comparison advises; more are none
-LEVEL, POWER = 0.05, 0.8  # of a comparison with the base: two-sided, so its intervals have 95 %
-LOSS_PART, TIME_PART = 0.001, 0.01  # the differences that a comparison should detect: parts of the base's loss and time
-RESAMPLES, BOOTSTRAP_N = 9999, 10  # fewer runs: its p is above alpha in 29 % of good cases with 5
-RULE = ("Better: the loss or the time is lower, and the other is not higher. Trade-off: one is lower and the other higher; "
-        "race it again with --num_steps for the base's time. Worse: one is higher, the other not lower. Not judged: the "
-        "time of a lower loss was not measured, or one has no p and the other shows nothing. Lower, higher: shown at p < "
-        f"{LEVEL:g} with Holm's correction; beside a lower loss the time is higher if its interval lies above 1.")
+# of a comparison with the base: two-sided, so its intervals have 95 %
+LEVEL = 0.05
+POWER = 0.8
+# the differences that a comparison should detect: parts of the base's loss and time
+LOSS_PART = 0.001
+TIME_PART = 0.01
+# fewer runs: its p is above alpha in 29 % of good cases with 5
+RESAMPLES = 9999
+BOOTSTRAP_N = 10
+RULE = (
+    "Better: the loss or the time is lower, and the other is not higher. Trade-off: one is lower"
+    " and the other higher; race it again with --num_steps for the base's time. Worse: one is"
+    " higher, the other not lower. Not judged: the time of a lower loss was not measured, or one"
+    f" has no p and the other shows nothing. Lower, higher: shown at p < {LEVEL:g} with Holm's"
+    " correction; beside a lower loss the time is higher if its interval lies above 1."
+)
 EQUAL = 1e-9  # a spread below this is a difference in rounding
 SCRIPT = "train_gpt.py"  # what is raced
 PICTURE = "race.png"  # written by race.py beside the logs
@@ -82,7 +106,8 @@ class Undecided(UserError):
 
 # Statistics. Arrays of runs [..., n]; tests over the last axis
 
-# One-sided t-tests of: mean(losses) < target; Welch's of mean(times) < mean(others); the paired one of times < others
+# One-sided t-tests of: mean(losses) < target; Welch's of mean(times) < mean(others); the paired one
+# of times < others
 welch_t = functools.partial(scipy.stats.ttest_ind, axis=-1, equal_var=False)
 one_sample_t_less = functools.partial(scipy.stats.ttest_1samp, axis=-1, alternative="less")
 welch_t_less = functools.partial(welch_t, alternative="less")
@@ -90,12 +115,15 @@ paired_t_less = functools.partial(scipy.stats.ttest_rel, axis=-1, alternative="l
 
 
 def bootstrap_t_less(losses, target):
-    """Return p of mean < target by the bootstrap-t (Efron and Tibshirani 1993), robust to skew; 1 for equal losses.
+    """Return p of mean < target by the bootstrap-t (Efron and Tibshirani 1993), robust to skew; 1
+    for equal losses.
 
-    Two rounded losses are often equal at a race's first look, and the t-test gives p = 0 then. losses [n]"""
+    Two rounded losses are often equal at a race's first look, and the t-test gives p = 0 then.
+    losses [n]"""
     if np.ptp(losses) == 0:
         return 1.0
-    draw, losses = np.random.default_rng(0), np.asarray(losses, dtype=float)
+    draw = np.random.default_rng(0)
+    losses = np.asarray(losses, dtype=float)
     again = draw.choice(losses, (max(199, min(RESAMPLES, 2 * 10**6 // len(losses))), len(losses)))
     spread = again.std(-1, ddof=1)
     shifts = (again.mean(-1) - losses.mean()) / np.where(spread > 0, spread, 1e-300)
@@ -103,41 +131,56 @@ def bootstrap_t_less(losses, target):
 
 
 def power(n, sd, margin, alpha, sets=1, other_sd=None):
-    """Return the power of a one-sided t-test of n runs against a fixed target, or with sets=2 of n a side by Welch's.
+    """Return the power of a one-sided t-test of n runs against a fixed target, or with sets=2 of n
+    a side by Welch's.
 
-    Welch's degrees of freedom depend only on the share of each sample variance in their sum. The share is
-    beta-distributed and independent of the sum; given the share, t is noncentral t."""
-    df, t, nct = sets * (n - 1), scipy.stats.t, scipy.stats.nct
+    Welch's degrees of freedom depend only on the share of each sample variance in their sum. The
+    share is beta-distributed and independent of the sum; given the share, t is noncentral t."""
+    df = sets * (n - 1)
+    t = scipy.stats.t
+    nct = scipy.stats.nct
     if sets == 1:
         return float(nct.sf(t.isf(alpha, df), df, margin / sd * math.sqrt(n)))
     share = scipy.stats.beta.ppf((np.arange(200) + 0.5) / 200, df / 4, df / 4)
     true = np.square([sd, other_sd or sd]) / n
-    seen = 2 * true[:, None] * [share, 1 - share]  # the squared standard errors, over the scale that they share
-    welch_df = seen.sum(0)**2 / (seen**2).sum(0) * (n - 1)
+    # the squared standard errors, over the scale that they share
+    seen = 2 * true[:, None] * [share, 1 - share]
+    welch_df = seen.sum(0) ** 2 / (seen**2).sum(0) * (n - 1)
     cut = t.isf(alpha, welch_df) * np.sqrt(seen.sum(0) / true.sum())
     return float(np.mean(nct.sf(cut, df, margin / math.sqrt(true.sum()))))
 
 
 def runs_needed(sd, margin, alpha, wanted, sets=1, other_sd=None):
     """Return the least n (a side) with the wanted power. Raise UserError if it exceeds MOST_RUNS."""
-    n = bisect.bisect_left(range(MOST_RUNS + 1), wanted, 2, key=lambda n: power(n, sd, margin, alpha, sets, other_sd))
-    require(n <= MOST_RUNS, f"a margin of {margin:g} at sd {sd:g} needs more than {MOST_RUNS:,} runs; use a larger one")
+    n = bisect.bisect_left(
+        range(MOST_RUNS + 1), wanted, 2, key=lambda n: power(n, sd, margin, alpha, sets, other_sd)
+    )
+    require(
+        n <= MOST_RUNS,
+        f"a margin of {margin:g} at sd {sd:g} needs more than {MOST_RUNS:,} runs; use a larger one",
+    )
     return n
 
 
 @functools.lru_cache
 def bounds(most, alpha):
-    """Return the p-values [most - 1] below which a t-test decides after 2, 3, ..., `most` runs, at total level alpha.
+    """Return the p-values [most - 1] below which a t-test decides after 2, 3, ..., `most` runs, at
+    total level alpha.
 
-    Alpha is spent by the O'Brien-Fleming-type function of Lan and DeMets (Biometrika 70, 1983, p. 659). The bounds are
-    exact for a one-sample or paired t-test. Let θ = arccot(t / √(n - 1)) be the angle between the runs and the
-    diagonal. One more normal run turns √(n - 1) cos θ into √n cos θ' = √(n - 1) cos θ cos φ + sin φ, where
-    √(n - 1) tan φ is t-distributed with n - 1 degrees of freedom, whatever the sd (Jennison and Turnbull, Biometrika
-    78, 1991, p. 133, integrate the same way). Welch's test uses the same p-values ("significance level approach")."""
+    Alpha is spent by the O'Brien-Fleming-type function of Lan and DeMets (Biometrika 70, 1983, p.
+    659). The bounds are exact for a one-sample or paired t-test. Let θ = arccot(t / √(n - 1)) be
+    the angle between the runs and the diagonal. One more normal run turns √(n - 1) cos θ into √n
+    cos θ' = √(n - 1) cos θ cos φ + sin φ, where √(n - 1) tan φ is t-distributed with n - 1 degrees
+    of freedom, whatever the sd (Jennison and Turnbull, Biometrika 78, 1991, p. 133, integrate the
+    same way). Welch's test uses the same p-values ("significance level approach")."""
     t = scipy.stats.t
     edges = scipy.stats.norm.sf(np.linspace(7.5, -7.5, 401))  # cells of the p-value so far
-    edges[0], edges[-1] = 0, 1
-    mass, left, found, spent = np.diff(edges), edges, [], 0.0
+    edges[0] = 0
+    edges[-1] = 1
+    mass = np.diff(edges)
+    left = edges
+    found = []
+    spent = 0.0
 
     def angle(p, n):
         return np.arctan2(math.sqrt(n - 1), t.isf(p, n - 1))
@@ -146,25 +189,37 @@ def bounds(most, alpha):
         if n > 2:
             before = math.sqrt(n - 1) * np.cos(angle((left[:-1] + edges[1:]) / 2, n - 1))[:, None]
             turn = np.arctan(before)
-            reach = np.arcsin(np.clip(math.sqrt(n) * np.cos(angle(edges, n)) / np.hypot(1, before), -1, 1))
+            reach = np.arcsin(
+                np.clip(math.sqrt(n) * np.cos(angle(edges, n)) / np.hypot(1, before), -1, 1)
+            )
 
             def below(phi):
-                return t.cdf(math.sqrt(n - 1) * np.tan(np.clip(phi, 1e-12 - np.pi / 2, np.pi / 2 - 1e-12)), n - 1)
-            arrived = below(np.pi - reach - turn) - below(reach - turn) + below(-np.pi - reach - turn)
-            arrived[:, 0], arrived[:, -1] = 0, 1
+                return t.cdf(
+                    math.sqrt(n - 1) * np.tan(np.clip(phi, 1e-12 - np.pi / 2, np.pi / 2 - 1e-12)),
+                    n - 1,
+                )
+
+            arrived = (
+                below(np.pi - reach - turn) - below(reach - turn) + below(-np.pi - reach - turn)
+            )
+            arrived[:, 0] = 0
+            arrived[:, -1] = 1
             mass = mass @ np.diff(arrived)
         now = 2 * scipy.stats.norm.sf(scipy.stats.norm.isf(alpha / 2) * math.sqrt(most / n))
         found.append(float(np.interp(now - spent, np.cumsum([0, *mass]), edges)))
-        spent, left = now, np.maximum(edges, found[-1]).clip(max=np.append(edges[1:], 1))  # the part that continues
+        # the part that continues
+        spent = now
+        left = np.maximum(edges, found[-1]).clip(max=np.append(edges[1:], 1))
         mass = mass * (edges[1:] - left[:-1]) / np.diff(edges)
     return tuple(found)
 
 
 def predictive_power(found, n, most, last):
-    """Return the probability, given n runs, that a one-sided test after `most` runs has p below the last bound.
+    """Return the probability, given n runs, that a one-sided test after `most` runs has p below
+    the last bound.
 
-    Predictive power (Spiegelhalter, Freedman and Blackburn 1986) with the sd as observed. Stopping a race for futility
-    can only lower the probability of passing a wrong claim."""
+    Predictive power (Spiegelhalter, Freedman and Blackburn 1986) with the sd as observed. Stopping
+    a race for futility can only lower the probability of passing a wrong claim."""
     if n == most:
         return 1.0 * (found.pvalue < last)
     short = scipy.stats.t.isf(last, most - 1) / math.sqrt(most) + found.statistic / math.sqrt(n)
@@ -172,28 +227,47 @@ def predictive_power(found, n, most, last):
 
 
 def evaluate_looks(tests, n, most, alpha, losses=None, target=None):
-    """Evaluate the looks after 2, 3, ..., n of at most `most` runs a side; all tests must show their claim.
+    """Evaluate the looks after 2, 3, ..., n of at most `most` runs a side; all tests must show
+    their claim.
 
-    tests: functions of the number of runs. With losses [n], the first test is theirs, and passes only where their
-    bootstrap-t also has p < alpha. Return the decision as a dict, or None."""
-    limits, passed = bounds(most, alpha), [None] * len(tests)
+    tests: functions of the number of runs. With losses [n], the first test is theirs, and passes
+    only where their bootstrap-t also has p < alpha. Return the decision as a dict, or None."""
+    limits = bounds(most, alpha)
+    passed = [None] * len(tests)
     for look in range(2, n + 1):
         found = [test(look) for test in tests]
         shown = [one.pvalue < limits[look - 2] for one in found]
         if losses is not None and shown[0] and not passed[0]:
             shown[0] = bool(bootstrap_t_less(losses[:look], target) < alpha)
         passed = [at or (look if this else None) for at, this in zip(passed, shown)]
-        chances = [1.0 if at else predictive_power(one, look, most, limits[-1]) for at, one in zip(passed, found)]
+        chances = [
+            1.0 if at else predictive_power(one, look, most, limits[-1])
+            for at, one in zip(passed, found)
+        ]
         if all(passed) or look == most or min(chances) < FUTILE:
-            return {"n": look, "most": most, "bound": limits[look - 2], "passed": passed, "chance": float(min(chances)),
-                    "outcome": "the claim" if all(passed) else "futility" if look < most else "the last look"}
+            return {
+                "n": look,
+                "most": most,
+                "bound": limits[look - 2],
+                "passed": passed,
+                "chance": float(min(chances)),
+                "outcome": (
+                    "the claim" if all(passed) else "futility" if look < most else "the last look"
+                ),
+            }
     return None
 
 
 def summary(values):
     """Return n, mean, sample standard deviation (n - 1; None for one value) and range as a dict."""
     sd = float(np.std(values, ddof=1)) if len(values) > 1 else None
-    return {"n": len(values), "mean": float(np.mean(values)), "sd": sd, "min": float(np.min(values)), "max": float(np.max(values))}
+    return {
+        "n": len(values),
+        "mean": float(np.mean(values)),
+        "sd": sd,
+        "min": float(np.min(values)),
+        "max": float(np.max(values)),
+    }
 
 
 def _interval(two_sided, alpha):
@@ -203,43 +277,83 @@ def _interval(two_sided, alpha):
 def judge_loss(losses, target, alpha):
     """Return the loss part of a verdict as a dict. Raise UserError where a t-test is undefined."""
     found = summary(losses)
-    require(found["n"] > 1, f"a test needs at least 2 runs, and there is {found['n']}; add runs (see --plan)")
-    require(np.ptp(losses), f"all {found['n']} losses are {losses[0]}: with sd 0 a t-test is not defined; use distinct "
-            "seeds, and log more decimals")
+    require(
+        found["n"] > 1,
+        f"a test needs at least 2 runs, and there is {found['n']}; add runs (see --plan)",
+    )
+    require(
+        np.ptp(losses),
+        f"all {found['n']} losses are {losses[0]}: with sd 0 a t-test is not defined; use distinct "
+        "seeds, and log more decimals",
+    )
     test = one_sample_t_less(losses, target)
-    return {**found, "target": target, "interval": _interval(scipy.stats.ttest_1samp(losses, target), alpha),
-            "p_bootstrap": float(bootstrap_t_less(losses, target)) if found["n"] >= BOOTSTRAP_N else None,
-            "test": "one-sided one-sample t-test, mean < target", "t": float(test.statistic), "df": float(test.df),
-            "p": float(test.pvalue)}
+    return {
+        **found,
+        "target": target,
+        "interval": _interval(scipy.stats.ttest_1samp(losses, target), alpha),
+        "p_bootstrap": (
+            float(bootstrap_t_less(losses, target)) if found["n"] >= BOOTSTRAP_N else None
+        ),
+        "test": "one-sided one-sample t-test, mean < target",
+        "t": float(test.statistic),
+        "df": float(test.df),
+        "p": float(test.pvalue),
+    }
 
 
 def compare_times(sides, verdict, alpha):
-    """Return the claim that the first of two Sides takes less time as a dict: the test of their Verdict, one-sided."""
-    seconds, declared, found = [side.seconds for side in sides], sides[0].declared.get("test"), verdict.time
+    """Return the claim that the first of two Sides takes less time as a dict: the test of their
+    Verdict, one-sided."""
+    seconds = [side.seconds for side in sides]
+    declared = sides[0].declared.get("test")
+    found = verdict.time
     fewest = min(map(len, seconds))
-    require(fewest > 1, f"comparing times needs at least 2 runs a side, and one has {fewest}; add runs")
-    require(verdict.paired or declared != "paired", "race.jsonl declares the paired test, and these runs give no "
-            "pairs; pass the logs of the whole race")
-    require(found.p is not None, "the times, or the ratios of pairs, are all equal: with sd 0 a t-test is not defined; "
-            "log milliseconds")
-    kinds = {None: "Welch t-test of", "unpaired": "Welch t-test of log", "paired": "paired t-test of log"}
-    part = {"other": summary(seconds[1]), "test": f"one-sided {kinds[declared]} time", "t": found.t, "df": found.df,
-            "p": found.p / 2 if found.t < 0 else 1 - found.p / 2}
+    require(
+        fewest > 1, f"comparing times needs at least 2 runs a side, and one has {fewest}; add runs"
+    )
+    require(
+        verdict.paired or declared != "paired",
+        "race.jsonl declares the paired test, and these runs give no "
+        "pairs; pass the logs of the whole race",
+    )
+    require(
+        found.p is not None,
+        "the times, or the ratios of pairs, are all equal: with sd 0 a t-test is not defined; "
+        "log milliseconds",
+    )
+    kinds = {
+        None: "Welch t-test of",
+        "unpaired": "Welch t-test of log",
+        "paired": "paired t-test of log",
+    }
+    part = {
+        "other": summary(seconds[1]),
+        "test": f"one-sided {kinds[declared]} time",
+        "t": found.t,
+        "df": found.df,
+        "p": found.p / 2 if found.t < 0 else 1 - found.p / 2,
+    }
     if not declared:
-        part |= {"difference": float(np.subtract(*map(np.mean, seconds))), "p_two_sided": found.p,
-                 "interval": _interval(welch_t(*seconds), alpha)}
+        part |= {
+            "difference": float(np.subtract(*map(np.mean, seconds))),
+            "p_two_sided": found.p,
+            "interval": _interval(welch_t(*seconds), alpha),
+        }
     return part
 
 
 # A side against the base: is its loss lower, and its time less?
 
+
 @dataclass
 class Contrast:
-    """The difference of a side's loss to the base's in nats, or the ratio of its time to the base's. same: the value of none.
+    """The difference of a side's loss to the base's in nats, or the ratio of its time to the
+    base's. same: the value of none.
 
-    low, high: the 95 % interval; t, df, p: of the two-sided test; holm: p with Holm's correction for all sides; needed:
-    runs a side that show LOSS_PART or TIME_PART with POWER. None where runs have no spread (one run, or equal
-    differences)."""
+    low, high: the 95 % interval; t, df, p: of the two-sided test; holm: p with Holm's correction
+    for all sides; needed: runs a side that show LOSS_PART or TIME_PART with POWER. None where runs
+    have no spread (one run, or equal differences)."""
+
     value: float
     low: float | None = None
     high: float | None = None
@@ -262,7 +376,9 @@ class Contrast:
 
 @dataclass
 class Verdict:
-    """What the runs of a side show against the base. time is None without clocks; the means are of the two sides."""
+    """What the runs of a side show against the base. time is None without clocks; the means are of
+    the two sides."""
+
     name: str
     base: str
     n: int
@@ -278,7 +394,8 @@ class Verdict:
     @property
     def outcome(self):
         """One of VERDICTS, by RULE."""
-        loss, time = self.loss.sign, self.time.sign if self.time else 0
+        loss = self.loss.sign
+        time = self.time.sign if self.time else 0
         if loss < 0 and not self.time:
             return NOT_JUDGED
         if loss < 0 and self.time.low and self.time.low > 1:
@@ -287,36 +404,53 @@ class Verdict:
             return TRADE_OFF
         if loss or time:
             return BETTER if min(loss, time) < 0 else WORSE
-        unknown = [part is None or part.p is None and part.value != part.same for part in (self.loss, self.time)]
+        unknown = [
+            part is None or part.p is None and part.value != part.same
+            for part in (self.loss, self.time)
+        ]
         return NOT_JUDGED if self.n < 2 or any(unknown) else NO_DIFFERENCE
 
 
 def contrast(ours, base, paired, margin, ideas):
     """Compare the means of two arrays by a paired t-test or Welch's.
 
-    `needed` is for a true difference of margin, with Bonferroni's correction for the number of ideas (Holm's first)."""
-    ours, base = np.asarray(ours, dtype=float), np.asarray(base, dtype=float)
+    `needed` is for a true difference of margin, with Bonferroni's correction for the number of
+    ideas (Holm's first)."""
+    ours = np.asarray(ours, dtype=float)
+    base = np.asarray(base, dtype=float)
     found = Contrast(float(np.mean(ours) - np.mean(base)))
-    samples, n = [ours - base] if paired else [ours, base], min(len(ours), len(base))
+    samples = [ours - base] if paired else [ours, base]
+    n = min(len(ours), len(base))
     if n < 2 or max(map(np.ptp, samples)) <= EQUAL:
         return found
     test = scipy.stats.ttest_rel(ours, base) if paired else welch_t(ours, base)
     found.low, found.high = _interval(test, LEVEL / 2)
-    found.t, found.df, found.p = float(test.statistic), float(test.df), float(test.pvalue)
+    found.t = float(test.statistic)
+    found.df = float(test.df)
+    found.p = float(test.pvalue)
     spreads = [float(np.std(sample, ddof=1)) or EQUAL for sample in samples]
     with contextlib.suppress(UserError):  # more than MOST_RUNS
-        found.needed = runs_needed(spreads[0], margin, LEVEL / 2 / ideas, POWER, len(samples), spreads[-1])
+        found.needed = runs_needed(
+            spreads[0], margin, LEVEL / 2 / ideas, POWER, len(samples), spreads[-1]
+        )
     return found
 
 
 def contrast_times(ours, base, paired, declared, ideas):
-    """Compare the logarithms of two arrays of seconds, but test the seconds where no test was declared."""
-    found = contrast(np.log(ours), np.log(base), paired and declared == "paired", math.log1p(TIME_PART), ideas)
-    found.value, found.low, found.high = (end if end is None else math.exp(end) for end in (found.value, found.low, found.high))
+    """Compare the logarithms of two arrays of seconds, but test the seconds where no test was
+    declared."""
+    found = contrast(
+        np.log(ours), np.log(base), paired and declared == "paired", math.log1p(TIME_PART), ideas
+    )
+    found.value, found.low, found.high = (
+        end if end is None else math.exp(end) for end in (found.value, found.low, found.high)
+    )
     found.same = 1
     if not declared and found.p is not None:
         raw = welch_t(ours, base)
-        found.t, found.df, found.p = float(raw.statistic), float(raw.df), float(raw.pvalue)
+        found.t = float(raw.statistic)
+        found.df = float(raw.df)
+        found.p = float(raw.pvalue)
     return found
 
 
@@ -331,54 +465,109 @@ def verdicts(pairs):
     """Return the Verdict of each (Side, base Side), with Holm's correction for all of them."""
     found = []
     for side, base in pairs:
-        matched, (side, base) = pair_up(side, base), in_turn(side, base)
+        matched = pair_up(side, base)
+        (side, base) = in_turn(side, base)
         timed = not any(one.untimed or one.clock_reset for one in (side, base))
         seconds = [one.seconds if timed else [] for one in (side, base)]
-        time = contrast_times(*seconds, bool(matched), side.declared.get("test"), len(pairs)) if timed else None
+        time = (
+            contrast_times(*seconds, bool(matched), side.declared.get("test"), len(pairs))
+            if timed
+            else None
+        )
         losses = [one.losses for one in (side, base)]
         means = [float(np.mean(values)) if values else None for values in (*losses, *seconds)]
-        found.append(Verdict(side.label, base.label, min(map(len, losses)), bool(matched), *means[:2],
-                             contrast(*losses, bool(matched), LOSS_PART * abs(means[1]), len(pairs)), *means[2:], time))
+        found.append(
+            Verdict(
+                side.label,
+                base.label,
+                min(map(len, losses)),
+                bool(matched),
+                *means[:2],
+                contrast(*losses, bool(matched), LOSS_PART * abs(means[1]), len(pairs)),
+                *means[2:],
+                time,
+            )
+        )
     for contrasts in ([one.loss for one in found], [one.time for one in found if one.time]):
         tested = [one for one in contrasts if one.p is not None]
         for one, corrected in zip(tested, holm([one.p for one in tested])):
             one.holm = corrected
     for one in found:
-        loss, time = one.loss, one.time
+        loss = one.loss
+        time = one.time
         one.sentence = f"{describe('loss', loss, one.n, f'{abs(loss.value):.4f}', LOSS_PART)}; " + (
-            describe("time", time, one.n, f"{100 * abs(time.value - 1):.2g} %", TIME_PART) if time else "time: not measured")
+            describe("time", time, one.n, f"{100 * abs(time.value - 1):.2g} %", TIME_PART)
+            if time
+            else "time: not measured"
+        )
     return found
 
 
 def describe(what, found, n, by, part):
     """Return a Contrast of n runs a side in words. by: the size of the difference."""
     if found.p is None:
-        why = "one run a side shows no spread; race with -n 5" if n < 2 else "all runs differ by the same amount"
+        why = (
+            "one run a side shows no spread; race with -n 5"
+            if n < 2
+            else "all runs differ by the same amount"
+        )
         return f"{what}: the same" if found.value == found.same else f"{what}: unknown, {why}"
     if found.shown:
         return f"{what}: {'lower' if found.sign < 0 else 'higher'} by {by} (p = {found.holm:.2g})"
-    needs = "too noisy to detect" if (found.needed or math.inf) >= MOST_MORE + n else (
-        f"{plural(n, 'run')} a side suffice to detect" if found.needed <= n else f"-n {found.needed} is needed to detect")
+    needs = (
+        "too noisy to detect"
+        if (found.needed or math.inf) >= MOST_MORE + n
+        else (
+            f"{plural(n, 'run')} a side suffice to detect"
+            if found.needed <= n
+            else f"-n {found.needed} is needed to detect"
+        )
+    )
     return f"{what}: no difference shown (p = {found.holm:.2g}; {needs} {100 * part:g} %)"
 
 
 def show_verdicts(found):
     """Return the table of Verdicts as text, and a sentence for each."""
-    return "\n".join([table_of_verdicts(found), "", *(pages.wrap(f"{one.name}: {one.sentence}.") for one in found)])
+    return "\n".join(
+        [
+            table_of_verdicts(found),
+            "",
+            *(pages.wrap(f"{one.name}: {one.sentence}.") for one in found),
+        ]
+    )
 
 
 def table_of_verdicts(found):
-    """Return the table of Verdicts as text: each base and its sides; of several sides also what is shown of each."""
+    """Return the table of Verdicts as text: each base and its sides; of several sides also what is
+    shown of each."""
     several = len(found) > 1
+
     def row(name, loss, seconds, verdict=None):
         of_loss, of_time = (verdict.loss, verdict.time) if verdict else (None, None)
-        return [textwrap.shorten(name, 28, placeholder=" …"), f"{loss:.4f}", show_contrast(of_loss, "+.4f"),
-                pages.number(of_loss and of_loss.holm, 2) if of_loss else "",
-                "-" if seconds is None else f"{seconds:.3f}", show_contrast(of_time, ".4f"),
-                pages.number(of_time and of_time.holm, 2) if of_time else "", verdict.outcome if verdict else ""]
+        return [
+            textwrap.shorten(name, 28, placeholder=" …"),
+            f"{loss:.4f}",
+            show_contrast(of_loss, "+.4f"),
+            pages.number(of_loss and of_loss.holm, 2) if of_loss else "",
+            "-" if seconds is None else f"{seconds:.3f}",
+            show_contrast(of_time, ".4f"),
+            pages.number(of_time and of_time.holm, 2) if of_time else "",
+            verdict.outcome if verdict else "",
+        ]
 
     p = "p, Holm" if several else "p"
-    rows = [["", "mean loss", "difference (95 % CI)", p, "mean s", "geometric ratio (95 % CI)", p, "verdict"]]
+    rows = [
+        [
+            "",
+            "mean loss",
+            "difference (95 % CI)",
+            p,
+            "mean s",
+            "geometric ratio (95 % CI)",
+            p,
+            "verdict",
+        ]
+    ]
     for one in found:
         base = row(one.base, one.base_loss, one.base_seconds)
         rows += [base] * (base not in rows) + [row(one.name, one.mean_loss, one.mean_seconds, one)]
@@ -394,63 +583,123 @@ def show_contrast(found, form):
 
 # For people and programs: one verdict
 
+
 def answer(ideas, bases, found, claim=None, reason=None, looked=False):
     """Return what is shown, as --json prints it (docs/racing.md lists the fields).
 
-    ideas, bases: Sides; found: the Verdict of each idea; claim and reason: as judge() reports them; looked: whether looks
-    decided the race, so that only the claim has a valid p. Without an idea the claim alone is judged."""
-    verdict = next((each for each in VERDICTS if each in [one.outcome for one in found]), NOT_JUDGED)
+    ideas, bases: Sides; found: the Verdict of each idea; claim and reason: as judge() reports them;
+    looked: whether looks decided the race, so that only the claim has a valid p. Without an idea
+    the claim alone is judged."""
+    verdict = next(
+        (each for each in VERDICTS if each in [one.outcome for one in found]), NOT_JUDGED
+    )
     better = [one for one in found if one.outcome == BETTER]
-    best = min(better, key=lambda one: (one.loss.sign, one.loss.value if one.loss.sign else one.time.value), default=None)
+    best = min(
+        better,
+        key=lambda one: (one.loss.sign, one.loss.value if one.loss.sign else one.time.value),
+        default=None,
+    )
     higher = any(one.loss.sign > 0 for one in found)  # then no claim makes the idea better
     looked = looked and not higher
-    of_claim = claim in (HOLDS, FAILS) and (looked or not found or claim == HOLDS and not best and not higher)
+    of_claim = claim in (HOLDS, FAILS) and (
+        looked or not found or claim == HOLDS and not best and not higher
+    )
     if of_claim or claim == OTHER or looked or not found:
         verdict = claim.removeprefix("the ") if of_claim else NOT_JUDGED
         best = found[0] if found and of_claim and claim == HOLDS else None
     else:
-        having = [one for one in sorted(found, key=lambda one: one is not best) if one.outcome == verdict]
+        having = [
+            one for one in sorted(found, key=lambda one: one is not best) if one.outcome == verdict
+        ]
         reason = logs.some((f"{one.name}: {one.sentence}" for one in having), 3, "; ")
+
     def part(contrast, name):
-        return contrast and {name: contrast.value, "low": contrast.low, "high": contrast.high, "p": contrast.holm}
+        return contrast and {
+            name: contrast.value,
+            "low": contrast.low,
+            "high": contrast.high,
+            "p": contrast.holm,
+        }
+
     def mean(values):
         return {key: summary(values)[key] for key in ("mean", "sd")}
-    folders = {os.path.dirname(os.path.abspath(run.path)) for side in (*ideas, *bases) for run in side.runs}
+
+    folders = {
+        os.path.dirname(os.path.abspath(run.path)) for side in (*ideas, *bases) for run in side.runs
+    }
     status = 0 if best or of_claim and claim == HOLDS else 2 if verdict == NOT_JUDGED else 1
-    return {**not_judged(reason, folders.pop() if len(folders) == 1 else None, status), "verdict": verdict, "best": best and best.name,
-            "sides": [{"name": side.label, "role": role, "n": len(side.runs), "loss": mean(side.losses),
-                       "seconds": None if side.untimed else mean(side.seconds)}
-                      for role, sides in (("idea", ideas), ("base", bases)) for side in sides],
-            "ideas": [{"name": one.name, "verdict": verdict if looked else one.outcome, "loss": part(one.loss, "difference"),
-                       "time": part(one.time, "ratio")} for one in found]}
+    return {
+        **not_judged(reason, folders.pop() if len(folders) == 1 else None, status),
+        "verdict": verdict,
+        "best": best and best.name,
+        "sides": [
+            {
+                "name": side.label,
+                "role": role,
+                "n": len(side.runs),
+                "loss": mean(side.losses),
+                "seconds": None if side.untimed else mean(side.seconds),
+            }
+            for role, sides in (("idea", ideas), ("base", bases))
+            for side in sides
+        ],
+        "ideas": [
+            {
+                "name": one.name,
+                "verdict": verdict if looked else one.outcome,
+                "loss": part(one.loss, "difference"),
+                "time": part(one.time, "ratio"),
+            }
+            for one in found
+        ],
+    }
 
 
 def not_judged(reason, folder=None, status=2):
     """Return an answer() without a verdict. status: the exit status."""
-    return {"verdict": NOT_JUDGED, "reason": str(reason), "status": status, "folder": str(folder) if folder else None, "best": None,
-            "sides": [], "ideas": []}
+    return {
+        "verdict": NOT_JUDGED,
+        "reason": str(reason),
+        "status": status,
+        "folder": str(folder) if folder else None,
+        "best": None,
+        "sides": [],
+        "ideas": [],
+    }
 
 
 def last_line(found):
     """Return an answer() about ideas in a line: the verdict, and whose it is, the best idea first."""
-    verdict, ideas = found["verdict"], sorted(found["ideas"], key=lambda idea: idea["name"] != found["best"])
-    names = [idea["name"] for idea in ideas if idea["verdict"] == verdict] or [f"{idea['name']} is {idea['verdict']}" for idea in ideas]
-    return pages.wrap(f"Verdict: {verdict}: {found['reason'] if verdict == NOT_JUDGED else logs.some(names, 3)}.")
+    verdict = found["verdict"]
+    ideas = sorted(found["ideas"], key=lambda idea: idea["name"] != found["best"])
+    names = [idea["name"] for idea in ideas if idea["verdict"] == verdict] or [
+        f"{idea['name']} is {idea['verdict']}" for idea in ideas
+    ]
+    return pages.wrap(
+        f"Verdict: {verdict}: {found['reason'] if verdict == NOT_JUDGED else logs.some(names, 3)}."
+    )
 
 
 # The runs that are judged
 
-# What decides a run's time or loss, as its log states it. Sets that differ in one are not compared; the first two must be stated
-FACTS = {"on different numbers of GPUs": lambda run: run.gpus, "on different GPUs": lambda run: run.card,
-         "on different CPUs": lambda run: run.cpu, "with different numbers of threads": lambda run: run.threads,
-         "with different versions of torch": lambda run: run.torch, "with different drivers": lambda run: run.driver,
-         "validated on different data": lambda run: run.validated_on,
-         "with different targets": lambda run: (run.start or {}).get("target_val_loss")}
+# What decides a run's time or loss, as its log states it. Sets that differ in one are not compared;
+# the first two must be stated
+FACTS = {
+    "on different numbers of GPUs": lambda run: run.gpus,
+    "on different GPUs": lambda run: run.card,
+    "on different CPUs": lambda run: run.cpu,
+    "with different numbers of threads": lambda run: run.threads,
+    "with different versions of torch": lambda run: run.torch,
+    "with different drivers": lambda run: run.driver,
+    "validated on different data": lambda run: run.validated_on,
+    "with different targets": lambda run: (run.start or {}).get("target_val_loss"),
+}
 
 
 @dataclass
 class Side:
     """A set of runs: those judged, those left out with the reason, and warnings."""
+
     name: str
     runs: list
     rejected: list = field(default_factory=list)  # of all sides
@@ -466,10 +715,13 @@ class Side:
 
     @property
     def losses(self):
-        """The final losses, without rounding if the logs state them: rounded differences are often equal."""
+        """The final losses, without rounding if the logs state them: rounded differences are often
+        equal."""
         stated = [(run.end or {}).get("final_val_loss") for run in self.runs]
-        agree = all(isinstance(exact, float) and abs(exact - run.final_loss) < 10.0 ** -run.loss_decimals
-                    for exact, run in zip(stated, self.runs))
+        agree = all(
+            isinstance(exact, float) and abs(exact - run.final_loss) < 10.0**-run.loss_decimals
+            for exact, run in zip(stated, self.runs)
+        )
         return stated if agree else [run.final_loss for run in self.runs]
 
     @property
@@ -483,9 +735,14 @@ class Side:
 
     @property
     def clock_reset(self):
-        """Runs whose clock fell back, except once after a warm-up: their last time does not cover the whole run."""
-        return [run for run in self.runs
-                if len(run.clock_falls) > 1 or any(step > LATE * run.last_step for step in run.clock_falls)]
+        """Runs whose clock fell back, except once after a warm-up: their last time does not cover
+        the whole run."""
+        return [
+            run
+            for run in self.runs
+            if len(run.clock_falls) > 1
+            or any(step > LATE * run.last_step for step in run.clock_falls)
+        ]
 
 
 def list_names(items):
@@ -502,72 +759,132 @@ def grouped(runs, key):
 
 
 def gather(name, found, options, source=None, race_side=None):
-    """Build a Side from the result of logs.read, restricted to a source, a side of a race, and the options."""
+    """Build a Side from the result of logs.read, restricted to a source, a side of a race, and the
+    options."""
     unreadable = [item for item in found.rejected if item.kind == logs.UNREADABLE]
-    require(not unreadable, "; ".join(f"{logs.printable(item.path)}: {item.reason}" for item in unreadable))
+    require(
+        not unreadable,
+        "; ".join(f"{logs.printable(item.path)}: {item.reason}" for item in unreadable),
+    )
 
     side = Side(name, [], found.rejected, declaration(found.runs) if found.runs else {})
-    side.left_out = [(item.path, item.reason) for item in found.rejected if not logs.is_beside(item)]
-    side.left_out += [(item.path, f"{item.reason}: {logs.printable(item.original_path)}") for item in found.duplicates]
-    for run in [run for run in found.runs if race_side is None or (race_of(run) and race_of(run).side == race_side)]:
+    side.left_out = [
+        (item.path, item.reason) for item in found.rejected if not logs.is_beside(item)
+    ]
+    side.left_out += [
+        (item.path, f"{item.reason}: {logs.printable(item.original_path)}")
+        for item in found.duplicates
+    ]
+    for run in [
+        run
+        for run in found.runs
+        if race_side is None or (race_of(run) and race_of(run).side == race_side)
+    ]:
         if source and not (run.source_sha256 or "").startswith(source.lower()):
             side.left_out.append((run.path, f"of another source than {source}"))
         elif run.disqualified:
             side.left_out.append((run.path, run.disqualified))
         else:
             side.runs.append(run)
-    unused = side.left_out or [(item.path, "no run of this race has ended" if os.path.basename(item.path) == MANIFEST else item.reason)
-                               for item in found.rejected]
+    unused = side.left_out or [
+        (
+            item.path,
+            (
+                "no run of this race has ended"
+                if os.path.basename(item.path) == MANIFEST
+                else item.reason
+            ),
+        )
+        for item in found.rejected
+    ]
     reasons = "; ".join(f"{logs.printable(path)}: {reason}" for path, reason in unused[:3])
-    require(side.runs, f"{side.label} holds no run that can be used ({reasons or 'nothing was found'}); "
-            "see `.venv/bin/python records/logs.py PATH...`")
+    require(
+        side.runs,
+        f"{side.label} holds no run that can be used ({reasons or 'nothing was found'}); "
+        "see `.venv/bin/python records/logs.py PATH...`",
+    )
     incomplete = [item for item in found.rejected if item.kind == logs.INCOMPLETE]
     if incomplete:
-        side.warnings.append(f"started but not counted: {list_names(incomplete)}; give the reason in the record, or "
-                             "the claim rests on a selection")
+        side.warnings.append(
+            f"started but not counted: {list_names(incomplete)}; give the reason in the record, or "
+            "the claim rests on a selection"
+        )
     return side
 
 
 def check_one_experiment(side):
     """Raise Mixed if the runs belong to several experiments."""
+
     def must_agree(what, key, advice="pass the logs of one", shown="{} ({}: {})"):
         """Require one key(run) of all runs; None is ignored. {} in advice: an example."""
         groups = grouped((run for run in side.runs if key(run) is not None), key)
         if len(groups) > 1:
-            listed = logs.some(shown.format(value, len(runs), list_names(runs)) for value, runs in groups.items())
-            raise Mixed(f"{side.label} holds runs {what}: {listed}", advice.format(next(value for value in groups if value != "none")))
+            listed = logs.some(
+                shown.format(value, len(runs), list_names(runs)) for value, runs in groups.items()
+            )
+            raise Mixed(
+                f"{side.label} holds runs {what}: {listed}",
+                advice.format(next(value for value in groups if value != "none")),
+            )
 
-    sources, configs = {run.source_sha256 for run in side.runs}, {id(run): config_of(run) for run in side.runs}
-    must_agree(f"of {len(sources)} sources", lambda run: run.source_sha256 or "none", "choose one, for instance with "
-               "--source {:.8} (of the second set --vs-source)", "{:.8} ({}: {})")
+    sources = {run.source_sha256 for run in side.runs}
+    configs = {id(run): config_of(run) for run in side.runs}
+    must_agree(
+        f"of {len(sources)} sources",
+        lambda run: run.source_sha256 or "none",
+        "choose one, for instance with --source {:.8} (of the second set --vs-source)",
+        "{:.8} ({}: {})",
+    )
     names = {name for config in configs.values() for name in config}
-    for name in sorted(names, key=lambda name: (name != "num_steps", name)):  # others follow from the number of steps
-        must_agree(f"whose {name} differs", lambda run: json.dumps(configs[id(run)].get(name)), shown="{} ({})")
+    for name in sorted(
+        names, key=lambda name: (name != "num_steps", name)
+    ):  # others follow from the number of steps
+        must_agree(
+            f"whose {name} differs",
+            lambda run: json.dumps(configs[id(run)].get(name)),
+            shown="{} ({})",
+        )
     if len(sources) == 1:
-        must_agree("of different lengths in steps", lambda run: run.last_step if run.stated_steps is None else run.stated_steps)
+        must_agree(
+            "of different lengths in steps",
+            lambda run: run.last_step if run.stated_steps is None else run.stated_steps,
+        )
     numbers, *of_machine, data, _ = FACTS.items()  # choose_target looks at the targets
     must_agree(*numbers)
     must_agree(*data)
     for what, key in of_machine:
         if len(found := {key(run): None for run in side.runs if key(run) is not None}) > 1:
-            side.warnings.append(f"{side.label} holds runs {what}: {logs.some(found)}: its times are of several machines, and "
-                                 "losses may differ too")
+            side.warnings.append(
+                f"{side.label} holds runs {what}: {logs.some(found)}: its times are of several"
+                " machines, and losses may differ too"
+            )
     must_agree("of different races", lambda run: (side_of(run) or ["none"])[0], shown="{} ({})")
     if sources == {None}:
-        side.warnings.append(f"the logs of {side.label} hold no source: they may belong to several experiments")
+        side.warnings.append(
+            f"the logs of {side.label} hold no source: they may belong to several experiments"
+        )
     if not all(map(race_of, side.runs)):
-        side.warnings.append(f"{side.label} declares no number of runs: the verdict is valid only if the number was "
-                             "fixed before the first run, and every run that was started is here")
+        side.warnings.append(
+            f"{side.label} declares no number of runs: the verdict is valid only if the number was "
+            "fixed before the first run, and every run that was started is here"
+        )
 
-    repeats = grouped((run for run in side.runs if run.seed is not None), lambda run: json.dumps(
-        [run.seed, run.source_sha256, configs[id(run)]], sort_keys=True))
+    repeats = grouped(
+        (run for run in side.runs if run.seed is not None),
+        lambda run: json.dumps([run.seed, run.source_sha256, configs[id(run)]], sort_keys=True),
+    )
     for runs in repeats.values():
-        require(len(runs) == 1, f"{len(runs)} runs of {side.label} share the seed {json.dumps(runs[0].seed)} "
-                f"({list_names(runs)}): they are not independent, and p would be too small; race with distinct seeds")
+        require(
+            len(runs) == 1,
+            f"{len(runs)} runs of {side.label} share the seed {json.dumps(runs[0].seed)}"
+            f" ({list_names(runs)}): they are not independent, and p would be too small; race with"
+            " distinct seeds",
+        )
 
 
 def check_complete(side):
-    """Raise UserError unless each race has exactly its declared runs, or the first ones if it ends when decided."""
+    """Raise UserError unless each race has exactly its declared runs, or the first ones if it ends
+    when decided."""
     for which, runs in grouped(side.runs, side_of).items():
         if which is None:
             continue
@@ -575,24 +892,49 @@ def check_complete(side):
         declared = list(dict.fromkeys(str(race_of(run).declared_n) for run in runs))
         numbers = Counter(race_of(run).run for run in runs)
         twice = [number for number, count in numbers.items() if count > 1]
-        require(not twice, f"{where}: run {', '.join(twice)} is there more than once; pass each run once")
+        require(
+            not twice,
+            f"{where}: run {', '.join(twice)} is there more than once; pass each run once",
+        )
         are_first = numbers.keys() == {str(i + 1) for i in range(len(runs))}
-        whole = declared == [str(len(runs))] or len(declared) == 1 and are_first and side.declared.get("until_decided")
+        whole = (
+            declared == [str(len(runs))]
+            or len(declared) == 1
+            and are_first
+            and side.declared.get("until_decided")
+        )
         failed = [item for item in side.rejected if side_of(item) == which]
-        why = "".join(f"; run {race_of(item).run} ({list_names([item])}): {item.reason}" for item in failed)
-        why += "".join(f"; {os.path.basename(path)}: {reason}" for path, reason in side.left_out if reason.startswith(("resumed at", "begun from")))
-        require(whole, f"{where}: {' or '.join(declared)} runs were declared and {len(runs)} can be used{why}; pass "
-                "the logs of all, or race again")
+        why = "".join(
+            f"; run {race_of(item).run} ({list_names([item])}): {item.reason}" for item in failed
+        )
+        why += "".join(
+            f"; {os.path.basename(path)}: {reason}"
+            for path, reason in side.left_out
+            if reason.startswith(("resumed at", "begun from"))
+        )
+        require(
+            whole,
+            f"{where}: {' or '.join(declared)} runs were declared and {len(runs)} can be used{why};"
+            " pass the logs of all, or race again",
+        )
 
 
 def check_none_diverged(side):
-    """Raise UserError if a run diverged: it is evidence against the claim, and cannot enter a mean."""
-    sources, races = {run.source_sha256 for run in side.runs}, set(map(side_of, side.runs))
-    diverged = [item for item in side.rejected if item.kind == logs.NOT_FINITE and item.source_sha256 in sources
-                and side_of(item) in races]
+    """Raise UserError if a run diverged: it is evidence against the claim, and cannot enter a
+    mean."""
+    sources = {run.source_sha256 for run in side.runs}
+    races = set(map(side_of, side.runs))
+    diverged = [
+        item
+        for item in side.rejected
+        if item.kind == logs.NOT_FINITE and item.source_sha256 in sources and side_of(item) in races
+    ]
     reason = diverged[0].reason if diverged else ""
-    require(not diverged, f"{list_names(diverged)} of {side.label} diverged ({reason}): a run that was started and is "
-            "evidence against the claim; fix the cause and race again")
+    require(
+        not diverged,
+        f"{list_names(diverged)} of {side.label} diverged ({reason}): a run that was started and is"
+        " evidence against the claim; fix the cause and race again",
+    )
 
 
 def add_warnings(side):
@@ -601,104 +943,194 @@ def add_warnings(side):
         side.warnings.append(f"{note} ({count} of {plural(len(side.runs), 'run')} of {side.label})")
     if side.untimed:
         stopped = [run for run in side.untimed if run.train_time_ms is not None]
-        side.warnings += [f"train_time is not above zero on the last line of {list_names(stopped)}: the times are not judged"] * bool(stopped)
+        side.warnings += [
+            f"train_time is not above zero on the last line of {list_names(stopped)}: the times are"
+            " not judged"
+        ] * bool(stopped)
     elif side.clock_reset:
-        side.warnings.append(f"the clock was reset during training ({list_names(side.clock_reset)}): the time does not "
-                             "cover the whole run")
+        side.warnings.append(
+            f"the clock was reset during training ({list_names(side.clock_reset)}): the time does"
+            " not cover the whole run"
+        )
 
 
 def choose_target(runs, given):
-    """Return the given target, else the one that all logs state, else the default; None if they state 0, for none."""
+    """Return the given target, else the one that all logs state, else the default; None if they
+    state 0, for none."""
     if given is not None:
         return given
-    stated = list({json.dumps(target): target for target in map(FACTS["with different targets"], runs)}.values())
+    stated = list(
+        {
+            json.dumps(target): target for target in map(FACTS["with different targets"], runs)
+        }.values()
+    )
     if stated == [None]:
         return DEFAULT_TARGET
-    require(len(stated) == 1 and type(stated[0]) in (int, float) and math.isfinite(stated[0]),
-            f"the logs state the targets {', '.join(map(str, stated))}; choose with --target")
+    require(
+        len(stated) == 1 and type(stated[0]) in (int, float) and math.isfinite(stated[0]),
+        f"the logs state the targets {', '.join(map(str, stated))}; choose with --target",
+    )
     return float(stated[0]) or None
 
 
 def pair_up(*sides):
-    """Return the sides' runs of one race in pairs of the same number, in order; None unless every run has a pair."""
-    numbered = [{(race.race_id, race.run): run for run in side.runs if (race := race_of(run))} for side in sides]
+    """Return the sides' runs of one race in pairs of the same number, in order; None unless every
+    run has a pair."""
+    numbered = [
+        {(race.race_id, race.run): run for run in side.runs if (race := race_of(run))}
+        for side in sides
+    ]
     keys = numbered[0].keys()
-    if len(keys) < 2 or any(len(side.runs) != len(runs) or runs.keys() != keys for side, runs in zip(sides, numbered)):
+    if len(keys) < 2 or any(
+        len(side.runs) != len(runs) or runs.keys() != keys for side, runs in zip(sides, numbered)
+    ):
         return None
-    return [[runs[key] for runs in numbered] for key in sorted(keys, key=lambda key: (len(key[1]), key))]
+    return [
+        [runs[key] for runs in numbered] for key in sorted(keys, key=lambda key: (len(key[1]), key))
+    ]
 
 
 def at_target(found, options):
-    """Return the result of logs.read as of each run's first validation at or below the target; other runs are rejected.
+    """Return the result of logs.read as of each run's first validation at or below the target;
+    other runs are rejected.
 
     Runs that stop there, before their stated number of steps, count too."""
-    reached, rejected = [], []
+    reached = []
+    rejected = []
     for run in found.runs + found.rejected:
         goal = choose_target([run], options.target) or -math.inf
-        first = next((line for line in run.validations if line.step > 0 and line.loss <= goal), None)
+        first = next(
+            (line for line in run.validations if line.step > 0 and line.loss <= goal), None
+        )
         if not first or run.kind not in ("", logs.INCOMPLETE):
-            rejected.append(run if run.reason else replace(run, reason=f"never at or below {goal:g}", kind=logs.INCOMPLETE))
+            rejected.append(
+                run
+                if run.reason
+                else replace(run, reason=f"never at or below {goal:g}", kind=logs.INCOMPLETE)
+            )
         else:
-            looks = sum(line.step > 0 for line in run.validations[:run.validations.index(first) + 1])
-            reached.append(replace(run, reason="", kind="", last_step=first.step, final_loss=first.loss, end=None, steps=[],
-                                   loss_decimals=run.loss_decimals or 4, train_time_ms=first.time_ms, notes=(looks,)))
+            looks = sum(
+                line.step > 0 for line in run.validations[: run.validations.index(first) + 1]
+            )
+            reached.append(
+                replace(
+                    run,
+                    reason="",
+                    kind="",
+                    last_step=first.step,
+                    final_loss=first.loss,
+                    end=None,
+                    steps=[],
+                    loss_decimals=run.loss_decimals or 4,
+                    train_time_ms=first.time_ms,
+                    notes=(looks,),
+                )
+            )
     return logs.Logs(reached, rejected, found.duplicates)
 
 
 def show_at_target(sides, options):
-    """Return the text of --at-target: steps and times of the first validation at or below the target."""
+    """Return the text of --at-target: steps and times of the first validation at or below the
+    target."""
     lines = []
     for side in sides:
         side.declared = declaration(side.runs)
         check_one_experiment(side)
         steps = summary([run.last_step for run in side.runs])
         spread = "" if steps["sd"] is None else f" ± {steps['sd']:.1f}"
-        lines += [f"{side.label}: first at or below {choose_target(side.runs, options.target):g} at step {steps['mean']:.1f}{spread} "
-                  f"(mean ± sd, n = {steps['n']}), range {steps['min']:.0f} … {steps['max']:.0f}"]
-        timed = not side.untimed and not side.clock_reset and len({run.card for run in side.runs} - {None}) < 2
-        lines += [f"  after {show_mean(summary(side.seconds))}"] if timed else ["  times: not of one machine, or not stated"]
-        lines += [f"  {logs.printable(run.path)}: step {run.last_step}, loss {run.final_loss:.{run.loss_decimals}f}, at look {run.notes[0]}"
-                  for run in side.runs]
-        lines += [f"  not counted: {logs.printable(path)}: {reason}" for path, reason in side.left_out]
+        lines += [
+            f"{side.label}: first at or below {choose_target(side.runs, options.target):g} at step"
+            f" {steps['mean']:.1f}{spread} (mean ± sd, n = {steps['n']}), range {steps['min']:.0f}"
+            f" … {steps['max']:.0f}"
+        ]
+        timed = (
+            not side.untimed
+            and not side.clock_reset
+            and len({run.card for run in side.runs} - {None}) < 2
+        )
+        lines += (
+            [f"  after {show_mean(summary(side.seconds))}"]
+            if timed
+            else ["  times: not of one machine, or not stated"]
+        )
+        lines += [
+            f"  {logs.printable(run.path)}: step {run.last_step}, loss"
+            f" {run.final_loss:.{run.loss_decimals}f}, at look {run.notes[0]}"
+            for run in side.runs
+        ]
+        lines += [
+            f"  not counted: {logs.printable(path)}: {reason}" for path, reason in side.left_out
+        ]
         lines += [f"Warning: {warning}" for warning in side.warnings]
     if len(sides) == 2:
         check_comparable(*sides)
         steps = [[run.last_step for run in side.runs] for side in sides]
         found = contrast(*steps, False, 1, 1)
-        lines += [f"Difference: {show_contrast(found, '+.1f')} steps, two-sided p = {pages.number(found.p)} (Welch)"]
-    return "\n".join([*lines, "Warning: a loss that is looked at often is at or below the target by chance earlier than its mean is. This is no "
-                      "claim: fix the step, run to it on new seeds, and test the mean loss there (stats.py without --at-target)."])
+        lines += [
+            f"Difference: {show_contrast(found, '+.1f')} steps, two-sided p ="
+            f" {pages.number(found.p)} (Welch)"
+        ]
+    return "\n".join(
+        [
+            *lines,
+            (
+                "Warning: a loss that is looked at often is at or below the target by chance"
+                " earlier than its mean is. This is no claim: fix the step, run to it on new seeds,"
+                " and test the mean loss there (stats.py without --at-target)."
+            ),
+        ]
+    )
 
 
 def choose_sides(options):
     """Return the one or two Sides that options name."""
+
     def read(paths):
         return at_target(logs.read(paths), options) if options.at_target else logs.read(paths)
+
     found = read(options.paths)
     raced = sorted({race_of(run).side for run in found.runs if race_of(run)} - {""})
     chosen = options.side or (raced[0] if len(raced) == 2 and not options.vs else None)
     if chosen:
-        require(chosen in raced and len(raced) > 1 and (len(raced) == 2 or chosen != raced[-1]), f"--side {chosen} needs the logs "
-                f"of a race with that side and a base; these have {', '.join(raced) or 'no sides'}; pass all logs of one race")
-        other = next(side for side in reversed(raced) if side != chosen)  # of several sides the last one is the base
-        return [gather(f"side {side}", found, options, source, side)
-                for side, source in ((chosen, options.source), (other, options.vs_source))]
-    require(len(raced) < 2, f"these are logs of the sides {', '.join(raced)} of a race; choose one with --side, without --vs; "
-            "ladder.py judges them together")
-    sets = [(found, options.source), *([(read(options.vs), options.vs_source)] if options.vs else [])]
-    return [gather(name, of_set, options, source) for name, (of_set, source) in zip(names_of_sets(options), sets)]
+        require(
+            chosen in raced and len(raced) > 1 and (len(raced) == 2 or chosen != raced[-1]),
+            f"--side {chosen} needs the logs of a race with that side and a base; these have"
+            f" {', '.join(raced) or 'no sides'}; pass all logs of one race",
+        )
+        # of several sides the last one is the base
+        other = next(side for side in reversed(raced) if side != chosen)
+        return [
+            gather(f"side {side}", found, options, source, side)
+            for side, source in ((chosen, options.source), (other, options.vs_source))
+        ]
+    require(
+        len(raced) < 2,
+        f"these are logs of the sides {', '.join(raced)} of a race; choose one with --side, without"
+        " --vs; ladder.py judges them together",
+    )
+    sets = [
+        (found, options.source),
+        *([(read(options.vs), options.vs_source)] if options.vs else []),
+    ]
+    return [
+        gather(name, of_set, options, source)
+        for name, (of_set, source) in zip(names_of_sets(options), sets)
+    ]
 
 
 def names_of_sets(options):
     """Return the names of the runs that are judged, and of those of --vs."""
-    return [f"source {source}" if source else name
-            for name, source in (("the set", options.source), ("the --vs set", options.vs_source))]
+    return [
+        f"source {source}" if source else name
+        for name, source in (("the set", options.source), ("the --vs set", options.vs_source))
+    ]
 
 
 def judge(sides, options):
     """Return the report as a dict; the Sides are under "sides".
 
-    Raise UserError if the runs cannot be compared at all. A claim that cannot be judged is stated in the report."""
+    Raise UserError if the runs cannot be compared at all. A claim that cannot be judged is stated
+    in the report."""
     declared = declaration([run for side in sides for run in side.runs])
     for side in sides:
         side.declared = declared
@@ -706,109 +1138,195 @@ def judge(sides, options):
         check_complete(side)
         check_none_diverged(side)
         for run in side.runs:
-            require(not run.contradiction, f"{list_names([run])} contradicts itself: {run.contradiction}; restore the log that the "
-                    "run wrote")
+            require(
+                not run.contradiction,
+                f"{list_names([run])} contradicts itself: {run.contradiction}; restore the log that"
+                " the run wrote",
+            )
         add_warnings(side)
     if len(sides) == 2:
         check_comparable(*sides)
-    a, alpha = sides[0], options.alpha or declared.get("alpha", ALPHA)
+    a = sides[0]
+    alpha = options.alpha or declared.get("alpha", ALPHA)
     declares = declared.get("alpha", alpha)
     others = [f"alpha {alpha:g}, and race.jsonl declares {declares:g}"] * (alpha != declares)
     stated = {logs.target_of(run) for side in sides for run in side.runs} - {None, options.target}
     if options.target is not None and stated:
-        others.append(f"target {options.target:g}, and the logs state {' and '.join(map('{:g}'.format, sorted(stated)))}")
-    report = {"alpha": alpha, "others": others, "verdicts": verdicts([sides]) if len(sides) == 2 else [], "stop": None,
-              "loss": {**dict.fromkeys(("target", "interval", "p", "significant")), **summary(a.losses)},
-              "comparison": None,
-              "time": None if a.untimed or len({run.card for run in a.runs} - {None}) > 1 else summary(a.seconds)}
+        others.append(
+            f"target {options.target:g}, and the logs state"
+            f" {' and '.join(map('{:g}'.format, sorted(stated)))}"
+        )
+    report = {
+        "alpha": alpha,
+        "others": others,
+        "verdicts": verdicts([sides]) if len(sides) == 2 else [],
+        "stop": None,
+        "loss": {**dict.fromkeys(("target", "interval", "p", "significant")), **summary(a.losses)},
+        "comparison": None,
+        "time": (
+            None
+            if a.untimed or len({run.card for run in a.runs} - {None}) > 1
+            else summary(a.seconds)
+        ),
+    }
     try:
         report |= judge_claim(sides, *report["verdicts"] or [None], alpha, options.target)
     except Undecided:
         raise
     except UserError as reason:
         report |= {"verdict": UNJUDGED, "reason": str(reason)}
-    return report | {"warnings": list(dict.fromkeys(warning for side in sides for warning in side.warnings)),
-                     **list_runs(sides), "sides": sides}
+    return report | {
+        "warnings": list(dict.fromkeys(warning for side in sides for warning in side.warnings)),
+        **list_runs(sides),
+        "sides": sides,
+    }
 
 
 def judge_claim(sides, verdict, alpha, target):
-    """Return the record's claim as a part of the report. Raise UserError where its tests are undefined."""
-    declared, a = sides[0].declared, sides[0]
+    """Return the record's claim as a part of the report. Raise UserError where its tests are
+    undefined."""
+    declared = sides[0].declared
+    a = sides[0]
     target = choose_target(a.runs, target)
     if target is None:
-        return {"verdict": NO_CLAIM, "reason": "the runs had no target loss; stats.py --target X "
-                "judges them by one"}
+        return {
+            "verdict": NO_CLAIM,
+            "reason": "the runs had no target loss; stats.py --target X judges them by one",
+        }
     loss = judge_loss(a.losses, target, alpha)
     comparison = None
     if len(sides) == 2:
         check_timed(*sides)
         comparison = compare_times(sides, verdict, alpha)
     stop = judge_looks(sides, loss["target"], alpha) if declared.get("until_decided") else None
-    below, faster = loss["p"] < alpha, comparison is None or comparison["p"] < alpha
+    below = loss["p"] < alpha
+    faster = comparison is None or comparison["p"] < alpha
     if stop:
-        below, faster = stop["passed"][0] is not None, stop["passed"][-1] is not None
+        below = stop["passed"][0] is not None
+        faster = stop["passed"][-1] is not None
         if len(a.runs) > stop["n"]:
-            a.warnings.append(f"the race was decided after {stop['n']} runs and continued to {len(a.runs)}; the "
-                              "decision stands")
-    doubt = f", but p = {loss['p_bootstrap']:.3g} by a bootstrap-t" if below and (loss["p_bootstrap"] or 0) > alpha else ""
-    reasons = [f"mean loss {'' if below else 'not significantly '}< {loss['target']:g} (p = {loss['p']:.4g}{doubt})"]
+            a.warnings.append(
+                f"the race was decided after {stop['n']} runs and continued to {len(a.runs)}; the "
+                "decision stands"
+            )
+    doubt = (
+        f", but p = {loss['p_bootstrap']:.3g} by a bootstrap-t"
+        if below and (loss["p_bootstrap"] or 0) > alpha
+        else ""
+    )
+    reasons = [
+        f"mean loss {'' if below else 'not significantly '}< {loss['target']:g} (p ="
+        f" {loss['p']:.4g}{doubt})"
+    ]
     if comparison:
         comparison["significant"] = faster
         by = " by the paired test of log time" if declared.get("test") == "paired" else ""
-        reasons.append(f"{'' if faster else 'not significantly '}faster{by} (p = {comparison['p']:.4g})")
-    reasons.append(f"at alpha {alpha:g}" if not stop else f"decided for {stop['outcome']} after {stop['n']} of at most "
-                   f"{stop['most']} runs, at alpha {alpha:g} over all looks")
-    return {"verdict": HOLDS if below and faster else FAILS, "reason": ", ".join(reasons),
-            "loss": {**loss, "significant": below}, "comparison": comparison, "stop": stop}
+        reasons.append(
+            f"{'' if faster else 'not significantly '}faster{by} (p = {comparison['p']:.4g})"
+        )
+    reasons.append(
+        f"at alpha {alpha:g}"
+        if not stop
+        else (
+            f"decided for {stop['outcome']} after {stop['n']} of at most "
+            f"{stop['most']} runs, at alpha {alpha:g} over all looks"
+        )
+    )
+    return {
+        "verdict": HOLDS if below and faster else FAILS,
+        "reason": ", ".join(reasons),
+        "loss": {**loss, "significant": below},
+        "comparison": comparison,
+        "stop": stop,
+    }
 
 
 def judge_looks(sides, target, alpha):
-    """Evaluate the looks of a race that runs until it is decided. Raise Undecided if it is still open."""
-    a, declared = sides[0], sides[0].declared
-    require(alpha == declared["alpha"], f"the race declared to run until it is decided at alpha {declared['alpha']:g}, "
-            f"not {alpha:g}; use --alpha {declared['alpha']:g}")
+    """Evaluate the looks of a race that runs until it is decided. Raise Undecided if it is still
+    open."""
+    a = sides[0]
+    declared = sides[0].declared
+    require(
+        alpha == declared["alpha"],
+        f"the race declared to run until it is decided at alpha {declared['alpha']:g}, "
+        f"not {alpha:g}; use --alpha {declared['alpha']:g}",
+    )
     ours, *_ = sides = in_turn(*sides)
     tests = [lambda look: one_sample_t_less(ours.losses[:look], target)]
     if len(sides) == 2:
         less = paired_t_less if declared["test"] == "paired" else welch_t_less
         tests.append(lambda look: less(*(np.log(side.seconds[:look]) for side in sides)))
-    stop = evaluate_looks(tests, len(pair_up(*sides) or ()), declared["n"], alpha, ours.losses, target)
+    stop = evaluate_looks(
+        tests, len(pair_up(*sides) or ()), declared["n"], alpha, ours.losses, target
+    )
     if stop is None:
-        raise Undecided(f"the race runs until it is decided, and after {len(a.runs)} of at most "
-                        f"{plural(declared['n'], 'run')} it is not; resume it with race.py --resume")
+        raise Undecided(
+            f"the race runs until it is decided, and after {len(a.runs)} of at most "
+            f"{plural(declared['n'], 'run')} it is not; resume it with race.py --resume"
+        )
     return stop
 
 
 def check_timed(a, b):
     """Raise UserError unless every run of two Sides states the time of the whole run."""
     for odd, seen in (
-            (a.untimed + b.untimed, "no train_time above zero on the last validation line of {}"),
-            (a.clock_reset + b.clock_reset, "the clock was reset during training ({}), so times do not compare")):
-        require(not odd, f"{seen.format(list_names(odd))}; without a second set the loss alone can be judged")
+        (a.untimed + b.untimed, "no train_time above zero on the last validation line of {}"),
+        (
+            a.clock_reset + b.clock_reset,
+            "the clock was reset during training ({}), so times do not compare",
+        ),
+    ):
+        require(
+            not odd,
+            f"{seen.format(list_names(odd))}; without a second set the loss alone can be judged",
+        )
 
 
 def check_comparable(a, b):
-    """Raise Mixed if two sets differ in a fact, else UserError if a run is in both. Runs of one race ran on one machine."""
+    """Raise Mixed if two sets differ in a fact, else UserError if a run is in both. Runs of one
+    race ran on one machine."""
     for what, key in FACTS.items():
         unknown = None if a.declared or what not in [*FACTS][:2] else "unknown"
-        found = [{str(value) for run in side.runs if (value := unknown if key(run) is None else key(run)) is not None} for side in (a, b)]
+        found = [
+            {
+                str(value)
+                for run in side.runs
+                if (value := unknown if key(run) is None else key(run)) is not None
+            }
+            for side in (a, b)
+        ]
         if all(found) and len(found[0] | found[1]) > 1:
-            raise Mixed(f"the sets hold runs {what} ({' against '.join(' and '.join(sorted(values)) for values in found)})",
-                        "compare runs of the same machine, data and target")
+            raise Mixed(
+                f"the sets hold runs {what}"
+                f" ({' against '.join(' and '.join(sorted(values)) for values in found)})",
+                "compare runs of the same machine, data and target",
+            )
     paths = {os.path.realpath(run.path) for run in a.runs}
-    shared = [run for run in b.runs if os.path.realpath(run.path) in paths] or logs.without_copies(a.runs + b.runs)[1]
-    require(not shared, f"{logs.printable(shared[0].path) if shared else ''} is in both sets; a run belongs to one")
+    shared = [run for run in b.runs if os.path.realpath(run.path) in paths] or logs.without_copies(
+        a.runs + b.runs
+    )[1]
+    require(
+        not shared,
+        f"{logs.printable(shared[0].path) if shared else ''} is in both sets; a run belongs to one",
+    )
     if not any(run.card for run in a.runs + b.runs):
-        a.warnings.append("the logs do not state their GPUs: times compare only if all ran on the same machine")
+        a.warnings.append(
+            "the logs do not state their GPUs: times compare only if all ran on the same machine"
+        )
 
 
 def in_turn(*sides):
     """Return the Sides with their runs in the order of the race, if all runs have pairs."""
     pairs = pair_up(*sides)
-    return [replace(side, runs=list(runs)) for side, runs in zip(sides, zip(*pairs))] if pairs else list(sides)
+    return (
+        [replace(side, runs=list(runs)) for side, runs in zip(sides, zip(*pairs))]
+        if pairs
+        else list(sides)
+    )
 
 
 # Output
+
 
 def show_mean(found, unit="s"):
     spread = "" if found["sd"] is None else f" ± {found['sd']:.4f}"
@@ -817,131 +1335,267 @@ def show_mean(found, unit="s"):
 
 def list_runs(sides):
     """Return the runs of Sides and what was left out, ready for json.dumps."""
-    runs = [{"set": side.name, "path": run.path, "index_in_file": run.index_in_file, "val_loss": run.final_loss,
-             "train_time_ms": run.train_time_ms, "source_sha256": run.source_sha256, "gpus": run.gpus}
-            for side in sides for run in side.runs]
+    runs = [
+        {
+            "set": side.name,
+            "path": run.path,
+            "index_in_file": run.index_in_file,
+            "val_loss": run.final_loss,
+            "train_time_ms": run.train_time_ms,
+            "source_sha256": run.source_sha256,
+            "gpus": run.gpus,
+        }
+        for side in sides
+        for run in side.runs
+    ]
     left_out = dict.fromkeys(item for side in sides for item in side.left_out)
-    return {"runs": runs, "left_out": [{"path": path, "reason": reason} for path, reason in left_out]}
+    return {
+        "runs": runs,
+        "left_out": [{"path": path, "reason": reason} for path, reason in left_out],
+    }
 
 
 def strips(sides, target):
     """Return what plots show of single runs: a strip of final losses, and one of times.
 
-    A strip is a dict of title, unit, level (value, name) or None, and rows: dicts of name, color (the place of its
-    side), the value of each run, and mean (mean, low, high: its 95 % interval)."""
+    A strip is a dict of title, unit, level (value, name) or None, and rows: dicts of name, color
+    (the place of its side), the value of each run, and mean (mean, low, high: its 95 % interval).
+    """
+
     def row(at, side, values):
         mean = float(np.mean(values))
-        ends = _interval(scipy.stats.ttest_1samp(values, 0), LEVEL / 2) if np.ptp(values) > 0 else (mean, mean)
-        return {"name": side.label, "color": at, "values": list(map(float, values)), "mean": (mean, *ends)}
-    found = [{"title": "Final loss", "unit": "nats per token", "level": target and (target, f"target {target:g}"),
-              "rows": [row(at, side, side.losses) for at, side in enumerate(sides)]}]
+        ends = (
+            _interval(scipy.stats.ttest_1samp(values, 0), LEVEL / 2)
+            if np.ptp(values) > 0
+            else (mean, mean)
+        )
+        return {
+            "name": side.label,
+            "color": at,
+            "values": list(map(float, values)),
+            "mean": (mean, *ends),
+        }
+
+    found = [
+        {
+            "title": "Final loss",
+            "unit": "nats per token",
+            "level": target and (target, f"target {target:g}"),
+            "rows": [row(at, side, side.losses) for at, side in enumerate(sides)],
+        }
+    ]
     if not any(side.untimed for side in sides):
-        found.append({"title": "Time", "unit": "seconds of training", "level": None,
-                      "rows": [row(at, side, side.seconds) for at, side in enumerate(sides)]})
+        found.append(
+            {
+                "title": "Time",
+                "unit": "seconds of training",
+                "level": None,
+                "rows": [row(at, side, side.seconds) for at, side in enumerate(sides)],
+            }
+        )
     return found
 
 
 def differences(found):
     """Return the chart of Verdicts: a strip of losses, and one of times if all have one.
 
-    Of several ideas only the first strip names the rows, and the color says what is shown of the strip's own numbers."""
+    Of several ideas only the first strip names the rows, and the color says what is shown of the
+    strip's own numbers."""
     colors = {-1: 0, 0: "#8a8a8a", 1: 1}
 
     def strip(part, title, neutral):
         named = len(found) == 1 or part == "loss"
         parts = [getattr(one, part) for one in found]
-        means = [(each.value, *(each.value if end is None else end for end in (each.low, each.high))) for each in parts]
-        rows = [{"name": one.name if named else "", "values": [], "mean": mean,
-                 "color": colors[each.sign] if found[1:] else 0}
-                for one, each, mean in zip(found, parts, means)]
-        return {"title": title, "unit": f"compared with {found[0].base}, mean and its 95 % interval",
-                "level": (neutral, ""), "rows": rows}
-    return [strip(*about) for about in (("loss", "Difference of loss, nats", 0), ("time", "Ratio of times", 1))
-            if found and all(getattr(one, about[0]) for one in found)]
+        means = [
+            (each.value, *(each.value if end is None else end for end in (each.low, each.high)))
+            for each in parts
+        ]
+        rows = [
+            {
+                "name": one.name if named else "",
+                "values": [],
+                "mean": mean,
+                "color": colors[each.sign] if found[1:] else 0,
+            }
+            for one, each, mean in zip(found, parts, means)
+        ]
+        return {
+            "title": title,
+            "unit": f"compared with {found[0].base}, mean and its 95 % interval",
+            "level": (neutral, ""),
+            "rows": rows,
+        }
+
+    return [
+        strip(*about)
+        for about in (("loss", "Difference of loss, nats", 0), ("time", "Ratio of times", 1))
+        if found and all(getattr(one, about[0]) for one in found)
+    ]
 
 
 def conclusion(found):
     """Return in a sentence which ideas' Verdicts show a lower loss, and how many a higher one."""
     shown = [one for one in found if one.loss.shown]
-    lower = [textwrap.shorten(one.name, 48, placeholder=" …") for one in shown if one.loss.value < 0]
+    lower = [
+        textwrap.shorten(one.name, 48, placeholder=" …") for one in shown if one.loss.value < 0
+    ]
     higher = len(shown) - len(lower)
-    said = f"{len(lower)} of {plural(len(found), 'idea')} {'lowers' if len(lower) == 1 else 'lower'} the loss"
+    said = (
+        f"{len(lower)} of {plural(len(found), 'idea')} {'lowers' if len(lower) == 1 else 'lower'}"
+        " the loss"
+    )
     if 0 < len(lower) < 4:
         said += f": {', '.join(lower)}"
     return said + (f"; {higher} {'raises' if higher == 1 else 'raise'} it" if higher else "")
 
 
 def plot(sides, found, path):
-    """Plot the sides' runs and what the Verdicts (found) show; of several ideas only their differences to the base."""
+    """Plot the sides' runs and what the Verdicts (found) show; of several ideas only their
+    differences to the base."""
     import picture
 
     if len(found) > 1:
         found = sorted(found, key=lambda one: one.loss.value)
         runs = " or ".join(map(str, sorted({one.n for one in found})))
-        titles = [f"{conclusion(found)} ({runs} seeds)", "Blue: lower; orange: higher; grey: no difference shown "
-                  f"(p ≥ {LEVEL:g} after Holm's correction)"]
-        target, shown, columns = None, [], [[strip] for strip in differences(found)]
+        titles = [
+            f"{conclusion(found)} ({runs} seeds)",
+            (
+                "Blue: lower; orange: higher; grey: no difference shown "
+                f"(p ≥ {LEVEL:g} after Holm's correction)"
+            ),
+        ]
+        target = None
+        shown = []
+        columns = [[strip] for strip in differences(found)]
     else:
         target = None
         with contextlib.suppress(UserError):  # several targets
             target = choose_target(sides[0].runs, None)
         titles = [f"{one.name} against {one.base}: {one.sentence}" for one in found] or [
-            f"{side.label}: " * (len(sides) > 1) + f"{show_mean(summary(side.losses), 'nats per token')}"
-            f"{'' if side.untimed else ', ' + show_mean(summary(side.seconds))} (mean ± sd, n = {len(side.runs)})"
-            for side in sides]
-        shown, columns = sides, [strips(sides, target), differences(found)]
+            f"{side.label}: "
+            * (len(sides) > 1)
+            + f"{show_mean(summary(side.losses), 'nats per token')}{'' if side.untimed else ', ' + show_mean(summary(side.seconds))}"
+            f" (mean ± sd, n = {len(side.runs)})"
+            for side in sides
+        ]
+        shown = sides
+        columns = [strips(sides, target), differences(found)]
     try:
         picture.draw_sides(titles, shown, columns, target, path)
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot write the plot {logs.printable(path)} ({error}); give a .png in a folder that "
-                          "exists") from None
+        raise UserError(
+            f"cannot write the plot {logs.printable(path)} ({error}); give a .png in a folder that "
+            "exists"
+        ) from None
 
 
 def plan(options):
-    """Return the number of runs that a claim needs, as a dict for --json. UserError unless sd and margin are above 0."""
-    sd, margin = options.sd, options.margin
-    require(all(value and 0 < value < math.inf for value in (sd, margin)),
-            f"a plan needs sd and margin above 0, and they are {sd} and {margin}; give --sd and --margin")
+    """Return the number of runs that a claim needs, as a dict for --json. UserError unless sd and
+    margin are above 0."""
+    sd = options.sd
+    margin = options.margin
+    require(
+        all(value and 0 < value < math.inf for value in (sd, margin)),
+        f"a plan needs sd and margin above 0, and they are {sd} and {margin}; give --sd and"
+        " --margin",
+    )
     needed = []
     for claim, sets in ("mean below a target", 1), ("less than another set", 2):
         runs = runs_needed(sd, margin, options.alpha, options.power, sets)
-        needed.append({"claim": claim, "sets": sets, "runs": runs, "power": power(runs, sd, margin, options.alpha, sets)})
-    return {"sd": sd, "margin": margin, "alpha": options.alpha, "power": options.power, "needed": needed}
+        needed.append(
+            {
+                "claim": claim,
+                "sets": sets,
+                "runs": runs,
+                "power": power(runs, sd, margin, options.alpha, sets),
+            }
+        )
+    return {
+        "sd": sd,
+        "margin": margin,
+        "alpha": options.alpha,
+        "power": options.power,
+        "needed": needed,
+    }
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser(description="Judge a record's claim from its run logs.", allow_abbrev=False,
-                                     epilog="Exit status: 0 an idea is better or the claim holds, 1 neither, 2 not "
-                                            "judged.")
+    parser = argparse.ArgumentParser(
+        description="Judge a record's claim from its run logs.",
+        allow_abbrev=False,
+        epilog="Exit status: 0 an idea is better or the claim holds, 1 neither, 2 not judged.",
+    )
     add = parser.add_argument
-    add("paths", nargs="*", metavar="PATH", type=logs.or_latest(logs.RACE), help="logs or folders of logs; or latest, the last race")
+    add(
+        "paths",
+        nargs="*",
+        metavar="PATH",
+        type=logs.or_latest(logs.RACE),
+        help="logs or folders of logs; or latest, the last race",
+    )
     add("--vs", nargs="+", metavar="PATH", help="logs of the version to beat")
-    add("--side", help="of the paths' race, the letter of the idea to judge against the base (default: a, the first)")
-    add("--target", type=float, help=f"target loss (default: what the logs state, else {DEFAULT_TARGET})")
-    add("--alpha", type=float, help=f"level of every test (default: what the race declared, else {ALPHA})")
-    add("--at-target", action="store_true", help="print where each run's loss first reached the target, and judge nothing")
-    add("--source", metavar="HASH", help="judge only runs whose source has a SHA-256 with this beginning")
+    add(
+        "--side",
+        help=(
+            "of the paths' race, the letter of the idea to judge against the base (default: a, the"
+            " first)"
+        ),
+    )
+    add(
+        "--target",
+        type=float,
+        help=f"target loss (default: what the logs state, else {DEFAULT_TARGET})",
+    )
+    add(
+        "--alpha",
+        type=float,
+        help=f"level of every test (default: what the race declared, else {ALPHA})",
+    )
+    add(
+        "--at-target",
+        action="store_true",
+        help="print where each run's loss first reached the target, and judge nothing",
+    )
+    add(
+        "--source",
+        metavar="HASH",
+        help="judge only runs whose source has a SHA-256 with this beginning",
+    )
     add("--vs-source", metavar="HASH", help="the same for --vs")
     add("--plan", action="store_true", help="print how many runs are needed, and judge nothing")
     add("--sd", type=float, help="for --plan: standard deviation of a run")
     add("--margin", type=float, help="for --plan: true difference from the target or the other set")
-    add("--power", type=float, default=0.9, help="for --plan: probability of showing it (default: %(default)s)")
+    add(
+        "--power",
+        type=float,
+        default=0.9,
+        help="for --plan: probability of showing it (default: %(default)s)",
+    )
     add("--plot", metavar="PNG", help="plot losses and times")
     add("--json", action="store_true", help="print one line of JSON instead")
     options = parser.parse_args(arguments)
     if options.plan and options.alpha is None:
         options.alpha = ALPHA
-    for name, holds, wanted in (("alpha", lambda x: 0 < x < 0.5, "number between 0 and 0.5"),
-                                ("power", lambda x: 0 < x < 1, "number between 0 and 1"),
-                                ("target", math.isfinite, "finite number")):
+    for name, holds, wanted in (
+        ("alpha", lambda x: 0 < x < 0.5, "number between 0 and 0.5"),
+        ("power", lambda x: 0 < x < 1, "number between 0 and 1"),
+        ("target", math.isfinite, "finite number"),
+    ):
         if (given := getattr(options, name)) is not None and not holds(given):
             parser.error(f"--{name} is {given}; give a {wanted}")
     if options.side and options.vs:
         parser.error("--side takes both sets from PATH; leave out --vs")
-    given = [f"--{name}" for name in (("plot", "vs", "side") if options.plan else ("sd", "margin")) if getattr(options, name)]
+    given = [
+        f"--{name}"
+        for name in (("plot", "vs", "side") if options.plan else ("sd", "margin"))
+        if getattr(options, name)
+    ]
     if given or options.plan and options.paths:
-        parser.error(f"--plan reads no logs; leave out {', '.join(given or options.paths)}" if options.plan else
-                     f"{', '.join(given)} needs --plan; add it")
+        parser.error(
+            f"--plan reads no logs; leave out {', '.join(given or options.paths)}"
+            if options.plan
+            else f"{', '.join(given)} needs --plan; add it"
+        )
     if not options.paths and not options.plan:
         parser.error("no PATH was given; name logs, or a folder of logs")
     return options
@@ -954,7 +1608,11 @@ def main(arguments=None):
             found = plan(options)
             fewest = min(found["needed"], key=lambda each: each["runs"])
             most = math.ceil(LONGER * fewest["runs"]) + 1  # one more for the bootstrap's veto
-            print(logs.show_json(found) if options.json else pages.show("plan.txt.jinja", **found, most=most, fewest=fewest))
+            print(
+                logs.show_json(found)
+                if options.json
+                else pages.show("plan.txt.jinja", **found, most=most, fewest=fewest)
+            )
             return 0
         if options.at_target:
             print(show_at_target(choose_sides(options), options))
@@ -969,7 +1627,8 @@ def main(arguments=None):
 
 
 def give(options):
-    """Judge what options name, print it unless --json is among them, and return the answer() with the report's figures."""
+    """Judge what options name, print it unless --json is among them, and return the answer() with
+    the report's figures."""
     sides = []
     try:
         sides = choose_sides(options)
@@ -984,20 +1643,49 @@ def give(options):
             print(pages.show("runs.txt.jinja", sides=sides, most=MOST_SHOWN), flush=True)
         print(brief(f"The claim cannot be judged: {reason}."), file=sys.stderr)
         return {**not_judged(reason), "claim": None, "warnings": [], **list_runs(sides)}
-    claim, reason = report["verdict"], report["reason"]
+    claim = report["verdict"]
+    reason = report["reason"]
     if report["others"] and claim == HOLDS:
         report["verdict"] = claim = OTHER
         reason = f"{OTHER}: {'; '.join(report['others'])}"
-    found = answer(sides[:-1], sides[-1:], report["verdicts"], claim, reason, sides[0].declared.get("until_decided"))
+    found = answer(
+        sides[:-1],
+        sides[-1:],
+        report["verdicts"],
+        claim,
+        reason,
+        sides[0].declared.get("until_decided"),
+    )
     if not options.json:
         unjudged = claim == UNJUDGED and found["status"] == 2
-        print(pages.show("stats.txt.jinja", report=report, show_mean=show_mean, show_verdicts=show_verdicts, unjudged=unjudged,
-                         last=last_line(found) if report["verdicts"] else ""), flush=True)
+        print(
+            pages.show(
+                "stats.txt.jinja",
+                report=report,
+                show_mean=show_mean,
+                show_verdicts=show_verdicts,
+                unjudged=unjudged,
+                last=last_line(found) if report["verdicts"] else "",
+            ),
+            flush=True,
+        )
         if unjudged:
             print(brief(f"The claim cannot be judged: {reason}."), file=sys.stderr)
-    return {**found, "claim": None if claim == NO_CLAIM else {"verdict": claim.removeprefix("the "), **{name: report[name] for name in (
-                "reason", "alpha", "others", "loss", "time", "comparison", "stop")}},
-            **{name: report[name] for name in ("warnings", "runs", "left_out")}}
+    return {
+        **found,
+        "claim": (
+            None
+            if claim == NO_CLAIM
+            else {
+                "verdict": claim.removeprefix("the "),
+                **{
+                    name: report[name]
+                    for name in ("reason", "alpha", "others", "loss", "time", "comparison", "stop")
+                },
+            }
+        ),
+        **{name: report[name] for name in ("warnings", "runs", "left_out")},
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""make_optimizer in other people's models: as torch.optim and DDP do, or refused in one line. docs/gradient-sync.md has the table."""
+"""make_optimizer in other people's models: as torch.optim and DDP do, or refused in one line.
+docs/gradient-sync.md has the table."""
 
 import contextlib
 import copy
@@ -59,12 +60,17 @@ optimizer.step()
 
 
 def test_the_optimizer_needs_nothing_that_windows_lacks_and_changes_no_warning_filter():
-    done = subprocess.run([sys.executable, "-W", "error", "-c", ELSEWHERE, Path(gpt_speedrun.__file__).parent.parent], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", ELSEWHERE, Path(gpt_speedrun.__file__).parent.parent],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
 
 
 def in_a_new_group(comm, function, *arguments):
-    """Return a rank's result or its error. Messages under way then belong to a process group that nobody uses again."""
+    """Return a rank's result or its error. Messages under way then belong to a process group that
+    nobody uses again."""
     store = dist.distributed_c10d._get_default_store()
     try:
         return function(comm, *arguments)
@@ -74,12 +80,20 @@ def in_a_new_group(comm, function, *arguments):
         if dist.is_initialized():
             dist.destroy_process_group()
         store = dist.PrefixStore(f"after {function.__name__} {arguments}", store)
-        dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.ranks, timeout=timedelta(seconds=600))
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=comm.rank,
+            world_size=comm.ranks,
+            timeout=timedelta(seconds=600),
+        )
 
 
 def assert_all_refused(outcomes, says):
     for error in outcomes:
-        assert isinstance(error, RunError) and re.search(says, str(error)) and "\n" not in str(error), error
+        assert (
+            isinstance(error, RunError) and re.search(says, str(error)) and "\n" not in str(error)
+        ), error
 
 
 # prepare_for_backward
@@ -87,8 +101,11 @@ def assert_all_refused(outcomes, says):
 
 def test_the_loss_alone_prepares_for_backward():
     """Also in no_sync(), where it changes nothing."""
-    model, twin = chain(), chain()
-    optimizer, judge = (make_optimizer(x, settings=SyncSettings(find_unused_parameters=True)) for x in (model, twin))
+    model = chain()
+    twin = chain()
+    optimizer, judge = (
+        make_optimizer(x, settings=SyncSettings(find_unused_parameters=True)) for x in (model, twin)
+    )
     for prepared, x, o in ((True, model, optimizer), (False, twin, judge)):
         for _ in range(3):
             for last in (False, True):
@@ -98,10 +115,25 @@ def test_the_loss_alone_prepares_for_backward():
                         o.prepare_for_backward(loss)
                     loss.backward()
             o.step()
-    assert all(torch.equal(a, b) and not torch.equal(a, c) for a, b, c in zip(model.parameters(), twin.parameters(), chain().parameters()))
+    assert all(
+        torch.equal(a, b) and not torch.equal(a, c)
+        for a, b, c in zip(model.parameters(), twin.parameters(), chain().parameters())
+    )
 
 
-@pytest.mark.parametrize("arguments", [("0",), (-1,), (1.0,), (torch.ones(()),), (0, 0, 0), (0, 0, 1, "loss"), (0, 0, 1, torch.ones(()))], ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("0",),
+        (-1,),
+        (1.0,),
+        (torch.ones(()),),
+        (0, 0, 0),
+        (0, 0, 1, "loss"),
+        (0, 0, 1, torch.ones(())),
+    ],
+    ids=str,
+)
 def test_what_cannot_be_prepared_is_refused(arguments):
     with pytest.raises(RunError, match="give it the loss that backward starts from"):
         make_optimizer(chain()).prepare_for_backward(*arguments)
@@ -116,14 +148,19 @@ class Reads(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
-        self.scale, self.inner, self.head = nn.Parameter(torch.ones(6)), nn.Sequential(nn.Sequential(nn.Linear(6, 6))), nn.Linear(6, 3)
+        self.scale = nn.Parameter(torch.ones(6))
+        self.inner = nn.Sequential(nn.Sequential(nn.Linear(6, 6)))
+        self.head = nn.Linear(6, 3)
         self.parts = nn.ModuleDict({"lstm": nn.LSTM(6, 6)})  # it keeps a list of its parameters
 
     def forward(self, x):
         return self.method(x)
 
     def method(self, x):
-        return nn.functional.linear(self.inner[0][0](self.recur(x)), self.head.weight, self.head.bias) * self.scale[:3]
+        return (
+            nn.functional.linear(self.inner[0][0](self.recur(x)), self.head.weight, self.head.bias)
+            * self.scale[:3]
+        )
 
     def recur(self, x):
         return self.parts["lstm"](x)[0]
@@ -137,10 +174,16 @@ def read(model, optimizer, how):
                 p.clamp_(-0.1, 0.1)
         if how == "load":
             model.load_state_dict({name: x * 0.5 for name, x in model.state_dict().items()})
-        return {"functional": lambda: [nn.functional.linear(torch.ones(6), model.head.weight)], "inner": lambda: [model.inner[0](X)],
-                "method": lambda: [model.method(X)], "lstm": lambda: [model.recur(X)], "state_dict": lambda: [*model.state_dict().values()],
-                "get_parameter": lambda: [model.get_parameter("inner.0.0.bias")], "copy": lambda: list(copy.deepcopy(model).parameters()),
-                "vector": lambda: [nn.utils.parameters_to_vector(model.parameters())]}.get(how, lambda: list(model.parameters()))()
+        return {
+            "functional": lambda: [nn.functional.linear(torch.ones(6), model.head.weight)],
+            "inner": lambda: [model.inner[0](X)],
+            "method": lambda: [model.method(X)],
+            "lstm": lambda: [model.recur(X)],
+            "state_dict": lambda: [*model.state_dict().values()],
+            "get_parameter": lambda: [model.get_parameter("inner.0.0.bias")],
+            "copy": lambda: list(copy.deepcopy(model).parameters()),
+            "vector": lambda: [nn.utils.parameters_to_vector(model.parameters())],
+        }.get(how, lambda: list(model.parameters()))()
 
 
 def reads(comm, how):
@@ -149,7 +192,9 @@ def reads(comm, how):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(gpt_speedrun, "Comm", Hostile)
             model = Reads()
-            optimizer = make_optimizer(model, bucket_mb=0, settings=SyncSettings(overlap_param_gather=overlap))
+            optimizer = make_optimizer(
+                model, bucket_mb=0, settings=SyncSettings(overlap_param_gather=overlap)
+            )
             train(model, optimizer)
             seen = [x.detach().clone() for x in read(model, optimizer, how)]
             optimizer.finish_all_gathers()
@@ -162,7 +207,19 @@ def all_reads(comm, *ways):
 
 
 def test_every_read_from_the_model_waits_for_its_gather(on_ranks):
-    ways = ["functional", "inner", "method", "state_dict", "parameters", "get_parameter", "copy", "vector", "clamp", "load", "lstm"]
+    ways = [
+        "functional",
+        "inner",
+        "method",
+        "state_dict",
+        "parameters",
+        "get_parameter",
+        "copy",
+        "vector",
+        "clamp",
+        "load",
+        "lstm",
+    ]
     for of_rank in on_ranks(2, all_reads, *ways):
         for how, (with_overlap, without) in of_rank.items():
             assert all(torch.equal(a, b) for a, b in zip(with_overlap, without, strict=True)), how
@@ -170,7 +227,8 @@ def test_every_read_from_the_model_waits_for_its_gather(on_ranks):
 
 def test_a_write_to_parameters_kept_from_before_step_is_found():
     model = chain()
-    optimizer, kept = make_optimizer(model, settings=SyncSettings(overlap_param_gather=True)), list(model.parameters())
+    optimizer = make_optimizer(model, settings=SyncSettings(overlap_param_gather=True))
+    kept = list(model.parameters())
     train(model, optimizer)
     with torch.no_grad():
         kept[-1].clamp_(0, 1)
@@ -182,12 +240,17 @@ def test_a_write_to_parameters_kept_from_before_step_is_found():
 def test_a_compiled_model_overlaps_in_whole_graphs():
     """One graph waits for gathers, one does not: what waits breaks no graph."""
     import torch._dynamo as dynamo
-    model, twin = chain(), chain()
+
+    model = chain()
+    twin = chain()
     optimizer = make_optimizer(model, settings=SyncSettings(overlap_param_gather=True))
     dynamo.reset()
     dynamo.utils.counters.clear()
     train(torch.compile(model, backend="eager"), optimizer, 3)
-    assert dynamo.utils.counters["stats"]["unique_graphs"] <= 2 and not dynamo.utils.counters["graph_break"]
+    assert (
+        dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+        and not dynamo.utils.counters["graph_break"]
+    )
     train(twin, make_optimizer(twin), 3)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters()))
 
@@ -197,7 +260,8 @@ def test_a_compiled_model_overlaps_in_whole_graphs():
 
 def on_rank_0_only(comm, what):
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(3)))  # equal sizes, which a mixture would not crash on
+    # equal sizes, which a mixture would not crash on
+    model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(3)))
     optimizer = make_optimizer(model, [Assignment("*", Adam())])
     state = optimizer.state_dict()
     train(model, optimizer, 2)
@@ -212,11 +276,23 @@ def on_rank_0_only(comm, what):
     train(model, optimizer, 2)
 
 
-@pytest.mark.parametrize("what,says", [
-    ("state_dict", r"rank 1 calls step\(\) in step 2 after 1 backward .* rank 0 state_dict\(\) in step 2"),
-    ("load_state_dict", r"rank 1 calls step\(\) in step 2 .* rank 0 load_state_dict\(\) in step 2"), ("state_hash", r"rank 0 state_dict\(\)"),
-    ("check_replicas", r"rank 1 calls step\(\) in step 2 .* rank 0 check_replicas\(\)"), ("model", r"parameters differ: rank 1 has \d.weight"),
-    ("no_sync", "rank 1 calls .* after 1 backward passes .* rank 0 .* after 2 backward passes")])
+@pytest.mark.parametrize(
+    "what,says",
+    [
+        (
+            "state_dict",
+            r"rank 1 calls step\(\) in step 2 after 1 backward .* rank 0 state_dict\(\) in step 2",
+        ),
+        (
+            "load_state_dict",
+            r"rank 1 calls step\(\) in step 2 .* rank 0 load_state_dict\(\) in step 2",
+        ),
+        ("state_hash", r"rank 0 state_dict\(\)"),
+        ("check_replicas", r"rank 1 calls step\(\) in step 2 .* rank 0 check_replicas\(\)"),
+        ("model", r"parameters differ: rank 1 has \d.weight"),
+        ("no_sync", "rank 1 calls .* after 1 backward passes .* rank 0 .* after 2 backward passes"),
+    ],
+)
 def test_a_call_on_one_rank_only_is_an_error_of_all(on_ranks, what, says):
     assert_all_refused(on_ranks(2, in_a_new_group, on_rank_0_only, what), says)
 
@@ -229,7 +305,10 @@ def in_another_order(comm):
 
 
 def test_steps_of_two_optimizers_in_another_order_are_an_error_of_all(on_ranks):
-    assert_all_refused(on_ranks(2, in_a_new_group, in_another_order), r"rank 1 calls .* with optimizer (\d+), rank 0 .* with optimizer (?!\1)")
+    assert_all_refused(
+        on_ranks(2, in_a_new_group, in_another_order),
+        r"rank 1 calls .* with optimizer (\d+), rank 0 .* with optimizer (?!\1)",
+    )
 
 
 def initialized_apart(comm):
@@ -242,12 +321,20 @@ def initialized_apart(comm):
 
 def loaded_apart(comm):
     optimizer = make_optimizer(chain())
-    optimizer.load_state_dict({name: x + comm.rank * name.endswith("weight") for name, x in optimizer.state_dict().items()})
+    optimizer.load_state_dict(
+        {
+            name: x + comm.rank * name.endswith("weight")
+            for name, x in optimizer.state_dict().items()
+        }
+    )
 
 
 @pytest.mark.parametrize("how", [initialized_apart, loaded_apart])
 def test_parameters_that_differ_between_ranks_are_named(on_ranks, how):
-    assert_all_refused(on_ranks(2, in_a_new_group, how), "parameters differ: rank 1 has .*weight .*on all ranks alike")
+    assert_all_refused(
+        on_ranks(2, in_a_new_group, how),
+        "parameters differ: rank 1 has .*weight .*on all ranks alike",
+    )
 
 
 def written_and_sent(comm):
@@ -284,7 +371,10 @@ def raises_on_rank_1(comm, seconds):
 def test_a_rank_that_raises_is_named_by_the_others(on_ranks, seconds):
     """Rank 0's message is on its way when its peer goes, or starts after that."""
     zero, one = on_ranks(2, in_a_new_group, raises_on_rank_1, seconds)
-    assert re.match(r"rank 1 has ended, hangs or makes another call \([^\n/]*\); its own output says why$", str(zero)) and "mine" in str(one)
+    assert re.match(
+        r"rank 1 has ended, hangs or makes another call \([^\n/]*\); its own output says why$",
+        str(zero),
+    ) and "mine" in str(one)
 
 
 # memory
@@ -297,21 +387,45 @@ def odd_memories(comm, *whats):
 def odd_memory(comm, what):
     base = torch.full((8, 8), float(comm.rank))
     model = chain()
-    make = {"slice": lambda: base[:, :4], "strided": lambda: base[:, ::2], "transposed": lambda: base[:, 1:3].T, "expanded": lambda: base[0, :2].expand(5, 2),
-            "scalar": lambda: base[0, 0].expand(3, 3), "fp8": lambda: base.to(torch.float8_e4m3fn), "complex": lambda: base.cfloat()[:, 1],
-            "bool": lambda: (base > 0)[:, :3], "windows": lambda: base[0].unfold(0, 3, 1)}[what]
+    make = {
+        "slice": lambda: base[:, :4],
+        "strided": lambda: base[:, ::2],
+        "transposed": lambda: base[:, 1:3].T,
+        "expanded": lambda: base[0, :2].expand(5, 2),
+        "scalar": lambda: base[0, 0].expand(3, 3),
+        "fp8": lambda: base.to(torch.float8_e4m3fn),
+        "complex": lambda: base.cfloat()[:, 1],
+        "bool": lambda: (base > 0)[:, :3],
+        "windows": lambda: base[0].unfold(0, 3, 1),
+    }[what]
     model.register_buffer("x", make())
-    model.frozen = nn.Parameter(make(), requires_grad=False) if what in ("slice", "strided", "transposed") else None
+    model.frozen = (
+        nn.Parameter(make(), requires_grad=False)
+        if what in ("slice", "strided", "transposed")
+        else None
+    )
     mine = torch.zeros(8, 8, dtype=torch.bool)
     if model.x.untyped_storage().data_ptr() == base.untyped_storage().data_ptr():
-        mine.as_strided(model.x.shape, model.x.stride(), model.x.storage_offset())[tuple(slice(None if s else 1) for s in model.x.stride())] = True
+        mine.as_strided(model.x.shape, model.x.stride(), model.x.storage_offset())[
+            tuple(slice(None if s else 1) for s in model.x.stride())
+        ] = True
     make_optimizer(model)
     tensors = [x for x in (model.x, model.frozen) if x is not None]
     return all((x.cfloat() == 0).all() for x in tensors), (base[~mine] == comm.rank).all().item()
 
 
 def test_buffers_of_any_memory_get_rank_0_s_values_and_nothing_beside_is_written(on_ranks):
-    whats = ["slice", "strided", "transposed", "expanded", "scalar", "fp8", "complex", "bool", "windows"]
+    whats = [
+        "slice",
+        "strided",
+        "transposed",
+        "expanded",
+        "scalar",
+        "fp8",
+        "complex",
+        "bool",
+        "windows",
+    ]
     for of_rank in on_ranks(2, odd_memories, *whats):
         assert dict(zip(whats, of_rank)) == dict.fromkeys(whats, (True, True))
 
@@ -326,7 +440,8 @@ def buffer_of_a_weight(model):
 
 def slices_that_overlap(model):
     fused = torch.randn(9, 6)
-    model[0].weight, model[1].weight = nn.Parameter(fused[:6]), nn.Parameter(fused[3:])
+    model[0].weight = nn.Parameter(fused[:6])
+    model[1].weight = nn.Parameter(fused[3:])
 
 
 def of_a_frozen_one(model):
@@ -341,17 +456,37 @@ def transposed(model):
     model[1].weight = nn.Parameter(model[0].weight.data.t())
 
 
-@pytest.mark.parametrize("share", [tied_by_data, buffer_of_a_weight, slices_that_overlap, of_a_frozen_one, of_another_dtype, transposed])
+@pytest.mark.parametrize(
+    "share",
+    [
+        tied_by_data,
+        buffer_of_a_weight,
+        slices_that_overlap,
+        of_a_frozen_one,
+        of_another_dtype,
+        transposed,
+    ],
+)
 def test_shared_memory_is_refused(share):
     model = chain((6, 6, 6))
     share(model)
-    with pytest.raises(RunError, match=r"share memory, .* tie modules by one Parameter \(a.weight = b.weight\), or clone"):
+    with pytest.raises(
+        RunError,
+        match=r"share memory, .* tie modules by one Parameter \(a.weight = b.weight\), or clone",
+    ):
         make_optimizer(model)
 
 
-@pytest.mark.parametrize("share", [lambda fused: (fused[:6], fused[6:]), lambda fused: (fused.T.reshape(6, 12)[:, ::2], fused.T.reshape(6, 12)[:, 1::2])])
+@pytest.mark.parametrize(
+    "share",
+    [
+        lambda fused: (fused[:6], fused[6:]),
+        lambda fused: (fused.T.reshape(6, 12)[:, ::2], fused.T.reshape(6, 12)[:, 1::2]),
+    ],
+)
 def test_slices_that_share_no_element_and_tied_parameters_train(share):
-    """So does a model whose parameters lie in an earlier optimizer's bucket, and torch's spectral_norm."""
+    """So does a model whose parameters lie in an earlier optimizer's bucket, and torch's
+    spectral_norm."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
     model[0].weight, model[1].weight = map(nn.Parameter, share(torch.randn(12, 6)))
     model[2].weight = model[1].weight
@@ -364,9 +499,14 @@ def test_slices_that_share_no_element_and_tied_parameters_train(share):
 def test_a_graph_older_than_an_update_is_refused_as_by_torch(call):
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
     optimizer = make_optimizer(model)
-    first, second = model(X).mean(), model(X).square().mean()
+    first = model(X).mean()
+    second = model(X).square().mean()
     first.backward()
-    optimizer.load_state_dict(optimizer.state_dict()) if call == "load_state_dict" else optimizer.step()
+    (
+        optimizer.load_state_dict(optimizer.state_dict())
+        if call == "load_state_dict"
+        else optimizer.step()
+    )
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         second.backward()
 
@@ -398,7 +538,8 @@ def test_a_model_whose_optimizer_was_deleted_keeps_its_gradients():
 
 
 def test_a_hook_set_before_sees_gradients_and_one_set_later_is_refused():
-    model, seen = chain(), []
+    model = chain()
+    seen = []
     model[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
     optimizer = make_optimizer(model)
     model[1].weight.register_hook(seen.append)
@@ -418,7 +559,8 @@ def normed():
 
 
 class Averaged(nn.Module):
-    """Writes buffers in ways that autograd does not count: by .data, as codebooks are averaged, and as a new tensor."""
+    """Writes buffers in ways that autograd does not count: by .data, as codebooks are averaged,
+    and as a new tensor."""
 
     def __init__(self):
         super().__init__()
@@ -433,9 +575,17 @@ class Averaged(nn.Module):
 
 def statistics(comm):
     results = []
-    for model, again in ((normed(), normed()), (nn.Sequential(Averaged(), chain()), nn.Sequential(Averaged(), chain()))):
+    for model, again in (
+        (normed(), normed()),
+        (nn.Sequential(Averaged(), chain()), nn.Sequential(Averaged(), chain())),
+    ):
         optimizer = make_optimizer(model)
-        train(model, optimizer, 3, torch.randn(4, 6, generator=torch.Generator().manual_seed(comm.rank)) + 5 * comm.rank)
+        train(
+            model,
+            optimizer,
+            3,
+            torch.randn(4, 6, generator=torch.Generator().manual_seed(comm.rank)) + 5 * comm.rank,
+        )
         make_optimizer(again).load_state_dict(optimizer.state_dict())
         results += [(x.clone(), y) for x, y in zip(model.buffers(), again.buffers(), strict=True)]
     return results
@@ -451,7 +601,13 @@ def test_statistics_of_batch_norm_are_rank_0_s_and_saved(on_ranks):
 def test_a_state_without_buffers_loads():
     """States of 2026-11-24 and before have none."""
     optimizer = make_optimizer(normed())
-    optimizer.load_state_dict({name: x for name, x in optimizer.state_dict().items() if "running" not in name and "num_" not in name})
+    optimizer.load_state_dict(
+        {
+            name: x
+            for name, x in optimizer.state_dict().items()
+            if "running" not in name and "num_" not in name
+        }
+    )
 
 
 # groups and rules
@@ -467,15 +623,35 @@ def edited(**edits):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("edits", [{"lr": 0.001}, {"lr": torch.tensor(0.001)}, {"weight_decay": 5.0}, {"beta2": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "edits",
+    [{"lr": 0.001}, {"lr": torch.tensor(0.001)}, {"weight_decay": 5.0}, {"beta2": 0.5}],
+    ids=str,
+)
 def test_numbers_of_an_edited_group_take_effect(edits):
     assert not torch.equal(edited(**edits), edited())
 
 
-@pytest.mark.parametrize("edits,says", [
-    ({"betas": (0.1, 0.1)}, r"Adam cannot use betas=\(0.1, 0.1\) of param_groups; a group can change beta1, beta2, eps, lr"),
-    ({"momentum": 0.5}, "momentum=0.5 of"), ({"every": 2}, "every=2"), ({"fp32_moments": True}, "fp32_moments=True"), ({"nesterov": True}, "nesterov"),
-    ({"lr": float("nan")}, "cannot use lr=nan"), ({"lr": -1.0}, "lr=-1.0; it must be from 0 on"), ({"params": []}, "param_groups has no .*bias")], ids=str)
+@pytest.mark.parametrize(
+    "edits,says",
+    [
+        (
+            {"betas": (0.1, 0.1)},
+            (
+                r"Adam cannot use betas=\(0.1, 0.1\) of param_groups; a group can change beta1,"
+                r" beta2, eps, lr"
+            ),
+        ),
+        ({"momentum": 0.5}, "momentum=0.5 of"),
+        ({"every": 2}, "every=2"),
+        ({"fp32_moments": True}, "fp32_moments=True"),
+        ({"nesterov": True}, "nesterov"),
+        ({"lr": float("nan")}, "cannot use lr=nan"),
+        ({"lr": -1.0}, "lr=-1.0; it must be from 0 on"),
+        ({"params": []}, "param_groups has no .*bias"),
+    ],
+    ids=str,
+)
 def test_what_a_group_cannot_change_is_refused(edits, says):
     with pytest.raises(RunError, match=says):
         edited(**edits)
@@ -485,16 +661,27 @@ def regrouped(rates, **settings):
     """Train with a group for each parameter, and these learning rates in turn."""
     model = chain((6, 6, 6))
     optimizer = make_optimizer(model, [Assignment("*", Adam())], **settings)
-    optimizer.param_groups[:] = [{**group, "params": [p], "lr": rate} for group in optimizer.param_groups for p, rate in zip(group["params"], rates)]
+    optimizer.param_groups[:] = [
+        {**group, "params": [p], "lr": rate}
+        for group in optimizer.param_groups
+        for p, rate in zip(group["params"], rates)
+    ]
     train(model, optimizer)
     return [p.detach().clone() for p in model.parameters()]
 
 
 def test_groups_may_split_a_bucket_if_their_numbers_are_equal():
     assert all(map(torch.equal, regrouped([0.01] * 4), regrouped([0.01] * 4, bucket_mb=0)))
-    with pytest.raises(RunError, match="1.weight.* and 1.bias share a bucket, but their groups in param_groups differ; .* bucket_mb=0"):
+    with pytest.raises(
+        RunError,
+        match=(
+            "1.weight.* and 1.bias share a bucket, but their groups in param_groups differ; .*"
+            " bucket_mb=0"
+        ),
+    ):
         regrouped([0.01, 0.02, 0.02, 0.02])
-    same, other = regrouped([0.01] * 4, bucket_mb=0), regrouped([0.01, 0.0, 0.01, 0.01], bucket_mb=0)
+    same = regrouped([0.01] * 4, bucket_mb=0)
+    other = regrouped([0.01, 0.0, 0.01, 0.01], bucket_mb=0)
     assert [torch.equal(a, b) for a, b in zip(same, other)].count(False) == 1
 
 
@@ -508,7 +695,9 @@ def test_a_learning_rate_that_is_a_tensor_may_be_edited_in_place():
             train(model, optimizer)
             optimizer.param_groups[0]["lr"] *= 0.5
         results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    assert torch.allclose(*results, rtol=1e-6) and not torch.equal(results[0], torch.cat([p.detach().flatten() for p in chain().parameters()]))
+    assert torch.allclose(*results, rtol=1e-6) and not torch.equal(
+        results[0], torch.cat([p.detach().flatten() for p in chain().parameters()])
+    )
 
 
 def test_a_name_of_a_group_is_the_user_s():
@@ -523,23 +712,68 @@ def of(**parts):
     return model
 
 
-@pytest.mark.parametrize("part", [torch.randn(8, 16, 32), torch.randn(4, 16, 8), nn.Bilinear(8, 8, 6), torch.randn(2, 4, 8, 8), torch.randn(32, 16),
-                                  nn.ParameterList([torch.randn(8, 8)])], ids=["experts", "heads", "bilinear", "experts of layers", "positions", "list"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        torch.randn(8, 16, 32),
+        torch.randn(4, 16, 8),
+        nn.Bilinear(8, 8, 6),
+        torch.randn(2, 4, 8, 8),
+        torch.randn(32, 16),
+        nn.ParameterList([torch.randn(8, 8)]),
+    ],
+    ids=["experts", "heads", "bilinear", "experts of layers", "positions", "list"],
+)
 def test_what_may_be_no_matrix_needs_a_line(part):
-    with pytest.raises(RunError, match=r"part.* is not known to be one matrix. Give it a line: .*unit=\(\d+, \d+\)\).*Adam\(\)\)"):
+    with pytest.raises(
+        RunError,
+        match=(
+            r"part.* is not known to be one matrix. Give it a line: .*unit=\(\d+,"
+            r" \d+\)\).*Adam\(\)\)"
+        ),
+    ):
         make_optimizer(of(part=part))
     for rule, unit in ((NorMuon(), (8, 8)), (Adam(), None)):
-        make_optimizer(of(part=part), [Assignment("part*" if isinstance(part, nn.ParameterList) else "part.weight" if isinstance(part, nn.Module) else "part", rule, unit)])
+        make_optimizer(
+            of(part=part),
+            [
+                Assignment(
+                    (
+                        "part*"
+                        if isinstance(part, nn.ParameterList)
+                        else "part.weight"
+                        if isinstance(part, nn.Module)
+                        else "part"
+                    ),
+                    rule,
+                    unit,
+                )
+            ],
+        )
 
 
 def rule_of(model, name):
-    return next((type(b.rule), b.param_shard.shape[1:]) for b in make_optimizer(model).buckets for slot in b.slots if slot.name == name)
+    return next(
+        (type(b.rule), b.param_shard.shape[1:])
+        for b in make_optimizer(model).buckets
+        for slot in b.slots
+        if slot.name == name
+    )
 
 
-@pytest.mark.parametrize("part,rule,unit", [
-    (nn.Conv2d(16, 16, 3, groups=16), Adam, ()), (nn.Conv1d(8, 16, 3, groups=4), NorMuon, (4, 6)), (nn.Conv2d(4, 8, 3), NorMuon, (8, 36)),
-    (nn.ConvTranspose1d(8, 4, 3, groups=2), NorMuon, (4, 6)), (nn.LayerNorm((3, 4, 5)), Adam, ()), (nn.RMSNorm((4, 5)), Adam, ()),
-    (nn.Linear(4, 6), NorMuon, (6, 4))], ids=str)
+@pytest.mark.parametrize(
+    "part,rule,unit",
+    [
+        (nn.Conv2d(16, 16, 3, groups=16), Adam, ()),
+        (nn.Conv1d(8, 16, 3, groups=4), NorMuon, (4, 6)),
+        (nn.Conv2d(4, 8, 3), NorMuon, (8, 36)),
+        (nn.ConvTranspose1d(8, 4, 3, groups=2), NorMuon, (4, 6)),
+        (nn.LayerNorm((3, 4, 5)), Adam, ()),
+        (nn.RMSNorm((4, 5)), Adam, ()),
+        (nn.Linear(4, 6), NorMuon, (6, 4)),
+    ],
+    ids=str,
+)
 def test_the_matrices_of_torch_s_layers_are_known(part, rule, unit):
     assert rule_of(of(part=part), "part.weight") == (rule, unit)
 
@@ -554,48 +788,98 @@ class InOut(nn.Module):
         self.bias = nn.Parameter(torch.zeros(out)) if bias else None
 
 
-@pytest.mark.parametrize("part,name,says", [
-    (InOut(8, 32), "fc", r"of InOut seems to be \[in, out\].*unit=\(8, 32\), scale=2\)"), (InOut(32, 8), "proj", r"unit=\(32, 8\), scale=0.5\)"),
-    (InOut(8, 24, bias=False), "attn", r"side by side, as a fused query, key and value, put layers of nn.Linear"), (nn.Linear(8, 32), "gate_up_proj", r"unit=\(8, 8\)\)"),
-    (nn.Linear(8, 16), "to_kv", r"kv.weight \[16, 8\] may hold several"), (nn.Linear(8, 12), "wqkv", r"unit=\(rows of one, 8\)\)"), (nn.Linear(8, 4), "kv_proj", "several"),
-    (nn.Linear(8, 32), "w13", "several"), (nn.Linear(8, 24), "x", r"unit=\(8, 8\)\); if it is one matrix, with unit=\(24, 8\)"), (nn.Conv2d(8, 24, 1), "y", "several"),
-    (nn.Linear(8, 32), "fc", ""), (nn.Linear(24, 8), "fc", ""), (InOut(8, 8), "fc", ""), (nn.RNN(24, 8), "rnn", ""), (nn.Conv2d(1, 27, 3), "patches", "")], ids=str)
+@pytest.mark.parametrize(
+    "part,name,says",
+    [
+        (InOut(8, 32), "fc", r"of InOut seems to be \[in, out\].*unit=\(8, 32\), scale=2\)"),
+        (InOut(32, 8), "proj", r"unit=\(32, 8\), scale=0.5\)"),
+        (
+            InOut(8, 24, bias=False),
+            "attn",
+            r"side by side, as a fused query, key and value, put layers of nn.Linear",
+        ),
+        (nn.Linear(8, 32), "gate_up_proj", r"unit=\(8, 8\)\)"),
+        (nn.Linear(8, 16), "to_kv", r"kv.weight \[16, 8\] may hold several"),
+        (nn.Linear(8, 12), "wqkv", r"unit=\(rows of one, 8\)\)"),
+        (nn.Linear(8, 4), "kv_proj", "several"),
+        (nn.Linear(8, 32), "w13", "several"),
+        (nn.Linear(8, 24), "x", r"unit=\(8, 8\)\); if it is one matrix, with unit=\(24, 8\)"),
+        (nn.Conv2d(8, 24, 1), "y", "several"),
+        (nn.Linear(8, 32), "fc", ""),
+        (nn.Linear(24, 8), "fc", ""),
+        (InOut(8, 8), "fc", ""),
+        (nn.RNN(24, 8), "rnn", ""),
+        (nn.Conv2d(1, 27, 3), "patches", ""),
+    ],
+    ids=str,
+)
 def test_what_may_hold_several_matrices_or_be_transposed_needs_a_line(part, name, says):
     model = of(**{name: part})
     with pytest.raises(RunError, match=says) if says else contextlib.nullcontext() as raised:
         make_optimizer(model)
     if says and "rows of one" not in str(raised.value):  # the line that it proposes is taken
-        line = re.findall(r"Assignment\(('[^']*'), (NorMuon\(\), unit=\(.*?\)(?:, scale=[0-9.]+)?)\)", str(raised.value))[0]
+        line = re.findall(
+            r"Assignment\(('[^']*'), (NorMuon\(\), unit=\(.*?\)(?:, scale=[0-9.]+)?)\)",
+            str(raised.value),
+        )[0]
         make_optimizer(model, [eval(f"Assignment({line[0]}, {line[1]})")])
 
 
 def test_the_proposed_line_of_a_transposed_matrix_trains_as_the_linear_layer():
     for inside, out in ((8, 32), (32, 8)):
-        ours, theirs = of(fc=InOut(inside, out)), of(fc=nn.Linear(inside, out))
+        ours = of(fc=InOut(inside, out))
+        theirs = of(fc=nn.Linear(inside, out))
         theirs.fc.weight.data.copy_(ours.fc.weight.data.T)
-        make = [make_optimizer(ours, [Assignment("fc.weight", NorMuon(), unit=(inside, out), scale=(out / inside) ** 0.5)]), make_optimizer(theirs)]
+        make = [
+            make_optimizer(
+                ours,
+                [
+                    Assignment(
+                        "fc.weight", NorMuon(), unit=(inside, out), scale=(out / inside) ** 0.5
+                    )
+                ],
+            ),
+            make_optimizer(theirs),
+        ]
         g = torch.randn(inside, out)
         for model, grad, optimizer in ((ours, g, make[0]), (theirs, g.T, make[1])):
-            ((model.fc.weight * grad).sum() + sum(p.sum() for name, p in model.named_parameters() if name != "fc.weight")).backward()
+            (
+                (model.fc.weight * grad).sum()
+                + sum(p.sum() for name, p in model.named_parameters() if name != "fc.weight")
+            ).backward()
             optimizer.step()
         assert torch.allclose(ours.fc.weight.T, theirs.fc.weight, atol=1e-5)
 
 
 def test_all_parameters_that_need_a_line_are_named_at_once():
     """With a pattern for all blocks, if no other parameter matches it."""
-    model = nn.Sequential(*(of(qkv=nn.Linear(6, 18), experts=torch.randn(2, 6, 6)) for _ in range(2)))
+    model = nn.Sequential(
+        *(of(qkv=nn.Linear(6, 18), experts=torch.randn(2, 6, 6)) for _ in range(2))
+    )
     with pytest.raises(RunError) as raised:
         make_optimizer(model)
-    assert re.search(r"0.qkv.weight, 1.qkv.weight \[18, 6\] may .*Assignment\('\*.qkv.weight', NorMuon\(\), unit=\(6, 6\)\).*; 0.experts, 1.experts \[2, 6, 6\] is not|"
-                     r"0.experts, 1.experts .*'\*.experts'.*; 0.qkv.weight, 1.qkv.weight", str(raised.value)), raised.value
+    assert re.search(
+        r"0.qkv.weight, 1.qkv.weight \[18, 6\] may .*Assignment\('\*.qkv.weight', NorMuon\(\),"
+        r" unit=\(6, 6\)\).*; 0.experts, 1.experts \[2, 6, 6\] is not|"
+        r"0.experts, 1.experts .*'\*.experts'.*; 0.qkv.weight, 1.qkv.weight",
+        str(raised.value),
+    ), raised.value
     assert "\n" not in str(raised.value)
 
 
 def test_usual_names_of_matrices_are_known():
     """`weight` of a layer of one's own, also under a parametrization, and LoRA's two."""
-    model = of(layer=of(weight=torch.randn(8, 6)), lora_A=torch.randn(2, 6), lora_B=torch.zeros(5, 2), conv=nn.Conv1d(4, 8, 3))
+    model = of(
+        layer=of(weight=torch.randn(8, 6)),
+        lora_A=torch.randn(2, 6),
+        lora_B=torch.zeros(5, 2),
+        conv=nn.Conv1d(4, 8, 3),
+    )
     nn.utils.parametrizations.weight_norm(model.conv)
-    assert {rule_of(model, name)[0] for name in ("layer.weight", "lora_A", "lora_B", "conv.parametrizations.weight.original1")} == {NorMuon}
+    assert {
+        rule_of(model, name)[0]
+        for name in ("layer.weight", "lora_A", "lora_B", "conv.parametrizations.weight.original1")
+    } == {NorMuon}
 
 
 # at build
@@ -607,25 +891,52 @@ def lazy():
 
 def subclassed():
     """A tensor that is made of others, as those of FSDP2 and of quantization are."""
+
     class Quantized(torch.Tensor):
         def __tensor_flatten__(self):
             raise NotImplementedError
+
     model = chain()
     model[0].weight = nn.Parameter(model[0].weight.detach().as_subclass(Quantized))
     return model
 
 
-@pytest.mark.parametrize("arguments,says", [
-    (lambda: dict(adam_lr=-1.0), "lr=-1.0"), (lambda: dict(muon_lr=float("nan")), "lr=nan"), (lambda: dict(bucket_mb=-1), "bucket_mb is -1"),
-    (lambda: dict(table=[Assignment("*", Adam(beta1=1.5))]), "beta1=1.5; it must be from 0 on, below 1"),
-    (lambda: dict(table=[Assignment("*", Adam(every=0))]), "every=0"), (lambda: dict(table=[("*", Adam())]), r"must be Assignment\(pattern, rule\)"),
-    (lambda: dict(settings=SyncSettings(clip_norm=-1)), "clip_norm is -1"), (lambda: dict(settings=SyncSettings(clip_norm=float("nan"))), "clip_norm is nan"),
-    (lambda: dict(settings=SyncSettings(sync="hooks")), "sync is 'hooks'; .* 'hook', 'step'"),
-    (lambda: dict(settings=SyncSettings(update_order="fwd")), "update_order is 'fwd'"), (lambda: dict(settings={"clip_norm": 1}), "settings is a dict"),
-    (lambda: dict(model=torch.jit.script(chain())), "the model is a ScriptModule; give"), (lambda: dict(model=lazy()), "0.weight has no shape yet; run a forward"), (lambda: dict(model=subclassed()), "0.weight is a Quantized; build the"),
-    (lambda: dict(table=[Assignment("*.weight", NorMuon(), scale=-1.0)]), "scale -1.0"), (lambda: dict(table=[Assignment("*", Adam(), first_step=-1)]), "first_step -1"),
-    (lambda: dict(table=[Assignment("*.weight", NorMuon(), unit=(0, 0))]), r"unit \(0, 0\), but NorMuon updates whole matrices"),
-    (lambda: dict(model=nn.Sequential(nn.Linear(6, 6, dtype=torch.cfloat), nn.Linear(6, 6, dtype=torch.cfloat))), "complex64, which .* cannot update")])
+@pytest.mark.parametrize(
+    "arguments,says",
+    [
+        (lambda: dict(adam_lr=-1.0), "lr=-1.0"),
+        (lambda: dict(muon_lr=float("nan")), "lr=nan"),
+        (lambda: dict(bucket_mb=-1), "bucket_mb is -1"),
+        (
+            lambda: dict(table=[Assignment("*", Adam(beta1=1.5))]),
+            "beta1=1.5; it must be from 0 on, below 1",
+        ),
+        (lambda: dict(table=[Assignment("*", Adam(every=0))]), "every=0"),
+        (lambda: dict(table=[("*", Adam())]), r"must be Assignment\(pattern, rule\)"),
+        (lambda: dict(settings=SyncSettings(clip_norm=-1)), "clip_norm is -1"),
+        (lambda: dict(settings=SyncSettings(clip_norm=float("nan"))), "clip_norm is nan"),
+        (lambda: dict(settings=SyncSettings(sync="hooks")), "sync is 'hooks'; .* 'hook', 'step'"),
+        (lambda: dict(settings=SyncSettings(update_order="fwd")), "update_order is 'fwd'"),
+        (lambda: dict(settings={"clip_norm": 1}), "settings is a dict"),
+        (lambda: dict(model=torch.jit.script(chain())), "the model is a ScriptModule; give"),
+        (lambda: dict(model=lazy()), "0.weight has no shape yet; run a forward"),
+        (lambda: dict(model=subclassed()), "0.weight is a Quantized; build the"),
+        (lambda: dict(table=[Assignment("*.weight", NorMuon(), scale=-1.0)]), "scale -1.0"),
+        (lambda: dict(table=[Assignment("*", Adam(), first_step=-1)]), "first_step -1"),
+        (
+            lambda: dict(table=[Assignment("*.weight", NorMuon(), unit=(0, 0))]),
+            r"unit \(0, 0\), but NorMuon updates whole matrices",
+        ),
+        (
+            lambda: dict(
+                model=nn.Sequential(
+                    nn.Linear(6, 6, dtype=torch.cfloat), nn.Linear(6, 6, dtype=torch.cfloat)
+                )
+            ),
+            "complex64, which .* cannot update",
+        ),
+    ],
+)
 def test_what_cannot_train_is_refused_when_built(arguments, says):
     with pytest.raises(RunError, match=says):
         make_optimizer(**{"model": chain(), **arguments()})
@@ -634,6 +945,7 @@ def test_what_cannot_train_is_refused_when_built(arguments, says):
 def sharded(comm):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+
     model = chain()
     fully_shard(model, mesh=init_device_mesh("cpu", (comm.ranks,)))
     make_optimizer(model)
@@ -641,24 +953,44 @@ def sharded(comm):
 
 @pytest.mark.slow
 def test_a_model_of_fsdp2_is_refused(on_ranks):
-    assert_all_refused(on_ranks(2, in_a_new_group, sharded), "0.weight is a DTensor; build the optimizer of plain tensors")
+    assert_all_refused(
+        on_ranks(2, in_a_new_group, sharded),
+        "0.weight is a DTensor; build the optimizer of plain tensors",
+    )
 
 
-@pytest.mark.parametrize("variables,refused", [
-    ({"SLURM_STEP_NUM_TASKS": "2"}, True), ({"OMPI_COMM_WORLD_SIZE": "2"}, True), ({"PMI_SIZE": "4"}, True),
-    ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, False), ({"SLURM_STEP_NUM_TASKS": "2", "WORLD_SIZE": "1"}, False)], ids=str)
-def test_tasks_of_srun_and_mpirun_without_a_process_group_are_refused(monkeypatch, variables, refused):
+@pytest.mark.parametrize(
+    "variables,refused",
+    [
+        ({"SLURM_STEP_NUM_TASKS": "2"}, True),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, True),
+        ({"PMI_SIZE": "4"}, True),
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, False),
+        ({"SLURM_STEP_NUM_TASKS": "2", "WORLD_SIZE": "1"}, False),
+    ],
+    ids=str,
+)
+def test_tasks_of_srun_and_mpirun_without_a_process_group_are_refused(
+    monkeypatch, variables, refused
+):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(RunError, match="would train alone; start by torchrun .* WORLD_SIZE=1") if refused else contextlib.nullcontext():
+    with (
+        pytest.raises(RunError, match="would train alone; start by torchrun .* WORLD_SIZE=1")
+        if refused
+        else contextlib.nullcontext()
+    ):
         make_optimizer(chain())
 
 
 def test_copies_and_pickles_of_the_optimizer_and_a_scaler_are_refused():
     model = chain()
-    optimizer, scaler = make_optimizer(model), torch.amp.GradScaler("cpu")
+    optimizer = make_optimizer(model)
+    scaler = torch.amp.GradScaler("cpu")
     for copied in (copy.deepcopy, copy.copy, lambda x: torch.save(x, io.BytesIO())):
-        with pytest.raises(RunError, match=r"copied or pickled.* copy the model, and save state_dict\(\)"):
+        with pytest.raises(
+            RunError, match=r"copied or pickled.* copy the model, and save state_dict\(\)"
+        ):
             copied(optimizer)
     scaler.scale(model(X).sum()).backward()
     with pytest.raises(RunError, match="GradScaler cannot be used.* train in bfloat16"):
@@ -672,7 +1004,8 @@ def test_copies_and_pickles_of_the_optimizer_and_a_scaler_are_refused():
 @pytest.mark.parametrize("last_epoch", [2, -1])
 def test_a_scheduler_resumes_after_load(last_epoch):
     def half(optimizer, last=-1):
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 0.5 ** t, last)
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 0.5**t, last)
+
     ours = make_optimizer(chain((6, 6)), adam_lr=0.01)
     theirs = torch.optim.AdamW(chain((6, 6)).parameters(), lr=0.01)
     for optimizer in (ours, theirs):
@@ -680,36 +1013,53 @@ def test_a_scheduler_resumes_after_load(last_epoch):
         for _ in range(3):
             optimizer._opt_called = True  # the scheduler would warn that step() was not called
             schedule.step()
-    new = make_optimizer(chain((6, 6)), adam_lr=0.01), torch.optim.AdamW(chain((6, 6)).parameters(), lr=0.01)
+    new = (
+        make_optimizer(chain((6, 6)), adam_lr=0.01),
+        torch.optim.AdamW(chain((6, 6)).parameters(), lr=0.01),
+    )
     for optimizer, old in zip(new, (ours, theirs)):
         optimizer.load_state_dict(old.state_dict())
     a, b = (half(optimizer, last_epoch) for optimizer in new)
-    assert a.base_lrs == b.base_lrs == [0.01] and new[0].param_groups[0]["lr"] == new[1].param_groups[0]["lr"]
+    assert (
+        a.base_lrs == b.base_lrs == [0.01]
+        and new[0].param_groups[0]["lr"] == new[1].param_groups[0]["lr"]
+    )
 
 
 def test_a_refused_state_changes_nothing():
     model = chain()
     optimizer = make_optimizer(model, bucket_mb=0)
     train(model, optimizer)
-    before, state = optimizer.state_hash(), optimizer.state_dict()
-    optimizer.param_groups[0]["lr"], rate = 0.125, state["2.bias/lr"]
-    for spoil in (lambda s: s.update({name: x + 1 for name, x in s.items()} | {"0.weight/m": torch.zeros(3)}), lambda s: s.update(further=torch.zeros(3))):
+    before = optimizer.state_hash()
+    state = optimizer.state_dict()
+    optimizer.param_groups[0]["lr"] = 0.125
+    rate = state["2.bias/lr"]
+    for spoil in (
+        lambda s: s.update({name: x + 1 for name, x in s.items()} | {"0.weight/m": torch.zeros(3)}),
+        lambda s: s.update(further=torch.zeros(3)),
+    ):
         spoilt = dict(state)
         spoil(spoilt)
         with pytest.raises(RunError, match="does not fit"):
             optimizer.load_state_dict(spoilt)
         assert optimizer.state_hash() == before and optimizer.param_groups[0]["lr"] == 0.125 != rate
-    with pytest.raises(RunError, match=r"it is a list \[\], not a vector; load what state_dict\(\) returned"):
+    with pytest.raises(
+        RunError, match=r"it is a list \[\], not a vector; load what state_dict\(\) returned"
+    ):
         optimizer.load_state_dict([state])
 
 
 def test_states_of_wrapped_models_load_into_plain_ones_and_back():
-    """torch.compile of the model or of a part, and DDP, put words into names. A part may be called `module`."""
+    """torch.compile of the model or of a part, and DDP, put words into names. A part may be called
+    `module`."""
+
     class Wrapped(nn.Module):
         def __init__(self, model):
             super().__init__()
             self.module = model
-    plain, whole = make_optimizer(chain()), make_optimizer(torch.compile(chain(), backend="eager"))
+
+    plain = make_optimizer(chain())
+    whole = make_optimizer(torch.compile(chain(), backend="eager"))
     part = chain()
     part[1] = torch.compile(part[1], backend="eager")
     for a in (plain, whole, make_optimizer(part), make_optimizer(Wrapped(chain(seed=1)))):
@@ -719,17 +1069,33 @@ def test_states_of_wrapped_models_load_into_plain_ones_and_back():
 
 
 def test_each_parameter_has_a_storage_of_its_own():
-    """So torch.save of one layer writes that layer, and libraries that take a common storage for ties save every parameter."""
-    model = nn.Sequential(*(nn.Linear(30, 30) for _ in range(10)), nn.Linear(5, 3).bfloat16(), nn.Linear(3, 3).bfloat16())
+    """So torch.save of one layer writes that layer, and libraries that take a common storage for
+    ties save every parameter."""
+    model = nn.Sequential(
+        *(nn.Linear(30, 30) for _ in range(10)),
+        nn.Linear(5, 3).bfloat16(),
+        nn.Linear(3, 3).bfloat16(),
+    )
     model[1].weight = model[0].weight
-    train(model[:10], optimizer := make_optimizer(model, settings=SyncSettings(find_unused_parameters=True)), x=torch.ones(2, 30))
+    train(
+        model[:10],
+        optimizer := make_optimizer(model, settings=SyncSettings(find_unused_parameters=True)),
+        x=torch.ones(2, 30),
+    )
 
     def size(state):
         torch.save(state, file := io.BytesIO())
         return file.tell()
-    assert size(model[3].state_dict()) < 1.1 * size({name: x.clone() for name, x in model[3].state_dict().items()})
+
+    assert size(model[3].state_dict()) < 1.1 * size(
+        {name: x.clone() for name, x in model[3].state_dict().items()}
+    )
     storages = [x.untyped_storage() for x in model.parameters()]
-    assert len({(x.data_ptr(), len(x)) for x in storages}) == len(storages) == len([slot for b in optimizer.buckets for slot in b.slots])
+    assert (
+        len({(x.data_ptr(), len(x)) for x in storages})
+        == len(storages)
+        == len([slot for b in optimizer.buckets for slot in b.slots])
+    )
     assert all(x.data_ptr() % 16 == 0 for x in storages), "torch.compile takes it for granted"
 
 
@@ -739,27 +1105,48 @@ class Takes(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.always, self.second, self.late = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
-        self.table, self.other = nn.Embedding(5, 6, sparse=True), nn.Embedding(4, 6, sparse=True)
+        self.always = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.late = nn.Linear(6, 6)
+        self.table = nn.Embedding(5, 6, sparse=True)
+        self.other = nn.Embedding(4, 6, sparse=True)
 
     def forward(self, x, step, sparse=True):
-        h = self.always(x) + nn.functional.embedding(torch.tensor([1, 3]), self.table.weight, sparse=sparse)
+        h = self.always(x) + nn.functional.embedding(
+            torch.tensor([1, 3]), self.table.weight, sparse=sparse
+        )
         h = self.second(h) if step % 2 else h
-        return self.late(h) + nn.functional.embedding(torch.tensor([0, 2]), self.other.weight, sparse=sparse) if step >= 3 else h
+        return (
+            self.late(h)
+            + nn.functional.embedding(torch.tensor([0, 2]), self.other.weight, sparse=sparse)
+            if step >= 3
+            else h
+        )
 
 
 def counts_of_their_own(comm, bucket_mb):
     """-> the largest difference from torch.optim.Adam, after a save and a load."""
     x = torch.randn(2, 6, generator=torch.Generator().manual_seed(comm.rank))
-    rows = [Assignment(f"{name}.weight", Adam(0.05, beta2=0.999, eps=1e-30, rows=True)) for name in ("table", "other")]
-    table = [*rows, *(Assignment(f"{name}.*", Adam(0.05, beta2=0.999, eps=1e-30)) for name in ("always", "second", "late"))]
+    rows = [
+        Assignment(f"{name}.weight", Adam(0.05, beta2=0.999, eps=1e-30, rows=True))
+        for name in ("table", "other")
+    ]
+    table = [
+        *rows,
+        *(
+            Assignment(f"{name}.*", Adam(0.05, beta2=0.999, eps=1e-30))
+            for name in ("always", "second", "late")
+        ),
+    ]
     settings = SyncSettings(find_unused_parameters=True)
-    model, twin = Takes(), Takes()
+    model = Takes()
+    twin = Takes()
     optimizer = make_optimizer(model, table, bucket_mb, settings)
     judge = torch.optim.Adam(twin.parameters(), lr=0.05, betas=(0.9, 0.999), eps=1e-30)
     for step in range(10):
         if step == 6:
-            state, model = optimizer.state_dict(), Takes()
+            state = optimizer.state_dict()
+            model = Takes()
             optimizer = make_optimizer(model, table, bucket_mb, settings)
             optimizer.load_state_dict(state)
         model(x, step).square().sum().backward()
@@ -769,8 +1156,14 @@ def counts_of_their_own(comm, bucket_mb):
             of_rank = torch.randn(2, 6, generator=torch.Generator().manual_seed(rank))
             (twin(of_rank, step, False).square().sum() / comm.ranks).backward()
         judge.step()
-    wanted = [(p[:4:2] if name == "other.weight" else p[1::2] if name == "table.weight" else p) for name, p in twin.named_parameters()]
-    seen = [(p[:4:2] if name == "other.weight" else p[1::2] if name == "table.weight" else p) for name, p in model.named_parameters()]
+    wanted = [
+        (p[:4:2] if name == "other.weight" else p[1::2] if name == "table.weight" else p)
+        for name, p in twin.named_parameters()
+    ]
+    seen = [
+        (p[:4:2] if name == "other.weight" else p[1::2] if name == "table.weight" else p)
+        for name, p in model.named_parameters()
+    ]
     return max((a - b).abs().max().item() for a, b in zip(seen, wanted, strict=True))
 
 
@@ -788,7 +1181,8 @@ def test_a_closure_runs_before_the_step_and_none_is_a_plain_step():
     results = []
     for how in ("plain", "none", "closure"):
         model = chain()
-        optimizer, losses = make_optimizer(model), []
+        optimizer = make_optimizer(model)
+        losses = []
 
         def closure():
             assert torch.is_grad_enabled()
@@ -796,16 +1190,23 @@ def test_a_closure_runs_before_the_step_and_none_is_a_plain_step():
             loss = model(X).square().sum()
             loss.backward()
             return loss
+
         with torch.no_grad():
             for _ in range(3):
                 if how != "closure":
                     losses.append(torch.enable_grad()(closure)())
-                    assert optimizer.step(closure=None) is None if how == "none" else optimizer.step() is None
+                    assert (
+                        optimizer.step(closure=None) is None
+                        if how == "none"
+                        else optimizer.step() is None
+                    )
                 else:
                     losses.append(optimizer.step(closure=closure))
         results.append([*losses, *model.parameters()])
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*results))
-    with pytest.raises(RunError, match=r"step\(\) got a int; give it a function that calls backward\(\)"):
+    with pytest.raises(
+        RunError, match=r"step\(\) got a int; give it a function that calls backward\(\)"
+    ):
         optimizer.step(1)
     with pytest.raises(RunError, match=r"step\(\) after 0 of 0"):
         optimizer.step(lambda: model(X).sum())
@@ -816,7 +1217,10 @@ def test_a_gradient_set_by_hand_is_refused():
     model = chain()
     optimizer = make_optimizer(model)
     model[0].weight.grad = torch.ones_like(model[0].weight)
-    with pytest.raises(RunError, match=r"0.weight has a .grad that came by no hook; .* save optimizer.state_dict\(\)"):
+    with pytest.raises(
+        RunError,
+        match=r"0.weight has a .grad that came by no hook; .* save optimizer.state_dict\(\)",
+    ):
         optimizer.step()
 
 
@@ -824,7 +1228,9 @@ def test_clipping_by_torch_warns_that_it_changes_nothing():
     model = chain()
     optimizer = make_optimizer(model)
     model(X).sum().backward()
-    with pytest.warns(UserWarning, match=r"clip_grad_norm_ changes nothing.*=SyncSettings\(clip_norm=") as caught:
+    with pytest.warns(
+        UserWarning, match=r"clip_grad_norm_ changes nothing.*=SyncSettings\(clip_norm="
+    ) as caught:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
@@ -834,17 +1240,28 @@ def test_clipping_by_torch_warns_that_it_changes_nothing():
         model(X).sum().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         assert sum(p.grad.square().sum() for p in model.parameters()) < 1.1e-6
-        model(X).sum().backward() if (optimizer := make_optimizer(model, settings=SyncSettings(clip_norm=1.0))) else None
+        (
+            model(X).sum().backward()
+            if (optimizer := make_optimizer(model, settings=SyncSettings(clip_norm=1.0)))
+            else None
+        )
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
 def test_the_later_of_two_optimizers_of_a_parameter_is_named():
     encoder = nn.Linear(6, 6)
     first, second = (nn.Sequential(encoder, nn.Linear(6, n)) for n in (1, 2))
-    older, newer = make_optimizer(first), make_optimizer(second)
+    older = make_optimizer(first)
+    newer = make_optimizer(second)
     train(second, newer)
     for call in (lambda: train(first, older), older.step):
-        with pytest.raises(RunError, match=r"0.(weight|bias) belongs to a later optimizer, .* build one optimizer of a module that holds all"):
+        with pytest.raises(
+            RunError,
+            match=(
+                r"0.(weight|bias) belongs to a later optimizer, .* build one optimizer of a module"
+                r" that holds all"
+            ),
+        ):
             call()
     theirs = torch.optim.SGD(second.parameters(), lr=0.1)
     with pytest.raises(RunError, match=r"call this one's remove_hooks\(\)"):
@@ -876,16 +1293,27 @@ def test_a_copy_of_an_overlapping_model_waits_for_nothing_and_a_trace_is_refused
     for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
         assert torch.equal(twin(X), model(X)) and type(twin._parameters) is dict
         assert torch.equal(torch.jit.trace(twin, X)(X), model(X))
-    with pytest.raises(RunError, match=r"a traced module cannot wait for all-gathers; trace copy.deepcopy\(model\)"):
+    with pytest.raises(
+        RunError, match=r"a traced module cannot wait for all-gathers; trace copy.deepcopy\(model\)"
+    ):
         torch.jit.trace(model, X)
     train(model, optimizer)
 
 
 def test_every_way_to_read_the_dict_of_parameters_waits():
-    for read in (lambda x: x["weight"], lambda x: x.get("weight"), lambda x: [*x.values()][0], lambda x: dict(x.items())["weight"]):
+    for read in (
+        lambda x: x["weight"],
+        lambda x: x.get("weight"),
+        lambda x: [*x.values()][0],
+        lambda x: dict(x.items())["weight"],
+    ):
         model = chain()
         train(model, optimizer := delayed(model))
-        assert optimizer.buckets and read(model[0]._parameters).isfinite().all() and model[0]._parameters.get("none", 3) == 3
+        assert (
+            optimizer.buckets
+            and read(model[0]._parameters).isfinite().all()
+            and model[0]._parameters.get("none", 3) == 3
+        )
 
 
 @pytest.mark.slow
@@ -898,6 +1326,7 @@ def test_a_compiled_step_is_the_same_step():
         def whole():
             model(X).square().sum().backward()
             optimizer.step()
+
         step = wrap(whole)
         for _ in range(3):
             step()
@@ -925,8 +1354,11 @@ def dropped_on_one(comm, how):
 
 @pytest.mark.parametrize("how", ["no_sync", "backward"])
 def test_zero_grad_on_one_rank_is_an_error_of_all(on_ranks, how):
-    assert_all_refused(on_ranks(2, in_a_new_group, dropped_on_one, how), r"rank 1 calls .* 0 zero_grad\(\) of gradients.* rank 0 .* 1 zero_grad\(\)|"
-                       "rank [01] has ended, hangs or makes another call")
+    assert_all_refused(
+        on_ranks(2, in_a_new_group, dropped_on_one, how),
+        r"rank 1 calls .* 0 zero_grad\(\) of gradients.* rank 0 .* 1 zero_grad\(\)|"
+        "rank [01] has ended, hangs or makes another call",
+    )
 
 
 def initialized_later(comm, steps):
@@ -941,7 +1373,10 @@ def initialized_later(comm, steps):
 
 @pytest.mark.parametrize("steps", [0, 3])
 def test_weights_that_ranks_initialize_otherwise_are_named(on_ranks, steps):
-    assert_all_refused(on_ranks(2, in_a_new_group, initialized_later, steps), "parameters differ: rank 1 has .*weight")
+    assert_all_refused(
+        on_ranks(2, in_a_new_group, initialized_later, steps),
+        "parameters differ: rank 1 has .*weight",
+    )
 
 
 def resized_apart(comm):
@@ -953,7 +1388,10 @@ def resized_apart(comm):
 
 
 def test_buffers_that_ranks_resize_otherwise_are_an_error_of_all(on_ranks):
-    assert_all_refused(on_ranks(2, in_a_new_group, resized_apart), r"rank 1 calls step\(\) in step 1 .* 30 values in buffers.*, rank 0 .* 24 values")
+    assert_all_refused(
+        on_ranks(2, in_a_new_group, resized_apart),
+        r"rank 1 calls step\(\) in step 1 .* 30 values in buffers.*, rank 0 .* 24 values",
+    )
 
 
 class Growing(nn.Module):
@@ -962,25 +1400,28 @@ class Growing(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 2)
+        self.a = nn.Linear(6, 6)
+        self.b = nn.Linear(6, 2)
         self.register_buffer("table", torch.zeros(1, 6))
 
     def forward(self, x):
         if len(x) > len(self.table):
-            self.table = torch.arange(6. * len(x)).view(6, -1).T
+            self.table = torch.arange(6.0 * len(x)).view(6, -1).T
         if not hasattr(self, "mean"):
             self.register_buffer("mean", torch.zeros(2, 6).T)
         self.mean.lerp_(x.detach().mean(0).unsqueeze(1), 0.5)
-        return self.b(self.a(x - self.mean.mean(1)) + 0.01 * self.table[:len(x)])
+        return self.b(self.a(x - self.mean.mean(1)) + 0.01 * self.table[: len(x)])
 
 
 def grown(comm):
     """-> whether a model that made a forward resumes exactly; the error of one that did not."""
-    model, again = Growing(), Growing()
+    model = Growing()
+    again = Growing()
     optimizer = make_optimizer(model)
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(comm.rank))
     train(model, optimizer, 3, x)
-    other, state = make_optimizer(again), optimizer.state_dict()
+    other = make_optimizer(again)
+    state = optimizer.state_dict()
     try:
         other.load_state_dict(state)
     except RunError as error:
@@ -989,23 +1430,33 @@ def grown(comm):
     other.load_state_dict(state)
     train(again, other, 1, x)
     train(model, optimizer, 1, x)
-    return refused, all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+    return refused, all(
+        torch.equal(a, b)
+        for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_buffers_that_grow_or_come_later_are_saved(on_ranks, ranks):
     for refused, same in on_ranks(ranks, grown):
-        assert same and re.search(r"this model has no mean, table has 24 values, not 6; .* If a forward resizes or registers buffers, run one before", refused)
+        assert same and re.search(
+            r"this model has no mean, table has 24 values, not 6; .* If a forward resizes or"
+            r" registers buffers, run one before",
+            refused,
+        )
 
 
 def of_some_ranks(comm):
-    group, alone = dist.new_group([1, 2]), dist.new_group([0])
+    group = dist.new_group([1, 2])
+    alone = dist.new_group([0])
     model = chain(seed=comm.rank)
     optimizer = make_optimizer(model, process_group=group if comm.rank else alone)
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(comm.rank))
     train(model, optimizer, 3, x)
     again = chain()
-    make_optimizer(again, process_group=group if comm.rank else alone).load_state_dict(optimizer.state_dict())
+    make_optimizer(again, process_group=group if comm.rank else alone).load_state_dict(
+        optimizer.state_dict()
+    )
     refused = None
     if comm.rank == 0:
         with pytest.raises(RunError, match="this rank is not in process_group"):
@@ -1015,7 +1466,12 @@ def of_some_ranks(comm):
 
 def of_two_ranks(comm):
     model = chain(seed=1)
-    train(model, make_optimizer(model), 3, torch.randn(4, 6, generator=torch.Generator().manual_seed(comm.rank + 1)))
+    train(
+        model,
+        make_optimizer(model),
+        3,
+        torch.randn(4, 6, generator=torch.Generator().manual_seed(comm.rank + 1)),
+    )
     return [p.detach().clone() for p in model.parameters()]
 
 
@@ -1028,12 +1484,18 @@ def test_a_process_group_of_some_ranks_trains_as_that_many_ranks(on_ranks):
 
 def frozen_of_others(comm):
     """A frozen tensor made of others, as quantized ones are, and torch's own quantized one."""
+
     class Made(torch.Tensor):
         def __tensor_flatten__(self):
             raise NotImplementedError
+
     model = chain()
-    model.base = nn.Parameter(torch.full((3,), float(comm.rank)).as_subclass(Made), requires_grad=False)
-    model.register_buffer("int8", torch.quantize_per_tensor(torch.ones(3) * comm.rank, 0.1, 0, torch.qint8))
+    model.base = nn.Parameter(
+        torch.full((3,), float(comm.rank)).as_subclass(Made), requires_grad=False
+    )
+    model.register_buffer(
+        "int8", torch.quantize_per_tensor(torch.ones(3) * comm.rank, 0.1, 0, torch.qint8)
+    )
     optimizer = make_optimizer(model)
     train(model, optimizer)
     return model.base.sum().item() / 3, optimizer.state_dict().keys() & {"base", "int8"}
@@ -1052,7 +1514,13 @@ def with_max_norm(comm):
     make_optimizer(nn.Sequential(nn.Embedding(6, 4, max_norm=1.0), nn.Linear(4, 4)))
 
 
-@pytest.mark.parametrize("build,says", [(on_meta, r"0.weight is on meta; call to_empty"), (with_max_norm, "0 has max_norm, by which each rank changes")])
+@pytest.mark.parametrize(
+    "build,says",
+    [
+        (on_meta, r"0.weight is on meta; call to_empty"),
+        (with_max_norm, "0 has max_norm, by which each rank changes"),
+    ],
+)
 def test_what_ranks_cannot_keep_equal_is_refused(on_ranks, build, says):
     assert_all_refused(on_ranks(2, in_a_new_group, build), says)
 
@@ -1061,17 +1529,32 @@ def test_the_table_in_the_docs_names_existing_tests():
     text = (Path(__file__).parents[1] / "docs" / "gradient-sync.md").read_text()
     rows = [row for row in text.splitlines() if re.match(r"\| .* \| (yes|no|partly) \|", row)]
     names = [re.findall(r"`(test_\w+)`", row) for row in rows]
-    known = {**vars(test_optimizer), **vars(test_sync), **vars(test_programs), **vars(test_frameworks), **globals()}
+    known = {
+        **vars(test_optimizer),
+        **vars(test_sync),
+        **vars(test_programs),
+        **vars(test_frameworks),
+        **globals(),
+    }
     assert len(rows) > 25 and all(names), [row for row, found in zip(rows, names) if not found]
     assert not {name for found in names for name in found} - known.keys()
 
 
 def test_an_error_of_use_names_the_page_that_lists_the_uses():
-    """As with a DDP model that accelerate or Lightning has made: gradients come by no hook of this optimizer."""
+    """As with a DDP model that accelerate or Lightning has made: gradients come by no hook of this
+    optimizer."""
     model = chain()
     optimizer = make_optimizer(model)
     train(model, optimizer)
     next(model.parameters()).grad = torch.zeros_like(next(model.parameters()))
-    with pytest.raises(RunError, match=r"came by no hook.*docs/gradient-sync.md#as-in-torchoptim-and-ddp.*accelerate.*Lightning"):
+    with pytest.raises(
+        RunError,
+        match=(
+            r"came by no"
+            r" hook.*docs/gradient-sync.md#as-in-torchoptim-and-ddp.*accelerate.*Lightning"
+        ),
+    ):
         optimizer.reducer.launch_rest()
-    assert "# How gradients" in (Path(__file__).parent.parent / "docs/gradient-sync.md").read_text("utf-8")
+    assert "# How gradients" in (Path(__file__).parent.parent / "docs/gradient-sync.md").read_text(
+        "utf-8"
+    )

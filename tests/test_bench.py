@@ -1,6 +1,8 @@
-"""Each benchmark runs at a tiny size and prints its table. Counts are compared with computed values.
+"""Each benchmark runs at a tiny size and prints its table. Counts are compared with computed
+values.
 
-test_whole_step starts its script as a user does. The other tests fork from a process that has imported torch.
+test_whole_step starts its script as a user does. The other tests fork from a process that has
+imported torch.
 """
 
 from __future__ import annotations
@@ -22,54 +24,112 @@ import torch
 from conftest import Script, wait_until
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
-SMALL_MODEL = ("--layers", "2", "--dim", "16", "--vocab", "32", "--tokens", "16", "--batch", "1", "--bucket_mb", "0.01")
+SMALL_MODEL = (
+    "--layers",
+    "2",
+    "--dim",
+    "16",
+    "--vocab",
+    "32",
+    "--tokens",
+    "16",
+    "--batch",
+    "1",
+    "--bucket_mb",
+    "0.01",
+)
 SMALL_LINK = (*SMALL_MODEL, "--mbit", "100", "--rounds", "2", "--steps", "1")
 
 
 def ranks_are_forked():
-    multiprocessing.get_context = lambda method, context=multiprocessing.get_context: context("fork")
+    multiprocessing.get_context = lambda method, context=multiprocessing.get_context: context(
+        "fork"
+    )
 
 
 @pytest.fixture
 def start(script):
     """start("name.py", flag, ...) -> the running benchmark."""
-    return lambda name, *flags: script(BENCH / name, *flags, OMP_NUM_THREADS="1", prepare=ranks_are_forked)
+    return lambda name, *flags: script(
+        BENCH / name, *flags, OMP_NUM_THREADS="1", prepare=ranks_are_forked
+    )
 
 
 @pytest.fixture
 def bench(start):
     """bench("name.py", flag, ...) -> the benchmark's output."""
+
     def bench(name: str, *flags: str) -> str:
         process = start(name, *flags)
         out, errors = process.communicate(timeout=600)
         assert process.returncode == 0, errors
         return out
+
     return bench
 
 
 def rows(out: str) -> list[dict[str, str]]:
     """Parse the rows of the only table in the output."""
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("|")]
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in out.splitlines()
+        if line.startswith("|")
+    ]
     return [dict(zip(lines[0], line)) for line in lines[2:]]
 
 
 def test_optimizer_step(bench):
-    table = rows(bench("optimizer_step.py", "--shapes", "3x100", "200x256", "--threads", "1", "--rounds", "3"))
+    table = rows(
+        bench(
+            "optimizer_step.py", "--shapes", "3x100", "200x256", "--threads", "1", "--rounds", "3"
+        )
+    )
     assert [(row["tensors"], row["ours"]) for row in table] == [
-        (shape, ours) for shape in ("3 x 100", "200 x 256") for ours in ("rule", "step", "hooks + step", "clip + step")]
+        (shape, ours)
+        for shape in ("3 x 100", "200 x 256")
+        for ours in ("rule", "step", "hooks + step", "clip + step")
+    ]
     assert all(float(row["× fused's speed"].split()[0]) > 0 and row["n"] == "3" for row in table)
 
 
 @pytest.mark.slow
 def test_whole_step():
-    command = [sys.executable, "-W", "ignore", BENCH / "whole_step.py", *SMALL_MODEL, "--rounds", "3", "--warm", "1", "--no-memory"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        BENCH / "whole_step.py",
+        *SMALL_MODEL,
+        "--rounds",
+        "3",
+        "--warm",
+        "1",
+        "--no-memory",
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
     table = {row["variant"]: row for row in rows(done.stdout)}
-    assert list(table) == ["buckets", "buckets, gloo's own", "DDP, gradients as views", "DDP", "DDP + ZeRO, parameters as views",
-                           "DDP + ZeRO", "FSDP2, not resharded", "FSDP2"]
+    assert list(table) == [
+        "buckets",
+        "buckets, gloo's own",
+        "DDP, gradients as views",
+        "DDP",
+        "DDP + ZeRO, parameters as views",
+        "DDP + ZeRO",
+        "FSDP2, not resharded",
+        "FSDP2",
+    ]
     assert len({row["last loss"][:5] for row in table.values()}) == 1
-    state = {name: int(row["bytes of optimizer state per rank"].replace(",", "")) for name, row in table.items()}
+    state = {
+        name: int(row["bytes of optimizer state per rank"].replace(",", ""))
+        for name, row in table.items()
+    }
     assert state["buckets"] < 0.7 * state["DDP"]
 
 
@@ -88,8 +148,16 @@ def test_slow_link(start):
         pytest.skip(out)
     table = {row["variant"]: row for row in rows(out)}
     assert list(table) == [
-        "sync=hook", "sync=hook, gathers overlap", "sync=step", "DDP", "compute alone", "communication alone"]
-    assert all(float(table[name]["times the lower bound"].split()[0]) > 0 for name in list(table)[:4])
+        "sync=hook",
+        "sync=hook, gathers overlap",
+        "sync=step",
+        "DDP",
+        "compute alone",
+        "communication alone",
+    ]
+    assert all(
+        float(table[name]["times the lower bound"].split()[0]) > 0 for name in list(table)[:4]
+    )
     assert not namespaces(process)
 
 
@@ -115,26 +183,66 @@ def interrupted_in_a_fork():
 
 def test_an_interrupt_while_ranks_are_started_is_not_lost(script):
     """Python drops what a handler raises in a hook of fork."""
-    process = script(BENCH / "slow_link.py", *SMALL_LINK, "--rounds", "100000", OMP_NUM_THREADS="1", prepare=interrupted_in_a_fork)
+    process = script(
+        BENCH / "slow_link.py",
+        *SMALL_LINK,
+        "--rounds",
+        "100000",
+        OMP_NUM_THREADS="1",
+        prepare=interrupted_in_a_fork,
+    )
     out, errors = process.communicate(timeout=600)
     if out.startswith("skipped: "):
         pytest.skip(out)
-    assert process.returncode == 1 and errors.endswith("error: interrupted\n") and "Traceback" not in errors
+    assert (
+        process.returncode == 1
+        and errors.endswith("error: interrupted\n")
+        and "Traceback" not in errors
+    )
     assert not namespaces(process)
 
 
 @pytest.mark.slow
 def test_own_model(bench, tmp_path):
-    """Ranks share a batch, so losses agree; the grid goes on until its best factor is no end; a second start makes only the missing run."""
-    path, flags = tmp_path / "runs", ("--models", "mlp", "--steps", "4", "--seeds", "1", "--results", str(tmp_path / "runs"))
-    table, (first, *rest) = rows(bench("own_model.py", *flags)), path.read_text().splitlines()
+    """Ranks share a batch, so losses agree; the grid goes on until its best factor is no end; a
+    second start makes only the missing run."""
+    path = tmp_path / "runs"
+    flags = (
+        "--models",
+        "mlp",
+        "--steps",
+        "4",
+        "--seeds",
+        "1",
+        "--results",
+        str(tmp_path / "runs"),
+    )
+    table = rows(bench("own_model.py", *flags))
+    (first, *rest) = path.read_text().splitlines()
     path.write_text("\n".join(rest) + "\n")
-    assert [row["optimizer"] for row in table] == ["ours", "Muon and AdamW", "AdamW"] == [row["optimizer"] for row in rows(bench("own_model.py", *flags))]
+    assert (
+        [row["optimizer"] for row in table]
+        == ["ours", "Muon and AdamW", "AdamW"]
+        == [row["optimizer"] for row in rows(bench("own_model.py", *flags))]
+    )
     runs = [json.loads(line) for line in path.read_text().splitlines()]
-    assert {**runs[-1], "seconds": 0} == {**json.loads(first), "seconds": 0} and len(runs) == len(rest) + 1
+    assert {**runs[-1], "seconds": 0} == {**json.loads(first), "seconds": 0} and len(runs) == len(
+        rest
+    ) + 1
     for row in table:
-        one, two = ({run["factor"]: run["loss"] for run in runs if (run["optimizer"], run["ranks"]) == (row["optimizer"], n)} for n in (1, 2))
-        assert min(one) < (best := min(one, key=one.get)) < max(one) and abs(two[best] - one[best]) < 1e-4 and f"{one[best]:.3f}" == row["loss, best rates"]
+        one, two = (
+            {
+                run["factor"]: run["loss"]
+                for run in runs
+                if (run["optimizer"], run["ranks"]) == (row["optimizer"], n)
+            }
+            for n in (1, 2)
+        )
+        assert (
+            min(one) < (best := min(one, key=one.get)) < max(one)
+            and abs(two[best] - one[best]) < 1e-4
+            and f"{one[best]:.3f}" == row["loss, best rates"]
+        )
 
 
 def test_one_rank_of_8(bench):
@@ -146,7 +254,10 @@ def test_one_rank_of_8(bench):
 def test_the_other_ranks_of_one_rank_of_8_say_what_json_carries(monkeypatch):
     monkeypatch.syspath_prepend(BENCH)
     from common import FakeComm
-    assert FakeComm.all_gather_json(SimpleNamespace(ranks=8), (9, 0)) == [[9, 0]] * 8, "as after JSON, tuples are lists"
+
+    assert FakeComm.all_gather_json(SimpleNamespace(ranks=8), (9, 0)) == [[9, 0]] * 8, (
+        "as after JSON, tuples are lists"
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which takes minutes")
@@ -168,19 +279,43 @@ def test_a_shape_that_is_none(start):
 
 @pytest.mark.slow
 def test_nanogpt_beside_the_laptop_preset(bench, tmp_path):
-    """With a clone that prints as nanoGPT does: time excludes iterations that evaluate, and the last loss counts."""
+    """With a clone that prints as nanoGPT does: time excludes iterations that evaluate, and the
+    last loss counts."""
     (tmp_path / "clone/data/shakespeare_char").mkdir(parents=True)
     (tmp_path / "clone/data/shakespeare_char/prepare.py").write_text("")
     (tmp_path / "clone/train.py").write_text(
-        "import sys; assert '--max_iters=3' in sys.argv and open('data/shakespeare_char/input.txt').read(2) == 'ab'\n"
-        "print('step 0: train loss 4.2000, val loss 4.1000\\niter 0: loss 4.2000, time 9000.00ms, mfu -100.00%')\n"
-        "print('iter 1: loss 3.0000, time 1500.00ms, mfu 0.1%\\niter 2: loss 3.0000, time 500.00ms, mfu 0.1%')\n"
-        "print('step 3: train loss 1.9000, val loss 1.8800\\niter 3: loss 1.9000, time 7000.00ms, mfu 0.1%')\n")
+        "import sys; assert '--max_iters=3' in sys.argv and"
+        " open('data/shakespeare_char/input.txt').read(2) == 'ab'\nprint('step 0: train loss"
+        " 4.2000, val loss 4.1000\\niter 0: loss 4.2000, time 9000.00ms, mfu"
+        " -100.00%')\nprint('iter 1: loss 3.0000, time 1500.00ms, mfu 0.1%\\niter 2: loss 3.0000,"
+        " time 500.00ms, mfu 0.1%')\nprint('step 3: train loss 1.9000, val loss 1.8800\\niter 3:"
+        " loss 1.9000, time 7000.00ms, mfu 0.1%')\n"
+    )
     (tmp_path / "text").write_text("abcdefgh\n" * 4000)
-    shown = bench("nanogpt.py", "--nanogpt", str(tmp_path / "clone"), "--text", str(tmp_path / "text"), "--rounds", "1", "--ranks", "1",
-                  "--nanogpt_steps", "3", "--picture", str(tmp_path / "picture.png"), "--flags", "--num_steps 4 --micro_batches 2 --model_dim 16 --num_heads 1 "
-                  "--ngrams Ngrams(2,16,8) --stages 'Stage(long_window=4)' --muon_momentum_rise 1 --muon_momentum_fall 1 --warmup_steps 0")
-    assert "| nanoGPT | 1.8800 | 2.0 |" in shown and "| train_gpt.py | " in shown and (tmp_path / "picture.png").exists()
+    shown = bench(
+        "nanogpt.py",
+        "--nanogpt",
+        str(tmp_path / "clone"),
+        "--text",
+        str(tmp_path / "text"),
+        "--rounds",
+        "1",
+        "--ranks",
+        "1",
+        "--nanogpt_steps",
+        "3",
+        "--picture",
+        str(tmp_path / "picture.png"),
+        "--flags",
+        "--num_steps 4 --micro_batches 2 --model_dim 16 --num_heads 1 --ngrams Ngrams(2,16,8)"
+        " --stages 'Stage(long_window=4)' --muon_momentum_rise 1 --muon_momentum_fall 1"
+        " --warmup_steps 0",
+    )
+    assert (
+        "| nanoGPT | 1.8800 | 2.0 |" in shown
+        and "| train_gpt.py | " in shown
+        and (tmp_path / "picture.png").exists()
+    )
 
 
 def test_nanogpt_wants_a_clone(start, tmp_path):
@@ -190,7 +325,7 @@ def test_nanogpt_wants_a_clone(start, tmp_path):
 
 
 # A program with the names of record 44's that trains as train_gpt.py does, with further flags
-STAND_IN = '''
+STAND_IN = """
 import shlex, torch, train_gpt as t
 from torch import nn
 _reduce_scatter_hooks = nvidia_smi = print0 = str  # muon_warmup_steps=300, muon_cooldown_steps=50
@@ -225,7 +360,7 @@ for step in range(args.num_iterations + 1):
     if step < args.num_iterations:
         worker.step(plan, worker.stream.next_batch(plan))
 worker.stream.close()
-'''
+"""
 
 
 @pytest.mark.slow
@@ -235,10 +370,14 @@ def test_a_last_window_of_18_blocks_in_place_of_20_shows(start, tmp_path):
     log.write_text(STAND_IN.format("--final_window 18") + "\n" + "=" * 100 + "\nRunning Python\n")
     process = start("public_record.py", str(log))
     out, errors = process.communicate(timeout=600)
-    assert process.returncode == 1 and "The programs DO NOT agree: losses differ" in out, errors + out
+    assert process.returncode == 1 and "The programs DO NOT agree: losses differ" in out, (
+        errors + out
+    )
     losses, *_ = out.split("\n\n| parameters")
     differences = [abs(float(row["difference"])) for row in rows(losses)]
-    assert len(differences) == 19 and max(differences[:18]) < 1e-12 < 1e-9 < differences[18], differences
+    assert len(differences) == 19 and max(differences[:18]) < 1e-12 < 1e-9 < differences[18], (
+        differences
+    )
     assert "| blocks.*.attn.qkvo | 10 |" in out
 
 
@@ -246,21 +385,53 @@ def test_presets_are_compared_with_their_own_schedules(monkeypatch):
     monkeypatch.syspath_prepend(BENCH)
     import public_record
     import train_gpt
+
     fields = "long_window", "micro_batch_tokens", "max_document_tokens"
-    stages = {name: [(stage.begin, stage.end, *(stage.first[f] for f in fields))
-                     for stage in train_gpt.stages_of(public_record.small_preset(record))]
-              for name, record in public_record.RECORDS.items()}
-    assert stages == {"44": [(0, 5, 3, 256, 128), (5, 10, 7, 256, 128), (10, 14, 11, 256, 128), (14, 18, 13, 256, 128)],
-                      "89": [(0, 15, 3, 128, 56), (15, 30, 7, 256, 128), (30, 45, 11, 384, 128), (45, 49, 13, 384, 128)]}
-    other = train_gpt.Config(num_steps=2246, final_window=19, muon_momentum_rise=301, window_block=256)
+    stages = {
+        name: [
+            (stage.begin, stage.end, *(stage.first[f] for f in fields))
+            for stage in train_gpt.stages_of(public_record.small_preset(record))
+        ]
+        for name, record in public_record.RECORDS.items()
+    }
+    assert stages == {
+        "44": [
+            (0, 5, 3, 256, 128),
+            (5, 10, 7, 256, 128),
+            (10, 14, 11, 256, 128),
+            (14, 18, 13, 256, 128),
+        ],
+        "89": [
+            (0, 15, 3, 128, 56),
+            (15, 30, 7, 256, 128),
+            (30, 45, 11, 384, 128),
+            (45, 49, 13, 384, 128),
+        ],
+    }
+    other = train_gpt.Config(
+        num_steps=2246, final_window=19, muon_momentum_rise=301, window_block=256
+    )
     monkeypatch.setitem(train_gpt.PRESETS, "speedrun", other)
     small = public_record.small_preset(public_record.RECORDS["44"])
-    assert (small.num_steps, small.final_window, small.muon_momentum_rise, small.window_block) == (19, 19, 7, 16)
+    assert (small.num_steps, small.final_window, small.muon_momentum_rise, small.window_block) == (
+        19,
+        19,
+        7,
+        16,
+    )
 
 
-@pytest.mark.skipif("PUBLIC_RECORDS" not in os.environ, reason="PUBLIC_RECORDS names no clone's records/track_1_short")
-@pytest.mark.parametrize("program", ["2025-10-31_AdamSyncGradientHook/0c17cdfd-772c-4906-8d11-141b370599a0.txt",
-                                     "../../train_gpt.py"])
+@pytest.mark.skipif(
+    "PUBLIC_RECORDS" not in os.environ,
+    reason="PUBLIC_RECORDS names no clone's records/track_1_short",
+)
+@pytest.mark.parametrize(
+    "program",
+    [
+        "2025-10-31_AdamSyncGradientHook/0c17cdfd-772c-4906-8d11-141b370599a0.txt",
+        "../../train_gpt.py",
+    ],
+)
 def test_presets_train_as_the_records_own_programs_do(start, program):
     process = start("public_record.py", str(Path(os.environ["PUBLIC_RECORDS"], program)))
     out, errors = process.communicate(timeout=900)
@@ -269,7 +440,10 @@ def test_presets_train_as_the_records_own_programs_do(start, program):
 
 def test_a_log_of_no_known_record_is_refused(start, tmp_path):
     (tmp_path / "log.txt").write_text("import torch\n" + "=" * 100 + "\n")
-    for name, says in (("log.txt", "does not begin with the program of record 44 or 89; get it"), ("none", "No such file or directory")):
+    for name, says in (
+        ("log.txt", "does not begin with the program of record 44 or 89; get it"),
+        ("none", "No such file or directory"),
+    ):
         process = start("public_record.py", str(tmp_path / name))
         errors = process.communicate(timeout=600)[1]
         assert process.returncode == 1 and says in errors and "Traceback" not in errors
@@ -279,6 +453,7 @@ def test_replacements_of_kernels_compute_the_same(monkeypatch):
     monkeypatch.syspath_prepend(BENCH)
     import frontier
     import public_record
+
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 12, 2, 8, generator=generator)
     cut = torch.tensor([0, 5, 9, 12, 12], dtype=torch.int32)  # three documents, and filled up
@@ -288,15 +463,25 @@ def test_replacements_of_kernels_compute_the_same(monkeypatch):
         seen = slice(max(first, t - 2), t + 1)
         chances = torch.softmax(0.3 * torch.einsum("hd,shd->hs", q[t], k[seen]), -1)
         assert torch.allclose(y[t], torch.einsum("hs,shd->hd", chances, v[seen]), atol=1e-6)
-    x, head = torch.randn(6, 8, generator=generator), torch.randn(8, 16, generator=generator)
-    targets, prefixes = torch.tensor([3, 1, 4, 1, 5, 9]), torch.tensor([-1, 7, 0, 7, -1, 2])
-    losses = public_record.softcapped_loss(x, targets, torch.tensor([1.0, 0.5]), prefixes, torch.tensor([0.25]), head)
-    ours = frontier.Head(frontier.Config(model_dim=8, dtype="float32", fp8_head=False, logit_cap=23.0), 16)
+    x = torch.randn(6, 8, generator=generator)
+    head = torch.randn(8, 16, generator=generator)
+    targets = torch.tensor([3, 1, 4, 1, 5, 9])
+    prefixes = torch.tensor([-1, 7, 0, 7, -1, 2])
+    losses = public_record.softcapped_loss(
+        x, targets, torch.tensor([1.0, 0.5]), prefixes, torch.tensor([0.25]), head
+    )
+    ours = frontier.Head(
+        frontier.Config(model_dim=8, dtype="float32", fp8_head=False, logit_cap=23.0), 16
+    )
     ours.weight.data.copy_(head.T)
     ahead = torch.stack([targets, torch.cat([targets[1:], torch.tensor([-1])]), prefixes])
-    assert losses.sum().item() == pytest.approx(ours(x, ahead, torch.tensor([1.0, 0.5, 0.25]))[0].item(), rel=1e-6)
+    assert losses.sum().item() == pytest.approx(
+        ours(x, ahead, torch.tensor([1.0, 0.5, 0.25]))[0].item(), rel=1e-6
+    )
     read, write = torch.randn(2, 12, 2, generator=generator)
-    mixed = public_record.mix_heads(y, *(x[None] for x in (q, k, v)), (read[None], write[None]), None, 0.3, 3, cut)
+    mixed = public_record.mix_heads(
+        y, *(x[None] for x in (q, k, v)), (read[None], write[None]), None, 0.3, 3, cut
+    )
     for t in range(12):
         seen = slice(max(0, t - 2, *(int(begin) for begin in cut if begin <= t)), t + 1)
         maps = torch.softmax(0.3 * torch.einsum("hd,shd->hs", q[t], k[seen]), -1)
@@ -305,15 +490,24 @@ def test_replacements_of_kernels_compute_the_same(monkeypatch):
 
 
 def test_token_weights_are_converted_to_those_of_the_same_name(monkeypatch):
-    """By initial values, which differ between names, and by position: each of the record's rows is read once."""
+    """By initial values, which differ between names, and by position: each of the record's rows is
+    read once."""
     monkeypatch.syspath_prepend(BENCH)
     import public_record
     import train_gpt
-    theirs = {"token_gates.0": [0] * 12 + [.25] * 6 + [0, .05] * 4, "mudd.head": [0, -.5, 0, 0, 0],
-              "token_gates.1": [0] * 12 + [.25] * 6 + [0, .05] * 5 + [.5] + [1] * 6 + [0] * 6,
-              "mudd.layer": [0] * 6 + [2, 2, 1.1 ** 0.5, 1, 0, .05, 1.1 ** 0.5, 1]}
-    model = train_gpt.build_model(public_record.small_preset(public_record.RECORDS["89"]), public_record.ENCODING)
+
+    theirs = {
+        "token_gates.0": [0] * 12 + [0.25] * 6 + [0, 0.05] * 4,
+        "mudd.head": [0, -0.5, 0, 0, 0],
+        "token_gates.1": [0] * 12 + [0.25] * 6 + [0, 0.05] * 5 + [0.5] + [1] * 6 + [0] * 6,
+        "mudd.layer": [0] * 6 + [2, 2, 1.1**0.5, 1, 0, 0.05, 1.1**0.5, 1],
+    }
+    model = train_gpt.build_model(
+        public_record.small_preset(public_record.RECORDS["89"]), public_record.ENCODING
+    )
     for name, values in theirs.items():
         order = public_record.ORDER[name]
         assert sorted(order) == list(range(len(values)))
-        assert [values[i] for i in order] == pytest.approx((0.1 * model.get_submodule(name).bias.float()).tolist(), rel=0.01)
+        assert [values[i] for i in order] == pytest.approx(
+            (0.1 * model.get_submodule(name).bias.float()).tolist(), rel=0.01
+        )

@@ -19,7 +19,6 @@ import train_gpt
 from conftest import TINY
 from train_gpt import AdamGroup, MuonGroup, Ngrams, Ramp, Stage
 
-
 PROGRAMS = {"train_gpt": train_gpt.PRESETS, "frontier": frontier.PRESETS}
 PRESETS = {name: config for presets in PROGRAMS.values() for name, config in presets.items()}
 
@@ -41,18 +40,36 @@ def as_text(value):
 
 @pytest.mark.parametrize("preset", ["speedrun", "frontier", "frontier89"])
 def test_every_value_is_a_flag_of_its_type(preset):
-    argv, expected, usual = [], {}, PRESETS[preset]
+    argv = []
+    expected = {}
+    usual = PRESETS[preset]
     stage = usual.row_types[0]
     for f in dataclasses.fields(usual):
-        default, choices = f.default, f.metadata["choices"]
-        new = choices[-1] if choices else {
-            "int": 3, "float": 0.25, "str": "x", "bool": default is False, "ngrams": (Ngrams(2, 5, 7),),
-            "param_groups": (usual.row_types[3]("attn", 0.5),), "tails": (frontier.Tail("head embed", 3, 2, 1, 0.5, keep_norm=False),),
-            "stages": (stage(until=0.5, long_window=2), stage(peak_lr_factor=Ramp(1, 0.5)))}[f.name if train_gpt.holds_rows(f) else f.type]
-        # a checkpoint decides all other values; without fp8, or if all rows set betas, other flags have no effect
+        default = f.default
+        choices = f.metadata["choices"]
+        new = (
+            choices[-1]
+            if choices
+            else {
+                "int": 3,
+                "float": 0.25,
+                "str": "x",
+                "bool": default is False,
+                "ngrams": (Ngrams(2, 5, 7),),
+                "param_groups": (usual.row_types[3]("attn", 0.5),),
+                "tails": (frontier.Tail("head embed", 3, 2, 1, 0.5, keep_norm=False),),
+                "stages": (stage(until=0.5, long_window=2), stage(peak_lr_factor=Ramp(1, 0.5))),
+            }[f.name if train_gpt.holds_rows(f) else f.type]
+        )
+        # a checkpoint decides all other values; without fp8, or if all rows set betas, other flags
+        # have no effect
         if f.name not in ("resume", "fp8_head", "adam_beta1", "adam_beta2"):
             argv += [f"--{f.name}", as_text(new)]
-            expected[f.name] = (usual.shortened(3).get(f.name, usual.param_groups) + new) if f.name == "param_groups" else new
+            expected[f.name] = (
+                (usual.shortened(3).get(f.name, usual.param_groups) + new)
+                if f.name == "param_groups"
+                else new
+            )
     assert parse(*argv, preset=preset)[1] == type(usual)(**expected)
 
 
@@ -64,38 +81,72 @@ def test_the_preset_is_the_default_one_unless_named():
 
 
 def test_a_shorter_run_scales_the_step_counts_of_its_preset():
-    counts = lambda config: (config.muon_momentum_rise, config.muon_momentum_fall, [s.extra_steps for s in config.stages if s.extra_steps])
+    counts = lambda config: (
+        config.muon_momentum_rise,
+        config.muon_momentum_fall,
+        [s.extra_steps for s in config.stages if s.extra_steps],
+    )
     for preset, whole in PRESETS.items():
         for steps in (*range(1, 20), whole.num_steps - 1, whole.num_steps, 2 * whole.num_steps):
             config = parse("--num_steps", str(steps), preset=preset)[1]
             train_gpt.check_config(config, 1)
             assert train_gpt.momentum(config, 0) == whole.muon_momentum_low
     assert counts(parse("--num_steps", "449", preset="speedrun")[1]) == (60, 10, [8])
-    assert parse("--num_steps", "50", preset="speedrun")[1].stages == train_gpt.Config().stages[:3], "a stage without a step is left out"
-    assert counts(parse("--num_steps", "4490", preset="speedrun")[1]) == counts(train_gpt.Config()) == (300, 50, [40])
-    flags = ("--num_steps", "449", "--muon_momentum_rise", "30", "--stages", "Stage(long_window=4), Stage(extra_steps=3, long_window=5)")
+    assert (
+        parse("--num_steps", "50", preset="speedrun")[1].stages == train_gpt.Config().stages[:3]
+    ), "a stage without a step is left out"
+    assert (
+        counts(parse("--num_steps", "4490", preset="speedrun")[1])
+        == counts(train_gpt.Config())
+        == (300, 50, [40])
+    )
+    flags = (
+        "--num_steps",
+        "449",
+        "--muon_momentum_rise",
+        "30",
+        "--stages",
+        "Stage(long_window=4), Stage(extra_steps=3, long_window=5)",
+    )
     assert counts(parse(*flags, preset="speedrun")[1]) == (30, 10, [3]), "flags are not scaled"
     constant = dataclasses.replace(train_gpt.Config(), muon_momentum_rise=0, muon_momentum_fall=0)
     assert counts(dataclasses.replace(constant, **constant.shortened(449))) == (0, 0, [8])
 
 
-@pytest.mark.parametrize("argv,says", [
-    (["--num_step", "3"], "unrecognized arguments: --num_step 3; did you mean --num_steps?"), (["--zzz"], "--help lists the flags"), (["--num_steps", "many"], "'many' is not a whole number such as 3: "), (["--num_steps", "3.0"], "3.0 has another type"),
-    (["--seed", "1,2"], "'1,2' is not a whole number"), (["--lr_floor", "x"], "'x' is not a number such as .5: "),
-    (["--ngrams", "Ngrams(2, 16384)"], "missing 1 required positional argument: 'width'"),
-    (["--shuffle", "yes"], "'yes' is not true or false: "),
-    (["--sync", "never"], "choose from"), (["--preset", "desktop"], "desktop"), (["stray"], "stray"),
-    (["--preset", "frontier"], "argument --preset: invalid choice: 'frontier' (choose from"),
-    (["--stages", "Stage(unitl=1)"], "is not a list of rows such as Stage(until=1/3, long_window=3)")])
+@pytest.mark.parametrize(
+    "argv,says",
+    [
+        (["--num_step", "3"], "unrecognized arguments: --num_step 3; did you mean --num_steps?"),
+        (["--zzz"], "--help lists the flags"),
+        (["--num_steps", "many"], "'many' is not a whole number such as 3: "),
+        (["--num_steps", "3.0"], "3.0 has another type"),
+        (["--seed", "1,2"], "'1,2' is not a whole number"),
+        (["--lr_floor", "x"], "'x' is not a number such as .5: "),
+        (["--ngrams", "Ngrams(2, 16384)"], "missing 1 required positional argument: 'width'"),
+        (["--shuffle", "yes"], "'yes' is not true or false: "),
+        (["--sync", "never"], "choose from"),
+        (["--preset", "desktop"], "desktop"),
+        (["stray"], "stray"),
+        (["--preset", "frontier"], "argument --preset: invalid choice: 'frontier' (choose from"),
+        (
+            ["--stages", "Stage(unitl=1)"],
+            "is not a list of rows such as Stage(until=1/3, long_window=3)",
+        ),
+    ],
+)
 def test_unknown_and_ill_typed_flags_are_refused(argv, says, capsys):
     with pytest.raises(SystemExit) as stop:
         parse(*argv)
     errors = capsys.readouterr().err
-    assert stop.value.code == 2 and says in errors and errors.count("\n") == 1 and "--help" in errors
+    assert (
+        stop.value.code == 2 and says in errors and errors.count("\n") == 1 and "--help" in errors
+    )
 
 
-@pytest.mark.parametrize("preset, titles, example", [
-    ("laptop", {}, "(2245; laptop: 36)"), ("frontier", frontier.Config.help_groups, "1194")])
+@pytest.mark.parametrize(
+    "preset, titles, example",
+    [("laptop", {}, "(2245; laptop: 36)"), ("frontier", frontier.Config.help_groups, "1194")],
+)
 def test_help_names_every_flag_once_under_its_title(preset, titles, example, capsys):
     with pytest.raises(SystemExit) as stop:
         parse("--help", preset=preset)
@@ -103,8 +154,13 @@ def test_help_names_every_flag_once_under_its_title(preset, titles, example, cap
     words = " ".join(shown.split())
     assert stop.value.code == 0
     for f in dataclasses.fields(PRESETS[preset]):
-        assert len(re.findall(rf"^  --{f.name}[ ,]", shown, re.M)) == 1 and " ".join(f.metadata["meaning"].split())[:20] in words
-    found = [line[:-1] for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
+        assert (
+            len(re.findall(rf"^  --{f.name}[ ,]", shown, re.M)) == 1
+            and " ".join(f.metadata["meaning"].split())[:20] in words
+        )
+    found = [
+        line[:-1] for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")
+    ]
     assert found[1:] == list(dict.fromkeys((train_gpt.HELP_GROUPS | titles).values()))
     assert example in words
 
@@ -112,67 +168,149 @@ def test_help_names_every_flag_once_under_its_title(preset, titles, example, cap
 # rows
 
 
-@pytest.mark.parametrize("text, rows", [
-    ("Stage()", (Stage(),)),
-    ("Stage(until=1/3, long_window=3), Stage(),", (Stage(until=1 / 3, long_window=3), Stage())),
-    ("[Stage(10, micro_batches=3)]", (Stage(until=10, micro_batches=3),)),
-    ("(Stage(0.5),\n Stage(extra_steps=2))", (Stage(until=0.5), Stage(extra_steps=2))),
-    ("Stage(peak_lr_factor=Ramp((1, -.5), [1, 0]))", (Stage(peak_lr_factor=Ramp((1, -0.5), (1, 0))),)),
-    ("AdamGroup('head', beta1=.5), MuonGroup(\"attn\", 2)", (AdamGroup("head", beta1=0.5), MuonGroup("attn", lr_mul=2))),
-    ("", ()),
-])
+@pytest.mark.parametrize(
+    "text, rows",
+    [
+        ("Stage()", (Stage(),)),
+        ("Stage(until=1/3, long_window=3), Stage(),", (Stage(until=1 / 3, long_window=3), Stage())),
+        ("[Stage(10, micro_batches=3)]", (Stage(until=10, micro_batches=3),)),
+        ("(Stage(0.5),\n Stage(extra_steps=2))", (Stage(until=0.5), Stage(extra_steps=2))),
+        (
+            "Stage(peak_lr_factor=Ramp((1, -.5), [1, 0]))",
+            (Stage(peak_lr_factor=Ramp((1, -0.5), (1, 0))),),
+        ),
+        (
+            "AdamGroup('head', beta1=.5), MuonGroup(\"attn\", 2)",
+            (AdamGroup("head", beta1=0.5), MuonGroup("attn", lr_mul=2)),
+        ),
+        ("", ()),
+    ],
+)
 def test_parse_value_reads_what_repr_and_a_user_write(text, rows):
     assert train_gpt.parse_value(text) == rows == train_gpt.parse_value(as_text(rows))
 
 
-@pytest.mark.parametrize("text, says", [
-    ("Stage(", "'(' was never closed"), ("Stage() Stage()", "invalid syntax"), ("Stage(unitl=1)", "Stage has no 'unitl', only until, extra_steps"),
-    ("AdamGroup()", "missing 1 required positional argument: 'kind'"), ("Stage(until=1/0)", "division by zero"),
-    ("Stage(until=-'x')", "bad operand type"), ("Stage(**'x')", "keywords must be strings"),
-    *((text, "is neither a number, a string, a tuple nor one of Stage, Ramp, AdamGroup, MuonGroup, Ngrams")
-      for text in ("__import__('os')", "os.system('x')", "Plan()", "Stage", "2 ** 9", "Stage(until=None)", "{1}", "[x for x in (1, 2)]",
-                   "Stage(*(1, 2))", "lambda: 1", "f'{1}'", "b'x'")),
-])
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("Stage(", "'(' was never closed"),
+        ("Stage() Stage()", "invalid syntax"),
+        ("Stage(unitl=1)", "Stage has no 'unitl', only until, extra_steps"),
+        ("AdamGroup()", "missing 1 required positional argument: 'kind'"),
+        ("Stage(until=1/0)", "division by zero"),
+        ("Stage(until=-'x')", "bad operand type"),
+        ("Stage(**'x')", "keywords must be strings"),
+        *(
+            (
+                text,
+                (
+                    "is neither a number, a string, a tuple nor one of Stage, Ramp, AdamGroup,"
+                    " MuonGroup, Ngrams"
+                ),
+            )
+            for text in (
+                "__import__('os')",
+                "os.system('x')",
+                "Plan()",
+                "Stage",
+                "2 ** 9",
+                "Stage(until=None)",
+                "{1}",
+                "[x for x in (1, 2)]",
+                "Stage(*(1, 2))",
+                "lambda: 1",
+                "f'{1}'",
+                "b'x'",
+            )
+        ),
+    ],
+)
 def test_parse_value_refuses_everything_else(text, says):
     with pytest.raises(argparse.ArgumentTypeError) as error:
         train_gpt.parse_value(text)
     message = str(error.value)
-    assert says in message and message.startswith(repr(text)) and "is not a list of rows such as Stage(until=1/3, long_window=3)" in message
+    assert (
+        says in message
+        and message.startswith(repr(text))
+        and "is not a list of rows such as Stage(until=1/3, long_window=3)" in message
+    )
 
 
 def test_param_groups_replace_rows_of_the_same_kind():
     for preset, usual in PRESETS.items():
-        base, (_, _, adam, muon, *_) = train_gpt.groups_by_kind(usual), usual.row_types
-        config = parse("--param_groups", "AdamGroup('ngram_embeds', 7), MuonGroup('mlp_fc')", preset=preset)[1]
-        assert train_gpt.groups_by_kind(config) == base | {"ngram_embeds": adam("ngram_embeds", 7), "mlp_fc": muon("mlp_fc")}
+        base = train_gpt.groups_by_kind(usual)
+        _, _, adam, muon, *_ = usual.row_types
+        config = parse(
+            "--param_groups", "AdamGroup('ngram_embeds', 7), MuonGroup('mlp_fc')", preset=preset
+        )[1]
+        assert train_gpt.groups_by_kind(config) == base | {
+            "ngram_embeds": adam("ngram_embeds", 7),
+            "mlp_fc": muon("mlp_fc"),
+        }
     base = train_gpt.groups_by_kind(PRESETS["laptop"])
-    assert base["ngram_embeds"] == AdamGroup("ngram_embeds", 10.0) != base["head"] == AdamGroup("head")
+    assert (
+        base["ngram_embeds"] == AdamGroup("ngram_embeds", 10.0) != base["head"] == AdamGroup("head")
+    )
 
 
-@pytest.mark.parametrize("rows, says", [
-    ("AdamGroup('tail')", "param_groups: unknown kinds 'tail'; the kinds are embed, value_embeds, ngram_embeds, head"),
-    ("AdamGroup(3)", "unknown kinds 3"),
-    ("AdamGroup('head', beta1=1)", "AdamGroup('head', beta1=1): beta1 is 1; it must be a number, from 0 on, below 1"),
-    ("AdamGroup('head', lr_mul=-1)", "lr_mul is -1; it must be a number, from 0 on"),
-    ("AdamGroup('head', 1e999)", "lr_mul is inf"), ("MuonGroup('attn', 'x')", "lr_mul is 'x'"),
-    ("AdamGroup('head', weight_decay=(1, 2))", "weight_decay is (1, 2)"),
-    ("Stage()", "param_groups: Stage() is not a row of it; its type is tuple[AdamGroup | MuonGroup, ...]"), ("3", "param_groups: 3 is not a row"),
-])
+@pytest.mark.parametrize(
+    "rows, says",
+    [
+        (
+            "AdamGroup('tail')",
+            (
+                "param_groups: unknown kinds 'tail'; the kinds are embed, value_embeds,"
+                " ngram_embeds, head"
+            ),
+        ),
+        ("AdamGroup(3)", "unknown kinds 3"),
+        (
+            "AdamGroup('head', beta1=1)",
+            "AdamGroup('head', beta1=1): beta1 is 1; it must be a number, from 0 on, below 1",
+        ),
+        ("AdamGroup('head', lr_mul=-1)", "lr_mul is -1; it must be a number, from 0 on"),
+        ("AdamGroup('head', 1e999)", "lr_mul is inf"),
+        ("MuonGroup('attn', 'x')", "lr_mul is 'x'"),
+        ("AdamGroup('head', weight_decay=(1, 2))", "weight_decay is (1, 2)"),
+        (
+            "Stage()",
+            (
+                "param_groups: Stage() is not a row of it; its type is tuple[AdamGroup | MuonGroup,"
+                " ...]"
+            ),
+        ),
+        ("3", "param_groups: 3 is not a row"),
+    ],
+)
 def test_impossible_param_groups_are_refused(rows, says):
     with pytest.raises(train_gpt.RunError) as error:
         train_gpt.check_config(parse("--param_groups", rows)[1], 1)
     assert says in str(error.value)
 
 
-@pytest.mark.parametrize("config", [*PRESETS.values(), train_gpt.Config(**TINY)], ids=[*PRESETS, "tiny"])
+@pytest.mark.parametrize(
+    "config", [*PRESETS.values(), train_gpt.Config(**TINY)], ids=[*PRESETS, "tiny"]
+)
 def test_a_config_survives_json_and_flags(config):
-    assert train_gpt.config_of(json.loads(json.dumps(train_gpt.json_of(config))), type(config)) == config
+    assert (
+        train_gpt.config_of(json.loads(json.dumps(train_gpt.json_of(config))), type(config))
+        == config
+    )
     fields = [f.name for f in dataclasses.fields(config) if f.name != "resume"]
-    argv = itertools.chain.from_iterable((f"--{name}", as_text(getattr(config, name))) for name in fields)
-    assert parse(*argv, preset="frontier89" if isinstance(config, frontier.Config) else "speedrun")[1] == config
+    argv = itertools.chain.from_iterable(
+        (f"--{name}", as_text(getattr(config, name))) for name in fields
+    )
+    assert (
+        parse(*argv, preset="frontier89" if isinstance(config, frontier.Config) else "speedrun")[1]
+        == config
+    )
 
 
-@pytest.mark.parametrize("changes", [dict(stages="until long_window; 1 3"), dict(stages=None), dict(micro_tokens=1024)], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [dict(stages="until long_window; 1 3"), dict(stages=None), dict(micro_tokens=1024)],
+    ids=str,
+)
 def test_a_config_of_another_version_is_a_type_error(changes):
     with pytest.raises(TypeError):
         train_gpt.config_of({**train_gpt.json_of(train_gpt.Config()), **changes})
@@ -188,9 +326,11 @@ class Terminal(io.TextIOWrapper):
 
 def test_on_a_terminal_the_progress_line_stays_in_its_place(monkeypatch):
     monkeypatch.setattr(train_gpt.sys, "stdout", Terminal(shown := io.BytesIO()))
-    log, clock = train_gpt.Log(train_gpt.Config(num_steps=9), 0, "x"), train_gpt.Clock(torch.device("cpu"), 0.0)
+    log = train_gpt.Log(train_gpt.Config(num_steps=9), 0, "x")
+    clock = train_gpt.Clock(torch.device("cpu"), 0.0)
     for step, loss in enumerate((None, 4.0, 3.0, 2.0), 1):
-        clock.elapsed, log.last_line = 1000.0 * step, 0.0
+        clock.elapsed = 1000.0 * step
+        log.last_line = 0.0
         log.progress(step, loss, clock, 10 * step)
     train_gpt.sys.stdout.flush()
     first, *_, last, end = shown.getvalue().decode().split("\x1b[A\n")
@@ -215,48 +355,118 @@ def refused(changes, ranks=1):
     return str(error.value)
 
 
-@pytest.mark.parametrize("changes,ranks,says", [
-    ({}, 3, "the stage from step 0 on has 8 micro-batches, which 3 ranks cannot share evenly; start 2 ranks"),
-    ({"micro_batches": 12}, 8, "12 micro-batches, which 8 ranks cannot share evenly; start 6 ranks"),
-    ({"num_heads": 3}, 1, "model_dim is 32; give a multiple of 4 * num_heads, 12"),
-    ({"layers": "S0M X"}, 1, "'X' is not a layer; write S or L"),
-    ({"layers": "0M"}, 1, "'0M' is not a layer"),
-    ({"layers": ""}, 1, "give at least one layer"),
-    ({"layers": "S2M SM S0M"}, 1, "value tables {0, 2}; number them from 0"),
-    ({"backout_layer": -1}, 1, "backout_layer is -1; it must be a whole number, from 0 on"),
-    ({"backout_layer": 12}, 1, "layers has 0 to 11"),
-    ({"layers": "P0M"}, 1, "'P0M' is not a layer"),
-    ({"layers": "SM -+0"}, 1, "'-+0' is not a layer"),
-    ({"layers": "SM +0"}, 1, "'+0' is not a layer"),
-    ({"layers": "S0M SM+1"}, 1, "layer 1 has a skip connection from layer 1; it must come from an earlier layer"),
-    ({"seed": 2 ** 64}, 1, "seed is 18446744073709551616; it must be a whole number, from 0 on, at most"),
-    ({"timeout_s": 10 ** 14}, 2, "timeout_s is 100000000000000; it must be a whole number, above 0, at most"),
-    ({"val_tokens": 100}, 1, "val_tokens is 100; give a multiple of val_len, 64, or 0"),
-    ({"adam_beta1": 1.0}, 1, "adam_beta1 is 1.0; it must be a number, from 0 on, below 1"),
-    ({"muon_lr": -1.0}, 1, "muon_lr is -1.0; it must be a number, from 0 on"),
-    ({"adam_every": 0}, 1, "adam_every is 0"),
-    ({"micro_batches": 0}, 1, "micro_batches is 0; it must be a whole number, above 0"),
-    ({"micro_batch_splits": 0}, 1, "micro_batch_splits is 0; it must be a whole number, above 0"),
-    ({"micro_batch_splits": 5}, 1, "micro_batch_splits is 5; it must divide micro_batch_tokens, 48"),
-    ({"num_steps": 0}, 1, "num_steps is 0; it must be a whole number, above 0"),
-    ({"run_id": "../x"}, 1, "a file name without '/'"),
-    ({"max_document_tokens": 1}, 1, "max_document_tokens is 1; it must be a whole number, from 2 on"),
-    ({"profile": "3"}, 1, "profile is '3'"),
-    ({"profile": "3:12"}, 1, "below num_steps 12"),
-    ({"profile": "3:2"}, 1, "profile is '3:2'"),
-    ({"race": "2026:1"}, 1, "race is '2026:1'"),
-    ({"world_size_invariant": True, "clip_norm": 1.0}, 1, "world_size_invariant excludes bf16_compress, clip_norm"),
-    ({"world_size_invariant": True, "bf16_compress": True}, 1, "world_size_invariant excludes bf16_compress"),
-    ({"world_size_invariant": True, "micro_batches": 6}, 1, "has 6 micro-batches on 1 ranks; make both powers of two"),
-    ({"attention": "flash"}, 1, "attention flash needs dtype bfloat16; use --attention auto"),
-    ({"attention": "flash", "dtype": "bfloat16", "world_size_invariant": True}, 1, "clip_norm and attention flash"),
-    ({"ngrams": (Stage(),)}, 1, "ngrams: Stage() is not a row of it; its type is tuple[Ngrams, ...]"),
-    ({"ngrams": (Ngrams(1, 64, 8),)}, 1, "Ngrams(1, 64, 8): n is 1; it must be a whole number, from 2 on, at most 9"),
-    ({"ngrams": (Ngrams(2, 0, 8),)}, 1, "Ngrams(2, 0, 8): rows is 0; it must be a whole number, above 0"),
-    ({"ngrams": (Ngrams(1000000, 64, 8),)}, 1, "n is 1000000"),
-    ({"ngrams": (Ngrams(2, 64, "8"),)}, 1, "width is '8'"),
-    ({"ngrams": (Ngrams(2, 64, 8), Ngrams(3, 64, 193))}, 1, "ngrams: Ngrams(3, 64, 193) is wider than model_dim, 32"),
-])
+@pytest.mark.parametrize(
+    "changes,ranks,says",
+    [
+        (
+            {},
+            3,
+            (
+                "the stage from step 0 on has 8 micro-batches, which 3 ranks cannot share evenly;"
+                " start 2 ranks"
+            ),
+        ),
+        (
+            {"micro_batches": 12},
+            8,
+            "12 micro-batches, which 8 ranks cannot share evenly; start 6 ranks",
+        ),
+        ({"num_heads": 3}, 1, "model_dim is 32; give a multiple of 4 * num_heads, 12"),
+        ({"layers": "S0M X"}, 1, "'X' is not a layer; write S or L"),
+        ({"layers": "0M"}, 1, "'0M' is not a layer"),
+        ({"layers": ""}, 1, "give at least one layer"),
+        ({"layers": "S2M SM S0M"}, 1, "value tables {0, 2}; number them from 0"),
+        ({"backout_layer": -1}, 1, "backout_layer is -1; it must be a whole number, from 0 on"),
+        ({"backout_layer": 12}, 1, "layers has 0 to 11"),
+        ({"layers": "P0M"}, 1, "'P0M' is not a layer"),
+        ({"layers": "SM -+0"}, 1, "'-+0' is not a layer"),
+        ({"layers": "SM +0"}, 1, "'+0' is not a layer"),
+        (
+            {"layers": "S0M SM+1"},
+            1,
+            "layer 1 has a skip connection from layer 1; it must come from an earlier layer",
+        ),
+        (
+            {"seed": 2**64},
+            1,
+            "seed is 18446744073709551616; it must be a whole number, from 0 on, at most",
+        ),
+        (
+            {"timeout_s": 10**14},
+            2,
+            "timeout_s is 100000000000000; it must be a whole number, above 0, at most",
+        ),
+        ({"val_tokens": 100}, 1, "val_tokens is 100; give a multiple of val_len, 64, or 0"),
+        ({"adam_beta1": 1.0}, 1, "adam_beta1 is 1.0; it must be a number, from 0 on, below 1"),
+        ({"muon_lr": -1.0}, 1, "muon_lr is -1.0; it must be a number, from 0 on"),
+        ({"adam_every": 0}, 1, "adam_every is 0"),
+        ({"micro_batches": 0}, 1, "micro_batches is 0; it must be a whole number, above 0"),
+        (
+            {"micro_batch_splits": 0},
+            1,
+            "micro_batch_splits is 0; it must be a whole number, above 0",
+        ),
+        (
+            {"micro_batch_splits": 5},
+            1,
+            "micro_batch_splits is 5; it must divide micro_batch_tokens, 48",
+        ),
+        ({"num_steps": 0}, 1, "num_steps is 0; it must be a whole number, above 0"),
+        ({"run_id": "../x"}, 1, "a file name without '/'"),
+        (
+            {"max_document_tokens": 1},
+            1,
+            "max_document_tokens is 1; it must be a whole number, from 2 on",
+        ),
+        ({"profile": "3"}, 1, "profile is '3'"),
+        ({"profile": "3:12"}, 1, "below num_steps 12"),
+        ({"profile": "3:2"}, 1, "profile is '3:2'"),
+        ({"race": "2026:1"}, 1, "race is '2026:1'"),
+        (
+            {"world_size_invariant": True, "clip_norm": 1.0},
+            1,
+            "world_size_invariant excludes bf16_compress, clip_norm",
+        ),
+        (
+            {"world_size_invariant": True, "bf16_compress": True},
+            1,
+            "world_size_invariant excludes bf16_compress",
+        ),
+        (
+            {"world_size_invariant": True, "micro_batches": 6},
+            1,
+            "has 6 micro-batches on 1 ranks; make both powers of two",
+        ),
+        ({"attention": "flash"}, 1, "attention flash needs dtype bfloat16; use --attention auto"),
+        (
+            {"attention": "flash", "dtype": "bfloat16", "world_size_invariant": True},
+            1,
+            "clip_norm and attention flash",
+        ),
+        (
+            {"ngrams": (Stage(),)},
+            1,
+            "ngrams: Stage() is not a row of it; its type is tuple[Ngrams, ...]",
+        ),
+        (
+            {"ngrams": (Ngrams(1, 64, 8),)},
+            1,
+            "Ngrams(1, 64, 8): n is 1; it must be a whole number, from 2 on, at most 9",
+        ),
+        (
+            {"ngrams": (Ngrams(2, 0, 8),)},
+            1,
+            "Ngrams(2, 0, 8): rows is 0; it must be a whole number, above 0",
+        ),
+        ({"ngrams": (Ngrams(1000000, 64, 8),)}, 1, "n is 1000000"),
+        ({"ngrams": (Ngrams(2, 64, "8"),)}, 1, "width is '8'"),
+        (
+            {"ngrams": (Ngrams(2, 64, 8), Ngrams(3, 64, 193))},
+            1,
+            "ngrams: Ngrams(3, 64, 193) is wider than model_dim, 32",
+        ),
+    ],
+)
 def test_impossible_values_are_refused_with_what_is_allowed(changes, ranks, says):
     assert says in refused(changes, ranks)
 
@@ -269,23 +479,41 @@ def test_a_message_lists_each_mistake_once():
 
 
 def test_a_flag_that_every_stage_of_the_preset_overrides_is_refused():
-    for preset, name in ("frontier", "micro_batch_tokens"), ("frontier89", "long_window"), ("laptop", "long_window"):
-        with pytest.raises(train_gpt.RunError, match=rf"--{name} has no effect, because every stage sets .* change it in --stages 'Stage\("):
+    for preset, name in (
+        ("frontier", "micro_batch_tokens"),
+        ("frontier89", "long_window"),
+        ("laptop", "long_window"),
+    ):
+        with pytest.raises(
+            train_gpt.RunError,
+            match=(
+                rf"--{name} has no effect, because every stage sets .* change it in --stages"
+                r" 'Stage\("
+            ),
+        ):
             parse(f"--{name}", "4", preset=preset)
     assert parse("--long_window", "4", "--stages", "Stage()")[1].long_window == 4
     assert parse("--micro_batch_tokens", "8192")[1].micro_batch_tokens == 8192
 
 
-@pytest.mark.parametrize("program, preset, flags, needed", [
-    (train_gpt, "speedrun", ["--even_order", "true"], "shuffle"),
-    (train_gpt, "speedrun", ["--lazy_tables", "true"], "ngrams"),
-    (train_gpt, "laptop", ["--ngrams", "()", "--ngram_reset", "4"], "ngrams"),
-    (train_gpt, "laptop", ["--fp8_weight_scale", "7"], "fp8_head"),
-    (train_gpt, "laptop", ["--cooldown", "0", "--lr_floor", ".9"], "cooldown"),
-    (train_gpt, "laptop", ["--muon_momentum_rise", "0", "--muon_momentum_fall", "0", "--muon_momentum_low", ".1"], "muon_momentum_rise or --muon_momentum_fall"),
-    (train_gpt, "laptop", ["--stages", "Stage(long_window=2)", "--long_window", "5"], "stages"),
-    (frontier, "frontier", ["--adam_beta1", ".5"], "param_groups"),
-])
+@pytest.mark.parametrize(
+    "program, preset, flags, needed",
+    [
+        (train_gpt, "speedrun", ["--even_order", "true"], "shuffle"),
+        (train_gpt, "speedrun", ["--lazy_tables", "true"], "ngrams"),
+        (train_gpt, "laptop", ["--ngrams", "()", "--ngram_reset", "4"], "ngrams"),
+        (train_gpt, "laptop", ["--fp8_weight_scale", "7"], "fp8_head"),
+        (train_gpt, "laptop", ["--cooldown", "0", "--lr_floor", ".9"], "cooldown"),
+        (
+            train_gpt,
+            "laptop",
+            ["--muon_momentum_rise", "0", "--muon_momentum_fall", "0", "--muon_momentum_low", ".1"],
+            "muon_momentum_rise or --muon_momentum_fall",
+        ),
+        (train_gpt, "laptop", ["--stages", "Stage(long_window=2)", "--long_window", "5"], "stages"),
+        (frontier, "frontier", ["--adam_beta1", ".5"], "param_groups"),
+    ],
+)
 def test_a_flag_without_effect_is_refused_and_says_what_it_needs(program, preset, flags, needed):
     with pytest.raises(train_gpt.RunError, match=f"{flags[-2]} has no effect.*--{needed}"):
         train_gpt.parse_config(["--preset", preset, *flags], preset, program.PRESETS)
@@ -300,7 +528,12 @@ def test_a_run_without_steps_is_refused(preset, steps):
 
 
 def test_ablations_of_a_preset_need_no_second_flag_and_a_preset_s_own_idle_value_is_refused():
-    for flags in (["--ngrams", "()"], ["--shuffle", "false"], ["--cooldown", "0"], ["--adam_every", "2", "--ngram_reset", "0"]):
+    for flags in (
+        ["--ngrams", "()"],
+        ["--shuffle", "false"],
+        ["--cooldown", "0"],
+        ["--adam_every", "2", "--ngram_reset", "0"],
+    ):
         parse(*flags, preset="laptop")
     idle = {"laptop": dataclasses.replace(PRESETS["speedrun"], even_order=True)}
     with pytest.raises(train_gpt.RunError, match="--even_order has no effect without --shuffle"):
@@ -316,7 +549,9 @@ def test_presets_are_possible(preset, ranks):
     train_gpt.check_config(train_gpt.Config(**{**TINY, "layers": "SM", "backout_layer": 0}), ranks)
 
 
-@pytest.mark.parametrize("micro_batches,possible", [(8, [1, 2, 4, 8]), (6, [1, 2, 3, 6]), (12, [1, 2, 3, 4, 6, 12])])
+@pytest.mark.parametrize(
+    "micro_batches,possible", [(8, [1, 2, 4, 8]), (6, [1, 2, 3, 6]), (12, [1, 2, 3, 4, 6, 12])]
+)
 def test_ranks_must_divide_every_batch(micro_batches, possible):
     """check_config accepts exactly the divisors, and usable_ranks returns the largest one."""
     config = train_gpt.Config(**{**TINY, "micro_batches": micro_batches})
@@ -336,12 +571,15 @@ def test_layers_of_the_record():
     assert [i for i, layer in enumerate(layers) if layer.window is None] == [0, 7]
     assert [i for i, layer in enumerate(layers) if layer.window == "L"] == [4, 11]
     assert [i for i, layer in enumerate(layers) if not layer.mlp] == [0]
-    tables = {i: layer.value_table for i, layer in enumerate(layers) if layer.value_table is not None}
+    tables = {
+        i: layer.value_table for i, layer in enumerate(layers) if layer.value_table is not None
+    }
     assert tables == {1: 1, 2: 2, 9: 0, 10: 1, 11: 2}
 
 
 def plan_of_record_44(step):
-    """Compute (long window, short window, learning-rate factor, momentum) by formulas, windows in blocks."""
+    """Compute (long window, short window, learning-rate factor, momentum) by formulas, windows in
+    blocks."""
     blocks = 13 if step >= 2205 else (3, 7, 11)[3 * step // 2205]
     x = min(0.9999, step / 2205)
     factor = 1.0 if x < 0.5 else (1 - x) / 0.5 + (1 - (1 - x) / 0.5) * 0.1
@@ -354,13 +592,20 @@ def plan_of_record_44(step):
 
 
 def test_speedrun_s_plan_is_record_44_s_at_every_step():
-    config, seen = train_gpt.Config(), []
+    config = train_gpt.Config()
+    seen = []
     for step in range(2246):
         plan = train_gpt.plan_of(config, step)
         long, short, factor, momentum = plan_of_record_44(step)
         assert plan.step == step and plan.windows == (128 * long, 128 * short), step
-        assert plan.lr_factor == pytest.approx(factor, rel=1e-12) and plan.momentum == pytest.approx(momentum, rel=1e-12), step
-        assert (plan.micro_batches, plan.max_document_tokens, plan.scheduled) == (8, 2048, {"peak_lr_factor": 1.0})
+        assert plan.lr_factor == pytest.approx(
+            factor, rel=1e-12
+        ) and plan.momentum == pytest.approx(momentum, rel=1e-12), step
+        assert (plan.micro_batches, plan.max_document_tokens, plan.scheduled) == (
+            8,
+            2048,
+            {"peak_lr_factor": 1.0},
+        )
         if step < 2245 and 128 * long not in seen:
             seen.append(128 * long)
         assert plan.rotary_windows == tuple(seen), step
@@ -379,8 +624,13 @@ def plans(config, name):
 
 
 def test_a_stage_s_value_precedes_the_flag():
-    config = with_stages(Stage(until=1/4, micro_batches=2, max_document_tokens=16), Stage(until=9, micro_batches=4),
-                         Stage(max_document_tokens=30), num_steps=12, long_window=5)
+    config = with_stages(
+        Stage(until=1 / 4, micro_batches=2, max_document_tokens=16),
+        Stage(until=9, micro_batches=4),
+        Stage(max_document_tokens=30),
+        num_steps=12,
+        long_window=5,
+    )
     assert plans(config, "micro_batches") == [2] * 3 + [4] * 6 + [8] * 4
     assert plans(config, "max_document_tokens") == [16] * 3 + [40] * 6 + [30] * 4
     assert {*plans(config, "windows")[:-1]} == {(20, 8)}
@@ -389,28 +639,63 @@ def test_a_stage_s_value_precedes_the_flag():
 
 
 def test_stages_without_a_step_are_left_out():
-    config = with_stages(Stage(until=1/3, long_window=3), Stage(until=1/3, long_window=9), Stage(long_window=5))
+    config = with_stages(
+        Stage(until=1 / 3, long_window=3), Stage(until=1 / 3, long_window=9), Stage(long_window=5)
+    )
     assert plans(config, "rotary_windows") == [(12,)] * 4 + [(12, 20)] * 9
     assert [stage.first["long_window"] for stage in train_gpt.stages_of(config)] == [3, 5]
 
 
-@pytest.mark.parametrize("until, scheduled, end", [
-    (1/3, 2205, 735), (2/3, 2205, 1470), (1/3, 1440, 480), (1/3, 3000, 1000), (1/3, 10, 4), (2/3, 10, 7), (1/2, 125, 63), (0.1, 30, 3), (0.7, 10, 7),
-    (0.29, 100, 29), (0.07, 100, 7), (1, 7, 7), (1.0, 7, 7), (2, 7, 2), (5.0, 7, 5)])
+@pytest.mark.parametrize(
+    "until, scheduled, end",
+    [
+        (1 / 3, 2205, 735),
+        (2 / 3, 2205, 1470),
+        (1 / 3, 1440, 480),
+        (1 / 3, 3000, 1000),
+        (1 / 3, 10, 4),
+        (2 / 3, 10, 7),
+        (1 / 2, 125, 63),
+        (0.1, 30, 3),
+        (0.7, 10, 7),
+        (0.29, 100, 29),
+        (0.07, 100, 7),
+        (1, 7, 7),
+        (1.0, 7, 7),
+        (2, 7, 2),
+        (5.0, 7, 5),
+    ],
+)
 def test_a_stage_ends_at_the_next_whole_step(until, scheduled, end):
-    config = with_stages(Stage(until=until), Stage(long_window=4), Stage(extra_steps=5), num_steps=scheduled + 5)
+    config = with_stages(
+        Stage(until=until), Stage(long_window=4), Stage(extra_steps=5), num_steps=scheduled + 5
+    )
     stages = train_gpt.stages_of(config)
     assert stages[0].end == end and stages[-2].end == scheduled and stages[-1].end == scheduled + 5
 
 
 def test_a_ramp_is_linear_within_its_stage():
-    config = with_stages(Stage(until=4, peak_lr_factor=Ramp(0.5, 1)), Stage(), Stage(extra_steps=2, peak_lr_factor=2), cooldown=0.0)
-    assert plans(config, "lr_factor") == pytest.approx([0.5, 0.625, 0.75, 0.875] + [1.0] * 6 + [2.0] * 3)
-    assert plans(config, "scheduled") == [{"peak_lr_factor": factor} for factor in plans(config, "lr_factor")]
+    config = with_stages(
+        Stage(until=4, peak_lr_factor=Ramp(0.5, 1)),
+        Stage(),
+        Stage(extra_steps=2, peak_lr_factor=2),
+        cooldown=0.0,
+    )
+    assert plans(config, "lr_factor") == pytest.approx(
+        [0.5, 0.625, 0.75, 0.875] + [1.0] * 6 + [2.0] * 3
+    )
+    assert plans(config, "scheduled") == [
+        {"peak_lr_factor": factor} for factor in plans(config, "lr_factor")
+    ]
 
 
 def test_the_cooldown_scales_the_stage_s_peak():
-    factors = plans(with_stages(Stage(until=1/2), Stage(peak_lr_factor=2), num_steps=20, cooldown=0.5, lr_floor=0.1), "lr_factor")
+    factors = plans(
+        with_stages(
+            Stage(until=1 / 2), Stage(peak_lr_factor=2), num_steps=20, cooldown=0.5, lr_floor=0.1
+        ),
+        "lr_factor",
+    )
     assert factors[:10] == [1.0] * 10
     for step in range(10, 20):
         left = (1 - step / 20) / 0.5
@@ -427,56 +712,128 @@ def test_micro_batch_splits_keep_the_tokens_of_a_step(preset):
     whole = PRESETS[preset]
     parts = dataclasses.replace(whole, micro_batch_splits=4)
     for step in range(whole.num_steps + 1):
-        old, new = train_gpt.plan_of(whole, step), train_gpt.plan_of(parts, step)
-        parted = {"micro_batches": 4 * old.micro_batches, "micro_batch_tokens": old.micro_batch_tokens // 4}
+        old = train_gpt.plan_of(whole, step)
+        new = train_gpt.plan_of(parts, step)
+        parted = {
+            "micro_batches": 4 * old.micro_batches,
+            "micro_batch_tokens": old.micro_batch_tokens // 4,
+        }
         assert new == dataclasses.replace(old, **parted, values=old.values | parted)
     assert train_gpt.tokens_of_steps(whole, 100) == train_gpt.tokens_of_steps(parts, 100)
-    assert train_gpt.micro_batch_lengths(parts) == {length // 4 for length in train_gpt.micro_batch_lengths(whole)}
+    assert train_gpt.micro_batch_lengths(parts) == {
+        length // 4 for length in train_gpt.micro_batch_lengths(whole)
+    }
 
 
 @pytest.mark.parametrize("preset", ["speedrun", "frontier", "frontier89"])
 def test_sixteen_gpus_need_micro_batches_in_two_parts(preset):
-    """As docs/clusters.md and speedrun.sbatch say of two hosts with 8 GPUs each, and of two with 4."""
+    """As docs/clusters.md and speedrun.sbatch say of two hosts with 8 GPUs each, and of two with
+    4."""
+
     def refusal(ranks, splits):
         config = dataclasses.replace(PRESETS[preset], micro_batch_splits=splits)
-        return [says for holds, says in config.conditions(ranks) if not holds and "cannot share" in says]
+        return [
+            says for holds, says in config.conditions(ranks) if not holds and "cannot share" in says
+        ]
+
     assert "start 8 ranks (--nproc_per_node), or change --micro_batches" in refusal(16, 1)[0]
     assert not refusal(16, 2) and not refusal(8, 1)
 
 
-@pytest.mark.parametrize("stages, says", [
-    ((), "stages end at step 0, and num_steps is 12"),
-    ((3, Stage()), "stages: 3 is not a row of it; its type is tuple[Stage, ...]"),
-    ((AdamGroup("head"),), "stages: AdamGroup('head') is not a row of it"),
-    *(((Stage(until=until), Stage()), f"has until={until!r}; give a fraction of the scheduled steps, or a whole step above 1")
-      for until in (0, -1/3, 4/3, 1.5, "1/2", (1, 2), float("inf"), float("nan"))),
-    ((Stage(until=2/3), Stage(until=1/3), Stage()), "ends at step 4; let it end in 8 to 12"),
-    ((Stage(until=13),), "ends at step 13; let it end in 0 to 12"),
-    ((Stage(until=1/2), Stage(until=10)), "stages end at step 10, and num_steps is 12; end one at until=1"),
-    ((Stage(extra_steps=2), Stage()), "begins at step 0, and the schedule ends at step 10; let only the last stages have extra_steps"),
-    ((Stage(extra_steps=12),), "the extra steps leave 0 of num_steps 12"),
-    *(((Stage(), Stage(extra_steps=extra)), f"extra_steps is {extra!r}; it must be a whole number, from 0 on")
-      for extra in (-1, 0.5, "x", (1, 2))),
-    ((Stage(long_window="three"),), "long_window is 'three'; it must be a whole number, above 0"),
-    ((Stage(long_window=7.0),), "long_window is 7.0; it must be a whole number"),
-    ((Stage(long_window=0),), "stages: Stage(long_window=0): long_window is 0; it must be a whole number, above 0"),
-    ((Stage(long_window=Ramp(3, 7)),), "long_window is Ramp(first=3, last=7); it must be a whole number"),
-    ((Stage(peak_lr_factor=-1),), "peak_lr_factor is -1; it must be a number, from 0 on"),
-    ((Stage(peak_lr_factor=(1, 2)),), "peak_lr_factor is (1, 2); it must be a number"),
-    ((Stage(peak_lr_factor=Ramp(1, -1)),), "peak_lr_factor is -1"),
-    ((Stage(until=1/2), Stage(micro_batches=3)), "from step 6 on has 3 micro-batches, which 2 ranks cannot share evenly; start 1 ranks"),
-    ((Stage(until=1/2), Stage(max_document_tokens=1)), "Stage(max_document_tokens=1): max_document_tokens is 1; it must be a whole number, from 2 on"),
-], ids=str)
+@pytest.mark.parametrize(
+    "stages, says",
+    [
+        ((), "stages end at step 0, and num_steps is 12"),
+        ((3, Stage()), "stages: 3 is not a row of it; its type is tuple[Stage, ...]"),
+        ((AdamGroup("head"),), "stages: AdamGroup('head') is not a row of it"),
+        *(
+            (
+                (Stage(until=until), Stage()),
+                (
+                    f"has until={until!r}; give a fraction of the scheduled steps, or a whole step"
+                    " above 1"
+                ),
+            )
+            for until in (0, -1 / 3, 4 / 3, 1.5, "1/2", (1, 2), float("inf"), float("nan"))
+        ),
+        (
+            (Stage(until=2 / 3), Stage(until=1 / 3), Stage()),
+            "ends at step 4; let it end in 8 to 12",
+        ),
+        ((Stage(until=13),), "ends at step 13; let it end in 0 to 12"),
+        (
+            (Stage(until=1 / 2), Stage(until=10)),
+            "stages end at step 10, and num_steps is 12; end one at until=1",
+        ),
+        (
+            (Stage(extra_steps=2), Stage()),
+            (
+                "begins at step 0, and the schedule ends at step 10; let only the last stages have"
+                " extra_steps"
+            ),
+        ),
+        ((Stage(extra_steps=12),), "the extra steps leave 0 of num_steps 12"),
+        *(
+            (
+                (Stage(), Stage(extra_steps=extra)),
+                f"extra_steps is {extra!r}; it must be a whole number, from 0 on",
+            )
+            for extra in (-1, 0.5, "x", (1, 2))
+        ),
+        (
+            (Stage(long_window="three"),),
+            "long_window is 'three'; it must be a whole number, above 0",
+        ),
+        ((Stage(long_window=7.0),), "long_window is 7.0; it must be a whole number"),
+        (
+            (Stage(long_window=0),),
+            "stages: Stage(long_window=0): long_window is 0; it must be a whole number, above 0",
+        ),
+        (
+            (Stage(long_window=Ramp(3, 7)),),
+            "long_window is Ramp(first=3, last=7); it must be a whole number",
+        ),
+        ((Stage(peak_lr_factor=-1),), "peak_lr_factor is -1; it must be a number, from 0 on"),
+        ((Stage(peak_lr_factor=(1, 2)),), "peak_lr_factor is (1, 2); it must be a number"),
+        ((Stage(peak_lr_factor=Ramp(1, -1)),), "peak_lr_factor is -1"),
+        (
+            (Stage(until=1 / 2), Stage(micro_batches=3)),
+            "from step 6 on has 3 micro-batches, which 2 ranks cannot share evenly; start 1 ranks",
+        ),
+        (
+            (Stage(until=1 / 2), Stage(max_document_tokens=1)),
+            (
+                "Stage(max_document_tokens=1): max_document_tokens is 1; it must be a whole number,"
+                " from 2 on"
+            ),
+        ),
+    ],
+    ids=str,
+)
 def test_impossible_stages_are_refused_with_what_is_allowed(stages, says):
     assert says in refused({"stages": stages}, 2)
 
 
 def test_the_rotary_is_stretched_once_per_window_but_not_for_the_last_validation():
-    config = with_stages(Stage(until=1/3, long_window=3), Stage(until=2/3, long_window=7), Stage(long_window=11),
-                         Stage(extra_steps=10, long_window=13), num_steps=40, window_block=128)
+    config = with_stages(
+        Stage(until=1 / 3, long_window=3),
+        Stage(until=2 / 3, long_window=7),
+        Stage(long_window=11),
+        Stage(extra_steps=10, long_window=13),
+        num_steps=40,
+        window_block=128,
+    )
     rotary = train_gpt.Rotary(train_gpt.rotary_frequencies(config.head_dim), 32, torch.float32)
-    frequencies, scale = train_gpt.rotary_frequencies(16), 0.1
-    for step, old, new in ((0, 3, 3), (10, 3, 7), (20, 7, 11), (30, 11, 13), (39, 13, 13), (40, 13, 13)):
+    frequencies = train_gpt.rotary_frequencies(16)
+    scale = 0.1
+    for step, old, new in (
+        (0, 3, 3),
+        (10, 3, 7),
+        (20, 7, 11),
+        (30, 11, 13),
+        (39, 13, 13),
+        (40, 13, 13),
+    ):
         if new != old:
             frequencies, scale = train_gpt.stretch(frequencies, scale, old * 128, new * 128)
         rotary.set_windows(train_gpt.plan_of(config, step).rotary_windows)
@@ -485,7 +842,9 @@ def test_the_rotary_is_stretched_once_per_window_but_not_for_the_last_validation
         assert rotary.scale.item() == pytest.approx(scale)
     assert scale > 0.1 and train_gpt.plan_of(config, 40).windows == (20 * 128, 6 * 128)
     rotary.set_windows(train_gpt.plan_of(config, 0).rotary_windows)
-    assert rotary.scale.item() == pytest.approx(0.1) and torch.equal(rotary.cos[1], train_gpt.rotary_frequencies(16).cos())
+    assert rotary.scale.item() == pytest.approx(0.1) and torch.equal(
+        rotary.cos[1], train_gpt.rotary_frequencies(16).cos()
+    )
 
 
 # what depends on the GPU
@@ -494,46 +853,75 @@ def test_the_rotary_is_stretched_once_per_window_but_not_for_the_last_validation
 def gpu_of(monkeypatch, capability, kib=227):
     """Let torch describe a GPU with so much shared memory per block."""
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda: types.SimpleNamespace(shared_memory_per_block_optin=kib << 10))
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties",
+        lambda: types.SimpleNamespace(shared_memory_per_block_optin=kib << 10),
+    )
 
 
-@pytest.mark.parametrize("capability, kib, kernels", [((9, 0), 227, "on"), ((10, 0), 227, "on"), ((12, 0), 99, "loss"), ((12, 1), 99, "loss"), ((8, 0), 163, "loss")])
+@pytest.mark.parametrize(
+    "capability, kib, kernels",
+    [
+        ((9, 0), 227, "on"),
+        ((10, 0), 227, "on"),
+        ((12, 0), 99, "loss"),
+        ((12, 1), 99, "loss"),
+        ((8, 0), 163, "loss"),
+    ],
+)
 def test_the_mlp_s_kernel_needs_its_shared_memory(monkeypatch, capability, kib, kernels):
     """Consumer Blackwell has TMA, and less than half of what the kernel takes."""
     gpu_of(monkeypatch, capability, kib)
     monkeypatch.setattr(train_gpt, "triton", "installed")
-    assert train_gpt.resolve_auto(train_gpt.Config(attention="masked"), train_gpt.Comm())[0].kernels == kernels
+    assert (
+        train_gpt.resolve_auto(train_gpt.Config(attention="masked"), train_gpt.Comm())[0].kernels
+        == kernels
+    )
 
 
-@pytest.mark.parametrize("asked, changes, capability, installed, other_rank, chosen", [
-    ("auto", {}, (9, 0), True, True, "flash"),
-    ("auto", {}, (9, 0), False, False, "flash, torch's own"),
-    ("auto", {}, (9, 0), True, False, "flash, torch's own"),
-    ("auto", {}, (10, 0), False, False, "flash"),
-    ("auto", {}, (8, 0), False, False, "flash"),
-    ("auto", {}, (7, 5), False, False, "masked"),
-    ("auto", {"dtype": "float32"}, (9, 0), True, True, "masked"),
-    ("auto", {"world_size_invariant": True}, (9, 0), True, True, "masked"),
-    ("masked", {}, (9, 0), False, False, "masked"),
-    ("flash", {}, (9, 0), True, True, "flash"),
-])
-def test_gpus_with_bf16_use_flash_attention(asked, changes, capability, installed, other_rank, chosen, monkeypatch):
+@pytest.mark.parametrize(
+    "asked, changes, capability, installed, other_rank, chosen",
+    [
+        ("auto", {}, (9, 0), True, True, "flash"),
+        ("auto", {}, (9, 0), False, False, "flash, torch's own"),
+        ("auto", {}, (9, 0), True, False, "flash, torch's own"),
+        ("auto", {}, (10, 0), False, False, "flash"),
+        ("auto", {}, (8, 0), False, False, "flash"),
+        ("auto", {}, (7, 5), False, False, "masked"),
+        ("auto", {"dtype": "float32"}, (9, 0), True, True, "masked"),
+        ("auto", {"world_size_invariant": True}, (9, 0), True, True, "masked"),
+        ("masked", {}, (9, 0), False, False, "masked"),
+        ("flash", {}, (9, 0), True, True, "flash"),
+    ],
+)
+def test_gpus_with_bf16_use_flash_attention(
+    asked, changes, capability, installed, other_rank, chosen, monkeypatch
+):
     def find():
         assert finds
         train_gpt.flash_3 = "loaded" if installed else None
         return "" if installed else "kernels: No module named 'kernels'"
+
     monkeypatch.setattr(train_gpt, "flash_3", None)
     monkeypatch.setattr(train_gpt, "find_flash_3", find)
     gpu_of(monkeypatch, capability)
     comm = train_gpt.Comm()
     finds = capability[0] == 9 and "flash" in chosen
-    other = {str: "no network" if finds and not other_rank else "", tuple: capability, int: 227 << 10}
+    other = {
+        str: "no network" if finds and not other_rank else "",
+        tuple: capability,
+        int: 227 << 10,
+    }
     comm.all_gather_json = lambda mine: json.loads(json.dumps([mine, other[type(mine)]]))
     config, messages = train_gpt.resolve_auto(train_gpt.Config(attention=asked, **changes), comm)
     assert config.attention == chosen.split(", ")[0]
     lines = [line for line in messages if "FlashAttention 3 is not used" in line]
     if "torch's own" in chosen:
-        assert len(lines) == 1 and ("No module named 'kernels'" in lines[0] or "no network" in lines[0]) and not train_gpt.flash_3
+        assert (
+            len(lines) == 1
+            and ("No module named 'kernels'" in lines[0] or "no network" in lines[0])
+            and not train_gpt.flash_3
+        )
     else:
         assert not lines and bool(train_gpt.flash_3) == finds
 
@@ -542,6 +930,7 @@ def test_flash_attention_3_is_a_wheel_or_the_hub_s_build_or_says_why_not(monkeyp
     def get_kernel(name, version):
         assert (name, version) == ("kernels-community/flash-attn3", 1)
         return types.SimpleNamespace(flash_attn_interface=of_hub)
+
     of_hub = types.SimpleNamespace(flash_attn_varlen_func=None, _flash_attn_backward=None)
     monkeypatch.setattr(train_gpt, "flash_3", None)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)  # no such module
@@ -550,7 +939,11 @@ def test_flash_attention_3_is_a_wheel_or_the_hub_s_build_or_says_why_not(monkeyp
     monkeypatch.setattr(train_gpt, "flash_3", None)
     del of_hub._flash_attn_backward
     why = train_gpt.find_flash_3()
-    assert why.startswith("flash_attn_interface: ") and "; kernels: " in why and "_flash_attn_backward" in why
+    assert (
+        why.startswith("flash_attn_interface: ")
+        and "; kernels: " in why
+        and "_flash_attn_backward" in why
+    )
     assert train_gpt.flash_3 is None
 
 
@@ -562,7 +955,9 @@ def test_all_ranks_leave_out_what_the_oldest_gpu_lacks(monkeypatch):
     comm.all_gather_json = lambda mine: json.loads(json.dumps([mine, mine]))
     known = train_gpt.Config(attention="masked", kernels="on")
     assert train_gpt.resolve_auto(train_gpt.Config(attention="masked"), comm) == (known, [])
-    comm.all_gather_json = lambda mine: json.loads(json.dumps([mine, {str: "", tuple: (8, 0), int: 163 << 10}[type(mine)]]))
+    comm.all_gather_json = lambda mine: json.loads(
+        json.dumps([mine, {str: "", tuple: (8, 0), int: 163 << 10}[type(mine)]])
+    )
     config, messages = train_gpt.resolve_auto(train_gpt.Config(), comm)
     assert not config.fp8_head and config.kernels == "loss"
     assert messages == ["this GPU has no fp8: the head's product stays in bf16"]
@@ -570,29 +965,60 @@ def test_all_ranks_leave_out_what_the_oldest_gpu_lacks(monkeypatch):
 
 @pytest.mark.parametrize("program", [train_gpt, frontier], ids=PROGRAMS)
 def test_an_edit_of_what_a_kernel_replaces_is_not_ignored(program, monkeypatch):
-    """A kernel computes what it was written for, so an edited plain form must be used in its place."""
+    """A kernel computes what it was written for, so an edited plain form must be used in its
+    place."""
     gpu_of(monkeypatch, (9, 0))
     monkeypatch.setattr(train_gpt, "triton", "installed")
     monkeypatch.setattr(train_gpt, "find_flash_3", lambda: "")
-    auto, comm = [*program.PRESETS.values()][0], train_gpt.Comm()
+    auto = [*program.PRESETS.values()][0]
+    comm = train_gpt.Comm()
     config, messages = train_gpt.resolve_auto(auto, comm)
-    digests = {name: hashlib.sha256("".join(train_gpt.code_of(inspect.getsource(form)) for form in forms).encode()).hexdigest()[:8]
-               for name, (forms, _) in program.PLAIN_FORMS.items()}
-    assert (config.kernels, config.attention, messages) == ("on", "flash", []), f"a plain form was changed; PLAIN_FORMS with {digests}?"
+    digests = {
+        name: (
+            hashlib.sha256(
+                "".join(train_gpt.code_of(inspect.getsource(form)) for form in forms).encode()
+            ).hexdigest()[:8]
+        )
+        for name, (forms, _) in program.PLAIN_FORMS.items()
+    }
+    assert (config.kernels, config.attention, messages) == (
+        "on",
+        "flash",
+        [],
+    ), f"a plain form was changed; PLAIN_FORMS with {digests}?"
 
     source = inspect.getsource
     with monkeypatch.context() as patch:  # words and formatting are no edit
-        patch.setattr(inspect, "getsource", lambda form: re.sub(r'"""(.|\n)*?"""', '"""Words."""\n\n        # remark', source(form)))
+        patch.setattr(
+            inspect,
+            "getsource",
+            lambda form: re.sub(
+                r'"""(.|\n)*?"""', '"""Words."""\n\n        # remark', source(form)
+            ),
+        )
         assert train_gpt.resolve_auto(auto, comm) == (config, [])
-    for form, kernels, attention, kernel in ((program.MLP.forward, "loss", "flash", "MLP"), (train_gpt.Softcap.__call__, "off", "flash", "loss"),
-                                             (program.Head.forward, "off", "flash", "loss"), (train_gpt.attend, "on", "masked", "attention")):
+    for form, kernels, attention, kernel in (
+        (program.MLP.forward, "loss", "flash", "MLP"),
+        (train_gpt.Softcap.__call__, "off", "flash", "loss"),
+        (program.Head.forward, "off", "flash", "loss"),
+        (train_gpt.attend, "on", "masked", "attention"),
+    ):
         with monkeypatch.context() as patch:
-            patch.setattr(inspect, "getsource", lambda of: "def edited(): pass" if of is form else source(of))
+            patch.setattr(
+                inspect, "getsource", lambda of: "def edited(): pass" if of is form else source(of)
+            )
             config, (message, *_) = train_gpt.resolve_auto(auto, comm)
-            assert (config.kernels, config.attention) == (kernels, attention) and f"plain form of {kernel} was edited" in message
+            assert (config.kernels, config.attention) == (
+                kernels,
+                attention,
+            ) and f"plain form of {kernel} was edited" in message
             own = dataclasses.replace(auto, kernels="on", attention="flash")  # as the user says
             config, (message,) = train_gpt.resolve_auto(own, comm)
-            assert config == own and f"plain form of {kernel} was edited" in message and "ignores the edit" in message
+            assert (
+                config == own
+                and f"plain form of {kernel} was edited" in message
+                and "ignores the edit" in message
+            )
 
 
 # the source

@@ -60,7 +60,12 @@ def test_the_settings_of_whoever_starts_the_tests_do_not_reach_them(tmp_path):
         "PYTHONUTF8": "0",
         "PYTHONCOERCECLOCALE": "0",
     }
-    done = subprocess.run([sys.executable, "-c", STARTED], cwd=tmp_path, env=environment, text=True,
-                          capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", STARTED],
+        cwd=tmp_path,
+        env=environment,
+        text=True,
+        capture_output=True,
+    )
     assert (done.stdout, done.stderr) == ("name\n '\\xe4'\nTrue\n", "")
     assert contents(theirs) == before

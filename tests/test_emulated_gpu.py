@@ -1,4 +1,5 @@
-"""The emulated GPU: the interpreter's repairs, the order check on small logs, whole comparisons with the CPU path."""
+"""The emulated GPU: the interpreter's repairs, the order check on small logs, whole comparisons
+with the CPU path."""
 
 import importlib
 import os
@@ -23,20 +24,24 @@ def parse(*lines):
     return simulate.parse_log("\t".join(line.split()) + "\n" for line in lines)
 
 
-WRITE, READ = "0 USE kernel 4096 8192 1", "5 USE reader 8000 9000 0"
+WRITE = "0 USE kernel 4096 8192 1"
+READ = "5 USE reader 8000 9000 0"
 
 
-@pytest.mark.parametrize("between, unordered", [
-    ((), 1),
-    (("0 EVENT e 16", "5 WAIT w 16"), 0),
-    (("0 EVENT e 16", "7 WAIT w 16"), 1),  # another stream waits
-    (("5 WAIT w 16", "0 EVENT e 16"), 1),  # waits before the event
-    (("0 EVENT e 16", "7 WAIT w 16", "7 EVENT e 32", "5 WAIT w 32"), 0),
-    (("0 SYNC cudaStreamSynchronize",), 0),
-    (("7 SYNC cudaStreamSynchronize",), 1),
-    (("0 EVENT e 16", "10 SYNC cudaEventSynchronize"), 0),
-    (("0 SYNC cudaDeviceSynchronize",), 0),
-])
+@pytest.mark.parametrize(
+    "between, unordered",
+    [
+        ((), 1),
+        (("0 EVENT e 16", "5 WAIT w 16"), 0),
+        (("0 EVENT e 16", "7 WAIT w 16"), 1),  # another stream waits
+        (("5 WAIT w 16", "0 EVENT e 16"), 1),  # waits before the event
+        (("0 EVENT e 16", "7 WAIT w 16", "7 EVENT e 32", "5 WAIT w 32"), 0),
+        (("0 SYNC cudaStreamSynchronize",), 0),
+        (("7 SYNC cudaStreamSynchronize",), 1),
+        (("0 EVENT e 16", "10 SYNC cudaEventSynchronize"), 0),
+        (("0 SYNC cudaDeviceSynchronize",), 0),
+    ],
+)
 def test_order_of_uses(between, unordered):
     count, found = order.check(parse(WRITE, *between, READ))
     assert count == 2 and found.total() == unordered
@@ -48,33 +53,74 @@ def test_reads_and_distant_ranges_need_no_order():
     assert not order.check(parse("0 USE a 4096 8000 1", READ))[1]
 
 
-@pytest.mark.parametrize("lines, needed, others", [
-    ((WRITE, "0 EVENT e 16", "5 WAIT w 16", "5 WAIT w 16", READ, "5 EVENT e 32", "0 WAIT w 32"), [],
-     {2: {3}, 3: {2}, 6: set()}),  # either of the first two suffices; nothing follows the last
-    ((WRITE, "0 EVENT e 16", "5 WAIT w 16", READ), [2], {}),
-    ((WRITE, "0 EVENT e 16", "0 SYNC cudaStreamSynchronize", "5 WAIT w 16", READ), [], {3: {2}}),
-    ((WRITE, "0 EVENT e 16", "7 WAIT w 16", "7 EVENT e 32", "5 WAIT w 16", "5 WAIT w 32", READ), [],
-     {2: {4}, 4: {5}, 5: {4}}),
-])
+@pytest.mark.parametrize(
+    "lines, needed, others",
+    [
+        (
+            (
+                WRITE,
+                "0 EVENT e 16",
+                "5 WAIT w 16",
+                "5 WAIT w 16",
+                READ,
+                "5 EVENT e 32",
+                "0 WAIT w 32",
+            ),
+            [],
+            {2: {3}, 3: {2}, 6: set()},
+        ),  # either of the first two suffices; nothing follows the last
+        ((WRITE, "0 EVENT e 16", "5 WAIT w 16", READ), [2], {}),
+        (
+            (WRITE, "0 EVENT e 16", "0 SYNC cudaStreamSynchronize", "5 WAIT w 16", READ),
+            [],
+            {3: {2}},
+        ),
+        (
+            (
+                WRITE,
+                "0 EVENT e 16",
+                "7 WAIT w 16",
+                "7 EVENT e 32",
+                "5 WAIT w 16",
+                "5 WAIT w 32",
+                READ,
+            ),
+            [],
+            {2: {4}, 4: {5}, 5: {4}},
+        ),
+    ],
+)
 def test_which_waits_are_needed_and_what_covers_the_others(lines, needed, others):
     assert order.explain_waits(parse(*lines)) == (needed, others)
 
 
 @pytest.fixture(scope="module")
 def emulated():
-    """emulated(*flags) runs dry_gpu/run; emulated(code=...) runs code with the interpreter installed, as I."""
+    """emulated(*flags) runs dry_gpu/run; emulated(code=...) runs code with the interpreter
+    installed, as I."""
     library = HOME / "lib" / "libdrygpu.so"
     if not library.exists() or b"dry_gpu_use" not in library.read_bytes():
-        pytest.skip(f"the emulated GPU is not set up in {HOME}, or by an older revision; run dry_gpu/setup")
+        pytest.skip(
+            f"the emulated GPU is not set up in {HOME}, or by an older revision; run dry_gpu/setup"
+        )
 
     def call(*flags, code="", repaired=True, **settings):
-        command, env = [DRY / "run", *flags], {**os.environ, **settings}
+        command = [DRY / "run", *flags]
+        env = {**os.environ, **settings}
         if code:
             paths = f"import sys; sys.path[:0] = {str(DRY)!r}, {str(DRY.parent)!r}\n"
-            install = "import compute; compute.become_gpu()\nimport interpreter as I, torch, triton.language as tl\n"
+            install = (
+                "import compute; compute.become_gpu()\nimport interpreter as I, torch,"
+                " triton.language as tl\n"
+            )
             command = [HOME / "venv/bin/python", "-c", paths + install * repaired + code]
-            env |= {"LD_LIBRARY_PATH": str(HOME / "lib"), "DRY_GPU_COMPUTE": "1", "DRY_GPU_POISON": "1"}
+            env |= {
+                "LD_LIBRARY_PATH": str(HOME / "lib"),
+                "DRY_GPU_COMPUTE": "1",
+                "DRY_GPU_POISON": "1",
+            }
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)
+
     return call
 
 
@@ -83,7 +129,9 @@ def passes(done):
 
 
 def test_roundings_of_bf16_and_fp8(emulated):
-    passes(emulated(code="""
+    passes(
+        emulated(
+            code="""
 x = torch.randn(20000) * 10.0 ** torch.randint(-6, 3, (20000,))
 x = torch.cat([x, torch.tensor([0.0, -0.0, 1.998, 0.9999, 448, 460, float("inf"), float("nan")])])
 for kind, (dtype, bits) in I.NARROW.items():
@@ -91,19 +139,29 @@ for kind, (dtype, bits) in I.NARROW.items():
     right = (x if kind == tl.bfloat16 else x.clamp(-top, top)).to(dtype).float()
     found = torch.from_numpy(I.widen(I.narrow(x.numpy(), kind)))
     assert torch.equal(found.nan_to_num(9), right.nan_to_num(9)), kind
-"""))
+"""
+        )
+    )
 
 
 def test_upstream_reproducers_without_and_with_the_repairs(emulated, tmp_path):
-    found = re.findall(r"```python\n(.*?# seen: (.*?); expected: (.*?)\n)```", (DRY / "UPSTREAM.md").read_text(), re.S)
+    found = re.findall(
+        r"```python\n(.*?# seen: (.*?); expected: (.*?)\n)```",
+        (DRY / "UPSTREAM.md").read_text(),
+        re.S,
+    )
     assert len(found) == 6
     for number, (code, *_) in enumerate(found):
         (tmp_path / f"{number}-False.py").write_text(code)
         # with the repairs a compiled kernel can be interpreted, and needs no copy
-        (tmp_path / f"{number}-True.py").write_text(code.replace("InterpretedFunction(kernel)", "JITFunction(kernel)"))
+        (tmp_path / f"{number}-True.py").write_text(
+            code.replace("InterpretedFunction(kernel)", "JITFunction(kernel)")
+        )
 
     def run(repaired):
-        return emulated(repaired=repaired, code=f"""
+        return emulated(
+            repaired=repaired,
+            code=f"""
 import runpy, triton
 triton.knobs.runtime.interpret = {not repaired}
 for number in range({len(found)}):
@@ -111,7 +169,8 @@ for number in range({len(found)}):
         runpy.run_path(f"{tmp_path}/{{number}}-{repaired}.py")
     except Exception as error:
         print(error)
-""").stdout.splitlines()
+""",
+        ).stdout.splitlines()
 
     for (_, seen, expected), without, repaired in zip(found, run(False), run(True), strict=True):
         assert seen in without and repaired == expected
@@ -140,23 +199,33 @@ spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
 
 
 def test_dot_in_bf16_extern_functions_and_nested_kernels(emulated, tmp_path):
-    passes(emulated(code=KERNELS.replace("sys.argv[1]", repr(str(tmp_path))) + """
+    passes(
+        emulated(
+            code=KERNELS.replace("sys.argv[1]", repr(str(tmp_path)))
+            + """
 a, b = torch.randn(2, 16, 16, device="cuda", dtype=torch.bfloat16)
 module.product[(1,)](a, b, out := torch.empty(16, 16, device="cuda"), 0)
 torch.testing.assert_close(out, (a.float() @ b.float()).abs())
-"""))
+"""
+        )
+    )
 
 
 def test_an_access_outside_of_the_arguments_is_an_error(emulated, tmp_path):
-    done = emulated(code=KERNELS.replace("sys.argv[1]", repr(str(tmp_path))) + """
+    done = emulated(
+        code=KERNELS.replace("sys.argv[1]", repr(str(tmp_path)))
+        + """
 a = torch.randn(16, 16, device="cuda", dtype=torch.bfloat16)
 module.product[(1,)](a, a, torch.empty(16, 16, device="cuda"), 1)
-""")
+"""
+    )
     assert done.returncode and "IndexError: product writes" in done.stderr, done.stderr
 
 
 def test_the_mlp_kernel_in_bf16(emulated):
-    passes(emulated(code="""
+    passes(
+        emulated(
+            code="""
 import train_gpt as T
 for m, k, n in ((128, 64, 256), (256, 192, 512)):
     a, b = torch.randn(m, k, device="cuda").bfloat16(), torch.randn(k, n, device="cuda").bfloat16()
@@ -167,12 +236,17 @@ for m, k, n in ((128, 64, 256), (256, 192, 512)):
         g = T.relu_squared(a, b, h)
         for found, right in ((h, y.relu() * y), (g, 2 * y * h.float().sqrt())):
             assert (found.float() - right).norm() / right.norm() < 5e-3
-"""))
+"""
+        )
+    )
 
 
 def test_the_mlp_kernel_in_fp8(emulated):
-    """h8 is h / h_scale rounded once, up to ties that the order of sums decides; the largest h has no rounding."""
-    passes(emulated(code="""
+    """h8 is h / h_scale rounded once, up to ties that the order of sums decides; the largest h has
+    no rounding."""
+    passes(
+        emulated(
+            code="""
 import frontier as T
 for m, k, n in ((128, 128, 256), (256, 384, 512)):
     a8, a_scale = T.to_e4m3(torch.randn(m, k).bfloat16())
@@ -188,12 +262,17 @@ for m, k, n in ((128, 128, 256), (256, 384, 512)):
         assert right.float().max() == 448
         assert (h8.cpu().float() != right.float()).float().mean() < 1e-3
         assert abs(scales[2].item() / y.square().max().item() - 1) < 1e-6
-"""))
+"""
+        )
+    )
 
 
 def test_a_compiled_update_keeps_the_rest_of_a_matrix_in_bf16(emulated):
-    """Inductor drops a cast to bf16 and back, which would leave no rest. Uncompiled, it is at most half a unit of bf16."""
-    passes(emulated(code="""
+    """Inductor drops a cast to bf16 and back, which would leave no rest. Uncompiled, it is at most
+    half a unit of bf16."""
+    passes(
+        emulated(
+            code="""
 import train_gpt as T
 rule = T.NorMuon(lr=1e-3, wide=True)
 param, grad = torch.randn(2, 1, 16, 32, device="cuda").bfloat16().unbind()
@@ -204,8 +283,14 @@ alone, state_alone = begun.clone(), rule.init_state(begun)
 rule.update(alone, grad.float(), state_alone, hyper)
 assert 0 < state["rest"].abs().amax() <= 2 ** -8 * param.float().abs().amax(), "no rest"
 torch.testing.assert_close(param + state["rest"] - begun, alone - begun, rtol=1e-3, atol=1e-6)
-""", TORCHINDUCTOR_CACHE_DIR=str(HOME / "inductor"), TRITON_CACHE_DIR=str(HOME / "triton"),
-        TORCHINDUCTOR_COMPILE_THREADS="1", TRITON_LIBCUDA_PATH=str(HOME / "lib"), OMP_NUM_THREADS="1"))
+""",
+            TORCHINDUCTOR_CACHE_DIR=str(HOME / "inductor"),
+            TRITON_CACHE_DIR=str(HOME / "triton"),
+            TORCHINDUCTOR_COMPILE_THREADS="1",
+            TRITON_LIBCUDA_PATH=str(HOME / "lib"),
+            OMP_NUM_THREADS="1",
+        )
+    )
 
 
 def test_poisoned_memory_starts_as_nan(emulated):
@@ -213,18 +298,28 @@ def test_poisoned_memory_starts_as_nan(emulated):
 
 
 def test_uses_of_operators_in_the_log(emulated, tmp_path):
-    done = emulated(code="""
+    done = emulated(
+        code="""
 import aten
 x = torch.ones(1000, device="cuda")
 y = x.add(1)
 y.cpu()
 aten.gpu.dry_gpu_flush()
 print(x.data_ptr(), y.data_ptr())
-""", DRY_GPU_USES="1", DRY_GPU_LOG=str(tmp_path / "log"))
+""",
+        DRY_GPU_USES="1",
+        DRY_GPU_LOG=str(tmp_path / "log"),
+    )
     passes(done)
     x, y = map(int, done.stdout.split())
-    uses = [(e.name, *e.numbers) for e in simulate.parse_log(open(tmp_path / "log")) if e.kind == "USE"]
-    assert uses[-3:] == [("aten::add", x, x + 4000, 0), ("aten::add", y, y + 4000, 1), ("aten::copy_", y, y + 4000, 0)]
+    uses = [
+        (e.name, *e.numbers) for e in simulate.parse_log(open(tmp_path / "log")) if e.kind == "USE"
+    ]
+    assert uses[-3:] == [
+        ("aten::add", x, x + 4000, 0),
+        ("aten::add", y, y + 4000, 1),
+        ("aten::copy_", y, y + 4000, 0),
+    ]
 
 
 def test_masks_at_the_borders_of_blocks(emulated):
@@ -258,16 +353,23 @@ for dtype in torch.float32, torch.bfloat16, torch.int64:
 print("all arrived", flush=True)
 os._exit(0)  # threads of the group would wait forever
 """
-    settings = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()),
-                "DRY_GPU_SHARED": str(tmp_path / "messages")}
+    settings = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(free_port()),
+        "DRY_GPU_SHARED": str(tmp_path / "messages"),
+    }
     with ThreadPoolExecutor() as pool:
         for done in pool.map(lambda rank: emulated(code=code, RANK=rank, **settings), "01"):
             assert "all arrived" in done.stdout, done.stderr
 
 
 def test_resume_ends_with_the_bytes_of_an_uninterrupted_run(emulated, tmp_path):
-    """A run of main(), stopped after its second checkpoint. Attention would take a minute of CPU time to compile."""
-    passes(emulated(code=f"""
+    """A run of main(), stopped after its second checkpoint. Attention would take a minute of CPU
+    time to compile."""
+    passes(
+        emulated(
+            code=f"""
 import compute, os, re, train_gpt as T
 from pathlib import Path
 compute.write_shards(shards := Path({str(HOME)!r}) / "shards-257", 257)
@@ -291,22 +393,37 @@ whole, resumed = (re.search('"final_state_hash": "(.*?)"', Path({str(tmp_path)!r
                   for name in ("whole.txt", "stopped.txt"))
 assert whole == resumed
 os._exit(0)
-""", TORCHINDUCTOR_CACHE_DIR=str(HOME / "inductor"), TRITON_CACHE_DIR=str(HOME / "triton"),
-        TORCHINDUCTOR_COMPILE_THREADS="1", TRITON_LIBCUDA_PATH=str(HOME / "lib"), OMP_NUM_THREADS="1"))
+""",
+            TORCHINDUCTOR_CACHE_DIR=str(HOME / "inductor"),
+            TRITON_CACHE_DIR=str(HOME / "triton"),
+            TORCHINDUCTOR_COMPILE_THREADS="1",
+            TRITON_LIBCUDA_PATH=str(HOME / "lib"),
+            OMP_NUM_THREADS="1",
+        )
+    )
 
 
 def test_uses_of_memory_are_ordered(emulated):
     done = emulated("--order")
-    assert done.returncode == 0 and done.stdout.count("unordered: 0") == 2, done.stdout + done.stderr  # one rank, two ranks
+    # one rank, two ranks
+    assert done.returncode == 0 and done.stdout.count("unordered: 0") == 2, (
+        done.stdout + done.stderr
+    )
 
 
 def test_each_planted_fault_has_its_place():
-    """A fault whose line was edited shows nothing; this test needs no simulated GPU, so it runs everywhere."""
+    """A fault whose line was edited shows nothing; this test needs no simulated GPU, so it runs
+    everywhere."""
     for name, fault in faults.FAULTS.items():
         assert (DRY.parent / fault.file).read_text().count(fault.old) == 1, name
 
 
-@pytest.mark.parametrize("name", ["kernel-column", "fp8-scale", "flash-window", "wrong-shard", "no-wait-gather", "early-loss"])
+@pytest.mark.parametrize(
+    "name",
+    ["kernel-column", "fp8-scale", "flash-window", "wrong-shard", "no-wait-gather", "early-loss"],
+)
 def test_a_planted_fault_is_found(emulated, name):
-    done = subprocess.run([HOME / "venv/bin/python", DRY / "faults.py", name], capture_output=True, text=True)
+    done = subprocess.run(
+        [HOME / "venv/bin/python", DRY / "faults.py", name], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr

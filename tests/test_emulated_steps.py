@@ -1,4 +1,5 @@
-"""Whole training steps on the emulated GPU against the CPU path: slow, so that pytest gives them their own process."""
+"""Whole training steps on the emulated GPU against the CPU path: slow, so that pytest gives them
+their own process."""
 
 import re
 
@@ -13,12 +14,36 @@ def test_two_steps(emulated, preset):
 
 
 def test_a_step_in_bf16_and_fp8_with_flash_attention(emulated):
-    passes(emulated("--compare", "frontier89", "--dtype", "bfloat16", "--steps", "1", "--", "--attention", "flash"))
+    passes(
+        emulated(
+            "--compare",
+            "frontier89",
+            "--dtype",
+            "bfloat16",
+            "--steps",
+            "1",
+            "--",
+            "--attention",
+            "flash",
+        )
+    )
 
 
 def test_exact_mode_has_the_same_bits_on_two_ranks(emulated):
-    done = [emulated("--compare", "laptop", "--steps", "1", "--ranks", ranks, "--", "--world_size_invariant", "true")
-            for ranks in "12"]
+    done = [
+        emulated(
+            "--compare",
+            "laptop",
+            "--steps",
+            "1",
+            "--ranks",
+            ranks,
+            "--",
+            "--world_size_invariant",
+            "true",
+        )
+        for ranks in "12"
+    ]
     assert [each.returncode for each in done] == [0, 0], done
     alone, two = (re.search("bits (.*)", each.stdout)[1] for each in done)
     assert alone == two

@@ -1,7 +1,9 @@
-"""The examples of docs/gradient-sync.md, "With frameworks", train, save, and resume at another number of ranks.
+"""The examples of docs/gradient-sync.md, "With frameworks", train, save, and resume at another
+number of ranks.
 
 Each needs packages that no other test needs: pip install accelerate transformers lightning.
 """
+
 import importlib.util
 import os
 import re
@@ -15,8 +17,14 @@ import torch
 from conftest import TORCHRUN, free_port
 
 ROOT = Path(__file__).resolve().parents[1]
-SECTION = (ROOT / "docs/gradient-sync.md").read_text().partition("### With frameworks")[2].partition("\n## ")[0]
-# what the page calls the reader's own: 8 steps of 8 examples in two epochs, the same at any number of ranks
+SECTION = (
+    (ROOT / "docs/gradient-sync.md")
+    .read_text()
+    .partition("### With frameworks")[2]
+    .partition("\n## ")[0]
+)
+# what the page calls the reader's own: 8 steps of 8 examples in two epochs, the same at any number
+# of ranks
 BEGIN = """
 import os, sys
 from contextlib import nullcontext
@@ -52,14 +60,25 @@ if dist.is_initialized():
     dist.barrier()
     dist.destroy_process_group()
 """
-LIGHTNING = ("import lightning\nfrom lightning.pytorch.callbacks import ModelCheckpoint\nfrom lightning.pytorch.strategies import DDPStrategy\n")
-PLAIN = ("import torch.distributed.checkpoint as dcp\ndist.init_process_group('gloo')\nloader = sharded\n"
-         "optimizer = make_optimizer(model, settings=SyncSettings(clip_norm=0.1))\nscheduler = LambdaLR(optimizer, rate)\n")
+LIGHTNING = (
+    "import lightning\nfrom lightning.pytorch.callbacks import ModelCheckpoint\nfrom"
+    " lightning.pytorch.strategies import DDPStrategy\n"
+)
+PLAIN = (
+    "import torch.distributed.checkpoint as dcp\ndist.init_process_group('gloo')\nloader ="
+    " sharded\noptimizer = make_optimizer(model, settings=SyncSettings(clip_norm=0.1))\nscheduler ="
+    " LambdaLR(optimizer, rate)\n"
+)
 # framework: (package, a word of its example, lines before it, the state after the first epoch)
 FRAMEWORKS = {
     "checkpoint": ("torch", "dcp.load", PLAIN, "0"),
     "accelerate": ("accelerate", "Accelerator(", "from accelerate import Accelerator\n", "0"),
-    "Trainer": ("transformers", "(Trainer)", "from transformers import Trainer, TrainingArguments\n", "checkpoint-4"),
+    "Trainer": (
+        "transformers",
+        "(Trainer)",
+        "from transformers import Trainer, TrainingArguments\n",
+        "checkpoint-4",
+    ),
     "Lightning": ("lightning", "(DDPStrategy)", LIGHTNING + "loader = sharded\n", "epoch=0.ckpt"),
     "manual": ("lightning", "(Module)", LIGHTNING + "loader = sharded\n", "epoch=0.ckpt"),
     "Fabric": ("lightning", "lightning.Fabric", LIGHTNING, "0.ckpt"),
@@ -68,22 +87,49 @@ FRAMEWORKS = {
 
 def example(name):
     """Return the example of a framework as a whole script."""
+
     def block(word):
-        found, = (block for block in re.findall(r"^```python\n(.*?)^```$", SECTION, re.M | re.S) if word in block)
+        (found,) = (
+            block
+            for block in re.findall(r"^```python\n(.*?)^```$", SECTION, re.M | re.S)
+            if word in block
+        )
         return found
+
     text = block(FRAMEWORKS[name][1])
     if name == "manual":  # the other example, with this module
-        text = block("(DDPStrategy)").replace("trainer = ", f"{text}\ntrainer = ").replace("Module(model)", "Manual(model)")
+        text = (
+            block("(DDPStrategy)")
+            .replace("trainer = ", f"{text}\ntrainer = ")
+            .replace("Module(model)", "Manual(model)")
+        )
         text = text.replace(" accumulate_grad_batches=accumulate,", "")
     return BEGIN + FRAMEWORKS[name][2] + text + END
 
 
 def train(script, ranks, *arguments):
     done = subprocess.run(
-        [sys.executable, TORCHRUN, f"--nproc_per_node={ranks}", f"--master_port={free_port()}", script, *map(str, arguments)],
-        cwd=script.parent, capture_output=True, text=True, timeout=600,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true",
-             "HF_HUB_OFFLINE": "1"})
+        [
+            sys.executable,
+            TORCHRUN,
+            f"--nproc_per_node={ranks}",
+            f"--master_port={free_port()}",
+            script,
+            *map(str, arguments),
+        ],
+        cwd=script.parent,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "ACCELERATE_USE_CPU": "true",
+            "HF_HUB_OFFLINE": "1",
+        },
+    )
     return done
 
 
@@ -107,11 +153,22 @@ def test_an_example_trains_and_resumes_at_another_number_of_ranks(name, unbroken
     script.write_text(example(name))
     for ranks, other in ((1, 2), (2, 1)):
         states = tmp_path / f"of_{ranks}"
-        runs = (ranks, states, tmp_path / f"{ranks}.pt", ranks), (other, f"{states}_resumed", tmp_path / f"{ranks}{other}.pt", 1, states / saved)
+        runs = (
+            (ranks, states, tmp_path / f"{ranks}.pt", ranks),
+            (
+                other,
+                f"{states}_resumed",
+                tmp_path / f"{ranks}{other}.pt",
+                1,
+                states / saved,
+            ),
+        )
         for arguments in runs:
             done = train(script, *arguments)
             assert done.returncode == 0, done.stderr
             found = torch.load(arguments[2])
             assert found.keys() == unbroken.keys()
             for key, x in unbroken.items():
-                torch.testing.assert_close(found[key], x, rtol=0, atol=1e-5, msg=lambda text: f"{arguments}, {key}: {text}")
+                torch.testing.assert_close(
+                    found[key], x, rtol=0, atol=1e-5, msg=lambda text: f"{arguments}, {key}: {text}"
+                )

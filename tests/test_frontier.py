@@ -1,4 +1,5 @@
-"""Record 89, as frontier.py has it: its config, its model compared with a second implementation, its training and runs."""
+"""Record 89, as frontier.py has it: its config, its model compared with a second implementation,
+its training and runs."""
 
 import dataclasses
 import functools
@@ -15,18 +16,51 @@ import torch
 import frontier
 import reference
 import train_gpt
-from conftest import TINY, logits_of, plant, some_documents, with_layer_rows, write_gpt2_tokens, write_shard
+from conftest import (
+    TINY,
+    logits_of,
+    plant,
+    some_documents,
+    with_layer_rows,
+    write_gpt2_tokens,
+    write_shard,
+)
 from frontier import AdamGroup, Layer, MuonGroup, Stage
 from ranks import program_of
-from test_model import (BOS, ENCODING, ROWS, SIX_STEPS, VOCAB, PlainTraining, assert_flash_is_the_same, compare, groups_by_hand,
-                        in_float64, make_trainer, shake, shaken, tokens_of)
-from test_resume import corpus, goes_on_at_any_number_of_ranks, kill_and_resume, train  # noqa: F401, a fixture
+from test_model import (
+    BOS,
+    ENCODING,
+    ROWS,
+    SIX_STEPS,
+    VOCAB,
+    PlainTraining,
+    assert_flash_is_the_same,
+    compare,
+    groups_by_hand,
+    in_float64,
+    make_trainer,
+    shake,
+    shaken,
+    tokens_of,
+)
+from test_resume import (
+    corpus,
+    goes_on_at_any_number_of_ranks,
+    kill_and_resume,
+    train,
+)  # noqa: F401, a fixture
 from test_run import read_log, run_here
 from test_sync import Hostile
 from train_gpt import Ngrams, Ramp
 
 PRESET = frontier.PRESETS["frontier89"]
-SMALL = {**TINY, "stages": (Stage(),), "num_heads": 4, "ngrams": (Ngrams(2, 50, 16),), "fp8_mlp": False}
+SMALL = {
+    **TINY,
+    "stages": (Stage(),),
+    "num_heads": 4,
+    "ngrams": (Ngrams(2, 50, 16),),
+    "fp8_mlp": False,
+}
 WEIGHTS = {"second_token_weight": 0.5, "third_token_weight": 0.25, "prefix_weight": 0.25}
 PREFIXES = [-1 if token % 3 else token // 2 for token in range(VOCAB)]
 WINDOWS = train_gpt.Windows(12, 5)
@@ -47,41 +81,131 @@ def worker_of(config, comm=None):
 # config
 
 
-@pytest.mark.parametrize("changes, says", [
-    ({"layers": (Layer("wide"),)}, "layers: Layer(attention='wide'): attention is 'wide'; it must be one of"),
-    ({"layers": (Layer(narrow="v"),)}, "narrow is 'v'; it must be one of"), ({"layers": (Layer(mlp=3),)}, "mlp is 3; it must be"),
-    ({"layers": "S0M xM LM"}, "xsa, gated, dc and reads_backout are parts of attention"), ({"layers": ()}, "layers is empty"),
-    ({"layers": "S0M iM LM"}, "a layer without attention adds nothing; write removed"),
-    ({"layers": "S0M SM LinM"}, "the token weights of Mudd add x0 and n-grams to the last layer"),
-    ({"layers": "S0M S2M"}, "value tables {0, 2}; number them from 0"),
-    ({"layers": "S0M SM M"}, "the first and the last layer need attention, and one layer a value table, such as"),
-    ({"layers": "M S0M SM"}, "the first and the last layer need attention"), ({"layers": "SM SM LM"}, "and one layer a value table"),
-    ({"layers": "S0iM SM cSM LM"}, None), ({"layers": "S0M SM LM"}, "have no adds, xsa, gated, dc or skip_from"),
-    ({"layers": "S0iM SM LM", "token_gates": "0,1"}, "have no adds, xsa, gated, dc or skip_from"), ({"token_gates": "0,9"}, "up to 2, such as 0,4"),
-    ({"backout_layer": 2}, "the last layer reads it"), ({"param_groups": (AdamGroup("head", slow_from=4),), "untie_at": 0.4}, "would wait in step"),
-    ({"layers": "S0M cSM LM"}, "reads_backout reads the output of layer 1, backout_layer; write it only in later layers"),
-    *(({"layers": f"S0M P{letter}M LM"}, "xsa and dc need unpaired heads; write short or long") for letter in "xd"),
-    ({"layers": "S0M S+2 LM"}, "layer 1 has a skip connection from layer 2"), ({"backout_layer": 3}, "layers has 0 to 2"),
-    *(({"token_gates": text}, f"token_gates is '{text}'; give numbers of layers, 0 and later ones up to 2, such as 0,4")
-      for text in ("1,2", "0,3", "0,2,1", "0,1,1")),
-    *(({"token_gates": text}, f"token_gates is {text!r}; give numbers of layers such as 0,4") for text in ("", "0,x", "0,-1")),
-    ({"num_heads": 1, "muon_qk_heads": 1}, "num_heads is 1; paired and the last layer need an even number"),
-    ({"muon_qk_heads": 3}, "muon_qk_heads is 3; it must divide num_heads, 4"),
-    *(({"ngrams": tables}, "ngrams: with ngram_hash record89 give tables of 2 rows and more and of n in 2, such as Ngrams(2, 3000, 32)")
-      for tables in ((), (Ngrams(2, 1, 8),), (Ngrams(2, 50, 8), Ngrams(3, 50, 8)))),
-    ({"ngrams": (Ngrams(2, 50, 8), Ngrams(3, 50, 8)), "ngram_hash": "record92"}, None),
-    ({"ngrams": (Ngrams(4, 50, 8),), "ngram_hash": "record92"}, "ngrams: with ngram_hash record92 give tables of 2 rows and more and of n in 2, 3"),
-    ({"param_groups": (AdamGroup("embed", slow_from=6),)}, "has slow_from 6; it must be a multiple of 4, 2 * adam_every"),
-    ({"param_groups": (AdamGroup("embed", row_moment=True),)}, "row_moment is for ngram_embeds with --lazy_tables true, and by_rows for value_embeds"),
-    ({"param_groups": (AdamGroup("ngram_embeds", row_moment=True),)}, "row_moment is for ngram_embeds with --lazy_tables true"),
-    ({"param_groups": (AdamGroup("ngram_embeds", row_moment=True),), "lazy_tables": True}, None),
-    ({"param_groups": (AdamGroup("ngram_embeds", by_rows=True),)}, "row_moment is for ngram_embeds with --lazy_tables true, and by_rows for value_embeds"),
-    ({"untie_at": 1.5}, "untie_at is 1.5; it must be a number, from 0 on, at most 1"), ({"untie_at": math.nan}, "untie_at is nan"),
-    ({"head_init": 0.0}, "head_init is 0.0; it must be a number, above 0"), ({"logit_shift": math.inf}, "logit_shift is inf; it must be a number"),
-    ({"prefix_weight": -1.0}, "prefix_weight is -1.0; it must be a number, from 0 on"),
-    ({"stages": (Stage(second_token_weight="x"),)}, "second_token_weight is 'x'; it must be a number, from 0 on"),
-    ({"stages": (Stage(third_token_weight=Ramp(0.5, -1)),)}, "third_token_weight is -1; it must be a number, from 0 on"),
-    ({"param_groups": (AdamGroup("xsa_lambdas"),)}, "unknown kinds 'xsa_lambdas'; the kinds are head, embed, value_embeds")], ids=str)
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        (
+            {"layers": (Layer("wide"),)},
+            "layers: Layer(attention='wide'): attention is 'wide'; it must be one of",
+        ),
+        ({"layers": (Layer(narrow="v"),)}, "narrow is 'v'; it must be one of"),
+        ({"layers": (Layer(mlp=3),)}, "mlp is 3; it must be"),
+        ({"layers": "S0M xM LM"}, "xsa, gated, dc and reads_backout are parts of attention"),
+        ({"layers": ()}, "layers is empty"),
+        ({"layers": "S0M iM LM"}, "a layer without attention adds nothing; write removed"),
+        (
+            {"layers": "S0M SM LinM"},
+            "the token weights of Mudd add x0 and n-grams to the last layer",
+        ),
+        ({"layers": "S0M S2M"}, "value tables {0, 2}; number them from 0"),
+        (
+            {"layers": "S0M SM M"},
+            "the first and the last layer need attention, and one layer a value table, such as",
+        ),
+        ({"layers": "M S0M SM"}, "the first and the last layer need attention"),
+        ({"layers": "SM SM LM"}, "and one layer a value table"),
+        ({"layers": "S0iM SM cSM LM"}, None),
+        ({"layers": "S0M SM LM"}, "have no adds, xsa, gated, dc or skip_from"),
+        (
+            {"layers": "S0iM SM LM", "token_gates": "0,1"},
+            "have no adds, xsa, gated, dc or skip_from",
+        ),
+        ({"token_gates": "0,9"}, "up to 2, such as 0,4"),
+        ({"backout_layer": 2}, "the last layer reads it"),
+        (
+            {"param_groups": (AdamGroup("head", slow_from=4),), "untie_at": 0.4},
+            "would wait in step",
+        ),
+        (
+            {"layers": "S0M cSM LM"},
+            (
+                "reads_backout reads the output of layer 1, backout_layer; write it only in later"
+                " layers"
+            ),
+        ),
+        *(
+            (
+                {"layers": f"S0M P{letter}M LM"},
+                "xsa and dc need unpaired heads; write short or long",
+            )
+            for letter in "xd"
+        ),
+        ({"layers": "S0M S+2 LM"}, "layer 1 has a skip connection from layer 2"),
+        ({"backout_layer": 3}, "layers has 0 to 2"),
+        *(
+            (
+                {"token_gates": text},
+                (
+                    f"token_gates is '{text}'; give numbers of layers, 0 and later ones up to 2,"
+                    " such as 0,4"
+                ),
+            )
+            for text in ("1,2", "0,3", "0,2,1", "0,1,1")
+        ),
+        *(
+            ({"token_gates": text}, f"token_gates is {text!r}; give numbers of layers such as 0,4")
+            for text in ("", "0,x", "0,-1")
+        ),
+        (
+            {"num_heads": 1, "muon_qk_heads": 1},
+            "num_heads is 1; paired and the last layer need an even number",
+        ),
+        ({"muon_qk_heads": 3}, "muon_qk_heads is 3; it must divide num_heads, 4"),
+        *(
+            (
+                {"ngrams": tables},
+                (
+                    "ngrams: with ngram_hash record89 give tables of 2 rows and more and of n in 2,"
+                    " such as Ngrams(2, 3000, 32)"
+                ),
+            )
+            for tables in ((), (Ngrams(2, 1, 8),), (Ngrams(2, 50, 8), Ngrams(3, 50, 8)))
+        ),
+        ({"ngrams": (Ngrams(2, 50, 8), Ngrams(3, 50, 8)), "ngram_hash": "record92"}, None),
+        (
+            {"ngrams": (Ngrams(4, 50, 8),), "ngram_hash": "record92"},
+            "ngrams: with ngram_hash record92 give tables of 2 rows and more and of n in 2, 3",
+        ),
+        (
+            {"param_groups": (AdamGroup("embed", slow_from=6),)},
+            "has slow_from 6; it must be a multiple of 4, 2 * adam_every",
+        ),
+        (
+            {"param_groups": (AdamGroup("embed", row_moment=True),)},
+            "row_moment is for ngram_embeds with --lazy_tables true, and by_rows for value_embeds",
+        ),
+        (
+            {"param_groups": (AdamGroup("ngram_embeds", row_moment=True),)},
+            "row_moment is for ngram_embeds with --lazy_tables true",
+        ),
+        (
+            {"param_groups": (AdamGroup("ngram_embeds", row_moment=True),), "lazy_tables": True},
+            None,
+        ),
+        (
+            {"param_groups": (AdamGroup("ngram_embeds", by_rows=True),)},
+            "row_moment is for ngram_embeds with --lazy_tables true, and by_rows for value_embeds",
+        ),
+        ({"untie_at": 1.5}, "untie_at is 1.5; it must be a number, from 0 on, at most 1"),
+        ({"untie_at": math.nan}, "untie_at is nan"),
+        ({"head_init": 0.0}, "head_init is 0.0; it must be a number, above 0"),
+        ({"logit_shift": math.inf}, "logit_shift is inf; it must be a number"),
+        ({"prefix_weight": -1.0}, "prefix_weight is -1.0; it must be a number, from 0 on"),
+        (
+            {"stages": (Stage(second_token_weight="x"),)},
+            "second_token_weight is 'x'; it must be a number, from 0 on",
+        ),
+        (
+            {"stages": (Stage(third_token_weight=Ramp(0.5, -1)),)},
+            "third_token_weight is -1; it must be a number, from 0 on",
+        ),
+        (
+            {"param_groups": (AdamGroup("xsa_lambdas"),)},
+            "unknown kinds 'xsa_lambdas'; the kinds are head, embed, value_embeds",
+        ),
+    ],
+    ids=str,
+)
 def test_impossible_values_are_refused_with_what_is_allowed(changes, says):
     values = SMALL | {"layers": "S0iM SM LM", "backout_layer": 1, "token_gates": "0"} | changes
     config = dataclasses.replace(PRESET, **with_layer_rows(values))
@@ -94,27 +218,63 @@ def test_impossible_values_are_refused_with_what_is_allowed(changes, says):
 
 
 def test_the_preset_s_plan_is_that_of_the_record():
-    """By stage: end, tokens per step, longest document, windows in blocks, weights of further targets, learning-rate factors."""
-    c, at, untied = PRESET, {}, frontier.first_untied_step(PRESET)
+    """By stage: end, tokens per step, longest document, windows in blocks, weights of further
+    targets, learning-rate factors."""
+    c = PRESET
+    at = {}
+    untied = frontier.first_untied_step(PRESET)
     for step in range(c.num_steps):
         plan = train_gpt.plan_of(c, step)
-        key = (plan.micro_batches * plan.micro_batch_tokens, plan.max_document_tokens, *(w // 128 for w in plan.windows))
+        key = (
+            plan.micro_batches * plan.micro_batch_tokens,
+            plan.max_document_tokens,
+            *(w // 128 for w in plan.windows),
+        )
         at.setdefault(key, []).append(plan)
     assert [(plans[-1].step + 1, *key) for key, plans in at.items()] == [
-        (423, 131_072, 896, 3, 1), (847, 262_144, 2048, 7, 3), (1270, 393_216, 2048, 11, 5), (1285, 393_216, 2048, 13, 6)]
+        (423, 131_072, 896, 3, 1),
+        (847, 262_144, 2048, 7, 3),
+        (1270, 393_216, 2048, 11, 5),
+        (1285, 393_216, 2048, 13, 6),
+    ]
     first, second, third, further = at.values()
-    wanted = {"second_token": [0.5] * 423 + [0.5 * (1 - i / 424) for i in range(424)] + [0] * 438,
-              "third_token": [0.25 * (1 - i / 423) for i in range(423)] + [0] * 862,
-              "prefix": [0.25] * 423 + [0.25 * (1 - i / 424) for i in range(424)] + [0] * 438}
+    wanted = {
+        "second_token": [0.5] * 423 + [0.5 * (1 - i / 424) for i in range(424)] + [0] * 438,
+        "third_token": [0.25 * (1 - i / 423) for i in range(423)] + [0] * 862,
+        "prefix": [0.25] * 423 + [0.25 * (1 - i / 424) for i in range(424)] + [0] * 438,
+    }
     for name, weights in wanted.items():
-        assert [plan.scheduled[f"{name}_weight"] for plans in at.values() for plan in plans] == pytest.approx(weights), name
-    assert first[0].lr_factor == 1 and second[0].lr_factor == 1.52 and {plan.lr_factor for plan in further} == {0.15}
+        assert [
+            plan.scheduled[f"{name}_weight"] for plans in at.values() for plan in plans
+        ] == pytest.approx(weights), name
+    assert (
+        first[0].lr_factor == 1
+        and second[0].lr_factor == 1.52
+        and {plan.lr_factor for plan in further} == {0.15}
+    )
     left = (1270 - 1000) / (0.6 * 1270)  # share of the cooldown left at step 1000
     assert third[1000 - 847].lr_factor == pytest.approx(1.73 * left + (1 - left) * 0.15)
-    assert untied == 848, "after a cycle of Adam" and train_gpt.plan_of(c, 1285).windows.long == 20 * 128
-    wanted = dict(muon_lr=0.023, muon_beta2=0.9, muon_qk_heads=2, head_init=0.005, value_init=0.01, output_init=1,
-                  resid_lambda_init=1.1, logit_cap=23, logit_shift=5, adam_every=2, adam_lr=0.008, ngrams=(Ngrams(2, 50304 * 15 // 2, 768),),
-                  fp8_mlp=True, fp8_x_scale=100 / 448, fp8_weight_scale=1.6 / 448, fp8_grad_scale=0.75 / 448)
+    assert untied == 848, (
+        "after a cycle of Adam" and train_gpt.plan_of(c, 1285).windows.long == 20 * 128
+    )
+    wanted = dict(
+        muon_lr=0.023,
+        muon_beta2=0.9,
+        muon_qk_heads=2,
+        head_init=0.005,
+        value_init=0.01,
+        output_init=1,
+        resid_lambda_init=1.1,
+        logit_cap=23,
+        logit_shift=5,
+        adam_every=2,
+        adam_lr=0.008,
+        ngrams=(Ngrams(2, 50304 * 15 // 2, 768),),
+        fp8_mlp=True,
+        fp8_x_scale=100 / 448,
+        fp8_weight_scale=1.6 / 448,
+        fp8_grad_scale=0.75 / 448,
+    )
     assert {name: getattr(c, name) for name in wanted} == wanted
 
 
@@ -123,36 +283,116 @@ def test_the_plan_of_record_92():
     plans = [train_gpt.plan_of(c, step) for step in range(c.num_steps + 1)]
     at = {}
     for plan in plans[:-1]:
-        key = (plan.micro_batches * plan.micro_batch_tokens, plan.max_document_tokens, *plan.windows)
+        key = (
+            plan.micro_batches * plan.micro_batch_tokens,
+            plan.max_document_tokens,
+            *plan.windows,
+        )
         at[key] = plan.step + 1
     assert [(end, *key) for key, end in at.items()] == [
-        (320, 131_072, 896, 384, 128), (681, 262_144, 2048, 896, 384), (1107, 393_216, 3072, 1408, 640),
-        (1174, 327_680, 3072, 1408, 640), (1194, 131_072, 3072, 1664, 768)]
+        (320, 131_072, 896, 384, 128),
+        (681, 262_144, 2048, 896, 384),
+        (1107, 393_216, 3072, 1408, 640),
+        (1174, 327_680, 3072, 1408, 640),
+        (1194, 131_072, 3072, 1664, 768),
+    ]
     assert plans[-1].windows == (2560, 768) and plans[1193].rotary_windows == (384, 896, 1408, 1664)
-    assert frontier.first_untied_step(c) == 1176 and train_gpt.tokens_of_steps(c, 1194) == 328_663_040
-    wanted = {"lr_factor": {0: 1, 234: 1, 235: .999255, 319: .936702, 320: 1.408383, 336: 1.387617, 514: 1.156596, 680: .941149,
-                            681: 1.049989, 964: .619468, 1106: .403447, 1107: .391182, 1173: .301361, 1174: .3, 1193: .3},
-              "momentum": {0: .85, 120: .89, 240: .93, 1144: .93, 1145: .9284, 1193: .8516},
-              "second_token_weight": {0: .5, 319: .5, 320: .5, 411: .373961, 501: .249307, 591: .124654, 680: .001385, 681: 0},
-              "third_token_weight": {0: .25, 160: .125, 319: .000781, 320: 0},
-              "prefix_weight": {319: .25, 320: .2, 410: .2, 411: .15, 500: .15, 501: .1, 590: .1, 591: .05, 680: .05, 681: 0}}
+    assert (
+        frontier.first_untied_step(c) == 1176 and train_gpt.tokens_of_steps(c, 1194) == 328_663_040
+    )
+    wanted = {
+        "lr_factor": {
+            0: 1,
+            234: 1,
+            235: 0.999255,
+            319: 0.936702,
+            320: 1.408383,
+            336: 1.387617,
+            514: 1.156596,
+            680: 0.941149,
+            681: 1.049989,
+            964: 0.619468,
+            1106: 0.403447,
+            1107: 0.391182,
+            1173: 0.301361,
+            1174: 0.3,
+            1193: 0.3,
+        },
+        "momentum": {0: 0.85, 120: 0.89, 240: 0.93, 1144: 0.93, 1145: 0.9284, 1193: 0.8516},
+        "second_token_weight": {
+            0: 0.5,
+            319: 0.5,
+            320: 0.5,
+            411: 0.373961,
+            501: 0.249307,
+            591: 0.124654,
+            680: 0.001385,
+            681: 0,
+        },
+        "third_token_weight": {0: 0.25, 160: 0.125, 319: 0.000781, 320: 0},
+        "prefix_weight": {
+            319: 0.25,
+            320: 0.2,
+            410: 0.2,
+            411: 0.15,
+            500: 0.15,
+            501: 0.1,
+            590: 0.1,
+            591: 0.05,
+            680: 0.05,
+            681: 0,
+        },
+    }
     for name, values in wanted.items():
         for step, value in values.items():
             plan = plans[step]
-            assert (plan.scheduled | vars(plan))[name] == pytest.approx(value, abs=6e-7), (name, step)
+            assert (plan.scheduled | vars(plan))[name] == pytest.approx(value, abs=6e-7), (
+                name,
+                step,
+            )
 
 
-@pytest.mark.parametrize("window, wide, narrow", [(384, .085, .13), (896, .099404, .158564), (1408, .108390, .174764), (1664, .112011, .181136)])
+@pytest.mark.parametrize(
+    "window, wide, narrow",
+    [
+        (384, 0.085, 0.13),
+        (896, 0.099404, 0.158564),
+        (1408, 0.108390, 0.174764),
+        (1664, 0.112011, 0.181136),
+    ],
+)
 def test_softmax_scales_of_record_92(window, wide, narrow):
-    model = train_gpt.build_model(dataclasses.replace(frontier.PRESETS["frontier"], **TINY | {
-        "stages": (Stage(),), "num_heads": 4, "ngrams": (Ngrams(2, 50, 16),), "window_block": 128, "mlp_dim": 88, "mudd_groups": 4}), ENCODING)
-    model.apply_schedule(train_gpt.Plan(rotary_windows=tuple(w for w in (384, 896, 1408, 1664) if w <= window)))
-    assert (model.rotary.scale.item(), model.narrow_rotary.scale.item()) == pytest.approx((wide, narrow), abs=6e-7)
+    model = train_gpt.build_model(
+        dataclasses.replace(
+            frontier.PRESETS["frontier"],
+            **TINY
+            | {
+                "stages": (Stage(),),
+                "num_heads": 4,
+                "ngrams": (Ngrams(2, 50, 16),),
+                "window_block": 128,
+                "mlp_dim": 88,
+                "mudd_groups": 4,
+            },
+        ),
+        ENCODING,
+    )
+    model.apply_schedule(
+        train_gpt.Plan(rotary_windows=tuple(w for w in (384, 896, 1408, 1664) if w <= window))
+    )
+    assert (model.rotary.scale.item(), model.narrow_rotary.scale.item()) == pytest.approx(
+        (wide, narrow), abs=6e-7
+    )
     assert model.narrow_rotary.cos.shape[1] == model.rotary.cos.shape[1] // 2
 
 
-@pytest.mark.parametrize("scheduled, untied", [(1270, 848), (1440, 962), (1775, 1186), (1776, 1186), (1777, 1186), (1780, 1188)])
-def test_the_embedding_is_untied_after_the_first_adam_update_at_or_after_two_thirds(scheduled, untied):
+@pytest.mark.parametrize(
+    "scheduled, untied",
+    [(1270, 848), (1440, 962), (1775, 1186), (1776, 1186), (1777, 1186), (1780, 1188)],
+)
+def test_the_embedding_is_untied_after_the_first_adam_update_at_or_after_two_thirds(
+    scheduled, untied
+):
     extra = PRESET.num_steps - train_gpt.scheduled_steps(PRESET)
     c = dataclasses.replace(PRESET, num_steps=scheduled + extra)
     assert frontier.first_untied_step(c) == untied
@@ -164,29 +404,57 @@ SMALL_NETWORK = ("hidden", 1), ("out", 1), ("bias", 0)  # and their decays
 
 
 def test_groups_are_those_of_the_record():
-    """Adam: (learning rate over adam_lr, betas, decay over 0.005); NorMuon: factor on muon_lr; as in the record's table."""
+    """Adam: (learning rate over adam_lr, betas, decay over 0.005); NorMuon: factor on muon_lr; as
+    in the record's table."""
     wanted = {
-        "lm_head.weight": (1, 0.5, 0.95, 150), "embed.weight": (1, 0.5, 0.95, 150),
-        **{f"value_embeds.{i}.weight": (75, 0.75, 0.95, 5) for i in range(5)}, "ngrams.0.weight": (75, 0.75, 0.95, 5),
-        "scalars": (5, 0.9, 0.99, 0), "resid_lambdas": (5, 0.9, 0.95, 0), "post_lambdas": (1, 0.9, 0.95, 0),
+        "lm_head.weight": (1, 0.5, 0.95, 150),
+        "embed.weight": (1, 0.5, 0.95, 150),
+        **{f"value_embeds.{i}.weight": (75, 0.75, 0.95, 5) for i in range(5)},
+        "ngrams.0.weight": (75, 0.75, 0.95, 5),
+        "scalars": (5, 0.9, 0.99, 0),
+        "resid_lambdas": (5, 0.9, 0.95, 0),
+        "post_lambdas": (1, 0.9, 0.95, 0),
         **{f"blocks.{i}.attn.value_gate": (1, 0.9, 0.99, 1) for i in (1, 2, 8, 9)},
-        "smear_gate": (0.01, 0.9, 0.99, 0), "gate_scale": (0.1, 0.9, 0.99, 0),
-        **{f"token_gates.{i}.{name}": (0.1, 0.9, 0.99, decay) for i in (0, 1) for name, decay in SMALL_NETWORK},
-        **{f"mudd.{place}.{name}": (0.25, 0.9, 0.99, decay) for place in ("layer", "head") for name, decay in SMALL_NETWORK}}
+        "smear_gate": (0.01, 0.9, 0.99, 0),
+        "gate_scale": (0.1, 0.9, 0.99, 0),
+        **{
+            f"token_gates.{i}.{name}": (0.1, 0.9, 0.99, decay)
+            for i in (0, 1)
+            for name, decay in SMALL_NETWORK
+        },
+        **{
+            f"mudd.{place}.{name}": (0.25, 0.9, 0.99, decay)
+            for place in ("layer", "head")
+            for name, decay in SMALL_NETWORK
+        },
+    }
     muon = {"mlp.fc": 2, "mlp.proj": 4, "attn.qk": 1, "attn.vo": 1}
     config = small(model_dim=96, num_heads=6, muon_lr=PRESET.muon_lr)
-    specs = {spec.name: spec for spec in train_gpt.specs_of(config, train_gpt.build_model(config, ENCODING))}
+    specs = {
+        spec.name: spec
+        for spec in train_gpt.specs_of(config, train_gpt.build_model(config, ENCODING))
+    }
     for name, spec in specs.items():
         rule = spec.rule
         if name in wanted:
             values = rule.lr / 0.008, rule.beta1, rule.beta2, rule.weight_decay / 0.005
             assert values == pytest.approx(wanted.pop(name)), name
-            assert (rule.eps, rule.every, rule.fp32_moments, rule.rows) == (1e-10, 2, True, name.startswith("ngrams")), name
+            assert (rule.eps, rule.every, rule.fp32_moments, rule.rows) == (
+                1e-10,
+                2,
+                True,
+                name.startswith("ngrams"),
+            ), name
             continue
-        (rows, columns), factor = rule.unit(spec), muon[".".join(name.split(".")[2:])]
+        (rows, columns) = rule.unit(spec)
+        factor = muon[".".join(name.split(".")[2:])]
         assert spec.scale == pytest.approx(factor * max(1, rows / columns) ** 0.5), name
         assert rule.lr == 0.023 and rule.beta2 == 0.9, name
-    assert set(wanted) <= {"value_embeds.4.weight", "blocks.1.attn.value_gate", "blocks.2.attn.value_gate"}, wanted
+    assert set(wanted) <= {
+        "value_embeds.4.weight",
+        "blocks.1.attn.value_gate",
+        "blocks.2.attn.value_gate",
+    }, wanted
 
 
 # model
@@ -194,16 +462,31 @@ def test_groups_are_those_of_the_record():
 
 MODELS = {  # heads, further targets and the tied embedding are in all
     "the preset": dict(),
-    "two networks of gates": dict(layers="S1xinM P2inM SxgdinM L0ginM M+2 LxM+1", backout_layer=1, token_gates="0,2"),
-    "one network": dict(layers="S1inM SinM L0inM+0 S2M", backout_layer=1, token_gates="0", num_heads=2),
+    "two networks of gates": dict(
+        layers="S1xinM P2inM SxgdinM L0ginM M+2 LxM+1", backout_layer=1, token_gates="0,2"
+    ),
+    "one network": dict(
+        layers="S1inM SinM L0inM+0 S2M", backout_layer=1, token_gates="0", num_heads=2
+    ),
     "never tied": dict(layers="S0inM cLxgdinM PM", backout_layer=0, token_gates="0", untie_at=0.0),
-    "record 92": dict(layers=reference.RECORD_92, mlp_dim=88, mudd_groups=4,
-                      backout_layer=7, softmax_scale=0.085, narrow_softmax_scale=0.2)}
+    "record 92": dict(
+        layers=reference.RECORD_92,
+        mlp_dim=88,
+        mudd_groups=4,
+        backout_layer=7,
+        softmax_scale=0.085,
+        narrow_softmax_scale=0.2,
+    ),
+}
 
 
 def scheduled_model(config, module=frontier):
     """A model without zero parameters, as it trains in the first step with all further targets."""
-    model = shake(train_gpt.build_model(train_gpt.config_of(train_gpt.json_of(config), module.Config), ENCODING))
+    model = shake(
+        train_gpt.build_model(
+            train_gpt.config_of(train_gpt.json_of(config), module.Config), ENCODING
+        )
+    )
     model.apply_schedule(train_gpt.Plan(scheduled=WEIGHTS))
     model.prefixes[:VOCAB] = torch.tensor(PREFIXES)
     return model
@@ -214,60 +497,138 @@ def test_loss_and_gradients_are_those_of_a_second_implementation(name, monkeypat
     """Each parameter must matter."""
     monkeypatch.setattr(frontier, "DC_WINDOW", 7)
     config = small(**MODELS[name])
-    model, (x, y) = scheduled_model(config), tokens_of(5, 40)
+    model = scheduled_model(config)
+    (x, y) = tokens_of(5, 40)
     if name == "record 92":  # exactly
         model.double()
         for rotary in (model.rotary, model.narrow_rotary):
             rotary.windows = None
             rotary.set_windows(())
         model.attended_tokens = 9
-        monkeypatch.setattr(reference, "rms", lambda x: x / (x.square().mean(-1, keepdim=True) + 2.0 ** -52).sqrt())
-    plain, tied = in_float64(model), config.untie_at > 0
+        monkeypatch.setattr(
+            reference, "rms", lambda x: x / (x.square().mean(-1, keepdim=True) + 2.0**-52).sqrt()
+        )
+    plain = in_float64(model)
+    tied = config.untie_at > 0
     as_read = plain | ({"embed.weight": plain["lm_head.weight"]} if tied else {})
     expected = reference.loss(
-        as_read, x.tolist(), y.tolist(), *WINDOWS, BOS, config.num_heads, layers=MODELS[name].get("layers", reference.RECORD_89), backout_layer=config.backout_layer,
-        scale=config.softmax_scale, narrow_scale=config.narrow_softmax_scale, longest=model.attended_tokens,
-        softcap=(23.0, 5.0, 7.5), ahead=(1.0, 0.5, 0.25), gates_from=[*map(int, config.token_gates.split(","))], dc_window=7,
-        ngrams=torch.nn.functional.pad(bigrams_by_hand(model.ngrams[0], plain["ngrams.0.weight"], x.tolist()), (0, 16)), prefixes=PREFIXES, prefix_weight=0.25)
+        as_read,
+        x.tolist(),
+        y.tolist(),
+        *WINDOWS,
+        BOS,
+        config.num_heads,
+        layers=MODELS[name].get("layers", reference.RECORD_89),
+        backout_layer=config.backout_layer,
+        scale=config.softmax_scale,
+        narrow_scale=config.narrow_softmax_scale,
+        longest=model.attended_tokens,
+        softcap=(23.0, 5.0, 7.5),
+        ahead=(1.0, 0.5, 0.25),
+        gates_from=[*map(int, config.token_gates.split(","))],
+        dc_window=7,
+        ngrams=torch.nn.functional.pad(
+            bigrams_by_hand(model.ngrams[0], plain["ngrams.0.weight"], x.tolist()), (0, 16)
+        ),
+        prefixes=PREFIXES,
+        prefix_weight=0.25,
+    )
     compare(model, model(x, y, WINDOWS)[0], plain, expected, tied)
 
 
 MISTAKES = {  # one line of frontier.py each
-    "MUDD: sources of the last layer exchanged": ("saved[-1], saved[self.backout], x\n", "saved[self.backout], saved[-1], x\n"),
-    "MUDD: weights of values and residual stream exchanged": ('"values": [0.0] * 3, "residual": [0.0] * 3',
-                                                              '"residual": [0.0] * 3, "values": [0.0] * 3'),
-    "MUDD: value gates of the halves exchanged": ('weights["value_gates"].repeat', 'weights["value_gates"].flip(1).repeat'),
+    "MUDD: sources of the last layer exchanged": (
+        "saved[-1], saved[self.backout], x\n",
+        "saved[self.backout], saved[-1], x\n",
+    ),
+    "MUDD: weights of values and residual stream exchanged": (
+        '"values": [0.0] * 3, "residual": [0.0] * 3',
+        '"residual": [0.0] * 3, "values": [0.0] * 3',
+    ),
+    "MUDD: value gates of the halves exchanged": (
+        'weights["value_gates"].repeat',
+        'weights["value_gates"].flip(1).repeat',
+    ),
     "MUDD: the last layer adds x0": ("context._replace(x0=outputs[-1])", "context"),
-    "MUDD: the head reads the next value table": ("[*sources, values[0]])", "[*sources, values[1]])"),
-    "scales: of attention and MLP exchanged": ("resid_lambda_attn, resid_lambda_mlp, post_lambda_attn",
-                                               "resid_lambda_mlp, resid_lambda_attn, post_lambda_attn"),
-    "gates: sigmoid on those of the heads": ('y * gates["gate"][..., None]', 'y * gates["gate"].sigmoid()[..., None]'),
-    "gates: scale of MUDD in place of the learned one": ("compute(x, context.gate_scale)", "compute(x)"),
-    "gates: the second network reads x0": ("gates = self.token_gates[0].compute(x,", "gates = self.token_gates[0].compute(context.x0,"),
-    "gates: no sigmoid on the skip connection's weight": ("torch.sigmoid(context.skip_weights[self.skips[i]])",
-                                                          "context.skip_weights[self.skips[i]]"),
-    "gates: the input of layer 0 is saved without bigrams": ("outputs[-1] = x\n", "outputs[-1] = context.x0\n"),
-    "backout: attention reads the first layer's input": ("outputs[self.backout] if layer.reads", "outputs[-1] if layer.reads"),
+    "MUDD: the head reads the next value table": (
+        "[*sources, values[0]])",
+        "[*sources, values[1]])",
+    ),
+    "scales: of attention and MLP exchanged": (
+        "resid_lambda_attn, resid_lambda_mlp, post_lambda_attn",
+        "resid_lambda_mlp, resid_lambda_attn, post_lambda_attn",
+    ),
+    "gates: sigmoid on those of the heads": (
+        'y * gates["gate"][..., None]',
+        'y * gates["gate"].sigmoid()[..., None]',
+    ),
+    "gates: scale of MUDD in place of the learned one": (
+        "compute(x, context.gate_scale)",
+        "compute(x)",
+    ),
+    "gates: the second network reads x0": (
+        "gates = self.token_gates[0].compute(x,",
+        "gates = self.token_gates[0].compute(context.x0,",
+    ),
+    "gates: no sigmoid on the skip connection's weight": (
+        "torch.sigmoid(context.skip_weights[self.skips[i]])",
+        "context.skip_weights[self.skips[i]]",
+    ),
+    "gates: the input of layer 0 is saved without bigrams": (
+        "outputs[-1] = x\n",
+        "outputs[-1] = context.x0\n",
+    ),
+    "backout: attention reads the first layer's input": (
+        "outputs[self.backout] if layer.reads",
+        "outputs[-1] if layer.reads",
+    ),
     "DC: one token less": ("*[DC_WINDOW - 1] * 2", "*[DC_WINDOW - 2] * 2"),
     "DC: reading weights not normed": ("(heads,), eps=1e-6)", "(heads,), eps=1e6)"),
-    "DC: reading and writing exchanged": ('gates["dc_read"], gates["dc_write"]', 'gates["dc_write"], gates["dc_read"]'),
-    "DC: before the keys' offset": ("mix_heads(q * scale, k,", "mix_heads(q * scale, k.roll(-1, 0),"),
+    "DC: reading and writing exchanged": (
+        'gates["dc_read"], gates["dc_write"]',
+        'gates["dc_write"], gates["dc_read"]',
+    ),
+    "DC: before the keys' offset": (
+        "mix_heads(q * scale, k,",
+        "mix_heads(q * scale, k.roll(-1, 0),",
+    ),
     "keys: the rotated entries are offset": ("quarters % 2 == 1", "quarters % 2 == 0"),
-    "pairs: one position per token": ("(table[:2 * tokens].view", "(table[:tokens].repeat_interleave(2, 0).view"),
-    "XSA: sigmoid": ('exclude_own_value(y, v, gates["xsa"])', 'exclude_own_value(y, v, gates["xsa"].sigmoid())'),
+    "pairs: one position per token": (
+        "(table[:2 * tokens].view",
+        "(table[:tokens].repeat_interleave(2, 0).view",
+    ),
+    "XSA: sigmoid": (
+        'exclude_own_value(y, v, gates["xsa"])',
+        'exclude_own_value(y, v, gates["xsa"].sigmoid())',
+    ),
     "XSA: of layers 1 and 3 exchanged": (
         "for (number, name), gate in by_layer.items() if number == i}",
-        'for (number, name), gate in by_layer.items() if number == ({1: 3, 3: 1}.get(i, i) if name == "xsa" else i)}'),
+        (
+            "for (number, name), gate in by_layer.items() if number == ({1: 3, 3: 1}.get(i, i) if"
+            ' name == "xsa" else i)}'
+        ),
+    ),
     "signs: one token late": ("sign.long()\n", "sign.long().roll(1)\n"),
     "hash: the second token's row": ("window[1][..., 1:2].fill_(last)", "pass"),
     "hash: factors exchanged": ("2: (36313, 27191)", "2: (27191, 36313)"),
     "targets: weights exchanged": ("((1, second), (2, third))", "((2, second), (1, third))"),
     "targets: the first weight doubled": ("weights = [1.0]", "weights = [2.0]"),
-    "prefix: of the token after the next": ("self.prefixes[targets]]", "self.prefixes[targets.roll(-1)]]"),
+    "prefix: of the token after the next": (
+        "self.prefixes[targets]]",
+        "self.prefixes[targets.roll(-1)]]",
+    ),
     "prefix: half its weight": ("[*weights, prefix]", "[*weights, prefix / 2]"),
-    "value gates: paired layers read only x": ("value_embeds[:, :inputs - inputs // 2]", "(x[:, inputs // 2:inputs] if self.layer.window "
-                                               '== "P" else value_embeds[:, :inputs - inputs // 2])'),
-    "softcap: without the shift": ("Softcap(config.logit_cap, config.logit_shift)", "Softcap(config.logit_cap)"),
+    "value gates: paired layers read only x": (
+        "value_embeds[:, :inputs - inputs // 2]",
+        (
+            "(x[:, inputs // 2:inputs] if self.layer.window "
+            '== "P" else value_embeds[:, :inputs - inputs // 2])'
+        ),
+    ),
+    "softcap: without the shift": (
+        "Softcap(config.logit_cap, config.logit_shift)",
+        "Softcap(config.logit_cap)",
+    ),
 }
 
 
@@ -279,55 +640,102 @@ def loss_and_gradients(module):
         model = scheduled_model(small(), module)
         loss, _ = model(*tokens_of(5, 40), WINDOWS)
         loss.backward()
-    return loss.item(), {name: p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), {
+        name: p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_in_the_mechanisms_show(name, monkeypatch, tmp_path):
-    """The comparison above would see them: each changes the loss or a gradient by 20 times its tolerance."""
-    (old, new), source = MISTAKES[name], Path(frontier.__file__).read_text()
-    spec = importlib.util.spec_from_file_location(f"wrong_{[*MISTAKES].index(name)}", tmp_path / "wrong.py")
-    (tmp_path / "wrong.py").write_text(plant(source, old, new))  # a file, as Triton reads the source of its kernels
+    """The comparison above would see them: each changes the loss or a gradient by 20 times its
+    tolerance."""
+    (old, new) = MISTAKES[name]
+    source = Path(frontier.__file__).read_text()
+    spec = importlib.util.spec_from_file_location(
+        f"wrong_{[*MISTAKES].index(name)}", tmp_path / "wrong.py"
+    )
+    # a file, as Triton reads the source of its kernels
+    (tmp_path / "wrong.py").write_text(plant(source, old, new))
     wrong = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, wrong)  # its dataclasses look up their module
     monkeypatch.setattr(sys, "path", [*sys.path])
     spec.loader.exec_module(wrong)
     (loss, grads), (wrong_loss, wrong_grads) = map(loss_and_gradients, (frontier, wrong))
     assert abs(loss - wrong_loss) > 2e-5 * loss or any(
-        (grad - wrong_grads[name]).norm() > 2e-4 * grad.norm() for name, grad in grads.items())
+        (grad - wrong_grads[name]).norm() > 2e-4 * grad.norm() for name, grad in grads.items()
+    )
 
 
 def test_initial_values_are_those_of_the_record():
-    config, scale = small(model_dim=48, num_heads=6), 1.1 ** 0.5
+    config = small(model_dim=48, num_heads=6)
+    scale = 1.1**0.5
     model = train_gpt.build_model(config, ENCODING)
-    p, skips, count = dict(model.named_parameters()), sum(layer.skip_from is not None for layer in config.layers), len(model.layers)
+    p = dict(model.named_parameters())
+    skips = sum(layer.skip_from is not None for layer in config.layers)
+    count = len(model.layers)
     assert p["lm_head.weight"].std().item() == pytest.approx(0.005, rel=0.05)
     assert p["value_embeds.1.weight"].std().item() == pytest.approx(0.01, rel=0.05)
     assert p["embed.weight"].std().item() == pytest.approx(1, rel=0.05)
     assert p["scalars"].tolist() == [-1.5] * skips + [0.5, 1.0] * count + [0.0] and skips == 1
     assert p["resid_lambdas"].flatten().tolist() == pytest.approx([scale] * 2 * count)
-    assert p["post_lambdas"].tolist() == [[1.0, 1.0]] * count and model.gate_scale.item() == pytest.approx(0.1)
-    assert not any(x.any() for name, x in p.items() if name.endswith(("mlp.proj", "value_gate", "smear_gate", "ngrams.0.weight")))
+    assert p["post_lambdas"].tolist() == [
+        [1.0, 1.0]
+    ] * count and model.gate_scale.item() == pytest.approx(0.1)
+    assert not any(
+        x.any()
+        for name, x in p.items()
+        if name.endswith(("mlp.proj", "value_gate", "smear_gate", "ngrams.0.weight"))
+    )
     of_values, of_outputs = p["blocks.1.attn.vo"].chunk(2)
-    assert of_outputs.std().item() == pytest.approx(of_values.std().item(), rel=0.1) == pytest.approx(0.5 * 48 ** -0.5, rel=0.1)
+    assert (
+        of_outputs.std().item()
+        == pytest.approx(of_values.std().item(), rel=0.1)
+        == pytest.approx(0.5 * 48**-0.5, rel=0.1)
+    )
     halved = train_gpt.build_model(dataclasses.replace(config, output_init=0.5), ENCODING)
     assert torch.equal(halved.blocks[1].attn.vo, torch.cat([of_values, 0.5 * of_outputs]))
     assert [i for i in range(count) if f"blocks.{i}.attn.value_gate" in p] == [
-        i for i, layer in enumerate(model.layers[:-1]) if layer.value_table is not None]
+        i for i, layer in enumerate(model.layers[:-1]) if layer.value_table is not None
+    ]
     for network, weights in (
-            (model.token_gates[0], [0, .05, 0, .05] + [0] * 6 + [0, .05, 0, .05] + [0] * 6 + [.25] * 6),
-            (model.token_gates[1], [0, .05] + [0] * 6 + [0, .05, .5, 0, .05] + [0] * 6 + [0, .05, 0, .05] + [.25] * 6 + [1] * 6 + [0] * 6),
-            (model.mudd.layer, [0] * 6 + [scale, scale, 1, 1, 0, .05, 2, 2]), (model.mudd.head, [0, 0, -.5, 0, 0])):
-        assert network.compute(torch.randn(3, 48))[2].tolist() == pytest.approx(weights), "the same for all tokens"
-        assert network.hidden.shape == (64, 48) and 0.9 / 48 ** 0.5 < network.hidden.abs().max() <= 1 / 48 ** 0.5
+        (
+            model.token_gates[0],
+            [0, 0.05, 0, 0.05] + [0] * 6 + [0, 0.05, 0, 0.05] + [0] * 6 + [0.25] * 6,
+        ),
+        (
+            model.token_gates[1],
+            [0, 0.05]
+            + [0] * 6
+            + [0, 0.05, 0.5, 0, 0.05]
+            + [0] * 6
+            + [0, 0.05, 0, 0.05]
+            + [0.25] * 6
+            + [1] * 6
+            + [0] * 6,
+        ),
+        (model.mudd.layer, [0] * 6 + [scale, scale, 1, 1, 0, 0.05, 2, 2]),
+        (model.mudd.head, [0, 0, -0.5, 0, 0]),
+    ):
+        assert network.compute(torch.randn(3, 48))[2].tolist() == pytest.approx(weights), (
+            "the same for all tokens"
+        )
+        assert (
+            network.hidden.shape == (64, 48)
+            and 0.9 / 48**0.5 < network.hidden.abs().max() <= 1 / 48**0.5
+        )
 
 
 def bigram_rows_by_hand(x, last):
-    """A second implementation of record 89's hash: (36313 x_t XOR 27191 x_{t-1}) mod (rows - 1), in int32. The first token has
-    the last row; the second token's row is computed with that row's number in place of x_0. Documents do not matter."""
+    """A second implementation of record 89's hash: (36313 x_t XOR 27191 x_{t-1}) mod (rows - 1),
+    in int32. The first token has the last row; the second token's row is computed with that row's
+    number in place of x_0. Documents do not matter."""
+
     def as_int32(number):
-        return (number + 2 ** 31) % 2 ** 32 - 2 ** 31
-    return [last] + [(as_int32(36313 * b) ^ as_int32(27191 * a)) % last for a, b in zip([last, *x[1:]], x[1:])]
+        return (number + 2**31) % 2**32 - 2**31
+
+    return [last] + [
+        (as_int32(36313 * b) ^ as_int32(27191 * a)) % last for a, b in zip([last, *x[1:]], x[1:])
+    ]
 
 
 def sign_rows_by_hand(x):
@@ -335,34 +743,64 @@ def sign_rows_by_hand(x):
 
 
 def bigrams_by_hand(table, weight, x):
-    return weight[bigram_rows_by_hand(x, len(weight) - 1)] * table.signs.double()[sign_rows_by_hand(x)]
+    return (
+        weight[bigram_rows_by_hand(x, len(weight) - 1)] * table.signs.double()[sign_rows_by_hand(x)]
+    )
 
 
 def test_rows_of_the_bigram_table_are_the_record_s_at_its_own_size():
-    """The second token's product exceeds int32. Several sequences at once, as Worker announces the rows of a step."""
+    """The second token's product exceeds int32. Several sequences at once, as Worker announces the
+    rows of a step."""
     config = PRESET
     table = frontier.NgramTable(config, Ngrams(2, 377_280, 1))
     x = [50256, 17, 50255, 0, 40000]
     rows, signs = table.row_and_sign(torch.tensor([x, x[::-1]]))
     assert rows.tolist() == [bigram_rows_by_hand(each, 377_279) for each in (x, x[::-1])]
-    assert signs.tolist() == [sign_rows_by_hand(each) for each in (x, x[::-1])] and 27191 * 377_279 > 2 ** 31
+    assert (
+        signs.tolist() == [sign_rows_by_hand(each) for each in (x, x[::-1])]
+        and 27191 * 377_279 > 2**31
+    )
     model = train_gpt.build_model(small(), ENCODING)
-    (weight, read), = model.rows_read(tokens_of(3, 20)[0][None]).items()
-    assert weight is model.ngrams[0].weight and read.tolist() == [bigram_rows_by_hand(tokens_of(3, 20)[0].tolist(), 49)]
+    ((weight, read),) = model.rows_read(tokens_of(3, 20)[0][None]).items()
+    assert weight is model.ngrams[0].weight and read.tolist() == [
+        bigram_rows_by_hand(tokens_of(3, 20)[0].tolist(), 49)
+    ]
 
 
 def test_the_prefix_of_a_token_is_the_longest_other_that_begins_it():
-    model, tokens = train_gpt.build_model(small(), ENCODING), [b"the", b"t", b"a", b"there", b"th", b"thus", b"b", b"an", b"thereby"]
+    model = train_gpt.build_model(small(), ENCODING)
+    tokens = [
+        b"the",
+        b"t",
+        b"a",
+        b"there",
+        b"th",
+        b"thus",
+        b"b",
+        b"an",
+        b"thereby",
+    ]
     model.fill_prefixes(tokens)
-    wanted = [max((i for i, begin in enumerate(tokens) if begin != token and token.startswith(begin)),
-                  key=lambda i: len(tokens[i]), default=-1) for token in tokens]
-    assert wanted[0] == 4 and model.prefixes[:9].tolist() == wanted and (model.prefixes[9:] == -1).all()
+    wanted = [
+        max(
+            (i for i, begin in enumerate(tokens) if begin != token and token.startswith(begin)),
+            key=lambda i: len(tokens[i]),
+            default=-1,
+        )
+        for token in tokens
+    ]
+    assert (
+        wanted[0] == 4
+        and model.prefixes[:9].tolist() == wanted
+        and (model.prefixes[9:] == -1).all()
+    )
     assert "prefixes" not in model.state_dict()
 
 
 @pytest.mark.parametrize("loss_tokens", [64, 24, 7])
 def test_the_objective_weighs_further_targets_and_the_loss_does_not(loss_tokens):
-    """In pieces of any size: targets of -1 and beyond the sequence count nothing. A weight of 0 computes nothing."""
+    """In pieces of any size: targets of -1 and beyond the sequence count nothing. A weight of 0
+    computes nothing."""
     x, y = tokens_of(11, 64)
     y = y.clone()  # tokens_of returns views of one stream
     y[20] = -1
@@ -371,23 +809,40 @@ def test_the_objective_weighs_further_targets_and_the_loss_does_not(loss_tokens)
     model.loss_tokens = loss_tokens
     logs = logits_of(model, x, WINDOWS).double().log_softmax(-1)
     ahead = [-sum(logs[t, y[t + k]] for t in range(64 - k) if t + k != 20).item() for k in range(3)]
-    of_prefixes = -sum(logs[t, PREFIXES[y[t]]] for t in range(64) if t != 20 and PREFIXES[y[t]] >= 0).item()
-    rows, head = [], model.lm_head.forward
-    model.lm_head.forward = lambda x, targets, weights: rows.append(len(targets)) or head(x, targets, weights)
+    of_prefixes = -sum(
+        logs[t, PREFIXES[y[t]]] for t in range(64) if t != 20 and PREFIXES[y[t]] >= 0
+    ).item()
+    rows = []
+    head = model.lm_head.forward
+    model.lm_head.forward = lambda x, targets, weights: (
+        rows.append(len(targets)) or head(x, targets, weights)
+    )
     for second, third, prefix in (0.0, 0.0, 0.0), (0.5, 0.25, 0.0), (0.0, 2.0, 0.5):
-        scheduled = {"second_token_weight": second, "third_token_weight": third, "prefix_weight": prefix}
+        scheduled = {
+            "second_token_weight": second,
+            "third_token_weight": third,
+            "prefix_weight": prefix,
+        }
         model.apply_schedule(train_gpt.Plan(step=99, scheduled=scheduled))
         objective, cross_entropy = model(x, y, WINDOWS)
         wanted = sum(w * loss for w, loss in zip((1, second, third, prefix), (*ahead, of_prefixes)))
-        assert objective.item() == pytest.approx(wanted, rel=1e-6) and rows[-1] == 1 + sum(w > 0 for w in (second, third, prefix))
-        assert cross_entropy.item() == pytest.approx(ahead[0], rel=1e-6) and not cross_entropy.requires_grad
+        assert objective.item() == pytest.approx(wanted, rel=1e-6) and rows[-1] == 1 + sum(
+            w > 0 for w in (second, third, prefix)
+        )
+        assert (
+            cross_entropy.item() == pytest.approx(ahead[0], rel=1e-6)
+            and not cross_entropy.requires_grad
+        )
     assert model.eval()(x, y, WINDOWS)[0].item() == pytest.approx(ahead[0], rel=1e-6)
 
 
-@pytest.mark.parametrize("changes", [dict(), dict(layers="PinM S0xginM LgdM", backout_layer=0, token_gates="0")])
+@pytest.mark.parametrize(
+    "changes", [dict(), dict(layers="PinM S0xginM LgdM", backout_layer=0, token_gates="0")]
+)
 def test_a_later_token_changes_no_earlier_logits(changes):
     """But for the bigram table's row of the second token, which holds no later one."""
-    model, (x, _) = shaken(small(**changes)).eval(), tokens_of(6, 64)
+    model = shaken(small(**changes)).eval()
+    (x, _) = tokens_of(6, 64)
     before = logits_of(model, x, train_gpt.Windows(16, 8))
     for at in (1, 17, 40, 63):
         changed = x.clone()
@@ -399,27 +854,41 @@ def test_a_later_token_changes_no_earlier_logits(changes):
 @pytest.mark.parametrize("layers", ["PinM S0inM LM", "PinM S0gdinM LM", "PqinM Sqv0inM LM"])
 def test_a_model_with_flash_attention_is_the_same_model(layers, monkeypatch):
     """With paired heads, whose sequence is twice as long; d needs its own mask besides."""
-    config = small(layers=layers, backout_layer=1, token_gates="0", micro_batch_tokens=512, num_heads=2, model_dim=16, untie_at=0.0)
+    config = small(
+        layers=layers,
+        backout_layer=1,
+        token_gates="0",
+        micro_batch_tokens=512,
+        num_heads=2,
+        model_dim=16,
+        untie_at=0.0,
+    )
     assert_flash_is_the_same(shaken(config), monkeypatch)
 
 
 @torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
 def test_every_group_is_compiled(monkeypatch):
-    """Beyond its recompile limit torch only warns, and computes without compilation. Tied and untied, by step."""
+    """Beyond its recompile limit torch only warns, and computes without compilation. Tied and
+    untied, by step."""
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    config, (x, y) = small(), tokens_of(5, 40)
+    config = small()
+    (x, y) = tokens_of(5, 40)
     model = scheduled_model(config)
     model.reach = train_gpt.longest_window(config)
     wanted = model(x, y, WINDOWS)[0].item()
     train_gpt.compile_parts(model)
     groups = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
-    assert [[*group.numbers] for group in model.groups] == groups[:1] + ([groups[1] + groups[2]] if len(model.groups) == 2 else groups[1:])
+    assert [[*group.numbers] for group in model.groups] == groups[:1] + (
+        [groups[1] + groups[2]] if len(model.groups) == 2 else groups[1:]
+    )
     before = train_gpt.compile_stats()[0]
     assert model(x, y, WINDOWS)[0].item() == pytest.approx(wanted, rel=1e-5)
     model.apply_schedule(train_gpt.Plan(scheduled={name: 0.3 for name in WEIGHTS}))
     model(x, y, train_gpt.Windows(9, 4))
-    assert train_gpt.compile_stats()[0] - before == len(model.groups) + 4, "smear, rows of bigrams, mask of d, head"
+    assert train_gpt.compile_stats()[0] - before == len(model.groups) + 4, (
+        "smear, rows of bigrams, mask of d, head"
+    )
     torch._dynamo.reset()
 
 
@@ -427,8 +896,9 @@ def test_every_group_is_compiled(monkeypatch):
 
 
 def rounded_to_e4m3(x):
-    """A second implementation of the rounding to e4m3, half to even, in float64: three bits after the leading one."""
-    step = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(x), 2.0 ** -6))) - 3)
+    """A second implementation of the rounding to e4m3, half to even, in float64: three bits after
+    the leading one."""
+    step = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(x), 2.0**-6))) - 3)
     return np.clip(np.rint(x / step) * step, -448, 448)
 
 
@@ -450,19 +920,38 @@ def test_fp8_mlp_is_its_definition(h_scale):
     y.backward(grad)
     x64, fc, proj, grad64 = (t.detach().double().numpy() for t in (x, mlp.fc, mlp.proj, grad))
     a = np.maximum(in_e4m3(x64) @ in_e4m3(fc), 0)
-    h8 = h_scale * rounded_to_e4m3(a ** 2 / h_scale)
-    assert mlp.h_max.item() == pytest.approx((a ** 2).max(), rel=1e-6) and (h_scale == 1 or h8.max() < (a ** 2).max())
+    h8 = h_scale * rounded_to_e4m3(a**2 / h_scale)
+    assert mlp.h_max.item() == pytest.approx((a**2).max(), rel=1e-6) and (
+        h_scale == 1 or h8.max() < (a**2).max()
+    )
     grad_a = 2 * a * (grad64 @ proj)
-    for ours, right in ((y, h8 @ in_e4m3(proj).T), (x.grad, grad_a @ fc.T), (mlp.fc.grad, x64.T @ grad_a), (mlp.proj.grad, grad64.T @ a ** 2)):
-        assert np.linalg.norm(ours.detach().numpy() - right) < 1e-3 * np.linalg.norm(right)  # ties depend on the sums' order
+    for ours, right in (
+        (y, h8 @ in_e4m3(proj).T),
+        (x.grad, grad_a @ fc.T),
+        (mlp.fc.grad, x64.T @ grad_a),
+        (mlp.proj.grad, grad64.T @ a**2),
+    ):
+        # ties depend on the sums' order
+        assert np.linalg.norm(ours.detach().numpy() - right) < 1e-3 * np.linalg.norm(right)
 
 
 def test_fp8_mlp_is_for_training_only():
     in_fp8, plain = (shaken(small(fp8_mlp=fp8)) for fp8 in (True, False))
     x, y = tokens_of(3, 64)
-    trained, evaluated = ([model.train(training)(x, y, train_gpt.Windows(16, 8))[1].item() for model in (in_fp8, plain)]
-                          for training in (True, False))
-    assert evaluated[0] == evaluated[1] == trained[1] != trained[0] == pytest.approx(trained[1], rel=0.01)
+    trained, evaluated = (
+        [
+            model.train(training)(x, y, train_gpt.Windows(16, 8))[1].item()
+            for model in (in_fp8, plain)
+        ]
+        for training in (True, False)
+    )
+    assert (
+        evaluated[0]
+        == evaluated[1]
+        == trained[1]
+        != trained[0]
+        == pytest.approx(trained[1], rel=0.01)
+    )
     assert not any("h_" in name for name, _ in plain.named_buffers())
 
 
@@ -470,25 +959,47 @@ class OnGPU(torch.Tensor):
     is_cuda = True
 
 
-@pytest.mark.parametrize("kind, kernels, used", [(torch.Tensor, False, "ReluSquaredInFP8"), (OnGPU, True, "ReluSquaredInFP8"), (OnGPU, False, "")])
+@pytest.mark.parametrize(
+    "kind, kernels, used",
+    [
+        (torch.Tensor, False, "ReluSquaredInFP8"),
+        (OnGPU, True, "ReluSquaredInFP8"),
+        (OnGPU, False, ""),
+    ],
+)
 def test_gpus_compute_the_mlp_in_fp8_only_by_kernels(kind, kernels, used, monkeypatch):
     taken = []
     for of in (frontier.ReluSquaredInFP8, train_gpt.ReluSquaredMLP):
         monkeypatch.setattr(of, "apply", lambda x, *_, name=of.__name__: taken.append(name) or x)
     mlp = frontier.MLP(small(fp8_mlp=True))
     mlp.kernels = kernels
-    assert mlp(torch.randn(48, 32).as_subclass(kind)).shape == (48, 32) and taken == [used] * bool(used)
+    assert mlp(torch.randn(48, 32).as_subclass(kind)).shape == (48, 32) and taken == [used] * bool(
+        used
+    )
 
 
 def largest_h(comm, config, steps):
-    """Train -> for each step, each MLP's (largest h of this rank, scale in the step); the states before and after a loaded one."""
+    """Train -> for each step, each MLP's (largest h of this rank, scale in the step); the states
+    before and after a loaded one."""
     worker = worker_of(config, comm)
     shake(worker.model)
-    found, mlps = [], [block.mlp for block in worker.model.blocks if block.mlp is not None]
+    found = []
+    mlps = [block.mlp for block in worker.model.blocks if block.mlp is not None]
     for i, mlp in enumerate(mlps):
-        mlp.register_forward_pre_hook(lambda mlp, inputs, i=i: found[-1][i].append((
-            np.square(np.maximum(in_e4m3(inputs[0].detach().double().numpy()) @ in_e4m3(mlp.fc.detach().double().numpy()), 0)).max(),
-            mlp.h_scale.item())))
+        mlp.register_forward_pre_hook(
+            lambda mlp, inputs, i=i: found[-1][i].append(
+                (
+                    np.square(
+                        np.maximum(
+                            in_e4m3(inputs[0].detach().double().numpy())
+                            @ in_e4m3(mlp.fc.detach().double().numpy()),
+                            0,
+                        )
+                    ).max(),
+                    mlp.h_scale.item(),
+                )
+            )
+        )
     for step in range(steps):
         found.append([[] for _ in mlps])
         plan = train_gpt.plan_of(config, step)
@@ -497,12 +1008,26 @@ def largest_h(comm, config, steps):
     state = worker.optimizer.state_dict()
     mlps[0].h_scale.fill_(3)
     worker.optimizer.load_state_dict(state)
-    return found, {name: x.item() for name, x in state.items() if name.endswith("/h_scale")}, mlps[0].h_scale.item()
+    return (
+        found,
+        {name: x.item() for name, x in state.items() if name.endswith("/h_scale")},
+        mlps[0].h_scale.item(),
+    )
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_the_next_step_s_scale_is_by_the_largest_h_of_all_micro_batches_and_ranks(corpus, on_ranks, ranks):  # noqa: F811
-    config = small(layers="Sin S0inM M LM", backout_layer=2, token_gates="0", fp8_mlp=True, adam_every=1, untie_at=0.0, **corpus)
+def test_the_next_step_s_scale_is_by_the_largest_h_of_all_micro_batches_and_ranks(
+    corpus, on_ranks, ranks
+):  # noqa: F811
+    config = small(
+        layers="Sin S0inM M LM",
+        backout_layer=2,
+        token_gates="0",
+        fp8_mlp=True,
+        adam_every=1,
+        untie_at=0.0,
+        **corpus,
+    )
     results = on_ranks(ranks, largest_h, config, 3)
     scales = [1.0] * 3
     for of_ranks in zip(*(found for found, _, _ in results)):
@@ -513,32 +1038,67 @@ def test_the_next_step_s_scale_is_by_the_largest_h_of_all_micro_batches_and_rank
         scales = [1.8 / 448 * max(h for h, _ in pairs) for pairs in by_mlp]
     for _, state, loaded in results:
         assert [*state] == [f"blocks.{i}.mlp.proj/h_scale" for i in (1, 2, 3)]
-        assert [*state.values()] == pytest.approx(scales, rel=1e-5) and loaded == state["blocks.1.mlp.proj/h_scale"]
+        assert [*state.values()] == pytest.approx(scales, rel=1e-5) and loaded == state[
+            "blocks.1.mlp.proj/h_scale"
+        ]
 
 
 # training, step by step
 
 
-FURTHER_ROWS = (*(row for row in ROWS if row[0] != "doc_copy"), ("resid_lambdas", 4.0, 0.85, 0.9, 1e3), ("post_lambdas", 0.7, 0.6, 0.95, 2e3),
-                ("mudd", 6.0, 0.7, 0.8, 4e3), ("mudd_biases", 3.0, 0.75, 0.85, 5e3), ("token_gates", 5.0, 0.65, 0.9, 3e3),
-                ("token_gates_biases", 2.0, 0.8, 0.9, 6e3))
-SHORT = dict(layers="S0xinM P1inM LxgdinM+0 SinM cL2M", backout_layer=2, token_gates="0,2", num_heads=2, muon_lr=0.03, muon_qk_heads=1)
+FURTHER_ROWS = (
+    *(row for row in ROWS if row[0] != "doc_copy"),
+    ("resid_lambdas", 4.0, 0.85, 0.9, 1e3),
+    ("post_lambdas", 0.7, 0.6, 0.95, 2e3),
+    ("mudd", 6.0, 0.7, 0.8, 4e3),
+    ("mudd_biases", 3.0, 0.75, 0.85, 5e3),
+    ("token_gates", 5.0, 0.65, 0.9, 3e3),
+    ("token_gates_biases", 2.0, 0.8, 0.9, 6e3),
+)
+SHORT = dict(
+    layers="S0xinM P1inM LxgdinM+0 SinM cL2M",
+    backout_layer=2,
+    token_gates="0,2",
+    num_heads=2,
+    muon_lr=0.03,
+    muon_qk_heads=1,
+)
 UNITS = {"qk": ((16, 32), True), "vo": ((32, 32), False)}
 
 
 def plain_training(worker, config, muon, rows=FURTHER_ROWS):
     """PlainTraining with a row for each kind."""
-    by_hand = groups_by_hand([row for row in rows if not row[0].startswith(("mudd", "token_gates"))])
+    by_hand = groups_by_hand(
+        [row for row in rows if not row[0].startswith(("mudd", "token_gates"))]
+    )
     by_kind = {row[0]: (0.001 * row[1], *row[2:]) for row in rows}
-    by_hand |= {name: by_kind[p.kind] for name, p in worker.model.named_parameters() if p.kind.startswith(("mudd", "token_gates"))}
+    by_hand |= {
+        name: by_kind[p.kind]
+        for name, p in worker.model.named_parameters()
+        if p.kind.startswith(("mudd", "token_gates"))
+    }
     return PlainTraining(worker.model, config, by_hand, muon, UNITS)
 
 
 def test_groups_and_weights_of_targets_train_as_a_plain_second_training_does(tmp_path):
-    """Six steps, three Adam updates: each kind by its own row, further targets by stage. Losses are cross entropies in any case."""
-    stages = Stage(until=2, second_token_weight=Ramp(0.5, 0.0)), Stage(until=3, third_token_weight=0.25), Stage()
-    config = small(**SHORT, **SIX_STEPS, untie_at=0.0, stages=stages, param_groups=(
-        *(AdamGroup(*row) for row in FURTHER_ROWS), MuonGroup("mlp_fc", lr_mul=1.5), MuonGroup("mlp_proj")))
+    """Six steps, three Adam updates: each kind by its own row, further targets by stage. Losses
+    are cross entropies in any case."""
+    stages = (
+        Stage(until=2, second_token_weight=Ramp(0.5, 0.0)),
+        Stage(until=3, third_token_weight=0.25),
+        Stage(),
+    )
+    config = small(
+        **SHORT,
+        **SIX_STEPS,
+        untie_at=0.0,
+        stages=stages,
+        param_groups=(
+            *(AdamGroup(*row) for row in FURTHER_ROWS),
+            MuonGroup("mlp_fc", lr_mul=1.5),
+            MuonGroup("mlp_proj"),
+        ),
+    )
     worker = make_trainer(tmp_path, config)
     plain = plain_training(worker, config, (("fc", 1.5), ("proj", 1.0)))
     weights = iter([(1, 0.5), (1, 0.25), (1, 0, 0.25), (1,), (1,), (1,)])
@@ -549,16 +1109,35 @@ def test_groups_and_weights_of_targets_train_as_a_plain_second_training_does(tmp
 @pytest.mark.parametrize("lazy", [False, True])
 def test_untying_trains_as_a_plain_second_training_does(tmp_path, lazy):
     """Ten steps, tied until step 6. Lazy: until a gather is waited for, all parameters are NaN."""
-    config = small(**SHORT, **SIX_STEPS | dict(num_steps=10), untie_at=0.41, overlap_param_gather=lazy, param_groups=(
-        *(AdamGroup(*row) for row in FURTHER_ROWS if row[0] != "embed"), AdamGroup("embed", *FURTHER_ROWS[0][1:]), MuonGroup("mlp_proj", lr_mul=0.5)))
+    config = small(
+        **SHORT,
+        **SIX_STEPS | dict(num_steps=10),
+        untie_at=0.41,
+        overlap_param_gather=lazy,
+        param_groups=(
+            *(AdamGroup(*row) for row in FURTHER_ROWS if row[0] != "embed"),
+            AdamGroup("embed", *FURTHER_ROWS[0][1:]),
+            MuonGroup("mlp_proj", lr_mul=0.5),
+        ),
+    )
     worker = make_trainer(tmp_path, config, comm=Hostile() if lazy else train_gpt.Comm())
     rows = [row if row[0] != "embed" else ("embed", *FURTHER_ROWS[0][1:]) for row in FURTHER_ROWS]
     plain = plain_training(worker, config, (("fc", 2.0), ("proj", 0.5)), rows)
     plain.model.tied = True
-    waiting = []  # at the start of each step's last forward: the parameters whose gathers are in flight
-    worker.model.register_forward_pre_hook(lambda *_: waiting.append({
-        slot.name for bucket in worker.optimizer.buckets if bucket.gather_handle is not None for slot in bucket.slots}))
-    in_step, before = plain.step, worker.before_step
+    # at the start of each step's last forward: the parameters whose gathers are in flight
+    waiting = []
+    worker.model.register_forward_pre_hook(
+        lambda *_: waiting.append(
+            {
+                slot.name
+                for bucket in worker.optimizer.buckets
+                if bucket.gather_handle is not None
+                for slot in bucket.slots
+            }
+        )
+    )
+    in_step = plain.step
+    before = worker.before_step
 
     def plain_step(step, *args):
         if lazy and 0 < step < 6:  # tied: the forward waits for the head, and only for it
@@ -569,14 +1148,17 @@ def test_untying_trains_as_a_plain_second_training_does(tmp_path, lazy):
     def before_step(plan):
         if plan.step == 6:
             sequences = np.stack([some_documents(seed, 17).astype(np.int32) for seed in (1, 2)])
-            loss = worker.validate(plan, sequences)[0]  # before this step it still reads the head's weights
+            # before this step it still reads the head's weights
+            loss = worker.validate(plan, sequences)[0]
             worker.model.embed.weight.data.add_(1)
             assert worker.validate(plan, sequences)[0] == loss
             plain.p["embed.weight"] = plain.p["lm_head.weight"].clone()  # with its moments
             plain.moments["embed.weight"] = [x.clone() for x in plain.moments["lm_head.weight"]]
             plain.model.tied = False
         before(plan)
-    plain.step, worker.before_step = plain_step, before_step
+
+    plain.step = plain_step
+    worker.before_step = before_step
     plain.train(worker, 10)
     assert not torch.equal(worker.model.embed.weight, worker.model.lm_head.weight)
     worker.model.apply_schedule(train_gpt.plan_of(config, 10))
@@ -592,43 +1174,114 @@ def test_untying_trains_as_a_plain_second_training_does(tmp_path, lazy):
 @pytest.fixture
 def flags(tmp_path, corpus):  # noqa: F811
     """flags(run_id, ...) -> those of a small run whose log is in the test's folder."""
+
     def make(run_id, **changes):
-        values = {**TINY, "ngrams": "Ngrams(2, 40, 16)", "layers": "S0inM L1xgdM", "token_gates": "0", "backout_layer": 0, "model_dim": 16, "micro_batches": 4,
-                  "micro_batch_tokens": 16, "max_document_tokens": 12, "val_len": 48, "num_steps": 8, "val_every": 5, "warmup_steps": 0, "muon_qk_heads": 1,
-                  "muon_momentum_rise": 3, "bucket_mb": 0.004, "fp8_mlp": "false",
-                  "stages": "Stage(until=1/2, long_window=2, second_token_weight=.5), Stage(long_window=4), Stage(extra_steps=2, long_window=6)",
-                  **corpus, "log_dir": str(tmp_path), "run_id": run_id, **changes}
+        values = {
+            **TINY,
+            "ngrams": "Ngrams(2, 40, 16)",
+            "layers": "S0inM L1xgdM",
+            "token_gates": "0",
+            "backout_layer": 0,
+            "model_dim": 16,
+            "micro_batches": 4,
+            "micro_batch_tokens": 16,
+            "max_document_tokens": 12,
+            "val_len": 48,
+            "num_steps": 8,
+            "val_every": 5,
+            "warmup_steps": 0,
+            "muon_qk_heads": 1,
+            "muon_momentum_rise": 3,
+            "bucket_mb": 0.004,
+            "fp8_mlp": "false",
+            "stages": (
+                "Stage(until=1/2, long_window=2, second_token_weight=.5), Stage(long_window=4),"
+                " Stage(extra_steps=2, long_window=6)"
+            ),
+            **corpus,
+            "log_dir": str(tmp_path),
+            "run_id": run_id,
+            **changes,
+        }
         values["layers"] = ", ".join(map(repr, reference.layer_rows(values["layers"])))
-        return ["--preset", values.pop("preset", "frontier89"), *(text for name, v in values.items() for text in (f"--{name}", str(v)))]
+        return [
+            "--preset",
+            values.pop("preset", "frontier89"),
+            *(text for name, v in values.items() for text in (f"--{name}", str(v))),
+        ]
+
     return make
 
 
 # all its mechanisms in a small model and eight steps or nine
 RECORD_92 = dict(
-    preset="frontier", layers="PqinM Sqv0xinM rin+0 cSqv1MM cL2gM", backout_layer=2, token_gates="0,2", mlp_dim=24, mudd_groups=4, num_heads=2,
-    ngrams="Ngrams(2, 40, 16), Ngrams(3, 30, 16)", untie_at=0.7, doc_copy="true", fp8_mlp="true",
-    param_groups='AdamGroup("value_embeds", 70, .75, .95, .025, slow_from=4, by_rows=true), AdamGroup("ngram_embeds", 70, 0, .95, .025, slow_from=4, '
-    'row_moment=true), MuonGroup("attn", anvil_from=3), MuonGroup("mlp_fc", 2, anvil_from=3), MuonGroup("mlp_proj", 4, anvil_from=3)',
-    tails='Tail("head embed", 5, 2, 1, .3, last_rate=.2, blend=.65), Tail("vo mlp", 4, 1, 0, .5), Tail("value_embeds", 5, 4, 3, .5, keep_norm=false), '
-    'Tail("qk", 4, final_steps=2, rate=.4, blend=.5), Tail("vo mlp", 4, 2, 1, .4, final_steps=2, blend=.3)',
-    stages="Stage(until=1/2, long_window=2, second_token_weight=.5, candidates=32), Stage(long_window=4, attended_tokens=5, candidates=48), "
-    "Stage(extra_steps=2, long_window=6)")
+    preset="frontier",
+    layers="PqinM Sqv0xinM rin+0 cSqv1MM cL2gM",
+    backout_layer=2,
+    token_gates="0,2",
+    mlp_dim=24,
+    mudd_groups=4,
+    num_heads=2,
+    ngrams="Ngrams(2, 40, 16), Ngrams(3, 30, 16)",
+    untie_at=0.7,
+    doc_copy="true",
+    fp8_mlp="true",
+    param_groups=(
+        'AdamGroup("value_embeds", 70, .75, .95, .025, slow_from=4, by_rows=true),'
+        ' AdamGroup("ngram_embeds", 70, 0, .95, .025, slow_from=4, row_moment=true),'
+        ' MuonGroup("attn", anvil_from=3), MuonGroup("mlp_fc", 2, anvil_from=3),'
+        ' MuonGroup("mlp_proj", 4, anvil_from=3)'
+    ),
+    tails=(
+        'Tail("head embed", 5, 2, 1, .3, last_rate=.2, blend=.65), Tail("vo mlp", 4, 1, 0, .5),'
+        ' Tail("value_embeds", 5, 4, 3, .5, keep_norm=false), Tail("qk", 4, final_steps=2, rate=.4,'
+        ' blend=.5), Tail("vo mlp", 4, 2, 1, .4, final_steps=2, blend=.3)'
+    ),
+    stages=(
+        "Stage(until=1/2, long_window=2, second_token_weight=.5, candidates=32),"
+        " Stage(long_window=4, attended_tokens=5, candidates=48), Stage(extra_steps=2,"
+        " long_window=6)"
+    ),
+)
 
 
-@pytest.mark.parametrize("settings", [
-    {**RECORD_92, "warmup_steps": 6},
-    {"untie_at": 0.7, "warmup_steps": 6, "param_groups": 'AdamGroup("head", weight_decay=10.)'},
-    {"untie_at": 0.1, "fp8_mlp": "true", "overlap_param_gather": "true", "lazy_tables": "true"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {**RECORD_92, "warmup_steps": 6},
+        {"untie_at": 0.7, "warmup_steps": 6, "param_groups": 'AdamGroup("head", weight_decay=10.)'},
+        {"untie_at": 0.1, "fp8_mlp": "true", "overlap_param_gather": "true", "lazy_tables": "true"},
+    ],
+    ids=str,
+)
 def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(settings, flags, on_ranks, tmp_path):
     """Resumed before and after the step that unties."""
     kill_and_resume(flags, on_ranks, tmp_path, {"save_every": 4, **settings}, [4], frontier.PRESETS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [RECORD_92, dict(
-    layers="S0xinM P0inM+0 L1xgdM", backout_layer=1, token_gates="0,1", untie_at=0.5, fp8_mlp="true", lazy_tables="true",
-    stages="Stage(until=1/2, long_window=2), Stage(long_window=4), Stage(extra_steps=2, long_window=6)")], ids=["92", "89"])
-def test_exact_runs_go_on_at_any_number_of_ranks_in_the_midst_of_a_cycle(settings, flags, on_ranks, tmp_path):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        RECORD_92,
+        dict(
+            layers="S0xinM P0inM+0 L1xgdM",
+            backout_layer=1,
+            token_gates="0,1",
+            untie_at=0.5,
+            fp8_mlp="true",
+            lazy_tables="true",
+            stages=(
+                "Stage(until=1/2, long_window=2), Stage(long_window=4), Stage(extra_steps=2,"
+                " long_window=6)"
+            ),
+        ),
+    ],
+    ids=["92", "89"],
+)
+def test_exact_runs_go_on_at_any_number_of_ranks_in_the_midst_of_a_cycle(
+    settings, flags, on_ranks, tmp_path
+):
     goes_on_at_any_number_of_ranks(flags, on_ranks, tmp_path, settings, frontier.PRESETS)
 
 
@@ -636,53 +1289,134 @@ def test_a_checkpoint_is_resumed_by_its_own_program(flags, on_ranks, tmp_path):
     """run.sh finds the program by the checkpoint; the other one names it."""
     on_ranks(1, train, flags("stopped", save_every=4), 6, frontier.PRESETS)
     resume = ["--resume", str(tmp_path / "stopped.txt")]
-    assert program_of(resume) is frontier and program_of(["--preset", "laptop"]) is program_of([]) is train_gpt
+    assert (
+        program_of(resume) is frontier
+        and program_of(["--preset", "laptop"]) is program_of([]) is train_gpt
+    )
     assert train_gpt.parse_config(resume, "frontier", frontier.PRESETS)[0] == "frontier89"
-    with pytest.raises(train_gpt.RunError, match="a run of frontier.py; start frontier.py in place of train_gpt.py"):
+    with pytest.raises(
+        train_gpt.RunError, match="a run of frontier.py; start frontier.py in place of train_gpt.py"
+    ):
         train_gpt.parse_config(resume, "laptop")
 
 
-def test_the_training_loss_in_the_log_is_the_cross_entropy_whatever_the_objective(flags, on_ranks, tmp_path):
-    fixed = dict(adam_lr=0, muon_lr=0, head_init=0.1, val_every=0, check_grads="true", stages="Stage()")  # with other gradients the same parameters
+def test_the_training_loss_in_the_log_is_the_cross_entropy_whatever_the_objective(
+    flags, on_ranks, tmp_path
+):
+    # with other gradients the same parameters
+    fixed = dict(
+        adam_lr=0, muon_lr=0, head_init=0.1, val_every=0, check_grads="true", stages="Stage()"
+    )
     on_ranks(1, train, flags("plain", **fixed), -1, frontier.PRESETS)
-    on_ranks(1, train, flags("ahead", **fixed, second_token_weight=0.5, third_token_weight=3), -1, frontier.PRESETS)
-    plain, ahead = (re.findall(r"^step:.*train_loss:(\S+) grad_norm:(\S+)", (tmp_path / f"{name}.txt").read_text(), re.M)
-                    for name in ("plain", "ahead"))
-    assert len(plain) == 8 and all(one[0] == other[0] and one[1] != other[1] for one, other in zip(plain, ahead, strict=True))
+    on_ranks(
+        1,
+        train,
+        flags("ahead", **fixed, second_token_weight=0.5, third_token_weight=3),
+        -1,
+        frontier.PRESETS,
+    )
+    plain, ahead = (
+        re.findall(
+            r"^step:.*train_loss:(\S+) grad_norm:(\S+)",
+            (tmp_path / f"{name}.txt").read_text(),
+            re.M,
+        )
+        for name in ("plain", "ahead")
+    )
+    assert len(plain) == 8 and all(
+        one[0] == other[0] and one[1] != other[1] for one, other in zip(plain, ahead, strict=True)
+    )
 
 
-@pytest.mark.parametrize("changes", [
-    {"stages": "Stage(5), Stage(prefix_weight=Ramp(0.0, 0.25))", "adam_every": 1},
-    {"stages": "Stage(5, prefix_weight=Ramp(0.0, 0.25)), Stage(prefix_weight=Ramp(0.25, 0.0)), Stage(extra_steps=1, micro_batches=8)"},
-    {"stages": "Stage(3), Stage(long_window=5)", "num_steps": 9, "untie_at": 0.4, "adam_every": 3}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stages": "Stage(5), Stage(prefix_weight=Ramp(0.0, 0.25))", "adam_every": 1},
+        {
+            "stages": (
+                "Stage(5, prefix_weight=Ramp(0.0, 0.25)), Stage(prefix_weight=Ramp(0.25, 0.0)),"
+                " Stage(extra_steps=1, micro_batches=8)"
+            )
+        },
+        {
+            "stages": "Stage(3), Stage(long_window=5)",
+            "num_steps": 9,
+            "untie_at": 0.4,
+            "adam_every": 3,
+        },
+    ],
+    ids=str,
+)
 def test_the_warm_up_meets_every_kind_of_step(flags, capsys, monkeypatch, changes):
     """Also what a ramp computes from its second step on, and the step that unties."""
-    before, kinds = frontier.Worker.before_step, []
+    before = frontier.Worker.before_step
+    kinds = []
 
     def before_step(self, plan):
         tied = self.model.tied
         before(self, plan)
-        kinds.append((plan.micro_batches, plan.windows.long, plan.scheduled["prefix_weight"] > 0, tied, self.model.tied))
+        kinds.append(
+            (
+                plan.micro_batches,
+                plan.windows.long,
+                plan.scheduled["prefix_weight"] > 0,
+                tied,
+                self.model.tied,
+            )
+        )
+
     monkeypatch.setattr(frontier.Worker, "before_step", before_step)
-    status, _, errors = run_here(flags("kinds", val_every=0, warmup_steps=18, **changes), capsys, frontier.PRESETS)
+    status, _, errors = run_here(
+        flags("kinds", val_every=0, warmup_steps=18, **changes), capsys, frontier.PRESETS
+    )
     assert status == 0, errors
     assert {*kinds[:18]} == {*kinds[18:]} and len({*kinds}) > 1
 
 
 def test_frontier_trains_on_gpt2_tokens_without_a_network(tmp_path, script):
-    """From what data/fineweb.py writes: shards, and beside them the bytes of GPT-2's tokens. The log opens with both programs."""
-    values = {**TINY, "ngrams": "Ngrams(2, 500, 64)", "model_dim": 64, "mudd_groups": 4, "num_heads": 4, "num_steps": 2, "micro_batches": 2, "warmup_steps": 0,
-              "fp8_mlp": "false", "stages": (Stage(long_window=7, prefix_weight=0.25), Stage(extra_steps=1, long_window=11)),
-              "log_dir": tmp_path / "logs", "run_id": "f"}
+    """From what data/fineweb.py writes: shards, and beside them the bytes of GPT-2's tokens. The
+    log opens with both programs."""
+    values = {
+        **TINY,
+        "ngrams": "Ngrams(2, 500, 64)",
+        "model_dim": 64,
+        "mudd_groups": 4,
+        "num_heads": 4,
+        "num_steps": 2,
+        "micro_batches": 2,
+        "warmup_steps": 0,
+        "fp8_mlp": "false",
+        "stages": (Stage(long_window=7, prefix_weight=0.25), Stage(extra_steps=1, long_window=11)),
+        "log_dir": tmp_path / "logs",
+        "run_id": "f",
+    }
     for split, tokens in (("train", 9000), ("val", 1000)):
-        write_shard(tmp_path / f"toy_{split}_000001.bin", some_documents(1, tokens, 50257, 50256), 50257, 50256)
+        write_shard(
+            tmp_path / f"toy_{split}_000001.bin",
+            some_documents(1, tokens, 50257, 50256),
+            50257,
+            50256,
+        )
         values[f"{split}_files"] = tmp_path / f"toy_{split}_*.bin"
     root = Path(frontier.__file__).parent
-    words = [root / "frontier.py", *(text for name, v in values.items() for text in (
-        f"--{name}", ", ".join(map(repr, v)) if isinstance(v, tuple) else str(v)))]
-    proxies = {name: "http://127.0.0.1:9" for name in ("HTTPS_PROXY", "HTTP_PROXY", "https_proxy", "http_proxy")}  # nobody answers
+    words = [
+        root / "frontier.py",
+        *(
+            text
+            for name, v in values.items()
+            for text in (f"--{name}", ", ".join(map(repr, v)) if isinstance(v, tuple) else str(v))
+        ),
+    ]
+    # nobody answers
+    proxies = {
+        name: "http://127.0.0.1:9"
+        for name in ("HTTPS_PROXY", "HTTP_PROXY", "https_proxy", "http_proxy")
+    }
     _, errors = script(*words, **proxies).communicate(timeout=600)
-    assert "gpt2.tiktoken, the bytes of GPT-2's tokens for prefix_weight and sample.py, is missing" in errors
+    assert (
+        "gpt2.tiktoken, the bytes of GPT-2's tokens for prefix_weight and sample.py, is missing"
+        in errors
+    )
     assert errors.count("\n") == 1 and errors.startswith("frontier.py: "), errors
     write_gpt2_tokens(tmp_path)
     run = script(*words, **proxies)
@@ -690,5 +1424,7 @@ def test_frontier_trains_on_gpt2_tokens_without_a_network(tmp_path, script):
     assert run.returncode == 0, errors
     source, _, start, _, end, _ = read_log(tmp_path / "logs" / "f.txt")
     assert end["steps"] == 2 and start["preset"] == "frontier"
-    assert source == "".join(f"# file: {name}\n{(root / name).read_text()}" for name in ("frontier.py", "train_gpt.py"))
+    assert source == "".join(
+        f"# file: {name}\n{(root / name).read_text()}" for name in ("frontier.py", "train_gpt.py")
+    )
     assert start["source_sha256"] == train_gpt.sha256_of(source.encode())

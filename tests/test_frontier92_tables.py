@@ -1,4 +1,5 @@
-"""Record 92's n-gram and value tables: hashes, the moment per row, the slower cadence, gradients by rows."""
+"""Record 92's n-gram and value tables: hashes, the moment per row, the slower cadence, gradients
+by rows."""
 
 import dataclasses
 import math
@@ -14,19 +15,34 @@ from conftest import tiny_frontier
 from frontier import AdamGroup, Ngrams
 from test_frontier import PRESET, flags, small  # noqa: F401, a fixture
 from test_model import tokens_of
-from test_resume import corpus, end_of, goes_on_at_any_number_of_ranks, kill_and_resume, train  # noqa: F401, a fixture
+from test_resume import (
+    corpus,
+    end_of,
+    goes_on_at_any_number_of_ranks,
+    kill_and_resume,
+    train,
+)  # noqa: F401, a fixture
 
 # hashes
 
 TOKENS = [50256, 464, 2068, 7586, 21831, 50256, 464, 2068]
 ROWS = {  # by the rows of both tables, numbered one after the other
-    84_602_880: ([42301439, 30057605, 36955973, 25891877, 38010350, 25053104, 38325375, 36955973],
-                 [84602879, 84602879, 79010554, 60889994, 59548946, 67212682, 42344831, 79010554]),
-    10_575_360: ([5287679, 1337368, 5229906, 4741210, 996688, 3902605, 1311839, 5229906],
-                 [10575359, 10575359, 10270370, 8013197, 6672170, 9048493, 5330749, 10270370]),
-    2_000: ([999, 777, 748, 274, 574, 448, 5, 748], [1999, 1999, 1720, 1161, 1119, 1272, 1426, 1720])}
+    84_602_880: (
+        [42301439, 30057605, 36955973, 25891877, 38010350, 25053104, 38325375, 36955973],
+        [84602879, 84602879, 79010554, 60889994, 59548946, 67212682, 42344831, 79010554],
+    ),
+    10_575_360: (
+        [5287679, 1337368, 5229906, 4741210, 996688, 3902605, 1311839, 5229906],
+        [10575359, 10575359, 10270370, 8013197, 6672170, 9048493, 5330749, 10270370],
+    ),
+    2_000: (
+        [999, 777, 748, 274, 574, 448, 5, 748],
+        [1999, 1999, 1720, 1161, 1119, 1272, 1426, 1720],
+    ),
+}
 SIGNS = [0, 3392, 2524, 1506, 6399, 4845, 3392, 2524], [0, 0, 6652, 794, 191, 2311, 791, 6652]
-FACTORS = {2: ((36313, 27191), (48271, 30011)), 3: ((17351, 60961, 45259), (58699, 39779, 26801))}  # of rows, of signs
+# of rows, of signs
+FACTORS = {2: ((36313, 27191), (48271, 30011)), 3: ((17351, 60961, 45259), (58699, 39779, 26801))}
 
 
 def table_of(n, rows):
@@ -36,7 +52,7 @@ def table_of(n, rows):
 
 
 def as_int32(number):
-    return (number + 2 ** 31) % 2 ** 32 - 2 ** 31
+    return (number + 2**31) % 2**32 - 2**31
 
 
 def rows_and_signs_by_hand(x, n, rows):
@@ -46,7 +62,8 @@ def rows_and_signs_by_hand(x, n, rows):
             found.append((rows - 1, 0))
             continue
         window = [x[t - k] for k in range(n)]
-        of_row, of_sign = (0, 0)
+        of_row = 0
+        of_sign = 0
         for k, (row_factor, sign_factor) in enumerate(zip(*FACTORS[n])):
             of_row ^= as_int32(row_factor * (rows - 1 if (n, t, k) == (2, 1, 1) else window[k]))
             of_sign ^= sign_factor * window[k]
@@ -61,25 +78,36 @@ def test_rows_and_signs_are_the_record_s(total):
         assert [ours[0][0].add(first).tolist(), ours[1][0].tolist()] == [rows, signs]
         assert [x[1].tolist() for x in ours] == rows_and_signs_by_hand(TOKENS[::-1], n, total // 2)
         many = np.random.default_rng(n).integers(50257, size=500)
-        assert [x.tolist() for x in table_of(n, total // 2).row_and_sign(torch.from_numpy(many))] == rows_and_signs_by_hand(
-            many.tolist(), n, total // 2)
+        assert [
+            x.tolist() for x in table_of(n, total // 2).row_and_sign(torch.from_numpy(many))
+        ] == rows_and_signs_by_hand(many.tolist(), n, total // 2)
         short = table_of(n, total // 2).row_and_sign(torch.tensor([5]))
-        assert [x.tolist() for x in short] == [[total // 2 - 1], [0]], "sample.py may begin with one token"
+        assert [x.tolist() for x in short] == [
+            [total // 2 - 1],
+            [0],
+        ], "sample.py may begin with one token"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_embedding_is_the_signed_sum_of_both_tables_rounded_once(dtype):
     """A narrow table is added to the first entries."""
-    config = small(ngrams=(Ngrams(2, 50, 32), Ngrams(3, 41, 24)), ngram_hash="record92", dtype=dtype)
-    model, (x, _) = train_gpt.build_model(config, train_gpt.Encoding(64, 63)), tokens_of(3, 40)
+    config = small(
+        ngrams=(Ngrams(2, 50, 32), Ngrams(3, 41, 24)), ngram_hash="record92", dtype=dtype
+    )
+    model = train_gpt.build_model(config, train_gpt.Encoding(64, 63))
+    (x, _) = tokens_of(3, 40)
     wanted = np.zeros((40, 32))
     for table in model.ngrams:
         table.weight.data.normal_()
         rows, signs = rows_and_signs_by_hand(x.tolist(), table.n, len(table.weight))
-        wanted[:, :table.embedding_dim] += (table.weight[rows] * table.signs[signs]).detach().double().numpy()
+        wanted[:, : table.embedding_dim] += (
+            (table.weight[rows] * table.signs[signs]).detach().double().numpy()
+        )
     ours = model.embed_tokens(x)[1]
     assert torch.equal(ours, torch.from_numpy(wanted).float().to(config.torch_dtype))
-    assert [*map(len, model.rows_read(x[None]).values())] == [1, 1] and {p.kind for p in model.rows_read(x)} == {"ngram_embeds"}
+    assert [*map(len, model.rows_read(x[None]).values())] == [1, 1] and {
+        p.kind for p in model.rows_read(x)
+    } == {"ngram_embeds"}
 
 
 # updates
@@ -87,7 +115,10 @@ def test_the_embedding_is_the_signed_sum_of_both_tables_rounded_once(dtype):
 
 def test_events_are_the_record_s():
     """Odd steps up to 335, from then on every fourth. The run ends between two of them."""
-    groups = tuple(AdamGroup(kind, 70.0, 0.0, 0.95, 0.025, slow_from=336) for kind in ("ngram_embeds", "value_embeds"))
+    groups = tuple(
+        AdamGroup(kind, 70.0, 0.0, 0.95, 0.025, slow_from=336)
+        for kind in ("ngram_embeds", "value_embeds")
+    )
     config = tiny_frontier(num_steps=1194, param_groups=groups)
     model = train_gpt.build_model(config, train_gpt.Encoding(64, 63))
     buckets = train_gpt.build_optimizer(config, model, train_gpt.Comm()).buckets
@@ -96,31 +127,49 @@ def test_events_are_the_record_s():
     for bucket in buckets:
         slow = {slot.param.kind for slot in bucket.slots} <= {"ngram_embeds", "value_embeds"}
         every = 1 if isinstance(bucket.rule, train_gpt.NorMuon) else 2
-        first, wanted = bucket.first_step, events if slow else [*range(every - 1, 1194, every)]
-        assert [step for step in range(1194) if bucket.updates_in(step)] == [step for step in wanted if step >= first], bucket.name
+        first = bucket.first_step
+        wanted = events if slow else [*range(every - 1, 1194, every)]
+        assert [step for step in range(1194) if bucket.updates_in(step)] == [
+            step for step in wanted if step >= first
+        ], bucket.name
     plans = [train_gpt.Plan(step) for step in (335, 336)]
     rule = next(bucket.rule for bucket in buckets if bucket.slots[0].name == "ngrams.0.weight")
     assert [rule.hyper(plan, 1)["beta2"] for plan in plans] == [0.95, pytest.approx(0.9025)]
-    assert [rule.hyper(plan, 1)["decay"] / 0.56 ** 2 for plan in plans] == [pytest.approx(0.005 * w) for w in (5, 10)]
+    assert [rule.hyper(plan, 1)["decay"] / 0.56**2 for plan in plans] == [
+        pytest.approx(0.005 * w) for w in (5, 10)
+    ]
 
 
-SIZES, WIDTH, STEPS, SLOW, MICRO_BATCHES = (600, 400, 50), 16, 102, 60, 4  # two n-gram tables and a value table; two steps wait in the end
+# two n-gram tables and a value table; two steps wait in the end
+SIZES = (600, 400, 50)
+WIDTH = 16
+STEPS = 102
+SLOW = 60
+MICRO_BATCHES = 4
 
 
 class Tables(nn.Module):
     def __init__(self, by_rows):
         super().__init__()
         kinds = ("ngram_embeds", True), ("ngram_embeds", True), ("value_embeds", by_rows)
-        self.tables = nn.ModuleList(nn.Embedding(size, WIDTH, sparse=sparse) for size, (_, sparse) in zip(SIZES, kinds))
+        self.tables = nn.ModuleList(
+            nn.Embedding(size, WIDTH, sparse=sparse) for size, (_, sparse) in zip(SIZES, kinds)
+        )
         for number, (table, (kind, _)) in enumerate(zip(self.tables, kinds)):
             draw = torch.Generator().manual_seed(number)
-            table.weight = train_gpt.parameter(torch.randn(table.weight.shape, generator=draw, dtype=torch.float64) / 10, kind)
+            table.weight = train_gpt.parameter(
+                torch.randn(table.weight.shape, generator=draw, dtype=torch.float64) / 10, kind
+            )
 
 
 def reads(step, micro_batch):
-    """Draw, for each table, the rows that a micro-batch reads and their gradients. A fifth of the gradients is 0."""
+    """Draw, for each table, the rows that a micro-batch reads and their gradients. A fifth of the
+    gradients is 0."""
     rng = np.random.default_rng([step, micro_batch])
-    found = [(rng.integers(size // (1 + step // 10 % 3), size=5), rng.normal(size=(5, WIDTH))) for size in SIZES]
+    found = [
+        (rng.integers(size // (1 + step // 10 % 3), size=5), rng.normal(size=(5, WIDTH)))
+        for size in SIZES
+    ]
     for _, grads in found:
         grads[rng.random(5) < 0.2] = 0
     return found
@@ -131,38 +180,57 @@ def lr_factor(step):
 
 
 def config_of(by_rows, exact):
-    groups = AdamGroup("ngram_embeds", 70.0, 0.0, 0.95, 0.025, slow_from=SLOW, row_moment=True), AdamGroup(
-        "value_embeds", 70.0, 0.75, 0.95, 0.025, slow_from=SLOW, by_rows=by_rows)
-    return dataclasses.replace(PRESET, param_groups=groups, lazy_tables=True, world_size_invariant=exact, bucket_mb=1.0)
+    groups = (
+        AdamGroup("ngram_embeds", 70.0, 0.0, 0.95, 0.025, slow_from=SLOW, row_moment=True),
+        AdamGroup("value_embeds", 70.0, 0.75, 0.95, 0.025, slow_from=SLOW, by_rows=by_rows),
+    )
+    return dataclasses.replace(
+        PRESET, param_groups=groups, lazy_tables=True, world_size_invariant=exact, bucket_mb=1.0
+    )
 
 
 def train_tables(comm, by_rows, exact=False, steps=STEPS, state=None, begin=0, kept_at=()):
     """Train -> states before the steps of kept_at, and at last the parameters and the state."""
-    model, states = Tables(by_rows), {}
+    model = Tables(by_rows)
+    states = {}
     optimizer = train_gpt.build_optimizer(config_of(by_rows, exact), model, comm)
     if state:
         optimizer.load_state_dict(state)
     for step in range(begin, steps):
         if step in kept_at:
             states[step] = optimizer.state_dict()
-        own = [reads(step, comm.rank * MICRO_BATCHES // comm.ranks + i) for i in range(MICRO_BATCHES // comm.ranks)]
+        own = [
+            reads(step, comm.rank * MICRO_BATCHES // comm.ranks + i)
+            for i in range(MICRO_BATCHES // comm.ranks)
+        ]
         read = zip(model.tables, zip(*([rows for rows, _ in one] for one in own)))
-        optimizer.announce_rows(step, {table.weight: torch.from_numpy(np.stack(rows)) for table, rows in read})
+        optimizer.announce_rows(
+            step, {table.weight: torch.from_numpy(np.stack(rows)) for table, rows in read}
+        )
         for i, one in enumerate(own):
-            loss = sum((table(torch.from_numpy(rows)) * torch.from_numpy(grads)).sum()
-                       for table, (rows, grads) in zip(model.tables, one))
+            loss = sum(
+                (table(torch.from_numpy(rows)) * torch.from_numpy(grads)).sum()
+                for table, (rows, grads) in zip(model.tables, one)
+            )
             optimizer.prepare_for_backward(step, i, len(own))
             loss.backward()
         optimizer.step(train_gpt.Plan(step, lr_factor=lr_factor(step)))
     optimizer.finish_all_gathers()
-    return states, [p.detach().clone() for p in model.parameters()], {name: x.clone() for name, x in optimizer.named_state()}
+    return (
+        states,
+        [p.detach().clone() for p in model.parameters()],
+        {name: x.clone() for name, x in optimizer.named_state()},
+    )
 
 
 def by_hand(steps=STEPS):
-    """Sums over the steps of a cycle and dense moments that decay in every update -> parameters; a moment for each row."""
+    """Sums over the steps of a cycle and dense moments that decay in every update -> parameters; a
+    moment for each row."""
     tables = [p.detach().tolist() for p in Tables(False).parameters()]
-    moments, of_values = [[0.0] * size for size in SIZES[:2]], [[[0.0, 0.0] for _ in range(WIDTH)] for _ in range(SIZES[2])]
-    sums, events = [[[0.0] * WIDTH for _ in range(size)] for size in SIZES], 0
+    moments = [[0.0] * size for size in SIZES[:2]]
+    of_values = [[[0.0, 0.0] for _ in range(WIDTH)] for _ in range(SIZES[2])]
+    sums = [[[0.0] * WIDTH for _ in range(size)] for size in SIZES]
+    events = 0
     for step in range(steps):
         for micro_batch in range(MICRO_BATCHES):
             for total, (rows, grads) in zip(sums, reads(step, micro_batch)):
@@ -173,23 +241,41 @@ def by_hand(steps=STEPS):
         if (step + 1) % (2 if fast else 4):
             continue
         events += 1
-        lr, beta1, beta2, w = 0.008 * 70 * lr_factor(step), *((0.75, 0.95, 5) if fast else (0.5625, 0.9025, 10))
+        lr, beta1, beta2, w = (
+            0.008 * 70 * lr_factor(step),
+            *((0.75, 0.95, 5) if fast else (0.5625, 0.9025, 10)),
+        )
         decay = lr * lr * 0.005 * w
         for table, total, moment in zip(tables, sums, moments):
             for row, p in enumerate(table):
                 moment[row] *= beta2
                 moment[row] += (1 - beta2) * sum(g * g for g in total[row]) / WIDTH
                 for j in range(WIDTH) if any(total[row]) else ():
-                    u = total[row][j] / (math.sqrt(moment[row]) + 1e-10) * lr * math.sqrt(1 - beta2 ** events)
+                    u = (
+                        total[row][j]
+                        / (math.sqrt(moment[row]) + 1e-10)
+                        * lr
+                        * math.sqrt(1 - beta2**events)
+                    )
                     p[j] -= u + (p[j] * decay if u * p[j] > 0 else 0)
         for row, p in enumerate(tables[2]):
             for j, (m, v) in enumerate(of_values[row]):
                 g = sums[2][row][j]
-                m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
-                u = lr * math.sqrt(1 - beta2 ** events) / (1 - beta1 ** events) * m / (math.sqrt(v) + 1e-10)
-                p[j], of_values[row][j] = p[j] - u - (p[j] * decay if u * p[j] > 0 else 0), [m, v]
+                m = beta1 * m + (1 - beta1) * g
+                v = beta2 * v + (1 - beta2) * g * g
+                u = (
+                    lr
+                    * math.sqrt(1 - beta2**events)
+                    / (1 - beta1**events)
+                    * m
+                    / (math.sqrt(v) + 1e-10)
+                )
+                p[j] = p[j] - u - (p[j] * decay if u * p[j] > 0 else 0)
+                of_values[row][j] = [m, v]
         sums = [[[0.0] * WIDTH for _ in range(size)] for size in SIZES]
-    return [torch.tensor(x, dtype=torch.float64) for x in tables], [torch.tensor(x, dtype=torch.float64) for x in moments]
+    return [torch.tensor(x, dtype=torch.float64) for x in tables], [
+        torch.tensor(x, dtype=torch.float64) for x in moments
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -199,24 +285,32 @@ def expected():
 
 @pytest.mark.parametrize("ranks, by_rows", [(1, False), (1, True), (2, True)])
 def test_tables_train_as_plain_loops_do(on_ranks, expected, ranks, by_rows):
-    """Forty updates across the change of the cadence, of rows that are read often, seldom and never. Moments of rows that an
-    update leaves out are those of the loops after their decay since `last`."""
+    """Forty updates across the change of the cadence, of rows that are read often, seldom and
+    never. Moments of rows that an update leaves out are those of the loops after their decay since
+    `last`."""
     tables, moments = expected
-    last_event, begun = STEPS - STEPS % 4 - 1, [*Tables(False).parameters()]
-    assert any(torch.equal(*rows) for rows in zip(tables[0], begun[0])), "a row without any gradient keeps its values"
+    last_event = STEPS - STEPS % 4 - 1
+    begun = [*Tables(False).parameters()]
+    assert any(torch.equal(*rows) for rows in zip(tables[0], begun[0])), (
+        "a row without any gradient keeps its values"
+    )
     for _, params, state in on_ranks(ranks, train_tables, by_rows):
         for ours, right in zip(params, tables, strict=True):
             assert (ours - right).abs().max() < 1e-12 * right.abs().max()
         for i, right in enumerate(moments):
-            v, last = state[f"tables.{i}.weight/v"].view(-1), state[f"tables.{i}.weight/last"].view(-1)
+            v = state[f"tables.{i}.weight/v"].view(-1)
+            last = state[f"tables.{i}.weight/last"].view(-1)
             assert v.shape == last.shape == (SIZES[i],) and len(last.unique()) > 5
             assert (v * 0.95 ** ((last_event - last) / 2) - right).abs().max() < 1e-12 * right.max()
         assert state["tables.0.weight/updates"] == 40 and "tables.0.weight/m" not in state
 
 
 def test_exact_training_is_the_same_to_the_byte_and_so_is_a_resumed_one(on_ranks, expected):
-    """Saved within a cycle of four steps, with the gradients that wait, and continued by another number of ranks."""
-    wholes = [on_ranks(ranks, train_tables, True, True, STEPS, None, 0, (70,))[0] for ranks in (1, 2)]
+    """Saved within a cycle of four steps, with the gradients that wait, and continued by another
+    number of ranks."""
+    wholes = [
+        on_ranks(ranks, train_tables, True, True, STEPS, None, 0, (70,))[0] for ranks in (1, 2)
+    ]
     resumed = on_ranks(2, train_tables, True, True, STEPS, wholes[0][0][70], 70)[0]
     assert len({train_gpt.hash_of([*state.items()]) for _, _, state in (*wholes, resumed)}) == 1
     assert any(name.endswith("/pending") for name in wholes[0][2]), "the run ends within a cycle"
@@ -234,35 +328,69 @@ def test_a_resumed_training_is_the_whole_one(on_ranks):
 
 # runs
 
-TABLES = {"ngrams": "Ngrams(2, 40, 16), Ngrams(3, 30, 16)", "ngram_hash": "record92", "lazy_tables": "true"}
-SLOWLY = TABLES | {"param_groups": 'AdamGroup("ngram_embeds", 70., 0., .95, .025, slow_from=4, row_moment=true), '
-                                   'AdamGroup("value_embeds", 70., .75, .95, .025, slow_from=4, by_rows=true)'}
+TABLES = {
+    "ngrams": "Ngrams(2, 40, 16), Ngrams(3, 30, 16)",
+    "ngram_hash": "record92",
+    "lazy_tables": "true",
+}
+SLOWLY = TABLES | {
+    "param_groups": (
+        'AdamGroup("ngram_embeds", 70., 0., .95, .025, slow_from=4, row_moment=true), '
+        'AdamGroup("value_embeds", 70., .75, .95, .025, slow_from=4, by_rows=true)'
+    )
+}
 
 
 def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(flags, on_ranks, tmp_path):  # noqa: F811
     """It unties in step 6, when the tables' gradients wait, and ends within their cycle."""
-    kill_and_resume(flags, on_ranks, tmp_path, {"save_every": 4, "num_steps": 10, "untie_at": 0.5, "warmup_steps": 8, **SLOWLY},
-                    [4], frontier.PRESETS)
+    kill_and_resume(
+        flags,
+        on_ranks,
+        tmp_path,
+        {"save_every": 4, "num_steps": 10, "untie_at": 0.5, "warmup_steps": 8, **SLOWLY},
+        [4],
+        frontier.PRESETS,
+    )
 
 
 @pytest.mark.slow
-def test_exact_runs_go_on_at_any_number_of_ranks_in_the_midst_of_a_slow_cycle(flags, on_ranks, tmp_path):  # noqa: F811
+def test_exact_runs_go_on_at_any_number_of_ranks_in_the_midst_of_a_slow_cycle(
+    flags, on_ranks, tmp_path
+):  # noqa: F811
     def slowly(run_id, **changes):  # in place of the helper's own groups
         return flags(run_id, **changes | SLOWLY)
+
     goes_on_at_any_number_of_ranks(slowly, on_ranks, tmp_path, {"untie_at": 0.5}, frontier.PRESETS)
 
 
-def test_the_warm_up_leaves_no_trace_and_makes_a_slow_update(flags, on_ranks, tmp_path, monkeypatch):  # noqa: F811
-    events, step = [], train_gpt.DistributedOptimizer.step
+def test_the_warm_up_leaves_no_trace_and_makes_a_slow_update(
+    flags, on_ranks, tmp_path, monkeypatch
+):  # noqa: F811
+    events = []
+    step = train_gpt.DistributedOptimizer.step
 
     def noted(self, plan):
         before = {bucket: bucket.updates for bucket in self.buckets}
         step(self, plan)
-        events.append((plan.step, {bucket.slots[0].param.kind for bucket, n in before.items() if bucket.updates > n}))
+        events.append(
+            (
+                plan.step,
+                {bucket.slots[0].param.kind for bucket, n in before.items() if bucket.updates > n},
+            )
+        )
+
     monkeypatch.setattr(train_gpt.DistributedOptimizer, "step", noted)
-    changes = SLOWLY | {"param_groups": SLOWLY["param_groups"].replace("slow_from=4", "slow_from=8")}
+    changes = SLOWLY | {
+        "param_groups": SLOWLY["param_groups"].replace("slow_from=4", "slow_from=8")
+    }
     for name, steps in ("cold", 0), ("warm", 10):
-        on_ranks(1, train, flags(name, num_steps=18, warmup_steps=steps, untie_at=0, **changes), -1, frontier.PRESETS)
+        on_ranks(
+            1,
+            train,
+            flags(name, num_steps=18, warmup_steps=steps, untie_at=0, **changes),
+            -1,
+            frontier.PRESETS,
+        )
     cold, warm = (end_of(tmp_path / f"{name}.txt") for name in ("cold", "warm"))
     assert cold["final_state_hash"] == warm["final_state_hash"]
     of_tables = [step for step, kinds in events if {"ngram_embeds", "value_embeds"} <= kinds]
@@ -271,9 +399,20 @@ def test_the_warm_up_leaves_no_trace_and_makes_a_slow_update(flags, on_ranks, tm
 
 def test_value_tables_by_rows_train_to_the_same_parameters(on_ranks, flags, tmp_path):  # noqa: F811
     """Only the messages differ, at two ranks."""
-    rows = {"exact": "AdamGroup('value_embeds', 70., slow_from=4)", "rows": "AdamGroup('value_embeds', 70., slow_from=4, by_rows=true)"}
+    rows = {
+        "exact": "AdamGroup('value_embeds', 70., slow_from=4)",
+        "rows": "AdamGroup('value_embeds', 70., slow_from=4, by_rows=true)",
+    }
     for name, group in rows.items():
-        on_ranks(2, train, flags(name, **TABLES, world_size_invariant="true", param_groups=group),
-                 -1, frontier.PRESETS)
+        on_ranks(
+            2,
+            train,
+            flags(name, **TABLES, world_size_invariant="true", param_groups=group),
+            -1,
+            frontier.PRESETS,
+        )
     one, other = (end_of(tmp_path / f"{name}.txt") for name in rows)
-    assert one["model_hash"] == other["model_hash"] and one["final_state_hash"] == other["final_state_hash"]
+    assert (
+        one["model_hash"] == other["model_hash"]
+        and one["final_state_hash"] == other["final_state_hash"]
+    )

@@ -1,4 +1,5 @@
-"""Tail averages and sampled softmax of frontier.py, compared with plain loops written from the description of record 92."""
+"""Tail averages and sampled softmax of frontier.py, compared with plain loops written from the
+description of record 92."""
 
 import dataclasses
 import math
@@ -19,34 +20,55 @@ from test_resume import corpus, end_of, kill_and_resume, train  # noqa: F401, a 
 from test_sync import Hostile
 
 RECORD = (
-    Tail("head embed", 298, 2, 1, 1 - (1 - 2 / 299) ** 2, last_rate=2 / 299, blend=0.65), Tail("vo mlp", 249, 4, 1, 4 / 53),
-    Tail("value_embeds", 247, 4, 3, 4 / 53, keep_norm=False), Tail("qk", 297, 4, 1, 2 / 75, final_steps=2, blend=0.55),
-    Tail("vo mlp", 297, 4, 1, 2 / 75, final_steps=2, blend=0.55 - 0.2007))
-LARGER = train_gpt.Encoding(600, 599)  # with few classes each draw would go once around the permutation
+    Tail("head embed", 298, 2, 1, 1 - (1 - 2 / 299) ** 2, last_rate=2 / 299, blend=0.65),
+    Tail("vo mlp", 249, 4, 1, 4 / 53),
+    Tail("value_embeds", 247, 4, 3, 4 / 53, keep_norm=False),
+    Tail("qk", 297, 4, 1, 2 / 75, final_steps=2, blend=0.55),
+    Tail("vo mlp", 297, 4, 1, 2 / 75, final_steps=2, blend=0.55 - 0.2007),
+)
+# with few classes each draw would go once around the permutation
+LARGER = train_gpt.Encoding(600, 599)
 PREFIXES = [-1 if token % 3 else token // 2 for token in range(600)]
-LAYERS = dict(layers="S0xM P1M LxgM+0 SM cL2M", backout_layer=2, token_gates="0,2", num_heads=2, muon_qk_heads=1)
+LAYERS = dict(
+    layers="S0xM P1M LxgM+0 SM cL2M",
+    backout_layer=2,
+    token_gates="0,2",
+    num_heads=2,
+    muon_qk_heads=1,
+)
 
 
 def kind_of(name):
     """The kind of a parameter in RECORD."""
     parts = name.split(".")
     return {"lm_head": "head", "embed": "embed", "value_embeds": "value_embeds"}.get(parts[0]) or {
-        "qk": "qk", "vo": "vo", "fc": "mlp", "proj": "mlp"}.get(parts[-1])
+        "qk": "qk",
+        "vo": "vo",
+        "fc": "mlp",
+        "proj": "mlp",
+    }.get(parts[-1])
 
 
 # tail averages
 
 
-@pytest.mark.parametrize("dtype, exact", [("float64", 1e-5), ("bfloat16", 8)], ids=str)  # bf16 has steps of 8
+# bf16 has steps of 8
+@pytest.mark.parametrize("dtype, exact", [("float64", 1e-5), ("bfloat16", 8)], ids=str)
 def test_averages_of_the_record_s_1194_steps(dtype, exact, tmp_path):
-    """Each weight equals s after step s. The figures are the specification's; with norms restored all equal 1193 again."""
+    """Each weight equals s after step s. The figures are the specification's; with norms restored
+    all equal 1193 again."""
     for restored in False, True:
         tails = tuple(dataclasses.replace(tail, keep_norm=restored) for tail in RECORD)
         config = small(**LAYERS, tails=tails, num_steps=1194)
         worker = make_trainer(tmp_path, config)
         if dtype == "bfloat16":
             train_shards = train_gpt.find_shards(str(tmp_path / "train.bin"))
-            worker = frontier.Worker(dataclasses.replace(config, dtype=dtype), train_gpt.Comm(), torch.device("cpu"), train_shards)
+            worker = frontier.Worker(
+                dataclasses.replace(config, dtype=dtype),
+                train_gpt.Comm(),
+                torch.device("cpu"),
+                train_shards,
+            )
         params = {name: p for name, p in worker.model.named_parameters() if kind_of(name)}
         for step in range(1194):
             for p in params.values():
@@ -55,36 +77,73 @@ def test_averages_of_the_record_s_1194_steps(dtype, exact, tmp_path):
         states = {name: x for name, x in worker.optimizer.state_dict().items() if "/tail" in name}
         ends = {name.rpartition("/")[2]: x for name, x in states.items()}
         averages = [1064.302502, 1144.377789, 1142.408629, 1070.097083, 1070.097083]
-        assert [ends[f"tail{i}"].unique().item() for i in range(5)] == pytest.approx(averages, abs=exact)
-        assert all(x.dtype == getattr(torch, "float64" if dtype == "float64" else "float32") for x in states.values())
+        assert [ends[f"tail{i}"].unique().item() for i in range(5)] == pytest.approx(
+            averages, abs=exact
+        )
+        assert all(
+            x.dtype == getattr(torch, "float64" if dtype == "float64" else "float32")
+            for x in states.values()
+        )
         worker.after_training()
-        shipped = {"head": 1109.346627, "embed": 1109.346627, "vo": 1118.431532, "mlp": 1118.431532, "qk": 1125.403395,
-                   "value_embeds": 1142.408629}
+        shipped = {
+            "head": 1109.346627,
+            "embed": 1109.346627,
+            "vo": 1118.431532,
+            "mlp": 1118.431532,
+            "qk": 1125.403395,
+            "value_embeds": 1142.408629,
+        }
         for name, p in params.items():
             wanted = 1193 if restored else shipped[kind_of(name)]
             assert p.unique().tolist() == pytest.approx([wanted], abs=exact), name
 
 
 STEPS = 24
-ROWS = (Tail("head embed", 18, 2, 1, 0.3, last_rate=0.17, blend=0.65), Tail("vo mlp", 13, 4, 3, 4 / 53),
-        Tail("value_embeds", 11, 4, 1, 0.11, keep_norm=False), Tail("qk", 17, 4, 2, 0.09, final_steps=2, blend=0.55),
-        Tail("vo mlp", 17, 4, 2, 0.09, final_steps=2, blend=0.3493))
-TICKS = ([6, 7, 9, 11, 13, 15, 17, 19, 21, 23], [11, 15, 19, 23], [13, 17, 21], [7, 10, 14, 18, 22, 23], [7, 10, 14, 18, 22, 23])
+ROWS = (
+    Tail("head embed", 18, 2, 1, 0.3, last_rate=0.17, blend=0.65),
+    Tail("vo mlp", 13, 4, 3, 4 / 53),
+    Tail("value_embeds", 11, 4, 1, 0.11, keep_norm=False),
+    Tail("qk", 17, 4, 2, 0.09, final_steps=2, blend=0.55),
+    Tail("vo mlp", 17, 4, 2, 0.09, final_steps=2, blend=0.3493),
+)
+TICKS = (
+    [6, 7, 9, 11, 13, 15, 17, 19, 21, 23],
+    [11, 15, 19, 23],
+    [13, 17, 21],
+    [7, 10, 14, 18, 22, 23],
+    [7, 10, 14, 18, 22, 23],
+)
 
 
 def train_and_look(comm, folder, config):
-    """Train in float64 -> all weights after each step, the saved state of each step, the weights after the training."""
+    """Train in float64 -> all weights after each step, the saved state of each step, the weights
+    after the training."""
     folder = folder / str(comm.rank)
     folder.mkdir(exist_ok=True)
-    worker, weights, states = make_trainer(folder, config, comm), [], []
-    take = lambda: {name: p.detach().clone().numpy() for name, p in worker.model.named_parameters() if kind_of(name)}
+    worker = make_trainer(folder, config, comm)
+    weights = []
+    states = []
+    take = lambda: {
+        name: p.detach().clone().numpy()
+        for name, p in worker.model.named_parameters()
+        if kind_of(name)
+    }
     for step in range(config.num_steps):
         plan = train_gpt.plan_of(config, step)
         worker.step(plan, worker.stream.next_batch(plan))
         worker.optimizer.finish_all_gathers()
         weights.append(take())
         if step % 4 == 3:
-            states.append((step, {name: x.numpy() for name, x in worker.optimizer.state_dict().items() if "/tail" in name}))
+            states.append(
+                (
+                    step,
+                    {
+                        name: x.numpy()
+                        for name, x in worker.optimizer.state_dict().items()
+                        if "/tail" in name
+                    },
+                )
+            )
     worker.after_training()
     return weights, states, take()
 
@@ -92,16 +151,37 @@ def train_and_look(comm, folder, config):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_trained_weights_are_averaged_as_in_plain_loops(ranks, on_ranks, tmp_path):
     """24 steps; until step 16, in the midst of all averages, head and embedding are one matrix."""
-    config = small(**LAYERS, tails=ROWS, num_steps=STEPS, micro_batches=2, micro_batch_tokens=16, max_document_tokens=14,
-                   stages=(Stage(),), untie_at=0.6)
+    config = small(
+        **LAYERS,
+        tails=ROWS,
+        num_steps=STEPS,
+        micro_batches=2,
+        micro_batch_tokens=16,
+        max_document_tokens=14,
+        stages=(Stage(),),
+        untie_at=0.6,
+    )
     untied = frontier.first_untied_step(config)
     assert untied == 16
     for weights, states, final in on_ranks(ranks, train_and_look, tmp_path, config):
-        after = [{**w, "embed.weight": w["lm_head.weight"] if s < untied - 1 else w["embed.weight"]} for s, w in enumerate(weights)]
-        after[untied - 1] = {**weights[untied - 1], "embed.weight": weights[untied - 1]["lm_head.weight"]}
-        names = {kind: [name for name in final if kind_of(name) == kind] for kind in map(kind_of, final)}
-        assert len(states) == STEPS // 4 and config.overlap_param_gather and {len(of) for of in names.values()} >= {1, 3, 5, 10}
-        averages, known = [{} for _ in ROWS], dict(states)
+        after = [
+            {**w, "embed.weight": w["lm_head.weight"] if s < untied - 1 else w["embed.weight"]}
+            for s, w in enumerate(weights)
+        ]
+        after[untied - 1] = {
+            **weights[untied - 1],
+            "embed.weight": weights[untied - 1]["lm_head.weight"],
+        }
+        names = {
+            kind: [name for name in final if kind_of(name) == kind] for kind in map(kind_of, final)
+        }
+        assert (
+            len(states) == STEPS // 4
+            and config.overlap_param_gather
+            and {len(of) for of in names.values()} >= {1, 3, 5, 10}
+        )
+        averages = [{} for _ in ROWS]
+        known = dict(states)
         for step in range(STEPS):
             for i, row in enumerate(ROWS):
                 for name in (name for kind in row.kinds.split() for name in names[kind]):
@@ -109,36 +189,73 @@ def test_trained_weights_are_averaged_as_in_plain_loops(ranks, on_ranks, tmp_pat
                         averages[i][name] = after[step][name]
                     elif step in TICKS[i]:
                         rate = row.last_rate if row.last_rate and step == STEPS - 1 else row.rate
-                        averages[i][name] = averages[i][name] + rate * (after[step][name] - averages[i][name])
+                        averages[i][name] = averages[i][name] + rate * (
+                            after[step][name] - averages[i][name]
+                        )
                     if step in known and averages[i] and (name != "embed.weight" or step >= untied):
-                        assert np.abs(known[step][f"{name}/tail{i}"] - averages[i][name].ravel()).max() < 1e-12, (step, name)
-        wanted, before = dict(after[-1]), after[-1]
+                        assert (
+                            np.abs(known[step][f"{name}/tail{i}"] - averages[i][name].ravel()).max()
+                            < 1e-12
+                        ), (step, name)
+        wanted = dict(after[-1])
+        before = after[-1]
         for i, row in enumerate(ROWS):
             for name, average in averages[i].items():
                 wanted[name] = wanted[name] + row.blend * (average - wanted[name])
         for kind in ("head", "embed", "qk", "vo", "mlp"):
-            norm = [math.sqrt(sum(float((x[name] ** 2).sum()) for name in names[kind])) for x in (before, wanted)]
+            norm = [
+                math.sqrt(sum(float((x[name] ** 2).sum()) for name in names[kind]))
+                for x in (before, wanted)
+            ]
             assert abs(norm[0] / norm[1] - 1) > 1e-8
             wanted |= {name: wanted[name] * norm[0] / norm[1] for name in names[kind]}
         for name, p in final.items():
-            assert np.abs(p - before[name]).max() > 1e-9 and np.abs(p - wanted[name]).max() < 1e-12, name
+            assert (
+                np.abs(p - before[name]).max() > 1e-9 and np.abs(p - wanted[name]).max() < 1e-12
+            ), name
 
 
-@pytest.mark.parametrize("changes, says", [
-    *(({"tails": (tail,)}, f"{tail}: give kinds as a text such as \"qk vo\", and a phase below the period") for tail in (Tail("qk", 3, 2, 2), Tail(3, 3))),
-    ({"tails": (Tail("qk", 3, rate=1.5),)}, "rate is 1.5; it must be a number, above 0, at most 1"),
-    ({"tails": (Stage(),)}, "is not a row of it"), ({"candidates": 40}, "candidates is 40; products in fp8 need a multiple of 16"),
-    ({"stages": (Stage(candidates=-16),)}, "candidates is -16; it must be a whole number, from 0 on")], ids=str)
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        *(
+            (
+                {"tails": (tail,)},
+                f'{tail}: give kinds as a text such as "qk vo", and a phase below the period',
+            )
+            for tail in (Tail("qk", 3, 2, 2), Tail(3, 3))
+        ),
+        (
+            {"tails": (Tail("qk", 3, rate=1.5),)},
+            "rate is 1.5; it must be a number, above 0, at most 1",
+        ),
+        ({"tails": (Stage(),)}, "is not a row of it"),
+        ({"candidates": 40}, "candidates is 40; products in fp8 need a multiple of 16"),
+        (
+            {"stages": (Stage(candidates=-16),)},
+            "candidates is -16; it must be a whole number, from 0 on",
+        ),
+    ],
+    ids=str,
+)
 def test_impossible_values_are_refused(changes, says):
     with pytest.raises(train_gpt.RunError) as error:
         small(**changes)
     assert says in str(error.value)
 
 
-@pytest.mark.parametrize("changes, says", [
-    ({"tails": (Tail("head qkv", 3),)}, "of the kinds head, qkv one has no parameter"),
-    ({"tails": (Tail("attn", 3), Tail("vo", 3))}, "of the kinds attn, vo one has no parameter, or two have the same"),
-    ({"candidates": 144}, "candidates is 144; the head has only 128 classes")], ids=str)
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"tails": (Tail("head qkv", 3),)}, "of the kinds head, qkv one has no parameter"),
+        (
+            {"tails": (Tail("attn", 3), Tail("vo", 3))},
+            "of the kinds attn, vo one has no parameter, or two have the same",
+        ),
+        ({"candidates": 144}, "candidates is 144; the head has only 128 classes"),
+    ],
+    ids=str,
+)
 def test_what_the_model_does_not_have_is_refused(changes, says, corpus):  # noqa: F811
     with pytest.raises(train_gpt.RunError, match=says):
         worker_of(small(**changes, **corpus))
@@ -151,7 +268,8 @@ class Draws:
     """The candidates of a head of n classes, by the description: sets and loops."""
 
     def __init__(self, classes, micro_batches=8):
-        self.classes, self.offsets = classes, [classes * m // micro_batches for m in range(micro_batches)]
+        self.classes = classes
+        self.offsets = [classes * m // micro_batches for m in range(micro_batches)]
 
     def sweep(self, m, count):
         return [20011 * (self.offsets[m] + j) % self.classes for j in range(count)]
@@ -166,22 +284,33 @@ class Draws:
         self.offsets[m] = (self.offsets[m] + count) % self.classes
         if len(found) < need:
             free = [c for c in range(self.classes) if c not in targets]
-            found = free[::max(1, len(free) // need)]
+            found = free[:: max(1, len(free) // need)]
         return sorted(targets | {*found[:need]})
 
 
 def drawer(classes, number, micro_batches=8, ranks=1, rank=0):
     config = small(micro_batches=micro_batches, stages=(Stage(candidates=number),))
-    model = SimpleNamespace(lm_head=SimpleNamespace(weight=torch.empty(classes, 1)), prefixes=torch.empty(0), candidates=[])
+    model = SimpleNamespace(
+        lm_head=SimpleNamespace(weight=torch.empty(classes, 1)),
+        prefixes=torch.empty(0),
+        candidates=[],
+    )
     return frontier.Candidates(config, model, train_gpt.Comm())
 
 
 def test_candidates_of_the_record():
-    ours, plain = drawer(50304, 10240), Draws(50304)
-    assert plain.sweep(0, 8) == [0, 20011, 40022, 9729, 29740, 49751, 19458, 39469] and plain.sweep(1, 4) == [18864, 38875, 8582, 28593]
+    ours = drawer(50304, 10240)
+    plain = Draws(50304)
+    assert plain.sweep(0, 8) == [0, 20011, 40022, 9729, 29740, 49751, 19458, 39469] and plain.sweep(
+        1, 4
+    ) == [18864, 38875, 8582, 28593]
     assert ours.offsets.tolist() == plain.offsets and ours.offsets[1] == 6288
     found, offset = ours.draw_one(np.arange(5000, 10000), 10240, 0)
-    assert offset == 9164 and len(found) == 10240 and found.tolist() == plain.draw(0, range(5000, 10000), 10240)
+    assert (
+        offset == 9164
+        and len(found) == 10240
+        and found.tolist() == plain.draw(0, range(5000, 10000), 10240)
+    )
     assert {*range(5000, 10000), 0, 20011, 40022, 29740} < {*found} and (np.diff(found) > 0).all()
     for share in 10240, 10239, 0:  # nothing is needed: nothing is drawn
         found, offset = ours.draw_one(np.arange(share), 10240, 77)
@@ -191,24 +320,39 @@ def test_candidates_of_the_record():
     assert ours.used.tolist() == [50304] + 7 * [10240], "the log states their mean"
 
 
-@pytest.mark.parametrize("classes, number, targets", [(50304, 14336, 4000), (2048, 1200, 800), (128, 112, 20)])
+@pytest.mark.parametrize(
+    "classes, number, targets", [(50304, 14336, 4000), (2048, 1200, 800), (128, 112, 20)]
+)
 def test_candidates_are_those_of_plain_loops(classes, number, targets):
-    """20 steps of 8 micro-batches of uint16 tokens. In the second case often too few of the drawn ones are no targets."""
-    ours, plain, random = drawer(classes, number), Draws(classes), np.random.default_rng(5)
+    """20 steps of 8 micro-batches of uint16 tokens. In the second case often too few of the drawn
+    ones are no targets."""
+    ours = drawer(classes, number)
+    plain = Draws(classes)
+    random = np.random.default_rng(5)
     for _ in range(20 if classes < 50000 else 4):
         batch = [(random.random(targets) ** 2 * classes).astype(np.uint16) for _ in range(8)]
         if number == 1200:  # a stretch of the permutation
-            batch = [np.array([20011 * (offset + k) % classes for k in range(targets)]).astype(np.uint16) for offset in plain.offsets]
+            batch = [
+                np.array([20011 * (offset + k) % classes for k in range(targets)]).astype(np.uint16)
+                for offset in plain.offsets
+            ]
         ours.draw(number, batch)
         found = [x.tolist() for x in ours.model.candidates]
-        assert found == [plain.draw(m, x[1:].tolist(), number) for m, x in enumerate(batch)] and ours.offsets.tolist() == plain.offsets
+        assert (
+            found == [plain.draw(m, x[1:].tolist(), number) for m, x in enumerate(batch)]
+            and ours.offsets.tolist() == plain.offsets
+        )
 
 
 def loss_of_candidates(x, weight, targets, candidates, weights, cap=23.0, shift=5.0):
-    """Compute (objective, cross entropy, gradients of x and weight) from dense logits, token by token, in float64."""
-    logits, c = x @ weight.T, [*candidates]
+    """Compute (objective, cross entropy, gradients of x and weight) from dense logits, token by
+    token, in float64."""
+    logits = x @ weight.T
+    c = [*candidates]
     s = 1 / (1 + np.exp(-(logits + shift) / 7.5))
-    dlogits, objective, entropy = np.zeros_like(logits), 0.0, 0.0
+    dlogits = np.zeros_like(logits)
+    objective = 0.0
+    entropy = 0.0
     for t in range(len(x)):
         wanted = [(w, targets[t + k]) for k, w in enumerate(weights[:3]) if w and t + k < len(x)]
         if weights[3] and PREFIXES[targets[t]] in c:
@@ -226,77 +370,142 @@ def loss_of_candidates(x, weight, targets, candidates, weights, cap=23.0, shift=
 
 @pytest.mark.parametrize("weights", [(1, 0, 0, 0), (1, 0.5, 0.25, 0.25)], ids=str)
 def test_loss_and_gradients_are_those_of_a_softmax_over_the_candidates(weights):
-    """With all classes as candidates they are those without; also where the loss is computed in pieces."""
+    """With all classes as candidates they are those without; also where the loss is computed in
+    pieces."""
     model = shake(train_gpt.build_model(small(**LAYERS), ENCODING)).double()
     model.prefixes[:64] = torch.tensor(PREFIXES[:64])
     _, targets = tokens_of(5, 40)
-    model.further_weights = dict(zip(("second_token_weight", "third_token_weight", "prefix_weight"), weights[1:]))
-    x0, weight = torch.randn(40, 32, dtype=torch.float64), model.lm_head.weight
+    model.further_weights = dict(
+        zip(("second_token_weight", "third_token_weight", "prefix_weight"), weights[1:])
+    )
+    x0 = torch.randn(40, 32, dtype=torch.float64)
+    weight = model.lm_head.weight
     chosen = sorted({*targets.tolist()} | {*range(1, 128, 3)})
-    dropped = [PREFIXES[y] for y in targets.tolist() if PREFIXES[y] >= 0 and PREFIXES[y] not in chosen]
+    dropped = [
+        PREFIXES[y] for y in targets.tolist() if PREFIXES[y] >= 0 and PREFIXES[y] not in chosen
+    ]
     assert len(dropped) > 0 and len(chosen) < 90, "some prefixes are no candidates"
 
     def compute(candidates, pieces=40):
-        model.loss_tokens, model.candidates, weight.grad, x = pieces, candidates, None, x0.clone().requires_grad_()
+        model.loss_tokens = pieces
+        model.candidates = candidates
+        weight.grad = None
+        x = x0.clone().requires_grad_()
         objective, entropy = model.loss(x, targets)
         objective.backward()
         assert not model.candidates
         return objective.item(), entropy.item(), x.grad.numpy(), weight.grad.numpy()
-    plain, everything = weight.detach().numpy(), compute([torch.arange(128)])
+
+    plain = weight.detach().numpy()
+    everything = compute([torch.arange(128)])
     expected = loss_of_candidates(x0.numpy(), plain, targets.tolist(), chosen, weights)
     for pieces in 40, 16:
         got = compute([torch.tensor(chosen)], pieces)
         assert got[:2] == pytest.approx(expected[:2], rel=1e-12)
         assert all(np.abs(a - b).max() < 1e-12 for a, b in zip(got[2:], expected[2:]))
     assert not np.delete(got[3], chosen, 0).any() and np.abs(everything[3]).min(1).max() > 0
-    assert all(np.abs(a - b).max() < 1e-12 * max(1, np.abs(b).max()) for a, b in zip(everything, compute([])))
+    assert all(
+        np.abs(a - b).max() < 1e-12 * max(1, np.abs(b).max())
+        for a, b in zip(everything, compute([]))
+    )
     model.eval()
     model.candidates = [torch.tensor(chosen)]
-    assert model.loss(x0, targets)[0].item() == pytest.approx(everything[1], rel=1e-12) and len(model.candidates) == 1
+    assert (
+        model.loss(x0, targets)[0].item() == pytest.approx(everything[1], rel=1e-12)
+        and len(model.candidates) == 1
+    )
 
 
 def losses_of_a_training(comm, folder, config):
-    """Train in float64 -> (cross entropies by micro-batch, those of plain loops) of each step; the state before the last step."""
+    """Train in float64 -> (cross entropies by micro-batch, those of plain loops) of each step; the
+    state before the last step."""
     folder = folder / str(comm.rank)
     folder.mkdir(exist_ok=True)
-    worker, plain, result = make_trainer(folder, config, comm, LARGER), Draws(640, config.micro_batches), []
+    worker = make_trainer(folder, config, comm, LARGER)
+    plain = Draws(640, config.micro_batches)
+    result = []
     worker.model.prefixes[:600] = torch.tensor(PREFIXES)
     loss = worker.model.loss
 
     def compared(x, targets):
         m = comm.rank * (config.micro_batches // comm.ranks) + len(result[-1])
-        number, weights = numbers[len(result) - 1], worker.model.further_weights
+        number = numbers[len(result) - 1]
+        weights = worker.model.further_weights
         chosen = plain.draw(m, targets.tolist(), number) if number else range(640)
-        result[-1].append(loss_of_candidates(x.detach().numpy(), worker.model.lm_head.weight.detach().numpy(), targets.tolist(), chosen, (
-            1, weights["second_token_weight"], weights["third_token_weight"], weights["prefix_weight"]))[1])
+        result[-1].append(
+            loss_of_candidates(
+                x.detach().numpy(),
+                worker.model.lm_head.weight.detach().numpy(),
+                targets.tolist(),
+                chosen,
+                (
+                    1,
+                    weights["second_token_weight"],
+                    weights["third_token_weight"],
+                    weights["prefix_weight"],
+                ),
+            )[1]
+        )
         return loss(x, targets)
-    worker.model.loss, numbers = compared, [64] * 8 + [0] * 4 + [96] * 8 + [0] * 2
+
+    worker.model.loss = compared
+    numbers = [64] * 8 + [0] * 4 + [96] * 8 + [0] * 2
     found = []
     for step in range(config.num_steps):
         plan = train_gpt.plan_of(config, step)
         result.append([])
         found.append([x.item() for x in worker.step(plan, worker.stream.next_batch(plan))])
-    return found, result, worker.candidates.offsets.tolist(), plain.offsets, worker.optimizer.state_dict()["lm_head.weight/offsets"].tolist()
+    return (
+        found,
+        result,
+        worker.candidates.offsets.tolist(),
+        plain.offsets,
+        worker.optimizer.state_dict()["lm_head.weight/offsets"].tolist(),
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_training_s_losses_are_over_the_candidates(ranks, on_ranks, tmp_path):
     """22 steps in stages with 64, all, 96 and all classes; further targets; untied in the midst."""
-    stages = (Stage(8, candidates=64, second_token_weight=0.5, prefix_weight=0.25), Stage(12), Stage(candidates=96, third_token_weight=0.5),
-              Stage(extra_steps=2))
-    config = small(**LAYERS, num_steps=22, micro_batches=4, micro_batch_tokens=16, max_document_tokens=14, stages=stages, untie_at=0.6,
-                   overlap_param_gather=False, adam_lr=0.001)
+    stages = (
+        Stage(8, candidates=64, second_token_weight=0.5, prefix_weight=0.25),
+        Stage(12),
+        Stage(candidates=96, third_token_weight=0.5),
+        Stage(extra_steps=2),
+    )
+    config = small(
+        **LAYERS,
+        num_steps=22,
+        micro_batches=4,
+        micro_batch_tokens=16,
+        max_document_tokens=14,
+        stages=stages,
+        untie_at=0.6,
+        overlap_param_gather=False,
+        adam_lr=0.001,
+    )
     outcomes = on_ranks(ranks, losses_of_a_training, tmp_path, config)
     for rank, (found, expected, offsets, plain, saved) in enumerate(outcomes):
         each = 4 // ranks
         assert np.abs(np.array(found) - expected).max() < 1e-12 * np.max(expected)
-        assert offsets[rank * each:][:each] == plain[rank * each:][:each] != Draws(640, 4).offsets[rank * each:][:each]
+        assert (
+            offsets[rank * each :][:each]
+            == plain[rank * each :][:each]
+            != Draws(640, 4).offsets[rank * each :][:each]
+        )
         assert offsets == saved == outcomes[0][2]
 
 
 def test_the_head_s_gather_has_ended_before_its_rows_are_read(tmp_path):
     """Hostile parameters are NaN until a gather is waited for; here the head is not tied."""
-    config = small(**LAYERS, num_steps=3, stages=(Stage(candidates=64),), untie_at=0.0, overlap_param_gather=True, adam_every=1)
+    config = small(
+        **LAYERS,
+        num_steps=3,
+        stages=(Stage(candidates=64),),
+        untie_at=0.0,
+        overlap_param_gather=True,
+        adam_every=1,
+    )
     worker = make_trainer(tmp_path, config, Hostile())
     for step in range(3):
         plan = train_gpt.plan_of(config, step)
@@ -310,38 +519,84 @@ def test_the_head_s_gather_has_ended_before_its_rows_are_read(tmp_path):
 def larger(flags, tmp_path):  # noqa: F811
     """flags of runs with 600 tokens."""
     for split, seed in ("train", 1), ("val", 3):
-        write_shard(tmp_path / f"larger_{split}_1.bin", some_documents(seed, 6000 if seed == 1 else 500, *LARGER), *LARGER)
-    return lambda run_id, **changes: flags(run_id, **{f"{split}_files": tmp_path / f"larger_{split}_*.bin" for split in ("train", "val")}, **changes)
+        write_shard(
+            tmp_path / f"larger_{split}_1.bin",
+            some_documents(seed, 6000 if seed == 1 else 500, *LARGER),
+            *LARGER,
+        )
+    return lambda run_id, **changes: flags(
+        run_id,
+        **{f"{split}_files": tmp_path / f"larger_{split}_*.bin" for split in ("train", "val")},
+        **changes,
+    )
 
 
-BOTH = dict(tails='Tail("head embed", 5, 2, 1, .3, blend=.65), Tail("value_embeds vo", 4, rate=.2), Tail("vo qk mlp", 6, 2, 1, .1, final_steps=2, blend=.5)',
-            stages="Stage(until=1/2, long_window=2, candidates=64), Stage(long_window=4, candidates=96), Stage(extra_steps=2, long_window=6)")
+BOTH = dict(
+    tails=(
+        'Tail("head embed", 5, 2, 1, .3, blend=.65), Tail("value_embeds vo", 4, rate=.2), Tail("vo'
+        ' qk mlp", 6, 2, 1, .1, final_steps=2, blend=.5)'
+    ),
+    stages=(
+        "Stage(until=1/2, long_window=2, candidates=64), Stage(long_window=4, candidates=96),"
+        " Stage(extra_steps=2, long_window=6)"
+    ),
+)
 
 
 def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(larger, on_ranks, tmp_path):
     """Two ranks, with a warm-up; resumed before step 4, when averages and offsets are under way."""
-    kill_and_resume(larger, on_ranks, tmp_path, {"save_every": 4, "warmup_steps": 6, "untie_at": 0.7, "overlap_param_gather": "true", **BOTH},
-                    [4], frontier.PRESETS)
+    kill_and_resume(
+        larger,
+        on_ranks,
+        tmp_path,
+        {
+            "save_every": 4,
+            "warmup_steps": 6,
+            "untie_at": 0.7,
+            "overlap_param_gather": "true",
+            **BOTH,
+        },
+        [4],
+        frontier.PRESETS,
+    )
 
 
-def test_exact_runs_are_the_same_on_one_and_two_ranks_and_after_a_warm_up(larger, on_ranks, tmp_path):
+def test_exact_runs_are_the_same_on_one_and_two_ranks_and_after_a_warm_up(
+    larger, on_ranks, tmp_path
+):
     exact = dict(world_size_invariant="true", untie_at=0.4, val_every=0, dtype="bfloat16", **BOTH)
     on_ranks(1, train, larger("one", **exact, save_model="true"), -1, frontier.PRESETS)
     on_ranks(2, train, larger("two", **exact, warmup_steps=6), -1, frontier.PRESETS)
     on_ranks(1, train, larger("stopped", **exact, save_every=1), 6, frontier.PRESETS)
-    on_ranks(2, train, ["--resume", str(tmp_path / "stopped.txt"), "--bucket_mb", "0.01"], -1, frontier.PRESETS)
+    on_ranks(
+        2,
+        train,
+        ["--resume", str(tmp_path / "stopped.txt"), "--bucket_mb", "0.01"],
+        -1,
+        frontier.PRESETS,
+    )
     one, two, resumed = (end_of(tmp_path / f"{name}.txt") for name in ("one", "two", "stopped"))
     assert one["final_state_hash"] == two["final_state_hash"] == resumed["final_state_hash"]
-    assert one["final_val_loss"] == two["final_val_loss"] and two["state_hash"]["before_warmup"] == two["state_hash"]["after_warmup"]
-    assert re.findall(r"^step:.* train_loss:\S+(.*)", (tmp_path / "one.txt").read_text(), re.M) == [" candidates:64"] * 3 + [" candidates:96"] * 3 + [""] * 2
+    assert (
+        one["final_val_loss"] == two["final_val_loss"]
+        and two["state_hash"]["before_warmup"] == two["state_hash"]["after_warmup"]
+    )
+    assert (
+        re.findall(r"^step:.* train_loss:\S+(.*)", (tmp_path / "one.txt").read_text(), re.M)
+        == [" candidates:64"] * 3 + [" candidates:96"] * 3 + [""] * 2
+    )
     # the saved model is the one that was validated
     config = train_gpt.parse_config(larger("one", **exact), "frontier", frontier.PRESETS)[1]
     model = train_gpt.build_model(config, LARGER)
     train_gpt.load_parameters(model, train_gpt.load_file(tmp_path / "one.pt"))
-    plan, val = train_gpt.plan_of(config, config.num_steps), train_gpt.find_shards(config.val_files)
+    plan = train_gpt.plan_of(config, config.num_steps)
+    val = train_gpt.find_shards(config.val_files)
     model.apply_schedule(plan)
     sequences = train_gpt.validation_sequences(val, config.val_tokens, config.val_len)
-    assert train_gpt.validate(model, sequences, plan.windows, train_gpt.Comm(), torch.device("cpu"))[0] == one["final_val_loss"]
+    assert (
+        train_gpt.validate(model, sequences, plan.windows, train_gpt.Comm(), torch.device("cpu"))[0]
+        == one["final_val_loss"]
+    )
 
 
 def test_without_averages_and_candidates_a_run_keeps_no_state_of_them(corpus):  # noqa: F811

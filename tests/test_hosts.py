@@ -22,7 +22,9 @@ from test_resume import corpus, end_of, flags, train  # noqa: F401 (fixtures)
 from test_signals import _main, alive, calm_agent, in_step
 
 ROOT = Path(train_gpt.__file__).parent
-CABLE, NAMES, ADDRESSES = "cable", ("host-a", "host-b"), ("10.78.0.1", "10.78.0.2")
+CABLE = "cable"
+NAMES = ("host-a", "host-b")
+ADDRESSES = ("10.78.0.1", "10.78.0.2")
 PORT = 29_555
 
 
@@ -40,7 +42,20 @@ def spaces():
         for name in names:
             if (made := ip("netns", "add", name)).returncode:
                 pytest.skip(f"network namespaces are not allowed here: {made.stderr.strip()}")
-        ip("link", "add", CABLE, "netns", names[0], "type", "veth", "peer", "name", CABLE, "netns", names[1])
+        ip(
+            "link",
+            "add",
+            CABLE,
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            CABLE,
+            "netns",
+            names[1],
+        )
         for name, address in zip(names, ADDRESSES):
             ip("-n", name, "addr", "add", f"{address}/24", "dev", CABLE)
             ip("-n", name, "link", "set", "lo", "up")
@@ -52,7 +67,7 @@ def spaces():
 
 
 def plug(spaces, how):
-    for space in spaces[:2 if how == "up" else 1]:
+    for space in spaces[: 2 if how == "up" else 1]:
         done = ip("-n", space, "link", "set", CABLE, how)
         assert not done.returncode, done.stderr
 
@@ -60,18 +75,24 @@ def plug(spaces, how):
 @pytest.fixture
 def names(tmp_path):
     """A file like /etc/hosts, that hosts of a network may have."""
-    (tmp_path / "names").write_text("127.0.0.1 localhost\n" + "".join(f"{a} {n}\n" for a, n in zip(ADDRESSES, NAMES)))
+    (tmp_path / "names").write_text(
+        "127.0.0.1 localhost\n" + "".join(f"{a} {n}\n" for a, n in zip(ADDRESSES, NAMES))
+    )
     return tmp_path / "names"
 
 
 def become_host(space, name, names):
     """This process moves to a host: its network, its name, and its file of names."""
     libc = ctypes.CDLL(None, use_errno=True)
-    new_mounts, new_name, private, bind = 0x00020000, 0x04000000, 0x44000, 0x1000
+    new_mounts = 0x00020000
+    new_name = 0x04000000
+    private = 0x44000
+    bind = 0x1000
 
     def check(result):
         if result:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
     with open(f"/run/netns/{space}") as file:
         check(libc.setns(file.fileno(), 0))
     check(libc.unshare(new_mounts | new_name))
@@ -86,21 +107,35 @@ def _host(space, name, names, port, argv, plant, output):
     for descriptor in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     calm_agent()
-    config = LaunchConfig(2, 2, 1, run_id="hosts", rdzv_backend="c10d", rdzv_endpoint=f"{NAMES[0]}:{port}", max_restarts=0,
-                          monitor_interval=0.02, start_method="fork")
+    config = LaunchConfig(
+        2,
+        2,
+        1,
+        run_id="hosts",
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"{NAMES[0]}:{port}",
+        max_restarts=0,
+        monitor_interval=0.02,
+        start_method="fork",
+    )
     elastic_launch(config, _main)(argv, plant)
 
 
 @pytest.fixture
 def two_hosts(spaces, names, tmp_path):
-    """torchrun's launcher on each host, with one rank; start(flags of one, flags of the other, plant) -> the launchers."""
-    started, ports = [], iter(range(PORT + 1 + os.getpid() % 1000, 65_000))
+    """torchrun's launcher on each host, with one rank; start(flags of one, flags of the other,
+    plant) -> the launchers."""
+    started = []
+    ports = iter(range(PORT + 1 + os.getpid() % 1000, 65_000))
 
     def start(one, other, plant=""):
         port = next(ports)
-        started.extend(forked(_host, space, name, names, port, argv, plant, tmp_path / name)
-                       for space, name, argv in zip(spaces, NAMES, (one, other)))
+        started.extend(
+            forked(_host, space, name, names, port, argv, plant, tmp_path / name)
+            for space, name, argv in zip(spaces, NAMES, (one, other))
+        )
         return started
+
     plug(spaces, "up")
     yield start
     for process in started:
@@ -112,30 +147,67 @@ def two_hosts(spaces, names, tmp_path):
 def said(tmp_path, name):
     """The last words of a host's rank."""
     path = tmp_path / name
-    return "\n".join(re.findall(r"^train_gpt.py: .*", path.read_text(), re.M)) if path.exists() else ""
+    return (
+        "\n".join(re.findall(r"^train_gpt.py: .*", path.read_text(), re.M)) if path.exists() else ""
+    )
 
 
 @pytest.mark.slow
 def test_torchrun_on_two_hosts_as_the_readme_says(spaces, names, flags, on_ranks, tmp_path):
-    command = ["torchrun", "--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", "--rdzv_endpoint",
-               f"{NAMES[0]}:{PORT + os.getpid() % 1000}", "--rdzv_id", "RUN", str(ROOT / "train_gpt.py"), *flags("both")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    launchers = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                                  preexec_fn=lambda space=space, name=name: become_host(space, name, names))
-                 for space, name in zip(spaces, NAMES)]
+    command = [
+        "torchrun",
+        "--nnodes",
+        "2",
+        "--nproc_per_node",
+        "1",
+        "--rdzv_backend",
+        "c10d",
+        "--rdzv_endpoint",
+        f"{NAMES[0]}:{PORT + os.getpid() % 1000}",
+        "--rdzv_id",
+        "RUN",
+        str(ROOT / "train_gpt.py"),
+        *flags("both"),
+    ]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    launchers = [
+        subprocess.Popen(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=lambda space=space, name=name: become_host(space, name, names),
+        )
+        for space, name in zip(spaces, NAMES)
+    ]
     try:
         printed = [launcher.communicate(timeout=600)[0] for launcher in launchers]
     finally:
         for launcher in launchers:
             launcher.kill()
     assert [launcher.returncode for launcher in launchers] == [0, 0], printed
-    started = json.loads((tmp_path / "both.txt").read_text().split("=" * 100 + "\n")[2].splitlines()[0])
+    started = json.loads(
+        (tmp_path / "both.txt").read_text().split("=" * 100 + "\n")[2].splitlines()[0]
+    )
     assert [host["ranks"] for host in started["hosts"]] == [[0], [1]]
     for host in started["hosts"]:
-        assert host["source_sha256"] == started["source_sha256"] and host["hardware"]["cores"] and host["versions"]["torch"]
+        assert (
+            host["source_sha256"] == started["source_sha256"]
+            and host["hardware"]["cores"]
+            and host["versions"]["torch"]
+        )
     on_ranks(2, train, flags("here"))
-    both, here = end_of(tmp_path / "both.txt"), end_of(tmp_path / "here.txt")
-    assert both["final_state_hash"] == here["final_state_hash"] and both["train_digest"] == here["train_digest"]
+    both = end_of(tmp_path / "both.txt")
+    here = end_of(tmp_path / "here.txt")
+    assert (
+        both["final_state_hash"] == here["final_state_hash"]
+        and both["train_digest"] == here["train_digest"]
+    )
     assert "target" in "".join(printed) and "train_gpt.py" not in printed[1]
 
 
@@ -144,8 +216,11 @@ WAIT_AT_3 = """
 """
 
 
-def test_a_cable_that_is_pulled_for_three_seconds_changes_nothing(spaces, two_hosts, flags, on_ranks, tmp_path):
-    log, go = tmp_path / "pulled.txt", tmp_path / "go"
+def test_a_cable_that_is_pulled_for_three_seconds_changes_nothing(
+    spaces, two_hosts, flags, on_ranks, tmp_path
+):
+    log = tmp_path / "pulled.txt"
+    go = tmp_path / "go"
     hosts = two_hosts(*[flags("pulled")] * 2, in_step(WAIT_AT_3.format(go=str(go))))
     wait_until(lambda: log.exists() and "\nstep:3/8" in log.read_text())
     plug(spaces, "down")
@@ -155,14 +230,18 @@ def test_a_cable_that_is_pulled_for_three_seconds_changes_nothing(spaces, two_ho
     plug(spaces, "up")
     for host in hosts:
         host.join(600)
-    assert [host.exitcode for host in hosts] == [0, 0], said(tmp_path, NAMES[0]) + said(tmp_path, NAMES[1])
+    assert [host.exitcode for host in hosts] == [0, 0], said(tmp_path, NAMES[0]) + said(
+        tmp_path, NAMES[1]
+    )
     on_ranks(2, train, flags("whole"))
     assert end_of(log)["final_state_hash"] == end_of(tmp_path / "whole.txt")["final_state_hash"]
 
 
 def test_hosts_that_lose_each_other_end_and_say_so(spaces, two_hosts, flags, tmp_path):
-    """Each is, for the other, the host that is lost: for one that with the store, for the other that without."""
-    log, go = tmp_path / "lost.txt", tmp_path / "go"
+    """Each is, for the other, the host that is lost: for one that with the store, for the other
+    that without."""
+    log = tmp_path / "lost.txt"
+    go = tmp_path / "go"
     pids = [tmp_path / "pid0", tmp_path / "pid1"]
     note = f"import os\nopen({str(tmp_path / 'pid')!r} + str(rank), 'w').write(str(os.getpid()))\n"
     two_hosts(*[flags("lost", timeout_s=5)] * 2, note + in_step(WAIT_AT_3.format(go=str(go))))
@@ -171,24 +250,43 @@ def test_hosts_that_lose_each_other_end_and_say_so(spaces, two_hosts, flags, tmp
     go.touch()
     began = time.monotonic()
     wait_until(lambda: not any(alive(int(pid.read_text())) for pid in pids))
-    assert time.monotonic() - began < 200 and "another rank did not answer" in said(tmp_path, NAMES[0]) + said(tmp_path, NAMES[1])
+    assert time.monotonic() - began < 200 and "another rank did not answer" in said(
+        tmp_path, NAMES[0]
+    ) + said(tmp_path, NAMES[1])
     assert log.read_text().splitlines()[-1].startswith("error: ")
 
 
-@pytest.mark.parametrize("other,plant,says", [
-    ({"seed": 1}, "", "rank 1 has seed 1; rank 0 has 0"),
-    ({}, "train_gpt.__file__ = {copy!r}", "rank 1 has source_sha256 [0-9a-f]{64}; rank 0 has [0-9a-f]{64}"),
-    ({}, "train_gpt.platform.python_version = lambda: '9.9'", "rank 1 has python 9.9; rank 0 has 3"),
-    ({}, "train_gpt.torch.__version__ = '9.9'", "rank 1 has torch 9.9; rank 0 has 2")],
-    ids=["flags", "source", "python", "torch"])
-def test_a_host_with_other_flags_source_or_packages_is_named_before_the_first_step(other, plant, says, two_hosts, flags, tmp_path):
+@pytest.mark.parametrize(
+    "other,plant,says",
+    [
+        ({"seed": 1}, "", "rank 1 has seed 1; rank 0 has 0"),
+        (
+            {},
+            "train_gpt.__file__ = {copy!r}",
+            "rank 1 has source_sha256 [0-9a-f]{64}; rank 0 has [0-9a-f]{64}",
+        ),
+        (
+            {},
+            "train_gpt.platform.python_version = lambda: '9.9'",
+            "rank 1 has python 9.9; rank 0 has 3",
+        ),
+        ({}, "train_gpt.torch.__version__ = '9.9'", "rank 1 has torch 9.9; rank 0 has 2"),
+    ],
+    ids=["flags", "source", "python", "torch"],
+)
+def test_a_host_with_other_flags_source_or_packages_is_named_before_the_first_step(
+    other, plant, says, two_hosts, flags, tmp_path
+):
     copy = tmp_path / "train_gpt.py"
     copy.write_text((ROOT / "train_gpt.py").read_text() + "# edited\n")
-    hosts = two_hosts(flags("mixed"), flags("mixed", **other), plant and f"if rank: {plant.format(copy=str(copy))}")
+    hosts = two_hosts(
+        flags("mixed"),
+        flags("mixed", **other),
+        plant and f"if rank: {plant.format(copy=str(copy))}",
+    )
     for host in hosts:
         host.join(600)
-    words = said(tmp_path, NAMES[0]) + said(tmp_path, NAMES[1])  # rank 1 gives rank 0 half a second to speak first
+    # rank 1 gives rank 0 half a second to speak first
+    words = said(tmp_path, NAMES[0]) + said(tmp_path, NAMES[1])
     assert len(re.findall(f"rank [01]: error: .*differ: {says}", words)) == 1, words
     assert not (tmp_path / "mixed.txt").exists()
-
-

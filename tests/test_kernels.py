@@ -1,8 +1,10 @@
-"""Triton kernels compared with the plain code that defines them, in Triton's interpreter, and only in float32.
+"""Triton kernels compared with the plain code that defines them, in Triton's interpreter, and only
+in float32.
 
-On a GPU the kernels read and write bf16. The interpreter holds bf16 as raw 16-bit integers and multiplies those, so
-these tests say nothing about loads, stores and products in bf16. They cover tiles, indices and formulas; for bf16 one
-test gives the kernel bf16 values held in float32, which leaves out only how the kernel itself rounds.
+On a GPU the kernels read and write bf16. The interpreter holds bf16 as raw 16-bit integers and
+multiplies those, so these tests say nothing about loads, stores and products in bf16. They cover
+tiles, indices and formulas; for bf16 one test gives the kernel bf16 values held in float32, which
+leaves out only how the kernel itself rounds.
 """
 
 import importlib.util
@@ -18,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train_gpt
 from conftest import DRY_GPU_HOME as DRY_GPU
-
 
 HELPERS = """
 import json, sys, torch, train_gpt as T, frontier as R
@@ -36,22 +37,34 @@ def gaps(ours, plain):
 @pytest.fixture(scope="module")
 def interpret():
     """interpret(code) runs code in a process with Triton's interpreter -> the JSON that it prints."""
-    python, libraries = sys.executable, ""
+    python = sys.executable
+    libraries = ""
     if not importlib.util.find_spec("triton"):
-        python, libraries = DRY_GPU / "venv" / "bin" / "python", DRY_GPU / "lib"
+        python = DRY_GPU / "venv" / "bin" / "python"
+        libraries = DRY_GPU / "lib"
         if not python.exists():
-            pytest.skip(f"no triton; it comes with torch's GPU builds, and dry_gpu/setup installs it into {DRY_GPU}")
+            pytest.skip(
+                "no triton; it comes with torch's GPU builds, and dry_gpu/setup installs it into"
+                f" {DRY_GPU}"
+            )
 
     def run(code):
-        done = subprocess.run([python, "-c", HELPERS + code], capture_output=True, text=True,
-                              cwd=train_gpt.ROOT, env=os.environ | {"TRITON_INTERPRET": "1", "LD_LIBRARY_PATH": str(libraries)})
+        done = subprocess.run(
+            [python, "-c", HELPERS + code],
+            capture_output=True,
+            text=True,
+            cwd=train_gpt.ROOT,
+            env=os.environ | {"TRITON_INTERPRET": "1", "LD_LIBRARY_PATH": str(libraries)},
+        )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
+
     return run
 
 
 def test_relu_squared_and_its_derivative(interpret):
-    """Several tiles in each direction, for one program, for several, and for more programs than tiles."""
+    """Several tiles in each direction, for one program, for several, and for more programs than
+    tiles."""
     found = interpret("""
 a, b, found = torch.randn(256, 192), torch.randn(192, 512), []
 h = with_programs(0, T.relu_squared, a, b)
@@ -65,7 +78,8 @@ print(json.dumps(found))
 
 
 def test_relu_squared_of_bf16_values_held_in_float32(interpret):
-    """It differs from the plain code in bf16 by the rounding of that code's result, one part in 256, or of two results."""
+    """It differs from the plain code in bf16 by the rounding of that code's result, one part in
+    256, or of two results."""
     found = interpret("""
 a, b = torch.randn(256, 192).bfloat16(), torch.randn(192, 512).bfloat16()
 h = with_programs(0, T.relu_squared, a, b)
@@ -113,16 +127,29 @@ def test_gradients_of_the_mlp_without_triton():
     assert len(space["found"]) == 4 and max(space["found"]) < 1e-5, space["found"]
 
 
-@pytest.mark.parametrize("m, k, n, dtype, taken", [
-    (256, 128, 512, torch.bfloat16, True), (256, 128, 512, torch.float32, False), (200, 128, 512, torch.bfloat16, False),
-    (256, 100, 512, torch.bfloat16, False), (256, 128, 384, torch.bfloat16, False), (256, 64, 512, torch.bfloat16, True),
-    (256, 128, 512, torch.float8_e4m3fn, True), (256, 64, 512, torch.float8_e4m3fn, False)])
-def test_a_gpu_uses_the_kernel_if_the_sizes_are_multiples_of_the_tiles(monkeypatch, m, k, n, dtype, taken):
-    """In fp8 twice as many entries of the inner dimension are as many bytes. The result is then in bf16."""
+@pytest.mark.parametrize(
+    "m, k, n, dtype, taken",
+    [
+        (256, 128, 512, torch.bfloat16, True),
+        (256, 128, 512, torch.float32, False),
+        (200, 128, 512, torch.bfloat16, False),
+        (256, 100, 512, torch.bfloat16, False),
+        (256, 128, 384, torch.bfloat16, False),
+        (256, 64, 512, torch.bfloat16, True),
+        (256, 128, 512, torch.float8_e4m3fn, True),
+        (256, 64, 512, torch.float8_e4m3fn, False),
+    ],
+)
+def test_a_gpu_uses_the_kernel_if_the_sizes_are_multiples_of_the_tiles(
+    monkeypatch, m, k, n, dtype, taken
+):
+    """In fp8 twice as many entries of the inner dimension are as many bytes. The result is then in
+    bf16."""
     gpu = type("Gpu", (), {"multi_processor_count": 132})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     with FakeTensorMode():
-        a, b = torch.empty(m, k, dtype=dtype, device="cuda"), torch.empty(k, n, dtype=dtype, device="cuda")
+        a = torch.empty(m, k, dtype=dtype, device="cuda")
+        b = torch.empty(k, n, dtype=dtype, device="cuda")
         out = dtype if dtype.itemsize > 1 else torch.bfloat16
         assert train_gpt.kernel_programs(a, b, out) == 132 * taken
 
@@ -149,16 +176,22 @@ def test_the_loss_of_the_kernel_is_the_plain_one(interpret):
 
     Some targets are not counted, some equal, and a last chunk is full, or not.
     """
-    found = interpret(LOSS + """
+    found = interpret(
+        LOSS
+        + """
 cases = ((128, 0, 30.0, 0.0, 1.0), (128, 1, 30.0, 0.0, 1.0), (300, 2, 23.0, 5.0, 3.0), (90, 3, 23.0, 5.0, -0.5))
 print(json.dumps([((x - y).norm() / x.norm()).item() for case in cases for x, y in zip(*both(*case))]))
-""")
+"""
+    )
     assert len(found) == 16 and max(found) < 2e-6, found
 
 
 def test_the_kernel_of_the_loss_in_bf16_holds_two_chunks_in_one_register(interpret):
-    """Each gradient then has bf16's precision, half a part in 256; those of the targets are not packed."""
-    found, targets_gap = interpret(LOSS + """
+    """Each gradient then has bf16's precision, half a part in 256; those of the targets are not
+    packed."""
+    found, targets_gap = interpret(
+        LOSS
+        + """
 x, weights, targets = 5 * torch.randn(8, 200), torch.tensor([1.0, 0.5]), torch.randint(0, 200, (2, 8))
 softcap = T.Softcap(23.0, 5.0, 7.5)
 losses, grad = T.softcapped_loss(x, targets, weights, softcap, None)
@@ -166,5 +199,6 @@ packed = torch.full_like(grad, torch.nan)
 T.softcapped_loss_kernel[(8,)](x, targets, weights, losses, packed, 8, 200, 2, *softcap, 1.0, 64, True)
 gap = (packed - grad) / grad
 print(json.dumps([gap.abs().max().item(), gap.gather(1, targets.T).abs().max().item()]))
-""")
-    assert 1e-4 < found <= 2 ** -8 and targets_gap == 0, (found, targets_gap)
+"""
+    )
+    assert 1e-4 < found <= 2**-8 and targets_gap == 0, (found, targets_gap)

@@ -1,4 +1,5 @@
-"""No input of a program ends in a traceback: logs, manifests and traces, edited at random or with odd values in their JSON."""
+"""No input of a program ends in a traceback: logs, manifests and traces, edited at random or with
+odd values in their JSON."""
 
 import contextlib
 import io
@@ -23,17 +24,57 @@ from test_records_stats import declare, log, raced
 from test_records_trace import two_steps
 from test_records_verify import data, honest, train  # noqa: F401 (fixtures)
 
-ODD = [None, "x", [], {}, -1, 1e400, [1], True, 10 ** 400, {"extra": 5}, "\ud800", "a\0b",
-       "../x", "", 0, 10 ** 15, 0.5, float("nan"), [[]] * 9, {"a": []}]
-LINES = ["{", "[" * 100_000, '{"a": ' * 100_000, '{"run_id": 5}', "9" * 5000, '{"race": null}', "\0", '"\\ud800"', "step:", "step:5/20 ",
-         "s:1 tel:", "\r",
-         '{"end": 3}', '{"end": {"final_val_loss": "x"}}', '{"resumed": {}}', "step:3/20 train_time:s", "step:4/20 val_loss:nan train_time:9ms",
-         "step:3 train_time:3ms", "error:", "é", "step_avg:1.2.3ms", '{"run_id": "x", "config": ' + "[" * 900 + "]" * 900 + "}"]
+ODD = [
+    None,
+    "x",
+    [],
+    {},
+    -1,
+    1e400,
+    [1],
+    True,
+    10**400,
+    {"extra": 5},
+    "\ud800",
+    "a\0b",
+    "../x",
+    "",
+    0,
+    10**15,
+    0.5,
+    float("nan"),
+    [[]] * 9,
+    {"a": []},
+]
+LINES = [
+    "{",
+    "[" * 100_000,
+    '{"a": ' * 100_000,
+    '{"run_id": 5}',
+    "9" * 5000,
+    '{"race": null}',
+    "\0",
+    '"\\ud800"',
+    "step:",
+    "step:5/20 ",
+    "s:1 tel:",
+    "\r",
+    '{"end": 3}',
+    '{"end": {"final_val_loss": "x"}}',
+    '{"resumed": {}}',
+    "step:3/20 train_time:s",
+    "step:4/20 val_loss:nan train_time:9ms",
+    "step:3 train_time:3ms",
+    "error:",
+    "é",
+    "step_avg:1.2.3ms",
+    '{"run_id": "x", "config": ' + "[" * 900 + "]" * 900 + "}",
+]
 NUMBERS = ["nan", "9" * 400, "1.2.3", "-1", "1e400", "", ".", "0"]
 
 
 def cut(draw, lines):
-    return "\n".join(lines)[:draw.randrange(1 + len("\n".join(lines)))]
+    return "\n".join(lines)[: draw.randrange(1 + len("\n".join(lines)))]
 
 
 def flip(draw, lines):
@@ -54,7 +95,7 @@ def move_line(draw, lines):
 
 
 def insert_lines(draw, lines):
-    for line in LINES[draw.randrange(2)::2]:
+    for line in LINES[draw.randrange(2) :: 2]:
         lines.insert(near_the_end(draw, lines), line)
     return "\n".join(lines)
 
@@ -63,11 +104,17 @@ def change_number(draw, lines):
     text = "\n".join(lines)
     numbers = [*re.finditer(r"\d[\d.]*", text)]
     found = draw.choice(numbers)
-    return text[:found.start()] + draw.choice(NUMBERS) + text[found.end():]
+    return text[: found.start()] + draw.choice(NUMBERS) + text[found.end() :]
 
 
 def places(value, path=()):
-    for key, inner in value.items() if isinstance(value, dict) else enumerate(value[:3]) if isinstance(value, list) else ():
+    for key, inner in (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value[:3])
+        if isinstance(value, list)
+        else ()
+    ):
         yield (*path, key)
         yield from places(inner, (*path, key))
 
@@ -81,7 +128,7 @@ def change_value(draw, lines):
     for key in way:
         holder = holder[key]
     holder[last] = draw.choice(ODD)
-    return "\n".join([*lines[:at], json.dumps(value), *lines[at + 1:]])
+    return "\n".join([*lines[:at], json.dumps(value), *lines[at + 1 :]])
 
 
 @pytest.fixture
@@ -99,29 +146,65 @@ def samples(honest, tmp_path, monkeypatch):  # noqa: F811
     manifest = declare("race", n=3, ranks=1)
     with open(f"{manifest}/race.jsonl", "a") as file:
         for number in (1, 2):
-            event = {"run": number, "side": "a", "run_id": f"r{number}", "seed": number, "started_at": "2026-01-01T00:00:00+00:00"}
-            file.write("".join(json.dumps({**event, **more}) + "\n" for more in (
-                {"status": "started"}, {"status": "done", "ended_at": event["started_at"], "seconds": 5, "logged": True})))
-    two_steps().write(tmp_path / "trace/x.json", distributedInfo={"rank": 0, "world_size": 1}, deviceProperties=[{"name": "x"}])
-    monkeypatch.setattr(race, "run_all", lambda *_: {"status": 0})  # a manifest that is still one starts nothing
+            event = {
+                "run": number,
+                "side": "a",
+                "run_id": f"r{number}",
+                "seed": number,
+                "started_at": "2026-01-01T00:00:00+00:00",
+            }
+            file.write(
+                "".join(
+                    json.dumps({**event, **more}) + "\n"
+                    for more in (
+                        {"status": "started"},
+                        {
+                            "status": "done",
+                            "ended_at": event["started_at"],
+                            "seconds": 5,
+                            "logged": True,
+                        },
+                    )
+                )
+            )
+    two_steps().write(
+        tmp_path / "trace/x.json",
+        distributedInfo={"rank": 0, "world_size": 1},
+        deviceProperties=[{"name": "x"}],
+    )
+    # a manifest that is still one starts nothing
+    monkeypatch.setattr(race, "run_all", lambda *_: {"status": 0})
     monkeypatch.setattr(race, "folders", lambda sides: contextlib.nullcontext({}))
     monkeypatch.setattr(race, "check_sides", lambda *_: None)
     monkeypatch.setattr(board, "HERE", tmp_path)
 
 
-FIGURES = [(stats, "{} --json"), (stats, "{}"), (verify, "{} --json"), (verify, "{}"), (logs, "{} --json"), (logs, "{}"),
-           (export, "{} --to csv --out out")]
+FIGURES = [
+    (stats, "{} --json"),
+    (stats, "{}"),
+    (verify, "{} --json"),
+    (verify, "{}"),
+    (logs, "{} --json"),
+    (logs, "{}"),
+    (export, "{} --to csv --out out"),
+]
 RACES = [*FIGURES[:4], (ladder, "{}"), (board, "add {} new x")]
 INPUTS = {  # the file that is edited, programs and their words: {} is its folder
-    "own/x.txt": [*FIGURES[2:6], (export, "own/x.txt --to csv --out out")], "public/0.txt": FIGURES[:6], "llmc/1.txt": FIGURES[:6],
+    "own/x.txt": [*FIGURES[2:6], (export, "own/x.txt --to csv --out out")],
+    "public/0.txt": FIGURES[:6],
+    "llmc/1.txt": FIGURES[:6],
     "race/2.txt": RACES,
-    "race/race.jsonl": [*RACES, (race, "--resume {}/race.jsonl")], "trace/x.json": [(trace, "{}/x.json --json"), (trace, "{}/x.json")],
-    "public/1.txt": [(picture, "public/1.txt out.svg")]}
+    "race/race.jsonl": [*RACES, (race, "--resume {}/race.jsonl")],
+    "trace/x.json": [(trace, "{}/x.json --json"), (trace, "{}/x.json")],
+    "public/1.txt": [(picture, "public/1.txt out.svg")],
+}
 EDITS = (cut, flip, move_line, insert_lines, change_number, change_value)
 
 
 # seven, for a race's file is read by seven commands
-@pytest.mark.parametrize("seeds", [range(7), pytest.param(range(7, 200), marks=pytest.mark.slow)], ids=["some", "many"])
+@pytest.mark.parametrize(
+    "seeds", [range(7), pytest.param(range(7, 200), marks=pytest.mark.slow)], ids=["some", "many"]
+)
 @pytest.mark.parametrize("path", INPUTS)
 def test_any_input_ends_in_a_status_and_a_line(samples, tmp_path, capsys, monkeypatch, path, seeds):
     whole = (tmp_path / path).read_text()
@@ -132,7 +215,8 @@ def test_any_input_ends_in_a_status_and_a_line(samples, tmp_path, capsys, monkey
             edited = edit(random.Random(f"{seed} {path}"), whole.splitlines())
             (tmp_path / path).write_text(edited, errors="surrogatepass")
             module, words = INPUTS[path][seed % len(INPUTS[path])]
-            monkeypatch.setattr(sys, "stdin", io.StringIO("n\n"))  # board.py asks whether to keep a race that breaks rules
+            # board.py asks whether to keep a race that breaks rules
+            monkeypatch.setattr(sys, "stdin", io.StringIO("n\n"))
             told = f"{module.__name__} {words}, {edit.__name__}, seed {seed}"
             try:
                 status = module.main(words.format(path.partition("/")[0]).split())
@@ -140,4 +224,6 @@ def test_any_input_ends_in_a_status_and_a_line(samples, tmp_path, capsys, monkey
                 raise AssertionError(told) from error
             said = capsys.readouterr()
             assert status in (0, 1, 2), told
-            assert "Error:" not in said.out and (said.err.count("\n") <= 1 or module in (board, verify)), (told, said)
+            assert "Error:" not in said.out and (
+                said.err.count("\n") <= 1 or module in (board, verify)
+            ), (told, said)

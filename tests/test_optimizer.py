@@ -1,4 +1,5 @@
-"""Update rules, buckets, gradient sync and saved state, compared with plain rules in float64 and with one process."""
+"""Update rules, buckets, gradient sync and saved state, compared with plain rules in float64 and
+with one process."""
 
 import contextlib
 import copy
@@ -29,7 +30,8 @@ WIDE, TALL = (engine.NorMuon(0.03, 1.2, 0.95, torch.float32, wide=wide) for wide
 
 @dataclasses.dataclass(frozen=True)
 class Descent:
-    """Gradient descent without state. Unlike Adam and NorMuon it depends on the scale of gradients."""
+    """Gradient descent without state. Unlike Adam and NorMuon it depends on the scale of
+    gradients."""
 
     lr: float = 0.001
     every: int = 1
@@ -65,7 +67,9 @@ class Langevin(Descent):
 
     @staticmethod
     def update(param, grad, state, hyper):
-        param.sub_(hyper["lr"] * grad).add_(hyper["noise"] if "noise" in hyper else torch.randn(param.shape))
+        param.sub_(hyper["lr"] * grad).add_(
+            hyper["noise"] if "noise" in hyper else torch.randn(param.shape)
+        )
 
 
 class Recorder(engine.Comm):
@@ -76,13 +80,15 @@ class Recorder(engine.Comm):
         self.events = []
 
     def _note(self, handle, kind, tensor):
-        recorder, what = self, (kind, tensor.data_ptr())
+        recorder = self
+        what = (kind, tensor.data_ptr())
         self.events.append(("start", *what))
 
         class Noted:
             def wait(self):
                 recorder.events.append(("wait", *what))
                 handle.wait()
+
         return Noted()
 
     def reduce_scatter(self, shard, full, buffer):
@@ -119,13 +125,23 @@ def specs_with(model, rule=ONCE):
 def optimizer_of(model, comm=None, bucket_bytes=0.0, rule=ONCE, grad_scale=1.0, **changes):
     """An optimizer with one rule for every parameter of the model. changes: SyncSettings."""
     comm = comm or engine.Comm()
-    buckets = gpt_speedrun.fill_buckets(specs_with(model, rule), bucket_bytes, comm.rank, comm.ranks)
-    return gpt_speedrun.Optimizer(buckets, comm, gpt_speedrun.SyncSettings(**changes), model, grad_scale)
+    buckets = gpt_speedrun.fill_buckets(
+        specs_with(model, rule), bucket_bytes, comm.rank, comm.ranks
+    )
+    return gpt_speedrun.Optimizer(
+        buckets, comm, gpt_speedrun.SyncSettings(**changes), model, grad_scale
+    )
 
 
 def bucket_of(params, rule=ONCE, rank=0, ranks=1, grad_dtype=None, **spec):
     """Build one bucket of parameters by name."""
-    return engine.Bucket("b", [engine.ParamSpec(n, p, rule, **spec) for n, p in params.items()], rank, ranks, grad_dtype)
+    return engine.Bucket(
+        "b",
+        [engine.ParamSpec(n, p, rule, **spec) for n, p in params.items()],
+        rank,
+        ranks,
+        grad_dtype,
+    )
 
 
 def slot_of(optimizer, name):
@@ -136,11 +152,13 @@ def slot_of(optimizer, name):
 
 
 def test_adam_is_the_record_s_formula_in_float64(eps=0.5, as_torch=False):
-    """Several steps use the state. torch has another place for eps, which shows where eps is as large as the gradients."""
+    """Several steps use the state. torch has another place for eps, which shows where eps is as
+    large as the gradients."""
     draw = torch.Generator().manual_seed(0)
     p = torch.randn(1000, generator=draw, dtype=torch.float64)
     rule = engine.Adam(lr=0.01, beta1=0.65, beta2=0.95, eps=eps, every=1)
-    plain, state = reference.Adam(p.clone()), rule.init_state(p)
+    plain = reference.Adam(p.clone())
+    state = rule.init_state(p)
     theirs = nn.Parameter(p.clone())
     judge = torch.optim.AdamW([theirs], lr=0.007, betas=(0.65, 0.95), eps=eps, weight_decay=0)
     for t in range(1, 6):
@@ -149,24 +167,36 @@ def test_adam_is_the_record_s_formula_in_float64(eps=0.5, as_torch=False):
         plain.step(g, lr=0.007, eps=eps)
         theirs.grad = g
         judge.step()
-        assert torch.allclose(p, plain.p, rtol=1e-12, atol=0) and torch.allclose(p, theirs, rtol=1e-5) == as_torch
+        assert (
+            torch.allclose(p, plain.p, rtol=1e-12, atol=0)
+            and torch.allclose(p, theirs, rtol=1e-5) == as_torch
+        )
 
 
 def test_adam_is_torch_s_where_eps_is_tiny():
     test_adam_is_the_record_s_formula_in_float64(1e-20, True)
 
 
-@pytest.mark.parametrize("rule,shape", [(ONCE, (40,)), (WIDE, (2, 3, 7)), (TALL, (2, 7, 3))], ids=["adam", "wide", "tall"])
+@pytest.mark.parametrize(
+    "rule,shape",
+    [(ONCE, (40,)), (WIDE, (2, 3, 7)), (TALL, (2, 7, 3))],
+    ids=["adam", "wide", "tall"],
+)
 def test_a_compiled_rule_is_the_same_rule(rule, shape):
-    """Adam has two forms, one for the compiler. Here it is traced but not compiled, which would take seconds."""
+    """Adam has two forms, one for the compiler. Here it is traced but not compiled, which would
+    take seconds."""
     draw = torch.Generator().manual_seed(0)
     first = torch.randn(shape, generator=draw)
     results = []
     for update in (rule.update, torch.compile(rule.update, backend="eager", dynamic=False)):
-        p, state = first.clone(), rule.init_state(first)
+        p = first.clone()
+        state = rule.init_state(first)
         for t in (1, 2, 3):
             g = torch.randn(shape, generator=torch.Generator().manual_seed(t))
-            hyper = {**rule.hyper(engine.Plan(lr_factor=0.5, momentum=0.9), t), "scale": torch.full((len(p), 1, 1), 2.0)}
+            hyper = {
+                **rule.hyper(engine.Plan(lr_factor=0.5, momentum=0.9), t),
+                "scale": torch.full((len(p), 1, 1), 2.0),
+            }
             if isinstance(rule, engine.Adam):
                 hyper["eps"] = 0.3
             update(p, g, state, hyper)
@@ -187,15 +217,21 @@ def test_polar_gives_singular_values_near_one_and_keeps_directions(shape):
     torch.manual_seed(1)
     u = torch.randn(3, *shape)
     o = engine.polar(u, torch.float32)
-    singular, rounded = torch.linalg.svdvals(o), engine.polar(u, torch.bfloat16)
-    assert rounded.dtype == torch.bfloat16 and torch.cosine_similarity(rounded.float().flatten(), o.flatten(), dim=0) > 0.98
+    singular = torch.linalg.svdvals(o)
+    rounded = engine.polar(u, torch.bfloat16)
+    assert (
+        rounded.dtype == torch.bfloat16
+        and torch.cosine_similarity(rounded.float().flatten(), o.flatten(), dim=0) > 0.98
+    )
     assert (singular > 0.6).all() and (singular < 1.3).all()
     a, _, b = torch.linalg.svd(u, full_matrices=False)
     assert ((a @ b) * o).sum((1, 2)).div((a @ b).norm(dim=(1, 2)) * o.norm(dim=(1, 2))).min() > 0.95
 
 
-@pytest.mark.parametrize("shape,matrices,k", [((8, 32), 1, 2.0), ((8, 32), 4, 1.0), ((32, 8), 1, 1.0), ((6, 12), 1, 1.0),
-                                              ((1, 12), 1, 1.0)])
+@pytest.mark.parametrize(
+    "shape,matrices,k",
+    [((8, 32), 1, 2.0), ((8, 32), 4, 1.0), ((32, 8), 1, 1.0), ((6, 12), 1, 1.0), ((1, 12), 1, 1.0)],
+)
 def test_normuon_is_the_record_s_written_plainly(shape, matrices, k):
     torch.manual_seed(2)
     param = nn.Parameter(torch.randn(shape))
@@ -203,7 +239,9 @@ def test_normuon_is_the_record_s_written_plainly(shape, matrices, k):
     rule = WIDE if shape[1] > shape[0] else TALL
     scale = k * math.sqrt(max(1, shape[0] / shape[1]))
     bucket = bucket_of({"p": param}, rule, unit=(shape[0], shape[1] // matrices), scale=scale)
-    optimizer = gpt_speedrun.Optimizer([bucket], engine.Comm(), gpt_speedrun.SyncSettings(), nn.ParameterDict({"p": param}))
+    optimizer = gpt_speedrun.Optimizer(
+        [bucket], engine.Comm(), gpt_speedrun.SyncSettings(), nn.ParameterDict({"p": param})
+    )
     for step in range(4):
         g = torch.randn(shape)
         optimizer.prepare_for_backward(step)
@@ -214,13 +252,20 @@ def test_normuon_is_the_record_s_written_plainly(shape, matrices, k):
 
 
 def test_a_matrix_in_bf16_loses_no_update():
-    """Updates below bf16's resolution add up in its rest; the model reads the rounded sum. Compared with float32."""
-    draw, rule = torch.Generator().manual_seed(0), dataclasses.replace(TALL, lr=1e-5)
+    """Updates below bf16's resolution add up in its rest; the model reads the rounded sum.
+    Compared with float32."""
+    draw = torch.Generator().manual_seed(0)
+    rule = dataclasses.replace(TALL, lr=1e-5)
     ours = torch.randn(2, 8, 6, generator=draw).bfloat16()
     plain = ours.float()
-    states, hyper = [rule.init_state(x) for x in (ours, plain)], {**rule.hyper(FULL, 1), "scale": torch.ones(2, 1, 1)}
+    states = [rule.init_state(x) for x in (ours, plain)]
+    hyper = {
+        **rule.hyper(FULL, 1),
+        "scale": torch.ones(2, 1, 1),
+    }
     for _ in range(6):
-        grad, before = torch.randn(ours.shape, generator=draw).bfloat16(), plain.clone()
+        grad = torch.randn(ours.shape, generator=draw).bfloat16()
+        before = plain.clone()
         for x, state in zip((ours, plain), states):
             rule.update(x, grad.to(x.dtype), state, hyper)
         assert (plain - before).abs().max() < 2e-5 and torch.equal(ours, plain.bfloat16())
@@ -228,12 +273,15 @@ def test_a_matrix_in_bf16_loses_no_update():
 
 
 def test_every_matrix_of_torch_s_muon_has_the_same_directions():
-    """torch.optim.Muon has other coefficients; without NorMuon's second moment the directions agree."""
+    """torch.optim.Muon has other coefficients; without NorMuon's second moment the directions
+    agree."""
     torch.manual_seed(3)
     g = torch.randn(16, 32)
     theirs = nn.Parameter(torch.zeros(16, 32))
     theirs.grad = g.clone()
-    torch.optim.Muon([theirs], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, ns_steps=8).step()
+    torch.optim.Muon(
+        [theirs], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, ns_steps=8
+    ).step()
     ours = engine.polar(g[None], torch.float32)[0]
     assert torch.cosine_similarity(ours.flatten(), -theirs.detach().flatten(), dim=0) > 0.98
 
@@ -242,20 +290,29 @@ def test_every_matrix_of_torch_s_muon_has_the_same_directions():
 
 
 @settings(max_examples=60, deadline=None)
-@given(sizes=st.lists(st.integers(1, 300), min_size=1, max_size=6), ranks=st.integers(1, 8), rank=st.data())
+@given(
+    sizes=st.lists(st.integers(1, 300), min_size=1, max_size=6),
+    ranks=st.integers(1, 8),
+    rank=st.data(),
+)
 def test_shards_are_equal_and_cover_every_parameter_once(sizes, ranks, rank):
     params = [nn.Parameter(torch.arange(float(n)) + 1000 * i) for i, n in enumerate(sizes)]
     before = [p.detach().clone() for p in params]
     at = rank.draw(st.integers(0, ranks - 1))
     bucket = bucket_of({str(i): p for i, p in enumerate(params)}, rank=at, ranks=ranks)
-    assert len(bucket.param_data) == ranks * bucket.shard_numel and bucket.shard_numel % bucket.SHARD_ALIGNMENT == 0
-    assert bucket.param_shard.data_ptr() == bucket.param_data.data_ptr() + at * bucket.shard_numel * 4
+    assert (
+        len(bucket.param_data) == ranks * bucket.shard_numel
+        and bucket.shard_numel % bucket.SHARD_ALIGNMENT == 0
+    )
+    assert (
+        bucket.param_shard.data_ptr() == bucket.param_data.data_ptr() + at * bucket.shard_numel * 4
+    )
     taken = torch.zeros(len(bucket.param_data))
     for slot, p, old in zip(bucket.slots, params, before):
         assert torch.equal(p, old), "values do not change when a parameter moves into its bucket"
         assert p.data_ptr() == bucket.param_data.data_ptr() + slot.offset * 4
         assert slot.grad.data_ptr() == bucket.grad_data.data_ptr() + slot.offset * 4
-        taken[slot.offset:slot.offset + p.numel()] += 1
+        taken[slot.offset : slot.offset + p.numel()] += 1
     assert taken.max() == 1 and taken.sum() == sum(sizes)
 
 
@@ -275,8 +332,12 @@ def test_a_matrix_lies_whole_on_one_rank(count, ranks):
 def test_each_matrix_has_its_own_scale_on_whatever_rank_it_lies():
     def scales(rank, ranks):
         params = [nn.Parameter(torch.ones(3, 14)) for _ in range(3)]
-        specs = [engine.ParamSpec(str(i), p, WIDE, unit=(3, 7), scale=2.0 + i) for i, p in enumerate(params)]
+        specs = [
+            engine.ParamSpec(str(i), p, WIDE, unit=(3, 7), scale=2.0 + i)
+            for i, p in enumerate(params)
+        ]
         return engine.Bucket("b", specs, rank, ranks).scale.flatten().tolist()
+
     assert scales(0, 1) == [2, 2, 3, 3, 4, 4]
     assert [scales(rank, 4) for rank in range(4)] == [[2, 2], [3, 3], [4, 4], [1, 1]]
 
@@ -292,14 +353,25 @@ def test_buckets_fill_from_the_last_layer_and_keep_kinds_apart(tiny):
         assert sorted(names) == sorted(name for name, _ in model.named_parameters())
         for bucket in buckets:
             assert len({slot.param.dtype for slot in bucket.slots}) == 1
-            layers = [int(slot.name.split(".")[1]) for slot in bucket.slots if slot.name.startswith("blocks")]
+            layers = [
+                int(slot.name.split(".")[1])
+                for slot in bucket.slots
+                if slot.name.startswith("blocks")
+            ]
             assert layers == sorted(layers, reverse=True)
         sizes[limit] = len(buckets)
     assert sizes[0] == len(specs) > sizes[20_000] > sizes[1e12]
     late = [spec._replace(first_step=3) if spec.name == "scalars" else spec for spec in specs]
-    assert len(train_gpt.fill_buckets(late, 1e12, 0, 2)) == sizes[1e12], "scalars have their own dtype and learning rate in any case"
-    late = [spec._replace(first_step=3) if spec.name == "value_embeds.0.weight" else spec for spec in specs]
-    assert len(train_gpt.fill_buckets(late, 1e12, 0, 2)) == sizes[1e12] + 1, "another first step needs another bucket"
+    assert len(train_gpt.fill_buckets(late, 1e12, 0, 2)) == sizes[1e12], (
+        "scalars have their own dtype and learning rate in any case"
+    )
+    late = [
+        spec._replace(first_step=3) if spec.name == "value_embeds.0.weight" else spec
+        for spec in specs
+    ]
+    assert len(train_gpt.fill_buckets(late, 1e12, 0, 2)) == sizes[1e12] + 1, (
+        "another first step needs another bucket"
+    )
 
 
 @pytest.mark.parametrize("factor", [1.0, 1 / 3])
@@ -313,12 +385,15 @@ def test_fp32_gradients_of_bf16_parameters_lose_no_bits(factor):
             p.grad = g.clone()
             bucket.add_grad(bucket.slots[0], factor)
         assert bucket.grad_data.dtype == dtype
-        errors[dtype] = (bucket.slots[0].grad.double() - factor * grads.double().sum(0)).abs().max().item()
+        errors[dtype] = (
+            (bucket.slots[0].grad.double() - factor * grads.double().sum(0)).abs().max().item()
+        )
     assert errors[torch.float32] < 1e-4 < 0.01 < errors[torch.bfloat16]
 
 
 def test_a_gradient_goes_into_its_place_in_one_pass():
-    """First and later gradients, of the same or a narrower dtype, take one operator and are not rounded to bf16."""
+    """First and later gradients, of the same or a narrower dtype, take one operator and are not
+    rounded to bf16."""
     for dtype in (torch.float32, torch.bfloat16):
         p = nn.Parameter(torch.zeros(64, dtype=dtype))
         bucket = bucket_of({"p": p}, grad_dtype=torch.float32)
@@ -331,44 +406,59 @@ def test_a_gradient_goes_into_its_place_in_one_pass():
                 bucket.add_grad(bucket.slots[0], 1 / 3)
             names += operations.names
         assert names == ["mul", "add_"]
-        assert (bucket.slots[0].grad.double() - sum(g.double() for g in grads[:2]) / 3).abs().max() < 1e-6
+        assert (
+            bucket.slots[0].grad.double() - sum(g.double() for g in grads[:2]) / 3
+        ).abs().max() < 1e-6
 
 
 def test_adam_of_bf16_computes_in_float32_and_rounds_once():
     """The moments have the parameter's dtype."""
     draw = torch.Generator().manual_seed(0)
     p, g = (torch.randn(500, generator=draw).bfloat16() for _ in range(2))
-    state, kept = ONCE.init_state(p), g.clone()
+    state = ONCE.init_state(p)
+    kept = g.clone()
     assert {x.dtype for x in state.values()} == {torch.bfloat16}
     for t in (1, 2):
         p32, g32, m32, v32 = (x.float() for x in (p, g, state["m"], state["v"]))
-        m32, v32 = 0.65 * m32 + 0.35 * g32, 0.95 * v32 + 0.05 * g32 * g32
-        p32 = p32 - 0.01 * math.sqrt(1 - 0.95 ** t) / (1 - 0.65 ** t) * m32 / (v32.sqrt() + 1e-8)
+        m32 = 0.65 * m32 + 0.35 * g32
+        v32 = 0.95 * v32 + 0.05 * g32 * g32
+        p32 = p32 - 0.01 * math.sqrt(1 - 0.95**t) / (1 - 0.65**t) * m32 / (v32.sqrt() + 1e-8)
         ONCE.update(p, g, state, ONCE.hyper(FULL, t))
         for ours, plain in ((p, p32), (state["m"], m32), (state["v"], v32)):
             same = ours == plain.bfloat16()
-            assert same.float().mean() > 0.99 and torch.allclose(ours.float(), plain, rtol=2 ** -8, atol=1e-30)
+            assert same.float().mean() > 0.99 and torch.allclose(
+                ours.float(), plain, rtol=2**-8, atol=1e-30
+            )
     assert torch.equal(g, kept)
 
 
 def test_float32_moments_of_a_bf16_parameter_lose_no_bits():
-    """Compared with float64 on the same gradients. Moments in the parameter's dtype would lose bits."""
-    draw, errors = torch.Generator().manual_seed(0), {}
+    """Compared with float64 on the same gradients. Moments in the parameter's dtype would lose
+    bits."""
+    draw = torch.Generator().manual_seed(0)
+    errors = {}
     grads = torch.randn(9, 500, generator=draw).bfloat16()
     for fp32 in (False, True):
-        p, plain = torch.ones(500).bfloat16(), reference.Adam(torch.ones(500, dtype=torch.float64))
+        p = torch.ones(500).bfloat16()
+        plain = reference.Adam(torch.ones(500, dtype=torch.float64))
         rule = dataclasses.replace(ONCE, fp32_moments=fp32)
         state = rule.init_state(p)
         for t, g in enumerate(grads, 1):
             rule.update(p, g, state, rule.hyper(FULL, t))
             plain.step(g.double(), lr=0.01)
-        assert p.dtype == torch.bfloat16 and {x.dtype for x in state.values()} == {torch.float32 if fp32 else torch.bfloat16}
-        errors[fp32] = max(((state[key] - getattr(plain, key)).norm() / getattr(plain, key).norm()).item() for key in "mv")
+        assert p.dtype == torch.bfloat16 and {x.dtype for x in state.values()} == {
+            torch.float32 if fp32 else torch.bfloat16
+        }
+        errors[fp32] = max(
+            ((state[key] - getattr(plain, key)).norm() / getattr(plain, key).norm()).item()
+            for key in "mv"
+        )
     assert errors[True] < 1e-6 < 1e-3 < errors[False]
 
 
 def test_gradients_are_averaged_over_micro_batches_and_nothing_stays_behind():
-    model, twin = chain(), chain()
+    model = chain()
+    twin = chain()
     optimizer = optimizer_of(model, bucket_bytes=1e9, grad_scale=0.5)
     x = torch.randn(3, 6)
     for i in range(3):
@@ -406,7 +496,8 @@ def test_memory_is_that_of_parameters_gradients_and_a_share_of_the_state(tiny):
 
 
 def test_launches_happen_in_backward_and_waits_after_it():
-    model, comm = chain((4,) * 6), Recorder()
+    model = chain((4,) * 6)
+    comm = Recorder()
     optimizer = optimizer_of(model, comm)
     x = torch.randn(2, 4)
     for step in range(2):
@@ -417,18 +508,25 @@ def test_launches_happen_in_backward_and_waits_after_it():
         comm.events.append(("returned", "backward"))
         optimizer.step(FULL)
     assert in_backward == [("start", "reduce")] * len(optimizer.buckets)
-    after = comm.events[comm.events.index(("returned", "backward")) + 1:]
+    after = comm.events[comm.events.index(("returned", "backward")) + 1 :]
     order = [event[2] for event in comm.events if event[:2] == ("start", "reduce")]
     assert [event[2] for event in after if event[:2] == ("wait", "reduce")] == order
     assert sum(event[:2] == ("wait", "gather") for event in after) == len(optimizer.buckets)
-    in_turn = [event[:2] for event in after][:2 * len(optimizer.buckets)]
-    assert in_turn == [("wait", "reduce"), ("start", "gather")] * len(optimizer.buckets), "each bucket is waited for just before its update"
-    last_layer = {bucket.grad_data.data_ptr() for bucket in optimizer.buckets if bucket.slots[0].name.startswith("4.")}
+    in_turn = [event[:2] for event in after][: 2 * len(optimizer.buckets)]
+    assert in_turn == [("wait", "reduce"), ("start", "gather")] * len(optimizer.buckets), (
+        "each bucket is waited for just before its update"
+    )
+    last_layer = {
+        bucket.grad_data.data_ptr()
+        for bucket in optimizer.buckets
+        if bucket.slots[0].name.startswith("4.")
+    }
     assert order[0] in last_layer
 
 
 def test_sync_step_launches_nothing_in_backward():
-    model, comm = chain(), Recorder()
+    model = chain()
+    comm = Recorder()
     optimizer = optimizer_of(model, comm, sync="step")
     for step in range(2):
         optimizer.prepare_for_backward(step)
@@ -440,7 +538,8 @@ def test_sync_step_launches_nothing_in_backward():
 
 
 def test_a_bucket_that_is_ready_early_waits_for_its_turn():
-    comm, params = Recorder(), nn.ParameterDict({name: nn.Parameter(torch.zeros(3)) for name in ("first", "second")})
+    comm = Recorder()
+    params = nn.ParameterDict({name: nn.Parameter(torch.zeros(3)) for name in ("first", "second")})
     optimizer = optimizer_of(params, comm)
     order = optimizer.reducer.launch_orders[2] = optimizer.buckets[::-1]
     optimizer.prepare_for_backward(0)
@@ -451,7 +550,8 @@ def test_a_bucket_that_is_ready_early_waits_for_its_turn():
 
 
 def test_a_tied_parameter_is_ready_once_after_all_its_uses():
-    p, q = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    p = nn.Parameter(torch.ones(3))
+    q = nn.Parameter(torch.ones(3))
     comm = Recorder()
     optimizer = optimizer_of(nn.ParameterDict({"p": p, "q": q}), comm)
     for step in range(2):
@@ -462,8 +562,10 @@ def test_a_tied_parameter_is_ready_once_after_all_its_uses():
 
 
 def test_hook_sees_the_final_gradient():
-    """A user's register_hook changes the gradient before it is accumulated; the bucket must hold the changed one."""
-    model, twin = chain((3, 3)), chain((3, 3))
+    """A user's register_hook changes the gradient before it is accumulated; the bucket must hold
+    the changed one."""
+    model = chain((3, 3))
+    twin = chain((3, 3))
     model[0].weight.register_hook(lambda g: 3 * g)
     optimizer = optimizer_of(model)
     x = torch.randn(2, 3)
@@ -476,8 +578,10 @@ def test_hook_sees_the_final_gradient():
 def test_building_twice_fires_once_and_hooks_can_be_removed():
     """Removing the first optimizer's hooks later keeps those of the second."""
     model = chain()
-    first, second = optimizer_of(model), optimizer_of(model)
-    steps_of(model, second, 1, True)  # the first optimizer's hooks would raise: its backward was not prepared
+    first = optimizer_of(model)
+    second = optimizer_of(model)
+    # the first optimizer's hooks would raise: its backward was not prepared
+    steps_of(model, second, 1, True)
     first.remove_hooks()
     steps_of(model, second, 1, False)
     assert second.buckets[0].updates == 2
@@ -506,26 +610,37 @@ def test_a_step_before_backward_or_a_backward_before_the_step_is_an_error(sync):
         optimizer.step(FULL)
 
 
-@pytest.mark.parametrize("break_it", [
-    lambda model: setattr(model[0].weight, "data", torch.zeros(5, 6)),
-    lambda model: model.to(torch.float64),
-])
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        lambda model: setattr(model[0].weight, "data", torch.zeros(5, 6)),
+        lambda model: model.to(torch.float64),
+    ],
+)
 def test_a_parameter_moved_out_of_its_bucket_is_found(break_it):
     model = chain()
     optimizer = optimizer_of(model)
     break_it(model)
     optimizer.prepare_for_backward(0)
     dtype = model[1].weight.dtype
-    with pytest.raises(engine.RunError, match="other memory, by .data|is torch.float64, but its bucket torch.float32"):
+    with pytest.raises(
+        engine.RunError,
+        match="other memory, by .data|is torch.float64, but its bucket torch.float32",
+    ):
         model(torch.randn(2, 6, dtype=dtype)).sum().backward()
         optimizer.step(FULL)
 
 
 def test_every_parameter_is_assigned_exactly_once(tiny):
     model = train_gpt.build_model(tiny, train_gpt.Encoding(64, BOS))
-    assert [spec.name for spec in train_gpt.specs_of(tiny, model)] == [name for name, _ in model.named_parameters()]
+    assert [spec.name for spec in train_gpt.specs_of(tiny, model)] == [
+        name for name, _ in model.named_parameters()
+    ]
     model.scalars.kind = "mix"
-    with pytest.raises(train_gpt.RunError, match="scalars: PARAM_GROUPS has no row for kind 'mix'; .* embed, .*mlp_proj"):
+    with pytest.raises(
+        train_gpt.RunError,
+        match="scalars: PARAM_GROUPS has no row for kind 'mix'; .* embed, .*mlp_proj",
+    ):
         train_gpt.specs_of(tiny, model)
 
 
@@ -542,16 +657,32 @@ class DescentGroup:
 
 
 def test_a_row_of_an_idea_creates_its_rule_and_lr_mul_reaches_every_rule(tiny):
-    rows = DescentGroup("head", 0.25, 0.5), DescentGroup("attn", 0.125, 3.0), DescentGroup("mlp_fc", 0.5, 2.0)
+    rows = (
+        DescentGroup("head", 0.25, 0.5),
+        DescentGroup("attn", 0.125, 3.0),
+        DescentGroup("mlp_fc", 0.5, 2.0),
+    )
     config = dataclasses.replace(tiny, param_groups=rows)
     model = train_gpt.build_model(config, train_gpt.Encoding(64, BOS))
-    lrs = {p.kind: spec.rule.lr for p, spec in zip(model.parameters(), train_gpt.specs_of(config, model))}
-    assert (lrs["head"], lrs["attn"], lrs["mlp_fc"], lrs["embed"], lrs["mlp_proj"]) == (0.125, 0.375, 1.0, 75 * tiny.adam_lr, tiny.muon_lr)
+    lrs = {
+        p.kind: spec.rule.lr
+        for p, spec in zip(model.parameters(), train_gpt.specs_of(config, model))
+    }
+    assert (lrs["head"], lrs["attn"], lrs["mlp_fc"], lrs["embed"], lrs["mlp_proj"]) == (
+        0.125,
+        0.375,
+        1.0,
+        75 * tiny.adam_lr,
+        tiny.muon_lr,
+    )
     train_gpt.build_optimizer(config, model, train_gpt.Comm())
 
 
 def test_every_parameter_is_matched_by_one_line_of_a_table():
-    table = [gpt_speedrun.Assignment("*.bias", ONCE), gpt_speedrun.Assignment("*.weight", TALL, scale=2.0, first_step=5)]
+    table = [
+        gpt_speedrun.Assignment("*.bias", ONCE),
+        gpt_speedrun.Assignment("*.weight", TALL, scale=2.0, first_step=5),
+    ]
     specs = {spec.name: spec for spec in gpt_speedrun.assign(chain(), table)}
     assert len(specs) == 6 and specs["0.weight"].first_step == 5 and specs["0.weight"].scale == 2.0
     with pytest.raises(engine.RunError, match="0.weight: 0 lines .*add a line"):
@@ -584,22 +715,29 @@ def torch_s_way(comm, every, prepared):
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1 + comm.rank)  # the optimizer broadcasts rank 0's
-    optimizer = optimizer_of(model, comm, rule=Descent(every=every))  # depends on the scale of gradients
+    # depends on the scale of gradients
+    optimizer = optimizer_of(model, comm, rule=Descent(every=every))
     steps_of(model, optimizer, 5, prepared)
     return list(model.parameters()), optimizer.buckets[0].updates
 
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_backward_and_step_alone_are_the_same_training(on_ranks, every):
-    """zero_grad after step keeps gradients that a rule still sums; no_sync accumulates and sends nothing."""
-    for (ours, updates), (plain, _) in zip(on_ranks(2, torch_s_way, every, False), on_ranks(2, torch_s_way, every, True)):
+    """zero_grad after step keeps gradients that a rule still sums; no_sync accumulates and sends
+    nothing."""
+    for (ours, updates), (plain, _) in zip(
+        on_ranks(2, torch_s_way, every, False), on_ranks(2, torch_s_way, every, True)
+    ):
         assert updates == 5 // every
-        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) and not torch.equal(a, first)
-                   for a, b, first in zip(ours, plain, chain().parameters()))
+        assert all(
+            torch.allclose(a, b, rtol=1e-5, atol=1e-6) and not torch.equal(a, first)
+            for a, b, first in zip(ours, plain, chain().parameters())
+        )
 
 
 def scaled_step(comm):
-    """Run a step of descent from zero, with grad_scale 3 and three backwards. Return the parameter."""
+    """Run a step of descent from zero, with grad_scale 3 and three backwards. Return the
+    parameter."""
     p = nn.Parameter(torch.zeros(5))
     optimizer = optimizer_of(nn.ParameterDict({"p": p}), comm, rule=Descent(1.0), grad_scale=3.0)
     for gradient in (1.0, 10.0, 100.0):
@@ -617,8 +755,10 @@ def test_grad_scale_multiplies_gradients_in_no_sync_too(on_ranks, ranks):
 
 
 def test_gradients_in_no_sync_are_counted_anew_in_each_step():
-    """In world-size-invariant mode every step needs as many gradients as it has backwards, and no more."""
-    model, twin = chain(), chain()
+    """In world-size-invariant mode every step needs as many gradients as it has backwards, and no
+    more."""
+    model = chain()
+    twin = chain()
     optimizer = optimizer_of(model, rule=Descent(), world_size_invariant=True)
     judge = torch.optim.SGD(twin.parameters(), lr=Descent().lr)
     for passes in (3, 1, 2):
@@ -629,7 +769,10 @@ def test_gradients_in_no_sync_are_counted_anew_in_each_step():
         optimizer.step(FULL)
         judge.step()
         judge.zero_grad()
-    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(model.parameters(), twin.parameters()))
+    assert all(
+        torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+        for a, b in zip(model.parameters(), twin.parameters())
+    )
 
 
 def test_schedulers_and_learning_rates_work_on_the_groups():
@@ -638,7 +781,11 @@ def test_schedulers_and_learning_rates_work_on_the_groups():
     for scheduled in (True, False):
         model = chain()
         optimizer = optimizer_of(model)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)) if scheduled else None
+        schedule = (
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+            if scheduled
+            else None
+        )
         for step in range(4):
             model(torch.ones(2, 6)).square().sum().backward()
             optimizer.step(FULL if scheduled else engine.Plan(lr_factor=1 / (1 + step)))
@@ -646,8 +793,11 @@ def test_schedulers_and_learning_rates_work_on_the_groups():
                 schedule.step()
         trained.append(list(model.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(*trained))
-    (group,), before = optimizer.param_groups, [p.detach().clone() for p in model.parameters()]
-    assert group["rule"] == "Adam" and group["lr"] == ONCE.lr and len(group["params"]) == len(before)
+    (group,) = optimizer.param_groups
+    before = [p.detach().clone() for p in model.parameters()]
+    assert (
+        group["rule"] == "Adam" and group["lr"] == ONCE.lr and len(group["params"]) == len(before)
+    )
     group["lr"] = 0.0
     model(torch.ones(2, 6)).square().sum().backward()
     optimizer.step()
@@ -656,8 +806,11 @@ def test_schedulers_and_learning_rates_work_on_the_groups():
 
 @pytest.mark.parametrize("invariant,steps", [(False, 2), (True, 3)])
 def test_a_state_keeps_learning_rates_and_the_step_within_a_cycle(invariant, steps):
-    rule, models = dataclasses.replace(ONCE, every=2), [chain(seed=seed) for seed in range(2)]
-    whole, half = (optimizer_of(model, rule=rule, world_size_invariant=invariant) for model in models)
+    rule = dataclasses.replace(ONCE, every=2)
+    models = [chain(seed=seed) for seed in range(2)]
+    whole, half = (
+        optimizer_of(model, rule=rule, world_size_invariant=invariant) for model in models
+    )
     whole.param_groups[0]["lr"] = 0.5
     steps_of(models[0], whole, steps, False)
     steps_of(models[1], half, 1, False)  # load_state_dict must drop it
@@ -701,42 +854,71 @@ class Zoo(nn.Module):
 
     def __init__(self, tied=False):
         super().__init__()
-        self.embed, self.position = nn.Embedding(20, 8), nn.Parameter(torch.randn(1, 5, 8))
-        self.gru, self.attention, self.norm = nn.GRU(8, 6), nn.MultiheadAttention(8, 2), nn.LayerNorm(8)
-        self.conv, self.mix = nn.Conv1d(8, 4, 3), nn.Linear(6, 8)
+        self.embed = nn.Embedding(20, 8)
+        self.position = nn.Parameter(torch.randn(1, 5, 8))
+        self.gru = nn.GRU(8, 6)
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.norm = nn.LayerNorm(8)
+        self.conv = nn.Conv1d(8, 4, 3)
+        self.mix = nn.Linear(6, 8)
         self.head = nn.Linear(8, 20, bias=False)
         if tied:
             self.head.weight = self.embed.weight
 
 
 def test_parameters_of_any_model_have_a_rule_by_default():
-    found = {spec.name: spec for spec in gpt_speedrun.assign(Zoo(), gpt_speedrun.default_assignments(Zoo()))}
-    inside = {name: spec.rule.unit(spec) for name, spec in found.items() if isinstance(spec.rule, engine.NorMuon)}
-    assert inside == {"gru.weight_ih_l0": (6, 8), "gru.weight_hh_l0": (6, 6), "attention.in_proj_weight": (8, 8),
-                      "attention.out_proj.weight": (8, 8), "conv.weight": (4, 24), "mix.weight": (8, 6)}
+    found = {
+        spec.name: spec
+        for spec in gpt_speedrun.assign(Zoo(), gpt_speedrun.default_assignments(Zoo()))
+    }
+    inside = {
+        name: spec.rule.unit(spec)
+        for name, spec in found.items()
+        if isinstance(spec.rule, engine.NorMuon)
+    }
+    assert inside == {
+        "gru.weight_ih_l0": (6, 8),
+        "gru.weight_hh_l0": (6, 6),
+        "attention.in_proj_weight": (8, 8),
+        "attention.out_proj.weight": (8, 8),
+        "conv.weight": (4, 24),
+        "mix.weight": (8, 6),
+    }
     assert len(found) == len(list(Zoo().parameters()))
-    assert found["conv.weight"].rule.wide and not found["mix.weight"].rule.wide and found["mix.weight"].scale == (8 / 6) ** 0.5
+    assert (
+        found["conv.weight"].rule.wide
+        and not found["mix.weight"].rule.wide
+        and found["mix.weight"].scale == (8 / 6) ** 0.5
+    )
     tied = gpt_speedrun.assign(Zoo(tied=True), gpt_speedrun.default_assignments(Zoo(tied=True)))
     assert {spec.name for spec in tied if isinstance(spec.rule, engine.NorMuon)} == set(inside)
 
 
 def test_fused_matrices_are_updated_each_by_itself():
-    """A [3d, d] parameter with a unit is updated like its three parts. As one matrix it would be updated otherwise."""
-    fused, grad = torch.randn(12, 4), torch.randn(12, 4)
+    """A [3d, d] parameter with a unit is updated like its three parts. As one matrix it would be
+    updated otherwise."""
+    fused = torch.randn(12, 4)
+    grad = torch.randn(12, 4)
     results = []
     for parts, unit in (([fused], (4, 4)), (fused.split(4), None), ([fused], (12, 4))):
         params = nn.ParameterList(part.clone() for part in parts)
-        optimizer = gpt_speedrun.make_optimizer(params, [gpt_speedrun.Assignment("*", engine.NorMuon(), unit)])
+        optimizer = gpt_speedrun.make_optimizer(
+            params, [gpt_speedrun.Assignment("*", engine.NorMuon(), unit)]
+        )
         torch.cat(list(params)).mul(grad).sum().backward()
         optimizer.step()
         results.append(torch.cat(list(params)).detach())
-    assert torch.allclose(results[0], results[1]) and not torch.allclose(results[0], results[2], atol=1e-3)
+    assert torch.allclose(results[0], results[1]) and not torch.allclose(
+        results[0], results[2], atol=1e-3
+    )
 
 
 class Fused(nn.Module):
     def __init__(self):
         super().__init__()
-        self.qkv, self.norm, self.head = nn.Linear(4, 12), nn.LayerNorm(12), nn.Linear(12, 3)
+        self.qkv = nn.Linear(4, 12)
+        self.norm = nn.LayerNorm(12)
+        self.head = nn.Linear(12, 3)
 
     def forward(self, x):
         return self.head(self.norm(self.qkv(x)))
@@ -756,10 +938,24 @@ def used(optimizer, model, *calls):
         else:
             if isinstance(call, tuple):
                 optimizer.prepare_for_backward(*call)
-            with optimizer.no_sync() if str(call).startswith("in no_sync") else contextlib.nullcontext():
-                given = [p for name, p in model.named_parameters() if call == "all but qkv.bias" and name != "qkv.bias"]
-                loss = model.qkv.weight.sum() if str(call).endswith("qkv") else model(torch.ones(1, 4)).sum()
-                (sum(p.sum() for p in given) if given else loss).backward(create_graph="graph" in call)
+            with (
+                optimizer.no_sync()
+                if str(call).startswith("in no_sync")
+                else contextlib.nullcontext()
+            ):
+                given = [
+                    p
+                    for name, p in model.named_parameters()
+                    if call == "all but qkv.bias" and name != "qkv.bias"
+                ]
+                loss = (
+                    model.qkv.weight.sum()
+                    if str(call).endswith("qkv")
+                    else model(torch.ones(1, 4)).sum()
+                )
+                (sum(p.sum() for p in given) if given else loss).backward(
+                    create_graph="graph" in call
+                )
 
 
 def refused(says, *calls, table=(SPLIT,)):
@@ -769,32 +965,68 @@ def refused(says, *calls, table=(SPLIT,)):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("table,says", [
-    ((), r"qkv.weight \[12, 4\] may hold several matrices.* unit=\(4, 4\)\); if it is one matrix, with unit=\(12, 4\)"),
-    ([SPLIT, gpt_speedrun.Assignment("norm.*", MUON)], r"norm.weight has shape \(12,\).* NorMuon updates whole matrices.* Adam"),
-    ([SPLIT._replace(unit=(5, 4))], r"qkv.weight has shape \(12, 4\) and unit \(5, 4\)"),
-    ([SPLIT, gpt_speedrun.Assignment("*", engine.Adam())], r"qkv.weight: 2 lines .*\(qkv.weight, \*\).* narrow the pattern"),
-    ([SPLIT._replace(pattern="blocks.*")], r"blocks.\* matches no parameter that is not frozen")], ids=str)
+@pytest.mark.parametrize(
+    "table,says",
+    [
+        (
+            (),
+            (
+                r"qkv.weight \[12, 4\] may hold several matrices.* unit=\(4, 4\)\); if it is one"
+                r" matrix, with unit=\(12, 4\)"
+            ),
+        ),
+        (
+            [SPLIT, gpt_speedrun.Assignment("norm.*", MUON)],
+            r"norm.weight has shape \(12,\).* NorMuon updates whole matrices.* Adam",
+        ),
+        ([SPLIT._replace(unit=(5, 4))], r"qkv.weight has shape \(12, 4\) and unit \(5, 4\)"),
+        (
+            [SPLIT, gpt_speedrun.Assignment("*", engine.Adam())],
+            r"qkv.weight: 2 lines .*\(qkv.weight, \*\).* narrow the pattern",
+        ),
+        (
+            [SPLIT._replace(pattern="blocks.*")],
+            r"blocks.\* matches no parameter that is not frozen",
+        ),
+    ],
+    ids=str,
+)
 def test_a_wrong_table_is_answered_with_the_cure(table, says):
     refused(says, table=table)
 
 
-@pytest.mark.parametrize("calls,says", [
-    (["step"], r"step\(\) after 0 .* run the last backward outside"),
-    (["backward", "step", "step"], r"step\(\) after 0 "), (["backward", "backward"], r"twice in one backward; .*no_sync\(\)"),
-    (["backward", "step", "backward", "backward"], r"launched; call step\(\) .* no_sync\(\)"),
-    (["in no_sync", "step"], r"last backward outside no_sync\(\)"), (["closure"], r"twice in one backward"),
-    (["backward", "closure"], r"launched; call step\(\)|twice in one backward")], ids=str)
+@pytest.mark.parametrize(
+    "calls,says",
+    [
+        (["step"], r"step\(\) after 0 .* run the last backward outside"),
+        (["backward", "step", "step"], r"step\(\) after 0 "),
+        (["backward", "backward"], r"twice in one backward; .*no_sync\(\)"),
+        (["backward", "step", "backward", "backward"], r"launched; call step\(\) .* no_sync\(\)"),
+        (["in no_sync", "step"], r"last backward outside no_sync\(\)"),
+        (["closure"], r"twice in one backward"),
+        (["backward", "closure"], r"launched; call step\(\)|twice in one backward"),
+    ],
+    ids=str,
+)
 def test_a_wrong_use_is_answered_with_the_cure(calls, says):
     refused(says, *calls)
 
 
-@pytest.mark.parametrize("calls,says", [
-    ([(0, 0, 2), (0, 1, 3)], "micro-batch 1 of step 0 .*"), ([(0, 0, 2), (0, 0, 2)], "micro-batch 1 of step 0 is next"),
-    ([(0, 0, 2), (1, 0, 2)], "micro-batch 1 of step 0 is next"), ([(0, 1, 2)], "micro-batch 0 of step 0 is next"),
-    ([(0, 0, 3), (0, 1, 3), "step"], "2 of 3"), ([(0, 0, 1), (0, 1, 2)], r"step\(\)")], ids=str)
+@pytest.mark.parametrize(
+    "calls,says",
+    [
+        ([(0, 0, 2), (0, 1, 3)], "micro-batch 1 of step 0 .*"),
+        ([(0, 0, 2), (0, 0, 2)], "micro-batch 1 of step 0 is next"),
+        ([(0, 0, 2), (1, 0, 2)], "micro-batch 1 of step 0 is next"),
+        ([(0, 1, 2)], "micro-batch 0 of step 0 is next"),
+        ([(0, 0, 3), (0, 1, 3), "step"], "2 of 3"),
+        ([(0, 0, 1), (0, 1, 2)], r"step\(\)"),
+    ],
+    ids=str,
+)
 def test_micro_batches_are_counted(calls, says):
-    """With one micro-batch more or fewer the mean would be wrong; the error comes where it happens."""
+    """With one micro-batch more or fewer the mean would be wrong; the error comes where it
+    happens."""
     refused(says, *calls)
 
 
@@ -806,11 +1038,17 @@ def test_a_parameter_ready_twice_is_an_error_with_its_name(calls):
 
 def test_a_parameter_without_a_gradient_is_an_error_with_its_name_and_count():
     refused(r"4 of 5 .* not qkv\.bias; use", "all but qkv.bias", "step")
-    refused(r"0 of 5 .* not head\.bias, head\.weight, norm\.bias, norm\.weight, qkv\.bias; use", "qkv", "step")
+    refused(
+        r"0 of 5 .* not head\.bias, head\.weight, norm\.bias, norm\.weight, qkv\.bias; use",
+        "qkv",
+        "step",
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-@pytest.mark.parametrize("calls", [["in no_sync", "in no_sync graph"], ["in no_sync", "graph"], ["graph"]], ids=str)
+@pytest.mark.parametrize(
+    "calls", [["in no_sync", "in no_sync graph"], ["in no_sync", "graph"], ["graph"]], ids=str
+)
 def test_a_gradient_with_a_graph_is_refused(calls):
     """Also where it would be added to an earlier one, which torch allows."""
     refused("got a gradient with a graph .* without create_graph=True", *calls)
@@ -818,21 +1056,38 @@ def test_a_gradient_with_a_graph_is_refused(calls):
 
 def test_invariant_mode_counts_the_gradients_in_no_sync():
     model = Fused()
-    optimizer = gpt_speedrun.make_optimizer(model, [SPLIT], settings=gpt_speedrun.SyncSettings(world_size_invariant=True))
+    optimizer = gpt_speedrun.make_optimizer(
+        model, [SPLIT], settings=gpt_speedrun.SyncSettings(world_size_invariant=True)
+    )
     with pytest.raises(engine.RunError, match="got a gradient in 1 of 2 micro-batches"):
         used(optimizer, model, "in no_sync qkv", "backward", "step")
 
 
 def test_parameters_on_two_devices_are_refused():
-    params = nn.ParameterDict({"first": nn.Parameter(torch.zeros(2)), "second": nn.Parameter(torch.zeros(2, device="meta"))})
-    with pytest.raises(engine.RunError, match="second is on meta, first is on cpu; move the model to one device first"):
+    params = nn.ParameterDict(
+        {
+            "first": nn.Parameter(torch.zeros(2)),
+            "second": nn.Parameter(torch.zeros(2, device="meta")),
+        }
+    )
+    with pytest.raises(
+        engine.RunError,
+        match="second is on meta, first is on cpu; move the model to one device first",
+    ):
         gpt_speedrun.make_optimizer(params)
 
 
-@pytest.mark.parametrize("arguments,says", [
-    (lambda model: [model.parameters()], "got a generator; give it the model itself"),
-    (lambda model: [nn.ReLU()], "every parameter of this model is frozen; set requires_grad"),
-    (lambda model: [model, [gpt_speedrun.Assignment("*", engine.Adam)]], "Adam.> is not an update rule")])
+@pytest.mark.parametrize(
+    "arguments,says",
+    [
+        (lambda model: [model.parameters()], "got a generator; give it the model itself"),
+        (lambda model: [nn.ReLU()], "every parameter of this model is frozen; set requires_grad"),
+        (
+            lambda model: [model, [gpt_speedrun.Assignment("*", engine.Adam)]],
+            "Adam.> is not an update rule",
+        ),
+    ],
+)
 def test_what_is_no_model_and_no_rule_is_named(arguments, says):
     with pytest.raises(engine.RunError, match=says):
         gpt_speedrun.make_optimizer(*arguments(Fused()))
@@ -841,7 +1096,10 @@ def test_what_is_no_model_and_no_rule_is_named(arguments, says):
 @pytest.mark.parametrize("build", [gpt_speedrun.make_optimizer, optimizer_of])
 def test_ranks_without_a_process_group_are_refused(monkeypatch, build):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(engine.RunError, match=r"WORLD_SIZE .* is 2, but no process group .* call init_process_group\(\) first"):
+    with pytest.raises(
+        engine.RunError,
+        match=r"WORLD_SIZE .* is 2, but no process group .* call init_process_group\(\) first",
+    ):
         build(chain())
     monkeypatch.setenv("WORLD_SIZE", "1")
     build(chain())
@@ -873,23 +1131,55 @@ class Keeps(Descent):
     shape: tuple | None = None
 
     def init_state(self, shard):
-        return {self.key: torch.zeros_like(shard) if self.shape is None else torch.zeros(self.shape)}
+        return {
+            self.key: torch.zeros_like(shard) if self.shape is None else torch.zeros(self.shape)
+        }
 
 
-@pytest.mark.parametrize("rule, scale, says", [
-    *((Keeps(key=key), 1.0, f"returned '{key}'.* a name other than updates, pending, lr, step") for key in engine.Bucket.RESERVED),
-    (Keeps(shape=()), 1.0, r"returned 'kept' \[\]; each tensor needs 64 entries"),
-    (Keeps(), 3.0, "p: its scale is not 1, but Keeps does not update matrices"),
-    (dataclasses.make_dataclass("Thawed", [("lr", float, 1.0)])(), 1.0, r"p: Thawed\(lr=1.0\) is not an update rule; write a frozen dataclass"),
-    (types.SimpleNamespace(lr=1.0), 1.0, r"namespace\(lr=1.0\) is not an update rule; write a frozen dataclass with lr, every, unit, init_state")], ids=str)
+@pytest.mark.parametrize(
+    "rule, scale, says",
+    [
+        *(
+            (
+                Keeps(key=key),
+                1.0,
+                f"returned '{key}'.* a name other than updates, pending, lr, step",
+            )
+            for key in engine.Bucket.RESERVED
+        ),
+        (Keeps(shape=()), 1.0, r"returned 'kept' \[\]; each tensor needs 64 entries"),
+        (Keeps(), 3.0, "p: its scale is not 1, but Keeps does not update matrices"),
+        (
+            dataclasses.make_dataclass("Thawed", [("lr", float, 1.0)])(),
+            1.0,
+            r"p: Thawed\(lr=1.0\) is not an update rule; write a frozen dataclass",
+        ),
+        (
+            types.SimpleNamespace(lr=1.0),
+            1.0,
+            (
+                r"namespace\(lr=1.0\) is not an update rule; write a frozen dataclass with lr,"
+                r" every, unit, init_state"
+            ),
+        ),
+    ],
+    ids=str,
+)
 def test_a_rule_that_cannot_be_one_is_refused(rule, scale, says):
     with pytest.raises(engine.RunError, match=says):
-        gpt_speedrun.fill_buckets([engine.ParamSpec("p", nn.Parameter(torch.zeros(5)), rule, scale=scale)], 0.0, 0, 1)
+        gpt_speedrun.fill_buckets(
+            [engine.ParamSpec("p", nn.Parameter(torch.zeros(5)), rule, scale=scale)], 0.0, 0, 1
+        )
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0)])
-@pytest.mark.parametrize("table,says", [((), r"but a bucket needs .* freeze it"),
-                                        ([gpt_speedrun.Assignment("empty", engine.NorMuon())], "NorMuon updates whole matrices")])
+@pytest.mark.parametrize(
+    "table,says",
+    [
+        ((), r"but a bucket needs .* freeze it"),
+        ([gpt_speedrun.Assignment("empty", engine.NorMuon())], "NorMuon updates whole matrices"),
+    ],
+)
 def test_an_empty_parameter_is_refused(shape, table, says):
     model = chain()
     model.empty = nn.Parameter(torch.zeros(shape))
@@ -900,10 +1190,13 @@ def test_an_empty_parameter_is_refused(shape, table, says):
 
 
 def every_second_step(comm, invariant):
-    """Run four steps of two micro-batches, with different gradients on each rank. Return Adam's parameter after each step."""
+    """Run four steps of two micro-batches, with different gradients on each rank. Return Adam's
+    parameter after each step."""
     p = nn.Parameter(torch.zeros(5, dtype=torch.float64))
     rule = engine.Adam(lr=0.01, beta1=0.65, beta2=0.95, eps=0.3, every=2)
-    optimizer = optimizer_of(nn.ParameterDict({"p": p}), comm, rule=rule, world_size_invariant=invariant)
+    optimizer = optimizer_of(
+        nn.ParameterDict({"p": p}), comm, rule=rule, world_size_invariant=invariant
+    )
     after = []
     for step in range(4):
         for i in range(2):
@@ -915,15 +1208,19 @@ def every_second_step(comm, invariant):
 
 
 def gradient_of(step, micro_batch):
-    return torch.randn(5, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + micro_batch))
+    return torch.randn(
+        5, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + micro_batch)
+    )
 
 
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_adam_updates_every_second_step_on_the_sum_of_both(on_ranks, ranks, invariant):
-    """The mean over micro-batches, summed over steps. eps is near the gradients' size, so that Adam depends on their scale."""
+    """The mean over micro-batches, summed over steps. eps is near the gradients' size, so that
+    Adam depends on their scale."""
     plain = reference.Adam(torch.zeros(5, dtype=torch.float64))
-    expected, grads = [], [sum(gradient_of(step, i) for i in range(2 * ranks)) / (2 * ranks) for step in range(4)]
+    expected = []
+    grads = [sum(gradient_of(step, i) for i in range(2 * ranks)) / (2 * ranks) for step in range(4)]
     for step in range(4):
         if step % 2:
             plain.step(grads[step - 1] + grads[step], lr=0.007, eps=0.3)
@@ -937,16 +1234,27 @@ def test_adam_updates_every_second_step_on_the_sum_of_both(on_ranks, ranks, inva
 
 
 def train_steps(comm, flags, steps, batches):
-    """Train the tiny record on this rank's part of each batch. Return losses, state hash, parameters, launch order."""
+    """Train the tiny record on this rank's part of each batch. Return losses, state hash,
+    parameters, launch order."""
     config = dataclasses.replace(train_gpt.Config(**TINY), **flags)
     model = train_gpt.build_model(config, train_gpt.Encoding(64, BOS))
     optimizer = train_gpt.build_optimizer(config, model, comm)
     losses = []
     for step in range(steps):
-        losses += one_step(optimizer, model, train_gpt.plan_of(config, step), batches[step].chunk(comm.ranks)[comm.rank])
+        losses += one_step(
+            optimizer,
+            model,
+            train_gpt.plan_of(config, step),
+            batches[step].chunk(comm.ranks)[comm.rank],
+        )
     state_hash = engine.hash_of([*optimizer.named_state()])
     parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return losses, state_hash, parameters, [bucket.name for bucket in optimizer.reducer.launch_order]
+    return (
+        losses,
+        state_hash,
+        parameters,
+        [bucket.name for bucket in optimizer.reducer.launch_order],
+    )
 
 
 def one_step(optimizer, model, plan, micro_batches):
@@ -977,25 +1285,43 @@ def test_any_number_of_ranks_trains_the_same_model(on_ranks, batches):
             assert torch.allclose(p, alone[2][name], rtol=2e-3, atol=2e-4), name
             for other in results[1:]:
                 assert torch.equal(p, other[2][name])
-        assert len({tuple(result[3]) for result in results}) == 1, "launch order differs between ranks"
+        assert len({tuple(result[3]) for result in results}) == 1, (
+            "launch order differs between ranks"
+        )
 
 
-VARIANTS = [{"sync": "step"}, {"bucket_mb": 0.0}, {"bucket_mb": 1000.0}, {"update_order": "forward"}, {"overlap_param_gather": True},
-            {"overlap_param_gather": True, "update_order": "forward"}, {"check_grads": True}, {"clip_norm": 1e9}]
+VARIANTS = [
+    {"sync": "step"},
+    {"bucket_mb": 0.0},
+    {"bucket_mb": 1000.0},
+    {"update_order": "forward"},
+    {"overlap_param_gather": True},
+    {"overlap_param_gather": True, "update_order": "forward"},
+    {"check_grads": True},
+    {"clip_norm": 1e9},
+]
 
 
 @pytest.mark.slow
 def test_no_setting_changes_a_byte(on_ranks, batches):
-    hashes = {str(flags): on_ranks(2, train_steps, flags, 2, batches[:, :4])[0][1] for flags in ({}, *VARIANTS)}
+    hashes = {
+        str(flags): on_ranks(2, train_steps, flags, 2, batches[:, :4])[0][1]
+        for flags in ({}, *VARIANTS)
+    }
     assert len(set(hashes.values())) == 1, hashes
 
 
 def buffers_of_an_idea(comm):
-    """Build the optimizer of train_gpt.py for a model with further buffers, other ones on each rank."""
+    """Build the optimizer of train_gpt.py for a model with further buffers, other ones on each
+    rank."""
     config = train_gpt.Config(**TINY)
     model = train_gpt.build_model(config, train_gpt.Encoding(64, BOS))
-    for i, x in enumerate((torch.tensor([True, False]), torch.tensor(3.0), torch.ones(3).bfloat16(), torch.arange(3))):
-        model.register_buffer(f"idea{i}", x + comm.rank if x.dtype != torch.bool else x ^ bool(comm.rank))
+    for i, x in enumerate(
+        (torch.tensor([True, False]), torch.tensor(3.0), torch.ones(3).bfloat16(), torch.arange(3))
+    ):
+        model.register_buffer(
+            f"idea{i}", x + comm.rank if x.dtype != torch.bool else x ^ bool(comm.rank)
+        )
     train_gpt.build_optimizer(config, model, comm)
     return [x for name, x in model.named_buffers() if "idea" in name]
 
@@ -1019,8 +1345,12 @@ def test_a_model_of_train_gpt_is_freed_with_its_optimizer(overlap):
 
 def test_flags_of_the_config_reach_the_engine(batches):
     """With bf16 parameters. Each flag that changes the computation changes the bytes."""
-    bf16, few = {"dtype": "bfloat16"}, batches[:, :4]
-    plain, wide = (train_steps(train_gpt.Comm(), {**bf16, **flags}, 2, few) for flags in ({}, {"grad_reduce_in_fp32": True}))
+    bf16 = {"dtype": "bfloat16"}
+    few = batches[:, :4]
+    plain, wide = (
+        train_steps(train_gpt.Comm(), {**bf16, **flags}, 2, few)
+        for flags in ({}, {"grad_reduce_in_fp32": True})
+    )
     assert plain[1] != wide[1] and plain[0] == pytest.approx(wide[0], rel=1e-2)
     assert {p.dtype for p in plain[2].values()} == {torch.bfloat16, torch.float32}
     plain = train_steps(train_gpt.Comm(), {}, 2, few)
@@ -1047,7 +1377,12 @@ def of_another_seed(comm):
     optimizer_of(model.layer, comm)  # broadcasts the layer's parameters only
     alone = model.frozen.detach().clone()
     specs = [engine.ParamSpec(n, p, ONCE) for n, p in model.named_parameters() if p.requires_grad]
-    gpt_speedrun.Optimizer(gpt_speedrun.fill_buckets(specs, 0, comm.rank, comm.ranks), comm, gpt_speedrun.SyncSettings(), model)
+    gpt_speedrun.Optimizer(
+        gpt_speedrun.fill_buckets(specs, 0, comm.rank, comm.ranks),
+        comm,
+        gpt_speedrun.SyncSettings(),
+        model,
+    )
     return alone, [x.detach().clone() for x in (*model.parameters(), *model.buffers())]
 
 
@@ -1055,7 +1390,10 @@ def test_all_ranks_begin_with_the_parameters_buffers_and_frozen_ones_of_rank_0(o
     first = Buffered(seed=0)
     for rank, (alone, tensors) in enumerate(on_ranks(2, of_another_seed)):
         assert torch.equal(alone, Buffered(seed=rank).frozen)
-        assert all(torch.equal(x, y) for x, y in zip(tensors, (*first.parameters(), *first.buffers()), strict=True))
+        assert all(
+            torch.equal(x, y)
+            for x, y in zip(tensors, (*first.parameters(), *first.buffers()), strict=True)
+        )
 
 
 def other_counts(comm):
@@ -1078,13 +1416,35 @@ def other_counts_in_no_sync(comm):
 
 
 DIFFERENCES = {  # name: (how rank 1 differs, the error)
-    "widths": (lambda comm: optimizer_of(chain((6, 5, 7 + comm.rank, 4)), comm), r"bucket .*4, 8\b.* 4, 7\b"),
-    "names": (lambda comm: optimizer_of(nn.ParameterDict({"ba"[comm.rank]: nn.Parameter(torch.zeros(4))}), comm), "bucket .*a.*b"),
-    "settings": (lambda comm: optimizer_of(chain(), comm, world_size_invariant=bool(comm.rank)), "world_size_invariant True.*False"),
-    "scale": (lambda comm: optimizer_of(chain(), comm, grad_scale=1.0 + comm.rank), "gradient scale 2.*1"),
-    "rates": (lambda comm: optimizer_of(chain(), comm, rule=dataclasses.replace(ONCE, lr=0.1 + comm.rank)), "bucket .*lr=1.1.*lr=0.1"),
+    "widths": (
+        lambda comm: optimizer_of(chain((6, 5, 7 + comm.rank, 4)), comm),
+        r"bucket .*4, 8\b.* 4, 7\b",
+    ),
+    "names": (
+        lambda comm: optimizer_of(
+            nn.ParameterDict({"ba"[comm.rank]: nn.Parameter(torch.zeros(4))}), comm
+        ),
+        "bucket .*a.*b",
+    ),
+    "settings": (
+        lambda comm: optimizer_of(chain(), comm, world_size_invariant=bool(comm.rank)),
+        "world_size_invariant True.*False",
+    ),
+    "scale": (
+        lambda comm: optimizer_of(chain(), comm, grad_scale=1.0 + comm.rank),
+        "gradient scale 2.*1",
+    ),
+    "rates": (
+        lambda comm: optimizer_of(
+            chain(), comm, rule=dataclasses.replace(ONCE, lr=0.1 + comm.rank)
+        ),
+        "bucket .*lr=1.1.*lr=0.1",
+    ),
     "counts": (other_counts, "rank 1 calls .*after 3 backward.* rank 0 .*after 2"),
-    "no_sync": (other_counts_in_no_sync, r"rank 1 calls .*after 3 backward.* rank 0 .*after 2.* no_sync\(\)"),
+    "no_sync": (
+        other_counts_in_no_sync,
+        r"rank 1 calls .*after 3 backward.* rank 0 .*after 2.* no_sync\(\)",
+    ),
 }
 
 
@@ -1108,32 +1468,54 @@ def nothing(comm):
 # state
 
 
-MIXED_SHAPES = {"table": (10, 7), "wide_0": (4, 12), "wide_1": (4, 12), "wide_2": (4, 12), "tall_0": (12, 4), "tall_1": (12, 4),
-                "four": (6, 40), "vector": (37,), "halved": (9, 5)}
+MIXED_SHAPES = {
+    "table": (10, 7),
+    "wide_0": (4, 12),
+    "wide_1": (4, 12),
+    "wide_2": (4, 12),
+    "tall_0": (12, 4),
+    "tall_1": (12, 4),
+    "four": (6, 40),
+    "vector": (37,),
+    "halved": (9, 5),
+}
 
 
 def mixture(bucket_bytes, comm, **changes):
     """Build an optimizer with both rules: wide, tall and fused matrices, a bf16 parameter."""
     torch.manual_seed(5)
-    params = nn.ParameterDict({name: nn.Parameter(torch.randn(shape)) for name, shape in MIXED_SHAPES.items()})
+    params = nn.ParameterDict(
+        {name: nn.Parameter(torch.randn(shape)) for name, shape in MIXED_SHAPES.items()}
+    )
     params["halved"] = nn.Parameter(params["halved"].detach().bfloat16())
     adam = engine.Adam(lr=0.01, beta1=0.65, beta2=0.95, eps=0.1, every=2)
     rules = {"wide": WIDE, "tall": TALL, "four": WIDE}
     kinds = ((name, p, rules.get(name.split("_")[0], adam)) for name, p in params.items())
-    specs = [engine.ParamSpec(name, p, rule, (6, 10) if name == "four" else None, 1.0 + i / 10 * (rule is not adam))
-             for i, (name, p, rule) in enumerate(kinds)]
+    specs = [
+        engine.ParamSpec(
+            name, p, rule, (6, 10) if name == "four" else None, 1.0 + i / 10 * (rule is not adam)
+        )
+        for i, (name, p, rule) in enumerate(kinds)
+    ]
     buckets = gpt_speedrun.fill_buckets(specs, bucket_bytes, comm.rank, comm.ranks)
-    return gpt_speedrun.Optimizer(buckets, comm, gpt_speedrun.SyncSettings(**changes), params), params
+    return (
+        gpt_speedrun.Optimizer(buckets, comm, gpt_speedrun.SyncSettings(**changes), params),
+        params,
+    )
 
 
 def mixed_steps(optimizer, params, steps):
-    """Train on gradients that depend on step and micro-batch only; each rank takes its part of four micro-batches."""
+    """Train on gradients that depend on step and micro-batch only; each rank takes its part of
+    four micro-batches."""
     comm = optimizer.comm
     share = 4 // comm.ranks
     for step in steps:
         for i in range(share):
             draw = torch.Generator().manual_seed(1000 * step + comm.rank * share + i)
-            loss = sum((p * torch.randn(p.shape, generator=draw).to(p.dtype)).sum() for p in params.values())
+            loss = sum(
+                (p * torch.randn(p.shape, generator=draw).to(p.dtype)).sum()
+                for p in params.values()
+            )
             optimizer.prepare_for_backward(step, i, share, loss)
             loss.backward()
         optimizer.step(engine.Plan(lr_factor=0.9, momentum=0.9))
@@ -1144,20 +1526,33 @@ def mixed_run(comm, steps, bucket_bytes=0.0, state=None, **changes):
     if state is not None:
         optimizer.load_state_dict(state)
     mixed_steps(optimizer, params, steps)
-    return optimizer.state_dict(), engine.hash_of([*optimizer.named_state()]), {name: p.detach().clone() for name, p in params.items()}
+    return (
+        optimizer.state_dict(),
+        engine.hash_of([*optimizer.named_state()]),
+        {name: p.detach().clone() for name, p in params.items()},
+    )
 
 
 def noisy_run(comm, bucket_bytes, steps, state=None, **rule):
     """Train a chain of matrices and a table of which each step reads three rows. Return its state."""
     model = nn.ModuleDict({"chain": chain(), "table": nn.Embedding(40, 3, sparse=True)})
-    specs = [spec._replace(rule=Langevin(rows=spec.name == "table.weight", **rule)) for spec in specs_with(model)]
-    optimizer = gpt_speedrun.Optimizer(engine.fill_buckets(specs, bucket_bytes, comm.rank, comm.ranks), comm,
-                                       gpt_speedrun.SyncSettings(world_size_invariant=True), model)
+    specs = [
+        spec._replace(rule=Langevin(rows=spec.name == "table.weight", **rule))
+        for spec in specs_with(model)
+    ]
+    optimizer = gpt_speedrun.Optimizer(
+        engine.fill_buckets(specs, bucket_bytes, comm.rank, comm.ranks),
+        comm,
+        gpt_speedrun.SyncSettings(world_size_invariant=True),
+        model,
+    )
     if state:
         optimizer.load_state_dict(state)
     for _ in range(steps):
         torch.manual_seed(comm.rank)
-        (model["chain"](torch.ones(2, 6)).sum() + model["table"](torch.tensor([1, 17, 38])).sum()).backward()
+        (
+            model["chain"](torch.ones(2, 6)).sum() + model["table"](torch.tensor([1, 17, 38])).sum()
+        ).backward()
         optimizer.step()
     return optimizer.state_dict()
 
@@ -1167,10 +1562,21 @@ def test_noise_of_a_rule_depends_on_seed_update_and_parameter_alone(on_ranks):
     for ranks, bucket_bytes in ((2, 1e9), (4, 0.0), (3, 100.0)):
         half, *_ = on_ranks(ranks, noisy_run, bucket_bytes, 1)
         others = on_ranks(ranks, noisy_run, bucket_bytes, 2, half)
-        assert all(torch.allclose(x, other[name], atol=1e-4) for other in others for name, x in whole.items())
-    noise = torch.cat([x for name, x in whole.items() if name.startswith("chain") and name.endswith("weight")]) / 3 ** 0.5
+        assert all(
+            torch.allclose(x, other[name], atol=1e-4)
+            for other in others
+            for name, x in whole.items()
+        )
+    noise = (
+        torch.cat(
+            [x for name, x in whole.items() if name.startswith("chain") and name.endswith("weight")]
+        )
+        / 3**0.5
+    )
     assert 0.7 < noise.std() < 1.3
-    changed = whole["table.weight"].view(40, 3) != on_ranks(1, noisy_run, 1e9, 0)[0]["table.weight"].view(40, 3)
+    changed = whole["table.weight"].view(40, 3) != on_ranks(1, noisy_run, 1e9, 0)[0][
+        "table.weight"
+    ].view(40, 3)
     assert changed.all(1).nonzero().flatten().tolist() == [1, 17, 38]
     with pytest.raises(engine.RunError, match="Langevin.update draws random numbers"):
         noisy_run(engine.Comm(), 0.0, 1, own=True)
@@ -1190,7 +1596,8 @@ LAYOUTS = [(1, 300.0), (1, 1e9), (2, 0.0), (2, 300.0), (4, 0.0), (4, 1e9)]
 
 
 def test_state_is_the_same_at_any_number_of_ranks_and_bucket_size(on_ranks):
-    """World-size-invariant: the same bytes, also after three steps, when the first half of an Adam cycle is state."""
+    """World-size-invariant: the same bytes, also after three steps, when the first half of an Adam
+    cycle is state."""
     state, state_hash, parameters = on_ranks(1, invariant_run, range(3), 0.0)[0]
     for ranks, bucket_bytes in LAYOUTS:
         for theirs, their_hash, _ in on_ranks(ranks, invariant_run, range(3), bucket_bytes):
@@ -1198,8 +1605,12 @@ def test_state_is_the_same_at_any_number_of_ranks_and_bucket_size(on_ranks):
             assert their_hash == state_hash
     for name, shape in MIXED_SHAPES.items():
         adam = name in ("table", "vector", "halved")
-        assert torch.equal(state[name].view(shape), parameters[name]) and len(state[f"{name}/m"]) == math.prod(shape)
-        assert len(state[f"{name}/v"]) == (math.prod(shape) if adam else max(shape)), "second moment per unit's row or column"
+        assert torch.equal(state[name].view(shape), parameters[name]) and len(
+            state[f"{name}/m"]
+        ) == math.prod(shape)
+        assert len(state[f"{name}/v"]) == (math.prod(shape) if adam else max(shape)), (
+            "second moment per unit's row or column"
+        )
         assert int(state[f"{name}/updates"]) == (1 if adam else 3)
         assert (f"{name}/pending" in state) == adam
         assert all(state[key].any() for key in state if key.startswith(name))
@@ -1207,33 +1618,49 @@ def test_state_is_the_same_at_any_number_of_ranks_and_bucket_size(on_ranks):
 
 
 def test_load_is_the_inverse_of_state_at_other_ranks_and_bucket_sizes(on_ranks):
-    """Loading within an Adam cycle, at other ranks and bucket sizes, reaches the uninterrupted end."""
-    states = {layout: on_ranks(layout[0], invariant_run, range(3), layout[1])[0][0] for layout in LAYOUTS[::2]}
+    """Loading within an Adam cycle, at other ranks and bucket sizes, reaches the uninterrupted
+    end."""
+    states = {
+        layout: on_ranks(layout[0], invariant_run, range(3), layout[1])[0][0]
+        for layout in LAYOUTS[::2]
+    }
     whole = on_ranks(1, invariant_run, range(6), 0.0)[0]
-    for (saved_at, state), (ranks, bucket_bytes) in zip(states.items(), LAYOUTS[1::2][1:] + LAYOUTS[1::2][:1]):
+    for (saved_at, state), (ranks, bucket_bytes) in zip(
+        states.items(), LAYOUTS[1::2][1:] + LAYOUTS[1::2][:1]
+    ):
         assert saved_at != (ranks, bucket_bytes)
         for same, _, _ in on_ranks(ranks, invariant_run, (), bucket_bytes, state):
             assert_same_state(same, state)
-        for end, end_hash, parameters in on_ranks(ranks, invariant_run, range(3, 6), bucket_bytes, state):
+        for end, end_hash, parameters in on_ranks(
+            ranks, invariant_run, range(3, 6), bucket_bytes, state
+        ):
             assert_same_state(end, whole[0])
-            assert end_hash == whole[1] and all(torch.equal(p, whole[2][name]) for name, p in parameters.items())
+            assert end_hash == whole[1] and all(
+                torch.equal(p, whole[2][name]) for name, p in parameters.items()
+            )
 
 
 def test_a_state_between_updates_is_known_and_one_at_an_update_goes_on_to_the_byte():
-    """By default no state holds the first half of an Adam cycle; a state after the second half resumes exactly."""
+    """By default no state holds the first half of an Adam cycle; a state after the second half
+    resumes exactly."""
     comm = engine.Comm()
     optimizer, params = mixture(300.0, comm)
     assert not optimizer.between_updates
     mixed_steps(optimizer, params, [0])
     assert optimizer.between_updates
-    with pytest.raises(engine.RunError, match=r"before step 1, between two updates .*waiting gradients.* after an update"):
+    with pytest.raises(
+        engine.RunError,
+        match=r"before step 1, between two updates .*waiting gradients.* after an update",
+    ):
         optimizer.state_dict()
     with optimizer.no_sync():
         sum(p.sum() for p in params.values()).backward()
     optimizer.zero_grad()
     assert not optimizer.between_updates, "all gradients are dropped"
     mixed_steps(optimizer, params, [1])
-    assert not optimizer.between_updates and not any("pending" in name for name in optimizer.state_dict())
+    assert not optimizer.between_updates and not any(
+        "pending" in name for name in optimizer.state_dict()
+    )
     end = mixed_run(comm, range(2, 4), 1e9, optimizer.state_dict())[0]
     mixed_steps(optimizer, params, [2, 3])
     assert_same_state(end, optimizer.state_dict())
@@ -1244,9 +1671,14 @@ def test_a_state_between_updates_is_known_and_one_at_an_update_goes_on_to_the_by
 
 def state_of_one_user(comm):
     """Only rank 0 uses the parameter, so only its gradient waits."""
-    p, q = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
-    optimizer = optimizer_of(nn.ParameterDict({"p": p, "q": q}), comm, rule=dataclasses.replace(ONCE, every=2),
-                             find_unused_parameters=True)
+    p = nn.Parameter(torch.zeros(3))
+    q = nn.Parameter(torch.zeros(3))
+    optimizer = optimizer_of(
+        nn.ParameterDict({"p": p, "q": q}),
+        comm,
+        rule=dataclasses.replace(ONCE, every=2),
+        find_unused_parameters=True,
+    )
     optimizer.prepare_for_backward(0)
     if comm.rank == 0:
         (p + q).sum().backward()
@@ -1262,16 +1694,25 @@ def test_all_ranks_know_that_a_gradient_of_one_rank_waits(_rank_pools, on_ranks)
 
 def test_pending_sums_of_an_invariant_run_count_once_in_a_plain_run():
     comm = engine.Comm()
-    whole, state = mixed_run(comm, range(6))[0], mixed_run(comm, range(3), world_size_invariant=True)[0]
+    whole = mixed_run(comm, range(6))[0]
+    state = mixed_run(comm, range(3), world_size_invariant=True)[0]
     for name, x in mixed_run(comm, range(3, 6), 0.0, state)[0].items():
-        assert torch.allclose(x.float(), whole[name].float(), rtol=1e-4, atol=0.02 if name.startswith("halved") else 1e-5), name
+        assert torch.allclose(
+            x.float(),
+            whole[name].float(),
+            rtol=1e-4,
+            atol=0.02 if name.startswith("halved") else 1e-5,
+        ), name
 
 
 @pytest.mark.parametrize("invariant", [False, True])
 def test_state_put_back_after_warm_up_leaves_nothing_of_it(invariant):
     """Drops gradients of half a cycle, of a step that failed, and of a step that was not finished."""
-    optimizer, params = mixture(300.0, engine.Comm(), check_grads=True, world_size_invariant=invariant)
-    saved, fresh = optimizer.state_dict(), engine.hash_of([*optimizer.named_state()])
+    optimizer, params = mixture(
+        300.0, engine.Comm(), check_grads=True, world_size_invariant=invariant
+    )
+    saved = optimizer.state_dict()
+    fresh = engine.hash_of([*optimizer.named_state()])
     mixed_steps(optimizer, params, range(3))
     trained = engine.hash_of([*optimizer.named_state()])
     optimizer.load_state_dict(saved)
@@ -1296,17 +1737,32 @@ def test_a_state_is_the_caller_s_own():
     assert_same_state(state, kept)
 
 
-@pytest.mark.parametrize("spoil,says", [
-    (lambda state: state.pop("four/m"), "four/m is missing"), (lambda state: state.pop("table"), "table is missing"),
-    (lambda state: state.update({"tall_0": torch.zeros(5)}), "tall_0 has 5 values"),
-    (lambda state: state.update({"four/v": torch.zeros(240)}), "four/v"),
-    (lambda state: state.update({"table/m": torch.zeros(90)}), "table/m"),
-    (lambda state: state.update({"wide_1/updates": torch.tensor(7)}), "wide_1"),
-    (lambda state: state.update({"further": torch.zeros(3)}), "further"),
-    *((lambda state, name=name: state.update({name: None}), f"{name} is a NoneType .*load what") for name in
-      ("table", "table/m", "table/updates", "table/lr", "table/step")),
-    *((lambda state, x=x: state.update({"table": x.T}), r"table is a Tensor \[7, 10\], not a vector") for x in
-      (torch.zeros(10, 7), torch.zeros(7, 10).T.contiguous()))])
+@pytest.mark.parametrize(
+    "spoil,says",
+    [
+        (lambda state: state.pop("four/m"), "four/m is missing"),
+        (lambda state: state.pop("table"), "table is missing"),
+        (lambda state: state.update({"tall_0": torch.zeros(5)}), "tall_0 has 5 values"),
+        (lambda state: state.update({"four/v": torch.zeros(240)}), "four/v"),
+        (lambda state: state.update({"table/m": torch.zeros(90)}), "table/m"),
+        (lambda state: state.update({"wide_1/updates": torch.tensor(7)}), "wide_1"),
+        (lambda state: state.update({"further": torch.zeros(3)}), "further"),
+        *(
+            (
+                lambda state, name=name: state.update({name: None}),
+                f"{name} is a NoneType .*load what",
+            )
+            for name in ("table", "table/m", "table/updates", "table/lr", "table/step")
+        ),
+        *(
+            (
+                lambda state, x=x: state.update({"table": x.T}),
+                r"table is a Tensor \[7, 10\], not a vector",
+            )
+            for x in (torch.zeros(10, 7), torch.zeros(7, 10).T.contiguous())
+        ),
+    ],
+)
 def test_a_state_that_does_not_fit_is_refused_by_name(spoil, says):
     optimizer, _ = mixture(1e9, engine.Comm())
     state = optimizer.state_dict()
@@ -1316,12 +1772,20 @@ def test_a_state_that_does_not_fit_is_refused_by_name(spoil, says):
 
 
 def late_steps(comm, steps=range(4)):
-    """Three buckets of one parameter, `late` from step 2. Return launch orders, launches in backward, error, parameters, updates."""
-    params = nn.ParameterDict({name: nn.Parameter(torch.zeros(3, dtype=torch.float64)) for name in ("a", "b", "late")})
-    specs = [engine.ParamSpec(name, p, ONCE, first_step=2 if name == "late" else 0) for name, p in params.items()]
+    """Three buckets of one parameter, `late` from step 2. Return launch orders, launches in
+    backward, error, parameters, updates."""
+    params = nn.ParameterDict(
+        {name: nn.Parameter(torch.zeros(3, dtype=torch.float64)) for name in ("a", "b", "late")}
+    )
+    specs = [
+        engine.ParamSpec(name, p, ONCE, first_step=2 if name == "late" else 0)
+        for name, p in params.items()
+    ]
     buckets = gpt_speedrun.fill_buckets(specs, 0, comm.rank, comm.ranks)
     optimizer = gpt_speedrun.Optimizer(buckets, comm, gpt_speedrun.SyncSettings(), params)
-    orders, launches, error = [], [], ""
+    orders = []
+    launches = []
+    error = ""
     for step in steps:
         optimizer.prepare_for_backward(step)
         arrivals = ["b", "a"] if step < 2 else ["late", "b", "a"]
@@ -1331,21 +1795,31 @@ def late_steps(comm, steps=range(4)):
             try:
                 params["late"].sum().backward()
             except engine.RunError as caught:
-                error, params["late"].grad = str(caught), None
+                error = str(caught)
+                params["late"].grad = None
         launches.append(optimizer.reducer.launches)
         optimizer.step(FULL)
         orders.append([bucket.slots[0].name for bucket in optimizer.reducer.launch_order])
     updates = optimizer.state_dict()["late/updates"]
-    return orders, launches, error, {name: p.detach().clone() for name, p in params.items()}, updates
+    return (
+        orders,
+        launches,
+        error,
+        {name: p.detach().clone() for name, p in params.items()},
+        updates,
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_parameter_may_begin_to_take_part_at_a_step(on_ranks, ranks):
-    """Before the step its gradient is an error. After it the order is learned again, launches overlap, and t starts at 1."""
+    """Before the step its gradient is an error. After it the order is learned again, launches
+    overlap, and t starts at 1."""
     plain = {name: reference.Adam(torch.zeros(3, dtype=torch.float64)) for name in ("a", "late")}
     for step in range(4):
         for name in ("a", "late") if step >= 2 else ("a",):
-            plain[name].step(torch.full((3,), 1.0 + step + (ranks - 1) / 2, dtype=torch.float64), lr=0.01)
+            plain[name].step(
+                torch.full((3,), 1.0 + step + (ranks - 1) / 2, dtype=torch.float64), lr=0.01
+            )
     for orders, launches, error, params, updates in on_ranks(ranks, late_steps):
         assert orders == [["b", "a"]] * 2 + [["late", "b", "a"]] * 2 and launches == [0, 2, 0, 3]
         assert "late" in error and "before step 2" in error
@@ -1362,15 +1836,26 @@ def test_each_number_of_buckets_that_take_part_has_its_order(on_ranks):
 def untied_steps(comm):
     """Tie two parameters until step 3."""
     torch.manual_seed(0)
-    params = nn.ParameterDict({"embed": nn.Parameter(torch.randn(4, 5)), "head": nn.Parameter(torch.zeros(4, 5))})
+    params = nn.ParameterDict(
+        {"embed": nn.Parameter(torch.randn(4, 5)), "head": nn.Parameter(torch.zeros(4, 5))}
+    )
     rule = engine.Adam(lr=0.01, beta1=0.65, beta2=0.95, eps=0.1, every=1)
-    specs = [engine.ParamSpec(n, p, rule, first_step=3 if n == "head" else 0) for n, p in params.items()]
-    optimizer = gpt_speedrun.Optimizer(gpt_speedrun.fill_buckets(specs, 1e9, comm.rank, comm.ranks), comm, gpt_speedrun.SyncSettings(), params)
+    specs = [
+        engine.ParamSpec(n, p, rule, first_step=3 if n == "head" else 0) for n, p in params.items()
+    ]
+    optimizer = gpt_speedrun.Optimizer(
+        gpt_speedrun.fill_buckets(specs, 1e9, comm.rank, comm.ranks),
+        comm,
+        gpt_speedrun.SyncSettings(),
+        params,
+    )
     for step in range(6):
         if step == 3:
             frontier.copy_parameter(optimizer, "embed", "head")
         optimizer.prepare_for_backward(step)
-        ((params["embed"] + (params["head"] if step >= 3 else params["embed"])) ** 2 * (1 + step)).sum().backward()
+        (
+            (params["embed"] + (params["head"] if step >= 3 else params["embed"])) ** 2 * (1 + step)
+        ).sum().backward()
         optimizer.step(FULL)
     return {name: p.detach().clone() for name, p in params.items()}
 
@@ -1382,7 +1867,10 @@ def test_a_tied_parameter_may_come_untied_at_a_step(on_ranks, ranks):
     head = reference.Adam(embed.p)
     for step in range(6):
         if step == 3:
-            head.p, head.m, head.v, head.t = embed.p, embed.m, embed.v, embed.t
+            head.p = embed.p
+            head.m = embed.m
+            head.v = embed.v
+            head.t = embed.t
         total = embed.p + (head.p if step >= 3 else embed.p)
         embed.step((2 if step >= 3 else 4) * total * (1 + step), lr=0.01, eps=0.1)
         if step >= 3:
@@ -1395,15 +1883,34 @@ def test_a_tied_parameter_may_come_untied_at_a_step(on_ranks, ranks):
 def tied_launches(comm, warm_up, batches):
     """Warm up, return to step 0, and train two tied steps.
 
-    -> names of the Adam buckets of step 1 launched before the head's gradient is complete, launch order.
+    -> names of the Adam buckets of step 1 launched before the head's gradient is complete, launch
+    order.
     """
-    config = frontier.Config(**TINY | dict(
-        layers=reference.layer_rows("S0inM LinM SM"), backout_layer=1, token_gates="0", ngrams=(train_gpt.Ngrams(2, 50, 8),), fp8_mlp=False, stages=(frontier.Stage(),)))
+    config = frontier.Config(
+        **TINY
+        | dict(
+            layers=reference.layer_rows("S0inM LinM SM"),
+            backout_layer=1,
+            token_gates="0",
+            ngrams=(train_gpt.Ngrams(2, 50, 8),),
+            fp8_mlp=False,
+            stages=(frontier.Stage(),),
+        )
+    )
     model = train_gpt.build_model(config, train_gpt.Encoding(64, BOS))
-    optimizer, launched = train_gpt.build_optimizer(config, model, comm), []
-    saved, reducer = optimizer.state_dict(), optimizer.reducer
-    model.lm_head.weight.register_hook(lambda g: launched.append([
-        bucket.name for bucket in reducer.due[:reducer.launches] if isinstance(bucket.rule, train_gpt.Adam)]))
+    optimizer = train_gpt.build_optimizer(config, model, comm)
+    launched = []
+    saved = optimizer.state_dict()
+    reducer = optimizer.reducer
+    model.lm_head.weight.register_hook(
+        lambda g: launched.append(
+            [
+                bucket.name
+                for bucket in reducer.due[: reducer.launches]
+                if isinstance(bucket.rule, train_gpt.Adam)
+            ]
+        )
+    )
     for i, step in enumerate((*warm_up, 0, 1)):
         if i == len(warm_up):
             optimizer.load_state_dict(saved)
@@ -1415,12 +1922,15 @@ def tied_launches(comm, warm_up, batches):
 
 
 def test_the_tied_stage_has_its_own_launch_order(on_ranks, batches):
-    """The tied head is complete last, since the embedding reads it: after a warm-up that ends untied, Adam's other
-    buckets must not wait for it. Every rank uses the order of a run without warm-up."""
+    """The tied head is complete last, since the embedding reads it: after a warm-up that ends
+    untied, Adam's other buckets must not wait for it. Every rank uses the order of a run without
+    warm-up."""
     plain = on_ranks(2, tied_launches, (), batches[:, :4])
     for warm_up in ((11,), (0, 1, 11)):
         results = on_ranks(2, tied_launches, warm_up, batches[:, :4])
-        assert all(launched for launched, _ in results), "no Adam bucket is launched before the end of backward"
+        assert all(launched for launched, _ in results), (
+            "no Adam bucket is launched before the end of backward"
+        )
         assert all(order == plain[0][1] for _, order in results), "another order"
 
 
@@ -1440,25 +1950,52 @@ def test_a_parameter_cannot_be_copied_between_updates():
 
 
 def test_a_checksum_sees_order_signs_and_what_a_sum_of_32_bits_wraps():
-    ones, rows = torch.ones(512), torch.arange(24.0).view(4, 6)
-    for x, other in ((ones, 2 * ones), (ones, torch.cat([-ones[:256], ones[256:]])), (rows, rows[[1, 0, 2, 3]]), (rows.bfloat16()[:, :5], rows.bfloat16()[:, 1:]),
-                     (torch.cat([ones] * 1200), torch.cat([*[ones] * 1199, -ones]))):
+    ones = torch.ones(512)
+    rows = torch.arange(24.0).view(4, 6)
+    for x, other in (
+        (ones, 2 * ones),
+        (ones, torch.cat([-ones[:256], ones[256:]])),
+        (rows, rows[[1, 0, 2, 3]]),
+        (rows.bfloat16()[:, :5], rows.bfloat16()[:, 1:]),
+        (torch.cat([ones] * 1200), torch.cat([*[ones] * 1199, -ones])),
+    ):
         assert train_gpt.checksum(x) == train_gpt.checksum(x.clone()) != train_gpt.checksum(other)
     assert train_gpt.checksum(ones, rows) != train_gpt.checksum(rows, ones)
 
 
-@pytest.mark.parametrize("shape, unit", [((12, 12), (1, 12)), ((64, 12), (1, 12)), ((8, 12), (8, 1)), ((8, 12), (1, 12)), ((12, 3), (12, 1)), ((4, 4), (1, 1))])
+@pytest.mark.parametrize(
+    "shape, unit",
+    [
+        ((12, 12), (1, 12)),
+        ((64, 12), (1, 12)),
+        ((8, 12), (8, 1)),
+        ((8, 12), (1, 12)),
+        ((12, 3), (12, 1)),
+        ((4, 4), (1, 1)),
+    ],
+)
 def test_a_unit_may_be_one_row_or_one_column(shape, unit):
-    spec = engine.finish_spec(engine.ParamSpec("w", nn.Parameter(torch.randn(shape)), engine.NorMuon(), unit))
+    spec = engine.finish_spec(
+        engine.ParamSpec("w", nn.Parameter(torch.randn(shape)), engine.NorMuon(), unit)
+    )
     [bucket] = engine.fill_buckets([spec], 0, 0, 1)
     bucket.grad_data.normal_()
-    before, moments = bucket.param_data.clone(), bucket.state["v"].shape
+    before = bucket.param_data.clone()
+    moments = bucket.state["v"].shape
     bucket.update(engine.NorMuon.update, bucket.hyper(engine.Plan()), False)
-    assert bucket.state["v"].shape == moments and not torch.equal(bucket.param_data, before) and bucket.param_data.isfinite().all()
+    assert (
+        bucket.state["v"].shape == moments
+        and not torch.equal(bucket.param_data, before)
+        and bucket.param_data.isfinite().all()
+    )
 
 
 def sent_buffers(comm):
-    buffers = [torch.full((4, 8), float(comm.rank)).t(), torch.full((1, 4), float(comm.rank)).expand(3, 4), torch.full((4, 8), comm.rank)[:, ::2]]
+    buffers = [
+        torch.full((4, 8), float(comm.rank)).t(),
+        torch.full((1, 4), float(comm.rank)).expand(3, 4),
+        torch.full((4, 8), comm.rank)[:, ::2],
+    ]
     for x in buffers:
         comm.broadcast(x)
     return buffers
@@ -1474,8 +2011,10 @@ class Third:
     """A rule with updates_in and without every."""
 
     lr: float = 0.1
-    unit, updates_in = (lambda self, spec: ()), (lambda self, step: step % 3 == 2)
-    init_state, hyper = (lambda self, shard: {}), (lambda self, plan, t: {})
+    unit = lambda self, spec: ()
+    updates_in = lambda self, step: step % 3 == 2
+    init_state = lambda self, shard: {}
+    hyper = lambda self, plan, t: {}
 
     @staticmethod
     def update(param, grad, state, hyper):
@@ -1485,7 +2024,9 @@ class Third:
 def test_a_rule_may_state_its_updates_without_a_period():
     model = nn.Linear(2, 1, bias=False)
     buckets = engine.fill_buckets([engine.ParamSpec("weight", model.weight, Third())], 0, 0, 1)
-    optimizer = train_gpt.DistributedOptimizer(buckets, engine.Comm(), train_gpt.SyncSettings(), model)
+    optimizer = train_gpt.DistributedOptimizer(
+        buckets, engine.Comm(), train_gpt.SyncSettings(), model
+    )
     optimizer.load_state_dict(optimizer.state_dict())
     for step in range(3):
         before = model.weight.detach().clone()
@@ -1498,14 +2039,21 @@ def test_a_rule_may_state_its_updates_without_a_period():
 def test_waiting_for_a_frozen_parameter_is_nothing():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
     specs = [engine.ParamSpec(name, p, engine.Adam()) for name, p in model[0].named_parameters()]
-    optimizer = train_gpt.DistributedOptimizer(engine.fill_buckets(specs, 0, 0, 1), engine.Comm(), train_gpt.SyncSettings(), model)
+    optimizer = train_gpt.DistributedOptimizer(
+        engine.fill_buckets(specs, 0, 0, 1), engine.Comm(), train_gpt.SyncSettings(), model
+    )
     optimizer.wait_for(model[0].weight, model[1].weight)
 
 
 def test_cores_are_those_that_the_process_may_use(monkeypatch, tmp_path):
-    quota, read = "max 100000", train_gpt.Path.read_text
+    quota = "max 100000"
+    read = train_gpt.Path.read_text
     monkeypatch.setattr(train_gpt.os, "sched_getaffinity", lambda pid: {0, 2, 5})
-    monkeypatch.setattr(train_gpt.Path, "read_text", lambda path, *more: quota if "cgroup" in str(path) else read(path, *more))
+    monkeypatch.setattr(
+        train_gpt.Path,
+        "read_text",
+        lambda path, *more: quota if "cgroup" in str(path) else read(path, *more),
+    )
     assert train_gpt.count_cores() == 3
     quota = "150000 100000"
     assert train_gpt.count_cores() == 2

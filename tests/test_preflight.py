@@ -1,4 +1,5 @@
-"""Preflight: a broken part is found, all ranks take the same fallback, and micro-batches fit the memory."""
+"""Preflight: a broken part is found, all ranks take the same fallback, and micro-batches fit the
+memory."""
 
 import dataclasses
 import json
@@ -23,9 +24,13 @@ CPU = torch.device("cpu")
 
 
 def trainer_of(config, comm=None, **changes):
-    of_record_44 = {"layers": "- S0M LM M", "backout_layer": 2} if type(config) is train_gpt.Config else {}
+    of_record_44 = (
+        {"layers": "- S0M LM M", "backout_layer": 2} if type(config) is train_gpt.Config else {}
+    )
     config = dataclasses.replace(config, **{**of_record_44, "bucket_mb": 1.0, **changes})
-    return train_gpt.Worker(config, comm or train_gpt.Comm(), CPU, train_gpt.find_shards(config.train_files))
+    return train_gpt.Worker(
+        config, comm or train_gpt.Comm(), CPU, train_gpt.find_shards(config.train_files)
+    )
 
 
 @pytest.fixture
@@ -43,11 +48,20 @@ def test_working_parts_pass_and_leave_no_trace(config):
     rows, broken = preflight.check_parts(worker)
     assert train_gpt.state_hash(worker) == before and broken is None
     assert [row[0] for row in rows[:4]] == ["attention L", "attention S", "layers 0 to 3", "head"]
-    assert {row[0].split()[0] for row in rows[4:]} == {"Adam", "NorMuon", "load"} and not failed(rows)
+    assert {row[0].split()[0] for row in rows[4:]} == {"Adam", "NorMuon", "load"} and not failed(
+        rows
+    )
     assert all(float(row[2]) <= float(row[3]) and float(row[4]) > 0 for row in rows)
     assert min(float(row[2]) for row in rows[:2]) > 0, "attention was compared with itself"
     lines = preflight.table(rows).split("\n")
-    assert len(lines) == 1 + len(rows) and lines[0].split() == ["part", "how", "difference", "allowed", "ms", "verdict"]
+    assert len(lines) == 1 + len(rows) and lines[0].split() == [
+        "part",
+        "how",
+        "difference",
+        "allowed",
+        "ms",
+        "verdict",
+    ]
 
 
 def test_the_parts_of_frontier_pass(corpus):
@@ -60,33 +74,59 @@ def test_the_parts_of_frontier_pass(corpus):
 def break_attention(monkeypatch):
     """Break all masks except those that reach as far as any window."""
     whole = train_gpt.GPT.masks
-    monkeypatch.setattr(train_gpt.GPT, "masks", lambda model, x, windows: whole(
-        model, x, windows if model.reach else train_gpt.Windows(windows.long // 2, windows.short // 2)))
+    monkeypatch.setattr(
+        train_gpt.GPT,
+        "masks",
+        lambda model, x, windows: whole(
+            model,
+            x,
+            windows if model.reach else train_gpt.Windows(windows.long // 2, windows.short // 2),
+        ),
+    )
 
 
 def break_window(monkeypatch, long, short):
     """Break masks as break_attention does, by some tokens."""
     whole = train_gpt.GPT.masks
-    monkeypatch.setattr(train_gpt.GPT, "masks", lambda model, x, windows: whole(
-        model, x, windows if model.reach else train_gpt.Windows(windows.long + long, windows.short + short)))
+    monkeypatch.setattr(
+        train_gpt.GPT,
+        "masks",
+        lambda model, x, windows: whole(
+            model,
+            x,
+            (
+                windows
+                if model.reach
+                else train_gpt.Windows(windows.long + long, windows.short + short)
+            ),
+        ),
+    )
 
 
 def break_fp8(monkeypatch):
     whole = train_gpt.fp8_product
     for program in (train_gpt, frontier):
-        monkeypatch.setattr(program, "fp8_product", lambda *args, **settings: 1.2 * whole(*args, **settings))
+        monkeypatch.setattr(
+            program, "fp8_product", lambda *args, **settings: 1.2 * whole(*args, **settings)
+        )
 
 
 def break_kernel(monkeypatch):
     whole = train_gpt.relu_squared
-    monkeypatch.setattr(train_gpt, "relu_squared", lambda a, b, h=None: whole(a, b) if h is None else 1.1 * whole(a, b, h))
+    monkeypatch.setattr(
+        train_gpt,
+        "relu_squared",
+        lambda a, b, h=None: whole(a, b) if h is None else 1.1 * whole(a, b, h),
+    )
 
 
 def break_compiled(monkeypatch, owner, result):
     """Compile the code of one class to something wrong."""
+
     def compile(function, **_):
         broken = function.__qualname__.startswith(owner)
         return (lambda *args: result(function, args)) if broken else function
+
     monkeypatch.setattr(torch, "compile", compile)
 
 
@@ -102,28 +142,68 @@ def only_decays(function, args):
 COMPILED = {"compile": "on"}
 
 
-@pytest.mark.parametrize("break_it, changes, part, fallback", [
-    (break_attention, {}, "attention L", ("attention", "masked")),
-    (lambda m: break_window(m, 1, 0), {"micro_batch_tokens": 256}, "attention L", ("attention", "masked")),
-    (lambda m: break_window(m, 0, -1), {"micro_batch_tokens": 256}, "attention S", ("attention", "masked")),
-    (break_fp8, {"fp8_head": True}, "head", ("fp8_head", False)),
-    (break_kernel, {"kernels": "on"}, "layers 0 to 3", ("kernels", "loss")),
-    (lambda m: break_compiled(m, "Group", lambda f, args: (1.1 * f(*args)[0], {})), COMPILED, "layers 0 to 3", ("compile", "off")),
-    (break_fp8, {"program": "frontier"}, "layers 0 to 3", ("fp8_mlp", False)),
-    (lambda m: break_compiled(m, "Head", no_kernel), COMPILED, "head", ("compile", "off")),
-    (lambda m: break_compiled(m, "Head", lambda f, args: 0 * f(*args)), COMPILED, "head", ("compile", "off")),
-    (lambda m: break_compiled(m, "Head", lambda f, args: torch.nan * f(*args)), COMPILED, "head", ("compile", "off")),
-    (lambda m: break_compiled(m, "Adam", only_decays), COMPILED, "Adam [", ("compile", "off")),
-    (lambda m: break_compiled(m, "NorMuon", only_decays), COMPILED, "NorMuon [", ("compile", "off")),
-])
-def test_a_broken_part_is_found_and_names_its_fallback(config, monkeypatch, break_it, changes, part, fallback):
+@pytest.mark.parametrize(
+    "break_it, changes, part, fallback",
+    [
+        (break_attention, {}, "attention L", ("attention", "masked")),
+        (
+            lambda m: break_window(m, 1, 0),
+            {"micro_batch_tokens": 256},
+            "attention L",
+            ("attention", "masked"),
+        ),
+        (
+            lambda m: break_window(m, 0, -1),
+            {"micro_batch_tokens": 256},
+            "attention S",
+            ("attention", "masked"),
+        ),
+        (break_fp8, {"fp8_head": True}, "head", ("fp8_head", False)),
+        (break_kernel, {"kernels": "on"}, "layers 0 to 3", ("kernels", "loss")),
+        (
+            lambda m: break_compiled(m, "Group", lambda f, args: (1.1 * f(*args)[0], {})),
+            COMPILED,
+            "layers 0 to 3",
+            ("compile", "off"),
+        ),
+        (break_fp8, {"program": "frontier"}, "layers 0 to 3", ("fp8_mlp", False)),
+        (lambda m: break_compiled(m, "Head", no_kernel), COMPILED, "head", ("compile", "off")),
+        (
+            lambda m: break_compiled(m, "Head", lambda f, args: 0 * f(*args)),
+            COMPILED,
+            "head",
+            ("compile", "off"),
+        ),
+        (
+            lambda m: break_compiled(m, "Head", lambda f, args: torch.nan * f(*args)),
+            COMPILED,
+            "head",
+            ("compile", "off"),
+        ),
+        (lambda m: break_compiled(m, "Adam", only_decays), COMPILED, "Adam [", ("compile", "off")),
+        (
+            lambda m: break_compiled(m, "NorMuon", only_decays),
+            COMPILED,
+            "NorMuon [",
+            ("compile", "off"),
+        ),
+    ],
+)
+def test_a_broken_part_is_found_and_names_its_fallback(
+    config, monkeypatch, break_it, changes, part, fallback
+):
     break_it(monkeypatch)
     if changes == {"program": "frontier"}:
-        config, changes = tiny_frontier(train_files=config.train_files), {}
+        config = tiny_frontier(train_files=config.train_files)
+        changes = {}
     worker = trainer_of(config, **changes)
     before = train_gpt.state_hash(worker)
     rows, broken = preflight.check_parts(worker)
-    assert broken.name.startswith(part) and broken.fallback == fallback and train_gpt.state_hash(worker) == before
+    assert (
+        broken.name.startswith(part)
+        and broken.fallback == fallback
+        and train_gpt.state_hash(worker) == before
+    )
     assert broken.name in failed(rows)
     name, value = fallback
     rows, broken = preflight.check_parts(trainer_of(config, **{**changes, name: value}))
@@ -141,7 +221,9 @@ def test_adam_s_steps_below_the_rounding_of_bf16_pass(config):
 def test_the_table_shows_the_compiler_s_message(config, monkeypatch):
     break_compiled(monkeypatch, "Head", no_kernel)
     rows, _ = preflight.check_parts(trainer_of(config, **COMPILED))
-    assert [row[-1] for row in rows if row[0] == "head"] == ["failed: RuntimeError: no kernel image is available"]
+    assert [row[-1] for row in rows if row[0] == "head"] == [
+        "failed: RuntimeError: no kernel image is available"
+    ]
 
 
 def test_a_part_whose_plain_version_fails_is_a_failure_that_no_flag_avoids(config, monkeypatch):
@@ -151,21 +233,32 @@ def test_a_part_whose_plain_version_fails_is_a_failure_that_no_flag_avoids(confi
         if torch.backends.cuda.math_sdp_enabled() and not torch.backends.cuda.flash_sdp_enabled():
             raise torch.OutOfMemoryError("CUDA out of memory")
         return whole(q, k, v, mask)
+
     monkeypatch.setattr(train_gpt, "attend", attend)
     rows, broken = preflight.check_parts(trainer_of(config))
     assert broken.name == "attention L" and broken.fallback is None
-    assert {row[0] for row in rows if row[2] == "-"} == failed(rows) == {"attention L", "attention S", "layers 0 to 3"}
-    assert {row[-1] for row in rows if row[2] == "-"} == {"not compared: OutOfMemoryError: CUDA out of memory"}
+    assert (
+        {row[0] for row in rows if row[2] == "-"}
+        == failed(rows)
+        == {"attention L", "attention S", "layers 0 to 3"}
+    )
+    assert {row[-1] for row in rows if row[2] == "-"} == {
+        "not compared: OutOfMemoryError: CUDA out of memory"
+    }
 
 
 def test_the_plain_version_computes_the_first_tokens_of_a_longer_micro_batch(corpus, monkeypatch):
     config = tiny_frontier(micro_batch_tokens=256, num_heads=4, fp8_mlp=False, **corpus)
     monkeypatch.setattr(preflight, "COMPARED", 96)
-    attended, whole = set(), train_gpt.attend
+    attended = set()
+    whole = train_gpt.attend
     for program in (train_gpt, frontier):
-        monkeypatch.setattr(program, "attend", lambda q, *rest: attended.add(len(q)) or whole(q, *rest))
+        monkeypatch.setattr(
+            program, "attend", lambda q, *rest: attended.add(len(q)) or whole(q, *rest)
+        )
     rows, broken = preflight.check_parts(trainer_of(config))
-    assert broken is None and not failed(rows) and attended == {96, 192, 256, 512}  # paired heads attend to twice as many
+    # paired heads attend to twice as many
+    assert broken is None and not failed(rows) and attended == {96, 192, 256, 512}
     break_fp8(monkeypatch)
     rows, broken = preflight.check_parts(trainer_of(config, fp8_head=True))
     assert failed(rows) == {"head"}
@@ -175,23 +268,40 @@ def choose(config, comm=None):
     """The flags that preflight chooses, and what it prints."""
     said = []
     shards = train_gpt.find_shards(config.train_files)
-    return preflight.choose_flags(config, comm or train_gpt.Comm(), CPU, shards, said.append), "\n".join(said)
+    return preflight.choose_flags(
+        config, comm or train_gpt.Comm(), CPU, shards, said.append
+    ), "\n".join(said)
 
 
 def test_a_part_without_a_fallback_stops_the_run(config, monkeypatch):
-    whole, loaded = train_gpt.load_tokens, []
-    monkeypatch.setattr(train_gpt, "load_tokens", lambda shard: loaded.append(shard) or whole(shard)[::1 - 2 * (len(loaded) > 1)])
-    with pytest.raises(train_gpt.RunError, match=r"^load a shard, 6,000 tokens, failed or was not compared \(see the table\), and no flag avoids it; repair"):
+    whole = train_gpt.load_tokens
+    loaded = []
+    monkeypatch.setattr(
+        train_gpt,
+        "load_tokens",
+        lambda shard: loaded.append(shard) or whole(shard)[:: 1 - 2 * (len(loaded) > 1)],
+    )
+    with pytest.raises(
+        train_gpt.RunError,
+        match=(
+            r"^load a shard, 6,000 tokens, failed or was not compared \(see the table\), and no"
+            r" flag avoids it; repair"
+        ),
+    ):
         choose(config)
 
 
 def deaf(comm, which):
     """Let rank 1 sum, or gather, without the data of the others."""
     if comm.rank == 1 and which == "all-gather":
-        comm.all_gather = lambda full, shard: comm.exchange([shard, shard], torch.empty(2, len(shard), dtype=shard.dtype))
+        comm.all_gather = lambda full, shard: comm.exchange(
+            [shard, shard], torch.empty(2, len(shard), dtype=shard.dtype)
+        )
     if comm.rank == 1 and which == "reduce-scatter":
-        comm.reduce_scatter = lambda shard, full, received: train_gpt.HandleGroup(comm.exchange(
-            full.view(2, -1), [*received, full.view(2, -1)[1]]), then=lambda: shard.copy_(full.view(2, -1)[1]))
+        comm.reduce_scatter = lambda shard, full, received: train_gpt.HandleGroup(
+            comm.exchange(full.view(2, -1), [*received, full.view(2, -1)[1]]),
+            then=lambda: shard.copy_(full.view(2, -1)[1]),
+        )
     return comm
 
 
@@ -208,8 +318,17 @@ def with_a_broken_rank(comm, config, which):
 def test_all_ranks_take_the_fallback_that_one_needs(config, on_ranks):
     exchanged = ["load a shard", "all-reduce", "reduce-scatter", "all-gather"]
     assert on_ranks(2, with_a_broken_rank, config, "none") == [(exchanged, set(), None)] * 2
-    assert on_ranks(2, with_a_broken_rank, config, "attention") == [
-        (exchanged, {"attention L", "attention S", "layers 0 to 3"}, ("attention L", ("attention", "masked")))] * 2
+    assert (
+        on_ranks(2, with_a_broken_rank, config, "attention")
+        == [
+            (
+                exchanged,
+                {"attention L", "attention S", "layers 0 to 3"},
+                ("attention L", ("attention", "masked")),
+            )
+        ]
+        * 2
+    )
 
 
 def test_a_collective_that_sums_wrongly_has_no_fallback(config, on_ranks):
@@ -223,8 +342,18 @@ def with_rows(comm, config, whole):
     if not whole:
         exchange = comm.exchange
         comm.exchange = lambda sent, received: exchange(
-            [x * 0 if x.is_floating_point() and rank != comm.rank else x for rank, x in enumerate(sent)], received)
-    worker = trainer_of(config, comm, ngrams=(train_gpt.Ngrams(2, 5000, 8), train_gpt.Ngrams(3, 70, 8)), lazy_tables=True)
+            [
+                x * 0 if x.is_floating_point() and rank != comm.rank else x
+                for rank, x in enumerate(sent)
+            ],
+            received,
+        )
+    worker = trainer_of(
+        config,
+        comm,
+        ngrams=(train_gpt.Ngrams(2, 5000, 8), train_gpt.Ngrams(3, 70, 8)),
+        lazy_tables=True,
+    )
     before = train_gpt.state_hash(worker)
     rows, broken = preflight.check_parts(worker)
     assert train_gpt.state_hash(worker) == before
@@ -241,31 +370,60 @@ def test_each_failed_part_adds_its_fallback_until_all_work(config, monkeypatch):
     assert choose(dataclasses.replace(config, layers="- S0M LM M", backout_layer=2))[0] == {}
     break_fp8(monkeypatch)
     break_kernel(monkeypatch)
-    config = dataclasses.replace(config, layers="- S0M LM M", backout_layer=2, fp8_head=True, kernels="on")
+    config = dataclasses.replace(
+        config, layers="- S0M LM M", backout_layer=2, fp8_head=True, kernels="on"
+    )
     chosen, said = choose(config)
     assert chosen == {"kernels": "loss", "fp8_head": False} and said.count("verdict") == 3
-    assert "layers 0 to 3, uncompiled, with kernels, failed: --kernels loss instead\n" in said and "head, fp8, failed: --fp8_head false instead\n" in said
+    assert (
+        "layers 0 to 3, uncompiled, with kernels, failed: --kernels loss instead\n" in said
+        and "head, fp8, failed: --fp8_head false instead\n" in said
+    )
 
 
 def flags(corpus, **changes):
-    values = {**TINY, "layers": "- S0M LM M", "backout_layer": 2, "micro_batches": 2, **corpus, **changes}
-    return ["--preset", "speedrun", *(text for name, v in values.items() for text in (f"--{name}", str(v)))]
+    values = {
+        **TINY,
+        "layers": "- S0M LM M",
+        "backout_layer": 2,
+        "micro_batches": 2,
+        **corpus,
+        **changes,
+    }
+    return [
+        "--preset",
+        "speedrun",
+        *(text for name, v in values.items() for text in (f"--{name}", str(v))),
+    ]
 
 
 @pytest.mark.slow
 def test_the_program_prints_a_table_and_the_flags(corpus, script):
-    process = script(ROOT / "launch" / "preflight.py", "--ranks", 2, *flags(corpus), OMP_NUM_THREADS="1")
+    process = script(
+        ROOT / "launch" / "preflight.py", "--ranks", 2, *flags(corpus), OMP_NUM_THREADS="1"
+    )
     out, errors = process.communicate(timeout=600)
     head, *rows, answer = out.splitlines()
     assert process.returncode == 0 and json.loads(answer) == {} and not errors, errors
-    assert head.startswith("part ") and all(row.endswith(" ok") for row in rows) and rows[-1].startswith("all-gather ")
+    assert (
+        head.startswith("part ")
+        and all(row.endswith(" ok") for row in rows)
+        and rows[-1].startswith("all-gather ")
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_wrong_command_is_one_message(corpus, script, ranks):
-    process = script(ROOT / "launch" / "preflight.py", "--ranks", ranks, *flags(corpus, train_files="nowhere*"))
+    process = script(
+        ROOT / "launch" / "preflight.py", "--ranks", ranks, *flags(corpus, train_files="nowhere*")
+    )
     out, errors = process.communicate(timeout=600)
-    assert process.returncode == 1 and errors.startswith("preflight.py: error: ") and errors.count("\n") == 1 and not out
+    assert (
+        process.returncode == 1
+        and errors.startswith("preflight.py: error: ")
+        and errors.count("\n") == 1
+        and not out
+    )
 
 
 SIMULATED = """
@@ -293,34 +451,55 @@ def test_each_part_of_each_preset_runs_on_a_gpu_of_80_gb():
     if not (home / "lib" / "libdrygpu.so").exists():
         pytest.skip(f"the simulated GPU is not set up in {home}; run dry_gpu/setup")
     libraries = str(home / "lib")
-    done = subprocess.run([home / "venv/bin/python", "-c", SIMULATED.format(root=str(ROOT), home=str(home))], text=True, capture_output=True,
-                          env={**os.environ, "LD_LIBRARY_PATH": libraries, "TRITON_LIBCUDA_PATH": libraries, "OMP_NUM_THREADS": "1",
-                               "DRY_GPU_LOG": os.devnull, "DRY_GPU_MEMORY": str(85 * 10 ** 9), "TORCH_NCCL_ENABLE_MONITORING": "0"})
+    done = subprocess.run(
+        [home / "venv/bin/python", "-c", SIMULATED.format(root=str(ROOT), home=str(home))],
+        text=True,
+        capture_output=True,
+        env={
+            **os.environ,
+            "LD_LIBRARY_PATH": libraries,
+            "TRITON_LIBCUDA_PATH": libraries,
+            "OMP_NUM_THREADS": "1",
+            "DRY_GPU_LOG": os.devnull,
+            "DRY_GPU_MEMORY": str(85 * 10**9),
+            "TORCH_NCCL_ENABLE_MONITORING": "0",
+        },
+    )
     assert done.returncode == 0, done.stderr
     for preset, rows in json.loads(done.stdout).items():
-        assert {verdict for _, verdict in rows} <= {"ok", "failed"}, (preset, rows)  # an exception would follow "failed: "
-        assert {"attention L", "head", "all-reduce", "all-gather"} < {name for name, _ in rows}, (preset, rows)
+        # an exception would follow "failed: "
+        assert {verdict for _, verdict in rows} <= {"ok", "failed"}, (preset, rows)
+        assert {"attention L", "head", "all-reduce", "all-gather"} < {name for name, _ in rows}, (
+            preset,
+            rows,
+        )
 
 
 # Memory
 
+
 @pytest.fixture
 def gpu(monkeypatch):
     """gpu(GiB): so much is free on the GPUs here."""
-    return lambda free: monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (free * 2 ** 30, 80 * 2 ** 30))
+    return lambda free: monkeypatch.setattr(
+        "torch.cuda.mem_get_info", lambda: (free * 2**30, 80 * 2**30)
+    )
 
 
 def test_micro_batches_are_split_until_they_fit_on_the_smallest_gpu(gpu):
     class SmallGpus(train_gpt.Comm):
         def all_gather_json(self, mine):
-            return [mine, 12 * 2 ** 30]
+            return [mine, 12 * 2**30]
+
     gpu(79)
     config = train_gpt.Config(kernels="off", attention="flash", fp8_head=False)
     assert preflight.fit_memory(config, 50257, train_gpt.Comm()) == config
     split = preflight.fit_memory(config, 50257, SmallGpus())
     assert split == dataclasses.replace(config, micro_batch_splits=2)
     with pytest.raises(train_gpt.RunError):
-        preflight.fit_memory(dataclasses.replace(config, micro_batch_tokens=128 * 243), 50257, SmallGpus())
+        preflight.fit_memory(
+            dataclasses.replace(config, micro_batch_tokens=128 * 243), 50257, SmallGpus()
+        )
 
 
 def test_tables_of_a_preset_are_halved_until_they_fit_and_others_are_refused(gpu):
@@ -328,90 +507,185 @@ def test_tables_of_a_preset_are_halved_until_they_fit_and_others_are_refused(gpu
     for free, rows, splits in (79, 10575360, 1), (23, 2643840, 4):
         gpu(free)
         fitted = preflight.fit_memory(preset, 50257, train_gpt.Comm())
-        assert (sum(table.rows for table in fitted.ngrams), fitted.micro_batch_splits) == (rows, splits)
-    with pytest.raises(train_gpt.RunError, match=r"such as Ngrams\(2, 3000000, 768\); runs compare"):
-        preflight.fit_memory(dataclasses.replace(preset, ngrams=(train_gpt.Ngrams(2, 12000000, 768),)), 50257, train_gpt.Comm())
+        assert (sum(table.rows for table in fitted.ngrams), fitted.micro_batch_splits) == (
+            rows,
+            splits,
+        )
+    with pytest.raises(
+        train_gpt.RunError, match=r"such as Ngrams\(2, 3000000, 768\); runs compare"
+    ):
+        preflight.fit_memory(
+            dataclasses.replace(preset, ngrams=(train_gpt.Ngrams(2, 12000000, 768),)),
+            50257,
+            train_gpt.Comm(),
+        )
 
 
-@pytest.mark.parametrize("layers,dim", [("SM LM M", 256), ("S0M SM", 64), ("S S L", 256), ("M M M M", 256)])
+@pytest.mark.parametrize(
+    "layers,dim", [("SM LM M", 256), ("S0M SM", 64), ("S S L", 256), ("M M M M", 256)]
+)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_memory_needed_counts_at_least_parameters_gradients_and_state(tiny, layers, dim, ranks):
     """A kind of parameter that the estimate leaves out would be missed in one of these models."""
-    config = dataclasses.replace(tiny, layers=layers, backout_layer=1, model_dim=dim, bucket_mb=1000,
-                                 dtype="bfloat16", ngrams=(train_gpt.Ngrams(2, 20000, 16),))
+    config = dataclasses.replace(
+        tiny,
+        layers=layers,
+        backout_layer=1,
+        model_dim=dim,
+        bucket_mb=1000,
+        dtype="bfloat16",
+        ngrams=(train_gpt.Ngrams(2, 20000, 16),),
+    )
     if layers == "S0M SM":
-        config = tiny_frontier(layers=layers, backout_layer=0, token_gates="0", model_dim=dim, bucket_mb=1000, dtype="bfloat16")
+        config = tiny_frontier(
+            layers=layers,
+            backout_layer=0,
+            token_gates="0",
+            model_dim=dim,
+            bucket_mb=1000,
+            dtype="bfloat16",
+        )
     if dim == 64 and ranks == 2:
-        config = dataclasses.replace(config, ngrams=(train_gpt.Ngrams(2, 90000, 64),), lazy_tables=True, param_groups=(
-            frontier.AdamGroup("ngram_embeds", slow_from=4, row_moment=True),))
+        config = dataclasses.replace(
+            config,
+            ngrams=(train_gpt.Ngrams(2, 90000, 64),),
+            lazy_tables=True,
+            param_groups=(frontier.AdamGroup("ngram_embeds", slow_from=4, row_moment=True),),
+        )
     encoding = train_gpt.Encoding(1024, 1023)
     model = train_gpt.build_model(config, encoding)
-    buckets = train_gpt.fill_buckets(train_gpt.specs_of(config, model), 2 ** 40, 0, ranks)
-    kept = sum(x.numel() * x.element_size() for bucket in buckets
-               for x in (bucket.param_data, bucket.grad_data, *bucket.state.values()) if not x.is_meta)
+    buckets = train_gpt.fill_buckets(train_gpt.specs_of(config, model), 2**40, 0, ranks)
+    kept = sum(
+        x.numel() * x.element_size()
+        for bucket in buckets
+        for x in (bucket.param_data, bucket.grad_data, *bucket.state.values())
+        if not x.is_meta
+    )
     estimate = preflight.memory_needed(config, encoding.vocab_size, ranks)[0]
     assert 0.95 * kept <= estimate <= 1.6 * kept, (kept, estimate)
 
 
-SPEEDRUN, FRONTIER = train_gpt.Config(), frontier.PRESETS["frontier89"]
+SPEEDRUN = train_gpt.Config()
+FRONTIER = frontier.PRESETS["frontier89"]
 
 
-@pytest.mark.parametrize("ranks, preset, changes, training, validation", [
-    (8, SPEEDRUN, dict(), 14870, 8999),
-    (8, FRONTIER, dict(), 22025, 10909),
-    (8, SPEEDRUN, dict(kernels="off"), 19049, 9399),
-    (1, SPEEDRUN, dict(kernels="off"), 19920, 10271),
-    (8, SPEEDRUN, dict(kernels="off", micro_batch_tokens=8192), 6083, 9399),
-    (8, SPEEDRUN, dict(kernels="off", fp8_head=False), 16002, 9399),
-    (1, SPEEDRUN, dict(kernels="off", fp8_head=False, micro_batch_tokens=8192), 6248, 10271),
-    (8, SPEEDRUN, dict(kernels="off", layers="S0M LM S0M SM", backout_layer=2), 11492, 5956),
-    (8, FRONTIER, dict(kernels="off"), 27033, 10380),
-    (8, SPEEDRUN, dict(attention="masked"), 15456, 13632),
-    (8, SPEEDRUN, dict(kernels="off", compile="off"), 40555, 23978),
-    (8, SPEEDRUN, dict(kernels="off", compile="off", micro_batch_tokens=8192), 11458, 11323),
-    (8, SPEEDRUN, dict(compile="off", attention="masked", fp8_head=False), 17498, 23978),
-])
+@pytest.mark.parametrize(
+    "ranks, preset, changes, training, validation",
+    [
+        (8, SPEEDRUN, dict(), 14870, 8999),
+        (8, FRONTIER, dict(), 22025, 10909),
+        (8, SPEEDRUN, dict(kernels="off"), 19049, 9399),
+        (1, SPEEDRUN, dict(kernels="off"), 19920, 10271),
+        (8, SPEEDRUN, dict(kernels="off", micro_batch_tokens=8192), 6083, 9399),
+        (8, SPEEDRUN, dict(kernels="off", fp8_head=False), 16002, 9399),
+        (1, SPEEDRUN, dict(kernels="off", fp8_head=False, micro_batch_tokens=8192), 6248, 10271),
+        (8, SPEEDRUN, dict(kernels="off", layers="S0M LM S0M SM", backout_layer=2), 11492, 5956),
+        (8, FRONTIER, dict(kernels="off"), 27033, 10380),
+        (8, SPEEDRUN, dict(attention="masked"), 15456, 13632),
+        (8, SPEEDRUN, dict(kernels="off", compile="off"), 40555, 23978),
+        (8, SPEEDRUN, dict(kernels="off", compile="off", micro_batch_tokens=8192), 11458, 11323),
+        (8, SPEEDRUN, dict(compile="off", attention="masked", fp8_head=False), 17498, 23978),
+    ],
+)
 def test_memory_needed_is_what_runs_allocate(ranks, preset, changes, training, validation):
-    """MiB that the simulated GPU counted (dry_gpu, an H100), within a tenth; in all rows but the first with matrices in
-    float32, which took about 450 more in a `speedrun` on 8 ranks."""
+    """MiB that the simulated GPU counted (dry_gpu, an H100), within a tenth; in all rows but the
+    first with matrices in float32, which took about 450 more in a `speedrun` on 8 ranks."""
     _, *estimates = preflight.memory_needed(dataclasses.replace(preset, **changes), 50257, ranks)
-    assert [x / 2 ** 20 for x in estimates] == [pytest.approx(training, rel=0.1), pytest.approx(validation, rel=0.1)]
+    assert [x / 2**20 for x in estimates] == [
+        pytest.approx(training, rel=0.1),
+        pytest.approx(validation, rel=0.1),
+    ]
 
 
-@pytest.mark.parametrize("free, changes, says", [
-    (2, dict(), "use more ranks, fewer rows of n-gram tables, or a smaller model"),
-    (2, dict(ngrams=(train_gpt.Ngrams(2, 9000000, 768),), val_len=128), r"allocate about \d{5} MiB in .* fewer rows of n-gram tables, or"),
-    (38, dict(ngrams=(train_gpt.Ngrams(2, 9000000, 768), train_gpt.Ngrams(3, 3000000, 768))), "use more ranks, fewer rows of n-gram tables "
-     r"\(such as Ngrams\(2, 2250000, 768\), Ngrams\(3, 750000, 768\); runs compare only with equal rows\), or a smaller"),
-    (8, dict(), r"8192 MiB free; .* and 1\d{4} MiB in validation; use a --val_len below 262144; such losses compare only"),
-    (16, dict(world_size_invariant=True), r"16384 MiB free; .* use smaller --micro_batch_tokens, and more --micro_batches"),
-    (3, dict(layers="M " * 60, val_len=128, model_dim=192, num_heads=3, backout_layer=3, micro_batch_tokens=128 * 81),
-     "use a smaller model")])
+@pytest.mark.parametrize(
+    "free, changes, says",
+    [
+        (2, dict(), "use more ranks, fewer rows of n-gram tables, or a smaller model"),
+        (
+            2,
+            dict(ngrams=(train_gpt.Ngrams(2, 9000000, 768),), val_len=128),
+            r"allocate about \d{5} MiB in .* fewer rows of n-gram tables, or",
+        ),
+        (
+            38,
+            dict(ngrams=(train_gpt.Ngrams(2, 9000000, 768), train_gpt.Ngrams(3, 3000000, 768))),
+            "use more ranks, fewer rows of n-gram tables "
+            r"\(such as Ngrams\(2, 2250000, 768\), Ngrams\(3, 750000, 768\); runs compare only with"
+            r" equal rows\), or a smaller",
+        ),
+        (
+            8,
+            dict(),
+            (
+                r"8192 MiB free; .* and 1\d{4} MiB in validation; use a --val_len below 262144;"
+                r" such losses compare only"
+            ),
+        ),
+        (
+            16,
+            dict(world_size_invariant=True),
+            r"16384 MiB free; .* use smaller --micro_batch_tokens, and more --micro_batches",
+        ),
+        (
+            3,
+            dict(
+                layers="M " * 60,
+                val_len=128,
+                model_dim=192,
+                num_heads=3,
+                backout_layer=3,
+                micro_batch_tokens=128 * 81,
+            ),
+            "use a smaller model",
+        ),
+    ],
+)
 def test_the_message_says_what_would_fit_on_a_gpu_that_is_too_small(gpu, free, changes, says):
     gpu(free)
     with pytest.raises(train_gpt.RunError, match=says):
         preflight.fit_memory(train_gpt.Config(**changes), 50257, train_gpt.Comm())
 
 
-@pytest.mark.parametrize("gpu, variable, programs", [(False, "CXX", "clang++" if sys.platform == "darwin" else "g++"), (True, "CC", "gcc or clang")])
-def test_a_machine_without_a_compiler_is_told_so_before_the_traceback(gpu, variable, programs, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    "gpu, variable, programs",
+    [
+        (False, "CXX", "clang++" if sys.platform == "darwin" else "g++"),
+        (True, "CC", "gcc or clang"),
+    ],
+)
+def test_a_machine_without_a_compiler_is_told_so_before_the_traceback(
+    gpu, variable, programs, monkeypatch, tmp_path
+):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv(variable, raising=False)
-    with pytest.raises(train_gpt.RunError, match=f"compiling needs {re.escape(programs)}, and this machine has none. Install"):
+    with pytest.raises(
+        train_gpt.RunError,
+        match=f"compiling needs {re.escape(programs)}, and this machine has none. Install",
+    ):
         preflight.check_compiler(gpu)
     monkeypatch.setenv(variable, str(tmp_path / "cc"))
-    with pytest.raises(train_gpt.RunError, match=f"{re.escape(str(tmp_path / 'cc'))}, and this machine has none"):
+    with pytest.raises(
+        train_gpt.RunError, match=f"{re.escape(str(tmp_path / 'cc'))}, and this machine has none"
+    ):
         preflight.check_compiler(gpu)
     (tmp_path / "cc").touch(mode=0o755)
     monkeypatch.setattr(preflight.sysconfig, "get_path", lambda name, scheme: str(tmp_path))
     if gpu:
-        with pytest.raises(train_gpt.RunError, match="Python.h, which is missing; install Python's headers"):
+        with pytest.raises(
+            train_gpt.RunError, match="Python.h, which is missing; install Python's headers"
+        ):
             preflight.check_compiler(gpu)
     (tmp_path / "Python.h").touch()
     preflight.check_compiler(gpu)
 
 
 def test_an_embedding_that_never_comes_untied_is_told():
-    for changes, told in ((dict(untie_at=0.5), False), (dict(untie_at=1.0), False), (dict(untie_at=0.67, adam_every=200), True)):
+    for changes, told in (
+        (dict(untie_at=0.5), False),
+        (dict(untie_at=1.0), False),
+        (dict(untie_at=0.67, adam_every=200), True),
+    ):
         warned = preflight.warnings_of(tiny_frontier(**changes))
-        assert bool(warned) == told and (not told or "untie_at 0.67 means step 200, after an Adam update" in warned[0])
+        assert bool(warned) == told and (
+            not told or "untie_at 0.67 means step 200, after an Adam update" in warned[0]
+        )

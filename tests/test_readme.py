@@ -1,5 +1,6 @@
-"""Test the commands, flags, paths, links and scripts of README.md, docs/ and the results of bench/, and the files of
-launch/cluster. Each program's own parser parses every documented command; those of a first hour run."""
+"""Test the commands, flags, paths, links and scripts of README.md, docs/ and the results of
+bench/, and the files of launch/cluster. Each program's own parser parses every documented command;
+those of a first hour run."""
 
 import argparse
 import ast
@@ -32,21 +33,50 @@ import start  # noqa: E402
 import stats  # noqa: E402
 import verify  # noqa: E402
 
-PAGES = {path: path.read_text(encoding="utf-8")
-         for path in (ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md", ROOT / "dry_gpu/README.md", *sorted((ROOT / "docs").glob("*.md")))}
-RESULTS = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "bench").rglob("*.md"))}
+PAGES = {
+    path: path.read_text(encoding="utf-8")
+    for path in (
+        ROOT / "README.md",
+        ROOT / "AGENTS.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "dry_gpu/README.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+    )
+}
+RESULTS = {
+    path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "bench").rglob("*.md"))
+}
 # LOG.md is only checked for links: an entry keeps the names that files and flags had on its day
-LINKING = {**PAGES, **RESULTS, **{path: path.read_text(encoding="utf-8") for path in (ROOT / "LOG.md", ROOT / "records/README.md")}}
+LINKING = {
+    **PAGES,
+    **RESULTS,
+    **{
+        path: path.read_text(encoding="utf-8")
+        for path in (ROOT / "LOG.md", ROOT / "records/README.md")
+    },
+}
 README = PAGES[ROOT / "README.md"]
-PROGRAMS = (r"(?:[A-Z_]+=\S* )*(?:\./run\.sh|\./test\.sh|\.venv/bin/|torchrun|sbatch|dry_gpu/(?:run|setup)\b|"
-            r"(?:rm|git|docker|pip|python|bench/first_gpu|apt-get|rsync|module)(?: |$))")
+PROGRAMS = (
+    r"(?:[A-Z_]+=\S*"
+    r" )*(?:\./run\.sh|\./test\.sh|\.venv/bin/|torchrun|sbatch|dry_gpu/(?:run|setup)\b|"
+    r"(?:rm|git|docker|pip|python|bench/first_gpu|apt-get|rsync|module)(?: |$))"
+)
 
-RUN = ("./run.sh --trial", '.venv/bin/python sample.py --prompt "def read(" --tokens 200',  # test_the_commands_of_a_first_hour, in this order
-       ".venv/bin/python records/export.py logs/RUN.txt --to csv", ".venv/bin/python records/stats.py --plan --sd 0.0013 --margin 0.002",
-       ".venv/bin/python records/stats.py records/2026-11-28_copying", ".venv/bin/python records/verify.py records/2026-11-28_copying")
+# test_the_commands_of_a_first_hour, in this order
+RUN = (
+    "./run.sh --trial",
+    '.venv/bin/python sample.py --prompt "def read(" --tokens 200',
+    ".venv/bin/python records/export.py logs/RUN.txt --to csv",
+    ".venv/bin/python records/stats.py --plan --sd 0.0013 --margin 0.002",
+    ".venv/bin/python records/stats.py records/2026-11-28_copying",
+    ".venv/bin/python records/verify.py records/2026-11-28_copying",
+)
 # What others wrote, and what no parser reads
-ELSEWHERE = (r"(?:git|docker|pip|rm|apt-get|rsync|module|sbatch|dry_gpu/setup|\./test\.sh|tmux|\.venv/bin/(?:pip|python -m (?:pip|torch\.))|python own\.py)\b|torchrun|"
-             r"\.venv/bin/(?:torchrun |python -c )|python data/cached_fineweb10B\.py")
+ELSEWHERE = (
+    r"(?:git|docker|pip|rm|apt-get|rsync|module|sbatch|dry_gpu/setup|\./test\.sh|tmux|\.venv/bin/(?:pip|python"
+    r" -m (?:pip|torch\.))|python own\.py)\b|torchrun|"
+    r"\.venv/bin/(?:torchrun |python -c )|python data/cached_fineweb10B\.py"
+)
 
 
 class Parsed(BaseException):
@@ -55,9 +85,11 @@ class Parsed(BaseException):
 
 def parse_as_program(program, words, monkeypatch):
     """Run a program up to the end of its own parser. SystemExit: it refused the words."""
+
     def parse(parser, *arguments, whole=argparse.ArgumentParser.parse_known_args, **options):
         unknown = whole(parser, *arguments, **options)[1]
         raise Parsed if not unknown else SystemExit(f"{program}: unrecognized arguments: {unknown}")
+
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse)
     monkeypatch.setattr(sys, "argv", [str(ROOT / program), *words])
     monkeypatch.syspath_prepend(str((ROOT / program).parent))
@@ -76,14 +108,31 @@ def commands(text):
 
 
 def documented():
-    """Return (program, words) of every command of ours in the pages and in the docstrings of programs, but for run.sh and race.py."""
-    lines = [re.sub(r"^(?:\w+=\S* )*", "", line) for text in PAGES.values() for line in commands(text)]
+    """Return (program, words) of every command of ours in the pages and in the docstrings of
+    programs, but for run.sh and race.py."""
+    lines = [
+        re.sub(r"^(?:\w+=\S* )*", "", line) for text in PAGES.values() for line in commands(text)
+    ]
     lines = [line for line in lines if not re.match(rf"{ELSEWHERE}|\./run\.sh", line)]
-    for path in (ROOT / "sample.py", ROOT / "bench/first_gpu", *(path for folder in ("bench", "data", "dry_gpu", "launch", "records")
-                                                                 for path in (ROOT / folder).glob("*.py"))):
+    for path in (
+        ROOT / "sample.py",
+        ROOT / "bench/first_gpu",
+        *(
+            path
+            for folder in ("bench", "data", "dry_gpu", "launch", "records")
+            for path in (ROOT / folder).glob("*.py")
+        ),
+    ):
         said = ast.get_docstring(ast.parse(path.read_text())) or ""
-        lines += re.findall(r"^ +((?:(?:\.venv/bin/)?python (?!launch/race|own)|dry_gpu/run)[\w/.]+(?: [^\n\[…]*?)?)(?:  .*)?$", said, re.M)
-    for line in dict.fromkeys(re.sub(r"^(?:\.venv/bin/)?python ", "", line).replace("SEED", "1") for line in lines):
+        lines += re.findall(
+            r"^ +((?:(?:\.venv/bin/)?python (?!launch/race|own)|dry_gpu/run)[\w/.]+(?:"
+            r" [^\n\[…]*?)?)(?:  .*)?$",
+            said,
+            re.M,
+        )
+    for line in dict.fromkeys(
+        re.sub(r"^(?:\.venv/bin/)?python ", "", line).replace("SEED", "1") for line in lines
+    ):
         program, *words = shlex.split(line)
         if program == "dry_gpu/run":
             program = f"dry_gpu/{'compute' if words[:1] and words[0] in ('--compute', '--compare', '--order') else 'page'}.py"
@@ -91,7 +140,10 @@ def documented():
             yield program, words
 
 
-@pytest.mark.parametrize("program, words", [pytest.param(*found, id=shlex.join([found[0], *found[1]])) for found in documented()])
+@pytest.mark.parametrize(
+    "program, words",
+    [pytest.param(*found, id=shlex.join([found[0], *found[1]])) for found in documented()],
+)
 def test_a_documented_command_is_parsed_by_its_program(monkeypatch, tmp_path, program, words):
     monkeypatch.setattr(logs, "HOME", tmp_path)
     (tmp_path / "race-1").mkdir()
@@ -106,8 +158,12 @@ def clone(tmp_path):
     if not (ROOT / ".venv" / "ready").exists():
         pytest.skip("run.sh has not set up .venv here")
     clone = tmp_path / "a clone"
-    for name in subprocess.check_output(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, text=True).split("\n")[:-1]:
-        if (ROOT / name).is_file() and ("2026-11-28_copying" in name or not name.startswith(("tests/", "records/20"))):
+    for name in subprocess.check_output(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, text=True
+    ).split("\n")[:-1]:
+        if (ROOT / name).is_file() and (
+            "2026-11-28_copying" in name or not name.startswith(("tests/", "records/20"))
+        ):
             (clone / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, clone / name)
     for linked in (".venv", "data/stdlib"):
@@ -118,22 +174,31 @@ def clone(tmp_path):
 
 def run_in(clone, command):
     """Run a command as written, on the CPU -> what it printed."""
-    done = subprocess.run(["bash", "-c", command], cwd=clone, capture_output=True, text=True, timeout=600,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=clone,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
     assert done.returncode == 0, (command, done.stderr)
     return done.stdout
 
 
 @pytest.mark.slow
 def test_the_default_run_reaches_its_target(clone):
-    reached = "target reached: " if sys.version_info[:2] == start.LIBRARY else "\nvalidation loss "  # with others it has no target
+    # with others it has no target
+    reached = "target reached: " if sys.version_info[:2] == start.LIBRARY else "\nvalidation loss "
     assert reached in run_in(clone, "./run.sh")
 
 
 @pytest.mark.slow
 def test_the_commands_of_a_first_hour(clone, monkeypatch, capsys):
-    """The trial starts as written; the others run in this process, which has torch and scipy already."""
-    tried, said = run_in(clone, "./run.sh --trial"), {}
+    """The trial starts as written; the others run in this process, which has torch and scipy
+    already."""
+    tried = run_in(clone, "./run.sh --trial")
+    said = {}
     (log,) = (path.stem for path in clone.glob("logs/*.txt"))
     monkeypatch.chdir(clone)
     monkeypatch.setattr(sample, "ROOT", clone)
@@ -142,7 +207,12 @@ def test_the_commands_of_a_first_hour(clone, monkeypatch, capsys):
     assert {*RUN} <= {command for text in PAGES.values() for command in commands(text)}
     for command in RUN[1:]:
         program, *words = shlex.split(command.replace("RUN", log))[1:]
-        programs = {"sample.py": sample, "records/export.py": export, "records/stats.py": stats, "records/verify.py": verify}
+        programs = {
+            "sample.py": sample,
+            "records/export.py": export,
+            "records/stats.py": stats,
+            "records/verify.py": verify,
+        }
         assert programs[program].main(words) == 0, command
         said[command] = capsys.readouterr().out
     shown = README.split("## Train a model on your text")[1].split("```")[3]
@@ -155,44 +225,106 @@ def test_the_commands_of_a_first_hour(clone, monkeypatch, capsys):
 
 
 def test_every_documented_run_and_race_is_accepted_by_the_programs_parsers():
-    """Also the script's: flags that it lacks, values that it refuses, ideas of several flags, and numbers of ranks."""
-    found = [line for text in (race.__doc__, ladder.__doc__, start.COMMANDS)
-             for line in re.findall(r"^ +((?:python launch/race\.py|\./run\.sh).*?)(?:  .*)?$", text, re.M)]
-    found += [line for text in PAGES.values() for line in commands(text) if re.match(r"(\w+=\S* )?\./run\.sh", line)]
+    """Also the script's: flags that it lacks, values that it refuses, ideas of several flags, and
+    numbers of ranks."""
+    found = [
+        line
+        for text in (race.__doc__, ladder.__doc__, start.COMMANDS)
+        for line in re.findall(
+            r"^ +((?:python launch/race\.py|\./run\.sh).*?)(?:  .*)?$", text, re.M
+        )
+    ]
+    found += [
+        line
+        for text in PAGES.values()
+        for line in commands(text)
+        if re.match(r"(\w+=\S* )?\./run\.sh", line)
+    ]
     assert len(found) > 30
-    for line in (line for line in found if not re.search(rf"run\.sh ({'|'.join(start.TOOLS)})\b", line)):
+    for line in (
+        line for line in found if not re.search(rf"run\.sh ({'|'.join(start.TOOLS)})\b", line)
+    ):
         program, words = re.fullmatch(r".*?(run\.sh|race\.py) ?(.*)", line).groups()
-        words, flags, ranks = shlex.split(words), [], 8
+        words = shlex.split(words)
+        flags = []
+        ranks = 8
         if program == "run.sh":
             _, words, flags = start.parse(words)
         if words:
             options = race.parse(words)
-            flags, ranks = flags + options.flags, options.ranks
+            flags = flags + options.flags
+            ranks = options.ranks
         if "--resume" in line:
             continue
         ideas = [idea for idea in options.vs if idea.startswith("-")] if words else []
         for side in race.describe_sides(ideas, None, race.check_flags(flags)[1]).values():
-            preset, config = train_gpt.parse_config(side["flags"], "laptop", program_of(side["flags"]).PRESETS)
+            preset, config = train_gpt.parse_config(
+                side["flags"], "laptop", program_of(side["flags"]).PRESETS
+            )
             if preset == "laptop":  # others do not fit on every machine
-                train_gpt.check_config(config, ranks if program == "race.py" else train_gpt.usable_ranks(config, ranks))
+                train_gpt.check_config(
+                    config, ranks if program == "race.py" else train_gpt.usable_ranks(config, ranks)
+                )
 
 
 def test_every_flag_is_one_of_a_program_here_and_every_link_leads_somewhere():
-    sources = "".join(path.read_text(encoding="utf-8") for path in
-                      (ROOT / "sample.py", ROOT / "test.sh", ROOT / "bench/first_gpu", *(path for folder in ("bench", "data", "dry_gpu", "launch", "records")
-                                             for path in (ROOT / folder).glob("*.py"))))
-    torchrun = {"--nnodes", "--nproc_per_node", "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--max-restarts", "--update"}
-    known = {*(flag for program in (train_gpt, frontier) for flag in train_gpt.make_parser(program.PRESETS)._option_string_actions),
-             *re.findall(r"--[a-z][\w-]+", sources), *torchrun}
-    for path in (*PAGES, *RESULTS, *(path for path in (ROOT / "launch/cluster").iterdir() if path.is_file())):
-        text = re.sub(r"^#SBATCH.*|--no-install-recommends|--(gpus all|ipc=host|build-arg|nodes 2|gpus-per-node|env RACE|race |exclusive|cpus-per-task|account|partition)", "", path.read_text(), flags=re.M)
+    sources = "".join(
+        path.read_text(encoding="utf-8")
+        for path in (
+            ROOT / "sample.py",
+            ROOT / "test.sh",
+            ROOT / "bench/first_gpu",
+            *(
+                path
+                for folder in ("bench", "data", "dry_gpu", "launch", "records")
+                for path in (ROOT / folder).glob("*.py")
+            ),
+        )
+    )
+    torchrun = {
+        "--nnodes",
+        "--nproc_per_node",
+        "--rdzv_backend",
+        "--rdzv_endpoint",
+        "--rdzv_id",
+        "--max-restarts",
+        "--update",
+    }
+    known = {
+        *(
+            flag
+            for program in (train_gpt, frontier)
+            for flag in train_gpt.make_parser(program.PRESETS)._option_string_actions
+        ),
+        *re.findall(r"--[a-z][\w-]+", sources),
+        *torchrun,
+    }
+    for path in (
+        *PAGES,
+        *RESULTS,
+        *(path for path in (ROOT / "launch/cluster").iterdir() if path.is_file()),
+    ):
+        text = re.sub(
+            r"^#SBATCH.*|--no-install-recommends|--(gpus all|ipc=host|build-arg|nodes"
+            r" 2|gpus-per-node|env RACE|race |exclusive|cpus-per-task|account|partition)",
+            "",
+            path.read_text(),
+            flags=re.M,
+        )
         assert not {*re.findall(r"(?<![\w-])--[a-z][\w-]+", text)} - known, path
-    for page, link in ((page, link) for page, text in LINKING.items() for link in re.findall(r"\]\((?!http)([^)]+)\)", text)):
+    for page, link in (
+        (page, link)
+        for page, text in LINKING.items()
+        for link in re.findall(r"\]\((?!http)([^)]+)\)", text)
+    ):
         path, _, heading = link.partition("#")
         target = page.parent / path if path else page
         assert target.exists(), (page, link)
         found = re.findall(r"^#+ (.*)", target.read_text(encoding="utf-8"), re.M) if heading else []
-        assert heading in {"", *(re.sub(r"[^\w -]", "", line.lower()).strip().replace(" ", "-") for line in found)}, (page, link)
+        assert heading in {
+            "",
+            *(re.sub(r"[^\w -]", "", line.lower()).strip().replace(" ", "-") for line in found),
+        }, (page, link)
 
 
 def test_every_path_in_code_is_a_file_here():
@@ -200,7 +332,10 @@ def test_every_path_in_code_is_a_file_here():
     folder = r"(?:bench|data|docs|dry_gpu|launch|records|tests)/\w"
     for page, text in {**PAGES, **RESULTS}.items():
         code = " ".join(re.findall(r"^```.*?^```$|`[^`]+`|^    [^\n]*$", text, re.M | re.S))
-        for path in re.findall(rf"(?<![\w./…-])(?:{folder}[\w./-]*|[\w-]+/[\w./-]+\.(?:py|md|sh|c|png|yaml|sbatch))", code):
+        for path in re.findall(
+            rf"(?<![\w./…-])(?:{folder}[\w./-]*|[\w-]+/[\w./-]+\.(?:py|md|sh|c|png|yaml|sbatch))",
+            code,
+        ):
             assert re.match(elsewhere, path) or (ROOT / path).exists(), (page, path)
 
 
@@ -214,62 +349,126 @@ def run_own(folder, rank, port, output):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.chdir(folder)
     sys.path.insert(0, str(folder))
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if port else {}
+    os.environ |= (
+        {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        if port
+        else {}
+    )
     runpy.run_path("own.py", run_name="__main__")
 
 
 def test_the_script_of_the_readme_trains_saves_and_continues(tmp_path):
-    """As written, beside nothing but the package: on two ranks, which save; alone, from what they saved; and alone."""
-    block, = scripts(README)
+    """As written, beside nothing but the package: on two ranks, which save; alone, from what they
+    saved; and alone."""
+    (block,) = scripts(README)
     losses = []
     for number, (folder, ranks) in enumerate((("a", 2), ("a", 1), ("b", 1))):
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "own.py").write_text(block)
         if not (link := tmp_path / folder / "gpt_speedrun").exists():
             link.symlink_to(ROOT / "gpt_speedrun")
-        output, port = tmp_path / f"output{number}", free_port() if ranks == 2 else 0
-        processes = [forked(run_own, tmp_path / folder, rank, port, output) for rank in range(ranks)]
+        output = tmp_path / f"output{number}"
+        port = free_port() if ranks == 2 else 0
+        processes = [
+            forked(run_own, tmp_path / folder, rank, port, output) for rank in range(ranks)
+        ]
         for process in processes:
             process.join(600)
         found = re.findall(r"^step (\d+): loss (\d+\.\d{3})$", output.read_text(), re.M)
-        assert len(found) == ranks and {process.exitcode for process in processes} == {0}, output.read_text()
+        assert len(found) == ranks and {process.exitcode for process in processes} == {0}, (
+            output.read_text()
+        )
         losses.append({(int(step), float(loss)) for step, loss in found})
     ((step, two),), ((later, continued),), ((_, alone),) = losses
     stated = float(re.search(r"It prints about `step 50: loss (\S+)`", README)[1])
-    assert (step, later) == (50, 100) and abs(two - stated) < 0.3 and abs(alone - two) < 0.01 and continued < two - 0.1
+    assert (
+        (step, later) == (50, 100)
+        and abs(two - stated) < 0.3
+        and abs(alone - two) < 0.01
+        and continued < two - 0.1
+    )
 
 
 def test_the_loop_for_programs_commits_a_win_and_takes_back_all_else(tmp_path):
-    """As written; by its run.sh, which is not ours, every idea is better but the last. The README edits the same line."""
-    block, = scripts(PAGES[ROOT / "AGENTS.md"])
-    (_, better), (kept, lost) = ideas = ast.literal_eval(re.search(r"^ideas = (\[.*?\])", block, re.M)[1])
+    """As written; by its run.sh, which is not ours, every idea is better but the last. The README
+    edits the same line."""
+    (block,) = scripts(PAGES[ROOT / "AGENTS.md"])
+    (_, better), (kept, lost) = ideas = ast.literal_eval(
+        re.search(r"^ideas = (\[.*?\])", block, re.M)[1]
+    )
     assert re.search(r"replace\s+`(\S+)`\s+by\s+`(\S+)`", README).groups() == ideas[0]
     shutil.copy(ROOT / "train_gpt.py", tmp_path)
-    (tmp_path / "run.sh").write_text(f"#!/bin/sh\necho a run\necho '{{\"folder\": \"logs/race-1\"}}'\n! git diff HEAD | grep -q '{lost}'\n")
+    (tmp_path / "run.sh").write_text(
+        '#!/bin/sh\necho a run\necho \'{"folder": "logs/race-1"}\'\n! git diff HEAD | grep -q'
+        f" '{lost}'\n"
+    )
     (tmp_path / "run.sh").chmod(0o755)
-    environment = {**os.environ, **{f"GIT_{who}_{what}": "a" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}}
-    subprocess.run("git init -q && git add . && git commit -qm base", shell=True, check=True, cwd=tmp_path, env=environment)
+    environment = {
+        **os.environ,
+        **{
+            f"GIT_{who}_{what}": "a"
+            for who in ("AUTHOR", "COMMITTER")
+            for what in ("NAME", "EMAIL")
+        },
+    }
+    subprocess.run(
+        "git init -q && git add . && git commit -qm base",
+        shell=True,
+        check=True,
+        cwd=tmp_path,
+        env=environment,
+    )
 
     def loop():
-        done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, env=environment, capture_output=True, text=True)
-        said = subprocess.run("git status --short; git log --format=%s", shell=True, capture_output=True, text=True, cwd=tmp_path).stdout
+        done = subprocess.run(
+            [sys.executable, "-c", block],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        said = subprocess.run(
+            "git status --short; git log --format=%s",
+            shell=True,
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+        ).stdout
         return done, said.splitlines()
-    (hook := tmp_path / ".git/hooks/pre-commit").write_text("#!/bin/sh\necho no ticket number >&2\nexit 1\n")
+
+    (hook := tmp_path / ".git/hooks/pre-commit").write_text(
+        "#!/bin/sh\necho no ticket number >&2\nexit 1\n"
+    )
     hook.chmod(0o755)
-    for why in ("no ticket number", "edits that are not committed"):  # a win that git refuses, and the edit that it leaves
+    for why in (
+        "no ticket number",
+        "edits that are not committed",
+    ):  # a win that git refuses, and the edit that it leaves
         done, said = loop()
         assert done.returncode == 1 and why in done.stderr and "Traceback" not in done.stderr
-        assert said == [" M train_gpt.py", "base"] and better in (tmp_path / "train_gpt.py").read_text()
+        assert (
+            said == [" M train_gpt.py", "base"]
+            and better in (tmp_path / "train_gpt.py").read_text()
+        )
     hook.unlink()
     subprocess.run(["git", "checkout", "-q", "."], check=True, cwd=tmp_path)
     done, said = loop()
-    assert said == [f"{better}: better than {ideas[0][0]} in logs/race-1", "base"] and done.returncode == 0, done.stderr
-    assert [line.split()[1] for line in done.stdout.splitlines()] == ["0", "--seed", "1"], "a win is raced twice, on other seeds"
+    assert (
+        said == [f"{better}: better than {ideas[0][0]} in logs/race-1", "base"]
+        and done.returncode == 0
+    ), done.stderr
+    assert [line.split()[1] for line in done.stdout.splitlines()] == [
+        "0",
+        "--seed",
+        "1",
+    ], "a win is raced twice, on other seeds"
     assert better in (source := (tmp_path / "train_gpt.py").read_text()) and kept in source
 
 
 def test_the_rule_of_the_docs_trains_as_its_formula_says():
-    block, = (block for block in scripts(PAGES[ROOT / "docs/gradient-sync.md"]) if "class Lion" in block)
+    (block,) = (
+        block for block in scripts(PAGES[ROOT / "docs/gradient-sync.md"]) if "class Lion" in block
+    )
     torch.manual_seed(0)
     models = [torch.nn.Linear(3, 2) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
@@ -281,7 +480,9 @@ def test_the_rule_of_the_docs_trains_as_its_formula_says():
         for model in models:
             model(torch.full((1, 3), step - 2.0)).square().sum().backward()
         optimizer.step()
-        for p, m in zip(models[1].parameters(), averages):  # algorithm 2 of arXiv:2302.06675, without decay
+        for p, m in zip(
+            models[1].parameters(), averages
+        ):  # algorithm 2 of arXiv:2302.06675, without decay
             p.data -= 0.01 * (0.9 * m + 0.1 * p.grad).sign()
             m.copy_(0.99 * m + 0.01 * p.grad)
             p.grad = None
@@ -300,27 +501,66 @@ def test_the_dockerfile_copies_what_its_set_up_needs(tmp_path):
         shutil.copy(ROOT / name, tmp_path / name)
     python = tmp_path / "fake" / "python3"
     python.parent.mkdir()
-    python.write_text('#!/bin/sh\ncase "$*" in "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python";; esac\n')
+    python.write_text(
+        '#!/bin/sh\ncase "$*" in "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python";; esac\n'
+    )
     python.chmod(0o755)
-    done = subprocess.run(["bash", "-c", entry], cwd=tmp_path, capture_output=True, text=True,
-                          env={**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}"})
+    done = subprocess.run(
+        ["bash", "-c", entry],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}"},
+    )
     assert done.returncode == 0 and (tmp_path / ".venv" / "ready").exists(), done.stderr
     for line in re.findall(r"^RUN (.*)", text, re.M):
         assert subprocess.run(["bash", "-n", "-c", line]).returncode == 0
-    assert {line.split()[0] for line in text.splitlines() if line and line[0] != "#"} == \
-        {"FROM", "RUN", "WORKDIR", "ARG", "COPY", "ENTRYPOINT"}
+    assert {line.split()[0] for line in text.splitlines() if line and line[0] != "#"} == {
+        "FROM",
+        "RUN",
+        "WORKDIR",
+        "ARG",
+        "COPY",
+        "ENTRYPOINT",
+    }
     ignored = (ROOT / "launch/cluster/Dockerfile.dockerignore").read_text().split("\n")[1:-1]
-    assert ignored == [".venv", "logs", "data/*", "!data/*.py", "**/__pycache__"], "a pattern's last slash would be dropped"
+    assert ignored == [
+        ".venv",
+        "logs",
+        "data/*",
+        "!data/*.py",
+        "**/__pycache__",
+    ], "a pattern's last slash would be dropped"
 
 
 def test_every_place_installs_the_same_builds(monkeypatch, capsys):
-    """Without a driver run.sh would take torch's build for CPUs. A line says whether FlashAttention 3 can be loaded."""
-    text = {name: (ROOT / name).read_text() for name in ("docs/clusters.md", "docs/gpus.md", "launch/cluster/Dockerfile",
-                                                      "launch/cluster/speedrun.sbatch")}
+    """Without a driver run.sh would take torch's build for CPUs. A line says whether
+    FlashAttention 3 can be loaded."""
+    text = {
+        name: (ROOT / name).read_text()
+        for name in (
+            "docs/clusters.md",
+            "docs/gpus.md",
+            "launch/cluster/Dockerfile",
+            "launch/cluster/speedrun.sbatch",
+        )
+    }
     for name in {*text} - {"docs/gpus.md"}:
-        assert "cu130" in (said := {*re.findall(r"PIP_EXTRA_INDEX_URL\W+https://download\.pytorch\.org/whl/(\w+)", text[name])}) and said <= {"cu126", "cu130"}, name
+        assert "cu130" in (
+            said := {
+                *re.findall(
+                    r"PIP_EXTRA_INDEX_URL\W+https://download\.pytorch\.org/whl/(\w+)", text[name]
+                )
+            }
+        ) and said <= {"cu126", "cu130"}, name
     for name in {*text} - {"launch/cluster/speedrun.sbatch"}:
-        (line,), version = ({*re.findall(found, text[name])} for found in (r"\.venv/bin/python -c '(import train_gpt.*)'", r"\.venv/bin/(?:python -m )?pip install (kernels\S*?)[\"\s]"))
+        (line,), version = (
+            {*re.findall(found, text[name])}
+            for found in (
+                r"\.venv/bin/python -c '(import train_gpt.*)'",
+                r"\.venv/bin/(?:python -m )?pip install (kernels\S*?)[\"\s]",
+            )
+        )
         assert version == {"kernels==0.17.2"}, name
         for why in "", "kernels: No module named 'kernels'":
             monkeypatch.setattr("train_gpt.find_flash_3", lambda: why)
@@ -328,29 +568,64 @@ def test_every_place_installs_the_same_builds(monkeypatch, capsys):
             assert capsys.readouterr().out == f"FlashAttention 3: {why or 'loaded'}\n"
 
 
-@pytest.mark.parametrize("environment, flags, started", [
-    ({}, "-n 5", "./run.sh -n 5"),
-    ({}, "--save_every 5", "./run.sh --run_id slurm-77.0 --save_every 5"),
-    ({"SLURM_RESTART_COUNT": "1"}, "", "./run.sh --resume logs/slurm-77.0.step000004.ckpt"),
-    ({"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4"}, "", ".venv/bin/python -m torch.distributed.run --nnodes 2 "
-     "--nproc_per_node 4 --rdzv_backend c10d --rdzv_endpoint node1:29500 --rdzv_id 77 train_gpt.py --run_id slurm-77.0"),
-    ({"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8"}, "--micro_batch_splits 2", ".venv/bin/python -m torch.distributed.run --nnodes 2 "
-     "--nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint node1:29500 --rdzv_id 77 train_gpt.py --run_id slurm-77.0 --micro_batch_splits 2"),
-    ({"SLURM_NNODES": "2"}, "-n 5", ""),
-    ({"SLURM_RESTART_COUNT": "1"}, "-n 5", ""),
-    ({}, "--resume latest", "./run.sh --resume latest"),
-])
+@pytest.mark.parametrize(
+    "environment, flags, started",
+    [
+        ({}, "-n 5", "./run.sh -n 5"),
+        ({}, "--save_every 5", "./run.sh --run_id slurm-77.0 --save_every 5"),
+        ({"SLURM_RESTART_COUNT": "1"}, "", "./run.sh --resume logs/slurm-77.0.step000004.ckpt"),
+        (
+            {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4"},
+            "",
+            (
+                ".venv/bin/python -m torch.distributed.run --nnodes 2 --nproc_per_node 4"
+                " --rdzv_backend c10d --rdzv_endpoint node1:29500 --rdzv_id 77 train_gpt.py"
+                " --run_id slurm-77.0"
+            ),
+        ),
+        (
+            {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8"},
+            "--micro_batch_splits 2",
+            (
+                ".venv/bin/python -m torch.distributed.run --nnodes 2 --nproc_per_node 8"
+                " --rdzv_backend c10d --rdzv_endpoint node1:29500 --rdzv_id 77 train_gpt.py"
+                " --run_id slurm-77.0 --micro_batch_splits 2"
+            ),
+        ),
+        ({"SLURM_NNODES": "2"}, "-n 5", ""),
+        ({"SLURM_RESTART_COUNT": "1"}, "-n 5", ""),
+        ({}, "--resume latest", "./run.sh --resume latest"),
+    ],
+)
 def test_the_slurm_job_starts_what_it_says(tmp_path, environment, flags, started):
-    for name, text in (("srun", 'echo "$@"'), ("scontrol", '[ "$*" = "show hostnames node[1-2]" ] && printf "node1\\nnode2\\n"')):
+    for name, text in (
+        ("srun", 'echo "$@"'),
+        ("scontrol", '[ "$*" = "show hostnames node[1-2]" ] && printf "node1\\nnode2\\n"'),
+    ):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_NNODES": "1",
-                   "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_ID": "77", **environment}
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_NNODES": "1",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_JOB_ID": "77",
+        **environment,
+    }
 
     def job():
-        return subprocess.run(["bash", ROOT / "launch/cluster/speedrun.sbatch", *flags.split()], capture_output=True, text=True, env=environment)
+        return subprocess.run(
+            ["bash", ROOT / "launch/cluster/speedrun.sbatch", *flags.split()],
+            capture_output=True,
+            text=True,
+            env=environment,
+        )
+
     refused = job()
-    assert refused.returncode == 1 and "on the login node run PIP_EXTRA_INDEX_URL=" in refused.stderr
+    assert (
+        refused.returncode == 1 and "on the login node run PIP_EXTRA_INDEX_URL=" in refused.stderr
+    )
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "ready").touch()
     (tmp_path / "logs").mkdir()
@@ -367,8 +642,18 @@ def test_the_slurm_job_starts_what_it_says(tmp_path, environment, flags, started
 
 def package_source(folder):
     """Copy what an installation reads."""
-    shutil.copytree(ROOT / "gpt_speedrun", folder / "gpt_speedrun", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in "pyproject.toml", "setup.py", "MANIFEST.in", "train_gpt.py", "README.md", "LICENSE", "requirements.txt":
+    shutil.copytree(
+        ROOT / "gpt_speedrun", folder / "gpt_speedrun", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    for name in (
+        "pyproject.toml",
+        "setup.py",
+        "MANIFEST.in",
+        "train_gpt.py",
+        "README.md",
+        "LICENSE",
+        "requirements.txt",
+    ):
         shutil.copy(ROOT / name, folder / name)
     for name in "data", "launch", "records", "tests":  # what setuptools could take for packages
         (folder / name).mkdir()
@@ -378,20 +663,48 @@ def package_source(folder):
 
 @pytest.mark.parametrize("by", ["sdist", pytest.param("wheel", marks=pytest.mark.slow)])
 def test_an_installed_package_has_two_files_and_writes_nothing(tmp_path, by):
-    """A script elsewhere trains a model with its optimizer, also one that is called train_gpt.py, as modded-nanogpt's."""
+    """A script elsewhere trains a model with its optimizer, also one that is called train_gpt.py,
+    as modded-nanogpt's."""
     source = package_source(tmp_path / "source")
     if by == "sdist":
-        make = f"from setuptools import build_meta; print(build_meta.build_sdist({str(tmp_path)!r}))"
-        source = tmp_path / subprocess.check_output([sys.executable, "-c", make], cwd=source, text=True).splitlines()[-1]
+        make = (
+            f"from setuptools import build_meta; print(build_meta.build_sdist({str(tmp_path)!r}))"
+        )
+        source = (
+            tmp_path
+            / subprocess.check_output(
+                [sys.executable, "-c", make], cwd=source, text=True
+            ).splitlines()[-1]
+        )
         with tarfile.open(source) as archive:
             assert archive.getmember(f"{source.name.removesuffix('.tar.gz')}/train_gpt.py").isreg()
-    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    site = tmp_path / "site"
+    elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    done = subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps",
-                           "--no-build-isolation", "--no-compile", "--target", site, source], capture_output=True, text=True)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-compile",
+            "--target",
+            site,
+            source,
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
-    package, = (path for path in site.iterdir() if path.suffix != ".dist-info")
-    assert package.name == "gpt_speedrun" and sorted(path.name for path in package.iterdir()) == ["__init__.py", "engine.py"]
+    (package,) = (path for path in site.iterdir() if path.suffix != ".dist-info")
+    assert package.name == "gpt_speedrun" and sorted(path.name for path in package.iterdir()) == [
+        "__init__.py",
+        "engine.py",
+    ]
     assert not (package / "engine.py").is_symlink()
     assert (package / "engine.py").read_bytes() == (ROOT / "train_gpt.py").read_bytes()
     script = """
@@ -406,12 +719,21 @@ print(gpt_speedrun.__file__, loss.item() < 2.0)
 """
     (elsewhere / "train_gpt.py").write_text(script)
     before = {*tmp_path.rglob("*")}
-    done = subprocess.run([sys.executable, "-B", "train_gpt.py"], cwd=elsewhere, capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(site)})
+    done = subprocess.run(
+        [sys.executable, "-B", "train_gpt.py"],
+        cwd=elsewhere,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(site)},
+    )
     assert done.stdout == f"{package / '__init__.py'} True\n", done.stderr
     assert {*tmp_path.rglob("*")} == before
     if by == "wheel":  # once
-        done = subprocess.run([sys.executable, elsewhere / "train_gpt.py"], capture_output=True, text=True,
-                              env={**os.environ, "PYTHONPATH": str(ROOT)})
+        done = subprocess.run(
+            [sys.executable, elsewhere / "train_gpt.py"],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
         assert done.stdout == f"{ROOT / 'gpt_speedrun' / '__init__.py'} True\n", done.stderr
     assert not (ROOT / "gpt_speedrun" / "engine.py").is_symlink()

@@ -1,4 +1,5 @@
-"""Tests of records/logs.py: every form of log and every pitfall found in public logs, on logs that the tests write."""
+"""Tests of records/logs.py: every form of log and every pitfall found in public logs, on logs that
+the tests write."""
 
 import gzip
 import hashlib
@@ -34,30 +35,51 @@ GPU_TABLE = """\
 
 
 def gpu_table(gpus):
-    row = "|   {0}  NVIDIA H100 80GB HBM3          On  |   00000000:6{0}:00.0 Off |                    0 |"
+    row = (
+        "|   {0}  NVIDIA H100 80GB HBM3          On  |   00000000:6{0}:00.0 Off |                  "
+        "  0 |"
+    )
     return GPU_TABLE.format(rows="\n".join(row.format(i) for i in range(gpus)))
 
 
 def common(loss="3.2775", total=20, every=5, time_ms=2000, seed=0):
-    """Return the lines of one run in the common form, with this loss and time in its last validation."""
+    """Return the lines of one run in the common form, with this loss and time in its last
+    validation."""
     draw = random.Random(f"{loss} {time_ms} {seed}")
-    lines, clock = [], 0
+    lines = []
+    clock = 0
     for step in range(total + 1):
         if step == total:
-            lines.append(f"step:{step}/{total} val_loss:{loss} train_time:{time_ms}ms step_avg:{time_ms / total:.2f}ms")
+            lines.append(
+                f"step:{step}/{total} val_loss:{loss} train_time:{time_ms}ms"
+                f" step_avg:{time_ms / total:.2f}ms"
+            )
         elif step % every == 0:
             shown = f"{10 - 6 * step / total + draw.random() / 9:.4f}"
             average = clock / max(step, 1)
-            lines.append(f"step:{step}/{total} val_loss:{shown} train_time:{clock}ms step_avg:{average:.2f}ms")
+            lines.append(
+                f"step:{step}/{total} val_loss:{shown} train_time:{clock}ms"
+                f" step_avg:{average:.2f}ms"
+            )
         if step < total:
             clock = time_ms * (step + 1) // total - draw.randrange(3)
-            lines.append(f"step:{step + 1}/{total} train_time:{clock}ms step_avg:{clock / (step + 1):.2f}ms")
+            lines.append(
+                f"step:{step + 1}/{total} train_time:{clock}ms step_avg:{clock / (step + 1):.2f}ms"
+            )
     return lines
 
 
-def text(lines, source="import torch\n", environment="Running PyTorch 2.10\n" + gpu_table(8), ending="\n"):
-    parts = [source.rstrip("\n"), SEPARATOR, environment, SEPARATOR, *lines,
-             "peak memory allocated: 29244 MiB reserved: 44256 MiB"]
+def text(
+    lines, source="import torch\n", environment="Running PyTorch 2.10\n" + gpu_table(8), ending="\n"
+):
+    parts = [
+        source.rstrip("\n"),
+        SEPARATOR,
+        environment,
+        SEPARATOR,
+        *lines,
+        "peak memory allocated: 29244 MiB reserved: 44256 MiB",
+    ]
     return ending.join("\n".join(parts).split("\n")) + ending
 
 
@@ -68,6 +90,7 @@ def write(tmp_path):
         path.parent.mkdir(exist_ok=True, parents=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         return str(path)
+
     return write
 
 
@@ -85,115 +108,369 @@ def only_rejection(path):
 
 # One log, and what is read of it
 
-COMMON, MANY = common(), "9" * 5000  # Python refuses to parse an int of so many digits, and a float of a fifteenth of them
-OWN, GOES_ON = '{"run_id": "x"}', [f"step:{step}/20 train_time:{100 * step}ms step_avg:100.00ms" for step in (21, 22)]
-WORLD = {"on NVIDIA H100 NVL with world_size 2": 2, "config={'seed': 5, 'world_size': 2, 'x': 1}": 2, "world_size=4": 4,
-         f"world_size={MANY}": 8}
-FALLS = [f"step:{i}/30 train_time:{t}ms step_avg:nanms" for i, t in enumerate([*range(900, 910), *range(20)], 1)]
+# Python refuses to parse an int of so many digits, and a float of a fifteenth of them
+COMMON = common()
+MANY = "9" * 5000
+OWN = '{"run_id": "x"}'
+GOES_ON = [f"step:{step}/20 train_time:{100 * step}ms step_avg:100.00ms" for step in (21, 22)]
+WORLD = {
+    "on NVIDIA H100 NVL with world_size 2": 2,
+    "config={'seed': 5, 'world_size': 2, 'x': 1}": 2,
+    "world_size=4": 4,
+    f"world_size={MANY}": 8,
+}
+FALLS = [
+    f"step:{i}/30 train_time:{t}ms step_avg:nanms"
+    for i, t in enumerate([*range(900, 910), *range(20)], 1)
+]
 FALLS.append("step:30/30 val_loss:3.2 train_time:25ms step_avg:1ms")
 LLM_C = "s:0 tel:11.0092\ns:1 trl:9.1 lr:0.1 norm:2\ns:2 tel:3.0366\n"
 # By name: the log, and values of its run; of reason and noted a part
 FORMS = {
-    "the common form": (text(common("3.2754", 2245, 250, 137554)), {
-        "final_loss": 3.2754, "loss_decimals": 4, "train_time_ms": 137554, "stated_steps": 2245, "last_step": 2245, "complete": True,
-        "gpus": 8, "notes": (), "clock_falls": (), "source_sha256": hashlib.sha256(b"import torch\n").hexdigest()}),
-    "train_loss": (text(["step:0/3 val_loss:10.9264 train_time:285ms step_avg:nanms",
-                         *(f"step:{i}/3 train_loss:9.1 train_time:{70 + i}ms step_avg:nanms" for i in (1, 2, 3)),
-                         "step:3/3 val_loss:3.2785 train_time:80ms step_avg:26.67ms"]), {
-        "final_loss": 3.2785, "train_time_ms": 80, "last_step": 3, "clock_falls": (1,), "notes": ("train_time decreases at step 1",)}),
-    "seconds and further fields": (text([
-        "step:125/250 val_loss:4.51874 train_time:24.082s step_avg:192.66ms", "step:250/250 val_loss:3.512345 "
-        "val_ema_loss:3.4 ema_beta:0.99 mode:fast train_time:541.343s step_avg:1ms final_eval"]), {
-        "final_loss": 3.512345, "loss_decimals": 6, "train_time_ms": 541343, "notes": ("also logs val_ema_loss; the loss is val_loss",),
-        "extras": {"val_ema_loss": 3.4, "ema_beta": 0.99, "mode": "fast"}}),
-    "bars": (text(["step:   0/20 | val_loss:9.1 | train_time:0.0s | step_avg:nanms", "step:  20/20 | val_loss:3.2 | train_time:57.1s"]),
-             {"final_loss": 3.2, "train_time_ms": 57100, "stated_steps": 20, "notes": ()}),
-    "commas": (text(["step:0/20, tokens seen: 0.00M, val_loss:9.1 train_time:0.20s",
-                     "step:20/20, tokens seen: 6.54M, val_loss:3.2 train_time:57.1s step_avg:100ms"]),
-               {"final_loss": 3.2, "train_time_ms": 57100, "stated_steps": 20, "notes": ()}),
-    "fields in another order": (text([*COMMON[:-1], "step:20/20 train_time:2000ms step_avg:100.00ms val_loss:3.2775"]), {"final_loss": 3.2775}),
-    "llm.c, without total and time": ("s:0 tel:10.968871\ns:0 trl:10.9\ns:1 trl:9.5\ns:2 tel:3.2950\n", {
-        "final_loss": 3.295, "complete": None, "stated_steps": None, "train_time_ms": None, "loss_decimals": 4, "gpus": None,
-        "source_sha256": None, "noted": "cannot be known"}),
-    "llm.c, cut off": ("s:0 tel:11.0\ns:250 tel:6.1\ns:250 trl:6.1818 lr:0.0", {"reason": "cut off follows"}),
+    "the common form": (
+        text(common("3.2754", 2245, 250, 137554)),
+        {
+            "final_loss": 3.2754,
+            "loss_decimals": 4,
+            "train_time_ms": 137554,
+            "stated_steps": 2245,
+            "last_step": 2245,
+            "complete": True,
+            "gpus": 8,
+            "notes": (),
+            "clock_falls": (),
+            "source_sha256": hashlib.sha256(b"import torch\n").hexdigest(),
+        },
+    ),
+    "train_loss": (
+        text(
+            [
+                "step:0/3 val_loss:10.9264 train_time:285ms step_avg:nanms",
+                *(
+                    f"step:{i}/3 train_loss:9.1 train_time:{70 + i}ms step_avg:nanms"
+                    for i in (1, 2, 3)
+                ),
+                "step:3/3 val_loss:3.2785 train_time:80ms step_avg:26.67ms",
+            ]
+        ),
+        {
+            "final_loss": 3.2785,
+            "train_time_ms": 80,
+            "last_step": 3,
+            "clock_falls": (1,),
+            "notes": ("train_time decreases at step 1",),
+        },
+    ),
+    "seconds and further fields": (
+        text(
+            [
+                "step:125/250 val_loss:4.51874 train_time:24.082s step_avg:192.66ms",
+                (
+                    "step:250/250 val_loss:3.512345 val_ema_loss:3.4 ema_beta:0.99 mode:fast"
+                    " train_time:541.343s step_avg:1ms final_eval"
+                ),
+            ]
+        ),
+        {
+            "final_loss": 3.512345,
+            "loss_decimals": 6,
+            "train_time_ms": 541343,
+            "notes": ("also logs val_ema_loss; the loss is val_loss",),
+            "extras": {"val_ema_loss": 3.4, "ema_beta": 0.99, "mode": "fast"},
+        },
+    ),
+    "bars": (
+        text(
+            [
+                "step:   0/20 | val_loss:9.1 | train_time:0.0s | step_avg:nanms",
+                "step:  20/20 | val_loss:3.2 | train_time:57.1s",
+            ]
+        ),
+        {"final_loss": 3.2, "train_time_ms": 57100, "stated_steps": 20, "notes": ()},
+    ),
+    "commas": (
+        text(
+            [
+                "step:0/20, tokens seen: 0.00M, val_loss:9.1 train_time:0.20s",
+                "step:20/20, tokens seen: 6.54M, val_loss:3.2 train_time:57.1s step_avg:100ms",
+            ]
+        ),
+        {"final_loss": 3.2, "train_time_ms": 57100, "stated_steps": 20, "notes": ()},
+    ),
+    "fields in another order": (
+        text([*COMMON[:-1], "step:20/20 train_time:2000ms step_avg:100.00ms val_loss:3.2775"]),
+        {"final_loss": 3.2775},
+    ),
+    "llm.c, without total and time": (
+        "s:0 tel:10.968871\ns:0 trl:10.9\ns:1 trl:9.5\ns:2 tel:3.2950\n",
+        {
+            "final_loss": 3.295,
+            "complete": None,
+            "stated_steps": None,
+            "train_time_ms": None,
+            "loss_decimals": 4,
+            "gpus": None,
+            "source_sha256": None,
+            "noted": "cannot be known",
+        },
+    ),
+    "llm.c, cut off": (
+        "s:0 tel:11.0\ns:250 tel:6.1\ns:250 trl:6.1818 lr:0.0",
+        {"reason": "cut off follows"},
+    ),
     "llm.c, not trained": ("s:0 tel:11.0092\n", {"reason": "before any training"}),
-    "llm.c, trained further": ("s:0 tel:10.9\ns:0 trl:10.9\ns:1 trl:9.5\n", {
-        "kind": logs.INCOMPLETE, "reason": "training lines go on to step 1"}),
+    "llm.c, trained further": (
+        "s:0 tel:10.9\ns:0 trl:10.9\ns:1 trl:9.5\n",
+        {"kind": logs.INCOMPLETE, "reason": "training lines go on to step 1"},
+    ),
     "llm.c and another metric": (LLM_C + "s:2 eval:0.3044\n", {"final_loss": 3.0366}),
-    "llm.c, another metric, trained further": (f"{LLM_C}s:2 eval:0.3044\ns:2 trl:3.1 lr:0.1\n", {"kind": logs.INCOMPLETE, "reason": ""}),
-    "another metric": (text([*COMMON, "step:20 cplm_diag nll:3.2742 lm_nll:3.3572 alpha:0.0568"]), {
-        "final_loss": 3.2775, "stated_steps": 20, "complete": True, "notes": ()}),
-    "training behind the stated total": (text([*COMMON, *GOES_ON]), {"kind": logs.INCOMPLETE, "reason": "go on to step 22 of 20"}),
-    "our own": (text(['{"run_id": "x", "seed": 7, "ranks": 2, "target_val_loss": 3.28}', *COMMON,
-                      '{"end": {"final_val_loss": 3.27752, "peak_memory_mib": 12}}']), {
-        "start": {"run_id": "x", "seed": 7, "ranks": 2, "target_val_loss": 3.28}, "gpus": 2, "notes": (),
-        "end": {"final_val_loss": 3.27752, "peak_memory_mib": 12}}),
-    "our own, failed": (text([OWN, *COMMON[:9], "error: out of memory"]), {"start": {"run_id": "x"}, "reason": "; error: out of memory"}),
-    "our own, without a step": (text([OWN]), {"reason": "incomplete: no validation line; it reached no step"}),
-    "our own, stopped before its end": ("\n".join([OWN, *COMMON, "error: interrupted", ""]), {  # a resumed race repeats it
-        "kind": logs.INCOMPLETE, "over": True, "reason": "no end line follows the last validation; error: interrupted"}),
-    "our own, killed before its end": ("\n".join([OWN, *COMMON, ""]), {
-        "kind": logs.INCOMPLETE, "over": False, "reason": "no end line follows the last validation"}),
-    "our own, interrupted at its end": ("\n".join([OWN, *COMMON, "error: interrupted", '{"end": {"final_val_loss": 3.2775}}', ""]), {}),
-    **{f"{decimals} decimals": (text(common(f"{3.25:.{decimals}f}")), {"loss_decimals": decimals}) for decimals in (4, 5, 6)},
-    "a long time": (text([*COMMON[:3], f"step:3/20 train_time:{MANY}ms step_avg:1ms", *COMMON[3:]]), {
-        "final_loss": 3.2775, "train_time_ms": 2000}),
-    "a long last time": (text([*COMMON[:-1], COMMON[-1].replace("2000", MANY)]), {
-        "noted": "the last validation line states no train_time"}),
-    **{f"JSON with {len(digits)} digits": (text(['{"run_id": "x", "ranks": %s}' % digits, *COMMON, '{"end": {"final_val_loss": %s}}' % digits]), {
-        "end": {"final_val_loss": math.inf}, "gpus": 8}) for digits in ("1" + "0" * 400, MANY)},
-    "a space that only Unicode knows": (text([*COMMON[:-1], "step:20/20 note\x1cval_loss:3.1 train_time:2000ms"]), {
-        "kind": logs.INCOMPLETE, "reason": ""}),
-    "look-alikes in the source": (text(COMMON, source="'''\n" + "\n".join(common("9.9999")) + f"\n{OWN}\n{gpu_table(3)}world_size=3\n'''\n"), {
-        "final_loss": 3.2775, "gpus": 8, "index_in_file": 1, "start": None}),
-    "a run before the last separator": (text(common("3.1000")) + text(common("3.2000")), {
-        "final_loss": 3.2, "notes": ("5 validation lines before the last separator do not count",)}),
-    "a separator at the end": ("\n".join(COMMON) + "\n" + SEPARATOR, {"kind": logs.NOT_A_LOG, "reason": ""}),
-    **{f"GPUs by {words[:40]}": (text(COMMON, environment=f"{words}\n{gpu_table(8)}"), {"gpus": gpus}) for words, gpus in WORLD.items()},
+    "llm.c, another metric, trained further": (
+        f"{LLM_C}s:2 eval:0.3044\ns:2 trl:3.1 lr:0.1\n",
+        {"kind": logs.INCOMPLETE, "reason": ""},
+    ),
+    "another metric": (
+        text([*COMMON, "step:20 cplm_diag nll:3.2742 lm_nll:3.3572 alpha:0.0568"]),
+        {"final_loss": 3.2775, "stated_steps": 20, "complete": True, "notes": ()},
+    ),
+    "training behind the stated total": (
+        text([*COMMON, *GOES_ON]),
+        {"kind": logs.INCOMPLETE, "reason": "go on to step 22 of 20"},
+    ),
+    "our own": (
+        text(
+            [
+                '{"run_id": "x", "seed": 7, "ranks": 2, "target_val_loss": 3.28}',
+                *COMMON,
+                '{"end": {"final_val_loss": 3.27752, "peak_memory_mib": 12}}',
+            ]
+        ),
+        {
+            "start": {"run_id": "x", "seed": 7, "ranks": 2, "target_val_loss": 3.28},
+            "gpus": 2,
+            "notes": (),
+            "end": {"final_val_loss": 3.27752, "peak_memory_mib": 12},
+        },
+    ),
+    "our own, failed": (
+        text([OWN, *COMMON[:9], "error: out of memory"]),
+        {"start": {"run_id": "x"}, "reason": "; error: out of memory"},
+    ),
+    "our own, without a step": (
+        text([OWN]),
+        {"reason": "incomplete: no validation line; it reached no step"},
+    ),
+    # a resumed race repeats it
+    "our own, stopped before its end": (
+        "\n".join([OWN, *COMMON, "error: interrupted", ""]),
+        {
+            "kind": logs.INCOMPLETE,
+            "over": True,
+            "reason": "no end line follows the last validation; error: interrupted",
+        },
+    ),
+    "our own, killed before its end": (
+        "\n".join([OWN, *COMMON, ""]),
+        {
+            "kind": logs.INCOMPLETE,
+            "over": False,
+            "reason": "no end line follows the last validation",
+        },
+    ),
+    "our own, interrupted at its end": (
+        "\n".join([OWN, *COMMON, "error: interrupted", '{"end": {"final_val_loss": 3.2775}}', ""]),
+        {},
+    ),
+    **{
+        f"{decimals} decimals": (text(common(f"{3.25:.{decimals}f}")), {"loss_decimals": decimals})
+        for decimals in (4, 5, 6)
+    },
+    "a long time": (
+        text([*COMMON[:3], f"step:3/20 train_time:{MANY}ms step_avg:1ms", *COMMON[3:]]),
+        {"final_loss": 3.2775, "train_time_ms": 2000},
+    ),
+    "a long last time": (
+        text([*COMMON[:-1], COMMON[-1].replace("2000", MANY)]),
+        {"noted": "the last validation line states no train_time"},
+    ),
+    **{
+        f"JSON with {len(digits)} digits": (
+            text(
+                [
+                    '{"run_id": "x", "ranks": %s}' % digits,
+                    *COMMON,
+                    '{"end": {"final_val_loss": %s}}' % digits,
+                ]
+            ),
+            {"end": {"final_val_loss": math.inf}, "gpus": 8},
+        )
+        for digits in ("1" + "0" * 400, MANY)
+    },
+    "a space that only Unicode knows": (
+        text([*COMMON[:-1], "step:20/20 note\x1cval_loss:3.1 train_time:2000ms"]),
+        {"kind": logs.INCOMPLETE, "reason": ""},
+    ),
+    "look-alikes in the source": (
+        text(
+            COMMON,
+            source="'''\n"
+            + "\n".join(common("9.9999"))
+            + f"\n{OWN}\n{gpu_table(3)}world_size=3\n'''\n",
+        ),
+        {"final_loss": 3.2775, "gpus": 8, "index_in_file": 1, "start": None},
+    ),
+    "a run before the last separator": (
+        text(common("3.1000")) + text(common("3.2000")),
+        {
+            "final_loss": 3.2,
+            "notes": ("5 validation lines before the last separator do not count",),
+        },
+    ),
+    "a separator at the end": (
+        "\n".join(COMMON) + "\n" + SEPARATOR,
+        {"kind": logs.NOT_A_LOG, "reason": ""},
+    ),
+    **{
+        f"GPUs by {words[:40]}": (
+            text(COMMON, environment=f"{words}\n{gpu_table(8)}"),
+            {"gpus": gpus},
+        )
+        for words, gpus in WORLD.items()
+    },
     "one GPU in the table": (text(COMMON, environment=gpu_table(1)), {"gpus": 1}),
     "the table twice": (text(COMMON, environment=gpu_table(8) * 2), {"gpus": 8}),
     "no GPU": (text(COMMON, environment="a CPU\n"), {"gpus": None}),
-    "no validation at step 0": (text([line for line in COMMON if "val_loss" in line][1:]), {"notes": ()}),
-    "resumed in a file of its own": (text([line for line in COMMON if "val_loss" in line][2:]), {"notes": ("begins at step 10",)}),
-    "two validations of a step": (text([*COMMON, "step:20/20 val_loss:3.2701 train_time:2000ms step_avg:1ms"]), {
-        "final_loss": 3.2701, "notes": ("validated more than once at step 20: the last one counts",)}),
-    "text between the lines": (text(["Compiling model", "Resetting Model", "0%|   | 0/8\r" + COMMON[0], *COMMON[1:5],
-                                     "W0727 a warning", "", *COMMON[5:]]), {"final_loss": 3.2775, "notes": ()}),
+    "no validation at step 0": (
+        text([line for line in COMMON if "val_loss" in line][1:]),
+        {"notes": ()},
+    ),
+    "resumed in a file of its own": (
+        text([line for line in COMMON if "val_loss" in line][2:]),
+        {"notes": ("begins at step 10",)},
+    ),
+    "two validations of a step": (
+        text([*COMMON, "step:20/20 val_loss:3.2701 train_time:2000ms step_avg:1ms"]),
+        {
+            "final_loss": 3.2701,
+            "notes": ("validated more than once at step 20: the last one counts",),
+        },
+    ),
+    "text between the lines": (
+        text(
+            [
+                "Compiling model",
+                "Resetting Model",
+                "0%|   | 0/8\r" + COMMON[0],
+                *COMMON[1:5],
+                "W0727 a warning",
+                "",
+                *COMMON[5:],
+            ]
+        ),
+        {"final_loss": 3.2775, "notes": ()},
+    ),
     "a clock that falls": (text(FALLS), {"clock_falls": (11,), "train_time_ms": 25}),
-    "a clock that falls twice": (text([*FALLS[:25], "step:26/30 train_time:3ms step_avg:1ms", *FALLS[26:]]), {"clock_falls": (11, 26)}),
-    "an early last validation": (text(COMMON[:6] + ["step:5/20 val_loss:5.0 train_time:500ms step_avg:1ms"]), {
-        "reason": "incomplete: the last validation is at step 5 of 20"}),
-    "no last step": (text(COMMON[:14]), {"reason": "incomplete: the last validation is at step 10 of 20, training lines go on to step 11"}),
-    "no last validation": (text(COMMON[:-1]), {
-        "reason": "incomplete: the last validation is at step 15 of 20, training lines go on to step 20"}),
-    "no validation": (text(COMMON[1:3]), {"reason": "incomplete: no validation line; it reached step 2 of 20"}),
+    "a clock that falls twice": (
+        text([*FALLS[:25], "step:26/30 train_time:3ms step_avg:1ms", *FALLS[26:]]),
+        {"clock_falls": (11, 26)},
+    ),
+    "an early last validation": (
+        text(COMMON[:6] + ["step:5/20 val_loss:5.0 train_time:500ms step_avg:1ms"]),
+        {"reason": "incomplete: the last validation is at step 5 of 20"},
+    ),
+    "no last step": (
+        text(COMMON[:14]),
+        {
+            "reason": (
+                "incomplete: the last validation is at step 10 of 20, training lines go on to"
+                " step 11"
+            )
+        },
+    ),
+    "no last validation": (
+        text(COMMON[:-1]),
+        {
+            "reason": (
+                "incomplete: the last validation is at step 15 of 20, training lines go on to"
+                " step 20"
+            )
+        },
+    ),
+    "no validation": (
+        text(COMMON[1:3]),
+        {"reason": "incomplete: no validation line; it reached step 2 of 20"},
+    ),
     "a last loss of nan": (text(common("nan")), {"reason": "val_loss is nan at step 20 of 20"}),
     "a last loss of inf": (text(common("inf")), {"reason": "val_loss is inf at step 20 of 20"}),
-    "a first loss of nan": (text([COMMON[0].replace("val_loss:10.", "val_loss:nan "), *COMMON[1:]]), {
-        "reason": "val_loss is nan at step 0 of 20"}),
+    "a first loss of nan": (
+        text([COMMON[0].replace("val_loss:10.", "val_loss:nan "), *COMMON[1:]]),
+        {"reason": "val_loss is nan at step 0 of 20"},
+    ),
     "no line end": (text(COMMON).rstrip("\n"), {"notes": ()}),
     "no line end and nothing else": ("\n".join(COMMON), {"notes": ()}),
     "no line end, llm.c": ("s:0 tel:10.9688\ns:1 tel:3.2950", {"final_loss": 3.295}),
-    "fewer digits in the last line, llm.c": ("s:0 tel:10.9688\ns:1 tel:3.29", {"reason": "a line that is cut off follows"}),
+    "fewer digits in the last line, llm.c": (
+        "s:0 tel:10.9688\ns:1 tel:3.29",
+        {"reason": "a line that is cut off follows"},
+    ),
     "one line": ("step:9/9 val_loss:3.2 train_time:5ms step_avg:1ms", {"final_loss": 3.2}),
     "one line, cut off": ("step:9/9 val_loss:3.2", {"reason": "cut off and dropped"}),
-    **{f"cut off behind {end}": (text(COMMON).partition("step:20/20 val_loss")[0] + end, {
-        "kind": logs.INCOMPLETE, "reason": f"cut off and dropped: {end!r}"}) for end in (
-        "st", "step:", "step:20/2", "step:20/20 ", "step:20/20 val_l", "step:20/20 val_loss:3.27", "step:20/20 val_loss:3.2775",
-        "step:20/20 val_loss:3.2775 train_time:20", "step:20/20 val_loss:3.2775 train_time:2000m",
-        "step:20/20 val_loss:3.2775 train_time:2000ms", "step:20/20 val_loss:3.2775 train_time:2000ms step_avg:100.0")},
-    "a card in the table": (text(COMMON, environment=gpu_table(8).replace("H100 80GB HBM3 ", "A100-SXM4-80GB ")), {
-        "card": "NVIDIA A100-SXM4-80GB", "torch": None}),
-    "a card and torch in a sentence": (text(COMMON, environment="Running PyTorch 2.10.0+cu128 compiled for CUDA 12.8 on "
-                                            "NVIDIA GH200 120GB with world_size 4"), {"card": "NVIDIA GH200 120GB", "torch": "2.10.0+cu128"}),
-    "a card of AMD": (text(COMMON, environment="GPU[0]: Card Series: AMD Instinct MI300X\ntorch version: 2.9.1"), {
-        "card": "AMD Instinct MI300X", "torch": "2.9.1"}),
-    "a card as a setting": (text(COMMON, environment="device_name=NVIDIA L40S with world_size=8"), {"card": "NVIDIA L40S", "torch": None}),
+    **{
+        f"cut off behind {end}": (
+            text(COMMON).partition("step:20/20 val_loss")[0] + end,
+            {"kind": logs.INCOMPLETE, "reason": f"cut off and dropped: {end!r}"},
+        )
+        for end in (
+            "st",
+            "step:",
+            "step:20/2",
+            "step:20/20 ",
+            "step:20/20 val_l",
+            "step:20/20 val_loss:3.27",
+            "step:20/20 val_loss:3.2775",
+            "step:20/20 val_loss:3.2775 train_time:20",
+            "step:20/20 val_loss:3.2775 train_time:2000m",
+            "step:20/20 val_loss:3.2775 train_time:2000ms",
+            "step:20/20 val_loss:3.2775 train_time:2000ms step_avg:100.0",
+        )
+    },
+    "a card in the table": (
+        text(COMMON, environment=gpu_table(8).replace("H100 80GB HBM3 ", "A100-SXM4-80GB ")),
+        {"card": "NVIDIA A100-SXM4-80GB", "torch": None},
+    ),
+    "a card and torch in a sentence": (
+        text(
+            COMMON,
+            environment=(
+                "Running PyTorch 2.10.0+cu128 compiled for CUDA 12.8 on "
+                "NVIDIA GH200 120GB with world_size 4"
+            ),
+        ),
+        {"card": "NVIDIA GH200 120GB", "torch": "2.10.0+cu128"},
+    ),
+    "a card of AMD": (
+        text(COMMON, environment="GPU[0]: Card Series: AMD Instinct MI300X\ntorch version: 2.9.1"),
+        {"card": "AMD Instinct MI300X", "torch": "2.9.1"},
+    ),
+    "a card as a setting": (
+        text(COMMON, environment="device_name=NVIDIA L40S with world_size=8"),
+        {"card": "NVIDIA L40S", "torch": None},
+    ),
     "a seed": (text(COMMON, environment="Using seed=10\n"), {"seed": 10}),
-    "words that are no seed": (text(COMMON, environment="num_seeds: 3\nseed_everything\n"), {"seed": None}),
-    "settings above the script": (f"Namespace(lr=0.02, seed=3, log_dir='a')\n{SEPARATOR}\n{text(COMMON)}", {"config": {"lr": "0.02"}, "seed": 3}),
-    **{f"an end line with another {key}": (text([OWN, *COMMON, json.dumps({"end": {key: value}})]), {"contradicts": "its end states"})
-       for key, value in (("final_val_loss", 3.3), ("train_time_ms", 3000), ("steps", 30))},
+    "words that are no seed": (
+        text(COMMON, environment="num_seeds: 3\nseed_everything\n"),
+        {"seed": None},
+    ),
+    "settings above the script": (
+        f"Namespace(lr=0.02, seed=3, log_dir='a')\n{SEPARATOR}\n{text(COMMON)}",
+        {"config": {"lr": "0.02"}, "seed": 3},
+    ),
+    **{
+        f"an end line with another {key}": (
+            text([OWN, *COMMON, json.dumps({"end": {key: value}})]),
+            {"contradicts": "its end states"},
+        )
+        for key, value in (("final_val_loss", 3.3), ("train_time_ms", 3000), ("steps", 30))
+    },
 }
 
 
@@ -203,26 +480,59 @@ def test_one_log_gives_one_run_or_the_reason_why_not(write, name):
     run = only_rejection(write(content)) if "reason" in wanted else only_run(write(content))
     for key, value in wanted.items():
         if key in ("reason", "noted", "contradicts"):
-            seen = {"reason": run.reason, "noted": "; ".join(run.notes), "contradicts": run.contradiction or ""}[key]
+            seen = {
+                "reason": run.reason,
+                "noted": "; ".join(run.notes),
+                "contradicts": run.contradiction or "",
+            }[key]
             assert value in seen
         else:
-            seen = {"extras": lambda: run.validations[-1].extras, "config": lambda: logs.config_of(run)}.get(key, lambda: getattr(run, key))()
+            seen = {
+                "extras": lambda: run.validations[-1].extras,
+                "config": lambda: logs.config_of(run),
+            }.get(key, lambda: getattr(run, key))()
             assert seen == value, key
 
 
 def test_the_form_with_spaces_and_bars(write):
-    lines = ["step    0/1840 | time: 0ms | step avg: 0.04ms | val loss: 10.8312",
-             "step    1/1840 | time: 63ms | step avg: 63.54ms",
-             "step 1840/1840 | time: 112,789ms | step avg: 61.30ms | val loss: 3.2791"]
-    found = logs.read([write(text([*lines, "Loss N(3.2791, nan), time N(112789.1172, nan) ", "=" * 50, "Repeat 2/2",
-                                   *lines[:2], lines[2].replace("789", "929")]))])
+    lines = [
+        "step    0/1840 | time: 0ms | step avg: 0.04ms | val loss: 10.8312",
+        "step    1/1840 | time: 63ms | step avg: 63.54ms",
+        "step 1840/1840 | time: 112,789ms | step avg: 61.30ms | val loss: 3.2791",
+    ]
+    found = logs.read(
+        [
+            write(
+                text(
+                    [
+                        *lines,
+                        "Loss N(3.2791, nan), time N(112789.1172, nan) ",
+                        "=" * 50,
+                        "Repeat 2/2",
+                        *lines[:2],
+                        lines[2].replace("789", "929"),
+                    ]
+                )
+            )
+        ]
+    )
     assert [run.train_time_ms for run in found.runs] == [112789, 112929] and not found.rejected
-    assert {(run.final_loss, run.stated_steps, run.notes) for run in found.runs} == {(3.2791, 1840, ())}
+    assert {(run.final_loss, run.stated_steps, run.notes) for run in found.runs} == {
+        (3.2791, 1840, ())
+    }
 
 
 @pytest.mark.parametrize("depth, kept", [(10, True), (600, False), (100_000, False)])
 def test_json_nested_deeper_than_any_of_ours_is_left_out(write, depth, kept):
-    path = write(text(['{"run_id": "x", "config": %s}' % ("[" * depth + "]" * depth), *common(), '{"end": {}}']))
+    path = write(
+        text(
+            [
+                '{"run_id": "x", "config": %s}' % ("[" * depth + "]" * depth),
+                *common(),
+                '{"end": {}}',
+            ]
+        )
+    )
     run = only_run(path)
     assert (run.start is not None) is kept
     assert any("JSON line that cannot be read" in note for note in run.notes) is not kept
@@ -231,36 +541,50 @@ def test_json_nested_deeper_than_any_of_ours_is_left_out(write, depth, kept):
 
 # Separators and the source
 
-@pytest.mark.parametrize("content, source", [
-    ("{lines}", None),
-    ("{bar}{lines}", None),
-    ("import a\n{bar}{lines}", "import a\n"),
-    ("import a\n{bar}env\n{bar}{lines}", "import a\n"),
-    ("{bar}import a\n{bar}env\n{bar}{lines}", "import a\n"),
-    ("\n \n{bar}import a\n{bar}env\n{bar}{lines}", "import a\n"),
-    ("{bar}import a\n{bar}env\n{bar}more\n{bar}{lines}", "import a\n"),
-    ("import a\n{bar}env\n{bar}more\n{bar}and more\n{bar}{lines}", "import a\n"),
-    ("Namespace(lr=0.02)\n{bar}import a\n{bar}env\n{bar}{lines}", "import a\n"),
-    ("logs/1.txt\n{bar}\n# 1\nimport a\n{bar}def b(): 0\n{bar}env\n{bar}{lines}", "\n# 1\nimport a\n{bar}def b(): 0\n"),
-    ("logs/1.txt\nimport a\n{bar}env\n{bar}{lines}", "import a\n"),
-    ("import a\n{bar}env\n{bar}lr=1\n{bar}import b\n{bar}env\n{bar}{lines}", "import b\n"),
-    ("src\n{bar}env\n{bar}more\n{bar}{lines}", "src\n"),
-    ("Namespace(lr=0.02)\n{bar}env\n{bar}{lines}", None),
-    ("{bar}Sat Feb 21\nNVIDIA-SMI 570.1\n{bar}{lines}", None),
-    ("print('=' * 100) #{bar}x = 1\n {bar}={bar}|{bar}import a\n{bar}env\n{bar}{lines}",
-     "print('=' * 100) #{bar}x = 1\n {bar}={bar}|{bar}import a\n"),
-])
+
+@pytest.mark.parametrize(
+    "content, source",
+    [
+        ("{lines}", None),
+        ("{bar}{lines}", None),
+        ("import a\n{bar}{lines}", "import a\n"),
+        ("import a\n{bar}env\n{bar}{lines}", "import a\n"),
+        ("{bar}import a\n{bar}env\n{bar}{lines}", "import a\n"),
+        ("\n \n{bar}import a\n{bar}env\n{bar}{lines}", "import a\n"),
+        ("{bar}import a\n{bar}env\n{bar}more\n{bar}{lines}", "import a\n"),
+        ("import a\n{bar}env\n{bar}more\n{bar}and more\n{bar}{lines}", "import a\n"),
+        ("Namespace(lr=0.02)\n{bar}import a\n{bar}env\n{bar}{lines}", "import a\n"),
+        (
+            "logs/1.txt\n{bar}\n# 1\nimport a\n{bar}def b(): 0\n{bar}env\n{bar}{lines}",
+            "\n# 1\nimport a\n{bar}def b(): 0\n",
+        ),
+        ("logs/1.txt\nimport a\n{bar}env\n{bar}{lines}", "import a\n"),
+        ("import a\n{bar}env\n{bar}lr=1\n{bar}import b\n{bar}env\n{bar}{lines}", "import b\n"),
+        ("src\n{bar}env\n{bar}more\n{bar}{lines}", "src\n"),
+        ("Namespace(lr=0.02)\n{bar}env\n{bar}{lines}", None),
+        ("{bar}Sat Feb 21\nNVIDIA-SMI 570.1\n{bar}{lines}", None),
+        (
+            "print('=' * 100) #{bar}x = 1\n {bar}={bar}|{bar}import a\n{bar}env\n{bar}{lines}",
+            "print('=' * 100) #{bar}x = 1\n {bar}={bar}|{bar}import a\n",
+        ),
+    ],
+)
 def test_the_source_is_the_text_that_is_python(write, content, source):
     bar = SEPARATOR + "\n"
     run = only_run(write(content.format(bar=bar, lines="\n".join(common()) + "\n")))
-    assert run.source_sha256 == (source and hashlib.sha256(source.format(bar=bar).encode()).hexdigest())
+    assert run.source_sha256 == (
+        source and hashlib.sha256(source.format(bar=bar).encode()).hexdigest()
+    )
     assert run.final_loss == 3.2775 and run.notes == ()
 
 
 # Several runs in a file, and the clock
 
+
 def test_a_counter_that_falls_back_begins_another_run(write):
-    found = logs.read([write(text(common("3.2775") + common("3.2779", time_ms=2002) + common("3.3")[:13]))])
+    found = logs.read(
+        [write(text(common("3.2775") + common("3.2779", time_ms=2002) + common("3.3")[:13]))]
+    )
     assert [(run.index_in_file, run.final_loss) for run in found.runs] == [(1, 3.2775), (2, 3.2779)]
     assert [(item.index_in_file, item.kind) for item in found.rejected] == [(3, logs.INCOMPLETE)]
 
@@ -273,44 +597,82 @@ def test_an_own_start_line_begins_another_run(write):
 
 def test_a_start_that_came_to_nothing_and_another(write):
     found = logs.read([write(text([common()[0].replace("10.", "10.9"), *common()]))])
-    assert len(found.runs) == 1 and found.rejected[0].reason == "incomplete: the last validation is at step 0 of 20"
+    assert (
+        len(found.runs) == 1
+        and found.rejected[0].reason == "incomplete: the last validation is at step 0 of 20"
+    )
 
 
 def test_a_resumed_run_is_noted(write):
     found = logs.read([write(text(common()[:19] + common()[13:]))])
-    assert found.runs[0].notes == ("begins at step 11",) and found.rejected[0].kind == logs.INCOMPLETE
+    assert (
+        found.runs[0].notes == ("begins at step 11",) and found.rejected[0].kind == logs.INCOMPLETE
+    )
 
 
 # What is kept of a run
 
+
 def test_the_step_lines_and_the_source_are_kept(write):
-    run = only_run(write(text(["step:0/2 val_loss:9.1 train_time:0ms step_avg:nanms",
-                               "step:1/2 train_time:70ms step_avg:70.00ms train_loss:8.5", "step:2/2 train_loss:7 train_time:2s",
-                               "step:2/2 val_loss:3.2785 train_time:150ms step_avg:75.00ms"])))
-    assert [step[:5] for step in run.steps] == [(0, 0, None, None, True), (1, 70, 70, 8.5, False), (2, 2000, None, 7, False),
-                                                (2, 150, 75, None, True)]
+    run = only_run(
+        write(
+            text(
+                [
+                    "step:0/2 val_loss:9.1 train_time:0ms step_avg:nanms",
+                    "step:1/2 train_time:70ms step_avg:70.00ms train_loss:8.5",
+                    "step:2/2 train_loss:7 train_time:2s",
+                    "step:2/2 val_loss:3.2785 train_time:150ms step_avg:75.00ms",
+                ]
+            )
+        )
+    )
+    assert [step[:5] for step in run.steps] == [
+        (0, 0, None, None, True),
+        (1, 70, 70, 8.5, False),
+        (2, 2000, None, 7, False),
+        (2, 150, 75, None, True),
+    ]
     assert run.source == "import torch\n" and run.shape == ""
     one, two = logs.read([write(text(common()), "a.txt"), write(text(common("3.2")), "b.txt")]).runs
     assert one.source is two.source  # kept once
 
 
 def test_the_shape_of_our_own_log_is_kept(write):
-    lines = ["step:1/2 train_time:5ms step_avg:5.00ms", "step:2/2 val_loss:3.1 train_time:9ms step_avg:4.50ms"]
+    lines = [
+        "step:1/2 train_time:5ms step_avg:5.00ms",
+        "step:2/2 val_loss:3.1 train_time:9ms step_avg:4.50ms",
+    ]
     run = only_run(write(text(['{"run_id": "x"}', *lines, '{"end": {}}'])))
     assert (run.shape, run.odd) == ("dssep", None)
-    for odd in ("a remark", "step:2/3 train_time:9ms step_avg:4.50ms", "step:2/2 train_time:9ms", "x" * (3 << 20)):
+    for odd in (
+        "a remark",
+        "step:2/3 train_time:9ms step_avg:4.50ms",
+        "step:2/2 train_time:9ms",
+        "x" * (3 << 20),
+    ):
         run = only_run(write(text(['{"run_id": "x"}', lines[0], odd, lines[1], '{"end": {}}'])))
-        assert run.shape == "dsosep" and f"line 3 after the last separator: {odd[:80]!r}"[:90] in run.odd
+        assert (
+            run.shape == "dsosep"
+            and f"line 3 after the last separator: {odd[:80]!r}"[:90] in run.odd
+        )
 
 
 # Resumed runs
+
 
 def resumed(lines, at, again, **more):
     """Return the lines of a run that was killed after `at` lines and resumed from step `again`."""
     told = {"resumed": {"from_step": again, "ranks": 2, "checkpoint": "c", "lost_steps": 3, **more}}
     from_there = next(i for i, line in enumerate(lines) if line.startswith(f"step:{again + 1}/"))
-    return ['{"run_id": "x"}', *lines[:at], "step:1", "error: terminated", json.dumps(told), *lines[from_there:],
-            '{"end": {}}']
+    return [
+        '{"run_id": "x"}',
+        *lines[:at],
+        "step:1",
+        "error: terminated",
+        json.dumps(told),
+        *lines[from_there:],
+        '{"end": {}}',
+    ]
 
 
 def test_a_resumed_run_is_one_run_without_what_was_trained_again(write):
@@ -324,7 +686,12 @@ def test_a_resumed_run_is_one_run_without_what_was_trained_again(write):
     assert any("counts for no record" in note for note in run.notes)
     far = only_run(write(text(resumed(lines, 22, 7)), "d.txt"))  # two validations are repeated
     assert (far.validations, far.steps) == (whole.validations, whole.steps)
-    twice = [*resumed(lines, 19, 12)[:-4], '{"resumed": {"from_step": 15}}', *lines[-6:], '{"end": {}}']
+    twice = [
+        *resumed(lines, 19, 12)[:-4],
+        '{"resumed": {"from_step": 15}}',
+        *lines[-6:],
+        '{"end": {}}',
+    ]
     twice = only_run(write(text(twice), "c.txt"))
     assert twice.steps == whole.steps and twice.disqualified.startswith("resumed at step 12, 15")
 
@@ -332,7 +699,13 @@ def test_a_resumed_run_is_one_run_without_what_was_trained_again(write):
 def test_a_checkpoint_before_a_validation_of_its_step_validates_it_again(write):
     lines = common()
     at = next(i for i, line in enumerate(lines) if line.startswith("step:10/20 val_loss"))
-    start = ['{"run_id": "x"}', *lines[:at + 3], '{"resumed": {"from_step": 10}}', *lines[at:], '{"end": {}}']
+    start = [
+        '{"run_id": "x"}',
+        *lines[: at + 3],
+        '{"resumed": {"from_step": 10}}',
+        *lines[at:],
+        '{"end": {}}',
+    ]
     run = only_run(write(text(start)))
     assert [v.step for v in run.validations] == [0, 5, 10, 15, 20] and run.complete
 
@@ -342,7 +715,9 @@ def test_a_resumed_run_that_ended_again_is_incomplete_once(write):
     assert rejection.kind == logs.INCOMPLETE and rejection.resumed and rejection.index_in_file == 1
 
 
-@pytest.mark.parametrize("line", ['{"resumed": 5}', '{"resumed": {"from_step": "x"}}', '{"resumed": {"from_step": -1}}'])
+@pytest.mark.parametrize(
+    "line", ['{"resumed": 5}', '{"resumed": {"from_step": "x"}}', '{"resumed": {"from_step": -1}}']
+)
 def test_a_resumption_that_says_not_where_is_told(write, line):
     lines = common()
     found = logs.read([write(text(['{"run_id": "x"}', *lines[:9], line, *lines[5:]]))])
@@ -350,12 +725,18 @@ def test_a_resumption_that_says_not_where_is_told(write, line):
 
 
 def test_a_run_from_saved_parameters_counts_for_no_record(write):
-    run = only_run(write(text(['{"run_id": "x", "init_from": {"path": "m.pt"}}', *common(), '{"end": {}}'])))
+    run = only_run(
+        write(text(['{"run_id": "x", "init_from": {"path": "m.pt"}}', *common(), '{"end": {}}']))
+    )
     assert run.disqualified.startswith("begun from saved parameters")
-    assert run.notes[0] == f"{run.disqualified}; it counts for no record" and "no record" in command(run.path).stdout
+    assert (
+        run.notes[0] == f"{run.disqualified}; it counts for no record"
+        and "no record" in command(run.path).stdout
+    )
 
 
 # Cut-off ends
+
 
 def test_every_cut_gives_the_whole_final_line_or_none_of_it(write):
     """Cut a log after every byte: its run is rejected unless the last validation line is complete."""
@@ -371,8 +752,15 @@ def test_every_cut_gives_the_whole_final_line_or_none_of_it(write):
 
 
 def test_lines_that_cannot_be_read_are_told(write):
-    lines = [*common()[:9], "step:5/20 val_loss:oops train_time:1ms", "step:5/20 val_loss:3.1 val_loss:3.2",
-             f"step:{'9' * 5000}/20 val_loss:3.1", '{"end": ', "step:6/20", *common()[9:]]
+    lines = [
+        *common()[:9],
+        "step:5/20 val_loss:oops train_time:1ms",
+        "step:5/20 val_loss:3.1 val_loss:3.2",
+        f"step:{'9' * 5000}/20 val_loss:3.1",
+        '{"end": ',
+        "step:6/20",
+        *common()[9:],
+    ]
     notes = only_run(write(text(lines))).notes
     assert len(notes) == 5 and all("skipped" in note for note in notes)
     notes = only_run(write(text([*(f"step:{i}/20 oops" for i in range(100)), *common()]))).notes
@@ -381,8 +769,10 @@ def test_lines_that_cannot_be_read_are_told(write):
 
 # Files that are no logs, and files in odd clothes
 
+
 def test_windows_line_ends_change_nothing(write):
-    unix, windows = only_run(write(text(common()))), only_run(write(text(common(), ending="\r\n")))
+    unix = only_run(write(text(common())))
+    windows = only_run(write(text(common(), ending="\r\n")))
     assert unix == windows
 
 
@@ -390,34 +780,65 @@ def test_file_names_may_hold_anything(write):
     assert only_run(write(text(common()), "a b;'c\n.txt")).final_loss == 3.2775
 
 
-@pytest.mark.parametrize("name, content, reason", [
-    ("empty.txt", "", "not a log: an empty file"),
-    ("README.md", "\n".join(common()), "not a log: a .md file"),
-    ("readme.txt", "\n".join(common()), "not a log: a README"),
-    ("hardware.txt", gpu_table(8), "not a log: no line 'step:N/TOTAL val_loss:X'"),
-    ("only_source.txt", "\n".join(common()) + f"\n{SEPARATOR}\n", "not a log: no line"),
-    ("core.txt", b"\x7fELF\0\0step:1/1 val_loss:3.2\n", "not a log: a binary file"),
-    ("wide.txt", "\n".join(common()).encode("utf-16"), "unreadable: UTF-16 text; convert it to UTF-8"),
-    ("cut.txt.gz", gzip.compress(text(common()).encode())[:-20], "unreadable: broken gzip file"),
-    ("bad.gz", b"\x1f\x8b but no gzip", "unreadable: broken gzip file"),
-])
+@pytest.mark.parametrize(
+    "name, content, reason",
+    [
+        ("empty.txt", "", "not a log: an empty file"),
+        ("README.md", "\n".join(common()), "not a log: a .md file"),
+        ("readme.txt", "\n".join(common()), "not a log: a README"),
+        ("hardware.txt", gpu_table(8), "not a log: no line 'step:N/TOTAL val_loss:X'"),
+        ("only_source.txt", "\n".join(common()) + f"\n{SEPARATOR}\n", "not a log: no line"),
+        ("core.txt", b"\x7fELF\0\0step:1/1 val_loss:3.2\n", "not a log: a binary file"),
+        (
+            "wide.txt",
+            "\n".join(common()).encode("utf-16"),
+            "unreadable: UTF-16 text; convert it to UTF-8",
+        ),
+        (
+            "cut.txt.gz",
+            gzip.compress(text(common()).encode())[:-20],
+            "unreadable: broken gzip file",
+        ),
+        ("bad.gz", b"\x1f\x8b but no gzip", "unreadable: broken gzip file"),
+    ],
+)
 def test_a_file_that_is_no_log_is_named_with_its_reason(write, name, content, reason):
     rejection = only_rejection(write(content, name))
     assert rejection.reason.startswith(reason) and rejection.index_in_file is None
 
 
 def test_files_beside_the_logs_take_a_row_for_each_kind(write, capsys, tmp_path):
-    for name, content in (("a.txt", text(common())), ("b.txt", "no log"), ("c.txt", "none"), ("a.pt", b"\0"), ("b.pt", b"\0\1"),
-                          ("a.steps.json", "[1]"), ("race.jsonl", "{}")):
+    for name, content in (
+        ("a.txt", text(common())),
+        ("b.txt", "no log"),
+        ("c.txt", "none"),
+        ("a.pt", b"\0"),
+        ("b.pt", b"\0\1"),
+        ("a.steps.json", "[1]"),
+        ("race.jsonl", "{}"),
+    ):
         write(content, name)
     assert logs.main([str(tmp_path)]) == 0
     *_, last = lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0].removeprefix(f"{tmp_path}/") for line in lines[1:-1]] == ["*.pt", "a.steps.json", "a.txt", "b.txt", "c.txt", "race.jsonl"]
-    assert "2 files, each not a log: a binary file" in lines[1] and last == "1 run used, 6 rejected, 0 duplicates"
+    assert [line.split()[0].removeprefix(f"{tmp_path}/") for line in lines[1:-1]] == [
+        "*.pt",
+        "a.steps.json",
+        "a.txt",
+        "b.txt",
+        "c.txt",
+        "race.jsonl",
+    ]
+    assert (
+        "2 files, each not a log: a binary file" in lines[1]
+        and last == "1 run used, 6 rejected, 0 duplicates"
+    )
 
 
 def test_paths_that_cannot_be_read(tmp_path, write):
-    assert "cannot be read (No such file or directory)" in only_rejection(str(tmp_path / "none" / "*.txt")).reason
+    assert (
+        "cannot be read (No such file or directory)"
+        in only_rejection(str(tmp_path / "none" / "*.txt")).reason
+    )
     (tmp_path / "folder").mkdir()
     assert "a folder without files" in only_rejection(str(tmp_path / "folder")).reason
     os.mkfifo(tmp_path / "pipe")
@@ -432,6 +853,7 @@ def test_paths_that_cannot_be_read(tmp_path, write):
 
 # Duplicates
 
+
 def test_byte_identical_files_count_once(tmp_path, write):
     write(text(common()), "logs/a.txt")
     write(text(common()), "logs/b.txt")
@@ -439,17 +861,23 @@ def test_byte_identical_files_count_once(tmp_path, write):
     found = logs.read([tmp_path / "logs"])
     assert [os.path.basename(run.path) for run in found.runs] == ["a.txt"]
     assert [(os.path.basename(item.path), item.reason) for item in found.duplicates] == [
-        ("b.txt", "byte-identical"), ("c.txt.gz", "byte-identical")]
+        ("b.txt", "byte-identical"),
+        ("c.txt.gz", "byte-identical"),
+    ]
 
 
 def test_a_file_named_twice_counts_once(tmp_path, write):
     path = write(text(common()))
     found = logs.read([path, tmp_path, path])
-    assert len(found.runs) == 1 and [item.reason for item in found.duplicates] == ["the same file, named twice"] * 2
+    assert (
+        len(found.runs) == 1
+        and [item.reason for item in found.duplicates] == ["the same file, named twice"] * 2
+    )
 
 
 def test_the_same_run_in_two_files_counts_once_and_the_fuller_stays(tmp_path, write):
-    """A log, its console capture without source, and the summary that a driver script printed of it."""
+    """A log, its console capture without source, and the summary that a driver script printed of
+    it."""
     lines = common()
     write("\n".join(line for line in lines if "val_loss" in line) + "\n", "1.result.txt")
     write("\n".join(lines[-8:]) + "\n", "0.tail.txt")
@@ -458,8 +886,11 @@ def test_the_same_run_in_two_files_counts_once_and_the_fuller_stays(tmp_path, wr
     write(text(common("3.2775", seed=1)), "4.other.txt")
     found = logs.read([tmp_path])
     assert [os.path.basename(run.path) for run in found.runs] == ["3.full.txt", "4.other.txt"]
-    assert [os.path.basename(item.path) for item in found.duplicates] == ["0.tail.txt", "1.result.txt",
-                                                                            "2.console.txt"]
+    assert [os.path.basename(item.path) for item in found.duplicates] == [
+        "0.tail.txt",
+        "1.result.txt",
+        "2.console.txt",
+    ]
     assert all(item.original_path.endswith("3.full.txt") for item in found.duplicates)
 
 
@@ -469,14 +900,22 @@ def test_an_aborted_run_in_two_files_counts_once(tmp_path, write):
     write(text([]), "3.started.txt")
     found = logs.read([tmp_path])
     assert [(os.path.basename(item.path), item.kind) for item in found.rejected] == [
-        ("1.txt", logs.INCOMPLETE), ("3.started.txt", logs.INCOMPLETE)]
+        ("1.txt", logs.INCOMPLETE),
+        ("3.started.txt", logs.INCOMPLETE),
+    ]
     assert "stopped before its first step" in found.rejected[1].reason
     assert [os.path.basename(item.path) for item in found.duplicates] == ["2.console.txt"]
 
 
 def lone(step_0="", start="", ending=""):
     """Return a run in the form with seconds, which only its last line distinguishes from others."""
-    lines = [start, step_0, "step:1/20 train_time:7.5s", "step:20/20 val_loss:3.2775 train_time:151.2s", ending]
+    lines = [
+        start,
+        step_0,
+        "step:1/20 train_time:7.5s",
+        "step:20/20 val_loss:3.2775 train_time:151.2s",
+        ending,
+    ]
     return "\n".join(line for line in lines if line) + "\n"
 
 
@@ -484,7 +923,13 @@ def test_runs_that_share_a_lone_line_are_two_if_source_or_run_id_say_so(tmp_path
     before = "step:0/20 val_loss:10.8258 train_time:0.0s"  # every run begins so
     for step_0 in ("", before):
         for i, start in enumerate(('{"run_id": "x"}', '{"run_id": "y"}', "")):
-            write(text([lone(step_0, start), '{"end": {}}' if start else ""], source="import torch, one\n"), f"{i}.txt")
+            write(
+                text(
+                    [lone(step_0, start), '{"end": {}}' if start else ""],
+                    source="import torch, one\n",
+                ),
+                f"{i}.txt",
+            )
         write(text([lone(step_0)], source="import torch, two\n"), "3.txt")
         found = logs.read([tmp_path])
         assert [os.path.basename(run.path) for run in found.runs] == ["0.txt", "1.txt", "3.txt"]
@@ -495,7 +940,10 @@ def test_runs_that_share_a_lone_line_are_two_if_source_or_run_id_say_so(tmp_path
 
 def test_two_runs_that_stopped_before_their_first_step_are_two(tmp_path, write):
     for name in "ab":
-        write(text([common()[0].replace("val_loss:", "val_loss:10.8258 x:")], environment=name), f"{name}.txt")
+        write(
+            text([common()[0].replace("val_loss:", "val_loss:10.8258 x:")], environment=name),
+            f"{name}.txt",
+        )
     assert len(logs.read([tmp_path]).rejected) == 2
 
 
@@ -526,22 +974,32 @@ def test_links_to_folders_are_named_and_not_followed(tmp_path, write):
     found = logs.read([tmp_path / "named"])
     assert [run.final_loss for run in found.runs] == [3.1]
     assert {os.path.basename(item.path): item.reason for item in found.rejected} == dict.fromkeys(
-        ("linked", "up"), "not a log: a link to a folder; name that folder too")
+        ("linked", "up"), "not a log: a link to a folder; name that folder too"
+    )
 
 
 # Size
 
+
 def limited(code, megabytes):
     """Run code in a process with limited memory."""
+
     def limit():
         resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
+
     code = f"import sys; sys.path.insert(0, {str(RECORDS)!r}); import logs\n{code}"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, preexec_fn=limit, timeout=600)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, preexec_fn=limit, timeout=600
+    )
 
 
-@pytest.mark.parametrize("piece, megabytes, memory, wanted", [  # Python alone takes 23
-    ("x", 60, 50, "not a log: more than"),
-    ("=" * 100 + "\n", 60, 50, "not a log: more than")])
+@pytest.mark.parametrize(
+    "piece, megabytes, memory, wanted",
+    [  # Python alone takes 23
+        ("x", 60, 50, "not a log: more than"),
+        ("=" * 100 + "\n", 60, 50, "not a log: more than"),
+    ],
+)
 def test_a_huge_file_takes_little_memory(tmp_path, piece, megabytes, memory, wanted):
     path = tmp_path / "huge.txt"
     with open(path, "w") as file:
@@ -553,9 +1011,15 @@ def test_a_huge_file_takes_little_memory(tmp_path, piece, megabytes, memory, wan
 
 # The command
 
+
 def command(*arguments):
-    return subprocess.run([sys.executable, str(RECORDS / "logs.py"), *map(str, arguments)], capture_output=True,
-                          text=True, cwd="/", timeout=600)
+    return subprocess.run(
+        [sys.executable, str(RECORDS / "logs.py"), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd="/",
+        timeout=600,
+    )
 
 
 def test_the_command_lists_every_file_and_what_became_of_it(tmp_path, write):
@@ -569,29 +1033,52 @@ def test_the_command_lists_every_file_and_what_became_of_it(tmp_path, write):
     for name in ("a b.txt", "copy.txt", "cut.txt", "README.md"):
         assert str(tmp_path / name) in done.stdout
     found = json.loads(command("--json", tmp_path).stdout)
-    assert found["runs"][0]["final_loss"] == 3.2775 and found["runs"][0]["validations"][-1]["time_ms"] == 2000
+    assert (
+        found["runs"][0]["final_loss"] == 3.2775
+        and found["runs"][0]["validations"][-1]["time_ms"] == 2000
+    )
     assert {os.path.basename(item["path"]) for item in found["rejected"]} == {"README.md"}
     assert command(tmp_path / "none.txt").returncode == 2
 
 
 def test_what_is_no_number_is_null_for_programs(write):
-    path = write(text(['{"run_id": "x", "lr": NaN}', *common("nan"), '{"end": {"final_val_loss": -Infinity}}']))
+    path = write(
+        text(
+            ['{"run_id": "x", "lr": NaN}', *common("nan"), '{"end": {"final_val_loss": -Infinity}}']
+        )
+    )
     shown = json.loads(command("--json", path).stdout, parse_constant=pytest.fail)
     (rejected,) = shown["rejected"]
-    assert rejected["start"] == {"run_id": "x", "lr": None} and rejected["validations"][-1]["loss"] is None
+    assert (
+        rejected["start"] == {"run_id": "x", "lr": None}
+        and rejected["validations"][-1]["loss"] is None
+    )
 
 
 def test_a_path_that_no_terminal_shows(tmp_path):
     path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff\n.txt")
     Path(path).write_text(text(common()))
-    done = subprocess.run([sys.executable, str(RECORDS / "logs.py"), path, path + "x"], capture_output=True,
-                          env={"PYTHONIOENCODING": "ascii:strict"})
-    assert done.returncode == 2 and done.stderr == b"" and b"\\udcff\\n.txtx  -    rejected" in done.stdout
+    done = subprocess.run(
+        [sys.executable, str(RECORDS / "logs.py"), path, path + "x"],
+        capture_output=True,
+        env={"PYTHONIOENCODING": "ascii:strict"},
+    )
+    assert (
+        done.returncode == 2
+        and done.stderr == b""
+        and b"\\udcff\\n.txtx  -    rejected" in done.stdout
+    )
 
 
 def test_nothing_in_a_log_steers_a_terminal(write):
     evil = "\x1b]0;owned\x07\x1b[2J\x9b\u202e"
-    lines = [*common(), f"step:20/20 val_loss:oops{evil}", f"error: {evil}", f"step:20 val_{evil}loss:1", f'{{"end": {evil}']
+    lines = [
+        *common(),
+        f"step:20/20 val_loss:oops{evil}",
+        f"error: {evil}",
+        f"step:20 val_{evil}loss:1",
+        f'{{"end": {evil}',
+    ]
     path = write(text(lines, environment="env"), "a\x1b[2J.txt")
     assert all(note.isprintable() for note in only_run(path).notes)
     for shown in (command(path).stdout, command(path, path + "\x1b").stdout):
@@ -602,16 +1089,31 @@ def test_nothing_in_a_log_steers_a_terminal(write):
 def test_a_log_that_changes_is_parsed_again(tmp_path):
     for loss in ("3.1000", "3.2000", "3.1000"):  # of equal length
         (tmp_path / "a").write_text(text(common(loss)))
-        assert [logs.read_file(str(tmp_path / "a"))[0][0].final_loss for _ in range(2)] == [float(loss)] * 2
+        assert [logs.read_file(str(tmp_path / "a"))[0][0].final_loss for _ in range(2)] == [
+            float(loss)
+        ] * 2
 
 
 LONG = ("n" * 200 + "/") * 10
 
 
-@pytest.mark.parametrize("tool, words", [
-    ("export", [LONG, "--to", "csv"]), ("picture", [LONG]), ("trace", [LONG]), ("trace", [f"{LONG}{i}" for i in range(300)]),
-    ("ladder", [LONG]), ("stats", [LONG]), ("verify", [LONG]), ("board", ["add", LONG, "x", "y"]), ("board", [])])
-def test_a_refusal_is_one_line_whatever_the_names_are_and_however_many(tmp_path, capsys, monkeypatch, tool, words):
+@pytest.mark.parametrize(
+    "tool, words",
+    [
+        ("export", [LONG, "--to", "csv"]),
+        ("picture", [LONG]),
+        ("trace", [LONG]),
+        ("trace", [f"{LONG}{i}" for i in range(300)]),
+        ("ladder", [LONG]),
+        ("stats", [LONG]),
+        ("verify", [LONG]),
+        ("board", ["add", LONG, "x", "y"]),
+        ("board", []),
+    ],
+)
+def test_a_refusal_is_one_line_whatever_the_names_are_and_however_many(
+    tmp_path, capsys, monkeypatch, tool, words
+):
     module = importlib.import_module(tool)
     if tool == "board":  # a record without a readable log
         (tmp_path / "bad").mkdir()
@@ -628,69 +1130,125 @@ def test_a_refusal_is_one_line_whatever_the_names_are_and_however_many(tmp_path,
 def test_ctrl_c_in_a_tool_is_a_word_and_130(capsys):
     def interrupted():
         raise KeyboardInterrupt
+
     with pytest.raises(SystemExit) as stop:
         logs.run_main(interrupted)
     assert stop.value.code == 130 and capsys.readouterr().err == "interrupted\n"
 
 
-@pytest.mark.parametrize("sides, names", [
-    ({"a": {"revision": None, "flags": ["--preset", "laptop", "--muon_lr", "0.05"]}, "b": {"revision": None, "flags": ["--preset", "laptop"]}},
-     ["--muon_lr 0.05", "base"]),
-    ({"a": {"revision": None, "flags": []}, "b": {"revision": None, "flags": ["--sync", "step"]}}, ["without these flags", "--sync step"]),
-    ({"a": {"revision": None, "flags": []}, "b": {"revision": "47dd0f51" + 32 * "0", "flags": []}}, ["this checkout", "revision 47dd0f51"]),
-    ({"a": {"revision": None, "flags": []}, "b": {"revision": None, "flags": ["torchrun", "x.py"], "folder": "../nanogpt/"}},
-     ["this checkout", "nanogpt"]),
-    ({"": {"revision": None, "flags": ["--preset", "laptop"]}}, ["this checkout"])])
+@pytest.mark.parametrize(
+    "sides, names",
+    [
+        (
+            {
+                "a": {"revision": None, "flags": ["--preset", "laptop", "--muon_lr", "0.05"]},
+                "b": {"revision": None, "flags": ["--preset", "laptop"]},
+            },
+            ["--muon_lr 0.05", "base"],
+        ),
+        (
+            {
+                "a": {"revision": None, "flags": []},
+                "b": {"revision": None, "flags": ["--sync", "step"]},
+            },
+            ["without these flags", "--sync step"],
+        ),
+        (
+            {
+                "a": {"revision": None, "flags": []},
+                "b": {"revision": "47dd0f51" + 32 * "0", "flags": []},
+            },
+            ["this checkout", "revision 47dd0f51"],
+        ),
+        (
+            {
+                "a": {"revision": None, "flags": []},
+                "b": {"revision": None, "flags": ["torchrun", "x.py"], "folder": "../nanogpt/"},
+            },
+            ["this checkout", "nanogpt"],
+        ),
+        ({"": {"revision": None, "flags": ["--preset", "laptop"]}}, ["this checkout"]),
+    ],
+)
 def test_sides_are_named_by_what_they_are(sides, names):
     assert list(logs.side_names({"sides": sides}).values()) == names
 
 
 # What public logs state, and parts of runs
 
+
 def test_seeds_that_a_script_prints_are_read_for_each_trial(write):
-    trials = [line for i in (4, 5) for line in (f"trial:{i}/9 seed:{i}", *common(f"3.27{i}", seed=i))]
+    trials = [
+        line for i in (4, 5) for line in (f"trial:{i}/9 seed:{i}", *common(f"3.27{i}", seed=i))
+    ]
     assert [run.seed for run in logs.read([write(text(trials))]).runs] == [4, 5]
 
 
 def test_parts_of_a_counted_run_are_duplicates_and_an_aborted_run_is_none(tmp_path, write):
     write(text(common()), "a.txt")
     write("\n".join(text(common()).split("\n")[:24]) + "\n", "cut.txt")
-    write(next(line for line in common() if line.startswith("step:15/20 val")) + "\n", "excerpt.txt")
+    write(
+        next(line for line in common() if line.startswith("step:15/20 val")) + "\n", "excerpt.txt"
+    )
     write(text(common("3.3", time_ms=2100)[:12]), "aborted.txt")
     found = logs.read([tmp_path])
     assert {os.path.basename(item.path) for item in found.duplicates} == {"cut.txt", "excerpt.txt"}
-    assert [os.path.basename(item.path) for item in found.rejected] == ["aborted.txt"] and len(found.runs) == 1
+    assert [os.path.basename(item.path) for item in found.rejected] == ["aborted.txt"] and len(
+        found.runs
+    ) == 1
 
 
 def test_lines_that_several_ranks_print_count_once(write):
     run = only_run(write(text([line for line in common() for _ in range(4)])))
     once = only_run(write(text(common()), "once.txt"))
-    assert run.validations == once.validations and run.steps == once.steps and "several ranks" in run.notes[0]
+    assert (
+        run.validations == once.validations
+        and run.steps == once.steps
+        and "several ranks" in run.notes[0]
+    )
 
 
 def test_times_with_a_fraction_are_times(write):
-    lines = [re.sub(r"time:(\d+)ms", lambda ms: f"time:{int(ms[1]) / 1000:.3f}s", line) for line in common()]
-    assert [step[:2] for step in only_run(write(text(lines))).steps] == [step[:2] for step in only_run(write(text(common()))).steps]
+    lines = [
+        re.sub(r"time:(\d+)ms", lambda ms: f"time:{int(ms[1]) / 1000:.3f}s", line)
+        for line in common()
+    ]
+    assert [step[:2] for step in only_run(write(text(lines))).steps] == [
+        step[:2] for step in only_run(write(text(common()))).steps
+    ]
 
 
 def test_an_archive_is_read_like_files_beside_it(tmp_path, write):
-    files = {"a.txt": text(common()).encode(), "race-1/b.txt": gzip.compress(text(common("3.1000")).encode()), "race.jsonl": b"{}"}
+    files = {
+        "a.txt": text(common()).encode(),
+        "race-1/b.txt": gzip.compress(text(common("3.1000")).encode()),
+        "race.jsonl": b"{}",
+    }
     logs.pack(files, tmp_path / "logs.tar.xz")
     first = (tmp_path / "logs.tar.xz").read_bytes()
     logs.pack(dict(reversed(files.items())), tmp_path / "logs.tar.xz")
     assert (tmp_path / "logs.tar.xz").read_bytes() == first
     packed = logs.read([str(tmp_path)])
-    assert logs.read([str(tmp_path / "logs.tar.xz")]) == packed and os.listdir(tmp_path) == ["logs.tar.xz"]
-    assert not logs.exists(tmp_path / "c.txt") and logs.open_file(tmp_path / "race.jsonl").read() == b"{}"
+    assert logs.read([str(tmp_path / "logs.tar.xz")]) == packed and os.listdir(tmp_path) == [
+        "logs.tar.xz"
+    ]
+    assert (
+        not logs.exists(tmp_path / "c.txt")
+        and logs.open_file(tmp_path / "race.jsonl").read() == b"{}"
+    )
     os.remove(tmp_path / "logs.tar.xz")
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
     beside = logs.read([str(tmp_path)])
-    assert beside.runs == packed.runs and len(packed.runs) == 2 and beside.rejected == packed.rejected
-    logs.pack({"a.txt": text(common("3.2000")).encode()}, tmp_path / "logs.tar.xz")  # a file on disk does not hide it
+    assert (
+        beside.runs == packed.runs and len(packed.runs) == 2 and beside.rejected == packed.rejected
+    )
+    # a file on disk does not hide it
+    logs.pack({"a.txt": text(common("3.2000")).encode()}, tmp_path / "logs.tar.xz")
     assert sorted(run.path for run in logs.read([str(tmp_path)]).runs) == [
-        str(tmp_path / name) for name in ("a.txt", "logs.tar.xz/a.txt", "race-1/b.txt")]
+        str(tmp_path / name) for name in ("a.txt", "logs.tar.xz/a.txt", "race-1/b.txt")
+    ]
 
 
 def test_nothing_in_an_archive_leaves_it(tmp_path, write):
@@ -701,13 +1259,20 @@ def test_nothing_in_an_archive_leaves_it(tmp_path, write):
             packed.size = (tmp_path / "a.txt").stat().st_size
             archive.addfile(packed, open(tmp_path / "a.txt", "rb"))
         packed = tarfile.TarInfo("d.txt")
-        packed.type, packed.linkname = tarfile.SYMTYPE, str(tmp_path / "a.txt")
+        packed.type = tarfile.SYMTYPE
+        packed.linkname = str(tmp_path / "a.txt")
         archive.addfile(packed)
     named = ["c/a.txt", "c/out.txt", "d.txt", "out.txt"]
-    assert logs.listing(str(tmp_path / "b.tar")) == [str(tmp_path / "b.tar" / name) for name in named]
-    (rejected,) = logs.read([str(tmp_path / "b.tar")]).rejected  # the link: what it leads to is not in the archive
+    assert logs.listing(str(tmp_path / "b.tar")) == [
+        str(tmp_path / "b.tar" / name) for name in named
+    ]
+    # the link: what it leads to is not in the archive
+    (rejected,) = logs.read([str(tmp_path / "b.tar")]).rejected
     assert rejected.path.endswith("d.txt") and "an empty file" in rejected.reason
-    assert only_run(str(tmp_path / "b.tar/c/a.txt")).final_loss == 3.2775 and not (tmp_path.parent / "out.txt").exists()
+    assert (
+        only_run(str(tmp_path / "b.tar/c/a.txt")).final_loss == 3.2775
+        and not (tmp_path.parent / "out.txt").exists()
+    )
 
 
 @pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE])
@@ -720,28 +1285,39 @@ def test_a_log_that_an_archive_has_as_a_link_is_read(tmp_path, kind):
             archive.addfile(packed, io.BytesIO(data))
         for name, target in (("b.txt", "b.bin"), ("c.txt", "nowhere")):
             packed = tarfile.TarInfo(name)
-            packed.type, packed.linkname = kind, target
+            packed.type = kind
+            packed.linkname = target
             archive.addfile(packed)
     assert logs.members(tmp_path / "b.tar")["b.txt"] == content["b.bin"]
     found = logs.read([str(tmp_path / "b.tar")])
-    assert len(found.runs) == 2 and [item.path[-5:] for item in found.rejected] == ["c.txt"]  # nothing is dropped
+    # nothing is dropped
+    assert len(found.runs) == 2 and [item.path[-5:] for item in found.rejected] == ["c.txt"]
 
 
 def test_an_idea_s_own_numbers_belong_to_the_log(write):
-    start, end = '{"run_id": "x"}', '{"end": {}}'
+    start = '{"run_id": "x"}'
+    end = '{"end": {}}'
     step = "step:{0}/2 train_time:{0}00ms step_avg:100.00ms train_loss:4.5000 "
     last = "step:2/2 val_loss:3.0000 train_time:200ms step_avg:100.00ms"
 
     def read(numbers):
-        return logs.last_run(write(text([start, step.format(1) + numbers, step.format(2) + numbers, last, end])))
+        return logs.last_run(
+            write(text([start, step.format(1) + numbers, step.format(2) + numbers, last, end]))
+        )
+
     run = read("grad_norm:3.5 candidates:9 my_norm:-1e-05 Spread2:nan")
-    assert run.shape == "dsssep" and run.steps[0].others == {"grad_norm": 3.5, "candidates": 9, "my_norm": -1e-05, "Spread2": None}
+    assert run.shape == "dsssep" and run.steps[0].others == {
+        "grad_norm": 3.5,
+        "candidates": 9,
+        "my_norm": -1e-05,
+        "Spread2": None,
+    }
     for forged in ("val_loss:2.9", "my_loss:2.9", "train_time:9ms", "step:9", "my_norm:x", "9:1"):
         assert "o" in read(forged).shape, forged
 
 
 def test_an_archive_that_cannot_be_read_is_no_archive_without_logs(tmp_path, monkeypatch):
-    logs.pack({"a.txt": text(common()).encode(), "b.txt": b"\1" * 2 ** 20}, tmp_path / "logs.tar.xz")
+    logs.pack({"a.txt": text(common()).encode(), "b.txt": b"\1" * 2**20}, tmp_path / "logs.tar.xz")
     whole = (tmp_path / "logs.tar.xz").read_bytes()
     for content, most in ((whole[:400], 1), (b"", 1), (b"x", 1), (whole, 0)):
         (tmp_path / "logs.tar.xz").write_bytes(content)

@@ -1,5 +1,5 @@
-"""launch/race.py: order, seeds, declaration, worktree, failure, Ctrl-C and resumption, with a script that trains
-nothing; and one run of the real script through the launcher."""
+"""launch/race.py: order, seeds, declaration, worktree, failure, Ctrl-C and resumption, with a
+script that trains nothing; and one run of the real script through the launcher."""
 
 import datetime
 import errno
@@ -42,10 +42,13 @@ import train_gpt  # noqa: E402
 import verify  # noqa: E402
 from test_records_verify import forked  # noqa: E402, F401 (a fixture)
 
-DRAW, BROKEN_RULES = race.draw, race.broken_rules  # most races here draw nothing and check no rules
+# most races here draw nothing and check no rules
+DRAW = race.draw
+BROKEN_RULES = race.broken_rules
 
-# Takes train_gpt.py's flags of a race and two of its own, and writes its log. SPEED stands for what a version changes.
-SCRIPT = '''
+# Takes train_gpt.py's flags of a race and two of its own, and writes its log. SPEED stands for what
+# a version changes.
+SCRIPT = """
 import argparse, hashlib, json, os, signal, sys, time, types
 from pathlib import Path
 SPEED = 100
@@ -98,11 +101,11 @@ def main(argv):
     if c.mood == "fail at the end": sys.exit(3)
     if c.mood == "sleepy at the end": time.sleep(3600)
 if __name__ == "__main__": main(sys.argv[1:])
-'''
+"""
 
 
 # Another project's, which takes no flag of ours and names its log itself
-THEIRS = '''
+THEIRS = """
 import sys, time, uuid
 from pathlib import Path
 mood = sys.argv[1] if len(sys.argv) > 1 else ""
@@ -117,17 +120,23 @@ with open(f"logs/{uuid.uuid4()}.txt", "w") as log:
         ms = step * (300 + 2 * runs)
         print(f"step:{step}/1 val_loss:{loss:.4f} train_time:{ms}ms step_avg:{ms / max(step, 1):.2f}ms", file=log, flush=True)
     print("peak memory allocated: 31 MiB reserved: 40 MiB", file=log)
-'''
+"""
 
 
 def git(folder, *arguments):
-    return subprocess.run(["git", "-c", "user.name=t", "-c", "user.email=t@t", *arguments], cwd=folder, check=True,
-                          capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", "-c", "user.name=t", "-c", "user.email=t@t", *arguments],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
 
 
 @pytest.fixture
 def repo(tmp_path, monkeypatch):
-    """A repository with two versions of the script, the second checked out, in which race.py works."""
+    """A repository with two versions of the script, the second checked out, in which race.py
+    works."""
     repo = tmp_path / "repo"
     (repo / "data/toy").mkdir(parents=True)
     for name in "toy_train_000001.bin", "toy_val_000000.bin", "beside.it":
@@ -152,37 +161,53 @@ def repo(tmp_path, monkeypatch):
     yield repo
     for number, handler in before.items():
         signal.signal(number, handler)
-    assert len(git(repo, "worktree", "list").splitlines()) == 1 and not list(tmp_path.glob("race-*"))
+    assert len(git(repo, "worktree", "list").splitlines()) == 1 and not list(
+        tmp_path.glob("race-*")
+    )
 
 
 def only_race(repo):
     (folder,) = (repo / "logs").iterdir()
-    declared, *events = [json.loads(line) for line in (folder / "race.jsonl").read_text().splitlines()]
+    declared, *events = [
+        json.loads(line) for line in (folder / "race.jsonl").read_text().splitlines()
+    ]
     return folder, declared["race"], [event for event in events if event["run"]]
 
 
 def starts(events):
-    return [(event["run"], event["side"], event["seed"]) for event in events if event["status"] == "started"]
+    return [
+        (event["run"], event["side"], event["seed"])
+        for event in events
+        if event["status"] == "started"
+    ]
 
 
 def interrupt_when(holds, number=signal.SIGINT, times=1):
     """Send this process a signal as soon as holds() is true, then every half second."""
+
     def interrupt():
         wait_until(holds)
         for _ in range(times):
             os.kill(os.getpid(), number)
             time.sleep(0.5)
+
     threading.Thread(target=interrupt, daemon=True).start()
 
 
 def test_one_version(repo):
-    assert race.parse(["--vs", "HEAD"]).n == 5 and race.parse(["--until-decided", "--max-n", "8"]).n == 8 and race.parse(["--resume", "x"]).n is None
+    assert (
+        race.parse(["--vs", "HEAD"]).n == 5
+        and race.parse(["--until-decided", "--max-n", "8"]).n == 8
+        and race.parse(["--resume", "x"]).n is None
+    )
     assert race.main(["-n", "3"]) == 0
     folder, described, events = only_race(repo)
     assert described["n"] == 3 and starts(events) == [(1, "", 1), (2, "", 2), (3, "", 3)]
     runs = logs.read([str(folder)]).runs
     assert sorted(run.start["race"]["run"] for run in runs) == [1, 2, 3]
-    assert {(run.start["race"]["declared_n"], run.start["race"]["side"]) for run in runs} == {(3, "")}
+    assert {(run.start["race"]["declared_n"], run.start["race"]["side"]) for run in runs} == {
+        (3, "")
+    }
     uncounted = [json.loads(line) for line in (folder / "race.jsonl").read_text().splitlines()][1:3]
     assert [(event["run"], event["status"]) for event in uncounted] == [(0, "started"), (0, "done")]
     assert not list(folder.rglob("*_00.*")), "its log is gone"
@@ -198,11 +223,23 @@ def test_another_revision_runs_in_turn_from_a_worktree(repo, capsys):
     assert all(seed == 40 + run for run, _, seed in starts(events))
     runs = logs.read([str(folder)]).runs
     times = {(run.start["race"]["side"], run.start["seed"]): run.train_time_ms for run in runs}
-    assert times == {(side, seed): speed + seed for side, speed in (("a", 100), ("b", 200)) for seed in (41, 42, 43)}
-    assert all("SPEED = 200" in Path(run.path).read_text() for run in runs if run.start["race"]["side"] == "b")
+    assert times == {
+        (side, seed): speed + seed
+        for side, speed in (("a", 100), ("b", 200))
+        for seed in (41, 42, 43)
+    }
+    assert all(
+        "SPEED = 200" in Path(run.path).read_text()
+        for run in runs
+        if run.start["race"]["side"] == "b"
+    )
     assert "this checkout: loss: the same; time: lower by 4" in capsys.readouterr().out
-    assert list(logs.side_names(described).values()) == ["this checkout", "HEAD~1"] and described["sides"]["b"]["revision"] == git(repo, "rev-parse", "HEAD~1")
-    verdicts = {finding.rule: finding.verdict for finding in verify.verify(verify.parse([str(folder)]))}
+    assert list(logs.side_names(described).values()) == ["this checkout", "HEAD~1"] and described[
+        "sides"
+    ]["b"]["revision"] == git(repo, "rev-parse", "HEAD~1")
+    verdicts = {
+        finding.rule: finding.verdict for finding in verify.verify(verify.parse([str(folder)]))
+    }
     assert verdicts["every run is accounted for"] == "pass"
     assert verdicts["faster than the other side, p < 0.01"] == "pass"
 
@@ -213,27 +250,47 @@ def test_every_tool_takes_the_latest_race_and_names_its_sides_alike(repo, capsys
     assert [race.main(["-n", "3", "--vs", idea]) for idea in ("--worse 1", "--slower 7")] == [1, 1]
     folder = max(repo.glob("logs/*/race.jsonl"), key=os.path.getmtime).parent
     capsys.readouterr()
-    for tool, status, *words in ((stats, 1), (ladder, 1), (verify, 1), (picture, 0), (logs, 0), (export, 0, "--to", "csv", "--out", "out")):
+    for tool, status, *words in (
+        (stats, 1),
+        (ladder, 1),
+        (verify, 1),
+        (picture, 0),
+        (logs, 0),
+        (export, 0, "--to", "csv", "--out", "out"),
+    ):
         assert tool.main(["latest", *words]) == status
         assert capsys.readouterr().err.startswith(f"latest: logs/{folder.name}\n")
-    assert sorted(pages.run_names(logs.read([folder]).runs)) == [f"{side}, run {run}" for side in ("--slower 7", "base") for run in (1, 2, 3)]
-    assert sorted(line.split(",")[1] for line in (repo / "out/runs.csv").read_text().splitlines()) == ["--slower 7"] * 3 + ["base"] * 3 + ["side"]
+    assert sorted(pages.run_names(logs.read([folder]).runs)) == [
+        f"{side}, run {run}" for side in ("--slower 7", "base") for run in (1, 2, 3)
+    ]
+    assert sorted(
+        line.split(",")[1] for line in (repo / "out/runs.csv").read_text().splitlines()
+    ) == ["--slower 7"] * 3 + ["base"] * 3 + ["side"]
 
 
 def test_an_edit_that_changes_no_code_is_no_idea(repo, capsys):
     source = repo / "train_gpt.py"
-    for text in (SCRIPT + "# a comment\n", '"""A docstring."""' + SCRIPT, SCRIPT.replace("SPEED = 100", "SPEED   =  100")):
+    for text in (
+        SCRIPT + "# a comment\n",
+        '"""A docstring."""' + SCRIPT,
+        SCRIPT.replace("SPEED = 100", "SPEED   =  100"),
+    ):
         source.write_text(text)
         assert race.main(["-n", "2", "--vs", "HEAD"]) == 2 and not (repo / "logs").exists()
         assert "have the same code in train_gpt.py" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("statement", ["import my_idea", "my_idea = __import__('my_idea')", "import package.my_idea as my_idea"])
+@pytest.mark.parametrize(
+    "statement",
+    ["import my_idea", "my_idea = __import__('my_idea')", "import package.my_idea as my_idea"],
+)
 def test_an_idea_in_a_file_of_its_own_is_refused_before_a_run(repo, capsys, statement):
     (repo / "package").mkdir()
     for path in (repo / "my_idea.py", repo / "package/my_idea.py"):
         path.write_text("SPEED = 50\n")
-    (repo / "train_gpt.py").write_text(SCRIPT.replace("SPEED = 100", f"{statement}; SPEED = my_idea.SPEED"))
+    (repo / "train_gpt.py").write_text(
+        SCRIPT.replace("SPEED = 100", f"{statement}; SPEED = my_idea.SPEED")
+    )
     assert race.main(["-n", "2", "--vs", "HEAD"]) == 2 and not (repo / "logs").exists()
     name = "package" if "package" in statement else "my_idea"
     assert f"imports {name}, a file of this folder" in capsys.readouterr().err
@@ -241,7 +298,8 @@ def test_an_idea_in_a_file_of_its_own_is_refused_before_a_run(repo, capsys, stat
 
 def test_a_race_touches_no_worktree_but_its_own(repo):
     """Not one whose disk is away; and the user's hooks do not run in the race's."""
-    away, back = repo.parent / "away", repo.parent / "back"
+    away = repo.parent / "away"
+    back = repo.parent / "back"
     git(repo, "worktree", "add", str(away))
     away.rename(back)
     hook = repo / ".git/hooks/post-checkout"
@@ -249,7 +307,10 @@ def test_a_race_touches_no_worktree_but_its_own(repo):
     hook.chmod(0o755)
     assert race.main(["-n", "2", "--vs", "HEAD~1"]) in (0, 1)
     back.rename(away)
-    assert git(away, "rev-parse", "--show-toplevel") == str(away) and len(git(repo, "worktree", "list").splitlines()) == 2
+    assert (
+        git(away, "rev-parse", "--show-toplevel") == str(away)
+        and len(git(repo, "worktree", "list").splitlines()) == 2
+    )
     git(repo, "worktree", "remove", str(away))
 
 
@@ -260,24 +321,39 @@ def test_a_race_from_a_git_hook_is_of_this_checkout(repo, monkeypatch):
     git(other, "commit", "-q", "--allow-empty", "-m", "other")
     (index := repo.parent / "index").write_bytes(before := (repo / ".git/index").read_bytes())
     with monkeypatch.context() as hook:
-        for name, value in (("DIR", other / ".git"), ("WORK_TREE", other), ("INDEX_FILE", index), ("COMMON_DIR", other / ".git")):
+        for name, value in (
+            ("DIR", other / ".git"),
+            ("WORK_TREE", other),
+            ("INDEX_FILE", index),
+            ("COMMON_DIR", other / ".git"),
+        ):
             hook.setenv(f"GIT_{name}", str(value))
         hook.setenv("GIT_CONFIG_COUNT", "0")  # names no repository
         assert race.main(["-n", "2", "--vs", "HEAD~1"]) in (0, 1)
-        assert {name for name in race.environment() if name.startswith("GIT_")} == {"GIT_CONFIG_COUNT"}
+        assert {name for name in race.environment() if name.startswith("GIT_")} == {
+            "GIT_CONFIG_COUNT"
+        }
         assert train_gpt.output_of("git", "rev-parse", "--show-toplevel") == str(ROOT)
-    assert only_race(repo)[1]["sides"]["b"]["revision"] == git(repo, "rev-parse", "HEAD~1") and index.read_bytes() == before
+    assert (
+        only_race(repo)[1]["sides"]["b"]["revision"] == git(repo, "rev-parse", "HEAD~1")
+        and index.read_bytes() == before
+    )
 
 
 def test_a_race_says_what_git_says(repo, capsys):
     (repo / ".git").rename(repo / "git")
-    assert race.main(["-n", "2", "--vs", "HEAD"]) == 2 and "git: fatal: not a git repository" in capsys.readouterr().err
+    assert (
+        race.main(["-n", "2", "--vs", "HEAD"]) == 2
+        and "git: fatal: not a git repository" in capsys.readouterr().err
+    )
     assert race.main(["-n", "1"]) == 0
     (repo / "git").rename(repo / ".git")
     (repo / ".git/refs/heads/broken").write_text("no hash\n")
     assert race.main(["-n", "2", "--vs", "HEAD~1"]) in (0, 1)
     (repo / ".git/objects").rename(repo / "objects")
-    assert race.main(["-n", "2", "--vs", "HEAD~1"]) == 2 and "git: fatal: " in capsys.readouterr().err
+    assert (
+        race.main(["-n", "2", "--vs", "HEAD~1"]) == 2 and "git: fatal: " in capsys.readouterr().err
+    )
     (repo / "objects").rename(repo / ".git/objects")
 
 
@@ -285,6 +361,7 @@ def test_a_race_says_what_git_says(repo, capsys):
 def test_a_race_and_a_run_start_on_a_file_system_without_locks(repo, monkeypatch, tmp_path, code):
     def flock(*_):
         raise OSError(code, os.strerror(code))
+
     monkeypatch.setattr(fcntl, "flock", flock)
     assert race.main(["-n", "1"]) == 0
     log = train_gpt.Log(train_gpt.Config(log_dir=str(tmp_path)), 0, "x")
@@ -292,7 +369,9 @@ def test_a_race_and_a_run_start_on_a_file_system_without_locks(repo, monkeypatch
     log.write("step:1")
     assert (tmp_path / "x.txt").read_text().endswith("step:1\n")
     os.utime(tmp_path / "x.txt", (0, 0))
-    assert not export.ended(tmp_path / "x.txt", logs.last_run(str(tmp_path / "x.txt"))), "no lock tells that it was killed"
+    assert not export.ended(tmp_path / "x.txt", logs.last_run(str(tmp_path / "x.txt"))), (
+        "no lock tells that it was killed"
+    )
 
 
 @pytest.mark.parametrize("written", [b"", b'{"race": {"id'])
@@ -300,8 +379,13 @@ def test_a_race_that_cannot_be_declared_leaves_no_folder(repo, capsys, monkeypat
     def write(manifest, event):
         manifest.path.write_bytes(written)
         raise OSError(errno.ENOSPC, "No space left on device", str(manifest.path))
+
     monkeypatch.setattr(race.Manifest, "write", write)
-    assert race.main(["-n", "1"]) == 2 and not [*(repo / "logs").iterdir()] and "No space left" in capsys.readouterr().err
+    assert (
+        race.main(["-n", "1"]) == 2
+        and not [*(repo / "logs").iterdir()]
+        and "No space left" in capsys.readouterr().err
+    )
 
 
 def test_a_second_race_in_a_checkout_is_refused(repo, capsys):
@@ -309,7 +393,10 @@ def test_a_second_race_in_a_checkout_is_refused(repo, capsys):
     first.parent.mkdir(parents=True)
     with race.lock_race(first):
         assert race.main(["-n", "1", "--json"]) == 2
-        assert "logs/race-first, or a run of it, is still running" in json.loads(capsys.readouterr().out.splitlines()[-1])["reason"]
+        assert (
+            "logs/race-first, or a run of it, is still running"
+            in json.loads(capsys.readouterr().out.splitlines()[-1])["reason"]
+        )
         assert [path.name for path in (repo / "logs").iterdir()] == ["race-first"]
     assert race.main(["-n", "1"]) == 0
 
@@ -319,7 +406,10 @@ def test_a_race_says_that_other_programs_use_the_cores(repo, capsys, monkeypatch
     assert race.main(["-n", "1"]) == 0 and "cores are idle" not in capsys.readouterr().out
     monkeypatch.setenv("OMP_NUM_THREADS", "1,1")
     monkeypatch.setattr(race, "idle_cores", lambda: 0.2)
-    assert race.main(["-n", "1"]) == 0 and "0.2 cores are idle, and a run uses 1" in capsys.readouterr().out
+    assert (
+        race.main(["-n", "1"]) == 0
+        and "0.2 cores are idle, and a run uses 1" in capsys.readouterr().out
+    )
     monkeypatch.undo()
     assert 0 <= race.idle_cores() < 1.1 * os.cpu_count()
 
@@ -332,7 +422,9 @@ def test_a_win_that_breaks_a_rule_is_none(repo, capsys, monkeypatch):
         said = capsys.readouterr().out
         found = json.loads(said.splitlines()[-1])
         assert (found["status"], found["verdict"], found["best"]) == (status, verdict, None)
-        assert found["rules"] and all(f"a rule is broken: {rule}" in said for rule in found["rules"])
+        assert found["rules"] and all(
+            f"a rule is broken: {rule}" in said for rule in found["rules"]
+        )
 
 
 @pytest.mark.parametrize("edited", [True, False])
@@ -341,15 +433,26 @@ def test_several_revisions_are_compared_with_the_last(repo, capsys, edited):
     git(repo, "branch", "idea", "HEAD")
     if edited:
         (repo / "train_gpt.py").write_text(SCRIPT.replace("SPEED = 100", "SPEED = 50"))
-    assert race.main(["-n", "3", "--trial", "--name", "half as long", "--vs", "idea", "--vs", "HEAD~1"]) == 0
+    assert (
+        race.main(
+            ["-n", "3", "--trial", "--name", "half as long", "--vs", "idea", "--vs", "HEAD~1"]
+        )
+        == 0
+    )
     folder, described, _ = only_race(repo)
     assert described["trial"]
     names = [*["half as long"] * edited, "idea", "HEAD~1"]
     assert list(logs.side_names(described).values()) == names
-    times = {run.start["race"]["side"]: run.train_time_ms for run in logs.read([str(folder)]).runs if run.start["seed"] == 2}
+    times = {
+        run.start["race"]["side"]: run.train_time_ms
+        for run in logs.read([str(folder)]).runs
+        if run.start["seed"] == 2
+    }
     assert [times[side] for side in sorted(times)] == [*[52] * edited, 102, 202]
     shown = capsys.readouterr().out.rpartition("race: all runs are done")[2]
-    assert [f"{name}: loss: the same; time: " in shown.replace("`", "") for name in names] == [True] * (len(names) - 1) + [False]
+    assert [f"{name}: loss: the same; time: " in shown.replace("`", "") for name in names] == [
+        True
+    ] * (len(names) - 1) + [False]
 
 
 @pytest.fixture
@@ -357,7 +460,9 @@ def theirs(repo):
     """The folder of another project, with an earlier log."""
     folder = repo.parent / "theirs"
     (folder / "logs").mkdir(parents=True)
-    (folder / "logs/before.txt").write_text("step:1/1 val_loss:1.0000 train_time:5ms step_avg:5.00ms\n")
+    (folder / "logs/before.txt").write_text(
+        "step:1/1 val_loss:1.0000 train_time:5ms step_avg:5.00ms\n"
+    )
     (folder / "their_gpt.py").write_text(THEIRS)
     return folder
 
@@ -366,34 +471,65 @@ def against(mood=""):
     return ["--vs", "../theirs", "--cmd", f"{shlex.quote(sys.executable)} their_gpt.py {mood}"]
 
 
-def test_another_project_s_script_runs_in_turn_and_is_judged_by_the_same_figures(repo, theirs, capsys):
+def test_another_project_s_script_runs_in_turn_and_is_judged_by_the_same_figures(
+    repo, theirs, capsys
+):
     assert race.main(["-n", "3", *against(), "--", "--slower", "7"]) == 0
     folder, described, events = only_race(repo)
-    assert [f"{run}{side}" for run, side, _ in starts(events)] == ["1a", "1b", "2b", "2a", "3a", "3b"]
+    assert [f"{run}{side}" for run, side, _ in starts(events)] == [
+        "1a",
+        "1b",
+        "2b",
+        "2a",
+        "3a",
+        "3b",
+    ]
     own = {path.read_bytes() for path in (theirs / "logs").glob("*-*.txt")}
     assert len(own) == 3 and {path.read_bytes() for path in folder.glob("*b.txt")} == own
     shown = capsys.readouterr().out
     ours = [107 + seed for seed in (1, 2, 3)]
-    test = scipy.stats.ttest_rel([math.log(ms) for ms in ours], [math.log(ms) for ms in (300, 302, 304)], alternative="less")
-    assert f"faster by the paired test of log time (p = {test.pvalue:.4g})" in shown and "The claim holds" in shown
+    test = scipy.stats.ttest_rel(
+        [math.log(ms) for ms in ours], [math.log(ms) for ms in (300, 302, 304)], alternative="less"
+    )
+    assert (
+        f"faster by the paired test of log time (p = {test.pvalue:.4g})" in shown
+        and "The claim holds" in shown
+    )
     for log in folder.glob("*a.txt"):
         log.write_text(log.read_text().replace('"wall_seconds": 1500', '"wall_seconds": 0.01'))
-    verdicts = {finding.rule: finding.verdict for finding in verify.verify(verify.parse([str(folder)]))}
+    verdicts = {
+        finding.rule: finding.verdict for finding in verify.verify(verify.parse([str(folder)]))
+    }
     assert verdicts["faster than the other side, p < 0.01"] == "pass"
     assert verdicts["the wall clock agrees with the race's"] != "fail"
-    assert verdicts["every run is accounted for"] == "not checkable"  # theirs do not describe themselves
+    # theirs do not describe themselves
+    assert verdicts["every run is accounted for"] == "not checkable"
 
 
-@pytest.mark.parametrize("mood, says", [
-    ("fails", "ended with exit status 1, and it wrote no log to {theirs}/logs/*.txt"),
-    ("'no log'", "ended with exit status 0, and it wrote no log to"),
-    ("'no steps'", "ended with exit status 1, and its log {theirs}/logs/"),
-])
-def test_another_project_s_script_that_leaves_no_run_stops_the_race(repo, theirs, capsys, mood, says):
+@pytest.mark.parametrize(
+    "mood, says",
+    [
+        ("fails", "ended with exit status 1, and it wrote no log to {theirs}/logs/*.txt"),
+        ("'no log'", "ended with exit status 0, and it wrote no log to"),
+        ("'no steps'", "ended with exit status 1, and its log {theirs}/logs/"),
+    ],
+)
+def test_another_project_s_script_that_leaves_no_run_stops_the_race(
+    repo, theirs, capsys, mood, says
+):
     assert race.main(["-n", "2", *against(mood)]) == 2
-    assert [event["status"] for event in only_race(repo)[2]] == ["started", "done", "started", "failed"]
+    assert [event["status"] for event in only_race(repo)[2]] == [
+        "started",
+        "done",
+        "started",
+        "failed",
+    ]
     shown = capsys.readouterr().out
-    assert says.format(theirs=theirs) in shown and ("no step" in shown) == ("steps" in mood) and re.search("2/4  theirs +seed 1: failed; its output is above", shown)
+    assert (
+        says.format(theirs=theirs) in shown
+        and ("no step" in shown) == ("steps" in mood)
+        and re.search("2/4  theirs +seed 1: failed; its output is above", shown)
+    )
 
 
 def test_another_project_s_script_is_interrupted_with_the_race_and_goes_on(repo, theirs, capsys):
@@ -404,23 +540,39 @@ def test_another_project_s_script_is_interrupted_with_the_race_and_goes_on(repo,
     assert "interrupted; 1 of 4 runs are done" in capsys.readouterr().out
     (theirs / "awake").touch()
     resume = ["--resume", str(folder / "race.jsonl")]
-    for words in ([], against("fails"), ["--vs", "..", *against("sleepy")[2:]]):  # the file may be a stranger's
+    for words in (
+        [],
+        against("fails"),
+        ["--vs", "..", *against("sleepy")[2:]],
+    ):  # the file may be a stranger's
         assert race.main([*resume, *words]) == 2
         said = capsys.readouterr().err
-        assert "this race runs another project's command; to allow it: " in said and said.endswith("their_gpt.py sleepy'\n"), said
+        assert "this race runs another project's command; to allow it: " in said and said.endswith(
+            "their_gpt.py sleepy'\n"
+        ), said
     assert len(only_race(repo)[2]) == len(events)
     assert race.main([*resume, *against("sleepy")]) == 0
-    assert [f"{run}{side}" for run, side, _ in starts(only_race(repo)[2])] == ["1a", "1b", "1b", "2b", "2a"]
+    assert [f"{run}{side}" for run, side, _ in starts(only_race(repo)[2])] == [
+        "1a",
+        "1b",
+        "1b",
+        "2b",
+        "2a",
+    ]
     (theirs / "their_gpt.py").write_text(THEIRS + "# faster")
     assert race.main([*resume, *against("sleepy")]) == 2
     assert "train_gpt.py of theirs has changed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("vs", ["--slower 7", "--slower=7", "--slower 7 --num-steps 1", "--num-steps=1 --slower '7'"])
+@pytest.mark.parametrize(
+    "vs", ["--slower 7", "--slower=7", "--slower 7 --num-steps 1", "--num-steps=1 --slower '7'"]
+)
 def test_other_flags(repo, vs):
     assert race.main(["-n", "2", "--vs", vs, "--", "--mood", "good"]) == 1, "slower"
     folder, _, events = only_race(repo)
-    runs = {run.start["race"]["side"]: run for run in logs.read([str(folder)]).runs if run.seed == 1}
+    runs = {
+        run.start["race"]["side"]: run for run in logs.read([str(folder)]).runs if run.seed == 1
+    }
     assert (runs["a"].train_time_ms, runs["b"].train_time_ms) == (108, 101)
     assert {run.start["config"]["mood"] for run in runs.values()} == {"good"}
 
@@ -432,65 +584,178 @@ def test_a_ladder_corrects_for_the_number_of_its_ideas(repo, monkeypatch):
     for level, shown in ((0.006, "better"), (0.004, "no difference")):
         monkeypatch.setattr(stats, "LEVEL", level)
         rows = ladder.judge(found)["rows"]
-        assert [row["verdict"].outcome for row in rows] == [shown] * 2 and all(0.002 < row["verdict"].loss.p < 0.003 for row in rows)
+        assert [row["verdict"].outcome for row in rows] == [shown] * 2 and all(
+            0.002 < row["verdict"].loss.p < 0.003 for row in rows
+        )
 
 
 def test_a_ladder_judges_each_idea_against_the_base(repo, capsys, monkeypatch):
-    """Three ideas and the base in turn; figures agree with scipy, and the record's logs give the same page."""
-    assert race.main(["-n", "4", "--vs", "--worse 2", "--vs", "--worse -1 --slower 10", "--vs=--slower 7", "--", "--mood", "good"]) == 1
+    """Three ideas and the base in turn; figures agree with scipy, and the record's logs give the
+    same page."""
+    assert (
+        race.main(
+            [
+                "-n",
+                "4",
+                "--vs",
+                "--worse 2",
+                "--vs",
+                "--worse -1 --slower 10",
+                "--vs=--slower 7",
+                "--",
+                "--mood",
+                "good",
+            ]
+        )
+        == 1
+    )
     folder, described, events = only_race(repo)
-    assert [f"{run}{side}" for run, side, _ in starts(events)][:8] == ["1a", "1b", "1c", "1d", "2d", "2c", "2b", "2a"]
+    assert [f"{run}{side}" for run, side, _ in starts(events)][:8] == [
+        "1a",
+        "1b",
+        "1c",
+        "1d",
+        "2d",
+        "2c",
+        "2b",
+        "2a",
+    ]
     shown = capsys.readouterr().out
     found = ladder.judge([ladder.read(folder)])
     better, slower, worse = found["rows"]
-    assert [row["verdict"].name for row in found["rows"]] == ["--worse -1 --slower 10", "--slower 7", "--worse 2"]
+    assert [row["verdict"].name for row in found["rows"]] == [
+        "--worse -1 --slower 10",
+        "--slower 7",
+        "--worse 2",
+    ]
     seeds = (1, 2, 3, 4)
-    ours, base = [[3.2 + s / 1000 + factor * (10 + s % 3) / 1000 for s in seeds] for factor in (2, 0)]
+    ours, base = [
+        [3.2 + s / 1000 + factor * (10 + s % 3) / 1000 for s in seeds] for factor in (2, 0)
+    ]
     test = scipy.stats.ttest_rel(ours, base)
     loss = worse["verdict"].loss
-    assert loss.value == pytest.approx(sum(2 * (10 + s % 3) / 1000 for s in seeds) / 4) and loss.p == pytest.approx(test.pvalue)
+    assert loss.value == pytest.approx(
+        sum(2 * (10 + s % 3) / 1000 for s in seeds) / 4
+    ) and loss.p == pytest.approx(test.pvalue)
     assert (loss.low, loss.high) == pytest.approx(tuple(test.confidence_interval()))
-    assert better["verdict"].time.value == pytest.approx(scipy.stats.gmean([(110 + s) / (100 + s) for s in seeds]))
-    assert [one["verdict"].outcome for one in found["rows"]] == ["trade-off", "worse", "worse"] and slower["verdict"].loss.p is None
-    assert better["verdict"].time.low > 1 and slower["verdict"].time.low > 1 and worse["verdict"].time.p is None
-    better, worse = better["verdict"].loss, worse["verdict"].loss
-    assert sorted([better.holm, worse.holm]) == pytest.approx([2 * min(better.p, worse.p), max(better.p, worse.p, 2 * min(better.p, worse.p))])
-    assert re.search(r"^ 2/16  --worse -1 --slower 10  seed 1  loss 3.1\d+  0.11 s$", shown, re.M) and "\n--worse -1 --slower 10  3.19" in shown
-    (line,) = [line for line in shown.rpartition("all runs are done")[2].splitlines() if line.startswith("--worse -1 --slower 10  ")]
-    assert line.endswith("  trade-off") and "--worse 2: loss: higher by 0.02" in shown and "./run.sh board add latest" in shown.splitlines()[-2]
+    assert better["verdict"].time.value == pytest.approx(
+        scipy.stats.gmean([(110 + s) / (100 + s) for s in seeds])
+    )
+    assert [one["verdict"].outcome for one in found["rows"]] == [
+        "trade-off",
+        "worse",
+        "worse",
+    ] and slower["verdict"].loss.p is None
+    assert (
+        better["verdict"].time.low > 1
+        and slower["verdict"].time.low > 1
+        and worse["verdict"].time.p is None
+    )
+    better = better["verdict"].loss
+    worse = worse["verdict"].loss
+    assert sorted([better.holm, worse.holm]) == pytest.approx(
+        [2 * min(better.p, worse.p), max(better.p, worse.p, 2 * min(better.p, worse.p))]
+    )
+    assert (
+        re.search(r"^ 2/16  --worse -1 --slower 10  seed 1  loss 3.1\d+  0.11 s$", shown, re.M)
+        and "\n--worse -1 --slower 10  3.19" in shown
+    )
+    (line,) = [
+        line
+        for line in shown.rpartition("all runs are done")[2].splitlines()
+        if line.startswith("--worse -1 --slower 10  ")
+    ]
+    assert (
+        line.endswith("  trade-off")
+        and "--worse 2: loss: higher by 0.02" in shown
+        and "./run.sh board add latest" in shown.splitlines()[-2]
+    )
     records = repo / "records"
     monkeypatch.setattr(board, "HERE", records)
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))  # the stand-in's logs break rules
     assert board.main(["add", str(folder), str(records / "ideas"), "Ideas"]) == 0
-    assert sorted(path.name for path in (records / "ideas").iterdir()) == ["README.md", "logs.tar.xz", "plot.png"]
+    assert sorted(path.name for path in (records / "ideas").iterdir()) == [
+        "README.md",
+        "logs.tar.xz",
+        "plot.png",
+    ]
     page = (records / "ideas/README.md").read_text()
-    assert page.startswith("# Ideas\n") and "| --worse 2 | 3.2" in page and " | trade-off |" in page and "(logs.tar.xz#" in page
-    assert "1 of 3 ideas lowers the loss: --worse -1 --slower 10; 1 raises it" in (records / "README.md").read_text()
+    assert (
+        page.startswith("# Ideas\n")
+        and "| --worse 2 | 3.2" in page
+        and " | trade-off |" in page
+        and "(logs.tar.xz#" in page
+    )
+    assert (
+        "1 of 3 ideas lowers the loss: --worse -1 --slower 10; 1 raises it"
+        in (records / "README.md").read_text()
+    )
     assert ladder.table(ladder.judge([ladder.read(records / "ideas")])) == ladder.table(found)
     next(folder.glob("*_02b.txt")).unlink()
-    assert ladder.main([str(folder)]) == 2 and "_02b.txt holds no complete run" in capsys.readouterr().err
+    assert (
+        ladder.main([str(folder)]) == 2
+        and "_02b.txt holds no complete run" in capsys.readouterr().err
+    )
 
 
-@pytest.mark.parametrize("loss, time, wanted", [
-    ("lower", "lower", "better"), ("lower", "same", "better"), ("lower", "unknown", "better"), ("lower", "higher", "trade-off"),
-    ("lower", None, "not judged"), ("same", "lower", "better"), ("same", "same", "no difference"), ("same", "unknown", "no difference"),
-    ("same", "higher", "worse"), ("same", None, "not judged"), ("higher", "lower", "trade-off"), ("higher", "same", "worse"), ("higher", "higher", "worse")])
+@pytest.mark.parametrize(
+    "loss, time, wanted",
+    [
+        ("lower", "lower", "better"),
+        ("lower", "same", "better"),
+        ("lower", "unknown", "better"),
+        ("lower", "higher", "trade-off"),
+        ("lower", None, "not judged"),
+        ("same", "lower", "better"),
+        ("same", "same", "no difference"),
+        ("same", "unknown", "no difference"),
+        ("same", "higher", "worse"),
+        ("same", None, "not judged"),
+        ("higher", "lower", "trade-off"),
+        ("higher", "same", "worse"),
+        ("higher", "higher", "worse"),
+    ],
+)
 def test_one_rule_says_whether_an_idea_is_better(loss, time, wanted):
-    of = {"lower": (0.9, 0.95, 0.01), "higher": (1.05, 1.2, 0.01), "same": (0.95, 1.05, 0.5), "unknown": (0.5, 2, 0.5)}
+    of = {
+        "lower": (0.9, 0.95, 0.01),
+        "higher": (1.05, 1.2, 0.01),
+        "same": (0.95, 1.05, 0.5),
+        "unknown": (0.5, 2, 0.5),
+    }
 
     def part(low, high, p, same):
         return stats.Contrast((low + high) / 2 - 1 + same, low, high, p, p, same=same)
-    found = stats.Verdict("idea", "base", 5, True, 3.2, 3.2, part(*of[loss], 0), 9, 9, time and part(*of[time], 1))
+
+    found = stats.Verdict(
+        "idea", "base", 5, True, 3.2, 3.2, part(*of[loss], 0), 9, 9, time and part(*of[time], 1)
+    )
     assert found.outcome == wanted
     answer = stats.answer([], [], [found])
     status = 0 if wanted == "better" else 2 if wanted == "not judged" else 1
-    assert (answer["verdict"], answer["status"], answer["best"]) == (wanted, status, "idea" if status == 0 else None)
-    others = [stats.replace(found, name=name, loss=part(*each, 0)) for name, each in (("less", (0.8, 0.85, 0.01)), ("worse", of["higher"]))]
-    assert stats.answer([], [], [found, others[1], others[0]])["best"] == ("less" if time in ("lower", "same", "unknown") else "idea" if status == 0 else None)
-    holds, fails = (wanted, wanted) if loss == "higher" else (wanted if status == 0 else "claim holds", "claim does not hold")
+    assert (answer["verdict"], answer["status"], answer["best"]) == (
+        wanted,
+        status,
+        "idea" if status == 0 else None,
+    )
+    others = [
+        stats.replace(found, name=name, loss=part(*each, 0))
+        for name, each in (("less", (0.8, 0.85, 0.01)), ("worse", of["higher"]))
+    ]
+    assert stats.answer([], [], [found, others[1], others[0]])["best"] == (
+        "less" if time in ("lower", "same", "unknown") else "idea" if status == 0 else None
+    )
+    holds, fails = (
+        (wanted, wanted)
+        if loss == "higher"
+        else (wanted if status == 0 else "claim holds", "claim does not hold")
+    )
     for looked, verdict in ((False, holds), (True, wanted if loss == "higher" else "claim holds")):
         claimed = stats.answer([], [], [found], stats.HOLDS, "because", looked)
-        assert (claimed["verdict"], claimed["status"], claimed["best"]) == (verdict, *((1, None) if loss == "higher" else (0, "idea")))
+        assert (claimed["verdict"], claimed["status"], claimed["best"]) == (
+            verdict,
+            *((1, None) if loss == "higher" else (0, "idea")),
+        )
     assert stats.answer([], [], [found], stats.FAILS, "because", looked=True)["verdict"] == fails
     assert stats.answer([], [], [found], stats.OTHER, "because")["status"] == 2
 
@@ -503,9 +768,12 @@ def test_holm_s_correction():
 
 @pytest.mark.slow
 def test_a_ladder_of_races_on_several_days(repo, capsys):
-    """Each idea against its own race's base, Holm's correction over all, one page, and all logs in a record."""
+    """Each idea against its own race's base, Holm's correction over all, one page, and all logs in
+    a record."""
     for ideas, n in ((["--worse -1"], 3), (["--worse 2", "--slower 7 --worse -1"], 4)):
-        assert race.main(["-n", str(n), *(f"--vs={idea}" for idea in ideas), "--", "--mood", "good"]) == (0 if n == 3 else 1)
+        assert race.main(
+            ["-n", str(n), *(f"--vs={idea}" for idea in ideas), "--", "--mood", "good"]
+        ) == (0 if n == 3 else 1)
     folders = sorted((repo / "logs").iterdir(), key=os.path.getmtime)
     alone = [ladder.judge([ladder.read(folder)])["rows"] for folder in folders]
     found = ladder.judge(map(ladder.read, folders))
@@ -513,17 +781,29 @@ def test_a_ladder_of_races_on_several_days(repo, capsys):
     assert [base["n"] for base in found["bases"]] == [3, 4] and len(rows) == 3
     for number, of_race in enumerate(alone, 1):
         for row in of_race:
-            one, other = row["verdict"], rows[row["verdict"].name]["verdict"]
-            assert (one.loss.value, one.loss.low, one.loss.p) == (other.loss.value, other.loss.low, other.loss.p)
-            assert (one.time.value, one.time.low) == (other.time.value, other.time.low) and rows[one.name]["race"] == number
+            one = row["verdict"]
+            other = rows[row["verdict"].name]["verdict"]
+            assert (one.loss.value, one.loss.low, one.loss.p) == (
+                other.loss.value,
+                other.loss.low,
+                other.loss.p,
+            )
+            assert (one.time.value, one.time.low) == (other.time.value, other.time.low) and rows[
+                one.name
+            ]["race"] == number
     losses = [row["verdict"].loss for row in rows.values()]
     assert [loss.holm for loss in losses] == stats.holm([loss.p for loss in losses])
     assert {idea: row["verdict"].outcome for idea, row in rows.items()} == {
-        "--worse -1": "better", "--worse 2": "worse", "--slower 7 --worse -1": "trade-off"}
+        "--worse -1": "better",
+        "--worse 2": "worse",
+        "--slower 7 --worse -1": "trade-off",
+    }
     capsys.readouterr()
     assert ladder.main([*map(str, folders)]) == 0
     page = capsys.readouterr().out
-    assert page.count("Base of race ") == 2 and "; 4 seeds, loss " in page and "\n--worse 2 " in page
+    assert (
+        page.count("Base of race ") == 2 and "; 4 seeds, loss " in page and "\n--worse 2 " in page
+    )
     assert ladder.main([str(folders[0])] * 2) == 2 and "is given twice" in capsys.readouterr().err
 
 
@@ -532,8 +812,15 @@ def test_bases_that_differ_make_no_ladder(repo, capsys):
         assert race.main(["-n", "3", "--vs", "--worse 2 --slower 1"]) == 1
     folders = sorted((repo / "logs").iterdir(), key=os.path.getmtime)
     whole = {path: path.read_text() for path in folders[1].glob("*.txt")}
-    for old, new, says in (('"slower": 0', '"slower": 3', "slower: 0 and 3: judge each race by itself"), ("SPEED = 100", "SPEED  = 100", "source: "),
-                           ('"ranks": 1', '"shards": {"val": [{"sha256": "5e"}]}, "ranks": 1', "val data: None and ['5e']")):
+    for old, new, says in (
+        ('"slower": 0', '"slower": 3', "slower: 0 and 3: judge each race by itself"),
+        ("SPEED = 100", "SPEED  = 100", "source: "),
+        (
+            '"ranks": 1',
+            '"shards": {"val": [{"sha256": "5e"}]}, "ranks": 1',
+            "val data: None and ['5e']",
+        ),
+    ):
         for path, text in whole.items():
             path.write_text(text.replace(old, new))
         assert ladder.main(list(map(str, folders))) == 2 and says in capsys.readouterr().err
@@ -544,7 +831,11 @@ def test_an_idea_that_is_validated_on_something_else_is_no_rung(repo, capsys):
     (folder,) = (repo / "logs").iterdir()
     for path in folder.glob("*a.txt"):
         path.write_text(path.read_text().replace('"slower": 1', '"slower": 1, "val_len": 9'))
-    assert ladder.main([str(folder)]) == 2 and "--worse 2 --slower 1: an idea must be validated on the same data as its base" in capsys.readouterr().err
+    assert (
+        ladder.main([str(folder)]) == 2
+        and "--worse 2 --slower 1: an idea must be validated on the same data as its base"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_ladder_takes_losses_in_full_and_three_runs(repo, capsys):
@@ -552,9 +843,17 @@ def test_a_ladder_takes_losses_in_full_and_three_runs(repo, capsys):
     assert race.main(["-n", "3", "--vs", "--worse 2", "--vs", "--slower 7"]) == 1
     folder = only_race(repo)[0]
     for path in folder.glob("*.txt"):
-        path.write_text(re.sub(r'(?<="final_val_loss": )[\d.]+', lambda loss: f"{float(loss[0]):.4f}1234", path.read_text()))
+        path.write_text(
+            re.sub(
+                r'(?<="final_val_loss": )[\d.]+',
+                lambda loss: f"{float(loss[0]):.4f}1234",
+                path.read_text(),
+            )
+        )
     _, runs = ladder.read(folder)
-    assert all(f"{loss:.8f}".endswith("1234") for loss in stats.Side("all", list(runs.values())).losses)
+    assert all(
+        f"{loss:.8f}".endswith("1234") for loss in stats.Side("all", list(runs.values())).losses
+    )
     first, *rest = (folder / "race.jsonl").read_text().splitlines(True)
     declared = json.loads(first)
     declared["race"].update(n=2, order=declared["race"]["order"][:6])
@@ -562,44 +861,69 @@ def test_a_ladder_takes_losses_in_full_and_three_runs(repo, capsys):
     assert ladder.main([str(folder)]) == 2 and "3 runs of each" in capsys.readouterr().err
 
 
-def test_a_race_ends_with_a_table_and_the_page_of_its_record_says_the_same(repo, capsys, monkeypatch):
+def test_a_race_ends_with_a_table_and_the_page_of_its_record_says_the_same(
+    repo, capsys, monkeypatch
+):
     """Every command that is advised on the way works."""
-    idea, home = "--worse -1 --slower 5", repo / "records"
+    idea = "--worse -1 --slower 5"
+    home = repo / "records"
     home.mkdir()
     monkeypatch.setattr(board, "HERE", home)
     monkeypatch.setattr(logs, "HOME", repo / "logs")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))  # the stand-in's logs lack what some rules ask for
+    # the stand-in's logs lack what some rules ask for
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     assert race.main(["-n", "3", "--vs", idea, "--", "--mood", "jittery"]) == 0
     shown = capsys.readouterr().out
-    *_, table, _, advice = shown.rpartition("race: all runs are done")[2].partition("race: to keep this race as a record: ")
-    assert re.search(rf"^base +3.2020 +0\.10\d$\n^{idea} +3.19\d\d +-0.01\d\d \(-0.01\d\d … -0.00\d\d\) +0.00\d+ +0.1\d\d +1.0", table, re.M), table
-    sentence = re.search(f"{idea}: (loss: lower by .*?; time: .*?)\\.\n\n", table, re.S)[1].replace("\n", " ")
+    *_, table, _, advice = shown.rpartition("race: all runs are done")[2].partition(
+        "race: to keep this race as a record: "
+    )
+    assert re.search(
+        rf"^base +3.2020 +0\.10\d$\n^{idea} +3.19\d\d +-0.01\d\d \(-0.01\d\d … -0.00\d\d\) +0.00\d+"
+        r" +0.1\d\d +1.0",
+        table,
+        re.M,
+    ), table
+    sentence = re.search(f"{idea}: (loss: lower by .*?; time: .*?)\\.\n\n", table, re.S)[1].replace(
+        "\n", " "
+    )
     program, tool, *words = shlex.split(advice.splitlines()[0])
     assert (program, tool) == ("./run.sh", "board") and board.main(words) == 0
     (record,) = home.glob("????-??-??_NAME")
     for page in (home / "README.md", record / "README.md"):
         assert sentence in html.unescape(page.read_text()), page
-    assert stats.main([str(record), "--side", "a"]) < 2 and sentence in " ".join(capsys.readouterr().out.split())
+    assert stats.main([str(record), "--side", "a"]) < 2 and sentence in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_a_run_is_noted_before_it_starts_and_after(repo, monkeypatch):
-    noted, popen = [], subprocess.Popen
+    noted = []
+    popen = subprocess.Popen
 
     def look(command, *arguments, **keywords):
         if "train_gpt.py" in command and command[0] != "git":
             noted.extend(only_race(repo)[2][-1:])
         return popen(command, *arguments, **keywords)
+
     monkeypatch.setattr(subprocess, "Popen", look)
     assert race.main(["-n", "1"]) == 0
     ended = only_race(repo)[2][-1]
     assert noted[0]["status"] == "started"
-    assert ended == {**noted[0], "status": "done", "exit": 0, "seconds": ended["seconds"], "logged": True, "figures": ended["figures"],
-                     "ended_at": ended["ended_at"]}
+    assert ended == {
+        **noted[0],
+        "status": "done",
+        "exit": 0,
+        "seconds": ended["seconds"],
+        "logged": True,
+        "figures": ended["figures"],
+        "ended_at": ended["ended_at"],
+    }
     assert noted[0]["started_at"] <= ended["ended_at"] and "+00:00" in ended["ended_at"]
 
 
 def test_where_runs_compile_each_side_does_so_before_the_runs_that_count(repo, monkeypatch):
-    """It stops at its first step. A race that is resumed compiles nothing again; all sides use the checkout's cache."""
+    """It stops at its first step. A race that is resumed compiles nothing again; all sides use the
+    checkout's cache."""
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
     assert race.main(["-n", "2", "--vs", "HEAD~1", "--", "--compile", "on"]) == 0
@@ -607,9 +931,16 @@ def test_where_runs_compile_each_side_does_so_before_the_runs_that_count(repo, m
 
     def uncounted():
         events = [json.loads(line) for line in (folder / "race.jsonl").read_text().splitlines()[1:]]
-        return [(event["side"], event["status"]) for event in events if not event["run"] and event["status"] != "started"]
+        return [
+            (event["side"], event["status"])
+            for event in events
+            if not event["run"] and event["status"] != "started"
+        ]
+
     assert uncounted() == [("b", "compiled"), ("a", "done")] and not list(folder.rglob("*_00[ab]*"))
-    verdicts = {finding.rule: finding.verdict for finding in verify.verify(verify.parse([str(folder)]))}
+    verdicts = {
+        finding.rule: finding.verdict for finding in verify.verify(verify.parse([str(folder)]))
+    }
     assert verdicts["every run is accounted for"] == "pass"
     *lines, _ = (folder / "race.jsonl").read_text().splitlines(True)
     (folder / "race.jsonl").write_text("".join(lines))
@@ -623,36 +954,56 @@ def test_where_runs_compile_each_side_does_so_before_the_runs_that_count(repo, m
 def test_a_failed_run_stops_the_race_and_is_repeated_with_its_seed(repo, capsys):
     assert race.main(["-n", "3", "--", "--mood", "fail on 2"]) == 2
     folder, _, events = only_race(repo)
-    assert [event["status"] for event in events] == ["started", "done", "started", "failed"] and events[-1]["exit"] == 3
+    assert [event["status"] for event in events] == [
+        "started",
+        "done",
+        "started",
+        "failed",
+    ] and events[-1]["exit"] == 3
     assert f"./run.sh --resume logs/{folder.name}\n" in capsys.readouterr().out
     (repo / "awake").touch()
     assert race.main(["--resume", str(folder / "race.jsonl")]) == 0
     assert starts(only_race(repo)[2]) == [(1, "", 1), (2, "", 2), (2, "", 2), (3, "", 3)]
     findings = {finding.rule: finding for finding in verify.verify(verify.parse([str(folder)]))}
     accounts = findings["every run is accounted for"]
-    assert accounts.verdict == "pass" and "run 2, " in accounts.reason and ": failed" in accounts.reason
+    assert (
+        accounts.verdict == "pass"
+        and "run 2, " in accounts.reason
+        and ": failed" in accounts.reason
+    )
 
 
 @pytest.mark.parametrize("at, kept", [("run_all", True), ("lock_race", False)])
-def test_an_interrupt_between_runs_says_how_to_resume_a_race_that_is_declared(repo, capsys, monkeypatch, at, kept):
+def test_an_interrupt_between_runs_says_how_to_resume_a_race_that_is_declared(
+    repo, capsys, monkeypatch, at, kept
+):
     def interrupt(*_):
         raise KeyboardInterrupt
+
     monkeypatch.setattr(race, at, interrupt)
     assert race.main(["-n", "1"]) == 130
     manifests = [*repo.glob("logs/*/race.jsonl")]
-    says = "race: interrupted before a run" + "".join(f". Continue with: ./run.sh --resume logs/{path.parent.name}" for path in manifests)
+    says = "race: interrupted before a run" + "".join(
+        f". Continue with: ./run.sh --resume logs/{path.parent.name}" for path in manifests
+    )
     assert capsys.readouterr().out.endswith(f"\n{says}\n") and len(manifests) == kept
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_race_keeps_what_is_done_and_goes_on(repo, capsys, monkeypatch, number):
-    processes, popen = [], subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: processes.append(popen(*a, **k)) or processes[-1])
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # not as under nohup, where a race goes on by right
+    processes = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *a, **k: processes.append(popen(*a, **k)) or processes[-1]
+    )
+    # not as under nohup, where a race goes on by right
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     interrupt_when(lambda: list(repo.glob("logs/*/*.txt")), number)
     assert race.main(["-n", "2", "--vs", "HEAD~1", "--", "--mood", "sleepy"]) == 130
     folder, _, events = only_race(repo)
-    assert [event["status"] for event in events] == ["started", "interrupted"] and events[-1]["logged"]
+    assert [event["status"] for event in events] == ["started", "interrupted"] and events[-1][
+        "logged"
+    ]
     assert "Continue with" in capsys.readouterr().out
     assert all(process.poll() is not None for process in processes)  # no run goes on by itself
     assert len(git(repo, "worktree", "list").splitlines()) == 1
@@ -661,30 +1012,44 @@ def test_an_interrupted_race_keeps_what_is_done_and_goes_on(repo, capsys, monkey
     manifest = (folder / "race.jsonl").read_text().replace('"sleepy"', '"lively"')
     (folder / "race.jsonl").write_text(manifest)
     assert race.main(["--resume", str(folder / "race.jsonl")]) == 0
-    assert [f"{run}{side}" for run, side, _ in starts(only_race(repo)[2])] == ["1a", "1a", "1b", "2b", "2a"]
+    assert [f"{run}{side}" for run, side, _ in starts(only_race(repo)[2])] == [
+        "1a",
+        "1a",
+        "1b",
+        "2b",
+        "2a",
+    ]
     assert sum("SPEED = 200" in path.read_text() for path in folder.glob("*b.txt")) == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("run", [0, 1])
-def test_an_interrupt_while_a_run_is_being_started_reaches_that_run(repo, capsys, monkeypatch, run, number):
-    processes, popen = [], subprocess.Popen
+def test_an_interrupt_while_a_run_is_being_started_reaches_that_run(
+    repo, capsys, monkeypatch, run, number
+):
+    processes = []
+    popen = subprocess.Popen
 
     def start(words, **settings):
         processes.append(popen(words, **settings))
         if any(word.startswith("--race=") and word.split(":")[1] == str(run) for word in words):
             os.kill(os.getpid(), number)
         return processes[-1]
+
     monkeypatch.setattr(subprocess, "Popen", start)
     if run == 0:  # which has no mood, and may end before a busy machine interrupts it
         (repo / "asleep").touch()
     assert race.main(["-n", "1", "--", "--mood", "sleepy"]) == 130
     folder = only_race(repo)[0]
     events = [json.loads(line) for line in (folder / "race.jsonl").read_text().splitlines()[1:]]
-    assert [(event["run"], event["status"]) for event in events] == [(0, "started"), (0, "done")] * run + [
-        (run, "started"), (run, "interrupted")]
+    assert [(event["run"], event["status"]) for event in events] == [
+        (0, "started"),
+        (0, "done"),
+    ] * run + [(run, "started"), (run, "interrupted")]
     assert "race: interrupted; 0 of 1 runs are done" in capsys.readouterr().out
-    assert all(process.poll() is not None for process in processes) and not list(folder.rglob("*_00[ab]*"))
+    assert all(process.poll() is not None for process in processes) and not list(
+        folder.rglob("*_00[ab]*")
+    )
 
 
 def test_a_second_interrupt_kills_a_run_that_heeds_none(repo, monkeypatch):
@@ -692,7 +1057,9 @@ def test_a_second_interrupt_kills_a_run_that_heeds_none(repo, monkeypatch):
     interrupt_when((repo / "deaf").exists, times=2)
     assert race.main(["-n", "1", "--", "--mood", "stubborn"]) == 130
     assert [(event["status"], event.get("exit")) for event in only_race(repo)[2]] == [
-        ("started", None), ("interrupted", -signal.SIGKILL)]
+        ("started", None),
+        ("interrupted", -signal.SIGKILL),
+    ]
 
 
 def test_a_race_that_nohup_started_heeds_no_hangup(repo):
@@ -702,7 +1069,10 @@ def test_a_race_that_nohup_started_heeds_no_hangup(repo):
 
 def test_a_run_with_a_whole_log_is_done_however_it_ended(repo, capsys, monkeypatch):
     assert race.main(["-n", "1", "--", "--mood", "fail at the end"]) == 0
-    assert [(event["status"], event.get("exit")) for event in only_race(repo)[2]] == [("started", None), ("done", 3)]
+    assert [(event["status"], event.get("exit")) for event in only_race(repo)[2]] == [
+        ("started", None),
+        ("done", 3),
+    ]
     shutil.rmtree(repo / "logs")
     interrupt_when(lambda: [log for log in repo.glob("logs/*/*.txt") if '"end"' in log.read_text()])
     assert race.main(["-n", "2", "--", "--mood", "sleepy at the end"]) == 130
@@ -711,7 +1081,8 @@ def test_a_run_with_a_whole_log_is_done_however_it_ended(repo, capsys, monkeypat
     assert "interrupted; 1 of 2 runs are done" in capsys.readouterr().out
     manifest = (folder / "race.jsonl").read_text().replace("sleepy at the end", "lively")
     (folder / "race.jsonl").write_text(manifest)
-    assert race.main(["--resume", str(folder / "race.jsonl")]) == 2  # runs of two moods cannot be judged
+    # runs of two moods cannot be judged
+    assert race.main(["--resume", str(folder / "race.jsonl")]) == 2
     assert starts(only_race(repo)[2]) == [(1, "", 1), (2, "", 2)]
 
 
@@ -722,12 +1093,18 @@ def test_a_manifest_whose_last_line_was_cut_goes_on(repo, capsys):
     (folder / "race.jsonl").write_text(whole[:-20])
     assert race.main(["--resume", str(folder / "race.jsonl")]) == 0
     assert "is incomplete and was dropped" in capsys.readouterr().out
-    assert [event["status"] for event in only_race(repo)[2]] == ["started", "done", "started", "done"]
+    assert [event["status"] for event in only_race(repo)[2]] == [
+        "started",
+        "done",
+        "started",
+        "done",
+    ]
     assert len(list(folder.glob("*.txt"))) == 2
 
 
 def test_a_run_of_a_side_that_the_race_has_not_is_not_shown(repo, capsys):
-    """A manifest may come from elsewhere; verify.py reports that the line does not belong to the race."""
+    """A manifest may come from elsewhere; verify.py reports that the line does not belong to the
+    race."""
     assert race.main(["-n", "2"]) == 0
     path = only_race(repo)[0] / "race.jsonl"
     with open(path, "a") as file:
@@ -735,14 +1112,18 @@ def test_a_run_of_a_side_that_the_race_has_not_is_not_shown(repo, capsys):
     capsys.readouterr()
     assert race.main(["--resume", str(path)]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"^Loss of this checkout \(2 runs, target 3.28\)$", shown, re.M) and "side c" not in shown
+    assert (
+        re.search(r"^Loss of this checkout \(2 runs, target 3.28\)$", shown, re.M)
+        and "side c" not in shown
+    )
 
 
 def test_a_race_that_died_is_settled_by_its_logs(repo):
     assert race.main(["-n", "2"]) == 0
     folder, _, events = only_race(repo)
     lines = (folder / "race.jsonl").read_text().splitlines()
-    (folder / "race.jsonl").write_text("\n".join(lines[:-1]) + "\n")  # run 2 was started, and no more is known
+    # run 2 was started, and no more is known
+    (folder / "race.jsonl").write_text("\n".join(lines[:-1]) + "\n")
     assert race.main(["--resume", str(folder / "race.jsonl")]) == 0
     assert only_race(repo)[2][-1]["status"] == "done" and len(list(folder.glob("*.txt"))) == 2
     (folder / f"{events[-1]['run_id']}.txt").unlink()
@@ -759,9 +1140,13 @@ def test_a_script_that_changes_during_the_race_stops_it(repo, capsys, monkeypatc
         if starts(only_race(repo)[2]):  # after the first run, which does not count
             (repo / "train_gpt.py").write_text(SCRIPT + "# faster\n")
         return status
+
     monkeypatch.setattr(race, "run_once", change_after)
     assert race.main(["-n", "2"]) == 2
-    assert "was changed during the race" in capsys.readouterr().err and len(starts(only_race(repo)[2])) == 1
+    assert (
+        "was changed during the race" in capsys.readouterr().err
+        and len(starts(only_race(repo)[2])) == 1
+    )
 
 
 def test_a_script_that_changed_is_refused(repo, capsys):
@@ -774,7 +1159,12 @@ def test_a_script_that_changed_is_refused(repo, capsys):
 def test_what_the_script_reads_is_opened_before_the_first_run(tmp_path, script):
     """Also GPT-2's tokens beside the shards, which frontier reads, and a saved model."""
     for split in "train", "val":
-        write_shard(tmp_path / f"toy_{split}_000001.bin", some_documents(1, 9000, 50257, 50256), 50257, 50256)
+        write_shard(
+            tmp_path / f"toy_{split}_000001.bin",
+            some_documents(1, 9000, 50257, 50256),
+            50257,
+            50256,
+        )
     for name in "train_gpt.py", "frontier.py":
         shutil.copy(ROOT / name, tmp_path)
     flags = ["--preset", "frontier", "--train_files", f"{tmp_path}/toy_train_*.bin"]
@@ -785,6 +1175,7 @@ def test_what_the_script_reads_is_opened_before_the_first_run(tmp_path, script):
         there = functools.partial(os.chdir, tmp_path)
         check = script(tmp_path / "check.py", 1, *flags, *more, prepare=there)
         return check.communicate(timeout=600)[1]
+
     assert re.search("gpt2.tiktoken.* is missing", says())
     write_gpt2_tokens(tmp_path)
     race.check_script(side := {"flags": flags}, tmp_path, "frontier.py", 1)
@@ -844,52 +1235,123 @@ def test_words_that_are_refused_start_nothing(repo, capsys, golden, monkeypatch)
     for line in REFUSED.splitlines():
         status = race.main(["--json", *shlex.split(line)])
         said = capsys.readouterr()
-        error, found = said.err.splitlines(), json.loads(said.out.splitlines()[-1])
-        assert (found["status"], found["verdict"]) == (2, "not judged") and found["reason"] in error[-1], line
-        assert status == 2 and error[-1].startswith("race.py: error: ") and not (repo / "logs").exists(), line
+        error = said.err.splitlines()
+        found = json.loads(said.out.splitlines()[-1])
+        assert (found["status"], found["verdict"]) == (2, "not judged") and found[
+            "reason"
+        ] in error[-1], line
+        assert (
+            status == 2
+            and error[-1].startswith("race.py: error: ")
+            and not (repo / "logs").exists()
+        ), line
         shown.append(f"{line}\n{error[-1]}\n")
     golden("race_refusals", "\n".join(shown))
 
 
 def test_race_prints_what_its_golden_file_holds(repo, theirs, capsys, golden, monkeypatch):
-    """Races of one version, of two and of a ladder, until decided, with a run that fails; and what is no ladder."""
+    """Races of one version, of two and of a ladder, until decided, with a run that fails; and what
+    is no ladder."""
     monkeypatch.chdir(repo)
     shown = []
-    for status, words, of_ladder in ((0, "-n 3", 2), (0, "-n 3 --vs HEAD~1 -- --slower 3", 0), (1, "-n 2 --vs '--slower 7'", 2), (1, "-n 4 --vs '--worse 2' "
-            "--vs '--worse -1 --slower 10' -- --mood good", 1), (0, "--until-decided --max-n 6 --vs HEAD~1 -- --mood jittery", 2),
-            (2, "-n 3 -- --mood 'fail on 2'", 2), (0, shlex.join(["-n", "3", *against()]), 2)):
+    for status, words, of_ladder in (
+        (0, "-n 3", 2),
+        (0, "-n 3 --vs HEAD~1 -- --slower 3", 0),
+        (1, "-n 2 --vs '--slower 7'", 2),
+        (1, "-n 4 --vs '--worse 2' --vs '--worse -1 --slower 10' -- --mood good", 1),
+        (0, "--until-decided --max-n 6 --vs HEAD~1 -- --mood jittery", 2),
+        (2, "-n 3 -- --mood 'fail on 2'", 2),
+        (0, shlex.join(["-n", "3", *against()]), 2),
+    ):
         found = race.main(shlex.split(words))
         said = capsys.readouterr()
         folder, _, _ = only_race(repo)
         judged = ladder.main([f"logs/{folder.name}"])
         of_it = capsys.readouterr()
         assert (found, judged) == (status, of_ladder), (words, said, of_it)
-        shown.append(f"$ race.py {words}\n{said.out}{said.err}exit status {found}\n$ ladder.py\n{of_it.out}{of_it.err}exit status {judged}\n")
+        shown.append(
+            f"$ race.py {words}\n{said.out}{said.err}exit status {found}\n$"
+            f" ladder.py\n{of_it.out}{of_it.err}exit status {judged}\n"
+        )
         shutil.rmtree(repo / "logs")
-    golden("race", "\n".join(shown), [(re.escape(str(repo.parent)), "TMP"), (re.escape(race.__file__), "RACE.PY"), (r"about \d+ \w+", "about SOME TIME"),
-                                      (r"edited \(\w{4}\)", "edited (HASH)"), (r"[\w-]+_(?=\d\d\w?\.txt)", "RUN_"), (r"\d{4}-\d\d-\d\d_NAME", "DAY_NAME")])
+    golden(
+        "race",
+        "\n".join(shown),
+        [
+            (re.escape(str(repo.parent)), "TMP"),
+            (re.escape(race.__file__), "RACE.PY"),
+            (r"about \d+ \w+", "about SOME TIME"),
+            (r"edited \(\w{4}\)", "edited (HASH)"),
+            (r"[\w-]+_(?=\d\d\w?\.txt)", "RUN_"),
+            (r"\d{4}-\d\d-\d\d_NAME", "DAY_NAME"),
+        ],
+    )
 
 
-RACE = {"id": "x", "sides": {"": {"revision": None, "flags": []}}, "ranks": 1, "n": 1, "seed": 0, "order": ["1"]}
+RACE = {
+    "id": "x",
+    "sides": {"": {"revision": None, "flags": []}},
+    "ranks": 1,
+    "n": 1,
+    "seed": 0,
+    "order": ["1"],
+}
 ONE = {"revision": None, "flags": []}
 
 
-@pytest.mark.parametrize("change", [
-    {"id": 3}, {"id": "../x"}, {"id": "a:b"}, {"sides": {}}, {"sides": ["a"]}, {"sides": {"a": {}}}, {"sides": {"": {"flags": []}}}, {"n": "2"},
-    {"n": 10 ** 400}, {"n": 10 ** 15}, {"seed": None}, {"order": 1}, {"order": [1]}, {"alpha": "x"}, {"alpha": 0.9}, {"test": "best"},
-    *({"sides": {"a": ONE | more}} for more in ({"folder": 5}, {"name": 5}, {"flags": [1]}, {"revision": 5}, {"revision": "--lock"},
-                                                {"revision": "HEAD"}, {"revision": "abc123"}, {"revision": "g" * 40}, {"revision": ""})),
-    {"event": {"run_id": "x", "run": 1, "side": ""}}, {"event": {"run_id": "../x", "run": 1, "side": "", "status": "started"}}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"id": 3},
+        {"id": "../x"},
+        {"id": "a:b"},
+        {"sides": {}},
+        {"sides": ["a"]},
+        {"sides": {"a": {}}},
+        {"sides": {"": {"flags": []}}},
+        {"n": "2"},
+        {"n": 10**400},
+        {"n": 10**15},
+        {"seed": None},
+        {"order": 1},
+        {"order": [1]},
+        {"alpha": "x"},
+        {"alpha": 0.9},
+        {"test": "best"},
+        *(
+            {"sides": {"a": ONE | more}}
+            for more in (
+                {"folder": 5},
+                {"name": 5},
+                {"flags": [1]},
+                {"revision": 5},
+                {"revision": "--lock"},
+                {"revision": "HEAD"},
+                {"revision": "abc123"},
+                {"revision": "g" * 40},
+                {"revision": ""},
+            )
+        ),
+        {"event": {"run_id": "x", "run": 1, "side": ""}},
+        {"event": {"run_id": "../x", "run": 1, "side": "", "status": "started"}},
+    ],
+)
 def test_a_manifest_with_a_wrong_value_is_refused(tmp_path, capsys, change):
     """test_no_traceback.py reads manifests of any content."""
     events = [{"race": RACE}, change["event"]] if "event" in change else [{"race": RACE | change}]
     (tmp_path / "race.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     assert race.main(["--resume", str(tmp_path / "race.jsonl")]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "race.jsonl" in error and "Error" not in error and len(error) <= 301
+    assert (
+        error.count("\n") == 1
+        and "race.jsonl" in error
+        and "Error" not in error
+        and len(error) <= 301
+    )
 
 
 # What a race leaves beside its logs
+
 
 def test_what_belongs_to_a_race_is_not_remarkable(repo):
     assert race.main(["-n", "1"]) == 0
@@ -901,8 +1363,13 @@ def test_what_belongs_to_a_race_is_not_remarkable(repo):
 
 
 def test_a_run_has_begun_when_its_log_has_a_line_of_a_step(tmp_path):
-    log, seen = tmp_path / "x.txt", []
-    for piece in ("step:7/9 said the source\n", "=" * 100 + "\nstep:x\n", "step:1/9 train_time:5ms\n"):
+    log = tmp_path / "x.txt"
+    seen = []
+    for piece in (
+        "step:7/9 said the source\n",
+        "=" * 100 + "\nstep:x\n",
+        "step:1/9 train_time:5ms\n",
+    ):
         seen.append(race.has_begun(log))
         with open(log, "a") as file:
             file.write(piece)
@@ -910,17 +1377,25 @@ def test_a_run_has_begun_when_its_log_has_a_line_of_a_step(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [[], ["--vs", "HEAD~1"], ["--vs=--worse 1", "--vs=--slower 3"], against()],
-                         ids=["one version", "two", "a ladder", "another project"])
-def test_the_picture_shows_the_rounds_that_all_sides_have_done(repo, theirs, monkeypatch, capsys, words):
+@pytest.mark.parametrize(
+    "words",
+    [[], ["--vs", "HEAD~1"], ["--vs=--worse 1", "--vs=--slower 3"], against()],
+    ids=["one version", "two", "a ladder", "another project"],
+)
+def test_the_picture_shows_the_rounds_that_all_sides_have_done(
+    repo, theirs, monkeypatch, capsys, words
+):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(race, "draw", DRAW)
-    shown, pictures, plot = [], [], stats.plot
+    shown = []
+    pictures = []
+    plot = stats.plot
 
     def draw(sides, found, path):
         plot(sides, found, path)
         shown.append([len(side.runs) for side in sides])
         pictures.append(Path(path).read_bytes())
+
     monkeypatch.setattr(stats, "plot", draw)
     assert race.main(["-n", "3", *words]) == ("--vs=--worse 1" in words)
     folder, described, events = only_race(repo)
@@ -937,29 +1412,78 @@ def test_the_picture_shows_the_rounds_that_all_sides_have_done(repo, theirs, mon
 def test_a_picture_that_cannot_be_drawn_stops_no_race(repo, monkeypatch, capsys):
     def full(*_):
         raise OSError(28, "No space left on device")
+
     monkeypatch.setattr(race, "draw", DRAW)
     monkeypatch.setattr(stats, "plot", full)
-    assert race.main(["-n", "1"]) == 0 and "no plot: [Errno 28] No space left" in capsys.readouterr().out
+    assert (
+        race.main(["-n", "1"]) == 0
+        and "no plot: [Errno 28] No space left" in capsys.readouterr().out
+    )
 
 
 # Decided while it runs
 
+
 def test_a_race_until_decided_stops_for_the_claim(repo, capsys):
-    assert race.main(["--until-decided", "--max-n", "6", "--vs", "HEAD~1", "--", "--mood", "jittery"]) == 0
+    assert (
+        race.main(["--until-decided", "--max-n", "6", "--vs", "HEAD~1", "--", "--mood", "jittery"])
+        == 0
+    )
     folder, described, events = only_race(repo)
     runs = len(starts(events))
-    assert described["until_decided"] and described["n"] == 6 and described["test"] == "paired" and runs in (6, 8, 10)
+    assert (
+        described["until_decided"]
+        and described["n"] == 6
+        and described["test"] == "paired"
+        and runs in (6, 8, 10)
+    )
     shown = capsys.readouterr().out
-    assert "decided: mean loss < 3.28 (p = " in shown and f"decided for the claim after {runs // 2} of at most 6 runs" in shown
+    assert (
+        "decided: mean loss < 3.28 (p = " in shown
+        and f"decided for the claim after {runs // 2} of at most 6 runs" in shown
+    )
     assert race.main(["--resume", str(folder / "race.jsonl")]) == 0  # decided is decided
     assert len(starts(only_race(repo)[2])) == runs
     assert stats.main([str(folder), "--side", "a"]) == 0
 
 
 def test_a_race_until_decided_stops_for_want_of_a_chance(repo, capsys):
-    assert race.main(["--until-decided", "--max-n", "9", "--vs", "--slower -3", "--alpha", "0.05", "--", "--slower", "3",
-                      "--mood", "jittery"]) == 2  # as the script refuses
-    assert race.main(["--until-decided", "--max-n", "9", "--vs", "--slower 30", "--alpha", "0.05", "--", "--slower", "0"]) == 1
+    assert (
+        race.main(
+            [
+                "--until-decided",
+                "--max-n",
+                "9",
+                "--vs",
+                "--slower -3",
+                "--alpha",
+                "0.05",
+                "--",
+                "--slower",
+                "3",
+                "--mood",
+                "jittery",
+            ]
+        )
+        == 2
+    )  # as the script refuses
+    assert (
+        race.main(
+            [
+                "--until-decided",
+                "--max-n",
+                "9",
+                "--vs",
+                "--slower 30",
+                "--alpha",
+                "0.05",
+                "--",
+                "--slower",
+                "0",
+            ]
+        )
+        == 1
+    )
     folder, described, events = only_race(repo)
     assert described["alpha"] == 0.05 and 4 <= len(starts(events)) < 10
     assert "decided for futility after" in capsys.readouterr().out
@@ -967,10 +1491,12 @@ def test_a_race_until_decided_stops_for_want_of_a_chance(repo, capsys):
 
 # Races that a program reads
 
-DRIVER = ("import sys; sys.path.insert(0, {launch!r}); import race; from pathlib import Path; race.ROOT = Path({root!r})\n"
-          "race.command = lambda ranks, program: [*race.ALONE, program]; race.draw = lambda *_: None\n"
-          "race.broken_rules = lambda *_: []; race.idle_cores = lambda: 99\n"
-          "sys.exit(race.main(sys.argv[1:]))")
+DRIVER = (
+    "import sys; sys.path.insert(0, {launch!r}); import race; from pathlib import Path; race.ROOT ="
+    " Path({root!r})\nrace.command = lambda ranks, program: [*race.ALONE, program]; race.draw ="
+    " lambda *_: None\nrace.broken_rules = lambda *_: []; race.idle_cores = lambda:"
+    " 99\nsys.exit(race.main(sys.argv[1:]))"
+)
 TRAINED = """w, draw = 0.0, random.Random(c.seed)
         for _ in range(50): w -= c.lr * (w - 1 + draw.gauss(0, 0.1))
         loss = 3 + (w - 1) ** 2"""  # a model of one weight
@@ -988,41 +1514,80 @@ print(min(better)[1])
 
 
 def test_a_program_finds_the_best_idea_by_exit_status_and_json_alone(repo):
-    """The base's rate is far too small; one idea of four mends it, one helps less, one costs time, one cannot run."""
+    """The base's rate is far too small; one idea of four mends it, one helps less, one costs time,
+    one cannot run."""
     text = SCRIPT.replace("import argparse", "import random, argparse").replace(
-        'p.add_argument("--num_steps"', 'p.add_argument("--lr", type=float, default=0.001); p.add_argument("--num_steps"')
+        'p.add_argument("--num_steps"',
+        'p.add_argument("--lr", type=float, default=0.001); p.add_argument("--num_steps"',
+    )
     (repo / "train_gpt.py").write_text(re.sub(r"loss = 3\.2 .*", lambda _: TRAINED, text))
     (repo.parent / "race.py").write_text(DRIVER.format(launch=str(ROOT / "launch"), root=str(repo)))
     (repo / "choose.py").write_text(PROGRAM)
     ideas = ["--lr 0.01", "--lr 0.2", "--lr 0.2 --slower 50", "--slower -3"]
-    done = subprocess.run([sys.executable, "choose.py", *ideas], cwd=repo, capture_output=True, text=True)
-    assert done.stdout.splitlines() == ["0|0|better", "0|0|better", "1|1|trade-off", "2|2|not judged", "--lr 0.2"], done.stderr
+    done = subprocess.run(
+        [sys.executable, "choose.py", *ideas], cwd=repo, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines() == [
+        "0|0|better",
+        "0|0|better",
+        "1|1|trade-off",
+        "2|2|not judged",
+        "--lr 0.2",
+    ], done.stderr
 
 
-@pytest.mark.parametrize("words, status, verdict, reason", [
-    ("-n 2", 0, "claim holds", "mean loss < 3.28"), ("-n 1", 0, "not judged", "at least 2 runs"),
-    ("-n 3 -- --mood 'fail on 2'", 2, "not judged", "seed 2: failed"), ("-n 1 --vs HEAD~1", 2, "not judged", "-n 2 or more"),
-    ("-n 2 -- --target_val_loss 0", 0, "not judged", "no target"), ("-n 3 --vs '--worse 1' --vs '--slower 3'", 1, "worse", "; --worse 1: ")])
-def test_the_last_line_is_one_object_whatever_comes_of_a_race(repo, capfd, words, status, verdict, reason):
+@pytest.mark.parametrize(
+    "words, status, verdict, reason",
+    [
+        ("-n 2", 0, "claim holds", "mean loss < 3.28"),
+        ("-n 1", 0, "not judged", "at least 2 runs"),
+        ("-n 3 -- --mood 'fail on 2'", 2, "not judged", "seed 2: failed"),
+        ("-n 1 --vs HEAD~1", 2, "not judged", "-n 2 or more"),
+        ("-n 2 -- --target_val_loss 0", 0, "not judged", "no target"),
+        ("-n 3 --vs '--worse 1' --vs '--slower 3'", 1, "worse", "; --worse 1: "),
+    ],
+)
+def test_the_last_line_is_one_object_whatever_comes_of_a_race(
+    repo, capfd, words, status, verdict, reason
+):
     if "target" in words:
-        text = SCRIPT.replace('"preset": preset,', '"preset": preset, "target_val_loss": c.target_val_loss,')
+        text = SCRIPT.replace(
+            '"preset": preset,', '"preset": preset, "target_val_loss": c.target_val_loss,'
+        )
         (repo / "train_gpt.py").write_text(text)
     head, _, flags = words.partition(" -- ")
     found = race.main([*shlex.split(head), "--json", "--", *shlex.split(flags)])
     out = capfd.readouterr().out
     last = json.loads(out.splitlines()[-1], parse_constant=pytest.fail)
-    assert (found, last["status"], last["verdict"], last["best"]) == (status, status, verdict, None) and reason in last["reason"]
-    assert out.count('\n{') == (out[0] != "{") and {"folder", "sides", "ideas"} <= last.keys()
+    assert (found, last["status"], last["verdict"], last["best"]) == (
+        status,
+        status,
+        verdict,
+        None,
+    ) and reason in last["reason"]
+    assert out.count("\n{") == (out[0] != "{") and {"folder", "sides", "ideas"} <= last.keys()
     if last["ideas"]:
-        assert [side["role"] for side in last["sides"]] == ["idea", "idea", "base"] and last["folder"] == str(only_race(repo)[0])
-        assert {"ratio": 1, "low": None, "high": None, "p": None} in [idea["time"] for idea in last["ideas"]]
+        assert [side["role"] for side in last["sides"]] == ["idea", "idea", "base"] and last[
+            "folder"
+        ] == str(only_race(repo)[0])
+        assert {"ratio": 1, "low": None, "high": None, "p": None} in [
+            idea["time"] for idea in last["ideas"]
+        ]
 
 
 # Races that die
 
+
 def start(repo, *arguments, **keywords):
-    words = [sys.executable, "-c", DRIVER.format(launch=str(ROOT / "launch"), root=str(repo)), *arguments]
-    return subprocess.Popen(words, stderr=subprocess.PIPE, text=True, **{"stdout": subprocess.DEVNULL, **keywords})
+    words = [
+        sys.executable,
+        "-c",
+        DRIVER.format(launch=str(ROOT / "launch"), root=str(repo)),
+        *arguments,
+    ]
+    return subprocess.Popen(
+        words, stderr=subprocess.PIPE, text=True, **{"stdout": subprocess.DEVNULL, **keywords}
+    )
 
 
 def kill(process, repo):
@@ -1051,16 +1616,24 @@ def running(repo):
 def test_a_run_that_is_stopped_leaves_no_process_of_its_group(monkeypatch, heeds):
     """Its launcher may end without its ranks. They heed the interrupt, or are killed."""
     monkeypatch.setattr(race, "PATIENCE_S", 60 if heeds else 0.1)
-    code = "import signal, subprocess\n" + "signal.signal(signal.SIGINT, signal.SIG_IGN)\n" * (not heeds)
+    code = "import signal, subprocess\n" + "signal.signal(signal.SIGINT, signal.SIG_IGN)\n" * (
+        not heeds
+    )
     code += "rank = subprocess.Popen(['sleep', '3600'])\nprint(flush=True)\nrank.wait()"
-    run = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE,
-                           stderr=subprocess.DEVNULL)
+    run = subprocess.Popen(
+        [sys.executable, "-c", code],
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
     run.stdout.readline()
     race.stop(run, [])
     run.communicate(timeout=600)  # the rank holds the pipe until it ends
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process is told of its parent's death")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere no process is told of its parent's death"
+)
 def test_a_race_that_is_killed_leaves_no_run_behind(repo):
     process = start(repo, "-n", "2", "--", "--mood", "sleepy")
     wait_until(lambda: list(repo.glob("logs/*/*.txt")))
@@ -1080,11 +1653,15 @@ def test_a_race_is_not_resumed_beside_a_run_of_it_that_lives(repo, capsys):
     assert len(running(repo)) == 1
     assert race.main(["--resume", str(manifest)]) == 2
     error = capsys.readouterr().err
-    assert f"is still running; wait, or stop it: `fuser {manifest}`" in error and error.count("\n") == 1
+    assert (
+        f"is still running; wait, or stop it: `fuser {manifest}`" in error
+        and error.count("\n") == 1
+    )
     assert manifest.read_bytes() == before and len(running(repo)) == 1
     os.kill(running(repo)[0], signal.SIGKILL)
     with manifest.open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # a process that ends has no command line some time before it frees its lock
+        # a process that ends has no command line some time before it frees its lock
+        fcntl.flock(file, fcntl.LOCK_EX)
     manifest.write_text(manifest.read_text().replace("stubborn", "lively"))
     assert race.main(["--resume", str(manifest)]) == 0
     assert [event["status"] for event in only_race(repo)[2][:2]] == ["started", "lost"]
@@ -1100,24 +1677,48 @@ def test_a_race_goes_on_where_nobody_reads_it(repo):
 
 def test_a_wish_for_a_checkpoint_ends_no_race(repo, tmp_path):
     """From the start on, including the slow import of scipy."""
-    (tmp_path / "scipy.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGUSR1)\n"
-                                       "print('alive', flush=True); os._exit(0)")
-    code = f"import runpy, sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT / 'launch')!r}]; runpy.run_path(" \
-           f"{str(ROOT / 'launch/race.py')!r}, run_name='__main__')"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=600).stdout == b"alive\n"
+    (tmp_path / "scipy.py").write_text(
+        "import os, signal; os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "print('alive', flush=True); os._exit(0)"
+    )
+    code = (
+        f"import runpy, sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT / 'launch')!r}];"
+        f" runpy.run_path({str(ROOT / 'launch/race.py')!r}, run_name='__main__')"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=600).stdout
+        == b"alive\n"
+    )
 
 
 def test_what_the_environment_says_to_python_does_not_reach_a_run(repo, monkeypatch, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(f"open({str(tmp_path / 'seen')!r}, 'w')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert race.main(["-n", "1"]) == 0
-    assert logs.read([str(only_race(repo)[0])]).runs[0].start["isolated"] == 1 and not (tmp_path / "seen").exists()
+    assert (
+        logs.read([str(only_race(repo)[0])]).runs[0].start["isolated"] == 1
+        and not (tmp_path / "seen").exists()
+    )
     assert not [name for name in race.environment() if name.startswith("PYTHON")]
 
 
 def test_data_paths_are_those_of_the_checkout():
-    given = ["--train_files", "x/../data/x/*.bin", "--val_files=/y/*.bin", "--seed=3", "--init_from", "logs/m.pt"]
-    kept = ["--train_files", "data/x/*.bin", "--val_files", "/y/*.bin", "--init_from", str(ROOT / "logs/m.pt")]
+    given = [
+        "--train_files",
+        "x/../data/x/*.bin",
+        "--val_files=/y/*.bin",
+        "--seed=3",
+        "--init_from",
+        "logs/m.pt",
+    ]
+    kept = [
+        "--train_files",
+        "data/x/*.bin",
+        "--val_files",
+        "/y/*.bin",
+        "--init_from",
+        str(ROOT / "logs/m.pt"),
+    ]
     assert race.check_flags(given) == (3, kept)
 
 
@@ -1128,24 +1729,52 @@ def test_the_real_script_through_the_launcher(tmp_path, monkeypatch, forked):  #
     for name in "train_gpt.py", "frontier.py":
         shutil.copy(ROOT / name, tmp_path)
     for folder in "launch", "records":
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("2*", "*.html"))
+        shutil.copytree(
+            ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("2*", "*.html")
+        )
     (tmp_path / "changed").mkdir()  # what could change every clock
     seen = tmp_path / "seen"
-    (tmp_path / "changed/sitecustomize.py").write_text(f"import sys; print(sys.orig_argv, file=open({str(seen)!r}, 'a'))")
-    values = {**TINY, "preset": "laptop", "num_steps": 4, "layers": "S0M SM LM",
-              "backout_layer": 1, "train_files": "toy_train_*.bin", "val_files": "toy_val_*.bin"}
-    flags = [f"--{name}={str(v).lower() if isinstance(v, bool) else v}" for name, v in values.items()]
-    done = subprocess.run([sys.executable, "launch/race.py", "-n", "1", "--json", "--", *flags, "--save_model=true"], cwd=tmp_path,
-                          capture_output=True, text=True,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path / "changed")})
-    assert done.returncode == json.loads(done.stdout.splitlines()[-1])["status"] == 0, done.stdout + done.stderr
+    (tmp_path / "changed/sitecustomize.py").write_text(
+        f"import sys; print(sys.orig_argv, file=open({str(seen)!r}, 'a'))"
+    )
+    values = {
+        **TINY,
+        "preset": "laptop",
+        "num_steps": 4,
+        "layers": "S0M SM LM",
+        "backout_layer": 1,
+        "train_files": "toy_train_*.bin",
+        "val_files": "toy_val_*.bin",
+    }
+    flags = [
+        f"--{name}={str(v).lower() if isinstance(v, bool) else v}" for name, v in values.items()
+    ]
+    done = subprocess.run(
+        [sys.executable, "launch/race.py", "-n", "1", "--json", "--", *flags, "--save_model=true"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path / "changed")},
+    )
+    assert done.returncode == json.loads(done.stdout.splitlines()[-1])["status"] == 0, (
+        done.stdout + done.stderr
+    )
     (folder,) = (tmp_path / "logs").iterdir()
     assert len(logs.read([str(folder)]).runs) == 1
-    assert not [line for line in seen.read_text().splitlines() if "torch" in line or "train_gpt" in line]  # by race.py alone
+    # by race.py alone
+    assert not [
+        line for line in seen.read_text().splitlines() if "torch" in line or "train_gpt" in line
+    ]
     assert (folder / "race.png").exists() == bool(importlib.util.find_spec("matplotlib"))
     monkeypatch.setattr(verify, "UNNAMED_S", 0.2)  # the tests' machine may be busy
     findings = verify.verify(verify.parse([str(folder)]))
     assert not [finding for finding in findings if finding.verdict == "fail"]
-    assert "pass" in {finding.verdict for finding in findings if finding.rule == "every run is accounted for"}
-    models = verify.verify(verify.parse([str(folder), "--rerun", str(folder), "--data", str(tmp_path)]))[-len(examine.RULES):]
-    assert {finding.rule: finding.verdict for finding in models} == dict.fromkeys(examine.RULES, "pass")
+    assert "pass" in {
+        finding.verdict for finding in findings if finding.rule == "every run is accounted for"
+    }
+    models = verify.verify(
+        verify.parse([str(folder), "--rerun", str(folder), "--data", str(tmp_path)])
+    )[-len(examine.RULES) :]
+    assert {finding.rule: finding.verdict for finding in models} == dict.fromkeys(
+        examine.RULES, "pass"
+    )

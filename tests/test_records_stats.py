@@ -1,4 +1,5 @@
-"""records/stats.py: known answers, the promised error rates by simulation, and every refusal and warning."""
+"""records/stats.py: known answers, the promised error rates by simulation, and every refusal and
+warning."""
 
 import functools
 import hashlib
@@ -26,18 +27,29 @@ TIMES_BEFORE = [141.654, 141.413, 141.467, 141.516]
 
 
 def log(loss, seconds, source="new", gpus=8, steps=20, start=None, clock_reset=None):
-    """Return a log in this project's or the community's form. clock_reset: a step at which its clock is reset."""
+    """Return a log in this project's or the community's form. clock_reset: a step at which its
+    clock is reset."""
     lines = [] if start is None else [json.dumps({"run_id": f"{seconds}", **start})]
     for step in range(1, steps + 1):
-        late = seconds * 1000 * (step / steps) - (0 if clock_reset is None or step < clock_reset else seconds * 400)
+        late = seconds * 1000 * (step / steps) - (
+            0 if clock_reset is None or step < clock_reset else seconds * 400
+        )
         lines.append(f"step:{step}/{steps} train_time:{round(late)}ms step_avg:1.00ms")
         if step % 5 == 0 and step < steps:
-            lines.append(f"step:{step}/{steps} val_loss:{9 - 5 * step / steps + loss / 99:.4f} "
-                         f"train_time:{round(late) + 1}ms step_avg:1.00ms")
-    lines.append(f"step:{steps}/{steps} val_loss:{loss:.4f} train_time:{round(seconds * 1000)}ms step_avg:1.00ms")
+            lines.append(
+                f"step:{step}/{steps} val_loss:{9 - 5 * step / steps + loss / 99:.4f} "
+                f"train_time:{round(late) + 1}ms step_avg:1.00ms"
+            )
+    lines.append(
+        f"step:{steps}/{steps} val_loss:{loss:.4f} train_time:{round(seconds * 1000)}ms"
+        " step_avg:1.00ms"
+    )
     if start is not None:
         lines.append(json.dumps({"end": {"final_val_loss": loss}}))
-    table = "\n".join(f"|   {i}  NVIDIA H100 80GB HBM3    On  |   00000000:6{i}:00.0 Off |   0 |" for i in range(gpus))
+    table = "\n".join(
+        f"|   {i}  NVIDIA H100 80GB HBM3    On  |   00000000:6{i}:00.0 Off |   0 |"
+        for i in range(gpus)
+    )
     bar = "=" * 100
     return f"source = {source!r}\n{bar}\n{table}\n{bar}\n" + "\n".join(lines) + "\n"
 
@@ -45,11 +57,15 @@ def log(loss, seconds, source="new", gpus=8, steps=20, start=None, clock_reset=N
 @pytest.fixture
 def write(tmp_path):
     """Write a folder of logs -> its path."""
+
     def write(folder, contents):
         (tmp_path / folder).mkdir(exist_ok=True)
         for content in contents:
-            (tmp_path / folder / f"{len(list((tmp_path / folder).iterdir()))}.txt").write_text(content)
+            (tmp_path / folder / f"{len(list((tmp_path / folder).iterdir()))}.txt").write_text(
+                content
+            )
         return str(tmp_path / folder)
+
     return write
 
 
@@ -60,58 +76,101 @@ def new(write):
 
 @pytest.fixture
 def old(write):
-    return write("old", (log(3.278 + i / 2000, seconds, "old") for i, seconds in enumerate(TIMES_BEFORE)))
+    return write(
+        "old", (log(3.278 + i / 2000, seconds, "old") for i, seconds in enumerate(TIMES_BEFORE))
+    )
 
 
 @pytest.fixture
 def judge(capsys):
     """Run the command in this process -> (exit status, stdout, stderr)."""
+
     def judge(*arguments):
         status = stats.main([str(argument) for argument in arguments])
         return status, *capsys.readouterr()
+
     return judge
 
 
 @pytest.fixture
 def refusal(judge):
     """Require that the input cannot be judged -> the message, one line."""
+
     def refusal(*arguments):
         status, out, err = judge(*arguments)
-        assert status == 2 and err.count("\n") == 1 and "Traceback" not in out and "The claim" not in out
+        assert (
+            status == 2
+            and err.count("\n") == 1
+            and "Traceback" not in out
+            and "The claim" not in out
+        )
         return err
+
     return refusal
 
 
 # Known answers
 
+
 def test_the_loss_verdict_of_the_known_runs(new, judge):
     status, out, _ = judge(new, "--json")
     report = json.loads(out)
-    loss, time = report["claim"]["loss"], report["claim"]["time"]
-    assert status == report["status"] == 0 and report["verdict"] == "claim holds" and out.count("\n") == 1
-    assert report["sides"] == [{"name": "the set", "role": "base", "n": 10, "loss": {"mean": loss["mean"], "sd": loss["sd"]},
-                                "seconds": {"mean": time["mean"], "sd": time["sd"]}}] and report["folder"] == new
+    loss = report["claim"]["loss"]
+    time = report["claim"]["time"]
+    assert (
+        status == report["status"] == 0
+        and report["verdict"] == "claim holds"
+        and out.count("\n") == 1
+    )
+    assert (
+        report["sides"]
+        == [
+            {
+                "name": "the set",
+                "role": "base",
+                "n": 10,
+                "loss": {"mean": loss["mean"], "sd": loss["sd"]},
+                "seconds": {"mean": time["mean"], "sd": time["sd"]},
+            }
+        ]
+        and report["folder"] == new
+    )
     assert loss["n"] == 10 and loss["mean"] == pytest.approx(3.27714, abs=1e-9)
-    assert loss["sd"] == pytest.approx(0.0014645, abs=5e-8) and (loss["min"], loss["max"]) == (3.2739, 3.2786)
+    assert loss["sd"] == pytest.approx(0.0014645, abs=5e-8) and (loss["min"], loss["max"]) == (
+        3.2739,
+        3.2786,
+    )
     assert loss["p"] == pytest.approx(8.182e-5, abs=5e-9) and loss["target"] == 3.28
-    assert time["mean"] == pytest.approx(140.8131, abs=5e-5) and time["sd"] == pytest.approx(0.0760, abs=5e-5)
+    assert time["mean"] == pytest.approx(140.8131, abs=5e-5) and time["sd"] == pytest.approx(
+        0.0760, abs=5e-5
+    )
 
 
 def test_the_comparison_of_the_known_runs(new, old, judge):
     status, out, _ = judge(new, "--vs", old, "--json")
     report = json.loads(out)
     compared = report["claim"]["comparison"]
-    assert status == 0 and (report["verdict"], report["best"], report["folder"]) == ("better", "the set", None)
+    assert status == 0 and (report["verdict"], report["best"], report["folder"]) == (
+        "better",
+        "the set",
+        None,
+    )
     assert compared["other"]["mean"] == pytest.approx(141.5125)
     assert compared["other"]["sd"] == pytest.approx(0.1033, abs=5e-5)
-    assert compared["t"] == pytest.approx(-12.2785, abs=5e-5) and compared["df"] == pytest.approx(4.372, abs=5e-4)
+    assert compared["t"] == pytest.approx(-12.2785, abs=5e-5) and compared["df"] == pytest.approx(
+        4.372, abs=5e-4
+    )
     assert compared["p_two_sided"] == pytest.approx(1.490e-4, abs=5e-8)
     assert compared["difference"] == pytest.approx(-0.6994)
     (verdict,) = report["ideas"]
     wanted = scipy.stats.ttest_ind(np.log(TIMES), np.log(TIMES_BEFORE), equal_var=False)
     assert verdict["time"]["p"] == compared["p_two_sided"] == 2 * compared["p"]
-    assert verdict["time"]["ratio"] == pytest.approx(scipy.stats.gmean(TIMES) / scipy.stats.gmean(TIMES_BEFORE))
-    assert (verdict["time"]["low"], verdict["time"]["high"]) == pytest.approx(np.exp(wanted.confidence_interval(0.95)))
+    assert verdict["time"]["ratio"] == pytest.approx(
+        scipy.stats.gmean(TIMES) / scipy.stats.gmean(TIMES_BEFORE)
+    )
+    assert (verdict["time"]["low"], verdict["time"]["high"]) == pytest.approx(
+        np.exp(wanted.confidence_interval(0.95))
+    )
     assert report["reason"].endswith("; time: lower by 0.49 % (p = 0.00015)")
 
 
@@ -123,7 +182,8 @@ def test_the_plan_of_a_loss(margin, n):
 
 @pytest.mark.parametrize("margin, n", [(0.2, 6), (0.1, 15)])
 def test_the_plan_of_a_time(margin, n):
-    """For 0.2 s five runs a side have power 0.892 by Welch's test, which decides (the pooled test has 0.917)."""
+    """For 0.2 s five runs a side have power 0.892 by Welch's test, which decides (the pooled test
+    has 0.917)."""
     assert stats.runs_needed(0.07, margin, 0.01, 0.9, sets=2) == n
     assert stats.power(5, 0.07, 0.2, 0.01, sets=2) == pytest.approx(0.892, abs=5e-4)
 
@@ -151,7 +211,8 @@ def test_a_wrong_claim_passes_with_probability_alpha(alpha):
 def test_interleaved_runs_that_share_the_machines_drift_are_told_apart_by_the_paired_test():
     draw = np.random.default_rng(2)
     drift = draw.normal(140, 1.0, (TRIALS, 10))
-    times, others = drift + draw.normal(0, 0.07, (TRIALS, 10)), drift + draw.normal(0.2, 0.07, (TRIALS, 10))
+    times = drift + draw.normal(0, 0.07, (TRIALS, 10))
+    others = drift + draw.normal(0.2, 0.07, (TRIALS, 10))
     assert np.mean(stats.paired_t_less(times, others).pvalue < 0.01) > 0.99
     assert np.mean(stats.welch_t_less(times, others).pvalue < 0.01) < 0.05
 
@@ -164,24 +225,44 @@ def test_a_planned_claim_against_a_target_is_found_as_often_as_promised(margin):
     assert within(found, stats.power(n, 0.0013, margin, 0.01)) and found > 0.89
 
 
-@pytest.mark.parametrize("n, sds, margin", [
-    (2, (0.07, 0.07), 0.6), (5, (0.07, 0.07), 0.2), (15, (0.07, 0.07), 0.1), (4, (0.2, 0.02), 0.5), (8, (0.03, 0.15), 0.2)])
+@pytest.mark.parametrize(
+    "n, sds, margin",
+    [
+        (2, (0.07, 0.07), 0.6),
+        (5, (0.07, 0.07), 0.2),
+        (15, (0.07, 0.07), 0.1),
+        (4, (0.2, 0.02), 0.5),
+        (8, (0.03, 0.15), 0.2),
+    ],
+)
 def test_a_planned_comparison_is_found_as_often_as_promised(n, sds, margin):
     draw = np.random.default_rng(4)
-    times, others = draw.normal(140 - margin, sds[0], (TRIALS, n)), draw.normal(140, sds[1], (TRIALS, n))
+    times = draw.normal(140 - margin, sds[0], (TRIALS, n))
+    others = draw.normal(140, sds[1], (TRIALS, n))
     found = np.mean(stats.welch_t_less(times, others).pvalue < 0.01)
     assert within(found, stats.power(n, sds[0], margin, 0.01, sets=2, other_sd=sds[1]))
 
 
 # Looks that keep alpha
 
+
 def looked_at(values, most, alpha=0.01):
-    """Apply evaluate_looks to many sets at once -> (claims found, runs taken). values: [sets, most], or two of them"""
-    looks, limits = np.arange(2, most + 1), stats.bounds(most, alpha)
-    tests = [stats.welch_t_less(*(side[:, :n] for side in values)) if len(values) == 2 else
-             stats.one_sample_t_less(values[:, :n], 0) for n in looks]
+    """Apply evaluate_looks to many sets at once -> (claims found, runs taken). values: [sets,
+    most], or two of them"""
+    looks = np.arange(2, most + 1)
+    limits = stats.bounds(most, alpha)
+    tests = [
+        (
+            stats.welch_t_less(*(side[:, :n] for side in values))
+            if len(values) == 2
+            else stats.one_sample_t_less(values[:, :n], 0)
+        )
+        for n in looks
+    ]
     claims = np.array([test.pvalue < limit for test, limit in zip(tests, limits)]).T
-    chances = np.array([stats.predictive_power(test, n, most, limits[-1]) for test, n in zip(tests, looks)]).T
+    chances = np.array(
+        [stats.predictive_power(test, n, most, limits[-1]) for test, n in zip(tests, looks)]
+    ).T
     over = claims | (chances < stats.FUTILE)
     over[:, -1] = True
     last = over.argmax(1)
@@ -195,7 +276,9 @@ def test_looking_after_every_run_passes_a_wrong_claim_with_probability_alpha(mos
     assert within(np.mean(without_futility), alpha)  # exact: ended by the claim alone
     assert np.mean(claims) <= np.mean(without_futility)
     if most == 20:  # what the bounds are there for
-        naive = [stats.one_sample_t_less(runs[:, :n], 0).pvalue < alpha for n in range(2, most + 1, 3)]
+        naive = [
+            stats.one_sample_t_less(runs[:, :n], 0).pvalue < alpha for n in range(2, most + 1, 3)
+        ]
         assert np.mean(np.any(naive, 0)) > 3 * alpha
 
 
@@ -210,7 +293,9 @@ def test_looks_by_welchs_test_keep_alpha_too(sds):
 @pytest.mark.parametrize("n", [6, 10])
 def test_a_race_until_decided_has_the_plans_power_with_fewer_runs(n):
     """Expected runs: 86 to 97 % of the fixed plan's with the planned margin, half without any."""
-    margin = next(margin for margin in np.arange(0.5, 3, 0.01) if stats.power(n, 1, margin, 0.01) >= 0.9)
+    margin = next(
+        margin for margin in np.arange(0.5, 3, 0.01) if stats.power(n, 1, margin, 0.01) >= 0.9
+    )
     most = int(np.ceil(stats.LONGER * n))
     draw = np.random.default_rng(10)
     claims, taken, _ = looked_at(draw.normal(-margin, 1, (TRIALS, most)), most)
@@ -224,15 +309,25 @@ def test_following_a_race_is_looking_at_it_so():
     runs = np.random.default_rng(11).normal(-0.8, 1, (200, 7))
     claims, taken, _ = looked_at(runs, 7)
     for values, claim, n in zip(runs, claims, taken):
-        stop = stats.evaluate_looks([lambda look: stats.one_sample_t_less(values[:look], 0)], 7, 7, 0.01)
+        stop = stats.evaluate_looks(
+            [lambda look: stats.one_sample_t_less(values[:look], 0)], 7, 7, 0.01
+        )
         assert (stop["n"], stop["outcome"] == "the claim") == (n, claim)
-        assert stats.evaluate_looks([lambda look: stats.one_sample_t_less(values[:look], 0)], n - 1, 7, 0.01) is None
+        assert (
+            stats.evaluate_looks(
+                [lambda look: stats.one_sample_t_less(values[:look], 0)], n - 1, 7, 0.01
+            )
+            is None
+        )
     assert 20 < claims.sum() < 180
 
 
 def test_two_claims_must_both_be_found_and_may_be_at_different_looks():
     def at(n, p):
-        return lambda look: type("Found", (), {"pvalue": p if look >= n else 0.2, "statistic": -1.0})
+        return lambda look: type(
+            "Found", (), {"pvalue": p if look >= n else 0.2, "statistic": -1.0}
+        )
+
     assert stats.evaluate_looks([at(3, 1e-9), at(5, 1e-9)], 8, 8, 0.01)["passed"] == [3, 5]
     stop = stats.evaluate_looks([at(3, 1e-9), at(9, 0)], 8, 8, 0.01)
     assert stop["passed"] == [3, None] and stop["outcome"] == "futility"
@@ -240,8 +335,10 @@ def test_two_claims_must_both_be_found_and_may_be_at_different_looks():
 
 # Losses that are skewed
 
+
 def test_a_right_skew_makes_the_t_test_lenient_and_the_bootstrap_less_so():
-    draw, sets = np.random.default_rng(12), 3000
+    draw = np.random.default_rng(12)
+    sets = 3000
     losses = draw.exponential(1, (sets, 10))
     wrong = stats.one_sample_t_less(losses, 1).pvalue < 0.01
     assert 0.045 < np.mean(wrong) < 0.075
@@ -251,14 +348,17 @@ def test_a_right_skew_makes_the_t_test_lenient_and_the_bootstrap_less_so():
 
 
 def test_intervals_end_where_the_one_sided_test_decides(no_plans):
-    """The upper end of the loss's interval is below the target exactly if p < alpha; the same for times."""
+    """The upper end of the loss's interval is below the target exactly if p < alpha; the same for
+    times."""
     draw = np.random.default_rng(5)
     for shift in draw.uniform(-0.003, 0.003, 100):
         losses = draw.normal(3.28 + shift, 0.0013, 8)
         found = stats.judge_loss(losses, 3.28, 0.01)
         assert (found["interval"][1] < 3.28) == (found["p"] < 0.01)
-        sides = [types.SimpleNamespace(seconds=seconds, declared={})
-                 for seconds in (140 + losses, 143.28 + draw.normal(0, 0.0013, 5))]
+        sides = [
+            types.SimpleNamespace(seconds=seconds, declared={})
+            for seconds in (140 + losses, 143.28 + draw.normal(0, 0.0013, 5))
+        ]
         time = stats.contrast_times(*(side.seconds for side in sides), False, None, 1)
         found = stats.compare_times(sides, types.SimpleNamespace(time=time, paired=False), 0.01)
         assert (found["interval"][1] < 0) == (found["p"] < 0.01)
@@ -266,31 +366,43 @@ def test_intervals_end_where_the_one_sided_test_decides(no_plans):
 
 # Verdicts on a side and its base, by simulation
 
+
 @pytest.fixture
 def no_plans(monkeypatch):
     monkeypatch.setattr(stats, "runs_needed", lambda *_: 9)  # it takes most of the time
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n, paired, skewed", [(3, True, False), (5, True, True), (10, True, False), (3, False, False),
-                                               (10, False, True)])
+@pytest.mark.parametrize(
+    "n, paired, skewed",
+    [(3, True, False), (5, True, True), (10, True, False), (3, False, False), (10, False, True)],
+)
 def test_intervals_cover_the_true_difference_and_p_has_its_size(n, paired, skewed, no_plans):
-    """Pairs share a seed's luck, ten times their own spread. Skewed: exponential losses, whose differences have no skew."""
-    draw, trials = np.random.default_rng(21), 2000
+    """Pairs share a seed's luck, ten times their own spread. Skewed: exponential losses, whose
+    differences have no skew."""
+    draw = np.random.default_rng(21)
+    trials = 2000
     noise = (draw.exponential if skewed else draw.normal)(size=(trials, 2, n))
     shared = 10 * draw.normal(size=(trials, 1, n)) * paired
     ours, base = np.moveaxis(noise + shared, 1, 0)
     found = [stats.contrast(a - 0.7, b, paired, 1, 1) for a, b in zip(ours, base)]
     covered = np.mean([one.low < -0.7 < one.high for one in found])
-    false = np.mean([stats.contrast(a, b, paired, 1, 1).p < stats.LEVEL for a, b in zip(ours[:1000], base)])
-    # within 3 standard errors of 95 and 5 %; fewer false claims where samples are few and Welch's df cautious, or skewed
+    false = np.mean(
+        [stats.contrast(a, b, paired, 1, 1).p < stats.LEVEL for a, b in zip(ours[:1000], base)]
+    )
+    # within 3 standard errors of 95 and 5 %; fewer false claims where samples are few and Welch's
+    # df cautious, or skewed
     cautious = skewed or not paired
-    assert 0.935 < covered < (0.985 if cautious else 0.965) and (0.01 if cautious else 0.03) < false < 0.071
+    assert (
+        0.935 < covered < (0.985 if cautious else 0.965)
+        and (0.01 if cautious else 0.03) < false < 0.071
+    )
 
 
 def test_the_correction_keeps_the_level_over_all_ideas(no_plans):
     """Five ideas that change nothing share a base: at most 5 % of such ladders show one."""
-    draw, shown = np.random.default_rng(22), []
+    draw = np.random.default_rng(22)
+    shown = []
     for _ in range(400):
         losses = draw.normal(size=(6, 5)) + draw.normal(size=5)
         p = [stats.contrast(idea, losses[5], True, 1, 5).p for idea in losses[:5]]
@@ -299,14 +411,27 @@ def test_the_correction_keeps_the_level_over_all_ideas(no_plans):
     assert alone > 0.12 and 0.015 < corrected < 0.071
 
 
-@pytest.mark.parametrize("n, paired", [(3, True), (5, True), (10, True), pytest.param(5, False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "n, paired", [(3, True), (5, True), (10, True), pytest.param(5, False, marks=pytest.mark.slow)]
+)
 def test_a_verdict_asks_for_as_many_runs_as_tell_the_difference(n, paired, monkeypatch):
-    """On average over races the advice is the number that gives the promised power at the true spread."""
+    """On average over races the advice is the number that gives the promised power at the true
+    spread."""
     needed = functools.lru_cache(stats.runs_needed)
-    monkeypatch.setattr(stats, "runs_needed", lambda sd, margin, alpha, wanted, sets, other: needed(
-        max(0.05, round(20 * sd) / 20), margin, alpha, wanted, sets, max(0.05, round(20 * other) / 20)))
+    monkeypatch.setattr(
+        stats,
+        "runs_needed",
+        lambda sd, margin, alpha, wanted, sets, other: needed(
+            max(0.05, round(20 * sd) / 20),
+            margin,
+            alpha,
+            wanted,
+            sets,
+            max(0.05, round(20 * other) / 20),
+        ),
+    )
     draw = np.random.default_rng(23)
-    sides = draw.normal(0, 2 ** -0.5 if paired else 1, (400, 2, n))
+    sides = draw.normal(0, 2**-0.5 if paired else 1, (400, 2, n))
     advised = np.mean([stats.contrast(ours, base, paired, 0.5, 1).needed for ours, base in sides])
     true = stats.runs_needed(1, 0.5, stats.LEVEL / 2, stats.POWER, 1 if paired else 2, 1)
     assert 0.88 < advised / true < 1.12
@@ -317,40 +442,67 @@ def test_the_runs_that_are_asked_for_allow_for_the_correction_of_several_ideas()
     ours, base = np.random.default_rng(26).normal(size=(2, 8))
     alone, among = (stats.contrast(ours, base, True, 0.5, ideas).needed for ideas in (1, 10))
     sd = float(np.std(ours - base, ddof=1))
-    assert alone < among and stats.power(among, sd, 0.5, stats.LEVEL / 20) >= stats.POWER > stats.power(among - 1, sd, 0.5, stats.LEVEL / 20)
+    assert alone < among and stats.power(
+        among, sd, 0.5, stats.LEVEL / 20
+    ) >= stats.POWER > stats.power(among - 1, sd, 0.5, stats.LEVEL / 20)
 
 
-@pytest.mark.parametrize("low, outcome", [(1.01, stats.TRADE_OFF), (0.99, stats.BETTER), (1.0, stats.BETTER)])
+@pytest.mark.parametrize(
+    "low, outcome", [(1.01, stats.TRADE_OFF), (0.99, stats.BETTER), (1.0, stats.BETTER)]
+)
 def test_beside_a_lower_loss_the_time_is_higher_if_its_interval_lies_above_1(low, outcome):
     """Holm's correction for several ideas must not hide that the time rose."""
-    loss, time = stats.Contrast(-0.1, -0.2, -0.05, 0.001, 0.01), stats.Contrast(1.05, low, 1.09, 0.02, 0.2, same=1)
-    assert not time.shown and stats.Verdict("idea", "base", 5, True, 1.0, 1.1, loss, 2.0, 1.9, time).outcome == outcome
+    loss = stats.Contrast(-0.1, -0.2, -0.05, 0.001, 0.01)
+    time = stats.Contrast(1.05, low, 1.09, 0.02, 0.2, same=1)
+    assert (
+        not time.shown
+        and stats.Verdict("idea", "base", 5, True, 1.0, 1.1, loss, 2.0, 1.9, time).outcome
+        == outcome
+    )
 
 
 @pytest.mark.parametrize("factor", [0.3, 0.5])
 def test_a_first_run_that_does_not_count_gives_pairs_their_power_on_a_cold_machine(factor):
-    """The machine starts 1.5 s slow and cools off by this factor a run; ten pairs, a true gain of 0.2 s in 140."""
-    draw, at = np.random.default_rng(24), np.arange(20)
+    """The machine starts 1.5 s slow and cools off by this factor a run; ten pairs, a true gain of
+    0.2 s in 140."""
+    draw = np.random.default_rng(24)
+    at = np.arange(20)
     first = (at // 2 % 2 == 0) == (at % 2 == 0)  # side a's places in a b, b a, a b
     powers = []
     for skipped in (0, 1):
         seconds = 140 + 1.5 * factor ** (at + skipped) + draw.normal(0, 0.07, (4000, 20))
-        powers.append(np.mean(stats.paired_t_less(np.log(seconds[:, first] - 0.2), np.log(seconds[:, ~first])).pvalue < 0.01))
+        powers.append(
+            np.mean(
+                stats.paired_t_less(
+                    np.log(seconds[:, first] - 0.2), np.log(seconds[:, ~first])
+                ).pvalue
+                < 0.01
+            )
+        )
     assert powers[0] < 0.03 and powers[1] > 0.7
 
 
 # Races: n declared before the first run
 
+
 def raced(n, sides="a", declared=None, race_id="r", shift=0.0, skip=(), drift=0.0, seed=0):
     """Return the logs of a race with n runs a side and seeds seed + i.
 
     Side b is slower by shift; the machine slows by drift from run to run."""
-    draw, contents = np.random.default_rng(7), []
+    draw = np.random.default_rng(7)
+    contents = []
     for i in range(1, n + 1):
         for side in sides:
-            seconds = round(140 + drift * i + draw.normal(0, 0.07) + (shift if side == "b" else 0), 3)
+            seconds = round(
+                140 + drift * i + draw.normal(0, 0.07) + (shift if side == "b" else 0), 3
+            )
             race = {"race_id": race_id, "run": i, "declared_n": declared or n, "side": side}
-            content = log(round(draw.normal(3.277, 0.001), 4), seconds, side, start={"race": race, "seed": seed + i})
+            content = log(
+                round(draw.normal(3.277, 0.001), 4),
+                seconds,
+                side,
+                start={"race": race, "seed": seed + i},
+            )
             if (i, side) not in skip:
                 contents.append(content)
     return contents
@@ -358,36 +510,60 @@ def raced(n, sides="a", declared=None, race_id="r", shift=0.0, skip=(), drift=0.
 
 def declare(folder, **words):
     """Write a race.jsonl beside the logs of raced()."""
-    race = {"id": "r", "sides": {side: {"revision": None, "flags": []} for side in "ab"}, "ranks": 8, "n": 10, "seed": 0,
-            "alpha": 0.01, "test": "paired", **words}
+    race = {
+        "id": "r",
+        "sides": {side: {"revision": None, "flags": []} for side in "ab"},
+        "ranks": 8,
+        "n": 10,
+        "seed": 0,
+        "alpha": 0.01,
+        "test": "paired",
+        **words,
+    }
     race["order"] = ["x"] * race["n"] * len(race["sides"])
     (Path(folder) / "race.jsonl").write_text(json.dumps({"race": race}) + "\n")
     return folder
 
 
 def test_the_test_that_was_declared_decides(write, judge, refusal):
-    """On a drifting machine the paired test of log time finds the gain and Welch's does not; the declared one decides.
+    """On a drifting machine the paired test of log time finds the gain and Welch's does not; the
+    declared one decides.
 
     The p of the claim, by hand, is one-sided, that of the table two-sided, of the same test."""
     folder = write("race", raced(10, "ab", shift=0.2, drift=1.0))
     runs = json.loads(judge(folder, "--side", "a", "--json")[1])["runs"]
-    ours, theirs = (np.array([run["train_time_ms"] for run in runs if run["set"] == f"side {side}"]) for side in "ab")
+    ours, theirs = (
+        np.array([run["train_time_ms"] for run in runs if run["set"] == f"side {side}"])
+        for side in "ab"
+    )
     for test, wanted, status in (
-            (None, scipy.stats.ttest_ind(ours, theirs, equal_var=False, alternative="less"), 1),
-            ("unpaired", scipy.stats.ttest_ind(np.log(ours), np.log(theirs), equal_var=False, alternative="less"), 1),
-            ("paired", scipy.stats.ttest_rel(np.log(ours), np.log(theirs), alternative="less"), 0)):
+        (None, scipy.stats.ttest_ind(ours, theirs, equal_var=False, alternative="less"), 1),
+        (
+            "unpaired",
+            scipy.stats.ttest_ind(
+                np.log(ours), np.log(theirs), equal_var=False, alternative="less"
+            ),
+            1,
+        ),
+        ("paired", scipy.stats.ttest_rel(np.log(ours), np.log(theirs), alternative="less"), 0),
+    ):
         if test:
             declare(folder, test=test)
         for side, tail in (("a", wanted.pvalue), ("b", 1 - wanted.pvalue)):
             report = json.loads(judge(folder, "--side", side, "--json")[1])
-            compared, (verdict,) = report["claim"]["comparison"], report["ideas"]
+            compared = report["claim"]["comparison"]
+            (verdict,) = report["ideas"]
             assert compared["p"] == pytest.approx(tail)
             assert verdict["time"]["p"] == pytest.approx(2 * min(tail, 1 - tail))
             assert abs(compared["t"]) == pytest.approx(abs(wanted.statistic))
             assert ("interval" in compared) == (test is None)
         assert judge(folder, "--side", "a")[0] == status
     out = judge(folder, "--side", "a")[1]
-    assert "faster by the paired test of log time (p = " in out and "Welch" not in out and "less than that of" not in out
+    assert (
+        "faster by the paired test of log time (p = " in out
+        and "Welch" not in out
+        and "less than that of" not in out
+    )
     assert judge(declare(folder, id="another"), "--side", "a")[0] == 1  # says nothing of this race
     (Path(folder) / "race.jsonl").write_text('{"race": ' + "[" * 100_000)
     assert judge(folder, "--side", "a")[0] == 2
@@ -398,44 +574,77 @@ def test_the_test_that_was_declared_decides(write, judge, refusal):
 def test_pairs_in_turn_find_through_a_drift_what_welchs_test_does_not():
     """A drift of 0.1 s a run and a true gain of 0.2 s, with runs a b, b a, ..."""
     for n, least, most in ((5, 0.3, 0.6), (10, 0.9, 1)):
-        draw, at = np.random.default_rng(14), np.arange(2 * n)
+        draw = np.random.default_rng(14)
+        at = np.arange(2 * n)
         first = (at // 2 % 2 == 0) == (at % 2 == 0)  # side a's places in a b, b a, a b
         seconds = 140 + 0.1 * at + draw.normal(0, 0.07, (4000, 2 * n))
-        ours, theirs = seconds[:, first] - 0.2, seconds[:, ~first]
-        assert least < np.mean(stats.paired_t_less(np.log(ours), np.log(theirs)).pvalue < 0.01) <= most
+        ours = seconds[:, first] - 0.2
+        theirs = seconds[:, ~first]
+        assert (
+            least < np.mean(stats.paired_t_less(np.log(ours), np.log(theirs)).pvalue < 0.01) <= most
+        )
         assert np.mean(stats.welch_t_less(ours, theirs).pvalue < 0.01) < 0.02
 
 
 def test_losses_and_times_of_two_sides_make_one_verdict(write, judge):
     """By hand; the losses are taken without rounding where the logs state them."""
+
     def exact(content):
         rounded = re.search(r"step:20/20 val_loss:([\d.]+)", content)[1]
         return content + json.dumps({"end": {"final_val_loss": float(f"{rounded}123")}}) + "\n"
+
     folder = declare(write("race", map(exact, raced(10, "ab", shift=0.2))))
     report = json.loads(judge(folder, "--side", "a", "--json")[1])
-    ours, theirs = (np.array([[run["val_loss"] + 1.23e-5, run["train_time_ms"]] for run in report["runs"] if run["set"] == f"side {side}"]).T
-                    for side in "ab")
-    assert report["claim"]["loss"]["p"] == pytest.approx(scipy.stats.ttest_1samp(ours[0], 3.28, alternative="less").pvalue)
-    (found,), wanted = report["ideas"], scipy.stats.ttest_rel(ours[0], theirs[0])
-    assert found["loss"]["difference"] == pytest.approx(np.mean(ours[0] - theirs[0])) and found["loss"]["p"] == pytest.approx(wanted.pvalue)
-    assert (found["loss"]["low"], found["loss"]["high"]) == pytest.approx(tuple(wanted.confidence_interval(0.95)))
+    ours, theirs = (
+        np.array(
+            [
+                [run["val_loss"] + 1.23e-5, run["train_time_ms"]]
+                for run in report["runs"]
+                if run["set"] == f"side {side}"
+            ]
+        ).T
+        for side in "ab"
+    )
+    assert report["claim"]["loss"]["p"] == pytest.approx(
+        scipy.stats.ttest_1samp(ours[0], 3.28, alternative="less").pvalue
+    )
+    (found,) = report["ideas"]
+    wanted = scipy.stats.ttest_rel(ours[0], theirs[0])
+    assert found["loss"]["difference"] == pytest.approx(np.mean(ours[0] - theirs[0])) and found[
+        "loss"
+    ]["p"] == pytest.approx(wanted.pvalue)
+    assert (found["loss"]["low"], found["loss"]["high"]) == pytest.approx(
+        tuple(wanted.confidence_interval(0.95))
+    )
     side = report["sides"][0]
-    assert side["loss"]["mean"] == pytest.approx(ours[0].mean(), abs=1e-9) and (side["n"], side["role"]) == (10, "idea")
+    assert side["loss"]["mean"] == pytest.approx(ours[0].mean(), abs=1e-9) and (
+        side["n"],
+        side["role"],
+    ) == (10, "idea")
     wanted = scipy.stats.ttest_rel(*np.log([ours[1], theirs[1]]))
     assert found["time"]["p"] == pytest.approx(wanted.pvalue)
-    assert np.log([found["time"]["low"], found["time"]["high"]]) == pytest.approx(tuple(wanted.confidence_interval(0.95)))
+    assert np.log([found["time"]["low"], found["time"]["high"]]) == pytest.approx(
+        tuple(wanted.confidence_interval(0.95))
+    )
     report = json.loads(judge(declare(folder, test="unpaired"), "--side", "a", "--json")[1])
     unpaired = report["ideas"][0]
     assert unpaired["loss"] == found["loss"] and unpaired["time"]["p"] == pytest.approx(
-        scipy.stats.ttest_ind(*np.log([ours[1], theirs[1]]), equal_var=False).pvalue)
+        scipy.stats.ttest_ind(*np.log([ours[1], theirs[1]]), equal_var=False).pvalue
+    )
     shown = judge(folder, "--side", "a")[1]
     assert f"{report['reason']}." in " ".join(shown.split())
 
 
 # Races that run until they are decided
 
+
 def until_decided(write, n, most=12, shift=0.2, **words):
-    return declare(write(f"{n}{shift}", raced(n, "ab", declared=most, shift=shift)), n=most, until_decided=True, **words)
+    return declare(
+        write(f"{n}{shift}", raced(n, "ab", declared=most, shift=shift)),
+        n=most,
+        until_decided=True,
+        **words,
+    )
 
 
 def test_a_race_until_decided_is_judged_by_its_bounds(write, judge, refusal):
@@ -447,11 +656,21 @@ def test_a_race_until_decided_is_judged_by_its_bounds(write, judge, refusal):
     assert status == 0 and 4 < n < 10 and stop["n"] == n and stop["outcome"] == "the claim"
     assert stop["bound"] == stats.bounds(12, 0.01)[n - 2] < 0.01
     status, out, _ = judge(folder, "--side", "a")
-    assert f"decided for the claim after {n} of at most 12 runs, at alpha 0.01 over all looks" in out
-    assert f"Looks: decided for the claim after {n} of at most 12 runs, where p had to be below 0.00" in out
+    assert (
+        f"decided for the claim after {n} of at most 12 runs, at alpha 0.01 over all looks" in out
+    )
+    assert (
+        f"Looks: decided for the claim after {n} of at most 12 runs, where p had to be below 0.00"
+        in out
+    )
     further = until_decided(write, n + 1)
-    assert f"the race was decided after {n} runs and continued to {n + 1}; the decision stands" in judge(further, "--side", "a")[1]
-    assert "declared to run until it is decided at alpha 0.01, not 0.05" in refusal(folder, "--side", "a", "--alpha", .05)
+    assert (
+        f"the race was decided after {n} runs and continued to {n + 1}; the decision stands"
+        in judge(further, "--side", "a")[1]
+    )
+    assert "declared to run until it is decided at alpha 0.01, not 0.05" in refusal(
+        folder, "--side", "a", "--alpha", 0.05
+    )
     for path in Path(folder).glob("*.txt"):
         if '"run": 2, "declared_n": 12, "side": "b"' in path.read_text():
             path.unlink()
@@ -459,30 +678,62 @@ def test_a_race_until_decided_is_judged_by_its_bounds(write, judge, refusal):
 
 
 def test_what_is_below_alpha_but_not_below_the_bound_does_not_hold(write, judge):
-    runs = json.loads(judge(declare(write("level", raced(4, "ab")), n=4), "--side", "a", "--json")[1])["runs"]
-    ours, theirs = (np.array([run["train_time_ms"] for run in runs if run["set"] == f"side {side}"]) for side in "ab")
-    shift = next(shift for shift in np.arange(0, 2, 0.001) if
-                 stats.bounds(4, 0.01)[-1] < stats.paired_t_less(np.log(ours), np.log(theirs + 1000 * shift)).pvalue < 0.01)
+    runs = json.loads(
+        judge(declare(write("level", raced(4, "ab")), n=4), "--side", "a", "--json")[1]
+    )["runs"]
+    ours, theirs = (
+        np.array([run["train_time_ms"] for run in runs if run["set"] == f"side {side}"])
+        for side in "ab"
+    )
+    shift = next(
+        shift
+        for shift in np.arange(0, 2, 0.001)
+        if stats.bounds(4, 0.01)[-1]
+        < stats.paired_t_less(np.log(ours), np.log(theirs + 1000 * shift)).pvalue
+        < 0.01
+    )
     status, out, _ = judge(until_decided(write, 4, 4, round(shift, 3)), "--side", "a", "--json")
     report = json.loads(out)
-    assert report["claim"]["stop"]["bound"] < report["claim"]["comparison"]["p"] < 0.01 and status == 1
-    assert report["claim"]["stop"]["outcome"] == "the last look" and not report["claim"]["comparison"]["significant"]
+    assert (
+        report["claim"]["stop"]["bound"] < report["claim"]["comparison"]["p"] < 0.01 and status == 1
+    )
+    assert (
+        report["claim"]["stop"]["outcome"] == "the last look"
+        and not report["claim"]["comparison"]["significant"]
+    )
 
 
 @pytest.mark.parametrize("test", ["paired", "unpaired"])
 def test_a_race_until_decided_ends_for_want_of_a_chance(write, judge, test):
-    n = next(n for n in range(2, 13) if judge(until_decided(write, n, shift=-0.05, test=test), "--side", "a")[0] != 2)
+    n = next(
+        n
+        for n in range(2, 13)
+        if judge(until_decided(write, n, shift=-0.05, test=test), "--side", "a")[0] != 2
+    )
     status, out, _ = judge(until_decided(write, n, shift=-0.05, test=test), "--side", "a")
-    assert status == 1 and n < 8 and f"not significantly faster{' by the paired test of log time' * (test == 'paired')}" in out
+    assert (
+        status == 1
+        and n < 8
+        and f"not significantly faster{' by the paired test of log time' * (test == 'paired')}"
+        in out
+    )
     assert f"decided for futility after {n} of at most 12 runs" in out
 
 
 def test_pairs_are_looked_at_in_the_order_of_their_runs(write, judge):
     """Runs 10 to 12 come after run 9, so that they do not change what was decided before."""
-    decided = json.loads(judge(until_decided(write, 12), "--side", "a", "--json")[1])["claim"]["stop"]
+    decided = json.loads(judge(until_decided(write, 12), "--side", "a", "--json")[1])["claim"][
+        "stop"
+    ]
     contents = raced(12, "ab", declared=12, shift=0.2)
-    slow = [re.sub(r"train_time:(\d+)", lambda ms: f"train_time:{2 * int(ms[1])}", content)
-            if re.search('"run": 1[012].*"side": "a"', content) else content for content in contents]
+    slow = [
+        (
+            re.sub(r"train_time:(\d+)", lambda ms: f"train_time:{2 * int(ms[1])}", content)
+            if re.search('"run": 1[012].*"side": "a"', content)
+            else content
+        )
+        for content in contents
+    ]
     assert slow != contents and decided["n"] < 10
     folder = declare(write("slow", slow), n=12, until_decided=True)
     assert json.loads(judge(folder, "--side", "a", "--json")[1])["claim"]["stop"] == decided
@@ -492,39 +743,83 @@ def test_a_race_until_decided_is_not_decided_by_skewed_losses_alone(write, judge
     """The t-test passes these losses, and the bootstrap-t, which allows for the skew, does not."""
     losses = np.round(3.28 - 0.001 * np.array([0.2, 0.95, 0.9, 0.97, 0.93, 0.96]), 6)
     assert stats.one_sample_t_less(losses, 3.28).pvalue < stats.bounds(6, 0.01)[-1]
-    contents = [re.sub("val_loss(:|.: )3.27.*?(?=[ }])", rf"val_loss\g<1>{losses[i]:.6f}", content)
-                for i, content in enumerate(raced(6, declared=6))]
-    race = declare(write("skewed", contents), until_decided=True, n=6, sides={"": {"revision": None, "flags": []}})
+    contents = [
+        re.sub("val_loss(:|.: )3.27.*?(?=[ }])", rf"val_loss\g<1>{losses[i]:.6f}", content)
+        for i, content in enumerate(raced(6, declared=6))
+    ]
+    race = declare(
+        write("skewed", contents),
+        until_decided=True,
+        n=6,
+        sides={"": {"revision": None, "flags": []}},
+    )
     status, out, _ = judge(race, "--json")
     report = json.loads(out)
-    assert report["claim"]["loss"]["p"] < report["claim"]["stop"]["bound"] and stats.bootstrap_t_less(losses, 3.28) > 0.01
-    assert status == 1 and not report["claim"]["loss"]["significant"] and report["claim"]["stop"]["outcome"] == "the last look"
+    assert (
+        report["claim"]["loss"]["p"] < report["claim"]["stop"]["bound"]
+        and stats.bootstrap_t_less(losses, 3.28) > 0.01
+    )
+    assert (
+        status == 1
+        and not report["claim"]["loss"]["significant"]
+        and report["claim"]["stop"]["outcome"] == "the last look"
+    )
 
 
 def test_equal_losses_decide_no_race(write, refusal):
-    """Two losses with four decimals are equal and below the target in 1 % of races without a gain; their t-test has p = 0."""
+    """Two losses with four decimals are equal and below the target in 1 % of races without a gain;
+    their t-test has p = 0."""
     losses = [3.2795, 3.2795, 3.2801]
-    contents = [re.sub("val_loss(:|.: )3.27.*?(?=[ }])", rf"val_loss\g<1>{loss:.4f}", content) for loss, content in zip(losses, raced(3, declared=7))]
+    contents = [
+        re.sub("val_loss(:|.: )3.27.*?(?=[ }])", rf"val_loss\g<1>{loss:.4f}", content)
+        for loss, content in zip(losses, raced(3, declared=7))
+    ]
     assert stats.one_sample_t_less(losses[:2], 3.28).pvalue == 0
-    race = declare(write("equal", contents), until_decided=True, n=7, sides={"": {"revision": None, "flags": []}})
+    race = declare(
+        write("equal", contents),
+        until_decided=True,
+        n=7,
+        sides={"": {"revision": None, "flags": []}},
+    )
     assert "after 3 of at most 7 runs it is not" in refusal(race)
 
 
 def test_a_race_of_one_version_until_decided(write, judge, refusal):
     def race(n):
-        return declare(write(f"one{n}", raced(n, declared=10)), until_decided=True, sides={"": {"revision": None, "flags": []}})
+        return declare(
+            write(f"one{n}", raced(n, declared=10)),
+            until_decided=True,
+            sides={"": {"revision": None, "flags": []}},
+        )
+
     n = next(n for n in range(2, 10) if judge(race(n))[0] != 2)
     assert 3 < n < 9 and judge(race(n))[0] == 0 and "after 2 of at most 10 runs" in refusal(race(2))
 
 
 # One line
 
+
 def test_what_cannot_be_judged_is_said_in_300_characters(write, capsys):
-    many = write("many", (log(3.27 + i / 9999, 140 + i / 9, f"source {i}", start={"seed": i, "config": {"x": "y" * 400 + str(i)}})
-                          for i in range(300)))
-    seeds = write("seeds", (log(3.27 + i / 9999, 140 + i / 9, start={"seed": 1}) for i in range(300)))
-    for arguments, end in (([many], "(of the second set --vs-source).\n"), ([seeds], "distinct seeds.\n"),
-                           ([f"{many}/nothing{i}.txt" for i in range(100)], "check the path and its permissions.\n")):
+    many = write(
+        "many",
+        (
+            log(
+                3.27 + i / 9999,
+                140 + i / 9,
+                f"source {i}",
+                start={"seed": i, "config": {"x": "y" * 400 + str(i)}},
+            )
+            for i in range(300)
+        ),
+    )
+    seeds = write(
+        "seeds", (log(3.27 + i / 9999, 140 + i / 9, start={"seed": 1}) for i in range(300))
+    )
+    for arguments, end in (
+        ([many], "(of the second set --vs-source).\n"),
+        ([seeds], "distinct seeds.\n"),
+        ([f"{many}/nothing{i}.txt" for i in range(100)], "check the path and its permissions.\n"),
+    ):
         assert stats.main(arguments) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and len(error) <= 301 and error.endswith(end)
@@ -532,10 +827,24 @@ def test_what_cannot_be_judged_is_said_in_300_characters(write, capsys):
 
 # The command
 
-@pytest.mark.parametrize("arguments", [
-    [], ["x", "--alpha", "2"], ["x", "--target", "nan"], ["x", "--side", "a", "--vs", "y"], ["--plan", "--power", "1"],
-    ["x", "--alp", "0.1"], ["x", "--sd", "1"], ["x", "--margin", "1"],
-    *(["--plan", "--sd", "1", "--margin", "1", *more] for more in (["x"], ["--plot", "x.png"], ["--vs", "x"], ["--side", "a"]))])
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["x", "--alpha", "2"],
+        ["x", "--target", "nan"],
+        ["x", "--side", "a", "--vs", "y"],
+        ["--plan", "--power", "1"],
+        ["x", "--alp", "0.1"],
+        ["x", "--sd", "1"],
+        ["x", "--margin", "1"],
+        *(
+            ["--plan", "--sd", "1", "--margin", "1", *more]
+            for more in (["x"], ["--plot", "x.png"], ["--vs", "x"], ["--side", "a"])
+        ),
+    ],
+)
 def test_flags_that_make_no_sense(arguments, capsys):
     with pytest.raises(SystemExit) as left:
         stats.main(arguments)
@@ -544,7 +853,9 @@ def test_flags_that_make_no_sense(arguments, capsys):
 
 def test_the_plot(new, old, write, judge, refusal, tmp_path):
     pytest.importorskip("matplotlib")
-    llmc = write("llmc", (f"s:0 tel:10.9{i:03}\ns:9 tel:{loss:.4f}\n" for i, loss in enumerate(LOSSES)))
+    llmc = write(
+        "llmc", (f"s:0 tel:10.9{i:03}\ns:9 tel:{loss:.4f}\n" for i, loss in enumerate(LOSSES))
+    )
     os.rename(old, old := str(tmp_path / os.fsdecode(b"\xff")))  # no font has it
     for i, arguments in enumerate(([new, "--vs", old], [llmc])):
         path = tmp_path / f"{i}.png"
@@ -557,40 +868,86 @@ def test_a_short_run_alone_is_drawn_with_its_training_losses(write, judge, monke
     figures = []
     figure = pytest.importorskip("matplotlib.figure").Figure
     monkeypatch.setattr(figure, "savefig", lambda self, *_, **__: figures.append(self))
-    lines = [f"step:{i}/20 train_time:{i}ms step_avg:1.00ms train_loss:{5 - i / 10:.4f}" for i in range(1, 21)]
-    one = write("one", ["\n".join(["x", "=" * 100, *lines, "step:20/20 val_loss:3.2000 train_time:20ms step_avg:1.00ms", ""])])
+    lines = [
+        f"step:{i}/20 train_time:{i}ms step_avg:1.00ms train_loss:{5 - i / 10:.4f}"
+        for i in range(1, 21)
+    ]
+    one = write(
+        "one",
+        [
+            "\n".join(
+                [
+                    "x",
+                    "=" * 100,
+                    *lines,
+                    "step:20/20 val_loss:3.2000 train_time:20ms step_avg:1.00ms",
+                    "",
+                ]
+            )
+        ],
+    )
     status, _, err = judge(one, "--plot", tmp_path / "x.png")
     assert status == 2 and "at least 2 runs" in err
     trained, validated = figures[0].axes[0].lines[:2]
-    assert trained.get_label() == "the set, n = 1" and trained.get_ydata() == pytest.approx([5 - i / 10 for i in range(1, 21)])
+    assert trained.get_label() == "the set, n = 1" and trained.get_ydata() == pytest.approx(
+        [5 - i / 10 for i in range(1, 21)]
+    )
     assert list(validated.get_xydata()[0]) == [0.02, 3.2] and validated.get_marker() == "o"
     assert judge(write("race", raced(3, "ab")), "--side", "a", "--plot", tmp_path / "y.png")[0] < 2
-    styles = [line.get_linestyle() for line in figures[1].axes[0].lines if "n = 3" in str(line.get_label())]
+    styles = [
+        line.get_linestyle()
+        for line in figures[1].axes[0].lines
+        if "n = 3" in str(line.get_label())
+    ]
     assert styles == ["-", "--"], "the base lies dashed over the other side"
-    aimless = [log(3.2 + seed / 99, 9.0 + seed, start={"seed": seed, "target_val_loss": 0}) for seed in range(3)]
+    aimless = [
+        log(3.2 + seed / 99, 9.0 + seed, start={"seed": seed, "target_val_loss": 0})
+        for seed in range(3)
+    ]
     status, _, err = judge(write("aimless", aimless), "--plot", tmp_path / "z.png")
     assert status == 2 and not err
-    labels = [any("target" in str(line.get_label()) for line in found.axes[0].lines) for found in figures]
+    labels = [
+        any("target" in str(line.get_label()) for line in found.axes[0].lines) for found in figures
+    ]
     assert labels == [True, True, False]
 
 
 def test_text_that_no_terminal_shows(write, tmp_path):
-    """A lone surrogate in a side's name, and a byte that is not UTF-8 in a path. The command works from any folder."""
-    folder = write("odd", [content.replace('"side": "b"', '"side": "\\ud800"') for content in raced(9, "ab")])
+    """A lone surrogate in a side's name, and a byte that is not UTF-8 in a path. The command works
+    from any folder."""
+    folder = write(
+        "odd", [content.replace('"side": "b"', '"side": "\\ud800"') for content in raced(9, "ab")]
+    )
     name = os.fsdecode(b"\xff")
     os.rename(folder, tmp_path / name)
-    done = subprocess.run([sys.executable, str(RECORDS / "stats.py"), name, "--side", "a"], cwd=tmp_path,
-                          capture_output=True, text=True, env={"PYTHONIOENCODING": "utf-8:strict"})
-    assert done.returncode == 1 and not done.stderr and "\\ud" in done.stdout and "The claim does not hold" in done.stdout
+    done = subprocess.run(
+        [sys.executable, str(RECORDS / "stats.py"), name, "--side", "a"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={"PYTHONIOENCODING": "utf-8:strict"},
+    )
+    assert (
+        done.returncode == 1
+        and not done.stderr
+        and "\\ud" in done.stdout
+        and "The claim does not hold" in done.stdout
+    )
 
 
 def test_json_states_plans_and_sets_without_a_verdict(new, write, judge):
     found = json.loads(judge("--plan", "--json", "--sd", 0.0013, "--margin", 0.002)[1])
     assert [needed["runs"] for needed in found["needed"]] == [9, 13]
-    one, no_target = write("one", [log(3.2775, 140.9), "no log\n"]), write("no_target", NO_TARGET)
+    one = write("one", [log(3.2775, 140.9), "no log\n"])
+    no_target = write("no_target", NO_TARGET)
     status, out, _ = judge("--json", one)
     report = json.loads(out)
-    assert status == 2 and report["verdict"] == json.loads(judge("--plan", "--json", "--sd", 1)[1])["verdict"] == "not judged"
+    assert (
+        status == 2
+        and report["verdict"]
+        == json.loads(judge("--plan", "--json", "--sd", 1)[1])["verdict"]
+        == "not judged"
+    )
     assert report["runs"][0]["val_loss"] == 3.2775 and len(report["left_out"]) == 1
     report = json.loads(judge(no_target, "--side", "a", "--json")[1])
     assert report["claim"] is None and len(report["ideas"]) == 1
@@ -598,13 +955,22 @@ def test_json_states_plans_and_sets_without_a_verdict(new, write, judge):
 
 # What it prints: tests/golden/stats.txt
 
+
 def ends_in(said):
-    return ("race.jsonl", '{"race": {"id": "r", "n": 10, "seed": 0, "ranks": 8, "sides": {"": {"revision": null, "flags": []}}, ' + said + "}}\n")
+    return (
+        "race.jsonl",
+        '{"race": {"id": "r", "n": 10, "seed": 0, "ranks": 8, "sides": {"": {"revision": null,'
+        ' "flags": []}}, ' + said + "}}\n",
+    )
 
 
 def started(change=lambda i: {}, losses=LOSSES, times=TIMES, **same):
-    """Return ten logs of our own form. change(i): what run i states in its first line; same: what all state."""
-    return [log(loss, seconds, start={**same, **change(i)}) for i, (loss, seconds) in enumerate(zip(losses, times))]
+    """Return ten logs of our own form. change(i): what run i states in its first line; same: what
+    all state."""
+    return [
+        log(loss, seconds, start={**same, **change(i)})
+        for i, (loss, seconds) in enumerate(zip(losses, times))
+    ]
 
 
 def edited(contents, at, edit):
@@ -615,85 +981,247 @@ def resumed(content):
     return content.replace("\nstep:11/", '\n{"resumed": {"from_step": 10}}\nstep:11/', 1)
 
 
-NEW, OLD = [*map(log, LOSSES, TIMES)], [log(3.278 + i / 2000, seconds, "old") for i, seconds in enumerate(TIMES_BEFORE)]
+NEW = [*map(log, LOSSES, TIMES)]
+OLD = [log(3.278 + i / 2000, seconds, "old") for i, seconds in enumerate(TIMES_BEFORE)]
 SKEWED = [3.2701, 3.2702, 3.2700, 3.2703, 3.2701, 3.2702, 3.2704, 3.2700, 3.2702, 3.2790]
 LLM_C = [f"s:0 tel:10.9{i:03}\ns:9 tel:{loss:.4f}\n" for i, loss in enumerate(LOSSES)]
-SOURCES = [log(3.27 + i / 999, 140 + i / 9, f"source {i}") for i in range(17)]  # 17 hashes, 16 first digits
+# 17 hashes, 16 first digits
+SOURCES = [log(3.27 + i / 999, 140 + i / 9, f"source {i}") for i in range(17)]
 FIRST = [hashlib.sha256(f"source = 'source {i}'\n".encode()).hexdigest()[0] for i in range(17)]
-HASHES = {name: hashlib.sha256(f"source = {name!r}\n".encode()).hexdigest()[:8] for name in ("new", "old")}
+HASHES = {
+    name: hashlib.sha256(f"source = {name!r}\n".encode()).hexdigest()[:8] for name in ("new", "old")
+}
 ONE_GPU = [log(loss, t, gpus=1) for loss, t in zip(LOSSES, TIMES)]
-RACE, BOTH, LADDER = raced(10), raced(10, "ab", shift=0.2), raced(5, "ab", shift=0.2)
-OTHER_RACE = [content.replace("train_time:1", "train_time:2") for content in raced(5, race_id="q", seed=5)]
-STEADY = {name: [log(3.27 + i / 999, seconds, name) for i in range(3)] for name, seconds in (("a", 140), ("b", 141), ("zero", 0))}
-LENGTHS = ["\n".join(["import torch", "=" * 100, *(f"s:{step} tel:{5 - step / 1000:.4f}" for step in range(0, last + 1, 250)), ""])
-           for last in (500, 250)]
+RACE = raced(10)
+BOTH = raced(10, "ab", shift=0.2)
+LADDER = raced(5, "ab", shift=0.2)
+OTHER_RACE = [
+    content.replace("train_time:1", "train_time:2") for content in raced(5, race_id="q", seed=5)
+]
+STEADY = {
+    name: [log(3.27 + i / 999, seconds, name) for i in range(3)]
+    for name, seconds in (("a", 140), ("b", 141), ("zero", 0))
+}
+LENGTHS = [
+    "\n".join(
+        [
+            "import torch",
+            "=" * 100,
+            *(f"s:{step} tel:{5 - step / 1000:.4f}" for step in range(0, last + 1, 250)),
+            "",
+        ]
+    )
+    for last in (500, 250)
+]
 NO_TARGET = [content.replace('"seed"', '"target_val_loss": 0, "seed"') for content in LADDER]
 SECOND_SEED = [content.replace('"seed": 2}', '"seed": 1}') for content in RACE]
-RATES = [content.replace('"seed": 2}', f'"seed": 1, "config": {{"lr": {i}, "seed": 1}}}}') for i, content in enumerate(RACE)]
-LATE, EARLY = ([log(loss, t, clock_reset=step) for loss, t in zip(LOSSES, TIMES)] for step in (12, 2))
-NAN, ZERO = ("nan.txt", log(float("nan"), 140)), ("x.txt", log(3.277, 0))
-A, B = (started(lambda i: {"seed": i}, LOSSES, [t + more for t in TIMES], target_val_loss=3.28, config={"val_tokens": 100}) for more in (0, 1))
+RATES = [
+    content.replace('"seed": 2}', f'"seed": 1, "config": {{"lr": {i}, "seed": 1}}}}')
+    for i, content in enumerate(RACE)
+]
+LATE, EARLY = (
+    [log(loss, t, clock_reset=step) for loss, t in zip(LOSSES, TIMES)] for step in (12, 2)
+)
+NAN = ("nan.txt", log(float("nan"), 140))
+ZERO = ("x.txt", log(3.277, 0))
+A, B = (
+    started(
+        lambda i: {"seed": i},
+        LOSSES,
+        [t + more for t in TIMES],
+        target_val_loss=3.28,
+        config={"val_tokens": 100},
+    )
+    for more in (0, 1)
+)
 CASES = [  # exit status, words of the command, logs of the folders a, b and c
-    (0, "a", NEW), (0, "a --vs b", NEW, OLD), (1, "b --vs a", NEW, OLD), (2, "none --json"), (2, "a none/*.txt", NEW),
-    (1, "a --vs b", [log(loss + 0.01, seconds, "bad") for loss, seconds in zip(LOSSES, TIMES)], OLD),
-    (1, "a", [*map(log, [3.2754, 3.2781, 3.2805, 3.2781, 3.2779], [137.554, 137.514, 137.542, 137.635, 137.898])]),
-    (0, "a", [*map(log, SKEWED, TIMES)]), (0, "a", [*map(log, SKEWED[1:], TIMES[1:])]),
-    (1, "a --target 3.2775", NEW), (1, "a --alpha 1e-5", NEW), (0, "a --target 3.3 --alpha 1e-5", NEW),
-    (0, "a --at-target --target 7", NEW), (1, "a", started(target_val_loss=3.2)), (2, "a --target 3.28", started(target_val_loss=3.2)),
+    (0, "a", NEW),
+    (0, "a --vs b", NEW, OLD),
+    (1, "b --vs a", NEW, OLD),
+    (2, "none --json"),
+    (2, "a none/*.txt", NEW),
+    (
+        1,
+        "a --vs b",
+        [log(loss + 0.01, seconds, "bad") for loss, seconds in zip(LOSSES, TIMES)],
+        OLD,
+    ),
+    (
+        1,
+        "a",
+        [
+            *map(
+                log,
+                [3.2754, 3.2781, 3.2805, 3.2781, 3.2779],
+                [137.554, 137.514, 137.542, 137.635, 137.898],
+            )
+        ],
+    ),
+    (0, "a", [*map(log, SKEWED, TIMES)]),
+    (0, "a", [*map(log, SKEWED[1:], TIMES[1:])]),
+    (1, "a --target 3.2775", NEW),
+    (1, "a --alpha 1e-5", NEW),
+    (0, "a --target 3.3 --alpha 1e-5", NEW),
+    (0, "a --at-target --target 7", NEW),
+    (1, "a", started(target_val_loss=3.2)),
+    (2, "a --target 3.28", started(target_val_loss=3.2)),
     (2, "a", started(lambda i: {"target_val_loss": 3.2 + i % 2 / 10})),
-    *((status, f"a{words}", started(target_val_loss=odd)) for odd in ("x", True, float("nan"), float("-inf"), 10 ** 400)
-      for status, words in ((2, ""), (0, " --target 3.28"))),
-    (0, "a", LLM_C), (2, "a --vs b", LLM_C, OLD), 
+    *(
+        (status, f"a{words}", started(target_val_loss=odd))
+        for odd in ("x", True, float("nan"), float("-inf"), 10**400)
+        for status, words in ((2, ""), (0, " --target 3.28"))
+    ),
+    (0, "a", LLM_C),
+    (2, "a --vs b", LLM_C, OLD),
     # several sources, configs, cards or races in a set
-    (2, "a b", NEW, OLD), (0, f"a b --source {HASHES['new']}", NEW, OLD), (2, "a --source 0000", NEW),
-    (2, f"a --source {next(digit for digit in FIRST if FIRST.count(digit) > 1)}", SOURCES), (2, "a --vs b c", NEW, OLD, SOURCES[:3]),
+    (2, "a b", NEW, OLD),
+    (0, f"a b --source {HASHES['new']}", NEW, OLD),
+    (2, "a --source 0000", NEW),
+    (2, f"a --source {next(digit for digit in FIRST if FIRST.count(digit) > 1)}", SOURCES),
+    (2, "a --vs b c", NEW, OLD, SOURCES[:3]),
     (0, f"a --vs b c --vs-source {HASHES['old']}", NEW, OLD, SOURCES[:3]),
-    (0, "a", started(lambda i: {"config": {"lr": 0.1, "seed": i, "race_run": i, "run_id": str(i)}})),
+    (
+        0,
+        "a",
+        started(lambda i: {"config": {"lr": 0.1, "seed": i, "race_run": i, "run_id": str(i)}}),
+    ),
     (2, "a", started(lambda i: {"config": {"lr": 0.1 * (1 + i % 2), "seed": i}})),
-    (2, "a", edited(NEW, 3, lambda _: ONE_GPU[3])), (2, "a --vs b", ONE_GPU, OLD),
-    (0, "a", [text.replace("H100 80GB HBM3 ", "H200           ") if i > 4 else text for i, text in enumerate(NEW)]),
-    *((status, f"{tool}a --vs b", A, [text.replace(*edit) for text in B]) for edit in (
-        ("H100 80GB HBM3 ", "A100-SXM4-80GB "), ("|   7  NVIDIA", "none"), ('"target_val_loss": 3.28', '"target_val_loss": 3.3'),
-        ('"val_tokens": 100', '"val_tokens": 90')) for tool, status in (("", 2), ("verify.py ", 1))),
-    (0, "a --vs b", A, [text.replace("source = ", "Driver Version: 570.1\n" + "=" * 100 + "\nimport a\nsource = ") for text in B]),
+    (2, "a", edited(NEW, 3, lambda _: ONE_GPU[3])),
+    (2, "a --vs b", ONE_GPU, OLD),
+    (
+        0,
+        "a",
+        [
+            text.replace("H100 80GB HBM3 ", "H200           ") if i > 4 else text
+            for i, text in enumerate(NEW)
+        ],
+    ),
+    *(
+        (status, f"{tool}a --vs b", A, [text.replace(*edit) for text in B])
+        for edit in (
+            ("H100 80GB HBM3 ", "A100-SXM4-80GB "),
+            ("|   7  NVIDIA", "none"),
+            ('"target_val_loss": 3.28', '"target_val_loss": 3.3'),
+            ('"val_tokens": 100', '"val_tokens": 90'),
+        )
+        for tool, status in (("", 2), ("verify.py ", 1))
+    ),
+    (
+        0,
+        "a --vs b",
+        A,
+        [
+            text.replace(
+                "source = ", "Driver Version: 570.1\n" + "=" * 100 + "\nimport a\nsource = "
+            )
+            for text in B
+        ],
+    ),
     # runs that do not count, or speak against the claim
-    (0, "a", [*NEW, ("copy.txt", NEW[0]), ("again.txt", NEW[0])]), (0, "a", [*NEW, ("cut.txt", log(3.27, 140)[:-400]), ("README.md", "Ten.")]),
-    (2, "a/README.md", [("README.md", "Ten runs.")]), (2, "a", [*NEW, NAN]), (0, "a", [*NEW, ("nan.txt", log(float("nan"), 140, "other"))]),
-    (2, "a --vs b", NEW, [*OLD, ("nan.txt", log(float("nan"), 140, "old"))]), (0, "a", [*NEW, ZERO]), (2, "a --vs b", [*NEW, ZERO], OLD),
-    (0, "a", edited(started(lambda i: {"seed": i, **({"init_from": {"path": "x.pt", "sha256": "0"}} if i == 4 else {})}), 3, resumed)),
-    (2, "a", edited(RACE, 6, resumed)), (0, "a", EARLY), (0, "a --vs b", EARLY, OLD), (0, "a", LATE), (2, "a --vs b", LATE, OLD),
-    (1, "b --vs a", LATE, OLD), (2, "a", [log(3.2775, 140.9), "no log\n"]), (2, "a", ["hello"]), (2, "a", []),
+    (0, "a", [*NEW, ("copy.txt", NEW[0]), ("again.txt", NEW[0])]),
+    (0, "a", [*NEW, ("cut.txt", log(3.27, 140)[:-400]), ("README.md", "Ten.")]),
+    (2, "a/README.md", [("README.md", "Ten runs.")]),
+    (2, "a", [*NEW, NAN]),
+    (0, "a", [*NEW, ("nan.txt", log(float("nan"), 140, "other"))]),
+    (2, "a --vs b", NEW, [*OLD, ("nan.txt", log(float("nan"), 140, "old"))]),
+    (0, "a", [*NEW, ZERO]),
+    (2, "a --vs b", [*NEW, ZERO], OLD),
+    (
+        0,
+        "a",
+        edited(
+            started(
+                lambda i: {
+                    "seed": i,
+                    **({"init_from": {"path": "x.pt", "sha256": "0"}} if i == 4 else {}),
+                }
+            ),
+            3,
+            resumed,
+        ),
+    ),
+    (2, "a", edited(RACE, 6, resumed)),
+    (0, "a", EARLY),
+    (0, "a --vs b", EARLY, OLD),
+    (0, "a", LATE),
+    (2, "a --vs b", LATE, OLD),
+    (1, "b --vs a", LATE, OLD),
+    (2, "a", [log(3.2775, 140.9), "no log\n"]),
+    (2, "a", ["hello"]),
+    (2, "a", []),
     # too few, too equal, no set
-    (2, "a --vs b", NEW, [log(3.2, 141, "other")]), (2, "a", [log(3.27, 140 + i / 7) for i in range(5)]),
-    (2, "a --vs b", STEADY["a"], STEADY["b"]), (2, "a --vs b", STEADY["a"], STEADY["zero"]), (2, "a", LENGTHS),
+    (2, "a --vs b", NEW, [log(3.2, 141, "other")]),
+    (2, "a", [log(3.27, 140 + i / 7) for i in range(5)]),
+    (2, "a --vs b", STEADY["a"], STEADY["b"]),
+    (2, "a --vs b", STEADY["a"], STEADY["zero"]),
+    (2, "a", LENGTHS),
     (2, "a", [log(LOSSES[i], TIMES[i], steps=20 + 5 * (i % 2)) for i in range(10)]),
-    (2, "a --vs b", NEW, [NEW[0]]), (2, "a", [text.replace("|   0  ", "Using seed=7\n|   0  ", 1) for text in NEW]),
+    (2, "a --vs b", NEW, [NEW[0]]),
+    (2, "a", [text.replace("|   0  ", "Using seed=7\n|   0  ", 1) for text in NEW]),
     # races
-    (0, "a", RACE), (2, "a", RACE[:9]), (2, "a", [*RACE[:9], RACE[9][:-300]]), (2, "a", raced(10, declared=9)),
-    (2, "a", [content.replace('"run": 4', '"run": 5') for content in RACE]), (2, "a", raced(5) + OTHER_RACE),
-    (2, "a", edited(raced(5), 2, lambda text: re.sub("val_loss:3.27.*? ", "val_loss:3.2701 ", text))),
-    (2, "a", SECOND_SEED), (2, "a", RATES),
+    (0, "a", RACE),
+    (2, "a", RACE[:9]),
+    (2, "a", [*RACE[:9], RACE[9][:-300]]),
+    (2, "a", raced(10, declared=9)),
+    (2, "a", [content.replace('"run": 4', '"run": 5') for content in RACE]),
+    (2, "a", raced(5) + OTHER_RACE),
+    (
+        2,
+        "a",
+        edited(raced(5), 2, lambda text: re.sub("val_loss:3.27.*? ", "val_loss:3.2701 ", text)),
+    ),
+    (2, "a", SECOND_SEED),
+    (2, "a", RATES),
     (0, "a", [*RACE, ends_in('"order": [' + ", ".join(['"x"'] * 10) + '], "alpha": 0.02')]),
-    (2, "a --alpha 0.4", [*RACE, ends_in('"order": [' + ", ".join(['"x"'] * 10) + '], "alpha": 0.02')]),
-    (0, "a", BOTH), (0, "a --side a", BOTH), (1, "a --side b", BOTH), (2, "a --side a", raced(10, "ab", shift=0.2, skip=[(4, "b")])),
-    (2, "a --side c", BOTH), (0, "a --vs b", RACE, raced(10, "b", race_id="q", shift=0.2)), (0, "a --vs b", RACE, raced(4, "b", shift=0.2)),
-    (0, "a --side a", NO_TARGET), (0, "a --side a --target 3.28", NO_TARGET), (1, "a --side b --target 3.28", NO_TARGET),
-    (2, "a", [text for text in NO_TARGET if '"side": "a"' in text]), (2, "a --side a", raced(1, "a", shift=0.2)),
+    (
+        2,
+        "a --alpha 0.4",
+        [*RACE, ends_in('"order": [' + ", ".join(['"x"'] * 10) + '], "alpha": 0.02')],
+    ),
+    (0, "a", BOTH),
+    (0, "a --side a", BOTH),
+    (1, "a --side b", BOTH),
+    (2, "a --side a", raced(10, "ab", shift=0.2, skip=[(4, "b")])),
+    (2, "a --side c", BOTH),
+    (0, "a --vs b", RACE, raced(10, "b", race_id="q", shift=0.2)),
+    (0, "a --vs b", RACE, raced(4, "b", shift=0.2)),
+    (0, "a --side a", NO_TARGET),
+    (0, "a --side a --target 3.28", NO_TARGET),
+    (1, "a --side b --target 3.28", NO_TARGET),
+    (2, "a", [text for text in NO_TARGET if '"side": "a"' in text]),
+    (2, "a --side a", raced(1, "a", shift=0.2)),
     # plans
-    (0, "--plan --sd 0.0013 --margin 0.002"), (0, "--plan --sd 0.07 --margin 0.2"), (2, "--plan --sd 1"),
-    (2, "--plan --sd 0.1 --margin -1"), (2, "--plan --sd 1 --margin 1e-9")]
-CONTRASTS = [([3.2], [3.3], False), ([3.2, 3.1, 3.0], [3.2, 3.1, 3.0], True), ([3.2, 3.1, 3.0], [3.3, 3.2, 3.1], True),
-             ([3.2, 3.101, 3.0], [3.3, 3.2, 3.1], True), ([3.3, 3.2, 3.1], [3.2, 3.101, 3.0], True), ([3.2, 3.1, 3.0], [3.2, 3.1002, 2.9999], True),
-             ([3.2, 3.1, 3.0], [3.2, 3.101, 2.9999], True), ([3.2, 3.11, 3.0], [3.2, 3.1, 3.01], True), ([3.2, 3.103, 3.0], [3.2, 3.1, 3.001], True)]
+    (0, "--plan --sd 0.0013 --margin 0.002"),
+    (0, "--plan --sd 0.07 --margin 0.2"),
+    (2, "--plan --sd 1"),
+    (2, "--plan --sd 0.1 --margin -1"),
+    (2, "--plan --sd 1 --margin 1e-9"),
+]
+CONTRASTS = [
+    ([3.2], [3.3], False),
+    ([3.2, 3.1, 3.0], [3.2, 3.1, 3.0], True),
+    ([3.2, 3.1, 3.0], [3.3, 3.2, 3.1], True),
+    ([3.2, 3.101, 3.0], [3.3, 3.2, 3.1], True),
+    ([3.3, 3.2, 3.1], [3.2, 3.101, 3.0], True),
+    ([3.2, 3.1, 3.0], [3.2, 3.1002, 2.9999], True),
+    ([3.2, 3.1, 3.0], [3.2, 3.101, 2.9999], True),
+    ([3.2, 3.11, 3.0], [3.2, 3.1, 3.01], True),
+    ([3.2, 3.103, 3.0], [3.2, 3.1, 3.001], True),
+]
 
 
-def test_stats_of_sets_of_every_kind_prints_what_its_golden_file_holds(golden, tmp_path, monkeypatch, capsys):
+def test_stats_of_sets_of_every_kind_prints_what_its_golden_file_holds(
+    golden, tmp_path, monkeypatch, capsys
+):
     """The sets of a case are the folders a, b and c."""
-    shown, wrong = [], []
+    shown = []
+    wrong = []
     for number, (status, words, *sets) in enumerate(CASES):
         (tmp_path / str(number)).mkdir()
         monkeypatch.chdir(tmp_path / str(number))
-        tool, *arguments = words.split() if words.startswith("verify.py") else ["stats.py", *words.split()]
+        tool, *arguments = (
+            words.split() if words.startswith("verify.py") else ["stats.py", *words.split()]
+        )
         for name, contents in zip("abc", sets):
             os.mkdir(name)
             for i, content in enumerate(contents):
@@ -708,5 +1236,9 @@ def test_stats_of_sets_of_every_kind_prints_what_its_golden_file_holds(golden, t
     for ours, base, paired in CONTRASTS:
         found = stats.contrast(ours, base, paired, 0.0031, 1)
         found.holm = found.p
-        shown.append(f"{ours} {base}: " + stats.describe("loss", found, len(ours), f"{abs(found.value):.4f}", 0.001) + "\n")
+        shown.append(
+            f"{ours} {base}: "
+            + stats.describe("loss", found, len(ours), f"{abs(found.value):.4f}", 0.001)
+            + "\n"
+        )
     golden("stats", "\n".join(shown))

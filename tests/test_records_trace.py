@@ -15,50 +15,107 @@ SCRIPT = Path(__file__).parent.parent / "records" / "trace.py"
 sys.path.insert(0, str(SCRIPT.parent))
 import trace  # noqa: E402
 
-MAIN, AUTOGRAD, OTHER = 100, 200, 300
+MAIN = 100
+AUTOGRAD = 200
+OTHER = 300
 NCCL = "ncclDevKernel_{}_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
-REDUCE_SCATTER, ALL_GATHER, ALL_REDUCE = map(NCCL.format, ("ReduceScatter", "AllGather", "AllReduce"))
+REDUCE_SCATTER, ALL_GATHER, ALL_REDUCE = map(
+    NCCL.format, ("ReduceScatter", "AllGather", "AllReduce")
+)
 
 
 class Builder:
     """Events in µs. `op` is a GPU op, with its launch on the host unless `launched` is None."""
 
     def __init__(self):
-        self.events, self.correlation = [], 0
+        self.events = []
+        self.correlation = 0
 
     def host(self, name, start, end, tid=MAIN, cat="user_annotation"):
-        self.events.append({"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, "ts": start, "dur": end - start})
+        self.events.append(
+            {
+                "ph": "X",
+                "cat": cat,
+                "name": name,
+                "pid": 1,
+                "tid": tid,
+                "ts": start,
+                "dur": end - start,
+            }
+        )
         return self
 
-    def op(self, name, start, end, launched, tid=MAIN, cat="kernel", launch_cat="cuda_runtime", device=0, stream=7):
+    def op(
+        self,
+        name,
+        start,
+        end,
+        launched,
+        tid=MAIN,
+        cat="kernel",
+        launch_cat="cuda_runtime",
+        device=0,
+        stream=7,
+    ):
         self.correlation += 1
         arguments = {"correlation": self.correlation, "device": device, "stream": stream}
-        self.events.append({"ph": "X", "cat": cat, "name": name, "pid": 0, "tid": stream, "ts": start,
-                            "dur": end - start, "args": arguments})
+        self.events.append(
+            {
+                "ph": "X",
+                "cat": cat,
+                "name": name,
+                "pid": 0,
+                "tid": stream,
+                "ts": start,
+                "dur": end - start,
+                "args": arguments,
+            }
+        )
         if launched is not None:
-            self.events.append({"ph": "X", "cat": launch_cat, "name": "cudaLaunchKernel", "pid": 1, "tid": tid,
-                                "ts": launched, "dur": 1, "args": {"correlation": self.correlation}})
+            self.events.append(
+                {
+                    "ph": "X",
+                    "cat": launch_cat,
+                    "name": "cudaLaunchKernel",
+                    "pid": 1,
+                    "tid": tid,
+                    "ts": launched,
+                    "dur": 1,
+                    "args": {"correlation": self.correlation},
+                }
+            )
         return self
 
     def write(self, path, **header):
-        text = json.dumps({"schemaVersion": 1, **header, "traceEvents": self.events, "traceName": "x"})
+        text = json.dumps(
+            {"schemaVersion": 1, **header, "traceEvents": self.events, "traceName": "x"}
+        )
         path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
         return path
 
 
 def two_steps():
-    """Step 5 launches its reduce-scatter in backward, step 6 in the optimizer. The GPU lags by a step. One orphan."""
+    """Step 5 launches its reduce-scatter in backward, step 6 in the optimizer. The GPU lags by a
+    step. One orphan."""
     build = Builder()
     build.host("ProfilerStep#5", 0, 1000).host("ProfilerStep#6", 1000, 2000)
-    build.host("ProfilerStep#5", 900, 1900, tid=7, cat="gpu_user_annotation")  # the GPU's own marks are ignored
+    # the GPU's own marks are ignored
+    build.host("ProfilerStep#5", 900, 1900, tid=7, cat="gpu_user_annotation")
     build.host("Optimizer.step#Adam.step", 600, 900).host("Optimizer.step#Adam.step", 1600, 1900)
-    build.host("nccl:_reduce_scatter_base", 500, 510, tid=AUTOGRAD).host("nccl:_reduce_scatter_base", 1650, 1660)
+    build.host("nccl:_reduce_scatter_base", 500, 510, tid=AUTOGRAD).host(
+        "nccl:_reduce_scatter_base", 1650, 1660
+    )
     build.host("nccl:_reduce_scatter_base", 100, 110, cat="gpu_user_annotation")
     build.host("nccl:_all_gather_base", 450, 455)
     build.op(REDUCE_SCATTER, 50, 60, None, stream=9)
-    # step 5 runs at 1100 ... 1900: compute 1100-1500 (two kernels that overlap), then comm 1400-1700, copy 1850-1900
-    build.op("gemm", 1100, 1400, 100).op("gemm", 1300, 1500, 400, tid=AUTOGRAD, launch_cat="cuda_driver")
-    build.op(REDUCE_SCATTER, 1400, 1600, 505, tid=AUTOGRAD, stream=9).op(ALL_GATHER, 1600, 1700, 700, stream=9)
+    # step 5 runs at 1100 ... 1900: compute 1100-1500 (two kernels that overlap), then comm
+    # 1400-1700, copy 1850-1900
+    build.op("gemm", 1100, 1400, 100).op(
+        "gemm", 1300, 1500, 400, tid=AUTOGRAD, launch_cat="cuda_driver"
+    )
+    build.op(REDUCE_SCATTER, 1400, 1600, 505, tid=AUTOGRAD, stream=9).op(
+        ALL_GATHER, 1600, 1700, 700, stream=9
+    )
     build.op("Memcpy HtoD", 1850, 1900, 800, cat="gpu_memcpy")
     # step 6 runs at 2100 ... 2500: nothing overlaps
     build.op("gemm", 2100, 2200, 1100, tid=AUTOGRAD).op(REDUCE_SCATTER, 2250, 2450, 1655, stream=9)
@@ -78,21 +135,38 @@ def analysed(build, tmp_path):
     return trace.analyse(loaded)
 
 
-# The figures --------------------------------------------------------------------------------------------------------
+# The figures
+# --------------------------------------------------------------------------------------------------
+
 
 def test_figures_of_each_step_and_in_all(tmp_path):
     analysis = analysed(two_steps(), tmp_path)
     first, second = analysis["steps"]
     assert (first["step"], first["step_ms"], first["gpu_ops"]) == (5, 1.0, 5)
     assert (first["span_ms"], first["busy_ms"], first["idle_ms"]) == (0.8, 0.65, 0.15)
-    assert (first["compute_ms"], first["comm_ms"], first["overlap_ms"], first["exposed_ms"]) == (0.4, 0.3, 0.1, 0.2)
+    assert (first["compute_ms"], first["comm_ms"], first["overlap_ms"], first["exposed_ms"]) == (
+        0.4,
+        0.3,
+        0.1,
+        0.2,
+    )
     assert (first["b_ms"], first["d_ms"]) == (-0.1, -0.1)
     assert first["comm_kernels"] == {"all-gather": 1, "reduce-scatter": 1}
     assert first["reduce_scatters_from_backward"] == 1
-    assert (second["span_ms"], second["idle_ms"], second["overlap_ms"], second["exposed_ms"]) == (0.4, 0.05, 0, 0.2)
-    assert (second["b_ms"], second["d_ms"], second["reduce_scatters_from_backward"]) == (0.05, 0.05, 0)
+    assert (second["span_ms"], second["idle_ms"], second["overlap_ms"], second["exposed_ms"]) == (
+        0.4,
+        0.05,
+        0,
+        0.2,
+    )
+    assert (second["b_ms"], second["d_ms"], second["reduce_scatters_from_backward"]) == (
+        0.05,
+        0.05,
+        0,
+    )
     total = analysis["total"]
-    assert (total["span_ms"], total["idle_ms"]) == (1.4, 0.4)  # 1100 to 2500, the gap between the steps included
+    # 1100 to 2500, the gap between the steps included
+    assert (total["span_ms"], total["idle_ms"]) == (1.4, 0.4)
     assert (total["comm_ms"], total["overlap_ms"], total["exposed_ms"]) == (0.5, 0.1, 0.4)
     assert total["comm_kernels"] == {"all-gather": 1, "reduce-scatter": 2}
     assert analysis["orphans"] == {"gpu_ops": 1, "comm_kernels": 1, "names": {REDUCE_SCATTER: 1}}
@@ -115,39 +189,61 @@ def test_times_of_this_century_keep_their_nanoseconds(tmp_path):
     for event in events:
         event["ts"] = f"<17592{event['ts'] + 10_000_000_000:011d}.123>"
     path = tmp_path / "late.json"
-    path.write_text(json.dumps(events).replace('"<', "").replace('>"', "").replace('"dur": 200', '"dur": 200.001'))
+    path.write_text(
+        json.dumps(events)
+        .replace('"<', "")
+        .replace('>"', "")
+        .replace('"dur": 200', '"dur": 200.001')
+    )
     loaded = trace.read(str(path))
     assert loaded.ops[5][0].start == 1759210000001100_123
     step = trace.analyse(loaded)["steps"][0]
     assert (step["comm_ms"], step["exposed_ms"], step["d_ms"]) == (0.3, 0.199999, -0.100001)
 
 
-@pytest.mark.parametrize("microseconds, expected", [
-    (5, 5000), ("0.001", 1), ("3923968026866.99", 3923968026866990), ("1e3", 1_000_000), ("-1.5", -1500)])
+@pytest.mark.parametrize(
+    "microseconds, expected",
+    [
+        (5, 5000),
+        ("0.001", 1),
+        ("3923968026866.99", 3923968026866990),
+        ("1e3", 1_000_000),
+        ("-1.5", -1500),
+    ],
+)
 def test_nanoseconds(microseconds, expected):
     assert trace.nanoseconds(microseconds) == expected
 
 
-@pytest.mark.parametrize("value", [None, True, [], {}, "soon", "NaN", "Infinity", "1e999999999", 10**30])
+@pytest.mark.parametrize(
+    "value", [None, True, [], {}, "soon", "NaN", "Infinity", "1e999999999", 10**30]
+)
 def test_no_time(value):
     with pytest.raises(ValueError):
         trace.nanoseconds(value)
 
 
 spans = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)), max_size=12).map(
-    lambda pairs: [trace.Span(start, start + length, "") for start, length in pairs])
+    lambda pairs: [trace.Span(start, start + length, "") for start, length in pairs]
+)
 
 
 @given(spans, spans)
 def test_busy_and_overlap_count_each_instant_once(some, others):
     def instants(intervals):
         return {instant for span in intervals for instant in range(span.start, span.end)}
+
     assert trace.busy(some) == len(instants(some))
     assert trace.overlap(some, others) == len(instants(some) & instants(others))
-    assert instants(trace.Span(*part, "") for part in trace.outside(some, others)) == instants(some) - instants(others)
+    assert instants(trace.Span(*part, "") for part in trace.outside(some, others)) == instants(
+        some
+    ) - instants(others)
 
 
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10), st.integers(0, 5)), max_size=12), st.integers(-1, 51))
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10), st.integers(0, 5)), max_size=12),
+    st.integers(-1, 51),
+)
 @example([(0, 10, 1), (2, 3, 2)], 5)  # the later mark ends here, the earlier one goes on
 def test_steps_at_finds_a_mark_that_contains_the_time(marks, time):
     steps = {}
@@ -158,18 +254,32 @@ def test_steps_at_finds_a_mark_that_contains_the_time(marks, time):
     assert found in (holders or {trace.NOWHERE})
 
 
-@pytest.mark.parametrize("name, kind", [
-    (REDUCE_SCATTER, "reduce-scatter"), (ALL_GATHER, "all-gather"), (ALL_REDUCE, "all-reduce"),
-    ("ncclAllReduceRingLLKernel_sum_f32(ncclColl)", "all-reduce"), ("ncclKernel_SendRecv_RING_SIMPLE", "send-recv"),
-    ("ncclSymDevKernel_ReduceScatter_LD_RSxLD_AG", "reduce-scatter"), ("ncclKernel_Broadcast_RING_LL", "broadcast"),
-    ("ncclDevKernel_Reduce_RING_LL_Sum_f32", "reduce"), ("ncclDevKernel_Generic", "other"),
-    ("nccl:_reduce_scatter_base", "reduce-scatter"), ("nccl:reduce_scatter_tensor_coalesced", "reduce-scatter"),
-    ("c10d::_allgather_base_", "all-gather"), ("gloo:all_reduce", "all-reduce"), ("nccl:all_to_all", "all-to-all")])
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        (REDUCE_SCATTER, "reduce-scatter"),
+        (ALL_GATHER, "all-gather"),
+        (ALL_REDUCE, "all-reduce"),
+        ("ncclAllReduceRingLLKernel_sum_f32(ncclColl)", "all-reduce"),
+        ("ncclKernel_SendRecv_RING_SIMPLE", "send-recv"),
+        ("ncclSymDevKernel_ReduceScatter_LD_RSxLD_AG", "reduce-scatter"),
+        ("ncclKernel_Broadcast_RING_LL", "broadcast"),
+        ("ncclDevKernel_Reduce_RING_LL_Sum_f32", "reduce"),
+        ("ncclDevKernel_Generic", "other"),
+        ("nccl:_reduce_scatter_base", "reduce-scatter"),
+        ("nccl:reduce_scatter_tensor_coalesced", "reduce-scatter"),
+        ("c10d::_allgather_base_", "all-gather"),
+        ("gloo:all_reduce", "all-reduce"),
+        ("nccl:all_to_all", "all-to-all"),
+    ],
+)
 def test_collective(name, kind):
     assert trace.collective(name) == kind
 
 
-# Other people's traces ----------------------------------------------------------------------------------------------
+# Other people's traces
+# ----------------------------------------------------------------------------------------------
+
 
 def test_all_reduce_only_has_no_b_and_no_d(tmp_path):
     build = Builder().host("ProfilerStep#1", 0, 100).host("Optimizer.step#SGD.step", 50, 90)
@@ -178,16 +288,25 @@ def test_all_reduce_only_has_no_b_and_no_d(tmp_path):
     analysis = analysed(build, tmp_path)
     step = analysis["steps"][0]
     assert step["comm_kernels"] == {"all-reduce": 1}
-    assert (step["overlap_ms"], step["exposed_ms"], step["b_ms"], step["d_ms"]) == (0.01, 0.02, None, None)
+    assert (step["overlap_ms"], step["exposed_ms"], step["b_ms"], step["d_ms"]) == (
+        0.01,
+        0.02,
+        None,
+        None,
+    )
     assert any("no B" in note for note in analysis["notes"])
 
 
-@pytest.mark.parametrize("ranges, b", [
-    ([("backward", 5, 40), ("step", 50, 90)], -0.02),  # this project's traces
-    ([("step", 2, 95)], None),  # any other range called step
-    ([("step", 2, 95), ("backward", 5, 40)], None),
-    ([("step", 2, 95), ("backward", 5, 40), ("step", 50, 90)], -0.02),
-    ([("backward", 5, 40), ("step", 50, 90), ("Optimizer.step#Adam.step", 55, 80)], -0.025)])
+@pytest.mark.parametrize(
+    "ranges, b",
+    [
+        ([("backward", 5, 40), ("step", 50, 90)], -0.02),  # this project's traces
+        ([("step", 2, 95)], None),  # any other range called step
+        ([("step", 2, 95), ("backward", 5, 40)], None),
+        ([("step", 2, 95), ("backward", 5, 40), ("step", 50, 90)], -0.02),
+        ([("backward", 5, 40), ("step", 50, 90), ("Optimizer.step#Adam.step", 55, 80)], -0.025),
+    ],
+)
 def test_a_coalesced_annotation_and_the_optimizers_step_make_b(tmp_path, ranges, b):
     build = Builder().host("ProfilerStep#1", 0, 100)
     for span in ranges:
@@ -210,14 +329,17 @@ def test_a_graph_launch_carries_many_kernels(tmp_path):
 
 def test_backward_ends_with_the_last_op_of_autograd_be_it_a_copy(tmp_path):
     build = Builder().host("ProfilerStep#1", 0, 100)
-    build.op("Memcpy DtoD", 215, 225, 20, tid=AUTOGRAD, cat="gpu_memcpy").op("gemm", 200, 210, 10, tid=AUTOGRAD)
+    build.op("Memcpy DtoD", 215, 225, 20, tid=AUTOGRAD, cat="gpu_memcpy").op(
+        "gemm", 200, 210, 10, tid=AUTOGRAD
+    )
     build.op(REDUCE_SCATTER, 230, 240, 25, tid=AUTOGRAD, stream=9).op("gemm", 228, 250, 60)
     (step,) = analysed(build, tmp_path)["steps"]
     assert step["d_ms"] == 0.005
 
 
 def test_the_outer_of_two_calls_with_one_number_is_the_launch(tmp_path):
-    """The runtime call begins inside the step; the driver call inside it begins after the mark's end."""
+    """The runtime call begins inside the step; the driver call inside it begins after the mark's
+    end."""
     build = Builder().host("ProfilerStep#1", 0, 100).op(ALL_REDUCE, 200, 210, 99)
     for late in (False, True):
         build.events.append(build.events[-1] | {"cat": "cuda_driver", "ts": 101 if late else 98})
@@ -225,19 +347,27 @@ def test_the_outer_of_two_calls_with_one_number_is_the_launch(tmp_path):
 
 
 def test_marks_on_several_threads_are_one_step(tmp_path):
-    """A worker's mark is shorter: later events still belong to the step, and neither thread is autograd's."""
+    """A worker's mark is shorter: later events still belong to the step, and neither thread is
+    autograd's."""
     build = Builder().host("ProfilerStep#1", 0, 100).host("ProfilerStep#1", 10, 40, tid=OTHER)
     build.op("gemm", 200, 210, 20, tid=OTHER).op("gemm", 210, 220, 30, tid=AUTOGRAD)
     build.op(REDUCE_SCATTER, 230, 240, 70, tid=OTHER)
     (step,) = analysed(build, tmp_path)["steps"]
-    assert (step["gpu_ops"], step["step_ms"], step["d_ms"], step["reduce_scatters_from_backward"]) == (3, 0.1, 0.01, 0)
+    assert (
+        step["gpu_ops"],
+        step["step_ms"],
+        step["d_ms"],
+        step["reduce_scatters_from_backward"],
+    ) == (3, 0.1, 0.01, 0)
 
 
 def test_launches_outside_all_steps_are_left_out_and_told(tmp_path):
     build = two_steps().op(ALL_GATHER, 3000, 3100, 2000)  # the end of a step is outside it
     analysis = analysed(build, tmp_path)
     assert analysis["total"]["comm_kernels"] == {"all-gather": 1, "reduce-scatter": 2}
-    assert analysis["notes"] == ["excluded: 1 GPU op launched between the steps (1 of them communication)"]
+    assert analysis["notes"] == [
+        "excluded: 1 GPU op launched between the steps (1 of them communication)"
+    ]
 
 
 def test_compute_of_one_gpu_hides_nothing_of_another(tmp_path):
@@ -252,27 +382,44 @@ def test_rows_that_only_look_like_kernels(tmp_path):
     """Triton's CPU events have kernel names; flow arrows have correlations."""
     build = two_steps()
     expected = analysed(build, tmp_path)
-    build.host("triton_poi_fused_nccl_0", 0, 5000, cat="cpu_op").host("nccl kernel", 0, 5000, cat="overhead")
-    build.events += [{"ph": "s", "cat": "ac2g", "id": 1, "ts": 0, "args": {"correlation": 1}},
-                     {"ph": "B", "cat": "kernel", "name": "gemm", "ts": 0}, {"ph": "M"}, {}]
+    build.host("triton_poi_fused_nccl_0", 0, 5000, cat="cpu_op").host(
+        "nccl kernel", 0, 5000, cat="overhead"
+    )
+    build.events += [
+        {"ph": "s", "cat": "ac2g", "id": 1, "ts": 0, "args": {"correlation": 1}},
+        {"ph": "B", "cat": "kernel", "name": "gemm", "ts": 0},
+        {"ph": "M"},
+        {},
+    ]
     assert analysed(build, tmp_path) == expected
 
 
 def test_events_that_lack_fields_are_left_out_and_counted(tmp_path):
     build = two_steps()
     expected = analysed(build, tmp_path)
-    build.events += [{"ph": "X", "cat": "kernel", "name": "gemm"}, {"ph": "X", "cat": "kernel", "ts": 0, "dur": 9},
-                     {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 0, "dur": -1}, None, 7, [],
-                     {"ph": "X", "cat": "cuda_runtime", "args": None}, {"ph": "X", "cat": ["kernel"], "name": {}}]
+    build.events += [
+        {"ph": "X", "cat": "kernel", "name": "gemm"},
+        {"ph": "X", "cat": "kernel", "ts": 0, "dur": 9},
+        {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 0, "dur": -1},
+        None,
+        7,
+        [],
+        {"ph": "X", "cat": "cuda_runtime", "args": None},
+        {"ph": "X", "cat": ["kernel"], "name": {}},
+    ]
     analysis = analysed(build, tmp_path)
     assert analysis.pop("notes") == ["excluded: 3 events without a usable name, time or duration"]
     expected.pop("notes")
     assert analysis == expected
-    build.events.append({"ph": "X", "cat": "kernel", "name": "gemm", "ts": 0, "dur": 9, "args": "?"})
+    build.events.append(
+        {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 0, "dur": 9, "args": "?"}
+    )
     assert analysed(build, tmp_path)["orphans"]["gpu_ops"] == 2
 
 
-# Reading -------------------------------------------------------------------------------------------------------------
+# Reading
+# --------------------------------------------------------------------------------------------------
+
 
 def test_ranks_and_replaced_bytes(tmp_path):
     path = two_steps().write(tmp_path / "t.json", distributedInfo={"rank": 3, "world_size": 8})
@@ -285,7 +432,9 @@ def test_a_list_a_packed_file_and_odd_names_are_read(tmp_path, capsys):
     build = two_steps()
     plain = build.write(tmp_path / "rank 0 (a).json", distributedInfo={"rank": 0})
     packed = build.write(tmp_path / "ränk 1.json.gz", distributedInfo={"rank": 1})
-    misnamed = build.write(tmp_path / "rank 2.json.gz", distributedInfo={"rank": 2}).rename(tmp_path / "rank 2.json")
+    misnamed = build.write(tmp_path / "rank 2.json.gz", distributedInfo={"rank": 2}).rename(
+        tmp_path / "rank 2.json"
+    )
     listed = tmp_path / "rank 3"
     listed.write_text("\ufeff" + json.dumps(build.events))
     out = figures(plain, packed, misnamed, listed, capsys=capsys)["traces"]
@@ -299,26 +448,34 @@ def test_a_recording_that_is_there_twice_counts_once_and_is_named(tmp_path, caps
     other = moved(two_steps(), 100).write(tmp_path / "u.json", distributedInfo={"rank": 1})
     found = figures(path, packed, other, path, "--vs", path, capsys=capsys)
     assert [analysis["rank"] for analysis in found["traces"]] == [0, 1]
-    assert found["traces"][0]["notes"] == [f"{path} is the same recording: counted once"
-                                           for path in (packed, path)] and found["traces"][1]["notes"] == []
+    assert (
+        found["traces"][0]["notes"]
+        == [f"{path} is the same recording: counted once" for path in (packed, path)]
+        and found["traces"][1]["notes"] == []
+    )
     assert found["comparison"]["total"]["exposed_ms"]["a"] == pytest.approx(0.45)
     assert trace.main([str(path), str(packed)]) == 0
     out = capsys.readouterr().out
     assert f"note: {packed} is the same recording: counted once" in out and "mean" not in out
 
 
-# CPU ----------------------------------------------------------------------------------------------------------------
+# CPU
+# --------------------------------------------------------------------------------------------------
+
 
 def cpu_trace(launch_at=300):
     build = Builder().host("ProfilerStep#1", 0, 1000).host("ProfilerStep#2", 1000, 2000)
     for base in (0, 1000):
-        build.host("forward", base, base + 50).host("backward", base + 50, base + 90)  # the first micro-batch
+        # the first micro-batch
+        build.host("forward", base, base + 50).host("backward", base + 50, base + 90)
         build.host("forward", base + 100, base + 200).host("backward", base + 200, base + 600)
         build.host("step", base + 610, base + 990)
         build.host("launch late", base + launch_at, base + launch_at + 5)
         build.host("launch early", base + 650, base + 655)
         build.host("wait late", base + 700, base + 730).host("wait early", base + 800, base + 870)
-        build.host("update late", base + 730, base + 740).host("gather late", base + 740, base + 750)
+        build.host("update late", base + 730, base + 740).host(
+            "gather late", base + 740, base + 750
+        )
         build.host("gloo:all_reduce", base + 300, base + 500, tid=8)
         build.host("gloo:all_reduce", base + 400, base + 700, tid=9)
     return build
@@ -329,7 +486,10 @@ def test_a_cpu_trace_tells_launches_against_backward_and_step(tmp_path):
     assert analysis["device"] == "cpu" and "comm_ms" not in analysis["total"]
     for step in analysis["steps"]:
         assert (step["launches"], step["launches_in_backward"], step["wait_ms"]) == (2, 1, 0.1)
-        assert (step["launch_after_backward_start_ms"], step["launch_after_backward_end_ms"]) == (0.1, -0.3)
+        assert (step["launch_after_backward_start_ms"], step["launch_after_backward_end_ms"]) == (
+            0.1,
+            -0.3,
+        )
         assert step["launch_after_step_start_ms"] == -0.31
     total = analysis["total"]
     assert (total["launches"], total["launches_in_backward"], total["wait_ms"]) == (4, 2, 0.2)
@@ -339,21 +499,28 @@ def test_a_cpu_trace_without_our_ranges(tmp_path):
     build = Builder().host("ProfilerStep#1", 0, 1000).host("Optimizer.step#SGD.step", 700, 900)
     build.host("autograd::engine::evaluate_function: MmBackward0", 100, 200, cat="cpu_op")
     build.host("autograd::engine::evaluate_function: AddBackward0", 300, 500, cat="cpu_op")
-    build.host("c10d::allreduce_", 400, 410, cat="cpu_op").host("c10d::_allgather_base_", 50, 60, cat="cpu_op")
+    build.host("c10d::allreduce_", 400, 410, cat="cpu_op").host(
+        "c10d::_allgather_base_", 50, 60, cat="cpu_op"
+    )
     (step,) = analysed(build, tmp_path)["steps"]
     assert (step["launches"], step["launches_in_backward"], step["wait_ms"]) == (1, 1, None)
-    assert (step["launch_after_backward_start_ms"], step["launch_after_backward_end_ms"]) == (0.3, -0.1)
+    assert (step["launch_after_backward_start_ms"], step["launch_after_backward_end_ms"]) == (
+        0.3,
+        -0.1,
+    )
     assert step["launch_after_step_start_ms"] == -0.3
 
 
 def test_a_trace_of_the_installed_torch(tmp_path):
     torch = pytest.importorskip("torch")
     from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
     weight = torch.ones(8, 8, requires_grad=True)
 
     def launch(parameter):
         with record_function("launch bank"):
             parameter.grad = None
+
     weight.register_post_accumulate_grad_hook(launch)
     once = schedule(wait=0, warmup=1, active=2, repeat=1)
     with profile(activities=[ProfilerActivity.CPU], schedule=once) as profiler:
@@ -373,7 +540,9 @@ def test_a_trace_of_the_installed_torch(tmp_path):
         assert step["wait_ms"] > 0
 
 
-# What is printed ----------------------------------------------------------------------------------------------------
+# What is printed
+# --------------------------------------------------------------------------------------------------
+
 
 def moved(build, microseconds):
     """Lengthen the reduce-scatter of step 6, and so the exposed time."""
@@ -384,25 +553,42 @@ def moved(build, microseconds):
 
 
 def test_two_sets_are_compared_by_their_means(tmp_path, capsys):
-    before = [moved(two_steps(), extra).write(tmp_path / f"b{extra}.json", distributedInfo={"rank": extra})
-              for extra in (100, 300)]
+    before = [
+        moved(two_steps(), extra).write(
+            tmp_path / f"b{extra}.json", distributedInfo={"rank": extra}
+        )
+        for extra in (100, 300)
+    ]
     after = two_steps().write(tmp_path / "after.json")
     comparison = figures(*before, "--vs", after, capsys=capsys)["comparison"]
-    assert comparison["total"]["exposed_ms"] == pytest.approx({"a": 0.6, "b": 0.4, "difference": -0.2})
+    assert comparison["total"]["exposed_ms"] == pytest.approx(
+        {"a": 0.6, "b": 0.4, "difference": -0.2}
+    )
     assert comparison["total"]["comm_kernels reduce-scatter"] == {"a": 2, "b": 2, "difference": 0}
-    assert [step["exposed_ms"]["difference"] for step in comparison["steps"]] == pytest.approx([0, -0.2])
+    assert [step["exposed_ms"]["difference"] for step in comparison["steps"]] == pytest.approx(
+        [0, -0.2]
+    )
     assert comparison["steps"][1]["b_ms"]["difference"] == 0 and comparison["notes"] == []
     assert trace.main([str(before[1]), "--vs", str(after)]) == 0
-    row = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("exposed, ms")]
+    row = [
+        line.split()
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("exposed, ms")
+    ]
     assert row == [["exposed,", "ms", "0.700", "0.400", "-0.300", "-42.9%"]]
 
 
 def test_a_mean_is_over_the_ranks_that_have_the_figure(tmp_path, capsys):
-    """One of two ranks has no optimizer step and no all-gather: B is that of the other, and all-gathers average 0.5."""
+    """One of two ranks has no optimizer step and no all-gather: B is that of the other, and
+    all-gathers average 0.5."""
     both = two_steps().write(tmp_path / "a.json")
     less = tmp_path / "b.json"
-    less.write_text(both.read_text().replace("Optimizer.step#", "Step#").replace(ALL_GATHER, REDUCE_SCATTER))
-    less.write_text(less.read_text().replace('"traceName"', '"distributedInfo": {"rank": 1}, "traceName"'))
+    less.write_text(
+        both.read_text().replace("Optimizer.step#", "Step#").replace(ALL_GATHER, REDUCE_SCATTER)
+    )
+    less.write_text(
+        less.read_text().replace('"traceName"', '"distributedInfo": {"rank": 1}, "traceName"')
+    )
     compared = figures(both, less, "--vs", both, capsys=capsys)["comparison"]
     assert compared["steps"][0]["b_ms"] == {"a": -0.1, "b": -0.1, "difference": 0}
     assert compared["total"]["comm_kernels all-gather"] == {"a": 0.5, "b": 1, "difference": 0.5}
@@ -411,7 +597,11 @@ def test_a_mean_is_over_the_ranks_that_have_the_figure(tmp_path, capsys):
 def test_sets_of_other_steps_are_paired_in_order_and_say_so(tmp_path, capsys):
     path = two_steps().write(tmp_path / "a.json")
     other = tmp_path / "b.json"
-    other.write_text(path.read_text().replace("ProfilerStep#5", "ProfilerStep#8").replace("ProfilerStep#6", "Step"))
+    other.write_text(
+        path.read_text()
+        .replace("ProfilerStep#5", "ProfilerStep#8")
+        .replace("ProfilerStep#6", "Step")
+    )
     comparison = figures(path, "--vs", other, capsys=capsys)["comparison"]
     assert [(step["a_step"], step["b_step"]) for step in comparison["steps"]] == [(5, 8)]
     assert len(comparison["notes"]) == 2
@@ -423,23 +613,33 @@ def test_it_runs_alone(tmp_path):
     command = [sys.executable, str(SCRIPT), str(path)]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={"LC_ALL": "C"})
     assert run.returncode == 0 and run.stderr == "" and "total" in run.stdout
-    run = subprocess.run(f"'{sys.executable}' '{SCRIPT}' '{path}' | true", shell=True, capture_output=True, text=True)
+    run = subprocess.run(
+        f"'{sys.executable}' '{SCRIPT}' '{path}' | true", shell=True, capture_output=True, text=True
+    )
     assert run.stderr == ""
 
 
 def lacking(change):
-    """Return two_steps with change(event) in each event, None for unchanged; a list stands for several events."""
+    """Return two_steps with change(event) in each event, None for unchanged; a list stands for
+    several events."""
     build = two_steps()
-    build.events = [one for event in build.events for one in (change(event) or [event])]
+    build.events = [one for event in build.events for one in change(event) or [event]]
     return build
 
 
 def test_a_gpu_whose_clock_lies_behind_the_hosts_has_the_same_figures(tmp_path):
-    early = lacking(lambda event: event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset") and event.update(ts=event["ts"] - 1e6))
+    early = lacking(
+        lambda event: (
+            event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")
+            and event.update(ts=event["ts"] - 1e6)
+        )
+    )
     assert analysed(early, tmp_path) == analysed(two_steps(), tmp_path)
 
 
-# What it prints: tests/golden/trace.txt --------------------------------------------------------------------------------
+# What it prints: tests/golden/trace.txt
+# --------------------------------------------------------------------------------
+
 
 def only(*events):
     """A step and these GPU ops (name, start, end, launched)."""
@@ -454,29 +654,86 @@ def change_arguments(**arguments):
 
 
 def both_ranges():
-    return two_steps().host("backward", 300, 590).host("launch bank", 495, 511, tid=AUTOGRAD).host("wait bank", 650, 660)
+    return (
+        two_steps()
+        .host("backward", 300, 590)
+        .host("launch bank", 495, 511, tid=AUTOGRAD)
+        .host("wait bank", 650, 660)
+    )
 
 
-MARKS = {"pid": lambda event: {**event, "pid": 99}, "ts": lambda event: {**event, "ts": event["ts"] + 5}}
-BAD_FILES = [b"", b"  \n", bytes(range(256)) * 9, b"hello", b'{"a": 1}', b'{"traceEvents": 5}', b"17", b'{"traceEvents": []}',
-             b'{"traceEvents": [{"ph": "X"}, {"ph', b'{"traceEvents": [{"ph": "X"}]', b'{"traceEvents": []}{"traceEvents": []}',
-             b'{"traceEvents": [' + b"[" * 200_000, gzip.compress(b'{"traceEvents": [' + b"1," * 5000, mtime=0)[:-20],
-             gzip.compress(b'{"traceEvents": []}', mtime=0)[:-8] + b"12345678", b"\x1f\x8bhello", b'[{"ts": ' + b"9" * 9999 + b"}]"]
+MARKS = {
+    "pid": lambda event: {**event, "pid": 99},
+    "ts": lambda event: {**event, "ts": event["ts"] + 5},
+}
+BAD_FILES = [
+    b"",
+    b"  \n",
+    bytes(range(256)) * 9,
+    b"hello",
+    b'{"a": 1}',
+    b'{"traceEvents": 5}',
+    b"17",
+    b'{"traceEvents": []}',
+    b'{"traceEvents": [{"ph": "X"}, {"ph',
+    b'{"traceEvents": [{"ph": "X"}]',
+    b'{"traceEvents": []}{"traceEvents": []}',
+    b'{"traceEvents": [' + b"[" * 200_000,
+    gzip.compress(b'{"traceEvents": [' + b"1," * 5000, mtime=0)[:-20],
+    gzip.compress(b'{"traceEvents": []}', mtime=0)[:-8] + b"12345678",
+    b"\x1f\x8bhello",
+    b'[{"ts": ' + b"9" * 9999 + b"}]",
+]
 CASES = [  # exit status, words, contents of a.json, b.json and c.json, or builders of them
-    *((2, "a.json", content) for content in BAD_FILES), (2, "missing.json"), (2, "."), (2, "a.json x --vs y a.json", two_steps()),
-    *((2, "a.json", build) for build in (
-        Builder().op(ALL_REDUCE, 0, 5, 1), only(("gemm", 0, 5, 1)), only((ALL_REDUCE, 0, 5, None)), only((ALL_REDUCE, 0, 5, 500)),
-        only().host("backward", 0, 50), change_arguments(correlation=None), change_arguments(correlation=0), change_arguments(correlation=-1),
-        *(lacking(lambda event, how=how: [event, MARKS[how](event)] if event["name"].startswith("ProfilerStep") else None) for how in MARKS),
-        lacking(lambda event: [MARKS["pid"](event)] if "Launch" in event["name"] and event["ts"] > 1500 else None))),
-    (0, "a.json", two_steps()), (0, "a.json", cpu_trace()), (0, "a.json", both_ranges()), (0, "a.json b.json", two_steps(), cpu_trace()),
-    (0, "a.json b.json", two_steps(), moved(two_steps(), 100)), (2, "a.json --vs b.json", cpu_trace(), two_steps()),
-    (0, "a.json --vs b.json", moved(two_steps(), 300), two_steps()), (0, "a.json --vs b.json", cpu_trace(), cpu_trace(700)),
-    (0, "a.json b.json", two_steps(), two_steps())]
+    *((2, "a.json", content) for content in BAD_FILES),
+    (2, "missing.json"),
+    (2, "."),
+    (2, "a.json x --vs y a.json", two_steps()),
+    *(
+        (2, "a.json", build)
+        for build in (
+            Builder().op(ALL_REDUCE, 0, 5, 1),
+            only(("gemm", 0, 5, 1)),
+            only((ALL_REDUCE, 0, 5, None)),
+            only((ALL_REDUCE, 0, 5, 500)),
+            only().host("backward", 0, 50),
+            change_arguments(correlation=None),
+            change_arguments(correlation=0),
+            change_arguments(correlation=-1),
+            *(
+                lacking(
+                    lambda event, how=how: (
+                        [event, MARKS[how](event)]
+                        if event["name"].startswith("ProfilerStep")
+                        else None
+                    )
+                )
+                for how in MARKS
+            ),
+            lacking(
+                lambda event: (
+                    [MARKS["pid"](event)]
+                    if "Launch" in event["name"] and event["ts"] > 1500
+                    else None
+                )
+            ),
+        )
+    ),
+    (0, "a.json", two_steps()),
+    (0, "a.json", cpu_trace()),
+    (0, "a.json", both_ranges()),
+    (0, "a.json b.json", two_steps(), cpu_trace()),
+    (0, "a.json b.json", two_steps(), moved(two_steps(), 100)),
+    (2, "a.json --vs b.json", cpu_trace(), two_steps()),
+    (0, "a.json --vs b.json", moved(two_steps(), 300), two_steps()),
+    (0, "a.json --vs b.json", cpu_trace(), cpu_trace(700)),
+    (0, "a.json b.json", two_steps(), two_steps()),
+]
 
 
 def test_trace_prints_what_its_golden_file_holds(tmp_path, capsys, monkeypatch, golden):
-    shown, wrong = [], []
+    shown = []
+    wrong = []
     for number, (status, words, *contents) in enumerate(CASES):
         (tmp_path / str(number)).mkdir()
         monkeypatch.chdir(tmp_path / str(number))
@@ -484,39 +741,87 @@ def test_trace_prints_what_its_golden_file_holds(tmp_path, capsys, monkeypatch, 
             if isinstance(content, bytes):
                 Path(f"{name}.json").write_bytes(content)
             else:  # of one rank, the last file is a copy of the first
-                content.write(Path(f"{name}.json"), distributedInfo={"rank": rank if number < len(CASES) - 1 else 0})
-        found, said = trace.main(words.split()), capsys.readouterr()
+                content.write(
+                    Path(f"{name}.json"),
+                    distributedInfo={"rank": rank if number < len(CASES) - 1 else 0},
+                )
+        found = trace.main(words.split())
+        said = capsys.readouterr()
         if found != status or (status and (said.out or said.err.count("\n") != 1)):
             wrong.append((number, words, found, said))
         shown.append(f"$ trace.py {words}\n{said.out}{said.err}exit status {found}\n")
     assert not wrong
-    golden("trace", "\n".join(shown), [(r"trace \((?!neither).*\); record", "trace (REASON); record")])  # of this Python's decoders
+    # of this Python's decoders
+    golden(
+        "trace", "\n".join(shown), [(r"trace \((?!neither).*\); record", "trace (REASON); record")]
+    )
 
 
-# The picture --------------------------------------------------------------------------------------------------------
+# The picture
+# --------------------------------------------------------------------------------------------------
+
 
 def lead(events):
-    return [trace.apart(events[event], events[trace.BACKWARD]) for event in (trace.SENT, trace.STEP)]
+    return [
+        trace.apart(events[event], events[trace.BACKWARD]) for event in (trace.SENT, trace.STEP)
+    ]
 
 
 def test_the_lanes_of_a_step_are_what_the_table_counts(tmp_path):
     loaded = trace.read(str(two_steps().op("gemm", 1700, 1750, 650).write(tmp_path / "t.json")))
     compute, comm, exposed, events = trace.lanes(loaded, 5)
-    assert sum(end - start for start, end in exposed) == 200_000 and len(compute) == 3 and len(comm) == 2
-    assert lead(events) == [-0.1, 0.2]  # the reduce-scatter, and the first op that the optimizer launched
+    assert (
+        sum(end - start for start, end in exposed) == 200_000
+        and len(compute) == 3
+        and len(comm) == 2
+    )
+    # the reduce-scatter, and the first op that the optimizer launched
+    assert lead(events) == [-0.1, 0.2]
     *_, exposed, events = trace.lanes(trace.read(str(cpu_trace().write(tmp_path / "t.json"))), 2)
     assert exposed == [(1700_000, 1730_000), (1800_000, 1870_000)] and lead(events) == [-0.3, 0.01]
 
 
-@pytest.mark.parametrize("build, other, says", [
-    (two_steps, lambda: moved(two_steps(), 100), ("a: a, step 5", "b: b, step 5", "0.100 ms before the end of backward", "0.20 ms, b 0.25 ms per step",
-                                                  "reduce-scatter", "all-gather", "whole step, ms from the end of backward")),
-    (cpu_trace, lambda: cpu_trace(700), ("exposed: 0.10 ms", "a sends the first gradients 0.300 ms before", "b 0.050 ms after", "optimizer step"))])
+@pytest.mark.parametrize(
+    "build, other, says",
+    [
+        (
+            two_steps,
+            lambda: moved(two_steps(), 100),
+            (
+                "a: a, step 5",
+                "b: b, step 5",
+                "0.100 ms before the end of backward",
+                "0.20 ms, b 0.25 ms per step",
+                "reduce-scatter",
+                "all-gather",
+                "whole step, ms from the end of backward",
+            ),
+        ),
+        (
+            cpu_trace,
+            lambda: cpu_trace(700),
+            (
+                "exposed: 0.10 ms",
+                "a sends the first gradients 0.300 ms before",
+                "b 0.050 ms after",
+                "optimizer step",
+            ),
+        ),
+    ],
+)
 def test_two_versions_in_one_picture(tmp_path, build, other, says):
-    paths = [str(made().write(tmp_path / f"{name}.json")) for name, made in (("a", build), ("b", other))]
+    paths = [
+        str(made().write(tmp_path / f"{name}.json")) for name, made in (("a", build), ("b", other))
+    ]
     assert trace.main([paths[0], "--vs", paths[1], "--picture", str(tmp_path / "x.svg")]) == 0
     drawn = " ".join(re.findall(r">([^<>]+)</text>", (tmp_path / "x.svg").read_text()))
-    for said in (*says, "compute", "communication", "exposed communication", "first gradients sent"):
+    for said in (
+        *says,
+        "compute",
+        "communication",
+        "exposed communication",
+        "first gradients sent",
+    ):
         assert said in drawn, said
 
 

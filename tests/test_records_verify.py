@@ -1,4 +1,5 @@
-"""records/verify.py: logs of a real run pass; each rule catches a violation planted in the log or in the script."""
+"""records/verify.py: logs of a real run pass; each rule catches a violation planted in the log or
+in the script."""
 
 import contextlib
 import gzip
@@ -33,18 +34,33 @@ import logs  # noqa: E402
 import race as racing  # noqa: E402
 import verify  # noqa: E402
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that run a judged source, which are many and short
+# of the processes that run a judged source, which are many and short
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 SOURCE = (ROOT / "train_gpt.py").read_text()
-RULE, UNNAMED = "=" * 100, verify.UNNAMED_S
-WHOLE, FROM_SEED, STATED = "the log is unaltered", "one run from its seed", "data stated with digests"
-VAL_TOKENS, ENVIRONMENT = "exactly the stated validation tokens", "nothing in the environment changes the run"
+RULE = "=" * 100
+UNNAMED = verify.UNNAMED_S
+WHOLE = "the log is unaltered"
+FROM_SEED = "one run from its seed"
+STATED = "data stated with digests"
+VAL_TOKENS = "exactly the stated validation tokens"
+ENVIRONMENT = "nothing in the environment changes the run"
 CLOCK = "the clock is honest"
-SPANS, WALL = "all time outside the clock is named", "the wall clock agrees with the race's"
-WARM_UP, TRAINS, COMPILES = "warm-up does not train", "validation does not train", "nothing is compiled on the clock"
-COPIES, NO_LEAK, REPLAY = "no run is a copy of another", "no validation document in training", "trained on the declared shards"
-DATA, HARDWARE, IN_TURN = "the same data on both sides", "the same hardware on both sides", "the sides ran in turn"
+SPANS = "all time outside the clock is named"
+WALL = "the wall clock agrees with the race's"
+WARM_UP = "warm-up does not train"
+TRAINS = "validation does not train"
+COMPILES = "nothing is compiled on the clock"
+COPIES = "no run is a copy of another"
+NO_LEAK = "no validation document in training"
+REPLAY = "trained on the declared shards"
+DATA = "the same data on both sides"
+HARDWARE = "the same hardware on both sides"
+IN_TURN = "the sides ran in turn"
 OFF_CLOCK = "no more time off the clock than the other side"
-LOSS, FASTER, ACCOUNTS, SWITCHES = verify.LOSS, verify.FASTER, verify.ACCOUNTS, verify.SWITCHES
+LOSS = verify.LOSS
+FASTER = verify.FASTER
+ACCOUNTS = verify.ACCOUNTS
+SWITCHES = verify.SWITCHES
 COMPARED = [HARDWARE, IN_TURN, OFF_CLOCK, FASTER]
 
 
@@ -52,7 +68,9 @@ def planted(*edits):
     """Return the script's source with (old, new) edits, each of which must apply once."""
     source = SOURCE
     for old, new in edits:
-        assert source.count(old) == 1, f"the plant does not fit the script: {old!r} is there {source.count(old)} times"
+        assert source.count(old) == 1, (
+            f"the plant does not fit the script: {old!r} is there {source.count(old)} times"
+        )
         source = source.replace(old, new)
     return source
 
@@ -74,20 +92,44 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def train(tmp_path_factory, data):
-    """train(*edits, flag=...) -> the log of a real run of the edited script, with its model beside it."""
+    """train(*edits, flag=...) -> the log of a real run of the edited script, with its model beside
+    it."""
+
     def train(*edits, **flags):
         folder = tmp_path_factory.mktemp("run")
         module = load(planted(*edits), folder / f"{folder.name}_train_gpt.py")
-        values = {**TINY, "preset": "laptop", "layers": "S0M S1M SM LM SM", "backout_layer": 3, "target_val_loss": 4.5,
-                  "val_len": 256, "shuffle": False, "train_files": data / "toy_train_*.bin", "val_files": data / "toy_val_*.bin",
-                  "log_dir": folder, "run_id": "r", "save_model": True, "race": "x:1:1:a", **flags}
-        status = module.main(module.PRESETS, [f"--{name}={str(v).lower() if isinstance(v, bool) else v}" for name, v in values.items()])
+        values = {
+            **TINY,
+            "preset": "laptop",
+            "layers": "S0M S1M SM LM SM",
+            "backout_layer": 3,
+            "target_val_loss": 4.5,
+            "val_len": 256,
+            "shuffle": False,
+            "train_files": data / "toy_train_*.bin",
+            "val_files": data / "toy_val_*.bin",
+            "log_dir": folder,
+            "run_id": "r",
+            "save_model": True,
+            "race": "x:1:1:a",
+            **flags,
+        }
+        status = module.main(
+            module.PRESETS,
+            [
+                f"--{name}={str(v).lower() if isinstance(v, bool) else v}"
+                for name, v in values.items()
+            ],
+        )
         assert status == 0
         log = Log(folder / "r.txt")
         named = log.end["train_time_ms"] / 1000 + sum(log.end["seconds_outside_clock"].values())
-        if UNNAMED < log.end["wall_seconds"] - named < 0.2:  # the tests' machine was too busy: that is not their subject
+        if (
+            UNNAMED < log.end["wall_seconds"] - named < 0.2
+        ):  # the tests' machine was too busy: that is not their subject
             log.set("end.wall_seconds", named).write(folder / "r.txt")
         return folder / "r.txt"
+
     return train
 
 
@@ -102,7 +144,8 @@ class Log:
     def __init__(self, path):
         self.source, self.environment, rest = path.read_text().split(RULE + "\n")
         first, *self.lines, last, self.memory = rest.splitlines()
-        self.start, self.end = json.loads(first), json.loads(last)["end"]
+        self.start = json.loads(first)
+        self.end = json.loads(last)["end"]
 
     def set(self, where, to):
         *keys, last = where.split(".")
@@ -117,65 +160,117 @@ class Log:
         identity = {"race_id": "x", "run": run, "declared_n": n, "side": side}
         self.start.update(run_id=f"{run}{side}", seed=run, race=identity)
         self.start["config"].update(seed=run, run_id=f"{run}{side}", race=f"x:{run}:{n}:{side}")
-        fresh, trained = (hashlib.sha256(text.encode()).hexdigest() for text in (f"{run}", f"{run}{side}"))
-        self.end.update(state_hash={"before_warmup": fresh, "after_warmup": fresh},
-                        model_hash=trained, final_state_hash=trained[::-1])
+        fresh, trained = (
+            hashlib.sha256(text.encode()).hexdigest() for text in (f"{run}", f"{run}{side}")
+        )
+        self.end.update(
+            state_hash={"before_warmup": fresh, "after_warmup": fresh},
+            model_hash=trained,
+            final_state_hash=trained[::-1],
+        )
         spans = self.end["seconds_outside_clock"]
         spans.update(dict.fromkeys(spans, 0.4))  # whatever the tests' machine needed
         pace(self, lambda step, ms: step * (100 + 2 * run + (side == "b")))
         self.end["wall_seconds"] = 0.003 + self.end["train_time_ms"] / 1000 + sum(spans.values())
-        draw = np.random.default_rng(run)  # another seed, other losses, but not before the first step
-        self.lines = [re.sub(r"(?<=train_loss:)\S+", lambda found: f"{float(found[0]) + draw.normal() / 20:.4f}", line)
-                      if i > 2 else line for i, line in enumerate(self.lines)]
+        # another seed, other losses, but not before the first step
+        draw = np.random.default_rng(run)
+        self.lines = [
+            (
+                re.sub(
+                    r"(?<=train_loss:)\S+",
+                    lambda found: f"{float(found[0]) + draw.normal() / 20:.4f}",
+                    line,
+                )
+                if i > 2
+                else line
+            )
+            for i, line in enumerate(self.lines)
+        ]
         if loss is not None:
             before = self.end["final_val_loss"]
-            self.lines[-1] = self.lines[-1].replace(f"val_loss:{before:.4f}", f"val_loss:{loss:.4f}")
+            self.lines[-1] = self.lines[-1].replace(
+                f"val_loss:{before:.4f}", f"val_loss:{loss:.4f}"
+            )
             self.end.update(final_val_loss=loss, reached=loss <= self.end["target_val_loss"])
         return self
 
     def write(self, path):
         lines = [json.dumps(self.start), *self.lines, json.dumps({"end": self.end}), self.memory]
-        path.write_text(f"{self.source}{RULE}\n{self.environment}{RULE}\n" + "\n".join(lines) + "\n")
+        path.write_text(
+            f"{self.source}{RULE}\n{self.environment}{RULE}\n" + "\n".join(lines) + "\n"
+        )
         return path
 
 
 @pytest.fixture
 def race(honest, tmp_path):
-    """race(n, sides, change) -> a folder with the logs of an honest race. change(log, run, side) edits a log."""
+    """race(n, sides, change) -> a folder with the logs of an honest race. change(log, run, side)
+    edits a log."""
+
     def race(n=4, sides="a", change=lambda log, run, side: None):
         folder = tmp_path / "race"
         shutil.rmtree(folder, ignore_errors=True)  # another that the same test made
         folder.mkdir()
         order = racing.order(n, sides)
-        events, clock, versions = [], datetime(2025, 1, 1, tzinfo=timezone.utc), {}
+        events = []
+        clock = datetime(2025, 1, 1, tzinfo=timezone.utc)
+        versions = {}
         for run, side in order:
-            log = Log(honest).label(run, n, side, loss=4.0 + 0.01 * run).set("start.started", clock.isoformat())
+            log = (
+                Log(honest)
+                .label(run, n, side, loss=4.0 + 0.01 * run)
+                .set("start.started", clock.isoformat())
+            )
             change(log, run, side)
             log.write(folder / f"{run}{side}.txt")
-            versions.setdefault(side, {"revision": None, "flags": [], "source_sha256": log.start["source_sha256"],
-                                       "config": {"preset": "laptop", **log.start["config"]}})
-            event = {"run": run, "side": side, "run_id": f"{run}{side}", "status": "started", "seed": run,
-                     "started_at": log.start["started"]}
+            versions.setdefault(
+                side,
+                {
+                    "revision": None,
+                    "flags": [],
+                    "source_sha256": log.start["source_sha256"],
+                    "config": {"preset": "laptop", **log.start["config"]},
+                },
+            )
+            event = {
+                "run": run,
+                "side": side,
+                "run_id": f"{run}{side}",
+                "status": "started",
+                "seed": run,
+                "started_at": log.start["started"],
+            }
             seconds = log.end["wall_seconds"] + 5
             clock += timedelta(seconds=math.ceil(seconds))
             events += [event, {**event, "status": "done", "logged": True, "seconds": seconds}]
             prolong(events[-1], 0)
-        declared = {"id": "x", "n": n, "seed": 0, "ranks": 1, "sides": dict(sorted(versions.items())),
-                    "order": [f"{r}{s}" for r, s in order]}
+        declared = {
+            "id": "x",
+            "n": n,
+            "seed": 0,
+            "ranks": 1,
+            "sides": dict(sorted(versions.items())),
+            "order": [f"{r}{s}" for r, s in order],
+        }
         with manifest_of(folder) as lines:
             lines += [{"race": declared}, *events]
         return folder
+
     return race
 
 
 @pytest.fixture
 def faster(race):
-    """faster(change) -> the folder of a race of four runs a side that side a wins. change(log, run, side) edits a log."""
+    """faster(change) -> the folder of a race of four runs a side that side a wins. change(log,
+    run, side) edits a log."""
+
     def faster(change=lambda log, run, side: None):
         def both(log, run, side):
             scale_clock(log, 2 + (side == "b") + 0.01 * run)
             change(log, run, side)
+
         return race(4, "ab", both)
+
     return faster
 
 
@@ -185,7 +280,10 @@ def public_log(path, lines, source="import torch", environment="env"):
 
 
 def public_lines(loss=lambda step: 4 - step / 20, pace=60):
-    return [f"step:{s}/9 val_loss:{loss(s):.4f} train_time:{pace * s}ms step_avg:{pace}.00ms" for s in range(1, 10)]
+    return [
+        f"step:{s}/9 val_loss:{loss(s):.4f} train_time:{pace * s}ms step_avg:{pace}.00ms"
+        for s in range(1, 10)
+    ]
 
 
 @contextlib.contextmanager
@@ -200,14 +298,16 @@ def manifest_of(folder):
 def prolong(event, seconds):
     """Make the run of an event take longer."""
     event["seconds"] += seconds
-    event["ended_at"] = (datetime.fromisoformat(event["started_at"]) + timedelta(seconds=event["seconds"])).isoformat()
+    event["ended_at"] = (
+        datetime.fromisoformat(event["started_at"]) + timedelta(seconds=event["seconds"])
+    ).isoformat()
 
 
 def with_attempt(folder, run, **how):
     """Insert an attempt at a run before the one that was done. how: its differences from that one."""
     with manifest_of(folder) as events:
         at = events.index(next(event for event in events if event.get("run_id") == f"{run}a"))
-        started, ended = ({**event, "run_id": f"{run}a_first"} for event in events[at:at + 2])
+        started, ended = ({**event, "run_id": f"{run}a_first"} for event in events[at : at + 2])
         prolong(ended, how.get("seconds", ended["seconds"]) - ended["seconds"])
         events[at:at] = [started] if how.get("status") == "started" else [started, {**ended, **how}]
 
@@ -215,25 +315,32 @@ def with_attempt(folder, run, **how):
 def strip(folder):
     """Remove every description of the runs from a race's folder."""
     for path in folder.glob("*a.txt"):
-        path.write_text("".join(line for line in path.read_text().splitlines(True) if not line.startswith('{"')))
+        path.write_text(
+            "".join(line for line in path.read_text().splitlines(True) if not line.startswith('{"'))
+        )
     (folder / "race.jsonl").unlink()
 
 
 @pytest.fixture
 def judge(capsys):
     """judge(argument, ...) -> (exit status, {rule: (verdict, reason)})"""
+
     def judge(*arguments):
         capsys.readouterr()
         status = verify.main([*map(str, arguments), "--json"])
         report = json.loads(capsys.readouterr().out)
         found = {rule["rule"]: (rule["verdict"], rule["reason"]) for rule in report["rules"]}
         words = {word: verdict for verdict, word in verify.OF_CLAIMS.items()}
-        return status, found | {claim["claim"]: (words[claim["verdict"]], claim["reason"]) for claim in report["claims"]}
+        return status, found | {
+            claim["claim"]: (words[claim["verdict"]], claim["reason"]) for claim in report["claims"]
+        }
+
     return judge
 
 
 def fails_only(outcome, rule, *words):
-    """Require that these rules fail and no others, and that the first one's reason has these words."""
+    """Require that these rules fail and no others, and that the first one's reason has these
+    words."""
     status, rules = outcome
     wanted = [rule] if isinstance(rule, str) else list(rule)
     failed = {name: reason for name, (verdict, reason) in rules.items() if verdict == "fail"}
@@ -250,9 +357,12 @@ def says(rules, rule, verdict, *words):
 
 # Honest logs
 
+
 def test_an_honest_race_passes(race, judge, data):
     status, rules = judge(race(), "--data", data)
-    assert rules[REPLAY][0] == "pass" and status == 0, [(rule, reason) for rule, (verdict, reason) in rules.items() if verdict == "fail"]
+    assert rules[REPLAY][0] == "pass" and status == 0, [
+        (rule, reason) for rule, (verdict, reason) in rules.items() if verdict == "fail"
+    ]
     unknown = {rule for rule, (verdict, _) in rules.items() if verdict == "not checkable"}
     assert unknown == {DATA, *COMPARED, *examine.RULES}  # which ask for --vs and --rerun
     assert {verdict for verdict, _ in rules.values()} == {"pass", "not checkable"}
@@ -263,36 +373,53 @@ def test_the_verdict_tells_of_rules_that_were_not_checked(race, capsys):
     assert verify.main([str(folder), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["verdict"] == "incomplete" and report["counts"]["not checkable"] == len(
-        [rule for rule in report["rules"] if rule["verdict"] == "not checkable"])
+        [rule for rule in report["rules"] if rule["verdict"] == "not checkable"]
+    )
 
 
 def test_a_claim_that_is_not_shown_breaks_no_rule(faster, capsys):
-    """The README's own win has a loss above its target. A program filters cheats by the exit status."""
+    """The README's own win has a loss above its target. A program filters cheats by the exit
+    status."""
     folder = faster(lambda log, run, side: log.label(run, 4, side, loss=4.46 + 0.02 * run))
     found = verify.judge_folder(folder)
-    assert found["status"] == 0 and found["verdict"] == "incomplete" and "fail" not in {rule.verdict for rule in found["rules"]}
+    assert (
+        found["status"] == 0
+        and found["verdict"] == "incomplete"
+        and "fail" not in {rule.verdict for rule in found["rules"]}
+    )
     assert {claim["claim"]: claim["verdict"] for claim in found["claims"]}[LOSS] == "not shown"
-    assert verify.main([str(folder), "--json"]) == 0 and json.loads(capsys.readouterr().out)["claims"] == found["claims"]
+    assert (
+        verify.main([str(folder), "--json"]) == 0
+        and json.loads(capsys.readouterr().out)["claims"] == found["claims"]
+    )
     assert verify.judge_folder(folder / "nowhere")["status"] == 2
 
 
 def test_a_rule_whose_own_code_stops_accuses_nobody_and_passes_nobody(race, judge, monkeypatch):
     def stop(*_):
         raise ZeroDivisionError("of the rule")
+
     folder = race()
     for check in "check_compiles", "check_accounts", "check_loss":  # of a run, of all, of the claim
         with monkeypatch.context() as planted:
             planted.setattr(verify, check, stop)
             status, rules = judge(folder)
-        stopped = [rule for rule, (_, reason) in rules.items() if "ZeroDivisionError: of the rule" in reason]
+        stopped = [
+            rule
+            for rule, (_, reason) in rules.items()
+            if "ZeroDivisionError: of the rule" in reason
+        ]
         assert status == 2 and len(stopped) == 1 and rules[stopped[0]][0] == "not checkable"
     first = [("a", "not checkable", "no package"), ("b", "not checkable", leaks.STOPPED)]
-    assert leaks.STOPPED in leaks.judged(verify.of_all, first, 2)[1]  # another reason does not hide it
+    # another reason does not hide it
+    assert leaks.STOPPED in leaks.judged(verify.of_all, first, 2)[1]
 
 
 def test_a_faster_side_passes(faster, judge):
     status, rules = judge(faster())
-    assert status == 0, [(rule, reason) for rule, (verdict, reason) in rules.items() if verdict == "fail"]
+    assert status == 0, [
+        (rule, reason) for rule, (verdict, reason) in rules.items() if verdict == "fail"
+    ]
     for rule in COMPARED:
         assert rules[rule][0] == "pass"
 
@@ -316,7 +443,8 @@ def steady(path):
 
 
 def shift_clock(log, time_of):
-    """Give each line the train_time time_of(step, old) with its step_avg, and the end the last one."""
+    """Give each line the train_time time_of(step, old) with its step_avg, and the end the last
+    one."""
     for i, line in enumerate(log.lines):
         words = dict(word.split(":") for word in line.split())
         step = int(words["step"].split("/")[0])
@@ -329,9 +457,13 @@ def shift_clock(log, time_of):
 def test_community_logs_are_mostly_not_checkable(tmp_path, judge):
     rng = np.random.default_rng(0)
     for i in range(3):
-        lines = [f"step:{s}/20 train_time:{(60 + i) * s}ms step_avg:{60 + i}.00ms" for s in range(1, 21)]
-        lines.append(f"step:20/20 val_loss:{3.27 + rng.random() / 1000:.4f} train_time:{1200 + 20 * i}ms "
-                     f"step_avg:{60 + i}.00ms")
+        lines = [
+            f"step:{s}/20 train_time:{(60 + i) * s}ms step_avg:{60 + i}.00ms" for s in range(1, 21)
+        ]
+        lines.append(
+            f"step:20/20 val_loss:{3.27 + rng.random() / 1000:.4f} train_time:{1200 + 20 * i}ms "
+            f"step_avg:{60 + i}.00ms"
+        )
         public_log(tmp_path / f"{i}.txt", lines)
     status, rules = judge(tmp_path, "--data", tmp_path)
     verdicts = {rule: verdict for rule, (verdict, _) in rules.items()}
@@ -342,6 +474,7 @@ def test_community_logs_are_mostly_not_checkable(tmp_path, judge):
 
 
 # Edited logs and races: which rule finds what. tests/golden/verify_*.txt hold the reasons
+
 
 def alone(change):
     return lambda race, faster: race(1, change=lambda log, run, side: change(log))
@@ -362,10 +495,12 @@ def base(change):
 
 def folder(change, *arguments):
     """Edit the folder of an honest race of four runs."""
+
     def make(race, faster):
         made = race(*arguments)
         change(made)
         return made
+
     return make
 
 
@@ -373,6 +508,7 @@ def manifest(change, *arguments):
     def edit(made):
         with manifest_of(made) as events:
             change(events)
+
     return folder(edit, *arguments)
 
 
@@ -396,7 +532,9 @@ def edit_line(log, at, old, new):
 
 
 def as_on_both_sides(key):
-    return lambda log: log.start["shards"]["train"][1].update({key: log.start["shards"]["val"][0][key]})
+    return lambda log: log.start["shards"]["train"][1].update(
+        {key: log.start["shards"]["val"][0][key]}
+    )
 
 
 LOG_EDITS = {  # what is done to a log, which rules find it
@@ -407,79 +545,216 @@ LOG_EDITS = {  # what is done to a log, which rules find it
     "a resumption that no line tells of": (lambda log: log.set("end.resumed", 1), WHOLE),
     "the seed": (lambda log: log.set("start.seed", 77), WHOLE, ACCOUNTS),
     "a digest left out": (lambda log: log.start["shards"]["train"][0].pop("sha256"), STATED),
-    "a shard under two names": (lambda log: log.start["shards"]["train"].append({**log.start["shards"]["train"][0], "name": "x"}), STATED),
+    "a shard under two names": (
+        lambda log: log.start["shards"]["train"].append(
+            {**log.start["shards"]["train"][0], "name": "x"}
+        ),
+        STATED,
+    ),
     "shards read twice": (of_config("epochs", 2), STATED),
     "warm-up that trains": (lambda log: log.set("end.state_hash.after_warmup", "0" * 64), WARM_UP),
     "compiling late": (lambda log: log.set("end.compiles_after_warmup", 2), COMPILES),
     "training in validation": (lambda log: log.set("end.changed_by_validation", 1), TRAINS),
-    "training in an older log": (lambda log: log.set("end.validation_hash", {"before": "1" * 64, "after": "0" * 64}), TRAINS),
+    "training in an older log": (
+        lambda log: log.set("end.validation_hash", {"before": "1" * 64, "after": "0" * 64}),
+        TRAINS,
+    ),
     "a hash left out": (lambda log: log.end.pop("model_hash"), TRAINS),
     "a launch with flags": (
-        lambda log: log.set("start.environment", {"TORCHINDUCTOR_X": "1", "TORCHELASTIC_X": "1", "TORCH_CPP_LOG_LEVEL": "x"}), ENVIRONMENT),
+        lambda log: log.set(
+            "start.environment",
+            {"TORCHINDUCTOR_X": "1", "TORCHELASTIC_X": "1", "TORCH_CPP_LOG_LEVEL": "x"},
+        ),
+        ENVIRONMENT,
+    ),
     "a short count": (lambda log: log.set("end.val_tokens", 512), VAL_TOKENS),
     "a step cut out": (lambda log: log.lines.pop(4), CLOCK),
     "a step that is there twice": (lambda log: log.lines.insert(4, log.lines[4]), CLOCK),
-    "a last time in seconds": (last_time("1.000s"), WHOLE), "a last time in other digits": (last_time("1e3ms"), WHOLE),
+    "a last time in seconds": (last_time("1.000s"), WHOLE),
+    "a last time in other digits": (last_time("1e3ms"), WHOLE),
     "a last time that falls": (last_time("1000ms"), WHOLE, CLOCK),
     "an odd average": (lambda log: edit_line(log, 3, "step_avg:", "step_avg:1.2."), WHOLE),
-    "a time of 400 digits": (lambda log: edit_line(log, 3, "train_time:", "train_time:" + "9" * 400), WHOLE, CLOCK),
-    "a training loss left out": (lambda log: log.lines.__setitem__(7, log.lines[7].partition(" train_loss")[0]), WHOLE),
-    "a training loss more": (lambda log: log.lines.__setitem__(0, log.lines[0] + " train_loss:4.8520"), WHOLE),
-    "a run behind it": (lambda log: log.set("memory", log.memory + "\nstep:0/9 val_loss:1.0000 train_time:0ms"), WHOLE),
-    "a line behind it": (lambda log: log.set("memory", log.memory + "\nerror: x\n" + log.lines[-1]), WHOLE),
+    "a time of 400 digits": (
+        lambda log: edit_line(log, 3, "train_time:", "train_time:" + "9" * 400),
+        WHOLE,
+        CLOCK,
+    ),
+    "a training loss left out": (
+        lambda log: log.lines.__setitem__(7, log.lines[7].partition(" train_loss")[0]),
+        WHOLE,
+    ),
+    "a training loss more": (
+        lambda log: log.lines.__setitem__(0, log.lines[0] + " train_loss:4.8520"),
+        WHOLE,
+    ),
+    "a run behind it": (
+        lambda log: log.set("memory", log.memory + "\nstep:0/9 val_loss:1.0000 train_time:0ms"),
+        WHOLE,
+    ),
+    "a line behind it": (
+        lambda log: log.set("memory", log.memory + "\nerror: x\n" + log.lines[-1]),
+        WHOLE,
+    ),
     "no source": (lambda log: set_source(log, ""), WHOLE, SWITCHES),
     "another source": (lambda log: set_source(log, "import os\n\n"), SWITCHES),
     "a module beside it": (lambda log: set_source(log, "import helper\n" + log.source), SWITCHES),
     "no environment": (lambda log: log.start.pop("environment"), ENVIRONMENT),
-    "a number declared anew": (lambda log: log.set("start.race.declared_n", 1).set("start.config.race", "x:1:3:a"), WHOLE),
-    "another race": (of_config("race", "x:1:9:a"), WHOLE), "a race of no form": (of_config("race", "x"), WHOLE),
+    "a number declared anew": (
+        lambda log: log.set("start.race.declared_n", 1).set("start.config.race", "x:1:3:a"),
+        WHOLE,
+    ),
+    "another race": (of_config("race", "x:1:9:a"), WHOLE),
+    "a race of no form": (of_config("race", "x"), WHOLE),
     "a plan of more steps": (lambda log: log.set("start.planned.steps", 13), WHOLE),
     "a plan of one token": (lambda log: log.set("start.planned.train_tokens", 1), WHOLE),
-    "saved weights": (lambda log: log.set("start.init_from", {"path": "m.pt", "sha256": "0" * 64}), FROM_SEED),
-    "a name on both sides of the split": (as_on_both_sides("name"), STATED), "a digest on both sides": (as_on_both_sides("sha256"), STATED),
-    "a setting": (lambda log: set_source(log, "torch._inductor.config.max_autotune = True\n" + log.source), SWITCHES),
+    "saved weights": (
+        lambda log: log.set("start.init_from", {"path": "m.pt", "sha256": "0" * 64}),
+        FROM_SEED,
+    ),
+    "a name on both sides of the split": (as_on_both_sides("name"), STATED),
+    "a digest on both sides": (as_on_both_sides("sha256"), STATED),
+    "a setting": (
+        lambda log: set_source(log, "torch._inductor.config.max_autotune = True\n" + log.source),
+        SWITCHES,
+    ),
     "a clock that is reset": (lambda log: pace(log, lambda step, ms: 100 * (step % 9)), CLOCK),
-    "a clock that outruns the wall": (lambda log: shift_clock(log, lambda step, ms: 60_000 * step), CLOCK, SPANS),
+    "a clock that outruns the wall": (
+        lambda log: shift_clock(log, lambda step, ms: 60_000 * step),
+        CLOCK,
+        SPANS,
+    ),
     "a hash that is none": (lambda log: log.set("end.final_state_hash", "x"), WHOLE),
     "a step_avg": (lambda log: edit_line(log, 3, "step_avg:", "step_avg:9"), CLOCK),
-    "the end's time": (lambda log: log.set("end.train_time_ms", log.end["train_time_ms"] - 90), WHOLE, SPANS),
-    "a nameless span": (lambda log: log.set("end.wall_seconds", log.end["wall_seconds"] + 0.06), SPANS),
+    "the end's time": (
+        lambda log: log.set("end.train_time_ms", log.end["train_time_ms"] - 90),
+        WHOLE,
+        SPANS,
+    ),
+    "a nameless span": (
+        lambda log: log.set("end.wall_seconds", log.end["wall_seconds"] + 0.06),
+        SPANS,
+    ),
     "a negative span": (lambda log: log.set("end.seconds_outside_clock.setup", -1.0), SPANS),
-    **{variable[:40]: (lambda log, variable=variable: log.start["environment"].update([variable.split("=")]), ENVIRONMENT) for variable in (
-        "PYTHONPATH=/opt/x", "LD_PRELOAD=/opt/clock.so", "PYTORCH_JIT=0", "PYTHON_JIT=1", "PYTHONWARNINGS=ignore::clock.Slow",
-        "TRITON_INTERPRET=1", "TORCH_COMPILE_DISABLE=1")},
-    **{variable: (lambda log, variable=variable: log.start["environment"].update([variable.split("=")]), (ENVIRONMENT, "not checkable"))
-       for variable in ("LD_LIBRARY_PATH=/opt/evil", "LD_LIBRARY_PATH=/usr/lib:/home/me/lib", "LD_LIBRARY_PATH=/usr/lib/../../tmp",
-                        "LD_LIBRARY_PATH=/usr/lib:/lib_of_mine", "LD_LIBRARY_PATH=/usr/local/cudas/lib", "LD_RUN_PATH=/opt/conda/lib",
-                        "PYTORCH_BUILD_VERSION=2.9", "PYTORCH_BUILD_NUMBER=1", "TRITON_PTXAS_PATH=/usr/bin/ptxas")},
-    "variables of containers": (lambda log: log.start["environment"].update(OF_CONTAINERS), (ENVIRONMENT, "pass"))}
-OF_CONTAINERS = {**dict.fromkeys((
-    "PYTHONUNBUFFERED", "PYTHON_VERSION", "PYTHON_SHA256", "PYTHONWARNINGS", "PYTHONSTARTUP", "TORCH_HOME", "TORCH_EXTENSIONS_DIR",
-    "TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_CUDA_ARCH_LIST", "PYTORCH_VERSION", "TRITON_HOME"), "ignore"),
-    "PYTHONPATH": "", "LD_LIBRARY_PATH": "/usr/local/cuda/lib64:/usr/local/cuda-12.4/lib64:/usr/local/nvidia/lib:/lib64:/usr/lib/x86_64-linux-gnu"}
+    **{
+        variable[:40]: (
+            lambda log, variable=variable: log.start["environment"].update([variable.split("=")]),
+            ENVIRONMENT,
+        )
+        for variable in (
+            "PYTHONPATH=/opt/x",
+            "LD_PRELOAD=/opt/clock.so",
+            "PYTORCH_JIT=0",
+            "PYTHON_JIT=1",
+            "PYTHONWARNINGS=ignore::clock.Slow",
+            "TRITON_INTERPRET=1",
+            "TORCH_COMPILE_DISABLE=1",
+        )
+    },
+    **{
+        variable: (
+            lambda log, variable=variable: log.start["environment"].update([variable.split("=")]),
+            (ENVIRONMENT, "not checkable"),
+        )
+        for variable in (
+            "LD_LIBRARY_PATH=/opt/evil",
+            "LD_LIBRARY_PATH=/usr/lib:/home/me/lib",
+            "LD_LIBRARY_PATH=/usr/lib/../../tmp",
+            "LD_LIBRARY_PATH=/usr/lib:/lib_of_mine",
+            "LD_LIBRARY_PATH=/usr/local/cudas/lib",
+            "LD_RUN_PATH=/opt/conda/lib",
+            "PYTORCH_BUILD_VERSION=2.9",
+            "PYTORCH_BUILD_NUMBER=1",
+            "TRITON_PTXAS_PATH=/usr/bin/ptxas",
+        )
+    },
+    "variables of containers": (
+        lambda log: log.start["environment"].update(OF_CONTAINERS),
+        (ENVIRONMENT, "pass"),
+    ),
+}
+OF_CONTAINERS = {
+    **dict.fromkeys(
+        (
+            "PYTHONUNBUFFERED",
+            "PYTHON_VERSION",
+            "PYTHON_SHA256",
+            "PYTHONWARNINGS",
+            "PYTHONSTARTUP",
+            "TORCH_HOME",
+            "TORCH_EXTENSIONS_DIR",
+            "TORCH_LOGS",
+            "TORCH_DISTRIBUTED_DEBUG",
+            "TORCH_SHOW_CPP_STACKTRACES",
+            "TORCH_CUDA_ARCH_LIST",
+            "PYTORCH_VERSION",
+            "TRITON_HOME",
+        ),
+        "ignore",
+    ),
+    "PYTHONPATH": "",
+    "LD_LIBRARY_PATH": (
+        "/usr/local/cuda/lib64:/usr/local/cuda-12.4/lib64:/usr/local/nvidia/lib:/lib64:/usr/lib/x86_64-linux-gnu"
+    ),
+}
 MANIFEST_EDITS = {  # what is done to its lines, which rules find it
-    "fewer runs were declared": (lambda e: e[0]["race"].update(n=3, order=["1a", "2a", "3a"]), ACCOUNTS),
-    "more runs were declared": (lambda e: e[0]["race"].update(n=5, order=["1a", "2a", "3a", "4a", "5a"]), ACCOUNTS),
+    "fewer runs were declared": (
+        lambda e: e[0]["race"].update(n=3, order=["1a", "2a", "3a"]),
+        ACCOUNTS,
+    ),
+    "more runs were declared": (
+        lambda e: e[0]["race"].update(n=5, order=["1a", "2a", "3a", "4a", "5a"]),
+        ACCOUNTS,
+    ),
     "another order": (lambda e: e[0]["race"]["order"].reverse(), ACCOUNTS),
-    "an order that was not kept": (lambda e: e.__setitem__(slice(1, None), e[-2:] + e[1:-2]), ACCOUNTS),
-    "another seed": (lambda e: e[0]["race"].update(seed=7), ACCOUNTS), "another seed of a run": (lambda e: e[6].update(seed=7), ACCOUNTS),
-    "another source": (lambda e: e[0]["race"]["sides"]["a"].update(source_sha256="0" * 64), ACCOUNTS),
+    "an order that was not kept": (
+        lambda e: e.__setitem__(slice(1, None), e[-2:] + e[1:-2]),
+        ACCOUNTS,
+    ),
+    "another seed": (lambda e: e[0]["race"].update(seed=7), ACCOUNTS),
+    "another seed of a run": (lambda e: e[6].update(seed=7), ACCOUNTS),
+    "another source": (
+        lambda e: e[0]["race"]["sides"]["a"].update(source_sha256="0" * 64),
+        ACCOUNTS,
+    ),
     "a run that was done twice": (lambda e: [event.update(run=2) for event in e[5:7]], ACCOUNTS),
-    "a side of another race": (lambda e: e[2].update(side="c"), ACCOUNTS), "a start left out": (lambda e: e.pop(3), ACCOUNTS),
-    "a run from elsewhere": (lambda e: e.__delitem__(slice(-2, None)), ACCOUNTS), "no duration": (lambda e: e[4].pop("seconds"), WALL),
+    "a side of another race": (lambda e: e[2].update(side="c"), ACCOUNTS),
+    "a start left out": (lambda e: e.pop(3), ACCOUNTS),
+    "a run from elsewhere": (lambda e: e.__delitem__(slice(-2, None)), ACCOUNTS),
+    "no duration": (lambda e: e[4].pop("seconds"), WALL),
     "a duration below the run's": (lambda e: prolong(e[4], -6), WALL),
     "a race that ended before its runs did": (
-        lambda e: [event.update(seconds=None, settled=event["started_at"]) for event in e[2::2]], (WALL, "not checkable")),
-    **{f"declared {config}": (lambda e, config=config: e[0]["race"]["sides"]["a"]["config"].update(config), *found) for config, *found in (
-        ({"muon_lr": 0.05}, ACCOUNTS), ({"stages": "Stage(until=1, my_idea=2)"}, ACCOUNTS), ({"preset": "speedrun"}, ACCOUNTS),
-        ({"loss_weights": [1, 0.5]}, ACCOUNTS), ({"micro_batch_splits": 4}, ACCOUNTS), ({"no_field": 3}, ACCOUNTS), ({"compile": "on"}, ACCOUNTS),
-        ({"dtype": None}, ACCOUNTS), ({"compile": "auto"},), ({"attention": "auto"},), ({"run_id": "x", "seed": 9},))}}
+        lambda e: [event.update(seconds=None, settled=event["started_at"]) for event in e[2::2]],
+        (WALL, "not checkable"),
+    ),
+    **{
+        f"declared {config}": (
+            lambda e, config=config: e[0]["race"]["sides"]["a"]["config"].update(config),
+            *found,
+        )
+        for config, *found in (
+            ({"muon_lr": 0.05}, ACCOUNTS),
+            ({"stages": "Stage(until=1, my_idea=2)"}, ACCOUNTS),
+            ({"preset": "speedrun"}, ACCOUNTS),
+            ({"loss_weights": [1, 0.5]}, ACCOUNTS),
+            ({"micro_batch_splits": 4}, ACCOUNTS),
+            ({"no_field": 3}, ACCOUNTS),
+            ({"compile": "on"}, ACCOUNTS),
+            ({"dtype": None}, ACCOUNTS),
+            ({"compile": "auto"},),
+            ({"attention": "auto"},),
+            ({"run_id": "x", "seed": 9},),
+        )
+    },
+}
 
 
 def diverge(made):
     with_attempt(made, 2, status="failed")
     log = Log(made / "2a.txt").set("start.run_id", "2a_first")
-    log.lines = [line.replace(f"val_loss:{log.end['final_val_loss']:.4f}", "val_loss:nan") for line in log.lines]
+    log.lines = [
+        line.replace(f"val_loss:{log.end['final_val_loss']:.4f}", "val_loss:nan")
+        for line in log.lines
+    ]
     log.write(made / "2a_first.txt")
 
 
@@ -499,128 +774,296 @@ def see(made):
 
 def stop_and_repeat(times):
     """Add attempts that were stopped by hand after step 8."""
+
     def stop(made):
         for run in range(1, times + 1):
             name = f"{run}a_first"
             with_attempt(made, run, status="interrupted", exit=130, seconds=2)
-            log = Log(made / f"{run}a.txt").set("start.run_id", name).set("start.config.run_id", name)
+            log = (
+                Log(made / f"{run}a.txt").set("start.run_id", name).set("start.config.run_id", name)
+            )
             text = log.write(made / f"{name}.txt").read_text()
             (made / f"{name}.txt").write_text(text.split("step:9/12 ")[0] + "error: interrupted\n")
+
     return stop
 
 
 def begin_uncounted(at):
     """Add a run that does not count."""
+
     def begin(lines):
         run = {**lines[1], "run": 0, "run_id": f"0a{at}", "seed": 0}
-        lines[at:at] = [run, {**lines[2], **run, "status": "done", "ended_at": run["started_at"], "seconds": 0}]
+        lines[at:at] = [
+            run,
+            {**lines[2], **run, "status": "done", "ended_at": run["started_at"], "seconds": 0},
+        ]
+
     return begin
 
 
 def resume(log):
     """Edit a log as if its run had been killed after step 8 and resumed from step 6."""
     at = next(i for i, line in enumerate(log.lines) if line.startswith("step:8/"))
-    again = {"resumed": {"at": "2025-01-01T00:00:20+00:00", "from_step": 6, "ranks": 1, "checkpoint": "c",
-                         "lost_steps": 2, "lost_seconds": 1.0, "source_sha256": log.start["source_sha256"]}}
+    again = {
+        "resumed": {
+            "at": "2025-01-01T00:00:20+00:00",
+            "from_step": 6,
+            "ranks": 1,
+            "checkpoint": "c",
+            "lost_steps": 2,
+            "lost_seconds": 1.0,
+            "source_sha256": log.start["source_sha256"],
+        }
+    }
     back = next(i for i, line in enumerate(log.lines) if line.startswith("step:7/"))
-    log.lines[at + 1:at + 1] = ["step:9/12 train_ti", "error: terminated", json.dumps(again), *log.lines[back:at + 1]]
+    log.lines[at + 1 : at + 1] = [
+        "step:9/12 train_ti",
+        "error: terminated",
+        json.dumps(again),
+        *log.lines[back : at + 1],
+    ]
     log.end["resumed"] = 1
 
 
 def edit_page(old, new):
     """Write the parts of a page of board.py that state figures, with one of them edited."""
+
     def write(made):
         found = logs.read([made]).runs
-        losses, seconds = [run.final_loss for run in found], [run.train_time_ms / 1000 for run in found]
-        rows = [f"| seed {i} | [{loss:.4f}]({Path(run.path).name}) | {s:.3f} |" for i, (run, loss, s) in enumerate(zip(found, losses, seconds))]
-        page = "\n".join([f"- **Loss**: {np.mean(losses):.5f} ± 0.01, below", f"- **Time**: {np.mean(seconds):.2f} ± 0.1 s.", *rows, ""])
+        losses = [run.final_loss for run in found]
+        seconds = [run.train_time_ms / 1000 for run in found]
+        rows = [
+            f"| seed {i} | [{loss:.4f}]({Path(run.path).name}) | {s:.3f} |"
+            for i, (run, loss, s) in enumerate(zip(found, losses, seconds))
+        ]
+        page = "\n".join(
+            [
+                f"- **Loss**: {np.mean(losses):.5f} ± 0.01, below",
+                f"- **Time**: {np.mean(seconds):.2f} ± 0.1 s.",
+                *rows,
+                "",
+            ]
+        )
         assert old in page
         (made / "README.md").write_text(page.replace(old, new, 1))
+
     return write
 
 
 RACE_EDITS = {  # what is done to a race of four runs, which rules find it
-    "one seed": (runs(lambda log, run: log.set("start.seed", 5).set("start.config.seed", 5)), ACCOUNTS),
-    "other data": (runs(lambda log, run: log.start["shards"]["train"][0].update(sha256=f"{run:064}")), ACCOUNTS),
-    "other numbers declared": (runs(
-        lambda log, run: log.set("start.race.declared_n", 3 + run).set("start.config.race", f"x:{run}:{3 + run}:a")), ACCOUNTS),
-    "two sources": (runs(lambda log, run: run == 3 and set_source(log, "x = 1\n" + log.source)), ACCOUNTS),
-    "one state": (runs(lambda log, run: log.set("end.state_hash", {"before_warmup": "a" * 64, "after_warmup": "a" * 64})), COPIES),
+    "one seed": (
+        runs(lambda log, run: log.set("start.seed", 5).set("start.config.seed", 5)),
+        ACCOUNTS,
+    ),
+    "other data": (
+        runs(lambda log, run: log.start["shards"]["train"][0].update(sha256=f"{run:064}")),
+        ACCOUNTS,
+    ),
+    "other numbers declared": (
+        runs(
+            lambda log, run: log.set("start.race.declared_n", 3 + run).set(
+                "start.config.race", f"x:{run}:{3 + run}:a"
+            )
+        ),
+        ACCOUNTS,
+    ),
+    "two sources": (
+        runs(lambda log, run: run == 3 and set_source(log, "x = 1\n" + log.source)),
+        ACCOUNTS,
+    ),
+    "one state": (
+        runs(
+            lambda log, run: log.set(
+                "end.state_hash", {"before_warmup": "a" * 64, "after_warmup": "a" * 64}
+            )
+        ),
+        COPIES,
+    ),
     "the same times": (runs(lambda log, run: pace(log, lambda step, ms: 100 * step)), COPIES),
-    "the same tokens though they are shuffled by seed": (runs(lambda log, run: log.set("start.config.shuffle", True)), COPIES),
-    "losses left out so that none compares": (runs(lambda log, run: run == 2 and log.set("start.config.train_loss_every", 0).set(
-        "lines", [line.partition(" train_loss")[0] for line in log.lines])), ACCOUNTS),
-    "a name that is none": (runs(lambda log, run: run == 2 and log.set("start.run_id", [])), WHOLE, ACCOUNTS),
+    "the same tokens though they are shuffled by seed": (
+        runs(lambda log, run: log.set("start.config.shuffle", True)),
+        COPIES,
+    ),
+    "losses left out so that none compares": (
+        runs(
+            lambda log, run: (
+                run == 2
+                and log.set("start.config.train_loss_every", 0).set(
+                    "lines", [line.partition(" train_loss")[0] for line in log.lines]
+                )
+            )
+        ),
+        ACCOUNTS,
+    ),
+    "a name that is none": (
+        runs(lambda log, run: run == 2 and log.set("start.run_id", [])),
+        WHOLE,
+        ACCOUNTS,
+    ),
     "resumed": (runs(lambda log, run: run == 2 and resume(log)), FROM_SEED),
-    "a loss not surely below the target": (runs(lambda log, run: log.label(run, 4, loss=4.46 + 0.02 * run)), LOSS),
-    "fineweb by its name": (runs(lambda log, run: log.start["shards"]["val"][0].update(name="fineweb_val_000000.bin")), VAL_TOKENS, LOSS),
-    "fineweb by the preset": (runs(lambda log, run: log.set("start.preset", "speedrun")), VAL_TOKENS, ACCOUNTS, LOSS),
+    "a loss not surely below the target": (
+        runs(lambda log, run: log.label(run, 4, loss=4.46 + 0.02 * run)),
+        LOSS,
+    ),
+    "fineweb by its name": (
+        runs(lambda log, run: log.start["shards"]["val"][0].update(name="fineweb_val_000000.bin")),
+        VAL_TOKENS,
+        LOSS,
+    ),
+    "fineweb by the preset": (
+        runs(lambda log, run: log.set("start.preset", "speedrun")),
+        VAL_TOKENS,
+        ACCOUNTS,
+        LOSS,
+    ),
     "a log removed": (folder(lambda made: (made / "2a.txt").unlink()), ACCOUNTS),
-    "a log of a failed run removed": (folder(lambda made: with_attempt(made, 2, status="failed", seconds=1)), ACCOUNTS),
-    "a log of a failed run kept": (folder(fail_and_keep_the_log), (ACCOUNTS, "pass")), "a diverged run": (folder(diverge), ACCOUNTS),
-    **{f"{status} after {seconds} s without a log": (folder(lambda made, status=status, seconds=seconds: with_attempt(
-        made, 2, status=status, logged=False, seconds=seconds)), (ACCOUNTS, verdict)) for status, seconds, verdict in (
-            ("lost", 1, "not checkable"), ("started", 1, "not checkable"), ("failed", 1, "pass"), ("interrupted", 400, "fail"))},
-    **{f"stopped and repeated {times} times": (folder(stop_and_repeat(times)), (ACCOUNTS, verdict)) for times, verdict in (
-        (2, "pass"), (3, "not checkable"))},
+    "a log of a failed run removed": (
+        folder(lambda made: with_attempt(made, 2, status="failed", seconds=1)),
+        ACCOUNTS,
+    ),
+    "a log of a failed run kept": (folder(fail_and_keep_the_log), (ACCOUNTS, "pass")),
+    "a diverged run": (folder(diverge), ACCOUNTS),
+    **{
+        f"{status} after {seconds} s without a log": (
+            folder(
+                lambda made, status=status, seconds=seconds: with_attempt(
+                    made, 2, status=status, logged=False, seconds=seconds
+                )
+            ),
+            (ACCOUNTS, verdict),
+        )
+        for status, seconds, verdict in (
+            ("lost", 1, "not checkable"),
+            ("started", 1, "not checkable"),
+            ("failed", 1, "pass"),
+            ("interrupted", 400, "fail"),
+        )
+    },
+    **{
+        f"stopped and repeated {times} times": (folder(stop_and_repeat(times)), (ACCOUNTS, verdict))
+        for times, verdict in ((2, "pass"), (3, "not checkable"))
+    },
     "lines that the race did not see": (
-        folder(lambda made: (see(made), Log(made / "2a.txt").label(2, 4, loss=3.9).write(made / "2a.txt"))), ACCOUNTS),
+        folder(
+            lambda made: (
+                see(made),
+                Log(made / "2a.txt").label(2, 4, loss=3.9).write(made / "2a.txt"),
+            )
+        ),
+        ACCOUNTS,
+    ),
     "lines that the race saw": (folder(see), (ACCOUNTS, "pass")),
-    "blank lines of an editor": (folder(lambda made: [path.write_text(path.read_text() + "\n\n") for path in made.glob("*.txt")]), (WHOLE, "pass")),
+    "blank lines of an editor": (
+        folder(
+            lambda made: [path.write_text(path.read_text() + "\n\n") for path in made.glob("*.txt")]
+        ),
+        (WHOLE, "pass"),
+    ),
     "a first run that does not count": (manifest(begin_uncounted(1)), (ACCOUNTS, "pass")),
-    "a run that does not count after one": (manifest(begin_uncounted(5)), (ACCOUNTS, "not checkable")),
-    **{f"alpha {alpha}, looks {looks}": (manifest(lambda events, alpha=alpha, looks=looks: events[0]["race"].update(
-        alpha=alpha, until_decided=looks), 6), (LOSS, verdict)) for alpha, looks, verdict in (
-            (0.05, False, "fail"), (0.05, True, "fail"), (0.01, False, "pass"), (0.001, False, "pass"), (0.001, True, "pass"))},
+    "a run that does not count after one": (
+        manifest(begin_uncounted(5)),
+        (ACCOUNTS, "not checkable"),
+    ),
+    **{
+        f"alpha {alpha}, looks {looks}": (
+            manifest(
+                lambda events, alpha=alpha, looks=looks: events[0]["race"].update(
+                    alpha=alpha, until_decided=looks
+                ),
+                6,
+            ),
+            (LOSS, verdict),
+        )
+        for alpha, looks, verdict in (
+            (0.05, False, "fail"),
+            (0.05, True, "fail"),
+            (0.01, False, "pass"),
+            (0.001, False, "pass"),
+            (0.001, True, "pass"),
+        )
+    },
     "a page of these logs": (folder(edit_page("", "")), (verify.PAGE, "pass")),
     "another loss": (folder(edit_page("[4.0200](", "[4.0100](")), verify.PAGE),
     "another mean": (folder(edit_page("Loss**: 4.02500", "Loss**: 4.02300")), verify.PAGE),
     "another time": (folder(edit_page("Time**: 1.", "Time**: 0.")), verify.PAGE),
-    "another log": (folder(edit_page("(3a.txt)", "(9a.txt)")), verify.PAGE)}
+    "another log": (folder(edit_page("(3a.txt)", "(9a.txt)")), verify.PAGE),
+}
 
 
 def other_data(config, left):
     def other(log):
         log.start["config"] |= config
         first, *rest = log.start["shards"]["train"]
-        log.start["shards"]["train"] = [first] if left == 1 else [{**first, "sha256": "5e" * 32}, *rest]
+        log.start["shards"]["train"] = (
+            [first] if left == 1 else [{**first, "sha256": "5e" * 32}, *rest]
+        )
+
     return base(other)
 
 
 def with_libraries(other, silent=""):
-    return sides(lambda log, run, side: log.set("start.versions.libraries", None if silent and silent in f"{run}{side}" else
-                                                str(int(other(run, side))) * 64))
+    return sides(
+        lambda log, run, side: log.set(
+            "start.versions.libraries",
+            None if silent and silent in f"{run}{side}" else str(int(other(run, side))) * 64,
+        )
+    )
 
 
 def on_hosts(cpus):
     """Hosts of sides with these processors, and with variables that name a launch."""
-    return sides(lambda log, run, side: log.set("start.hosts", [
-        {"ranks": [0, 1], "hardware": {"cpu": cpus[side == "b"]}, "versions": {}, "environment": {"TORCHELASTIC_ERROR_FILE": f"file of {run}{side}"},
-         "source_sha256": 64 * side}]).set("start.environment", {"TRITON_CACHE_DIR": f"checkout of side {side}"}))
+    return sides(
+        lambda log, run, side: log.set(
+            "start.hosts",
+            [
+                {
+                    "ranks": [0, 1],
+                    "hardware": {"cpu": cpus[side == "b"]},
+                    "versions": {},
+                    "environment": {"TORCHELASTIC_ERROR_FILE": f"file of {run}{side}"},
+                    "source_sha256": 64 * side,
+                }
+            ],
+        ).set("start.environment", {"TRITON_CACHE_DIR": f"checkout of side {side}"})
+    )
 
 
 def by_flags(flags, flags_of_base):
     """A race that declared flags, as races before 2026-11-28 did."""
+
     def make(race, faster):
         made = base(lambda log: log.set("start.config.muon_lr", 0.5))(race, faster)
         with manifest_of(made) as events:
-            for version, of_side in zip(events[0]["race"]["sides"].values(), (flags, flags_of_base)):
+            for version, of_side in zip(
+                events[0]["race"]["sides"].values(), (flags, flags_of_base)
+            ):
                 version["flags"] = of_side
                 del version["config"]
         return made
+
     return make
 
 
 def hidden(seconds, mine, others, name="validation", twice=False):
-    """Side a trains for some seconds and side b for 12, with these seconds off the clock. twice: side a validates as often again."""
+    """Side a trains for some seconds and side b for 12, with these seconds off the clock. twice:
+    side a validates as often again."""
+
     def hide(log, run, side):
         scale_clock(log, (seconds if side == "a" else 12) + 0.01 * run)
         log.end["seconds_outside_clock"][name] = (mine if side == "a" else others) + 0.001 * run
-        log.end["wall_seconds"] = sum(log.end["seconds_outside_clock"].values()) + log.end["train_time_ms"] / 1000
+        log.end["wall_seconds"] = (
+            sum(log.end["seconds_outside_clock"].values()) + log.end["train_time_ms"] / 1000
+        )
         if side == "a" and twice:
-            for step in (2, 3, 7, 8)[:sum("val_loss" in line for line in log.lines)]:
+            for step in (2, 3, 7, 8)[: sum("val_loss" in line for line in log.lines)]:
                 at = next(i for i, line in enumerate(log.lines) if line.startswith(f"step:{step}/"))
-                log.lines.insert(at + 1, log.lines[at].partition(" train_loss")[0].replace(" train_time", " val_loss:4.5000 train_time"))
+                log.lines.insert(
+                    at + 1,
+                    log.lines[at]
+                    .partition(" train_loss")[0]
+                    .replace(" train_time", " val_loss:4.5000 train_time"),
+                )
+
     return lambda race, faster: race(4, "ab", hide)
 
 
@@ -633,12 +1076,25 @@ def move(log, seconds, name):
 
 def set_back(seconds):
     """A race whose machine's clock is set back in its middle."""
-    return sides(lambda log, run, side: run > 2 and log.set("start.started", (
-        datetime.fromisoformat(log.start["started"]) - timedelta(seconds=seconds)).isoformat()))
+    return sides(
+        lambda log, run, side: (
+            run > 2
+            and log.set(
+                "start.started",
+                (
+                    datetime.fromisoformat(log.start["started"]) - timedelta(seconds=seconds)
+                ).isoformat(),
+            )
+        )
+    )
 
 
 def modules(log, *_):
-    log.start["environment"].update(LD_LIBRARY_PATH="/apps/cuda/lib64", PYTORCH_BUILD_VERSION="2.9", TRITON_PTXAS_PATH="/apps/ptxas")
+    log.start["environment"].update(
+        LD_LIBRARY_PATH="/apps/cuda/lib64",
+        PYTORCH_BUILD_VERSION="2.9",
+        TRITON_PTXAS_PATH="/apps/ptxas",
+    )
 
 
 def late(made):
@@ -653,64 +1109,154 @@ def three_sides(log, run, side):
 SIDE_EDITS = {  # what is done to a race of two sides, which rules find it
     "another GPU": (base(lambda log: log.set("start.hardware.device", "another GPU")), HARDWARE),
     "another torch": (base(lambda log: log.set("start.versions.torch", "9.9")), HARDWARE),
-    "another number of threads": (base(lambda log: log.set("start.environment.OMP_NUM_THREADS", "7")), HARDWARE),
-    "one side after the other": (base(lambda log: log.set("start.started", log.start["started"].replace("2025", "2026"))), IN_TURN),
-    "both at once": (base(lambda log: log.set("start.started", (
-        datetime.fromisoformat(log.start["started"]) - timedelta(seconds=9)).isoformat())), IN_TURN),
-    "not faster": (lambda race, faster: race(4, "ab", lambda log, run, side: scale_clock(log, 1 + 0.01 * run + 0.005 * (side == "b"))), FASTER),
-    **{f"flags {words}": (by_flags(*words), *found) for words, *found in (
-        (([], []), ACCOUNTS), (([], ["--muon_lr=0.5"]),), ((["--muon_lr=0.5"], ["--muon_lr", ".5"]), ACCOUNTS),
-        ((["--layers", "L1M"], ["--muon_lr=.5"]), ACCOUNTS), ((["--num_steps=12"], []),), ((["--ngrams="], ["--muon_lr=.5"]),),
-        ((["--num_steps", "7"], []), ACCOUNTS), ((["--stages", "Stage(until=1/2), Stage()", "--compile", "auto"], ["--muon_lr=.5"]),))},
-    "other training data": (other_data({}, 1), (DATA, "not checkable")), "fewer shards": (other_data({"train_shards": 1}, 1), (DATA, "pass")),
+    "another number of threads": (
+        base(lambda log: log.set("start.environment.OMP_NUM_THREADS", "7")),
+        HARDWARE,
+    ),
+    "one side after the other": (
+        base(lambda log: log.set("start.started", log.start["started"].replace("2025", "2026"))),
+        IN_TURN,
+    ),
+    "both at once": (
+        base(
+            lambda log: log.set(
+                "start.started",
+                (datetime.fromisoformat(log.start["started"]) - timedelta(seconds=9)).isoformat(),
+            )
+        ),
+        IN_TURN,
+    ),
+    "not faster": (
+        lambda race, faster: race(
+            4, "ab", lambda log, run, side: scale_clock(log, 1 + 0.01 * run + 0.005 * (side == "b"))
+        ),
+        FASTER,
+    ),
+    **{
+        f"flags {words}": (by_flags(*words), *found)
+        for words, *found in (
+            (([], []), ACCOUNTS),
+            (([], ["--muon_lr=0.5"]),),
+            ((["--muon_lr=0.5"], ["--muon_lr", ".5"]), ACCOUNTS),
+            ((["--layers", "L1M"], ["--muon_lr=.5"]), ACCOUNTS),
+            ((["--num_steps=12"], []),),
+            ((["--ngrams="], ["--muon_lr=.5"]),),
+            ((["--num_steps", "7"], []), ACCOUNTS),
+            ((["--stages", "Stage(until=1/2), Stage()", "--compile", "auto"], ["--muon_lr=.5"]),),
+        )
+    },
+    "other training data": (other_data({}, 1), (DATA, "not checkable")),
+    "fewer shards": (other_data({"train_shards": 1}, 1), (DATA, "pass")),
     "fewer shards, others": (other_data({"train_shards": 2}, 2), (DATA, "not checkable")),
     "other files": (other_data({"train_files": "x/*.bin"}, 2), (DATA, "pass")),
     "libraries of a side": (with_libraries(lambda run, side: side == "b"), (HARDWARE, "pass")),
     "libraries of a run": (with_libraries(lambda run, side: run == 2), HARDWARE),
-    "libraries that a side does not state": (with_libraries(lambda run, side: False, "b"), (HARDWARE, "pass")),
+    "libraries that a side does not state": (
+        with_libraries(lambda run, side: False, "b"),
+        (HARDWARE, "pass"),
+    ),
     "libraries that a run does not state": (with_libraries(lambda run, side: False, "3"), HARDWARE),
-    "hosts of one kind": (on_hosts("xx"), (HARDWARE, "pass")), "hosts of two kinds": (on_hosts("xy"), HARDWARE),
+    "hosts of one kind": (on_hosts("xx"), (HARDWARE, "pass")),
+    "hosts of two kinds": (on_hosts("xy"), HARDWARE),
     "a ladder in turn": (lambda race, faster: race(4, "abc", three_sides), (IN_TURN, "pass")),
     "a ladder with a late run": (folder(late, 4, "abc", three_sides), IN_TURN),
-    **{f"{name}, {mine} s instead of {others} s": (hidden(10, mine, others, name), (OFF_CLOCK, verdict)) for name, mine, others, verdict in (
-        ("validation", 1.1, 1.0, "pass"), ("validation", 1.6, 1.0, "not checkable"), ("validation", 2.5, 1.0, "fail"),
-        ("setup", 1.9, 1.0, "not checkable"), ("setup", 2.5, 1.0, "fail"), ("compile", 2.0, 0.0, "not checkable"))},
+    **{
+        f"{name}, {mine} s instead of {others} s": (
+            hidden(10, mine, others, name),
+            (OFF_CLOCK, verdict),
+        )
+        for name, mine, others, verdict in (
+            ("validation", 1.1, 1.0, "pass"),
+            ("validation", 1.6, 1.0, "not checkable"),
+            ("validation", 2.5, 1.0, "fail"),
+            ("setup", 1.9, 1.0, "not checkable"),
+            ("setup", 2.5, 1.0, "fail"),
+            ("compile", 2.0, 0.0, "not checkable"),
+        )
+    },
     "a slower model off the clock": (hidden(13, 1.2, 1.0), (OFF_CLOCK, "pass"), FASTER),
-    **{f"{mine} s instead of 1 s, no faster": (hidden(12, mine, 1.0, "setup"), (OFF_CLOCK, verdict), FASTER) for mine, verdict in (
-        (1.1, "pass"), (1.5, "not checkable"), (3.0, "fail"))},
-    "training under a name of its own": (sides(lambda log, run, side: side == "a" and move(log, 0.5, "my idea")), SPANS),
-    "training under many names": (sides(lambda log, run, side: side == "a" and [move(log, 0.015, f"x{i}") for i in range(9)]), SPANS),
-    "a log of its own off the clock": (sides(lambda log, run, side: side == "a" and move(log, 0.01, "plot")), (SPANS, "pass")),
-    "a clock that is set back once": (set_back(20), (IN_TURN, "not checkable")), "a clock that is set back by hours": (
-        set_back(9000), (IN_TURN, "not checkable")), "a module system on both sides": (sides(modules), (ENVIRONMENT, "pass")),
+    **{
+        f"{mine} s instead of 1 s, no faster": (
+            hidden(12, mine, 1.0, "setup"),
+            (OFF_CLOCK, verdict),
+            FASTER,
+        )
+        for mine, verdict in ((1.1, "pass"), (1.5, "not checkable"), (3.0, "fail"))
+    },
+    "training under a name of its own": (
+        sides(lambda log, run, side: side == "a" and move(log, 0.5, "my idea")),
+        SPANS,
+    ),
+    "training under many names": (
+        sides(lambda log, run, side: side == "a" and [move(log, 0.015, f"x{i}") for i in range(9)]),
+        SPANS,
+    ),
+    "a log of its own off the clock": (
+        sides(lambda log, run, side: side == "a" and move(log, 0.01, "plot")),
+        (SPANS, "pass"),
+    ),
+    "a clock that is set back once": (set_back(20), (IN_TURN, "not checkable")),
+    "a clock that is set back by hours": (set_back(9000), (IN_TURN, "not checkable")),
+    "a module system on both sides": (sides(modules), (ENVIRONMENT, "pass")),
     "a module system on one side": (base(modules), (ENVIRONMENT, "not checkable"), HARDWARE),
-    "a switch on both sides": (sides(lambda log, run, side: log.start["environment"].update(TORCHINDUCTOR_X="1")), ENVIRONMENT),
-    "more validations": (hidden(10, 2.0, 1.0, twice=True), (OFF_CLOCK, "pass"))}
-EDITS = {"logs": {name: (alone(change), *found) for name, (change, *found) in LOG_EDITS.items()}, "races": RACE_EDITS, "sides": SIDE_EDITS,
-         "manifests": {name: (manifest(change), *found) for name, (change, *found) in MANIFEST_EDITS.items()}}
+    "a switch on both sides": (
+        sides(lambda log, run, side: log.start["environment"].update(TORCHINDUCTOR_X="1")),
+        ENVIRONMENT,
+    ),
+    "more validations": (hidden(10, 2.0, 1.0, twice=True), (OFF_CLOCK, "pass")),
+}
+EDITS = {
+    "logs": {name: (alone(change), *found) for name, (change, *found) in LOG_EDITS.items()},
+    "races": RACE_EDITS,
+    "sides": SIDE_EDITS,
+    "manifests": {
+        name: (manifest(change), *found) for name, (change, *found) in MANIFEST_EDITS.items()
+    },
+}
 
 
 @pytest.mark.parametrize("kind", EDITS)
 def test_an_edit_is_found_by_its_rules_and_by_no_others(race, faster, judge, honest, golden, kind):
     """A rule that is named without a verdict fails. All rules that fail are named."""
-    shown, wrong = [], {}
+    shown = []
+    wrong = {}
     for name, (make, *found) in EDITS[kind].items():
         wanted = dict((rule, "fail") if isinstance(rule, str) else rule for rule in found)
         status, rules = judge(make(race, faster))
-        seen = {rule: verdict for rule, (verdict, _) in rules.items() if verdict == "fail" or rule in wanted}
-        if seen != wanted or status != ("fail" in {wanted[rule] for rule in wanted.keys() - {*verify.CLAIMS}}):
+        seen = {
+            rule: verdict
+            for rule, (verdict, _) in rules.items()
+            if verdict == "fail" or rule in wanted
+        }
+        if seen != wanted or status != (
+            "fail" in {wanted[rule] for rule in wanted.keys() - {*verify.CLAIMS}}
+        ):
             wrong[name] = (status, seen, wanted)
-        shown.append("\n".join([f"{name}:", *(f"  {rules[rule][0]}: {rule}: {rules[rule][1]}" for rule in seen)]))
+        shown.append(
+            "\n".join(
+                [f"{name}:", *(f"  {rules[rule][0]}: {rule}: {rules[rule][1]}" for rule in seen)]
+            )
+        )
     assert not wrong
-    golden(f"verify_{kind}", "\n".join(shown) + "\n", [(re.escape(Log(honest).start["hardware"]["device"]), "MACHINE")])
+    golden(
+        f"verify_{kind}",
+        "\n".join(shown) + "\n",
+        [(re.escape(Log(honest).start["hardware"]["device"]), "MACHINE")],
+    )
 
 
 def test_a_fair_race_hardly_ever_breaks_the_rule_on_time_off_the_clock():
-    """The base's runs and faster ones whose time off the clock has the same distribution. At p < 0.01 five of 1,000 failed."""
-    draw, verdicts = np.random.default_rng(0), []
+    """The base's runs and faster ones whose time off the clock has the same distribution. At p <
+    0.01 five of 1,000 failed."""
+    draw = np.random.default_rng(0)
+    verdicts = []
     for _ in range(1000):
-        train, off = 10 + draw.normal(0, 0.1, (2, 5)), 1 + draw.normal(0, 0.3, (2, 5))
-        sides = [[fake_run(10 * s - 0.3 * (side == 0), t) for s, t in zip(train[side] / 10, off[side])] for side in (0, 1)]
+        train = 10 + draw.normal(0, 0.1, (2, 5))
+        off = 1 + draw.normal(0, 0.3, (2, 5))
+        sides = [
+            [fake_run(10 * s - 0.3 * (side == 0), t) for s, t in zip(train[side] / 10, off[side])]
+            for side in (0, 1)
+        ]
         verdicts.append(leaks.judged(verify.check_spans, *sides)[0])
     assert verdicts.count("fail") <= 1 and verdicts.count("not checkable") < 40
 
@@ -722,13 +1268,18 @@ def fake_run(trained, off):
 
 def test_a_script_with_a_slow_clock_is_caught(train, judge):
     step = "            losses = worker.step("
-    log = train(("self.elapsed += 1000 *", "self.elapsed += 500 *"),
-                ("self.elapsed + 1000 *", "self.elapsed + 500 *"), (step, "            time.sleep(0.1)\n" + step), num_steps=4)
+    log = train(
+        ("self.elapsed += 1000 *", "self.elapsed += 500 *"),
+        ("self.elapsed + 1000 *", "self.elapsed + 500 *"),
+        (step, "            time.sleep(0.1)\n" + step),
+        num_steps=4,
+    )
     status, rules = judge(log)
     assert status == 1 and "unaccounted for" in rules[SPANS][1]
 
 
 # Selected runs
+
 
 def test_the_manifest_is_found_beside_the_logs(race, judge, tmp_path):
     folder = race()
@@ -738,7 +1289,10 @@ def test_the_manifest_is_found_beside_the_logs(race, judge, tmp_path):
     (folder / "2a.txt").unlink()
     (folder / "race.jsonl").unlink()
     (folder / "1a.txt").unlink()
-    declared_anew = [Log(folder / f"{old}a.txt").label(new, 2, loss=4.0 + 0.01 * new) for new, old in ((1, 3), (2, 4))]
+    declared_anew = [
+        Log(folder / f"{old}a.txt").label(new, 2, loss=4.0 + 0.01 * new)
+        for new, old in ((1, 3), (2, 4))
+    ]
     for new, log in enumerate(declared_anew, 1):
         log.write(folder / f"{new + 2}a.txt")
     says(judge(folder)[1], ACCOUNTS, "not checkable", "there is no race.jsonl")
@@ -750,12 +1304,23 @@ def test_another_side_that_describes_nothing_is_no_pass(race, judge, tmp_path):
     assert judge(folder, "--vs", other)[0] == 2
 
 
-@pytest.mark.parametrize("change, word", [
-    (lambda log: log.start["shards"]["val"][0].update(sha256="5e" * 32), "validation shards"),
-    (lambda log: log.set("start.config.val_len", 128), "val_len: 256 and 128"),
-    (lambda log: (log.set("end.val_tokens", 99), log.start["shards"]["val"][0].update(tokens=100)), "val_tokens: "),
-])
-def test_sides_that_are_validated_on_something_else_are_caught(race, faster, judge, tmp_path, change, word):
+@pytest.mark.parametrize(
+    "change, word",
+    [
+        (lambda log: log.start["shards"]["val"][0].update(sha256="5e" * 32), "validation shards"),
+        (lambda log: log.set("start.config.val_len", 128), "val_len: 256 and 128"),
+        (
+            lambda log: (
+                log.set("end.val_tokens", 99),
+                log.start["shards"]["val"][0].update(tokens=100),
+            ),
+            "val_tokens: ",
+        ),
+    ],
+)
+def test_sides_that_are_validated_on_something_else_are_caught(
+    race, faster, judge, tmp_path, change, word
+):
     """In one race, although it declares that, and in two races."""
     folder = faster(lambda log, run, side: side == "b" and change(log))
     fails_only(judge(folder), DATA, "1a.txt and 1b.txt differ in ")
@@ -767,13 +1332,15 @@ def test_sides_that_are_validated_on_something_else_are_caught(race, faster, jud
 
 def two_races(race, tmp_path, change=lambda log: None):
     """Return the folders of an honest race and of a slower one, the other side."""
-    folder, other = race(4, "a").rename(tmp_path / "new"), tmp_path / "old"
+    folder = race(4, "a").rename(tmp_path / "new")
+    other = tmp_path / "old"
 
     def slower(log, run, side):
         scale_clock(log, 2 + 0.01 * run)
         log.set("end.final_state_hash", log.end["final_state_hash"][::-1])
         log.set("start.started", log.start["started"].replace("T00", "T01"))
         change(log)
+
     race(4, "a", slower).rename(other)
     return folder, other
 
@@ -783,7 +1350,8 @@ def test_the_other_side_must_be_honest_too(race, judge, tmp_path):
     status, rules = judge(folder, "--vs", other)
     others = "every run of the other side is accounted for"
     failed = {rule for rule, (verdict, _) in rules.items() if verdict == "fail"}
-    assert failed == {IN_TURN} and rules[others][0] == rules[FASTER][0] == "pass"  # aaaabbbb: not in turn
+    # aaaabbbb: not in turn
+    assert failed == {IN_TURN} and rules[others][0] == rules[FASTER][0] == "pass"
     (other / "1a.txt").rename(tmp_path / "1a.txt")
     assert judge(folder, "--vs", other)[1][others][0] == "fail"
     (tmp_path / "1a.txt").rename(other / "1a.txt")
@@ -792,63 +1360,96 @@ def test_the_other_side_must_be_honest_too(race, judge, tmp_path):
 
 
 def test_an_edited_clock_of_the_other_side_is_caught(race, judge, tmp_path):
-    folder, other = two_races(race, tmp_path, lambda log: log.set("end.train_time_ms", log.end["train_time_ms"] + 60))
+    folder, other = two_races(
+        race, tmp_path, lambda log: log.set("end.train_time_ms", log.end["train_time_ms"] + 60)
+    )
     says(judge(folder, "--vs", other)[1], WHOLE, "fail", "1a.txt: its end states train_time_ms")
 
 
 # The data
 
+
 def leaks_found(honest, folder):
-    """Return (verdict, reason) of the search for validation text in a folder's shards, which the log states."""
+    """Return (verdict, reason) of the search for validation text in a folder's shards, which the
+    log states."""
     log = Log(honest)
     for split in ("train", "val"):
         (path,) = folder.glob(f"toy_{split}_*.bin")
         tokens = len(examine.open_shard(path)[0])
-        log.start["shards"][split] = [{"name": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "tokens": tokens}]
-    (e,) = verify.read_runs([log.set("end.val_tokens", tokens - 1).write(folder / "l.txt")], None).runs
+        log.start["shards"][split] = [
+            {
+                "name": path.name,
+                "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+                "tokens": tokens,
+            }
+        ]
+    (e,) = verify.read_runs(
+        [log.set("end.val_tokens", tokens - 1).write(folder / "l.txt")], None
+    ).runs
     return leaks.judged(leaks.check_leaks, e, folder)
 
 
-@pytest.mark.parametrize("steal", [
-    lambda body: body,
-    lambda body: np.where(np.arange(len(body)) == len(body) // 2, (body + 1) % 63, body),  # one token changed
-    lambda body: body[:len(body) * 2 // 3],
-])
+@pytest.mark.parametrize(
+    "steal",
+    [
+        lambda body: body,
+        # one token changed
+        lambda body: np.where(np.arange(len(body)) == len(body) // 2, (body + 1) % 63, body),
+        lambda body: body[: len(body) * 2 // 3],
+    ],
+)
 def test_validation_documents_in_training_are_caught(honest, tmp_path, steal):
     val = some_documents(3, 1000)
     starts = np.append(np.flatnonzero(val == 63), len(val))
     longest = int(np.diff(starts).argmax())
-    val = np.insert(val, starts[longest] + 1, some_documents(9, 200) % 63)  # a longer one, and no BOS in it
-    stolen = steal(val[starts[longest] + 1:starts[longest + 1] + 200])
+    # a longer one, and no BOS in it
+    val = np.insert(val, starts[longest] + 1, some_documents(9, 200) % 63)
+    stolen = steal(val[starts[longest] + 1 : starts[longest + 1] + 200])
     train_tokens = some_documents(1, 6000)
-    train_tokens[2001:2001 + len(stolen)] = stolen  # without its BOS, inside another document
+    train_tokens[2001 : 2001 + len(stolen)] = stolen  # without its BOS, inside another document
     write_shard(tmp_path / "toy_train_000001.bin", train_tokens)
     write_shard(tmp_path / "toy_val_000000.bin", val)
     verdict, reason = leaks_found(honest, tmp_path)
     assert verdict == "fail" and f"of document {longest} is in" in reason and "token 2001" in reason
 
 
-@pytest.mark.parametrize("every, documents, found", [
-    (60, 10, "10 with many tokens changed"), (45, 10, "10 with many tokens changed"), (60, 1, "1 with many tokens changed"),
-    (24, 10, "with one token in 32 changed"), (0, 10, "none of 10 validation documents is in training, 0 with")])
-def test_validation_documents_with_many_tokens_changed_are_caught(honest, tmp_path, every, documents, found):
-    """every: one in so many tokens is changed in the training data; 0: only the first part of each document is there."""
+@pytest.mark.parametrize(
+    "every, documents, found",
+    [
+        (60, 10, "10 with many tokens changed"),
+        (45, 10, "10 with many tokens changed"),
+        (60, 1, "1 with many tokens changed"),
+        (24, 10, "with one token in 32 changed"),
+        (0, 10, "none of 10 validation documents is in training, 0 with"),
+    ],
+)
+def test_validation_documents_with_many_tokens_changed_are_caught(
+    honest, tmp_path, every, documents, found
+):
+    """every: one in so many tokens is changed in the training data; 0: only the first part of each
+    document is there."""
     val = np.random.default_rng(5).integers(0, 63, 10 * 400)
     at = np.arange(documents * 400)
     stolen = np.where(at % every, val[at], (val[at] + 1) % 63) if every else val[at[at % 400 < 120]]
     val[::400] = 63
-    write_shard(tmp_path / "toy_train_000001.bin", np.concatenate([stolen, some_documents(1, 3000)]))
+    write_shard(
+        tmp_path / "toy_train_000001.bin", np.concatenate([stolen, some_documents(1, 3000)])
+    )
     write_shard(tmp_path / "toy_val_000000.bin", np.append(val, 63))
     verdict, reason = leaks_found(honest, tmp_path)
     assert found in reason and (verdict == "fail") == (documents == 10 and every > 32)
 
 
 @pytest.mark.parametrize("public", [None, "readers", "logs"])
-def test_other_shards_accuse_no_log_unless_it_contradicts_a_public_digest(race, judge, data, tmp_path, public):
-    """data/fineweb.py notes the hub's digests in manifest.json. The reader's file has changed, or the log lies."""
+def test_other_shards_accuse_no_log_unless_it_contradicts_a_public_digest(
+    race, judge, data, tmp_path, public
+):
+    """data/fineweb.py notes the hub's digests in manifest.json. The reader's file has changed, or
+    the log lies."""
     shards = shutil.copytree(data, tmp_path / "shards")
     path = shards / "toy_train_000002.bin"
-    honest, folder = hashlib.sha256(path.read_bytes()).hexdigest(), race()
+    honest = hashlib.sha256(path.read_bytes()).hexdigest()
+    folder = race()
     path.write_bytes(path.read_bytes()[:-2] + b"\1\0")
     changed = hashlib.sha256(path.read_bytes()).hexdigest()
     if public:
@@ -860,7 +1461,13 @@ def test_other_shards_accuse_no_log_unless_it_contradicts_a_public_digest(race, 
     else:
         assert outcome[0] == 0
         for rule in NO_LEAK, REPLAY:
-            says(outcome[1], rule, "not checkable", "toy_train_000002.bin has SHA-256", "not the run's data")
+            says(
+                outcome[1],
+                rule,
+                "not checkable",
+                "toy_train_000002.bin has SHA-256",
+                "not the run's data",
+            )
         says(judge(folder, "--data", tmp_path)[1], NO_LEAK, "not checkable", "No such file")
 
 
@@ -916,20 +1523,32 @@ def test_a_harmless_line_is_not_taken_for_a_setting(line):
     assert verify.scan(IMPORTS + line).findings == []
 
 
-@pytest.mark.parametrize("line, module", [
-    ("import helper", "helper"), ("from helper.inner import x", "helper"),
-    ("from . import helper", "a module beside it"),
-    ("import numpy, triton, tiktoken, huggingface_hub, tqdm, scipy, matplotlib, ctypes", None),
-])
+@pytest.mark.parametrize(
+    "line, module",
+    [
+        ("import helper", "helper"),
+        ("from helper.inner import x", "helper"),
+        ("from . import helper", "a module beside it"),
+        ("import numpy, triton, tiktoken, huggingface_hub, tqdm, scipy, matplotlib, ctypes", None),
+    ],
+)
 def test_a_module_that_the_log_does_not_hold_is_named(line, module):
     assert verify.scan(IMPORTS + line).foreign == ([] if module is None else [module])
 
 
-@pytest.mark.parametrize("source", [
-    "x" + ".__dict__['a']" * 90, "(" * 150 + "x" + ")" * 150, "x" + ".a" * 3000, "-" * 5000 + "1",
-    "\n".join(f"import m{i} as a" for i in range(5000)) + "\na" * 5000, "a = a.b\n" * 20000,
-    "import torch\n" + "torch.compile\n" * 20000, "'x' + " * 900 + "'x'",
-])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "x" + ".__dict__['a']" * 90,
+        "(" * 150 + "x" + ")" * 150,
+        "x" + ".a" * 3000,
+        "-" * 5000 + "1",
+        "\n".join(f"import m{i} as a" for i in range(5000)) + "\na" * 5000,
+        "a = a.b\n" * 20000,
+        "import torch\n" + "torch.compile\n" * 20000,
+        "'x' + " * 900 + "'x'",
+    ],
+)
 def test_a_source_cannot_exhaust_its_reader(source):
     """Each takes less than a second of a usual machine."""
     began = time.process_time()
@@ -951,6 +1570,7 @@ def test_the_script_itself_is_clean():
 
 
 # The model again
+
 
 class Forked:
     """The process of a Worker, forked to save the seconds of importing torch."""
@@ -988,32 +1608,56 @@ def rerun_apart(honest, data, tmp_path):
 
 
 def examined(honest, data, folder):
-    """rerun(*edits, only=rules) -> {rule: (verdict, reason)} for the honest run's model and a source with these edits."""
+    """rerun(*edits, only=rules) -> {rule: (verdict, reason)} for the honest run's model and a
+    source with these edits."""
+
     def rerun(*edits, only=examine.RULES, log=honest, model=None, **changed):
         stated = Log(log).set("source", planted(*edits) + "\n")
         for where, value in changed.items():
             stated.set(where.replace("__", "."), value)
         (e,) = verify.read_runs([stated.write(folder / "examined.txt")], None).runs
         return examine.check_model(e, model or log.with_suffix(".pt"), data, only)
+
     return rerun
 
 
 @pytest.mark.slow
 def test_an_honest_model_passes_in_a_process_of_its_own(honest, data, script):
-    judging = script(ROOT / "records/verify.py", honest, "--rerun", honest.with_suffix(".pt"), "--data", data, "--json", PATH="")
+    judging = script(
+        ROOT / "records/verify.py",
+        honest,
+        "--rerun",
+        honest.with_suffix(".pt"),
+        "--data",
+        data,
+        "--json",
+        PATH="",
+    )
     out, errors = judging.communicate(timeout=600)
     assert judging.returncode == 0, out + errors
     report = json.loads(out)
     rules = {rule["rule"]: rule["verdict"] for rule in report["rules"]}
-    assert {rules[rule] for rule in examine.RULES} == {"pass"} and "models of 1 of 1 run" in report["said"]
+    assert {rules[rule] for rule in examine.RULES} == {"pass"} and "models of 1 of 1 run" in report[
+        "said"
+    ]
 
 
-@pytest.mark.parametrize("saved, stated, differ", [("auto", "flash", ""), ("masked", "flash", "attention"), ("flash", "flash", "")])
-def test_a_saved_model_has_the_config_of_its_log_but_for_what_the_machine_chose(saved, stated, differ):
+@pytest.mark.parametrize(
+    "saved, stated, differ",
+    [("auto", "flash", ""), ("masked", "flash", "attention"), ("flash", "flash", "")],
+)
+def test_a_saved_model_has_the_config_of_its_log_but_for_what_the_machine_chose(
+    saved, stated, differ
+):
     examination = examine.Examination.__new__(examine.Examination)
-    examination.stated, examination.config, examination.saved = {"attention": stated}, {"attention": saved}, {"state": {}}
-    examination.e = SimpleNamespace(run=SimpleNamespace(end={}), digest=lambda where: examine.hash_of({}))
-    examination.worker, examination.paths = SimpleNamespace(initial_state=lambda *_: {"buffers": {}}), []
+    examination.stated = {"attention": stated}
+    examination.config = {"attention": saved}
+    examination.saved = {"state": {}}
+    examination.e = SimpleNamespace(
+        run=SimpleNamespace(end={}), digest=lambda where: examine.hash_of({})
+    )
+    examination.worker = SimpleNamespace(initial_state=lambda *_: {"buffers": {}})
+    examination.paths = []
     verdict, reason = leaks.judged(examination.check_saved)
     assert (verdict, differ in reason) == ("fail" if differ else "pass", True), reason
 
@@ -1027,13 +1671,24 @@ def in_embedding(plant):
 
 
 MODEL_PLANTS = {
-    "every token sees the next": (in_embedding("        e = e + 0.1 * torch.roll(e, -1, 0)\n"), "earlier logit"),
+    "every token sees the next": (
+        in_embedding("        e = e + 0.1 * torch.roll(e, -1, 0)\n"),
+        "earlier logit",
+    ),
     "a leak at the edges of blocks": (
-        in_embedding("        at = torch.arange(127, len(e) - 1, 128)\n"
-                        "        e = e.index_add(0, at, 0.1 * e[at + 1])\n"), "edge of a block"),
+        in_embedding(
+            "        at = torch.arange(127, len(e) - 1, 128)\n"
+            "        e = e.index_add(0, at, 0.1 * e[at + 1])\n"
+        ),
+        "edge of a block",
+    ),
     "a leak at document joins": (
-        in_embedding("        at = (tokens[1:] == self.bos_id).nonzero()[:, 0]\n        at = at[at < len(e) - 2]\n"
-         "        e = e.index_add(0, at, 0.1 * e[at + 2])\n"), "earlier logit"),
+        in_embedding(
+            "        at = (tokens[1:] == self.bos_id).nonzero()[:, 0]\n        at = at[at < len(e)"
+            " - 2]\n        e = e.index_add(0, at, 0.1 * e[at + 2])\n"
+        ),
+        "earlier logit",
+    ),
     "a mask that is not causal": (("(back >= 0) & (back", "(back >= -1) & (back"), "earlier logit"),
 }
 
@@ -1046,7 +1701,10 @@ def test_a_model_that_sees_later_tokens_is_caught(rerun, plant):
 
 def test_what_a_model_remembers_of_earlier_sequences_is_caught(rerun):
     """In a plain attribute, which is not part of its state, and in its parameters."""
-    remember = "        self.last = getattr(self, 'last', 0) * 0.9 + e.mean(0)\n        e = e + 0.3 * self.last\n"
+    remember = (
+        "        self.last = getattr(self, 'last', 0) * 0.9 + e.mean(0)\n        e = e + 0.3 *"
+        " self.last\n"
+    )
     learn = "        self.lm_head.weight.data[tokens] += 1e-2\n"
     for plant in (remember, learn):
         only = [examine.LOSS, examine.ORDER]
@@ -1057,41 +1715,69 @@ def test_what_a_model_remembers_of_earlier_sequences_is_caught(rerun):
 def test_a_leak_far_behind_the_probe_is_caught(rerun, monkeypatch):
     """In sequences longer than the probe the losses reveal the leak."""
     monkeypatch.setattr(examine, "PROBE_TOKENS", 64)
-    far = "        if len(e) > 200:\n            e = torch.cat([e[:150], e[150:] + 0.1 * torch.roll(e[150:], -1, 0)])\n"
-    says(rerun(in_embedding(far), only=[examine.LOSS, examine.CAUSAL]), examine.CAUSAL, "fail", "in sequence ")
+    far = (
+        "        if len(e) > 200:\n            e = torch.cat([e[:150], e[150:] + 0.1 *"
+        " torch.roll(e[150:], -1, 0)])\n"
+    )
+    says(
+        rerun(in_embedding(far), only=[examine.LOSS, examine.CAUSAL]),
+        examine.CAUSAL,
+        "fail",
+        "in sequence ",
+    )
     assert rerun(only=[examine.LOSS, examine.CAUSAL])[examine.CAUSAL][0] == "pass"
 
 
-@pytest.mark.parametrize("when", [
-    "tokens[1:9].tolist() != {first}",  # but in the text that a probe might begin with
-    "self.calls <= {sequences}",  # but where the loss is known already
-])
-def test_a_model_that_looks_ahead_where_it_foresees_no_probe_is_caught(rerun, data, monkeypatch, when):
+@pytest.mark.parametrize(
+    "when",
+    [
+        "tokens[1:9].tolist() != {first}",  # but in the text that a probe might begin with
+        "self.calls <= {sequences}",  # but where the loss is known already
+    ],
+)
+def test_a_model_that_looks_ahead_where_it_foresees_no_probe_is_caught(
+    rerun, data, monkeypatch, when
+):
     for few in ("PROBES", "WINDOWS"):
         monkeypatch.setattr(examine, few, 2)
     text = examine.open_shard(next(data.glob("toy_val_*.bin")))[0]
     when = when.format(first=text[1:9].tolist(), sequences=len(text) // 256 + 1)
-    ahead = ("        self.calls = getattr(self, 'calls', 0) + 1\n"
-             f"        if {when}:\n            e = torch.cat([e[:16], e[16:] + 0.5 * torch.roll(e[16:], -1, 0)])\n")
+    ahead = (
+        f"        self.calls = getattr(self, 'calls', 0) + 1\n        if {when}:\n            e ="
+        " torch.cat([e[:16], e[16:] + 0.5 * torch.roll(e[16:], -1, 0)])\n"
+    )
     rules = rerun(in_embedding(ahead), only=[examine.LOSS, examine.ORDER, examine.CAUSAL])
     assert rules[examine.ORDER][0] == "pass" and rules[examine.CAUSAL][0] == "fail"
-    assert "calls" not in when or re.search("in sequence [0-3]\\) change an earlier token's loss", rules[examine.CAUSAL][1])
+    assert "calls" not in when or re.search(
+        "in sequence [0-3]\\) change an earlier token's loss", rules[examine.CAUSAL][1]
+    )
 
 
 def test_a_model_that_looks_ahead_at_one_place_in_fifty_is_caught(rerun, monkeypatch):
     """The other probes are too few for it; they are even fewer here."""
     monkeypatch.setattr(examine, "PROBES", 1)
     monkeypatch.setattr(examine, "CHANGED_LATER", 1)
-    rare = ("        at = (tokens.long().cumsum(0) * 7919 % 9973 < 200).nonzero()[:, 0]\n"
-            "        at = at[at < len(e) - 1]\n        e = e.index_add(0, at, 0.3 * e[at + 1])\n")
-    assert rerun(in_embedding(rare), only=[examine.LOSS, examine.CAUSAL])[examine.CAUSAL][0] == "fail"
+    rare = (
+        "        at = (tokens.long().cumsum(0) * 7919 % 9973 < 200).nonzero()[:, 0]\n"
+        "        at = at[at < len(e) - 1]\n        e = e.index_add(0, at, 0.3 * e[at + 1])\n"
+    )
+    assert (
+        rerun(in_embedding(rare), only=[examine.LOSS, examine.CAUSAL])[examine.CAUSAL][0] == "fail"
+    )
 
 
-@pytest.mark.parametrize("error", ["MemoryError()", "RuntimeError(\"DefaultCPUAllocator: can't allocate memory\")"])
+@pytest.mark.parametrize(
+    "error", ["MemoryError()", 'RuntimeError("DefaultCPUAllocator: can\'t allocate memory")']
+)
 def test_memory_that_runs_out_is_no_verdict(rerun, monkeypatch, error):
     monkeypatch.setattr(examine, "PROBE_TOKENS", 64)
-    rules = rerun(in_embedding(f"        if len(e) > 200: raise {error}\n"), only=[examine.LOSS, examine.CAUSAL])
-    for (verdict, reason), word in zip(rules.values(), ("out of memory", "the loss was not evaluated (see the reason above)")):
+    rules = rerun(
+        in_embedding(f"        if len(e) > 200: raise {error}\n"),
+        only=[examine.LOSS, examine.CAUSAL],
+    )
+    for (verdict, reason), word in zip(
+        rules.values(), ("out of memory", "the loss was not evaluated (see the reason above)")
+    ):
         assert verdict == "not checkable" and word in reason
 
 
@@ -1100,10 +1786,14 @@ def test_an_allocation_beyond_the_memory_is_an_error():
     if not pid:
         try:
             examine.bound_memory()
-            limited = torch.cuda.is_available() or examine.resource.getrlimit(examine.resource.RLIMIT_AS)[0] > 0
+            limited = (
+                torch.cuda.is_available()
+                or examine.resource.getrlimit(examine.resource.RLIMIT_AS)[0] > 0
+            )
             torch.zeros(1 << 50)
         except Exception as error:
-            os._exit(0 if limited and examine.ran_out(error) else 2)  # where there is no limit it is -1
+            # where there is no limit it is -1
+            os._exit(0 if limited and examine.ran_out(error) else 2)
         finally:
             os._exit(3)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
@@ -1126,16 +1816,25 @@ def with_one_value_edited(rerun, log, folder):
     saved = examine.read_model(log.with_suffix(".pt"))
     saved["state"]["lm_head.weight"][3, 5] += 1
     train_gpt.save_file(folder / "saved.pt", saved)
-    says(rerun(log=log, model=folder / "saved.pt", only=[examine.SAVED]), examine.SAVED, "fail", "have hash")
+    says(
+        rerun(log=log, model=folder / "saved.pt", only=[examine.SAVED]),
+        examine.SAVED,
+        "fail",
+        "have hash",
+    )
 
 
 def test_a_single_value_of_a_saved_model_that_is_not_the_logs_is_caught(rerun, honest, tmp_path):
     with_one_value_edited(rerun, honest, tmp_path)
 
 
-TRAIN_IN_VALIDATION = ("        _, losses[i] = model(inputs.clamp_min(0), targets, windows)\n",
-                       "        _, losses[i] = model(inputs.clamp_min(0), targets, windows)\n"
-                       "        model.lm_head.weight[targets.clamp_min(0)] += 1e-3\n")
+TRAIN_IN_VALIDATION = (
+    "        _, losses[i] = model(inputs.clamp_min(0), targets, windows)\n",
+    (
+        "        _, losses[i] = model(inputs.clamp_min(0), targets, windows)\n"
+        "        model.lm_head.weight[targets.clamp_min(0)] += 1e-3\n"
+    ),
+)
 
 
 def test_training_in_validation_is_caught(train, judge, rerun):
@@ -1149,10 +1848,19 @@ def test_training_in_validation_is_caught(train, judge, rerun):
 
 def test_training_in_a_validation_before_the_last_is_caught(train, judge):
     """In the trained parameters, whose last validation is honest."""
-    plant = TRAIN_IN_VALIDATION[1].replace("        model.lm_head", "        if trains: model.lm_head")
-    first = ("    model.eval()\n    losses, stopped", "    validate.calls = getattr(validate, 'calls', 0) + 1\n"
-             "    trains = validate.calls == 1\n    model.eval()\n    losses, stopped")
-    log = steady(train((TRAIN_IN_VALIDATION[0], plant), first, warmup_steps=0, val_every=2, num_steps=4))
+    plant = TRAIN_IN_VALIDATION[1].replace(
+        "        model.lm_head", "        if trains: model.lm_head"
+    )
+    first = (
+        "    model.eval()\n    losses, stopped",
+        (
+            "    validate.calls = getattr(validate, 'calls', 0) + 1\n"
+            "    trains = validate.calls == 1\n    model.eval()\n    losses, stopped"
+        ),
+    )
+    log = steady(
+        train((TRAIN_IN_VALIDATION[0], plant), first, warmup_steps=0, val_every=2, num_steps=4)
+    )
     fails_only(judge(log), TRAINS, "1 of 3 validations changed the parameters")
 
 
@@ -1167,7 +1875,12 @@ def test_a_source_that_cannot_load_the_model_fails(honest, data, tmp_path, forke
 
 def test_a_source_that_gives_no_answer_is_not_waited_for(rerun, monkeypatch):
     monkeypatch.setattr(examine, "PATIENCE_S", 1)
-    says(rerun(("ROOT = Path(", "time.sleep(3600)\nROOT = Path(")), examine.SAVED, "fail", "does not answer")
+    says(
+        rerun(("ROOT = Path(", "time.sleep(3600)\nROOT = Path(")),
+        examine.SAVED,
+        "fail",
+        "does not answer",
+    )
 
 
 def test_a_model_of_no_log_here_is_no_input(race, judge, honest):
@@ -1176,13 +1889,18 @@ def test_a_model_of_no_log_here_is_no_input(race, judge, honest):
 
 # The twelve cheats, each as somebody would do it
 
+
 def test_times_that_no_race_confirms_show_no_claim(race, judge, tmp_path):
     folder, other = two_races(race, tmp_path)
     assert judge(folder, "--vs", other)[1][FASTER][0] == "pass"
     for path in (folder, other):
         (path / "race.jsonl").unlink()
-    says(judge(folder, "--vs", other)[1], FASTER, "not checkable",
-         "by the clocks of the runs alone: no race confirms the times of 8 of 8 runs")
+    says(
+        judge(folder, "--vs", other)[1],
+        FASTER,
+        "not checkable",
+        "by the clocks of the runs alone: no race confirms the times of 8 of 8 runs",
+    )
 
 
 @pytest.mark.slow
@@ -1192,58 +1910,90 @@ def test_cheat_3_one_model_of_many(race, honest, data, tmp_path, capsys, forked)
     for run in (1, 2):
         saved = torch.load(honest.with_suffix(".pt"), weights_only=True)
         log = Log(folder / f"{run}a.txt")
-        torch.save({**saved, "run_id": f"{run}a", "config": log.start["config"]}, tmp_path / f"{run}.pt")
+        torch.save(
+            {**saved, "run_id": f"{run}a", "config": log.start["config"]}, tmp_path / f"{run}.pt"
+        )
         log.end["model_hash"] = Log(honest).end["model_hash"]
         log.set("end.final_val_loss", Log(honest).end["final_val_loss"])
         shown = f"{log.end['final_val_loss']:.4f}"
         log.lines[-1] = re.sub(r"(?<=val_loss:)\S+", shown, log.lines[-1])
         log.write(folder / f"{run}a.txt")
-    verify.main([str(folder), "--rerun", str(tmp_path), "--data", str(data), "--json"])  # a folder of models
+    # a folder of models
+    verify.main([str(folder), "--rerun", str(tmp_path), "--data", str(data), "--json"])
     report = json.loads(capsys.readouterr().out)
     (loss,) = [rule for rule in report["rules"] if rule["rule"] == examine.LOSS]
-    assert loss["verdict"] == "not checkable" and loss["reason"] .startswith("2 of 4 runs examined; none fails; the first: ")
+    assert loss["verdict"] == "not checkable" and loss["reason"].startswith(
+        "2 of 4 runs examined; none fails; the first: "
+    )
     assert "models of 2 of 4 runs" in report["said"] and report["verdict"] != "pass"
 
 
-PRETRAINED = ("        if self.compiled:\n            compile_parts(self.model)\n",
-              "        torch.manual_seed(99)\n        for block in self.model.blocks:\n"
-              "            for p in block.parameters(): p.data += 0.1 * torch.randn_like(p)\n")
+PRETRAINED = (
+    "        if self.compiled:\n            compile_parts(self.model)\n",
+    (
+        "        torch.manual_seed(99)\n        for block in self.model.blocks:\n"
+        "            for p in block.parameters(): p.data += 0.1 * torch.randn_like(p)\n"
+    ),
+)
 
 
 def test_cheat_4_weights_that_were_trained_before(train, rerun):
     log = train(PRETRAINED, num_steps=4)
-    says(rerun(log=log, only=[examine.INITIAL]), examine.INITIAL, "fail", "began with other weights")
+    says(
+        rerun(log=log, only=[examine.INITIAL]), examine.INITIAL, "fail", "began with other weights"
+    )
 
 
 def test_cheat_4_a_source_that_brings_its_weights_along(train, rerun):
     seeded = "    torch.manual_seed(config.seed)\n    return config.model_type("
     built = (seeded, seeded.replace("seed)", "seed + 7)"))
-    says(rerun(built, log=train(built, num_steps=4), only=[examine.INITIAL]), examine.INITIAL, "not checkable",
-         "by the log's own source alone")
+    says(
+        rerun(built, log=train(built, num_steps=4), only=[examine.INITIAL]),
+        examine.INITIAL,
+        "not checkable",
+        "by the log's own source alone",
+    )
     other = (seeded, "    \n" + seeded)
     assert rerun(other, only=[examine.INITIAL])[examine.INITIAL][0] == "pass"
 
 
 def test_cheat_5_trained_on_validation(train, judge, data, tmp_path):
     """The run reads the validation shard, and its log declares the training shards."""
-    forged = ("        self.stream = Stream(train_shards,",
-              "        self.stream = Stream([read_header(Path(str(s.path).replace('train_000001', 'val_000000'))) "
-              "for s in train_shards[:1]],")
+    forged = (
+        "        self.stream = Stream(train_shards,",
+        (
+            "        self.stream = Stream([read_header(Path(str(s.path).replace('train_000001',"
+            " 'val_000000'))) for s in train_shards[:1]],"
+        ),
+    )
     log = steady(train(forged, num_steps=4, micro_batches=2))
     fails_only(judge(log, "--data", data), REPLAY, "trained on something else")
 
 
 @pytest.mark.parametrize("enough", [True, False])
-def test_a_source_that_packs_in_its_own_way_is_replayed_where_it_is(train, judge, data, monkeypatch, tmp_path, enough):
-    """Documents by length, or two batches of the same: from this checkout it cannot be told, from its own it can."""
+def test_a_source_that_packs_in_its_own_way_is_replayed_where_it_is(
+    train, judge, data, monkeypatch, tmp_path, enough
+):
+    """Documents by length, or two batches of the same: from this checkout it cannot be told, from
+    its own it can."""
     end = "        return documents\n\n    def _limit"
     advances = "self.position = Position(index, taken[-1][1] + 1, longest)"
-    sorts = ("        order = np.argsort(documents.lengths, kind='stable')\n"
-             "        documents = Documents(documents.tokens, documents.starts[order], documents.lengths[order])\n")
-    packs = (end, sorts + end) if enough else (advances, "self.position = Position(index, 0, longest)")
+    sorts = (
+        "        order = np.argsort(documents.lengths, kind='stable')\n        documents ="
+        " Documents(documents.tokens, documents.starts[order], documents.lengths[order])\n"
+    )
+    packs = (
+        (end, sorts + end) if enough else (advances, "self.position = Position(index, 0, longest)")
+    )
     log = steady(train(packs, num_steps=4 if enough else 31))
     status, rules = judge(log, "--data", data)
-    says(rules, REPLAY, "not checkable", "the sections `schedule` and `data` of the source in the log", "--replay")
+    says(
+        rules,
+        REPLAY,
+        "not checkable",
+        "the sections `schedule` and `data` of the source in the log",
+        "--replay",
+    )
     assert status == 0
     own = load(planted(packs), tmp_path / "own_train_gpt.py")
     monkeypatch.setattr(leaks, "source_of_checkout", lambda program="": planted(packs))
@@ -1253,7 +2003,11 @@ def test_a_source_that_packs_in_its_own_way_is_replayed_where_it_is(train, judge
 
 def test_config_fields_that_batches_do_not_need_are_not_read(honest, judge, data, tmp_path):
     """Those of an idea that this checkout does not have, and a list of rows that it cannot read."""
-    log = Log(honest).set("start.config.my_idea", 0.5).set("start.config.param_groups", "LionGroup('head')")
+    log = (
+        Log(honest)
+        .set("start.config.my_idea", 0.5)
+        .set("start.config.param_groups", "LionGroup('head')")
+    )
     says(judge(log.write(tmp_path / "l.txt"), "--data", data)[1], REPLAY, "pass")
     log.set("start.config.stages", "Stage(until=1, my_idea=2)").write(tmp_path / "l.txt")
     says(judge(tmp_path / "l.txt", "--data", data)[1], REPLAY, "not checkable", "has no 'my_idea'")
@@ -1262,14 +2016,24 @@ def test_config_fields_that_batches_do_not_need_are_not_read(honest, judge, data
 def with_losses(log, run, losses):
     """Edit a log as if its run had these training losses, one per step."""
     steps = len(losses)
-    log.lines[:] = [log.lines[0].replace("/12 ", f"/{steps} ")] + [
-        f"step:{i}/{steps} train_time:{100 * i + 2 * run}ms step_avg:{100 + 2 * run / i:.2f}ms train_loss:"
-        f"{4.852 if i == 1 else losses[i - 1]:.4f}" for i in range(1, steps + 1)] + [
-        re.sub(r"^step:12/12", f"step:{steps}/{steps}", log.lines[-1])]
-    log.lines[-1] = re.sub(r"train_time:\S+ step_avg:\S+", f"train_time:{100 * steps + 2 * run}ms step_avg:"
-                           f"{100 + 2 * run / steps:.2f}ms", log.lines[-1])
+    log.lines[:] = (
+        [log.lines[0].replace("/12 ", f"/{steps} ")]
+        + [
+            f"step:{i}/{steps} train_time:{100 * i + 2 * run}ms step_avg:{100 + 2 * run / i:.2f}ms"
+            f" train_loss:{4.852 if i == 1 else losses[i - 1]:.4f}"
+            for i in range(1, steps + 1)
+        ]
+        + [re.sub(r"^step:12/12", f"step:{steps}/{steps}", log.lines[-1])]
+    )
+    log.lines[-1] = re.sub(
+        r"train_time:\S+ step_avg:\S+",
+        f"train_time:{100 * steps + 2 * run}ms step_avg:{100 + 2 * run / steps:.2f}ms",
+        log.lines[-1],
+    )
     log.set("start.config.num_steps", steps).set("end.steps", steps)
-    log.set("end.train_tokens", steps * 8 * 48).set("start.planned", {"steps": steps, "train_tokens": steps * 8 * 48})
+    log.set("end.train_tokens", steps * 8 * 48).set(
+        "start.planned", {"steps": steps, "train_tokens": steps * 8 * 48}
+    )
     log.set("end.train_digest", f"{run:064x}")
     log.end["wall_seconds"] += (100 * steps + 2 * run - log.end["train_time_ms"]) / 1000
     log.end["train_time_ms"] = 100.0 * steps + 2 * run
@@ -1278,10 +2042,15 @@ def with_losses(log, run, losses):
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_cheat_6_a_run_cloned_under_another_seed(race, judge, shuffle):
     """Run 3 is a copy of run 1 with other times and hashes."""
+
     def change(log, run, side, clone=True):
-        draw, own = np.random.default_rng(5), np.random.default_rng(1 if clone and run == 3 else run)
-        with_losses(log, run, 4 + (0 if shuffle else draw.normal(0, 0.5, 100)) + own.normal(0, 0.1, 100))
+        draw = np.random.default_rng(5)
+        own = np.random.default_rng(1 if clone and run == 3 else run)
+        with_losses(
+            log, run, 4 + (0 if shuffle else draw.normal(0, 0.5, 100)) + own.normal(0, 0.1, 100)
+        )
         log.set("start.config.shuffle", shuffle)
+
     folder = race(4, change=change)
     fails_only(judge(folder), COPIES, "1a.txt and 3a.txt", "the same training loss at each step")
     shutil.rmtree(folder)
@@ -1289,16 +2058,22 @@ def test_cheat_6_a_run_cloned_under_another_seed(race, judge, shuffle):
 
 
 def test_cheat_8_a_source_that_patches_its_judge(rerun):
-    """It patches all it can reach: the judge's modules, functions of torch and hashlib, and its output."""
-    patch = ("import hashlib as h, builtins\n"
-             "for name in ('verify', 'examine', 'leaks'):\n    m = sys.modules.get(name)\n"
-             "    if m: m.judged = lambda *a: ('pass', 'trust me'); m.Broken = type('B', (Exception,), {})\n"
-             "    if m and hasattr(m, 'Examination'): m.Examination.check_loss = lambda *a: 'trust me'\n"
-             "torch.Tensor.logsumexp = lambda x, *a, **k: x.gather(1, x.argmax(1)[:, None])[:, 0]\n"
-             "builtins.abs = lambda x: 0\n"
-             "print('{\"rows\": 1}', flush=True)\n")
-    rules = rerun(("ROOT = Path(", patch + "ROOT = Path("), end__final_val_loss=3.0,
-                  end__model_hash="0" * 64, only=[examine.SAVED, examine.LOSS])
+    """It patches all it can reach: the judge's modules, functions of torch and hashlib, and its
+    output."""
+    patch = (
+        "import hashlib as h, builtins\nfor name in ('verify', 'examine', 'leaks'):\n    m ="
+        " sys.modules.get(name)\n    if m: m.judged = lambda *a: ('pass', 'trust me'); m.Broken ="
+        " type('B', (Exception,), {})\n    if m and hasattr(m, 'Examination'):"
+        " m.Examination.check_loss = lambda *a: 'trust me'\ntorch.Tensor.logsumexp = lambda x, *a,"
+        " **k: x.gather(1, x.argmax(1)[:, None])[:, 0]\nbuiltins.abs = lambda x:"
+        " 0\nprint('{\"rows\": 1}', flush=True)\n"
+    )
+    rules = rerun(
+        ("ROOT = Path(", patch + "ROOT = Path("),
+        end__final_val_loss=3.0,
+        end__model_hash="0" * 64,
+        only=[examine.SAVED, examine.LOSS],
+    )
     assert [verdict for verdict, _ in rules.values()] == ["fail", "fail"]
 
 
@@ -1319,17 +2094,34 @@ def test_cheat_12_a_consistent_forgery_is_in_the_paragraph_that_the_last_line_na
     assert verify.main([str(race())]) == 0
     last = " ".join(capsys.readouterr().out.rpartition("\n\n")[2].split())
     assert 'docs/racing.md, "What no rule sees"' in last and "--replay 1`" in last
-    section = (ROOT / "docs/racing.md").read_text().partition("## What no rule sees\n")[2].partition("\n## ")[0]
+    section = (
+        (ROOT / "docs/racing.md")
+        .read_text()
+        .partition("## What no rule sees\n")[2]
+        .partition("\n## ")[0]
+    )
     assert "while a GPU run compiles" in section and "--rerun" in section
 
 
 # What the race wrote down, the page, and the run again
 
-@pytest.mark.parametrize("page, verdict, word", [
-    ("accs = [3.2710, 3.2720, 3.2730]", "pass", ""),
-    ("accs = [3.2710, 3.2720, 3.2730, 3.2689, 3.2691]", "not checkable", "lists 5 losses, and no log here shows 2"),
-    ("Run `python x.py`.", "not checkable", "no losses of single runs"), (b"\xff 3.2710 3.2720 3.2730".decode("latin1"), "pass", "")])
-def test_losses_in_a_public_readme_that_no_log_shows_are_named(tmp_path, judge, page, verdict, word):
+
+@pytest.mark.parametrize(
+    "page, verdict, word",
+    [
+        ("accs = [3.2710, 3.2720, 3.2730]", "pass", ""),
+        (
+            "accs = [3.2710, 3.2720, 3.2730, 3.2689, 3.2691]",
+            "not checkable",
+            "lists 5 losses, and no log here shows 2",
+        ),
+        ("Run `python x.py`.", "not checkable", "no losses of single runs"),
+        (b"\xff 3.2710 3.2720 3.2730".decode("latin1"), "pass", ""),
+    ],
+)
+def test_losses_in_a_public_readme_that_no_log_shows_are_named(
+    tmp_path, judge, page, verdict, word
+):
     for i, loss in enumerate((3.271, 3.272, 3.273)):
         public_log(tmp_path / f"{i}.txt", public_lines(lambda step: loss + (9 - step) / 9, 60 + i))
     (tmp_path / "README.md").write_text(page)
@@ -1338,14 +2130,19 @@ def test_losses_in_a_public_readme_that_no_log_shows_are_named(tmp_path, judge, 
 
 @pytest.fixture
 def replay(honest, tmp_path, capsys, monkeypatch):
-    """replay(change) -> (exit status, verdict, reason) of --replay for a log, where the run gives the honest log again."""
+    """replay(change) -> (exit status, verdict, reason) of --replay for a log, where the run gives
+    the honest log again."""
+
     def run(words, cwd, env, **_):
-        assert "torch.distributed.run" not in words, "torchrun listens on all addresses, for a stranger's source"
-        given = train_gpt.parse_config(words[words.index("train_gpt.py") + 1:], "speedrun")[1]
+        assert "torch.distributed.run" not in words, (
+            "torchrun listens on all addresses, for a stranger's source"
+        )
+        given = train_gpt.parse_config(words[words.index("train_gpt.py") + 1 :], "speedrun")[1]
         Path(cwd, "logs").mkdir()
         shutil.copy(honest, Path(cwd, "logs", "again.txt"))
         started.append((Path(cwd, "train_gpt.py").read_text(), given, env))
         return SimpleNamespace(stdout="Error: no data")
+
     started = []
     monkeypatch.setattr(verify.subprocess, "run", run)
 
@@ -1354,72 +2151,165 @@ def replay(honest, tmp_path, capsys, monkeypatch):
         change(log)
         log.write(tmp_path / "l.txt")
         capsys.readouterr()
-        status = verify.main([str(tmp_path / "l.txt"), "--replay", str(log.start["seed"] if seed is None else seed), "--json"])
-        rules = {rule["rule"]: rule for rule in json.loads(capsys.readouterr().out).get("rules", ())}
+        status = verify.main(
+            [
+                str(tmp_path / "l.txt"),
+                "--replay",
+                str(log.start["seed"] if seed is None else seed),
+                "--json",
+            ]
+        )
+        rules = {
+            rule["rule"]: rule for rule in json.loads(capsys.readouterr().out).get("rules", ())
+        }
         return status, *(rules[verify.AGAIN][key] for key in ("verdict", "reason") if rules)
+
     replay.started = started
     return replay
 
 
 def test_a_run_again_has_the_logs_source_settings_and_threads(replay, honest):
-    status, verdict, reason = replay(lambda log: log.start["environment"].update(OMP_NUM_THREADS="3"))
-    ((source, config, environment),), log = replay.started, Log(honest)
-    assert verdict == "pass" and "the same bytes" in reason and environment["OMP_NUM_THREADS"] == "3"
+    status, verdict, reason = replay(
+        lambda log: log.start["environment"].update(OMP_NUM_THREADS="3")
+    )
+    ((source, config, environment),) = replay.started
+    log = Log(honest)
+    assert (
+        verdict == "pass" and "the same bytes" in reason and environment["OMP_NUM_THREADS"] == "3"
+    )
     assert source + "\n" == log.source
-    stated = train_gpt.config_of(log.start["config"])  # rows of param_groups are added to the preset's
+    # rows of param_groups are added to the preset's
+    stated = train_gpt.config_of(log.start["config"])
     assert {name for name, value in vars(config).items() if getattr(stated, name) != value} <= {
-        *logs.INCIDENTAL, "param_groups"} and config.seed == stated.seed
+        *logs.INCIDENTAL,
+        "param_groups",
+    } and config.seed == stated.seed
     assert replay(seed=77) == (2,)
 
 
-@pytest.mark.parametrize("loss, changed, verdict, word", [
-    (0, ("start.hardware.x", 1), "fail", "on the same processor, threads and torch a run gives the same bytes"),
-    (0.0001, ("start.hardware.cpu_id", "a processor that nobody has"), "pass", "within 0.0005 nats (other, or not logged: cpu_id, so the bytes may differ)"),
-    (0.01, ("start.hardware.cpu_id", "a processor that nobody has"), "fail", "more than 0.0005 nats apart"),
-    (0.01, ("start.shards.val", [{"name": "x", "sha256": "5" * 64, "tokens": 9}]), "not checkable", "the log states")])
-def test_other_bytes_accuse_nobody_on_another_processor_or_of_other_data(replay, loss, changed, verdict, word):
-    _, found, reason = replay(lambda log: log.set("end.final_state_hash", "0" * 64).set(
-        "end.final_val_loss", log.end["final_val_loss"] + loss).set(*changed))
+@pytest.mark.parametrize(
+    "loss, changed, verdict, word",
+    [
+        (
+            0,
+            ("start.hardware.x", 1),
+            "fail",
+            "on the same processor, threads and torch a run gives the same bytes",
+        ),
+        (
+            0.0001,
+            ("start.hardware.cpu_id", "a processor that nobody has"),
+            "pass",
+            "within 0.0005 nats (other, or not logged: cpu_id, so the bytes may differ)",
+        ),
+        (
+            0.01,
+            ("start.hardware.cpu_id", "a processor that nobody has"),
+            "fail",
+            "more than 0.0005 nats apart",
+        ),
+        (
+            0.01,
+            ("start.shards.val", [{"name": "x", "sha256": "5" * 64, "tokens": 9}]),
+            "not checkable",
+            "the log states",
+        ),
+    ],
+)
+def test_other_bytes_accuse_nobody_on_another_processor_or_of_other_data(
+    replay, loss, changed, verdict, word
+):
+    _, found, reason = replay(
+        lambda log: (
+            log.set("end.final_state_hash", "0" * 64)
+            .set("end.final_val_loss", log.end["final_val_loss"] + loss)
+            .set(*changed)
+        )
+    )
     assert found == verdict and word in reason, reason
 
 
 def test_other_bytes_accuse_nobody_if_no_log_states_its_processor(replay, honest, monkeypatch):
     last_run = logs.last_run  # older scripts state only a name, which several generations share
-    monkeypatch.setattr(verify.logs, "last_run", lambda path: (run := last_run(path)).start["hardware"].pop("cpu_id") and run)
-    assert replay(lambda log: log.start["hardware"].pop("cpu_id") and log.set("end.final_state_hash", "0" * 64))[1] == "pass"
+    monkeypatch.setattr(
+        verify.logs,
+        "last_run",
+        lambda path: (run := last_run(path)).start["hardware"].pop("cpu_id") and run,
+    )
+    assert (
+        replay(
+            lambda log: (
+                log.start["hardware"].pop("cpu_id") and log.set("end.final_state_hash", "0" * 64)
+            )
+        )[1]
+        == "pass"
+    )
 
 
 def test_a_run_again_that_does_not_end_is_no_verdict(replay, monkeypatch):
-    monkeypatch.setattr(verify.logs, "last_run", lambda path: logs.Run(path, reason="not a log: an empty file"))
-    assert replay()[1] == "not checkable" and "it did not end (not a log: an empty file; Error: no data)" in replay()[2]
+    monkeypatch.setattr(
+        verify.logs, "last_run", lambda path: logs.Run(path, reason="not a log: an empty file")
+    )
+    assert (
+        replay()[1] == "not checkable"
+        and "it did not end (not a log: an empty file; Error: no data)" in replay()[2]
+    )
 
 
 @pytest.mark.slow
 def test_a_run_again_gives_the_same_bytes(honest, data, capsys):
-    assert verify.main([str(honest), "--replay", str(Log(honest).start["seed"]), "--data", str(data), "--json"]) == 0
-    (found,) = [rule for rule in json.loads(capsys.readouterr().out)["rules"] if rule["rule"] == verify.AGAIN]
+    assert (
+        verify.main(
+            [str(honest), "--replay", str(Log(honest).start["seed"]), "--data", str(data), "--json"]
+        )
+        == 0
+    )
+    (found,) = [
+        rule
+        for rule in json.loads(capsys.readouterr().out)["rules"]
+        if rule["rule"] == verify.AGAIN
+    ]
     assert found["verdict"] == "pass" and "the same bytes" in found["reason"]
 
 
 # The reviewer's page: tests/golden/verify_pages.txt
 
+
 def spoil(log, run, side):
-    log.set("end.compiles_after_warmup", 2).set("end.state_hash.after_warmup", "0" * 64).set("end.val_tokens", 512)
+    log.set("end.compiles_after_warmup", 2).set("end.state_hash.after_warmup", "0" * 64).set(
+        "end.val_tokens", 512
+    )
     log.set("end.changed_by_validation", 1).set("start.environment", {"TORCHINDUCTOR_X": "y" * 300})
 
 
 def make_trial(log, run):
-    log.set("start.target_val_loss", 0).set("start.config.target_val_loss", 0).set("end.target_val_loss", 0)
-    log.set("end.reached", False).set("end.val_tokens", 512).set("start.preset", "speedrun" if run > 4 else "laptop")
+    log.set("start.target_val_loss", 0).set("start.config.target_val_loss", 0).set(
+        "end.target_val_loss", 0
+    )
+    log.set("end.reached", False).set("end.val_tokens", 512).set(
+        "start.preset", "speedrun" if run > 4 else "laptop"
+    )
 
 
 def public(race, faster):
-    """Two sources in one folder, as in those of the public speedrun, which also hold the baseline's logs."""
+    """Two sources in one folder, as in those of the public speedrun, which also hold the
+    baseline's logs."""
     made = race(1)
     for path in made.iterdir():
         path.unlink()
-    for i, (pace, source) in enumerate([(60, "import torch"), (61, "import torch"), (50, "import torch, math"), (52, "import torch, math")]):
-        public_log(made / f"{i}.txt", public_lines(lambda step: 3.27 + (9 - step) / 9 + i / 1000, pace), source)
+    for i, (pace, source) in enumerate(
+        [
+            (60, "import torch"),
+            (61, "import torch"),
+            (50, "import torch, math"),
+            (52, "import torch, math"),
+        ]
+    ):
+        public_log(
+            made / f"{i}.txt",
+            public_lines(lambda step: 3.27 + (9 - step) / 9 + i / 1000, pace),
+            source,
+        )
     return made
 
 
@@ -1428,87 +2318,164 @@ def other_source(log, run, side):
         set_source(log, log.source.replace("adam_lr", "adam_LR", 1))
 
 
-FIRST, SECOND = (hashlib.sha256(source.encode()).hexdigest()[:8] for source in ("import torch\n", "import torch, math\n"))
+FIRST, SECOND = (
+    hashlib.sha256(source.encode()).hexdigest()[:8]
+    for source in ("import torch\n", "import torch, math\n")
+)
 PAGES = [  # exit status, folder `race`, further words
-    (0, lambda race, faster: race(), ""), (0, lambda race, faster: faster(), ""), (1, sides(spoil), ""), (0, SIDE_EDITS["not faster"][0], ""),
-    (0, runs(make_trial), ""), (2, folder(strip), "--target 4.5"), (2, public, ""), (2, public, "--source abc"),
-    (2, public, f"--source {SECOND} --vs race --vs-source {FIRST}"), (0, lambda race, faster: race(2, "ab", other_source), "--diff"),
-    (1, lambda race, faster: [race(2, "ab", other_source) / f"{run}a.txt" for run in (1, 2)], "--diff"),
+    (0, lambda race, faster: race(), ""),
+    (0, lambda race, faster: faster(), ""),
+    (1, sides(spoil), ""),
+    (0, SIDE_EDITS["not faster"][0], ""),
+    (0, runs(make_trial), ""),
+    (2, folder(strip), "--target 4.5"),
+    (2, public, ""),
+    (2, public, "--source abc"),
+    (2, public, f"--source {SECOND} --vs race --vs-source {FIRST}"),
+    (0, lambda race, faster: race(2, "ab", other_source), "--diff"),
+    (
+        1,
+        lambda race, faster: [race(2, "ab", other_source) / f"{run}a.txt" for run in (1, 2)],
+        "--diff",
+    ),
     (0, RACE_EDITS["a loss not surely below the target"][0], "--target 4.2"),
     (0, RACE_EDITS["a loss not surely below the target"][0], "--target 5"),
-    (1, alone(lambda log: log.set("start.environment", {"TORCH_X": "\ud800\x1b[2J"}).set("start.run_id", "\udcff")), "")]
+    (
+        1,
+        alone(
+            lambda log: log.set("start.environment", {"TORCH_X": "\ud800\x1b[2J"}).set(
+                "start.run_id", "\udcff"
+            )
+        ),
+        "",
+    ),
+]
 
 
-def test_pages_of_races_and_public_logs_are_short_and_end_with_what_fails(race, faster, honest, capsys, golden, tmp_path, monkeypatch):
+def test_pages_of_races_and_public_logs_are_short_and_end_with_what_fails(
+    race, faster, honest, capsys, golden, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    shown, wrong = [], []
+    shown = []
+    wrong = []
     for number, (status, make, words) in enumerate(PAGES):
         made = make(race, faster)
-        named = [str(path.relative_to(tmp_path)) for path in (made if isinstance(made, list) else [made])]
+        named = [
+            str(path.relative_to(tmp_path)) for path in (made if isinstance(made, list) else [made])
+        ]
         capsys.readouterr()
         if (found := verify.main([*named, *words.split(), *["-v"] * (number == 0)])) != status:
             wrong.append((number, found))
         said = capsys.readouterr()
-        shown.append(f"$ verify.py {' '.join(named)} {words}\n{said.out}exit status {found}\n{said.err}")
+        shown.append(
+            f"$ verify.py {' '.join(named)} {words}\n{said.out}exit status {found}\n{said.err}"
+        )
         if not said.out:
             continue
         lines = said.out.splitlines()
-        summary, rest = lines[:lines.index("")], lines[lines.index("Each rule:"):] if number == 0 else []
-        verdicts = [line.partition(":")[0] for line in rest if line.startswith(("pass:", "FAIL:", "not checkable:"))]
+        summary = lines[: lines.index("")]
+        rest = lines[lines.index("Each rule:") :] if number == 0 else []
+        verdicts = [
+            line.partition(":")[0]
+            for line in rest
+            if line.startswith(("pass:", "FAIL:", "not checkable:"))
+        ]
         assert "--diff" in words or max(map(len, lines)) <= 120
         assert len(summary) <= 40 and "…" not in "".join(summary).replace(" … ", "")
         assert verdicts == sorted(verdicts, key=["pass", "not checkable", "FAIL"].index)
     assert not wrong
-    golden("verify_pages", "\n".join(shown), [(re.escape(Log(honest).start["hardware"]["device"]), "MACHINE")])
+    golden(
+        "verify_pages",
+        "\n".join(shown),
+        [(re.escape(Log(honest).start["hardware"]["device"]), "MACHINE")],
+    )
 
 
 def test_runs_of_several_experiments_break_no_rule_of_their_own(race, honest, tmp_path, judge):
     """As in logs/: a race, and single runs beside its folder."""
     race(3)
     for seed in (8, 9):
-        log = Log(honest).label(seed, 1, "a", loss=4.0 + 0.01 * seed).set("start.race", None).set("start.config.race", "")
-        log.set("start.run_id", f"single{seed}").set("start.config.adam_lr", seed / 1000).write(tmp_path / f"single{seed}.txt")
+        log = (
+            Log(honest)
+            .label(seed, 1, "a", loss=4.0 + 0.01 * seed)
+            .set("start.race", None)
+            .set("start.config.race", "")
+        )
+        log.set("start.run_id", f"single{seed}").set("start.config.adam_lr", seed / 1000).write(
+            tmp_path / f"single{seed}.txt"
+        )
     _, rules = judge(tmp_path)
-    says(rules, ACCOUNTS, "not checkable", "whose adam_lr differs", "choose with --source, or name the logs of one")
+    says(
+        rules,
+        ACCOUNTS,
+        "not checkable",
+        "whose adam_lr differs",
+        "choose with --source, or name the logs of one",
+    )
 
 
 def test_public_logs_of_two_sources_break_no_rule(tmp_path, judge):
-    """Folders of the public speedrun also hold the baseline's logs, and no log says which are which."""
+    """Folders of the public speedrun also hold the baseline's logs, and no log says which are
+    which."""
     for name, source in (("a", "import torch"), ("b", "import torch"), ("c", "import torch, math")):
         public_log(tmp_path / f"{name}.txt", public_lines(pace=ord(name)), source)
     status, rules = judge(tmp_path)
     assert status == 2
-    says(rules, ACCOUNTS, "not checkable", "the logs do not say which runs are the record (the set holds runs of 2 sources")
-    (tmp_path / "c.txt").write_text((tmp_path / "a.txt").read_text().replace("val_loss:3.5500", "val_loss:nan"))
+    says(
+        rules,
+        ACCOUNTS,
+        "not checkable",
+        "the logs do not say which runs are the record (the set holds runs of 2 sources",
+    )
+    (tmp_path / "c.txt").write_text(
+        (tmp_path / "a.txt").read_text().replace("val_loss:3.5500", "val_loss:nan")
+    )
     assert judge(tmp_path)[1][ACCOUNTS][0] == "fail"  # whatever the logs leave open
 
 
-@pytest.mark.parametrize("loss, more, verdict", [
-    (2.9193, "", "pass"), (3.2793, "", "fail"), (2.9193, "torch._inductor.config.max_autotune = True", "fail"),
-    (2.9193, "torch._inductor.config.coordinate_descent_tuning = True or f()", "fail")])
+@pytest.mark.parametrize(
+    "loss, more, verdict",
+    [
+        (2.9193, "", "pass"),
+        (3.2793, "", "fail"),
+        (2.9193, "torch._inductor.config.max_autotune = True", "fail"),
+        (2.9193, "torch._inductor.config.coordinate_descent_tuning = True or f()", "fail"),
+    ],
+)
 def test_the_public_track_of_larger_models_may_set_one_switch(tmp_path, judge, loss, more, verdict):
-    """The public README: "`coordinate_descent_tuning` is allowed for GPT-2 Medium track (a.k.a. 2.92 track)"."""
-    source = f"import torch\ntorch._inductor.config.coordinate_descent_tuning = True  # allowed\n{more}"
+    """The public README: "`coordinate_descent_tuning` is allowed for GPT-2 Medium track (a.k.a.
+    2.92 track)"."""
+    source = (
+        f"import torch\ntorch._inductor.config.coordinate_descent_tuning = True  # allowed\n{more}"
+    )
     public_log(tmp_path / "0.txt", public_lines(lambda step: loss + 9 - step), source)
     assert judge(tmp_path)[1][SWITCHES][0] == verdict
 
 
 # Honest runs that failed
 
+
 def test_a_clock_that_is_reset_after_the_first_step_is_honest(tmp_path, judge):
     lines = ["step:0/9 val_loss:9.0000 train_time:285ms step_avg:nanms"] + [
-        f"step:{s}/9 train_loss:4.1 train_time:{60 * s}ms step_avg:60.00ms" for s in range(1, 10)]
-    (tmp_path / "0.txt").write_text("\n".join([*lines, lines[-1].replace("train_loss", "val_loss")]) + "\n")
+        f"step:{s}/9 train_loss:4.1 train_time:{60 * s}ms step_avg:60.00ms" for s in range(1, 10)
+    ]
+    (tmp_path / "0.txt").write_text(
+        "\n".join([*lines, lines[-1].replace("train_loss", "val_loss")]) + "\n"
+    )
     assert judge(tmp_path)[1][CLOCK][0] == "pass"
 
 
 # Input
 
-@pytest.mark.parametrize("make, word", [
-    (lambda folder: folder / "nowhere", "cannot be read"),
-    (lambda folder: folder, "no run to judge"),
-    (lambda folder: (folder / "x.txt").write_bytes(b"\0\1\2") and folder / "x.txt", "binary"),
-])
+
+@pytest.mark.parametrize(
+    "make, word",
+    [
+        (lambda folder: folder / "nowhere", "cannot be read"),
+        (lambda folder: folder, "no run to judge"),
+        (lambda folder: (folder / "x.txt").write_bytes(b"\0\1\2") and folder / "x.txt", "binary"),
+    ],
+)
 def test_input_that_cannot_be_judged(tmp_path, capsys, make, word):
     assert verify.main([str(make(tmp_path))]) == 2
     error = capsys.readouterr().err
@@ -1518,7 +2485,10 @@ def test_input_that_cannot_be_judged(tmp_path, capsys, make, word):
 def test_a_script_that_cannot_be_imported_breaks_no_rule(tmp_path, monkeypatch, capsys):
     """A racer edits train_gpt.py, and writes the pages meanwhile."""
     (tmp_path / "train_gpt.py").write_text("import torch\nx = half_an_idea\n")
-    record = shutil.copytree(ROOT / "records" / "2026-11-22_tinyshakespeare", tmp_path / "records" / "2026-11-22_tinyshakespeare")
+    record = shutil.copytree(
+        ROOT / "records" / "2026-11-22_tinyshakespeare",
+        tmp_path / "records" / "2026-11-22_tinyshakespeare",
+    )
     page = (record / "README.md").read_bytes()
     monkeypatch.setattr(board, "HERE", tmp_path / "records")
     monkeypatch.setattr(leaks, "ROOT", tmp_path)
@@ -1528,7 +2498,11 @@ def test_a_script_that_cannot_be_imported_breaks_no_rule(tmp_path, monkeypatch, 
         board.main(["write"])
     said = capsys.readouterr()
     assert (record / "README.md").read_bytes() == page and end.value.code == 2 and not said.out
-    assert "train_gpt.py cannot be imported (NameError: name 'half_an_idea' is not defined)" in said.err and said.err.count("\n") == 1
+    assert (
+        "train_gpt.py cannot be imported (NameError: name 'half_an_idea' is not defined)"
+        in said.err
+        and said.err.count("\n") == 1
+    )
 
 
 def test_gzip_goes_by_its_first_bytes(race, judge):
@@ -1539,9 +2513,9 @@ def test_gzip_goes_by_its_first_bytes(race, judge):
 
 
 def test_billions_are_not_counted_out(honest, tmp_path, judge):
-    log = Log(honest).set("start.planned.steps", 10 ** 12).set("start.race.declared_n", 10 ** 12)
-    log.lines = [line.replace("/12 ", f"/{10 ** 12} ") for line in log.lines]
+    log = Log(honest).set("start.planned.steps", 10**12).set("start.race.declared_n", 10**12)
+    log.lines = [line.replace("/12 ", f"/{10**12} ") for line in log.lines]
     step, loss, time_ms, _ = log.lines[-1].split()
-    log.lines[-1] = f"step:{10 ** 12}/{10 ** 12} {loss} {time_ms} step_avg:0.00ms"
+    log.lines[-1] = f"step:{10**12}/{10**12} {loss} {time_ms} step_avg:0.00ms"
     status, rules = judge(log.write(tmp_path / "l.txt"))
     assert rules[CLOCK][0] == rules[ACCOUNTS][0] == "fail" and "have a line" in rules[CLOCK][1]

@@ -1,4 +1,5 @@
-"""Whole runs, as a user starts them: the log, the verdict, determinism, and every way in which a run can go wrong."""
+"""Whole runs, as a user starts them: the log, the verdict, determinism, and every way in which a
+run can go wrong."""
 
 import dataclasses
 import errno
@@ -35,9 +36,21 @@ ROOT = Path(train_gpt.__file__).parent
 
 def flags(folder, corpus, **changes):
     """Of a run even smaller than TINY: four layers, two micro-batches."""
-    values = {**TINY, "layers": "- S0M LM M", "backout_layer": 2, "micro_batches": 2, **corpus,
-              "log_dir": str(folder / "logs"), "target_val_loss": 3.0, **changes}
-    return ["--preset", "speedrun", *(text for name, v in values.items() for text in (f"--{name}", str(v)))]
+    values = {
+        **TINY,
+        "layers": "- S0M LM M",
+        "backout_layer": 2,
+        "micro_batches": 2,
+        **corpus,
+        "log_dir": str(folder / "logs"),
+        "target_val_loss": 3.0,
+        **changes,
+    }
+    return [
+        "--preset",
+        "speedrun",
+        *(text for name, v in values.items() for text in (f"--{name}", str(v))),
+    ]
 
 
 class Done(NamedTuple):
@@ -49,7 +62,8 @@ class Done(NamedTuple):
 
 
 def _rank(argv, environment, setup, out, err):
-    """One rank in a process of its own, as `python train_gpt.py` would be, but for the import of torch."""
+    """One rank in a process of its own, as `python train_gpt.py` would be, but for the import of
+    torch."""
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), number)
     os.environ.update(environment)
@@ -60,20 +74,36 @@ def _rank(argv, environment, setup, out, err):
 
 
 def launch(folder, *argvs, setup=None, timeout=600, **environment):
-    """A rank for each list of flags, as torchrun starts them, each prepared by setup(rank) -> the Done of each. Like
-    torchrun it holds the store, and ends the others when one has failed."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=600))
-    ranks, processes, files = len(argvs), [], []
+    """A rank for each list of flags, as torchrun starts them, each prepared by setup(rank) -> the
+    Done of each. Like torchrun it holds the store, and ends the others when one has failed."""
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=600)
+    )
+    ranks = len(argvs)
+    processes = []
+    files = []
     for rank, argv in enumerate(argvs):
-        of_rank = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1",
-                   "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0,
-                   "OMP_NUM_THREADS": 1, **environment}
+        of_rank = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": ranks,
+            "LOCAL_WORLD_SIZE": ranks,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": store.port,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+            "TORCHELASTIC_RESTART_COUNT": 0,
+            "OMP_NUM_THREADS": 1,
+            **environment,
+        }
         files.append([folder / f"{name}-{rank}-{time.monotonic_ns()}" for name in ("out", "err")])
         of_rank = {key: str(v) for key, v in of_rank.items()}
         processes.append(forked(_rank, argv, of_rank, setup, *map(str, files[-1]), daemon=True))
-    end, failed = time.monotonic() + timeout, None
+    end = time.monotonic() + timeout
+    failed = None
     while any(process.exitcode is None for process in processes):
-        assert time.monotonic() < end, "the ranks do not end: " + " ".join(err.read_text() for _, err in files)
+        assert time.monotonic() < end, "the ranks do not end: " + " ".join(
+            err.read_text() for _, err in files
+        )
         if failed is None and any(process.exitcode for process in processes):
             failed = time.monotonic()
             for process in processes:
@@ -82,7 +112,10 @@ def launch(folder, *argvs, setup=None, timeout=600, **environment):
             for process in processes:
                 process.kill()
         time.sleep(0.02)
-    return [Done(process.exitcode, out.read_text(), err.read_text()) for process, (out, err) in zip(processes, files)]
+    return [
+        Done(process.exitcode, out.read_text(), err.read_text())
+        for process, (out, err) in zip(processes, files)
+    ]
 
 
 def one_rank(folder, argv, setup=None, **environment):
@@ -105,13 +138,15 @@ def run_here(argv, capsys, presets=train_gpt.PRESETS):
 
 def in_step(number, act, monkeypatch):
     """Call act() before the step of this number, but not in the warm-up."""
-    step, seen = train_gpt.Worker.step, []
+    step = train_gpt.Worker.step
+    seen = []
 
     def stepping(self, plan, batch):
         seen.append(plan.step)
         if plan.step == number and len(seen) > TINY["warmup_steps"]:
             act()
         return step(self, plan, batch)
+
     monkeypatch.setattr(train_gpt.Worker, "step", stepping)
 
 
@@ -120,9 +155,19 @@ def one(tmp_path_factory):
     """One finished run: (folder, flags of its corpus, what it printed, its log)."""
     folder = tmp_path_factory.mktemp("one")
     corpus = write_corpus(folder, train=(9000,))
-    command = [sys.executable, str(ROOT / "train_gpt.py"), *flags(folder, corpus, run_id="one", save_model="true", check_grads="true")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=folder,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        str(ROOT / "train_gpt.py"),
+        *flags(folder, corpus, run_id="one", save_model="true", check_grads="true"),
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
     return folder, corpus, done.stdout, folder / "logs" / "one.txt"
 
@@ -130,49 +175,93 @@ def one(tmp_path_factory):
 def test_log_holds_the_whole_experiment(one):
     folder, corpus, printed, path = one
     source, environment, start, steps, end, last = read_log(path)
-    assert hashlib.sha256((source + "\n").encode()).hexdigest() == start["source_sha256"] or \
-        hashlib.sha256(source.encode()).hexdigest() == start["source_sha256"]
+    assert (
+        hashlib.sha256((source + "\n").encode()).hexdigest() == start["source_sha256"]
+        or hashlib.sha256(source.encode()).hexdigest() == start["source_sha256"]
+    )
     assert f"{os.cpu_count()} cores" in environment
     assert start["run_id"] == "one" and start["preset"] == "speedrun" and start["ranks"] == 1
-    assert start["config"]["model_dim"] == 32 and set(start["config"]) == {f.name for f in dataclasses.fields(train_gpt.Config)}
+    assert start["config"]["model_dim"] == 32 and set(start["config"]) == {
+        f.name for f in dataclasses.fields(train_gpt.Config)
+    }
     shard = folder / "toy_train_000001.bin"
-    assert start["shards"]["train"] == [{"name": shard.name, "tokens": 9000, "bytes": shard.stat().st_size,
-                                         "sha256": hashlib.sha256(shard.read_bytes()).hexdigest()}]
+    assert start["shards"]["train"] == [
+        {
+            "name": shard.name,
+            "tokens": 9000,
+            "bytes": shard.stat().st_size,
+            "sha256": hashlib.sha256(shard.read_bytes()).hexdigest(),
+        }
+    ]
     assert start["hardware"]["cores"] and start["race"] is start["init_from"] is None
     assert start["planned"] == {"steps": 12, "train_tokens": 12 * 96}
     (host,) = start["hosts"]
     assert host["ranks"] == [0] and host["source_sha256"] == start["source_sha256"]
-    assert {name: host[name] for name in ("hardware", "versions")} == {name: start[name] for name in ("hardware", "versions")}
+    assert {name: host[name] for name in ("hardware", "versions")} == {
+        name: start[name] for name in ("hardware", "versions")
+    }
     trained = [line for line in steps if "val_loss" not in line]
     assert len(trained) == 12
     for i, line in enumerate(trained, 1):
-        assert re.fullmatch(rf"step:{i}/12 train_time:\d+ms step_avg:\d+\.\d\dms train_loss:\d\.\d{{4}} grad_norm:[\d.]+", line), line
+        assert re.fullmatch(
+            rf"step:{i}/12 train_time:\d+ms step_avg:\d+\.\d\dms train_loss:\d\.\d{{4}}"
+            r" grad_norm:[\d.]+",
+            line,
+        ), line
     validated = [line for line in steps if "val_loss" in line]
-    assert [line.split(" ")[0] for line in validated] == ["step:0/12", "step:5/12", "step:10/12", "step:12/12"]
+    assert [line.split(" ")[0] for line in validated] == [
+        "step:0/12",
+        "step:5/12",
+        "step:10/12",
+        "step:12/12",
+    ]
     for line in validated:
-        assert re.fullmatch(r"step:\d+/12 val_loss:\d\.\d{4} train_time:\d+ms step_avg:\d+\.\d\dms", line) and (line in printed) == (":12/" not in line)
+        assert re.fullmatch(
+            r"step:\d+/12 val_loss:\d\.\d{4} train_time:\d+ms step_avg:\d+\.\d\dms", line
+        ) and (line in printed) == (":12/" not in line)
     times = [int(re.search(r"train_time:(\d+)ms", line)[1]) for line in steps]
     assert times == sorted(times)
     assert re.fullmatch(r"peak memory allocated: \d+ MiB reserved: \d+ MiB", last)
-    assert f"val_loss:{end['final_val_loss']:.4f}" in validated[-1] and end["steps"] == 12 and end["train_tokens"] == 12 * 96
-    assert start["vocab_size"] == 64 and end["val_tokens"] == 999 and end["compiles_after_warmup"] == end["resumed"] == 0
-    assert end["state_hash"]["before_warmup"] == end["state_hash"]["after_warmup"] != end["final_state_hash"]
+    assert (
+        f"val_loss:{end['final_val_loss']:.4f}" in validated[-1]
+        and end["steps"] == 12
+        and end["train_tokens"] == 12 * 96
+    )
+    assert (
+        start["vocab_size"] == 64
+        and end["val_tokens"] == 999
+        and end["compiles_after_warmup"] == end["resumed"] == 0
+    )
+    assert (
+        end["state_hash"]["before_warmup"]
+        == end["state_hash"]["after_warmup"]
+        != end["final_state_hash"]
+    )
     assert end["changed_by_validation"] == 0 and re.fullmatch("[0-9a-f]{64}", end["model_hash"])
     assert {"setup", "warmup", "compile", "validation"} <= set(end["seconds_outside_clock"])
-    assert end["train_time_ms"] / 1000 + sum(end["seconds_outside_clock"].values()) == pytest.approx(end["wall_seconds"], abs=1.0)
+    assert end["train_time_ms"] / 1000 + sum(
+        end["seconds_outside_clock"].values()
+    ) == pytest.approx(end["wall_seconds"], abs=1.0)
     assert end["reached"] == (end["final_val_loss"] <= 3.0)
-    assert ("target reached" if end["reached"] else "target missed") in printed and str(path) in printed
+    assert ("target reached" if end["reached"] else "target missed") in printed and str(
+        path
+    ) in printed
     assert f"preset speedrun: 1 rank(s) on {start['hardware']['device']}" in printed
     assert "12 steps of 96 tokens, validation on 999 tokens" in printed
     assert all(float(line.rpartition(":")[2]) > 0 for line in steps[2:] if "train_loss" in line)
 
 
 def losses_of(path, kind):
-    return [float(re.search(rf"{kind}_loss:([\d.]+)", line)[1]) for line in read_log(path)[3] if f"{kind}_loss" in line]
+    return [
+        float(re.search(rf"{kind}_loss:([\d.]+)", line)[1])
+        for line in read_log(path)[3]
+        if f"{kind}_loss" in line
+    ]
 
 
 def test_the_loss_falls_from_the_logarithm_of_the_vocabulary(one):
-    """ln 128: the head begins at zero. What is logged of training is the mean per token, as in validation."""
+    """ln 128: the head begins at zero. What is logged of training is the mean per token, as in
+    validation."""
     for kind in ("val", "train"):
         losses = losses_of(one[3], kind)
         assert losses[0] == pytest.approx(4.852, abs=0.001) and losses[-1] < losses[0] - 0.5, kind
@@ -184,16 +273,26 @@ def test_the_wall_clock_starts_with_the_process(one, tmp_path, script):
     entry = 'if __name__ == "__main__":\n    start(PRESETS)'
     assert source.count(entry) == 1
     (tmp_path / "train_gpt.py").write_text(source.replace(entry, f"time.sleep(1.5)\n{entry}"))
-    run = script(tmp_path / "train_gpt.py", *flags(tmp_path, one[1], val_every=0, warmup_steps=0, run_id="late"))
+    run = script(
+        tmp_path / "train_gpt.py",
+        *flags(tmp_path, one[1], val_every=0, warmup_steps=0, run_id="late"),
+    )
     began = time.monotonic()
     _, errors = run.communicate(timeout=600)
     assert run.returncode == 0, errors
     end = read_log(tmp_path / "logs" / "late.txt")[4]
-    assert 1.5 <= end["seconds_outside_clock"]["joining"] <= end["wall_seconds"] <= time.monotonic() - began + 1
+    assert (
+        1.5
+        <= end["seconds_outside_clock"]["joining"]
+        <= end["wall_seconds"]
+        <= time.monotonic() - began + 1
+    )
 
 
 def test_the_digest_is_that_of_the_tokens_packed_anew(one):
-    tokens, at, total = some_documents(1, 9000).tolist(), 0, 0
+    tokens = some_documents(1, 9000).tolist()
+    at = 0
+    total = 0
     for step in range(12):
         for place in range(2):
             held = []
@@ -203,7 +302,7 @@ def test_the_digest_is_that_of_the_tokens_packed_anew(one):
                 at = end
             text = struct.pack("<QQ", step, place) + np.array(held[:49], dtype="<u2").tobytes()
             total += int(hashlib.sha256(text).hexdigest(), 16)
-    assert read_log(one[3])[4]["train_digest"] == f"{total % 2 ** 256:064x}"
+    assert read_log(one[3])[4]["train_digest"] == f"{total % 2**256:064x}"
 
 
 def test_the_saved_model_gives_the_logged_loss_again(one):
@@ -211,7 +310,9 @@ def test_the_saved_model_gives_the_logged_loss_again(one):
     model, _, windows = sample.load_model(path.with_suffix(".pt"))
     end = read_log(path)[4]
     sequences = train_gpt.validation_sequences(train_gpt.find_shards(corpus["val_files"]), 0, 64)
-    loss, tokens = train_gpt.validate(model, sequences, windows, train_gpt.Comm(), torch.device("cpu"))
+    loss, tokens = train_gpt.validate(
+        model, sequences, windows, train_gpt.Comm(), torch.device("cpu")
+    )
     assert loss == pytest.approx(end["final_val_loss"], rel=1e-6) and tokens == end["val_tokens"]
     assert train_gpt.load_file(path.with_suffix(".pt"))["step"] == 12
     with pytest.raises(train_gpt.RunError, match="is a log; name a model"):
@@ -219,38 +320,84 @@ def test_the_saved_model_gives_the_logged_loss_again(one):
 
 
 def test_two_ranks_read_the_same_tokens_and_reach_the_same_loss(one, tmp_path, script):
-    """And once more, by torchrun itself: the same seed on as many ranks gives the same bytes, though two steps of it are
-    profiled, and gathers go on when the profile ends, which once crashed the ranks at their very end."""
+    """And once more, by torchrun itself: the same seed on as many ranks gives the same bytes,
+    though two steps of it are profiled, and gathers go on when the profile ends, which once crashed
+    the ranks at their very end."""
     folder, corpus, _, path = one
     done = launch(tmp_path, *[flags(tmp_path, corpus, run_id="two", val_every=0)] * 2)
     assert [rank.status for rank in done] == [0, 0], done
-    alone, two = read_log(path)[4], read_log(tmp_path / "logs" / "two.txt")[4]
+    alone = read_log(path)[4]
+    two = read_log(tmp_path / "logs" / "two.txt")[4]
     assert two["train_digest"] == alone["train_digest"] and two["val_tokens"] == alone["val_tokens"]
     assert two["final_val_loss"] == pytest.approx(alone["final_val_loss"], rel=1e-2)
-    assert losses_of(tmp_path / "logs" / "two.txt", "train")[:4] == pytest.approx(losses_of(path, "train")[:4], abs=1e-3)
-    assert two["state_hash"]["before_warmup"] == two["state_hash"]["after_warmup"] == alone["state_hash"]["before_warmup"]
-    again = script(TORCHRUN, "--standalone", "--nproc_per_node=2", ROOT / "train_gpt.py", OMP_NUM_THREADS="1",
-                   *flags(tmp_path, corpus, run_id="again", val_every=0, profile="3:4", overlap_param_gather="true"))
+    assert losses_of(tmp_path / "logs" / "two.txt", "train")[:4] == pytest.approx(
+        losses_of(path, "train")[:4], abs=1e-3
+    )
+    assert (
+        two["state_hash"]["before_warmup"]
+        == two["state_hash"]["after_warmup"]
+        == alone["state_hash"]["before_warmup"]
+    )
+    again = script(
+        TORCHRUN,
+        "--standalone",
+        "--nproc_per_node=2",
+        ROOT / "train_gpt.py",
+        OMP_NUM_THREADS="1",
+        *flags(
+            tmp_path,
+            corpus,
+            run_id="again",
+            val_every=0,
+            profile="3:4",
+            overlap_param_gather="true",
+        ),
+    )
     _, errors = again.communicate(timeout=600)
     assert again.returncode == 0, errors
     twice = read_log(tmp_path / "logs" / "again.txt")
-    assert twice[4]["final_state_hash"] == two["final_state_hash"], "same seed, same ranks, other bytes"
+    assert twice[4]["final_state_hash"] == two["final_state_hash"], (
+        "same seed, same ranks, other bytes"
+    )
     assert twice[2]["hosts"][0]["ranks"] == [0, 1] and len(twice[2]["hosts"]) == 1
-    without_times = [[re.sub(r"train_time:\S+ step_avg:\S+", "", line) for line in read_log(tmp_path / "logs" / f"{name}.txt")[3]]
-                     for name in ("two", "again")]
+    without_times = [
+        [
+            re.sub(r"train_time:\S+ step_avg:\S+", "", line)
+            for line in read_log(tmp_path / "logs" / f"{name}.txt")[3]
+        ]
+        for name in ("two", "again")
+    ]
     assert without_times[0] == without_times[1]
     names = sorted(path.name for path in (tmp_path / "logs").iterdir())
-    assert [re.sub(r"\.\d+\.pt\.trace", "", name) for name in names] == ["again-rank0.json.gz", "again-rank1.json.gz", "again.txt", "two.txt"]
+    assert [re.sub(r"\.\d+\.pt\.trace", "", name) for name in names] == [
+        "again-rank0.json.gz",
+        "again-rank1.json.gz",
+        "again.txt",
+        "two.txt",
+    ]
     for rank in (0, 1):
         events = json.loads(gzip.open(tmp_path / "logs" / names[rank]).read())["traceEvents"]
-        steps = {event["name"] for event in events if event.get("name", "").startswith("ProfilerStep")}
+        steps = {
+            event["name"] for event in events if event.get("name", "").startswith("ProfilerStep")
+        }
         assert steps == {"ProfilerStep#3", "ProfilerStep#4"}
-        launches = [event for event in events if event.get("ph") == "X" and event["name"].startswith("launch ")]
-        assert launches and {"forward", "backward", "step"} <= {event.get("name") for event in events}
+        launches = [
+            event
+            for event in events
+            if event.get("ph") == "X" and event["name"].startswith("launch ")
+        ]
+        assert launches and {"forward", "backward", "step"} <= {
+            event.get("name") for event in events
+        }
 
 
-@pytest.mark.parametrize("model_dim, environment, threads", [(32, {}, 1), (256, {}, os.cpu_count()), (32, {"OMP_NUM_THREADS": "3"}, None)])
-def test_a_small_model_trains_on_one_thread(model_dim, environment, threads, one, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "model_dim, environment, threads",
+    [(32, {}, 1), (256, {}, os.cpu_count()), (32, {"OMP_NUM_THREADS": "3"}, None)],
+)
+def test_a_small_model_trains_on_one_thread(
+    model_dim, environment, threads, one, tmp_path, capsys, monkeypatch
+):
     """Unless the user says otherwise: on a busy machine each of two threads waits for the other."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for name, value in environment.items():
@@ -264,55 +411,101 @@ def test_a_small_model_trains_on_one_thread(model_dim, environment, threads, one
 
 def test_another_seed_is_another_run(one, tmp_path, capsys):
     _, corpus, _, path = one
-    status, _, _ = run_here(flags(tmp_path, corpus, run_id="seed", seed=1, race="2026-11-21_1:2:5:ours"), capsys)
+    status, _, _ = run_here(
+        flags(tmp_path, corpus, run_id="seed", seed=1, race="2026-11-21_1:2:5:ours"), capsys
+    )
     log = read_log(tmp_path / "logs" / "seed.txt")
     assert status == 0 and log[4]["final_state_hash"] != read_log(path)[4]["final_state_hash"]
     assert log[2]["race"] == {"race_id": "2026-11-21_1", "run": 2, "declared_n": 5, "side": "ours"}
 
 
-def test_an_idea_has_places_around_each_step_and_around_training(one, tmp_path, capsys, monkeypatch):
-    seen, places = [], ("before_step", "before_update", "after_step")
+def test_an_idea_has_places_around_each_step_and_around_training(
+    one, tmp_path, capsys, monkeypatch
+):
+    seen = []
+    places = ("before_step", "before_update", "after_step")
     for name in ("before_training", *places):
-        monkeypatch.setattr(train_gpt.Worker, name, lambda self, plan=None, name=name: seen.append((name, plan and plan.step)))
-    monkeypatch.setattr(train_gpt.Worker, "after_training", lambda self: self.model.lm_head.weight.data.zero_())
+        monkeypatch.setattr(
+            train_gpt.Worker,
+            name,
+            lambda self, plan=None, name=name: seen.append((name, plan and plan.step)),
+        )
+    monkeypatch.setattr(
+        train_gpt.Worker, "after_training", lambda self: self.model.lm_head.weight.data.zero_()
+    )
     status, _, errors = run_here(flags(tmp_path, one[1], run_id="places", warmup_steps=2), capsys)
     assert status == 0, errors
-    in_steps = [[(name, step) for step in steps for name in places] for steps in (range(2), range(TINY["num_steps"]))]
+    in_steps = [
+        [(name, step) for step in steps for name in places]
+        for steps in (range(2), range(TINY["num_steps"]))
+    ]
     assert seen == [*in_steps[0], ("before_training", None), *in_steps[1]]
     end = read_log(tmp_path / "logs" / "places.txt")[4]
-    assert end["final_val_loss"] == pytest.approx(np.log(128)), "with a head of zeros all tokens are equally likely"
+    assert end["final_val_loss"] == pytest.approx(np.log(128)), (
+        "with a head of zeros all tokens are equally likely"
+    )
     assert end["changed_by_validation"] == 0
 
 
 @pytest.mark.slow
 def test_nothing_is_compiled_after_warm_up(one, tmp_path, capsys, monkeypatch):
-    """Every kind of block, window and step is met in the warm-up; a backend that compiles quickly serves to count graphs.
-    Gathers that the next forward waits for compile nothing further: their hooks run outside of what is compiled."""
+    """Every kind of block, window and step is met in the warm-up; a backend that compiles quickly
+    serves to count graphs. Gathers that the next forward waits for compile nothing further: their
+    hooks run outside of what is compiled."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    changes = dict(compile="on", stages="Stage(1/3, long_window=2), Stage(2/3, long_window=3), Stage(long_window=4), Stage(extra_steps=4, long_window=11)", warmup_steps=10, num_steps=14,
-                   bucket_mb=1000, val_len=96, layers="S0M S1M SM SM LM+3 LM+1 M M", backout_layer=4)  # two of each kind
+    changes = dict(
+        compile="on",
+        stages=(
+            "Stage(1/3, long_window=2), Stage(2/3, long_window=3), Stage(long_window=4),"
+            " Stage(extra_steps=4, long_window=11)"
+        ),
+        warmup_steps=10,
+        num_steps=14,
+        # two of each kind
+        bucket_mb=1000,
+        val_len=96,
+        layers="S0M S1M SM SM LM+3 LM+1 M M",
+        backout_layer=4,
+    )
     parts = 2 + 2  # layers 0 to 3 and 4 to 7; smear and head
     rules = 4 + 3  # NorMuon on four shapes of matrices, Adam on three kinds of bucket
     for name, lazy in (("compiled", "false"), ("overlapping", "true")):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        status, _, errors = run_here(flags(tmp_path, one[1], run_id=name, overlap_param_gather=lazy, **changes), capsys)
+        status, _, errors = run_here(
+            flags(tmp_path, one[1], run_id=name, overlap_param_gather=lazy, **changes), capsys
+        )
         assert status == 0, errors
         assert read_log(tmp_path / "logs" / f"{name}.txt")[4]["compiles_after_warmup"] == 0
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         assert graphs == 2 * parts + rules, "a graph serves four layers"
-    status, _, errors = run_here(flags(tmp_path, one[1], run_id="plain", **{**changes, "compile": "off"}), capsys)
+    status, _, errors = run_here(
+        flags(tmp_path, one[1], run_id="plain", **{**changes, "compile": "off"}), capsys
+    )
     assert status == 0, errors
-    losses = [read_log(tmp_path / "logs" / f"{name}.txt")[4]["final_val_loss"] for name in ("compiled", "overlapping", "plain")]
+    losses = [
+        read_log(tmp_path / "logs" / f"{name}.txt")[4]["final_val_loss"]
+        for name in ("compiled", "overlapping", "plain")
+    ]
     assert losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-3)
     torch._dynamo.reset()
-    cold = dict(compile="on", warmup_steps=0, num_steps=2, stages="Stage(long_window=3)", layers="- SM", backout_layer=1)
+    cold = dict(
+        compile="on",
+        warmup_steps=0,
+        num_steps=2,
+        stages="Stage(long_window=3)",
+        layers="- SM",
+        backout_layer=1,
+    )
     status, _, _ = run_here(flags(tmp_path, one[1], run_id="cold", **cold), capsys)
     assert status == 0 and read_log(tmp_path / "logs" / "cold.txt")[4]["compiles_after_warmup"] > 0
 
 
-def test_a_collection_on_the_clock_does_not_look_through_what_there_was_before(one, tmp_path, capsys, monkeypatch):
-    frozen, record = [], train_gpt.TrainLosses.record
+def test_a_collection_on_the_clock_does_not_look_through_what_there_was_before(
+    one, tmp_path, capsys, monkeypatch
+):
+    frozen = []
+    record = train_gpt.TrainLosses.record
     gc.unfreeze()  # what conftest.py froze
 
     def recorded(*values):
@@ -320,7 +513,9 @@ def test_a_collection_on_the_clock_does_not_look_through_what_there_was_before(o
         record(*values)
 
     monkeypatch.setattr(train_gpt.TrainLosses, "record", recorded)
-    status, _, errors = run_here(flags(tmp_path, one[1], num_steps=3, stages="Stage(long_window=3)", run_id="frozen"), capsys)
+    status, _, errors = run_here(
+        flags(tmp_path, one[1], num_steps=3, stages="Stage(long_window=3)", run_id="frozen"), capsys
+    )
     assert status == 0, errors
     assert len(frozen) == 6 and min(frozen[3:]) > 10_000 and gc.get_freeze_count() == 0
 
@@ -339,31 +534,65 @@ def test_what_was_compiled_stays_in_the_checkout_unless_the_environment_says_oth
 
 
 def test_warm_up_puts_everything_back(one, tiny):
-    """Parameters, state, rotary tables, the stream: after a warm-up through every stage and the last validation."""
-    config = dataclasses.replace(tiny, **one[1], warmup_steps=8, micro_batches=2, layers="- S0M LM M", backout_layer=2)
-    untouched, warm = (train_gpt.Worker(config, train_gpt.Comm(), torch.device("cpu"), train_gpt.find_shards(config.train_files))
-                       for _ in range(2))
+    """Parameters, state, rotary tables, the stream: after a warm-up through every stage and the
+    last validation."""
+    config = dataclasses.replace(
+        tiny, **one[1], warmup_steps=8, micro_batches=2, layers="- S0M LM M", backout_layer=2
+    )
+    untouched, warm = (
+        train_gpt.Worker(
+            config, train_gpt.Comm(), torch.device("cpu"), train_gpt.find_shards(config.train_files)
+        )
+        for _ in range(2)
+    )
     seen = []
     set_windows = warm.model.rotary.set_windows
     warm.model.rotary.set_windows = lambda windows: seen.append(windows) or set_windows(windows)
     sequence = train_gpt.validation_sequences(train_gpt.find_shards(config.val_files), 0, 64)[0]
     warm.warm_up(train_gpt.plan_of(config, 0), sequence, lambda plan, losses: None)
-    assert {len(windows) for windows in seen} == {1, 2, 3, 4}, "the warm-up did not visit every stage"
+    assert {len(windows) for windows in seen} == {
+        1,
+        2,
+        3,
+        4,
+    }, "the warm-up did not visit every stage"
     for name in ("scale", "cos", "sin"):
-        assert torch.equal(getattr(warm.model.rotary, name), getattr(untouched.model.rotary, name)), name
-    for (name, x), (_, y) in zip(sorted(warm.optimizer.state_dict().items()), sorted(untouched.optimizer.state_dict().items())):
+        assert torch.equal(
+            getattr(warm.model.rotary, name), getattr(untouched.model.rotary, name)
+        ), name
+    for (name, x), (_, y) in zip(
+        sorted(warm.optimizer.state_dict().items()),
+        sorted(untouched.optimizer.state_dict().items()),
+    ):
         assert torch.equal(x, y), name
     assert warm.stream.position == train_gpt.Position() and warm.stream.digest == 0
     plan = train_gpt.plan_of(config, 0)
-    assert [x.tobytes() for x in warm.stream.next_batch(plan)] == [x.tobytes() for x in untouched.stream.next_batch(plan)]
+    assert [x.tobytes() for x in warm.stream.next_batch(plan)] == [
+        x.tobytes() for x in untouched.stream.next_batch(plan)
+    ]
 
 
 def test_n_gram_tables_begin_anew_so_many_steps_before_the_end(one, tiny):
-    """After a reset only the rows that the step reads are other than zero, in the tables and in Adam's state."""
-    config = dataclasses.replace(tiny, **one[1], layers="S0M LM", backout_layer=0, ngrams=(train_gpt.Ngrams(2, 4096, 16), train_gpt.Ngrams(3, 4096, 8)), lazy_tables=True,
-                                 adam_every=1, epochs=100, num_steps=7, ngram_reset=3)
-    assert [plan.step for step in range(7) if (plan := train_gpt.plan_of(config, step)).resets_ngrams] == [1, 4]
-    worker = train_gpt.Worker(config, train_gpt.Comm(), torch.device("cpu"), train_gpt.find_shards(config.train_files))
+    """After a reset only the rows that the step reads are other than zero, in the tables and in
+    Adam's state."""
+    config = dataclasses.replace(
+        tiny,
+        **one[1],
+        layers="S0M LM",
+        backout_layer=0,
+        ngrams=(train_gpt.Ngrams(2, 4096, 16), train_gpt.Ngrams(3, 4096, 8)),
+        lazy_tables=True,
+        adam_every=1,
+        epochs=100,
+        num_steps=7,
+        ngram_reset=3,
+    )
+    assert [
+        plan.step for step in range(7) if (plan := train_gpt.plan_of(config, step)).resets_ngrams
+    ] == [1, 4]
+    worker = train_gpt.Worker(
+        config, train_gpt.Comm(), torch.device("cpu"), train_gpt.find_shards(config.train_files)
+    )
     touched = {}
     for step in range(5):
         plan = train_gpt.plan_of(config, step)
@@ -376,26 +605,45 @@ def test_n_gram_tables_begin_anew_so_many_steps_before_the_end(one, tiny):
         worker.optimizer.finish_all_gathers()
         state = worker.optimizer.state_dict()
         for i, table in enumerate(worker.model.ngrams):
-            for x in (table.weight, *(value.view(table.weight.shape) for name, value in state.items()
-                                      if name.startswith(f"ngrams.{i}.") and value.numel() == table.weight.numel())):
+            for x in (
+                table.weight,
+                *(
+                    value.view(table.weight.shape)
+                    for name, value in state.items()
+                    if name.startswith(f"ngrams.{i}.") and value.numel() == table.weight.numel()
+                ),
+            ):
                 rows = {*x.detach().any(1).nonzero().flatten().tolist()}
                 assert rows <= touched[i], (step, i)
-                assert not step or len(rows) > len(touched[i]) / 2, "the head starts at zero, so step 0 has no gradients"
+                assert not step or len(rows) > len(touched[i]) / 2, (
+                    "the head starts at zero, so step 0 has no gradients"
+                )
 
 
 class NoValues(TorchDispatchMode):
-    """Fails where the host would wait for a GPU to have computed a value: by item(), bool(), or sizes that it computes."""
+    """Fails where the host would wait for a GPU to have computed a value: by item(), bool(), or
+    sizes that it computes."""
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        assert op._opname not in ("_local_scalar_dense", "nonzero", "masked_select"), "the host would wait for a GPU"
+        assert op._opname not in (
+            "_local_scalar_dense",
+            "nonzero",
+            "masked_select",
+        ), "the host would wait for a GPU"
         return op(*args, **(kwargs or {}))
 
 
 def test_a_step_reads_no_value_of_a_tensor(one, tiny, monkeypatch):
     """Not that of the loss for a message, for example, whose text no mode of dispatch sees."""
-    monkeypatch.setattr(torch.Tensor, "__repr__", lambda x: pytest.fail("the host would wait for a GPU"))
-    config = dataclasses.replace(tiny, **one[1], layers="- S0M LM M", backout_layer=2, check_grads=False, clip_norm=0.0)
-    worker = train_gpt.Worker(config, train_gpt.Comm(), torch.device("cpu"), train_gpt.find_shards(config.train_files))
+    monkeypatch.setattr(
+        torch.Tensor, "__repr__", lambda x: pytest.fail("the host would wait for a GPU")
+    )
+    config = dataclasses.replace(
+        tiny, **one[1], layers="- S0M LM M", backout_layer=2, check_grads=False, clip_norm=0.0
+    )
+    worker = train_gpt.Worker(
+        config, train_gpt.Comm(), torch.device("cpu"), train_gpt.find_shards(config.train_files)
+    )
     for step in range(3):
         plan = train_gpt.plan_of(config, step)
         batch = worker.stream.next_batch(plan)
@@ -405,17 +653,24 @@ def test_a_step_reads_no_value_of_a_tensor(one, tiny, monkeypatch):
 
 def test_the_state_s_hash_covers_all_that_training_goes_on_from(one, tiny):
     config = dataclasses.replace(tiny, **one[1], layers="- S0M LM M", backout_layer=2)
-    worker = train_gpt.Worker(config, train_gpt.Comm(), torch.device("cpu"), train_gpt.find_shards(config.train_files))
+    worker = train_gpt.Worker(
+        config, train_gpt.Comm(), torch.device("cpu"), train_gpt.find_shards(config.train_files)
+    )
     bucket = worker.optimizer.buckets[0]
 
     def count():
         bucket.updates += 1
+
     changes = {
-        "nothing": lambda: None, "rotary": lambda: worker.model.rotary.set_windows((12, 28)),
-        "tables": lambda: worker.model.rotary.cos[5].add_(1e-3), "parameter": lambda: bucket.slots[0].param.data.add_(1e-3),
-        "state": lambda: bucket.state["v"].add_(1e-3), "updates": count,
+        "nothing": lambda: None,
+        "rotary": lambda: worker.model.rotary.set_windows((12, 28)),
+        "tables": lambda: worker.model.rotary.cos[5].add_(1e-3),
+        "parameter": lambda: bucket.slots[0].param.data.add_(1e-3),
+        "state": lambda: bucket.state["v"].add_(1e-3),
+        "updates": count,
         "position": lambda: setattr(worker.stream, "position", train_gpt.Position(0, 3, 40)),
-        "digest": lambda: setattr(worker.stream, "digest", 7)}
+        "digest": lambda: setattr(worker.stream, "digest", 7),
+    }
     seen = [train_gpt.state_hash(worker)]
     for name, change in changes.items():
         change()
@@ -423,40 +678,86 @@ def test_the_state_s_hash_covers_all_that_training_goes_on_from(one, tiny):
         assert (seen[-1] == seen[-2]) == (name == "nothing"), name
 
 
-@pytest.mark.parametrize("stages,steps", [
-    ("Stage(6, micro_batches=4), Stage(7, micro_batches=8), Stage(micro_batches=2)", 8),
-    ("Stage(micro_batches=2, long_window=3), Stage(extra_steps=1, micro_batches=4, long_window=5)", 11)])
+@pytest.mark.parametrize(
+    "stages,steps",
+    [
+        ("Stage(6, micro_batches=4), Stage(7, micro_batches=8), Stage(micro_batches=2)", 8),
+        (
+            (
+                "Stage(micro_batches=2, long_window=3), Stage(extra_steps=1, micro_batches=4,"
+                " long_window=5)"
+            ),
+            11,
+        ),
+    ],
+)
 def test_a_stage_of_a_single_step_is_warmed_up_too(one, tmp_path, capsys, stages, steps):
     changes = dict(stages=stages, num_steps=steps, warmup_steps=8, val_every=0, run_id="short")
     status, printed, errors = run_here(flags(tmp_path, one[1], **changes), capsys)
-    assert status == 0 and re.search(rf"{steps} steps of \d+ tokens at first, validation on ", printed), errors
+    assert status == 0 and re.search(
+        rf"{steps} steps of \d+ tokens at first, validation on ", printed
+    ), errors
     end = read_log(tmp_path / "logs" / "short.txt")[4]
     assert end["state_hash"]["before_warmup"] == end["state_hash"]["after_warmup"]
 
 
-@pytest.mark.parametrize("changes", [
-    {"stages": "Stage(5), Stage(6, micro_batches=8), Stage()"},
-    {"stages": "Stage(5), Stage(peak_lr_factor=Ramp(0.0, 0.25))", "adam_every": 1},
-    {"stages": "Stage(5, peak_lr_factor=Ramp(0.0, 0.25)), Stage(peak_lr_factor=Ramp(0.25, 0.0)), Stage(extra_steps=1, micro_batches=4)"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stages": "Stage(5), Stage(6, micro_batches=8), Stage()"},
+        {"stages": "Stage(5), Stage(peak_lr_factor=Ramp(0.0, 0.25))", "adam_every": 1},
+        {
+            "stages": (
+                "Stage(5, peak_lr_factor=Ramp(0.0, 0.25)), Stage(peak_lr_factor=Ramp(0.25, 0.0)),"
+                " Stage(extra_steps=1, micro_batches=4)"
+            )
+        },
+    ],
+)
 def test_the_warm_up_meets_every_kind_of_step(one, tmp_path, capsys, monkeypatch, changes):
-    """Also a stage of one step within a cycle of Adam, and what a ramp computes from its second step on."""
-    step, plans = train_gpt.Worker.step, []
-    monkeypatch.setattr(train_gpt.Worker, "step", lambda self, plan, batch: plans.append(plan) or step(self, plan, batch))
-    status, _, errors = run_here(flags(tmp_path, one[1], run_id="kinds", val_every=0, warmup_steps=18, **changes), capsys)
+    """Also a stage of one step within a cycle of Adam, and what a ramp computes from its second
+    step on."""
+    step = train_gpt.Worker.step
+    plans = []
+    monkeypatch.setattr(
+        train_gpt.Worker,
+        "step",
+        lambda self, plan, batch: plans.append(plan) or step(self, plan, batch),
+    )
+    status, _, errors = run_here(
+        flags(tmp_path, one[1], run_id="kinds", val_every=0, warmup_steps=18, **changes), capsys
+    )
     assert status == 0, errors
-    kinds = [(plan.micro_batches, plan.windows.long, plan.scheduled["peak_lr_factor"] > 0) for plan in plans]
+    kinds = [
+        (plan.micro_batches, plan.windows.long, plan.scheduled["peak_lr_factor"] > 0)
+        for plan in plans
+    ]
     assert {*kinds[:18]} == {*kinds[18:]} and len({*kinds}) > 1
 
 
 def test_a_step_asks_the_file_system_nothing_on_the_clock(one, tmp_path, capsys, monkeypatch):
-    clocks, asked, exists = [], [], Path.exists
-    monkeypatch.setattr(train_gpt.Clock, "start", lambda self: clocks.append(self) or setattr(self, "running", True))
-    monkeypatch.setattr(Path, "exists", lambda path: asked.append(bool(clocks and clocks[0].running)) or exists(path))
-    assert run_here(flags(tmp_path, one[1], run_id="asks"), capsys)[0] == 0 and asked and not any(asked)
+    clocks = []
+    asked = []
+    exists = Path.exists
+    monkeypatch.setattr(
+        train_gpt.Clock, "start", lambda self: clocks.append(self) or setattr(self, "running", True)
+    )
+    monkeypatch.setattr(
+        Path,
+        "exists",
+        lambda path: asked.append(bool(clocks and clocks[0].running)) or exists(path),
+    )
+    assert (
+        run_here(flags(tmp_path, one[1], run_id="asks"), capsys)[0] == 0
+        and asked
+        and not any(asked)
+    )
 
 
 @pytest.mark.parametrize("what", ["rotary", "position"])
-def test_a_warm_up_that_leaves_something_behind_shows_in_the_log(one, tmp_path, capsys, monkeypatch, what):
+def test_a_warm_up_that_leaves_something_behind_shows_in_the_log(
+    one, tmp_path, capsys, monkeypatch, what
+):
     warm_up = train_gpt.Worker.warm_up
 
     def forgetful(self, *args):
@@ -465,8 +766,11 @@ def test_a_warm_up_that_leaves_something_behind_shows_in_the_log(one, tmp_path, 
             self.model.rotary.set_windows((12, 28))
         else:
             self.stream.position = train_gpt.Position(0, 3, 40)
+
     monkeypatch.setattr(train_gpt.Worker, "warm_up", forgetful)
-    status, _, _ = run_here(flags(tmp_path, one[1], run_id=what, num_steps=4, stages="Stage(long_window=3)"), capsys)
+    status, _, _ = run_here(
+        flags(tmp_path, one[1], run_id=what, num_steps=4, stages="Stage(long_window=3)"), capsys
+    )
     hashes = read_log(tmp_path / "logs" / f"{what}.txt")[4]["state_hash"]
     assert status == 0 and hashes["before_warmup"] != hashes["after_warmup"]
 
@@ -487,49 +791,82 @@ def limit_files(room, rank):
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
 
 
-@pytest.mark.parametrize("room,left", [(1000, False), (len((ROOT / "train_gpt.py").read_bytes()) + 5000, True)])
+@pytest.mark.parametrize(
+    "room,left", [(1000, False), (len((ROOT / "train_gpt.py").read_bytes()) + 5000, True)]
+)
 def test_no_space_for_the_log(one, tmp_path, room, left):
     """At the opening nothing is left behind, later the lines stay."""
-    done = one_rank(tmp_path, flags(tmp_path, one[1], run_id="full"), functools.partial(limit_files, room))
-    assert done.status == 1 and "(File too large); free space" in done.err and "Traceback" not in done.err
+    done = one_rank(
+        tmp_path, flags(tmp_path, one[1], run_id="full"), functools.partial(limit_files, room)
+    )
+    assert (
+        done.status == 1
+        and "(File too large); free space" in done.err
+        and "Traceback" not in done.err
+    )
     assert (tmp_path / "logs" / "full.txt").exists() == left
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_with_its_step(one, tmp_path, capsys):
-    status, _, errors = run_here(flags(tmp_path, one[1], run_id="nan", adam_lr=1e38, val_every=0), capsys)
+    status, _, errors = run_here(
+        flags(tmp_path, one[1], run_id="nan", adam_lr=1e38, val_every=0), capsys
+    )
     log = (tmp_path / "logs" / "nan.txt").read_text()
     assert status == 1 and "training loss of step 3 is not finite" in errors
-    assert "step:2/12" in log and log.splitlines()[-1].startswith("error: the training loss of step 3")
+    assert "step:2/12" in log and log.splitlines()[-1].startswith(
+        "error: the training loss of step 3"
+    )
 
 
-@pytest.mark.parametrize("changes,says", [
-    ({"train_files": "nowhere/*.bin"}, "no shard matches"),
-    ({"val_files": "nowhere/*.bin"}, "no shard matches"),
-    ({"val_tokens": 64 * 100}, "validation needs 6401 tokens"),
-    ({"num_steps": 4000}, "add shards"),
-    ({"num_steps": 85}, "ran out"),
-    ({"model_dim": 33}, "model_dim is 33; give a multiple of 4 * num_heads, 8"),
-    ({"stages": "Stage(until=1/2)"}, "stages end at step 6, and num_steps is 12"),
-    ({"val_files": "HERE/other.bin"}, "make both with one encoding"),
-    ({"train_files": "HERE/pipe_*.bin"}, "pipe_1.bin: not a regular file; delete it"),  # it is not waited for
-    *(({"log_dir": f"HERE/other.bin{within}"}, f"other.bin{within}: cannot be read or written") for within in ("", "/logs"))])
+@pytest.mark.parametrize(
+    "changes,says",
+    [
+        ({"train_files": "nowhere/*.bin"}, "no shard matches"),
+        ({"val_files": "nowhere/*.bin"}, "no shard matches"),
+        ({"val_tokens": 64 * 100}, "validation needs 6401 tokens"),
+        ({"num_steps": 4000}, "add shards"),
+        ({"num_steps": 85}, "ran out"),
+        ({"model_dim": 33}, "model_dim is 33; give a multiple of 4 * num_heads, 8"),
+        ({"stages": "Stage(until=1/2)"}, "stages end at step 6, and num_steps is 12"),
+        ({"val_files": "HERE/other.bin"}, "make both with one encoding"),
+        # it is not waited for
+        ({"train_files": "HERE/pipe_*.bin"}, "pipe_1.bin: not a regular file; delete it"),
+        *(
+            (
+                {"log_dir": f"HERE/other.bin{within}"},
+                f"other.bin{within}: cannot be read or written",
+            )
+            for within in ("", "/logs")
+        ),
+    ],
+)
 def test_bad_input_is_an_error_before_anything_is_written(one, tmp_path, capsys, changes, says):
     write_shard(tmp_path / "other.bin", [256, 1, 2], vocab_size=257, bos_id=256)
     os.mkfifo(tmp_path / "pipe_1.bin")
-    changes = {name: v.replace("HERE", str(tmp_path)) if isinstance(v, str) else v for name, v in changes.items()}
+    changes = {
+        name: v.replace("HERE", str(tmp_path)) if isinstance(v, str) else v
+        for name, v in changes.items()
+    }
     status, _, errors = run_here(flags(tmp_path, one[1], **changes), capsys)
-    assert status == 1 and says in errors and errors.startswith("train_gpt.py: rank 0: error: ") and errors.count("\n") == 1
+    assert (
+        status == 1
+        and says in errors
+        and errors.startswith("train_gpt.py: rank 0: error: ")
+        and errors.count("\n") == 1
+    )
     assert not (tmp_path / "logs").exists()
 
 
 def test_signs_of_another_launcher_are_an_error(one, tmp_path, capsys, monkeypatch):
-    for world, says in (("two", "WORLD_SIZE in the environment is 'two'"), ("2", "start them by torchrun"),
-                        ("3", "the stage from step 0 on has 2 micro-batches, which 3 ranks cannot share")):
+    for world, says in (
+        ("two", "WORLD_SIZE in the environment is 'two'"),
+        ("2", "start them by torchrun"),
+        ("3", "the stage from step 0 on has 2 micro-batches, which 3 ranks cannot share"),
+    ):
         monkeypatch.setenv("WORLD_SIZE", world)
         monkeypatch.delenv("MASTER_ADDR", raising=False)
         status, _, errors = run_here(flags(tmp_path, one[1]), capsys)
         assert status == 1 and says in errors and errors.count("\n") == 1
-
 
 
 def test_a_shard_that_is_replaced_during_the_run_ends_it(one, tmp_path, capsys, monkeypatch):
@@ -537,7 +874,9 @@ def test_a_shard_that_is_replaced_during_the_run_ends_it(one, tmp_path, capsys, 
     for i in range(3):
         write_shard(tmp_path / f"t_{i}.bin", some_documents(i, 600))
     in_step(0, lambda: write_shard(tmp_path / "t_2.bin", some_documents(9, 600)), monkeypatch)
-    status, _, errors = run_here(flags(tmp_path, one[1], train_files=str(tmp_path / "t_*.bin"), run_id="replaced"), capsys)
+    status, _, errors = run_here(
+        flags(tmp_path, one[1], train_files=str(tmp_path / "t_*.bin"), run_id="replaced"), capsys
+    )
     assert status == 1 and "t_2.bin: the file has changed since the run began" in errors
     assert "step:2/12" in (tmp_path / "logs" / "replaced.txt").read_text()
 
@@ -557,17 +896,28 @@ def lose_stdout(way, rank):
 
 @pytest.mark.parametrize("way", ["full", "gone", "closed"])
 def test_a_run_goes_on_without_a_terminal(one, tmp_path, way):
-    done = one_rank(tmp_path, flags(tmp_path, one[1], run_id=way), functools.partial(lose_stdout, way))
+    done = one_rank(
+        tmp_path, flags(tmp_path, one[1], run_id=way), functools.partial(lose_stdout, way)
+    )
     assert done.status == 0 and done.err == "", done
-    assert read_log(tmp_path / "logs" / f"{way}.txt")[4]["final_state_hash"] == read_log(one[3])[4]["final_state_hash"]
+    assert (
+        read_log(tmp_path / "logs" / f"{way}.txt")[4]["final_state_hash"]
+        == read_log(one[3])[4]["final_state_hash"]
+    )
 
 
 def test_few_open_files_are_one_line(one, tmp_path, capsys, monkeypatch):
     def too_many(shard):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(shard.path))
+
     monkeypatch.setattr(train_gpt, "load_tokens", too_many)
     status, _, errors = run_here(flags(tmp_path, one[1], run_id="files"), capsys)
-    assert status == 1 and "Too many open files" in errors and "ulimit -n" in errors and errors.count("\n") == 1
+    assert (
+        status == 1
+        and "Too many open files" in errors
+        and "ulimit -n" in errors
+        and errors.count("\n") == 1
+    )
 
 
 def save_slowly(rank):
@@ -577,7 +927,11 @@ def save_slowly(rank):
 
 def test_rank_0_may_take_its_time_to_save_the_model(one, tmp_path):
     """Longer than other ranks would wait for a collective."""
-    ranks = launch(tmp_path, *[flags(tmp_path, one[1], timeout_s=3, save_model="true", run_id="")] * 2, setup=save_slowly)
+    ranks = launch(
+        tmp_path,
+        *[flags(tmp_path, one[1], timeout_s=3, save_model="true", run_id="")] * 2,
+        setup=save_slowly,
+    )
     assert [rank.status for rank in ranks] == [0, 0], ranks
     assert "\nmodel: " in ranks[0].out and not ranks[1].out
     assert [path.suffix for path in sorted((tmp_path / "logs").iterdir())] == [".pt", ".txt"]
@@ -591,12 +945,14 @@ def signal_while_the_model_is_saved(number, rank):
         file.flush()
         if "position" not in content:  # the model, no checkpoint
             os.kill(os.getpid(), number)
+
     torch.save = signalled
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_while_the_model_is_saved_loses_nothing(one, tmp_path, number):
-    """SIGTERM lets the run finish. After SIGKILL the log has no end, and the run resumes from its checkpoint."""
+    """SIGTERM lets the run finish. After SIGKILL the log has no end, and the run resumes from its
+    checkpoint."""
     log = tmp_path / "logs" / "saved.txt"
     argv = flags(tmp_path, one[1], run_id="saved", save_model="true", save_every=8)
     done = one_rank(tmp_path, argv, functools.partial(signal_while_the_model_is_saved, number))
@@ -605,8 +961,11 @@ def test_a_signal_while_the_model_is_saved_loses_nothing(one, tmp_path, number):
         assert '\n{"end"' not in log.read_text()
         assert one_rank(tmp_path, ["--resume", str(log)]).status == 0
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["saved.pt", "saved.txt"]
-    assert sample.load_model(log.with_suffix(".pt")) and train_gpt.load_file(log.with_suffix(".pt"))["run_id"] == "saved"
-    end, = re.findall(r'^\{"end": (.*)}$', log.read_text(), re.M)
+    assert (
+        sample.load_model(log.with_suffix(".pt"))
+        and train_gpt.load_file(log.with_suffix(".pt"))["run_id"] == "saved"
+    )
+    (end,) = re.findall(r'^\{"end": (.*)}$', log.read_text(), re.M)
     assert json.loads(end)["final_state_hash"] == read_log(one[3])[4]["final_state_hash"]
 
 
@@ -614,16 +973,19 @@ def test_a_signal_while_the_model_is_saved_loses_nothing(one, tmp_path, number):
 
 
 def said_once(ranks):
-    """Return what one of the ranks says of the error of all: rank 0, unless a busy machine delays it."""
+    """Return what one of the ranks says of the error of all: rank 0, unless a busy machine delays
+    it."""
     assert [rank.status for rank in ranks] == [1, 1]
-    said, = (rank.err for rank in ranks if rank.err)
+    (said,) = (rank.err for rank in ranks if rank.err)
     assert re.match("train_gpt.py: rank [01]: error: ", said) and said.count("\n") == 1
     return said
 
 
 def test_ranks_of_other_flags_are_an_error_that_names_the_flag(one, tmp_path):
     ranks = launch(tmp_path, flags(tmp_path, one[1], seed=5), flags(tmp_path, one[1], seed=6))
-    assert "rank 1 has seed 6; rank 0 has 5. Start every rank with the same flags" in said_once(ranks)
+    assert "rank 1 has seed 6; rank 0 has 5. Start every rank with the same flags" in said_once(
+        ranks
+    )
     assert not (tmp_path / "logs").exists()
 
 
@@ -637,7 +999,10 @@ def test_ranks_of_another_source_are_an_error(one, tmp_path):
     ranks = launch(tmp_path, *[flags(tmp_path, one[1])] * 2, setup=other_source)
     said = said_once(ranks)
     edited = hashlib.sha256(((ROOT / "train_gpt.py").read_text() + "# edited").encode()).hexdigest()
-    assert f"rank 1 has source_sha256 {edited}; rank 0 has " in said and "Give every host the same checkout" in said
+    assert (
+        f"rank 1 has source_sha256 {edited}; rank 0 has " in said
+        and "Give every host the same checkout" in said
+    )
     assert not (tmp_path / "logs").exists()
 
 
@@ -645,8 +1010,14 @@ def own_folder(folder, rank):
     train_gpt.ROOT = folder / f"host{rank}"
 
 
-@pytest.mark.parametrize("difference,says", [
-    ("content", "shard t_1.bin differs between hosts"), ("missing", "t_1.bin"), ("name", "t_2.bin")])
+@pytest.mark.parametrize(
+    "difference,says",
+    [
+        ("content", "shard t_1.bin differs between hosts"),
+        ("missing", "t_1.bin"),
+        ("name", "t_2.bin"),
+    ],
+)
 def test_hosts_of_other_data_are_an_error_that_names_the_shard(one, tmp_path, difference, says):
     """Each of two hosts reads the same relative paths in a folder of its own."""
     for host in (0, 1):
@@ -659,19 +1030,35 @@ def test_hosts_of_other_data_are_an_error_that_names_the_shard(one, tmp_path, di
         (tmp_path / "host1" / "t_1.bin").unlink()
     else:
         (tmp_path / "host1" / "t_1.bin").rename(tmp_path / "host1" / "t_2.bin")
-    argv = flags(tmp_path, {**one[1], "train_files": "t_*.bin"}, num_steps=10, stages="Stage(long_window=3)")
-    ranks = launch(tmp_path, argv, argv, setup=functools.partial(own_folder, tmp_path), LOCAL_WORLD_SIZE=1, LOCAL_RANK=0,
-                   GLOO_SOCKET_IFNAME="lo")
+    argv = flags(
+        tmp_path, {**one[1], "train_files": "t_*.bin"}, num_steps=10, stages="Stage(long_window=3)"
+    )
+    ranks = launch(
+        tmp_path,
+        argv,
+        argv,
+        setup=functools.partial(own_folder, tmp_path),
+        LOCAL_WORLD_SIZE=1,
+        LOCAL_RANK=0,
+        GLOO_SOCKET_IFNAME="lo",
+    )
     assert says in said_once(ranks)
     assert not (tmp_path / "logs").exists()
 
 
 def described(comm):
     """What the log says of the hosts where each rank has one of its own."""
-    machine = {"source_sha256": "s", "versions": {"torch": "2"}, "hardware": {"cpu": f"a CPU of {comm.rank % 2}"}}
+    machine = {
+        "source_sha256": "s",
+        "versions": {"torch": "2"},
+        "hardware": {"cpu": f"a CPU of {comm.rank % 2}"},
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_gpt.socket, "gethostname", lambda: f"host {comm.rank % 2}")
-        return [(host["ranks"], host["hardware"]["cpu"]) for host in train_gpt.describe_hosts(comm, machine)]
+        return [
+            (host["ranks"], host["hardware"]["cpu"])
+            for host in train_gpt.describe_hosts(comm, machine)
+        ]
 
 
 def other_package(comm, package):
@@ -684,6 +1071,7 @@ def other_package(comm, package):
         if package == "numpy":
             return "1.0"
         raise train_gpt.importlib.metadata.PackageNotFoundError
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_gpt.importlib.metadata, "version", other if comm.rank else version)
         with pytest.raises(train_gpt.RunError) as error:
@@ -691,9 +1079,14 @@ def other_package(comm, package):
         return str(error.value)
 
 
-@pytest.mark.parametrize("package, says", [("numpy", "numpy 1.0; rank 0 has 2"), ("tqdm", "tqdm nothing; rank 0 has 4")])
+@pytest.mark.parametrize(
+    "package, says", [("numpy", "numpy 1.0; rank 0 has 2"), ("tqdm", "tqdm nothing; rank 0 has 4")]
+)
 def test_hosts_with_other_packages_are_named(package, says, on_ranks):
-    assert all(f"the ranks' programs differ: rank 1 has {says}" in said for said in on_ranks(2, other_package, package))
+    assert all(
+        f"the ranks' programs differ: rank 1 has {says}" in said
+        for said in on_ranks(2, other_package, package)
+    )
 
 
 def test_each_host_is_described_by_a_rank_of_its_own(on_ranks):

@@ -1,4 +1,5 @@
-"""run.sh, test.sh, launch/start.py and launch/ranks.py, started as a user starts them, from another directory."""
+"""run.sh, test.sh, launch/start.py and launch/ranks.py, started as a user starts them, from
+another directory."""
 
 import contextlib
 import dataclasses
@@ -30,7 +31,9 @@ from conftest import TINY, some_documents, wait_until, write_corpus, write_shard
 
 ROOT = Path(train_gpt.__file__).parent
 READY = (ROOT / ".venv" / "ready").exists()
-needs_venv = pytest.mark.skipif(not READY, reason="run.sh has not set up .venv here; ./test.sh does it first")
+needs_venv = pytest.mark.skipif(
+    not READY, reason="run.sh has not set up .venv here; ./test.sh does it first"
+)
 
 
 # Set-up, in a copy of the tree whose base Python only plays
@@ -53,17 +56,31 @@ esac
 
 
 class Tree:
-    """A copy of the scripts in a folder with a space; the environment puts the playing Python first."""
+    """A copy of the scripts in a folder with a space; the environment puts the playing Python
+    first."""
 
     def __init__(self, folder):
-        self.root, self.play = folder / "my copy", folder / "play"
+        self.root = folder / "my copy"
+        self.play = folder / "play"
         for made in (self.root, self.play):
             made.mkdir()
-        for name in ("run.sh", "test.sh", "requirements.txt", "tests/requirements.txt", "launch/start.py", "launch/ranks.py", "data/shards.py"):
+        for name in (
+            "run.sh",
+            "test.sh",
+            "requirements.txt",
+            "tests/requirements.txt",
+            "launch/start.py",
+            "launch/ranks.py",
+            "data/shards.py",
+        ):
             (self.root / name).parent.mkdir(exist_ok=True)
             shutil.copy(ROOT / name, self.root / name)
-        self.environment = {**os.environ, "PLAY": str(self.play), "REAL_PYTHON": sys.executable,
-                            "PATH": f"{self.play}:{os.environ['PATH']}"}
+        self.environment = {
+            **os.environ,
+            "PLAY": str(self.play),
+            "REAL_PYTHON": sys.executable,
+            "PATH": f"{self.play}:{os.environ['PATH']}",
+        }
         for name in "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL":
             self.environment.pop(name, None)
         self.script(self.play / "python3", BASE)
@@ -74,8 +91,15 @@ class Tree:
         path.chmod(0o755)
 
     def start(self, *argv, cwd=None, name="run.sh"):
-        return subprocess.Popen([self.root / name, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                cwd=cwd or self.play, env=self.environment, start_new_session=True)
+        return subprocess.Popen(
+            [self.root / name, *argv],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=cwd or self.play,
+            env=self.environment,
+            start_new_session=True,
+        )
 
     def run(self, *argv, cwd=None):
         process = self.start(*argv, cwd=cwd)
@@ -93,7 +117,9 @@ class Tree:
         """As after the set-up, with this script for .venv/bin/python."""
         self.script(self.root / ".venv" / "bin" / "python", python)
         with open(self.root / "requirements.txt") as requirements:
-            (self.root / ".venv" / "ready").write_text(subprocess.check_output("cksum", stdin=requirements, text=True))
+            (self.root / ".venv" / "ready").write_text(
+                subprocess.check_output("cksum", stdin=requirements, text=True)
+            )
 
 
 @pytest.fixture
@@ -108,10 +134,13 @@ def test_two_first_set_ups_at_once_take_turns(tree):
     waits = "run.sh: packages: another run.sh installs them; waiting until it has ended\n"
     assert second.stderr.readline() == waits
     tree.let_pip_end()
-    said, then = first.communicate(timeout=600)[1], second.communicate(timeout=600)[1]
+    said = first.communicate(timeout=600)[1]
+    then = second.communicate(timeout=600)[1]
     assert (first.returncode, second.returncode, tree.calls()) == (0, 0, ["venv", "begins", "ends"])
     assert then == "run.sh: packages: ready in .venv\n"
-    assert said.splitlines()[0].startswith("run.sh: packages: creating .venv with Python 3.12.0: about a minute and ")
+    assert said.splitlines()[0].startswith(
+        "run.sh: packages: creating .venv with Python 3.12.0: about a minute and "
+    )
 
 
 def test_a_set_up_that_was_killed_holds_no_lock_and_is_continued(tree):
@@ -132,45 +161,83 @@ def test_what_the_tests_add_is_installed_once_and_only_for_them(tree):
     for _ in range(2):
         done = tree.run("--setup-tests")
         assert done.returncode == 0 and tree.calls() == ["venv", *["begins", "ends"] * 2]
-    assert "tests/requirements.txt" not in done.stderr and tree.run("--setup").stderr == "run.sh: packages: ready in .venv\n"
+    assert (
+        "tests/requirements.txt" not in done.stderr
+        and tree.run("--setup").stderr == "run.sh: packages: ready in .venv\n"
+    )
     (tree.root / "tests/requirements.txt").write_text("another==1\n")
     assert "installing tests/requirements.txt into .venv" in tree.run("--setup-tests").stderr
 
 
 @pytest.fixture
 def machine(tree):
-    """machine(version of the NVIDIA driver, by nvidia-smi or not; whether PyTorch's index answers) -> its tree and the index's URL."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:  # it takes connections, and says nothing
+    """machine(version of the NVIDIA driver, by nvidia-smi or not; whether PyTorch's index answers)
+    -> its tree and the index's URL."""
+    # it takes connections, and says nothing
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         silent = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server = ThreadingHTTPServer(("127.0.0.1", 0), type("Index", (BaseHTTPRequestHandler,), {
-            "do_HEAD": lambda self: self.send_response(200) or self.end_headers(), "log_message": lambda *_: None}))
+        server = ThreadingHTTPServer(
+            ("127.0.0.1", 0),
+            type(
+                "Index",
+                (BaseHTTPRequestHandler,),
+                {
+                    "do_HEAD": lambda self: self.send_response(200) or self.end_headers(),
+                    "log_message": lambda *_: None,
+                },
+            ),
+        )
         threading.Thread(target=server.serve_forever, daemon=True).start()
 
         def machine(driver, by_smi, answers):
             url = f"http://127.0.0.1:{server.server_port}" if answers else silent
-            script, proc = tree.root / "run.sh", tree.play / "version"
-            script.write_text(script.read_text().replace("https://download.pytorch.org/whl/cpu", url)
-                              .replace("/proc/driver/nvidia/version", f"'{proc}'"))
-            tree.script(tree.play / "nvidia-smi", f"#!/bin/sh\necho {driver}\n" if by_smi else
-                        "#!/bin/sh\necho NVIDIA-SMI has failed; exit 9\n")
+            script = tree.root / "run.sh"
+            proc = tree.play / "version"
+            script.write_text(
+                script.read_text()
+                .replace("https://download.pytorch.org/whl/cpu", url)
+                .replace("/proc/driver/nvidia/version", f"'{proc}'")
+            )
+            tree.script(
+                tree.play / "nvidia-smi",
+                (
+                    f"#!/bin/sh\necho {driver}\n"
+                    if by_smi
+                    else "#!/bin/sh\necho NVIDIA-SMI has failed; exit 9\n"
+                ),
+            )
             if driver and not by_smi:
-                proc.write_text(f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {driver}  Release Build\n")
+                proc.write_text(
+                    f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {driver}  Release"
+                    " Build\n"
+                )
             tree.let_pip_end()
             return tree, url
+
         yield machine
         server.shutdown()
         server.server_close()
 
 
-@pytest.mark.parametrize("driver,by_smi", [("", False), ("580.65.06; sleep 0.1; echo 580.65.06", True), ("595.71", False)])
+@pytest.mark.parametrize(
+    "driver,by_smi",
+    [("", False), ("580.65.06; sleep 0.1; echo 580.65.06", True), ("595.71", False)],
+)
 @pytest.mark.parametrize("answers", [True, False])
 def test_torch_s_build_fits_the_machine(machine, driver, by_smi, answers):
-    """The build for CPUs comes from PyTorch's index, if that answers within 3 s and there is no NVIDIA driver."""
+    """The build for CPUs comes from PyTorch's index, if that answers within 3 s and there is no
+    NVIDIA driver."""
     tree, url = machine(driver, by_smi, answers)
     done = tree.run("--setup")
-    assert done.returncode == 0 and all(line.startswith("run.sh: ") for line in done.stderr.splitlines()), done.stderr
+    assert done.returncode == 0 and all(
+        line.startswith("run.sh: ") for line in done.stderr.splitlines()
+    ), done.stderr
     (words,) = (tree.play / "pip").read_text().splitlines()
-    assert (f"--extra-index-url {url} -r" in words) == ("for CPUs" in done.stderr) == (sys.platform == "linux" and answers and not driver)
+    assert (
+        (f"--extra-index-url {url} -r" in words)
+        == ("for CPUs" in done.stderr)
+        == (sys.platform == "linux" and answers and not driver)
+    )
 
 
 @pytest.mark.parametrize("by_smi", [True, False])
@@ -178,7 +245,10 @@ def test_an_old_driver_is_told_the_cure_before_the_download(machine, by_smi):
     tree, _ = machine("535.183.01", by_smi, True)
     done = tree.run("--setup")
     assert done.returncode == 2 and not tree.calls() and done.stderr.count("\n") == 1
-    assert "driver is 535.183.01" in done.stderr and "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 ./run.sh" in done.stderr
+    assert (
+        "driver is 535.183.01" in done.stderr
+        and "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 ./run.sh" in done.stderr
+    )
     tree.environment["PIP_EXTRA_INDEX_URL"] = "https://download.pytorch.org/whl/cu126"  # as it says
     done = tree.run("--setup")
     assert done.returncode == 0 and tree.calls() == ["venv", "begins", "ends"], done.stderr
@@ -187,10 +257,16 @@ def test_an_old_driver_is_told_the_cure_before_the_download(machine, by_smi):
 def test_a_driver_that_is_too_old_for_cuda_12_has_one_cure(machine):
     tree, _ = machine("470.57.02", True, True)
     done = tree.run("--setup")
-    assert done.returncode == 2 and not tree.calls() and "driver is 470.57.02" in done.stderr and done.stderr.endswith("Update the driver\n")
+    assert (
+        done.returncode == 2
+        and not tree.calls()
+        and "driver is 470.57.02" in done.stderr
+        and done.stderr.endswith("Update the driver\n")
+    )
 
 
-WITHOUT_PACKAGES = '"$REAL_PYTHON" -S "$@"'  # nor pip, as after the system's Python was replaced by a newer one
+# nor pip, as after the system's Python was replaced by a newer one
+WITHOUT_PACKAGES = '"$REAL_PYTHON" -S "$@"'
 
 
 def test_a_venv_whose_python_finds_no_packages_is_made_anew(tree):
@@ -200,15 +276,24 @@ def test_a_venv_whose_python_finds_no_packages_is_made_anew(tree):
     tree.let_pip_end()
     for typed in ["--setup"], ["--setup"]:
         assert tree.run(*typed).returncode == 0
-        assert tree.calls() == ["venv", "begins", "ends"] and (tree.root / ".venv" / "mine.txt").exists()
+        assert (
+            tree.calls() == ["venv", "begins", "ends"]
+            and (tree.root / ".venv" / "mine.txt").exists()
+        )
 
 
 @pytest.mark.parametrize("has_ensurepip", [True, False])
 def test_a_venv_of_another_tool_keeps_what_is_in_it(tree, has_ensurepip):
-    """uv's has no pip: Python adds it, or run.sh says what to do; it removes nothing, also without a network."""
+    """uv's has no pip: Python adds it, or run.sh says what to do; it removes nothing, also without
+    a network."""
     answer = "echo added >> $PLAY/calls; touch $PLAY/pip-is-there" if has_ensurepip else "exit 1"
-    tree.script(tree.root / ".venv" / "bin" / "python", BASE.replace(
-        '"-m pip --version"|"-m ensurepip") [ -z "$WITHOUT_PIP" ]', f'"-m pip --version") [ -e $PLAY/pip-is-there ] ;;\n    "-m ensurepip") {answer}'))
+    tree.script(
+        tree.root / ".venv" / "bin" / "python",
+        BASE.replace(
+            '"-m pip --version"|"-m ensurepip") [ -z "$WITHOUT_PIP" ]',
+            f'"-m pip --version") [ -e $PLAY/pip-is-there ] ;;\n    "-m ensurepip") {answer}',
+        ),
+    )
     for name in "pyvenv.cfg", "mine.txt":
         (tree.root / ".venv" / name).touch()
     tree.let_pip_end()
@@ -217,45 +302,99 @@ def test_a_venv_of_another_tool_keeps_what_is_in_it(tree, has_ensurepip):
     if has_ensurepip:
         assert tree.calls() == ["added", "begins", "ends"]
     else:
-        assert done.returncode == 2 and f"{tree.root}/.venv is not run.sh's" in done.stderr and "mv '" in done.stderr and not tree.calls()
-        assert json.loads(done.stdout) == {**stats.not_judged(done.stderr.partition("error: ")[2].strip())}
+        assert (
+            done.returncode == 2
+            and f"{tree.root}/.venv is not run.sh's" in done.stderr
+            and "mv '" in done.stderr
+            and not tree.calls()
+        )
+        assert json.loads(done.stdout) == {
+            **stats.not_judged(done.stderr.partition("error: ")[2].strip())
+        }
 
 
 def test_the_settings_of_a_cluster_s_packages_do_not_reach_venv(tree):
-    tree.environment |= {"PIP_USER": "1", "PIP_TARGET": "/x", "PIP_PREFIX": "/x", "PIP_ROOT": "/x", "PYTHONHOME": "/x", "PYTHONPATH": "/x"}
+    tree.environment |= {
+        "PIP_USER": "1",
+        "PIP_TARGET": "/x",
+        "PIP_PREFIX": "/x",
+        "PIP_ROOT": "/x",
+        "PYTHONHOME": "/x",
+        "PYTHONPATH": "/x",
+    }
     tree.let_pip_end()
-    assert tree.run("--setup").returncode == 0 and (tree.play / "settings").read_text() == "PIP_USER=0\n"
+    assert (
+        tree.run("--setup").returncode == 0
+        and (tree.play / "settings").read_text() == "PIP_USER=0\n"
+    )
 
 
 def test_packages_that_pip_puts_elsewhere_are_missed(tree):
     tree.script(tree.play / "python3", BASE.replace('"$REAL_PYTHON" "$@"', WITHOUT_PACKAGES))
     tree.let_pip_end()
     done = tree.run("--setup")
-    assert done.returncode == 2 and "error: pip ended without an error, but .venv lacks packages" in done.stderr, done.stderr
+    assert (
+        done.returncode == 2
+        and "error: pip ended without an error, but .venv lacks packages" in done.stderr
+    ), done.stderr
 
 
-@pytest.mark.parametrize("words, folder, settings", [
-    (["sh", "run.sh"], "my copy", {}), (["./a link"], "play", {}), (["bash", "my copy/run.sh"], ".", {"CDPATH": ".:/"})])
+@pytest.mark.parametrize(
+    "words, folder, settings",
+    [
+        (["sh", "run.sh"], "my copy", {}),
+        (["./a link"], "play", {}),
+        (["bash", "my copy/run.sh"], ".", {"CDPATH": ".:/"}),
+    ],
+)
 def test_ways_to_start(tree, words, folder, settings):
     (tree.play / "a link").symlink_to(tree.root / "run.sh")
-    done = subprocess.run([*words, "--help"], cwd=tree.root.parent / folder, env=tree.environment | settings, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.startswith("usage: ./run.sh") and not done.stderr, done.stderr
+    done = subprocess.run(
+        [*words, "--help"],
+        cwd=tree.root.parent / folder,
+        env=tree.environment | settings,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and done.stdout.startswith("usage: ./run.sh") and not done.stderr, (
+        done.stderr
+    )
 
 
 def test_files_keep_their_bytes_on_systems_with_other_line_ends(tmp_path):
-    git = ["git", "-c", "core.autocrlf=true", "-c", "user.name=me", "-c", "user.email=me@example.org"]
+    git = [
+        "git",
+        "-c",
+        "core.autocrlf=true",
+        "-c",
+        "user.name=me",
+        "-c",
+        "user.email=me@example.org",
+    ]
     for name in ".gitattributes", "run.sh":
         (tmp_path / "a").mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / "a")
-    for words in ["init", "-q", "a"], ["-C", "a", "add", "."], ["-C", "a", "commit", "-qm", "x"], ["clone", "-q", "a", "b"]:
+    for words in (
+        ["init", "-q", "a"],
+        ["-C", "a", "add", "."],
+        ["-C", "a", "commit", "-qm", "x"],
+        ["clone", "-q", "a", "b"],
+    ):
         subprocess.run([*git, *words], cwd=tmp_path, check=True)
     assert (tmp_path / "b" / "run.sh").read_bytes() == (ROOT / "run.sh").read_bytes()
 
 
 def test_what_keeps_venv_from_its_work_is_said(tree):
-    tree.script(tree.play / "python3", BASE.replace('"-m venv "*)', '"-m venv "*) echo no room >&2; exit 1;'))
+    tree.script(
+        tree.play / "python3",
+        BASE.replace('"-m venv "*)', '"-m venv "*) echo no room >&2; exit 1;'),
+    )
     done = tree.run("--setup")
-    assert done.returncode == 2 and "python3 cannot create .venv" in done.stderr and done.stderr.endswith("no room\n"), done.stderr
+    assert (
+        done.returncode == 2
+        and "python3 cannot create .venv" in done.stderr
+        and done.stderr.endswith("no room\n")
+    ), done.stderr
 
 
 def test_ctrl_c_in_the_set_up_ends_in_a_line_that_says_what_is_kept(tree):
@@ -264,8 +403,11 @@ def test_ctrl_c_in_the_set_up_ends_in_a_line_that_says_what_is_kept(tree):
     os.killpg(process.pid, signal.SIGINT)
     stderr = process.communicate(timeout=600)[1]
     assert process.returncode == 130
-    assert [line for line in stderr.splitlines() if not line.startswith(("run.sh: packages:", "ERROR: Op"))] == [
-        "run.sh: interrupted; what is in .venv stays; run this again to continue"]
+    assert [
+        line
+        for line in stderr.splitlines()
+        if not line.startswith(("run.sh: packages:", "ERROR: Op"))
+    ] == ["run.sh: interrupted; what is in .venv stays; run this again to continue"]
 
 
 def test_a_wish_for_a_checkpoint_does_not_end_the_set_up(tree):
@@ -279,16 +421,32 @@ def test_a_wish_for_a_checkpoint_does_not_end_the_set_up(tree):
 def test_help_installs_nothing_and_fits_on_a_screen(tree):
     for typed in (["--help"], ["-n", "5", "-h"], ["--help-all", "--preset", "frontier"]):
         done = tree.run(*typed)
-        assert done.returncode == 0 and not done.stderr and not tree.calls() and not (tree.root / ".venv").exists()
+        assert (
+            done.returncode == 0
+            and not done.stderr
+            and not tree.calls()
+            and not (tree.root / ".venv").exists()
+        )
         lines = done.stdout.splitlines()
         assert 24 <= len(lines) <= 48 and max(map(len, lines)) <= 80
         presets = re.search(r"--preset NAME ((?:.|\n)*?)--text", done.stdout)[1]
-        assert all(re.search(rf"\b{name}\b", presets) for name in (*train_gpt.PRESETS, *frontier.PRESETS))
+        assert all(
+            re.search(rf"\b{name}\b", presets) for name in (*train_gpt.PRESETS, *frontier.PRESETS)
+        )
         commands = [line.split("  ")[1] for line in lines if line.startswith("  ./run.sh")]
-        assert commands == ["./run.sh", "./run.sh --trial", "./run.sh --text FILE FOLDER", "./run.sh -n 5 --vs HEAD", "./run.sh --resume latest", "./run.sh stats latest"]
+        assert commands == [
+            "./run.sh",
+            "./run.sh --trial",
+            "./run.sh --text FILE FOLDER",
+            "./run.sh -n 5 --vs HEAD",
+            "./run.sh --resume latest",
+            "./run.sh stats latest",
+        ]
     tree.set_up(REAL)
-    (tree.root / "train_gpt.py").write_text("import sys\nPRESETS = {'laptop': 0}\ndef require(*_): pass\n"
-                                            "if __name__ == '__main__': print(*sys.argv)\n")
+    (tree.root / "train_gpt.py").write_text(
+        "import sys\nPRESETS = {'laptop': 0}\ndef require(*_): pass\n"
+        "if __name__ == '__main__': print(*sys.argv)\n"
+    )
     (tree.root / "frontier.py").write_text("PRESETS = {}\n")
     assert tree.run("--help").stdout == done.stdout
     assert tree.run("--help-all").stdout == f"{done.stdout}\ntrain_gpt.py --help\n"
@@ -302,9 +460,11 @@ REAL = '#!/bin/sh\nexec "$REAL_PYTHON" "$@"\n'
 @pytest.fixture
 def gpus(monkeypatch):
     """gpus(seen, usable) makes torch see so many."""
+
     def see(seen, usable=True):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: seen > 0 and usable)
+
     return see
 
 
@@ -315,19 +475,36 @@ def same_on_every_python(monkeypatch):
 
 @pytest.fixture
 def started(monkeypatch, tmp_path):
-    """started(word, ...) -> what start.main starts, one string each; data scripts and programs only write down that they are called."""
+    """started(word, ...) -> what start.main starts, one string each; data scripts and programs
+    only write down that they are called."""
+
     def called(*words):
-        return "".join(f"[{word}]" for word in words).replace(f"[{sys.executable}]", "[PY]").replace(str(tmp_path), "HERE")
+        return (
+            "".join(f"[{word}]" for word in words)
+            .replace(f"[{sys.executable}]", "[PY]")
+            .replace(str(tmp_path), "HERE")
+        )
 
     def call(words, kept, tee=False):
         calls.append(called(*words))
-        return f"{words[words.index('--out') + 1]}-DIGEST\n" if "--out" in words else answers.pop() if tee else ""
+        return (
+            f"{words[words.index('--out') + 1]}-DIGEST\n"
+            if "--out" in words
+            else answers.pop()
+            if tee
+            else ""
+        )
 
-    calls, answers = [], []
+    calls = []
+    answers = []
     monkeypatch.setattr(start, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(start, "call", call)
     monkeypatch.setattr(start, "become", lambda words: (calls.append(called(*words)), sys.exit(0)))
-    monkeypatch.setattr(ranks, "start", lambda number, program, flags: calls.append(called(number, program, *flags)) or 1)
+    monkeypatch.setattr(
+        ranks,
+        "start",
+        lambda number, program, flags: calls.append(called(number, program, *flags)) or 1,
+    )
 
     def main(*typed, answer="{}"):
         calls.clear()
@@ -336,47 +513,187 @@ def started(monkeypatch, tmp_path):
         with contextlib.suppress(SystemExit):
             start.main(typed)
         return [re.sub(r"(data/own-my_notes-)\d+", r"\1SUM", line) for line in calls]
+
     return main
 
 
 RANKS = "[{}][train_gpt.py]"
 
 
-@pytest.mark.parametrize("seen, typed, expected", [
-    (0, [], ["[PY][data/stdlib.py]", RANKS.format(2) + "[--preset][laptop]"]),
-    (0, ["--preset=laptop", "--train_files", "mine*"], [RANKS.format(2) + "[--preset][laptop][--train_files][mine*][--target_val_loss][0]"]),
-    (0, ["--init_from", "a run.ckpt", "--seed", "3"], ["[PY][data/stdlib.py]", RANKS.format(2) + "[--preset][laptop][--seed][3][--init_from][HERE/a run.ckpt]"]),
-    (0, ["--layers", "- S0M", "--seed", "1"], ["[PY][data/stdlib.py]", RANKS.format(2) + "[--preset][laptop][--layers][- S0M][--seed][1]"]),
-    (0, ["--resume", "race.jsonl"], ["[launch/race.py][--resume][HERE/race.jsonl]"]),
-    (0, ["--resume", "race.jsonl", "--vs", "../theirs", "--cmd", "x y"],
-     ["[launch/race.py][--resume][HERE/race.jsonl][--cmd][x y][--vs][../theirs]"]),
-    (0, ["-n", "5", "--vs", "--sync=step", "--vs", "--sync step", "--seed", "1"],
-     ["[PY][data/stdlib.py]", "[launch/race.py][-n][5][--vs][--sync=step][--vs][--sync step][--ranks][2][--][--preset][laptop][--seed][1]"]),
-    (0, ["-n", "2", "--vs", "--muon_lr 0.05 --adam-lr -1e-3 --train_files 'data/own-x y/*.bin'", "--vs=--b -0.5", "--adam-lr", "1e-3"],
-     ["[PY][data/stdlib.py]", "[launch/race.py][-n][2][--vs][--muon_lr 0.05 --adam-lr -1e-3 --train_files 'data/own-x y/*.bin'][--vs][--b -0.5]"
-      "[--ranks][2][--][--preset][laptop][--adam_lr][1e-3]"]),
-    (0, ["-n", "10", "--vs", "REVISION", "--alpha", ".05"],
-     ["[PY][data/stdlib.py]", "[launch/race.py][-n][10][--alpha][0.05][--vs][REVISION][--ranks][2][--][--preset][laptop]"]),
-    (0, ["--muon-lr", ".05", "--init-from=m", "--max_n", "9", "--until_decided"], ["[PY][data/stdlib.py]",
-     "[launch/race.py][--max-n][9][--until-decided][--ranks][2][--][--preset][laptop][--muon_lr][.05][--init_from][m]"]),
-    (0, ["--trial", "--seed", "1"], ["[PY][data/stdlib.py]", RANKS.format(2) +
-     "[--preset][laptop][--num_steps][20][--val_tokens][16384][--seed][1][--target_val_loss][0]"]),
-    (8, ["-n", "3", "--trial", "--num_steps", "9"], ["[PY][data/fineweb.py][9]", "[PY][-I][launch/preflight.py][--ranks=8][--preset][speedrun]"
-     "[--num_steps][20][--val_tokens][4194304][--num_steps][9][--target_val_loss][0]", "[launch/race.py][-n][3][--trial][--ranks][8][--][--preset][speedrun]"
-     "[--num_steps][20][--val_tokens][4194304][--num_steps][9][--target_val_loss][0]"]),
-    (0, ["--vs", "HEAD"], ["[PY][data/stdlib.py]", "[launch/race.py][--vs][HEAD][--ranks][2][--][--preset][laptop]"]),  # race.py: n is 5
-    (0, ["--until-decided", "--json", "--max-n", "12", "--vs", "HEAD"],
-     ["[PY][data/stdlib.py]", "[launch/race.py][--max-n][12][--vs][HEAD][--until-decided][--json][--ranks][2][--][--preset][laptop]"]),
-    (8, ["-n", "5", "--vs", "../theirs", "--cmd", "torchrun --nproc_per_node=8 train_gpt.py", "--preset", "laptop"],
-     ["[PY][data/stdlib.py]", "[PY][-I][launch/preflight.py][--ranks=2][--preset][laptop]",
-      "[launch/race.py][-n][5][--cmd][torchrun --nproc_per_node=8 train_gpt.py][--vs][../theirs][--ranks][2][--][--preset][laptop]"]),
-    (8, ["-n", "5", "--vs", "--preset frontier"], ["[PY][data/fineweb.py][9]", "[PY][-I][launch/preflight.py][--ranks=8][--preset][speedrun]",
-     "[launch/race.py][-n][5][--vs][--preset frontier][--ranks][8][--][--preset][speedrun]"]),
-    (0, ["-n", "1", "--trial", "--json"], ["[PY][data/stdlib.py]", "[launch/race.py][-n][1][--trial][--json][--ranks][2][--][--preset][laptop]"
-     "[--num_steps][20][--val_tokens][16384][--target_val_loss][0]"]),
-    (7, ["--seed", "3"], ["[PY][data/fineweb.py][9]", "[PY][-I][launch/preflight.py][--ranks=4][--preset][speedrun][--seed][3]",
-                          RANKS.format(4) + "[--preset][speedrun][--seed][3]"]),
-])
+@pytest.mark.parametrize(
+    "seen, typed, expected",
+    [
+        (0, [], ["[PY][data/stdlib.py]", RANKS.format(2) + "[--preset][laptop]"]),
+        (
+            0,
+            ["--preset=laptop", "--train_files", "mine*"],
+            [RANKS.format(2) + "[--preset][laptop][--train_files][mine*][--target_val_loss][0]"],
+        ),
+        (
+            0,
+            ["--init_from", "a run.ckpt", "--seed", "3"],
+            [
+                "[PY][data/stdlib.py]",
+                RANKS.format(2) + "[--preset][laptop][--seed][3][--init_from][HERE/a run.ckpt]",
+            ],
+        ),
+        (
+            0,
+            ["--layers", "- S0M", "--seed", "1"],
+            [
+                "[PY][data/stdlib.py]",
+                RANKS.format(2) + "[--preset][laptop][--layers][- S0M][--seed][1]",
+            ],
+        ),
+        (0, ["--resume", "race.jsonl"], ["[launch/race.py][--resume][HERE/race.jsonl]"]),
+        (
+            0,
+            ["--resume", "race.jsonl", "--vs", "../theirs", "--cmd", "x y"],
+            ["[launch/race.py][--resume][HERE/race.jsonl][--cmd][x y][--vs][../theirs]"],
+        ),
+        (
+            0,
+            ["-n", "5", "--vs", "--sync=step", "--vs", "--sync step", "--seed", "1"],
+            [
+                "[PY][data/stdlib.py]",
+                (
+                    "[launch/race.py][-n][5][--vs][--sync=step][--vs][--sync"
+                    " step][--ranks][2][--][--preset][laptop][--seed][1]"
+                ),
+            ],
+        ),
+        (
+            0,
+            [
+                "-n",
+                "2",
+                "--vs",
+                "--muon_lr 0.05 --adam-lr -1e-3 --train_files 'data/own-x y/*.bin'",
+                "--vs=--b -0.5",
+                "--adam-lr",
+                "1e-3",
+            ],
+            [
+                "[PY][data/stdlib.py]",
+                (
+                    "[launch/race.py][-n][2][--vs][--muon_lr 0.05 --adam-lr -1e-3 --train_files"
+                    " 'data/own-x y/*.bin'][--vs][--b"
+                    " -0.5][--ranks][2][--][--preset][laptop][--adam_lr][1e-3]"
+                ),
+            ],
+        ),
+        (
+            0,
+            ["-n", "10", "--vs", "REVISION", "--alpha", ".05"],
+            [
+                "[PY][data/stdlib.py]",
+                "[launch/race.py][-n][10][--alpha][0.05][--vs][REVISION][--ranks][2][--][--preset][laptop]",
+            ],
+        ),
+        (
+            0,
+            ["--muon-lr", ".05", "--init-from=m", "--max_n", "9", "--until_decided"],
+            [
+                "[PY][data/stdlib.py]",
+                "[launch/race.py][--max-n][9][--until-decided][--ranks][2][--][--preset][laptop][--muon_lr][.05][--init_from][m]",
+            ],
+        ),
+        (
+            0,
+            ["--trial", "--seed", "1"],
+            [
+                "[PY][data/stdlib.py]",
+                RANKS.format(2)
+                + "[--preset][laptop][--num_steps][20][--val_tokens][16384][--seed][1][--target_val_loss][0]",
+            ],
+        ),
+        (
+            8,
+            ["-n", "3", "--trial", "--num_steps", "9"],
+            [
+                "[PY][data/fineweb.py][9]",
+                (
+                    "[PY][-I][launch/preflight.py][--ranks=8][--preset][speedrun]"
+                    "[--num_steps][20][--val_tokens][4194304][--num_steps][9][--target_val_loss][0]"
+                ),
+                (
+                    "[launch/race.py][-n][3][--trial][--ranks][8][--][--preset][speedrun]"
+                    "[--num_steps][20][--val_tokens][4194304][--num_steps][9][--target_val_loss][0]"
+                ),
+            ],
+        ),
+        # race.py: n is 5
+        (
+            0,
+            ["--vs", "HEAD"],
+            [
+                "[PY][data/stdlib.py]",
+                "[launch/race.py][--vs][HEAD][--ranks][2][--][--preset][laptop]",
+            ],
+        ),
+        (
+            0,
+            ["--until-decided", "--json", "--max-n", "12", "--vs", "HEAD"],
+            [
+                "[PY][data/stdlib.py]",
+                "[launch/race.py][--max-n][12][--vs][HEAD][--until-decided][--json][--ranks][2][--][--preset][laptop]",
+            ],
+        ),
+        (
+            8,
+            [
+                "-n",
+                "5",
+                "--vs",
+                "../theirs",
+                "--cmd",
+                "torchrun --nproc_per_node=8 train_gpt.py",
+                "--preset",
+                "laptop",
+            ],
+            [
+                "[PY][data/stdlib.py]",
+                "[PY][-I][launch/preflight.py][--ranks=2][--preset][laptop]",
+                (
+                    "[launch/race.py][-n][5][--cmd][torchrun --nproc_per_node=8"
+                    " train_gpt.py][--vs][../theirs][--ranks][2][--][--preset][laptop]"
+                ),
+            ],
+        ),
+        (
+            8,
+            ["-n", "5", "--vs", "--preset frontier"],
+            [
+                "[PY][data/fineweb.py][9]",
+                "[PY][-I][launch/preflight.py][--ranks=8][--preset][speedrun]",
+                (
+                    "[launch/race.py][-n][5][--vs][--preset"
+                    " frontier][--ranks][8][--][--preset][speedrun]"
+                ),
+            ],
+        ),
+        (
+            0,
+            ["-n", "1", "--trial", "--json"],
+            [
+                "[PY][data/stdlib.py]",
+                (
+                    "[launch/race.py][-n][1][--trial][--json][--ranks][2][--][--preset][laptop]"
+                    "[--num_steps][20][--val_tokens][16384][--target_val_loss][0]"
+                ),
+            ],
+        ),
+        (
+            7,
+            ["--seed", "3"],
+            [
+                "[PY][data/fineweb.py][9]",
+                "[PY][-I][launch/preflight.py][--ranks=4][--preset][speedrun][--seed][3]",
+                RANKS.format(4) + "[--preset][speedrun][--seed][3]",
+            ],
+        ),
+    ],
+)
 def test_what_is_started(started, gpus, tmp_path, seen, typed, expected):
     gpus(seen)
     (tmp_path / "a run.ckpt").touch()
@@ -384,42 +701,83 @@ def test_what_is_started(started, gpus, tmp_path, seen, typed, expected):
     assert started(*typed) == expected
 
 
-@pytest.mark.parametrize("typed, expected", [
-    (["--resume", "latest", "--num_steps", "9"], "[--resume][latest][--num_steps][9]"),
-    (["--resume", "a run.ckpt"], "[--resume][HERE/a run.ckpt]"),
-])
-def test_a_resumed_run_keeps_the_flags_that_it_began_with(started, gpus, tmp_path, monkeypatch, typed, expected):
+@pytest.mark.parametrize(
+    "typed, expected",
+    [
+        (["--resume", "latest", "--num_steps", "9"], "[--resume][latest][--num_steps][9]"),
+        (["--resume", "a run.ckpt"], "[--resume][HERE/a run.ckpt]"),
+    ],
+)
+def test_a_resumed_run_keeps_the_flags_that_it_began_with(
+    started, gpus, tmp_path, monkeypatch, typed, expected
+):
     gpus(8)
     (tmp_path / "a run.ckpt").touch()
-    saved = dataclasses.replace(train_gpt.PRESETS["speedrun"], resume="a checkpoint", train_files="mine*", target_val_loss=0.0)
-    monkeypatch.setattr(train_gpt, "parse_config", lambda flags, preset, presets: ("speedrun", saved))
+    saved = dataclasses.replace(
+        train_gpt.PRESETS["speedrun"],
+        resume="a checkpoint",
+        train_files="mine*",
+        target_val_loss=0.0,
+    )
+    monkeypatch.setattr(
+        train_gpt, "parse_config", lambda flags, preset, presets: ("speedrun", saved)
+    )
     assert started(*typed)[-1:] == [RANKS.format(8) + expected]
 
 
 def test_a_text_is_encoded_and_its_shards_are_named(started, gpus, monkeypatch):
     gpus(0)
     monkeypatch.setattr(start, "fit_text", lambda config, given: {"epochs": 2})
-    assert started("--seed", "3", "--text", "my notes", "/b.txt", "--val-fraction", "0.3", "--sync", "step", "--field=body") == [
-        "[PY][data/text.py][HERE/my notes][/b.txt][--out][data/own-my_notes-SUM][--encoding][bytes][--force][--by-content]"
-        "[--val-fraction][0.3][--field][body]",
+    assert started(
+        "--seed",
+        "3",
+        "--text",
+        "my notes",
+        "/b.txt",
+        "--val-fraction",
+        "0.3",
+        "--sync",
+        "step",
+        "--field=body",
+    ) == [
+        (
+            "[PY][data/text.py][HERE/my"
+            " notes][/b.txt][--out][data/own-my_notes-SUM][--encoding][bytes][--force][--by-content]"
+            "[--val-fraction][0.3][--field][body]"
+        ),
         RANKS.format(2) + "[--train_files][data/own-my_notes-SUM-DIGEST/*_train_*.bin]"
-        "[--val_files][data/own-my_notes-SUM-DIGEST/*_val_*.bin][--preset][laptop][--seed][3][--sync][step][--epochs][2]"]
-    assert started("--text", "my notes", "-n", "3", "--vs", "--muon_lr 0.05", "--name", "mine")[1] == (
-        "[launch/race.py][-n][3][--name][mine][--vs][--muon_lr 0.05][--ranks][2][--][--train_files]"
-        "[data/own-my_notes-SUM-DIGEST/*_train_*.bin][--val_files][data/own-my_notes-SUM-DIGEST/*_val_*.bin][--preset][laptop][--epochs][2]")
-    assert started("--text", "my notes", "latin-\udce9.txt")[0].startswith("[PY][data/text.py][HERE/my notes][HERE/latin-\udce9.txt]")
+        "[--val_files][data/own-my_notes-SUM-DIGEST/*_val_*.bin][--preset][laptop][--seed][3][--sync][step][--epochs][2]",
+    ]
+    assert (
+        started("--text", "my notes", "-n", "3", "--vs", "--muon_lr 0.05", "--name", "mine")[1]
+        == "[launch/race.py][-n][3][--name][mine][--vs][--muon_lr"
+        " 0.05][--ranks][2][--][--train_files]"
+        "[data/own-my_notes-SUM-DIGEST/*_train_*.bin][--val_files][data/own-my_notes-SUM-DIGEST/*_val_*.bin][--preset][laptop][--epochs][2]"
+    )
+    assert started("--text", "my notes", "latin-\udce9.txt")[0].startswith(
+        "[PY][data/text.py][HERE/my notes][HERE/latin-\udce9.txt]"
+    )
 
 
 def test_a_program_is_shown_as_it_prints_and_its_last_line_returned(monkeypatch, capsys):
     monkeypatch.setattr(start.signal, "signal", lambda *_: None)
-    assert start.call([sys.executable, "-c", "print('a table'); print('{}')"], "nothing", tee=True) == "{}\n"
+    assert (
+        start.call([sys.executable, "-c", "print('a table'); print('{}')"], "nothing", tee=True)
+        == "{}\n"
+    )
     assert capsys.readouterr().out == "a table\n"
     with pytest.raises(SystemExit, match="2"):
-        start.call([sys.executable, "-c", "print('a table'); print('why'); raise SystemExit(1)"], "nothing", tee=True)
+        start.call(
+            [sys.executable, "-c", "print('a table'); print('why'); raise SystemExit(1)"],
+            "nothing",
+            tee=True,
+        )
     assert capsys.readouterr().out == "a table\nwhy\n"
 
 
-def test_the_preflight_answer_is_kept_per_source_machine_and_flags(started, gpus, tmp_path, monkeypatch, capsys):
+def test_the_preflight_answer_is_kept_per_source_machine_and_flags(
+    started, gpus, tmp_path, monkeypatch, capsys
+):
     gpus(8)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     files = ["--train_files", "mine*", "--target_val_loss", "0"]
@@ -428,13 +786,17 @@ def test_the_preflight_answer_is_kept_per_source_machine_and_flags(started, gpus
     taken = "[--attention][masked][--fp8_head][false]"
     answer = '{"attention": "masked", "fp8_head": false}'
     assert started(*files, answer=answer) == [check, run + taken]
-    assert started(*files) == [run + taken] and "--attention masked --fp8_head false (checked before" in capsys.readouterr().err
+    assert (
+        started(*files) == [run + taken]
+        and "--attention masked --fp8_head false (checked before" in capsys.readouterr().err
+    )
     assert started(*files, "--seed", "5") == [run + "[--seed][5]" + taken]
     assert started(*files, "--preflight") == [check]
     assert len(started(*files, "--micro_batches", "16")) == 2
     monkeypatch.setattr(train_gpt, "nvidia_smi", lambda fields: ["another GPU"])
     assert started(*files)[0] == check
-    mine, source = tmp_path / "mine.py", Path(train_gpt.__file__).read_text()
+    mine = tmp_path / "mine.py"
+    source = Path(train_gpt.__file__).read_text()
     monkeypatch.setattr(train_gpt, "__file__", str(mine))
     mine.write_text(source.replace("return Plan(", "return Plan(  # remark\n        "))
     assert started(*files) == [run.replace("train_gpt.py", "mine.py")]
@@ -442,28 +804,63 @@ def test_the_preflight_answer_is_kept_per_source_machine_and_flags(started, gpus
     assert started(*files)[0] == check
     gpus(0)
     assert started(*files, "--preset", "laptop", "--preflight") == [
-        check.replace("8]", "2]").replace("speedrun", "laptop")]
+        check.replace("8]", "2]").replace("speedrun", "laptop")
+    ]
 
 
-@pytest.mark.parametrize("typed, status, says", [
-    (["-n"], 2, "error: argument -n: expected one argument; --help lists the options"),
-    (["--resume", "race.jsonl", "--seed", "3"], 2, "continues a race as it began; leave out --seed 3"),
-    (["--resume", "x.ckpt", "-n", "3"], 2, "continues one run; leave out -n 3"),
-    (["--resume", "latest", "--text", "a.txt"], 2, "continues with the text of its run; leave out --text"),
-    (["--text", "--seed", "3"], 2, "argument --text: expected at least one argument"),
-    (["--field", "body"], 2, "--field needs --text"),
-    (["--vs", "HEAD", "--field", "body"], 2, "--field needs --text"),
-    *((words.split(), 2, f"{words.removeprefix('--trial ')}: only a race has this") for words in ("--json", "--name x", "--alpha 0.05", "--trial --json")),
-    (["--sed", "3"], 2, "run.sh: error: unrecognized arguments: --sed 3; did you mean --seed? ./run.sh --help-all lists"),
-    (["--lr", "3"], 2, "unrecognized arguments: --lr 3; ./run.sh --help-all lists"),
-    (["--preset", "fronteir"], 2, f"--preset is fronteir; there are {', '.join([*train_gpt.PRESETS, *frontier.PRESETS])}"),
-    (["--preset", "laptop", "--num_heads", "5"], 2, "run.sh: error: model_dim is 64; give a multiple of 4 * num_heads, 20"),  # once, and not by each rank
-])
+@pytest.mark.parametrize(
+    "typed, status, says",
+    [
+        (["-n"], 2, "error: argument -n: expected one argument; --help lists the options"),
+        (
+            ["--resume", "race.jsonl", "--seed", "3"],
+            2,
+            "continues a race as it began; leave out --seed 3",
+        ),
+        (["--resume", "x.ckpt", "-n", "3"], 2, "continues one run; leave out -n 3"),
+        (
+            ["--resume", "latest", "--text", "a.txt"],
+            2,
+            "continues with the text of its run; leave out --text",
+        ),
+        (["--text", "--seed", "3"], 2, "argument --text: expected at least one argument"),
+        (["--field", "body"], 2, "--field needs --text"),
+        (["--vs", "HEAD", "--field", "body"], 2, "--field needs --text"),
+        *(
+            (words.split(), 2, f"{words.removeprefix('--trial ')}: only a race has this")
+            for words in ("--json", "--name x", "--alpha 0.05", "--trial --json")
+        ),
+        (
+            ["--sed", "3"],
+            2,
+            (
+                "run.sh: error: unrecognized arguments: --sed 3; did you mean --seed? ./run.sh"
+                " --help-all lists"
+            ),
+        ),
+        (["--lr", "3"], 2, "unrecognized arguments: --lr 3; ./run.sh --help-all lists"),
+        (
+            ["--preset", "fronteir"],
+            2,
+            f"--preset is fronteir; there are {', '.join([*train_gpt.PRESETS, *frontier.PRESETS])}",
+        ),
+        # once, and not by each rank
+        (
+            ["--preset", "laptop", "--num_heads", "5"],
+            2,
+            "run.sh: error: model_dim is 64; give a multiple of 4 * num_heads, 20",
+        ),
+    ],
+)
 def test_wrong_words_are_refused_before_anything_is_started(script, tmp_path, typed, status, says):
     for more in [], ["--json"]:
         refused = script(ROOT / "launch" / "start.py", *more, *typed)
         stdout, stderr = refused.communicate(timeout=600)
-        assert refused.returncode == status and stderr.count("\n") == 1 and bool(stdout) == ("--json" in more + typed)
+        assert (
+            refused.returncode == status
+            and stderr.count("\n") == 1
+            and bool(stdout) == ("--json" in more + typed)
+        )
         assert says in stderr or more
         if stdout:
             assert json.loads(stdout) == stats.not_judged(stderr.partition("error: ")[2][:-1])
@@ -472,20 +869,41 @@ def test_wrong_words_are_refused_before_anything_is_started(script, tmp_path, ty
 @needs_venv
 def test_a_library_that_cannot_be_loaded_is_named_in_a_line(tmp_path):
     (tmp_path / "libstdc++.so.6").write_text("no library")
-    done = subprocess.run([sys.executable, "-I", ROOT / "launch" / "start.py", "-n", "1", "--json"], capture_output=True, text=True,
-                          timeout=600, env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)})
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and f"LD_LIBRARY_PATH is '{tmp_path}'; unset it" in done.stderr, done.stderr
+    done = subprocess.run(
+        [sys.executable, "-I", ROOT / "launch" / "start.py", "-n", "1", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
+    )
+    assert (
+        done.returncode == 2
+        and done.stderr.count("\n") == 1
+        and f"LD_LIBRARY_PATH is '{tmp_path}'; unset it" in done.stderr
+    ), done.stderr
     assert "libstdc++.so.6: file too short" in json.loads(done.stdout)["reason"]
 
 
-@pytest.mark.parametrize("more", [[], ["--text", "my notes"], ["-n", "2", "--vs", "HEAD"], ["--trial"],
-                                  ["--train_files", "x", "--val_files", "y", "--val_len", "1024", "--num_steps", "2"]])
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["--text", "my notes"],
+        ["-n", "2", "--vs", "HEAD"],
+        ["--trial"],
+        ["--train_files", "x", "--val_files", "y", "--val_len", "1024", "--num_steps", "2"],
+    ],
+)
 @pytest.mark.parametrize("preset", ["speedrun", *frontier.PRESETS])
-def test_a_preset_for_gpus_is_refused_without_one_before_data_are_fetched(started, gpus, capsys, preset, more):
+def test_a_preset_for_gpus_is_refused_without_one_before_data_are_fetched(
+    started, gpus, capsys, preset, more
+):
     gpus(0)
     calls = started("--preset", preset, *more)
     assert not [call for call in calls if "text.py" not in call]
-    assert f"{preset} is for GPUs: " in (said := capsys.readouterr().err) and said.count("error") == 1
+    assert (
+        f"{preset} is for GPUs: " in (said := capsys.readouterr().err) and said.count("error") == 1
+    )
 
 
 def test_a_side_may_have_a_preset_of_its_own(gpus, monkeypatch):
@@ -493,9 +911,13 @@ def test_a_side_may_have_a_preset_of_its_own(gpus, monkeypatch):
     gpus(8)
     flags = ["--preset", "speedrun", "--attention", "masked"]
     sides = race.describe_sides(["--preset frontier", "--preset=laptop"], None, flags)
-    assert [side["flags"] for side in sides.values()] == [["--attention", "masked", *own] for own in (["--preset", "frontier"], ["--preset=laptop"])] + [flags]
+    assert [side["flags"] for side in sides.values()] == [
+        ["--attention", "masked", *own] for own in (["--preset", "frontier"], ["--preset=laptop"])
+    ] + [flags]
     for idea in "--preset fronteir", "--sed 3":
-        with pytest.raises(start.Refusal, match="there are speedrun, laptop, frontier|did you mean --seed"):
+        with pytest.raises(
+            start.Refusal, match="there are speedrun, laptop, frontier|did you mean --seed"
+        ):
             race.describe_sides([idea], None, flags)
     gpus(0)
     with pytest.raises(start.Refusal, match="frontier is for GPUs"):
@@ -511,7 +933,17 @@ def test_latest_to_resume_is_what_stopped_last(monkeypatch, tmp_path):
 
     def resumed(*more):
         return start.parse(["--resume", "latest", *more])[1:]
-    declared = {"race": {"id": "X", "sides": {"": {"revision": None, "flags": []}}, "ranks": 1, "n": 1, "seed": 0, "order": ["1"]}}
+
+    declared = {
+        "race": {
+            "id": "X",
+            "sides": {"": {"revision": None, "flags": []}},
+            "ranks": 1,
+            "n": 1,
+            "seed": 0,
+            "order": ["1"],
+        }
+    }
     ended = {"run_id": "X_01", "run": 1, "side": "", "status": "done"}
     monkeypatch.setattr(start, "ROOT", tmp_path)
     assert resumed() == ([], ["--resume", "latest"])
@@ -526,42 +958,87 @@ def test_latest_to_resume_is_what_stopped_last(monkeypatch, tmp_path):
     assert resumed() == ([], ["--resume", "latest"]), "no run of it is left"
 
 
-@pytest.mark.parametrize("quota, cores", [("max 100000", 3), ("150000 100000", 2), ("900000 100000", 3)])
+@pytest.mark.parametrize(
+    "quota, cores", [("max 100000", 3), ("150000 100000", 2), ("900000 100000", 3)]
+)
 def test_threads_that_encode_a_text_are_the_cores_of_this_process(monkeypatch, quota, cores):
     """Not those of the machine, of which Slurm (affinity) or a container (quota) may give a few."""
     monkeypatch.syspath_prepend(ROOT / "data")
     import shards
+
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2, 5})
     monkeypatch.setattr(shards, "Path", lambda name: types.SimpleNamespace(read_text=lambda: quota))
     assert shards.usable_cores() == cores
 
 
-@pytest.mark.parametrize("words, nodes, restarts, says", [
-    *((race, 1, 1, "this race was stopped") for race in ("-n5", "--vs=HEAD", "--max-n=12", "--max_n 12", "--until_decided", "--json")),
-    ("--vs=HEAD", 2, 0, "a race runs on one node"), ("--resume=logs/race-X/race.jsonl", 1, 1, "[./run.sh][--resume=logs/race-X/race.jsonl]"),
-    ("--resume logs/race-X", 1, 1, "[./run.sh][--resume][logs/race-X]"), ("--log-dir=x", 1, 1, "[./run.sh][--log-dir=x]"),
-    ("--num_steps 9", 1, 1, "[./run.sh][--run_id][slurm-77.1][--num_steps][9]"),
-    *((preset, 2, 0, "[frontier.py]") for preset in ("--preset frontier89", "--preset=frontier")), ("--preset speedrun", 2, 0, "[train_gpt.py]")])
+@pytest.mark.parametrize(
+    "words, nodes, restarts, says",
+    [
+        *(
+            (race, 1, 1, "this race was stopped")
+            for race in (
+                "-n5",
+                "--vs=HEAD",
+                "--max-n=12",
+                "--max_n 12",
+                "--until_decided",
+                "--json",
+            )
+        ),
+        ("--vs=HEAD", 2, 0, "a race runs on one node"),
+        ("--resume=logs/race-X/race.jsonl", 1, 1, "[./run.sh][--resume=logs/race-X/race.jsonl]"),
+        ("--resume logs/race-X", 1, 1, "[./run.sh][--resume][logs/race-X]"),
+        ("--log-dir=x", 1, 1, "[./run.sh][--log-dir=x]"),
+        ("--num_steps 9", 1, 1, "[./run.sh][--run_id][slurm-77.1][--num_steps][9]"),
+        *(
+            (preset, 2, 0, "[frontier.py]")
+            for preset in ("--preset frontier89", "--preset=frontier")
+        ),
+        ("--preset speedrun", 2, 0, "[train_gpt.py]"),
+    ],
+)
 def test_a_slurm_job_knows_a_race_and_the_program(tmp_path, words, nodes, restarts, says):
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "ready").touch()
     for name, text in ("srun", "printf '[%s]' \"$@\""), ("scontrol", "echo node1"):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    done = subprocess.run(["bash", ROOT / "launch/cluster/speedrun.sbatch", *words.split()], capture_output=True, text=True, env={
-        "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "77", "SLURM_NNODES": str(nodes),
-        "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_RESTART_COUNT": str(restarts)})
+    done = subprocess.run(
+        ["bash", ROOT / "launch/cluster/speedrun.sbatch", *words.split()],
+        capture_output=True,
+        text=True,
+        env={
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "SLURM_SUBMIT_DIR": str(tmp_path),
+            "SLURM_JOB_ID": "77",
+            "SLURM_NNODES": str(nodes),
+            "SLURM_JOB_NODELIST": "node[1-2]",
+            "SLURM_RESTART_COUNT": str(restarts),
+        },
+    )
     assert says in done.stdout + done.stderr and (done.returncode == 0) == (says[0] == "["), done
 
 
 def making_data(tree, script):
     """start.py in the tree as it makes the embedded corpus, which takes minutes."""
     (tree.root / "data" / "stdlib.py").write_text(
-        "import time, shards\ndef main():\n    try:\n        print('makes', flush=True)\n        for _ in range(900):\n"
+        "import time, shards\ndef main():\n    try:\n        print('makes', flush=True)\n       "
+        " for _ in range(900):\n"
         "            time.sleep(0.1)\n"  # a signal just before one long sleep is heard after it
-        "    finally:\n        print('cleans up', flush=True)\nshards.run(main)\n")
-    process = script(tree.root / "launch" / "start.py", "--preset", "laptop", "--target_val_loss", "1.4", prepare=os.setsid)
-    wait_until(lambda: process.outputs[0].exists() and process.outputs[0].read_text() == "makes\n", what="the script")
+        "    finally:\n        print('cleans up', flush=True)\nshards.run(main)\n"
+    )
+    process = script(
+        tree.root / "launch" / "start.py",
+        "--preset",
+        "laptop",
+        "--target_val_loss",
+        "1.4",
+        prepare=os.setsid,
+    )
+    wait_until(
+        lambda: process.outputs[0].exists() and process.outputs[0].read_text() == "makes\n",
+        what="the script",
+    )
     return process
 
 
@@ -575,10 +1052,12 @@ def test_ctrl_c_while_data_are_made_lets_the_script_clean_up(tree, script):
 
 def test_ctrl_c_as_a_script_starts_reaches_the_script(monkeypatch):
     """As on a busy machine, where the script runs before start.py does again."""
+
     class Popen(subprocess.Popen):
         def __init__(self, *words, **options):
             super().__init__(*words, **options)
             os.kill(os.getpid(), signal.SIGINT)
+
     monkeypatch.setattr(start.subprocess, "Popen", Popen)
     monkeypatch.setattr(start, "interrupted", lambda *_, kept="nothing was started": sys.exit(kept))
     before = signal.signal(signal.SIGINT, start.interrupted)
@@ -599,10 +1078,11 @@ def test_a_script_that_makes_data_ends_with_the_launcher(tree, script, number):
 
 # What fits this machine
 
+
 def chosen(flags, text=False):
     """The flags that start.choose adds."""
     *_, words = start.choose(flags, text, trial=False)
-    return words[len(flags):]
+    return words[len(flags) :]
 
 
 def test_a_build_for_cpus_beside_a_driver_is_not_used_silently(gpus, monkeypatch, capsys):
@@ -613,7 +1093,16 @@ def test_a_build_for_cpus_beside_a_driver_is_not_used_silently(gpus, monkeypatch
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.chdir(ROOT)
     assert start.main([]) == start.main(["-n", "3"]) == 2
-    assert len(re.findall("run.sh: error: .* holds torch's build for CPUs.*rm -r .venv.*\n", said := capsys.readouterr().err)) == said.count("\n") == 2
+    assert (
+        len(
+            re.findall(
+                "run.sh: error: .* holds torch's build for CPUs.*rm -r .venv.*\n",
+                said := capsys.readouterr().err,
+            )
+        )
+        == said.count("\n")
+        == 2
+    )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert start.choose([], False, False)[2] == "laptop"
 
@@ -628,7 +1117,10 @@ def test_all_usable_gpus_are_taken_and_two_ranks_without_one(gpus):
 def test_a_batch_that_two_ranks_cannot_share_is_said(gpus, capsys):
     gpus(0, False)
     assert start.choose(["--micro_batches", "3"], False, False)[1] == 1
-    assert "run.sh: 1 rank(s) instead of 2: ranks share the 3 micro-batches of a step evenly; --micro_batches" in capsys.readouterr().err
+    assert (
+        "run.sh: 1 rank(s) instead of 2: ranks share the 3 micro-batches of a step evenly;"
+        " --micro_batches" in capsys.readouterr().err
+    )
     start.choose([], False, False)
     assert not capsys.readouterr().err
 
@@ -636,16 +1128,29 @@ def test_a_batch_that_two_ranks_cannot_share_is_said(gpus, capsys):
 def test_a_reader_that_leaves_before_the_run_ends_it_without_a_word():
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run([sys.executable, ROOT / "launch" / "start.py", "--help-all"], stdout=write, stderr=subprocess.PIPE, timeout=600)
+    done = subprocess.run(
+        [sys.executable, ROOT / "launch" / "start.py", "--help-all"],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        timeout=600,
+    )
     os.close(write)
     assert done.returncode == -signal.SIGPIPE and not done.stderr
 
 
 @pytest.mark.parametrize("program", ["train_gpt.py", "sample.py"])
 def test_a_python_without_torch_names_the_one_that_has_it(program):
-    done = subprocess.run([sys.executable, "-S", ROOT / program, "--help"], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 1 and re.fullmatch(rf"\S+{program}: error: No module named 'numpy'; run .venv/bin/python \S+{program} "
-                                                 r"\(./run.sh --setup creates .venv\)\n", done.stderr), done.stderr
+    done = subprocess.run(
+        [sys.executable, "-S", ROOT / program, "--help"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 1 and re.fullmatch(
+        rf"\S+{program}: error: No module named 'numpy'; run .venv/bin/python \S+{program} "
+        r"\(./run.sh --setup creates .venv\)\n",
+        done.stderr,
+    ), done.stderr
 
 
 def test_steps_and_epochs_fit_the_size_of_a_text(gpus, capsys, tmp_path, monkeypatch):
@@ -653,67 +1158,154 @@ def test_steps_and_epochs_fit_the_size_of_a_text(gpus, capsys, tmp_path, monkeyp
 
     def fit(train, *flags, val=1000):
         for name, tokens in (("train_000001", train), ("val_000000", val)):
-            write_shard(tmp_path / f"t_{name}.bin", some_documents(1, tokens, 257, 256, mean=400), 257, 256)
+            write_shard(
+                tmp_path / f"t_{name}.bin", some_documents(1, tokens, 257, 256, mean=400), 257, 256
+            )
         files = [f"--{split}_files={tmp_path / f't_{split}_*.bin'}" for split in ("train", "val")]
         reads.clear()
         *_, words = start.choose(["--preset", "laptop", *files, *flags], True, False)
-        err, config = capsys.readouterr().err, train_gpt.parse_config(words, "laptop")[1]
+        err = capsys.readouterr().err
+        config = train_gpt.parse_config(words, "laptop")[1]
         stream = train_gpt.Stream(train_gpt.find_shards(config.train_files), config)
         stream.check_enough()
         stream.close()
         return config, err
 
     reads = []
-    monkeypatch.setattr(train_gpt.Stream, "next_batch", lambda stream, plan, read=train_gpt.Stream.next_batch: reads.append(plan.step) or read(stream, plan))
+    monkeypatch.setattr(
+        train_gpt.Stream,
+        "next_batch",
+        lambda stream, plan, read=train_gpt.Stream.next_batch: (
+            reads.append(plan.step) or read(stream, plan)
+        ),
+    )
     laptop = train_gpt.PRESETS["laptop"]
     config, says = fit(1_200_000)
     assert reads == [*range(start.TEXT_STEPS)], "the text is read once"
-    assert (config.num_steps, config.epochs, config.target_val_loss, config.val_tokens) == (start.TEXT_STEPS, 1, 0, 0)
-    whole = re.search(r"1,200,000 training tokens \(bytes\), \d+ steps of 2,048: part of the text; nearly all of it takes --num_steps (\d+)\n", says)
+    assert (config.num_steps, config.epochs, config.target_val_loss, config.val_tokens) == (
+        start.TEXT_STEPS,
+        1,
+        0,
+        0,
+    )
+    whole = re.search(
+        r"1,200,000 training tokens \(bytes\), \d+ steps of 2,048: part of the text; nearly all of"
+        r" it takes --num_steps (\d+)\n",
+        says,
+    )
     assert fit(1_200_000, "--num_steps", whole[1])[0].epochs == 1
     assert fit(1_200_000, "--num_steps", str(int(1.07 * int(whole[1]))))[0].epochs == 2
     assert config.ngram_reset == 0 and config.max_document_tokens == laptop.max_document_tokens
     config, says = fit(40_000, val=700_000)
     assert config.num_steps == start.MAX_EPOCHS * config.ngram_reset
-    assert start.MAX_EPOCHS - 1 < float(re.search(r"steps of 2,048: (\S+) epochs; the n-gram", says)[1]) <= start.MAX_EPOCHS
-    assert reads.count(0) == 2 and len(reads) < 1.2 * config.num_steps, "an epoch before it shows that the text is repeated"
-    assert 14 <= config.ngram_reset <= 18 and config.max_document_tokens == 1025, "tables of the last pass alone"
-    assert config.val_tokens == 2 ** 18 and "validation on 262,144 of 700,000 tokens" in says and "means little" not in says
+    assert (
+        start.MAX_EPOCHS - 1
+        < float(re.search(r"steps of 2,048: (\S+) epochs; the n-gram", says)[1])
+        <= start.MAX_EPOCHS
+    )
+    assert reads.count(0) == 2 and len(reads) < 1.2 * config.num_steps, (
+        "an epoch before it shows that the text is repeated"
+    )
+    assert 14 <= config.ngram_reset <= 18 and config.max_document_tokens == 1025, (
+        "tables of the last pass alone"
+    )
+    assert (
+        config.val_tokens == 2**18
+        and "validation on 262,144 of 700,000 tokens" in says
+        and "means little" not in says
+    )
     config, says = fit(10_000)
     assert config.num_steps == start.MIN_STEPS, "more epochs than MAX_EPOCHS"
-    assert fit(10_000, "--num_steps", "18")[0].muon_momentum_rise == laptop.muon_momentum_rise * 18 // laptop.num_steps
+    assert (
+        fit(10_000, "--num_steps", "18")[0].muon_momentum_rise
+        == laptop.muon_momentum_rise * 18 // laptop.num_steps
+    )
     config, says = fit(140_000)
-    assert (config.num_steps, config.epochs) == (start.TEXT_STEPS, 3) and 50 < config.ngram_reset < 60
+    assert (config.num_steps, config.epochs) == (
+        start.TEXT_STEPS,
+        3,
+    ) and 50 < config.ngram_reset < 60
     passes = float(re.search(r"135 steps of 2,048: (\S+) epochs", says)[1])
-    assert abs(passes - start.TEXT_STEPS / config.ngram_reset) < 0.1, "not the epochs begun, which are 3"
-    assert fit(140_000, "--ngram_reset", "0", "--max_document_tokens", "300")[0].ngram_reset == 0, "as the user says"
-    config, _ = fit(40_000, "--num_steps", "70", "--target_val_loss", "2", "--val_tokens", "1024", val=700_000)
-    assert (config.num_steps, config.target_val_loss, config.val_tokens) == (70, 2, 1024) and 4 <= config.epochs <= 8
+    assert abs(passes - start.TEXT_STEPS / config.ngram_reset) < 0.1, (
+        "not the epochs begun, which are 3"
+    )
+    assert fit(140_000, "--ngram_reset", "0", "--max_document_tokens", "300")[0].ngram_reset == 0, (
+        "as the user says"
+    )
+    config, _ = fit(
+        40_000, "--num_steps", "70", "--target_val_loss", "2", "--val_tokens", "1024", val=700_000
+    )
+    assert (config.num_steps, config.target_val_loss, config.val_tokens) == (
+        70,
+        2,
+        1024,
+    ) and 4 <= config.epochs <= 8
     config, says = fit(40_000, "--epochs", "1")
     assert config.epochs == 1 and config.num_steps < 20 and "one epoch\n" in says
-    assert "validation on only 1,000 tokens, so the validation loss means little; give more text" in says
+    assert (
+        "validation on only 1,000 tokens, so the validation loss means little; give more text"
+        in says
+    )
     config, says = fit(1500)
     assert config.ngram_reset == 1 and config.max_document_tokens == 513
-    assert config.micro_batch_tokens == 512 and config.epochs == config.num_steps == 40 and "training tokens (bytes), 40 steps" in says
+    assert (
+        config.micro_batch_tokens == 512
+        and config.epochs == config.num_steps == 40
+        and "training tokens (bytes), 40 steps" in says
+    )
     assert fit(900)[0].micro_batch_tokens == 256
     for tokens in 100, 150:
-        with pytest.raises(start.Refusal, match=f"{tokens} training tokens are too few for a step: .* more than 64; give more text, or smaller"):
+        with pytest.raises(
+            start.Refusal,
+            match=(
+                f"{tokens} training tokens are too few for a step: .* more than 64; give more text,"
+                " or smaller"
+            ),
+        ):
             fit(tokens)
-    assert start.choose(["--preset", "laptop", f"--train_files={tmp_path}/t_train_*.bin", f"--val_files={tmp_path}/t_val_*.bin",
-                         "--micro_batches", "1", "--micro_batch_tokens", "40"], True, True)[3].num_steps == 20, "a trial of 1,000 tokens to validate on"
+    assert (
+        start.choose(
+            [
+                "--preset",
+                "laptop",
+                f"--train_files={tmp_path}/t_train_*.bin",
+                f"--val_files={tmp_path}/t_val_*.bin",
+                "--micro_batches",
+                "1",
+                "--micro_batch_tokens",
+                "40",
+            ],
+            True,
+            True,
+        )[3].num_steps
+        == 20
+    ), "a trial of 1,000 tokens to validate on"
 
 
-@pytest.mark.parametrize("files, flags, target", [
-    ("own_train_*.bin", [], ["--target_val_loss", "0"]), ("own_train_*.bin", ["--target_val_loss", "2"], []),
-    ("stdlib_train_*.bin", [], [])])  # elsewhere, and the same
+@pytest.mark.parametrize(
+    "files, flags, target",
+    [
+        ("own_train_*.bin", [], ["--target_val_loss", "0"]),
+        ("own_train_*.bin", ["--target_val_loss", "2"], []),
+        ("stdlib_train_*.bin", [], []),
+    ],
+)  # elsewhere, and the same
 def test_own_data_have_no_target_loss(gpus, capsys, tmp_path, files, flags, target):
     gpus(0, False)
     assert chosen(["--preset", "laptop", "--train_files", str(tmp_path / files), *flags]) == target
-    assert ("your own data: the preset's target 1.4 does not apply" in capsys.readouterr().err) == bool(target)
+    assert (
+        "your own data: the preset's target 1.4 does not apply" in capsys.readouterr().err
+    ) == bool(target)
 
 
-@pytest.mark.parametrize("flags, target", [
-    (["--num_steps", "20"], ["--target_val_loss", "0"]), (["--num_steps", "20", "--target_val_loss", "1.9"], []), (["--num_steps", "150"], [])])
+@pytest.mark.parametrize(
+    "flags, target",
+    [
+        (["--num_steps", "20"], ["--target_val_loss", "0"]),
+        (["--num_steps", "20", "--target_val_loss", "1.9"], []),
+        (["--num_steps", "150"], []),
+    ],
+)
 def test_a_short_trial_has_no_target_that_it_could_miss(gpus, capsys, flags, target):
     gpus(0, False)
     assert chosen(["--preset", "laptop", *flags]) == target
@@ -724,13 +1316,20 @@ def test_the_library_of_another_python_has_no_target_loss(gpus, capsys, monkeypa
     gpus(0, False)
     monkeypatch.setattr(start, "LIBRARY", (3, 9))
     assert chosen(["--preset", "laptop"]) == ["--target_val_loss", "0"]
-    assert "is the library of Python {}.{}, not of 3.9: the preset's target 1.4 does".format(*sys.version_info) in capsys.readouterr().err
+    assert (
+        "is the library of Python {}.{}, not of 3.9: the preset's target 1.4 does".format(
+            *sys.version_info
+        )
+        in capsys.readouterr().err
+    )
     assert chosen(["--preset", "laptop", "--target_val_loss", "1.5"]) == []
     gpus(8)
     assert chosen(["--preset", "speedrun"]) == []
 
 
-def test_a_driver_too_old_for_torch_is_said_and_not_raced_on_the_cpu(gpus, tree, monkeypatch, capsys):
+def test_a_driver_too_old_for_torch_is_said_and_not_raced_on_the_cpu(
+    gpus, tree, monkeypatch, capsys
+):
     gpus(8, usable=False)
     monkeypatch.chdir(tree.play)
     tree.script(tree.play / "nvidia-smi", "#!/bin/sh\necho 550.54\necho 550.54\n")
@@ -738,13 +1337,24 @@ def test_a_driver_too_old_for_torch_is_said_and_not_raced_on_the_cpu(gpus, tree,
     monkeypatch.setattr(torch.version, "cuda", "13.0")
 
     def init():
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040). Please update")
+        raise RuntimeError(
+            "The NVIDIA driver on your system is too old (found version 12040). Please update"
+        )
 
     monkeypatch.setattr(torch.cuda, "init", init)
-    says = r"8 GPU\(s\), but .*built for CUDA 13.0, cannot use them with driver 550.54: .* \(found version 12040\)\. Update"
-    assert start.main([]) == 2 == start.main(["-n", "3", "--vs", "HEAD"]) and len(re.findall(says, capsys.readouterr().err)) == 2
+    says = (
+        r"8 GPU\(s\), but .*built for CUDA 13.0, cannot use them with driver 550.54: .* \(found"
+        r" version 12040\)\. Update"
+    )
+    assert (
+        start.main([]) == 2 == start.main(["-n", "3", "--vs", "HEAD"])
+        and len(re.findall(says, capsys.readouterr().err)) == 2
+    )
     assert train_gpt.main(train_gpt.PRESETS, []) == 1
-    assert "cannot use the 8 GPU(s) of this machine; launch/preflight.py says why" in capsys.readouterr().err
+    assert (
+        "cannot use the 8 GPU(s) of this machine; launch/preflight.py says why"
+        in capsys.readouterr().err
+    )
 
 
 # The launcher
@@ -776,7 +1386,10 @@ signal.pause()
 """
 
 
-@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="this system has no /proc/net, which lists who listens")
+@pytest.mark.skipif(
+    not Path("/proc/net/tcp").exists(),
+    reason="this system has no /proc/net, which lists who listens",
+)
 def test_a_run_listens_on_loopback_only(script, tmp_path, monkeypatch):
     (tmp_path / "ranks.py").write_text(LISTENS)
     for name in [name for name in os.environ if name.startswith(("GLOO_", "NCCL_"))]:
@@ -789,7 +1402,8 @@ def test_a_run_listens_on_loopback_only(script, tmp_path, monkeypatch):
     assert stderr == "ranks.py: error: rank 1 was killed by SIGKILL; perhaps memory ran out\n"
 
 
-# A rank, forked or new, finds what `python -I -u` would give it, and answers signals to its launcher
+# A rank, forked or new, finds what `python -I -u` would give it, and answers signals to its
+# launcher
 ALONE = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -833,43 +1447,70 @@ CASES = [  # what happens, whether SIGHUP is ignored, the launcher's exit status
 ]
 
 
-@pytest.mark.skipif(sys.platform != "linux" or torch.cuda.device_count(), reason="ranks are forks on Linux without a GPU")
+@pytest.mark.skipif(
+    sys.platform != "linux" or torch.cuda.device_count(),
+    reason="ranks are forks on Linux without a GPU",
+)
 def test_a_forked_rank_is_the_program_alone_and_signals_reach_it(tmp_path):
     """nohup's ignored SIGHUP stays ignored. A rank that fails ends the others."""
     path = tmp_path / "alone.py"
     path.write_text(ALONE)
     code = LAUNCHERS.format(root=str(ROOT), cases=CASES)
-    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=1800,
-                          cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        cwd=tmp_path,
+    )
     statuses = [int(status) for status in done.stdout.split()]
     assert statuses == [status for *_, status in CASES], done.stderr
     for what, ignored, _ in CASES:
         out, err = ((tmp_path / f"{what}{ignored}{name}").read_text() for name in ("out", "err"))
         assert err == ("rank 1 fails\n" if what == "fails" else "")
-        assert json.loads(out) == {"name": "__main__", "file": str(path), "argv": ["alone.py", what], "foreign": [],
-                                   "descriptors": 3, "forked": True}
+        assert json.loads(out) == {
+            "name": "__main__",
+            "file": str(path),
+            "argv": ["alone.py", what],
+            "foreign": [],
+            "descriptors": 3,
+            "forked": True,
+        }
 
 
 def test_ctrl_c_during_imports_is_no_traceback_and_a_request_for_a_checkpoint_no_end(tree):
-    waits = "import os, signal\nfor number in (signal.SIGUSR1, signal.SIGINT): os.kill(os.getpid(), number)\nwhile True: pass"
+    waits = (
+        "import os, signal\nfor number in (signal.SIGUSR1, signal.SIGINT): os.kill(os.getpid(),"
+        " number)\nwhile True: pass"
+    )
     tree.set_up(REAL)
     (tree.root / "train_gpt.py").write_text(waits)
     done = tree.run()
     assert (done.returncode, done.stderr) == (130, "run.sh: interrupted; nothing was started\n")
     (tree.root / "launch" / "torch.py").write_text(waits)
-    done = subprocess.run([sys.executable, tree.root / "launch" / "ranks.py", "1", "x.py"], capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, tree.root / "launch" / "ranks.py", "1", "x.py"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
-@pytest.mark.parametrize("saved, status, followed", [
-    (["new.txt", "new.pt"], 0, ["new.txt", "new.pt"]),
-    (["old.txt", "old.pt"], 0, ["old.txt", "old.pt"]),  # written again
-    (["new.txt"], 0, ["new.txt"]),
-    (["other.txt"], 0, []),  # of a run that is under way
-    ([], 0, []),
-    (["new.txt", "new.pt"], 3, []),
-])
-def test_a_complete_run_is_drawn_and_its_model_writes_a_sample(tmp_path, monkeypatch, capsys, saved, status, followed):
+@pytest.mark.parametrize(
+    "saved, status, followed",
+    [
+        (["new.txt", "new.pt"], 0, ["new.txt", "new.pt"]),
+        (["old.txt", "old.pt"], 0, ["old.txt", "old.pt"]),  # written again
+        (["new.txt"], 0, ["new.txt"]),
+        (["other.txt"], 0, []),  # of a run that is under way
+        ([], 0, []),
+        (["new.txt", "new.pt"], 3, []),
+    ],
+)
+def test_a_complete_run_is_drawn_and_its_model_writes_a_sample(
+    tmp_path, monkeypatch, capsys, saved, status, followed
+):
     for name in ("old.txt", "old.pt"):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (1, 1))
@@ -880,15 +1521,24 @@ def test_a_complete_run_is_drawn_and_its_model_writes_a_sample(tmp_path, monkeyp
         return status
 
     def call(words, **_):
-        called.append(str(words[2]) if signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN else "a request for a checkpoint would end it")
+        called.append(
+            str(words[2])
+            if signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+            else "a request for a checkpoint would end it"
+        )
         return types.SimpleNamespace(communicate=lambda: (b"", None))
 
     called = []
     monkeypatch.setattr(ranks, "start", run)
     monkeypatch.setattr(start.subprocess, "Popen", call)
     monkeypatch.setattr(sample, "main", lambda words: called.append(words[0]))
-    whole, config = signal.signal, dataclasses.replace(train_gpt.PRESETS["laptop"], log_dir=str(tmp_path))
-    monkeypatch.setattr(signal, "signal", lambda number, handler: number == signal.SIGUSR1 and whole(number, handler))
+    whole = signal.signal
+    config = dataclasses.replace(train_gpt.PRESETS["laptop"], log_dir=str(tmp_path))
+    monkeypatch.setattr(
+        signal,
+        "signal",
+        lambda number, handler: number == signal.SIGUSR1 and whole(number, handler),
+    )
     whole(signal.SIGUSR1, signal.SIG_IGN)  # as ranks.start leaves it
     assert start.run_once(config, 1, ["--save_model", "true"], "longer") == status
     assert capsys.readouterr().err == "run.sh: starting 1 rank(s)\n"
@@ -899,14 +1549,18 @@ def test_a_complete_run_is_drawn_and_its_model_writes_a_sample(tmp_path, monkeyp
     stdout = os.dup(1)
     try:
         os.dup2(writer, 1)  # as after `| head`
-        assert start.run_once(config, 1, ["--save_model", "true"], "longer") == status and all(path.endswith(".txt") for path in called)
+        assert start.run_once(config, 1, ["--save_model", "true"], "longer") == status and all(
+            path.endswith(".txt") for path in called
+        )
     finally:
         os.dup2(stdout, 1)
         os.close(stdout)
         os.close(writer)
 
 
-def test_one_model_that_nobody_asked_for_stays_and_a_run_says_what_is_next(tmp_path, monkeypatch, capfd):
+def test_one_model_that_nobody_asked_for_stays_and_a_run_says_what_is_next(
+    tmp_path, monkeypatch, capfd
+):
     monkeypatch.setattr(sample, "main", lambda words: 0)
     monkeypatch.setattr(start, "ROOT", tmp_path)
     made = []
@@ -916,20 +1570,46 @@ def test_one_model_that_nobody_asked_for_stays_and_a_run_says_what_is_next(tmp_p
         made[-1].touch()
         start.show_results(tmp_path, before, "a longer run: ./run.sh --text caf\udce9", asked)
         said = capfd.readouterr().out
-        assert 'more text: ./run.sh sample --prompt "..."\na longer run: ./run.sh --text caf' in said
+        assert (
+            'more text: ./run.sh sample --prompt "..."\na longer run: ./run.sh --text caf' in said
+        )
         assert ("the next run replaces this model; --save_model true keeps one" in said) != asked
-    assert f"removed: {made[2]}\n" in said and [path.exists() for path in made] == [False, True, False, True]
+    assert f"removed: {made[2]}\n" in said and [path.exists() for path in made] == [
+        False,
+        True,
+        False,
+        True,
+    ]
 
 
-@pytest.mark.parametrize("words, tokens, text, said", [
-    (["--trial"], 1_000, False, "./run.sh"), ([], 200_000, False, "./run.sh --num_steps 80"), ([], 150_000, False, "./run.sh --num_steps 40"),
-    (["--num-steps=20", "--seed", "3"], 200_000, False, "./run.sh --seed 3 --num_steps 80"), ([], 50_000, False, None),
-    (["--text", "a b.txt", "--num_steps", "20"], 150_000, True, "./run.sh --text 'a b.txt' --num_steps 40"), (["--text", "b.txt"], 60_000, True, None)])
+@pytest.mark.parametrize(
+    "words, tokens, text, said",
+    [
+        (["--trial"], 1_000, False, "./run.sh"),
+        ([], 200_000, False, "./run.sh --num_steps 80"),
+        ([], 150_000, False, "./run.sh --num_steps 40"),
+        (["--num-steps=20", "--seed", "3"], 200_000, False, "./run.sh --seed 3 --num_steps 80"),
+        ([], 50_000, False, None),
+        (
+            ["--text", "a b.txt", "--num_steps", "20"],
+            150_000,
+            True,
+            "./run.sh --text 'a b.txt' --num_steps 40",
+        ),
+        (["--text", "b.txt"], 60_000, True, None),
+    ],
+)
 def test_a_longer_run_is_advised_unless_it_reads_data_twice(words, tokens, text, said, tmp_path):
     write_shard(tmp_path / "t.bin", some_documents(1, tokens, 257, 256), 257, 256)
-    config = dataclasses.replace(train_gpt.PRESETS["laptop"], num_steps=20, train_files=str(tmp_path / "t.bin"))
+    config = dataclasses.replace(
+        train_gpt.PRESETS["laptop"], num_steps=20, train_files=str(tmp_path / "t.bin")
+    )
     advice = start.longer_run(words, config, text)
-    assert advice == f"a longer run: {said}" if said else ("give more text" in advice) == text and "longer run" not in advice
+    assert (
+        advice == f"a longer run: {said}"
+        if said
+        else ("give more text" in advice) == text and "longer run" not in advice
+    )
 
 
 @pytest.mark.parametrize("tool", start.TOOLS)
@@ -937,14 +1617,24 @@ def test_run_sh_becomes_each_tool_with_the_same_words(monkeypatch, tool):
     monkeypatch.setattr(start, "become", sys.exit)
     with pytest.raises(SystemExit) as became:
         start.begin([tool, "latest", "--x y"])
-    assert became.value.code == [ROOT / start.TOOLS[tool], "latest", "--x y"] and (ROOT / start.TOOLS[tool]).exists()
+    assert (
+        became.value.code == [ROOT / start.TOOLS[tool], "latest", "--x y"]
+        and (ROOT / start.TOOLS[tool]).exists()
+    )
 
 
 # The whole way
 
+
 def run_sh(folder, *argv):
-    return subprocess.run([ROOT / "run.sh", *map(str, argv)], capture_output=True, text=True, timeout=600, cwd=folder,
-                          env=offline())
+    return subprocess.run(
+        [ROOT / "run.sh", *map(str, argv)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=folder,
+        env=offline(),
+    )
 
 
 def offline():
@@ -953,8 +1643,14 @@ def offline():
 
 @pytest.fixture
 def tiny_flags(tmp_path):
-    values = {**TINY, **write_corpus(tmp_path, train=(9000,)), "num_steps": 4, "log_dir": tmp_path / "logs",
-              "layers": "S0M LM", "backout_layer": 0}
+    values = {
+        **TINY,
+        **write_corpus(tmp_path, train=(9000,)),
+        "num_steps": 4,
+        "log_dir": tmp_path / "logs",
+        "layers": "S0M LM",
+        "backout_layer": 0,
+    }
     return [text for name, v in values.items() for text in (f"--{name}", str(v))]
 
 
@@ -962,34 +1658,71 @@ def tiny_flags(tmp_path):
 def test_set_up_again_does_nothing_and_says_so(tmp_path):
     for _ in range(2):
         done = run_sh(tmp_path, "--setup")
-        assert done.returncode == 0 and done.stderr == "run.sh: packages: ready in .venv\n" and not done.stdout
+        assert (
+            done.returncode == 0
+            and done.stderr == "run.sh: packages: ready in .venv\n"
+            and not done.stdout
+        )
 
 
 @pytest.mark.slow
 @needs_venv
-def test_one_command_trains_on_own_text_and_leaves_log_model_picture_and_a_sample(tmp_path, tiny_flags):
+def test_one_command_trains_on_own_text_and_leaves_log_model_picture_and_a_sample(
+    tmp_path, tiny_flags
+):
     notes = tmp_path / f"notes {uuid.uuid4().hex}"
     notes.mkdir()
     (notes / "a.txt").write_text("".join(f"line {i} of what I wrote\n" for i in range(900)))
     at = [i for i, word in enumerate(tiny_flags) if word in ("--train_files", "--val_files")]
-    done = run_sh(tmp_path, *(word for i, word in enumerate(tiny_flags) if not {i, i - 1} & {*at}), "--text", notes.name)
+    done = run_sh(
+        tmp_path,
+        *(word for i, word in enumerate(tiny_flags) if not {i, i - 1} & {*at}),
+        "--text",
+        notes.name,
+    )
     made_of = notes.name.replace(" ", "_")
     for made in (ROOT / "data").glob(f"own-{made_of}-*"):  # no folder of the user's
         shutil.rmtree(made)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^run\.sh: text: \d\d,\d{3} training tokens \(bytes\), 4 steps of 384: part of the text; .*\n"
-                     r"(?:run\.sh: .*\n)?run\.sh: starting \d rank\(s\)$", done.stderr, re.M)
+    assert re.search(
+        r"^run\.sh: text: \d\d,\d{3} training tokens \(bytes\), 4 steps of 384: part of the text;"
+        r" .*\n"
+        r"(?:run\.sh: .*\n)?run\.sh: starting \d rank\(s\)$",
+        done.stderr,
+        re.M,
+    )
     [log] = (tmp_path / "logs").glob("*.txt")
     assert [log.with_suffix(suffix).exists() for suffix in (".pt", ".png")] == [True, True]
-    assert re.search(rf"^step 4/4 .* validation …\n\nvalidation loss \d\.\d+, after .*\nmodel: .*\nlog: {log}\n\n(.|\n){{300}}"
-                     rf"(.|\n)*\npicture: {log.with_suffix('.png')}\n$", done.stdout, re.M), done.stdout
+    assert re.search(
+        r"^step 4/4 .* validation …\n\nvalidation loss \d\.\d+, after .*\nmodel: .*\nlog:"
+        rf" {log}\n\n(.|\n){{300}}"
+        rf"(.|\n)*\npicture: {log.with_suffix('.png')}\n$",
+        done.stdout,
+        re.M,
+    ), done.stdout
 
 
 @needs_venv
 def test_ctrl_c_ends_a_run_with_130_and_says_what_is_kept_and_how_to_go_on(tmp_path, tiny_flags):
     write_shard(tmp_path / "toy_train_000001.bin", some_documents(1, 60_000))
-    run = subprocess.Popen([ROOT / "run.sh", "--preset", "laptop", *tiny_flags, "--num_steps", "9000", "--epochs", "1000"],
-                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=offline(), start_new_session=True)
+    run = subprocess.Popen(
+        [
+            ROOT / "run.sh",
+            "--preset",
+            "laptop",
+            *tiny_flags,
+            "--num_steps",
+            "9000",
+            "--epochs",
+            "1000",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env=offline(),
+        start_new_session=True,
+    )
     while "step:10/" not in (line := run.stdout.readline()):
         assert line, run.stderr.read()
     os.killpg(run.pid, signal.SIGINT)
@@ -997,7 +1730,8 @@ def test_ctrl_c_ends_a_run_with_130_and_says_what_is_kept_and_how_to_go_on(tmp_p
     assert run.returncode == 130, stderr
     [log] = (tmp_path / "logs").glob("*.txt")
     said = rf"interrupted before step \d+; --resume {log} continues from there"
-    assert re.search(rf"rank (0: {said}; the log so far: {log}|1: {said})\n", stderr), stderr  # rank 1 has no log
+    # rank 1 has no log
+    assert re.search(rf"rank (0: {said}; the log so far: {log}|1: {said})\n", stderr), stderr
     assert f"run.sh: to continue: ./run.sh --resume latest --log_dir {log.parent}\n" in stderr
     assert [*log.parent.glob("*.ckpt")]
     assert "Traceback" not in stderr and "torch" not in stderr
@@ -1005,12 +1739,22 @@ def test_ctrl_c_ends_a_run_with_130_and_says_what_is_kept_and_how_to_go_on(tmp_p
 
 @needs_venv
 def test_the_embedded_corpus_is_made_where_it_is_missing_and_found_where_it_is():
-    done = subprocess.run([ROOT / ".venv" / "bin" / "python", ROOT / "data" / "stdlib.py"], capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [ROOT / ".venv" / "bin" / "python", ROOT / "data" / "stdlib.py"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stderr
     laptop = train_gpt.PRESETS["laptop"]
-    train, val = (train_gpt.find_shards(pattern) for pattern in (laptop.train_files, laptop.val_files))
+    train, val = (
+        train_gpt.find_shards(pattern) for pattern in (laptop.train_files, laptop.val_files)
+    )
     assert train[0].encoding == val[0].encoding == (257, 256)
-    assert sum(shard.tokens for shard in train) > 3 * laptop.num_steps * laptop.micro_batches * laptop.micro_batch_tokens
+    assert (
+        sum(shard.tokens for shard in train)
+        > 3 * laptop.num_steps * laptop.micro_batches * laptop.micro_batch_tokens
+    )
     stream = train_gpt.Stream(train, laptop)
     stream.check_enough()
     assert len(stream.next_batch(train_gpt.plan_of(laptop, 0))) == laptop.micro_batches

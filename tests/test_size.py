@@ -1,4 +1,6 @@
-"""What the project weighs, in tokens of Python: lines are free. A commit that raises a figure says in its message what left."""
+"""What the project weighs, in tokens of Python: lines are free. A commit that raises a figure says
+in its message what left."""
+
 import ast
 import io
 import tokenize
@@ -33,7 +35,11 @@ def code_tokens(source):
     skipped_lines = docstring_lines(source)
     skipped_types = LAYOUT | {tokenize.COMMENT}
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return [token for token in tokens if token.type not in skipped_types and token.start[0] not in skipped_lines]
+    return [
+        token
+        for token in tokens
+        if token.type not in skipped_types and token.start[0] not in skipped_lines
+    ]
 
 
 @pytest.mark.parametrize("patterns", TOKENS)

@@ -25,7 +25,8 @@ def lengths_to_tokens(lengths):
 
 
 def plain_documents(tokens, longest, split=False):
-    """Limit documents to `longest` tokens in plain Python: drop the remaining tokens, or split them off with BOS as the first token."""
+    """Limit documents to `longest` tokens in plain Python: drop the remaining tokens, or split
+    them off with BOS as the first token."""
     documents = []
     for token in tokens.tolist():
         if token == BOS:
@@ -34,41 +35,58 @@ def plain_documents(tokens, longest, split=False):
             documents[-1].append(token)
     if not split:
         return [document[:longest] for document in documents]
-    return [[BOS, *document[i + 1:i + longest]] for document in documents for i in range(0, len(document), longest)]
+    return [
+        [BOS, *document[i + 1 : i + longest]]
+        for document in documents
+        for i in range(0, len(document), longest)
+    ]
 
 
 def plain_batch(documents, at, micro_batches, tokens):
-    """Pack documents in plain Python until each micro-batch holds tokens + 1; cut the last document of each to fit.
+    """Pack documents in plain Python until each micro-batch holds tokens + 1; cut the last
+    document of each to fit.
 
     Return the micro-batches and the next document; (None, at) if the documents run out.
     """
-    batch, pointer = [], at
+    batch = []
+    pointer = at
     for _ in range(micro_batches):
         held = []
         while len(held) < tokens + 1:
             if pointer == len(documents):
                 return None, at
-            held += documents[pointer][:tokens + 1 - len(held)]
+            held += documents[pointer][: tokens + 1 - len(held)]
             pointer += 1
         batch.append(held)
     return batch, pointer
 
 
 @settings(max_examples=80, deadline=None)
-@given(lengths=st.lists(st.integers(1, 30), min_size=20, max_size=80), longest=st.integers(2, 20), tokens=st.integers(5, 40),
-       micro_batches=st.sampled_from([1, 2, 3, 8]), split=st.booleans())
-def test_packing_equals_plain_python_to_the_last_batch(lengths, longest, tokens, micro_batches, split):
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=20, max_size=80),
+    longest=st.integers(2, 20),
+    tokens=st.integers(5, 40),
+    micro_batches=st.sampled_from([1, 2, 3, 8]),
+    split=st.booleans(),
+)
+def test_packing_equals_plain_python_to_the_last_batch(
+    lengths, longest, tokens, micro_batches, split
+):
     stream = lengths_to_tokens(np.array(lengths))
     documents, _ = train_gpt.limit_documents(train_gpt.index_documents(stream, BOS), longest, split)
     plain = plain_documents(stream, longest, split)
-    offsets, first, at = np.append(0, np.cumsum(documents.lengths)), 0, 0
+    offsets = np.append(0, np.cumsum(documents.lengths))
+    first = 0
+    at = 0
     while True:
         taken = train_gpt.pack(offsets, first, micro_batches, tokens)
         expected, at = plain_batch(plain, at, micro_batches, tokens)
         assert (taken is None) == (expected is None)
         if taken is None:
             break
-        assert [train_gpt.fill_micro_batch(documents, BOS, *one).tolist() for one in taken] == expected
+        assert [
+            train_gpt.fill_micro_batch(documents, BOS, *one).tolist() for one in taken
+        ] == expected
         first = taken[-1][1] + 1
         assert first == at
 
@@ -77,14 +95,22 @@ def test_packing_equals_plain_python_to_the_last_batch(lengths, longest, tokens,
 @settings(max_examples=60, deadline=None)
 def test_split_documents_keep_every_token_that_bos_does_not_replace(lengths, longest):
     tokens = lengths_to_tokens(np.array(lengths))
-    documents, piece_of = train_gpt.limit_documents(train_gpt.index_documents(tokens, BOS), longest, split=True)
+    documents, piece_of = train_gpt.limit_documents(
+        train_gpt.index_documents(tokens, BOS), longest, split=True
+    )
     assert documents.lengths.max() <= longest
-    covered = np.concatenate([np.arange(s, s + n) for s, n in zip(documents.starts, documents.lengths)])
+    covered = np.concatenate(
+        [np.arange(s, s + n) for s, n in zip(documents.starts, documents.lengths)]
+    )
     assert np.array_equal(covered, np.arange(len(tokens)))
     opened = np.cumsum(tokens == BOS) - 1
     for i in range(len(documents.starts)):
         piece = train_gpt.fill_micro_batch(documents, BOS, i, i, int(documents.lengths[i]))
-        assert piece[0] == BOS and not (piece[1:] == BOS).any() and piece_of[i] == opened[documents.starts[i]]
+        assert (
+            piece[0] == BOS
+            and not (piece[1:] == BOS).any()
+            and piece_of[i] == opened[documents.starts[i]]
+        )
 
 
 def make_stream(tmp_path, tiny, rank=0, ranks=1, shards=((1, 3000), (2, 3000)), **changes):
@@ -98,7 +124,7 @@ def read(stream, steps=None):
     """Read the batches of some steps, or all batches until the data run out."""
     batches = []
     try:
-        for step in range(steps or 10 ** 6):
+        for step in range(steps or 10**6):
             batches.append(np.stack(stream.next_batch(train_gpt.plan_of(stream.config, step))))
     except train_gpt.RunError as error:
         if steps or "ran out" not in str(error):
@@ -107,18 +133,21 @@ def read(stream, steps=None):
 
 
 def digest_of(batches):
-    """Compute a run's digest a second time: sum the hashes of step, index and tokens of all micro-batches."""
+    """Compute a run's digest a second time: sum the hashes of step, index and tokens of all
+    micro-batches."""
     total = 0
     for step, batch in enumerate(batches):
         for place, tokens in enumerate(batch):
             text = struct.pack("<QQ", step, place) + np.asarray(tokens, dtype="<u2").tobytes()
             total += int(hashlib.sha256(text).hexdigest(), 16)
-    return total % 2 ** 256
+    return total % 2**256
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ranks_read_disjoint_parts_of_the_same_batches_with_one_digest(tmp_path, tiny, ranks):
-    growing = dict(stages=(Stage(until=3, micro_batches=12), Stage(micro_batches=24)), micro_batch_tokens=15)
+    growing = dict(
+        stages=(Stage(until=3, micro_batches=12), Stage(micro_batches=24)), micro_batch_tokens=15
+    )
     alone = make_stream(tmp_path, tiny, **growing)
     batches = read(alone, 6)
     assert [len(batch) for batch in batches] == [12] * 3 + [24] * 3 and alone.position.shard == 1
@@ -126,7 +155,7 @@ def test_ranks_read_disjoint_parts_of_the_same_batches_with_one_digest(tmp_path,
     together = [read(stream, 6) for stream in streams]
     for step, batch in enumerate(batches):
         assert np.array_equal(np.concatenate([mine[step] for mine in together]), batch)
-    assert alone.digest == digest_of(batches) == sum(stream.digest for stream in streams) % 2 ** 256
+    assert alone.digest == digest_of(batches) == sum(stream.digest for stream in streams) % 2**256
     assert {stream.position for stream in streams} == {alone.position}
 
 
@@ -142,25 +171,45 @@ def test_the_digest_depends_on_order_step_and_content(tmp_path, tiny):
 
 
 @pytest.mark.parametrize("split", ["cut", "split"])
-@pytest.mark.parametrize("stages", [
-    (Stage(until=2, micro_batches=2), Stage(until=4, micro_batches=4), Stage(micro_batches=8)),
-    (Stage(until=3, max_document_tokens=9), Stage(until=5, max_document_tokens=40), Stage(max_document_tokens=20)),
-    (Stage(until=5, max_document_tokens=30, micro_batches=3), Stage(max_document_tokens=9, micro_batches=5))],
-    ids=["batches", "lengths", "both"])
+@pytest.mark.parametrize(
+    "stages",
+    [
+        (Stage(until=2, micro_batches=2), Stage(until=4, micro_batches=4), Stage(micro_batches=8)),
+        (
+            Stage(until=3, max_document_tokens=9),
+            Stage(until=5, max_document_tokens=40),
+            Stage(max_document_tokens=20),
+        ),
+        (
+            Stage(until=5, max_document_tokens=30, micro_batches=3),
+            Stage(max_document_tokens=9, micro_batches=5),
+        ),
+    ],
+    ids=["batches", "lengths", "both"],
+)
 def test_batches_and_lengths_that_change_by_stage_equal_plain_python(tmp_path, tiny, stages, split):
-    """The first batch of a new length begins with the first document that no batch has read; unread pieces of a split document
-    are skipped. Documents are first split at the longest length of all stages."""
-    stream = make_stream(tmp_path, tiny, stages=stages, long_documents=split, shards=((4, 2500), (5, 9000)))
+    """The first batch of a new length begins with the first document that no batch has read;
+    unread pieces of a split document are skipped. Documents are first split at the longest length
+    of all stages."""
+    stream = make_stream(
+        tmp_path, tiny, stages=stages, long_documents=split, shards=((4, 2500), (5, 9000))
+    )
     tokens = [train_gpt.load_tokens(shard) for shard in stream.shards]
     longest = max(train_gpt.plan_of(stream.config, step).max_document_tokens for step in range(12))
 
     def documents(shard, at):
         """List the shard's documents as lists of pieces of at most `at` tokens."""
-        whole = plain_documents(tokens[shard], longest if split == "split" else 10 ** 6, split == "split")
+        whole = plain_documents(
+            tokens[shard], longest if split == "split" else 10**6, split == "split"
+        )
         return [plain_documents(np.array(document), at, split == "split") for document in whole]
 
-    shard, begun = 0, 0  # begun: documents of the shard that batches have read from; `at` counts pieces of one length
-    at, pieces, length = 0, None, None
+    # begun: documents of the shard that batches have read from; `at` counts pieces of one length
+    shard = 0
+    begun = 0
+    at = 0
+    pieces = None
+    length = None
     for step in range(12):
         plan = train_gpt.plan_of(stream.config, step)
         if plan.max_document_tokens != length:
@@ -171,17 +220,20 @@ def test_batches_and_lengths_that_change_by_stage_equal_plain_python(tmp_path, t
             at = owner.index(begun) if begun else 0
         expected, after = plain_batch(pieces, at, plan.micro_batches, 48)
         if expected is None:
-            shard, begun = shard + 1, 0
+            shard = shard + 1
+            begun = 0
             groups = documents(shard, length)
             pieces = [piece for group in groups for piece in group]
             owner = [i for i, group in enumerate(groups) for _ in group]
             expected, after = plain_batch(pieces, 0, plan.micro_batches, 48)
-        at, begun = after, owner[after - 1] + 1
+        at = after
+        begun = owner[after - 1] + 1
         assert [list(map(int, one)) for one in stream.next_batch(plan)] == expected, step
 
 
 def test_no_document_is_read_twice_and_a_new_shard_begins_a_batch(tmp_path, tiny):
-    documents = np.concatenate([np.full(7, BOS)[:1], np.arange(6)])  # BOS and six tokens, which are replaced by the document's number
+    # BOS and six tokens, which are replaced by the document's number
+    documents = np.concatenate([np.full(7, BOS)[:1], np.arange(6)])
     for i in range(2):
         tokens = np.tile(documents, 200).reshape(200, 7)
         tokens[:, 1:] = (np.arange(200) + 200 * i)[:, None] + 64
@@ -198,23 +250,33 @@ def test_no_document_is_read_twice_and_a_new_shard_begins_a_batch(tmp_path, tiny
 
 def test_a_stream_continues_from_a_saved_position(tmp_path, tiny):
     """Within a length, and just before the length changes."""
-    for stages in ((Stage(),), (Stage(until=3, max_document_tokens=12), Stage(max_document_tokens=30))):
+    for stages in (
+        (Stage(),),
+        (Stage(until=3, max_document_tokens=12), Stage(max_document_tokens=30)),
+    ):
         stream = make_stream(tmp_path, tiny, stages=stages, long_documents="split")
         read(stream, 3)
         position = train_gpt.Position(*stream.position)
-        following = [stream.next_batch(train_gpt.plan_of(stream.config, step)) for step in range(3, 9)]
+        following = [
+            stream.next_batch(train_gpt.plan_of(stream.config, step)) for step in range(3, 9)
+        ]
         other = make_stream(tmp_path, tiny, stages=stages, long_documents="split")
         other.position = position
         for step, batch in enumerate(following, 3):
-            assert np.array_equal(np.stack(other.next_batch(train_gpt.plan_of(stream.config, step))), np.stack(batch))
+            assert np.array_equal(
+                np.stack(other.next_batch(train_gpt.plan_of(stream.config, step))), np.stack(batch)
+            )
         assert other.position == stream.position != position
 
 
 def test_the_seed_decides_the_shuffled_order(tmp_path, tiny):
     def first(seed, shuffle=True):
         return read(make_stream(tmp_path, tiny, shuffle=shuffle, seed=seed), 1)[0]
+
     assert np.array_equal(first(1), first(1)) and not np.array_equal(first(1), first(2))
-    assert np.array_equal(first(1, False), first(2, False)) and not np.array_equal(first(1), first(1, False))
+    assert np.array_equal(first(1, False), first(2, False)) and not np.array_equal(
+        first(1), first(1, False)
+    )
 
 
 def test_any_stretch_of_an_even_order_samples_the_whole_shard(tmp_path, tiny):
@@ -222,14 +284,26 @@ def test_any_stretch_of_an_even_order_samples_the_whole_shard(tmp_path, tiny):
 
     def order(seed, even):
         config = dataclasses.replace(tiny, shuffle=True, even_order=even, seed=seed)
-        return train_gpt.Stream(train_gpt.find_shards(str(tmp_path / "t_0.bin")), config)._load(0).starts // 3
+        return (
+            train_gpt.Stream(train_gpt.find_shards(str(tmp_path / "t_0.bin")), config)
+            ._load(0)
+            .starts
+            // 3
+        )
 
-    def unevenness(order):  # of 100 consecutive documents, 10 should come from each tenth of the shard
-        return max(np.abs(np.bincount(order[i:i + 100] // 100, minlength=10) - 10).max() for i in range(0, 901, 50))
+    # of 100 consecutive documents, 10 should come from each tenth of the shard
+    def unevenness(order):
+        return max(
+            np.abs(np.bincount(order[i : i + 100] // 100, minlength=10) - 10).max()
+            for i in range(0, 901, 50)
+        )
+
     for seed in (1, 2):
         assert sorted(order(seed, True)) == sorted(order(seed, False)) == list(range(1000))
         assert unevenness(order(seed, True)) <= 2 and unevenness(order(seed, False)) > 5
-    assert not np.array_equal(order(1, True)[:10], order(2, True)[:10]), "the seed decides the phase"
+    assert not np.array_equal(order(1, True)[:10], order(2, True)[:10]), (
+        "the seed decides the phase"
+    )
 
 
 def test_the_next_shard_is_loaded_in_the_background(tmp_path, tiny, monkeypatch):
@@ -240,6 +314,7 @@ def test_the_next_shard_is_loaded_in_the_background(tmp_path, tiny, monkeypatch)
         if shard.path.parent == tmp_path:  # a stream of an earlier test may still be loading
             loads.append((shard.path.name, threading.current_thread().name))
         return load(shard)
+
     monkeypatch.setattr(train_gpt, "load_tokens", noted)
     stream = make_stream(tmp_path, tiny)
     read(stream, 1)
@@ -258,11 +333,17 @@ def test_an_error_of_the_loading_thread_reaches_the_reader(tmp_path, tiny):
 def test_a_shard_that_changes_during_the_run_is_refused(tmp_path, tiny):
     """Also if its size stays the same."""
     make_stream(tmp_path, tiny)
-    shards = train_gpt.with_digests(train_gpt.find_shards(str(tmp_path / "t_*.bin")), train_gpt.Comm(), 0)
-    assert [shard.sha256 for shard in shards] == [hashlib.sha256(shard.path.read_bytes()).hexdigest() for shard in shards]
+    shards = train_gpt.with_digests(
+        train_gpt.find_shards(str(tmp_path / "t_*.bin")), train_gpt.Comm(), 0
+    )
+    assert [shard.sha256 for shard in shards] == [
+        hashlib.sha256(shard.path.read_bytes()).hexdigest() for shard in shards
+    ]
     for other in ((9, 3000), (2, 3001)):
         write_shard(tmp_path / "t_1.bin", some_documents(*other))
-        with pytest.raises(train_gpt.RunError, match="t_1.bin: the file has changed since the run began"):
+        with pytest.raises(
+            train_gpt.RunError, match="t_1.bin: the file has changed since the run began"
+        ):
             read(train_gpt.Stream(shards, tiny))
     write_shard(tmp_path / "t_1.bin", some_documents(2, 3000))
     assert len(read(train_gpt.Stream(shards, tiny))) == 10
@@ -270,9 +351,12 @@ def test_a_shard_that_changes_during_the_run_is_refused(tmp_path, tiny):
 
 def hashing(comm, pattern):
     """Return the names of the files that this rank hashes, and the shards' digests."""
-    done, file_sha256 = [], train_gpt.file_sha256
+    done = []
+    file_sha256 = train_gpt.file_sha256
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_gpt, "file_sha256", lambda path: done.append(path.name) or file_sha256(path))
+        patch.setattr(
+            train_gpt, "file_sha256", lambda path: done.append(path.name) or file_sha256(path)
+        )
         shards = train_gpt.with_digests(train_gpt.find_shards(pattern), comm, comm.rank)
     return sorted(done), [shard.sha256 for shard in shards]
 
@@ -282,37 +366,72 @@ def test_one_rank_of_a_host_hashes_the_shards(tmp_path, on_ranks):
         write_shard(tmp_path / f"t_{i}.bin", some_documents(i, 300))
     (first, digests), (second, same) = on_ranks(2, hashing, str(tmp_path / "t_*.bin"))
     assert first == [f"t_{i}.bin" for i in range(5)] and second == []
-    assert digests == same == [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(tmp_path.glob("t_*.bin"))]
+    assert (
+        digests
+        == same
+        == [
+            hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in sorted(tmp_path.glob("t_*.bin"))
+        ]
+    )
 
 
 def test_the_error_names_the_shards_when_data_run_out(tmp_path, tiny):
     stream = make_stream(tmp_path, tiny)
-    with pytest.raises(train_gpt.RunError, match=r"ran out: 2 shard\(s\) like .*t_0\.bin hold 6000 tokens"):
+    with pytest.raises(
+        train_gpt.RunError, match=r"ran out: 2 shard\(s\) like .*t_0\.bin hold 6000 tokens"
+    ):
         read(stream, 1000)
 
 
 def test_each_epoch_reads_the_shards_in_another_order(tmp_path, tiny):
     """With three epochs the first is as with one epoch."""
-    changes = dict(shuffle=True, long_documents="split", max_document_tokens=49, micro_batch_tokens=48, micro_batches=1)
+    changes = dict(
+        shuffle=True,
+        long_documents="split",
+        max_document_tokens=49,
+        micro_batch_tokens=48,
+        micro_batches=1,
+    )
     shards = ((1, 2000), (2, 2000))
-    once, thrice = (read(make_stream(tmp_path, tiny, shards=shards, epochs=epochs, **changes)) for epochs in (1, 3))
-    assert all(np.array_equal(a, b) for a, b in zip(once, thrice)) and 2.8 * len(once) < len(thrice) < 3.2 * len(once)
-    again = thrice[len(once):2 * len(once)]
+    once, thrice = (
+        read(make_stream(tmp_path, tiny, shards=shards, epochs=epochs, **changes))
+        for epochs in (1, 3)
+    )
+    assert all(np.array_equal(a, b) for a, b in zip(once, thrice)) and 2.8 * len(once) < len(
+        thrice
+    ) < 3.2 * len(once)
+    again = thrice[len(once) : 2 * len(once)]
     assert not any(np.array_equal(a, b) for a, b in zip(once, again))
 
 
-@pytest.mark.parametrize("steps, changes, says", [
-    (10, {}, ""),
-    (100, {}, "t_0.bin hold 6000 tokens, and 100 steps read at least 38400; add shards"),
-    (15, {}, "ran out"),  # 5,760 of 6,000 tokens, but cut documents lose some
-    (20, {}, "20 steps read at least 7680; add shards"),
-    (20, dict(epochs=2), ""),
-    (31, dict(epochs=2), r"ran out: 2 shard\(s\) like .*t_0\.bin, read 2 times, hold 12000 tokens"),
-    (20, dict(stages=(Stage(micro_batches=4),)), ""),
-    (18, dict(stages=(Stage(until=1/2, micro_batches=1), Stage(micro_batches=8))), ""),
-    (28, dict(stages=(Stage(until=1/2, micro_batches=1), Stage(micro_batches=8))), "28 steps read at least 6048"),
-    (10, dict(stages=(Stage(until=1/2, max_document_tokens=40), Stage(max_document_tokens=6))), "ran out"),
-])
+@pytest.mark.parametrize(
+    "steps, changes, says",
+    [
+        (10, {}, ""),
+        (100, {}, "t_0.bin hold 6000 tokens, and 100 steps read at least 38400; add shards"),
+        (15, {}, "ran out"),  # 5,760 of 6,000 tokens, but cut documents lose some
+        (20, {}, "20 steps read at least 7680; add shards"),
+        (20, dict(epochs=2), ""),
+        (
+            31,
+            dict(epochs=2),
+            r"ran out: 2 shard\(s\) like .*t_0\.bin, read 2 times, hold 12000 tokens",
+        ),
+        (20, dict(stages=(Stage(micro_batches=4),)), ""),
+        (18, dict(stages=(Stage(until=1 / 2, micro_batches=1), Stage(micro_batches=8))), ""),
+        (
+            28,
+            dict(stages=(Stage(until=1 / 2, micro_batches=1), Stage(micro_batches=8))),
+            "28 steps read at least 6048",
+        ),
+        (
+            10,
+            dict(stages=(Stage(until=1 / 2, max_document_tokens=40), Stage(max_document_tokens=6))),
+            "ran out",
+        ),
+    ],
+)
 def test_too_few_data_are_refused_before_the_run(tmp_path, tiny, steps, changes, says):
     stream = make_stream(tmp_path, tiny, num_steps=steps, **changes)
     if says:
@@ -324,20 +443,44 @@ def test_too_few_data_are_refused_before_the_run(tmp_path, tiny, steps, changes,
     assert len(read(stream, steps)) == steps
 
 
-@pytest.mark.parametrize("damage,says", [
-    (lambda path: path.unlink(), "no shard matches"),
-    (lambda path: path.write_bytes(b"short"), r"bad.bin: not a complete shard: 5 bytes that .* Delete it, then fetch or create it again"),
-    (lambda path: path.write_bytes(b"no tokens" * 200), "not a complete shard"),
-    (lambda path: write_shard(path, [BOS, 1], magic=7), r"begin with \[7, 1, "),
-    (lambda path: write_shard(path, [BOS, 1], version=2), r"begin with \[20240520, 2, "),
-    (lambda path: write_shard(path, [BOS, 1], count=3), r"1028 bytes that begin with \[20240520, 1, 3\].* has 1030 bytes"),
-    (lambda path: write_shard(path, [BOS, 1], vocab_size=2 ** 31 - 1), r"vocab_size=2147483647, bos_id=63\); a shard"),
-    (lambda path: write_shard(path, [BOS, 1], vocab_size=-1), r"vocab_size=-1, bos_id=63\); a shard"),
-    (lambda path: write_shard(path, [BOS, 1], bos_id=64), r"vocab_size=64, bos_id=64\); a shard"),
-    (lambda path: path.write_bytes(path.read_bytes()[:-2]), r"7022 bytes that .* has 7024 bytes"),
-    (lambda path: (path.unlink(), os.mkfifo(path)), "bad.bin: not a regular file; delete it"),
-    (lambda path: (path.unlink(), path.mkdir()), "bad.bin: not a regular file; delete it"),
-])
+@pytest.mark.parametrize(
+    "damage,says",
+    [
+        (lambda path: path.unlink(), "no shard matches"),
+        (
+            lambda path: path.write_bytes(b"short"),
+            (
+                r"bad.bin: not a complete shard: 5 bytes that .* Delete it, then fetch or create it"
+                r" again"
+            ),
+        ),
+        (lambda path: path.write_bytes(b"no tokens" * 200), "not a complete shard"),
+        (lambda path: write_shard(path, [BOS, 1], magic=7), r"begin with \[7, 1, "),
+        (lambda path: write_shard(path, [BOS, 1], version=2), r"begin with \[20240520, 2, "),
+        (
+            lambda path: write_shard(path, [BOS, 1], count=3),
+            r"1028 bytes that begin with \[20240520, 1, 3\].* has 1030 bytes",
+        ),
+        (
+            lambda path: write_shard(path, [BOS, 1], vocab_size=2**31 - 1),
+            r"vocab_size=2147483647, bos_id=63\); a shard",
+        ),
+        (
+            lambda path: write_shard(path, [BOS, 1], vocab_size=-1),
+            r"vocab_size=-1, bos_id=63\); a shard",
+        ),
+        (
+            lambda path: write_shard(path, [BOS, 1], bos_id=64),
+            r"vocab_size=64, bos_id=64\); a shard",
+        ),
+        (
+            lambda path: path.write_bytes(path.read_bytes()[:-2]),
+            r"7022 bytes that .* has 7024 bytes",
+        ),
+        (lambda path: (path.unlink(), os.mkfifo(path)), "bad.bin: not a regular file; delete it"),
+        (lambda path: (path.unlink(), path.mkdir()), "bad.bin: not a regular file; delete it"),
+    ],
+)
 def test_the_error_names_a_damaged_shard(tmp_path, damage, says):
     path = write_shard(tmp_path / "bad.bin", some_documents(0, 3000))
     damage(path)
@@ -369,10 +512,16 @@ def test_validation_reads_the_first_tokens_in_order_across_shards(tmp_path):
     shards = train_gpt.find_shards(str(tmp_path / "v_*.bin"))
     some = train_gpt.validation_sequences(shards, 128, 32)
     assert some.shape == (4, 33)
-    assert np.array_equal(some[:, :-1].ravel(), whole[:128]) and np.array_equal(some[:, 1:].ravel(), whole[1:129])
+    assert np.array_equal(some[:, :-1].ravel(), whole[:128]) and np.array_equal(
+        some[:, 1:].ravel(), whole[1:129]
+    )
     every = train_gpt.validation_sequences(shards, 0, 64)
     targets = every[:, 1:].ravel()
-    assert every.shape == (4, 65) and np.array_equal(targets[:199], whole[1:]) and (targets[199:] == -1).all()
+    assert (
+        every.shape == (4, 65)
+        and np.array_equal(targets[:199], whole[1:])
+        and (targets[199:] == -1).all()
+    )
     with pytest.raises(train_gpt.RunError, match="needs 257 tokens, and 2 .* hold 200"):
         train_gpt.validation_sequences(shards, 256, 64)
     write_shard(tmp_path / "empty.bin", [])
@@ -381,8 +530,12 @@ def test_validation_reads_the_first_tokens_in_order_across_shards(tmp_path):
 
 
 def test_a_header_may_lack_an_encoding(tmp_path):
-    assert train_gpt.read_header(write_shard(tmp_path / "a.bin", [BOS], vocab_size=0, bos_id=0)).encoding == (50257, 50256)
-    assert train_gpt.read_header(write_shard(tmp_path / "b.bin", [0, 1], vocab_size=10, bos_id=0)).encoding == (10, 0)
+    assert train_gpt.read_header(
+        write_shard(tmp_path / "a.bin", [BOS], vocab_size=0, bos_id=0)
+    ).encoding == (50257, 50256)
+    assert train_gpt.read_header(
+        write_shard(tmp_path / "b.bin", [0, 1], vocab_size=10, bos_id=0)
+    ).encoding == (10, 0)
 
 
 def test_the_script_s_folder_may_have_wildcards_in_its_name(tmp_path, monkeypatch):

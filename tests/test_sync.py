@@ -1,8 +1,9 @@
-"""Gradient sync under hostile networks, and the requirements of the mechanism with the tests that show each.
+"""Gradient sync under hostile networks, and the requirements of the mechanism with the tests that
+show each.
 
-A: hooks of the record; B: contiguous gradient buffers; C: readiness counters and overlap; D: contiguous parameters;
-E: a reducer's rules; then further properties and bad input. The tests are here, in test_optimizer.py or in test_run.py;
-test_the_table_names_existing_tests reads this table.
+A: hooks of the record; B: contiguous gradient buffers; C: readiness counters and overlap; D:
+contiguous parameters; E: a reducer's rules; then further properties and bad input. The tests are
+here, in test_optimizer.py or in test_run.py; test_the_table_names_existing_tests reads this table.
 
     A1 launch in a hook         test_launches_happen_in_backward_and_waits_after_it
     A2 a hook never waits       test_backward_ends_though_the_network_never_answers, mutant WaitsInHook
@@ -111,10 +112,21 @@ import train_gpt
 from conftest import some_documents
 from gpt_speedrun import Comm, Optimizer, Reducer, RunError, SyncSettings, fill_buckets
 from gpt_speedrun.engine import CompressedComm, ParamSpec, factor_tensor, tree_sum
-from test_optimizer import (BOS, FULL, ONCE, Descent, Operations, Recorder, chain, mixed_steps,
-                            mixture, optimizer_of, specs_with, train_steps)
+from test_optimizer import (
+    BOS,
+    FULL,
+    ONCE,
+    Descent,
+    Operations,
+    Recorder,
+    chain,
+    mixed_steps,
+    mixture,
+    optimizer_of,
+    specs_with,
+    train_steps,
+)
 from test_run import flags, launch, one, read_log, run_here  # noqa: F401  (fixtures)
-
 
 # networks
 
@@ -140,6 +152,7 @@ class Hostile(Comm):
                     raise AssertionError("a buffer was written between its launch and its wait")
                 full.copy_(kept)
                 Comm.reduce_scatter(comm, shard, full, buffer).wait()
+
         return self.hand_over(Later())
 
     def all_gather(self, full, shard):
@@ -151,15 +164,18 @@ class Hostile(Comm):
             def wait(self):
                 shard.copy_(mine)
                 Comm.all_gather(comm, full, shard).wait()
+
         return self.hand_over(Later())
 
 
 class Reordering(Hostile):
-    """Completes other collectives first when one is waited for, in a random order that all ranks share."""
+    """Completes other collectives first when one is waited for, in a random order that all ranks
+    share."""
 
     def __init__(self, rank=0, ranks=1):
         super().__init__(rank, ranks)
-        self.open, self.draw = [], random.Random(0)
+        self.open = []
+        self.draw = random.Random(0)
 
     def hand_over(self, handle):
         comm = self
@@ -169,6 +185,7 @@ class Reordering(Hostile):
             def wait(self):
                 while handle in comm.open:
                     comm.open.pop(comm.draw.randrange(len(comm.open))).wait()
+
         return Shuffled()
 
 
@@ -179,6 +196,7 @@ class Never(Comm):
         class Unanswered:
             def wait(self):
                 raise TimeoutError("waited for a network that never answers")
+
         return Unanswered()
 
 
@@ -198,6 +216,7 @@ class Failing(Comm):
         class Broken:
             def wait(self):
                 raise RuntimeError("connection closed by peer")
+
         return Broken()
 
 
@@ -211,7 +230,9 @@ class Collectives(Comm):
 
 def build(model, comm, mutant=None, rule=Descent(), bucket_bytes=0.0, **changes):
     """Build an optimizer that has the model; a mutant may replace the optimizer or its Reducer."""
-    with mock.patch.object(Optimizer, "reducer_class", mutant if mutant and issubclass(mutant, Reducer) else Reducer):
+    with mock.patch.object(
+        Optimizer, "reducer_class", mutant if mutant and issubclass(mutant, Reducer) else Reducer
+    ):
         engine = mutant if mutant and issubclass(mutant, Optimizer) else Optimizer
         buckets = fill_buckets(specs_with(model, rule), bucket_bytes, comm.rank, comm.ranks)
         return engine(buckets, comm, SyncSettings(**changes), model)
@@ -244,9 +265,17 @@ def plainly(x, ranks=1, model=None):
 
 
 X = torch.randn(3, 6, generator=torch.Generator().manual_seed(4))
-VARIANTS = [{}, {"sync": "step"}, {"update_order": "forward"}, {"overlap_param_gather": True},
-            {"overlap_param_gather": True, "update_order": "forward"}, {"world_size_invariant": True}, {"check_grads": True}, {"clip_norm": 1e9},
-            {"find_unused_parameters": True}]
+VARIANTS = [
+    {},
+    {"sync": "step"},
+    {"update_order": "forward"},
+    {"overlap_param_gather": True},
+    {"overlap_param_gather": True, "update_order": "forward"},
+    {"world_size_invariant": True},
+    {"check_grads": True},
+    {"clip_norm": 1e9},
+    {"find_unused_parameters": True},
+]
 
 
 def assert_close(ours, theirs):
@@ -261,12 +290,15 @@ def network_steps(comm, network, changes):
 @pytest.mark.parametrize("network,ranks", [(Reordering, 1), (Hostile, 2), (Reordering, 3)])
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_nothing_is_read_before_it_has_come(on_ranks, changes, network, ranks):
-    """Every setting computes the same as torch, with different data per rank: reads after waits, writes before launches."""
+    """Every setting computes the same as torch, with different data per rank: reads after waits,
+    writes before launches."""
     for parameters in on_ranks(ranks, network_steps, network, changes):
         assert_close(parameters, plainly(X, ranks))
 
 
-@pytest.mark.parametrize("changes", [{}, {"world_size_invariant": True}, {"overlap_param_gather": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"world_size_invariant": True}, {"overlap_param_gather": True}], ids=str
+)
 def test_collectives_and_messages_compute_the_same(on_ranks, changes):
     for network in (Comm, Collectives):
         for parameters in on_ranks(3, network_steps, network, {**changes, "bucket_bytes": 200}):
@@ -313,7 +345,8 @@ class Counting(Comm):
 
     def __init__(self, rank, ranks):
         super().__init__(rank, ranks)
-        self.buffers, self.arrivals = [], []
+        self.buffers = []
+        self.arrivals = []
 
     def receive_buffer(self, full, invariant):
         self.buffers.append(super().receive_buffer(full, invariant))
@@ -321,15 +354,25 @@ class Counting(Comm):
 
     def exchange(self, sent, received):
         if received[0].dtype != torch.int64:  # of Reducer.start_call
-            self.arrivals.append([received[rank].untyped_storage().data_ptr() for rank in range(self.ranks) if rank != self.rank])
+            self.arrivals.append(
+                [
+                    received[rank].untyped_storage().data_ptr()
+                    for rank in range(self.ranks)
+                    if rank != self.rank
+                ]
+            )
         return super().exchange(sent, received)
 
 
 def received_in(comm):
-    """Train three steps with six buckets. Return (number of buffers, whether each message arrived in a buffer or in parameters)."""
+    """Train three steps with six buckets. Return (number of buffers, whether each message arrived
+    in a buffer or in parameters)."""
     comm = Counting(comm.rank, comm.ranks)
     engine = flow(chain(), X, comm)[0]
-    kept = {x.untyped_storage().data_ptr() for x in (*comm.buffers, *(bucket.param_data for bucket in engine.buckets))}
+    kept = {
+        x.untyped_storage().data_ptr()
+        for x in (*comm.buffers, *(bucket.param_data for bucket in engine.buckets))
+    }
     return len(comm.buffers), [kept.issuperset(pointers) for pointers in comm.arrivals]
 
 
@@ -337,7 +380,11 @@ def test_the_group_of_cpu_tensors_has_the_run_s_timeout(monkeypatch):
     """Beside a GPU's group; by default gloo would wait for half an hour."""
     groups = []
     monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
-    monkeypatch.setattr(dist, "new_group", lambda ranks, timeout, backend, **_: groups.append((ranks, timeout, backend)))
+    monkeypatch.setattr(
+        dist,
+        "new_group",
+        lambda ranks, timeout, backend, **_: groups.append((ranks, timeout, backend)),
+    )
     Comm(0, 2, "cuda", timedelta(seconds=7)).cpu_group
     assert groups == [(None, timedelta(seconds=7), "gloo")]
 
@@ -394,7 +441,8 @@ class KeepsGradients(Reducer):
 def check_counting(mutant):
     """A bucket is launched at its last gradient, whatever the order."""
     for order in itertools.permutations("abc"):
-        params, comm = nn.ParameterDict({name: nn.Parameter(torch.zeros(3)) for name in "abc"}), Recorder()
+        params = nn.ParameterDict({name: nn.Parameter(torch.zeros(3)) for name in "abc"})
+        comm = Recorder()
         engine = build(params, comm, mutant, bucket_bytes=1e9)
         engine.reducer.launch_orders[len(engine.buckets)] = engine.buckets
         engine.prepare_for_backward(0)
@@ -405,7 +453,8 @@ def check_counting(mutant):
 
 
 def check_no_wait_in_backward(mutant):
-    model, comm = chain(), Recorder()
+    model = chain()
+    comm = Recorder()
     engine = build(model, comm, mutant)
     engine.reducer.launch_orders[len(engine.buckets)] = engine.buckets
     engine.prepare_for_backward(0)
@@ -421,7 +470,7 @@ def check_light_hook(mutant):
     """A hook runs one operator per gradient."""
     params = nn.ParameterDict({name: nn.Parameter(torch.zeros(1000)) for name in "pq"})
     engine = build(params, Comm(), mutant, bucket_bytes=1e9)
-    bucket, = engine.reducer.launch_orders[len(engine.buckets)] = engine.buckets
+    (bucket,) = engine.reducer.launch_orders[len(engine.buckets)] = engine.buckets
     factor_tensor(0.5, torch.float32, torch.float32, bucket.grad_data.device)  # is made once
     for i in range(2):
         engine.prepare_for_backward(0, i, 2)
@@ -430,17 +479,23 @@ def check_light_hook(mutant):
                 slot.param.grad = torch.ones(1000)
                 engine.reducer.register_grad_ready(bucket, slot)
         views = "view", "slice", "select", "unbind"  # of a launch: they touch no memory
-        assert [name for name in operations.names if name not in ("ones", *views)] == 2 * [["mul"], ["add_"]][i]
+        assert [name for name in operations.names if name not in ("ones", *views)] == 2 * [
+            ["mul"],
+            ["add_"],
+        ][i]
     assert bucket.reduce_handle is not None
 
 
 def check_memory(mutant):
     """Earlier gradients are freed when one arrives: at most one layer is alive beside the buckets."""
-    model, alive, seen = chain((64,) * 8), [], []
+    model = chain((64,) * 8)
+    alive = []
+    seen = []
 
     def count(p):
         alive.append(sum(size for storage, size in seen if not storage.expired()))
         seen.append((StorageWeakRef(p.grad.untyped_storage()), p.grad.nbytes))
+
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(count)
     engine = build(model, Comm(), mutant)
@@ -451,9 +506,15 @@ def check_memory(mutant):
     assert not any(not storage.expired() for storage, _ in seen)
 
 
-MUTANTS = [(check_counting, LastParameterOnly), (check_no_wait_in_backward, WaitsInHook), (check_hostile, WritesAfterLaunch),
-           (check_hostile, StepsEarly), (check_hostile, GathersUnwaited), (check_light_hook, HeavyHook),
-           (check_memory, KeepsGradients)]
+MUTANTS = [
+    (check_counting, LastParameterOnly),
+    (check_no_wait_in_backward, WaitsInHook),
+    (check_hostile, WritesAfterLaunch),
+    (check_hostile, StepsEarly),
+    (check_hostile, GathersUnwaited),
+    (check_light_hook, HeavyHook),
+    (check_memory, KeepsGradients),
+]
 
 
 @pytest.mark.parametrize("check,mutant", MUTANTS, ids=lambda x: x.__name__)
@@ -473,14 +534,22 @@ class SwapsOrderOnRankOne(Reducer):
 
 def same_size_buckets(comm, mutant):
     torch.manual_seed(0)
-    return flow(nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)), torch.ones(2, 8), comm, mutant)[1]
+    return flow(
+        nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)),
+        torch.ones(2, 8),
+        comm,
+        mutant,
+    )[1]
 
 
 def test_two_collectives_of_one_size_in_another_order_would_show(on_ranks):
-    """gloo would sum the wrong tensors silently. So all ranks use rank 0's order, and the values show it if not."""
+    """gloo would sum the wrong tensors silently. So all ranks use rank 0's order, and the values
+    show it if not."""
     torch.manual_seed(0)
     twin = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    right, wrong = (on_ranks(2, same_size_buckets, mutant)[0] for mutant in (None, SwapsOrderOnRankOne))
+    right, wrong = (
+        on_ranks(2, same_size_buckets, mutant)[0] for mutant in (None, SwapsOrderOnRankOne)
+    )
     plain = plainly(torch.ones(2, 8), 2, twin)
     assert_close(right, plain)
     assert not all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(wrong, plain))
@@ -503,9 +572,10 @@ def test_ranks_group_the_same_way(on_ranks):
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 10 ** 6), bucket_bytes=st.sampled_from([0, 100, 1e9]))
+@given(seed=st.integers(0, 10**6), bucket_bytes=st.sampled_from([0, 100, 1e9]))
 def test_random_graphs(seed, bucket_bytes):
-    """A random graph uses its leaves any number of times; the sums equal torch's in any order of hooks."""
+    """A random graph uses its leaves any number of times; the sums equal torch's in any order of
+    hooks."""
     generator = torch.Generator().manual_seed(seed)
     params = nn.ParameterList(nn.Parameter(torch.randn(4, generator=generator)) for _ in range(6))
     twin = nn.ParameterList(nn.Parameter(p.detach().clone()) for p in params)
@@ -517,6 +587,7 @@ def test_random_graphs(seed, bucket_bytes):
             i, j = torch.randint(len(nodes), (2,), generator=draw).tolist()
             nodes.append(torch.tanh(nodes[i] * nodes[j] + nodes[i]))
         return sum(node.sum() for node in nodes)
+
     optimizer = optimizer_of(params, Hostile(), bucket_bytes, Descent(0.01))
     judge = torch.optim.SGD(twin.parameters(), lr=0.01)
     for step in range(3):
@@ -535,7 +606,7 @@ def arrivals(comm):
     params = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in "abc"})
     optimizer = optimizer_of(params, comm)
     optimizer.prepare_for_backward(0)
-    for name in ("bca" if comm.rank == 0 else "cab"):
+    for name in "bca" if comm.rank == 0 else "cab":
         params[name].sum().backward()
     optimizer.step(FULL)
     return [bucket.slots[0].name for bucket in optimizer.reducer.launch_order]
@@ -548,35 +619,54 @@ def test_the_order_is_rank_0_s_arrival(on_ranks):
 def test_update_order_forward_updates_the_first_layers_first():
     comm = Recorder()
     engine, _ = flow(chain(), X, comm, update_order="forward")
-    gathers, order = [event[2] for event in comm.events if event[:2] == ("start", "gather")], engine.reducer.launch_order
+    gathers = [event[2] for event in comm.events if event[:2] == ("start", "gather")]
+    order = engine.reducer.launch_order
     in_order = {bucket.param_data.data_ptr(): i for i, bucket in enumerate(order)}
-    assert [in_order[pointer] for pointer in gathers[-len(order):]] == list(range(len(order)))[::-1]
+    assert [in_order[pointer] for pointer in gathers[-len(order) :]] == list(range(len(order)))[
+        ::-1
+    ]
     assert order[-1].slots[0].name.startswith("0.")
 
 
 def test_a_gather_is_waited_for_where_the_forward_reads_it():
-    comm, model = Recorder(), chain()
+    comm = Recorder()
+    model = chain()
     engine = build(model, comm, overlap_param_gather=True)
     run_steps(engine, model, X, range(2))
-    assert comm.kinds().count(("wait", "gather")) == len(engine.buckets), "the second step's are in flight"
+    assert comm.kinds().count(("wait", "gather")) == len(engine.buckets), (
+        "the second step's are in flight"
+    )
     seen = []
     for name, module in model.named_modules():
         if name:
             module.register_forward_hook(
-                lambda *_, name=name: seen.append((name, sum(bucket.gather_handle is not None for bucket in engine.buckets))))
+                lambda *_, name=name: seen.append(
+                    (name, sum(bucket.gather_handle is not None for bucket in engine.buckets))
+                )
+            )
     model(X)
-    assert seen == [("0", 4), ("1", 2), ("2", 0)], "each layer waits for its own two buckets, and for no other"
+    assert seen == [
+        ("0", 4),
+        ("1", 2),
+        ("2", 0),
+    ], "each layer waits for its own two buckets, and for no other"
 
 
 def test_a_gather_that_no_forward_read_is_waited_for_before_the_next_update():
-    model, comm = Branches(), Recorder()
+    model = Branches()
+    comm = Recorder()
     engine = build(model, comm, overlap_param_gather=True)
     for step in range(2):
         engine.prepare_for_backward(step)
-        torch.stack([p.sum() for p in model.parameters()]).sum().backward()  # no module's forward runs
+        # no module's forward runs
+        torch.stack([p.sum() for p in model.parameters()]).sum().backward()
         engine.step(FULL)
     for bucket in engine.buckets:
-        kinds = [event for event, kind, where in comm.events if kind == "gather" and where == bucket.param_data.data_ptr()]
+        kinds = [
+            event
+            for event, kind, where in comm.events
+            if kind == "gather" and where == bucket.param_data.data_ptr()
+        ]
         assert kinds == ["start", "wait", "start"]
 
 
@@ -604,18 +694,24 @@ def test_a_state_waits_for_the_gathers_that_are_under_way(on_ranks, ranks):
 
 
 def all_json_of(comm):
-    mine = {"rank": comm.rank, "text": 'ü"\\\n' * comm.rank, "list": [1.5, None, True][comm.rank:]}
+    mine = {"rank": comm.rank, "text": 'ü"\\\n' * comm.rank, "list": [1.5, None, True][comm.rank :]}
     return comm.all_gather_json(mine), comm.all_gather_json([])
 
 
 def test_json_comes_from_every_rank_as_it_was(on_ranks):
-    expected = [{"rank": rank, "text": 'ü"\\\n' * rank, "list": [1.5, None, True][rank:]} for rank in range(3)]
+    expected = [
+        {"rank": rank, "text": 'ü"\\\n' * rank, "list": [1.5, None, True][rank:]}
+        for rank in range(3)
+    ]
     assert on_ranks(3, all_json_of) == [(expected, [[], [], []])] * 3
 
 
 def unpickled(comm):
     """Build, train, save, load and fail, while sending a Python object raises an error."""
-    with mock.patch("torch.distributed.distributed_c10d._object_to_tensor", side_effect=AssertionError("pickled")):
+    with mock.patch(
+        "torch.distributed.distributed_c10d._object_to_tensor",
+        side_effect=AssertionError("pickled"),
+    ):
         optimizer, params = mixture(300.0, comm, check_grads=True, find_unused_parameters=True)
         mixed_steps(optimizer, params, range(2))
         optimizer.load_state_dict(optimizer.state_dict())
@@ -637,7 +733,9 @@ def test_ranks_send_each_other_no_pickles(on_ranks):
 
 def test_only_the_last_micro_batch_sends():
     """Earlier backwards accumulate and send nothing; together they equal one big batch."""
-    model, twin, comm = chain(), chain(), Recorder()
+    model = chain()
+    twin = chain()
+    comm = Recorder()
     optimizer = optimizer_of(model, comm, rule=Descent())
     judge = torch.optim.SGD(twin.parameters(), lr=Descent().lr)
     for step in range(3):
@@ -658,7 +756,9 @@ class Branches(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
-        self.left, self.right, self.never = nn.Linear(3, 1), nn.Linear(3, 1), nn.Linear(3, 1)
+        self.left = nn.Linear(3, 1)
+        self.right = nn.Linear(3, 1)
+        self.never = nn.Linear(3, 1)
 
     def forward(self, x, *names):
         return sum(getattr(self, name)(x) for name in names)
@@ -681,10 +781,14 @@ def test_unused_parameters(on_ranks, bucket_bytes, told):
     results = on_ranks(2, branch_steps, bucket_bytes, told)
     twin = Branches()
     before = {name: p.detach().clone() for name, p in twin.named_parameters()}
-    judge = torch.optim.AdamW(twin.parameters(), lr=0.01, betas=(0.65, 0.95), eps=1e-8, weight_decay=0)
+    judge = torch.optim.AdamW(
+        twin.parameters(), lr=0.01, betas=(0.65, 0.95), eps=1e-8, weight_decay=0
+    )
     for _ in range(3):
         judge.zero_grad()
-        ((twin(torch.ones(2, 3), "left").sum() + twin(torch.ones(2, 3) + 1, "right").sum()) / 2).backward()
+        (
+            (twin(torch.ones(2, 3), "left").sum() + twin(torch.ones(2, 3) + 1, "right").sum()) / 2
+        ).backward()
         judge.step()
     for parameters, state in results:
         for name, p in twin.named_parameters():
@@ -697,19 +801,29 @@ def launched_in_backward(comm, told):
     """Use all branches in the first step; then not the one whose buckets are launched first."""
     model = Branches()
     engine = build(model, comm, find_unused_parameters=True)
-    for step, names in enumerate((("left", "right", "never"), ("right",) if comm.rank else ("left",))):
+    for step, names in enumerate(
+        (("left", "right", "never"), ("right",) if comm.rank else ("left",))
+    ):
         loss = model(torch.ones(2, 3), *names).sum()
         engine.prepare_for_backward(step, loss=loss if told else None)
         loss.backward()
-        launches, first = engine.reducer.launches, engine.reducer.due[0].slots[0].name
+        launches = engine.reducer.launches
+        first = engine.reducer.due[0].slots[0].name
         engine.step(FULL)
-    return launches, first.split(".")[0], {name: p.detach().clone() for name, p in model.named_parameters()}
+    return (
+        launches,
+        first.split(".")[0],
+        {name: p.detach().clone() for name, p in model.named_parameters()},
+    )
 
 
 def test_overlap_goes_on_though_a_parameter_is_unused(on_ranks):
-    """Given the loss, unused parameters are known before backward, as in DDP. The result is the same without."""
+    """Given the loss, unused parameters are known before backward, as in DDP. The result is the
+    same without."""
     told, untold = (on_ranks(2, launched_in_backward, known) for known in (True, False))
-    assert [result[:2] for result in told] == [(6, "never")] * 2 and [result[:2] for result in untold] == [(0, "never")] * 2
+    assert [result[:2] for result in told] == [(6, "never")] * 2 and [
+        result[:2] for result in untold
+    ] == [(0, "never")] * 2
     for name, p in told[0][2].items():
         assert torch.equal(p, untold[0][2][name]) and torch.equal(p, told[1][2][name])
 
@@ -740,14 +854,18 @@ def test_a_parameter_used_now_and_then_keeps_its_moments_when_it_is_not():
 def test_a_gradient_of_the_first_of_two_steps_counts_where_the_second_has_none():
     """If Adam updates every second step, a parameter used in either step is updated."""
     model = Branches()
-    engine = build(model, Comm(), rule=Descent(every=2), bucket_bytes=1e9, find_unused_parameters=True)
+    engine = build(
+        model, Comm(), rule=Descent(every=2), bucket_bytes=1e9, find_unused_parameters=True
+    )
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for step, branch in enumerate(("left", "right")):
         engine.prepare_for_backward(step)
         model(torch.ones(2, 3), branch).sum().backward()
         engine.step(FULL)
     for name, p in model.named_parameters():
-        assert torch.allclose(p, before[name] - 0.001 * 2 * (not name.startswith("never")), rtol=1e-6), name
+        assert torch.allclose(
+            p, before[name] - 0.001 * 2 * (not name.startswith("never")), rtol=1e-6
+        ), name
 
 
 def test_a_graph_that_changes_is_an_error():
@@ -759,7 +877,9 @@ def test_a_graph_that_changes_is_an_error():
     optimizer.step(FULL)
     optimizer.prepare_for_backward(1)
     model(torch.ones(1, 3), "left").sum().backward()
-    with pytest.raises(RunError, match=r"2 of 4 .* not right\.bias, right\.weight.*or set find_unused_parameters"):
+    with pytest.raises(
+        RunError, match=r"2 of 4 .* not right\.bias, right\.weight.*or set find_unused_parameters"
+    ):
         optimizer.step(FULL)
 
 
@@ -774,7 +894,10 @@ def test_frozen(tiny):
 @pytest.mark.parametrize("settings", [{}, {"world_size_invariant": True}, {"clip_norm": 0.1}])
 def test_sparse_gradients_are_summed_as_dense_ones(settings, every):
     """Over micro-batches and steps, for rows that occur once, several times, or never."""
-    batches = [[torch.tensor(rows) for rows in step] for step in ([[1, 2, 2], [4, 1]], [[0], [0, 0]], [[3, 3, 3, 1], [2]], [[4], [0]])]
+    batches = [
+        [torch.tensor(rows) for rows in step]
+        for step in ([[1, 2, 2], [4, 1]], [[0], [0, 0]], [[3, 3, 3, 1], [2]], [[4], [0]])
+    ]
     weights = torch.arange(15.0).view(5, 3).sin()
     results = []
     for sparse in (False, True):
@@ -784,7 +907,7 @@ def test_sparse_gradients_are_summed_as_dense_ones(settings, every):
         for step, micro_batches in enumerate(batches):
             for i, rows in enumerate(micro_batches):
                 optimizer.prepare_for_backward(step, i, len(micro_batches))
-                (table(rows) * weights[:len(rows)].cos()).square().sum().backward()
+                (table(rows) * weights[: len(rows)].cos()).square().sum().backward()
             optimizer.step(FULL)
         results.append(table.weight.detach().clone())
     assert (results[0] - weights).norm() > 0.01
@@ -831,7 +954,9 @@ def add_parameter(model):
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-@pytest.mark.parametrize("how,name", [(unfreeze, "frozen.weight"), (add_module, "4.weight"), (add_parameter, "0.scale")])
+@pytest.mark.parametrize(
+    "how,name", [(unfreeze, "frozen.weight"), (add_module, "4.weight"), (add_parameter, "0.scale")]
+)
 def test_a_parameter_that_begins_to_learn_later_is_named(how, name, steps):
     """At the next step, though no loss uses the parameter."""
     model = chain()
@@ -839,7 +964,10 @@ def test_a_parameter_that_begins_to_learn_later_is_named(how, name, steps):
     engine = gpt_speedrun.make_optimizer(model)
     run_steps(engine, model, X, range(steps))
     how(model)
-    with pytest.raises(RunError, match=rf"^{name} is in no bucket .* build the optimizer after what adds or replaces it"):
+    with pytest.raises(
+        RunError,
+        match=rf"^{name} is in no bucket .* build the optimizer after what adds or replaces it",
+    ):
         run_steps(engine, model, X, range(steps, steps + 1))
 
 
@@ -849,6 +977,7 @@ def test_a_parameter_in_no_bucket_or_in_two_is_named():
 
     def engine(specs):
         return Optimizer(fill_buckets(specs, 0, 0, 1), Comm(), SyncSettings(), model)
+
     with pytest.raises(RunError, match=r"^2\.bias is in no bucket"):
         engine(specs[:-1])
     with pytest.raises(RunError, match=r"^0\.weight is in two buckets"):
@@ -876,11 +1005,14 @@ class Containers(nn.Module):
 
 def test_what_lies_in_containers_is_waited_for_with_the_model():
     x = torch.randn(4, 3)
-    assert_close(*(flow(Containers(), x, comm, overlap_param_gather=True)[1] for comm in (Hostile(), Comm())))
+    assert_close(
+        *(flow(Containers(), x, comm, overlap_param_gather=True)[1] for comm in (Hostile(), Comm()))
+    )
 
 
 class Reader(nn.Module):
-    """Lists and reads the parameters of a container that belongs to the model, as train_gpt.Group does."""
+    """Lists and reads the parameters of a container that belongs to the model, as train_gpt.Group
+    does."""
 
     def __init__(self, container):
         super().__init__()
@@ -896,7 +1028,8 @@ class Reader(nn.Module):
 class Reading(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.scales = nn.Linear(6, 3), nn.ParameterDict({"a": nn.Parameter(torch.ones(3))})
+        self.first = nn.Linear(6, 3)
+        self.scales = nn.ParameterDict({"a": nn.Parameter(torch.ones(3))})
         self.second = Reader(self.scales)
 
     def forward(self, x):
@@ -908,8 +1041,14 @@ def test_what_a_part_of_the_model_lists_is_waited_for_with_that_part():
     engine = build(model, Comm(), overlap_param_gather=True)
     run_steps(engine, model, X, range(1))
     in_flight = []
-    model.first.register_forward_hook(lambda *_: in_flight.extend(
-        slot.name for bucket in engine.buckets if bucket.gather_handle is not None for slot in bucket.slots))
+    model.first.register_forward_hook(
+        lambda *_: in_flight.extend(
+            slot.name
+            for bucket in engine.buckets
+            if bucket.gather_handle is not None
+            for slot in bucket.slots
+        )
+    )
     model(X)
     assert in_flight == ["scales.a"]
 
@@ -919,14 +1058,16 @@ class Scaled(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.scale = nn.Linear(6, 3), nn.Parameter(torch.ones(3))
+        self.first = nn.Linear(6, 3)
+        self.scale = nn.Parameter(torch.ones(3))
 
     def forward(self, x):
         return self.first(x) * self.scale
 
 
 def test_what_the_model_itself_waits_for_is_gathered_first():
-    model, comm = Scaled(), Recorder()
+    model = Scaled()
+    comm = Recorder()
     engine = build(model, comm, overlap_param_gather=True, update_order="forward")
     run_steps(engine, model, X, range(2))
     names = {bucket.param_data.data_ptr(): bucket.slots[0].name for bucket in engine.buckets}
@@ -947,15 +1088,21 @@ def test_hooks_that_wait_for_gathers_can_be_removed():
 
 @pytest.mark.parametrize("bucket_bytes", [0.0, 1e9])
 @pytest.mark.parametrize("micro_batches", [2, 3])
-def test_invariant_mode_refuses_a_gradient_that_is_not_in_every_micro_batch(bucket_bytes, micro_batches):
+def test_invariant_mode_refuses_a_gradient_that_is_not_in_every_micro_batch(
+    bucket_bytes, micro_batches
+):
     """Also for a parameter that has its own bucket."""
     model = Branches()
     del model.never
     engine = build(model, Comm(), bucket_bytes=bucket_bytes, world_size_invariant=True)
-    with pytest.raises(RunError, match=rf"right\.\w+ got a gradient in 1 of {micro_batches} micro-batches"):
+    with pytest.raises(
+        RunError, match=rf"right\.\w+ got a gradient in 1 of {micro_batches} micro-batches"
+    ):
         for i in range(micro_batches):
             engine.prepare_for_backward(0, i, micro_batches)
-            model(torch.ones(2, 3), *(("left", "right") if i == micro_batches - 1 else ("left",))).sum().backward()
+            model(
+                torch.ones(2, 3), *(("left", "right") if i == micro_batches - 1 else ("left",))
+            ).sum().backward()
         engine.step(FULL)
 
 
@@ -966,7 +1113,8 @@ def test_invariant_mode_refuses_what_it_cannot_keep(changes):
 
 
 def compressed_step(comm, ranks):
-    """Run one step of descent on different gradients per rank. Return parameters and dtypes of the receive buffers."""
+    """Run one step of descent on different gradients per rank. Return parameters and dtypes of the
+    receive buffers."""
     comm = CompressedComm(comm.rank, comm.ranks)
     p = nn.Parameter(torch.zeros(500))
     optimizer = optimizer_of(nn.ParameterDict({"p": p}), comm, rule=Descent(1.0))
@@ -977,7 +1125,7 @@ def compressed_step(comm, ranks):
 
 
 def gradient(rank):
-    return torch.randn(500, generator=torch.Generator().manual_seed(rank)) * 10 ** rank
+    return torch.randn(500, generator=torch.Generator().manual_seed(rank)) * 10**rank
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -1006,17 +1154,24 @@ def clipped_step(comm, norm, limit):
     """Run one step of descent from zero on gradients of this norm. Return the norm of the update."""
     params = nn.ParameterDict({name: nn.Parameter(torch.zeros(100)) for name in "ab"})
     optimizer = optimizer_of(params, comm, rule=Descent(1.0), clip_norm=limit)
-    sum((p * norm / 200 ** 0.5).sum() for p in params.values()).backward()
+    sum((p * norm / 200**0.5).sum() for p in params.values()).backward()
     optimizer.step(FULL)
     assert optimizer.grad_norm == pytest.approx(norm), "the norm before clipping, for the log"
     return torch.cat([p.detach() for p in params.values()]).norm().item()
 
 
-@pytest.mark.parametrize("norm,limit", [(2.0, 3.0), (3.0, 2.0), (0.5, 0.4), (0.4, 0.5), (1.2, 1.3), (1.3, 1.2)])
+@pytest.mark.parametrize(
+    "norm,limit", [(2.0, 3.0), (3.0, 2.0), (0.5, 0.4), (0.4, 0.5), (1.2, 1.3), (1.3, 1.2)]
+)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_norm_above_the_limit_becomes_the_limit_and_no_other_changes(on_ranks, ranks, norm, limit):
-    """On both sides of the limit and of 1: the square of 2 is above 3, and that of 0.5 is below 0.4."""
-    assert on_ranks(ranks, clipped_step, norm, limit) == pytest.approx([min(norm, limit)] * ranks, rel=1e-5)
+def test_a_norm_above_the_limit_becomes_the_limit_and_no_other_changes(
+    on_ranks, ranks, norm, limit
+):
+    """On both sides of the limit and of 1: the square of 2 is above 3, and that of 0.5 is below
+    0.4."""
+    assert on_ranks(ranks, clipped_step, norm, limit) == pytest.approx(
+        [min(norm, limit)] * ranks, rel=1e-5
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1028,10 +1183,16 @@ class DescentOfMatrices(Descent):
 
 
 def clipped_gradients(comm, limit):
-    """Run one step of descent from zero, on gradients from 1 to 1,000 in buckets of different sizes. Return the parameters."""
+    """Run one step of descent from zero, on gradients from 1 to 1,000 in buckets of different
+    sizes. Return the parameters."""
     shapes = [(3, 5), (70, 70), (9, 64), (9, 64)]
-    params = nn.ParameterDict({str(i): nn.Parameter(torch.zeros(shape)) for i, shape in enumerate(shapes)})
-    specs = [ParamSpec(n, p, (Descent if n == "1" else DescentOfMatrices)(1.0)) for n, p in params.items()]
+    params = nn.ParameterDict(
+        {str(i): nn.Parameter(torch.zeros(shape)) for i, shape in enumerate(shapes)}
+    )
+    specs = [
+        ParamSpec(n, p, (Descent if n == "1" else DescentOfMatrices)(1.0))
+        for n, p in params.items()
+    ]
     buckets = fill_buckets(specs, 1e9, comm.rank, comm.ranks)
     optimizer = Optimizer(buckets, comm, SyncSettings(clip_norm=limit), params)
     optimizer.prepare_for_backward(0)
@@ -1041,7 +1202,7 @@ def clipped_gradients(comm, limit):
 
 
 def big_gradient(i, shape):
-    return 10.0 ** i * torch.randn(shape, generator=torch.Generator().manual_seed(i))
+    return 10.0**i * torch.randn(shape, generator=torch.Generator().manual_seed(i))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -1052,10 +1213,14 @@ def test_clip_by_norms_of_rows_is_clip_by_the_norm(on_ranks, ranks):
         assert all(torch.equal(p, -g) for p, g in zip(params, grads))
     norm = math.sqrt(sum(g.double().square().sum().item() for g in grads))
     for params in on_ranks(ranks, clipped_gradients, 7.0):
-        assert all(torch.allclose(p, -g * (7.0 / norm), rtol=1e-6, atol=0) for p, g in zip(params, grads))
+        assert all(
+            torch.allclose(p, -g * (7.0 / norm), rtol=1e-6, atol=0) for p, g in zip(params, grads)
+        )
 
 
-@pytest.mark.parametrize("changes", [{"check_grads": True}, {"clip_norm": 1.0}, {"find_unused_parameters": True}])
+@pytest.mark.parametrize(
+    "changes", [{"check_grads": True}, {"clip_norm": 1.0}, {"find_unused_parameters": True}]
+)
 def test_a_step_with_nothing_to_update_checks_nothing(changes):
     optimizer = optimizer_of(chain(), rule=Descent(every=2), **changes)
     before = train_gpt.hash_of([*optimizer.named_state()])
@@ -1094,10 +1259,16 @@ def batches():
 
 @pytest.mark.parametrize("numbers", [(1, 4), pytest.param((1, 8), marks=pytest.mark.slow)])
 def test_invariant_mode_gives_the_same_bytes_at_any_number_of_ranks(on_ranks, batches, numbers):
-    """At four ranks and more, since with two every order of summation is a + b. A plain sum must give other bytes."""
-    results = {ranks: on_ranks(ranks, train_steps, {"world_size_invariant": True}, 2, batches) for ranks in numbers}
+    """At four ranks and more, since with two every order of summation is a + b. A plain sum must
+    give other bytes."""
+    results = {
+        ranks: on_ranks(ranks, train_steps, {"world_size_invariant": True}, 2, batches)
+        for ranks in numbers
+    }
     assert len({result[1] for on_each in results.values() for result in on_each}) == 1
-    losses = [sorted(loss for result in on_each for loss in result[0]) for on_each in results.values()]
+    losses = [
+        sorted(loss for result in on_each for loss in result[0]) for on_each in results.values()
+    ]
     assert all(of_ranks == losses[0] for of_ranks in losses)
     plain = {ranks: on_ranks(ranks, train_steps, {}, 2, batches)[0][1] for ranks in numbers}
     assert len(set(plain.values())) > 1
@@ -1106,9 +1277,9 @@ def test_invariant_mode_gives_the_same_bytes_at_any_number_of_ranks(on_ranks, ba
 @given(heights=st.integers(0, 4), seed=st.integers(0, 1000))
 @settings(max_examples=30, deadline=None)
 def test_micro_batches_sum_as_a_binary_tree(heights, seed):
-    leaves = torch.randn(2 ** heights, 5, generator=torch.Generator().manual_seed(seed))
+    leaves = torch.randn(2**heights, 5, generator=torch.Generator().manual_seed(seed))
     p = nn.Parameter(torch.zeros(5))
-    bucket, = optimizer_of(nn.ParameterDict({"p": p}), world_size_invariant=True).buckets
+    (bucket,) = optimizer_of(nn.ParameterDict({"p": p}), world_size_invariant=True).buckets
     for leaf in leaves:
         p.grad = leaf.clone()
         bucket.add_grad(bucket.slots[0], 0.5, invariant=True)
@@ -1141,11 +1312,20 @@ class FlatTorch(Descent):
         rule.inner.step()
 
 
-@pytest.mark.parametrize("optimizer,options", [(torch.optim.Adam, {"lr": 0.01}), (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
-                                               (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9})])
+@pytest.mark.parametrize(
+    "optimizer,options",
+    [
+        (torch.optim.Adam, {"lr": 0.01}),
+        (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
+        (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}),
+    ],
+)
 def test_any_optimizer_of_torch_works_on_the_flat_view(optimizer, options):
-    model, twin = chain(), chain()
-    engine = optimizer_of(model, bucket_bytes=1e9, rule=FlatTorch(optimizer=optimizer, options=tuple(options.items())))
+    model = chain()
+    twin = chain()
+    engine = optimizer_of(
+        model, bucket_bytes=1e9, rule=FlatTorch(optimizer=optimizer, options=tuple(options.items()))
+    )
     judge = optimizer(twin.parameters(), **options)
     for step in range(3):
         engine.prepare_for_backward(step)
@@ -1159,68 +1339,114 @@ def test_any_optimizer_of_torch_works_on_the_flat_view(optimizer, options):
 
 # whole runs
 
-SHORT = {"ngrams": (train_gpt.Ngrams(2, 40, 8),), "lazy_tables": "true", "micro_batches": 4, "num_steps": 6, "stages": "Stage(until=1/2, long_window=3), Stage(long_window=7)", "warmup_steps": 0, "val_every": 3,
-         "muon_momentum_fall": 1}
+SHORT = {
+    "ngrams": (train_gpt.Ngrams(2, 40, 8),),
+    "lazy_tables": "true",
+    "micro_batches": 4,
+    "num_steps": 6,
+    "stages": "Stage(until=1/2, long_window=3), Stage(long_window=7)",
+    "warmup_steps": 0,
+    "val_every": 3,
+    "muon_momentum_fall": 1,
+}
 
 
 @pytest.mark.slow
 def test_an_invariant_run_prints_the_same_losses_at_any_number_of_ranks(one, tmp_path, capsys):  # noqa: F811
-    status, _, errors = run_here(flags(tmp_path, one[1], run_id="one", world_size_invariant="true", **SHORT), capsys)
+    status, _, errors = run_here(
+        flags(tmp_path, one[1], run_id="one", world_size_invariant="true", **SHORT), capsys
+    )
     assert status == 0, errors
-    for done in launch(tmp_path, *[flags(tmp_path, one[1], run_id="four", world_size_invariant="true", **SHORT)] * 4):
+    for done in launch(
+        tmp_path,
+        *[flags(tmp_path, one[1], run_id="four", world_size_invariant="true", **SHORT)] * 4,
+    ):
         assert done.status == 0, done.err
     logs = [read_log(tmp_path / "logs" / f"{name}.txt") for name in ("one", "four")]
     lines = [[re.sub(r" (train_time|step_avg):\S+", "", line) for line in log[3]] for log in logs]
     assert lines[0] == lines[1] and len(lines[0]) == 9
-    assert logs[0][4]["final_state_hash"] == logs[1][4]["final_state_hash"] and logs[1][2]["ranks"] == 4
+    assert (
+        logs[0][4]["final_state_hash"] == logs[1][4]["final_state_hash"]
+        and logs[1][2]["ranks"] == 4
+    )
 
 
 def test_a_run_ends_with_the_name_of_a_gradient_that_is_not_finite(one, tmp_path, capsys):  # noqa: F811
     wrong = {**SHORT, "adam_lr": 1e38, "val_every": 0, "check_grads": "true"}
     status, _, errors = run_here(flags(tmp_path, one[1], run_id="nan", **wrong), capsys)
     assert status != 0 and re.search(r"error: .*step \d are not finite: blocks", errors), errors
-    assert re.search(r"^error: .*not finite", (tmp_path / "logs" / "nan.txt").read_text().splitlines()[-1])
+    assert re.search(
+        r"^error: .*not finite", (tmp_path / "logs" / "nan.txt").read_text().splitlines()[-1]
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
-@pytest.mark.parametrize("profile,steps", [("3:5", (3, 4, 5)), pytest.param("0:0", (0,), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "profile,steps", [("3:5", (3, 4, 5)), pytest.param("0:0", (0,), marks=pytest.mark.slow)]
+)
 def test_profile_has_a_range_for_every_phase(one, tmp_path, capsys, profile, steps):  # noqa: F811
     """Also if the first step of the run is traced."""
-    status, printed, errors = run_here(flags(tmp_path, one[1], run_id="traced", profile=profile, **SHORT), capsys)
+    status, printed, errors = run_here(
+        flags(tmp_path, one[1], run_id="traced", profile=profile, **SHORT), capsys
+    )
     (path,) = tmp_path.glob("logs/traced-rank0.*.pt.trace.json.gz")
     assert status == 0 and f"{tmp_path}/logs/traced-rank*.pt.trace.json.gz" in printed, errors
     events = [e for e in json.loads(gzip.open(path).read())["traceEvents"] if e.get("ph") == "X"]
     spans = {}
     for e in events:
         spans.setdefault(e["name"], []).append((e["ts"], e["ts"] + e["dur"]))
-    assert [name for name in sorted(spans) if name.startswith("ProfilerStep")] == [f"ProfilerStep#{step}" for step in steps]
+    assert [name for name in sorted(spans) if name.startswith("ProfilerStep")] == [
+        f"ProfilerStep#{step}" for step in steps
+    ]
     assert len(spans["backward"]) == 4 * len(steps)
     launched = {name.split(" ", 1)[1] for name in spans if name.startswith("launch ")}
     for phase in ("wait", "update", "gather", "wait gather"):
         named = {name.removeprefix(phase + " ") for name in spans if name.startswith(phase + " ")}
         assert {name for name in named if not name.startswith("gather ")} == launched and launched
-    launches = [span for name, times in spans.items() if name.startswith("launch ") for span in times]
-    waits = [begin for name, times in spans.items() if name.startswith("wait gather ") for begin, _ in times]
+    launches = [
+        span for name, times in spans.items() if name.startswith("launch ") for span in times
+    ]
+    waits = [
+        begin
+        for name, times in spans.items()
+        if name.startswith("wait gather ")
+        for begin, _ in times
+    ]
     inside = [begin for begin in waits if any(a <= begin <= b for a, b in spans["forward"])]
-    assert bool(inside) == (len(steps) > 1), "a trace shows the overlap: only the last traced step waits for its gathers"
+    assert bool(inside) == (len(steps) > 1), (
+        "a trace shows the overlap: only the last traced step waits for its gathers"
+    )
     within = "backward" if steps[0] else "step"  # of the first step there is no order yet
     assert all(any(a <= begin and end <= b for a, b in spans[within]) for begin, end in launches)
 
 
 def test_settings_reach_a_whole_run(one, tmp_path, capsys):  # noqa: F811
     """All settings that change no byte at once, and bf16_compress, which does."""
-    harmless = {"overlap_param_gather": "true", "update_order": "forward", "check_grads": "true", "clip_norm": 1e9}
+    harmless = {
+        "overlap_param_gather": "true",
+        "update_order": "forward",
+        "check_grads": "true",
+        "clip_norm": 1e9,
+    }
     ends = []
     for i, changes in enumerate(({}, harmless, {"bf16_compress": "true"})):
-        status, _, errors = run_here(flags(tmp_path, one[1], run_id=str(i), **SHORT, **changes), capsys)
+        status, _, errors = run_here(
+            flags(tmp_path, one[1], run_id=str(i), **SHORT, **changes), capsys
+        )
         assert status == 0, errors
         ends.append(read_log(tmp_path / "logs" / f"{i}.txt")[4]["final_state_hash"])
     assert ends[0] == ends[1] != ends[2]
 
 
 def test_the_table_names_existing_tests():
-    words = set(re.findall(r"(?:test_|bench/|records/)\w+(?:\.py)?", __doc__)) | set(re.findall(r"mutant (\w+)", __doc__))
+    words = set(re.findall(r"(?:test_|bench/|records/)\w+(?:\.py)?", __doc__)) | set(
+        re.findall(r"mutant (\w+)", __doc__)
+    )
     known = {*vars(test_optimizer), *vars(test_run), *globals()}
     root = Path(train_gpt.__file__).parent
-    missing = {word for word in words if not (word in known or (root / word).exists() or (root / "tests" / word).exists())}
+    missing = {
+        word
+        for word in words
+        if not (word in known or (root / word).exists() or (root / "tests" / word).exists())
+    }
     assert not missing and len(words) > 50
