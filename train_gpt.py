@@ -760,7 +760,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser(presets: dict[str, Config]) -> argparse.ArgumentParser:
-    config_type, program = type(usual := next(iter(presets.values()))), source_files(usual)[0].name
+    config_type = type(usual := next(iter(presets.values())))
+    program = source_files(usual)[0].name
     parser = Parser(
         prog=program,
         description=__doc__.split("\n\n")[0],
@@ -782,7 +783,8 @@ def make_parser(presets: dict[str, Config]) -> argparse.ArgumentParser:
         if f.name in titles:
             group = groups[titles[f.name]]
         aliases = ["--exact"] if f.name == "world_size_invariant" else []
-        choices, kind = f.metadata["choices"] or None, "rows" if holds_rows(f) else f.type
+        choices = f.metadata["choices"] or None
+        kind = "rows" if holds_rows(f) else f.type
         group.add_argument(
             f"--{f.name}",
             *aliases,
@@ -843,10 +845,8 @@ def parse_config(
     require(not idle, "; ".join(idle))
     if not config.resume:
         return preset, config
-    path, fixed = (
-        Path(find_run(config)[1]),
-        sorted(given.keys() & {f.name for f in fixed_fields(config)}),
-    )
+    path = Path(find_run(config)[1])
+    fixed = sorted(given.keys() & {f.name for f in fixed_fields(config)})
     require(
         not fixed,
         f"--resume continues {path}; leave out --{', --'.join(fixed)}, which would make it"
@@ -975,7 +975,9 @@ def layer_groups(config: Config) -> list[range]:
 
     A group of at least MIN_GROUP_LAYERS ends where an output is saved anyway.
     """
-    count, saved, begins = len(config.parse_layers()), saved_layers(config), [0]
+    count = len(config.parse_layers())
+    saved = saved_layers(config)
+    begins = [0]
     for i in range(1, count):
         if i - 1 in saved and min(i - begins[-1], count - i) >= MIN_GROUP_LAYERS:
             begins.append(i)
@@ -1008,9 +1010,11 @@ def check_config(config: Config, ranks: int) -> None:
 def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
     """Yield each condition on several values, with the message if it does not hold. RunError on an
     invalid row."""
-    layers, all_stages = c.parse_layers(), stages_of(c)
+    layers = c.parse_layers()
+    all_stages = stages_of(c)
     value_tables = {layer.value_table for layer in layers} - {None}
-    kinds, own = [group.kind for group in c.base_groups], [group.kind for group in c.param_groups]
+    kinds = [group.kind for group in c.base_groups]
+    own = [group.kind for group in c.param_groups]
     unknown = ", ".join(repr(kind) for kind in own if kind not in kinds)
     profile = re.fullmatch(r"(\d+):(\d+)", c.profile)
     yield from (
@@ -1183,7 +1187,8 @@ class Plan:
 
 def plan_of(config: Config, step: int) -> Plan:
     """Compute the plan of a step. The plan of step num_steps is that of the last validation."""
-    c, stages = config, stages_of(config)
+    c = config
+    stages = stages_of(config)
     at = max(i for i, stage in enumerate(stages) if stage.begin <= step)
     stage = stages[at]
     done = min(1.0, (step - stage.begin) / (stage.end - stage.begin))
@@ -1217,7 +1222,8 @@ def lr_factor(config: Config, step: int, peak: float) -> float:
     it to lr_floor.
 
     The factor jumps where a new stage has another peak."""
-    c, scheduled = config, scheduled_steps(config)
+    c = config
+    scheduled = scheduled_steps(config)
     # below 1 as in the record, which never quite reaches lr_floor
     done = min(0.9999, step / scheduled)
     left = min(1.0, (1 - done) / c.cooldown) if c.cooldown else 1.0
@@ -1227,7 +1233,8 @@ def lr_factor(config: Config, step: int, peak: float) -> float:
 def momentum(config: Config, step: int) -> float:
     """NorMuon's momentum schedule: linear warm-up in the first steps, linear cooldown in the last
     of all steps."""
-    c, fall_from = config, config.num_steps - config.muon_momentum_fall
+    c = config
+    fall_from = config.num_steps - config.muon_momentum_fall
     height = 1.0
     if step < c.muon_momentum_rise:
         height = step / c.muon_momentum_rise
@@ -1251,9 +1258,13 @@ def stages_of(config: Config) -> tuple[StageSteps, ...]:
     """Compute the steps and values of each stage; leave out stages without a step. Raise RunError
     on an invalid one."""
     c = config
-    stages, begin, scheduled = [], 0, scheduled_steps(c)
+    stages = []
+    begin = 0
+    scheduled = scheduled_steps(c)
     for row in c.stages:
-        where, until, extra = f"stages: {row!r}", row.until, row.extra_steps
+        where = f"stages: {row!r}"
+        until = row.until
+        extra = row.extra_steps
         if extra:
             require(
                 begin >= scheduled and until == 1,
@@ -1288,7 +1299,8 @@ def stages_of(config: Config) -> tuple[StageSteps, ...]:
 def values_of(row: Stage, config: Config) -> tuple[Values, Values]:
     """Return a stage's StageValues at its first step and at its end, with micro-batches after
     their split."""
-    first, last = {}, {}
+    first = {}
+    last = {}
     for name in (f.name for f in stage_fields(config)):
         v = getattr(config, name) if getattr(row, name) is None else getattr(row, name)
         first[name], last[name] = (v.first, v.last) if isinstance(v, Ramp) else (v, v)
@@ -1356,23 +1368,23 @@ class Stream:
     """
 
     def __init__(self, shards: list[Shard], config: Config, rank: int = 0, ranks: int = 1):
-        self.shards, self.config, self.rank, self.ranks = (
-            shards * config.epochs,
-            config,
-            rank,
-            ranks,
-        )
+        self.shards = shards * config.epochs
+        self.config = config
+        self.rank = rank
+        self.ranks = ranks
         self.split = config.long_documents == "split"
         self.longest = max(stage.first["max_document_tokens"] for stage in stages_of(config))
         self.loader = ThreadPoolExecutor(1, thread_name_prefix="load-shard")
         self.loaded: dict[int, Future[Documents]] = {}
         self.limit = functools.lru_cache(maxsize=1)(self._limit)
-        self.position, self.digest = Position(), 0
+        self.position = Position()
+        self.digest = 0
 
     def _load(self, index: int) -> Documents:
         """Load all documents of a shard in the order of the run. Pieces of a split document are
         shuffled separately."""
-        c, shard = self.config, self.shards[index]
+        c = self.config
+        shard = self.shards[index]
         documents = index_documents(load_tokens(shard), shard.encoding.bos_id)
         require(
             len(documents.starts),
@@ -1382,7 +1394,8 @@ class Stream:
         if self.split:
             documents, _ = limit_documents(documents, self.longest, split=True)
         if c.shuffle:
-            random, count = np.random.default_rng([c.seed, index]), len(documents.starts)
+            random = np.random.default_rng([c.seed, index])
+            count = len(documents.starts)
             order = (
                 even_order(count, random.random()) if c.even_order else random.permutation(count)
             )
@@ -1422,7 +1435,8 @@ class Stream:
             taken = pack(offsets, document, plan.micro_batches, plan.micro_batch_tokens)
             if taken is not None:
                 break
-            index, document = index + 1, 0
+            index = index + 1
+            document = 0
         self.position = Position(index, taken[-1][1] + 1, longest)
         return documents, taken
 
@@ -1446,7 +1460,8 @@ class Stream:
     def check_enough(self) -> None:
         """Raise RunError if the data cannot suffice for the run. With at most two shards the check
         is exact."""
-        c, needed = self.config, tokens_of_steps(self.config, self.config.num_steps)
+        c = self.config
+        needed = tokens_of_steps(self.config, self.config.num_steps)
         require(
             sum(shard.tokens for shard in self.shards) >= needed,
             f"{self.description()}, and {c.num_steps} steps "
@@ -1588,7 +1603,8 @@ def validation_sequences(shards: list[Shard], tokens: int, length: int) -> np.nd
     return np.lib.stride_tricks.sliding_window_view(padded, length + 1)[::length]
 
 
-SAMPLES, SAMPLE_TOKENS = 5, 128
+SAMPLES = 5
+SAMPLE_TOKENS = 128
 
 
 def check_apart(train: list[Shard], val: list[Shard], sequences: np.ndarray) -> None:
@@ -1630,8 +1646,12 @@ class Encoding(NamedTuple):
     bos_id: int
 
 
-HEADER_INTS, MAGIC, VERSION = 256, 20240520, 1
-GPT2_VOCAB, GPT2_BOS = 50257, 50256  # for headers without an encoding
+HEADER_INTS = 256
+MAGIC = 20240520
+VERSION = 1
+# for headers without an encoding
+GPT2_VOCAB = 50257
+GPT2_BOS = 50256
 
 
 def find_shards(pattern: str, limit: int = 0) -> list[Shard]:
@@ -1664,14 +1684,13 @@ def read_header(path: Path) -> Shard:
     """
     require(path.is_file(), f"{path}: not a regular file; delete it")  # opening a pipe would block
     with open(path, "rb") as file:  # np.fromfile would treat a read error as the end of the file
-        words, size = file.read(HEADER_INTS * 4), os.fstat(file.fileno()).st_size
+        words = file.read(HEADER_INTS * 4)
+        size = os.fstat(file.fileno()).st_size
     magic, version, tokens, *encoding = np.frombuffer(
         words.ljust(HEADER_INTS * 4, b"\0"), dtype="<i4"
     )[:5].tolist()
-    encoding, expected = (
-        Encoding(*(encoding if encoding[0] else (GPT2_VOCAB, GPT2_BOS))),
-        HEADER_INTS * 4 + 2 * tokens,
-    )
+    encoding = Encoding(*(encoding if encoding[0] else (GPT2_VOCAB, GPT2_BOS)))
+    expected = HEADER_INTS * 4 + 2 * tokens
     require(
         (magic, version, size) == (MAGIC, VERSION, expected)
         and 0 <= encoding.bos_id < encoding.vocab_size <= 2**16,  # tokens are uint16
@@ -1737,11 +1756,15 @@ class GPT(nn.Module):
 
     def __init__(self, config: Config, encoding: Encoding):
         super().__init__()
-        c, self.bos_id, self.layers = config, encoding.bos_id, config.parse_layers()
+        c = config
+        self.bos_id = encoding.bos_id
+        self.layers = config.parse_layers()
         lengths = micro_batch_lengths(c)
         # tokens per call of the head: one size for one graph, and less memory
         self.loss_tokens = min(lengths)
-        count, vocab, dtype = len(self.layers), -(-encoding.vocab_size // 128) * 128, c.torch_dtype
+        count = len(self.layers)
+        vocab = -(-encoding.vocab_size // 128) * 128
+        dtype = c.torch_dtype
         tables = 1 + max(
             (layer.value_table for layer in self.layers if layer.value_table is not None),
             default=-1,
@@ -1775,7 +1798,9 @@ class GPT(nn.Module):
         # above 0: mask_in_pieces gives each mask the shape of a window of `reach` tokens, for one
         # graph
         self.reach = 0
-        self.flash, self.counted = False, None  # counted: of the next sequence, by count_documents
+        # counted: of the next sequence, by count_documents
+        self.flash = False
+        self.counted = None
 
     def forward(self, inputs: Tensor, targets: Tensor, windows: Windows) -> Pair:
         """inputs, targets [T] -> (objective, cross entropy) in nats, summed over tokens; see
@@ -1807,7 +1832,9 @@ class GPT(nn.Module):
     def masks(self, tokens: Tensor, windows: Windows) -> dict[str | None, Mask | None]:
         """Build the mask of each kind of attention, by its letter in `layers`, for tokens [T]; see
         attend."""
-        counted, self.counted = self.counted, None  # it is valid for one sequence
+        # it is valid for one sequence
+        counted = self.counted
+        self.counted = None
         docs = None if counted else self.begins(tokens).cumsum(0)
 
         def make(window: int) -> Mask:
@@ -1861,11 +1888,9 @@ class GPT(nn.Module):
 
     def ngram_hashes(self, tokens: Tensor) -> list[Tensor]:
         """Hash the n-grams that end at tokens [..., T] -> int64 [..., T] for each table."""
-        token, in_document, last_tokens = (
-            tokens.long(),
-            torch.ones_like(tokens, dtype=torch.bool),
-            [],
-        )
+        token = tokens.long()
+        in_document = torch.ones_like(tokens, dtype=torch.bool)
+        last_tokens = []
         for _ in range(max(table.n for table in self.ngrams)):
             last_tokens.append(torch.where(in_document, token, self.bos_id))
             in_document = in_document & (token != self.bos_id)
@@ -1949,11 +1974,9 @@ class Group(nn.Module):
 
     def __init__(self, model: GPT, config: Config, numbers: range):
         super().__init__()
-        self.numbers, self.last, self.backout = (
-            numbers,
-            numbers.stop == len(model.layers),
-            config.backout_layer,
-        )
+        self.numbers = numbers
+        self.last = numbers.stop == len(model.layers)
+        self.backout = config.backout_layer
         self.blocks = tuple(model.blocks[i] for i in numbers)
         with_skip = (i for i, layer in enumerate(model.layers) if layer.skip_from is not None)
         self.skips = {i: n for n, i in enumerate(with_skip)}
@@ -1989,7 +2012,9 @@ class Block(nn.Module):
 
     def __init__(self, config: Config, layer: Layer, number: int):
         super().__init__()
-        self.config, self.layer, self.number = config, layer, number
+        self.config = config
+        self.layer = layer
+        self.number = number
         self.attn = Attention(config, layer, number) if layer.window else None
         self.mlp = MLP(config, 4 * config.model_dim) if layer.mlp else None
 
@@ -2012,7 +2037,10 @@ class Attention(nn.Module):
 
     def __init__(self, config: Config, layer: Layer, number: int):
         super().__init__()
-        c, dim, self.layer, self.number = config, config.model_dim, layer, number
+        c = config
+        dim = config.model_dim
+        self.layer = layer
+        self.number = number
         self.heads = c.num_heads
         # The query, key, value and output matrices [dim, dim], one after another in memory; outputs
         # begin at 0. Their shape [dim, 4 dim] makes finish_spec choose second moments per column
@@ -2025,7 +2053,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, value_embeds: Tensor | None, context: Context) -> Tensor:
         """x, value_embeds [T, dim] -> [T, dim]."""
         tokens, dim = x.shape
-        value_mix, (cos, sin, scale) = context.value_mixes[self.number], context.rotary
+        value_mix = context.value_mixes[self.number]
+        cos, sin, scale = context.rotary
         qkv_weight, o_weight = self.qkvo.view(4 * dim, dim).split((3 * dim, dim))
         qkv = F.linear(x, qkv_weight).view(tokens, 3 * self.heads, -1)
         qk, v = qkv.split((2 * self.heads, self.heads), dim=1)
@@ -2044,7 +2073,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: Config, hidden: int):
         super().__init__()
-        dim, dtype = config.model_dim, config.torch_dtype
+        dim = config.model_dim
+        dtype = config.torch_dtype
         self.fc = parameter(uniform(dim, hidden, dim).to(dtype), "mlp_fc")
         self.proj = parameter(torch.zeros(dim, hidden, dtype=dtype), "mlp_proj")
         self.kernels = False
@@ -2062,16 +2092,19 @@ class Head(nn.Module):
 
     def __init__(self, config: Config, vocab: int, classes: int | None = None):
         super().__init__()
-        c, self.classes = config, classes or vocab
+        c = config
+        self.classes = classes or vocab
         self.weight = parameter(torch.zeros(vocab, c.model_dim, dtype=c.torch_dtype), "head")
-        self.fp8, self.softcap = c.fp8_head, Softcap(c.logit_cap)
+        self.fp8 = c.fp8_head
+        self.softcap = Softcap(c.logit_cap)
         self.kernels = False
         self.fp8_scales = FP8Scales(c.fp8_x_scale, c.fp8_weight_scale, c.fp8_grad_scale)
 
     def uncapped_logits(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """x [T, dim] -> logits before the soft cap [T, V]. weight [V, dim]: in place of the head's
         own."""
-        in_fp8, weight = self.fp8 and self.training, self.weight if weight is None else weight
+        in_fp8 = self.fp8 and self.training
+        weight = self.weight if weight is None else weight
         return FP8Linear.apply(x, weight, self.fp8_scales) if in_fp8 else F.linear(x, weight)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -2091,7 +2124,8 @@ class Head(nn.Module):
         if (
             self.kernels and self.training
         ):  # an edit of this method turns the kernel off: see PLAIN_FORMS
-            scales, one = self.fp8_scales if self.fp8 else None, x.new_ones(1, dtype=torch.float32)
+            scales = self.fp8_scales if self.fp8 else None
+            one = x.new_ones(1, dtype=torch.float32)
             objective, entropies = HeadLoss.apply(
                 x, self.weight, targets[None], one, self.softcap, scales
             )
@@ -2130,14 +2164,18 @@ class NgramTable(nn.Embedding):
     (arXiv:0902.2206).
     """
 
-    SIGNS, BITS, FACTOR = 8192, 40, 2_654_435  # of the hash; its products stay below 2 ** 63
+    # of the hash; its products stay below 2 ** 63
+    SIGNS = 8192
+    BITS = 40
+    FACTOR = 2_654_435
 
     def __init__(self, config: Config, ngrams: Ngrams):
         # takes no memory yet: may be many GB
         rows = torch.zeros(ngrams.rows, ngrams.width, dtype=config.torch_dtype)
         # sparse: a micro-batch reads few of the rows
         super().__init__(*rows.shape, sparse=True, _weight=rows)
-        self.weight, self.n = parameter(self.weight.data, "ngram_embeds"), ngrams.n
+        self.weight = parameter(self.weight.data, "ngram_embeds")
+        self.n = ngrams.n
         # the same signs on every device, also under `with device:`
         bits = torch.randint(
             0,
@@ -2184,14 +2222,16 @@ class DocCopy(nn.Module):
     def find(cls, ids: Tensor, begins: Tensor) -> Pair:
         """ids [T] by which contexts are compared, begins [T] of documents -> places to copy from,
         kinds (0: none)."""
-        at, longest = torch.arange(len(ids), device=ids.device), cls.LENGTHS[-1]
+        at = torch.arange(len(ids), device=ids.device)
+        longest = cls.LENGTHS[-1]
         # each document has numbers of its own, so that contexts match only within one; 0 stands
         # before the first token
         hashes = {1: F.pad((begins.cumsum(0) << 32) + ids + 1, (longest, 0))}
         for n in cls.LENGTHS[
             1:
         ]:  # the hash of n tokens is made of those of its two halves, which are in LENGTHS
-            shift, factor = n // 2, 0x9E3779B97F4A7C15 ** (n // 2) % 2**63
+            shift = n // 2
+            factor = 0x9E3779B97F4A7C15 ** (n // 2) % 2**63
             hashes[n] = hashes[n - shift].roll(shift) * factor + hashes[shift]
         keys, order = torch.stack([*hashes.values()])[:, longest:].sort(dim=1, stable=True)
         # equal contexts are neighbours, in order of position
@@ -2220,7 +2260,8 @@ class Rotary(nn.Module):
     def __init__(self, frequencies: Tensor, tokens: int, dtype: torch.dtype, scale: float = 0.1):
         super().__init__()
         self.register_buffer("init_frequencies", frequencies, persistent=False)
-        self.init_scale, size = scale, (tokens, len(frequencies))
+        self.init_scale = scale
+        size = (tokens, len(frequencies))
         for name, shape in (("scale", ()), ("cos", size), ("sin", size)):
             self.register_buffer(
                 name, torch.empty(shape, dtype=dtype if shape else None), persistent=False
@@ -2238,7 +2279,8 @@ class Rotary(nn.Module):
         if windows == self.windows:
             return
         self.windows = windows
-        frequencies, scale = self.init_frequencies, self.init_scale
+        frequencies = self.init_frequencies
+        scale = self.init_scale
         for window, longer in itertools.pairwise(windows):
             frequencies, scale = stretch(frequencies, scale, window, longer)
         angles = torch.outer(torch.arange(len(self.cos), device=self.cos.device), frequencies)
@@ -2289,7 +2331,9 @@ def parameter(
     """Create a parameter of a kind, which has a row in PARAM_GROUPS. unit, first_step: see
     ParamSpec."""
     param = nn.Parameter(init)
-    param.kind, param.unit, param.first_step = kind, unit, first_step
+    param.kind = kind
+    param.unit = unit
+    param.first_step = first_step
     return param
 
 
@@ -2417,7 +2461,8 @@ class Adam:
         """
         lr, beta1, beta2, eps, t = (hyper[key] for key in ("lr", "beta1", "beta2", "eps", "t"))
         p, g, m, v = (x.to(wide_dtype(x)) for x in (param, grad, state["m"], state["v"]))
-        correction, before = (1 - beta2**t) ** 0.5, p.clone() if "decay" in hyper else p
+        correction = (1 - beta2**t) ** 0.5
+        before = p.clone() if "decay" in hyper else p
         if torch.compiler.is_compiling():  # the compiler fuses these lines into one kernel
             m = beta1 * m + (1 - beta1) * g
             v = beta2 * v + (1 - beta2) * g * g
@@ -2459,7 +2504,8 @@ class NorMuon:
     def unit(self, spec: ParamSpec) -> tuple[int, ...]:
         """Return the spec's unit or, without one, the parameter as one matrix: [out, rest] for a
         convolution."""
-        shape, unit = tuple(spec.param.shape), spec.unit
+        shape = tuple(spec.param.shape)
+        unit = spec.unit
         if (
             len(shape) < 2
             or 0 in shape
@@ -2492,7 +2538,8 @@ class NorMuon:
         }
 
     def hyper(self, plan: Plan, t: int) -> Values:
-        lr, decay = self.lr * plan.lr_factor, self.lr * self.weight_decay * plan.lr_factor
+        lr = self.lr * plan.lr_factor
+        decay = self.lr * self.weight_decay * plan.lr_factor
         return {
             "lr": lr,
             "decay": decay,
@@ -2505,7 +2552,9 @@ class NorMuon:
     def update(param: Tensor, grad: Tensor, state: Tensors, hyper: Values) -> None:
         """Update param [n, rows, columns] and its state in place. hyper: dtype of polar, scale [n,
         1, 1] of rates."""
-        m, momentum, grad = state["m"], hyper["momentum"], grad.to(state["m"].dtype)
+        m = state["m"]
+        momentum = hyper["momentum"]
+        grad = grad.to(state["m"].dtype)
         m.copy_(momentum * m + (1 - momentum) * grad)
         NorMuon.move(
             param,
@@ -2518,11 +2567,9 @@ class NorMuon:
     def move(param: Tensor, o: Tensor, state: Tensors, hyper: Values, gate: Tensor | None = None):
         """Subtract orthogonal matrices o, rescaled. Weights decay where `gate` (None: the update)
         has their sign."""
-        v, beta2, p = (
-            state["v"],
-            hyper["beta2"],
-            param + state["rest"] if "rest" in state else param,
-        )
+        v = state["v"]
+        beta2 = hyper["beta2"]
+        p = param + state["rest"] if "rest" in state else param
         size = o.norm(dim=(-2, -1), keepdim=True)
         v.copy_(
             beta2 * v
@@ -2553,13 +2600,14 @@ class TrainingLoop:
         self, config: Config, preset: str, comm: Comm, device: torch.device, log: Log, began: float
     ):
         """began: see Clock."""
-        self.requested, self.preset, self.comm, self.log = config, preset, comm, log
-        self.clock, self.from_step, self.changed_by_validation, changes = (
-            Clock(device, began),
-            0,
-            0,
-            [],
-        )
+        self.requested = config
+        self.preset = preset
+        self.comm = comm
+        self.log = log
+        self.clock = Clock(device, began)
+        self.from_step = 0
+        self.changed_by_validation = 0
+        changes = []
         with self.clock.off("setup"):
             self.shards = find_data(config, comm)
             if device.type == "cuda":
@@ -2569,7 +2617,8 @@ class TrainingLoop:
                 f"attention {config.attention} "
                 "needs a GPU, and this machine has none; use --attention auto",
             )
-            self.config, self.losses = config, TrainLosses(config, comm, self.clock, log)
+            self.config = config
+            self.losses = TrainLosses(config, comm, self.clock, log)
             self.val_sequences = validation_sequences(
                 self.shards["val"], config.val_tokens, config.val_len
             )
@@ -2594,7 +2643,8 @@ class TrainingLoop:
             first = plan_of(self.config, self.from_step)
             self.worker.warm_up(first, self.val_sequences[0], self.losses.record)
         # a request to save that came in the warm-up is sent again
-        self.losses.pending, self.losses.sent = [], 0
+        self.losses.pending = []
+        self.losses.sent = 0
         self.compiles = compile_stats()[0]
         with self.clock.off("hashing"):
             self.state_hashes = {"before_warmup": before, "after_warmup": state_hash(self.worker)}
@@ -2602,7 +2652,9 @@ class TrainingLoop:
     def train(self) -> None:
         """The loop over all steps. A checkpoint or a validation with a step's number comes before
         that step."""
-        c, worker, save_due = self.config, self.worker, False
+        c = self.config
+        worker = self.worker
+        save_due = False
         profiler = profiler_of(self) if c.profile else None
         if profiler:
             profiler.start()
@@ -2681,7 +2733,9 @@ class Worker:
 
     def __init__(self, config: Config, comm: Comm, device: torch.device, train_shards: list[Shard]):
         gpu = device.type == "cuda"
-        self.config, self.comm, self.device = config, comm, device
+        self.config = config
+        self.comm = comm
+        self.device = device
         self.compiled = config.compile == "on" or (config.compile == "auto" and gpu)
         if config.world_size_invariant:
             # the split of a product over threads decides the order of its sums
@@ -2705,7 +2759,9 @@ class Worker:
     def step(self, plan: Plan, batch: list[np.ndarray]) -> list[Tensor]:
         """Train on this rank's micro-batches. Return the summed cross entropy of each, still on
         the device."""
-        model, optimizer, cross_entropies = self.model, self.optimizer, []
+        model = self.model
+        optimizer = self.optimizer
+        cross_entropies = []
         model.apply_schedule(plan)
         self.before_step(plan)
         if plan.resets_ngrams:
@@ -2786,11 +2842,9 @@ class Worker:
         first: the plan of the first step after it. record: called after each step, as in training.
         """
         c = self.config
-        saved, position, digest = (
-            self.optimizer.state_dict(),
-            self.stream.position,
-            self.stream.digest,
-        )
+        saved = self.optimizer.state_dict()
+        position = self.stream.position
+        digest = self.stream.digest
         begins = [
             *dict.fromkeys(step // c.adam_every * c.adam_every for step in self.kinds_of_steps())
         ]
@@ -2810,7 +2864,8 @@ class Worker:
             self.validate(plan_of(c, c.num_steps), val_sequence[None].repeat(self.comm.ranks, 0))
         self.optimizer.load_state_dict(saved)
         self.model.apply_schedule(first)
-        self.stream.position, self.stream.digest = position, digest
+        self.stream.position = position
+        self.stream.digest = digest
         gc.collect()  # compilation leaves cycles that hold GPU memory
         gc.freeze()  # later collections, on the clock, skip what exists now
 
@@ -2843,7 +2898,8 @@ def validate(
     return None.
     """
     model.eval()
-    losses, stopped = torch.zeros(len(sequences), dtype=torch.float64, device=device), False
+    losses = torch.zeros(len(sequences), dtype=torch.float64, device=device)
+    stopped = False
     for turn, first in enumerate(range(0, len(sequences), comm.ranks)):
         if turn % 4 == 0 and (stopped := bool(comm.all_reduce(losses.new_full((), stop())))):
             break
@@ -2867,7 +2923,11 @@ class TrainLosses:
     LAG = 4
 
     def __init__(self, config: Config, comm: Comm, clock: Clock, log: Log):
-        self.config, self.comm, self.clock, self.log, self.sent = config, comm, clock, log, 0
+        self.config = config
+        self.comm = comm
+        self.clock = clock
+        self.log = log
+        self.sent = 0
         self.save_at: dict[int, bool] = {}  # all ranks save before these steps; True: and stop
         self.pending: list[tuple[Plan, float, float | None, Tensor, Any]] = []
         self.stream = torch.cuda.Stream() if clock.device.type == "cuda" else None
@@ -2881,8 +2941,10 @@ class TrainLosses:
         if (
             received := signals.received
         ) > self.sent:  # rarely: copying a number to a GPU makes the host wait
-            summed[-1], self.sent = received - self.sent, received
-        handle, event = self.comm.start_all_reduce(summed), None
+            summed[-1] = received - self.sent
+            self.sent = received
+        handle = self.comm.start_all_reduce(summed)
+        event = None
         # It ends after the step's all-gathers, so the main stream does not wait for it, but a
         # stream of its own
         if (
@@ -2918,7 +2980,8 @@ class TrainLosses:
             )
             if summed[-1]:
                 self.save_at[done + self.LAG] = summed[-1].item() >= Signals.STOP
-            loss, line = None, f"step:{done}/{self.config.num_steps} {show_times(train_time, done)}"
+            loss = None
+            line = f"step:{done}/{self.config.num_steps} {show_times(train_time, done)}"
             if (
                 self.config.train_loss_every and not done % self.config.train_loss_every
             ):  # in nats per token
@@ -2954,7 +3017,9 @@ def count_documents(model: GPT, tokens: np.ndarray) -> None:
     if model.flash:
         # padding is -1, read as 0
         begins = model.begins(torch.from_numpy(tokens.clip(0))).numpy().nonzero()[0]
-        count, room, model.counted = len(begins) + 1, len(tokens) // DOCUMENT_ROOM, None
+        count = len(begins) + 1
+        room = len(tokens) // DOCUMENT_ROOM
+        model.counted = None
         if count <= room:
             starts = np.pad(
                 begins.astype(np.int32), (1, room - count + 1), constant_values=(0, len(tokens))
@@ -3011,23 +3076,23 @@ class DistributedOptimizer:
                 with reducer.span(f"gather {bucket.name}"):
                     bucket.start_all_gather(self.comm)
         reducer.end_step()
-        reducer.step, reducer.dropped = reducer.step + 1, False
+        reducer.step = reducer.step + 1
+        reducer.dropped = False
         if not self.settings.overlap_param_gather:  # otherwise the next forward waits
             self.finish_all_gathers(buckets)
         self.sync_buffers()
 
     def update(self, bucket: Bucket, plan: Plan) -> None:
         """Update this rank's shard by the bucket's rule."""
-        hyper, update = bucket.hyper(plan), type(bucket.rule).update
+        hyper = bucket.hyper(plan)
+        update = type(bucket.rule).update
         if bucket.may_compile:
             hyper = {
                 key: self.scalar(key, x) if isinstance(x, float) else x for key, x in hyper.items()
             }
             update = self.compiled_updates[update]
-        invariant, random = (
-            self.settings.world_size_invariant,
-            (torch.cuda if bucket.param_data.is_cuda else torch),
-        )
+        invariant = self.settings.world_size_invariant
+        random = torch.cuda if bucket.param_data.is_cuda else torch
         before = random.get_rng_state() if invariant else None
         bucket.update(update, hyper, unbatched=invariant)
         require(
@@ -3069,16 +3134,16 @@ class DistributedOptimizer:
     ):
         """model: must hold the buckets' parameters. grad_scale: see Reducer. compiled: compile the
         rules' updates."""
-        self.buckets, self.comm, self.settings = list(buckets), comm, settings
+        self.buckets = list(buckets)
+        self.comm = comm
+        self.settings = settings
         self.buffers = persistent_buffers(model)
         # more of the saved state, by name; all ranks must compute it alike
         self.further: Tensors = {}
         self.replicate(model)
         self.reducer = (self.reducer_class or Reducer)(buckets, comm, settings, grad_scale)
-        self.prepare_for_backward, self.announce_rows = (
-            self.reducer.prepare_for_backward,
-            self.reducer.announce_rows,
-        )
+        self.prepare_for_backward = self.reducer.prepare_for_backward
+        self.announce_rows = self.reducer.announce_rows
         # of the last step, before clipping; check_grads and clip_norm compute it
         self.grad_norm: float | None = None
         updates = {type(bucket.rule).update for bucket in buckets}
@@ -3248,12 +3313,10 @@ class Reducer:
         self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings, grad_scale: float
     ):
         """grad_scale: a factor on every gradient, on top of the mean over micro-batches and ranks."""
-        self.buckets, self.comm, self.settings, self.grad_scale = (
-            list(buckets),
-            comm,
-            settings,
-            grad_scale,
-        )
+        self.buckets = list(buckets)
+        self.comm = comm
+        self.settings = settings
+        self.grad_scale = grad_scale
         # learned, by the number of buckets that take part
         self.launch_orders: dict[int, list[Bucket]] = {}
         self.launch_order: list[Bucket] = []  # of this step's buckets; empty until it is learned
@@ -3263,7 +3326,9 @@ class Reducer:
         self.due: list[Bucket] = []
         self.launches = 0  # how many of `due` are launched
         self.step = 0  # the current step or, between steps, the next one
-        self.micro_batch, self.micro_batches, self.factor = 0, 0, 1.0
+        self.micro_batch = 0
+        self.micro_batches = 0
+        self.factor = 1.0
         self.dropped = True  # no step has ended since all gradients were dropped
         # profiling sets it to name ranges
         self.span: Callable[[str], Any] = lambda name: contextlib.nullcontext()
@@ -3314,12 +3379,16 @@ class Reducer:
                 f" micro-batch {expected[1]} of step {expected[0]} is next; prepare each once, and"
                 " then call step()"
             )
-        self.step, self.micro_batch, self.micro_batches = step, micro_batch + 1, micro_batches
+        self.step = step
+        self.micro_batch = micro_batch + 1
+        self.micro_batches = micro_batches
         self.factor = self.grad_scale / (micro_batches * self.comm.ranks)
         self.launch_order = self.launch_orders.get(
             sum(step >= bucket.first_step for bucket in self.buckets), []
         )
-        self.completed, self.launches, last = [], 0, self.micro_batch == micro_batches
+        self.completed = []
+        self.launches = 0
+        last = self.micro_batch == micro_batches
         self.due = [
             bucket
             for bucket in self.launch_order or self.buckets
@@ -3386,7 +3455,9 @@ class Reducer:
                 bucket.carry_over(bucket.updates_in(self.step))
 
     def end_step(self) -> None:
-        self.due, self.micro_batch, self.micro_batches = [], 0, 0
+        self.due = []
+        self.micro_batch = 0
+        self.micro_batches = 0
 
     def waits(self, bucket: Bucket) -> bool:
         """Whether gradients of earlier steps wait for an update of the bucket."""
@@ -3465,18 +3536,17 @@ class Bucket:
         ranks: int,
         grad_dtype: torch.dtype | None = None,
     ):
-        first, self.name, self.rule, self.first_step = (
-            specs[0].param,
-            name,
-            specs[0].rule,
-            specs[0].first_step,
-        )
+        first = specs[0].param
+        self.name = name
+        self.rule = specs[0].rule
+        self.first_step = specs[0].first_step
         unit = self.rule.unit(specs[0])
         unit_numel = math.prod(unit) if unit else self.SHARD_ALIGNMENT
         counts = [-(-spec.param.numel() // unit_numel) for spec in specs]
         self.units = sum(counts)  # of the parameters; the other units of the buffer are padding
         per_rank = -(-self.units // ranks)
-        self.shard_numel, self.shard_begin = per_rank * unit_numel, rank * per_rank * unit_numel
+        self.shard_numel = per_rank * unit_numel
+        self.shard_begin = rank * per_rank * unit_numel
         self.param_data = torch.zeros(
             ranks * self.shard_numel, dtype=first.dtype, device=first.device
         )
@@ -3486,12 +3556,11 @@ class Bucket:
         scale = torch.ones(ranks * per_rank, 1, 1, dtype=wide_dtype(first))
         self.slots = []
         for spec, begin, count in zip(specs, itertools.accumulate(counts, initial=0), counts):
-            param, here = (
-                spec.param,
-                slice(begin * unit_numel, begin * unit_numel + spec.param.numel()),
-            )
+            param = spec.param
+            here = slice(begin * unit_numel, begin * unit_numel + spec.param.numel())
             self.param_data[here].copy_(param.detach().reshape(-1))
-            param.data, param.grad = self.param_data[here].view(param.shape), None
+            param.data = self.param_data[here].view(param.shape)
+            param.grad = None
             self.slots.append(
                 Slot(spec.name, param, here.start, self.grad_data[here].view(param.shape))
             )
@@ -3526,7 +3595,8 @@ class Bucket:
 
     def add_grad(self, slot: Slot, factor: float, invariant: bool = False) -> None:
         """Add the parameter's new gradient times factor into its slot, and set param.grad to None."""
-        grad, slot.param.grad = slot.param.grad, None
+        grad = slot.param.grad
+        slot.param.grad = None
         self.accumulate(slot, grad, factor, invariant)
         self.needs_overwrite.discard(slot)
         self.missing.discard(slot)
@@ -3534,7 +3604,8 @@ class Bucket:
     def accumulate(self, slot: Slot, grad: Tensor, factor: float, invariant: bool) -> None:
         """Add a gradient in one pass over memory; a sparse one into the rows that it has. The
         first one overwrites."""
-        main, overwrite = slot.grad, slot in self.needs_overwrite
+        main = slot.grad
+        overwrite = slot in self.needs_overwrite
         if invariant:
             slot.pending_grads.append(grad.to_dense().to(main.dtype) * factor)
         elif grad.is_sparse:
@@ -3574,10 +3645,8 @@ class Bucket:
         name only."""
         hyper = self.rule.hyper(plan, self.updates)
         if "noise" in hyper:
-            seed, hyper["noise"] = (
-                hyper["noise"],
-                torch.zeros_like(self.param_shard, dtype=torch.float32),
-            )
+            seed = hyper["noise"]
+            hyper["noise"] = torch.zeros_like(self.param_shard, dtype=torch.float32)
             for slot in self.slots:
                 part = self.view_of(slot, hyper["noise"], True)
                 digest = sha256_of(f"{seed} {self.updates} {slot.name}".encode())
@@ -3664,13 +3733,11 @@ class Comm:
     ):
         """timeout: of collectives of CPU tensors beside a GPU's; None: torch's 30 minutes. group:
         None: all ranks."""
-        self.rank, self.ranks, self.device, self.timeout, self.group = (
-            rank,
-            ranks,
-            device,
-            timeout,
-            group,
-        )
+        self.rank = rank
+        self.ranks = ranks
+        self.device = device
+        self.timeout = timeout
+        self.group = group
         self.point_to_point = ranks == 1 or dist.get_backend(group) == "gloo"
 
     def receive_buffer(self, full: Tensor, invariant: bool) -> Tensor | None:
@@ -3801,7 +3868,9 @@ class HandleGroup:
     def __init__(
         self, *handles: Any, then: Callable[[], Any] = lambda: None, peers: Sequence[int] = ()
     ):
-        self.handles, self.then, self.peers = handles, then, peers
+        self.handles = handles
+        self.then = then
+        self.peers = peers
 
     def wait(self) -> Any:
         for i, handle in enumerate(self.handles):
@@ -3833,7 +3902,8 @@ def agree(comm: Comm, subject: str, mine: Values, cure: str) -> None:
     rank and both."""
     for rank, theirs in enumerate(everyones := comm.all_gather_json(mine)):
         for key in {**everyones[0], **theirs}:
-            here, first = theirs.get(key, "nothing"), everyones[0].get(key, "nothing")
+            here = theirs.get(key, "nothing")
+            first = everyones[0].get(key, "nothing")
             if here != first:
                 raise RunError(
                     f"the ranks' {subject} differ: rank {rank} has {key} {here}; rank 0 has"
@@ -3951,14 +4021,10 @@ class RowBucket(Bucket):
         if self.announcement is None:
             self.announce(comm, [indices for indices, _ in grads], True)
         self.finish_announcement()
-        bits, mine = (
-            self.read_bits.numpy(),
-            [len(self.param_shard) * rank for rank in (comm.rank, comm.rank + 1)],
-        )
-        read_by_me, self.read_by_any = (
-            ones(bits[comm.rank]),
-            ones(of_any := np.bitwise_or.reduce(bits)),
-        )
+        bits = self.read_bits.numpy()
+        mine = [len(self.param_shard) * rank for rank in (comm.rank, comm.rank + 1)]
+        read_by_me = ones(bits[comm.rank])
+        self.read_by_any = ones(of_any := np.bitwise_or.reduce(bits))
         mine_read_by = [ones(of_rank, *mine) for of_rank in bits]  # the first row of mine is 0
         sums = self.scatter_add(self.on_device(read_by_me), grads)
         for held in (grads, *(slot.pending_grads for slot in self.slots)):
@@ -3969,10 +4035,8 @@ class RowBucket(Bucket):
         values = sums.new_empty((sum(counts), sums.size(1)), dtype=sent[0].dtype)
         received = values.split(counts)
         received[comm.rank].copy_(sent[comm.rank])
-        indices, of_values = (
-            self.on_device(ones(of_any, *mine)),
-            self.on_device(np.concatenate(mine_read_by)),
-        )
+        indices = self.on_device(ones(of_any, *mine))
+        of_values = self.on_device(np.concatenate(mine_read_by))
 
         def sum_over_ranks() -> None:
             pieces = zip(of_values.split(counts), received) if invariant else [(of_values, values)]
@@ -3989,10 +4053,8 @@ class RowBucket(Bucket):
         if not (updates and self.rule.lazy) or "pending" in self.state:
             grads = torch.zeros_like(self.param_shard, dtype=self.grad_data.dtype)
             grads[self.grad_indices] = self.grad_shard
-            self.grad_indices, self.grad_shard = (
-                torch.arange(len(grads), device=grads.device),
-                grads,
-            )
+            self.grad_indices = torch.arange(len(grads), device=grads.device)
+            self.grad_shard = grads
             self.read_by_any = None
         super().carry_over(updates)
 
@@ -4158,7 +4220,8 @@ def build_optimizer(
     config: Config, model: GPT, comm: Comm, compiled: bool = False
 ) -> DistributedOptimizer:
     """Build the optimizer of a config. The model must be on its device."""
-    specs, state = specs_of(config, model), persistent_buffers(model)()
+    specs = specs_of(config, model)
+    state = persistent_buffers(model)()
     require(
         not (config.world_size_invariant and state),
         f"the buffer {', '.join(state)} follows rank 0's data, so world_size_invariant excludes it;"
@@ -4177,7 +4240,8 @@ def build_optimizer(
 def specs_of(config: Config, model: GPT) -> list[ParamSpec]:
     """Assign every parameter that is not frozen its update rule, by its kind, in the model's
     order."""
-    groups, specs = groups_by_kind(config), []
+    groups = groups_by_kind(config)
+    specs = []
     for name, param in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
         kind = getattr(param, "kind", None)
         require(
@@ -4185,9 +4249,11 @@ def specs_of(config: Config, model: GPT) -> list[ParamSpec]:
             f"{name}: PARAM_GROUPS has no row for kind {kind!r}; add one, or create the parameter "
             f"by parameter(init, kind) with one of {', '.join(groups)}",
         )
-        rule, scale = groups[kind].rule(config), groups[kind].lr_mul
+        rule = groups[kind].rule(config)
+        scale = groups[kind].lr_mul
         if not isinstance(rule, NorMuon):  # NorMuon applies lr_mul by spec.scale
-            rule, scale = dataclasses.replace(rule, lr=rule.lr * scale), 1.0
+            rule = dataclasses.replace(rule, lr=rule.lr * scale)
+            scale = 1.0
         specs.append(finish_spec(ParamSpec(name, param, rule, param.unit, scale, param.first_step)))
     return specs
 
@@ -4196,7 +4262,8 @@ def finish_spec(spec: ParamSpec) -> ParamSpec:
     """Complete NorMuon's settings from the matrix's shape."""
     if not isinstance(spec.rule, NorMuon):
         return spec
-    param, (rows, columns) = spec.param, spec.rule.unit(spec)
+    param = spec.param
+    rows, columns = spec.rule.unit(spec)
     return spec._replace(
         rule=dataclasses.replace(spec.rule, wide=param.numel() > param.shape[0] ** 2),
         # as in Keller Jordan's Muon
@@ -4253,7 +4320,8 @@ def mask_in_pieces(
     """
     piece = piece or max(MASK_PIECE[docs.device.type], reach // 4)
     if reach + piece >= len(docs):
-        piece, reach = len(docs), 0
+        piece = len(docs)
+        reach = 0
     docs = F.pad(docs, (0, -len(docs) % piece), value=-1)
     # -2: before the first token
     of_keys = F.pad(docs, (reach, 0), value=-2).unfold(0, reach + piece, piece)[:, None]
@@ -4369,7 +4437,8 @@ def flash_attention_backward(
     log_sums: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     window, longest, count = numbers.tolist()
-    starts, dropout_state = starts[: count + 1], q.new_empty(2, dtype=torch.uint64)
+    starts = starts[: count + 1]
+    dropout_state = q.new_empty(2, dtype=torch.uint64)
     if flash_3:
         dq, dk, dv = map(torch.empty_like, (q, k, v))
         flash_3._flash_attn_backward(
@@ -4450,7 +4519,9 @@ def relu_squared(a: Tensor, b: Tensor, h: Tensor | None = None) -> Tensor:
     if not (programs := kernel_programs(a, b, a.dtype)):
         y = a @ b
         return y.relu() * y if h is None else 2 * y * h.sqrt()
-    (m, k), n, half = a.shape, b.size(1), [TILE_M, TILE_N // 2]
+    m, k = a.shape
+    n = b.size(1)
+    half = [TILE_M, TILE_N // 2]
     out = a.new_empty(m, n)
     tiles = (
         (a, [TILE_M, TILE_K]),
@@ -4475,7 +4546,9 @@ def relu_squared(a: Tensor, b: Tensor, h: Tensor | None = None) -> Tensor:
 
 
 # Tile sizes of the MLP's product: two warp groups, and three stages in Hopper's shared memory
-TILE_M, TILE_N, TILE_K = 128, 256, 64
+TILE_M = 128
+TILE_N = 256
+TILE_K = 64
 # bytes per block that Triton's compiler takes for it, the most of capabilities 9.0 and 10.0
 MLP_SHARED = 213_056
 
@@ -4510,7 +4583,8 @@ if triton is not None:
         HALF: tl.constexpr = TILE_N // 2
         columns = N // TILE_N
         for tile in tl.range(tl.program_id(0), M // TILE_M * columns, PROGRAMS, flatten=True):
-            row, column = tile // columns * TILE_M, tile % columns * TILE_N
+            row = tile // columns * TILE_M
+            column = tile % columns * TILE_N
             y = tl.zeros((TILE_M, TILE_N), tl.float32)
             for k in range(0, K, TILE_K):
                 y = tl.dot(a.load([row, k]), b.load([k, column]), y)
@@ -4556,7 +4630,8 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_objective: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        (x, weight, grad), scales = ctx.saved_tensors, ctx.scales
+        x, weight, grad = ctx.saved_tensors
+        scales = ctx.scales
         if scales is None:
             return (
                 grad_objective * (grad @ weight),
@@ -4640,7 +4715,8 @@ if triton is not None:
         PACK: hold it in bf16, two chunks in one register. A row of 50,304 logits fills half of the
         64 registers.
         """
-        at, row = tl.arange(0, CHUNK), tl.program_id(0)
+        at = tl.arange(0, CHUNK)
+        row = tl.program_id(0)
         x += row.to(tl.int64) * V
         grad += row.to(tl.int64) * V
         total = tl.zeros((CHUNK,), tl.float32)
@@ -4769,7 +4845,10 @@ class Clock:
 
     def __init__(self, device: torch.device, began: float):
         """began: start of the process, by time.perf_counter."""
-        self.device, self.began, self.elapsed, self.running = device, began, 0.0, False
+        self.device = device
+        self.began = began
+        self.elapsed = 0.0
+        self.running = False
         self.last = time.perf_counter()  # end of the last span
         self.outside = collections.Counter(joining=self.last - began)  # seconds by name
 
@@ -4782,7 +4861,9 @@ class Clock:
         self.running = True
 
     def stop(self) -> None:
-        begin, self.last, self.running = self.last, self._now(), False
+        begin = self.last
+        self.last = self._now()
+        self.running = False
         self.elapsed += 1000 * (self.last - begin)
 
     def read(self) -> float:
@@ -4796,9 +4877,11 @@ class Clock:
         running = self.running
         if running:
             self.stop()
-        begin, compiled = self.last, compile_stats()[1]
+        begin = self.last
+        compiled = compile_stats()[1]
         yield
-        self.last, compiled = self._now(), compile_stats()[1] - compiled
+        self.last = self._now()
+        compiled = compile_stats()[1] - compiled
         self.outside.update({name: self.last - begin - compiled, "compile": compiled})
         self.running = running
 
@@ -4811,7 +4894,8 @@ class Clock:
 
     def load_state(self, state: Values) -> None:
         """Continue from a checkpoint; time after it was lost and does not count."""
-        self.elapsed, self.began = state["elapsed"], self.began - state["wall"]
+        self.elapsed = state["elapsed"]
+        self.began = self.began - state["wall"]
         self.outside.update(state["outside"])
 
 
@@ -4861,13 +4945,13 @@ class Log:
     returns."""
 
     def __init__(self, config: Config, rank: int, run_id: str):
-        self.config, self.rank, self.run_id = config, rank, run_id
-        self.file, self.last_line, self.mute, self.resumes = (
-            None,
-            0.0,
-            rank > 0 or sys.stdout is None,
-            0,
-        )
+        self.config = config
+        self.rank = rank
+        self.run_id = run_id
+        self.file = None
+        self.last_line = 0.0
+        self.mute = rank > 0 or sys.stdout is None
+        self.resumes = 0
         self.loss = ""  # the newest training loss, as it is printed
 
     @property
@@ -4881,12 +4965,10 @@ class Log:
         import fcntl
 
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        rule, used = (
-            "=" * 100,
-            (
-                f"{self.path} exists, so run_id {self.run_id!r} was used. Choose another --run_id,"
-                " or --resume it"
-            ),
+        rule = "=" * 100
+        used = (
+            f"{self.path} exists, so run_id {self.run_id!r} was used. Choose another --run_id,"
+            " or --resume it"
         )
         try:
             file = open(
@@ -4907,7 +4989,8 @@ class Log:
         file.seek(0)
         begun = re.search(rf"\n{rule}\n(\{{.*)\n", written := file.read())
         if begun:
-            ended, of_launch = '\n{"end"' in written, is_of_this_launch(self.path)
+            ended = '\n{"end"' in written
+            of_launch = is_of_this_launch(self.path)
             require(not ended and (resumed["checkpoint"] or of_launch), used)
         else:  # new, deleted, or stopped while its head was written
             file.truncate(0)
@@ -4967,9 +5050,11 @@ class Log:
         if self.mute:
             return
         self.loss = self.loss if loss is None else f"loss {loss:.4f}  "
-        terminal, total = sys.stdout.isatty(), self.config.num_steps
+        terminal = sys.stdout.isatty()
+        total = self.config.num_steps
         if step == total or time.monotonic() - self.last_line > (0.2 if terminal else 5):
-            self.last_line, left = time.monotonic(), clock.read() / step * (total - step) / 1000
+            self.last_line = time.monotonic()
+            left = clock.read() / step * (total - step) / 1000
             self.say(
                 f"step {step}/{total}  {self.loss}{1000 * tokens / clock.read():,.0f} tokens/s  "
                 + (f"{left:.0f} s left" if step < total else "validation …"),
@@ -4985,7 +5070,10 @@ class Log:
 def start_log(loop: TrainingLoop, resumed: Values | None, changes: list[str]) -> None:
     """Open the log with a description of the run. changes: what this machine changed in the
     config."""
-    c, comm, log, worker = loop.config, loop.comm, loop.log, loop.worker
+    c = loop.config
+    comm = loop.comm
+    log = loop.log
+    worker = loop.worker
     machine, environment = describe_machine(c, worker.device)
     hosts = describe_hosts(comm, machine)
     if comm.rank:
@@ -5055,18 +5143,24 @@ def start_log(loop: TrainingLoop, resumed: Values | None, changes: list[str]) ->
 
 def finish(loop: TrainingLoop, loss: float, val_tokens: int) -> None:
     """Save the model, then write the result."""
-    c, clock, worker, log, saved_as = loop.config, loop.clock, loop.worker, loop.log, ""
+    c = loop.config
+    clock = loop.clock
+    worker = loop.worker
+    log = loop.log
+    saved_as = ""
     compiles = compile_stats()[0] - loop.compiles
     with clock.off("hashing"):
         model_hash = "" if worker.comm.rank else hash_of(named_tensors(worker.model))
-        final_hash, digest = state_hash(worker), all_digest(worker)
+        final_hash = state_hash(worker)
+        digest = all_digest(worker)
     if (
         c.save_model and worker.comm.rank == 0
     ):  # before the log's end: until then the run can be resumed
         with clock.off("saving"):
             saved_as = f"\nmodel: {save_model(loop)}"
     allocated, reserved = peak_memory_mib(worker.device)
-    reached, wall_seconds = loss <= c.target_val_loss, clock.state()["wall"]
+    reached = loss <= c.target_val_loss
+    wall_seconds = clock.state()["wall"]
     log.write(
         json.dumps(
             {
@@ -5094,12 +5188,11 @@ def finish(loop: TrainingLoop, loss: float, val_tokens: int) -> None:
     )
     log.write(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
     if worker.comm.rank == 0:
-        verdict, target = "", ""
+        verdict = ""
+        target = ""
         if c.target_val_loss:
-            verdict, target = (
-                f"target {'reached' if reached else 'missed'}: ",
-                f" target {c.target_val_loss:g},",
-            )
+            verdict = f"target {'reached' if reached else 'missed'}: "
+            target = f" target {c.target_val_loss:g},"
         remove_files(spare_files(loop, keep=0))
         log.say(
             f"\n{verdict}validation loss {loss:.4f},{target} after {clock.elapsed / 1000:.1f} s of"
@@ -5110,7 +5203,8 @@ def finish(loop: TrainingLoop, loss: float, val_tokens: int) -> None:
 def profiler_of(loop: TrainingLoop) -> Any:
     """Return a profiler that writes a Chrome trace of some steps beside the log; its step()
     follows each step."""
-    (first, last), log = map(int, loop.config.profile.split(":")), loop.log
+    first, last = map(int, loop.config.profile.split(":"))
+    log = loop.log
     log.say(
         f"trace of steps {loop.config.profile}:"
         f" {log.path.parent / log.path.stem}-rank*.pt.trace.json.gz"
@@ -5180,7 +5274,9 @@ def source_of(config: Config) -> str:
 def describe_machine(config: Config, device: torch.device) -> tuple[Values, str]:
     """(hardware, versions, source hash and environment variables for the JSON line; the free text
     above it)."""
-    on_gpu, cpu, cores = device.type == "cuda", cpu_name(), os.cpu_count()
+    on_gpu = device.type == "cuda"
+    cpu = cpu_name()
+    cores = os.cpu_count()
     gpus = [
         dict(zip(("name", "uuid", "driver"), row.split(", ")))
         for row in nvidia_smi("name,uuid,driver_version")
@@ -5247,7 +5343,8 @@ def describe_hosts(comm: Comm, mine: Values) -> list[Values]:
 def package_versions() -> dict[str, str]:
     """Return the versions of torch and of the installed packages of requirements.txt, if that is
     beside the script."""
-    pins, versions = ROOT / "requirements.txt", {}
+    pins = ROOT / "requirements.txt"
+    versions = {}
     for name in re.findall(r"^([\w-]+)==", pins.read_text(), re.M) if pins.exists() else ():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
@@ -5256,7 +5353,9 @@ def package_versions() -> dict[str, str]:
 
 def describe_config(config: Config) -> Values:
     """Describe what the run will do and what it starts from, for its log."""
-    c, revision, race = config, output_of("git", "rev-parse", "HEAD"), config.race.split(":")
+    c = config
+    revision = output_of("git", "rev-parse", "HEAD")
+    race = config.race.split(":")
     return {
         "config": json_of(c),
         "seed": c.seed,
@@ -5332,7 +5431,8 @@ def checksum(*tensors: Tensor) -> int:
     2 ** 64, where words that differ by a multiple of 2 ** 31, as signs do, still have 33 bits of
     their factors: pieces that differ have equal sums with a probability of about 2 ** -33.
     """
-    factors, sums = checksum_factors(tensors[0].device), []
+    factors = checksum_factors(tensors[0].device)
+    sums = []
     for piece in (
         piece
         for x in tensors
@@ -5422,10 +5522,8 @@ def load_file(path: str | Path, check: bool = True) -> Values:
     """Read what save_file wrote; nothing in it is executed. RunError if it is damaged. check=False
     skips the digest."""
     try:
-        saved, file = (
-            torch.load(path, map_location="cpu", weights_only=True, mmap=True),
-            os.path.abspath(path),
-        )
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        file = os.path.abspath(path)
         if check and (version := (file, os.stat(file).st_mtime_ns)) not in intact:
             if digest_of(saved) != saved["digest"]:
                 raise ValueError("its content does not match its digest")
@@ -5447,7 +5545,8 @@ def load_file(path: str | Path, check: bool = True) -> Values:
 def load_parameters(model: GPT, saved: Values) -> None:
     """Copy the parameters of a saved model or checkpoint into a model. RunError if they do not
     fit."""
-    params, buffers = dict(model.named_parameters()), persistent_buffers(model)()
+    params = dict(model.named_parameters())
+    buffers = persistent_buffers(model)()
     unknown = [
         name for name in saved["state"] if "/" not in name and name not in {**params, **buffers}
     ]
@@ -5531,7 +5630,8 @@ def save_in_room(loop: TrainingLoop, path: Path, content: Values) -> None:
 
 def find_run(config: Config) -> tuple[str, str]:
     """Find (run id, checkpoint to resume from; empty for a new run)."""
-    named, latest = Path(config.resume), config.resume == "latest"
+    named = Path(config.resume)
+    latest = config.resume == "latest"
     named = named if named.exists() else ROOT / named
     folder = ROOT / config.log_dir if latest or not config.resume else named.parent
     of_launch = (
@@ -5593,12 +5693,14 @@ def save_checkpoint(loop: TrainingLoop, step: int, stop: bool = False) -> None:
 
     Without room for a checkpoint training continues.
     """
-    worker, log = loop.worker, loop.log
+    worker = loop.worker
+    log = loop.log
     path = log.path.with_name(f"{log.run_id}.step{step:06}.ckpt")
     stop = stop or any(stops for asked, stops in loop.losses.save_at.items() if asked <= step)
     with loop.clock.off("checkpoint"):
         loop.losses.write(step, wait=True)
-        digest, state = all_digest(worker), {}
+        digest = all_digest(worker)
+        state = {}
         for name, x in worker.optimizer.named_state():  # all ranks gather it, rank 0 keeps it
             if loop.comm.rank == 0:
                 state[name] = x.detach().to("cpu", copy=True)
@@ -5633,7 +5735,8 @@ def save_checkpoint(loop: TrainingLoop, step: int, stop: bool = False) -> None:
 
 def save_model(loop: TrainingLoop) -> Path:
     """Save the trained parameters and persistent buffers beside the log."""
-    path, model = loop.log.path.with_suffix(".pt"), loop.worker.model
+    path = loop.log.path.with_suffix(".pt")
+    model = loop.worker.model
     kept = {**dict(model.named_parameters()), **persistent_buffers(model)()}
     state = {name: x.detach().cpu() for name, x in kept.items()}
     save_in_room(loop, path, {**describe_model(loop, loop.config.num_steps), "state": state})
@@ -5657,7 +5760,8 @@ def digests_of(shards: dict[str, list[Shard]]) -> list[str]:
 
 def resume(loop: TrainingLoop) -> Values | None:
     """Load the checkpoint that the config names -> what the log says about it; None for a new run."""
-    path, worker = loop.config.resume, loop.worker
+    path = loop.config.resume
+    worker = loop.worker
     if not path:
         return {"from_step": 0, "checkpoint": None} if restarts() else None
     saved = load_file(path)
@@ -5750,7 +5854,8 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
         f"tokens; on GPUs they must be multiples of {TILE_M}",
     )
     global flash_3
-    own, changes = torch.cuda.get_device_capability(), []
+    own = torch.cuda.get_device_capability()
+    changes = []
     capability = min(comm.all_gather_json(own))
     shared = min(
         comm.all_gather_json(torch.cuda.get_device_properties().shared_memory_per_block_optin)
@@ -5860,7 +5965,8 @@ def with_digests(shards: list[Shard], comm: Comm, local_rank: int) -> list[Shard
 
 def find_data(config: Config, comm: Comm) -> dict[str, list[Shard]]:
     """Find the training and validation shards, the same on all ranks and in one encoding."""
-    train, val = find_shards(config.train_files, config.train_shards), find_shards(config.val_files)
+    train = find_shards(config.train_files, config.train_shards)
+    val = find_shards(config.val_files)
     require(
         train[0].encoding == val[0].encoding,
         f"the training shards have {train[0].encoding}, the validation "
@@ -5897,7 +6003,9 @@ class Signals:
     MOMENT_S = 1
 
     def __init__(self):
-        self.received, self.stop, self.again_from = 0, False, math.inf
+        self.received = 0
+        self.stop = False
+        self.again_from = math.inf
 
     def handle(self, number: int, _: Any) -> None:
         if number == signal.SIGUSR1:
@@ -5968,7 +6076,8 @@ def is_lost(error: BaseException) -> bool:
 
 def join(config: Config, rank: int, ranks: int, device: torch.device) -> dist.Store:
     """Form the process group -> its store. RunError if the other ranks cannot be reached."""
-    timeout, gpu = timedelta(seconds=config.timeout_s), device.type == "cuda"
+    timeout = timedelta(seconds=config.timeout_s)
+    gpu = device.type == "cuda"
     # ahead of matrix products
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if gpu else None
     if gpu:
@@ -6011,10 +6120,8 @@ def describe_error(error: BaseException, config: Config) -> str:
             " chooses it"
         )
     if isinstance(error, OSError) and error.errno:
-        full, many = (
-            "free space or choose another --log_dir",
-            "raise the limit on open files (ulimit -n 1024)",
-        )
+        full = "free space or choose another --log_dir"
+        many = "raise the limit on open files (ulimit -n 1024)"
         cures = {errno.ENOSPC: full, errno.EFBIG: full, errno.EMFILE: many}
         cure = cures.get(error.errno, "mend that, or name another file")
         return (
@@ -6125,7 +6232,10 @@ def main(
     GPUs.
     """
     began = began or time.perf_counter()
-    rank, log, store, config = 0, None, None, next(iter(presets.values()))
+    rank = 0
+    log = None
+    store = None
+    config = next(iter(presets.values()))
     try:
         rank, ranks, local_rank = map(env_int, ("RANK", "WORLD_SIZE", "LOCAL_RANK"), (0, 1, 0))
         for library in (

@@ -121,7 +121,7 @@ def draw(found: dict[str, list[list[tuple[float, float]]]], path: Path) -> None:
         curves = [curve[1:] or curve for curve in curves]
         for curve in curves:
             axes.plot(*zip(*curve), "o-", color=color, markersize=3, lw=1, alpha=0.6)
-        (seconds, loss) = ends[name]
+        seconds, loss = ends[name]
         lowest = ends[name] == min(ends.values(), key=lambda end: end[1])
         axes.annotate(
             f"{name}: {loss:.3f} after {seconds:.1f} s",

@@ -338,7 +338,7 @@ def compare(source, dtype, steps, flags):
     originals = load(ROOT)
     narrow = dtype != "float32"
     T = programs["train_gpt"]
-    (rank, ranks) = rank_and_ranks()
+    rank, ranks = rank_and_ranks()
     device = torch.device("cuda", 0)
     cpu = torch.device("cpu")
     if ranks > 1:
@@ -451,7 +451,7 @@ def train(source, steps, flags):
     import torch
 
     programs = load(source)
-    (rank, ranks) = rank_and_ranks()
+    rank, ranks = rank_and_ranks()
     device = torch.device("cuda", 0)
     T = programs["train_gpt"]
     torch.cuda.set_device(device)

@@ -68,7 +68,7 @@ def start(ranks, program, flags):
     # lo, on macOS lo0
     listener = socket.create_server(("127.0.0.1", 0))
     loopback = socket.if_indextoname(1)
-    (host, port) = listener.getsockname()
+    host, port = listener.getsockname()
     pids = {}
     received = []
     failed = (0, 0)

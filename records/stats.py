@@ -466,7 +466,7 @@ def verdicts(pairs):
     found = []
     for side, base in pairs:
         matched = pair_up(side, base)
-        (side, base) = in_turn(side, base)
+        side, base = in_turn(side, base)
         timed = not any(one.untimed or one.clock_reset for one in (side, base))
         seconds = [one.seconds if timed else [] for one in (side, base)]
         time = (

@@ -284,7 +284,7 @@ def check_log(e):
         seen == stated,
         f"the source in the log has SHA-256 {seen[:8]}..., its description states {stated[:8]}...",
     )
-    (steps, tokens) = e.planned()
+    steps, tokens = e.planned()
     raced = e.race_by_flags()
     run_id = e.get("start.run_id", str)
     require(
@@ -996,7 +996,7 @@ def check_copies(runs):
                 )
             )
         for owner, what, mark in marks:
-            (one, before) = seen.setdefault((what, mark), (e, owner))
+            one, before = seen.setdefault((what, mark), (e, owner))
             shown = mark[:8] if isinstance(mark, str) else ""
             require(
                 before == owner,

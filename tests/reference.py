@@ -192,8 +192,8 @@ def loss(
             h = h + sum(of_token[3 + j] * sources[j] for j in range(3))
             resid_attn, resid_mlp, post_attn, post_mlp, add_h0, add_ngrams = of_token[6:12]
         elif late:
-            (resid_attn, resid_mlp) = p["resid_lambdas"][i]
-            (post_attn, post_mlp) = p["post_lambdas"][i]
+            resid_attn, resid_mlp = p["resid_lambdas"][i]
+            post_attn, post_mlp = p["post_lambdas"][i]
         else:
             h = lam[i, 0] * h + lam[i, 1] * h0
         if has_attention:

@@ -218,7 +218,7 @@ def test_own_model(bench, tmp_path):
         str(tmp_path / "runs"),
     )
     table = rows(bench("own_model.py", *flags))
-    (first, *rest) = path.read_text().splitlines()
+    first, *rest = path.read_text().splitlines()
     path.write_text("\n".join(rest) + "\n")
     assert (
         [row["optimizer"] for row in table]

@@ -446,7 +446,7 @@ def test_groups_are_those_of_the_record():
                 name.startswith("ngrams"),
             ), name
             continue
-        (rows, columns) = rule.unit(spec)
+        rows, columns = rule.unit(spec)
         factor = muon[".".join(name.split(".")[2:])]
         assert spec.scale == pytest.approx(factor * max(1, rows / columns) ** 0.5), name
         assert rule.lr == 0.023 and rule.beta2 == 0.9, name
@@ -498,7 +498,7 @@ def test_loss_and_gradients_are_those_of_a_second_implementation(name, monkeypat
     monkeypatch.setattr(frontier, "DC_WINDOW", 7)
     config = small(**MODELS[name])
     model = scheduled_model(config)
-    (x, y) = tokens_of(5, 40)
+    x, y = tokens_of(5, 40)
     if name == "record 92":  # exactly
         model.double()
         for rotary in (model.rotary, model.narrow_rotary):
@@ -649,7 +649,7 @@ def loss_and_gradients(module):
 def test_mistakes_in_the_mechanisms_show(name, monkeypatch, tmp_path):
     """The comparison above would see them: each changes the loss or a gradient by 20 times its
     tolerance."""
-    (old, new) = MISTAKES[name]
+    old, new = MISTAKES[name]
     source = Path(frontier.__file__).read_text()
     spec = importlib.util.spec_from_file_location(
         f"wrong_{[*MISTAKES].index(name)}", tmp_path / "wrong.py"
@@ -842,7 +842,7 @@ def test_the_objective_weighs_further_targets_and_the_loss_does_not(loss_tokens)
 def test_a_later_token_changes_no_earlier_logits(changes):
     """But for the bigram table's row of the second token, which holds no later one."""
     model = shaken(small(**changes)).eval()
-    (x, _) = tokens_of(6, 64)
+    x, _ = tokens_of(6, 64)
     before = logits_of(model, x, train_gpt.Windows(16, 8))
     for at in (1, 17, 40, 63):
         changed = x.clone()
@@ -873,7 +873,7 @@ def test_every_group_is_compiled(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     config = small()
-    (x, y) = tokens_of(5, 40)
+    x, y = tokens_of(5, 40)
     model = scheduled_model(config)
     model.reach = train_gpt.longest_window(config)
     wanted = model(x, y, WINDOWS)[0].item()

@@ -95,7 +95,7 @@ def test_the_embedding_is_the_signed_sum_of_both_tables_rounded_once(dtype):
         ngrams=(Ngrams(2, 50, 32), Ngrams(3, 41, 24)), ngram_hash="record92", dtype=dtype
     )
     model = train_gpt.build_model(config, train_gpt.Encoding(64, 63))
-    (x, _) = tokens_of(3, 40)
+    x, _ = tokens_of(3, 40)
     wanted = np.zeros((40, 32))
     for table in model.ngrams:
         table.weight.data.normal_()

@@ -881,7 +881,7 @@ class PlainTraining:
                 total += p.grad
                 if step % 2 == 1:
                     t = (step + 1) // 2
-                    (lr, beta1, beta2, decay) = self.adam[name]
+                    lr, beta1, beta2, decay = self.adam[name]
                     m.mul_(beta1).add_(total, alpha=1 - beta1)
                     v.mul_(beta2).add_(total.square(), alpha=1 - beta2)
                     change = (
@@ -1061,7 +1061,7 @@ def test_every_group_is_compiled(tiny, monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     config = dataclasses.replace(tiny, layers="M S SM S0 S0M L LM L1 L1M SM L0M", backout_layer=3)
     model = shaken(config)
-    (x, y) = tokens_of(5, 40)
+    x, y = tokens_of(5, 40)
     model.reach = train_gpt.longest_window(config)
     wanted = model(x, y, train_gpt.Windows(12, 5))[0].item()
     train_gpt.compile_parts(model)
@@ -1174,7 +1174,7 @@ def test_a_tensor_that_a_layer_leaves_reaches_a_later_group_with_its_gradient(
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     config = dataclasses.replace(tiny, layers="S0M SM M LM SM M LM M", backout_layer=3)
-    (x, y) = tokens_of(5, 40)
+    x, y = tokens_of(5, 40)
     block = train_gpt.Block.forward
     place = {}
     results = []

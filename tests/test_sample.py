@@ -116,7 +116,7 @@ class Biased(train_gpt.GPT):
 
 def test_a_new_parameter_of_the_model_changes_the_text(tiny, tmp_path, monkeypatch, capsys):
     def greedy(path):
-        (model, _, windows) = sample.load_model(path)
+        model, _, windows = sample.load_model(path)
         tokens = [256, *b"def "]
         for _ in range(20):
             tokens.append(int(logits_of(model, torch.tensor(tokens), windows)[-1, :257].argmax()))
