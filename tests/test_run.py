@@ -681,12 +681,9 @@ def test_the_state_s_hash_covers_all_that_training_goes_on_from(one, tiny):
 @pytest.mark.parametrize(
     "stages,steps",
     [
-        ("Stage(6, micro_batches=4), Stage(7, micro_batches=8), Stage(micro_batches=2)", 8),
+        ("Stage(6, micro_batches=4), Stage(7, micro_batches=8), Stage()", 8),
         (
-            (
-                "Stage(micro_batches=2, long_window=3), Stage(extra_steps=1, micro_batches=4,"
-                " long_window=5)"
-            ),
+            "Stage(long_window=3), Stage(extra_steps=1, micro_batches=4, long_window=5)",
             11,
         ),
     ],
