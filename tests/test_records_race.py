@@ -155,6 +155,8 @@ def repo(tmp_path, monkeypatch):
     monkeypatch.setattr(race, "draw", lambda *_: None)
     monkeypatch.setattr(race, "broken_rules", lambda *_: [])  # the stand-in's logs break some
     monkeypatch.setattr(race, "idle_cores", lambda: 99)
+    # the stand-in has flags of its own
+    monkeypatch.setattr(race.start, "read_flags", lambda *_: None)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(race.tempfile, "tempdir", None)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
@@ -330,9 +332,8 @@ def test_a_race_from_a_git_hook_is_of_this_checkout(repo, monkeypatch):
             hook.setenv(f"GIT_{name}", str(value))
         hook.setenv("GIT_CONFIG_COUNT", "0")  # names no repository
         assert race.main(["-n", "2", "--vs", "HEAD~1"]) in (0, 1)
-        assert {name for name in race.environment() if name.startswith("GIT_")} == {
-            "GIT_CONFIG_COUNT"
-        }
+        left = [name for name in race.environment() if name.startswith("GIT_")]
+        assert "GIT_CONFIG_COUNT" in left and all(name.startswith("GIT_CONFIG") for name in left)
         assert train_gpt.output_of("git", "rev-parse", "--show-toplevel") == str(ROOT)
     assert (
         only_race(repo)[1]["sides"]["b"]["revision"] == git(repo, "rev-parse", "HEAD~1")
