@@ -1492,12 +1492,18 @@ def test_a_race_until_decided_stops_for_want_of_a_chance(repo, capsys):
 
 # Races that a program reads
 
-DRIVER = (
-    "import sys; sys.path.insert(0, {launch!r}); import race; from pathlib import Path; race.ROOT ="
-    " Path({root!r})\nrace.command = lambda ranks, program: [*race.ALONE, program]; race.draw ="
-    " lambda *_: None\nrace.broken_rules = lambda *_: []; race.idle_cores = lambda:"
-    " 99\nsys.exit(race.main(sys.argv[1:]))"
-)
+DRIVER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {launch!r})
+import race
+race.ROOT = Path({root!r})
+race.command = lambda ranks, program: [*race.ALONE, program]
+race.draw = race.start.read_flags = lambda *_: None
+race.broken_rules = lambda *_: []
+race.idle_cores = lambda: 99
+sys.exit(race.main(sys.argv[1:]))
+"""
 TRAINED = """w, draw = 0.0, random.Random(c.seed)
         for _ in range(50): w -= c.lr * (w - 1 + draw.gauss(0, 0.1))
         loss = 3 + (w - 1) ** 2"""  # a model of one weight
@@ -1644,8 +1650,9 @@ def test_a_race_that_is_killed_leaves_no_run_behind(repo):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_race_is_not_resumed_beside_a_run_of_it_that_lives(repo, capsys):
+def test_a_race_is_not_resumed_beside_a_run_of_it_that_lives(repo, capsys, monkeypatch):
     """The run ignores signals. Its race.py is dead, but the lock is still held."""
+    monkeypatch.setattr(logs, "MAX_MESSAGE", 9999)  # the path of a temporary folder may be long
     process = start(repo, "-n", "2", "--", "--mood", "stubborn")
     wait_until((repo / "deaf").exists)
     kill(process, repo)
