@@ -1,8 +1,8 @@
 """Serve a web page, on this machine only, with the latest runs in shared charts; it reloads while
 they run.
 
-    python launch/watch.py                  logs/ and its subfolders at http://127.0.0.1:8000
-    python launch/watch.py FOLDER --port 0  another folder; port 0: any free port
+    ./run.sh watch                  logs/ and its subfolders at http://127.0.0.1:8000
+    ./run.sh watch FOLDER --port 0  another folder; port 0: any free port
 
 It only reads logs. Each open page takes some hundredths of a second of one core every 5 s, so do
 not use it while a run is timed on few cores. Ctrl-C stops it.
