@@ -58,7 +58,7 @@ def machine() -> str:
     """Describe the machine and its load in one line."""
     load = os.getloadavg()[0]
     return (
-        f"{train_gpt.cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}, "
+        f"{train_gpt.cpu_name()}, {train_gpt.count_cores()} cores, torch {torch.__version__}, "
         f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, load {load:.1f} when this was printed"
     )
 
@@ -81,7 +81,7 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 
 
 def ratios(times: Sequence[float], base: Sequence[float]) -> list[float]:
-    """Divide interleaved timings round by round, so that noise of the machine affects both sides."""
+    """Divide interleaved timings round by round: noise of the machine then affects both sides."""
     return [a / b for a, b in zip(times, base, strict=True)]
 
 
@@ -97,20 +97,17 @@ def take_turns(
     rounds: int,
     warm: int,
     barrier: Callable[[], Any] = nothing,
-    prepare: dict[str, Callable[[], Any]] | None = None,
 ) -> dict[str, list[float]]:
     """Time the variants -> {name: seconds per round}. A round calls each variant once, in a random
     order.
 
     All ranks use the same order. warm: number of untimed rounds. barrier: called before and after
-    each variant, so that the slowest rank counts. prepare: untimed calls before each variant.
+    each variant, so that the slowest rank counts.
     """
-    prepare = prepare or {}
     times: dict[str, list[float]] = {name: [] for name in variants}
     order = random.Random(0)
     for i in range(warm + rounds):
         for name in order.sample(list(variants), len(variants)):
-            prepare.get(name, nothing)()
             barrier()
             start = time.perf_counter()
             variants[name]()
@@ -130,20 +127,12 @@ def free_port() -> int:
 
 
 def _rank_main(
-    rank: int,
-    ranks: int,
-    address: str,
-    port: int,
-    before: Callable[[int], None],
-    result: Path,
-    function: Callable,
-    arguments: tuple,
+    rank: int, ranks: int, port: int, result: Path, function: Callable, arguments: tuple
 ) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch warns about its own code
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent may have a handler
-    before(rank)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-    store = dist.TCPStore(address, port, ranks, rank == 0, timeout=timedelta(seconds=60))
+    torch.set_num_threads(max(1, train_gpt.count_cores() // ranks))
+    store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timeout=timedelta(seconds=60))
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
     )
@@ -155,18 +144,11 @@ def _rank_main(
     os._exit(0)  # skips destroying the group, because gloo may abort there
 
 
-def on_ranks(
-    ranks: int,
-    function: Callable,
-    *arguments: Any,
-    address: str = "127.0.0.1",
-    before: Callable[[int], None] = nothing,
-) -> Any:
+def on_ranks(ranks: int, function: Callable, *arguments: Any) -> Any:
     """Run function(rank, ranks, *arguments) in new processes of one gloo group. Return rank 0's
     result (through JSON).
 
-    The processes share the cores. before(rank) is called before they connect to rank 0's address.
-    Raise RunError if one fails, and print its message to stderr.
+    The processes share the cores. Raise RunError if one fails, and print its message to stderr.
     """
     global starting
     with tempfile.TemporaryDirectory() as folder:
@@ -174,7 +156,7 @@ def on_ranks(
         starting = True
         processes = spawn(
             _rank_main,
-            (ranks, address, free_port(), before, result, function, arguments),
+            (ranks, free_port(), result, function, arguments),
             ranks,
             join=False,
             daemon=True,
@@ -208,7 +190,7 @@ class FakeComm(train_gpt.Comm):
         return [json.loads(json.dumps(mine))] * self.ranks
 
     def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> train_gpt.HandleGroup:
-        """Simulate messages: the other ranks read the same rows as this rank, with gradients of 0."""
+        """Simulate messages: the other ranks read this rank's rows, with gradients of 0."""
         for mine, theirs in zip(sent, received):
             theirs.copy_(mine) if mine.shape == theirs.shape else theirs.zero_()
         return train_gpt.HandleGroup()

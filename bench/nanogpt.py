@@ -1,7 +1,7 @@
 """Time nanoGPT's quick start for CPUs and the laptop preset to about the same validation loss,
 interleaved.
 
-    python bench/nanogpt.py --nanogpt PATH_OF_A_CLONE --text input.txt [--picture bench/nanogpt.png]
+    .venv/bin/python bench/nanogpt.py --nanogpt CLONE --text input.txt [--picture FILE]
 
 input.txt is tinyshakespeare or another text. Both train on the first 90 % and validate on the last
 10 %. Losses are in nats per character; in ASCII text these are nats per byte. nanoGPT runs as its

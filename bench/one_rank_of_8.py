@@ -1,8 +1,8 @@
 """Time one GPU as rank 0 of 8: a step without its communication, and the start until the first
 step ends.
 
-    python bench/one_rank_of_8.py                    needs a GPU; without one it prints so and exits with status 0
-    python bench/one_rank_of_8.py --preset laptop    any machine
+    .venv/bin/python bench/one_rank_of_8.py                    a GPU; without one it prints so
+    .venv/bin/python bench/one_rank_of_8.py --preset laptop    any machine
 
 torch's `fake` process group replaces the other 7 ranks. Its collectives cost nothing and send
 nothing: this rank's shard of the gradients is not summed, and the other shards' parameters never

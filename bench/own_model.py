@@ -1,8 +1,8 @@
 """Train five small models by make_optimizer, by torch.optim.Muon with AdamW, and by AdamW:
 validation loss and time.
 
-    python bench/own_model.py               # all runs: 38 minutes on two busy cores
-    python bench/own_model.py --steps 4 --seeds 1 --models mlp
+    .venv/bin/python bench/own_model.py               # all runs: 38 minutes on two busy cores
+    .venv/bin/python bench/own_model.py --steps 4 --seeds 1 --models mlp
 
 Tasks: the next byte of the source of Python's standard library (lstm, gpt); which letter a picture
 shows (mlp, vit, conv). Each optimizer trains at its default learning rates times 1/3, 1 and 3, and

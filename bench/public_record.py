@@ -1,7 +1,7 @@
 """Compare a preset with the program of a public record: both train the same small model on the
 same tokens.
 
-    python bench/public_record.py LOG_OR_PROGRAM
+    .venv/bin/python bench/public_record.py LOG_OR_PROGRAM
 
 The preset `speedrun` of train_gpt.py claims to be record 44 of the public speedrun
 (KellerJordan/modded-nanogpt), and `frontier` of frontier.py record 89. LOG_OR_PROGRAM is a log of

@@ -1,8 +1,8 @@
 """Run the tests of the optimizer and of training with several versions of torch, as pip installs
 them, and print a table.
 
-    python bench/versions.py                   VERSIONS, from the oldest that pyproject.toml allows to the newest
-    python bench/versions.py 2.11.0 2.15.0     these
+    .venv/bin/python bench/versions.py                   VERSIONS: all that pyproject.toml allows
+    .venv/bin/python bench/versions.py 2.11.0 2.15.0     these
 
 Each version gets an environment of its own in .cache/versions (5 GB each, kept), with the build
 that pip installs by default. Exit status: 0 if no test failed, 1 otherwise.

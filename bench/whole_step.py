@@ -1,7 +1,7 @@
 """Compare whole training steps: buckets, torch's DDP, DDP with ZeroRedundancyOptimizer, and FSDP2;
 Adam for all.
 
-    python bench/whole_step.py
+    .venv/bin/python bench/whole_step.py
 
 Each peer runs with its fastest setting and with its default. All variants run in the same
 processes, interleaved, so that ratios hold on a busy machine. Memory is measured in a new process

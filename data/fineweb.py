@@ -1,8 +1,8 @@
 """Download FineWeb10B in GPT-2 tokens from the Hugging Face hub: the validation shard and the
 first N training shards.
 
-    python data/fineweb.py        # into data/fineweb10B/: 9 training shards, 2 GB, enough for speedrun and frontier
-    python data/fineweb.py 103    # the whole data set, 21 GB
+    .venv/bin/python data/fineweb.py        # into data/fineweb10B/: 9 training shards, 2 GB
+    .venv/bin/python data/fineweb.py 103    # the whole data set, 21 GB
 
 It also writes gpt2.tiktoken, the bytes of GPT-2's tokens. A shard is verified by its size, header
 and SHA-256 before it gets its final name. Run the command again to continue an interrupted

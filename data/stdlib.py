@@ -1,8 +1,8 @@
 """Create the embedded corpus: source and documentation of this Python's standard library, as
 shards of bytes.
 
-    python data/stdlib.py               # into data/stdlib/, in seconds, without a network; a second call only verifies
-    python data/stdlib.py --out DIR     # into another folder
+    .venv/bin/python data/stdlib.py               # into data/stdlib/, in seconds, without a network
+    .venv/bin/python data/stdlib.py --out DIR     # into another folder
 
 Another Python version has another library. Compare losses only between runs whose shards have the
 same SHA-256.

@@ -1,10 +1,10 @@
 """Encode any text as shards. Each text file is one document, and so is each line of a JSON lines
 file.
 
-    python data/text.py book.txt --out data/book                      # GPT-2 tokens; the first time this needs a network
-    python data/text.py a.txt b.txt --out data/both --encoding bytes  # bytes, which need no vocabulary
-    python data/text.py web-*.jsonl --out data/web --field content    # one JSON object per line
-    python data/text.py notes/ --out data/notes                       # all text files in a folder and its subfolders
+    .venv/bin/python data/text.py book.txt --out data/book                      # GPT-2 tokens
+    .venv/bin/python data/text.py a.txt b.txt --out data/both --encoding bytes  # bytes
+    .venv/bin/python data/text.py web-*.jsonl --out data/web --field content    # JSON lines
+    .venv/bin/python data/text.py notes/ --out data/notes                       # a folder's texts
 
 The last part of each file, by bytes, is for validation. A text file is split at the end of a line
 (without one, after a space), so it gives one document to each split. JSON lines stay whole; their
@@ -25,7 +25,6 @@ import hashlib
 import json
 import lzma
 import math
-import os
 import re
 import tempfile
 from collections import defaultdict, deque

@@ -35,7 +35,7 @@ import tempfile
 from pathlib import Path
 
 import order
-from faults import FAULTS
+from faults import FAULTS, plant
 from page import ROOT, environment_of, small_vocabulary, write_shards
 from simulate import parse_log
 
@@ -593,12 +593,9 @@ def planted(name, folder):
     """Write copies of the programs, one with a fault -> their folder."""
     fault = FAULTS[name]
     texts = {f"{program}.py": (ROOT / f"{program}.py").read_text() for program in PROGRAMS}
-    count = texts[fault.file].count(fault.old)
-    assert count == 1, f"{name}: {fault.file} has {count} times {fault.old!r}, not once"
+    texts[fault.file] = plant(fault, texts[fault.file])
     for file, text in texts.items():
-        Path(folder, file).write_text(
-            text.replace(fault.old, fault.new) if file == fault.file else text
-        )
+        Path(folder, file).write_text(text)
     return folder
 
 

@@ -1,7 +1,7 @@
 """Choose the flags with which a run works on this machine: check each part once, and fit the
 micro-batches to memory.
 
-    python launch/preflight.py [--ranks N] [flags of the program]
+    .venv/bin/python launch/preflight.py [--ranks N] [flags of the program]
 
 Each part of a run (attention, each group of layers, the head, the update rules, the collectives) is
 computed at its full shapes, and compared with a plain version: float32, uncompiled. If a part fails
@@ -42,7 +42,7 @@ import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Callable, Iterator, NamedTuple, Sequence
+from typing import Any, Callable, NamedTuple, Sequence
 
 import numpy as np
 import torch
@@ -88,17 +88,17 @@ COMPARED = 16384
 LAMBDAS = "scalars", "resid_lambdas", "post_lambdas", "gate_scale"  # scalars of the layers
 
 
-def way_of(worker: T.Worker) -> tuple[str, Any]:
+def way_of(worker):
     """Return how, and the fallback, of parts that are compiled if anything is."""
     return ("compiled", ("compile", "off")) if worker.compiled else ("uncompiled", None)
 
 
-def program_module(config: T.Config) -> Any:
+def program_module(config):
     """Return the module that defines the config's model, train_gpt or frontier."""
     return sys.modules[config.model_type.__module__]
 
 
-def model_parts(worker: T.Worker) -> Iterator[Part]:
+def model_parts(worker):
     """Yield attention, each group of layers, and the head: with gradients, on a micro-batch of
     noise.
 
@@ -139,10 +139,8 @@ def model_parts(worker: T.Worker) -> Iterator[Part]:
     plain.load_state_dict(state, strict=False)
     plain.reach = T.longest_window(c)
     plain.loss_tokens = 1024
-    for module in (
-        plain.lm_head,
-        *plain.blocks,
-    ):  # neither float32 logits nor a block's activations are saved for backward
+    # neither float32 logits nor a block's activations are saved for backward
+    for module in (plain.lm_head, *plain.blocks):
         module.forward = functools.partial(
             torch.utils.checkpoint.checkpoint, module.forward, use_reentrant=False
         )
@@ -151,11 +149,11 @@ def model_parts(worker: T.Worker) -> Iterator[Part]:
     T.count_documents(model, text.cpu().numpy())
     masks = {m: m.masks(y, plan.windows) for m, y in ((model, text), (plain, text[:COMPARED]))}
 
-    def attention(window: str, m: T.GPT, *qkv: Tensor) -> Tensor:
+    def attention(window, m, *qkv):
         q, k, v = (y.view(len(y), c.num_heads, -1) for y in qkv)
         return T.attend(q * model.rotary.scale, k, v, masks[m][window])
 
-    def group(i: int, m: T.GPT, *inputs: Tensor) -> Tensor:
+    def group(i, m, *inputs):
         found = dict(zip(reads(i), inputs))
         context = m.context(*(found[name] for name in ("x0", "bigrams") if name in found), masks[m])
         outputs, tables = (
@@ -168,7 +166,7 @@ def model_parts(worker: T.Worker) -> Iterator[Part]:
     of_frontier = hasattr(model, "token_gates")
 
     @functools.cache
-    def reads(i: int) -> dict[Any, Tensor]:
+    def reads(i):
         """Return what group i reads, by name: noise. Saved outputs and rows of value tables are
         named by pairs."""
         numbers = model.groups[i].numbers
@@ -191,27 +189,27 @@ def model_parts(worker: T.Worker) -> Iterator[Part]:
             ),
         }
 
-    def head(m: T.GPT, x: Tensor) -> Tensor:
+    def head(m, x):
         return m.loss(x, targets[: len(x)])[0]
 
     def part(
-        name: str,
-        way: tuple[str, Any],
-        function: Callable[..., Tensor],
-        inputs: Sequence[Tensor],
-        *learned: str,
-        allowed_in_fp8: float = ALLOWED_IN_FP8,
-    ) -> Part:
-        def compute(by_plain: bool) -> list[Tensor]:
-            m, math_only = (
-                (plain, torch.nn.attention.SDPBackend.MATH) if by_plain else (model, None)
-            )
-            leaves = [
-                (y[:COMPARED].float() if by_plain else y).detach().requires_grad_() for y in inputs
-            ]
-            with (
-                torch.nn.attention.sdpa_kernel(math_only) if by_plain else contextlib.nullcontext()
-            ):
+        name,
+        way,
+        function,
+        inputs,
+        *learned,
+        allowed_in_fp8=ALLOWED_IN_FP8,
+    ):
+        def compute(by_plain):
+            m = model
+            leaves = inputs
+            kernels = contextlib.nullcontext()
+            if by_plain:
+                m = plain
+                leaves = [y[:COMPARED].float() for y in inputs]
+                kernels = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+            leaves = [y.detach().requires_grad_() for y in leaves]
+            with kernels:
                 out = function(m, *leaves)
                 leaves += [p for name, p in m.named_parameters() if name.startswith(learned)]
                 out_grad = grad[: len(out)].to(out.dtype).view_as(out) if out.dim() else None
@@ -265,16 +263,14 @@ def model_parts(worker: T.Worker) -> Iterator[Part]:
     yield part("head", way, head, (x,), "lm_head.")
 
 
-def rule_parts(worker: T.Worker) -> Iterator[Part]:
+def rule_parts(worker):
     """Yield each update rule on each shape of a shard; of a large table on rows from its first to
     its last."""
     optimizer = worker.optimizer
     plan = T.plan_of(worker.config, 0)
 
     @torch.no_grad()
-    def update(
-        bucket: T.Bucket, rows: Tensor | slice, noise: Sequence[Tensor], by_plain: bool
-    ) -> list[Tensor]:
+    def update(bucket, rows, noise, by_plain):
         held = {"param": bucket.param_shard, "grad": bucket.grad_shard, **bucket.state}
         begun = dict(zip(held, noise))
         rest = begun.get("rest", 0)
@@ -286,9 +282,8 @@ def rule_parts(worker: T.Worker) -> Iterator[Part]:
             held["param"] += rest
             hyper = {**bucket.hyper(plan), "dtype": torch.float32, "scale": bucket.scale}
             bucket.rule.update(held["param"], held["grad"], held, hyper)
-            if (
-                "rest" not in begun
-            ):  # a step of a small learning rate is no longer than bf16's rounding of the parameter
+            # a step of a small learning rate is no longer than bf16's rounding of the parameter
+            if "rest" not in begun:
                 held["param"] = held["param"].to(bucket.param_shard.dtype).float()
         else:
             for name, y in begun.items():
@@ -337,7 +332,7 @@ MAX_ROWS = 2**14  # of a table that are updated
 MAX_SENT = 2**22  # elements: every rank generates the data of all ranks
 
 
-def transfer_parts(worker: T.Worker) -> Iterator[Part]:
+def transfer_parts(worker):
     """Yield the copy of a shard to the device, and the collectives, on the largest bucket or
     MAX_SENT a rank."""
     comm = worker.comm
@@ -354,17 +349,13 @@ def transfer_parts(worker: T.Worker) -> Iterator[Part]:
         for rank in range(comm.ranks)
     ]
 
-    def load(by_plain: bool) -> list[Tensor]:
-        raw = (
-            np.fromfile(shard.path, "<u2", offset=4 * T.HEADER_INTS)
-            if by_plain
-            else T.load_tokens(shard)
-        )
+    def load(by_plain):
         if by_plain:
-            return [torch.from_numpy(raw[:-1].astype(np.int32)).to(device)]
-        return [T.split_sequence(raw, device)[0]]
+            tokens = np.fromfile(shard.path, "<u2", offset=4 * T.HEADER_INTS)[:-1]
+            return [torch.from_numpy(tokens.astype(np.int32)).to(device)]
+        return [T.split_sequence(T.load_tokens(shard), device)[0]]
 
-    def exchange(kind: str, by_plain: bool) -> list[Tensor]:
+    def exchange(kind, by_plain):
         full = of_all_ranks[comm.rank].clone()
         mine = comm.rank
         if kind == "all-gather":
@@ -383,7 +374,7 @@ def transfer_parts(worker: T.Worker) -> Iterator[Part]:
         ).wait()
         return [full[mine]]
 
-    def send_rows(bucket: T.RowBucket, by_plain: bool) -> list[Tensor]:
+    def send_rows(bucket, by_plain):
         """Send gradients of random rows to their owners; return them and the rows that follow as
         values of all ranks."""
         slot = bucket.slots[0]
@@ -441,7 +432,7 @@ def transfer_parts(worker: T.Worker) -> Iterator[Part]:
 # Checks
 
 
-def attempt(part: Part, plain: bool, device: torch.device) -> tuple[Sequence[Tensor] | None, str]:
+def attempt(part, plain, device):
     """Compute a part. Return (its result, "") or (None, the error)."""
     try:
         result = part.compute(plain)
@@ -457,7 +448,7 @@ def attempt(part: Part, plain: bool, device: torch.device) -> tuple[Sequence[Ten
 COLUMNS = ["part", "how", "difference", "allowed", "ms", "verdict"]
 
 
-def check_parts(worker: T.Worker) -> tuple[list[list[str]], Part | None]:
+def check_parts(worker):
     """Check each part once, and restore the state. Return (a row per part with the worst rank's
     figures, the first failure, from which others may follow)."""
     parts = []
@@ -513,23 +504,23 @@ def check_parts(worker: T.Worker) -> tuple[list[list[str]], Part | None]:
     return rows, failed[0] if failed else None
 
 
-def table(rows: list[list[str]]) -> str:
+def table(rows):
     widths = [max(map(len, column)) for column in zip(COLUMNS, *rows)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in [COLUMNS, *rows])
 
 
 def choose_flags(
-    config: T.Config,
-    comm: T.Comm,
-    device: torch.device,
-    shards: list[T.Shard],
-    say: Callable[[str], None],
-) -> dict[str, Any]:
+    config,
+    comm,
+    device,
+    shards,
+    say,
+):
     """Return the flags that differ from config with which all parts work on all ranks and a step
     fits in memory.
 
     RunError if a part fails and no flag avoids it, or if no number of splits fits."""
-    fallbacks: dict[str, Any] = {}
+    fallbacks = {}
     while True:
         wanted = dataclasses.replace(config, **fallbacks)
         changes = []
@@ -578,7 +569,7 @@ def choose_flags(
 USABLE_MEMORY = 0.85  # of the free memory; the allocator's gaps, NCCL and cuBLAS take the rest
 
 
-def fit_memory(config: T.Config, vocab_size: int, comm: T.Comm) -> T.Config:
+def fit_memory(config, vocab_size, comm):
     """Return the config, changed so that a step fits on every GPU. RunError if it cannot.
 
     micro_batch_splits is doubled, and n-gram tables are halved if they are a preset's: others were
@@ -586,13 +577,13 @@ def fit_memory(config: T.Config, vocab_size: int, comm: T.Comm) -> T.Config:
     invariant = config.world_size_invariant
     free = min(comm.all_gather_json(torch.cuda.mem_get_info()[0]))
 
-    def lacking(config: T.Config) -> list[bool]:
+    def lacking(config):
         return [
             needed > USABLE_MEMORY * free
             for needed in memory_needed(config, vocab_size, comm.ranks)
         ]
 
-    def split(config: T.Config) -> T.Config:
+    def split(config):
         # the number of tokens in a product decides the order of its sums, so a run that must not
         # depend on it cannot split
         while (
@@ -604,7 +595,7 @@ def fit_memory(config: T.Config, vocab_size: int, comm: T.Comm) -> T.Config:
         return config
 
     given = config
-    first = (fitted := split(config))
+    fitted = first = split(config)
     while any(lacking(fitted)) and config.ngrams and all(table.rows > 3 for table in config.ngrams):
         config = dataclasses.replace(
             config, ngrams=tuple(dataclasses.replace(t, rows=t.rows // 2) for t in config.ngrams)
@@ -621,19 +612,13 @@ def fit_memory(config: T.Config, vocab_size: int, comm: T.Comm) -> T.Config:
         if any(lacking(fitted))
         else f" (such as {', '.join(map(repr, fitted.ngrams))}; runs compare only with equal rows)"
     )
-    advice = (
-        f"use more ranks, fewer rows of n-gram tables{such_as}, or a smaller model"
-        if short[0]
-        else (
-            f"use a --val_len below {given.val_len}; such losses compare only with each other"
-            if short[2]
-            else (
-                "use smaller --micro_batch_tokens, and more --micro_batches"
-                if invariant
-                else "use a smaller model"
-            )
-        )
-    )
+    advice = "use a smaller model"
+    if short[0]:
+        advice = f"use more ranks, fewer rows of n-gram tables{such_as}, or a smaller model"
+    elif short[2]:
+        advice = f"use a --val_len below {given.val_len}; such losses compare only with each other"
+    elif invariant:
+        advice = "use smaller --micro_batch_tokens, and more --micro_batches"
     _, training, validation = memory_needed(first, vocab_size, comm.ranks)
     raise T.RunError(
         f"a GPU here has {free >> 20} MiB free; this run would allocate about {training >> 20} MiB"
@@ -641,7 +626,7 @@ def fit_memory(config: T.Config, vocab_size: int, comm: T.Comm) -> T.Config:
     )
 
 
-def memory_needed(config: T.Config, vocab_size: int, ranks: int) -> tuple[int, int, int]:
+def memory_needed(config, vocab_size, ranks):
     """Estimate what a rank allocates, in bytes: (permanently, at the peak of training, at the peak
     of validation).
 
@@ -715,25 +700,24 @@ def memory_needed(config: T.Config, vocab_size: int, ranks: int) -> tuple[int, i
     )
 
 
-def warnings_of(config: T.Config) -> list[str]:
+def warnings_of(config):
     """Warn of an embedding that is never untied."""
     untie_at = getattr(config, "untie_at", 0)
-    if (
-        0 < untie_at < 1
-        and (untied := program_module(config).first_untied_step(config)) >= config.num_steps
-    ):
-        return [
-            f"warning: untie_at {untie_at:g} means step {untied}, after an Adam update, and"
-            f" num_steps is {config.num_steps}: the embedding stays tied to the head. Give less,"
-            " or 1"
-        ]
-    return []
+    if not 0 < untie_at < 1:
+        return []
+    untied = program_module(config).first_untied_step(config)
+    if untied < config.num_steps:
+        return []
+    return [
+        f"warning: untie_at {untie_at:g} means step {untied}, after an Adam update, and num_steps"
+        f" is {config.num_steps}: the embedding stays tied to the head. Give less, or 1"
+    ]
 
 
 # The machine
 
 
-def count_gpus() -> int:
+def count_gpus():
     """Count the GPUs that torch can use. RunError, with the reason, if the driver shows GPUs that
     torch cannot use."""
     with warnings.catch_warnings():
@@ -756,7 +740,7 @@ def count_gpus() -> int:
     return seen
 
 
-def check_compiler(gpu: bool) -> None:
+def check_compiler(gpu):
     """RunError without the C or C++ compiler that torch.compile needs; it would fail only after
     minutes."""
     # Triton's
@@ -785,12 +769,9 @@ def check_compiler(gpu: bool) -> None:
 # The program
 
 
-def check(flags: Sequence[str]) -> None:
+def check(flags):
     """Run one rank of the check; rank 0 prints."""
-    rank, ranks, local_rank = (
-        int(os.environ.get(name, usual))
-        for name, usual in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
-    )
+    rank, ranks, local_rank = map(T.env_int, ("RANK", "WORLD_SIZE", "LOCAL_RANK"), (0, 1, 0))
     if ranks > 1:
         T.die_with_launcher()
     gpus = count_gpus()
@@ -822,7 +803,7 @@ def check(flags: Sequence[str]) -> None:
         dist.destroy_process_group()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments=None):
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
         allow_abbrev=False,
@@ -843,8 +824,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check(flags)
         return 0
     except (T.RunError, OSError) as error:
-        rank = int(os.environ.get("RANK", 0))
-        ranks = int(os.environ.get("WORLD_SIZE", 1))
+        rank = T.env_int("RANK", 0)
+        ranks = T.env_int("WORLD_SIZE", 1)
         store = next(dist.rendezvous("env://", rank, ranks))[0] if ranks > 1 else None
         if T.first_failure(store, rank, str(error), lost=False) == f"rank {rank}: {error}":
             print(f"preflight.py: error: {error}", file=sys.stderr)

@@ -1,18 +1,21 @@
 """Time runs one after another on this machine: of one version, or of two or more in turn.
 
-    ./run.sh -n 5 --vs HEAD~1                                   five pairs: this checkout against another revision, the base
-    ./run.sh -n 5 --vs "--muon_lr 0.03" --vs "--sync step"      five runs of two ideas and of the base
-    ./run.sh -n 5 --vs ../modded-nanogpt --cmd "torchrun …"     against another project's script, started in its folder
-    python launch/race.py -n 5 --ranks 2 -- --num_steps 300     as run.sh calls it: flags of all sides behind --
+    ./run.sh -n 5 --vs HEAD~1        five pairs: this checkout against another revision, the base
+    ./run.sh -n 5 --vs "--muon_lr 0.03" --vs "--sync step"     five runs: two ideas and the base
+    ./run.sh -n 5 --vs ../modded-nanogpt --cmd "torchrun …"    another project's script
+    .venv/bin/python launch/race.py -n 5 --ranks 2 -- --num_steps 300     as run.sh calls it
+
+Flags of all sides stand behind `--`.
 
 docs/racing.md says what runs when. Run i has seed N + i on all sides (N: --seed among the flags, or
 0). The largest number of runs, the deciding test, and whether looks may end the race are declared
 before the first run, so nobody can stop at a convenient moment.
 
 logs/race-ID/ contains the logs of both sides and:
-  race.jsonl         the declaration, with the source and config of each side, and a line before and after each run
-  RUNID.pt           its model, only with --save_model true: verify.py --rerun needs it
-  race.png           a plot of the rounds that all sides have done, redrawn after each round
+  race.jsonl   the declaration, with the source and config of each side, and a line before and
+               after each run
+  RUNID.pt     its model, only with --save_model true: verify.py --rerun needs it
+  race.png     a plot of the rounds that all sides have done, redrawn after each round
 
 A failed run shows its output and stops the race, since the failure would probably repeat; --resume
 repeats the run with its seed. race.jsonl is locked while this program lives, or the launcher of a
@@ -64,7 +67,7 @@ import start
 import stats
 import verify
 from logs import UserError, require
-from manifest import MANIFEST, Manifest, order, race_of
+from manifest import MANIFEST, Manifest, order
 from stats import SCRIPT
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -86,32 +89,43 @@ sys.path.insert(0, "")
 import train_gpt as t
 ranks, *flags = sys.argv[1:]
 named = [part for word in flags for part in word.split("=", 1)]
-program, more = t, [t.PRESETS] if hasattr(t, "source_files") else []  # older revisions have one program
-if more and "--preset" in named[:-1] and named[named.index("--preset") + 1] not in t.PRESETS and os.path.exists("frontier.py"):
+program = t
+more = [t.PRESETS] if hasattr(t, "source_files") else []  # older revisions have one program
+preset = named[named.index("--preset") + 1] if "--preset" in named[:-1] else ""
+if more and preset and preset not in t.PRESETS and os.path.exists("frontier.py"):
     import frontier as program
     more = [program.PRESETS]
 try:
     gpus = getattr(t, "count_gpus", int)()  # older revisions lack it, and init_from
-    preset, config = t.parse_config([*flags, "--race=ID:1:1:"], "speedrun" if gpus else "laptop", *more)
+    usual = "speedrun" if gpus else "laptop"
+    preset, config = t.parse_config([*flags, "--race=ID:1:1:"], usual, *more)
     t.check_config(config, int(ranks))
-    train, val = t.find_shards(config.train_files, config.train_shards), t.find_shards(config.val_files)
-    if hasattr(program, "gpt2_token_bytes") and train[0].encoding[0] == t.GPT2_VOCAB and any(
-            stage.first["prefix_weight"] or stage.last["prefix_weight"] for stage in t.stages_of(config)):
-        program.gpt2_token_bytes(train[0].path.parent)
+    train = t.find_shards(config.train_files, config.train_shards)
+    val = t.find_shards(config.val_files)
+    if hasattr(program, "gpt2_token_bytes") and train[0].encoding[0] == t.GPT2_VOCAB:
+        ends = [end for stage in t.stages_of(config) for end in (stage.first, stage.last)]
+        if any(end["prefix_weight"] for end in ends):
+            program.gpt2_token_bytes(train[0].path.parent)
     if getattr(config, "init_from", ""):
         open(config.init_from).close()
     # as the log of a run shows it; older revisions leave paths as they are
     described = getattr(t, "without_folders", str)(json.dumps(t.describe_config(config)["config"]))
-    files = {name.split(".")[0]: getattr(module, "__file__", None) or "" for name, module in sys.modules.items()}
-    beside = [name for name, file in files.items() if file.startswith(os.getcwd() + "/")
-              and not file.startswith(sys.prefix + "/") and name not in ("train_gpt", "frontier")]
-    if beside:
-        sys.exit(f"it imports {beside[0]}, a file of this folder that neither a run finds nor its log holds; "
-                 f"put the code into {program.__name__}.py")
+    for name, module in sys.modules.items():
+        file = getattr(module, "__file__", None) or ""
+        here = file.startswith(os.getcwd() + "/") and not file.startswith(sys.prefix + "/")
+        name = name.split(".")[0]
+        if here and name not in ("train_gpt", "frontier"):
+            sys.exit(f"it imports {name}, a file of this folder that neither a run finds nor its "
+                     f"log holds; put the code into {program.__name__}.py")
 except (t.RunError, OSError) as error:
     sys.exit(str(error))
-print(json.dumps({"program": program.__name__ + ".py", "config": {"preset": preset, **json.loads(described)}, "target": config.target_val_loss, "compiles": gpus > 0 or config.compile == "on",
-                  "validation": [config.val_len, config.val_tokens, *((s.path.name, s.tokens) for s in val)]}))
+print(json.dumps({
+    "program": program.__name__ + ".py",
+    "config": {"preset": preset, **json.loads(described)},
+    "target": config.target_val_loss,
+    "compiles": gpus > 0 or config.compile == "on",
+    "validation": [config.val_len, config.val_tokens, *((s.path.name, s.tokens) for s in val)],
+}))
 """
 
 
@@ -285,9 +299,8 @@ def folders(sides):
                     str(found[side]),
                     version["revision"],
                 )
-                for file in (ROOT / "data").glob(
-                    "*/*"
-                ):  # shards, and what the script reads beside them
+                # shards, and what the script reads beside them
+                for file in (ROOT / "data").glob("*/*"):
                     link = found[side] / file.relative_to(ROOT)
                     # a link to the folder would show up in git status
                     link.parent.mkdir(parents=True, exist_ok=True)
@@ -702,31 +715,32 @@ def run_all(manifest, where, lock, verbose):
             if status == "failed" and not output.seek(0):
                 say(output.read(), "")
         if status in ("done", "compiled"):
-            said = (
-                "compiled"
-                if compile_only
-                else f"not counted; {time_left(manifest, len(plan) - i - 1)}"
-            )
             if run:
                 log = complete_log(folder / f"{manifest.done()[run, side]['run_id']}.txt")
-                said = f"loss {log.loss_text}" + (
-                    f"  {log.train_time_ms / 1000:.2f} s" if log.train_time_ms else ""
-                )
+                said = f"loss {log.loss_text}"
+                if log.train_time_ms:
+                    said += f"  {log.train_time_ms / 1000:.2f} s"
+            elif compile_only:
+                said = "compiled"
+            else:
+                said = f"not counted; {time_left(manifest, len(plan) - i - 1)}"
             say(f"{which}  {said}", "")
             if run and (done + 1) % each == 0:
                 draw(manifest)
+        reason = ""
         if status == "failed":
-            say(
-                reason
-                := f"{which.strip()}: failed; its output is above, its log in {home}. Correct the cause and race again, for the same run would fail again. Only if the machine was to blame: {how}"
+            reason = (
+                f"{which.strip()}: failed; its output is above, its log in {home}. Correct the"
+                " cause and race again, for the same run would fail again. Only if the machine was"
+                f" to blame: {how}"
             )
-            return stats.not_judged(reason, folder)
-        if interrupts or status == "interrupted":
-            say(
-                reason
-                := f"interrupted; {len(manifest.done())} of {total} runs are done and kept. Continue with: {how}"
-            )
-            return stats.not_judged(reason, folder, 130)
+        elif interrupts or status == "interrupted":
+            status = "interrupted"
+            kept = f"{len(manifest.done())} of {total} runs are done and kept"
+            reason = f"interrupted; {kept}. Continue with: {how}"
+        if reason:
+            say(reason)
+            return stats.not_judged(reason, folder, 130 if status == "interrupted" else 2)
     say("all runs are done\n")
     found = judge(race, folder)
     say(f"picture: {home}/{stats.PICTURE}; to check the rules: ./run.sh verify latest")
@@ -737,24 +751,17 @@ def broken_rules(race, folder, ideas):
     """Return which rules verify.py finds broken by the logs alone, on the sides of the better
     ideas or on the first."""
     better = [idea["name"] for idea in ideas if idea["verdict"] == stats.BETTER]
-    sides = [side for side, name in logs.side_names(race).items() if name in better] or [
-        *race["sides"]
-    ][:1]
+    sides = [side for side, name in logs.side_names(race).items() if name in better]
+    broken = {}  # in order
     try:
-        findings = [
-            finding
-            for side in sides
-            for finding in verify.verify(verify.parse([str(folder), f"--side={side}"]))
-        ]
+        for side in sides or [*race["sides"]][:1]:
+            for found in verify.verify(verify.parse([str(folder), f"--side={side}"])):
+                if found.verdict == verify.FAIL and found.rule not in verify.CLAIMS:
+                    broken[f"{found.rule}: {found.reason}"] = True
     except UserError as reason:
         say(f"the rules cannot be checked: {reason}")
         return []
-    broken = [
-        found
-        for found in findings
-        if found.verdict == verify.FAIL and found.rule not in verify.CLAIMS
-    ]
-    return [*dict.fromkeys(f"{found.rule}: {found.reason}" for found in broken)]
+    return [*broken]
 
 
 def judge(race, folder):
@@ -827,13 +834,8 @@ def new_race(options):
     return manifest
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise UserError(message)
-
-
 def parse(arguments):
-    parser = Parser(
+    parser = start.Parser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -863,44 +865,44 @@ def parse(arguments):
     if "--" in words:
         words, flags = words[: words.index("--")], words[words.index("--") + 1 :]
     options = parser.parse_args(start.join_versions(words))
-    if options.flags:
-        parser.error(f"{options.flags[0]!r} is unexpected; write flags for {SCRIPT} behind --")
-    if options.resume and (
-        options.n
-        or options.vs
-        and not options.cmd
-        or options.max_n
-        or options.until_decided
-        or flags
-    ):
-        parser.error(
-            "--resume takes all but another project's --vs and --cmd from the manifest; leave the"
-            " rest out"
-        )
-    if options.cmd and len(options.vs) != 1:
-        parser.error(
-            f"--cmd needs one --vs, the folder to run it in, and --vs is given {len(options.vs)}"
-            " times"
-        )
-    if len(options.vs) > 25 or options.until_decided and len(options.vs) > 1:
-        parser.error(
-            f"--vs is given {len(options.vs)} times; a race has 25 ideas at most, with"
-            " --until-decided one"
-        )
-    if options.until_decided != bool(options.max_n) or options.until_decided and options.n:
-        parser.error("--until-decided needs --max-n N, and no -n")
-    options.alpha = 0.01 if options.alpha is None else options.alpha
-    if (
-        options.until_decided and options.max_n < 4 or not 0 < options.alpha < 0.5
-    ):  # no bootstrap decides on 3 losses
-        parser.error(
-            f"--max-n is {options.max_n} and --alpha {options.alpha}; give at least 4, and less"
-            " than 0.5"
-        )
+    ideas = len(options.vs)
+    until = options.until_decided
+    if options.alpha is None:
+        options.alpha = 0.01
+    require(
+        not options.flags,
+        f"{' '.join(options.flags)!r} is unexpected; write flags for {SCRIPT} behind --",
+    )
+    declared = options.n, options.max_n, until, flags, ideas and not options.cmd
+    require(
+        not (options.resume and any(declared)),
+        "--resume takes all but another project's --vs and --cmd from the manifest; leave the"
+        " rest out",
+    )
+    require(
+        not options.cmd or ideas == 1,
+        f"--cmd needs one --vs, the folder to run it in, and --vs is given {ideas} times",
+    )
+    require(
+        ideas <= (1 if until else 25),
+        f"--vs is given {ideas} times; a race has 25 ideas at most, with --until-decided one",
+    )
+    require(
+        until == bool(options.max_n) and not (until and options.n),
+        "--until-decided needs --max-n N, and no -n",
+    )
+    require(
+        (not until or options.max_n >= 4) and 0 < options.alpha < 0.5,
+        # no bootstrap decides on 3 losses
+        f"--max-n is {options.max_n} and --alpha {options.alpha}; give at least 4, and less than"
+        " 0.5",
+    )
     options.n = options.max_n or options.n
-    options.n = DEFAULT_N if options.n is None and not options.resume else options.n
-    if not options.resume and options.n < 1:
-        parser.error(f"-n is {options.n}; give the number of runs, at least 1")
+    if options.n is None and not options.resume:
+        options.n = DEFAULT_N
+    require(
+        options.resume or options.n > 0, f"-n is {options.n}; give the number of runs, at least 1"
+    )
     options.flags = flags
     return options
 
@@ -928,11 +930,10 @@ def run(options):
                 if manifest.cut is not None:
                     say(f"{path}: the last line is incomplete and was dropped")
                     os.truncate(path, manifest.cut)
-                given = options.vs, split_flags(options.cmd or "")
-                for version in manifest.race[
-                    "sides"
-                ].values():  # the manifest may come from elsewhere
-                    allowed = given == ([version.get("folder")], version["flags"])
+                named = options.vs, split_flags(options.cmd or "")
+                # the manifest may come from elsewhere
+                for version in manifest.race["sides"].values():
+                    allowed = named == ([version.get("folder")], version["flags"])
                     require(
                         "folder" not in version or allowed,
                         "this race runs another project's command; to allow it:"
@@ -959,17 +960,17 @@ def run(options):
             if not options.resume:
                 manifest.write({"race": race})
             *ideas, base = logs.side_names(race).values()
-            turns = (
-                "in turn:"
-                f" {'idea, base, base, idea' if len(ideas) == 1 else 'every second round backwards'}, …; "
-            )
-            say(
-                f"{', '.join(ideas)}{' against ' * bool(ideas)}{base}:"
-                f" {'at most ' * race['until_decided']}{logs.plural(race['n'], 'run')}"
-                f" {'of each, ' + turns if ideas else 'on '}{logs.plural(race['ranks'], 'rank')},"
-                f" seeds {race['seed'] + 1} to {race['seed'] + race['n']}, in"
-                f" {os.path.relpath(manifest.path.parent, ROOT)}"
-            )
+            whom = base
+            turns = "on"
+            if ideas:
+                whom = f"{', '.join(ideas)} against {base}"
+                turn = "every second round backwards" if ideas[1:] else "idea, base, base, idea"
+                turns = f"of each, in turn: {turn}, …;"
+            runs = "at most " * race["until_decided"] + logs.plural(race["n"], "run")
+            ranks = logs.plural(race["ranks"], "rank")
+            seeds = f"{race['seed'] + 1} to {race['seed'] + race['n']}"
+            home = os.path.relpath(manifest.path.parent, ROOT)
+            say(f"{whom}: {runs} {turns} {ranks}, seeds {seeds}, in {home}")
             threads = re.match(r"\d{0,9}", str(race.get("threads")))[0]  # OpenMP also takes a list
             needed = race["ranks"] * int(threads or 1)
             if sys.platform == "linux" and (idle := idle_cores()) < needed - 0.5:
@@ -978,19 +979,11 @@ def run(options):
                     " end them for exact times"
                 )
             return run_all(manifest, where, lock, options.v)
-    except (UserError, OSError, start.Refusal) as reason:
-        if isinstance(reason, OSError):
-            reason = (
-                f"{reason.filename or 'a file'}: {reason.strerror}; free space or set its"
-                " permissions"
-            )
-        return stats.not_judged(reason, status=logs.refuse("race.py", reason))
     except KeyboardInterrupt:
-        declared = manifest and manifest.path.exists()
-        say(
-            reason := "interrupted before a run"
-            + (f". Continue with: {resume_command(manifest)}" if declared else "")
-        )
+        reason = "interrupted before a run"
+        if manifest and manifest.path.exists():
+            reason += f". Continue with: {resume_command(manifest)}"
+        say(reason)
         return stats.not_judged(reason, status=130)
 
 
@@ -998,7 +991,10 @@ def main(arguments=None):
     words = sys.argv[1:] if arguments is None else arguments
     try:
         found = run(parse(words))
-    except UserError as reason:
+    except (UserError, OSError, start.Refusal) as reason:
+        if isinstance(reason, OSError):
+            file = reason.filename or "a file"
+            reason = f"{file}: {reason.strerror}; free space or set its permissions"
         found = stats.not_judged(reason, status=logs.refuse("race.py", reason))
     if "--json" in itertools.takewhile("--".__ne__, words):  # also if the words are wrong
         print(logs.show_json(found), flush=True)

@@ -63,7 +63,7 @@ TEXT_STEPS = 135
 MAX_EPOCHS = 8
 # version of Python to whose library the target of `laptop` belongs: the losses of others differ by
 # up to 0.04
-LIBRARY = (3, 11)
+LIBRARY = "3.11"
 MIN_TOKENS = 64  # of a micro-batch, if a text does not fill one of the preset's
 # of what a run without a GPU has in memory: 13 times laptop's, a sixth of speedrun's
 MAX_CPU_SIZE = 2**28
@@ -222,6 +222,17 @@ def spelled(words, own=()):
     return [spell(word) if re.match(r"--\w", word) else word for word in words]
 
 
+def words_of(options, *names):
+    """Return the words of the named options that the user gave."""
+    words = []
+    for name in names:
+        value = getattr(options, name)
+        if value is not None:
+            dashes = "-" if name == "n" else "--"
+            words += [dashes + name.replace("_", "-"), str(value)]
+    return words
+
+
 def parse(words):
     """Return (options, the race's words, flags for train_gpt.py), with paths as seen from the
     user's folder."""
@@ -229,23 +240,16 @@ def parse(words):
     options, flags = parser.parse_known_args(
         spelled(join_versions(words), parser._option_string_actions)
     )
-    race = [
-        word
-        for name in ("n", "cmd", "max_n", "alpha", "name")
-        if (value := getattr(options, name)) is not None
-        for word in ("-n" if name == "n" else f"--{name.replace('_', '-')}", str(value))
-    ]
-    race += [word for version in options.vs for word in ("--vs", version)] + [
-        "--until-decided"
-    ] * options.until_decided
-    race += (
-        ["--trial"] * bool(race and options.trial)
-        + ["-v"] * bool(race and options.v)
-        + ["--json"] * options.json
-    )
-    idle = not (options.vs or options.cmd or options.until_decided or options.resume)
+    race = words_of(options, "n", "cmd", "max_n", "alpha", "name")
+    for version in options.vs:
+        race += ["--vs", version]
+    race += ["--until-decided"] * options.until_decided
+    if race:
+        race += ["--trial"] * options.trial + ["-v"] * options.v
+    race += ["--json"] * options.json
+    starts = (options.vs, options.cmd, options.until_decided, options.resume, options.max_n)
     require(
-        not race or not idle or options.n is not None or options.max_n,
+        not race or any(starts) or options.n is not None,
         f"{' '.join(race)}: only a race has this, "
         "and nothing here starts one; add -n N or --vs WHAT",
     )
@@ -253,16 +257,17 @@ def parse(words):
         options.resume = latest_race() or "latest"
     options.text = [*map(os.path.abspath, options.text)]
     for name in ("resume", "init_from"):
-        if (path := getattr(options, name)) and os.path.exists(path):
+        path = getattr(options, name)
+        if path and os.path.exists(path):
             setattr(options, name, os.path.abspath(path))
     if options.init_from is not None:
         flags += ["--init_from", options.init_from]
-    if preset := options.preset or options.text and "laptop":
-        flags = ["--preset", preset, *flags]
-    for name in ("val_fraction", "field"):
-        require(
-            options.text or not getattr(options, name), f"--{name.replace('_', '-')} needs --text"
-        )
+    if options.text and not options.preset:
+        options.preset = "laptop"
+    if options.preset:
+        flags = ["--preset", options.preset, *flags]
+    of_text = words_of(options, "val_fraction", "field")
+    require(options.text or not of_text, f"{' '.join(of_text[:1])} needs --text")
     if options.resume is None:
         return options, race, flags
     require(not options.text, "--resume continues with the text of its run; leave out --text")
@@ -331,13 +336,14 @@ def call(words, kept, tee=False):
     child = None
     line = ""
     signal.signal(signal.SIGINT, pass_on)
-    with subprocess.Popen(
+    child = subprocess.Popen(
         words,
         stdout=subprocess.PIPE if tee else None,
         text=True,
         errors="replace",
         preexec_fn=prepare_child,
-    ) as child:
+    )
+    with child:
         if noted:  # before there was a child
             pass_on()
         for following in child.stdout or ():
@@ -363,8 +369,8 @@ def become(words):
     os.execv(PYTHON, [PYTHON, *words])
 
 
-def make_data(script, *arguments, tee=False):
-    return call([PYTHON, f"data/{script}", *arguments], "complete shards stay", tee)
+def make_data(*words, tee=False):
+    return call([PYTHON, *words], "complete shards stay", tee)
 
 
 # Choices
@@ -377,7 +383,7 @@ def encode_text(paths, options):
     out = f"data/own-{name}-{zlib.crc32(os.fsencode(chr(10).join(paths)))}"
     words = [*paths, "--out", out, "--encoding", "bytes", "--force", "--by-content", *options]
     # of each text: an earlier run may still need its own
-    shards = make_data("text.py", *words, tee=True).strip()
+    shards = make_data("data/text.py", *words, tee=True).strip()
     return ["--train_files", f"{shards}/*_train_*.bin", "--val_files", f"{shards}/*_val_*.bin"]
 
 
@@ -417,6 +423,7 @@ def choose(flags, text, trial):
     given = train_gpt.make_parser(presets).parse_args(flags)
     usual = presets[preset]
     chosen = fit_text(config, given) if text else {}
+    python = "{}.{}".format(*sys.version_info)
     why = ""
     if text or config.resume or given.target_val_loss is not None:
         pass  # a resumed run keeps its own
@@ -424,9 +431,8 @@ def choose(flags, text, trial):
         why = "your own data"
     elif config.num_steps < TRIAL * usual.num_steps:
         why = f"a trial of {config.num_steps} of the preset's {usual.num_steps} steps"
-    elif preset == "laptop" and sys.version_info[:2] != LIBRARY:
-        here, there = ("{}.{}".format(*version) for version in (sys.version_info, LIBRARY))
-        why = f"the text is the library of Python {here}, not of {there}"
+    elif preset == "laptop" and python != LIBRARY:
+        why = f"the text is the library of Python {python}, not of {LIBRARY}"
     if why:
         chosen = {"target_val_loss": 0}
         say(
@@ -489,7 +495,7 @@ def fit_text(config, given):
     sizes = [shard.tokens for shard in train]
 
     def read(epochs):
-        """Return (the steps that the text fills, those of the first epoch, the stream after them)."""
+        """Return (steps that the text fills, those of the first epoch, the stream after them)."""
         stream = train_gpt.Stream(train, dataclasses.replace(config, epochs=epochs))
         steps = 0
         first = 0
@@ -527,28 +533,23 @@ def fit_text(config, given):
         " --max_document_tokens, --micro_batches or --micro_batch_tokens",
     )
     at, document, _ = stream.position
-    epochs = at // len(train) + 1
+    passes, shard = divmod(at, len(train))
+    epochs = passes + 1
     part = document / len(stream.loaded[at].result().starts) if at in stream.loaded else 1
-    # over the text
-    passes = at // len(train) + (
-        sum(sizes[: at % len(train)]) + part * sizes[at % len(train)]
-    ) / sum(sizes)
+    passes += (sum(sizes[:shard]) + part * sizes[shard]) / sum(sizes)  # over the text
     whole = int(0.97 * steps / passes)
     chosen |= {"target_val_loss": 0, "num_steps": steps, "epochs": epochs}
-    say(
-        f"text: {about} (bytes), {steps} steps of {batch:,}: "
-        + (
+    extent = "one epoch"
+    if epochs > 1:
+        extent = (
             f"{passes:.1f} epochs; the n-gram tables are reset after each, so that they do not"
             " memorize the text"
-            if epochs > 1
-            else (
-                f"part of the text; nearly all of it takes --num_steps {whole}"
-                if whole > 1.05 * steps
-                else "one epoch"
-            )
         )
-    )
-    if (held := sum(shard.tokens for shard in val)) > MAX_VAL_TOKENS:
+    elif whole > 1.05 * steps:
+        extent = f"part of the text; nearly all of it takes --num_steps {whole}"
+    say(f"text: {about} (bytes), {steps} steps of {batch:,}: {extent}")
+    held = sum(shard.tokens for shard in val)
+    if held > MAX_VAL_TOKENS:
         chosen["val_tokens"] = MAX_VAL_TOKENS // config.val_len * config.val_len
         say(
             f"text: validation on {chosen['val_tokens']:,} of {held:,} tokens, for speed;"
@@ -591,22 +592,22 @@ def preflight(config, flags, ranks, gpus, show_only):
     path = CACHE / f"{digest}.json"
     if path.exists() and not show_only:
         answer = json.loads(path.read_text())["flags"]
+        note = " (checked before; --preflight checks again)"
+    else:
         say(
-            f"preflight: {shlex.join(as_flags(answer)) or 'all parts work'} (checked before;"
-            " --preflight checks again)"
+            "preflight: checks each part of a run once; "
+            "on GPUs this takes minutes while it compiles"
         )
-        return as_flags(answer)
-    say("preflight: checks each part of a run once; on GPUs this takes minutes while it compiles")
-    words = [PYTHON, "-I", "launch/preflight.py", f"--ranks={ranks}", *flags]
-    answer = json.loads(call(words, "no run was started", tee=True))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".tmp").write_text(json.dumps({**key, "flags": answer}, indent=1) + "\n")
-    path.with_suffix(".tmp").replace(path)
-    say(
-        "preflight:"
-        f" {shlex.join(as_flags(answer)) or 'all parts work'}{' is needed on this machine' * bool(answer)}"
-    )
-    return as_flags(answer)
+        words = [PYTHON, "-I", "launch/preflight.py", f"--ranks={ranks}", *flags]
+        answer = json.loads(call(words, "no run was started", tee=True))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".tmp")
+        partial.write_text(json.dumps({**key, "flags": answer}, indent=1) + "\n")
+        partial.replace(path)
+        note = " is needed on this machine" if answer else ""
+    needed = as_flags(answer)
+    say(f"preflight: {shlex.join(needed) or 'all parts work'}{note}")
+    return needed
 
 
 # After a run
@@ -615,22 +616,15 @@ def preflight(config, flags, ranks, gpus, show_only):
 def longer_run(words, config, text):
     """Return the command of a longer run than the one that these words started, of one pass over
     the data at most."""
-    steps = [
-        2 * count for count in (2 * config.num_steps, config.num_steps) if lasts(config, 2 * count)
-    ]
-    if not steps and "--trial" not in words:
-        return (
-            "for a better model give more text: more steps on this one would learn it by heart"
-            if text
-            else ""
-        )
-    more = [] if "--trial" in words else ["--num_steps", str(steps[0])]
-    kept = re.sub(
-        r" --(trial|num[-_]steps[= ]\d+)(?= |$)",
-        "",
-        " ".join(map(shlex.quote, ["./run.sh", *words])),
-    )
-    return " ".join(["a longer run:", kept, *more])
+    trial = "--trial" in words
+    counts = [factor * config.num_steps for factor in (4, 2)]
+    steps = [count for count in counts if trial or lasts(config, count)]
+    if not steps:
+        more = "for a better model give more text: more steps on this one would learn it by heart"
+        return more if text else ""
+    command = shlex.join(["./run.sh", *words])
+    kept = re.sub(r" --(trial|num[-_]steps[= ]\d+)(?= |$)", "", command)
+    return f"a longer run: {kept}" + ("" if trial else f" --num_steps {steps[0]}")
 
 
 def lasts(config, steps):
@@ -680,28 +674,25 @@ def show_results(folder, before, longer, asked):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, lambda number, _: os._exit(128 + number))
     try:
+        models = [path for path in new if path.suffix == ".pt"]
+        logs = [path for path in new if path.suffix == ".txt"]
+        ended = [log for log in logs if b'\n{"end": ' in log.read_bytes()]
         pictures = [
             subprocess.Popen(
                 [PYTHON, "records/picture.py", log],
                 stdout=subprocess.PIPE,
                 preexec_fn=end_with_parent,
             )
-            for log in [
-                path for path in new if path.suffix == ".txt" and b'\n{"end": ' in path.read_bytes()
-            ][-1:]
+            for log in ended[-1:]
         ]
-        for model in [path for path in new if path.suffix == ".pt"][-1:]:
+        for model in models[-1:]:
             os.write(1, b"\nText that this model writes:\n\n")
             sys.stdout.reconfigure(errors="backslashreplace")  # for a terminal without UTF-8
             sample.main([str(model), "--tokens", "300"])
             sys.stdout.flush()
-            lines = [
-                "",
-                'more text: ./run.sh sample --prompt "..."',
-                longer,
-                "" if asked else replace_model(model),
-            ]
-            os.write(1, os.fsencode("\n".join([*lines[:2], *filter(None, lines[2:]), ""])))
+            notes = [longer, "" if asked else replace_model(model)]
+            more = ["", 'more text: ./run.sh sample --prompt "..."', *filter(None, notes), ""]
+            os.write(1, os.fsencode("\n".join(more)))
         for picture in pictures:
             os.write(1, picture.communicate()[0])
     except OSError:  # the reader or the files are gone
@@ -731,10 +722,9 @@ def run_once(config, ranks, flags, longer):
     elif status == 130 and any(
         path.stat().st_mtime >= began for path in Path(config.log_dir).glob("*.ckpt")
     ):
-        say(
-            "to continue: ./run.sh --resume"
-            f" latest{f' --log_dir {config.log_dir}' * (config.log_dir != type(config).log_dir)}"
-        )
+        elsewhere = config.log_dir != type(config).log_dir
+        folder = f" --log_dir {config.log_dir}" if elsewhere else ""
+        say(f"to continue: ./run.sh --resume latest{folder}")
     return status
 
 
@@ -749,11 +739,8 @@ def reason_of(error):
             f"a library cannot be loaded: {cause}. LD_LIBRARY_PATH is {path!r}; unset it and try"
             " again"
         )
-    told = isinstance(error, OSError) or type(error).__name__ in (
-        "Refusal",
-        "RunError",
-        "UserError",
-    )
+    names = "OSError", "Refusal", "RunError", "UserError"
+    told = any(kind.__name__ in names for kind in type(error).__mro__)
     return str(error) if told else traceback.format_exc(-1).strip()
 
 
@@ -805,29 +792,22 @@ def begin(words):
     import train_gpt
 
     if options.text:
-        given = {"--val-fraction": options.val_fraction, "--field": options.field}
-        flags = (
-            encode_text(options.text, [word for item in given.items() if item[1] for word in item])
-            + flags
-        )
+        flags = encode_text(options.text, words_of(options, "val_fraction", "field")) + flags
     gpus, ranks, preset, config, flags = choose(flags, options.text, options.trial)
-    if not gpus and (
-        race or options.preflight
-    ):  # for new processes; a fork of this one chooses as many itself
+    if not gpus and (race or options.preflight):
+        # for new processes; a fork of this one chooses as many itself
         os.environ.setdefault("OMP_NUM_THREADS", str(train_gpt.cpu_threads(config, ranks)))
     if config.train_files == program_of(flags).PRESETS[preset].train_files:
-        make_data(*(["stdlib.py"] if preset == "laptop" else ["fineweb.py", "9"]))
-    if (
-        options.preflight or gpus and not config.resume
-    ):  # a run that is resumed keeps the flags that it began with
+        make_data(*["data/stdlib.py"] if preset == "laptop" else ["data/fineweb.py", "9"])
+    # a run that is resumed keeps the flags that it began with
+    if options.preflight or gpus and not config.resume:
         flags += preflight(config, flags, ranks, gpus, options.preflight)
     if options.preflight:
         return 0
     if race:
         become(["launch/race.py", *race, "--ranks", str(ranks), "--", *flags])
-    return run_once(
-        config, ranks, flags, "" if config.resume else longer_run(words, config, options.text)
-    )
+    longer = "" if config.resume else longer_run(words, config, options.text)
+    return run_once(config, ranks, flags, longer)
 
 
 if __name__ == "__main__":

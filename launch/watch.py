@@ -1,8 +1,8 @@
 """Serve a web page, on this machine only, with the latest runs in shared charts; it reloads while
 they run.
 
-    python launch/watch.py                  logs/ and its subfolders at http://127.0.0.1:8000
-    python launch/watch.py FOLDER --port 0  another folder; port 0: any free port
+    ./run.sh watch                  logs/ and its subfolders at http://127.0.0.1:8000
+    ./run.sh watch FOLDER --port 0  another folder; port 0: any free port
 
 It only reads logs. Each open page takes some hundredths of a second of one core every 5 s, so do
 not use it while a run is timed on few cores. Ctrl-C stops it.
@@ -92,13 +92,9 @@ def state_of(run, changed):
     if not last:
         return f"no step yet; written {silent:.0f} s ago"
     left = (total - last.step) * last.time_ms / last.step / 1000 if total and last.step else None
-    return "running" + (
-        ""
-        if left is None
-        else f", {left:.0f} s left"
-        if left < 100
-        else f", {left / 60:.0f} min left"
-    )
+    if left is None:
+        return "running"
+    return "running, " + (f"{left:.0f} s left" if left < 100 else f"{left / 60:.0f} min left")
 
 
 def named(runs):
@@ -203,11 +199,8 @@ def serve(folder, port):
                 return self.send_error(404)
             content = page(folder).encode("utf-8", "replace")
             self.send_response(200)
-            for name, value in (
-                ("Content-Type", "text/html; charset=utf-8"),
-                ("Content-Length", len(content)),
-            ):
-                self.send_header(name, str(value))
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
 

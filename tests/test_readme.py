@@ -65,11 +65,11 @@ PROGRAMS = (
 # test_the_commands_of_a_first_hour, in this order
 RUN = (
     "./run.sh --trial",
-    '.venv/bin/python sample.py --prompt "def read(" --tokens 200',
-    ".venv/bin/python records/export.py logs/RUN.txt --to csv",
-    ".venv/bin/python records/stats.py --plan --sd 0.0013 --margin 0.002",
-    ".venv/bin/python records/stats.py records/2026-11-28_copying",
-    ".venv/bin/python records/verify.py records/2026-11-28_copying",
+    './run.sh sample --prompt "def read(" --tokens 200',
+    "./run.sh export logs/RUN.txt --to csv",
+    "./run.sh stats --plan --sd 0.0013 --margin 0.002",
+    "./run.sh stats records/2026-11-28_copying",
+    "./run.sh verify records/2026-11-28_copying",
 )
 # What others wrote, and what no parser reads
 ELSEWHERE = (
@@ -109,11 +109,16 @@ def commands(text):
 
 def documented():
     """Return (program, words) of every command of ours in the pages and in the docstrings of
-    programs, but for run.sh and race.py."""
+    programs, but for runs and races."""
+    tools = rf"\./run\.sh ({'|'.join(start.TOOLS)})\b"
     lines = [
         re.sub(r"^(?:\w+=\S* )*", "", line) for text in PAGES.values() for line in commands(text)
     ]
-    lines = [line for line in lines if not re.match(rf"{ELSEWHERE}|\./run\.sh", line)]
+    lines = [
+        line
+        for line in lines
+        if re.match(tools, line) or not re.match(rf"{ELSEWHERE}|\./run\.sh", line)
+    ]
     for path in (
         ROOT / "sample.py",
         ROOT / "bench/first_gpu",
@@ -125,11 +130,12 @@ def documented():
     ):
         said = ast.get_docstring(ast.parse(path.read_text())) or ""
         lines += re.findall(
-            r"^ +((?:(?:\.venv/bin/)?python (?!launch/race|own)|dry_gpu/run)[\w/.]+(?:"
-            r" [^\n\[…]*?)?)(?:  .*)?$",
+            r"^ +((?:(?:\.venv/bin/)?python (?!launch/race|own)[\w/.]+|dry_gpu/run|"
+            rf"{tools.replace('(', '(?:')})(?: [^\n\[…]*?)?)(?:  .*)?$",
             said,
             re.M,
         )
+    lines = [re.sub(tools, lambda found: start.TOOLS[found[1]], line) for line in lines]
     for line in dict.fromkeys(
         re.sub(r"^(?:\.venv/bin/)?python ", "", line).replace("SEED", "1") for line in lines
     ):
@@ -189,7 +195,8 @@ def run_in(clone, command):
 @pytest.mark.slow
 def test_the_default_run_reaches_its_target(clone):
     # with others it has no target
-    reached = "target reached: " if sys.version_info[:2] == start.LIBRARY else "\nvalidation loss "
+    standard = "{}.{}".format(*sys.version_info) == start.LIBRARY
+    reached = "target reached: " if standard else "\nvalidation loss "
     assert reached in run_in(clone, "./run.sh")
 
 
@@ -206,14 +213,9 @@ def test_the_commands_of_a_first_hour(clone, monkeypatch, capsys):
     capsys.readouterr()
     assert {*RUN} <= {command for text in PAGES.values() for command in commands(text)}
     for command in RUN[1:]:
-        program, *words = shlex.split(command.replace("RUN", log))[1:]
-        programs = {
-            "sample.py": sample,
-            "records/export.py": export,
-            "records/stats.py": stats,
-            "records/verify.py": verify,
-        }
-        assert programs[program].main(words) == 0, command
+        tool, *words = shlex.split(command.replace("RUN", log))[1:]
+        tools = {"sample": sample, "export": export, "stats": stats, "verify": verify}
+        assert tools[tool].main(words) == 0, command
         said[command] = capsys.readouterr().out
     shown = README.split("## Train a model on your text")[1].split("```")[3]
     for line in ("validation loss ", "model: "):
@@ -231,7 +233,7 @@ def test_every_documented_run_and_race_is_accepted_by_the_programs_parsers():
         line
         for text in (race.__doc__, ladder.__doc__, start.COMMANDS)
         for line in re.findall(
-            r"^ +((?:python launch/race\.py|\./run\.sh).*?)(?:  .*)?$", text, re.M
+            r"^ +((?:(?:\.venv/bin/)?python launch/race\.py|\./run\.sh).*?)(?:  .*)?$", text, re.M
         )
     ]
     found += [

@@ -155,6 +155,8 @@ def repo(tmp_path, monkeypatch):
     monkeypatch.setattr(race, "draw", lambda *_: None)
     monkeypatch.setattr(race, "broken_rules", lambda *_: [])  # the stand-in's logs break some
     monkeypatch.setattr(race, "idle_cores", lambda: 99)
+    # the stand-in has flags of its own
+    monkeypatch.setattr(race.start, "read_flags", lambda *_: None)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(race.tempfile, "tempdir", None)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
@@ -330,9 +332,8 @@ def test_a_race_from_a_git_hook_is_of_this_checkout(repo, monkeypatch):
             hook.setenv(f"GIT_{name}", str(value))
         hook.setenv("GIT_CONFIG_COUNT", "0")  # names no repository
         assert race.main(["-n", "2", "--vs", "HEAD~1"]) in (0, 1)
-        assert {name for name in race.environment() if name.startswith("GIT_")} == {
-            "GIT_CONFIG_COUNT"
-        }
+        left = [name for name in race.environment() if name.startswith("GIT_")]
+        assert "GIT_CONFIG_COUNT" in left and all(name.startswith("GIT_CONFIG") for name in left)
         assert train_gpt.output_of("git", "rev-parse", "--show-toplevel") == str(ROOT)
     assert (
         only_race(repo)[1]["sides"]["b"]["revision"] == git(repo, "rev-parse", "HEAD~1")
@@ -1491,12 +1492,18 @@ def test_a_race_until_decided_stops_for_want_of_a_chance(repo, capsys):
 
 # Races that a program reads
 
-DRIVER = (
-    "import sys; sys.path.insert(0, {launch!r}); import race; from pathlib import Path; race.ROOT ="
-    " Path({root!r})\nrace.command = lambda ranks, program: [*race.ALONE, program]; race.draw ="
-    " lambda *_: None\nrace.broken_rules = lambda *_: []; race.idle_cores = lambda:"
-    " 99\nsys.exit(race.main(sys.argv[1:]))"
-)
+DRIVER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {launch!r})
+import race
+race.ROOT = Path({root!r})
+race.command = lambda ranks, program: [*race.ALONE, program]
+race.draw = race.start.read_flags = lambda *_: None
+race.broken_rules = lambda *_: []
+race.idle_cores = lambda: 99
+sys.exit(race.main(sys.argv[1:]))
+"""
 TRAINED = """w, draw = 0.0, random.Random(c.seed)
         for _ in range(50): w -= c.lr * (w - 1 + draw.gauss(0, 0.1))
         loss = 3 + (w - 1) ** 2"""  # a model of one weight
@@ -1643,8 +1650,9 @@ def test_a_race_that_is_killed_leaves_no_run_behind(repo):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_race_is_not_resumed_beside_a_run_of_it_that_lives(repo, capsys):
+def test_a_race_is_not_resumed_beside_a_run_of_it_that_lives(repo, capsys, monkeypatch):
     """The run ignores signals. Its race.py is dead, but the lock is still held."""
+    monkeypatch.setattr(logs, "MAX_MESSAGE", 9999)  # the path of a temporary folder may be long
     process = start(repo, "-n", "2", "--", "--mood", "stubborn")
     wait_until((repo / "deaf").exists)
     kill(process, repo)
