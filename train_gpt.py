@@ -3039,7 +3039,7 @@ def count_documents(model: GPT, tokens: np.ndarray) -> None:
 
 
 class DistributedOptimizer:
-    """Parameters out: updates this rank's shard of each bucket, and all-gathers the new parameters.
+    """Update this rank's shard of each bucket, and all-gather the new parameters.
 
     before each backward:   prepare_for_backward(step, micro_batch, micro_batches)
     after the last one:     step(plan), by the gradients' mean over micro-batches and ranks
@@ -3047,10 +3047,47 @@ class DistributedOptimizer:
 
     reducer_class: type[Reducer] | None = None  # None: Reducer
 
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        comm: Comm,
+        settings: SyncSettings,
+        model: nn.Module,
+        grad_scale: float = 1.0,
+        compile_updates: bool = False,
+    ):
+        """model: must hold the buckets' parameters. grad_scale: see Reducer."""
+        self.buckets = list(buckets)
+        self.comm = comm
+        self.settings = settings
+        self.buffers = persistent_buffers(model)
+        # more of the saved state, by name; all ranks must compute it alike
+        self.further: Tensors = {}
+        self.replicate(model)
+        self.reducer = (self.reducer_class or Reducer)(buckets, comm, settings, grad_scale)
+        self.prepare_for_backward = self.reducer.prepare_for_backward
+        self.announce_rows = self.reducer.announce_rows
+        # of the last step, before clipping; check_grads and clip_norm compute it
+        self.grad_norm: float | None = None
+        updates = {type(bucket.rule).update for bucket in buckets if compile_updates}
+        self.compiled_updates = {update: compile_static(update) for update in updates}
+        # Compiled code gets numbers as tensors. Each name has a tensor of its own, because equal
+        # inputs would become one
+        self.number_tensor = functools.lru_cache(256)(
+            lambda name, x: torch.full((), x, device=comm.device)
+        )
+        # the model's hook waits for these, before any layer's hook
+        self.buckets_of_model: list[Bucket] = []
+        if settings.overlap_param_gather:
+            for module, params in outer_modules(model):
+                read_buckets = self.buckets_of(params)
+                self.wait_before(module, read_buckets)
+                if module is model:
+                    self.buckets_of_model = read_buckets
+
     @torch.no_grad()
     def step(self, plan: Plan = Plan()) -> None:
-        """For each bucket in turn: wait for its reduce-scatter, update this rank's shard, start
-        its all-gather."""
+        """Wait for each bucket's reduce-scatter, update this rank's shard, start its all-gather."""
         reducer = self.reducer
         # finish those that no forward waited for, or other ranks could not send their next messages
         self.finish_all_gathers()
@@ -3062,9 +3099,8 @@ class DistributedOptimizer:
                 reducer.due, self.comm, self.settings.clip_norm, reducer.step
             )
         buckets = reducer.due
-        if (
-            self.settings.update_order == "forward"
-        ):  # `due` has the order of backward; the model itself reads first
+        # `due` has the order of backward; the model itself reads before its layers
+        if self.settings.update_order == "forward":
             buckets = sorted(buckets[::-1], key=lambda bucket: bucket not in self.buckets_of_model)
         for bucket in buckets:
             reducer.wait(bucket)
@@ -3086,25 +3122,25 @@ class DistributedOptimizer:
         """Update this rank's shard by the bucket's rule."""
         hyper = bucket.hyper(plan)
         update = type(bucket.rule).update
-        if bucket.may_compile:
-            hyper = {
-                key: self.scalar(key, x) if isinstance(x, float) else x for key, x in hyper.items()
-            }
+        if bucket.may_compile and update in self.compiled_updates:
             update = self.compiled_updates[update]
+            hyper = {
+                key: self.number_tensor(key, x) if isinstance(x, float) else x
+                for key, x in hyper.items()
+            }
         invariant = self.settings.world_size_invariant
         random = torch.cuda if bucket.param_data.is_cuda else torch
-        before = random.get_rng_state() if invariant else None
+        random_state = random.get_rng_state() if invariant else None
         bucket.update(update, hyper, unbatched=invariant)
         require(
-            not invariant or torch.equal(before, random.get_rng_state()),
+            not invariant or torch.equal(random_state, random.get_rng_state()),
             f"{type(bucket.rule).__name__}.update draws random numbers, which depend on the number"
             ' of ranks; let hyper return a seed as "noise" and use the numbers that update gets'
             " there, or omit world_size_invariant",
         )
 
     def finish_all_gathers(self, buckets: Sequence[Bucket] | None = None) -> None:
-        """Wait for the all-gathers of these buckets (None: all), so that every parameter has its
-        new value."""
+        """Wait until the parameters of these buckets (None: all) have their new values."""
         for bucket in self.buckets if buckets is None else buckets:
             if bucket.gather_handle is not None:
                 with self.reducer.span(f"wait gather {bucket.name}"):
@@ -3112,58 +3148,17 @@ class DistributedOptimizer:
                 bucket.gather_handle = None
 
     def wait_for(self, *params: nn.Parameter) -> None:
-        """Wait for the all-gathers of these parameters, before they are read outside of their
-        module's forward."""
-        self.finish_all_gathers(
-            [self.reducer.slots[p][0] for p in params if p in self.reducer.slots]
-        )
+        """Wait for these parameters' new values, before code outside their module reads them."""
+        self.finish_all_gathers(self.buckets_of(params))
+
+    def buckets_of(self, params: Iterable[nn.Parameter]) -> list[Bucket]:
+        slots = self.reducer.slots
+        return list(dict.fromkeys(slots[param][0] for param in params if param in slots))
 
     def sync_buffers(self) -> None:
         """Send rank 0's buffers to all ranks, as DDP does."""
         for x in self.buffers().values():
             self.comm.broadcast(x)
-
-    def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        comm: Comm,
-        settings: SyncSettings,
-        model: nn.Module,
-        grad_scale: float = 1.0,
-        compiled: bool = False,
-    ):
-        """model: must hold the buckets' parameters. grad_scale: see Reducer. compiled: compile the
-        rules' updates."""
-        self.buckets = list(buckets)
-        self.comm = comm
-        self.settings = settings
-        self.buffers = persistent_buffers(model)
-        # more of the saved state, by name; all ranks must compute it alike
-        self.further: Tensors = {}
-        self.replicate(model)
-        self.reducer = (self.reducer_class or Reducer)(buckets, comm, settings, grad_scale)
-        self.prepare_for_backward = self.reducer.prepare_for_backward
-        self.announce_rows = self.reducer.announce_rows
-        # of the last step, before clipping; check_grads and clip_norm compute it
-        self.grad_norm: float | None = None
-        updates = {type(bucket.rule).update for bucket in buckets}
-        self.compiled_updates = {f: compile_static(f) if compiled else f for f in updates}
-        # Compiled code gets numbers as tensors, each name one of its own: two equal inputs would
-        # become one
-        as_tensor = functools.lru_cache(256)(lambda name, x: torch.full((), x, device=comm.device))
-        self.scalar = as_tensor if compiled else lambda name, x: x
-        # the model's hook waits for these, before any layer's hook
-        self.buckets_of_model: list[Bucket] = []
-        if settings.overlap_param_gather:
-            for module, params in outer_modules(model):
-                read = list(
-                    dict.fromkeys(
-                        self.reducer.slots[p][0] for p in params if p in self.reducer.slots
-                    )
-                )
-                self.wait_before(module, read)
-                if module is model:
-                    self.buckets_of_model = read
 
     def replicate(self, model: nn.Module) -> None:
         """Give every rank the parameters and the buffers of rank 0."""
@@ -3175,16 +3170,14 @@ class DistributedOptimizer:
         module.register_forward_pre_hook(lambda *_: self.finish_all_gathers(buckets))
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor of the saved state, whole on every rank. Call it on all ranks; see
-        gather_state."""
+        """Yield every tensor of the saved state, whole on every rank. Call it on all ranks."""
         self.finish_all_gathers()
         for bucket in self.buckets:
             yield from gather_state(bucket, self.comm).items()
         yield from ((name, x.reshape(-1)) for name, x in (self.further | self.buffers()).items())
 
     def state_dict(self) -> Tensors:
-        """Copy named_state to the CPU, on all ranks; call it on all. RunError between the updates
-        of a rule."""
+        """Copy named_state to the CPU; call it on all ranks. RunError between a rule's updates."""
         require(
             not self.between_updates,
             f"state_dict() was called before step {self.reducer.step}, between two updates of a"
@@ -3194,39 +3187,37 @@ class DistributedOptimizer:
         return {name: x.detach().to("cpu", copy=True) for name, x in self.named_state()}
 
     def load_state_dict(self, state: Tensors) -> None:
-        """Load a state_dict, the same on all ranks, and drop unused gradients. Change nothing if
-        it does not fit."""
-        rest = dict(state)
-        of_buckets = [(bucket, take_state(bucket, rest)) for bucket in self.buckets]
+        """Load a state_dict, the same on all ranks, and drop unused gradients.
+
+        Change nothing if it does not fit.
+        """
+        unused = dict(state)
+        bucket_states = [take_state(bucket, unused) for bucket in self.buckets]
+        buffers = self.further | self.buffers()
         # states of older versions have no buffers
-        of_buffers = [
-            (x, rest.pop(name))
-            for name, x in (self.further | self.buffers()).items()
-            if name in rest and rest[name].numel() == x.numel()
-        ]
-        require(
-            not rest, f"the saved state does not fit: this model has no {', '.join(sorted(rest))}"
-        )
+        loaded = [x for x in buffers if x in unused and unused[x].numel() == buffers[x].numel()]
+        names = ", ".join(sorted(unused.keys() - loaded))
+        require(not names, f"the saved state does not fit: this model has no {names}")
         self.finish_all_gathers()
         self.reducer.drop_gradients()
-        for bucket, saved in of_buckets:
+        for bucket, saved in zip(self.buckets, bucket_states):
             write_state(bucket, saved, self.comm)
-        for x, saved in of_buffers:
-            x.copy_(saved.view_as(x))
+        for name in loaded:
+            buffers[name].copy_(unused[name].view_as(buffers[name]))
 
     @property
     def between_updates(self) -> bool:
-        """Whether earlier steps' gradients wait for an update, and a saved state would lack them.
-        All ranks agree."""
-        saved = self.settings.world_size_invariant  # as NAME/pending
-        return not saved and any(map(self.reducer.waits, self.buckets))
+        """Whether gradients wait for an update and no saved state has them; same on all ranks."""
+        if self.settings.world_size_invariant:  # the state has them, as NAME/pending
+            return False
+        return any(map(self.reducer.waits, self.buckets))
 
 
 def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step: int) -> float:
-    """Clip all gradients by their norm, and return it. Raise RunError on every rank if one is not
-    finite."""
+    """Clip all gradients by their norm, and return it. RunError, on all ranks, if not finite."""
     squares = []  # float32 norms of short chunks, squared and summed in float64: fast and accurate
-    for shard in (bucket.grad_shard for bucket in buckets):
+    for bucket in buckets:
+        shard = bucket.grad_shard
         chunks = shard.view(-1, math.gcd(shard.numel(), Bucket.SHARD_ALIGNMENT))
         norms = torch.linalg.vector_norm(chunks, dim=1, dtype=wide_dtype(shard))
         squares.append(norms.double().square().sum())
@@ -3238,40 +3229,34 @@ def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step
             f"gradients of step {step} are not finite: {names}; the step was not applied. Lower the"
             " learning rates, or check the data of this step"
         )
-    if clip_norm and math.sqrt(total) > clip_norm:
+    norm = math.sqrt(total)
+    if clip_norm and norm > clip_norm:
         for bucket in buckets:
-            bucket.grad_shard.mul_(clip_norm / math.sqrt(total))
-    return math.sqrt(total)
+            bucket.grad_shard.mul_(clip_norm / norm)
+    return norm
 
 
 def outer_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Iterator[nn.Parameter]]]:
-    """Yield modules whose forward hooks run outside of compiled code, each with the parameters
-    that it reads.
+    """Yield modules whose forward hooks run outside of compiled code, with the parameters read.
 
     These are the model and its children that have a forward; a ModuleList's children one by one.
     The model reads its direct parameters, and all that none of these children lists.
     """
-    children = [
-        x
-        for child in model.children()
-        for x in (child if isinstance(child, nn.ModuleList) else [child])
-    ]
-    running = [child for child in children if type(child).forward is not nn.Module.forward]
-    listed = {param for child in running for param in child.parameters()}
-    yield (
-        model,
-        itertools.chain(
-            model.parameters(recurse=False), (p for p in model.parameters() if p not in listed)
-        ),
-    )
-    for child in running:
-        yield child, child.parameters()
+    children = []
+    for child in model.children():
+        children.extend(child if isinstance(child, nn.ModuleList) else [child])
+    layers = [child for child in children if type(child).forward is not nn.Module.forward]
+    layer_params = {param for layer in layers for param in layer.parameters()}
+    others = (param for param in model.parameters() if param not in layer_params)
+    yield model, itertools.chain(model.parameters(recurse=False), others)
+    for layer in layers:
+        yield layer, layer.parameters()
 
 
 def persistent_buffers(
     model: nn.Module, holds: Callable = torch.is_tensor
 ) -> Callable[[], Tensors]:
-    """Return a function that finds the model's persistent buffers; those of which `holds` is true."""
+    """Return a function that finds the model's persistent buffers of which `holds` is true."""
     # a module may replace its buffer
     places = [
         (f"{name}.{key}".removeprefix("."), module._buffers, key)
@@ -3290,8 +3275,7 @@ def memory_of(x: Tensor) -> Tensor:
 
 
 class Reducer:
-    """Gradients in: hooks add them into slots, and launch a bucket's reduce-scatter when all its
-    slots are complete.
+    """Add gradients into slots by hooks, and launch a bucket's reduce-scatter when it is complete.
 
     All ranks launch buckets in one order: the order in which rank 0's backward completed them. Each
     set of buckets that take part has its own order, learned in its first step: a tied head is
@@ -3312,7 +3296,7 @@ class Reducer:
     def __init__(
         self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings, grad_scale: float
     ):
-        """grad_scale: a factor on every gradient, on top of the mean over micro-batches and ranks."""
+        """grad_scale: factor on every gradient, on top of the mean over micro-batches and ranks."""
         self.buckets = list(buckets)
         self.comm = comm
         self.settings = settings
@@ -3341,37 +3325,36 @@ class Reducer:
             self.set_hook(param)
 
     def set_hook(self, param: nn.Parameter) -> Any:
-        me = weakref.ref(self)  # a hook on a tensor keeps alive what it refers to, also in a cycle
-        return param.register_post_accumulate_grad_hook(
-            lambda param: (reducer := me()) and reducer.register_grad_ready(*reducer.slots[param])
-        )
+        weak_self = weakref.ref(self)  # a tensor's hook keeps what it refers to, also in a cycle
+
+        def hook(param: nn.Parameter) -> None:
+            reducer = weak_self()
+            if reducer:
+                reducer.register_grad_ready(*reducer.slots[param])
+
+        return param.register_post_accumulate_grad_hook(hook)
 
     def announce_rows(self, step: int, indices: dict[nn.Parameter, Tensor]) -> None:
-        """Announce, before a step's first forward, which rows of tables this rank will read in the
-        step.
+        """Announce, before a step's first forward, which rows of tables this rank will read in it.
 
         indices: int tensors of any shape on the CPU. If all ranks omit the call, they wait for one
         another at launch.
         """
         for bucket in self.buckets:
             if isinstance(bucket, RowBucket):
-                bucket.announce(
-                    self.comm,
-                    [
-                        indices[slot.param].flatten().long() + bucket.first_row(slot)
-                        for slot in bucket.slots
-                    ],
-                    self.reduces_in(bucket, step),
-                )
+                rows = [
+                    indices[slot.param].flatten().long() + bucket.first_row(slot)
+                    for slot in bucket.slots
+                ]
+                bucket.announce(self.comm, rows, self.reduces_in(bucket, step))
 
     def reduces_in(self, bucket: Bucket, step: int) -> bool:
-        return step >= bucket.first_step and (
-            self.settings.world_size_invariant or bucket.updates_in(step)
-        )
+        if self.settings.world_size_invariant:  # sums over ranks first, then over steps
+            return step >= bucket.first_step
+        return bucket.updates_in(step)
 
     def prepare_for_backward(self, step: int, micro_batch: int = 0, micro_batches: int = 1) -> None:
-        """Prepare for the backward of one of this rank's micro-batches; the last one of a step
-        launches buckets."""
+        """Prepare for a micro-batch's backward; that of a step's last one launches buckets."""
         expected = (self.step, self.micro_batch) if self.micro_batches else (step, 0)
         if (step, micro_batch) != expected or micro_batch and micro_batches != self.micro_batches:
             raise RunError(
@@ -3383,23 +3366,19 @@ class Reducer:
         self.micro_batch = micro_batch + 1
         self.micro_batches = micro_batches
         self.factor = self.grad_scale / (micro_batches * self.comm.ranks)
-        self.launch_order = self.launch_orders.get(
-            sum(step >= bucket.first_step for bucket in self.buckets), []
-        )
+        bucket_count = sum(step >= bucket.first_step for bucket in self.buckets)
+        self.launch_order = self.launch_orders.get(bucket_count, [])
         self.completed = []
         self.launches = 0
-        last = self.micro_batch == micro_batches
-        self.due = [
-            bucket
-            for bucket in self.launch_order or self.buckets
-            if last and self.reduces_in(bucket, step)
-        ]
+        self.due = []
+        if self.micro_batch == micro_batches:
+            buckets = self.launch_order or self.buckets
+            self.due = [bucket for bucket in buckets if self.reduces_in(bucket, step)]
         for bucket in self.buckets:
             bucket.missing.update(bucket.slots)
 
     def register_grad_ready(self, bucket: Bucket, slot: Slot) -> None:
-        """Add a parameter's new gradient into its slot, and launch complete buckets in order. This
-        is the hook."""
+        """Add a parameter's new gradient into its slot, and launch complete buckets in order."""
         if self.step < bucket.first_step:
             raise RunError(
                 f"{slot.name} got a gradient in step {self.step}, before step {bucket.first_step},"
@@ -3461,8 +3440,10 @@ class Reducer:
 
     def waits(self, bucket: Bucket) -> bool:
         """Whether gradients of earlier steps wait for an update of the bucket."""
-        last = self.step - 1
-        return last >= bucket.first_step and not bucket.updates_in(last) and not self.dropped
+        previous = self.step - 1
+        if self.dropped or previous < bucket.first_step:
+            return False
+        return not bucket.updates_in(previous)
 
     def drop_gradients(self) -> None:
         """Drop all gradients that no update has used, including those in flight."""
@@ -3481,24 +3462,25 @@ def fill_buckets(
     ranks: int,
     grad_reduce_in_fp32: bool = False,
 ) -> list[Bucket]:
-    """Group parameters with the same rule, dtype, unit and first step into buckets, starting at
-    the last layer."""
+    """Group parameters with equal rule, dtype, unit and first step, starting at the last layer."""
     open_groups: dict[Any, list[ParamSpec]] = {}
     groups: list[list[ParamSpec]] = []
     for spec in reversed(specs):
         key = (spec.rule, spec.param.dtype, spec.rule.unit(spec), spec.first_step)
-        if not (group := open_groups.setdefault(key, [])):
+        group = open_groups.setdefault(key, [])
+        if not group:
             groups.append(group)
         group.append(spec)
         if sum(s.param.nbytes for s in group) >= bucket_bytes:
             del open_groups[key]
     grad_dtype = torch.float32 if grad_reduce_in_fp32 else None
-    return [
-        (RowBucket if getattr(group[0].rule, "rows", False) else Bucket)(
-            f"{i}-{type(group[0].rule).__name__.lower()}", group, rank, ranks, grad_dtype
-        )
-        for i, group in enumerate(groups)
-    ]
+    buckets = []
+    for i, group in enumerate(groups):
+        rule = group[0].rule
+        bucket_type = RowBucket if getattr(rule, "rows", False) else Bucket
+        name = f"{i}-{type(rule).__name__.lower()}"
+        buckets.append(bucket_type(name, group, rank, ranks, grad_dtype))
+    return buckets
 
 
 @dataclass(eq=False)
@@ -3514,8 +3496,7 @@ class Slot:
 
 
 class Bucket:
-    """Parameters with one rule and one dtype in one contiguous buffer, and their gradients in
-    another.
+    """Parameters with one rule and dtype in a contiguous buffer, and their gradients in another.
 
     Both buffers hold one shard of whole units for each rank, all shards of equal size. The
     constructor copies the parameters into the buffer and makes each a view of it, so that an
@@ -3536,7 +3517,8 @@ class Bucket:
         ranks: int,
         grad_dtype: torch.dtype | None = None,
     ):
-        first = specs[0].param
+        dtype = specs[0].param.dtype
+        device = specs[0].param.device
         self.name = name
         self.rule = specs[0].rule
         self.first_step = specs[0].first_step
@@ -3546,36 +3528,33 @@ class Bucket:
         self.units = sum(counts)  # of the parameters; the other units of the buffer are padding
         per_rank = -(-self.units // ranks)
         self.shard_numel = per_rank * unit_numel
-        self.shard_begin = rank * per_rank * unit_numel
-        self.param_data = torch.zeros(
-            ranks * self.shard_numel, dtype=first.dtype, device=first.device
-        )
+        self.shard_begin = rank * self.shard_numel
+        self.param_data = torch.zeros(ranks * self.shard_numel, dtype=dtype, device=device)
         self.grad_data = torch.zeros_like(
-            self.param_data, dtype=grad_dtype or first.dtype, device=self.grad_device
+            self.param_data, dtype=grad_dtype or dtype, device=self.grad_device
         )
-        scale = torch.ones(ranks * per_rank, 1, 1, dtype=wide_dtype(first))
+        scale = torch.ones(ranks * per_rank, 1, 1, dtype=wide_dtype(self.param_data))
         self.slots = []
         for spec, begin, count in zip(specs, itertools.accumulate(counts, initial=0), counts):
             param = spec.param
-            here = slice(begin * unit_numel, begin * unit_numel + spec.param.numel())
-            self.param_data[here].copy_(param.detach().reshape(-1))
-            param.data = self.param_data[here].view(param.shape)
+            offset = begin * unit_numel
+            place = slice(offset, offset + param.numel())
+            self.param_data[place].copy_(param.detach().reshape(-1))
+            param.data = self.param_data[place].view(param.shape)
             param.grad = None
-            self.slots.append(
-                Slot(spec.name, param, here.start, self.grad_data[here].view(param.shape))
-            )
+            grad = self.grad_data[place].view(param.shape)
+            self.slots.append(Slot(spec.name, param, offset, grad))
             scale[begin : begin + count] = spec.scale
         # of this shard's units
-        self.scale = scale[rank * per_rank : (rank + 1) * per_rank].to(first.device, copy=True)
+        self.scale = scale[rank * per_rank : (rank + 1) * per_rank].to(device, copy=True)
         shard = slice(self.shard_begin, self.shard_begin + self.shard_numel)
-        self.param_shard, self.grad_shard = (
-            x[shard].view(-1, *unit) for x in (self.param_data, self.grad_data)
-        )
-        self.updates, self.state = 0, self.rule.init_state(self.param_shard)
+        self.param_shard = self.param_data[shard].view(-1, *unit)
+        self.grad_shard = self.grad_data[shard].view(-1, *unit)
+        self.updates = 0
+        self.state = self.rule.init_state(self.param_shard)
         for key, x in self.state.items():
-            fits = x.shape[:1] == self.param_shard.shape[:1] and key not in self.RESERVED
             require(
-                fits,
+                x.shape[:1] == self.param_shard.shape[:1] and key not in self.RESERVED,
                 f"{type(self.rule).__name__}.init_state returned {key!r} {list(x.shape)}; each"
                 f" tensor needs {len(self.param_shard)} entries, one per unit of the shard, and a"
                 f" name other than {', '.join(self.RESERVED)}",
@@ -3588,13 +3567,14 @@ class Bucket:
         self.gather_handle: Any = None  # of the all-gather in flight
 
     def updates_in(self, step: int) -> bool:
-        updates_in = getattr(
-            self.rule, "updates_in", lambda step: (step + 1) % self.rule.every == 0
-        )
-        return step >= self.first_step and updates_in(step)
+        if step < self.first_step:
+            return False
+        if hasattr(self.rule, "updates_in"):
+            return self.rule.updates_in(step)
+        return (step + 1) % self.rule.every == 0
 
     def add_grad(self, slot: Slot, factor: float, invariant: bool = False) -> None:
-        """Add the parameter's new gradient times factor into its slot, and set param.grad to None."""
+        """Add the parameter's new gradient times factor into its slot; set param.grad to None."""
         grad = slot.param.grad
         slot.param.grad = None
         self.accumulate(slot, grad, factor, invariant)
@@ -3602,30 +3582,33 @@ class Bucket:
         self.missing.discard(slot)
 
     def accumulate(self, slot: Slot, grad: Tensor, factor: float, invariant: bool) -> None:
-        """Add a gradient in one pass over memory; a sparse one into the rows that it has. The
-        first one overwrites."""
-        main = slot.grad
+        """Add a gradient in one pass over memory; the first one since an update overwrites."""
+        total = slot.grad
         overwrite = slot in self.needs_overwrite
         if invariant:
-            slot.pending_grads.append(grad.to_dense().to(main.dtype) * factor)
-        elif grad.is_sparse:
+            slot.pending_grads.append(grad.to_dense().to(total.dtype) * factor)
+        elif grad.is_sparse:  # into the rows that it has
             if overwrite:
-                main.zero_()
-            main.index_add_(0, grad._indices()[0], grad._values().to(main.dtype), alpha=factor)
+                total.zero_()
+            total.index_add_(0, grad._indices()[0], grad._values().to(total.dtype), alpha=factor)
         elif overwrite:
-            torch.mul(grad, factor_tensor(factor, grad.dtype, main.dtype, main.device), out=main)
+            multiplier = factor_tensor(factor, grad.dtype, total.dtype, total.device)
+            torch.mul(grad, multiplier, out=total)
         else:
-            main.add_(grad, alpha=factor)
+            total.add_(grad, alpha=factor)
 
     def start_reduce_scatter(self, comm: Comm, invariant: bool) -> None:
-        """Start the sum over ranks. After reduce_handle.wait() grad_shard holds it, the rest of
-        grad_data nothing."""
-        for slot in self.slots if invariant else ():
-            if slot.pending_grads:
-                slot.grad.copy_(tree_sum(slot.pending_grads))
-                slot.pending_grads.clear()
-            else:
-                slot.grad.zero_()
+        """Start the sum over ranks. After reduce_handle.wait() grad_shard holds it.
+
+        The other shards of grad_data then hold nothing of use.
+        """
+        if invariant:
+            for slot in self.slots:
+                if slot.pending_grads:
+                    slot.grad.copy_(tree_sum(slot.pending_grads))
+                    slot.pending_grads.clear()
+                else:
+                    slot.grad.zero_()
         for slot in self.needs_overwrite:  # unused parameters
             slot.grad.zero_()
         self.reduce_handle = comm.reduce_scatter(
@@ -3633,16 +3616,17 @@ class Bucket:
         )
 
     def carry_over(self, updates: bool) -> None:
-        """Add earlier steps' gradients; keep the sum if this step does not update
-        (world-size-invariant mode only)."""
-        if (pending := self.state.pop("pending", None)) is not None:
-            self.grad_shard.add_(pending)
+        """Add earlier steps' gradients, and keep the sum if this step does not update.
+
+        Only world-size-invariant mode has steps that sum and do not update.
+        """
+        if "pending" in self.state:
+            self.grad_shard.add_(self.state.pop("pending"))
         if not updates:
             self.state["pending"] = self.grad_shard.clone()
 
     def hyper(self, plan: Plan) -> Values:
-        """Compute the rule's hyperparameters, and its noise, which depends on seed, update and
-        name only."""
+        """Compute the rule's hyperparameters; noise depends on seed, update and name only."""
         hyper = self.rule.hyper(plan, self.updates)
         if "noise" in hyper:
             seed = hyper["noise"]
@@ -3656,25 +3640,25 @@ class Bucket:
         return hyper
 
     def update(self, update: Callable[..., None], hyper: Values, unbatched: bool) -> None:
-        """Update this rank's shard. unbatched: one matrix at a time, since a batch may be summed
-        in another order."""
+        """Update this rank's shard.
+
+        unbatched: one matrix at a time, since a batch may be summed in another order.
+        """
         size = 1 if unbatched and self.param_shard.dim() > 1 else len(self.param_shard)
-        by_unit = {"scale": self.scale, **{key: x for key, x in hyper.items() if key == "noise"}}
-        for part in (slice(i, i + size) for i in range(0, len(self.param_shard), size)):
-            update(
-                self.param_shard[part],
-                self.grad_shard[part],
-                {key: x[part] for key, x in self.state.items()},
-                {**hyper, **{key: x[part] for key, x in by_unit.items()}},
-            )
+        for begin in range(0, len(self.param_shard), size):
+            part = slice(begin, begin + size)
+            part_hyper = {**hyper, "scale": self.scale[part]}
+            if "noise" in hyper:
+                part_hyper["noise"] = hyper["noise"][part]
+            state = {key: x[part] for key, x in self.state.items()}
+            update(self.param_shard[part], self.grad_shard[part], state, part_hyper)
 
     def start_all_gather(self, comm: Comm) -> None:
         """Start to write every rank's updated shard into param_data, where the model reads it."""
         self.gather_handle = comm.all_gather(self.param_data, self.param_shard.view(-1))
 
     def nonfinite(self) -> list[str]:
-        """Name parameters with a non-finite gradient: a sum over ranks within this rank's shard,
-        local outside it."""
+        """Name parameters with a non-finite gradient: summed in this rank's shard, else local."""
         return [slot.name for slot in self.slots if not slot.grad.isfinite().all()]
 
     def drop_gradients(self) -> None:
@@ -3685,24 +3669,27 @@ class Bucket:
             slot.pending_grads.clear()
 
     def view_of(self, slot: Slot, x: Tensor, of_shard: bool = False) -> Tensor:
-        """View a parameter's part of a tensor over all shards or this rank's, which may have fewer
-        values per unit."""
-        begin, numel = (
-            (self.shard_begin, self.shard_numel) if of_shard else (0, len(self.param_data))
-        )
-        ends = (slot.offset - begin, slot.offset - begin + slot.param.numel())
+        """View a parameter's part of a tensor x over all shards, or over this rank's.
+
+        x may have fewer values per unit than the parameters.
+        """
+        numel = self.shard_numel if of_shard else len(self.param_data)
+        begin = slot.offset - (self.shard_begin if of_shard else 0)
+        ends = (begin, begin + slot.param.numel())
         return x.view(-1)[slice(*(max(end, 0) * x.numel() // numel for end in ends))]
 
 
 @functools.lru_cache(maxsize=256)
 def factor_tensor(
-    factor: float, grad: torch.dtype, main: torch.dtype, device: torch.device
+    factor: float, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return the factor as a tensor, with which a small torch.mul(gradient, factor, out=main) is
-    1.5 times as fast."""
-    if grad != main:  # shape [1] makes torch.mul compute in the wider dtype, in the same pass
-        return torch.tensor([factor], dtype=main, device=device)
-    return torch.tensor(factor, dtype=torch.promote_types(grad, torch.float32))
+    """Return the factor as a tensor, with which a small torch.mul(..., out=x) is 1.5 times as fast.
+
+    dtype: of the gradient. out_dtype: of the product.
+    """
+    if dtype != out_dtype:  # shape [1] makes torch.mul compute in the wider dtype, in the same pass
+        return torch.tensor([factor], dtype=out_dtype, device=device)
+    return torch.tensor(factor, dtype=torch.promote_types(dtype, torch.float32))
 
 
 def tree_sum(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
@@ -3741,41 +3728,43 @@ class Comm:
         self.point_to_point = ranks == 1 or dist.get_backend(group) == "gloo"
 
     def receive_buffer(self, full: Tensor, invariant: bool) -> Tensor | None:
-        """Allocate memory for the messages of reduce_scatter(full [ranks * shard]); None if it
-        sends no messages."""
-        if (
-            self.point_to_point or invariant
-        ):  # once, since allocating it for each launch would cost as much as the sum
+        """Allocate memory for reduce_scatter's messages; None if it sends none.
+
+        full: [ranks * shard].
+        """
+        # once: allocating it for each launch would cost as much as the sum
+        if self.point_to_point or invariant:
             return full.new_empty(self.ranks - 1, len(full) // self.ranks, dtype=self.sent_dtype)
         return None
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, buffer: Tensor | None) -> Any:
-        """Start to sum this rank's part of full [ranks * shard] over ranks into shard; with a
-        buffer, as a tree."""
+        """Start to sum this rank's part of full [ranks * shard] over ranks into shard.
+
+        With a buffer the sum is a tree.
+        """
         if buffer is None:
             unwrapped = inspect.unwrap(dist.reduce_scatter_tensor)  # torch 2.13's wrapper warns
             return unwrapped(shard, full, group=self.group, async_op=True)
         shards = full.view(self.ranks, -1)
         received = [*buffer[: self.rank], shards[self.rank], *buffer[self.rank :]]
-        return HandleGroup(
-            self.exchange(shards, received), then=lambda: tree_sum(received, out=shard)
-        )
+        messages = self.exchange(shards, received)
+        return HandleGroup(messages, then=lambda: tree_sum(received, out=shard))
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Any:
-        """Start to write every rank's shard into full [ranks * shard]. The shard may be a view of
-        full."""
+        """Start to write every rank's shard, which may be a view of full, into full."""
         if not self.point_to_point:
-            return inspect.unwrap(dist.all_gather_into_tensor)(
-                full, shard, group=self.group, async_op=True
-            )
+            unwrapped = inspect.unwrap(dist.all_gather_into_tensor)
+            return unwrapped(full, shard, group=self.group, async_op=True)
         shards = full.view(self.ranks, -1)
         shards[self.rank].copy_(shard)  # a no-op if shard is a view of full
         return self.exchange([shard] * self.ranks, shards)
 
     @functools.cached_property
     def cpu_group(self) -> Any:
-        """The process group for CPU tensors. With a GPU's backend all ranks must first use it at
-        the same time."""
+        """The process group for CPU tensors.
+
+        With a GPU's backend all ranks must first use it at the same time.
+        """
         if dist.get_backend(self.group) == "gloo":
             return self.group
         ranks = self.group and dist.get_process_group_ranks(self.group)
@@ -3784,25 +3773,23 @@ class Comm:
         )
 
     def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> HandleGroup:
-        """Start to send sent[i] to rank i and to receive received[i] from it. Empty tensors are
-        not sent."""
+        """Start to send sent[i] to rank i and to receive received[i] from it; not empty tensors."""
         group = self.cpu_group if self.ranks > 1 and not sent[0].is_cuda else self.group
         # messages of int64 have a tag of their own, so that a subclass can send them between these
         tag = 4404 + (sent[0].dtype == torch.int64)
         world = dist.get_process_group_ranks(self.group) if self.group else range(self.ranks)
-        messages = [
-            (way, tensors[other], world[other], group, tag)
-            for way, tensors in ((dist.isend, sent), (dist.irecv, received))
-            for other in range(self.ranks)
-            if other != self.rank and tensors[other].numel()
-        ]
+        messages = []
+        for transfer, tensors in ((dist.isend, sent), (dist.irecv, received)):
+            for peer in range(self.ranks):
+                if peer != self.rank and tensors[peer].numel():
+                    messages.append((transfer, tensors[peer], world[peer], group, tag))
         if messages and sent[0].is_cuda:  # NCCL needs a batch, which costs gloo time
             handles = dist.batch_isend_irecv([dist.P2POp(*m) for m in messages])
         else:
             handles = []
-            for way, *message in messages:
+            for transfer, *message in messages:
                 with name_peer(f"rank {message[1]}"):
-                    handles.append(way(*message))
+                    handles.append(transfer(*message))
         return HandleGroup(*handles, peers=[m[2] for m in messages])
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -3812,8 +3799,7 @@ class Comm:
         return x
 
     def start_all_reduce(self, x: Tensor) -> Any:
-        """Start to sum x over ranks in place. On GPUs only the stream that calls handle.wait()
-        waits."""
+        """Start to sum x over ranks in place. On GPUs only the stream of handle.wait() waits."""
         return (
             dist.all_reduce(x, group=self.group, async_op=True) if self.ranks > 1 else HandleGroup()
         )
@@ -3827,15 +3813,17 @@ class Comm:
             dist.broadcast(sent.view(-1).view(torch.uint8), group=self.group, group_src=0)
             memory.copy_(sent)
 
-    def all_gather_json(self, mine: Any) -> list[Any]:
-        """Return every rank's value, in the order of ranks. JSON, unlike pickle, executes nothing
-        on arrival."""
+    def all_gather_json(self, value: Any) -> list[Any]:
+        """Return every rank's value, in the order of ranks.
+
+        JSON, unlike pickle, executes nothing on arrival.
+        """
+        message = json.dumps(value)
         if self.ranks == 1:  # the device may be `meta`, which holds no values
-            return [json.loads(json.dumps(mine))]
-        text = torch.tensor(list(json.dumps(mine).encode()), dtype=torch.uint8, device=self.device)
-        sizes = self.all_reduce(
-            F.one_hot(torch.tensor(self.rank), self.ranks).to(self.device) * len(text)
-        ).tolist()
+            return [json.loads(message)]
+        text = torch.tensor(list(message.encode()), dtype=torch.uint8, device=self.device)
+        one_hot = F.one_hot(torch.tensor(self.rank), self.ranks).to(self.device)
+        sizes = self.all_reduce(one_hot * len(text)).tolist()
         texts = text.new_zeros(self.ranks, max(sizes))
         texts[self.rank, : len(text)] = text
         return [
@@ -3844,23 +3832,22 @@ class Comm:
 
 
 class CompressedComm(Comm):
-    """Sends gradients in bf16: half the bytes of float32. Other communication hooks are subclasses
-    like this one."""
+    """Send gradients in bf16: half the bytes of float32.
+
+    Other communication hooks are subclasses like this one.
+    """
 
     sent_dtype = torch.bfloat16
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, buffer: Tensor | None) -> Any:
         small = full.to(self.sent_dtype)
         small_shard = small.view(self.ranks, -1)[self.rank]
-        return HandleGroup(
-            super().reduce_scatter(small_shard, small, buffer),
-            then=lambda: shard.copy_(small_shard),
-        )
+        handle = super().reduce_scatter(small_shard, small, buffer)
+        return HandleGroup(handle, then=lambda: shard.copy_(small_shard))
 
 
 class HandleGroup:
-    """Handles of collectives or messages that are waited for together; `then` is called after the
-    last one.
+    """Wait together for handles of collectives or messages; then call `then`.
 
     peers: the rank that each message is from or to. If it fails, the error names the rank.
     """
@@ -3897,17 +3884,18 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def agree(comm: Comm, subject: str, mine: Values, cure: str) -> None:
-    """Raise RunError on every rank unless all ranks have the same values; it names the value, the
-    rank and both."""
-    for rank, theirs in enumerate(everyones := comm.all_gather_json(mine)):
-        for key in {**everyones[0], **theirs}:
-            here = theirs.get(key, "nothing")
-            first = everyones[0].get(key, "nothing")
-            if here != first:
+def agree(comm: Comm, subject: str, values: Values, cure: str) -> None:
+    """Raise RunError on every rank unless all have the same values; it names the difference."""
+    values_by_rank = comm.all_gather_json(values)
+    expected = values_by_rank[0]
+    for rank, seen in enumerate(values_by_rank):
+        for key in {**expected, **seen}:
+            value = seen.get(key, "nothing")
+            value_of_0 = expected.get(key, "nothing")
+            if value != value_of_0:
                 raise RunError(
-                    f"the ranks' {subject} differ: rank {rank} has {key} {here}; rank 0 has"
-                    f" {first}. {cure}"
+                    f"the ranks' {subject} differ: rank {rank} has {key} {value}; rank 0 has"
+                    f" {value_of_0}. {cure}"
                 )
 
 
@@ -3933,11 +3921,9 @@ class RowBucket(Bucket):
         self.may_compile = not self.rule.lazy
         # [rows of all ranks, width]
         self.all_rows = self.param_data.view(-1, *self.param_shard.shape[1:])
-        # the summed gradients [n, width] of n rows of this shard, whose first row has index 0
-        self.grad_indices, self.grad_shard = (
-            torch.empty(0).long(),
-            self.param_shard[:0].to(self.grad_data.dtype),
-        )
+        # n rows of this shard, whose first row has index 0, and their summed gradients [n, width]
+        self.grad_indices = torch.empty(0).long()
+        self.grad_shard = self.param_shard[:0].to(self.grad_data.dtype)
         # 1: this rank has announced the row
         self.announced = torch.zeros(len(self.all_rows), dtype=torch.uint8)
         # handle of the exchange of read_bits, every rank's announced as bits
@@ -3947,8 +3933,10 @@ class RowBucket(Bucket):
         return slot.offset // self.all_rows.size(1)
 
     def accumulate(self, slot: Slot, grad: Tensor, factor: float, invariant: bool) -> None:
-        """Keep a sparse gradient until launch. Merge duplicate rows if they would need more memory
-        than all rows."""
+        """Keep a sparse gradient until launch.
+
+        Merge duplicate rows if they would need more memory than all rows.
+        """
         if not grad.is_sparse:
             raise RunError(
                 f"{slot.name} got a dense gradient, but its rule needs a sparse one; create the"
@@ -3958,18 +3946,18 @@ class RowBucket(Bucket):
         if not invariant and sum(x._nnz() for x in slot.pending_grads) > len(slot.param):
             slot.pending_grads = [tree_sum(slot.pending_grads).coalesce()]
 
-    def announce(self, comm: Comm, indices: Iterable[Tensor], last: bool) -> None:
-        """Mark rows as read by this rank. last: the next launch sends their gradients, so tell all
-        ranks now."""
+    def announce(self, comm: Comm, indices: Iterable[Tensor], complete: bool) -> None:
+        """Mark rows as read by this rank.
+
+        complete: the next launch sends their gradients, so tell all ranks now.
+        """
         for x in indices:
             self.announced.index_fill_(0, x.cpu(), 1)
-        if last:
-            self.read_bits = torch.from_numpy(np.packbits(self.announced.numpy())).repeat(
-                comm.ranks, 1
-            )
-            self.announcement = comm.exchange(
-                [self.read_bits[comm.rank]] * comm.ranks, self.read_bits
-            )
+        if complete:
+            bits = torch.from_numpy(np.packbits(self.announced.numpy()))
+            self.read_bits = bits.repeat(comm.ranks, 1)
+            sent = [self.read_bits[comm.rank]] * comm.ranks
+            self.announcement = comm.exchange(sent, self.read_bits)
 
     def finish_announcement(self) -> None:
         """Wait for the announcement, if one is in flight, and clear announced for the next step."""
@@ -3983,13 +3971,14 @@ class RowBucket(Bucket):
 
     def count_by_owner(self, indices: np.ndarray) -> list[int]:
         """Count sorted indices of rows by the rank that updates them."""
-        return np.diff(
-            np.searchsorted(indices, range(0, len(self.all_rows) + 1, len(self.param_shard)))
-        ).tolist()
+        bounds = range(0, len(self.all_rows) + 1, len(self.param_shard))
+        return np.diff(np.searchsorted(indices, bounds)).tolist()
 
     def scatter_add(self, known: Tensor, grads: Iterable[Pair]) -> Tensor:
-        """Sum pairs (indices of rows, gradients) into [n, width], for n sorted indices `known`.
-        RunError for others."""
+        """Sum pairs (indices, gradients) into [n, width], for n sorted indices `known`.
+
+        Raise RunError for other indices.
+        """
         sums = torch.zeros(
             len(known), self.all_rows.size(1), dtype=self.grad_data.dtype, device=known.device
         )
@@ -4010,46 +3999,56 @@ class RowBucket(Bucket):
     def start_reduce_scatter(self, comm: Comm, invariant: bool) -> None:
         """Start to send each row's gradient to its owner. After reduce_handle.wait(), grad_shard
         holds the sums."""
-        grads = []  # (indices of rows in the bucket, gradients); an index may occur more than once
-        for slot in self.slots:
-            pending = (
-                [tree_sum([x.coalesce() for x in slot.pending_grads])]
-                if invariant
-                else slot.pending_grads
-            )
-            grads += [(x._indices()[0] + self.first_row(slot), x._values()) for x in pending]
+        grads = self.row_grads(invariant)
         if self.announcement is None:
-            self.announce(comm, [indices for indices, _ in grads], True)
+            self.announce(comm, [indices for indices, _ in grads], complete=True)
         self.finish_announcement()
-        bits = self.read_bits.numpy()
-        mine = [len(self.param_shard) * rank for rank in (comm.rank, comm.rank + 1)]
-        read_by_me = ones(bits[comm.rank])
-        self.read_by_any = ones(of_any := np.bitwise_or.reduce(bits))
-        mine_read_by = [ones(of_rank, *mine) for of_rank in bits]  # the first row of mine is 0
-        sums = self.scatter_add(self.on_device(read_by_me), grads)
-        for held in (grads, *(slot.pending_grads for slot in self.slots)):
-            held.clear()
-        sent = sums.to(comm.sent_dtype or sums.dtype).split(self.count_by_owner(read_by_me))
-        counts = [*map(len, mine_read_by)]
-        # of all ranks, one after another
+        bits_by_rank = self.read_bits.numpy()
+        bits_of_any = np.bitwise_or.reduce(bits_by_rank)
+        self.read_by_any = ones(bits_of_any)
+        # this rank's sums, for the rows of all owners
+        sent_rows = ones(bits_by_rank[comm.rank])
+        sums = self.scatter_add(self.on_device(sent_rows), grads)
+        del grads  # they need much memory
+        for slot in self.slots:
+            slot.pending_grads.clear()
+        sent = sums.to(comm.sent_dtype or sums.dtype).split(self.count_by_owner(sent_rows))
+        # all ranks' sums, for the rows of this shard, whose first row has index 0
+        begin = comm.rank * len(self.param_shard)
+        end = begin + len(self.param_shard)
+        rows_by_rank = [ones(bits, begin, end) for bits in bits_by_rank]
+        counts = [len(rows) for rows in rows_by_rank]
         values = sums.new_empty((sum(counts), sums.size(1)), dtype=sent[0].dtype)
         received = values.split(counts)
         received[comm.rank].copy_(sent[comm.rank])
-        indices = self.on_device(ones(of_any, *mine))
-        of_values = self.on_device(np.concatenate(mine_read_by))
+        value_rows = self.on_device(np.concatenate(rows_by_rank))
+        shard_rows = self.on_device(ones(bits_of_any, begin, end))
 
         def sum_over_ranks() -> None:
-            pieces = zip(of_values.split(counts), received) if invariant else [(of_values, values)]
-            self.grad_indices, self.grad_shard = (
-                indices,
-                tree_sum([self.scatter_add(indices, [x]) for x in pieces]),
-            )
+            terms = [(value_rows, values)]
+            if invariant:  # a tree over ranks
+                terms = zip(value_rows.split(counts), received)
+            self.grad_shard = tree_sum([self.scatter_add(shard_rows, [term]) for term in terms])
+            self.grad_indices = shard_rows
 
         self.reduce_handle = HandleGroup(comm.exchange(sent, received), then=sum_over_ranks)
 
+    def row_grads(self, invariant: bool) -> list[Pair]:
+        """Return pending gradients: (indices of rows in the bucket, which may repeat; values)."""
+        grads = []
+        for slot in self.slots:
+            pending = slot.pending_grads
+            if invariant:
+                pending = [tree_sum([x.coalesce() for x in pending])]
+            for x in pending:
+                grads.append((x._indices()[0] + self.first_row(slot), x._values()))
+        return grads
+
     def carry_over(self, updates: bool) -> None:
-        """Do the same as Bucket.carry_over. A rule that is not lazy, and a sum over several steps,
-        need all rows."""
+        """Do the same as Bucket.carry_over.
+
+        A rule that is not lazy, and a sum over several steps, need all rows.
+        """
         if not (updates and self.rule.lazy) or "pending" in self.state:
             grads = torch.zeros_like(self.param_shard, dtype=self.grad_data.dtype)
             grads[self.grad_indices] = self.grad_shard
@@ -4059,14 +4058,15 @@ class RowBucket(Bucket):
         super().carry_over(updates)
 
     def update(self, update: Callable[..., None], hyper: Values, unbatched: bool) -> None:
-        """Update all rows, or those that have a gradient other than zero. `unbatched` makes no
-        difference to Adam."""
+        """Update all rows, or those that have a gradient other than zero.
+
+        `unbatched` makes no difference to Adam.
+        """
         if not self.rule.lazy:
             return super().update(update, hyper, unbatched=False)
         wholes = [self.param_shard, *self.state.values()]
-        for indices, grad in zip(
-            *(x.split(2**16) for x in (self.grad_indices, self.grad_shard))
-        ):  # to save memory
+        # in pieces, to save memory
+        for indices, grad in zip(self.grad_indices.split(2**16), self.grad_shard.split(2**16)):
             # on CPUs 5 times as fast as whole[...]
             olds = [whole.index_select(0, indices) for whole in wholes]
             param, *state = (old.clone() for old in olds)
@@ -4087,18 +4087,18 @@ class RowBucket(Bucket):
         def write() -> None:
             self.all_rows[indices] = new
 
-        self.gather_handle = HandleGroup(
-            comm.exchange([received[comm.rank]] * comm.ranks, received), then=write
-        )
+        messages = comm.exchange([received[comm.rank]] * comm.ranks, received)
+        self.gather_handle = HandleGroup(messages, then=write)
 
     def nonfinite(self) -> list[str]:
-        bad = self.grad_indices[
-            ~self.grad_shard.isfinite().all(1)
-        ] + self.shard_begin // self.all_rows.size(1)
-        tables = [(slot.name, self.first_row(slot), len(slot.param)) for slot in self.slots]
-        return [
-            name for name, first, size in tables if ((bad >= first) & (bad < first + size)).any()
-        ]
+        bad_rows = self.grad_indices[~self.grad_shard.isfinite().all(1)]
+        bad_rows += self.shard_begin // self.all_rows.size(1)
+        names = []
+        for slot in self.slots:
+            row_in_slot = bad_rows - self.first_row(slot)
+            if ((row_in_slot >= 0) & (row_in_slot < len(slot.param))).any():
+                names.append(slot.name)
+        return names
 
     def reset(self) -> None:
         """Set all rows and this rank's state to zero. The count of updates goes on."""
@@ -4111,12 +4111,14 @@ class RowBucket(Bucket):
 
 
 def ones(bits: np.ndarray, begin: int = 0, end: int = 2**62) -> np.ndarray:
-    """Return the sorted indices, less begin, of the ones from begin to end in packed bits uint8
-    [n], most of them 0."""
+    """Find the ones from begin to end in packed bits uint8 [n], most of them 0.
+
+    Return their sorted indices, less begin.
+    """
     bytes_with_ones = begin // 8 + np.flatnonzero(bits[begin // 8 : -(-end // 8)].astype(bool))
     at = np.flatnonzero(np.unpackbits(bits[bytes_with_ones]).view(bool))
-    found = 8 * bytes_with_ones[at // 8] + at % 8
-    return found[slice(*np.searchsorted(found, (begin, end)))] - begin
+    indices = 8 * bytes_with_ones[at // 8] + at % 8
+    return indices[slice(*np.searchsorted(indices, (begin, end)))] - begin
 
 
 # A saved state has each tensor whole, with a name and a size that depend on neither ranks nor
@@ -4125,7 +4127,7 @@ def ones(bits: np.ndarray, begin: int = 0, end: int = 2**62) -> np.ndarray:
 #     NAME/KEY        a tensor of its rule, such as a moment
 #     NAME/updates    number of updates so far
 #     NAME/pending    gradients of earlier steps that wait for an update (world-size-invariant mode)
-#     NAME            a persistent buffer, such as a running mean, or a tensor of DistributedOptimizer.further
+#     NAME            a persistent buffer, such as a running mean, or a tensor of optimizer.further
 
 
 def gather_state(bucket: Bucket, comm: Comm) -> Tensors:
@@ -4143,27 +4145,23 @@ def gather_state(bucket: Bucket, comm: Comm) -> Tensors:
 
 
 def take_state(bucket: Bucket, state: Tensors) -> Tensors:
-    """Remove one bucket's tensors from `state` and return them. Raise RunError if they do not fit."""
-    shards = {
-        "": bucket.param_shard,
-        **{f"/{key}": x for key, x in bucket.state.items() if key != "pending"},
-    }
+    """Remove one bucket's tensors from `state` and return them. RunError if they do not fit."""
+    shards = {"": bucket.param_shard, **{f"/{key}": x for key, x in bucket.state.items()}}
+    shards.pop("/pending", None)
     if f"{bucket.slots[0].name}/pending" in state:
         shards["/pending"] = bucket.param_shard
-    sizes = {
-        slot.name + key: slot.param.numel() * x.numel() // bucket.shard_numel
-        for slot in bucket.slots
-        for key, x in shards.items()
-    }
-    sizes |= {f"{slot.name}/updates": 1 for slot in bucket.slots}
+    sizes = {}
+    for slot in bucket.slots:
+        for key, x in shards.items():
+            sizes[slot.name + key] = slot.param.numel() * x.numel() // bucket.shard_numel
+    for slot in bucket.slots:
+        sizes[f"{slot.name}/updates"] = 1
     for name, size in sizes.items():
-        if name not in state or state[name].numel() != size:
-            seen = (
-                f"has {state[name].numel()} values, not {size}" if name in state else "is missing"
-            )
-            raise RunError(
-                f"the saved state does not fit: {name} {seen}; load one of the same model and rules"
-            )
+        seen = f"has {state[name].numel()} values, not {size}" if name in state else "is missing"
+        require(
+            name in state and state[name].numel() == size,
+            f"the saved state does not fit: {name} {seen}; load one of the same model and rules",
+        )
     taken = {name: state.pop(name) for name in sizes}
     updates = {slot.name: int(taken[f"{slot.name}/updates"]) for slot in bucket.slots}
     require(
@@ -4176,9 +4174,9 @@ def take_state(bucket: Bucket, state: Tensors) -> Tensors:
 
 def write_state(bucket: Bucket, saved: Tensors, comm: Comm) -> None:
     """Write the tensors that take_state returned to the bucket."""
-    first = bucket.slots[0].name
-    bucket.updates = int(saved[f"{first}/updates"])
-    if f"{first}/pending" in saved:
+    name = bucket.slots[0].name
+    bucket.updates = int(saved[f"{name}/updates"])
+    if f"{name}/pending" in saved:
         bucket.state["pending"] = torch.zeros_like(bucket.param_shard, dtype=bucket.grad_data.dtype)
     for slot in bucket.slots:
         bucket.view_of(slot, bucket.param_data).copy_(saved[slot.name].view(-1))
@@ -4210,14 +4208,13 @@ class ParamSpec(NamedTuple):
 
 
 def build_model(config: Config, encoding: Encoding) -> GPT:
-    """Build the model of a config on the CPU. A seed gives the same initialization on every
-    machine."""
+    """Build the model of a config on the CPU, with the same initialization on every machine."""
     torch.manual_seed(config.seed)
     return config.model_type(config, encoding)
 
 
 def build_optimizer(
-    config: Config, model: GPT, comm: Comm, compiled: bool = False
+    config: Config, model: GPT, comm: Comm, compile_updates: bool = False
 ) -> DistributedOptimizer:
     """Build the optimizer of a config. The model must be on its device."""
     specs = specs_of(config, model)
@@ -4232,17 +4229,17 @@ def build_optimizer(
     )
     # Reducer divides by the number of backward passes. Splits add passes, but the loss is a sum
     # over tokens
-    return DistributedOptimizer(
-        buckets, comm, config, model, float(config.micro_batch_splits), compiled
-    )
+    grad_scale = float(config.micro_batch_splits)
+    return DistributedOptimizer(buckets, comm, config, model, grad_scale, compile_updates)
 
 
 def specs_of(config: Config, model: GPT) -> list[ParamSpec]:
-    """Assign every parameter that is not frozen its update rule, by its kind, in the model's
-    order."""
+    """Assign every parameter that is not frozen its kind's update rule, in the model's order."""
     groups = groups_by_kind(config)
     specs = []
-    for name, param in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
         kind = getattr(param, "kind", None)
         require(
             kind in groups,
@@ -4303,8 +4300,7 @@ def seen_by_pieces(x: Tensor, mask: Tensor) -> Tensor:
     )
 
 
-# least queries per piece. Smaller pieces compute fewer masked keys; GPUs need larger ones to be
-# busy
+# Least queries per piece. Smaller pieces compute fewer masked keys; larger ones keep GPUs busy
 MASK_PIECE = {"cuda": 1024, "cpu": 64}
 
 
@@ -4351,26 +4347,24 @@ flash_3: Any = None  # the module with FlashAttention 3's interface, once find_f
 
 
 def find_flash_3() -> str:
-    """Load FlashAttention 3: an installed wheel, or the build that public records take from the
-    Hugging Face hub.
+    """Load FlashAttention 3 -> why there is none; empty if there is one.
 
-    Return why there is none; empty if there is one.
+    It is an installed wheel, or the build that public records take from the Hugging Face hub.
     """
     global flash_3
     reasons = []
     for package in ("flash_attn_interface", "kernels"):
         try:
-            found = importlib.import_module(package)
+            module = importlib.import_module(package)
             if package == "kernels":
-                found = found.get_kernel(
-                    "kernels-community/flash-attn3", version=1
-                ).flash_attn_interface
+                build = module.get_kernel("kernels-community/flash-attn3", version=1)
+                module = build.flash_attn_interface
             # flash_attention's operators call both
-            found.flash_attn_varlen_func, found._flash_attn_backward
+            module.flash_attn_varlen_func, module._flash_attn_backward
         except Exception as error:  # packages with binaries may raise anything
             reasons.append(f"{package}: {first_line(error)[:200]}")
         else:
-            flash_3 = found
+            flash_3 = module
             return ""
     return "; ".join(reasons)
 
@@ -4383,24 +4377,18 @@ OPERATORS = "of_" + re.sub(r"\W", "_", __name__)
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, numbers: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention [T, H, D] within documents, and the log-sum-exps [H, T] for backward. See
-    DocumentTable.
+    """Compute attention [T, H, D] within documents, and log-sum-exps [H, T]. See DocumentTable.
 
     Attention with mask_in_pieces defines the result. torch's varlen_attn would recompile for each
     new `numbers`.
     """
     window, longest, count = numbers.tolist()
     starts = starts[: count + 1]
+    inputs = (q, k, v, starts, starts, longest, longest)
     if flash_3:  # by its own heuristics it would split the keys, and add the parts up in float32
         with torch.no_grad():
             return flash_3.flash_attn_varlen_func(
-                q,
-                k,
-                v,
-                starts,
-                starts,
-                longest,
-                longest,
+                *inputs,
                 softmax_scale=1.0,
                 causal=True,
                 window_size=(window, 0),
@@ -4408,13 +4396,7 @@ def flash_attention(
                 return_attn_probs=True,
             )
     out, log_sums, *_ = torch.ops.aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        starts,
-        starts,
-        longest,
-        longest,
+        *inputs,
         0.0,
         False,
         False,
@@ -4438,16 +4420,11 @@ def flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     window, longest, count = numbers.tolist()
     starts = starts[: count + 1]
-    dropout_state = q.new_empty(2, dtype=torch.uint64)
+    inputs = (grad, q, k, v, out, log_sums)
     if flash_3:
         dq, dk, dv = map(torch.empty_like, (q, k, v))
         flash_3._flash_attn_backward(
-            grad,
-            q,
-            k,
-            v,
-            out,
-            log_sums,
+            *inputs,
             cu_seqlens_q=starts,
             cu_seqlens_k=starts,
             max_seqlen_q=longest,
@@ -4461,21 +4438,10 @@ def flash_attention_backward(
             window_size_right=0,
         )
         return dq, dk, dv
+    dropout_state = q.new_empty(2, dtype=torch.uint64)
     return torch.ops.aten._flash_attention_backward(
-        grad,
-        q,
-        k,
-        v,
-        out,
-        log_sums,
-        starts,
-        starts,
-        longest,
-        longest,
-        0.0,
-        False,
-        dropout_state,
-        dropout_state,
+        *inputs,
+        *(starts, starts, longest, longest, 0.0, False, dropout_state, dropout_state),
         scale=1.0,
         window_size_left=window,
         window_size_right=0,
@@ -4514,9 +4480,12 @@ class ReluSquaredMLP(torch.autograd.Function):
 
 
 def relu_squared(a: Tensor, b: Tensor, h: Tensor | None = None) -> Tensor:
-    """Compute relu(a @ b) ** 2, or its backward (a @ b) * 2 sqrt(h) if its result h is given. a
-    [m, k], b [k, n]."""
-    if not (programs := kernel_programs(a, b, a.dtype)):
+    """Compute relu(a @ b) ** 2 or, if its result h is given, its backward (a @ b) * 2 sqrt(h).
+
+    a: [m, k]. b: [k, n].
+    """
+    programs = kernel_programs(a, b, a.dtype)
+    if not programs:
         y = a @ b
         return y.relu() * y if h is None else 2 * y * h.sqrt()
     m, k = a.shape
@@ -4531,14 +4500,7 @@ def relu_squared(a: Tensor, b: Tensor, h: Tensor | None = None) -> Tensor:
     )
     relu_squared_kernel[(programs,)](
         *(TensorDescriptor.from_tensor(x.contiguous(), tile) for x, tile in tiles),
-        m,
-        n,
-        k,
-        TILE_M,
-        TILE_N,
-        TILE_K,
-        programs,
-        h is not None,
+        *(m, n, k, TILE_M, TILE_N, TILE_K, programs, h is not None),
         num_warps=8,
         num_stages=3,
     )
@@ -4554,11 +4516,11 @@ MLP_SHARED = 213_056
 
 
 def kernel_programs(a: Tensor, b: Tensor, dtype: torch.dtype) -> int:
-    """Return with how many programs the kernel computes a @ b, one per multiprocessor; 0 if it
-    cannot."""
+    """Return the kernel's number of programs for a @ b, one per multiprocessor; 0 if unfit."""
     fits = not (len(a) % TILE_M or b.size(1) % TILE_N or len(b) * a.itemsize % (2 * TILE_K))
-    on_gpu = a.is_cuda and dtype == torch.bfloat16 and fits
-    return torch.cuda.get_device_properties(a.device).multi_processor_count if on_gpu else 0
+    if not (a.is_cuda and dtype == torch.bfloat16 and fits):
+        return 0
+    return torch.cuda.get_device_properties(a.device).multi_processor_count
 
 
 if triton is not None:
@@ -4578,8 +4540,7 @@ if triton is not None:
         PROGRAMS: tl.constexpr,
         BACKWARD: tl.constexpr,
     ):
-        """Persistent kernel: a program starts its next tile while it stores the last one, in two
-        halves."""
+        """Start a program's next tile while it stores the last one, in two halves."""
         HALF: tl.constexpr = TILE_N // 2
         columns = N // TILE_N
         for tile in tl.range(tl.program_id(0), M // TILE_M * columns, PROGRAMS, flatten=True):
@@ -4600,10 +4561,9 @@ if triton is not None:
 
 class HeadLoss(torch.autograd.Function):
     """Head.forward by softcapped_loss: x [T, dim], weight [V, dim] -> (objective, entropies [n]).
-    scales: for fp8.
 
-    Forward keeps the logits' gradient in place of the logits. Backward multiplies it by the
-    objective's gradient.
+    scales: for fp8. Forward keeps the logits' gradient in place of the logits. Backward multiplies
+    it by the objective's gradient.
     """
 
     @staticmethod
@@ -4633,49 +4593,25 @@ class HeadLoss(torch.autograd.Function):
         x, weight, grad = ctx.saved_tensors
         scales = ctx.scales
         if scales is None:
-            return (
-                grad_objective * (grad @ weight),
-                grad_objective * (grad.T @ x),
-                None,
-                None,
-                None,
-                None,
-            )
-        return (
-            *fp8_gradients(grad, grad_objective * scales.grad, x, weight, scales),
-            None,
-            None,
-            None,
-            None,
-        )
+            grads = grad_objective * (grad @ weight), grad_objective * (grad.T @ x)
+        else:
+            grads = fp8_gradients(grad, grad_objective * scales.grad, x, weight, scales)
+        return *grads, None, None, None, None
 
 
 def softcapped_loss(
     x: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap, grad_scale: float | None = None
 ) -> Pair:
-    """Compute cross entropies, and the gradient of their weighted sum, by a kernel that reads the
-    logits x [T, V] once.
+    """Compute cross entropies and the gradient of their weighted sum; read logits x [T, V] once.
 
     targets [n, T], -1 is not counted; weights [n]. Return (float32 [n, T], the gradient [T, V]): in
     x's dtype or, with a grad_scale, divided by it and in e5m2.
     """
     losses = torch.empty(targets.shape, dtype=torch.float32, device=x.device)
-    grad = torch.empty(
-        x.shape, dtype=x.dtype if grad_scale is None else torch.float8_e5m2, device=x.device
-    )
+    grad = torch.empty_like(x, dtype=None if grad_scale is None else torch.float8_e5m2)
     softcapped_loss_kernel[(len(x),)](
-        x,
-        targets.contiguous(),
-        weights,
-        losses,
-        grad,
-        len(x),
-        x.size(1),
-        len(targets),
-        *softcap,
-        grad_scale or 1.0,
-        LOSS_CHUNK,
-        x.dtype == torch.bfloat16,
+        *(x, targets.contiguous(), weights, losses, grad, len(x), x.size(1), len(targets)),
+        *(*softcap, grad_scale or 1.0, LOSS_CHUNK, x.dtype == torch.bfloat16),
         num_warps=32,
     )
     return losses, grad
@@ -4709,8 +4645,7 @@ if triton is not None:
         CHUNK: tl.constexpr,
         PACK: tl.constexpr,
     ):
-        """One program per row. It holds in registers what the gradient needs until the row's sum
-        is known.
+        """Keep in registers, one program per row, what the gradient needs until the sum is known.
 
         PACK: hold it in bf16, two chunks in one register. A row of 50,304 logits fills half of the
         64 registers.
@@ -4763,16 +4698,17 @@ if triton is not None:
                 tl.load(x + tl.maximum(target, 0)).to(tl.float32), CAP, SHIFT, SOFTNESS
             )
             tl.store(losses + k * T + row, tl.where(target >= 0, tl.log(total) + CAP - CAP * s, 0))
-            own = 0.0
+            target_weight = 0.0
             for j in tl.static_range(N):
-                own += tl.where(tl.load(targets + j * T + row) == target, tl.load(weights + j), 0)
-            part = factor * (weight_sum * e / total - own) * s * (1 - s)
+                target_weight += tl.where(
+                    tl.load(targets + j * T + row) == target, tl.load(weights + j), 0
+                )
+            part = factor * (weight_sum * e / total - target_weight) * s * (1 - s)
             tl.store(grad + tl.maximum(target, 0), part.to(grad.dtype.element_ty), target >= 0)
 
 
 class FP8Linear(torch.autograd.Function):
-    """x [T, dim] @ weight [V, dim] transposed -> bf16 [T, V]; forward and backward multiply in
-    fp8."""
+    """x [T, dim] @ weight [V, dim] transposed -> bf16 [T, V]; all products are in fp8."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scales: FP8Scales) -> Tensor:
@@ -4795,15 +4731,14 @@ def fp8_operands(x: Tensor, weight: Tensor, scales: FP8Scales) -> Pair:
 def fp8_gradients(
     grad8: Tensor, grad_scale: float | Tensor, x8: Tensor, weight8: Tensor, scales: FP8Scales
 ) -> Pair:
-    """Compute the gradients of x and weight from that of the product, grad8 [T, V] times
-    grad_scale."""
+    """Compute the gradients of x and weight from the product's, grad8 [T, V] times grad_scale."""
     by_column = weight8.T.contiguous().T, x8.T.contiguous().T
     grad_x = fp8_product(grad8, by_column[0], grad_scale, scales.weight, fast=False)
     return grad_x, fp8_product(grad8.T.contiguous(), by_column[1], grad_scale, scales.x, fast=False)
 
 
-# Keep it a function of the module: a method of FP8Linear breaks the compiled graph, and the fusion
-# of casts and loss
+# Keep it a function of the module: a method would break the compiled graph, and the fusion of casts
+# and loss
 def fp8_product(
     a: Tensor,
     b: Tensor,
@@ -4812,8 +4747,7 @@ def fp8_product(
     fast: bool,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """Multiply a [m, k], row-major, by b [k, n], column-major, each times its scale -> [m, n] of
-    dtype."""
+    """Multiply a [m, k], row-major, by b [k, n], column-major, each times its scale -> [m, n]."""
     scale_a, scale_b = (
         x if isinstance(x, Tensor) else torch.full((), x, device=a.device)
         for x in (scale_a, scale_b)
@@ -4824,8 +4758,7 @@ def fp8_product(
 
 
 class FP8Scales(NamedTuple):
-    """Fixed scales of the head's fp8 products: a tensor is divided by its scale before it is
-    rounded."""
+    """Fixed scales of the head's fp8 products. A tensor is divided by its scale, then rounded."""
 
     x: float
     weight: float
@@ -4872,17 +4805,16 @@ class Clock:
 
     @contextlib.contextmanager
     def off(self, name: str) -> Iterator[None]:
-        """Stop the clock and count the seconds under this name; those of torch.compile count as
-        `compile`."""
+        """Stop the clock and count the seconds under this name, torch.compile's as `compile`."""
         running = self.running
         if running:
             self.stop()
         begin = self.last
-        compiled = compile_stats()[1]
+        compile_begin = compile_stats()[1]
         yield
         self.last = self._now()
-        compiled = compile_stats()[1] - compiled
-        self.outside.update({name: self.last - begin - compiled, "compile": compiled})
+        compile_seconds = compile_stats()[1] - compile_begin
+        self.outside.update({name: self.last - begin - compile_seconds, "compile": compile_seconds})
         self.running = running
 
     def state(self) -> Values:
@@ -4901,11 +4833,11 @@ class Clock:
 
 def compile_stats() -> tuple[int, float]:
     """(graphs, seconds) of torch.compile in this process."""
-    if not (utils := sys.modules.get("torch._dynamo.utils")):
+    utils = sys.modules.get("torch._dynamo.utils")
+    if not utils:
         return 0, 0.0
-    return utils.counters["stats"]["unique_graphs"], utils.calculate_time_spent().get(
-        "total_wall_time", 0.0
-    )
+    seconds = utils.calculate_time_spent().get("total_wall_time", 0.0)
+    return utils.counters["stats"]["unique_graphs"], seconds
 
 
 def show_times(elapsed: float, step: int) -> str:
@@ -4914,20 +4846,17 @@ def show_times(elapsed: float, step: int) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape control characters other than newlines and tabs: the text may come from files or
-    other machines."""
-    return "".join(
-        (
-            c
-            if c in "\n\t" or unicodedata.category(c)[0] != "C"
-            else c.encode("unicode_escape").decode()
-        )
-        for c in text
-    )
+    """Escape control characters of a text from files or other machines; not newlines and tabs."""
+
+    def escape(c: str) -> str:
+        if c in "\n\t" or unicodedata.category(c)[0] != "C":
+            return c
+        return c.encode("unicode_escape").decode()
+
+    return "".join(map(escape, text))
 
 
-# this folder, or the folders of another path that is neither of the system nor a part of a word or
-# URL
+# This folder, or the folders of another path, unless the system has it or a word or URL contains it
 FOLDERS = re.compile(
     rf"{re.escape(str(ROOT))}/(?=[\w.*])|"
     r"""(?<![\w./~*-])/(?!/|usr/|lib\w*/)(?:[^\s"'<>|:,;/\\]+/)+(?=[\w.*])"""
@@ -4935,14 +4864,18 @@ FOLDERS = re.compile(
 
 
 def without_folders(text: str) -> str:
-    """Leave the folders of this machine out of a text, since logs are published. Paths in this
-    folder stay relative."""
+    """Leave this machine's folders out of a text, since logs are published.
+
+    Paths in this folder stay relative.
+    """
     return FOLDERS.sub("", text)
 
 
 class Log:
-    """A run's log file and what it prints. Only rank 0 writes; each line is in the file when write
-    returns."""
+    """A run's log file and what it prints.
+
+    Only rank 0 writes; each line is in the file when write returns.
+    """
 
     def __init__(self, config: Config, rank: int, run_id: str):
         self.config = config
@@ -5759,7 +5692,7 @@ def digests_of(shards: dict[str, list[Shard]]) -> list[str]:
 
 
 def resume(loop: TrainingLoop) -> Values | None:
-    """Load the checkpoint that the config names -> what the log says about it; None for a new run."""
+    """Load the config's checkpoint -> what the log says about it; None for a new run."""
     path = loop.config.resume
     worker = loop.worker
     if not path:
@@ -5816,7 +5749,7 @@ def restarts() -> int:
 
 
 def count_gpus() -> int:
-    """Count the GPUs that torch can use. RunError if the driver shows GPUs that torch cannot use."""
+    """Count the GPUs that torch can use. RunError if the driver shows some that it cannot use."""
     seen = torch.cuda.device_count()
     require(
         not seen or torch.cuda.is_available(),
