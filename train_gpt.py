@@ -4877,6 +4877,8 @@ class Log:
     Only rank 0 writes; each line is in the file when write returns.
     """
 
+    SEPARATOR = "=" * 100
+
     def __init__(self, config: Config, rank: int, run_id: str):
         self.config = config
         self.rank = rank
@@ -4891,24 +4893,24 @@ class Log:
     def path(self) -> Path:
         return ROOT / self.config.log_dir / f"{self.run_id}.txt"
 
-    def open(self, start: Values, environment: str, resumed: Values | None) -> None:
-        """Create the file with the source, the environment and the run's description, or append to
-        it."""
+    def open(self, description: Values, environment: str, resumed: Values | None) -> None:
+        """Create the log of a new run, or continue that of a resumed or restarted one.
+
+        resumed: None for a new run; without a checkpoint torchrun has restarted one that had none.
+        """
         # here, and resource below: Windows has neither, and other programs need only the optimizer
         import fcntl
 
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        rule = "=" * 100
-        used = (
+        run_exists = (
             f"{self.path} exists, so run_id {self.run_id!r} was used. Choose another --run_id,"
             " or --resume it"
         )
+        mode = "a+" if resumed else "x+"
         try:
-            file = open(
-                self.path, "a+" if resumed else "x+", encoding="utf-8", errors="replace", newline=""
-            )
+            file = open(self.path, mode, encoding="utf-8", errors="replace", newline="")
         except FileExistsError:
-            raise RunError(used) from None
+            raise RunError(run_exists) from None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -4920,40 +4922,39 @@ class Log:
                 f"{self.path} cannot be locked ({error.strerror}); do not resume it twice at a time"
             )
         file.seek(0)
-        begun = re.search(rf"\n{rule}\n(\{{.*)\n", written := file.read())
-        if begun:
+        written = file.read()
+        head = re.search(rf"\n{self.SEPARATOR}\n(\{{.*)\n", written)
+        if head:
+            description = json.loads(head[1])
             ended = '\n{"end"' in written
-            of_launch = is_of_this_launch(self.path)
-            require(not ended and (resumed["checkpoint"] or of_launch), used)
+            restarted = is_of_this_launch(self.path)
+            require(not ended and (resumed["checkpoint"] or restarted), run_exists)
         else:  # new, deleted, or stopped while its head was written
             file.truncate(0)
+            texts = environment, json.dumps(description, ensure_ascii=False)
+            parts = source_of(self.config), *map(without_folders, texts)
             try:
-                print(
-                    source_of(self.config),
-                    rule,
-                    without_folders(environment),
-                    rule,
-                    without_folders(json.dumps(start, ensure_ascii=False)),
-                    sep="\n",
-                    file=file,
-                    flush=True,
-                )
+                print(*parts, sep=f"\n{self.SEPARATOR}\n", file=file, flush=True)
             except OSError:
                 self.path.unlink()  # the run did not start
                 raise
         self.file = file
-        if resumed and (begun or resumed["checkpoint"]):
-            steps = re.findall(r"^step:(\d+)/", written.rpartition('\n{"resumed"')[2], re.M)
-            began = datetime.fromisoformat((json.loads(begun[1]) if begun else start)["started"])
-            resumed = {
-                "lost_seconds": (datetime.now(timezone.utc) - began).total_seconds(),
-                **resumed,
-                "lost_steps": max(0, int((steps or [0])[-1]) - resumed["from_step"]),
-            }
-            if written[-1:] not in ("", "\n"):
-                self.write("")
-            self.write(without_folders(json.dumps({"resumed": resumed})))
-            self.resumes = written.count('\n{"resumed"') + 1
+        if resumed and (head or resumed["checkpoint"]):
+            self.write_resumption(written, description["started"], resumed)
+
+    def write_resumption(self, written: str, started: str, resumed: Values) -> None:
+        """Add to what was written that the run continues, and what it lost since it was saved.
+
+        Without a checkpoint it has lost all since it started.
+        """
+        life = time.time() - datetime.fromisoformat(started).timestamp()
+        steps = re.findall(r"^step:(\d+)/", written.rpartition('\n{"resumed"')[2], re.M)
+        lost_steps = max(0, int((steps or [0])[-1]) - resumed["from_step"])
+        resumed = {"lost_seconds": life, **resumed, "lost_steps": lost_steps}
+        if written[-1:] not in ("", "\n"):
+            self.write("")
+        self.write(without_folders(json.dumps({"resumed": resumed})))
+        self.resumes = written.count('\n{"resumed"') + 1
 
     def write(self, line: str, off_clock: bool = True) -> None:
         if self.file is not None:
@@ -4967,13 +4968,11 @@ class Log:
                 )
 
     def say(self, line: str, stay: bool = False) -> None:
-        """Print to the terminal only. With stay the next line replaces this one. A closed terminal
-        is ignored."""
+        """Print to the terminal, if it is open. stay: the next line replaces this one."""
         if not self.mute:
             try:
-                print(
-                    "\r\033[K" * sys.stdout.isatty() + printable(line) + "\033[A" * stay, flush=True
-                )
+                erase = "\r\033[K" * sys.stdout.isatty()
+                print(erase + printable(line) + "\033[A" * stay, flush=True)
             except OSError:
                 self.mute = True
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -4987,12 +4986,11 @@ class Log:
         total = self.config.num_steps
         if step == total or time.monotonic() - self.last_line > (0.2 if terminal else 5):
             self.last_line = time.monotonic()
-            left = clock.read() / step * (total - step) / 1000
-            self.say(
-                f"step {step}/{total}  {self.loss}{1000 * tokens / clock.read():,.0f} tokens/s  "
-                + (f"{left:.0f} s left" if step < total else "validation …"),
-                stay=terminal,
-            )
+            speed = 1000 * tokens / clock.read()
+            left = f"{clock.read() / step * (total - step) / 1000:.0f} s left"
+            coming = left if step < total else "validation …"
+            line = f"step {step}/{total}  {self.loss}{speed:,.0f} tokens/s  {coming}"
+            self.say(line, stay=terminal)
 
     def close(self) -> None:
         if self.file is not None:
@@ -5001,8 +4999,7 @@ class Log:
 
 
 def start_log(loop: TrainingLoop, resumed: Values | None, changes: list[str]) -> None:
-    """Open the log with a description of the run. changes: what this machine changed in the
-    config."""
+    """Open the log with a description of the run. changes: of the config, for this machine."""
     c = loop.config
     comm = loop.comm
     log = loop.log
@@ -5013,7 +5010,7 @@ def start_log(loop: TrainingLoop, resumed: Values | None, changes: list[str]) ->
         return
     params = sum(p.numel() for p in worker.model.parameters())
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    start = {
+    description = {
         "run_id": log.run_id,
         "preset": loop.preset,
         **describe_config(c),
@@ -5038,15 +5035,12 @@ def start_log(loop: TrainingLoop, resumed: Values | None, changes: list[str]) ->
         },
         "launch": launch_id(),
     }
-    given_up = [
-        path for path in checkpoints(log.path.parent, log.run_id) if step_of(path) > loop.from_step
-    ]
-    damages = [damage for path in given_up if resumed and (damage := damage_of(path))]
-    log.open(
-        start,
-        environment,
-        resumed
-        and {
+    paths = checkpoints(log.path.parent, log.run_id)
+    given_up = [path for path in paths if step_of(path) > loop.from_step]
+    damages = []
+    if resumed:
+        damages = [*filter(None, map(damage_of, given_up))]
+        resumed = {
             "at": started,
             **resumed,
             "damaged": damages,
@@ -5055,23 +5049,22 @@ def start_log(loop: TrainingLoop, resumed: Values | None, changes: list[str]) ->
             "launch": launch_id(),
             "changes": changes,
             "hosts": hosts,
-        },
-    )
+        }
+    log.open(description, environment, resumed)
     for path in given_up:  # a later resume must not take what this one gives up
         path.replace(f"{path}.given_up")
+    tokens = tokens_of_steps(c, 1)
+    at_first = " at first" * (tokens_of_steps(c, c.num_steps) != c.num_steps * tokens)
     log.say(
         f"preset {loop.preset}: {comm.ranks} rank(s) on {machine['hardware']['device']},"
-        f" {params / 1e6:.1f} M parameters, {c.num_steps} steps of"
-        f" {(first := tokens_of_steps(c, 1)):,}"
-        f" tokens{' at first' * (tokens_of_steps(c, c.num_steps) != c.num_steps * first)},"
+        f" {params / 1e6:.1f} M parameters, {c.num_steps} steps of {tokens:,} tokens{at_first},"
         f" validation on {(loop.val_sequences[:, 1:] >= 0).sum():,} tokens"
     )
     for line in changes:
         log.say(line)
     if resumed:
-        log.say(
-            f"resuming from step {loop.from_step}{', because ' * bool(damages)}{'; '.join(damages)}"
-        )
+        because = ", because " * bool(damages) + "; ".join(damages)
+        log.say(f"resuming from step {loop.from_step}{because}")
 
 
 def finish(loop: TrainingLoop, loss: float, val_tokens: int) -> None:
@@ -5086,39 +5079,33 @@ def finish(loop: TrainingLoop, loss: float, val_tokens: int) -> None:
         model_hash = "" if worker.comm.rank else hash_of(named_tensors(worker.model))
         final_hash = state_hash(worker)
         digest = all_digest(worker)
-    if (
-        c.save_model and worker.comm.rank == 0
-    ):  # before the log's end: until then the run can be resumed
+    # before the log's end: until then the run can be resumed
+    if c.save_model and worker.comm.rank == 0:
         with clock.off("saving"):
             saved_as = f"\nmodel: {save_model(loop)}"
     allocated, reserved = peak_memory_mib(worker.device)
     reached = loss <= c.target_val_loss
     wall_seconds = clock.state()["wall"]
-    log.write(
-        json.dumps(
-            {
-                "end": {
-                    "final_val_loss": loss,
-                    "target_val_loss": c.target_val_loss,
-                    "reached": reached,
-                    "steps": c.num_steps,
-                    "train_tokens": tokens_of_steps(c, c.num_steps),
-                    "train_digest": digest,
-                    "val_tokens": val_tokens,
-                    "train_time_ms": clock.elapsed,
-                    "wall_seconds": wall_seconds,
-                    "seconds_outside_clock": clock.outside,
-                    "compiles_after_warmup": compiles,
-                    "state_hash": loop.state_hashes,
-                    "final_state_hash": final_hash,
-                    "model_hash": model_hash,
-                    "changed_by_validation": loop.changed_by_validation,
-                    "peak_memory_mib": allocated,
-                    "resumed": log.resumes,
-                }
-            }
-        )
-    )
+    result = {
+        "final_val_loss": loss,
+        "target_val_loss": c.target_val_loss,
+        "reached": reached,
+        "steps": c.num_steps,
+        "train_tokens": tokens_of_steps(c, c.num_steps),
+        "train_digest": digest,
+        "val_tokens": val_tokens,
+        "train_time_ms": clock.elapsed,
+        "wall_seconds": wall_seconds,
+        "seconds_outside_clock": clock.outside,
+        "compiles_after_warmup": compiles,
+        "state_hash": loop.state_hashes,
+        "final_state_hash": final_hash,
+        "model_hash": model_hash,
+        "changed_by_validation": loop.changed_by_validation,
+        "peak_memory_mib": allocated,
+        "resumed": log.resumes,
+    }
+    log.write(json.dumps({"end": result}))
     log.write(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
     if worker.comm.rank == 0:
         verdict = ""
@@ -5134,9 +5121,8 @@ def finish(loop: TrainingLoop, loss: float, val_tokens: int) -> None:
 
 
 def profiler_of(loop: TrainingLoop) -> Any:
-    """Return a profiler that writes a Chrome trace of some steps beside the log; its step()
-    follows each step."""
-    first, last = map(int, loop.config.profile.split(":"))
+    """Return a profiler that writes a Chrome trace beside the log; its step() follows each step."""
+    begin, end = map(int, loop.config.profile.split(":"))
     log = loop.log
     log.say(
         f"trace of steps {loop.config.profile}:"
@@ -5144,28 +5130,25 @@ def profiler_of(loop: TrainingLoop) -> Any:
     )
     # a range for each phase of each bucket
     loop.worker.optimizer.reducer.span = torch.profiler.record_function
-    profiler = torch.profiler.profile(
-        schedule=torch.profiler.schedule(
-            wait=max(0, first - 1), warmup=min(1, first), active=last + 1 - first, repeat=1
-        ),
-        on_trace_ready=torch.profiler.tensorboard_trace_handler(
-            str(log.path.parent), f"{log.path.stem}-rank{log.rank}", use_gzip=True
-        ),
+    schedule = torch.profiler.schedule(
+        wait=max(0, begin - 1), warmup=min(1, begin), active=end + 1 - begin, repeat=1
     )
+    write = torch.profiler.tensorboard_trace_handler(
+        str(log.path.parent), f"{log.path.stem}-rank{log.rank}", use_gzip=True
+    )
+    profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write)
     profiler.step_num = loop.from_step
     profiler.current_action = profiler.schedule(loop.from_step)
     return profiler
 
 
 def output_of(*command: str) -> str:
-    """Return the output of a command, empty if it cannot run. A git hook's variables, which name
-    its repository, are left out."""
-    usual = {
-        name: value for name, value in os.environ.items() if not re.match("GIT_(?!CONFIG)", name)
-    }
+    """Return the output of a command; empty if it cannot run."""
+    # without a git hook's variables, which name its repository
+    env = {key: value for key, value in os.environ.items() if not re.match("GIT_(?!CONFIG)", key)}
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, cwd=ROOT, timeout=30, env=usual
+            command, capture_output=True, text=True, cwd=ROOT, timeout=30, env=env
         )
         return done.stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -5178,35 +5161,24 @@ def nvidia_smi(fields: str) -> list[str]:
 
 
 def cpu_name(*keys: str) -> str:
-    """Return these fields of /proc/cpuinfo; the name by default, which several generations may
-    share."""
+    """Return these fields of /proc/cpuinfo; by default the name, which generations may share."""
     with contextlib.suppress(OSError, KeyError):
-        said = dict(
-            re.findall(
-                r"^([\w ]+?)\s*: (.+)$",
-                Path("/proc/cpuinfo").read_text().partition("\n\n")[0],
-                re.M,
-            )
-        )
-        return "/".join(said[key].strip() for key in keys or ("model name",))
+        first_cpu = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+        fields = dict(re.findall(r"^([\w ]+?)\s*: (.+)$", first_cpu, re.M))
+        return "/".join(fields[key].strip() for key in keys or ("model name",))
     return platform.processor() or platform.machine()
 
 
 def source_of(config: Config) -> str:
-    """Return the source of the program: of one file as it is, of several each below a line that
-    names it."""
-    files = source_files(config)
-    texts = [path.read_text(encoding="utf-8") for path in files]
-    return (
-        texts[0]
-        if len(files) == 1
-        else "".join(f"# file: {path.name}\n{text}" for path, text in zip(files, texts))
-    )
+    """Return the source of the program; of several files each below a line that names it."""
+    sources = {path.name: path.read_text(encoding="utf-8") for path in source_files(config)}
+    if len(sources) == 1:
+        return "".join(sources.values())
+    return "".join(f"# file: {name}\n{text}" for name, text in sources.items())
 
 
 def describe_machine(config: Config, device: torch.device) -> tuple[Values, str]:
-    """(hardware, versions, source hash and environment variables for the JSON line; the free text
-    above it)."""
+    """Return (values for the JSON line, the free text above it)."""
     on_gpu = device.type == "cuda"
     cpu = cpu_name()
     cores = os.cpu_count()
@@ -5221,20 +5193,9 @@ def describe_machine(config: Config, device: torch.device) -> tuple[Values, str]
         "triton": triton and triton.__version__,
     }
     text = output_of("nvidia-smi") if on_gpu else f"{cpu}, {cores} cores, {platform.platform()}"
-    prefixes = (
-        "TORCH",
-        "PYTORCH",
-        "TRITON",
-        "INDUCTOR",
-        "NCCL",
-        "GLOO",
-        "CUDA_",
-        "OMP_",
-        "PYTHON",
-        "LD_",
-    )
+    prefixes = tuple("TORCH PYTORCH TRITON INDUCTOR NCCL GLOO CUDA_ OMP_ PYTHON LD_".split())
     environment = {
-        key: setting for key, setting in sorted(os.environ.items()) if key.startswith(prefixes)
+        key: value for key, value in sorted(os.environ.items()) if key.startswith(prefixes)
     }
     hardware = {
         "device": torch.cuda.get_device_name() if on_gpu else cpu,
@@ -5252,30 +5213,25 @@ def describe_machine(config: Config, device: torch.device) -> tuple[Values, str]
     }, text
 
 
-def describe_hosts(comm: Comm, mine: Values) -> list[Values]:
-    """Describe each host: its ranks, hardware, versions and source. RunError if source or packages
-    differ."""
-    agree(
-        comm,
-        "programs",
-        {
-            "source_sha256": mine["source_sha256"],
-            "python": platform.python_version(),
-            **package_versions(),
-        },
-        "Give every host the same checkout and packages (./run.sh --setup)",
-    )
+def describe_hosts(comm: Comm, machine: Values) -> list[Values]:
+    """Describe each host's ranks and machine. RunError if source or packages differ."""
+    program = {
+        "source_sha256": machine["source_sha256"],
+        "python": platform.python_version(),
+        **package_versions(),
+    }
+    cure = "Give every host the same checkout and packages (./run.sh --setup)"
+    agree(comm, "programs", program, cure)
     hosts: dict[str, Values] = {}
-    for rank, (name, described) in enumerate(comm.all_gather_json([socket.gethostname(), mine])):
-        hosts.setdefault(f"{name} {described['hardware']}", {"ranks": [], **described})[
-            "ranks"
-        ].append(rank)
+    machines = comm.all_gather_json([socket.gethostname(), machine])
+    for rank, (name, machine) in enumerate(machines):
+        host = hosts.setdefault(f"{name} {machine['hardware']}", {"ranks": [], **machine})
+        host["ranks"].append(rank)
     return list(hosts.values())
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of torch and of the installed packages of requirements.txt, if that is
-    beside the script."""
+    """Return the versions of torch and, if requirements.txt is here, of its installed packages."""
     pins = ROOT / "requirements.txt"
     versions = {}
     for name in re.findall(r"^([\w-]+)==", pins.read_text(), re.M) if pins.exists() else ():
@@ -5287,28 +5243,24 @@ def package_versions() -> dict[str, str]:
 def describe_config(config: Config) -> Values:
     """Describe what the run will do and what it starts from, for its log."""
     c = config
+    git = init_from = race = None
     revision = output_of("git", "rev-parse", "HEAD")
-    race = config.race.split(":")
+    if revision:
+        git = {"revision": revision, "clean": not output_of("git", "status", "--porcelain")}
+    if c.init_from:
+        sha256 = None if c.resume else file_sha256(ROOT / c.init_from)
+        init_from = {"path": c.init_from, "sha256": sha256}
+    if c.race:
+        race_id, run, declared_n, side = c.race.split(":")
+        race = {"race_id": race_id, "run": int(run), "declared_n": int(declared_n), "side": side}
     return {
         "config": json_of(c),
         "seed": c.seed,
         "target_val_loss": c.target_val_loss,
         "planned": {"steps": c.num_steps, "train_tokens": tokens_of_steps(c, c.num_steps)},
-        "git": (
-            {"revision": revision, "clean": not output_of("git", "status", "--porcelain")}
-            if revision
-            else None
-        ),
-        "init_from": (
-            {"path": c.init_from, "sha256": None if c.resume else file_sha256(ROOT / c.init_from)}
-            if c.init_from
-            else None
-        ),
-        "race": (
-            {"race_id": race[0], "run": int(race[1]), "declared_n": int(race[2]), "side": race[3]}
-            if c.race
-            else None
-        ),
+        "git": git,
+        "init_from": init_from,
+        "race": race,
     }
 
 
@@ -5326,11 +5278,8 @@ def peak_memory_mib(device: torch.device) -> tuple[int, int]:
         return torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20
     import resource
 
-    resident = (
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        * (1 if sys.platform == "darwin" else 1024)
-        >> 20
-    )
+    unit = 1 if sys.platform == "darwin" else 1024
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20
     return resident, resident
 
 
@@ -5343,18 +5292,15 @@ def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def hash_of(tensors: Sequence[tuple[str, Tensor]]) -> str:
-    """SHA-256 over the names and bytes of tensors, in the order of their names. Hashes several at
-    a time."""
+    """Hash the names and bytes of tensors, in the order of their names; several at a time."""
 
     def line(item: tuple[str, Tensor]) -> str:
-        return (
-            f"{item[0]} {sha256_of(item[1].detach().reshape(-1).view(torch.uint8).cpu().numpy())}\n"
-        )
+        name, x = item
+        return f"{name} {sha256_of(x.detach().reshape(-1).view(torch.uint8).cpu().numpy())}\n"
 
     with ThreadPoolExecutor() as pool:
-        return sha256_of(
-            "".join(pool.map(line, sorted(tensors, key=lambda item: item[0]))).encode()
-        )
+        lines = pool.map(line, sorted(tensors, key=lambda item: item[0]))
+        return sha256_of("".join(lines).encode())
 
 
 def checksum(*tensors: Tensor) -> int:
@@ -5366,13 +5312,10 @@ def checksum(*tensors: Tensor) -> int:
     """
     factors = checksum_factors(tensors[0].device)
     sums = []
-    for piece in (
-        piece
-        for x in tensors
-        for piece in x.detach().reshape(-1).view(torch.uint8).split(4 * len(factors))
-    ):
-        words = F.pad(piece, (0, -len(piece) % 4)).view(torch.int32)
-        sums.append((words * factors[: len(words)]).sum())
+    for x in tensors:
+        for piece in x.detach().reshape(-1).view(torch.uint8).split(4 * len(factors)):
+            words = F.pad(piece, (0, -len(piece) % 4)).view(torch.int32)
+            sums.append((words * factors[: len(words)]).sum())
     return int(sha256_of(torch.stack(sums).cpu().numpy())[:15], 16)
 
 
@@ -5384,39 +5327,31 @@ def checksum_factors(device: torch.device) -> Tensor:
 
 
 def all_digest(worker: Worker) -> str:
-    """The digest of everything that all ranks have read; the same for any number of ranks. See
-    Stream."""
+    """Return the digest of all that the ranks have read, the same for any number of ranks."""
     digests = worker.comm.all_gather_json(f"{worker.stream.digest:x}")
     return f"{sum(int(digest, 16) for digest in digests) % 2**256:064x}"
 
 
 def state_hash(worker: Worker) -> str:
-    """SHA-256 of all that training continues from: parameters, rules' state, buffers, place in the
-    data; on rank 0."""
-    read = (
+    """Hash, on rank 0, all that training continues from: model, rules' state, place in the data."""
+    content = [
+        *worker.optimizer.named_state(),  # all ranks send their part
+        *worker.model.named_buffers(),
         ("stream", torch.tensor(worker.stream.position)),
-        (
-            "digest",
-            torch.tensor(list(all_digest(worker).encode())),
-        ),
-    )
-    # all ranks send their part
-    content = [*worker.optimizer.named_state(), *worker.model.named_buffers(), *read]
+        ("digest", torch.tensor(list(all_digest(worker).encode()))),
+    ]
     return "" if worker.comm.rank else hash_of(content)
 
 
 def digest_of(content: Values) -> str:
-    """SHA-256 of everything in a saved file: its tensors under `state`, and the JSON form of the
-    rest."""
-    rest = {name: v for name, v in content.items() if name not in ("state", "digest")}
-    return sha256_of(
-        (hash_of(list(content["state"].items())) + json.dumps(rest, sort_keys=True)).encode()
-    )
+    """Hash a saved file's tensors, under `state`, and the JSON form of its other values."""
+    values = {name: v for name, v in content.items() if name not in ("state", "digest")}
+    text = hash_of(list(content["state"].items())) + json.dumps(values, sort_keys=True)
+    return sha256_of(text.encode())
 
 
 def save_file(path: Path, content: Values) -> None:
-    """Write a file whole or not at all, with a digest of its content. RunError if it cannot be
-    written."""
+    """Write a file whole or not at all, with a digest of its content. RunError if it fails."""
     content = {**content, "digest": digest_of(content)}
     partial = path.with_name(path.name + ".partial")
     try:
@@ -5429,17 +5364,13 @@ def save_file(path: Path, content: Values) -> None:
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
-    except (
-        OSError,
-        RuntimeError,
-    ) as error:  # torch replaces the error of a full disk by one about its file format
-        cause = (
-            error.__context__
-            if isinstance(error.__context__, (OSError, KeyboardInterrupt))
-            else error
-        )
-        if isinstance(cause, KeyboardInterrupt):  # torch replaces it too
+    except (OSError, RuntimeError) as error:
+        # torch replaces a full disk's error, and an interrupt, by one about its file format
+        cause = error.__context__ or error
+        if isinstance(cause, KeyboardInterrupt):
             raise cause
+        if not isinstance(cause, OSError):
+            cause = error
         raise RunError(
             f"{path}: cannot be written ({cause}); free space or choose another --log_dir"
         ) from cause
@@ -5448,23 +5379,24 @@ def save_file(path: Path, content: Values) -> None:
             partial.unlink()
 
 
-intact: set[Any] = set()  # (path, time of its last change) of files whose digest was verified
+# (path, time of its last change) of files whose digest was verified
+intact: set[tuple[str, int]] = set()
 
 
 def load_file(path: str | Path, check: bool = True) -> Values:
-    """Read what save_file wrote; nothing in it is executed. RunError if it is damaged. check=False
-    skips the digest."""
+    """Read what save_file wrote; nothing in it is executed. RunError if it is damaged.
+
+    check=False skips the digest.
+    """
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        file = os.path.abspath(path)
-        if check and (version := (file, os.stat(file).st_mtime_ns)) not in intact:
+        version = os.path.abspath(path), os.stat(path).st_mtime_ns
+        if check and version not in intact:
             if digest_of(saved) != saved["digest"]:
                 raise ValueError("its content does not match its digest")
             intact.add(version)
         return saved
-    except (
-        Exception
-    ) as error:  # torch.load raises many kinds, and its texts advise to trust the file
+    except Exception as error:  # torch.load raises many kinds, and advises to trust the file
         if isinstance(error, OSError) and error.filename:  # it cannot be opened
             raise
         why = error if type(error) is ValueError else type(error).__name__
@@ -5476,13 +5408,11 @@ def load_file(path: str | Path, check: bool = True) -> Values:
 
 @torch.no_grad()
 def load_parameters(model: GPT, saved: Values) -> None:
-    """Copy the parameters of a saved model or checkpoint into a model. RunError if they do not
-    fit."""
+    """Copy a saved model's or checkpoint's parameters into a model. RunError if they do not fit."""
     params = dict(model.named_parameters())
     buffers = persistent_buffers(model)()
-    unknown = [
-        name for name in saved["state"] if "/" not in name and name not in {**params, **buffers}
-    ]
+    known = {**params, **buffers}
+    unknown = [name for name in saved["state"] if "/" not in name and name not in known]
     require(
         not unknown,
         f"the saved model also has {', '.join(unknown)}; give this model the --layers, --ngrams"
@@ -5490,10 +5420,9 @@ def load_parameters(model: GPT, saved: Values) -> None:
     )
     for name, param in params.items():
         x = saved["state"].get(name)
-        # checkpoints hold them flat
-        fits = x is not None and x.shape in (param.shape, (param.numel(),))
         require(
-            fits,
+            # checkpoints hold them flat
+            x is not None and x.shape in (param.shape, (param.numel(),)),
             f"{name} is {list(param.shape)} here and {'missing' if x is None else list(x.shape)} in"
             " the saved model. Use the same --layers, --model_dim, --ngrams and vocabulary, and"
             " the revision in its log",
@@ -5504,7 +5433,7 @@ def load_parameters(model: GPT, saved: Values) -> None:
             buffer.copy_(saved["state"][name].view(buffer.shape))
 
 
-# run id, step, what became of it
+# run id, step, what became of the checkpoint
 CHECKPOINT = re.compile(r"(.+)\.step(\d+)\.ckpt(\.partial|\.given_up|)")
 
 
@@ -5513,16 +5442,13 @@ def step_of(checkpoint: Path) -> int:
 
 
 def checkpoints(folder: Path, run_id: str = "", suffix: str = "") -> list[Path]:
-    """The checkpoints of a run (of all), by their step: modification times may come from another
-    clock."""
-    found = [
-        path
-        for path in folder.glob("*.ckpt*")
-        if (parts := CHECKPOINT.fullmatch(path.name))
-        and parts[1] == (run_id or parts[1])
-        and parts[3] == suffix
-    ]
-    return sorted(found, key=step_of)
+    """List the checkpoints of a run (of all) by step; another clock may have set their times."""
+    paths = []
+    for path in folder.glob("*.ckpt*"):
+        parts = CHECKPOINT.fullmatch(path.name)
+        if parts and parts[1] == (run_id or parts[1]) and parts[3] == suffix:
+            paths.append(path)
+    return sorted(paths, key=step_of)
 
 
 def spare_files(loop: TrainingLoop, keep: int) -> list[Path]:
@@ -5546,66 +5472,65 @@ def remove_files(paths: Iterable[Path]) -> None:
 
 
 def save_in_room(loop: TrainingLoop, path: Path, content: Values) -> None:
-    """Save a file. While the disk is full, delete a file that the run can spare; the latest
-    checkpoint stays."""
+    """Save a file. While the disk is full, delete a file that the run can spare.
+
+    The latest checkpoint stays.
+    """
     spare = spare_files(loop, keep=1)
     while True:
         try:
             return save_file(path, content)
         except RunError as error:
-            if not spare or getattr(error.__cause__, "errno", None) not in (
-                errno.ENOSPC,
-                errno.EDQUOT,
-            ):
+            number = getattr(error.__cause__, "errno", None)
+            if not spare or number not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             remove_files([spare.pop(0)])
 
 
 def find_run(config: Config) -> tuple[str, str]:
-    """Find (run id, checkpoint to resume from; empty for a new run)."""
-    named = Path(config.resume)
-    latest = config.resume == "latest"
-    named = named if named.exists() else ROOT / named
-    folder = ROOT / config.log_dir if latest or not config.resume else named.parent
-    of_launch = (
-        [log for log in folder.glob("*.txt") if is_of_this_launch(log)] if restarts() else []
-    )
-    if of_launch:  # torchrun has restarted the ranks: they continue their run
-        run_id = max(of_launch, key=os.path.getmtime).stem
+    """Find (run id, checkpoint to resume from). No checkpoint: the run starts at step 0."""
+    path = Path(config.resume)
+    path = path if path.exists() else ROOT / path
+    folder = path.parent
+    if config.resume in ("", "latest"):
+        folder = ROOT / config.log_dir
+    logs = [log for log in folder.glob("*.txt") if restarts() and is_of_this_launch(log)]
+    if logs:  # torchrun has restarted the ranks: they continue their run
+        run_id = max(logs, key=os.path.getmtime).stem
     elif not config.resume:
         return config.run_id or f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{launch_id()}", ""
-    elif latest:
+    elif config.resume == "latest":
         newest = max(checkpoints(folder), key=saved_at, default=Path())
         run_id = config.run_id or newest.name.rpartition(".step")[0]
     else:
         require(
-            named.exists(), f"--resume {config.resume}: no such file; name a .ckpt, a log or latest"
+            path.exists(), f"--resume {config.resume}: no such file; name a .ckpt, a log or latest"
         )
-        if named.suffix == ".ckpt" and named.is_file():
-            return config.run_id, str(named.resolve())
-        run_id = named.stem
-    found = checkpoints(folder, run_id) if run_id else []
+        if path.suffix == ".ckpt" and path.is_file():
+            return config.run_id, str(path.resolve())
+        run_id = path.stem
+    paths = checkpoints(folder, run_id) if run_id else []
     require(
-        found or not config.resume,
+        paths or not config.resume,
         f"--resume {config.resume}: found no checkpoint in {folder}. Name a .ckpt, or "
         "the log of a run that left one (--save_every). A run that has finished keeps none",
     )
-    return run_id, str(latest_intact(found).resolve()) if found else ""
+    return run_id, str(latest_intact(paths).resolve()) if paths else ""
 
 
 def saved_at(checkpoint: Path) -> float:
-    """Return when a checkpoint was saved; its modification time may be that of a copy. 0 if it
-    cannot be read."""
+    """Return when a checkpoint was saved, by its content: it may be a copy. 0 if unreadable."""
     with contextlib.suppress(RunError):
         return load_file(checkpoint, check=False)["saved_at"]
     return 0.0
 
 
-def latest_intact(found: list[Path]) -> Path:
-    """Return the latest checkpoint that is not damaged. RunError if all are."""
+def latest_intact(paths: list[Path]) -> Path:
+    """Return the last of these checkpoints that is not damaged. RunError if all are."""
     damages = []
-    for path in reversed(found):
-        if not (damage := damage_of(path)):
+    for path in reversed(paths):
+        damage = damage_of(path)
+        if not damage:
             return path
         damages.append(damage)
     raise RunError(f"{'; '.join(damages)}. No checkpoint of the run is intact; start it again")
@@ -5621,10 +5546,9 @@ def damage_of(path: Path) -> str:
 
 
 def save_checkpoint(loop: TrainingLoop, step: int, stop: bool = False) -> None:
-    """Save all ranks' state before a step, the same for any number of ranks; then stop if a signal
-    asked for it.
+    """Save all ranks' state before a step; then stop if a signal asked for it.
 
-    Without room for a checkpoint training continues.
+    The file is the same for any number of ranks. Without room for it training continues.
     """
     worker = loop.worker
     log = loop.log
@@ -5638,21 +5562,18 @@ def save_checkpoint(loop: TrainingLoop, step: int, stop: bool = False) -> None:
             if loop.comm.rank == 0:
                 state[name] = x.detach().to("cpu", copy=True)
         if loop.comm.rank == 0:
+            content = {
+                **describe_model(loop, step),
+                "state": state,
+                "position": list(worker.stream.position),
+                "train_digest": digest,
+                "preset": loop.preset,
+                "clock": loop.clock.state(),
+                "saved_at": time.time(),
+                "data": digests_of(loop.shards),
+            }
             try:
-                save_in_room(
-                    loop,
-                    path,
-                    {
-                        **describe_model(loop, step),
-                        "state": state,
-                        "position": list(worker.stream.position),
-                        "train_digest": digest,
-                        "preset": loop.preset,
-                        "clock": loop.clock.state(),
-                        "saved_at": time.time(),
-                        "data": digests_of(loop.shards),
-                    },
-                )
+                save_in_room(loop, path, content)
             except RunError as error:
                 log.say(f"no checkpoint: {error}")
                 if stop:
@@ -5670,8 +5591,8 @@ def save_model(loop: TrainingLoop) -> Path:
     """Save the trained parameters and persistent buffers beside the log."""
     path = loop.log.path.with_suffix(".pt")
     model = loop.worker.model
-    kept = {**dict(model.named_parameters()), **persistent_buffers(model)()}
-    state = {name: x.detach().cpu() for name, x in kept.items()}
+    tensors = {**dict(model.named_parameters()), **persistent_buffers(model)()}
+    state = {name: x.detach().cpu() for name, x in tensors.items()}
     save_in_room(loop, path, {**describe_model(loop, loop.config.num_steps), "state": state})
     return path
 
@@ -5699,24 +5620,19 @@ def resume(loop: TrainingLoop) -> Values | None:
         return {"from_step": 0, "checkpoint": None} if restarts() else None
     saved = load_file(path)
     # --resume took the config from this checkpoint; after a restart by torchrun flags made it
-    old = config_of(saved["config"], type(loop.config))
-    other = [
-        f.name for f in fixed_fields(old) if getattr(loop.requested, f.name) != getattr(old, f.name)
-    ]
+    config = config_of(saved["config"], type(loop.config))
+    names = [f.name for f in fixed_fields(config)]
+    differ = [name for name in names if getattr(loop.requested, name) != getattr(config, name)]
     require(
-        not other,
-        f"{path} belongs to a run with another {', '.join(other)}. Delete it, or give this run its"
+        not differ,
+        f"{path} belongs to a run with another {', '.join(differ)}. Delete it, or give this run its"
         " own --run_id and torchrun its own --rdzv_id",
     )
     require(
         saved["data"] == digests_of(loop.shards), f"the shards are not those of {path}; name those"
     )
-    agree(
-        loop.comm,
-        "checkpoints",
-        {"the digest": saved["digest"]},
-        f"Give every host the same {Path(path).name}",
-    )
+    cure = f"Give every host the same {Path(path).name}"
+    agree(loop.comm, "checkpoints", {"the digest": saved["digest"]}, cure)
     worker.optimizer.load_state_dict(saved["state"])
     worker.stream.position = Position(*saved["position"])
     # the digest is a sum over ranks: rank 0 holds the past
