@@ -3112,7 +3112,7 @@ class DistributedOptimizer:
                 with reducer.span(f"gather {bucket.name}"):
                     bucket.start_all_gather(self.comm)
         reducer.end_step()
-        reducer.step = reducer.step + 1
+        reducer.step += 1
         reducer.dropped = False
         if not self.settings.overlap_param_gather:  # otherwise the next forward waits
             self.finish_all_gathers(buckets)
@@ -3292,6 +3292,12 @@ class Reducer:
     CURE = "use each in the loss"  # of check_complete's error
     # a place for an idea that skips layers: count a missing gradient as zeros
     allow_missing = False
+    launches = 0  # how many of `due` are launched
+    step = 0  # the current step or, between steps, the next one
+    micro_batch = 0
+    micro_batches = 0
+    factor = 1.0
+    dropped = True  # no step has ended since all gradients were dropped
 
     def __init__(
         self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings, grad_scale: float
@@ -3308,12 +3314,6 @@ class Reducer:
         self.completed: list[Bucket] = []
         # buckets that the prepared backward completes, in launch order
         self.due: list[Bucket] = []
-        self.launches = 0  # how many of `due` are launched
-        self.step = 0  # the current step or, between steps, the next one
-        self.micro_batch = 0
-        self.micro_batches = 0
-        self.factor = 1.0
-        self.dropped = True  # no step has ended since all gradients were dropped
         # profiling sets it to name ranges
         self.span: Callable[[str], Any] = lambda name: contextlib.nullcontext()
         for bucket in buckets:
@@ -3463,8 +3463,8 @@ def fill_buckets(
     grad_reduce_in_fp32: bool = False,
 ) -> list[Bucket]:
     """Group parameters with equal rule, dtype, unit and first step, starting at the last layer."""
-    open_groups: dict[Any, list[ParamSpec]] = {}
-    groups: list[list[ParamSpec]] = []
+    open_groups = {}
+    groups = []
     for spec in reversed(specs):
         key = (spec.rule, spec.param.dtype, spec.rule.unit(spec), spec.first_step)
         group = open_groups.setdefault(key, [])
@@ -3508,6 +3508,10 @@ class Bucket:
     RESERVED = "updates", "pending", "lr", "step", "skipped"
     grad_device: str | None = None  # of the gradient buffer; None: the parameters' device
     may_compile = True  # the update, if the run is compiled
+    updates = 0  # so far
+    receive_buffer: Tensor | None = None  # see Comm.receive_buffer
+    reduce_handle: Any = None  # of the reduce-scatter in flight
+    gather_handle: Any = None  # of the all-gather in flight
 
     def __init__(
         self,
@@ -3550,7 +3554,6 @@ class Bucket:
         shard = slice(self.shard_begin, self.shard_begin + self.shard_numel)
         self.param_shard = self.param_data[shard].view(-1, *unit)
         self.grad_shard = self.grad_data[shard].view(-1, *unit)
-        self.updates = 0
         self.state = self.rule.init_state(self.param_shard)
         for key, x in self.state.items():
             require(
@@ -3562,9 +3565,6 @@ class Bucket:
         self.needs_overwrite = set(self.slots)  # slots without a gradient since the last update
         # slots that still wait for this backward's gradient
         self.missing = set(self.slots)
-        self.receive_buffer: Tensor | None = None  # see Comm.receive_buffer
-        self.reduce_handle: Any = None  # of the reduce-scatter in flight
-        self.gather_handle: Any = None  # of the all-gather in flight
 
     def updates_in(self, step: int) -> bool:
         if step < self.first_step:
@@ -4847,13 +4847,9 @@ def show_times(elapsed: float, step: int) -> str:
 
 def printable(text: str) -> str:
     """Escape control characters of a text from files or other machines; not newlines and tabs."""
-
-    def escape(c: str) -> str:
-        if c in "\n\t" or unicodedata.category(c)[0] != "C":
-            return c
-        return c.encode("unicode_escape").decode()
-
-    return "".join(map(escape, text))
+    return "".join(
+        c if c in "\n\t" or unicodedata.category(c)[0] != "C" else repr(c)[1:-1] for c in text
+    )
 
 
 # This folder, or the folders of another path, unless the system has it or a word or URL contains it
@@ -4878,16 +4874,16 @@ class Log:
     """
 
     SEPARATOR = "=" * 100
+    file: Any = None
+    last_line = 0.0  # when it was printed
+    resumes = 0
+    loss = ""  # the newest training loss, as it is printed
 
     def __init__(self, config: Config, rank: int, run_id: str):
         self.config = config
         self.rank = rank
         self.run_id = run_id
-        self.file = None
-        self.last_line = 0.0
         self.mute = rank > 0 or sys.stdout is None
-        self.resumes = 0
-        self.loss = ""  # the newest training loss, as it is printed
 
     @property
     def path(self) -> Path:
@@ -5222,7 +5218,7 @@ def describe_hosts(comm: Comm, machine: Values) -> list[Values]:
     }
     cure = "Give every host the same checkout and packages (./run.sh --setup)"
     agree(comm, "programs", program, cure)
-    hosts: dict[str, Values] = {}
+    hosts = {}
     machines = comm.all_gather_json([socket.gethostname(), machine])
     for rank, (name, machine) in enumerate(machines):
         host = hosts.setdefault(f"{name} {machine['hardware']}", {"ranks": [], **machine})
@@ -5676,8 +5672,7 @@ def count_gpus() -> int:
 
 
 def count_cores() -> int:
-    """Count the cores that this process may use: Slurm or a container may give it fewer than the
-    machine has."""
+    """Count the cores that this process may use; Slurm or a container may give it few."""
     cores = os.cpu_count() or 1
     # not Linux; or "max 100000", without a quota
     with contextlib.suppress(AttributeError, OSError, ValueError):
@@ -5688,14 +5683,16 @@ def count_cores() -> int:
 
 
 def cpu_threads(config: Config, local_ranks: int) -> int:
-    """Choose the threads of a rank on a CPU. A small model gets one: two save a fifth of the time
-    on a quiet machine, but on a busy one each waits for the other tens of thousands of times."""
+    """Choose the threads of a rank on a CPU.
+
+    A small model gets one: two save a fifth of the time on a quiet machine, but on a busy one each
+    waits for the other tens of thousands of times.
+    """
     return 1 if config.model_dim <= 128 else max(1, count_cores() // local_ranks)
 
 
 def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
-    """Resolve what depends on the GPUs, the same on all ranks -> the config, and what the user
-    should know."""
+    """Resolve what depends on the GPUs, alike on all ranks -> the config, what it changed."""
     lengths = (*sorted(micro_batch_lengths(config)), config.val_len)
     require(
         not any(n % TILE_M for n in lengths),
@@ -5703,37 +5700,33 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
         f"tokens; on GPUs they must be multiples of {TILE_M}",
     )
     global flash_3
-    own = torch.cuda.get_device_capability()
+    local_capability = torch.cuda.get_device_capability()
     changes = []
-    capability = min(comm.all_gather_json(own))
-    shared = min(
-        comm.all_gather_json(torch.cuda.get_device_properties().shared_memory_per_block_optin)
-    )
+    capability = min(comm.all_gather_json(local_capability))
+    properties = torch.cuda.get_device_properties()
+    shared_memory = min(comm.all_gather_json(properties.shared_memory_per_block_optin))
     if config.fp8_head and capability < [8, 9]:
         config = dataclasses.replace(config, fp8_head=False)
         changes.append("this GPU has no fp8: the head's product stays in bf16")
     plain_forms = sys.modules[config.model_type.__module__].PLAIN_FORMS
-    edited = [
-        kernel
-        for kernel, (forms, digest) in plain_forms.items()
-        if sha256_of("".join(code_of(inspect.getsource(form)) for form in forms).encode())[:8]
-        != digest
-    ]
+    edited = []
+    for kernel, (forms, digest) in plain_forms.items():
+        code = "".join(code_of(inspect.getsource(form)) for form in forms)
+        if sha256_of(code.encode())[:8] != digest:
+            edited.append(kernel)
     forced = {
         "attention": config.attention == "flash",
         "MLP": config.kernels == "on",
         "loss": config.kernels in ("on", "loss"),
     }
     for kernel in edited:
-        changes.append(
-            f"the plain form of {kernel} was edited: "
-            + (
+        effect = "it is computed as written, without its kernel, and more slowly"
+        if forced[kernel]:
+            effect = (
                 "--kernels or --attention asks for the kernel, which ignores the edit; leave that"
                 " flag out"
-                if forced[kernel]
-                else "it is computed as written, without its kernel, and more slowly"
             )
-        )
+        changes.append(f"the plain form of {kernel} was edited: {effect}")
     if config.attention == "auto":
         fits = (
             capability >= [8, 0]
@@ -5742,20 +5735,21 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
             and "attention" not in edited
         )
         config = dataclasses.replace(config, attention="flash" if fits else "masked")
-    if why := max(
-        comm.all_gather_json(find_flash_3() if config.attention == "flash" and own[0] == 9 else "")
-    ):
+    why = find_flash_3() if config.attention == "flash" and local_capability[0] == 9 else ""
+    why = max(comm.all_gather_json(why))
+    if why:
         flash_3 = None  # on all ranks
         changes.append(
             f"FlashAttention 3 is not used ({why}): using torch's own version; see docs/gpus.md"
         )
     if config.kernels == "auto":
-        chosen = "off" if triton is None or "loss" in edited else "on"
-        if chosen == "on" and (
-            capability < [9, 0] or shared < MLP_SHARED or "MLP" in edited
-        ):  # it needs TMA
-            chosen = "loss"
-        config = dataclasses.replace(config, kernels=chosen)
+        kernels = "on"
+        if triton is None or "loss" in edited:
+            kernels = "off"
+        # the MLP's kernel needs TMA
+        elif capability < [9, 0] or shared_memory < MLP_SHARED or "MLP" in edited:
+            kernels = "loss"
+        config = dataclasses.replace(config, kernels=kernels)
     return config, changes
 
 
@@ -5791,18 +5785,11 @@ def code_of(source: str) -> str:
 
 
 def with_digests(shards: list[Shard], comm: Comm, local_rank: int) -> list[Shard]:
-    """Add the shards' SHA-256, which one rank of each host computes. RunError if a host has other
-    shards."""
-    mine = {}
-    if local_rank == 0:
-        with ThreadPoolExecutor() as pool:
-            mine = dict(
-                zip(
-                    (shard.path.name for shard in shards),
-                    pool.map(file_sha256, (s.path for s in shards)),
-                )
-            )
-    digests, *others = filter(None, comm.all_gather_json(mine))
+    """Add the shards' SHA-256, which a rank of each host computes. RunError if hosts differ."""
+    paths = [shard.path for shard in shards if local_rank == 0]
+    with ThreadPoolExecutor() as pool:
+        local_digests = dict(zip((path.name for path in paths), pool.map(file_sha256, paths)))
+    digests, *others = filter(None, comm.all_gather_json(local_digests))
     for other in others:
         differ = sorted({name for name, _ in digests.items() ^ other.items()})
         require(
@@ -5829,12 +5816,10 @@ def find_data(config: Config, comm: Comm) -> dict[str, list[Shard]]:
 
 
 class Signals:
-    """SIGUSR1 asks for a checkpoint. In training, Ctrl-C, SIGTERM, SIGHUP and SIGUSR2, which says
-    that the launcher has died, ask for a checkpoint and then stop the run. A second Ctrl-C ends it
-    at once.
+    """Save a checkpoint on SIGUSR1; save one and stop on Ctrl-C, SIGTERM, SIGHUP and SIGUSR2.
 
-    Before training, and in a race, which repeats whole runs, they end the process, even if it waits
-    for others.
+    SIGUSR2 says that the launcher has died. A second Ctrl-C ends the run at once. Before training,
+    and in a race, which repeats whole runs, they end the process, even if it waits for others.
     """
 
     STOPS = tuple(
@@ -5844,17 +5829,14 @@ class Signals:
     )
     STOP = 1024  # what a stop adds to `received`; SIGUSR1 adds 1
 
-    # for the last checkpoint when the launcher is gone, as torchrun gives; a rank that hangs ends
-    # then
+    # for the last checkpoint when the launcher is gone, as torchrun gives; then a hanging rank ends
     GRACE_S = 30
-    # torchrun forwards a Ctrl-C that the terminal has already sent to the ranks; that copy is
-    # ignored
+    # torchrun forwards a Ctrl-C that the terminal has already sent to the ranks; ignore that copy
     MOMENT_S = 1
 
-    def __init__(self):
-        self.received = 0
-        self.stop = False
-        self.again_from = math.inf
+    received = 0
+    stop = False
+    again_from = math.inf
 
     def handle(self, number: int, _: Any) -> None:
         if number == signal.SIGUSR1:
@@ -5894,8 +5876,7 @@ PROCESS = uuid.uuid4().hex
 
 
 def launch_id() -> str:
-    """Name this launch; the name stays when torchrun restarts the ranks. Without torchrun a launch
-    is a process."""
+    """Name this launch, alike after torchrun's restarts. Without torchrun it is a process."""
     launch = os.environ.get("TORCHELASTIC_RUN_ID", PROCESS)
     return sha256_of(f"{launch} {os.getppid() if launch == 'none' else ''}".encode())[:8]
 
@@ -5915,8 +5896,7 @@ LOST = re.compile(
 
 
 def is_lost(error: BaseException) -> bool:
-    """Return whether a message or collective, not a racer's code, says that another rank is gone
-    or does not come."""
+    """Return whether a message or collective, not a racer's code, says that a rank is gone."""
     of_gloo = type(error) is RuntimeError and re.match(
         r"\[\S*gloo/|Application timeout|.*rank.* has ended", str(error)
     )
@@ -5969,10 +5949,11 @@ def describe_error(error: BaseException, config: Config) -> str:
             " chooses it"
         )
     if isinstance(error, OSError) and error.errno:
-        full = "free space or choose another --log_dir"
-        many = "raise the limit on open files (ulimit -n 1024)"
-        cures = {errno.ENOSPC: full, errno.EFBIG: full, errno.EMFILE: many}
-        cure = cures.get(error.errno, "mend that, or name another file")
+        cure = "mend that, or name another file"
+        if error.errno in (errno.ENOSPC, errno.EFBIG):
+            cure = "free space or choose another --log_dir"
+        elif error.errno == errno.EMFILE:
+            cure = "raise the limit on open files (ulimit -n 1024)"
         return (
             f"{error.filename or config.log_dir}: cannot be read or written ({error.strerror});"
             f" {cure}"
@@ -5986,10 +5967,12 @@ def describe_error(error: BaseException, config: Config) -> str:
 
 
 def first_failure(store: dist.Store | None, rank: int, message: str, lost: bool) -> str:
-    """The failure that the ranks report: the first that one of them stored. Empty: the launcher
-    stops this rank because another one ended. lost: this rank saw only that another one is gone,
-    and waits for its reason."""
-    mine = f"rank {rank}: {message}"
+    """Return the failure that the ranks report: the first that one of them stored.
+
+    Empty: the launcher stops this rank because another one ended. lost: this rank saw only that
+    another one is gone, and waits for its reason.
+    """
+    failure = f"rank {rank}: {message}"
     with contextlib.suppress(RuntimeError):  # the store went with its host or launcher
         until = time.monotonic() + 5  # under load a question to the store takes long
         while lost and store and time.monotonic() < until:
@@ -6001,55 +5984,49 @@ def first_failure(store: dist.Store | None, rank: int, message: str, lost: bool)
         if rank:  # ranks that see the same error let rank 0 report it
             time.sleep(0.5)
         if store:
-            mine_in_bytes = mine.encode(errors="surrogateescape")  # a file's name may be no UTF-8
-            return store.compare_set("failure", "", mine_in_bytes).decode(errors="surrogateescape")
-    return "" if signals.stop and lost else mine
+            sent = failure.encode(errors="surrogateescape")  # a file's name may be no UTF-8
+            return store.compare_set("failure", "", sent).decode(errors="surrogateescape")
+    return "" if signals.stop and lost else failure
 
 
 def fail(
     error: BaseException, config: Config, rank: int, log: Log | None, store: dist.Store | None
 ) -> int:
-    """Report a rank's failure to the log, the other ranks and, if it was the first, stderr -> the
-    exit status."""
+    """Report a rank's failure to the log, other ranks and, if first, stderr -> the exit status."""
     lost = store is not None and is_lost(error)
     signals.again_from = math.inf
-    for number in (
-        Signals.STOPS if store and threading.current_thread() is threading.main_thread() else ()
-    ):
-        # the launcher sends SIGTERM when the first rank ends
-        signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signals.handle)
+    if store and threading.current_thread() is threading.main_thread():
+        for number in Signals.STOPS:  # the launcher sends SIGTERM when the first rank ends
+            signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signals.handle)
     message = describe_error(error, config)
     status = 130 if message.startswith(INTERRUPTED) else 1
     if not message:
         traceback.print_exception(error)
         message = f"{type(error).__name__}: {error}"
-    first = f"rank {rank}: {message}"
+    failure = f"rank {rank}: {message}"
+    reported = failure
     with contextlib.suppress(NoAnswer):  # a store on a lost host does not answer
-        first = ThreadPoolExecutor(1).submit(first_failure, store, rank, message, lost).result(8)
-    mine = first == f"rank {rank}: {message}"
-    kept = ""
+        reported = ThreadPoolExecutor(1).submit(first_failure, store, rank, message, lost).result(8)
+    is_first = reported == failure
+    advice = ""
     if log is not None and log.file is not None:
         with contextlib.suppress(OSError, RunError):
-            log.write(without_folders(f"error: {message if mine or not first else first}"))
-            kept = f"; the log so far: {log.path}"
+            line = message if is_first else reported or message
+            log.write(without_folders(f"error: {line}"))
+            advice = f"; the log so far: {log.path}"
         # of a full disk; Python 3.13 reports a file that is still open at the end
         with contextlib.suppress(OSError):
             log.close()
         if "--resume" not in message:
-            found = checkpoints(log.path.parent, log.path.stem)
-            kept += (
-                f"; --resume {log.path} continues from its last checkpoint"
-                if found
-                else "; there is no checkpoint to resume from, --save_every keeps some"
-            )
+            if checkpoints(log.path.parent, log.path.stem):
+                advice += f"; --resume {log.path} continues from its last checkpoint"
+            else:
+                advice += "; there is no checkpoint to resume from, --save_every keeps some"
     with contextlib.suppress(OSError):
-        if mine:
+        if is_first:
             label = "error: " * (status != 130)
-            print(
-                f"{source_files(config)[0].name}: rank {rank}: {label}{printable(message)}{kept}",
-                file=sys.stderr,
-                flush=True,
-            )
+            line = f"rank {rank}: {label}{printable(message)}{advice}"
+            print(f"{source_files(config)[0].name}: {line}", file=sys.stderr, flush=True)
             if os.environ.get("TORCHELASTIC_ERROR_FILE"):  # what torchrun reports
                 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -6060,8 +6037,7 @@ def fail(
 
 
 def process_start() -> float:
-    """Return the start of this process by time.perf_counter, or of this file where the system does
-    not tell it."""
+    """Return when this process started, by time.perf_counter; if unknown, when this file did."""
     try:
         # since the machine's start
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
@@ -6074,11 +6050,10 @@ def process_start() -> float:
 def main(
     presets: dict[str, Config], argv: Sequence[str] | None = None, began: float | None = None
 ) -> int:
-    """Run one rank, as torchrun started it, or the only one; return the exit status. began: see
-    Clock.
+    """Run one rank, as torchrun started it, or the only one; return the exit status.
 
     presets: of one class of configs, which names all that a run is built from; the first is for
-    GPUs.
+    GPUs. began: see Clock.
     """
     began = began or time.perf_counter()
     rank = 0
@@ -6087,23 +6062,18 @@ def main(
     config = next(iter(presets.values()))
     try:
         rank, ranks, local_rank = map(env_int, ("RANK", "WORLD_SIZE", "LOCAL_RANK"), (0, 1, 0))
-        for library in (
-            "TORCHINDUCTOR",
-            "TRITON",
-        ):  # the next run and all ranks use what they compile
+        # the next run and all ranks use what they compile
+        for library in ("TORCHINDUCTOR", "TRITON"):
             os.environ.setdefault(f"{library}_CACHE_DIR", str(ROOT / ".cache" / library.lower()))
         gpus = count_gpus()
-        preset, config = parse_config(
-            sys.argv[1:] if argv is None else argv, "speedrun" if gpus else "laptop", presets
-        )
+        argv = sys.argv[1:] if argv is None else argv
+        preset, config = parse_config(argv, "speedrun" if gpus else "laptop", presets)
         check_config(config, ranks)
         run_id, checkpoint = find_run(config)
         log = Log(config, rank, run_id)
         device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
-        if not gpus and os.environ.get("OMP_NUM_THREADS", "").strip() in (
-            "",
-            "0",
-        ):  # torch reads others, such as 2,1
+        # torch reads others, such as 2,1
+        if not gpus and os.environ.get("OMP_NUM_THREADS", "").strip() in ("", "0"):
             torch.set_num_threads(cpu_threads(config, env_int("LOCAL_WORLD_SIZE", 1)))
         if gpus:
             require(
@@ -6115,17 +6085,13 @@ def main(
             torch.empty(1, device=device, requires_grad=True).backward()
         if ranks > 1:
             store = join(config, rank, ranks, device)
-        comm = (CompressedComm if config.bf16_compress else Comm)(
-            rank, ranks, device, timedelta(seconds=config.timeout_s)
-        )
+        comm_type = CompressedComm if config.bf16_compress else Comm
+        comm = comm_type(rank, ranks, device, timedelta(seconds=config.timeout_s))
         log.run_id, checkpoint = comm.all_gather_json([run_id, checkpoint])[0]  # rank 0's
         config = dataclasses.replace(config, resume=config.resume or checkpoint)
-        agree(
-            comm,
-            "configs",
-            {key: str(v) for key, v in json_of(config).items()},
-            "Start every rank with the same flags, and give every host the same checkpoints",
-        )
+        values = {key: str(v) for key, v in json_of(config).items()}
+        cure = "Start every rank with the same flags, and give every host the same checkpoints"
+        agree(comm, "configs", values, cure)
         TrainingLoop(config, preset, comm, device, log, began).run()
         log.close()
         if ranks > 1:
