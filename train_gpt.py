@@ -3039,89 +3039,13 @@ def count_documents(model: GPT, tokens: np.ndarray) -> None:
 
 
 class DistributedOptimizer:
-    """Parameters out: updates this rank's shard of each bucket, and all-gathers the new parameters.
+    """Update this rank's shard of each bucket, and all-gather the new parameters.
 
     before each backward:   prepare_for_backward(step, micro_batch, micro_batches)
     after the last one:     step(plan), by the gradients' mean over micro-batches and ranks
     """
 
     reducer_class: type[Reducer] | None = None  # None: Reducer
-
-    @torch.no_grad()
-    def step(self, plan: Plan = Plan()) -> None:
-        """For each bucket in turn: wait for its reduce-scatter, update this rank's shard, start
-        its all-gather."""
-        reducer = self.reducer
-        # finish those that no forward waited for, or other ranks could not send their next messages
-        self.finish_all_gathers()
-        reducer.launch_rest()
-        if self.settings.check_grads or self.settings.clip_norm:
-            for bucket in reducer.due:
-                reducer.wait(bucket)
-            self.grad_norm = check_and_clip(
-                reducer.due, self.comm, self.settings.clip_norm, reducer.step
-            )
-        buckets = reducer.due
-        if (
-            self.settings.update_order == "forward"
-        ):  # `due` has the order of backward; the model itself reads first
-            buckets = sorted(buckets[::-1], key=lambda bucket: bucket not in self.buckets_of_model)
-        for bucket in buckets:
-            reducer.wait(bucket)
-            if bucket.updates_in(reducer.step):
-                with reducer.span(f"update {bucket.name}"):
-                    bucket.needs_overwrite.update(bucket.slots)
-                    bucket.updates += 1
-                    self.update(bucket, plan)
-                with reducer.span(f"gather {bucket.name}"):
-                    bucket.start_all_gather(self.comm)
-        reducer.end_step()
-        reducer.step = reducer.step + 1
-        reducer.dropped = False
-        if not self.settings.overlap_param_gather:  # otherwise the next forward waits
-            self.finish_all_gathers(buckets)
-        self.sync_buffers()
-
-    def update(self, bucket: Bucket, plan: Plan) -> None:
-        """Update this rank's shard by the bucket's rule."""
-        hyper = bucket.hyper(plan)
-        update = type(bucket.rule).update
-        if bucket.may_compile:
-            hyper = {
-                key: self.scalar(key, x) if isinstance(x, float) else x for key, x in hyper.items()
-            }
-            update = self.compiled_updates[update]
-        invariant = self.settings.world_size_invariant
-        random = torch.cuda if bucket.param_data.is_cuda else torch
-        before = random.get_rng_state() if invariant else None
-        bucket.update(update, hyper, unbatched=invariant)
-        require(
-            not invariant or torch.equal(before, random.get_rng_state()),
-            f"{type(bucket.rule).__name__}.update draws random numbers, which depend on the number"
-            ' of ranks; let hyper return a seed as "noise" and use the numbers that update gets'
-            " there, or omit world_size_invariant",
-        )
-
-    def finish_all_gathers(self, buckets: Sequence[Bucket] | None = None) -> None:
-        """Wait for the all-gathers of these buckets (None: all), so that every parameter has its
-        new value."""
-        for bucket in self.buckets if buckets is None else buckets:
-            if bucket.gather_handle is not None:
-                with self.reducer.span(f"wait gather {bucket.name}"):
-                    bucket.gather_handle.wait()
-                bucket.gather_handle = None
-
-    def wait_for(self, *params: nn.Parameter) -> None:
-        """Wait for the all-gathers of these parameters, before they are read outside of their
-        module's forward."""
-        self.finish_all_gathers(
-            [self.reducer.slots[p][0] for p in params if p in self.reducer.slots]
-        )
-
-    def sync_buffers(self) -> None:
-        """Send rank 0's buffers to all ranks, as DDP does."""
-        for x in self.buffers().values():
-            self.comm.broadcast(x)
 
     def __init__(
         self,
@@ -3130,10 +3054,9 @@ class DistributedOptimizer:
         settings: SyncSettings,
         model: nn.Module,
         grad_scale: float = 1.0,
-        compiled: bool = False,
+        compile_updates: bool = False,
     ):
-        """model: must hold the buckets' parameters. grad_scale: see Reducer. compiled: compile the
-        rules' updates."""
+        """model: must hold the buckets' parameters. grad_scale: see Reducer."""
         self.buckets = list(buckets)
         self.comm = comm
         self.settings = settings
@@ -3146,24 +3069,96 @@ class DistributedOptimizer:
         self.announce_rows = self.reducer.announce_rows
         # of the last step, before clipping; check_grads and clip_norm compute it
         self.grad_norm: float | None = None
-        updates = {type(bucket.rule).update for bucket in buckets}
-        self.compiled_updates = {f: compile_static(f) if compiled else f for f in updates}
-        # Compiled code gets numbers as tensors, each name one of its own: two equal inputs would
-        # become one
-        as_tensor = functools.lru_cache(256)(lambda name, x: torch.full((), x, device=comm.device))
-        self.scalar = as_tensor if compiled else lambda name, x: x
+        updates = {type(bucket.rule).update for bucket in buckets if compile_updates}
+        self.compiled_updates = {update: compile_static(update) for update in updates}
+        # Compiled code gets numbers as tensors. Each name has a tensor of its own, because equal
+        # inputs would become one
+        self.number_tensor = functools.lru_cache(256)(
+            lambda name, x: torch.full((), x, device=comm.device)
+        )
         # the model's hook waits for these, before any layer's hook
         self.buckets_of_model: list[Bucket] = []
         if settings.overlap_param_gather:
             for module, params in outer_modules(model):
-                read = list(
-                    dict.fromkeys(
-                        self.reducer.slots[p][0] for p in params if p in self.reducer.slots
-                    )
-                )
-                self.wait_before(module, read)
+                read_buckets = self.buckets_of(params)
+                self.wait_before(module, read_buckets)
                 if module is model:
-                    self.buckets_of_model = read
+                    self.buckets_of_model = read_buckets
+
+    @torch.no_grad()
+    def step(self, plan: Plan = Plan()) -> None:
+        """Wait for each bucket's reduce-scatter, update this rank's shard, start its all-gather."""
+        reducer = self.reducer
+        # finish those that no forward waited for, or other ranks could not send their next messages
+        self.finish_all_gathers()
+        reducer.launch_rest()
+        if self.settings.check_grads or self.settings.clip_norm:
+            for bucket in reducer.due:
+                reducer.wait(bucket)
+            self.grad_norm = check_and_clip(
+                reducer.due, self.comm, self.settings.clip_norm, reducer.step
+            )
+        buckets = reducer.due
+        # `due` has the order of backward; the model itself reads before its layers
+        if self.settings.update_order == "forward":
+            buckets = sorted(buckets[::-1], key=lambda bucket: bucket not in self.buckets_of_model)
+        for bucket in buckets:
+            reducer.wait(bucket)
+            if bucket.updates_in(reducer.step):
+                with reducer.span(f"update {bucket.name}"):
+                    bucket.needs_overwrite.update(bucket.slots)
+                    bucket.updates += 1
+                    self.update(bucket, plan)
+                with reducer.span(f"gather {bucket.name}"):
+                    bucket.start_all_gather(self.comm)
+        reducer.end_step()
+        reducer.step += 1
+        reducer.dropped = False
+        if not self.settings.overlap_param_gather:  # otherwise the next forward waits
+            self.finish_all_gathers(buckets)
+        self.sync_buffers()
+
+    def update(self, bucket: Bucket, plan: Plan) -> None:
+        """Update this rank's shard by the bucket's rule."""
+        hyper = bucket.hyper(plan)
+        update = type(bucket.rule).update
+        if bucket.may_compile and update in self.compiled_updates:
+            update = self.compiled_updates[update]
+            hyper = {
+                key: self.number_tensor(key, x) if isinstance(x, float) else x
+                for key, x in hyper.items()
+            }
+        invariant = self.settings.world_size_invariant
+        random = torch.cuda if bucket.param_data.is_cuda else torch
+        random_state = random.get_rng_state() if invariant else None
+        bucket.update(update, hyper, unbatched=invariant)
+        require(
+            not invariant or torch.equal(random_state, random.get_rng_state()),
+            f"{type(bucket.rule).__name__}.update draws random numbers, which depend on the number"
+            ' of ranks; let hyper return a seed as "noise" and use the numbers that update gets'
+            " there, or omit world_size_invariant",
+        )
+
+    def finish_all_gathers(self, buckets: Sequence[Bucket] | None = None) -> None:
+        """Wait until the parameters of these buckets (None: all) have their new values."""
+        for bucket in self.buckets if buckets is None else buckets:
+            if bucket.gather_handle is not None:
+                with self.reducer.span(f"wait gather {bucket.name}"):
+                    bucket.gather_handle.wait()
+                bucket.gather_handle = None
+
+    def wait_for(self, *params: nn.Parameter) -> None:
+        """Wait for these parameters' new values, before code outside their module reads them."""
+        self.finish_all_gathers(self.buckets_of(params))
+
+    def buckets_of(self, params: Iterable[nn.Parameter]) -> list[Bucket]:
+        slots = self.reducer.slots
+        return list(dict.fromkeys(slots[param][0] for param in params if param in slots))
+
+    def sync_buffers(self) -> None:
+        """Send rank 0's buffers to all ranks, as DDP does."""
+        for x in self.buffers().values():
+            self.comm.broadcast(x)
 
     def replicate(self, model: nn.Module) -> None:
         """Give every rank the parameters and the buffers of rank 0."""
@@ -3175,16 +3170,14 @@ class DistributedOptimizer:
         module.register_forward_pre_hook(lambda *_: self.finish_all_gathers(buckets))
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor of the saved state, whole on every rank. Call it on all ranks; see
-        gather_state."""
+        """Yield every tensor of the saved state, whole on every rank. Call it on all ranks."""
         self.finish_all_gathers()
         for bucket in self.buckets:
             yield from gather_state(bucket, self.comm).items()
         yield from ((name, x.reshape(-1)) for name, x in (self.further | self.buffers()).items())
 
     def state_dict(self) -> Tensors:
-        """Copy named_state to the CPU, on all ranks; call it on all. RunError between the updates
-        of a rule."""
+        """Copy named_state to the CPU; call it on all ranks. RunError between a rule's updates."""
         require(
             not self.between_updates,
             f"state_dict() was called before step {self.reducer.step}, between two updates of a"
@@ -3194,39 +3187,37 @@ class DistributedOptimizer:
         return {name: x.detach().to("cpu", copy=True) for name, x in self.named_state()}
 
     def load_state_dict(self, state: Tensors) -> None:
-        """Load a state_dict, the same on all ranks, and drop unused gradients. Change nothing if
-        it does not fit."""
-        rest = dict(state)
-        of_buckets = [(bucket, take_state(bucket, rest)) for bucket in self.buckets]
+        """Load a state_dict, the same on all ranks, and drop unused gradients.
+
+        Change nothing if it does not fit.
+        """
+        unused = dict(state)
+        bucket_states = [take_state(bucket, unused) for bucket in self.buckets]
+        buffers = self.further | self.buffers()
         # states of older versions have no buffers
-        of_buffers = [
-            (x, rest.pop(name))
-            for name, x in (self.further | self.buffers()).items()
-            if name in rest and rest[name].numel() == x.numel()
-        ]
-        require(
-            not rest, f"the saved state does not fit: this model has no {', '.join(sorted(rest))}"
-        )
+        loaded = [x for x in buffers if x in unused and unused[x].numel() == buffers[x].numel()]
+        names = ", ".join(sorted(unused.keys() - loaded))
+        require(not names, f"the saved state does not fit: this model has no {names}")
         self.finish_all_gathers()
         self.reducer.drop_gradients()
-        for bucket, saved in of_buckets:
+        for bucket, saved in zip(self.buckets, bucket_states):
             write_state(bucket, saved, self.comm)
-        for x, saved in of_buffers:
-            x.copy_(saved.view_as(x))
+        for name in loaded:
+            buffers[name].copy_(unused[name].view_as(buffers[name]))
 
     @property
     def between_updates(self) -> bool:
-        """Whether earlier steps' gradients wait for an update, and a saved state would lack them.
-        All ranks agree."""
-        saved = self.settings.world_size_invariant  # as NAME/pending
-        return not saved and any(map(self.reducer.waits, self.buckets))
+        """Whether gradients wait for an update and no saved state has them; same on all ranks."""
+        if self.settings.world_size_invariant:  # the state has them, as NAME/pending
+            return False
+        return any(map(self.reducer.waits, self.buckets))
 
 
 def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step: int) -> float:
-    """Clip all gradients by their norm, and return it. Raise RunError on every rank if one is not
-    finite."""
+    """Clip all gradients by their norm, and return it. RunError, on all ranks, if not finite."""
     squares = []  # float32 norms of short chunks, squared and summed in float64: fast and accurate
-    for shard in (bucket.grad_shard for bucket in buckets):
+    for bucket in buckets:
+        shard = bucket.grad_shard
         chunks = shard.view(-1, math.gcd(shard.numel(), Bucket.SHARD_ALIGNMENT))
         norms = torch.linalg.vector_norm(chunks, dim=1, dtype=wide_dtype(shard))
         squares.append(norms.double().square().sum())
@@ -3238,40 +3229,34 @@ def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step
             f"gradients of step {step} are not finite: {names}; the step was not applied. Lower the"
             " learning rates, or check the data of this step"
         )
-    if clip_norm and math.sqrt(total) > clip_norm:
+    norm = math.sqrt(total)
+    if clip_norm and norm > clip_norm:
         for bucket in buckets:
-            bucket.grad_shard.mul_(clip_norm / math.sqrt(total))
-    return math.sqrt(total)
+            bucket.grad_shard.mul_(clip_norm / norm)
+    return norm
 
 
 def outer_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Iterator[nn.Parameter]]]:
-    """Yield modules whose forward hooks run outside of compiled code, each with the parameters
-    that it reads.
+    """Yield modules whose forward hooks run outside of compiled code, with the parameters read.
 
     These are the model and its children that have a forward; a ModuleList's children one by one.
     The model reads its direct parameters, and all that none of these children lists.
     """
-    children = [
-        x
-        for child in model.children()
-        for x in (child if isinstance(child, nn.ModuleList) else [child])
-    ]
-    running = [child for child in children if type(child).forward is not nn.Module.forward]
-    listed = {param for child in running for param in child.parameters()}
-    yield (
-        model,
-        itertools.chain(
-            model.parameters(recurse=False), (p for p in model.parameters() if p not in listed)
-        ),
-    )
-    for child in running:
-        yield child, child.parameters()
+    children = []
+    for child in model.children():
+        children.extend(child if isinstance(child, nn.ModuleList) else [child])
+    layers = [child for child in children if type(child).forward is not nn.Module.forward]
+    layer_params = {param for layer in layers for param in layer.parameters()}
+    others = (param for param in model.parameters() if param not in layer_params)
+    yield model, itertools.chain(model.parameters(recurse=False), others)
+    for layer in layers:
+        yield layer, layer.parameters()
 
 
 def persistent_buffers(
     model: nn.Module, holds: Callable = torch.is_tensor
 ) -> Callable[[], Tensors]:
-    """Return a function that finds the model's persistent buffers; those of which `holds` is true."""
+    """Return a function that finds the model's persistent buffers of which `holds` is true."""
     # a module may replace its buffer
     places = [
         (f"{name}.{key}".removeprefix("."), module._buffers, key)
@@ -3290,8 +3275,7 @@ def memory_of(x: Tensor) -> Tensor:
 
 
 class Reducer:
-    """Gradients in: hooks add them into slots, and launch a bucket's reduce-scatter when all its
-    slots are complete.
+    """Add gradients into slots by hooks, and launch a bucket's reduce-scatter when it is complete.
 
     All ranks launch buckets in one order: the order in which rank 0's backward completed them. Each
     set of buckets that take part has its own order, learned in its first step: a tied head is
@@ -3308,11 +3292,17 @@ class Reducer:
     CURE = "use each in the loss"  # of check_complete's error
     # a place for an idea that skips layers: count a missing gradient as zeros
     allow_missing = False
+    launches = 0  # how many of `due` are launched
+    step = 0  # the current step or, between steps, the next one
+    micro_batch = 0
+    micro_batches = 0
+    factor = 1.0
+    dropped = True  # no step has ended since all gradients were dropped
 
     def __init__(
         self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings, grad_scale: float
     ):
-        """grad_scale: a factor on every gradient, on top of the mean over micro-batches and ranks."""
+        """grad_scale: factor on every gradient, on top of the mean over micro-batches and ranks."""
         self.buckets = list(buckets)
         self.comm = comm
         self.settings = settings
@@ -3324,12 +3314,6 @@ class Reducer:
         self.completed: list[Bucket] = []
         # buckets that the prepared backward completes, in launch order
         self.due: list[Bucket] = []
-        self.launches = 0  # how many of `due` are launched
-        self.step = 0  # the current step or, between steps, the next one
-        self.micro_batch = 0
-        self.micro_batches = 0
-        self.factor = 1.0
-        self.dropped = True  # no step has ended since all gradients were dropped
         # profiling sets it to name ranges
         self.span: Callable[[str], Any] = lambda name: contextlib.nullcontext()
         for bucket in buckets:
@@ -3341,37 +3325,36 @@ class Reducer:
             self.set_hook(param)
 
     def set_hook(self, param: nn.Parameter) -> Any:
-        me = weakref.ref(self)  # a hook on a tensor keeps alive what it refers to, also in a cycle
-        return param.register_post_accumulate_grad_hook(
-            lambda param: (reducer := me()) and reducer.register_grad_ready(*reducer.slots[param])
-        )
+        weak_self = weakref.ref(self)  # a tensor's hook keeps what it refers to, also in a cycle
+
+        def hook(param: nn.Parameter) -> None:
+            reducer = weak_self()
+            if reducer:
+                reducer.register_grad_ready(*reducer.slots[param])
+
+        return param.register_post_accumulate_grad_hook(hook)
 
     def announce_rows(self, step: int, indices: dict[nn.Parameter, Tensor]) -> None:
-        """Announce, before a step's first forward, which rows of tables this rank will read in the
-        step.
+        """Announce, before a step's first forward, which rows of tables this rank will read in it.
 
         indices: int tensors of any shape on the CPU. If all ranks omit the call, they wait for one
         another at launch.
         """
         for bucket in self.buckets:
             if isinstance(bucket, RowBucket):
-                bucket.announce(
-                    self.comm,
-                    [
-                        indices[slot.param].flatten().long() + bucket.first_row(slot)
-                        for slot in bucket.slots
-                    ],
-                    self.reduces_in(bucket, step),
-                )
+                rows = [
+                    indices[slot.param].flatten().long() + bucket.first_row(slot)
+                    for slot in bucket.slots
+                ]
+                bucket.announce(self.comm, rows, self.reduces_in(bucket, step))
 
     def reduces_in(self, bucket: Bucket, step: int) -> bool:
-        return step >= bucket.first_step and (
-            self.settings.world_size_invariant or bucket.updates_in(step)
-        )
+        if self.settings.world_size_invariant:  # sums over ranks first, then over steps
+            return step >= bucket.first_step
+        return bucket.updates_in(step)
 
     def prepare_for_backward(self, step: int, micro_batch: int = 0, micro_batches: int = 1) -> None:
-        """Prepare for the backward of one of this rank's micro-batches; the last one of a step
-        launches buckets."""
+        """Prepare for a micro-batch's backward; that of a step's last one launches buckets."""
         expected = (self.step, self.micro_batch) if self.micro_batches else (step, 0)
         if (step, micro_batch) != expected or micro_batch and micro_batches != self.micro_batches:
             raise RunError(
@@ -3383,23 +3366,19 @@ class Reducer:
         self.micro_batch = micro_batch + 1
         self.micro_batches = micro_batches
         self.factor = self.grad_scale / (micro_batches * self.comm.ranks)
-        self.launch_order = self.launch_orders.get(
-            sum(step >= bucket.first_step for bucket in self.buckets), []
-        )
+        bucket_count = sum(step >= bucket.first_step for bucket in self.buckets)
+        self.launch_order = self.launch_orders.get(bucket_count, [])
         self.completed = []
         self.launches = 0
-        last = self.micro_batch == micro_batches
-        self.due = [
-            bucket
-            for bucket in self.launch_order or self.buckets
-            if last and self.reduces_in(bucket, step)
-        ]
+        self.due = []
+        if self.micro_batch == micro_batches:
+            buckets = self.launch_order or self.buckets
+            self.due = [bucket for bucket in buckets if self.reduces_in(bucket, step)]
         for bucket in self.buckets:
             bucket.missing.update(bucket.slots)
 
     def register_grad_ready(self, bucket: Bucket, slot: Slot) -> None:
-        """Add a parameter's new gradient into its slot, and launch complete buckets in order. This
-        is the hook."""
+        """Add a parameter's new gradient into its slot, and launch complete buckets in order."""
         if self.step < bucket.first_step:
             raise RunError(
                 f"{slot.name} got a gradient in step {self.step}, before step {bucket.first_step},"
@@ -3461,8 +3440,10 @@ class Reducer:
 
     def waits(self, bucket: Bucket) -> bool:
         """Whether gradients of earlier steps wait for an update of the bucket."""
-        last = self.step - 1
-        return last >= bucket.first_step and not bucket.updates_in(last) and not self.dropped
+        previous = self.step - 1
+        if self.dropped or previous < bucket.first_step:
+            return False
+        return not bucket.updates_in(previous)
 
     def drop_gradients(self) -> None:
         """Drop all gradients that no update has used, including those in flight."""
@@ -3481,24 +3462,25 @@ def fill_buckets(
     ranks: int,
     grad_reduce_in_fp32: bool = False,
 ) -> list[Bucket]:
-    """Group parameters with the same rule, dtype, unit and first step into buckets, starting at
-    the last layer."""
-    open_groups: dict[Any, list[ParamSpec]] = {}
-    groups: list[list[ParamSpec]] = []
+    """Group parameters with equal rule, dtype, unit and first step, starting at the last layer."""
+    open_groups = {}
+    groups = []
     for spec in reversed(specs):
         key = (spec.rule, spec.param.dtype, spec.rule.unit(spec), spec.first_step)
-        if not (group := open_groups.setdefault(key, [])):
+        group = open_groups.setdefault(key, [])
+        if not group:
             groups.append(group)
         group.append(spec)
         if sum(s.param.nbytes for s in group) >= bucket_bytes:
             del open_groups[key]
     grad_dtype = torch.float32 if grad_reduce_in_fp32 else None
-    return [
-        (RowBucket if getattr(group[0].rule, "rows", False) else Bucket)(
-            f"{i}-{type(group[0].rule).__name__.lower()}", group, rank, ranks, grad_dtype
-        )
-        for i, group in enumerate(groups)
-    ]
+    buckets = []
+    for i, group in enumerate(groups):
+        rule = group[0].rule
+        bucket_type = RowBucket if getattr(rule, "rows", False) else Bucket
+        name = f"{i}-{type(rule).__name__.lower()}"
+        buckets.append(bucket_type(name, group, rank, ranks, grad_dtype))
+    return buckets
 
 
 @dataclass(eq=False)
@@ -3514,8 +3496,7 @@ class Slot:
 
 
 class Bucket:
-    """Parameters with one rule and one dtype in one contiguous buffer, and their gradients in
-    another.
+    """Parameters with one rule and dtype in a contiguous buffer, and their gradients in another.
 
     Both buffers hold one shard of whole units for each rank, all shards of equal size. The
     constructor copies the parameters into the buffer and makes each a view of it, so that an
@@ -3527,6 +3508,10 @@ class Bucket:
     RESERVED = "updates", "pending", "lr", "step", "skipped"
     grad_device: str | None = None  # of the gradient buffer; None: the parameters' device
     may_compile = True  # the update, if the run is compiled
+    updates = 0  # so far
+    receive_buffer: Tensor | None = None  # see Comm.receive_buffer
+    reduce_handle: Any = None  # of the reduce-scatter in flight
+    gather_handle: Any = None  # of the all-gather in flight
 
     def __init__(
         self,
@@ -3536,7 +3521,8 @@ class Bucket:
         ranks: int,
         grad_dtype: torch.dtype | None = None,
     ):
-        first = specs[0].param
+        dtype = specs[0].param.dtype
+        device = specs[0].param.device
         self.name = name
         self.rule = specs[0].rule
         self.first_step = specs[0].first_step
@@ -3546,36 +3532,32 @@ class Bucket:
         self.units = sum(counts)  # of the parameters; the other units of the buffer are padding
         per_rank = -(-self.units // ranks)
         self.shard_numel = per_rank * unit_numel
-        self.shard_begin = rank * per_rank * unit_numel
-        self.param_data = torch.zeros(
-            ranks * self.shard_numel, dtype=first.dtype, device=first.device
-        )
+        self.shard_begin = rank * self.shard_numel
+        self.param_data = torch.zeros(ranks * self.shard_numel, dtype=dtype, device=device)
         self.grad_data = torch.zeros_like(
-            self.param_data, dtype=grad_dtype or first.dtype, device=self.grad_device
+            self.param_data, dtype=grad_dtype or dtype, device=self.grad_device
         )
-        scale = torch.ones(ranks * per_rank, 1, 1, dtype=wide_dtype(first))
+        scale = torch.ones(ranks * per_rank, 1, 1, dtype=wide_dtype(self.param_data))
         self.slots = []
         for spec, begin, count in zip(specs, itertools.accumulate(counts, initial=0), counts):
             param = spec.param
-            here = slice(begin * unit_numel, begin * unit_numel + spec.param.numel())
-            self.param_data[here].copy_(param.detach().reshape(-1))
-            param.data = self.param_data[here].view(param.shape)
+            offset = begin * unit_numel
+            place = slice(offset, offset + param.numel())
+            self.param_data[place].copy_(param.detach().reshape(-1))
+            param.data = self.param_data[place].view(param.shape)
             param.grad = None
-            self.slots.append(
-                Slot(spec.name, param, here.start, self.grad_data[here].view(param.shape))
-            )
+            grad = self.grad_data[place].view(param.shape)
+            self.slots.append(Slot(spec.name, param, offset, grad))
             scale[begin : begin + count] = spec.scale
         # of this shard's units
-        self.scale = scale[rank * per_rank : (rank + 1) * per_rank].to(first.device, copy=True)
+        self.scale = scale[rank * per_rank : (rank + 1) * per_rank].to(device, copy=True)
         shard = slice(self.shard_begin, self.shard_begin + self.shard_numel)
-        self.param_shard, self.grad_shard = (
-            x[shard].view(-1, *unit) for x in (self.param_data, self.grad_data)
-        )
-        self.updates, self.state = 0, self.rule.init_state(self.param_shard)
+        self.param_shard = self.param_data[shard].view(-1, *unit)
+        self.grad_shard = self.grad_data[shard].view(-1, *unit)
+        self.state = self.rule.init_state(self.param_shard)
         for key, x in self.state.items():
-            fits = x.shape[:1] == self.param_shard.shape[:1] and key not in self.RESERVED
             require(
-                fits,
+                x.shape[:1] == self.param_shard.shape[:1] and key not in self.RESERVED,
                 f"{type(self.rule).__name__}.init_state returned {key!r} {list(x.shape)}; each"
                 f" tensor needs {len(self.param_shard)} entries, one per unit of the shard, and a"
                 f" name other than {', '.join(self.RESERVED)}",
@@ -3583,18 +3565,16 @@ class Bucket:
         self.needs_overwrite = set(self.slots)  # slots without a gradient since the last update
         # slots that still wait for this backward's gradient
         self.missing = set(self.slots)
-        self.receive_buffer: Tensor | None = None  # see Comm.receive_buffer
-        self.reduce_handle: Any = None  # of the reduce-scatter in flight
-        self.gather_handle: Any = None  # of the all-gather in flight
 
     def updates_in(self, step: int) -> bool:
-        updates_in = getattr(
-            self.rule, "updates_in", lambda step: (step + 1) % self.rule.every == 0
-        )
-        return step >= self.first_step and updates_in(step)
+        if step < self.first_step:
+            return False
+        if hasattr(self.rule, "updates_in"):
+            return self.rule.updates_in(step)
+        return (step + 1) % self.rule.every == 0
 
     def add_grad(self, slot: Slot, factor: float, invariant: bool = False) -> None:
-        """Add the parameter's new gradient times factor into its slot, and set param.grad to None."""
+        """Add the parameter's new gradient times factor into its slot; set param.grad to None."""
         grad = slot.param.grad
         slot.param.grad = None
         self.accumulate(slot, grad, factor, invariant)
@@ -3602,30 +3582,33 @@ class Bucket:
         self.missing.discard(slot)
 
     def accumulate(self, slot: Slot, grad: Tensor, factor: float, invariant: bool) -> None:
-        """Add a gradient in one pass over memory; a sparse one into the rows that it has. The
-        first one overwrites."""
-        main = slot.grad
+        """Add a gradient in one pass over memory; the first one since an update overwrites."""
+        total = slot.grad
         overwrite = slot in self.needs_overwrite
         if invariant:
-            slot.pending_grads.append(grad.to_dense().to(main.dtype) * factor)
-        elif grad.is_sparse:
+            slot.pending_grads.append(grad.to_dense().to(total.dtype) * factor)
+        elif grad.is_sparse:  # into the rows that it has
             if overwrite:
-                main.zero_()
-            main.index_add_(0, grad._indices()[0], grad._values().to(main.dtype), alpha=factor)
+                total.zero_()
+            total.index_add_(0, grad._indices()[0], grad._values().to(total.dtype), alpha=factor)
         elif overwrite:
-            torch.mul(grad, factor_tensor(factor, grad.dtype, main.dtype, main.device), out=main)
+            multiplier = factor_tensor(factor, grad.dtype, total.dtype, total.device)
+            torch.mul(grad, multiplier, out=total)
         else:
-            main.add_(grad, alpha=factor)
+            total.add_(grad, alpha=factor)
 
     def start_reduce_scatter(self, comm: Comm, invariant: bool) -> None:
-        """Start the sum over ranks. After reduce_handle.wait() grad_shard holds it, the rest of
-        grad_data nothing."""
-        for slot in self.slots if invariant else ():
-            if slot.pending_grads:
-                slot.grad.copy_(tree_sum(slot.pending_grads))
-                slot.pending_grads.clear()
-            else:
-                slot.grad.zero_()
+        """Start the sum over ranks. After reduce_handle.wait() grad_shard holds it.
+
+        The other shards of grad_data then hold nothing of use.
+        """
+        if invariant:
+            for slot in self.slots:
+                if slot.pending_grads:
+                    slot.grad.copy_(tree_sum(slot.pending_grads))
+                    slot.pending_grads.clear()
+                else:
+                    slot.grad.zero_()
         for slot in self.needs_overwrite:  # unused parameters
             slot.grad.zero_()
         self.reduce_handle = comm.reduce_scatter(
@@ -3633,16 +3616,17 @@ class Bucket:
         )
 
     def carry_over(self, updates: bool) -> None:
-        """Add earlier steps' gradients; keep the sum if this step does not update
-        (world-size-invariant mode only)."""
-        if (pending := self.state.pop("pending", None)) is not None:
-            self.grad_shard.add_(pending)
+        """Add earlier steps' gradients, and keep the sum if this step does not update.
+
+        Only world-size-invariant mode has steps that sum and do not update.
+        """
+        if "pending" in self.state:
+            self.grad_shard.add_(self.state.pop("pending"))
         if not updates:
             self.state["pending"] = self.grad_shard.clone()
 
     def hyper(self, plan: Plan) -> Values:
-        """Compute the rule's hyperparameters, and its noise, which depends on seed, update and
-        name only."""
+        """Compute the rule's hyperparameters; noise depends on seed, update and name only."""
         hyper = self.rule.hyper(plan, self.updates)
         if "noise" in hyper:
             seed = hyper["noise"]
@@ -3656,25 +3640,25 @@ class Bucket:
         return hyper
 
     def update(self, update: Callable[..., None], hyper: Values, unbatched: bool) -> None:
-        """Update this rank's shard. unbatched: one matrix at a time, since a batch may be summed
-        in another order."""
+        """Update this rank's shard.
+
+        unbatched: one matrix at a time, since a batch may be summed in another order.
+        """
         size = 1 if unbatched and self.param_shard.dim() > 1 else len(self.param_shard)
-        by_unit = {"scale": self.scale, **{key: x for key, x in hyper.items() if key == "noise"}}
-        for part in (slice(i, i + size) for i in range(0, len(self.param_shard), size)):
-            update(
-                self.param_shard[part],
-                self.grad_shard[part],
-                {key: x[part] for key, x in self.state.items()},
-                {**hyper, **{key: x[part] for key, x in by_unit.items()}},
-            )
+        for begin in range(0, len(self.param_shard), size):
+            part = slice(begin, begin + size)
+            part_hyper = {**hyper, "scale": self.scale[part]}
+            if "noise" in hyper:
+                part_hyper["noise"] = hyper["noise"][part]
+            state = {key: x[part] for key, x in self.state.items()}
+            update(self.param_shard[part], self.grad_shard[part], state, part_hyper)
 
     def start_all_gather(self, comm: Comm) -> None:
         """Start to write every rank's updated shard into param_data, where the model reads it."""
         self.gather_handle = comm.all_gather(self.param_data, self.param_shard.view(-1))
 
     def nonfinite(self) -> list[str]:
-        """Name parameters with a non-finite gradient: a sum over ranks within this rank's shard,
-        local outside it."""
+        """Name parameters with a non-finite gradient: summed in this rank's shard, else local."""
         return [slot.name for slot in self.slots if not slot.grad.isfinite().all()]
 
     def drop_gradients(self) -> None:
@@ -3685,24 +3669,27 @@ class Bucket:
             slot.pending_grads.clear()
 
     def view_of(self, slot: Slot, x: Tensor, of_shard: bool = False) -> Tensor:
-        """View a parameter's part of a tensor over all shards or this rank's, which may have fewer
-        values per unit."""
-        begin, numel = (
-            (self.shard_begin, self.shard_numel) if of_shard else (0, len(self.param_data))
-        )
-        ends = (slot.offset - begin, slot.offset - begin + slot.param.numel())
+        """View a parameter's part of a tensor x over all shards, or over this rank's.
+
+        x may have fewer values per unit than the parameters.
+        """
+        numel = self.shard_numel if of_shard else len(self.param_data)
+        begin = slot.offset - (self.shard_begin if of_shard else 0)
+        ends = (begin, begin + slot.param.numel())
         return x.view(-1)[slice(*(max(end, 0) * x.numel() // numel for end in ends))]
 
 
 @functools.lru_cache(maxsize=256)
 def factor_tensor(
-    factor: float, grad: torch.dtype, main: torch.dtype, device: torch.device
+    factor: float, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return the factor as a tensor, with which a small torch.mul(gradient, factor, out=main) is
-    1.5 times as fast."""
-    if grad != main:  # shape [1] makes torch.mul compute in the wider dtype, in the same pass
-        return torch.tensor([factor], dtype=main, device=device)
-    return torch.tensor(factor, dtype=torch.promote_types(grad, torch.float32))
+    """Return the factor as a tensor, with which a small torch.mul(..., out=x) is 1.5 times as fast.
+
+    dtype: of the gradient. out_dtype: of the product.
+    """
+    if dtype != out_dtype:  # shape [1] makes torch.mul compute in the wider dtype, in the same pass
+        return torch.tensor([factor], dtype=out_dtype, device=device)
+    return torch.tensor(factor, dtype=torch.promote_types(dtype, torch.float32))
 
 
 def tree_sum(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
@@ -3741,41 +3728,43 @@ class Comm:
         self.point_to_point = ranks == 1 or dist.get_backend(group) == "gloo"
 
     def receive_buffer(self, full: Tensor, invariant: bool) -> Tensor | None:
-        """Allocate memory for the messages of reduce_scatter(full [ranks * shard]); None if it
-        sends no messages."""
-        if (
-            self.point_to_point or invariant
-        ):  # once, since allocating it for each launch would cost as much as the sum
+        """Allocate memory for reduce_scatter's messages; None if it sends none.
+
+        full: [ranks * shard].
+        """
+        # once: allocating it for each launch would cost as much as the sum
+        if self.point_to_point or invariant:
             return full.new_empty(self.ranks - 1, len(full) // self.ranks, dtype=self.sent_dtype)
         return None
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, buffer: Tensor | None) -> Any:
-        """Start to sum this rank's part of full [ranks * shard] over ranks into shard; with a
-        buffer, as a tree."""
+        """Start to sum this rank's part of full [ranks * shard] over ranks into shard.
+
+        With a buffer the sum is a tree.
+        """
         if buffer is None:
             unwrapped = inspect.unwrap(dist.reduce_scatter_tensor)  # torch 2.13's wrapper warns
             return unwrapped(shard, full, group=self.group, async_op=True)
         shards = full.view(self.ranks, -1)
         received = [*buffer[: self.rank], shards[self.rank], *buffer[self.rank :]]
-        return HandleGroup(
-            self.exchange(shards, received), then=lambda: tree_sum(received, out=shard)
-        )
+        messages = self.exchange(shards, received)
+        return HandleGroup(messages, then=lambda: tree_sum(received, out=shard))
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Any:
-        """Start to write every rank's shard into full [ranks * shard]. The shard may be a view of
-        full."""
+        """Start to write every rank's shard, which may be a view of full, into full."""
         if not self.point_to_point:
-            return inspect.unwrap(dist.all_gather_into_tensor)(
-                full, shard, group=self.group, async_op=True
-            )
+            unwrapped = inspect.unwrap(dist.all_gather_into_tensor)
+            return unwrapped(full, shard, group=self.group, async_op=True)
         shards = full.view(self.ranks, -1)
         shards[self.rank].copy_(shard)  # a no-op if shard is a view of full
         return self.exchange([shard] * self.ranks, shards)
 
     @functools.cached_property
     def cpu_group(self) -> Any:
-        """The process group for CPU tensors. With a GPU's backend all ranks must first use it at
-        the same time."""
+        """The process group for CPU tensors.
+
+        With a GPU's backend all ranks must first use it at the same time.
+        """
         if dist.get_backend(self.group) == "gloo":
             return self.group
         ranks = self.group and dist.get_process_group_ranks(self.group)
@@ -3784,25 +3773,23 @@ class Comm:
         )
 
     def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> HandleGroup:
-        """Start to send sent[i] to rank i and to receive received[i] from it. Empty tensors are
-        not sent."""
+        """Start to send sent[i] to rank i and to receive received[i] from it; not empty tensors."""
         group = self.cpu_group if self.ranks > 1 and not sent[0].is_cuda else self.group
         # messages of int64 have a tag of their own, so that a subclass can send them between these
         tag = 4404 + (sent[0].dtype == torch.int64)
         world = dist.get_process_group_ranks(self.group) if self.group else range(self.ranks)
-        messages = [
-            (way, tensors[other], world[other], group, tag)
-            for way, tensors in ((dist.isend, sent), (dist.irecv, received))
-            for other in range(self.ranks)
-            if other != self.rank and tensors[other].numel()
-        ]
+        messages = []
+        for transfer, tensors in ((dist.isend, sent), (dist.irecv, received)):
+            for peer in range(self.ranks):
+                if peer != self.rank and tensors[peer].numel():
+                    messages.append((transfer, tensors[peer], world[peer], group, tag))
         if messages and sent[0].is_cuda:  # NCCL needs a batch, which costs gloo time
             handles = dist.batch_isend_irecv([dist.P2POp(*m) for m in messages])
         else:
             handles = []
-            for way, *message in messages:
+            for transfer, *message in messages:
                 with name_peer(f"rank {message[1]}"):
-                    handles.append(way(*message))
+                    handles.append(transfer(*message))
         return HandleGroup(*handles, peers=[m[2] for m in messages])
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -3812,8 +3799,7 @@ class Comm:
         return x
 
     def start_all_reduce(self, x: Tensor) -> Any:
-        """Start to sum x over ranks in place. On GPUs only the stream that calls handle.wait()
-        waits."""
+        """Start to sum x over ranks in place. On GPUs only the stream of handle.wait() waits."""
         return (
             dist.all_reduce(x, group=self.group, async_op=True) if self.ranks > 1 else HandleGroup()
         )
@@ -3827,15 +3813,17 @@ class Comm:
             dist.broadcast(sent.view(-1).view(torch.uint8), group=self.group, group_src=0)
             memory.copy_(sent)
 
-    def all_gather_json(self, mine: Any) -> list[Any]:
-        """Return every rank's value, in the order of ranks. JSON, unlike pickle, executes nothing
-        on arrival."""
+    def all_gather_json(self, value: Any) -> list[Any]:
+        """Return every rank's value, in the order of ranks.
+
+        JSON, unlike pickle, executes nothing on arrival.
+        """
+        message = json.dumps(value)
         if self.ranks == 1:  # the device may be `meta`, which holds no values
-            return [json.loads(json.dumps(mine))]
-        text = torch.tensor(list(json.dumps(mine).encode()), dtype=torch.uint8, device=self.device)
-        sizes = self.all_reduce(
-            F.one_hot(torch.tensor(self.rank), self.ranks).to(self.device) * len(text)
-        ).tolist()
+            return [json.loads(message)]
+        text = torch.tensor(list(message.encode()), dtype=torch.uint8, device=self.device)
+        one_hot = F.one_hot(torch.tensor(self.rank), self.ranks).to(self.device)
+        sizes = self.all_reduce(one_hot * len(text)).tolist()
         texts = text.new_zeros(self.ranks, max(sizes))
         texts[self.rank, : len(text)] = text
         return [
@@ -3844,23 +3832,22 @@ class Comm:
 
 
 class CompressedComm(Comm):
-    """Sends gradients in bf16: half the bytes of float32. Other communication hooks are subclasses
-    like this one."""
+    """Send gradients in bf16: half the bytes of float32.
+
+    Other communication hooks are subclasses like this one.
+    """
 
     sent_dtype = torch.bfloat16
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, buffer: Tensor | None) -> Any:
         small = full.to(self.sent_dtype)
         small_shard = small.view(self.ranks, -1)[self.rank]
-        return HandleGroup(
-            super().reduce_scatter(small_shard, small, buffer),
-            then=lambda: shard.copy_(small_shard),
-        )
+        handle = super().reduce_scatter(small_shard, small, buffer)
+        return HandleGroup(handle, then=lambda: shard.copy_(small_shard))
 
 
 class HandleGroup:
-    """Handles of collectives or messages that are waited for together; `then` is called after the
-    last one.
+    """Wait together for handles of collectives or messages; then call `then`.
 
     peers: the rank that each message is from or to. If it fails, the error names the rank.
     """
@@ -3897,17 +3884,18 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def agree(comm: Comm, subject: str, mine: Values, cure: str) -> None:
-    """Raise RunError on every rank unless all ranks have the same values; it names the value, the
-    rank and both."""
-    for rank, theirs in enumerate(everyones := comm.all_gather_json(mine)):
-        for key in {**everyones[0], **theirs}:
-            here = theirs.get(key, "nothing")
-            first = everyones[0].get(key, "nothing")
-            if here != first:
+def agree(comm: Comm, subject: str, values: Values, cure: str) -> None:
+    """Raise RunError on every rank unless all have the same values; it names the difference."""
+    values_by_rank = comm.all_gather_json(values)
+    expected = values_by_rank[0]
+    for rank, seen in enumerate(values_by_rank):
+        for key in {**expected, **seen}:
+            value = seen.get(key, "nothing")
+            value_of_0 = expected.get(key, "nothing")
+            if value != value_of_0:
                 raise RunError(
-                    f"the ranks' {subject} differ: rank {rank} has {key} {here}; rank 0 has"
-                    f" {first}. {cure}"
+                    f"the ranks' {subject} differ: rank {rank} has {key} {value}; rank 0 has"
+                    f" {value_of_0}. {cure}"
                 )
 
 
@@ -3933,11 +3921,9 @@ class RowBucket(Bucket):
         self.may_compile = not self.rule.lazy
         # [rows of all ranks, width]
         self.all_rows = self.param_data.view(-1, *self.param_shard.shape[1:])
-        # the summed gradients [n, width] of n rows of this shard, whose first row has index 0
-        self.grad_indices, self.grad_shard = (
-            torch.empty(0).long(),
-            self.param_shard[:0].to(self.grad_data.dtype),
-        )
+        # n rows of this shard, whose first row has index 0, and their summed gradients [n, width]
+        self.grad_indices = torch.empty(0).long()
+        self.grad_shard = self.param_shard[:0].to(self.grad_data.dtype)
         # 1: this rank has announced the row
         self.announced = torch.zeros(len(self.all_rows), dtype=torch.uint8)
         # handle of the exchange of read_bits, every rank's announced as bits
@@ -3947,8 +3933,10 @@ class RowBucket(Bucket):
         return slot.offset // self.all_rows.size(1)
 
     def accumulate(self, slot: Slot, grad: Tensor, factor: float, invariant: bool) -> None:
-        """Keep a sparse gradient until launch. Merge duplicate rows if they would need more memory
-        than all rows."""
+        """Keep a sparse gradient until launch.
+
+        Merge duplicate rows if they would need more memory than all rows.
+        """
         if not grad.is_sparse:
             raise RunError(
                 f"{slot.name} got a dense gradient, but its rule needs a sparse one; create the"
@@ -3958,18 +3946,18 @@ class RowBucket(Bucket):
         if not invariant and sum(x._nnz() for x in slot.pending_grads) > len(slot.param):
             slot.pending_grads = [tree_sum(slot.pending_grads).coalesce()]
 
-    def announce(self, comm: Comm, indices: Iterable[Tensor], last: bool) -> None:
-        """Mark rows as read by this rank. last: the next launch sends their gradients, so tell all
-        ranks now."""
+    def announce(self, comm: Comm, indices: Iterable[Tensor], complete: bool) -> None:
+        """Mark rows as read by this rank.
+
+        complete: the next launch sends their gradients, so tell all ranks now.
+        """
         for x in indices:
             self.announced.index_fill_(0, x.cpu(), 1)
-        if last:
-            self.read_bits = torch.from_numpy(np.packbits(self.announced.numpy())).repeat(
-                comm.ranks, 1
-            )
-            self.announcement = comm.exchange(
-                [self.read_bits[comm.rank]] * comm.ranks, self.read_bits
-            )
+        if complete:
+            bits = torch.from_numpy(np.packbits(self.announced.numpy()))
+            self.read_bits = bits.repeat(comm.ranks, 1)
+            sent = [self.read_bits[comm.rank]] * comm.ranks
+            self.announcement = comm.exchange(sent, self.read_bits)
 
     def finish_announcement(self) -> None:
         """Wait for the announcement, if one is in flight, and clear announced for the next step."""
@@ -3983,13 +3971,14 @@ class RowBucket(Bucket):
 
     def count_by_owner(self, indices: np.ndarray) -> list[int]:
         """Count sorted indices of rows by the rank that updates them."""
-        return np.diff(
-            np.searchsorted(indices, range(0, len(self.all_rows) + 1, len(self.param_shard)))
-        ).tolist()
+        bounds = range(0, len(self.all_rows) + 1, len(self.param_shard))
+        return np.diff(np.searchsorted(indices, bounds)).tolist()
 
     def scatter_add(self, known: Tensor, grads: Iterable[Pair]) -> Tensor:
-        """Sum pairs (indices of rows, gradients) into [n, width], for n sorted indices `known`.
-        RunError for others."""
+        """Sum pairs (indices, gradients) into [n, width], for n sorted indices `known`.
+
+        Raise RunError for other indices.
+        """
         sums = torch.zeros(
             len(known), self.all_rows.size(1), dtype=self.grad_data.dtype, device=known.device
         )
@@ -4010,46 +3999,56 @@ class RowBucket(Bucket):
     def start_reduce_scatter(self, comm: Comm, invariant: bool) -> None:
         """Start to send each row's gradient to its owner. After reduce_handle.wait(), grad_shard
         holds the sums."""
-        grads = []  # (indices of rows in the bucket, gradients); an index may occur more than once
-        for slot in self.slots:
-            pending = (
-                [tree_sum([x.coalesce() for x in slot.pending_grads])]
-                if invariant
-                else slot.pending_grads
-            )
-            grads += [(x._indices()[0] + self.first_row(slot), x._values()) for x in pending]
+        grads = self.row_grads(invariant)
         if self.announcement is None:
-            self.announce(comm, [indices for indices, _ in grads], True)
+            self.announce(comm, [indices for indices, _ in grads], complete=True)
         self.finish_announcement()
-        bits = self.read_bits.numpy()
-        mine = [len(self.param_shard) * rank for rank in (comm.rank, comm.rank + 1)]
-        read_by_me = ones(bits[comm.rank])
-        self.read_by_any = ones(of_any := np.bitwise_or.reduce(bits))
-        mine_read_by = [ones(of_rank, *mine) for of_rank in bits]  # the first row of mine is 0
-        sums = self.scatter_add(self.on_device(read_by_me), grads)
-        for held in (grads, *(slot.pending_grads for slot in self.slots)):
-            held.clear()
-        sent = sums.to(comm.sent_dtype or sums.dtype).split(self.count_by_owner(read_by_me))
-        counts = [*map(len, mine_read_by)]
-        # of all ranks, one after another
+        bits_by_rank = self.read_bits.numpy()
+        bits_of_any = np.bitwise_or.reduce(bits_by_rank)
+        self.read_by_any = ones(bits_of_any)
+        # this rank's sums, for the rows of all owners
+        sent_rows = ones(bits_by_rank[comm.rank])
+        sums = self.scatter_add(self.on_device(sent_rows), grads)
+        del grads  # they need much memory
+        for slot in self.slots:
+            slot.pending_grads.clear()
+        sent = sums.to(comm.sent_dtype or sums.dtype).split(self.count_by_owner(sent_rows))
+        # all ranks' sums, for the rows of this shard, whose first row has index 0
+        begin = comm.rank * len(self.param_shard)
+        end = begin + len(self.param_shard)
+        rows_by_rank = [ones(bits, begin, end) for bits in bits_by_rank]
+        counts = [len(rows) for rows in rows_by_rank]
         values = sums.new_empty((sum(counts), sums.size(1)), dtype=sent[0].dtype)
         received = values.split(counts)
         received[comm.rank].copy_(sent[comm.rank])
-        indices = self.on_device(ones(of_any, *mine))
-        of_values = self.on_device(np.concatenate(mine_read_by))
+        value_rows = self.on_device(np.concatenate(rows_by_rank))
+        shard_rows = self.on_device(ones(bits_of_any, begin, end))
 
         def sum_over_ranks() -> None:
-            pieces = zip(of_values.split(counts), received) if invariant else [(of_values, values)]
-            self.grad_indices, self.grad_shard = (
-                indices,
-                tree_sum([self.scatter_add(indices, [x]) for x in pieces]),
-            )
+            terms = [(value_rows, values)]
+            if invariant:  # a tree over ranks
+                terms = zip(value_rows.split(counts), received)
+            self.grad_shard = tree_sum([self.scatter_add(shard_rows, [term]) for term in terms])
+            self.grad_indices = shard_rows
 
         self.reduce_handle = HandleGroup(comm.exchange(sent, received), then=sum_over_ranks)
 
+    def row_grads(self, invariant: bool) -> list[Pair]:
+        """Return pending gradients: (indices of rows in the bucket, which may repeat; values)."""
+        grads = []
+        for slot in self.slots:
+            pending = slot.pending_grads
+            if invariant:
+                pending = [tree_sum([x.coalesce() for x in pending])]
+            for x in pending:
+                grads.append((x._indices()[0] + self.first_row(slot), x._values()))
+        return grads
+
     def carry_over(self, updates: bool) -> None:
-        """Do the same as Bucket.carry_over. A rule that is not lazy, and a sum over several steps,
-        need all rows."""
+        """Do the same as Bucket.carry_over.
+
+        A rule that is not lazy, and a sum over several steps, need all rows.
+        """
         if not (updates and self.rule.lazy) or "pending" in self.state:
             grads = torch.zeros_like(self.param_shard, dtype=self.grad_data.dtype)
             grads[self.grad_indices] = self.grad_shard
@@ -4059,14 +4058,15 @@ class RowBucket(Bucket):
         super().carry_over(updates)
 
     def update(self, update: Callable[..., None], hyper: Values, unbatched: bool) -> None:
-        """Update all rows, or those that have a gradient other than zero. `unbatched` makes no
-        difference to Adam."""
+        """Update all rows, or those that have a gradient other than zero.
+
+        `unbatched` makes no difference to Adam.
+        """
         if not self.rule.lazy:
             return super().update(update, hyper, unbatched=False)
         wholes = [self.param_shard, *self.state.values()]
-        for indices, grad in zip(
-            *(x.split(2**16) for x in (self.grad_indices, self.grad_shard))
-        ):  # to save memory
+        # in pieces, to save memory
+        for indices, grad in zip(self.grad_indices.split(2**16), self.grad_shard.split(2**16)):
             # on CPUs 5 times as fast as whole[...]
             olds = [whole.index_select(0, indices) for whole in wholes]
             param, *state = (old.clone() for old in olds)
@@ -4087,18 +4087,18 @@ class RowBucket(Bucket):
         def write() -> None:
             self.all_rows[indices] = new
 
-        self.gather_handle = HandleGroup(
-            comm.exchange([received[comm.rank]] * comm.ranks, received), then=write
-        )
+        messages = comm.exchange([received[comm.rank]] * comm.ranks, received)
+        self.gather_handle = HandleGroup(messages, then=write)
 
     def nonfinite(self) -> list[str]:
-        bad = self.grad_indices[
-            ~self.grad_shard.isfinite().all(1)
-        ] + self.shard_begin // self.all_rows.size(1)
-        tables = [(slot.name, self.first_row(slot), len(slot.param)) for slot in self.slots]
-        return [
-            name for name, first, size in tables if ((bad >= first) & (bad < first + size)).any()
-        ]
+        bad_rows = self.grad_indices[~self.grad_shard.isfinite().all(1)]
+        bad_rows += self.shard_begin // self.all_rows.size(1)
+        names = []
+        for slot in self.slots:
+            row_in_slot = bad_rows - self.first_row(slot)
+            if ((row_in_slot >= 0) & (row_in_slot < len(slot.param))).any():
+                names.append(slot.name)
+        return names
 
     def reset(self) -> None:
         """Set all rows and this rank's state to zero. The count of updates goes on."""
@@ -4111,12 +4111,14 @@ class RowBucket(Bucket):
 
 
 def ones(bits: np.ndarray, begin: int = 0, end: int = 2**62) -> np.ndarray:
-    """Return the sorted indices, less begin, of the ones from begin to end in packed bits uint8
-    [n], most of them 0."""
+    """Find the ones from begin to end in packed bits uint8 [n], most of them 0.
+
+    Return their sorted indices, less begin.
+    """
     bytes_with_ones = begin // 8 + np.flatnonzero(bits[begin // 8 : -(-end // 8)].astype(bool))
     at = np.flatnonzero(np.unpackbits(bits[bytes_with_ones]).view(bool))
-    found = 8 * bytes_with_ones[at // 8] + at % 8
-    return found[slice(*np.searchsorted(found, (begin, end)))] - begin
+    indices = 8 * bytes_with_ones[at // 8] + at % 8
+    return indices[slice(*np.searchsorted(indices, (begin, end)))] - begin
 
 
 # A saved state has each tensor whole, with a name and a size that depend on neither ranks nor
@@ -4125,7 +4127,7 @@ def ones(bits: np.ndarray, begin: int = 0, end: int = 2**62) -> np.ndarray:
 #     NAME/KEY        a tensor of its rule, such as a moment
 #     NAME/updates    number of updates so far
 #     NAME/pending    gradients of earlier steps that wait for an update (world-size-invariant mode)
-#     NAME            a persistent buffer, such as a running mean, or a tensor of DistributedOptimizer.further
+#     NAME            a persistent buffer, such as a running mean, or a tensor of optimizer.further
 
 
 def gather_state(bucket: Bucket, comm: Comm) -> Tensors:
@@ -4143,27 +4145,23 @@ def gather_state(bucket: Bucket, comm: Comm) -> Tensors:
 
 
 def take_state(bucket: Bucket, state: Tensors) -> Tensors:
-    """Remove one bucket's tensors from `state` and return them. Raise RunError if they do not fit."""
-    shards = {
-        "": bucket.param_shard,
-        **{f"/{key}": x for key, x in bucket.state.items() if key != "pending"},
-    }
+    """Remove one bucket's tensors from `state` and return them. RunError if they do not fit."""
+    shards = {"": bucket.param_shard, **{f"/{key}": x for key, x in bucket.state.items()}}
+    shards.pop("/pending", None)
     if f"{bucket.slots[0].name}/pending" in state:
         shards["/pending"] = bucket.param_shard
-    sizes = {
-        slot.name + key: slot.param.numel() * x.numel() // bucket.shard_numel
-        for slot in bucket.slots
-        for key, x in shards.items()
-    }
-    sizes |= {f"{slot.name}/updates": 1 for slot in bucket.slots}
+    sizes = {}
+    for slot in bucket.slots:
+        for key, x in shards.items():
+            sizes[slot.name + key] = slot.param.numel() * x.numel() // bucket.shard_numel
+    for slot in bucket.slots:
+        sizes[f"{slot.name}/updates"] = 1
     for name, size in sizes.items():
-        if name not in state or state[name].numel() != size:
-            seen = (
-                f"has {state[name].numel()} values, not {size}" if name in state else "is missing"
-            )
-            raise RunError(
-                f"the saved state does not fit: {name} {seen}; load one of the same model and rules"
-            )
+        seen = f"has {state[name].numel()} values, not {size}" if name in state else "is missing"
+        require(
+            name in state and state[name].numel() == size,
+            f"the saved state does not fit: {name} {seen}; load one of the same model and rules",
+        )
     taken = {name: state.pop(name) for name in sizes}
     updates = {slot.name: int(taken[f"{slot.name}/updates"]) for slot in bucket.slots}
     require(
@@ -4176,9 +4174,9 @@ def take_state(bucket: Bucket, state: Tensors) -> Tensors:
 
 def write_state(bucket: Bucket, saved: Tensors, comm: Comm) -> None:
     """Write the tensors that take_state returned to the bucket."""
-    first = bucket.slots[0].name
-    bucket.updates = int(saved[f"{first}/updates"])
-    if f"{first}/pending" in saved:
+    name = bucket.slots[0].name
+    bucket.updates = int(saved[f"{name}/updates"])
+    if f"{name}/pending" in saved:
         bucket.state["pending"] = torch.zeros_like(bucket.param_shard, dtype=bucket.grad_data.dtype)
     for slot in bucket.slots:
         bucket.view_of(slot, bucket.param_data).copy_(saved[slot.name].view(-1))
@@ -4210,14 +4208,13 @@ class ParamSpec(NamedTuple):
 
 
 def build_model(config: Config, encoding: Encoding) -> GPT:
-    """Build the model of a config on the CPU. A seed gives the same initialization on every
-    machine."""
+    """Build the model of a config on the CPU, with the same initialization on every machine."""
     torch.manual_seed(config.seed)
     return config.model_type(config, encoding)
 
 
 def build_optimizer(
-    config: Config, model: GPT, comm: Comm, compiled: bool = False
+    config: Config, model: GPT, comm: Comm, compile_updates: bool = False
 ) -> DistributedOptimizer:
     """Build the optimizer of a config. The model must be on its device."""
     specs = specs_of(config, model)
@@ -4232,17 +4229,17 @@ def build_optimizer(
     )
     # Reducer divides by the number of backward passes. Splits add passes, but the loss is a sum
     # over tokens
-    return DistributedOptimizer(
-        buckets, comm, config, model, float(config.micro_batch_splits), compiled
-    )
+    grad_scale = float(config.micro_batch_splits)
+    return DistributedOptimizer(buckets, comm, config, model, grad_scale, compile_updates)
 
 
 def specs_of(config: Config, model: GPT) -> list[ParamSpec]:
-    """Assign every parameter that is not frozen its update rule, by its kind, in the model's
-    order."""
+    """Assign every parameter that is not frozen its kind's update rule, in the model's order."""
     groups = groups_by_kind(config)
     specs = []
-    for name, param in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
         kind = getattr(param, "kind", None)
         require(
             kind in groups,
@@ -4303,8 +4300,7 @@ def seen_by_pieces(x: Tensor, mask: Tensor) -> Tensor:
     )
 
 
-# least queries per piece. Smaller pieces compute fewer masked keys; GPUs need larger ones to be
-# busy
+# Least queries per piece. Smaller pieces compute fewer masked keys; larger ones keep GPUs busy
 MASK_PIECE = {"cuda": 1024, "cpu": 64}
 
 
@@ -4351,26 +4347,24 @@ flash_3: Any = None  # the module with FlashAttention 3's interface, once find_f
 
 
 def find_flash_3() -> str:
-    """Load FlashAttention 3: an installed wheel, or the build that public records take from the
-    Hugging Face hub.
+    """Load FlashAttention 3 -> why there is none; empty if there is one.
 
-    Return why there is none; empty if there is one.
+    It is an installed wheel, or the build that public records take from the Hugging Face hub.
     """
     global flash_3
     reasons = []
     for package in ("flash_attn_interface", "kernels"):
         try:
-            found = importlib.import_module(package)
+            module = importlib.import_module(package)
             if package == "kernels":
-                found = found.get_kernel(
-                    "kernels-community/flash-attn3", version=1
-                ).flash_attn_interface
+                build = module.get_kernel("kernels-community/flash-attn3", version=1)
+                module = build.flash_attn_interface
             # flash_attention's operators call both
-            found.flash_attn_varlen_func, found._flash_attn_backward
+            module.flash_attn_varlen_func, module._flash_attn_backward
         except Exception as error:  # packages with binaries may raise anything
             reasons.append(f"{package}: {first_line(error)[:200]}")
         else:
-            flash_3 = found
+            flash_3 = module
             return ""
     return "; ".join(reasons)
 
@@ -4383,24 +4377,18 @@ OPERATORS = "of_" + re.sub(r"\W", "_", __name__)
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, numbers: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention [T, H, D] within documents, and the log-sum-exps [H, T] for backward. See
-    DocumentTable.
+    """Compute attention [T, H, D] within documents, and log-sum-exps [H, T]. See DocumentTable.
 
     Attention with mask_in_pieces defines the result. torch's varlen_attn would recompile for each
     new `numbers`.
     """
     window, longest, count = numbers.tolist()
     starts = starts[: count + 1]
+    inputs = (q, k, v, starts, starts, longest, longest)
     if flash_3:  # by its own heuristics it would split the keys, and add the parts up in float32
         with torch.no_grad():
             return flash_3.flash_attn_varlen_func(
-                q,
-                k,
-                v,
-                starts,
-                starts,
-                longest,
-                longest,
+                *inputs,
                 softmax_scale=1.0,
                 causal=True,
                 window_size=(window, 0),
@@ -4408,13 +4396,7 @@ def flash_attention(
                 return_attn_probs=True,
             )
     out, log_sums, *_ = torch.ops.aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        starts,
-        starts,
-        longest,
-        longest,
+        *inputs,
         0.0,
         False,
         False,
@@ -4438,16 +4420,11 @@ def flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     window, longest, count = numbers.tolist()
     starts = starts[: count + 1]
-    dropout_state = q.new_empty(2, dtype=torch.uint64)
+    inputs = (grad, q, k, v, out, log_sums)
     if flash_3:
         dq, dk, dv = map(torch.empty_like, (q, k, v))
         flash_3._flash_attn_backward(
-            grad,
-            q,
-            k,
-            v,
-            out,
-            log_sums,
+            *inputs,
             cu_seqlens_q=starts,
             cu_seqlens_k=starts,
             max_seqlen_q=longest,
@@ -4461,21 +4438,10 @@ def flash_attention_backward(
             window_size_right=0,
         )
         return dq, dk, dv
+    dropout_state = q.new_empty(2, dtype=torch.uint64)
     return torch.ops.aten._flash_attention_backward(
-        grad,
-        q,
-        k,
-        v,
-        out,
-        log_sums,
-        starts,
-        starts,
-        longest,
-        longest,
-        0.0,
-        False,
-        dropout_state,
-        dropout_state,
+        *inputs,
+        *(starts, starts, longest, longest, 0.0, False, dropout_state, dropout_state),
         scale=1.0,
         window_size_left=window,
         window_size_right=0,
@@ -4514,9 +4480,12 @@ class ReluSquaredMLP(torch.autograd.Function):
 
 
 def relu_squared(a: Tensor, b: Tensor, h: Tensor | None = None) -> Tensor:
-    """Compute relu(a @ b) ** 2, or its backward (a @ b) * 2 sqrt(h) if its result h is given. a
-    [m, k], b [k, n]."""
-    if not (programs := kernel_programs(a, b, a.dtype)):
+    """Compute relu(a @ b) ** 2 or, if its result h is given, its backward (a @ b) * 2 sqrt(h).
+
+    a: [m, k]. b: [k, n].
+    """
+    programs = kernel_programs(a, b, a.dtype)
+    if not programs:
         y = a @ b
         return y.relu() * y if h is None else 2 * y * h.sqrt()
     m, k = a.shape
@@ -4531,14 +4500,7 @@ def relu_squared(a: Tensor, b: Tensor, h: Tensor | None = None) -> Tensor:
     )
     relu_squared_kernel[(programs,)](
         *(TensorDescriptor.from_tensor(x.contiguous(), tile) for x, tile in tiles),
-        m,
-        n,
-        k,
-        TILE_M,
-        TILE_N,
-        TILE_K,
-        programs,
-        h is not None,
+        *(m, n, k, TILE_M, TILE_N, TILE_K, programs, h is not None),
         num_warps=8,
         num_stages=3,
     )
@@ -4554,11 +4516,11 @@ MLP_SHARED = 213_056
 
 
 def kernel_programs(a: Tensor, b: Tensor, dtype: torch.dtype) -> int:
-    """Return with how many programs the kernel computes a @ b, one per multiprocessor; 0 if it
-    cannot."""
+    """Return the kernel's number of programs for a @ b, one per multiprocessor; 0 if unfit."""
     fits = not (len(a) % TILE_M or b.size(1) % TILE_N or len(b) * a.itemsize % (2 * TILE_K))
-    on_gpu = a.is_cuda and dtype == torch.bfloat16 and fits
-    return torch.cuda.get_device_properties(a.device).multi_processor_count if on_gpu else 0
+    if not (a.is_cuda and dtype == torch.bfloat16 and fits):
+        return 0
+    return torch.cuda.get_device_properties(a.device).multi_processor_count
 
 
 if triton is not None:
@@ -4578,8 +4540,7 @@ if triton is not None:
         PROGRAMS: tl.constexpr,
         BACKWARD: tl.constexpr,
     ):
-        """Persistent kernel: a program starts its next tile while it stores the last one, in two
-        halves."""
+        """Start a program's next tile while it stores the last one, in two halves."""
         HALF: tl.constexpr = TILE_N // 2
         columns = N // TILE_N
         for tile in tl.range(tl.program_id(0), M // TILE_M * columns, PROGRAMS, flatten=True):
@@ -4600,10 +4561,9 @@ if triton is not None:
 
 class HeadLoss(torch.autograd.Function):
     """Head.forward by softcapped_loss: x [T, dim], weight [V, dim] -> (objective, entropies [n]).
-    scales: for fp8.
 
-    Forward keeps the logits' gradient in place of the logits. Backward multiplies it by the
-    objective's gradient.
+    scales: for fp8. Forward keeps the logits' gradient in place of the logits. Backward multiplies
+    it by the objective's gradient.
     """
 
     @staticmethod
@@ -4633,49 +4593,25 @@ class HeadLoss(torch.autograd.Function):
         x, weight, grad = ctx.saved_tensors
         scales = ctx.scales
         if scales is None:
-            return (
-                grad_objective * (grad @ weight),
-                grad_objective * (grad.T @ x),
-                None,
-                None,
-                None,
-                None,
-            )
-        return (
-            *fp8_gradients(grad, grad_objective * scales.grad, x, weight, scales),
-            None,
-            None,
-            None,
-            None,
-        )
+            grads = grad_objective * (grad @ weight), grad_objective * (grad.T @ x)
+        else:
+            grads = fp8_gradients(grad, grad_objective * scales.grad, x, weight, scales)
+        return *grads, None, None, None, None
 
 
 def softcapped_loss(
     x: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap, grad_scale: float | None = None
 ) -> Pair:
-    """Compute cross entropies, and the gradient of their weighted sum, by a kernel that reads the
-    logits x [T, V] once.
+    """Compute cross entropies and the gradient of their weighted sum; read logits x [T, V] once.
 
     targets [n, T], -1 is not counted; weights [n]. Return (float32 [n, T], the gradient [T, V]): in
     x's dtype or, with a grad_scale, divided by it and in e5m2.
     """
     losses = torch.empty(targets.shape, dtype=torch.float32, device=x.device)
-    grad = torch.empty(
-        x.shape, dtype=x.dtype if grad_scale is None else torch.float8_e5m2, device=x.device
-    )
+    grad = torch.empty_like(x, dtype=None if grad_scale is None else torch.float8_e5m2)
     softcapped_loss_kernel[(len(x),)](
-        x,
-        targets.contiguous(),
-        weights,
-        losses,
-        grad,
-        len(x),
-        x.size(1),
-        len(targets),
-        *softcap,
-        grad_scale or 1.0,
-        LOSS_CHUNK,
-        x.dtype == torch.bfloat16,
+        *(x, targets.contiguous(), weights, losses, grad, len(x), x.size(1), len(targets)),
+        *(*softcap, grad_scale or 1.0, LOSS_CHUNK, x.dtype == torch.bfloat16),
         num_warps=32,
     )
     return losses, grad
@@ -4709,8 +4645,7 @@ if triton is not None:
         CHUNK: tl.constexpr,
         PACK: tl.constexpr,
     ):
-        """One program per row. It holds in registers what the gradient needs until the row's sum
-        is known.
+        """Keep in registers, one program per row, what the gradient needs until the sum is known.
 
         PACK: hold it in bf16, two chunks in one register. A row of 50,304 logits fills half of the
         64 registers.
@@ -4763,16 +4698,17 @@ if triton is not None:
                 tl.load(x + tl.maximum(target, 0)).to(tl.float32), CAP, SHIFT, SOFTNESS
             )
             tl.store(losses + k * T + row, tl.where(target >= 0, tl.log(total) + CAP - CAP * s, 0))
-            own = 0.0
+            target_weight = 0.0
             for j in tl.static_range(N):
-                own += tl.where(tl.load(targets + j * T + row) == target, tl.load(weights + j), 0)
-            part = factor * (weight_sum * e / total - own) * s * (1 - s)
+                target_weight += tl.where(
+                    tl.load(targets + j * T + row) == target, tl.load(weights + j), 0
+                )
+            part = factor * (weight_sum * e / total - target_weight) * s * (1 - s)
             tl.store(grad + tl.maximum(target, 0), part.to(grad.dtype.element_ty), target >= 0)
 
 
 class FP8Linear(torch.autograd.Function):
-    """x [T, dim] @ weight [V, dim] transposed -> bf16 [T, V]; forward and backward multiply in
-    fp8."""
+    """x [T, dim] @ weight [V, dim] transposed -> bf16 [T, V]; all products are in fp8."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scales: FP8Scales) -> Tensor:
@@ -4795,15 +4731,14 @@ def fp8_operands(x: Tensor, weight: Tensor, scales: FP8Scales) -> Pair:
 def fp8_gradients(
     grad8: Tensor, grad_scale: float | Tensor, x8: Tensor, weight8: Tensor, scales: FP8Scales
 ) -> Pair:
-    """Compute the gradients of x and weight from that of the product, grad8 [T, V] times
-    grad_scale."""
+    """Compute the gradients of x and weight from the product's, grad8 [T, V] times grad_scale."""
     by_column = weight8.T.contiguous().T, x8.T.contiguous().T
     grad_x = fp8_product(grad8, by_column[0], grad_scale, scales.weight, fast=False)
     return grad_x, fp8_product(grad8.T.contiguous(), by_column[1], grad_scale, scales.x, fast=False)
 
 
-# Keep it a function of the module: a method of FP8Linear breaks the compiled graph, and the fusion
-# of casts and loss
+# Keep it a function of the module: a method would break the compiled graph, and the fusion of casts
+# and loss
 def fp8_product(
     a: Tensor,
     b: Tensor,
@@ -4812,8 +4747,7 @@ def fp8_product(
     fast: bool,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """Multiply a [m, k], row-major, by b [k, n], column-major, each times its scale -> [m, n] of
-    dtype."""
+    """Multiply a [m, k], row-major, by b [k, n], column-major, each times its scale -> [m, n]."""
     scale_a, scale_b = (
         x if isinstance(x, Tensor) else torch.full((), x, device=a.device)
         for x in (scale_a, scale_b)
@@ -4824,8 +4758,7 @@ def fp8_product(
 
 
 class FP8Scales(NamedTuple):
-    """Fixed scales of the head's fp8 products: a tensor is divided by its scale before it is
-    rounded."""
+    """Fixed scales of the head's fp8 products. A tensor is divided by its scale, then rounded."""
 
     x: float
     weight: float
@@ -4872,17 +4805,16 @@ class Clock:
 
     @contextlib.contextmanager
     def off(self, name: str) -> Iterator[None]:
-        """Stop the clock and count the seconds under this name; those of torch.compile count as
-        `compile`."""
+        """Stop the clock and count the seconds under this name, torch.compile's as `compile`."""
         running = self.running
         if running:
             self.stop()
         begin = self.last
-        compiled = compile_stats()[1]
+        compile_begin = compile_stats()[1]
         yield
         self.last = self._now()
-        compiled = compile_stats()[1] - compiled
-        self.outside.update({name: self.last - begin - compiled, "compile": compiled})
+        compile_seconds = compile_stats()[1] - compile_begin
+        self.outside.update({name: self.last - begin - compile_seconds, "compile": compile_seconds})
         self.running = running
 
     def state(self) -> Values:
@@ -4901,11 +4833,11 @@ class Clock:
 
 def compile_stats() -> tuple[int, float]:
     """(graphs, seconds) of torch.compile in this process."""
-    if not (utils := sys.modules.get("torch._dynamo.utils")):
+    utils = sys.modules.get("torch._dynamo.utils")
+    if not utils:
         return 0, 0.0
-    return utils.counters["stats"]["unique_graphs"], utils.calculate_time_spent().get(
-        "total_wall_time", 0.0
-    )
+    seconds = utils.calculate_time_spent().get("total_wall_time", 0.0)
+    return utils.counters["stats"]["unique_graphs"], seconds
 
 
 def show_times(elapsed: float, step: int) -> str:
@@ -4914,20 +4846,13 @@ def show_times(elapsed: float, step: int) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape control characters other than newlines and tabs: the text may come from files or
-    other machines."""
+    """Escape control characters of a text from files or other machines; not newlines and tabs."""
     return "".join(
-        (
-            c
-            if c in "\n\t" or unicodedata.category(c)[0] != "C"
-            else c.encode("unicode_escape").decode()
-        )
-        for c in text
+        c if c in "\n\t" or unicodedata.category(c)[0] != "C" else repr(c)[1:-1] for c in text
     )
 
 
-# this folder, or the folders of another path that is neither of the system nor a part of a word or
-# URL
+# This folder, or the folders of another path, unless the system has it or a word or URL contains it
 FOLDERS = re.compile(
     rf"{re.escape(str(ROOT))}/(?=[\w.*])|"
     r"""(?<![\w./~*-])/(?!/|usr/|lib\w*/)(?:[^\s"'<>|:,;/\\]+/)+(?=[\w.*])"""
@@ -4935,47 +4860,53 @@ FOLDERS = re.compile(
 
 
 def without_folders(text: str) -> str:
-    """Leave the folders of this machine out of a text, since logs are published. Paths in this
-    folder stay relative."""
+    """Leave this machine's folders out of a text, since logs are published.
+
+    Paths in this folder stay relative.
+    """
     return FOLDERS.sub("", text)
 
 
 class Log:
-    """A run's log file and what it prints. Only rank 0 writes; each line is in the file when write
-    returns."""
+    """A run's log file and what it prints.
+
+    Only rank 0 writes; each line is in the file when write returns.
+    """
+
+    SEPARATOR = "=" * 100
+    file: Any = None
+    last_line = 0.0  # when it was printed
+    resumes = 0
+    loss = ""  # the newest training loss, as it is printed
 
     def __init__(self, config: Config, rank: int, run_id: str):
         self.config = config
         self.rank = rank
         self.run_id = run_id
-        self.file = None
-        self.last_line = 0.0
         self.mute = rank > 0 or sys.stdout is None
-        self.resumes = 0
-        self.loss = ""  # the newest training loss, as it is printed
 
     @property
     def path(self) -> Path:
         return ROOT / self.config.log_dir / f"{self.run_id}.txt"
 
-    def open(self, start: Values, environment: str, resumed: Values | None) -> None:
-        """Create the file with the source, the environment and the run's description, or append to
-        it."""
+    def open(self, description: Values, environment: str, resumed: Values | None) -> None:
+        """Create the log of a new run, or continue that of a resumed or restarted one.
+
+        resumed: None for a new run; without a checkpoint torchrun has restarted one that had none.
+        """
         # here, and resource below: Windows has neither, and other programs need only the optimizer
         import fcntl
 
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        rule = "=" * 100
-        used = (
+        run_exists = (
             f"{self.path} exists, so run_id {self.run_id!r} was used. Choose another --run_id,"
             " or --resume it"
         )
+        mode = "a+" if resumed else "x+"
         try:
-            file = open(
-                self.path, "a+" if resumed else "x+", encoding="utf-8", errors="replace", newline=""
-            )
+            file = open(self.path, mode, encoding="utf-8", errors="replace", newline="")
         except FileExistsError:
-            raise RunError(used) from None
+            raise RunError(run_exists) from None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -4987,40 +4918,39 @@ class Log:
                 f"{self.path} cannot be locked ({error.strerror}); do not resume it twice at a time"
             )
         file.seek(0)
-        begun = re.search(rf"\n{rule}\n(\{{.*)\n", written := file.read())
-        if begun:
+        written = file.read()
+        head = re.search(rf"\n{self.SEPARATOR}\n(\{{.*)\n", written)
+        if head:
+            description = json.loads(head[1])
             ended = '\n{"end"' in written
-            of_launch = is_of_this_launch(self.path)
-            require(not ended and (resumed["checkpoint"] or of_launch), used)
+            restarted = is_of_this_launch(self.path)
+            require(not ended and (resumed["checkpoint"] or restarted), run_exists)
         else:  # new, deleted, or stopped while its head was written
             file.truncate(0)
+            texts = environment, json.dumps(description, ensure_ascii=False)
+            parts = source_of(self.config), *map(without_folders, texts)
             try:
-                print(
-                    source_of(self.config),
-                    rule,
-                    without_folders(environment),
-                    rule,
-                    without_folders(json.dumps(start, ensure_ascii=False)),
-                    sep="\n",
-                    file=file,
-                    flush=True,
-                )
+                print(*parts, sep=f"\n{self.SEPARATOR}\n", file=file, flush=True)
             except OSError:
                 self.path.unlink()  # the run did not start
                 raise
         self.file = file
-        if resumed and (begun or resumed["checkpoint"]):
-            steps = re.findall(r"^step:(\d+)/", written.rpartition('\n{"resumed"')[2], re.M)
-            began = datetime.fromisoformat((json.loads(begun[1]) if begun else start)["started"])
-            resumed = {
-                "lost_seconds": (datetime.now(timezone.utc) - began).total_seconds(),
-                **resumed,
-                "lost_steps": max(0, int((steps or [0])[-1]) - resumed["from_step"]),
-            }
-            if written[-1:] not in ("", "\n"):
-                self.write("")
-            self.write(without_folders(json.dumps({"resumed": resumed})))
-            self.resumes = written.count('\n{"resumed"') + 1
+        if resumed and (head or resumed["checkpoint"]):
+            self.write_resumption(written, description["started"], resumed)
+
+    def write_resumption(self, written: str, started: str, resumed: Values) -> None:
+        """Add to what was written that the run continues, and what it lost since it was saved.
+
+        Without a checkpoint it has lost all since it started.
+        """
+        life = time.time() - datetime.fromisoformat(started).timestamp()
+        steps = re.findall(r"^step:(\d+)/", written.rpartition('\n{"resumed"')[2], re.M)
+        lost_steps = max(0, int((steps or [0])[-1]) - resumed["from_step"])
+        resumed = {"lost_seconds": life, **resumed, "lost_steps": lost_steps}
+        if written[-1:] not in ("", "\n"):
+            self.write("")
+        self.write(without_folders(json.dumps({"resumed": resumed})))
+        self.resumes = written.count('\n{"resumed"') + 1
 
     def write(self, line: str, off_clock: bool = True) -> None:
         if self.file is not None:
@@ -5034,13 +4964,11 @@ class Log:
                 )
 
     def say(self, line: str, stay: bool = False) -> None:
-        """Print to the terminal only. With stay the next line replaces this one. A closed terminal
-        is ignored."""
+        """Print to the terminal, if it is open. stay: the next line replaces this one."""
         if not self.mute:
             try:
-                print(
-                    "\r\033[K" * sys.stdout.isatty() + printable(line) + "\033[A" * stay, flush=True
-                )
+                erase = "\r\033[K" * sys.stdout.isatty()
+                print(erase + printable(line) + "\033[A" * stay, flush=True)
             except OSError:
                 self.mute = True
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -5054,12 +4982,11 @@ class Log:
         total = self.config.num_steps
         if step == total or time.monotonic() - self.last_line > (0.2 if terminal else 5):
             self.last_line = time.monotonic()
-            left = clock.read() / step * (total - step) / 1000
-            self.say(
-                f"step {step}/{total}  {self.loss}{1000 * tokens / clock.read():,.0f} tokens/s  "
-                + (f"{left:.0f} s left" if step < total else "validation …"),
-                stay=terminal,
-            )
+            speed = 1000 * tokens / clock.read()
+            left = f"{clock.read() / step * (total - step) / 1000:.0f} s left"
+            coming = left if step < total else "validation …"
+            line = f"step {step}/{total}  {self.loss}{speed:,.0f} tokens/s  {coming}"
+            self.say(line, stay=terminal)
 
     def close(self) -> None:
         if self.file is not None:
@@ -5068,8 +4995,7 @@ class Log:
 
 
 def start_log(loop: TrainingLoop, resumed: Values | None, changes: list[str]) -> None:
-    """Open the log with a description of the run. changes: what this machine changed in the
-    config."""
+    """Open the log with a description of the run. changes: of the config, for this machine."""
     c = loop.config
     comm = loop.comm
     log = loop.log
@@ -5080,7 +5006,7 @@ def start_log(loop: TrainingLoop, resumed: Values | None, changes: list[str]) ->
         return
     params = sum(p.numel() for p in worker.model.parameters())
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    start = {
+    description = {
         "run_id": log.run_id,
         "preset": loop.preset,
         **describe_config(c),
@@ -5105,15 +5031,12 @@ def start_log(loop: TrainingLoop, resumed: Values | None, changes: list[str]) ->
         },
         "launch": launch_id(),
     }
-    given_up = [
-        path for path in checkpoints(log.path.parent, log.run_id) if step_of(path) > loop.from_step
-    ]
-    damages = [damage for path in given_up if resumed and (damage := damage_of(path))]
-    log.open(
-        start,
-        environment,
-        resumed
-        and {
+    paths = checkpoints(log.path.parent, log.run_id)
+    given_up = [path for path in paths if step_of(path) > loop.from_step]
+    damages = []
+    if resumed:
+        damages = [*filter(None, map(damage_of, given_up))]
+        resumed = {
             "at": started,
             **resumed,
             "damaged": damages,
@@ -5122,23 +5045,22 @@ def start_log(loop: TrainingLoop, resumed: Values | None, changes: list[str]) ->
             "launch": launch_id(),
             "changes": changes,
             "hosts": hosts,
-        },
-    )
+        }
+    log.open(description, environment, resumed)
     for path in given_up:  # a later resume must not take what this one gives up
         path.replace(f"{path}.given_up")
+    tokens = tokens_of_steps(c, 1)
+    at_first = " at first" * (tokens_of_steps(c, c.num_steps) != c.num_steps * tokens)
     log.say(
         f"preset {loop.preset}: {comm.ranks} rank(s) on {machine['hardware']['device']},"
-        f" {params / 1e6:.1f} M parameters, {c.num_steps} steps of"
-        f" {(first := tokens_of_steps(c, 1)):,}"
-        f" tokens{' at first' * (tokens_of_steps(c, c.num_steps) != c.num_steps * first)},"
+        f" {params / 1e6:.1f} M parameters, {c.num_steps} steps of {tokens:,} tokens{at_first},"
         f" validation on {(loop.val_sequences[:, 1:] >= 0).sum():,} tokens"
     )
     for line in changes:
         log.say(line)
     if resumed:
-        log.say(
-            f"resuming from step {loop.from_step}{', because ' * bool(damages)}{'; '.join(damages)}"
-        )
+        because = ", because " * bool(damages) + "; ".join(damages)
+        log.say(f"resuming from step {loop.from_step}{because}")
 
 
 def finish(loop: TrainingLoop, loss: float, val_tokens: int) -> None:
@@ -5153,39 +5075,33 @@ def finish(loop: TrainingLoop, loss: float, val_tokens: int) -> None:
         model_hash = "" if worker.comm.rank else hash_of(named_tensors(worker.model))
         final_hash = state_hash(worker)
         digest = all_digest(worker)
-    if (
-        c.save_model and worker.comm.rank == 0
-    ):  # before the log's end: until then the run can be resumed
+    # before the log's end: until then the run can be resumed
+    if c.save_model and worker.comm.rank == 0:
         with clock.off("saving"):
             saved_as = f"\nmodel: {save_model(loop)}"
     allocated, reserved = peak_memory_mib(worker.device)
     reached = loss <= c.target_val_loss
     wall_seconds = clock.state()["wall"]
-    log.write(
-        json.dumps(
-            {
-                "end": {
-                    "final_val_loss": loss,
-                    "target_val_loss": c.target_val_loss,
-                    "reached": reached,
-                    "steps": c.num_steps,
-                    "train_tokens": tokens_of_steps(c, c.num_steps),
-                    "train_digest": digest,
-                    "val_tokens": val_tokens,
-                    "train_time_ms": clock.elapsed,
-                    "wall_seconds": wall_seconds,
-                    "seconds_outside_clock": clock.outside,
-                    "compiles_after_warmup": compiles,
-                    "state_hash": loop.state_hashes,
-                    "final_state_hash": final_hash,
-                    "model_hash": model_hash,
-                    "changed_by_validation": loop.changed_by_validation,
-                    "peak_memory_mib": allocated,
-                    "resumed": log.resumes,
-                }
-            }
-        )
-    )
+    result = {
+        "final_val_loss": loss,
+        "target_val_loss": c.target_val_loss,
+        "reached": reached,
+        "steps": c.num_steps,
+        "train_tokens": tokens_of_steps(c, c.num_steps),
+        "train_digest": digest,
+        "val_tokens": val_tokens,
+        "train_time_ms": clock.elapsed,
+        "wall_seconds": wall_seconds,
+        "seconds_outside_clock": clock.outside,
+        "compiles_after_warmup": compiles,
+        "state_hash": loop.state_hashes,
+        "final_state_hash": final_hash,
+        "model_hash": model_hash,
+        "changed_by_validation": loop.changed_by_validation,
+        "peak_memory_mib": allocated,
+        "resumed": log.resumes,
+    }
+    log.write(json.dumps({"end": result}))
     log.write(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
     if worker.comm.rank == 0:
         verdict = ""
@@ -5201,9 +5117,8 @@ def finish(loop: TrainingLoop, loss: float, val_tokens: int) -> None:
 
 
 def profiler_of(loop: TrainingLoop) -> Any:
-    """Return a profiler that writes a Chrome trace of some steps beside the log; its step()
-    follows each step."""
-    first, last = map(int, loop.config.profile.split(":"))
+    """Return a profiler that writes a Chrome trace beside the log; its step() follows each step."""
+    begin, end = map(int, loop.config.profile.split(":"))
     log = loop.log
     log.say(
         f"trace of steps {loop.config.profile}:"
@@ -5211,28 +5126,25 @@ def profiler_of(loop: TrainingLoop) -> Any:
     )
     # a range for each phase of each bucket
     loop.worker.optimizer.reducer.span = torch.profiler.record_function
-    profiler = torch.profiler.profile(
-        schedule=torch.profiler.schedule(
-            wait=max(0, first - 1), warmup=min(1, first), active=last + 1 - first, repeat=1
-        ),
-        on_trace_ready=torch.profiler.tensorboard_trace_handler(
-            str(log.path.parent), f"{log.path.stem}-rank{log.rank}", use_gzip=True
-        ),
+    schedule = torch.profiler.schedule(
+        wait=max(0, begin - 1), warmup=min(1, begin), active=end + 1 - begin, repeat=1
     )
+    write = torch.profiler.tensorboard_trace_handler(
+        str(log.path.parent), f"{log.path.stem}-rank{log.rank}", use_gzip=True
+    )
+    profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write)
     profiler.step_num = loop.from_step
     profiler.current_action = profiler.schedule(loop.from_step)
     return profiler
 
 
 def output_of(*command: str) -> str:
-    """Return the output of a command, empty if it cannot run. A git hook's variables, which name
-    its repository, are left out."""
-    usual = {
-        name: value for name, value in os.environ.items() if not re.match("GIT_(?!CONFIG)", name)
-    }
+    """Return the output of a command; empty if it cannot run."""
+    # without a git hook's variables, which name its repository
+    env = {key: value for key, value in os.environ.items() if not re.match("GIT_(?!CONFIG)", key)}
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, cwd=ROOT, timeout=30, env=usual
+            command, capture_output=True, text=True, cwd=ROOT, timeout=30, env=env
         )
         return done.stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -5245,35 +5157,24 @@ def nvidia_smi(fields: str) -> list[str]:
 
 
 def cpu_name(*keys: str) -> str:
-    """Return these fields of /proc/cpuinfo; the name by default, which several generations may
-    share."""
+    """Return these fields of /proc/cpuinfo; by default the name, which generations may share."""
     with contextlib.suppress(OSError, KeyError):
-        said = dict(
-            re.findall(
-                r"^([\w ]+?)\s*: (.+)$",
-                Path("/proc/cpuinfo").read_text().partition("\n\n")[0],
-                re.M,
-            )
-        )
-        return "/".join(said[key].strip() for key in keys or ("model name",))
+        first_cpu = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+        fields = dict(re.findall(r"^([\w ]+?)\s*: (.+)$", first_cpu, re.M))
+        return "/".join(fields[key].strip() for key in keys or ("model name",))
     return platform.processor() or platform.machine()
 
 
 def source_of(config: Config) -> str:
-    """Return the source of the program: of one file as it is, of several each below a line that
-    names it."""
-    files = source_files(config)
-    texts = [path.read_text(encoding="utf-8") for path in files]
-    return (
-        texts[0]
-        if len(files) == 1
-        else "".join(f"# file: {path.name}\n{text}" for path, text in zip(files, texts))
-    )
+    """Return the source of the program; of several files each below a line that names it."""
+    sources = {path.name: path.read_text(encoding="utf-8") for path in source_files(config)}
+    if len(sources) == 1:
+        return "".join(sources.values())
+    return "".join(f"# file: {name}\n{text}" for name, text in sources.items())
 
 
 def describe_machine(config: Config, device: torch.device) -> tuple[Values, str]:
-    """(hardware, versions, source hash and environment variables for the JSON line; the free text
-    above it)."""
+    """Return (values for the JSON line, the free text above it)."""
     on_gpu = device.type == "cuda"
     cpu = cpu_name()
     cores = os.cpu_count()
@@ -5288,20 +5189,9 @@ def describe_machine(config: Config, device: torch.device) -> tuple[Values, str]
         "triton": triton and triton.__version__,
     }
     text = output_of("nvidia-smi") if on_gpu else f"{cpu}, {cores} cores, {platform.platform()}"
-    prefixes = (
-        "TORCH",
-        "PYTORCH",
-        "TRITON",
-        "INDUCTOR",
-        "NCCL",
-        "GLOO",
-        "CUDA_",
-        "OMP_",
-        "PYTHON",
-        "LD_",
-    )
+    prefixes = tuple("TORCH PYTORCH TRITON INDUCTOR NCCL GLOO CUDA_ OMP_ PYTHON LD_".split())
     environment = {
-        key: setting for key, setting in sorted(os.environ.items()) if key.startswith(prefixes)
+        key: value for key, value in sorted(os.environ.items()) if key.startswith(prefixes)
     }
     hardware = {
         "device": torch.cuda.get_device_name() if on_gpu else cpu,
@@ -5319,30 +5209,25 @@ def describe_machine(config: Config, device: torch.device) -> tuple[Values, str]
     }, text
 
 
-def describe_hosts(comm: Comm, mine: Values) -> list[Values]:
-    """Describe each host: its ranks, hardware, versions and source. RunError if source or packages
-    differ."""
-    agree(
-        comm,
-        "programs",
-        {
-            "source_sha256": mine["source_sha256"],
-            "python": platform.python_version(),
-            **package_versions(),
-        },
-        "Give every host the same checkout and packages (./run.sh --setup)",
-    )
-    hosts: dict[str, Values] = {}
-    for rank, (name, described) in enumerate(comm.all_gather_json([socket.gethostname(), mine])):
-        hosts.setdefault(f"{name} {described['hardware']}", {"ranks": [], **described})[
-            "ranks"
-        ].append(rank)
+def describe_hosts(comm: Comm, machine: Values) -> list[Values]:
+    """Describe each host's ranks and machine. RunError if source or packages differ."""
+    program = {
+        "source_sha256": machine["source_sha256"],
+        "python": platform.python_version(),
+        **package_versions(),
+    }
+    cure = "Give every host the same checkout and packages (./run.sh --setup)"
+    agree(comm, "programs", program, cure)
+    hosts = {}
+    machines = comm.all_gather_json([socket.gethostname(), machine])
+    for rank, (name, machine) in enumerate(machines):
+        host = hosts.setdefault(f"{name} {machine['hardware']}", {"ranks": [], **machine})
+        host["ranks"].append(rank)
     return list(hosts.values())
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of torch and of the installed packages of requirements.txt, if that is
-    beside the script."""
+    """Return the versions of torch and, if requirements.txt is here, of its installed packages."""
     pins = ROOT / "requirements.txt"
     versions = {}
     for name in re.findall(r"^([\w-]+)==", pins.read_text(), re.M) if pins.exists() else ():
@@ -5354,28 +5239,24 @@ def package_versions() -> dict[str, str]:
 def describe_config(config: Config) -> Values:
     """Describe what the run will do and what it starts from, for its log."""
     c = config
+    git = init_from = race = None
     revision = output_of("git", "rev-parse", "HEAD")
-    race = config.race.split(":")
+    if revision:
+        git = {"revision": revision, "clean": not output_of("git", "status", "--porcelain")}
+    if c.init_from:
+        sha256 = None if c.resume else file_sha256(ROOT / c.init_from)
+        init_from = {"path": c.init_from, "sha256": sha256}
+    if c.race:
+        race_id, run, declared_n, side = c.race.split(":")
+        race = {"race_id": race_id, "run": int(run), "declared_n": int(declared_n), "side": side}
     return {
         "config": json_of(c),
         "seed": c.seed,
         "target_val_loss": c.target_val_loss,
         "planned": {"steps": c.num_steps, "train_tokens": tokens_of_steps(c, c.num_steps)},
-        "git": (
-            {"revision": revision, "clean": not output_of("git", "status", "--porcelain")}
-            if revision
-            else None
-        ),
-        "init_from": (
-            {"path": c.init_from, "sha256": None if c.resume else file_sha256(ROOT / c.init_from)}
-            if c.init_from
-            else None
-        ),
-        "race": (
-            {"race_id": race[0], "run": int(race[1]), "declared_n": int(race[2]), "side": race[3]}
-            if c.race
-            else None
-        ),
+        "git": git,
+        "init_from": init_from,
+        "race": race,
     }
 
 
@@ -5393,11 +5274,8 @@ def peak_memory_mib(device: torch.device) -> tuple[int, int]:
         return torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20
     import resource
 
-    resident = (
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        * (1 if sys.platform == "darwin" else 1024)
-        >> 20
-    )
+    unit = 1 if sys.platform == "darwin" else 1024
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20
     return resident, resident
 
 
@@ -5410,18 +5288,15 @@ def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def hash_of(tensors: Sequence[tuple[str, Tensor]]) -> str:
-    """SHA-256 over the names and bytes of tensors, in the order of their names. Hashes several at
-    a time."""
+    """Hash the names and bytes of tensors, in the order of their names; several at a time."""
 
     def line(item: tuple[str, Tensor]) -> str:
-        return (
-            f"{item[0]} {sha256_of(item[1].detach().reshape(-1).view(torch.uint8).cpu().numpy())}\n"
-        )
+        name, x = item
+        return f"{name} {sha256_of(x.detach().reshape(-1).view(torch.uint8).cpu().numpy())}\n"
 
     with ThreadPoolExecutor() as pool:
-        return sha256_of(
-            "".join(pool.map(line, sorted(tensors, key=lambda item: item[0]))).encode()
-        )
+        lines = pool.map(line, sorted(tensors, key=lambda item: item[0]))
+        return sha256_of("".join(lines).encode())
 
 
 def checksum(*tensors: Tensor) -> int:
@@ -5433,13 +5308,10 @@ def checksum(*tensors: Tensor) -> int:
     """
     factors = checksum_factors(tensors[0].device)
     sums = []
-    for piece in (
-        piece
-        for x in tensors
-        for piece in x.detach().reshape(-1).view(torch.uint8).split(4 * len(factors))
-    ):
-        words = F.pad(piece, (0, -len(piece) % 4)).view(torch.int32)
-        sums.append((words * factors[: len(words)]).sum())
+    for x in tensors:
+        for piece in x.detach().reshape(-1).view(torch.uint8).split(4 * len(factors)):
+            words = F.pad(piece, (0, -len(piece) % 4)).view(torch.int32)
+            sums.append((words * factors[: len(words)]).sum())
     return int(sha256_of(torch.stack(sums).cpu().numpy())[:15], 16)
 
 
@@ -5451,39 +5323,31 @@ def checksum_factors(device: torch.device) -> Tensor:
 
 
 def all_digest(worker: Worker) -> str:
-    """The digest of everything that all ranks have read; the same for any number of ranks. See
-    Stream."""
+    """Return the digest of all that the ranks have read, the same for any number of ranks."""
     digests = worker.comm.all_gather_json(f"{worker.stream.digest:x}")
     return f"{sum(int(digest, 16) for digest in digests) % 2**256:064x}"
 
 
 def state_hash(worker: Worker) -> str:
-    """SHA-256 of all that training continues from: parameters, rules' state, buffers, place in the
-    data; on rank 0."""
-    read = (
+    """Hash, on rank 0, all that training continues from: model, rules' state, place in the data."""
+    content = [
+        *worker.optimizer.named_state(),  # all ranks send their part
+        *worker.model.named_buffers(),
         ("stream", torch.tensor(worker.stream.position)),
-        (
-            "digest",
-            torch.tensor(list(all_digest(worker).encode())),
-        ),
-    )
-    # all ranks send their part
-    content = [*worker.optimizer.named_state(), *worker.model.named_buffers(), *read]
+        ("digest", torch.tensor(list(all_digest(worker).encode()))),
+    ]
     return "" if worker.comm.rank else hash_of(content)
 
 
 def digest_of(content: Values) -> str:
-    """SHA-256 of everything in a saved file: its tensors under `state`, and the JSON form of the
-    rest."""
-    rest = {name: v for name, v in content.items() if name not in ("state", "digest")}
-    return sha256_of(
-        (hash_of(list(content["state"].items())) + json.dumps(rest, sort_keys=True)).encode()
-    )
+    """Hash a saved file's tensors, under `state`, and the JSON form of its other values."""
+    values = {name: v for name, v in content.items() if name not in ("state", "digest")}
+    text = hash_of(list(content["state"].items())) + json.dumps(values, sort_keys=True)
+    return sha256_of(text.encode())
 
 
 def save_file(path: Path, content: Values) -> None:
-    """Write a file whole or not at all, with a digest of its content. RunError if it cannot be
-    written."""
+    """Write a file whole or not at all, with a digest of its content. RunError if it fails."""
     content = {**content, "digest": digest_of(content)}
     partial = path.with_name(path.name + ".partial")
     try:
@@ -5496,17 +5360,13 @@ def save_file(path: Path, content: Values) -> None:
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
-    except (
-        OSError,
-        RuntimeError,
-    ) as error:  # torch replaces the error of a full disk by one about its file format
-        cause = (
-            error.__context__
-            if isinstance(error.__context__, (OSError, KeyboardInterrupt))
-            else error
-        )
-        if isinstance(cause, KeyboardInterrupt):  # torch replaces it too
+    except (OSError, RuntimeError) as error:
+        # torch replaces a full disk's error, and an interrupt, by one about its file format
+        cause = error.__context__ or error
+        if isinstance(cause, KeyboardInterrupt):
             raise cause
+        if not isinstance(cause, OSError):
+            cause = error
         raise RunError(
             f"{path}: cannot be written ({cause}); free space or choose another --log_dir"
         ) from cause
@@ -5515,23 +5375,24 @@ def save_file(path: Path, content: Values) -> None:
             partial.unlink()
 
 
-intact: set[Any] = set()  # (path, time of its last change) of files whose digest was verified
+# (path, time of its last change) of files whose digest was verified
+intact: set[tuple[str, int]] = set()
 
 
 def load_file(path: str | Path, check: bool = True) -> Values:
-    """Read what save_file wrote; nothing in it is executed. RunError if it is damaged. check=False
-    skips the digest."""
+    """Read what save_file wrote; nothing in it is executed. RunError if it is damaged.
+
+    check=False skips the digest.
+    """
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        file = os.path.abspath(path)
-        if check and (version := (file, os.stat(file).st_mtime_ns)) not in intact:
+        version = os.path.abspath(path), os.stat(path).st_mtime_ns
+        if check and version not in intact:
             if digest_of(saved) != saved["digest"]:
                 raise ValueError("its content does not match its digest")
             intact.add(version)
         return saved
-    except (
-        Exception
-    ) as error:  # torch.load raises many kinds, and its texts advise to trust the file
+    except Exception as error:  # torch.load raises many kinds, and advises to trust the file
         if isinstance(error, OSError) and error.filename:  # it cannot be opened
             raise
         why = error if type(error) is ValueError else type(error).__name__
@@ -5543,13 +5404,11 @@ def load_file(path: str | Path, check: bool = True) -> Values:
 
 @torch.no_grad()
 def load_parameters(model: GPT, saved: Values) -> None:
-    """Copy the parameters of a saved model or checkpoint into a model. RunError if they do not
-    fit."""
+    """Copy a saved model's or checkpoint's parameters into a model. RunError if they do not fit."""
     params = dict(model.named_parameters())
     buffers = persistent_buffers(model)()
-    unknown = [
-        name for name in saved["state"] if "/" not in name and name not in {**params, **buffers}
-    ]
+    known = {**params, **buffers}
+    unknown = [name for name in saved["state"] if "/" not in name and name not in known]
     require(
         not unknown,
         f"the saved model also has {', '.join(unknown)}; give this model the --layers, --ngrams"
@@ -5557,10 +5416,9 @@ def load_parameters(model: GPT, saved: Values) -> None:
     )
     for name, param in params.items():
         x = saved["state"].get(name)
-        # checkpoints hold them flat
-        fits = x is not None and x.shape in (param.shape, (param.numel(),))
         require(
-            fits,
+            # checkpoints hold them flat
+            x is not None and x.shape in (param.shape, (param.numel(),)),
             f"{name} is {list(param.shape)} here and {'missing' if x is None else list(x.shape)} in"
             " the saved model. Use the same --layers, --model_dim, --ngrams and vocabulary, and"
             " the revision in its log",
@@ -5571,7 +5429,7 @@ def load_parameters(model: GPT, saved: Values) -> None:
             buffer.copy_(saved["state"][name].view(buffer.shape))
 
 
-# run id, step, what became of it
+# run id, step, what became of the checkpoint
 CHECKPOINT = re.compile(r"(.+)\.step(\d+)\.ckpt(\.partial|\.given_up|)")
 
 
@@ -5580,16 +5438,13 @@ def step_of(checkpoint: Path) -> int:
 
 
 def checkpoints(folder: Path, run_id: str = "", suffix: str = "") -> list[Path]:
-    """The checkpoints of a run (of all), by their step: modification times may come from another
-    clock."""
-    found = [
-        path
-        for path in folder.glob("*.ckpt*")
-        if (parts := CHECKPOINT.fullmatch(path.name))
-        and parts[1] == (run_id or parts[1])
-        and parts[3] == suffix
-    ]
-    return sorted(found, key=step_of)
+    """List the checkpoints of a run (of all) by step; another clock may have set their times."""
+    paths = []
+    for path in folder.glob("*.ckpt*"):
+        parts = CHECKPOINT.fullmatch(path.name)
+        if parts and parts[1] == (run_id or parts[1]) and parts[3] == suffix:
+            paths.append(path)
+    return sorted(paths, key=step_of)
 
 
 def spare_files(loop: TrainingLoop, keep: int) -> list[Path]:
@@ -5613,66 +5468,65 @@ def remove_files(paths: Iterable[Path]) -> None:
 
 
 def save_in_room(loop: TrainingLoop, path: Path, content: Values) -> None:
-    """Save a file. While the disk is full, delete a file that the run can spare; the latest
-    checkpoint stays."""
+    """Save a file. While the disk is full, delete a file that the run can spare.
+
+    The latest checkpoint stays.
+    """
     spare = spare_files(loop, keep=1)
     while True:
         try:
             return save_file(path, content)
         except RunError as error:
-            if not spare or getattr(error.__cause__, "errno", None) not in (
-                errno.ENOSPC,
-                errno.EDQUOT,
-            ):
+            number = getattr(error.__cause__, "errno", None)
+            if not spare or number not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             remove_files([spare.pop(0)])
 
 
 def find_run(config: Config) -> tuple[str, str]:
-    """Find (run id, checkpoint to resume from; empty for a new run)."""
-    named = Path(config.resume)
-    latest = config.resume == "latest"
-    named = named if named.exists() else ROOT / named
-    folder = ROOT / config.log_dir if latest or not config.resume else named.parent
-    of_launch = (
-        [log for log in folder.glob("*.txt") if is_of_this_launch(log)] if restarts() else []
-    )
-    if of_launch:  # torchrun has restarted the ranks: they continue their run
-        run_id = max(of_launch, key=os.path.getmtime).stem
+    """Find (run id, checkpoint to resume from). No checkpoint: the run starts at step 0."""
+    path = Path(config.resume)
+    path = path if path.exists() else ROOT / path
+    folder = path.parent
+    if config.resume in ("", "latest"):
+        folder = ROOT / config.log_dir
+    logs = [log for log in folder.glob("*.txt") if restarts() and is_of_this_launch(log)]
+    if logs:  # torchrun has restarted the ranks: they continue their run
+        run_id = max(logs, key=os.path.getmtime).stem
     elif not config.resume:
         return config.run_id or f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{launch_id()}", ""
-    elif latest:
+    elif config.resume == "latest":
         newest = max(checkpoints(folder), key=saved_at, default=Path())
         run_id = config.run_id or newest.name.rpartition(".step")[0]
     else:
         require(
-            named.exists(), f"--resume {config.resume}: no such file; name a .ckpt, a log or latest"
+            path.exists(), f"--resume {config.resume}: no such file; name a .ckpt, a log or latest"
         )
-        if named.suffix == ".ckpt" and named.is_file():
-            return config.run_id, str(named.resolve())
-        run_id = named.stem
-    found = checkpoints(folder, run_id) if run_id else []
+        if path.suffix == ".ckpt" and path.is_file():
+            return config.run_id, str(path.resolve())
+        run_id = path.stem
+    paths = checkpoints(folder, run_id) if run_id else []
     require(
-        found or not config.resume,
+        paths or not config.resume,
         f"--resume {config.resume}: found no checkpoint in {folder}. Name a .ckpt, or "
         "the log of a run that left one (--save_every). A run that has finished keeps none",
     )
-    return run_id, str(latest_intact(found).resolve()) if found else ""
+    return run_id, str(latest_intact(paths).resolve()) if paths else ""
 
 
 def saved_at(checkpoint: Path) -> float:
-    """Return when a checkpoint was saved; its modification time may be that of a copy. 0 if it
-    cannot be read."""
+    """Return when a checkpoint was saved, by its content: it may be a copy. 0 if unreadable."""
     with contextlib.suppress(RunError):
         return load_file(checkpoint, check=False)["saved_at"]
     return 0.0
 
 
-def latest_intact(found: list[Path]) -> Path:
-    """Return the latest checkpoint that is not damaged. RunError if all are."""
+def latest_intact(paths: list[Path]) -> Path:
+    """Return the last of these checkpoints that is not damaged. RunError if all are."""
     damages = []
-    for path in reversed(found):
-        if not (damage := damage_of(path)):
+    for path in reversed(paths):
+        damage = damage_of(path)
+        if not damage:
             return path
         damages.append(damage)
     raise RunError(f"{'; '.join(damages)}. No checkpoint of the run is intact; start it again")
@@ -5688,10 +5542,9 @@ def damage_of(path: Path) -> str:
 
 
 def save_checkpoint(loop: TrainingLoop, step: int, stop: bool = False) -> None:
-    """Save all ranks' state before a step, the same for any number of ranks; then stop if a signal
-    asked for it.
+    """Save all ranks' state before a step; then stop if a signal asked for it.
 
-    Without room for a checkpoint training continues.
+    The file is the same for any number of ranks. Without room for it training continues.
     """
     worker = loop.worker
     log = loop.log
@@ -5705,21 +5558,18 @@ def save_checkpoint(loop: TrainingLoop, step: int, stop: bool = False) -> None:
             if loop.comm.rank == 0:
                 state[name] = x.detach().to("cpu", copy=True)
         if loop.comm.rank == 0:
+            content = {
+                **describe_model(loop, step),
+                "state": state,
+                "position": list(worker.stream.position),
+                "train_digest": digest,
+                "preset": loop.preset,
+                "clock": loop.clock.state(),
+                "saved_at": time.time(),
+                "data": digests_of(loop.shards),
+            }
             try:
-                save_in_room(
-                    loop,
-                    path,
-                    {
-                        **describe_model(loop, step),
-                        "state": state,
-                        "position": list(worker.stream.position),
-                        "train_digest": digest,
-                        "preset": loop.preset,
-                        "clock": loop.clock.state(),
-                        "saved_at": time.time(),
-                        "data": digests_of(loop.shards),
-                    },
-                )
+                save_in_room(loop, path, content)
             except RunError as error:
                 log.say(f"no checkpoint: {error}")
                 if stop:
@@ -5737,8 +5587,8 @@ def save_model(loop: TrainingLoop) -> Path:
     """Save the trained parameters and persistent buffers beside the log."""
     path = loop.log.path.with_suffix(".pt")
     model = loop.worker.model
-    kept = {**dict(model.named_parameters()), **persistent_buffers(model)()}
-    state = {name: x.detach().cpu() for name, x in kept.items()}
+    tensors = {**dict(model.named_parameters()), **persistent_buffers(model)()}
+    state = {name: x.detach().cpu() for name, x in tensors.items()}
     save_in_room(loop, path, {**describe_model(loop, loop.config.num_steps), "state": state})
     return path
 
@@ -5759,31 +5609,26 @@ def digests_of(shards: dict[str, list[Shard]]) -> list[str]:
 
 
 def resume(loop: TrainingLoop) -> Values | None:
-    """Load the checkpoint that the config names -> what the log says about it; None for a new run."""
+    """Load the config's checkpoint -> what the log says about it; None for a new run."""
     path = loop.config.resume
     worker = loop.worker
     if not path:
         return {"from_step": 0, "checkpoint": None} if restarts() else None
     saved = load_file(path)
     # --resume took the config from this checkpoint; after a restart by torchrun flags made it
-    old = config_of(saved["config"], type(loop.config))
-    other = [
-        f.name for f in fixed_fields(old) if getattr(loop.requested, f.name) != getattr(old, f.name)
-    ]
+    config = config_of(saved["config"], type(loop.config))
+    names = [f.name for f in fixed_fields(config)]
+    differ = [name for name in names if getattr(loop.requested, name) != getattr(config, name)]
     require(
-        not other,
-        f"{path} belongs to a run with another {', '.join(other)}. Delete it, or give this run its"
+        not differ,
+        f"{path} belongs to a run with another {', '.join(differ)}. Delete it, or give this run its"
         " own --run_id and torchrun its own --rdzv_id",
     )
     require(
         saved["data"] == digests_of(loop.shards), f"the shards are not those of {path}; name those"
     )
-    agree(
-        loop.comm,
-        "checkpoints",
-        {"the digest": saved["digest"]},
-        f"Give every host the same {Path(path).name}",
-    )
+    cure = f"Give every host the same {Path(path).name}"
+    agree(loop.comm, "checkpoints", {"the digest": saved["digest"]}, cure)
     worker.optimizer.load_state_dict(saved["state"])
     worker.stream.position = Position(*saved["position"])
     # the digest is a sum over ranks: rank 0 holds the past
@@ -5816,7 +5661,7 @@ def restarts() -> int:
 
 
 def count_gpus() -> int:
-    """Count the GPUs that torch can use. RunError if the driver shows GPUs that torch cannot use."""
+    """Count the GPUs that torch can use. RunError if the driver shows some that it cannot use."""
     seen = torch.cuda.device_count()
     require(
         not seen or torch.cuda.is_available(),
@@ -5827,8 +5672,7 @@ def count_gpus() -> int:
 
 
 def count_cores() -> int:
-    """Count the cores that this process may use: Slurm or a container may give it fewer than the
-    machine has."""
+    """Count the cores that this process may use; Slurm or a container may give it few."""
     cores = os.cpu_count() or 1
     # not Linux; or "max 100000", without a quota
     with contextlib.suppress(AttributeError, OSError, ValueError):
@@ -5839,14 +5683,16 @@ def count_cores() -> int:
 
 
 def cpu_threads(config: Config, local_ranks: int) -> int:
-    """Choose the threads of a rank on a CPU. A small model gets one: two save a fifth of the time
-    on a quiet machine, but on a busy one each waits for the other tens of thousands of times."""
+    """Choose the threads of a rank on a CPU.
+
+    A small model gets one: two save a fifth of the time on a quiet machine, but on a busy one each
+    waits for the other tens of thousands of times.
+    """
     return 1 if config.model_dim <= 128 else max(1, count_cores() // local_ranks)
 
 
 def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
-    """Resolve what depends on the GPUs, the same on all ranks -> the config, and what the user
-    should know."""
+    """Resolve what depends on the GPUs, alike on all ranks -> the config, what it changed."""
     lengths = (*sorted(micro_batch_lengths(config)), config.val_len)
     require(
         not any(n % TILE_M for n in lengths),
@@ -5854,37 +5700,33 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
         f"tokens; on GPUs they must be multiples of {TILE_M}",
     )
     global flash_3
-    own = torch.cuda.get_device_capability()
+    local_capability = torch.cuda.get_device_capability()
     changes = []
-    capability = min(comm.all_gather_json(own))
-    shared = min(
-        comm.all_gather_json(torch.cuda.get_device_properties().shared_memory_per_block_optin)
-    )
+    capability = min(comm.all_gather_json(local_capability))
+    properties = torch.cuda.get_device_properties()
+    shared_memory = min(comm.all_gather_json(properties.shared_memory_per_block_optin))
     if config.fp8_head and capability < [8, 9]:
         config = dataclasses.replace(config, fp8_head=False)
         changes.append("this GPU has no fp8: the head's product stays in bf16")
     plain_forms = sys.modules[config.model_type.__module__].PLAIN_FORMS
-    edited = [
-        kernel
-        for kernel, (forms, digest) in plain_forms.items()
-        if sha256_of("".join(code_of(inspect.getsource(form)) for form in forms).encode())[:8]
-        != digest
-    ]
+    edited = []
+    for kernel, (forms, digest) in plain_forms.items():
+        code = "".join(code_of(inspect.getsource(form)) for form in forms)
+        if sha256_of(code.encode())[:8] != digest:
+            edited.append(kernel)
     forced = {
         "attention": config.attention == "flash",
         "MLP": config.kernels == "on",
         "loss": config.kernels in ("on", "loss"),
     }
     for kernel in edited:
-        changes.append(
-            f"the plain form of {kernel} was edited: "
-            + (
+        effect = "it is computed as written, without its kernel, and more slowly"
+        if forced[kernel]:
+            effect = (
                 "--kernels or --attention asks for the kernel, which ignores the edit; leave that"
                 " flag out"
-                if forced[kernel]
-                else "it is computed as written, without its kernel, and more slowly"
             )
-        )
+        changes.append(f"the plain form of {kernel} was edited: {effect}")
     if config.attention == "auto":
         fits = (
             capability >= [8, 0]
@@ -5893,20 +5735,21 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
             and "attention" not in edited
         )
         config = dataclasses.replace(config, attention="flash" if fits else "masked")
-    if why := max(
-        comm.all_gather_json(find_flash_3() if config.attention == "flash" and own[0] == 9 else "")
-    ):
+    why = find_flash_3() if config.attention == "flash" and local_capability[0] == 9 else ""
+    why = max(comm.all_gather_json(why))
+    if why:
         flash_3 = None  # on all ranks
         changes.append(
             f"FlashAttention 3 is not used ({why}): using torch's own version; see docs/gpus.md"
         )
     if config.kernels == "auto":
-        chosen = "off" if triton is None or "loss" in edited else "on"
-        if chosen == "on" and (
-            capability < [9, 0] or shared < MLP_SHARED or "MLP" in edited
-        ):  # it needs TMA
-            chosen = "loss"
-        config = dataclasses.replace(config, kernels=chosen)
+        kernels = "on"
+        if triton is None or "loss" in edited:
+            kernels = "off"
+        # the MLP's kernel needs TMA
+        elif capability < [9, 0] or shared_memory < MLP_SHARED or "MLP" in edited:
+            kernels = "loss"
+        config = dataclasses.replace(config, kernels=kernels)
     return config, changes
 
 
@@ -5942,18 +5785,11 @@ def code_of(source: str) -> str:
 
 
 def with_digests(shards: list[Shard], comm: Comm, local_rank: int) -> list[Shard]:
-    """Add the shards' SHA-256, which one rank of each host computes. RunError if a host has other
-    shards."""
-    mine = {}
-    if local_rank == 0:
-        with ThreadPoolExecutor() as pool:
-            mine = dict(
-                zip(
-                    (shard.path.name for shard in shards),
-                    pool.map(file_sha256, (s.path for s in shards)),
-                )
-            )
-    digests, *others = filter(None, comm.all_gather_json(mine))
+    """Add the shards' SHA-256, which a rank of each host computes. RunError if hosts differ."""
+    paths = [shard.path for shard in shards if local_rank == 0]
+    with ThreadPoolExecutor() as pool:
+        local_digests = dict(zip((path.name for path in paths), pool.map(file_sha256, paths)))
+    digests, *others = filter(None, comm.all_gather_json(local_digests))
     for other in others:
         differ = sorted({name for name, _ in digests.items() ^ other.items()})
         require(
@@ -5980,12 +5816,10 @@ def find_data(config: Config, comm: Comm) -> dict[str, list[Shard]]:
 
 
 class Signals:
-    """SIGUSR1 asks for a checkpoint. In training, Ctrl-C, SIGTERM, SIGHUP and SIGUSR2, which says
-    that the launcher has died, ask for a checkpoint and then stop the run. A second Ctrl-C ends it
-    at once.
+    """Save a checkpoint on SIGUSR1; save one and stop on Ctrl-C, SIGTERM, SIGHUP and SIGUSR2.
 
-    Before training, and in a race, which repeats whole runs, they end the process, even if it waits
-    for others.
+    SIGUSR2 says that the launcher has died. A second Ctrl-C ends the run at once. Before training,
+    and in a race, which repeats whole runs, they end the process, even if it waits for others.
     """
 
     STOPS = tuple(
@@ -5995,17 +5829,14 @@ class Signals:
     )
     STOP = 1024  # what a stop adds to `received`; SIGUSR1 adds 1
 
-    # for the last checkpoint when the launcher is gone, as torchrun gives; a rank that hangs ends
-    # then
+    # for the last checkpoint when the launcher is gone, as torchrun gives; then a hanging rank ends
     GRACE_S = 30
-    # torchrun forwards a Ctrl-C that the terminal has already sent to the ranks; that copy is
-    # ignored
+    # torchrun forwards a Ctrl-C that the terminal has already sent to the ranks; ignore that copy
     MOMENT_S = 1
 
-    def __init__(self):
-        self.received = 0
-        self.stop = False
-        self.again_from = math.inf
+    received = 0
+    stop = False
+    again_from = math.inf
 
     def handle(self, number: int, _: Any) -> None:
         if number == signal.SIGUSR1:
@@ -6045,8 +5876,7 @@ PROCESS = uuid.uuid4().hex
 
 
 def launch_id() -> str:
-    """Name this launch; the name stays when torchrun restarts the ranks. Without torchrun a launch
-    is a process."""
+    """Name this launch, alike after torchrun's restarts. Without torchrun it is a process."""
     launch = os.environ.get("TORCHELASTIC_RUN_ID", PROCESS)
     return sha256_of(f"{launch} {os.getppid() if launch == 'none' else ''}".encode())[:8]
 
@@ -6066,8 +5896,7 @@ LOST = re.compile(
 
 
 def is_lost(error: BaseException) -> bool:
-    """Return whether a message or collective, not a racer's code, says that another rank is gone
-    or does not come."""
+    """Return whether a message or collective, not a racer's code, says that a rank is gone."""
     of_gloo = type(error) is RuntimeError and re.match(
         r"\[\S*gloo/|Application timeout|.*rank.* has ended", str(error)
     )
@@ -6120,10 +5949,11 @@ def describe_error(error: BaseException, config: Config) -> str:
             " chooses it"
         )
     if isinstance(error, OSError) and error.errno:
-        full = "free space or choose another --log_dir"
-        many = "raise the limit on open files (ulimit -n 1024)"
-        cures = {errno.ENOSPC: full, errno.EFBIG: full, errno.EMFILE: many}
-        cure = cures.get(error.errno, "mend that, or name another file")
+        cure = "mend that, or name another file"
+        if error.errno in (errno.ENOSPC, errno.EFBIG):
+            cure = "free space or choose another --log_dir"
+        elif error.errno == errno.EMFILE:
+            cure = "raise the limit on open files (ulimit -n 1024)"
         return (
             f"{error.filename or config.log_dir}: cannot be read or written ({error.strerror});"
             f" {cure}"
@@ -6137,10 +5967,12 @@ def describe_error(error: BaseException, config: Config) -> str:
 
 
 def first_failure(store: dist.Store | None, rank: int, message: str, lost: bool) -> str:
-    """The failure that the ranks report: the first that one of them stored. Empty: the launcher
-    stops this rank because another one ended. lost: this rank saw only that another one is gone,
-    and waits for its reason."""
-    mine = f"rank {rank}: {message}"
+    """Return the failure that the ranks report: the first that one of them stored.
+
+    Empty: the launcher stops this rank because another one ended. lost: this rank saw only that
+    another one is gone, and waits for its reason.
+    """
+    failure = f"rank {rank}: {message}"
     with contextlib.suppress(RuntimeError):  # the store went with its host or launcher
         until = time.monotonic() + 5  # under load a question to the store takes long
         while lost and store and time.monotonic() < until:
@@ -6152,55 +5984,49 @@ def first_failure(store: dist.Store | None, rank: int, message: str, lost: bool)
         if rank:  # ranks that see the same error let rank 0 report it
             time.sleep(0.5)
         if store:
-            mine_in_bytes = mine.encode(errors="surrogateescape")  # a file's name may be no UTF-8
-            return store.compare_set("failure", "", mine_in_bytes).decode(errors="surrogateescape")
-    return "" if signals.stop and lost else mine
+            sent = failure.encode(errors="surrogateescape")  # a file's name may be no UTF-8
+            return store.compare_set("failure", "", sent).decode(errors="surrogateescape")
+    return "" if signals.stop and lost else failure
 
 
 def fail(
     error: BaseException, config: Config, rank: int, log: Log | None, store: dist.Store | None
 ) -> int:
-    """Report a rank's failure to the log, the other ranks and, if it was the first, stderr -> the
-    exit status."""
+    """Report a rank's failure to the log, other ranks and, if first, stderr -> the exit status."""
     lost = store is not None and is_lost(error)
     signals.again_from = math.inf
-    for number in (
-        Signals.STOPS if store and threading.current_thread() is threading.main_thread() else ()
-    ):
-        # the launcher sends SIGTERM when the first rank ends
-        signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signals.handle)
+    if store and threading.current_thread() is threading.main_thread():
+        for number in Signals.STOPS:  # the launcher sends SIGTERM when the first rank ends
+            signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signals.handle)
     message = describe_error(error, config)
     status = 130 if message.startswith(INTERRUPTED) else 1
     if not message:
         traceback.print_exception(error)
         message = f"{type(error).__name__}: {error}"
-    first = f"rank {rank}: {message}"
+    failure = f"rank {rank}: {message}"
+    reported = failure
     with contextlib.suppress(NoAnswer):  # a store on a lost host does not answer
-        first = ThreadPoolExecutor(1).submit(first_failure, store, rank, message, lost).result(8)
-    mine = first == f"rank {rank}: {message}"
-    kept = ""
+        reported = ThreadPoolExecutor(1).submit(first_failure, store, rank, message, lost).result(8)
+    is_first = reported == failure
+    advice = ""
     if log is not None and log.file is not None:
         with contextlib.suppress(OSError, RunError):
-            log.write(without_folders(f"error: {message if mine or not first else first}"))
-            kept = f"; the log so far: {log.path}"
+            line = message if is_first else reported or message
+            log.write(without_folders(f"error: {line}"))
+            advice = f"; the log so far: {log.path}"
         # of a full disk; Python 3.13 reports a file that is still open at the end
         with contextlib.suppress(OSError):
             log.close()
         if "--resume" not in message:
-            found = checkpoints(log.path.parent, log.path.stem)
-            kept += (
-                f"; --resume {log.path} continues from its last checkpoint"
-                if found
-                else "; there is no checkpoint to resume from, --save_every keeps some"
-            )
+            if checkpoints(log.path.parent, log.path.stem):
+                advice += f"; --resume {log.path} continues from its last checkpoint"
+            else:
+                advice += "; there is no checkpoint to resume from, --save_every keeps some"
     with contextlib.suppress(OSError):
-        if mine:
+        if is_first:
             label = "error: " * (status != 130)
-            print(
-                f"{source_files(config)[0].name}: rank {rank}: {label}{printable(message)}{kept}",
-                file=sys.stderr,
-                flush=True,
-            )
+            line = f"rank {rank}: {label}{printable(message)}{advice}"
+            print(f"{source_files(config)[0].name}: {line}", file=sys.stderr, flush=True)
             if os.environ.get("TORCHELASTIC_ERROR_FILE"):  # what torchrun reports
                 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -6211,8 +6037,7 @@ def fail(
 
 
 def process_start() -> float:
-    """Return the start of this process by time.perf_counter, or of this file where the system does
-    not tell it."""
+    """Return when this process started, by time.perf_counter; if unknown, when this file did."""
     try:
         # since the machine's start
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
@@ -6225,11 +6050,10 @@ def process_start() -> float:
 def main(
     presets: dict[str, Config], argv: Sequence[str] | None = None, began: float | None = None
 ) -> int:
-    """Run one rank, as torchrun started it, or the only one; return the exit status. began: see
-    Clock.
+    """Run one rank, as torchrun started it, or the only one; return the exit status.
 
     presets: of one class of configs, which names all that a run is built from; the first is for
-    GPUs.
+    GPUs. began: see Clock.
     """
     began = began or time.perf_counter()
     rank = 0
@@ -6238,23 +6062,18 @@ def main(
     config = next(iter(presets.values()))
     try:
         rank, ranks, local_rank = map(env_int, ("RANK", "WORLD_SIZE", "LOCAL_RANK"), (0, 1, 0))
-        for library in (
-            "TORCHINDUCTOR",
-            "TRITON",
-        ):  # the next run and all ranks use what they compile
+        # the next run and all ranks use what they compile
+        for library in ("TORCHINDUCTOR", "TRITON"):
             os.environ.setdefault(f"{library}_CACHE_DIR", str(ROOT / ".cache" / library.lower()))
         gpus = count_gpus()
-        preset, config = parse_config(
-            sys.argv[1:] if argv is None else argv, "speedrun" if gpus else "laptop", presets
-        )
+        argv = sys.argv[1:] if argv is None else argv
+        preset, config = parse_config(argv, "speedrun" if gpus else "laptop", presets)
         check_config(config, ranks)
         run_id, checkpoint = find_run(config)
         log = Log(config, rank, run_id)
         device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
-        if not gpus and os.environ.get("OMP_NUM_THREADS", "").strip() in (
-            "",
-            "0",
-        ):  # torch reads others, such as 2,1
+        # torch reads others, such as 2,1
+        if not gpus and os.environ.get("OMP_NUM_THREADS", "").strip() in ("", "0"):
             torch.set_num_threads(cpu_threads(config, env_int("LOCAL_WORLD_SIZE", 1)))
         if gpus:
             require(
@@ -6266,17 +6085,13 @@ def main(
             torch.empty(1, device=device, requires_grad=True).backward()
         if ranks > 1:
             store = join(config, rank, ranks, device)
-        comm = (CompressedComm if config.bf16_compress else Comm)(
-            rank, ranks, device, timedelta(seconds=config.timeout_s)
-        )
+        comm_type = CompressedComm if config.bf16_compress else Comm
+        comm = comm_type(rank, ranks, device, timedelta(seconds=config.timeout_s))
         log.run_id, checkpoint = comm.all_gather_json([run_id, checkpoint])[0]  # rank 0's
         config = dataclasses.replace(config, resume=config.resume or checkpoint)
-        agree(
-            comm,
-            "configs",
-            {key: str(v) for key, v in json_of(config).items()},
-            "Start every rank with the same flags, and give every host the same checkpoints",
-        )
+        values = {key: str(v) for key, v in json_of(config).items()}
+        cure = "Start every rank with the same flags, and give every host the same checkpoints"
+        agree(comm, "configs", values, cure)
         TrainingLoop(config, preset, comm, device, log, began).run()
         log.close()
         if ranks > 1:
