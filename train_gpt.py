@@ -364,7 +364,8 @@ class Config(SyncSettings, StageValues):
     model_type = property(lambda self: GPT)
     worker_type = property(lambda self: Worker)
     help_groups = {}  # further entries of HELP_GROUPS
-    logged_stage_values = ()  # stage values that a log states beside train_loss where they are not 0
+    # a log states them beside train_loss where they are not 0
+    logged_stage_values = ()
 
     seed: int = option(
         0, "seed of the initialization and of the document order", min=0, max=2**63 - 1
@@ -862,7 +863,8 @@ def parse_config(
         saved_program = saved.get("program", program)
         require(
             saved_program == program,
-            f"--resume continues {path}, a run of {saved_program}; start {saved_program} in place of {program}",
+            f"--resume continues {path}, a run of {saved_program}; start {saved_program} in place of"
+            f" {program}",
         )
         flags.update(run_id=saved["run_id"], log_dir=str(path.parent), resume=str(path))
         return saved["preset"], dataclasses.replace(
@@ -1090,7 +1092,7 @@ def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
     for stage in all_stages:
         n = stage.first["micro_batches"]
         where = f"the stage from step {stage.begin} on has {n} micro-batches"
-        found = (
+        of_stage = (
             (
                 ranks > 0 and n % ranks == 0,
                 f"{where}, which {ranks} ranks cannot share evenly; start "
@@ -1102,8 +1104,8 @@ def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
                 f"batch as a binary tree, and {where} on {ranks} ranks; make both powers of two",
             ),
         )
-        yield from found
-        if not all(holds for holds, _ in found):
+        yield from of_stage
+        if not all(holds for holds, _ in of_stage):
             return  # most mistakes are the same in every stage
 
 
