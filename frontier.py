@@ -275,7 +275,7 @@ class Config(train_gpt.Config, StageValues):
         "second_token_weight": "values that stages may set",
         "ngram_hash": "model of records 89 and 92",
     }
-    beside_loss = ("candidates",)
+    logged_stage_values = ("candidates",)
 
     # Narrow queries, keys and values use a part of matrices of full size, so that updates treat all
     # layers alike

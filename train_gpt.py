@@ -13,20 +13,20 @@ Ideas for the presets speedrun and laptop go into this file; ideas for the publi
 into frontier.py; what other people's models need, into gpt_speedrun/. Both import this file. On the
 optimizer: docs/gradient-sync.md.
 
-    section         contents                                                    to start, search for
-    config          every value that decides a run; presets; flags; checks      class Config, PRESETS
-    schedule        stages; everything that depends on the step                 def plan_of, def lr_factor
-    data            shards, document packing, a stream that preloads            class Stream
-    model           attention, MLP, blocks, the forward pass, the loss          class GPT, def trunk, class Head
-    update rules    how a parameter and its state change, no communication      class Adam:, class NorMuon
-    training        a run, its loop, the step of a rank, validation             class TrainingLoop, class Worker
-    gradient sync   the optimizer step, gradients in backward, buckets          class DistributedOptimizer,
-                    (memory), collectives, tables, saved state                  class Reducer, class Bucket, class Comm
-    assignment      parameter kind -> update rule and multipliers               def specs_of
-    masks, kernels  attention, MLP and loss on CPUs and GPUs                    def attend
-    log and clock   the only log file, the only output, the training clock      class Log
-    checkpoint      save and resume                                             def save_checkpoint
-    machine, main   set-up, signals, failures                                   def main
+    section         contents                                              to start, search for
+    config          every value that decides a run; presets; flags        class Config, PRESETS
+    schedule        stages; everything that depends on the step           def plan_of, lr_factor
+    data            shards, document packing, a stream that preloads      class Stream
+    model           attention, MLP, blocks, the forward pass, the loss    class GPT, def trunk
+    update rules    how a parameter and its state change                  class Adam:, class NorMuon
+    training        a run, its loop, the step of a rank, validation       class TrainingLoop, Worker
+    gradient sync   the optimizer step, gradients in backward, buckets    DistributedOptimizer,
+                    (memory), collectives, tables, saved state            Reducer, Bucket, Comm
+    assignment      parameter kind -> update rule and multipliers         def specs_of
+    masks, kernels  attention, MLP and loss on CPUs and GPUs              def attend
+    log and clock   the log file, the output, the training clock          class Log
+    checkpoint      save and resume                                       def save_checkpoint
+    machine, main   set-up, signals, failures                             def main
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ def die_with_launcher() -> None:
     """Have the kernel send SIGUSR2 to this rank when its launcher dies (Linux); see Signals."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGUSR2)  # 1: PR_SET_PDEATHSIG
-        if not os.path.exists(
-            f"/proc/{os.environ.get('LAUNCHER_PID', os.getppid())}"
-        ):  # it died before prctl
+        launcher = os.environ.get("LAUNCHER_PID", os.getppid())
+        if not os.path.exists(f"/proc/{launcher}"):  # it died before prctl
             os._exit(1)
 
 
@@ -214,9 +213,9 @@ def stage_type(values: type[StageValues]) -> type:
     """Create the class of a stage's row: its end, and the fields of `values` (None: the flag's
     value).
 
-    until: the end (up to 1: a fraction of the scheduled steps; above 1: a step). extra_steps: the
-    length of a stage after the schedule, in place of `until`; the scheduled steps are num_steps
-    minus all extra_steps.
+    until: where the stage ends, as a fraction of the scheduled steps (at most 1) or as a step
+    (above 1). extra_steps: instead, the number of steps after the schedule. The scheduled steps are
+    num_steps minus all extra_steps.
     """
     return dataclasses.make_dataclass(
         "Stage",
@@ -365,7 +364,8 @@ class Config(SyncSettings, StageValues):
     model_type = property(lambda self: GPT)
     worker_type = property(lambda self: Worker)
     help_groups = {}  # further entries of HELP_GROUPS
-    beside_loss = ()  # stage values that a log states beside train_loss where they are not 0
+    # a log states them beside train_loss where they are not 0
+    logged_stage_values = ()
 
     seed: int = option(
         0, "seed of the initialization and of the document order", min=0, max=2**63 - 1
@@ -827,51 +827,57 @@ def parse_config(
     A resumed run has the config of its checkpoint; only fields that are `free` may differ. Raise
     SystemExit on an unknown or ill-typed flag, RunError if there is no checkpoint to resume from.
     """
-    given = {
+    flags = {
         name: v for name, v in vars(make_parser(presets).parse_args(argv)).items() if v is not None
     }
-    preset = given.pop("preset", default_preset if default_preset in presets else [*presets][0])
-    usual = presets[preset]
-    usual = dataclasses.replace(
-        usual, **usual.shortened(max(1, given.get("num_steps", usual.num_steps)))
+    preset = flags.pop("preset", default_preset if default_preset in presets else [*presets][0])
+    base = presets[preset]
+    base = dataclasses.replace(
+        base, **base.shortened(max(1, flags.get("num_steps", base.num_steps)))
     )
-    if "param_groups" in given:
+    if "param_groups" in flags:
         # later rows replace earlier ones
-        given["param_groups"] = (*usual.param_groups, *given["param_groups"])
-    config = dataclasses.replace(usual, **given)
-    changed = {f.name for f in dataclasses.fields(usual) if getattr(usual, f.name) != f.default}
-    given_anew = [name for name, v in given.items() if v != getattr(usual, name)]
-    idle = [*idle_flags(config, given_anew), *idle_flags(usual, changed - given.keys())]
-    require(not idle, "; ".join(idle))
+        flags["param_groups"] = (*base.param_groups, *flags["param_groups"])
+    config = dataclasses.replace(base, **flags)
+    preset_changes = {
+        f.name for f in dataclasses.fields(base) if getattr(base, f.name) != f.default
+    }
+    changed_flags = [name for name, v in flags.items() if v != getattr(base, name)]
+    without_effect = [
+        *flags_without_effect(config, changed_flags),
+        *flags_without_effect(base, preset_changes - flags.keys()),
+    ]
+    require(not without_effect, "; ".join(without_effect))
     if not config.resume:
         return preset, config
     path = Path(find_run(config)[1])
-    fixed = sorted(given.keys() & {f.name for f in fixed_fields(config)})
+    fixed_flags = sorted(flags.keys() & {f.name for f in fixed_fields(config)})
     require(
-        not fixed,
-        f"--resume continues {path}; leave out --{', --'.join(fixed)}, which would make it"
+        not fixed_flags,
+        f"--resume continues {path}; leave out --{', --'.join(fixed_flags)}, which would make it"
         " another run",
     )
     saved = load_file(path, check=False)  # its checksum is verified when the state is loaded
-    mine = source_files(config)[0].name
+    program = source_files(config)[0].name
     try:
-        its = saved.get("program", mine)
+        saved_program = saved.get("program", program)
         require(
-            its == mine,
-            f"--resume continues {path}, a run of {its}; start {its} in place of {mine}",
+            saved_program == program,
+            f"--resume continues {path}, a run of {saved_program}; start {saved_program} in place of"
+            f" {program}",
         )
-        given.update(run_id=saved["run_id"], log_dir=str(path.parent), resume=str(path))
+        flags.update(run_id=saved["run_id"], log_dir=str(path.parent), resume=str(path))
         return saved["preset"], dataclasses.replace(
-            config_of(saved["config"], type(config)), **given
+            config_of(saved["config"], type(config)), **flags
         )
     except (AttributeError, KeyError, TypeError) as error:
         raise RunError(
-            f"{path}: not a checkpoint of this version of {mine} ({error}); name another one, or"
-            " resume with the version whose source opens its log"
+            f"{path}: not a checkpoint of this version of {program} ({error}); name another one, or"
+            " resume with the version whose source opens saved_program log"
         ) from error
 
 
-def idle_flags(c: Config, names: Iterable[str]) -> Iterator[str]:
+def flags_without_effect(c: Config, names: Iterable[str]) -> Iterator[str]:
     """Say which of these fields change nothing. A field that is off, as by default, is left out."""
     in_stages = [f.name for f in stage_fields(c)]
     for f in (
@@ -1036,10 +1042,8 @@ def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
         ),
         (
             not c.profile or profile and int(profile[1]) <= int(profile[2]) < c.num_steps,
-            (
-                f"profile is {c.profile!r}; "
-                f"give the first and the last step, such as 10:13, below num_steps {c.num_steps}"
-            ),
+            f"profile is {c.profile!r}; "
+            f"give the first and the last step, such as 10:13, below num_steps {c.num_steps}",
         ),
         (
             c.attention != "flash" or c.dtype == "bfloat16",
@@ -1050,10 +1054,8 @@ def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
                 c.world_size_invariant
                 and (c.bf16_compress or c.clip_norm or c.attention == "flash")
             ),
-            (
-                "world_size_invariant excludes bf16_compress, clip_norm and attention flash, whose"
-                " sums depend on the number of ranks or on timing; leave out one of them"
-            ),
+            "world_size_invariant excludes bf16_compress, clip_norm and attention flash, whose"
+            " sums depend on the number of ranks or on timing; leave out one of them",
         ),
         (
             not c.grad_reduce_in_fp32 or c.dtype == "bfloat16",
@@ -1072,19 +1074,15 @@ def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
     for i, layer in enumerate(layers):
         yield (
             layer.skip_from is None or layer.skip_from < i,
-            (
-                f"layers: layer {i} has a skip connection from layer "
-                f"{layer.skip_from}; it must come from an earlier layer"
-            ),
+            f"layers: layer {i} has a skip connection from layer "
+            f"{layer.skip_from}; it must come from an earlier layer",
         )
     for row in c.stages:
         tokens = row.micro_batch_tokens or c.micro_batch_tokens
         yield (
             tokens % c.micro_batch_splits == 0,
-            (
-                f"stages: {row!r}: micro_batch_splits is {c.micro_batch_splits}; it "
-                f"must divide micro_batch_tokens, {tokens}"
-            ),
+            f"stages: {row!r}: micro_batch_splits is {c.micro_batch_splits}; it "
+            f"must divide micro_batch_tokens, {tokens}",
         )
     for table in c.ngrams:
         yield (
@@ -1094,24 +1092,20 @@ def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
     for stage in all_stages:
         n = stage.first["micro_batches"]
         where = f"the stage from step {stage.begin} on has {n} micro-batches"
-        found = (
+        of_stage = (
             (
                 ranks > 0 and n % ranks == 0,
-                (
-                    f"{where}, which {ranks} ranks cannot share evenly; start "
-                    f"{usable_ranks(c, ranks)} ranks (--nproc_per_node), or change --micro_batches"
-                ),
+                f"{where}, which {ranks} ranks cannot share evenly; start "
+                f"{usable_ranks(c, ranks)} ranks (--nproc_per_node), or change --micro_batches",
             ),
             (
                 not c.world_size_invariant or n & (n - 1) == 0 and ranks & (ranks - 1) == 0,
-                (
-                    "world_size_invariant sums a "
-                    f"batch as a binary tree, and {where} on {ranks} ranks; make both powers of two"
-                ),
+                "world_size_invariant sums a "
+                f"batch as a binary tree, and {where} on {ranks} ranks; make both powers of two",
             ),
         )
-        yield from found
-        if not all(holds for holds, _ in found):
+        yield from of_stage
+        if not all(holds for holds, _ in of_stage):
             return  # most mistakes are the same in every stage
 
 
@@ -1202,18 +1196,21 @@ def plan_of(config: Config, step: int) -> Plan:
         for key, _ in itertools.groupby(s.first["long_window"] for s in stages[: at + 1])
     ]
     longest = c.final_window if step == c.num_steps else now["long_window"]
+    resets_ngrams = False
+    if c.ngram_reset and 0 < step < c.num_steps:
+        resets_ngrams = (c.num_steps - step) % c.ngram_reset == 0
     return Plan(
-        step,
-        now["micro_batches"],
-        now["micro_batch_tokens"],
-        now["max_document_tokens"],
-        lr_factor(c, step, now["peak_lr_factor"]),
-        momentum(c, step),
-        Windows(longest * c.window_block, now["long_window"] // 2 * c.window_block),
-        tuple(rotary),
-        c.ngram_reset > 0 < step < c.num_steps and (c.num_steps - step) % c.ngram_reset == 0,
-        {f.name: float(now[f.name]) for f in stage_fields(c) if f.type == "float"},
-        now,
+        step=step,
+        micro_batches=now["micro_batches"],
+        micro_batch_tokens=now["micro_batch_tokens"],
+        max_document_tokens=now["max_document_tokens"],
+        lr_factor=lr_factor(c, step, now["peak_lr_factor"]),
+        momentum=momentum(c, step),
+        windows=Windows(longest * c.window_block, now["long_window"] // 2 * c.window_block),
+        rotary_windows=tuple(rotary),
+        resets_ngrams=resets_ngrams,
+        scheduled={f.name: float(now[f.name]) for f in stage_fields(c) if f.type == "float"},
+        values=now,
     )
 
 
@@ -1234,7 +1231,7 @@ def momentum(config: Config, step: int) -> float:
     """NorMuon's momentum schedule: linear warm-up in the first steps, linear cooldown in the last
     of all steps."""
     c = config
-    fall_from = config.num_steps - config.muon_momentum_fall
+    fall_from = c.num_steps - c.muon_momentum_fall
     height = 1.0
     if step < c.muon_momentum_rise:
         height = step / c.muon_momentum_rise
@@ -1418,8 +1415,10 @@ class Stream:
         )
         wanted = [i for i in (index, index + 1) if i < len(self.shards)]
         self.loaded = {i: self.loaded.get(i) or self.loader.submit(self._load, i) for i in wanted}
-        documents, piece_of = limit_documents(self.loaded[index].result(), longest, self.split)
-        return documents, np.append(0, np.cumsum(documents.lengths)), piece_of
+        documents, document_of_piece = limit_documents(
+            self.loaded[index].result(), longest, self.split
+        )
+        return documents, np.append(0, np.cumsum(documents.lengths)), document_of_piece
 
     def _advance(self, plan: Plan) -> tuple[Documents, list[tuple[int, int, int]]]:
         """Choose the documents of the next batch and advance the position. Raise RunError if the
@@ -1427,15 +1426,17 @@ class Stream:
         index, document, before = self.position
         longest = plan.max_document_tokens
         if document and before != longest:  # the limit has changed: pieces are numbered anew
-            piece_of = self.limit(index, before)[2]
-            unread = piece_of[document - 1] + 1  # of the first document that no batch has read from
+            document_of_piece = self.limit(index, before)[2]
+            unread = (
+                document_of_piece[document - 1] + 1
+            )  # of the first document that no batch has read from
             document = int(np.searchsorted(self.limit(index, longest)[2], unread))
         while True:
             documents, offsets, _ = self.limit(index, longest)
             taken = pack(offsets, document, plan.micro_batches, plan.micro_batch_tokens)
             if taken is not None:
                 break
-            index = index + 1
+            index += 1
             document = 0
         self.position = Position(index, taken[-1][1] + 1, longest)
         return documents, taken
@@ -1461,7 +1462,7 @@ class Stream:
         """Raise RunError if the data cannot suffice for the run. With at most two shards the check
         is exact."""
         c = self.config
-        needed = tokens_of_steps(self.config, self.config.num_steps)
+        needed = tokens_of_steps(c, c.num_steps)
         require(
             sum(shard.tokens for shard in self.shards) >= needed,
             f"{self.description()}, and {c.num_steps} steps "
@@ -1556,13 +1557,17 @@ def limit_documents(
     """
     tokens, starts, lengths = documents
     pieces = -(-lengths // longest) if split else np.ones_like(lengths)
-    piece_of = np.repeat(np.arange(len(starts)), pieces)
-    begins = (np.arange(len(piece_of)) - (np.cumsum(pieces) - pieces)[piece_of]) * longest
+    document_of_piece = np.repeat(np.arange(len(starts)), pieces)
+    begins = (
+        np.arange(len(document_of_piece)) - (np.cumsum(pieces) - pieces)[document_of_piece]
+    ) * longest
     return (
         Documents(
-            tokens, starts[piece_of] + begins, np.minimum(lengths[piece_of] - begins, longest)
+            tokens,
+            starts[document_of_piece] + begins,
+            np.minimum(lengths[document_of_piece] - begins, longest),
         ),
-        piece_of,
+        document_of_piece,
     )
 
 
@@ -1858,16 +1863,16 @@ class GPT(nn.Module):
         for table, rows in zip(self.ngrams, self.ngram_rows(tokens) if self.ngrams else ()):
             # a narrow table: the first entries
             x0 = x0 + F.pad(table(*rows), (0, x0.size(1) - table.embedding_dim))
-        # with the head's rows, so that it need not learn first to read embeddings; they start at 0
-        # and stay smaller
+        # Add 10 times the head's row: it points at the token's logit from the start. The head
+        # starts at 0 and stays small, hence 10
         return x0, (
             self.doc_copy(e + 10 * self.lm_head.weight[tokens], tokens, self.bos_id)
             if self.doc_copy
             else 0.0
         )
 
-    # compiled alone, like ngram_rows: 20 small kernels less, which the host launches more slowly
-    # than the GPU runs them
+    # A graph of its own: uncompiled it is 20 small kernels, and launching each takes longer than
+    # running it
     @staticmethod
     @compiled
     def smear(e: Tensor, gate: Tensor, weight: Tensor, further: Tensor | None = None) -> Tensor:
@@ -1947,7 +1952,7 @@ class Context(NamedTuple):
     """Inputs that all layers of one forward share.
 
     x0: [T, dim]. rotary: cosines, sines, softmax scale. scheduled: numbers of this step, see
-    StageValues. left: a place for an idea, tensors that a layer leaves for later ones. masks: see
+    StageValues. shared: tensors that a layer hands to later layers, a place for an idea. masks: see
     GPT.masks. skip_weights: of skip connections. mixes, value_mixes: two weights of each layer.
     backout: weight of the backout layer's output. copied: see DocCopy.
     """
@@ -1961,7 +1966,7 @@ class Context(NamedTuple):
     value_mixes: Sequence[Tensor]
     backout: Tensor
     scheduled: Tensors
-    left: Tensors
+    shared: Tensors
 
 
 class Group(nn.Module):
@@ -2121,9 +2126,8 @@ class Head(nn.Module):
         x [T, dim]; targets [T], -1 is not counted; scheduled: numbers of this step, see
         StageValues.
         """
-        if (
-            self.kernels and self.training
-        ):  # an edit of this method turns the kernel off: see PLAIN_FORMS
+        # an edit of this method turns the kernel off: see PLAIN_FORMS
+        if self.kernels and self.training:
             scales = self.fp8_scales if self.fp8 else None
             one = x.new_ones(1, dtype=torch.float32)
             objective, entropies = HeadLoss.apply(
@@ -2227,11 +2231,10 @@ class DocCopy(nn.Module):
         # each document has numbers of its own, so that contexts match only within one; 0 stands
         # before the first token
         hashes = {1: F.pad((begins.cumsum(0) << 32) + ids + 1, (longest, 0))}
-        for n in cls.LENGTHS[
-            1:
-        ]:  # the hash of n tokens is made of those of its two halves, which are in LENGTHS
+        # the hash of n tokens is made of those of its two halves, which are in LENGTHS
+        for n in cls.LENGTHS[1:]:
             shift = n // 2
-            factor = 0x9E3779B97F4A7C15 ** (n // 2) % 2**63
+            factor = 0x9E3779B97F4A7C15**shift % 2**63
             hashes[n] = hashes[n - shift].roll(shift) * factor + hashes[shift]
         keys, order = torch.stack([*hashes.values()])[:, longest:].sort(dim=1, stable=True)
         # equal contexts are neighbours, in order of position
@@ -2376,13 +2379,19 @@ def compile_parts(model: nn.Module) -> None:
 # update rules
 
 # A rule is a frozen dataclass that sees only this rank's shard of a bucket. Its members:
-#     lr, every; or updates_in(step)      learning rate; steps between updates, which use summed gradients
-#     unit(spec)                          shape of what stays whole on one rank: () an element, (rows, columns) a matrix
-#     init_state(shard)                   tensors such as moments, with one entry per unit
-#     hyper(plan, t)                      numbers of the t-th update. If "noise" holds a seed, update gets normal random
-#                                         numbers of param's shape in its place, the same on any number of ranks.
-#                                         Bucket.update adds "scale", see ParamSpec
-#     update(param, grad, state, hyper)   changes param and state in place
+#     lr, every; or updates_in(step)
+#         learning rate; steps between updates, which use summed gradients
+#     unit(spec)
+#         the smallest piece that is not divided among ranks: () for an element, (rows, columns) for
+#         a matrix
+#     init_state(shard)
+#         tensors such as moments, with one entry per unit
+#     hyper(plan, t)
+#         numbers of the t-th update. If "noise" holds a seed, update gets normal random numbers of
+#         param's shape in its place, the same on any number of ranks. Bucket.update adds "scale",
+#         see ParamSpec
+#     update(param, grad, state, hyper)
+#         changes param and state in place
 
 # (a, b, c) of the five steps of polar; from Polar Express (arXiv:2505.16932), computed for a safety
 # factor of 1.02
@@ -2467,7 +2476,9 @@ class Adam:
             m = beta1 * m + (1 - beta1) * g
             v = beta2 * v + (1 - beta2) * g * g
             p = p - lr * correction / (1 - beta1**t) * m / (v.sqrt() + eps)
-        else:  # without the compiler a dozen passes over memory: 20 times slower than this one on 5 million elements
+        else:
+            # without the compiler the lines above are a dozen passes over memory: 20 times slower
+            # than this one on 5 million elements
             torch._fused_adam_(
                 [p],
                 [g],
@@ -2554,14 +2565,10 @@ class NorMuon:
         1, 1] of rates."""
         m = state["m"]
         momentum = hyper["momentum"]
-        grad = grad.to(state["m"].dtype)
+        grad = grad.to(m.dtype)
         m.copy_(momentum * m + (1 - momentum) * grad)
-        NorMuon.move(
-            param,
-            polar(momentum * m + (1 - momentum) * grad, hyper["dtype"]).to(m.dtype),
-            state,
-            hyper,
-        )
+        nesterov = momentum * m + (1 - momentum) * grad
+        NorMuon.move(param, polar(nesterov, hyper["dtype"]).to(m.dtype), state, hyper)
 
     @staticmethod
     def move(param: Tensor, o: Tensor, state: Tensors, hyper: Values, gate: Tensor | None = None):
@@ -2681,15 +2688,13 @@ class TrainingLoop:
             losses = worker.step(plan, worker.stream.next_batch(plan))
             self.losses.record(plan, losses, worker.optimizer.grad_norm)
             if profiler:
-                if step == int(
-                    c.profile.split(":")[1]
-                ):  # torch 2.13 crashes at exit on one that ends later
+                # torch 2.13 crashes at exit on a profiler that ends later
+                if step == int(c.profile.split(":")[1]):
                     worker.optimizer.finish_all_gathers()
                 profiler.step()
         worker.optimizer.finish_all_gathers()
-        if (
-            self.from_step < c.num_steps
-        ):  # a run resumed at num_steps has already run after_training
+        # a run resumed at num_steps has already run after_training
+        if self.from_step < c.num_steps:
             worker.after_training()
         self.clock.stop()
         self.losses.write(c.num_steps, wait=True)
@@ -2800,9 +2805,8 @@ class Worker:
 
     def before_step(self, plan: Plan) -> None:
         """Runs before each step's first forward, and in the warm-up."""
-        if (
-            self.config.doc_copy
-        ):  # it reads the head's weights before the head's own forward would wait for them
+        # DocCopy reads the head's weights before the head's own forward would wait for them
+        if self.config.doc_copy:
             self.optimizer.wait_for(self.model.lm_head.weight)
 
     def before_update(self, plan: Plan) -> None:
@@ -2854,9 +2858,8 @@ class Worker:
             if i % c.adam_every == 0:
                 # a slower rule's of another part of the run
                 self.optimizer.reducer.drop_gradients()
-            if (
-                step not in batches
-            ):  # by step, since the steps of an Adam cycle may belong to different stages
+            # by step, since the steps of an Adam cycle may belong to different stages
+            if step not in batches:
                 self.stream.position = position
                 batches[step] = self.stream.next_batch(plan_of(c, step))
             record(plan_of(c, step), self.step(plan_of(c, step), batches[step]))
@@ -2912,6 +2915,19 @@ def validate(
     return None if stopped else (comm.all_reduce(losses).sum().item() / tokens, tokens)
 
 
+class PendingLosses(NamedTuple):
+    """The losses of one step, on their way to the host."""
+
+    plan: Plan
+    train_time: float
+    grad_norm: float | None
+    summed: Tensor  # of each micro-batch, then the requests to save
+    copied: Any  # the CUDA event after the copy to the host; None on CPUs
+
+    def arrived(self) -> bool:
+        return self.copied is None or self.copied.query()
+
+
 class TrainLosses:
     """Sum training losses over ranks, and read them up to LAG steps later, so that the host does
     not wait for a GPU.
@@ -2929,7 +2945,7 @@ class TrainLosses:
         self.log = log
         self.sent = 0
         self.save_at: dict[int, bool] = {}  # all ranks save before these steps; True: and stop
-        self.pending: list[tuple[Plan, float, float | None, Tensor, Any]] = []
+        self.pending: list[PendingLosses] = []
         self.stream = torch.cuda.Stream() if clock.device.type == "cuda" else None
 
     def record(self, plan: Plan, losses: list[Tensor], grad_norm: float | None = None) -> None:
@@ -2938,18 +2954,16 @@ class TrainLosses:
         own = torch.stack(losses).detach()
         summed = own.new_zeros(plan.micro_batches + 1)
         summed[self.comm.rank * len(own) : (self.comm.rank + 1) * len(own)] = own
-        if (
-            received := signals.received
-        ) > self.sent:  # rarely: copying a number to a GPU makes the host wait
+        received = signals.received
+        if received > self.sent:  # rarely: copying a number to a GPU makes the host wait
             summed[-1] = received - self.sent
             self.sent = received
         handle = self.comm.start_all_reduce(summed)
         event = None
         # It ends after the step's all-gathers, so the main stream does not wait for it, but a
         # stream of its own
-        if (
-            own.is_cuda
-        ):  # it waits for the losses itself, since one rank has no all-reduce that would
+        # it waits for the losses itself, since one rank has no all-reduce that would
+        if own.is_cuda:
             self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             handle.wait()
@@ -2960,15 +2974,12 @@ class TrainLosses:
                 )
                 event = torch.cuda.Event()
                 event.record()
-        self.pending.append((plan, self.clock.read(), grad_norm, summed, event))
+        self.pending.append(PendingLosses(plan, self.clock.read(), grad_norm, summed, event))
 
     def write(self, step: int, wait: bool = False) -> None:
         """Log the losses that have arrived before a step. RunError on a loss that is not finite."""
         while self.pending and (
-            wait
-            or self.pending[0][0].step < step - self.LAG
-            or self.pending[0][-1] is None
-            or self.pending[0][-1].query()
+            wait or self.pending[0].plan.step < step - self.LAG or self.pending[0].arrived()
         ):
             plan, train_time, grad_norm, summed, event = self.pending.pop(0)
             done = plan.step + 1
@@ -2982,9 +2993,8 @@ class TrainLosses:
                 self.save_at[done + self.LAG] = summed[-1].item() >= Signals.STOP
             loss = None
             line = f"step:{done}/{self.config.num_steps} {show_times(train_time, done)}"
-            if (
-                self.config.train_loss_every and not done % self.config.train_loss_every
-            ):  # in nats per token
+            every = self.config.train_loss_every
+            if every and not done % every:  # in nats per token
                 loss = summed[:-1].sum(dtype=torch.float64).item() / (
                     plan.micro_batches * plan.micro_batch_tokens
                 )
@@ -2993,7 +3003,7 @@ class TrainLosses:
                 )
                 line += "".join(
                     f" {name}:{plan.values[name]}"
-                    for name in self.config.beside_loss
+                    for name in self.config.logged_stage_values
                     if plan.values.get(name)
                 )
             self.log.write(line, off_clock=wait)

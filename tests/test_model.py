@@ -1189,7 +1189,7 @@ def test_a_tensor_that_a_layer_leaves_reaches_a_later_group_with_its_gradient(
 
         return forward
 
-    for least, left in ((99, lambda context: place), (4, lambda context: context.left)):
+    for least, left in ((99, lambda context: place), (4, lambda context: context.shared)):
         monkeypatch.setattr(train_gpt, "MIN_GROUP_LAYERS", least)
         monkeypatch.setattr(train_gpt.Block, "forward", sharing(left))
         model = shaken(config)

@@ -95,7 +95,7 @@ def test_packing_equals_plain_python_to_the_last_batch(
 @settings(max_examples=60, deadline=None)
 def test_split_documents_keep_every_token_that_bos_does_not_replace(lengths, longest):
     tokens = lengths_to_tokens(np.array(lengths))
-    documents, piece_of = train_gpt.limit_documents(
+    documents, document_of_piece = train_gpt.limit_documents(
         train_gpt.index_documents(tokens, BOS), longest, split=True
     )
     assert documents.lengths.max() <= longest
@@ -109,7 +109,7 @@ def test_split_documents_keep_every_token_that_bos_does_not_replace(lengths, lon
         assert (
             piece[0] == BOS
             and not (piece[1:] == BOS).any()
-            and piece_of[i] == opened[documents.starts[i]]
+            and document_of_piece[i] == opened[documents.starts[i]]
         )
 
 
