@@ -50,7 +50,7 @@ UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 MAX_FILE_MIB = 16  # uncompressed; the longest public log has 1.5
 MAX_ARCHIVE_MIB = 256  # all its files, uncompressed
 HOME = Path(__file__).resolve().parent.parent / "logs"
-# in it, what the newest of is `latest` to a tool
+# `latest` is the newest of one of these there
 RACE = "race-*/race.jsonl"
 RUN = "*.txt"
 MODEL = "*.pt"
@@ -61,42 +61,17 @@ FILE_LINE = re.compile(r"^# file: ([\w.-]+\.py)\n", re.M)
 MAX_NOTES = 20  # on one run
 MAX_DEPTH = 50  # nesting of a JSON line; functions that walk it later need no guard
 MAX_MESSAGE = 300  # characters on stderr
-DOCUMENTS = {
-    ".md",
-    ".markdown",
-    ".rst",
-    ".py",
-    ".ipynb",
-    ".json",
-    ".jsonl",
-    ".csv",
-    ".tsv",
-    ".html",
-    ".pdf",
-    # never logs, though they may quote log lines
-    ".yaml",
-    ".yml",
-    ".toml",
-    ".sh",
-    ".png",
-    ".jpg",
-    ".svg",
-}
+# Suffixes of files that are never logs, though they may quote log lines
+DOCUMENTS = set(
+    ".md .markdown .rst .py .ipynb .json .jsonl .csv .tsv .html .pdf .yaml .yml .toml .sh .png .jpg"
+    " .svg".split()
+)
 
 # Config values that do not change what is trained
-INCIDENTAL = {
-    "seed",
-    "run_id",
-    "log_dir",
-    "save_model",
-    "sample_tokens",
-    "train_loss_every",
-    "timeout_s",
-    "race",
-    "save_every",
-    "keep_checkpoints",
-    "resume",
-}
+INCIDENTAL = set(
+    "seed run_id log_dir save_model sample_tokens train_loss_every timeout_s race save_every"
+    " keep_checkpoints resume".split()
+)
 
 # Kinds of rejection. UNREADABLE concerns the input; the others are facts about a run or file.
 UNREADABLE = "unreadable"
@@ -156,12 +131,7 @@ _NO_SETTING = re.compile(
     "seed|rank|run_?id|name|path|dir$|file|log|date|time|host|port|uuid|id$|device", re.I
 )
 _TRAINING = {"trl", "train_loss", "train_time"}
-_COMMON_FIELDS = {
-    "val_loss",
-    "tel",
-    "train_time",
-    "step_avg",
-}
+_COMMON_FIELDS = {"val_loss", "tel", "train_time", "step_avg"}
 _STATED = _TRAINING | _COMMON_FIELDS
 _DECIMAL = rb"\d{1,15}(?:\.\d{1,15})?"
 # The lines that train_gpt.py writes after the last separator. The group names are the letters of
@@ -688,19 +658,19 @@ class _OpenRun:
         self.seed = seed
         self.end = None
         self.error = None
-        self.total = self.first_step = self.last_step = None  # total: bytes, as stated in the lines
-        # the fields of the last one
+        self.total = None  # bytes, as stated in the lines
+        self.first_step = None
+        self.last_step = None
         self.validations = []
-        self.validation_fields = {}
+        self.validation_fields = {}  # of the last validation
         self.trained_since = False  # training lines followed the last validation
         self.cut = False  # the last line was cut off
         self.clock = -math.inf
         self.clock_falls = []
         self.steps = []
         self.resumed = []
-        # step lines
         self.notes = _Notes()
-        self.recent = collections.deque(maxlen=64)
+        self.recent = collections.deque(maxlen=64)  # step lines
 
     def resume(self, resumed):
         """Drop the lines of steps after the checkpoint, which are trained again. Return False if
@@ -1260,12 +1230,8 @@ def last_run(path):
 
 def is_beside(item):
     """Return whether a rejected file lies beside the logs: by its name it is none."""
-    return item.kind == NOT_A_LOG and os.path.splitext(item.path)[1] not in (
-        "",
-        ".gz",
-        ".txt",
-        ".log",
-    )
+    suffix = os.path.splitext(item.path)[1]
+    return item.kind == NOT_A_LOG and suffix not in ("", ".gz", ".txt", ".log")
 
 
 def outcomes(logs):
@@ -1421,17 +1387,7 @@ def main(arguments=None):
     if options.json:
         print(show_json(logs))
     else:
-        header = (
-            "file",
-            "run",
-            "outcome",
-            "steps",
-            "val_loss",
-            "seconds",
-            "GPUs",
-            "source",
-            "remark",
-        )
+        header = "file run outcome steps val_loss seconds GPUs source remark".split()
         print(*columns([header, *outcomes(logs)]), sep="\n")
         print(
             f"{plural(len(logs.runs), 'run')} used, {len(logs.rejected)} rejected, "

@@ -1073,11 +1073,9 @@ def show_at_target(sides, options):
     return "\n".join(
         [
             *lines,
-            (
-                "Warning: a loss that is looked at often is at or below the target by chance"
-                " earlier than its mean is. This is no claim: fix the step, run to it on new seeds,"
-                " and test the mean loss there (stats.py without --at-target)."
-            ),
+            "Warning: a loss that is looked at often is at or below the target by chance"
+            " earlier than its mean is. This is no claim: fix the step, run to it on new seeds,"
+            " and test the mean loss there (stats.py without --at-target).",
         ]
     )
 
@@ -1459,10 +1457,8 @@ def plot(sides, found, path):
         runs = " or ".join(map(str, sorted({one.n for one in found})))
         titles = [
             f"{conclusion(found)} ({runs} seeds)",
-            (
-                "Blue: lower; orange: higher; grey: no difference shown "
-                f"(p ≥ {LEVEL:g} after Holm's correction)"
-            ),
+            "Blue: lower; orange: higher; grey: no difference shown "
+            f"(p ≥ {LEVEL:g} after Holm's correction)",
         ]
         target = None
         shown = []
@@ -1536,10 +1532,8 @@ def parse(arguments):
     add("--vs", nargs="+", metavar="PATH", help="logs of the version to beat")
     add(
         "--side",
-        help=(
-            "of the paths' race, the letter of the idea to judge against the base (default: a, the"
-            " first)"
-        ),
+        help="of the paths' race, the letter of the idea to judge against the base (default: a, the"
+        " first)",
     )
     add(
         "--target",

@@ -448,10 +448,8 @@ def check(trace):
         ),
         (
             gpu_ops and not linked,
-            (
-                f"none of its {gpu_ops} GPU ops has its launch in the trace; record with"
-                " ProfilerActivity.CPU as well"
-            ),
+            f"none of its {gpu_ops} GPU ops has its launch in the trace; record with"
+            " ProfilerActivity.CPU as well",
         ),
         (
             gpu_ops and not inside,
@@ -459,17 +457,13 @@ def check(trace):
         ),
         (
             gpu_ops and not gpu_comm,
-            (
-                f'no communication: none of its {gpu_ops} GPU ops is a kernel with "nccl" in its'
-                f" name; {ranks}"
-            ),
+            f'no communication: none of its {gpu_ops} GPU ops is a kernel with "nccl" in its'
+            f" name; {ranks}",
         ),
         (
             not gpu_ops and not host_comm,
-            (
-                "no communication: neither GPU ops nor ranges `launch ...`, gloo:* or c10d::*;"
-                f" {ranks}"
-            ),
+            "no communication: neither GPU ops nor ranges `launch ...`, gloo:* or c10d::*;"
+            f" {ranks}",
         ),
     ):
         require(not wrong, f"{trace.path}: {problem}")

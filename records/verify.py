@@ -137,47 +137,17 @@ _MEDIUM = re.compile(r": torch\._inductor\.config\.coordinate_descent_tuning = T
 OF_EACH_RUN = re.compile("seed|run_id|log_dir|race.*")
 MOST_CHARACTERS = 1 << 20  # of a source: its syntax tree takes a thousand times as much memory
 # Public packages that such scripts import. Any other module is code that the log does not contain
-_PACKAGES = {
-    "torch",
-    "torchvision",
-    "torchao",
-    "triton",
-    "numpy",
-    "scipy",
-    "matplotlib",
-    "pandas",
-    "numba",
-    "tiktoken",
-    "tokenizers",
-    "transformers",
-    "datasets",
-    "safetensors",
-    "huggingface_hub",
-    "kernels",
-    "flash_attn",
-    "flash_attn_interface",
-    "flash_attn_3",
-    "xformers",
-    "einops",
-    "tqdm",
-    "rich",
-    "requests",
-    "yaml",
-    "wandb",
-    "psutil",
-    "pynvml",
-    "nvtx",
-    "cuda",
-    "cutlass",
-    "packaging",
-    "dotenv",
-}
+_PACKAGES = set(
+    "torch torchvision torchao triton numpy scipy matplotlib pandas numba tiktoken tokenizers"
+    " transformers datasets safetensors huggingface_hub kernels flash_attn"
+    " flash_attn_interface flash_attn_3 xformers einops tqdm rich requests yaml wandb psutil"
+    " pynvml nvtx cuda cutlass packaging dotenv".split()
+)
 
 
-# A run in the table of a page of board.py: loss, file, seconds. Losses listed one after another on
-# other pages
+# A run in the table of a page of board.py: loss, file, seconds
 _ROW = re.compile(r"\[(\d+\.\d+)\]\((?:[\w.]+#)?([^)\s]+)\) \| ([\d.]+|-) ")
-# nats
+# Losses listed one after another on other pages; NEAR, in nats: so close to the logs' to be theirs
 NUMBERS = re.compile(r"\d\.\d{3,8}")
 NEAR = 0.02
 _LOSSES = re.compile(
@@ -1765,10 +1735,8 @@ def parse(arguments):
     parser = argparse.ArgumentParser(
         description="Judge a record by the rules of the speedrun.",
         allow_abbrev=False,
-        epilog=(
-            "Exit status: 0 no rule is broken, whatever the claim; 1 a rule is broken; "
-            "2 it cannot be judged."
-        ),
+        epilog="Exit status: 0 no rule is broken, whatever the claim; 1 a rule is broken; "
+        "2 it cannot be judged.",
     )
     add = parser.add_argument
     add(

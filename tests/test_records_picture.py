@@ -535,7 +535,7 @@ def test_what_is_no_log_takes_no_place(tmp_path, open_page):
 @pytest.mark.parametrize(
     "record, lost, rows, says",
     [
-        ("2026-11-22_rows_ladder", "none", 16, "worse: "),
+        ("2026-11-23_key_offset_ladder", "none", 40, "better: "),
         ("2026-11-28_copying", "none", 10, "better: this checkout."),
         ("2026-11-28_copying", "_05b", 9, "not judged: "),
     ],

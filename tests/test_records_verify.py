@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import train_gpt
-from conftest import TINY, some_documents, write_corpus, write_shard
+from conftest import TINY, plant, some_documents, write_corpus, write_shard
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
@@ -68,10 +68,8 @@ def planted(*edits):
     """Return the script's source with (old, new) edits, each of which must apply once."""
     source = SOURCE
     for old, new in edits:
-        assert source.count(old) == 1, (
-            f"the plant does not fit the script: {old!r} is there {source.count(old)} times"
-        )
-        source = source.replace(old, new)
+        indentation = old[: len(old) - len(old.lstrip())]  # plant leaves it
+        source = plant(source, old, new.removeprefix(indentation))
     return source
 
 
@@ -1848,18 +1846,18 @@ def test_training_in_validation_is_caught(train, judge, rerun):
 
 def test_training_in_a_validation_before_the_last_is_caught(train, judge):
     """In the trained parameters, whose last validation is honest."""
-    plant = TRAIN_IN_VALIDATION[1].replace(
+    sometimes = TRAIN_IN_VALIDATION[1].replace(
         "        model.lm_head", "        if trains: model.lm_head"
     )
     first = (
-        "    model.eval()\n    losses, stopped",
+        "    model.eval()\n    losses =",
         (
             "    validate.calls = getattr(validate, 'calls', 0) + 1\n"
-            "    trains = validate.calls == 1\n    model.eval()\n    losses, stopped"
+            "    trains = validate.calls == 1\n    model.eval()\n    losses ="
         ),
     )
     log = steady(
-        train((TRAIN_IN_VALIDATION[0], plant), first, warmup_steps=0, val_every=2, num_steps=4)
+        train((TRAIN_IN_VALIDATION[0], sometimes), first, warmup_steps=0, val_every=2, num_steps=4)
     )
     fails_only(judge(log), TRAINS, "1 of 3 validations changed the parameters")
 
@@ -2486,8 +2484,8 @@ def test_a_script_that_cannot_be_imported_breaks_no_rule(tmp_path, monkeypatch, 
     """A racer edits train_gpt.py, and writes the pages meanwhile."""
     (tmp_path / "train_gpt.py").write_text("import torch\nx = half_an_idea\n")
     record = shutil.copytree(
-        ROOT / "records" / "2026-11-22_tinyshakespeare",
-        tmp_path / "records" / "2026-11-22_tinyshakespeare",
+        ROOT / "records" / "2026-11-28_tinyshakespeare_24",
+        tmp_path / "records" / "2026-11-28_tinyshakespeare_24",
     )
     page = (record / "README.md").read_bytes()
     monkeypatch.setattr(board, "HERE", tmp_path / "records")
