@@ -2203,7 +2203,7 @@ if triton is not None:
 # See train_gpt.PLAIN_FORMS
 PLAIN_FORMS = {
     "MLP": ((MLP.forward, train_gpt.MLP.forward), "26c9f07d"),
-    "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__), "d5d39833"),
+    "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__), "ffb1d7b2"),
     "attention": train_gpt.PLAIN_FORMS["attention"],
 }
 

@@ -1617,8 +1617,8 @@ def check_apart(train: list[Shard], val: list[Shard], sequences: np.ndarray) -> 
     validation text.
 
     They hold it if they contain all samples, each from within a document. A sample that recurs in
-    the validation text or in a shard, such as a licence, shows nothing. With other text the search
-    ends after the first sample.
+    the validation text, such as a licence, shows nothing. With other text the search ends after the
+    first sample.
     """
     same = {shard.sha256 for shard in train} & {shard.sha256 for shard in val}
     text = sequences[:, :-1].ravel()
@@ -1628,7 +1628,7 @@ def check_apart(train: list[Shard], val: list[Shard], sequences: np.ndarray) -> 
     whole = text.astype("<u2").tobytes()
     samples = [sample for sample in samples if whole.count(sample) == 1]
     found = samples and all(
-        any(shard.path.read_bytes().count(sample) == 1 for shard in train) for sample in samples
+        any(sample in shard.path.read_bytes() for shard in train) for sample in samples
     )
     require(
         not same and not found,
@@ -2141,10 +2141,11 @@ class Head(nn.Module):
             self.softcap(x), targets, ignore_index=-1, reduction="sum"
         )
         # Add a further loss term here, in plain PyTorch; autograd and torch.compile do the rest.
-        # Sum it over tokens, as the cross entropy. A z-loss: objective = objective + 1e-4 *
-        # self.softcap(x).logsumexp(1).square().sum() A term over classes must leave out the
-        # padding: F.cross_entropy(self.softcap(x[:, :self.classes]), targets, label_smoothing=0.1,
-        # reduction="sum", ignore_index=-1)
+        # Sum it over tokens, as the cross entropy. A z-loss:
+        #     objective = objective + 1e-4 * self.softcap(x).logsumexp(1).square().sum()
+        # A term over classes must leave out the padding:
+        #     F.cross_entropy(self.softcap(x[:, :self.classes]), targets, label_smoothing=0.1,
+        #                     reduction="sum", ignore_index=-1)
         return objective, cross_entropy.detach()
 
 
@@ -2923,6 +2924,7 @@ class PendingLosses(NamedTuple):
     grad_norm: float | None
     summed: Tensor  # of each micro-batch, then the requests to save
     copied: Any  # the CUDA event after the copy to the host; None on CPUs
+    on_device: Tensor  # kept until then, or its memory would be used again before it is read
 
     def arrived(self) -> bool:
         return self.copied is None or self.copied.query()
@@ -2959,29 +2961,28 @@ class TrainLosses:
             summed[-1] = received - self.sent
             self.sent = received
         handle = self.comm.start_all_reduce(summed)
+        on_device = summed
         event = None
         # It ends after the step's all-gathers, so the main stream does not wait for it, but a
-        # stream of its own
-        # it waits for the losses itself, since one rank has no all-reduce that would
+        # stream of its own. That waits for the losses too: one rank has no all-reduce, which would
         if own.is_cuda:
             self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             handle.wait()
             if own.is_cuda:
-                summed.record_stream(self.stream)
-                summed = torch.empty(summed.shape, dtype=summed.dtype, pin_memory=True).copy_(
-                    summed, non_blocking=True
-                )
+                summed = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
+                summed.copy_(on_device, non_blocking=True)
                 event = torch.cuda.Event()
                 event.record()
-        self.pending.append(PendingLosses(plan, self.clock.read(), grad_norm, summed, event))
+        train_time = self.clock.read()
+        self.pending.append(PendingLosses(plan, train_time, grad_norm, summed, event, on_device))
 
     def write(self, step: int, wait: bool = False) -> None:
         """Log the losses that have arrived before a step. RunError on a loss that is not finite."""
         while self.pending and (
             wait or self.pending[0].plan.step < step - self.LAG or self.pending[0].arrived()
         ):
-            plan, train_time, grad_norm, summed, event = self.pending.pop(0)
+            plan, train_time, grad_norm, summed, event, _ = self.pending.pop(0)
             done = plan.step + 1
             if event is not None:
                 event.synchronize()
@@ -5769,8 +5770,8 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
 # tests/test_config.py prints
 PLAIN_FORMS = {
     "MLP": ((MLP.forward,), "23bd82f3"),
-    "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__), "948174ff"),
-    "attention": ((attend, cut_in_pieces, seen_by_pieces, mask_in_pieces), "53c6bfc1"),
+    "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__), "09ac2206"),
+    "attention": ((attend, cut_in_pieces, seen_by_pieces, mask_in_pieces), "cf6298f3"),
 }
 
 
