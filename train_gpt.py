@@ -863,8 +863,8 @@ def parse_config(
         saved_program = saved.get("program", program)
         require(
             saved_program == program,
-            f"--resume continues {path}, a run of {saved_program}; start {saved_program} in place of"
-            f" {program}",
+            f"--resume continues {path}, a run of {saved_program}; start {saved_program} in place"
+            f" of {program}",
         )
         flags.update(run_id=saved["run_id"], log_dir=str(path.parent), resume=str(path))
         return saved["preset"], dataclasses.replace(
@@ -873,7 +873,7 @@ def parse_config(
     except (AttributeError, KeyError, TypeError) as error:
         raise RunError(
             f"{path}: not a checkpoint of this version of {program} ({error}); name another one, or"
-            " resume with the version whose source opens saved_program log"
+            " resume with the version whose source opens its log"
         ) from error
 
 
