@@ -82,7 +82,7 @@ if ! ready; then
     fi
     say "packages: installing $list into .venv"
     "${own[@]}" "$python" -m pip install --disable-pip-version-check ${build[@]+"${build[@]}"} -r "$here/$list" | show_last ||
-        fail "pip could not install $list, see above; check the network, then run this again"
+        fail "pip could not install $list into $here/.venv, see above; check the network, then run this again"
     printf '%s\n' "$wanted" > "$stamp"
     ready || fail "pip ended without an error, but .venv lacks packages of $list. Rename .venv and run this again; if" \
         "that does not help, pip's settings send packages elsewhere (target, prefix or root): $python -m pip config list"
