@@ -100,8 +100,8 @@ FAULTS = {
     ),
     "flash-starts": Fault(
         "FlashAttention's last document has no end",
-        "starts = starts[:count + 1]\n    if flash_3:  # by",
-        "starts = starts[:count]\n    if flash_3:  # by",
+        "starts = starts[: count + 1]\n    inputs = (q, k, v, starts",
+        "starts = starts[:count]\n    inputs = (q, k, v, starts",
         "--compare masks",
         "documents from 0 to 0 are not all",
     ),

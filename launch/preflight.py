@@ -401,7 +401,7 @@ def transfer_parts(worker):
                 sums.index_add_(0, torch.searchsorted(compared, rows).to(device), grads)
             return [sums]
         bucket.all_rows.zero_()
-        bucket.announce(comm, [sent[comm.rank][0]], last=True)
+        bucket.announce(comm, [sent[comm.rank][0]], complete=True)
         bucket.start_reduce_scatter(comm, invariant)
         bucket.reduce_handle.wait()
         bucket.reduce_handle = None

@@ -20,7 +20,7 @@ here, in test_optimizer.py or in test_run.py; test_the_table_names_existing_test
                                 test_every_matrix_of_torch_s_muon_has_the_same_directions
     A10 warm-up restores        test_state_put_back_after_warm_up_leaves_nothing_of_it, test_log_holds_the_whole_experiment,
                                 test_nothing_is_compiled_after_warm_up
-    A11 before and after        bench/slow_link.py, test_profile_has_a_range_for_every_phase
+    A11 before and after        test_profile_has_a_range_for_every_phase
     B1 variants, one loss       bench/whole_step.py (a buffer a parameter: bucket_mb 0), test_no_setting_changes_a_byte
     B2 a bucket per dtype       test_buckets_fill_from_the_last_layer_and_keep_kinds_apart
     B3 main gradients, fp32     test_shards_are_equal_and_cover_every_parameter_once,
@@ -48,7 +48,7 @@ here, in test_optimizer.py or in test_run.py; test_the_table_names_existing_test
     D2 any in-place optimizer   test_any_optimizer_of_torch_works_on_the_flat_view
     D3 shapes refused           test_a_wrong_use_is_answered_with_the_cure
     D4 views checked            test_a_parameter_moved_out_of_its_bucket_is_found, test_a_replaced_parameter_is_named
-    D5 speed on small tensors   bench/optimizer_step.py
+    D5 speed on small tensors   bench/own_model.py
     E1 one hook, removable      test_building_twice_fires_once_and_hooks_can_be_removed
     E2 fixed order, agreed      test_a_bucket_that_is_ready_early_waits_for_its_turn, mutant SwapsOrderOnRankOne,
                                 test_ranks_that_differ_all_get_an_error_that_names_the_difference
