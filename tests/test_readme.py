@@ -130,7 +130,7 @@ def documented():
     ):
         said = ast.get_docstring(ast.parse(path.read_text())) or ""
         lines += re.findall(
-            r"^ +((?:(?:\.venv/bin/)?python (?!launch/race|own)[\w/.]+|dry_gpu/run|"
+            r"^ +((?:(?:\.venv/bin/)?python (?!launch/race|own)[\w/.]+|"
             rf"{tools.replace('(', '(?:')})(?: [^\n\[…]*?)?)(?:  .*)?$",
             said,
             re.M,
