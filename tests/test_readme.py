@@ -310,7 +310,7 @@ def test_every_flag_is_one_of_a_program_here_and_every_link_leads_somewhere():
         *(path for path in (ROOT / "launch/cluster").iterdir() if path.is_file()),
     ):
         text = re.sub(
-            r"^#SBATCH.*|--no-install-recommends|--(gpus all|ipc=host|build-arg|nodes"
+            r"^#SBATCH.*|--[a-z]+\[-_\]|--no-install-recommends|--(gpus all|ipc=host|build-arg|nodes"
             r" 2|gpus-per-node|env RACE|race |exclusive|cpus-per-task|account|partition)",
             "",
             path.read_text(),
