@@ -212,9 +212,8 @@ def describe_sides(ideas, cmd, flags, name=None):
         codes = codes_of(files, revision)
         require(codes[-1], f"revision {vs} has no {SCRIPT}; name a later one")
         sides[vs] = codes, {**ours, "revision": revision, "name": vs}
-    if len(ideas) > 1 and any(
-        codes == sides["this checkout"][0] for codes, _ in [*sides.values()][1:]
-    ):
+    checkout, *others = (codes for codes, _ in sides.values())
+    if len(ideas) > 1 and checkout in others:
         del sides["this checkout"]
     for one, other in itertools.combinations(sides, 2):
         require(
@@ -287,18 +286,12 @@ def folders(sides):
     try:
         for side, version in sides.items():
             found[side] = (ROOT / version.get("folder", "")).resolve()
-            if version["revision"]:
-                found[side] = home / version["revision"][:12]
+            revision = version["revision"]
+            if revision:
+                found[side] = home / revision[:12]
                 # without the user's hooks: they prepare folders that somebody works in
-                git(
-                    "-c",
-                    f"core.hooksPath={os.devnull}",
-                    "worktree",
-                    "add",
-                    "--detach",
-                    str(found[side]),
-                    version["revision"],
-                )
+                add = f"-c core.hooksPath={os.devnull} worktree add --detach"
+                git(*add.split(), str(found[side]), revision)
                 # shards, and what the script reads beside them
                 for file in (ROOT / "data").glob("*/*"):
                     link = found[side] / file.relative_to(ROOT)
@@ -318,13 +311,11 @@ def source_hash(version, folder):
     """Return the SHA-256 of the program's source, or of the files that another project's command
     names."""
     if "folder" not in version:
-        return hashlib.sha256(
-            logs.source_in(folder, version.get("program", SCRIPT)).encode()
-        ).hexdigest()
-    files = [
-        folder / word for word in version["flags"] if len(word) < 256 and (folder / word).is_file()
-    ]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+        source = logs.source_in(folder, version.get("program", SCRIPT))
+        return hashlib.sha256(source.encode()).hexdigest()
+    paths = [folder / word for word in version["flags"] if len(word) < 256]
+    source = b"".join(path.read_bytes() for path in paths if path.is_file())
+    return hashlib.sha256(source).hexdigest()
 
 
 def check_sides(race, where):
@@ -474,9 +465,9 @@ def settle(manifest):
 
 def has_begun(log):
     """Return whether a log has a line of a step. The text before the last separator is source."""
-    _, whole, lines = (
-        log.read_bytes().rpartition(logs.SEPARATOR + b"\n") if log.exists() else ("", "", b"")
-    )
+    if not log.exists():
+        return False
+    _, whole, lines = log.read_bytes().rpartition(logs.SEPARATOR + b"\n")
     return bool(whole and STEP.search(lines))
 
 
@@ -776,7 +767,8 @@ def judge(race, folder):
     )
     if silent or each == 1 and found["sides"] and not found["claim"]:
         found["status"] = 0  # nothing was to be judged
-    found["rules"] = broken = broken_rules(race, folder, found["ideas"])
+    broken = broken_rules(race, folder, found["ideas"])
+    found["rules"] = broken
     for line in broken:
         say(f"a rule is broken: {line}")
     if broken and not found["status"]:
@@ -842,24 +834,10 @@ def parse(arguments):
     )
     add = parser.add_argument
     start.add_race_options(add)
-    add(
-        "--ranks",
-        type=int,
-        default=1,
-        help="processes of a run (default: 1; run.sh knows what fits)",
-    )
-    add(
-        "--trial",
-        action="store_true",
-        help="declare that the race is a trial; the flags do not follow from it",
-    )
-    add("--resume", metavar="MANIFEST", help="resume a race")
-    add(
-        "flags",
-        nargs="*",
-        metavar="-- FLAGS",
-        help="flags of train_gpt.py or frontier.py, for both sides",
-    )
+    add("--ranks", type=int, default=1, help="processes of a run (run.sh knows what fits)")
+    add("--trial", action="store_true", help="declare a trial; no flags follow from it")
+    add("--resume", metavar="MANIFEST")
+    add("flags", nargs="*", metavar="-- FLAGS", help="for all sides")
     words = list(arguments)
     flags = []
     if "--" in words:

@@ -30,7 +30,6 @@ CACHE = ROOT / ".cache" / "preflight"
 PYTHON = sys.executable
 # found now: a forked child must not load libraries
 PRCTL = getattr(ctypes.CDLL(None), "prctl", None)
-USAGE = "./run.sh [options] [flags of train_gpt.py]"
 COMMANDS = """\
 Train one model, or race two versions. The first call fills .venv with packages.
 
@@ -113,7 +112,7 @@ class Parser(argparse.ArgumentParser):
 def make_parser():
     parser = Parser(
         prog="run.sh",
-        usage=USAGE,
+        usage="./run.sh [options] [flags of train_gpt.py]",
         description=COMMANDS,
         epilog=REST,
         add_help=False,
@@ -570,11 +569,8 @@ def preflight(config, flags, ranks, gpus, show_only):
 
     import train_gpt
 
-    checked = {
-        name: str(value)
-        for name, value in dataclasses.asdict(config).items()
-        if name not in UNCHECKED
-    }
+    values = dataclasses.asdict(config)
+    checked = {name: str(values[name]) for name in values if name not in UNCHECKED}
     # comments, docstrings and formatting need no new check
     sources = [
         train_gpt.code_of(Path(file).read_text(encoding="utf-8"))
@@ -708,8 +704,9 @@ def run_once(config, ranks, flags, longer):
     import train_gpt
     from ranks import start as start_ranks
 
-    for name in [name for name in os.environ if name.startswith("PYTHON")]:
-        del os.environ[name]
+    for name in [*os.environ]:
+        if name.startswith("PYTHON"):
+            del os.environ[name]
     say(f"starting {ranks} rank(s)")
     before = written(config.log_dir)
     began = time.time()

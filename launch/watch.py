@@ -74,11 +74,9 @@ def judge(home, sides, alpha, changed):
 
     words = [str(home), "--json", f"--alpha={alpha}"]
     found = ladder.give([home], silent=True) if sides > 2 else stats.give(stats.parse(words))
-    return (
-        stats.last_line(found)
-        if found["ideas"]
-        else f"Verdict: {found['verdict']}: {found['reason']}."
-    )
+    if found["ideas"]:
+        return stats.last_line(found)
+    return f"Verdict: {found['verdict']}: {found['reason']}."
 
 
 def state_of(run, changed):
