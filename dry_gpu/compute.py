@@ -8,7 +8,7 @@ path.
     dry_gpu/run --order                             uses of memory on two streams without an order, and which
                                                           waits are needed
     dry_gpu/run --order --full --ranks 8 -- --preset speedrun     the same at full size, on the simulated GPU
-    dry_gpu/run --compare laptop --poison --shuffle the same bits if memory starts as NaN, without torch's caching
+    dry_gpu/run --compare laptop --poison --shuffle  the same bits if memory starts as NaN, without torch's caching
                                                           allocator, and if programs run in random order
     dry_gpu/run --compare speedrun --fault NAME     with a fault of faults.py; must fail
 
