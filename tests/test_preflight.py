@@ -145,7 +145,6 @@ COMPILED = {"compile": "on"}
 @pytest.mark.parametrize(
     "break_it, changes, part, fallback",
     [
-        (break_attention, {}, "attention L", ("attention", "masked")),
         (
             lambda m: break_window(m, 1, 0),
             {"micro_batch_tokens": 256},
@@ -168,12 +167,6 @@ COMPILED = {"compile": "on"}
         ),
         (break_fp8, {"program": "frontier"}, "layers 0 to 3", ("fp8_mlp", False)),
         (lambda m: break_compiled(m, "Head", no_kernel), COMPILED, "head", ("compile", "off")),
-        (
-            lambda m: break_compiled(m, "Head", lambda f, args: 0 * f(*args)),
-            COMPILED,
-            "head",
-            ("compile", "off"),
-        ),
         (
             lambda m: break_compiled(m, "Head", lambda f, args: torch.nan * f(*args)),
             COMPILED,
@@ -412,10 +405,9 @@ def test_the_program_prints_a_table_and_the_flags(corpus, script):
     )
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_wrong_command_is_one_message(corpus, script, ranks):
+def test_a_wrong_command_is_one_message(corpus, script):
     process = script(
-        ROOT / "launch" / "preflight.py", "--ranks", ranks, *flags(corpus, train_files="nowhere*")
+        ROOT / "launch" / "preflight.py", "--ranks", 2, *flags(corpus, train_files="nowhere*")
     )
     out, errors = process.communicate(timeout=600)
     assert (
@@ -521,9 +513,7 @@ def test_tables_of_a_preset_are_halved_until_they_fit_and_others_are_refused(gpu
         )
 
 
-@pytest.mark.parametrize(
-    "layers,dim", [("SM LM M", 256), ("S0M SM", 64), ("S S L", 256), ("M M M M", 256)]
-)
+@pytest.mark.parametrize("layers,dim", [("S0M SM", 64), ("S S L", 256), ("M M M M", 256)])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_memory_needed_counts_at_least_parameters_gradients_and_state(tiny, layers, dim, ranks):
     """A kind of parameter that the estimate leaves out would be missed in one of these models."""
@@ -576,13 +566,10 @@ FRONTIER = frontier.PRESETS["frontier89"]
         (8, FRONTIER, dict(), 22025, 10909),
         (8, SPEEDRUN, dict(kernels="off"), 19049, 9399),
         (1, SPEEDRUN, dict(kernels="off"), 19920, 10271),
-        (8, SPEEDRUN, dict(kernels="off", micro_batch_tokens=8192), 6083, 9399),
-        (8, SPEEDRUN, dict(kernels="off", fp8_head=False), 16002, 9399),
         (1, SPEEDRUN, dict(kernels="off", fp8_head=False, micro_batch_tokens=8192), 6248, 10271),
         (8, SPEEDRUN, dict(kernels="off", layers="S0M LM S0M SM", backout_layer=2), 11492, 5956),
         (8, FRONTIER, dict(kernels="off"), 27033, 10380),
         (8, SPEEDRUN, dict(attention="masked"), 15456, 13632),
-        (8, SPEEDRUN, dict(kernels="off", compile="off"), 40555, 23978),
         (8, SPEEDRUN, dict(kernels="off", compile="off", micro_batch_tokens=8192), 11458, 11323),
         (8, SPEEDRUN, dict(compile="off", attention="masked", fp8_head=False), 17498, 23978),
     ],

@@ -590,16 +590,20 @@ def test_every_place_installs_the_same_builds(monkeypatch, capsys):
         ),
         (
             {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8"},
-            "--micro_batch_splits 2",
+            "--preset=frontier89",
             (
                 ".venv/bin/python -m torch.distributed.run --nnodes 2 --nproc_per_node 8"
-                " --rdzv_backend c10d --rdzv_endpoint node1:29500 --rdzv_id 77 train_gpt.py"
-                " --run_id slurm-77.0 --micro_batch_splits 2"
+                " --rdzv_backend c10d --rdzv_endpoint node1:29500 --rdzv_id 77 frontier.py"
+                " --run_id slurm-77.0 --preset=frontier89"
             ),
         ),
         ({"SLURM_NNODES": "2"}, "-n 5", ""),
-        ({"SLURM_RESTART_COUNT": "1"}, "-n 5", ""),
-        ({}, "--resume latest", "./run.sh --resume latest"),
+        *(
+            ({"SLURM_RESTART_COUNT": "1"}, race, "")
+            for race in ("--vs=HEAD", "--max_n 12", "--until_decided")
+        ),
+        ({"SLURM_RESTART_COUNT": "1"}, "--resume logs/race-X", "./run.sh --resume logs/race-X"),
+        ({"SLURM_RESTART_COUNT": "1"}, "--log-dir=x", "./run.sh --log-dir=x"),
     ],
 )
 def test_the_slurm_job_starts_what_it_says(tmp_path, environment, flags, started):

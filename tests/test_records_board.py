@@ -253,7 +253,6 @@ def written():
             "HEAD (abababa with uncommitted changes)",
         ),
         ([None, "5e" * 20], {"revision": "ab" * 20, "clean": True}, "HEAD (abababa)"),
-        ([None, None], {"revision": "ab" * 20, "clean": True}, "HEAD"),
         ([None, "5e" * 20], None, "HEAD"),
     ],
 )
@@ -418,7 +417,6 @@ def test_without_records_there_is_no_leaderboard(places, capsys):
             lambda folder, records: [path.unlink() for path in folder.iterdir()],
             "holds no logs of a race",
         ),
-        (lambda folder, records: (records / "new").mkdir(), "exists"),
         (
             lambda folder, records: (folder / "r4a.txt").write_bytes(b"\xff\xfe"),
             "r4a.txt: cannot be read as a log",

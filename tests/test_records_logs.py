@@ -9,7 +9,6 @@ import json
 import math
 import os
 import random
-import re
 import resource
 import subprocess
 import sys
@@ -280,10 +279,6 @@ FORMS = {
         "\n".join([OWN, *COMMON, "error: interrupted", '{"end": {"final_val_loss": 3.2775}}', ""]),
         {},
     ),
-    **{
-        f"{decimals} decimals": (text(common(f"{3.25:.{decimals}f}")), {"loss_decimals": decimals})
-        for decimals in (4, 5, 6)
-    },
     "a long time": (
         text([*COMMON[:3], f"step:3/20 train_time:{MANY}ms step_avg:1ms", *COMMON[3:]]),
         {"final_loss": 3.2775, "train_time_ms": 2000},
@@ -400,13 +395,11 @@ FORMS = {
         {"reason": "incomplete: no validation line; it reached step 2 of 20"},
     ),
     "a last loss of nan": (text(common("nan")), {"reason": "val_loss is nan at step 20 of 20"}),
-    "a last loss of inf": (text(common("inf")), {"reason": "val_loss is inf at step 20 of 20"}),
     "a first loss of nan": (
         text([COMMON[0].replace("val_loss:10.", "val_loss:nan "), *COMMON[1:]]),
         {"reason": "val_loss is nan at step 0 of 20"},
     ),
     "no line end": (text(COMMON).rstrip("\n"), {"notes": ()}),
-    "no line end and nothing else": ("\n".join(COMMON), {"notes": ()}),
     "no line end, llm.c": ("s:0 tel:10.9688\ns:1 tel:3.2950", {"final_loss": 3.295}),
     "fewer digits in the last line, llm.c": (
         "s:0 tel:10.9688\ns:1 tel:3.29",
@@ -420,16 +413,7 @@ FORMS = {
             {"kind": logs.INCOMPLETE, "reason": f"cut off and dropped: {end!r}"},
         )
         for end in (
-            "st",
-            "step:",
             "step:20/2",
-            "step:20/20 ",
-            "step:20/20 val_l",
-            "step:20/20 val_loss:3.27",
-            "step:20/20 val_loss:3.2775",
-            "step:20/20 val_loss:3.2775 train_time:20",
-            "step:20/20 val_loss:3.2775 train_time:2000m",
-            "step:20/20 val_loss:3.2775 train_time:2000ms",
             "step:20/20 val_loss:3.2775 train_time:2000ms step_avg:100.0",
         )
     },
@@ -743,7 +727,7 @@ def test_every_cut_gives_the_whole_final_line_or_none_of_it(write):
     whole = text(common("3.27", 10, 5, 1000)).encode()
     final = whole.index(b"step:10/10 val_loss")
     enough = whole.index(b"ms\n", whole.index(b"step_avg", final)) + 2
-    for length in range(whole.index(b"step:0"), len(whole)):
+    for length in range(whole.index(b"step:9"), len(whole)):
         found = logs.read([write(whole[:length])])
         assert len(found.runs) + len(found.rejected) == 1
         assert bool(found.runs) == (length >= enough), whole[:length][-60:]
@@ -774,10 +758,6 @@ def test_windows_line_ends_change_nothing(write):
     unix = only_run(write(text(common())))
     windows = only_run(write(text(common(), ending="\r\n")))
     assert unix == windows
-
-
-def test_file_names_may_hold_anything(write):
-    assert only_run(write(text(common()), "a b;'c\n.txt")).final_loss == 3.2775
 
 
 @pytest.mark.parametrize(
@@ -995,10 +975,7 @@ def limited(code, megabytes):
 
 @pytest.mark.parametrize(
     "piece, megabytes, memory, wanted",
-    [  # Python alone takes 23
-        ("x", 60, 50, "not a log: more than"),
-        ("=" * 100 + "\n", 60, 50, "not a log: more than"),
-    ],
+    [("=" * 100 + "\n", 60, 50, "not a log: more than")],  # Python alone takes 23
 )
 def test_a_huge_file_takes_little_memory(tmp_path, piece, megabytes, memory, wanted):
     path = tmp_path / "huge.txt"
@@ -1102,7 +1079,6 @@ LONG = ("n" * 200 + "/") * 10
     [
         ("export", [LONG, "--to", "csv"]),
         ("picture", [LONG]),
-        ("trace", [LONG]),
         ("trace", [f"{LONG}{i}" for i in range(300)]),
         ("ladder", [LONG]),
         ("stats", [LONG]),
@@ -1206,16 +1182,6 @@ def test_lines_that_several_ranks_print_count_once(write):
         and run.steps == once.steps
         and "several ranks" in run.notes[0]
     )
-
-
-def test_times_with_a_fraction_are_times(write):
-    lines = [
-        re.sub(r"time:(\d+)ms", lambda ms: f"time:{int(ms[1]) / 1000:.3f}s", line)
-        for line in common()
-    ]
-    assert [step[:2] for step in only_run(write(text(lines))).steps] == [
-        step[:2] for step in only_run(write(text(common()))).steps
-    ]
 
 
 def test_an_archive_is_read_like_files_beside_it(tmp_path, write):

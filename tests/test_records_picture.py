@@ -98,7 +98,6 @@ def test_a_run_s_picture_tells_its_losses_its_target_and_its_speed(tmp_path):
 @pytest.mark.parametrize(
     "text, says",
     [
-        (log(START, *steps(1, 7)), "validation: none yet"),
         (log(START, *steps(1, 1)), "validation: none yet"),
         (COMMUNITY, "validation: 3.2780"),
         (log(START, *steps(1, 9), '{"resumed": {"from_step": 5}}', *steps(6, 8)), "target 1.5"),
@@ -113,7 +112,6 @@ def test_a_run_under_way_or_of_others_is_drawn_as_far_as_it_is(tmp_path, text, s
 @pytest.mark.parametrize(
     "runs, names",
     [
-        ([{"seed": 1}, {"seed": 2}], ["--seed 1", "--seed 2"]),
         (
             [{"lr": 0.1, "exact": True}, {"lr": 0.1, "exact": False}],
             ["--exact true", "--exact false"],
@@ -127,8 +125,6 @@ def test_a_run_under_way_or_of_others_is_drawn_as_far_as_it_is(tmp_path, text, s
             ["--lr 0.1 --seed 1 …", "--lr 0.2 --seed 1 …", "--lr 0.2 --seed 2 …"],
         ),
         ([{"lr": 0.1}, {"lr": 0.1, "source": "b" * 64}], ["source aaaaaaaa", "source bbbbbbbb"]),
-        ([{"lr": 0.1}, {"lr": 0.1}], ["run0", "run1"]),
-        ([{}], ["run0"]),
         ([{"lr": 0.1}, {"lr": 0.2}, {"lr": 0.2}], ["--lr 0.1", "--lr 0.2 run1", "--lr 0.2 run2"]),
         (
             [
@@ -213,7 +209,7 @@ def test_a_notebook_s_backend_is_not_needed(tmp_path):
     assert done.returncode == 0 and (tmp_path / "x.png").exists(), done.stderr
 
 
-@pytest.mark.parametrize("text", ["", "my diary", log(START), None])
+@pytest.mark.parametrize("text", ["", log(START), None])
 def test_what_is_no_run_is_named_in_a_line(tmp_path, capsys, text):
     if text is not None:
         (tmp_path / "run.txt").write_text(text)
@@ -243,8 +239,6 @@ def test_the_running_mean_is_that_of_the_latest_twentieth_of_the_run():
 @pytest.mark.parametrize(
     "low, high, whole, texts",
     [
-        (0, 135, True, ["0", "50", "100"]),
-        (0, 7, True, ["0", "2", "4", "6"]),
         (0, 2, True, ["0", "1", "2"]),
         (1.388, 1.3938, False, ["1.388", "1.390", "1.392", "1.394"]),
         (-0.02, 0.01, False, ["−0.02", "−0.01", "0.00", "0.01"]),
@@ -571,7 +565,6 @@ def test_all_runs_of_a_race_are_shown_with_its_verdict(
         '{"run_id": "x", "config": [1]}',
         '{"run_id": "x", "preset": [], "seed": {}, "target_val_loss": "x"}',
         '{"run_id": "x", "target_val_loss": 1e999}',
-        '{"run_id": "x", "target_val_loss": true}',
     ],
 )
 def test_a_silent_client_a_dangling_link_and_an_odd_log_do_not_block_the_page(

@@ -1,11 +1,9 @@
 """launch/race.py: order, seeds, declaration, worktree, failure, Ctrl-C and resumption, with a
 script that trains nothing; and one run of the real script through the launcher."""
 
-import datetime
 import errno
 import fcntl
 import functools
-import html
 import importlib.util
 import io
 import json
@@ -21,7 +19,6 @@ import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import scipy.stats
 
@@ -213,6 +210,10 @@ def test_one_version(repo):
     uncounted = [json.loads(line) for line in (folder / "race.jsonl").read_text().splitlines()][1:3]
     assert [(event["run"], event["status"]) for event in uncounted] == [(0, "started"), (0, "done")]
     assert not list(folder.rglob("*_00.*")), "its log is gone"
+    for name in ("notes.txt", "x_01.steps.json"):  # older races wrote the latter
+        (folder / name).write_text("[]")
+    beside = stats.gather("it", logs.read([str(folder)]), stats.parse([str(folder)])).left_out
+    assert [Path(path).name for path, _ in beside] == ["notes.txt"]
 
 
 def test_another_revision_runs_in_turn_from_a_worktree(repo, capsys):
@@ -284,7 +285,7 @@ def test_an_edit_that_changes_no_code_is_no_idea(repo, capsys):
 
 @pytest.mark.parametrize(
     "statement",
-    ["import my_idea", "my_idea = __import__('my_idea')", "import package.my_idea as my_idea"],
+    ["my_idea = __import__('my_idea')", "import package.my_idea as my_idea"],
 )
 def test_an_idea_in_a_file_of_its_own_is_refused_before_a_run(repo, capsys, statement):
     (repo / "package").mkdir()
@@ -358,10 +359,9 @@ def test_a_race_says_what_git_says(repo, capsys):
     (repo / "objects").rename(repo / ".git/objects")
 
 
-@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
-def test_a_race_and_a_run_start_on_a_file_system_without_locks(repo, monkeypatch, tmp_path, code):
+def test_a_race_and_a_run_start_on_a_file_system_without_locks(repo, monkeypatch, tmp_path):
     def flock(*_):
-        raise OSError(code, os.strerror(code))
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", flock)
     assert race.main(["-n", "1"]) == 0
@@ -510,8 +510,7 @@ def test_another_project_s_script_runs_in_turn_and_is_judged_by_the_same_figures
 @pytest.mark.parametrize(
     "mood, says",
     [
-        ("fails", "ended with exit status 1, and it wrote no log to {theirs}/logs/*.txt"),
-        ("'no log'", "ended with exit status 0, and it wrote no log to"),
+        ("'no log'", "ended with exit status 0, and it wrote no log to {theirs}/logs/*.txt"),
         ("'no steps'", "ended with exit status 1, and its log {theirs}/logs/"),
     ],
 )
@@ -563,19 +562,6 @@ def test_another_project_s_script_is_interrupted_with_the_race_and_goes_on(repo,
     (theirs / "their_gpt.py").write_text(THEIRS + "# faster")
     assert race.main([*resume, *against("sleepy")]) == 2
     assert "train_gpt.py of theirs has changed" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "vs", ["--slower 7", "--slower=7", "--slower 7 --num-steps 1", "--num-steps=1 --slower '7'"]
-)
-def test_other_flags(repo, vs):
-    assert race.main(["-n", "2", "--vs", vs, "--", "--mood", "good"]) == 1, "slower"
-    folder, _, events = only_race(repo)
-    runs = {
-        run.start["race"]["side"]: run for run in logs.read([str(folder)]).runs if run.seed == 1
-    }
-    assert (runs["a"].train_time_ms, runs["b"].train_time_ms) == (108, 101)
-    assert {run.start["config"]["mood"] for run in runs.values()} == {"good"}
 
 
 def test_a_ladder_corrects_for_the_number_of_its_ideas(repo, monkeypatch):
@@ -825,15 +811,11 @@ def test_bases_that_differ_make_no_ladder(repo, capsys):
         for path, text in whole.items():
             path.write_text(text.replace(old, new))
         assert ladder.main(list(map(str, folders))) == 2 and says in capsys.readouterr().err
-
-
-def test_an_idea_that_is_validated_on_something_else_is_no_rung(repo, capsys):
-    assert race.main(["-n", "3", "--vs", "--worse 2 --slower 1"]) == 1
-    (folder,) = (repo / "logs").iterdir()
-    for path in folder.glob("*a.txt"):
-        path.write_text(path.read_text().replace('"slower": 1', '"slower": 1, "val_len": 9'))
+    for path, text in whole.items():  # of the ideas alone: they need the data of their base
+        data = ', "val_len": 9' if path.stem.endswith("a") else ""
+        path.write_text(text.replace('"slower": 1', f'"slower": 1{data}'))
     assert (
-        ladder.main([str(folder)]) == 2
+        ladder.main([str(folders[1])]) == 2
         and "--worse 2 --slower 1: an idea must be validated on the same data as its base"
         in capsys.readouterr().err
     )
@@ -860,66 +842,6 @@ def test_a_ladder_takes_losses_in_full_and_three_runs(repo, capsys):
     declared["race"].update(n=2, order=declared["race"]["order"][:6])
     (folder / "race.jsonl").write_text(json.dumps(declared) + "\n" + "".join(rest))
     assert ladder.main([str(folder)]) == 2 and "3 runs of each" in capsys.readouterr().err
-
-
-def test_a_race_ends_with_a_table_and_the_page_of_its_record_says_the_same(
-    repo, capsys, monkeypatch
-):
-    """Every command that is advised on the way works."""
-    idea = "--worse -1 --slower 5"
-    home = repo / "records"
-    home.mkdir()
-    monkeypatch.setattr(board, "HERE", home)
-    monkeypatch.setattr(logs, "HOME", repo / "logs")
-    # the stand-in's logs lack what some rules ask for
-    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
-    assert race.main(["-n", "3", "--vs", idea, "--", "--mood", "jittery"]) == 0
-    shown = capsys.readouterr().out
-    *_, table, _, advice = shown.rpartition("race: all runs are done")[2].partition(
-        "race: to keep this race as a record: "
-    )
-    assert re.search(
-        rf"^base +3.2020 +0\.10\d$\n^{idea} +3.19\d\d +-0.01\d\d \(-0.01\d\d … -0.00\d\d\) +0.00\d+"
-        r" +0.1\d\d +1.0",
-        table,
-        re.M,
-    ), table
-    sentence = re.search(f"{idea}: (loss: lower by .*?; time: .*?)\\.\n\n", table, re.S)[1].replace(
-        "\n", " "
-    )
-    program, tool, *words = shlex.split(advice.splitlines()[0])
-    assert (program, tool) == ("./run.sh", "board") and board.main(words) == 0
-    (record,) = home.glob("????-??-??_NAME")
-    for page in (home / "README.md", record / "README.md"):
-        assert sentence in html.unescape(page.read_text()), page
-    assert stats.main([str(record), "--side", "a"]) < 2 and sentence in " ".join(
-        capsys.readouterr().out.split()
-    )
-
-
-def test_a_run_is_noted_before_it_starts_and_after(repo, monkeypatch):
-    noted = []
-    popen = subprocess.Popen
-
-    def look(command, *arguments, **keywords):
-        if "train_gpt.py" in command and command[0] != "git":
-            noted.extend(only_race(repo)[2][-1:])
-        return popen(command, *arguments, **keywords)
-
-    monkeypatch.setattr(subprocess, "Popen", look)
-    assert race.main(["-n", "1"]) == 0
-    ended = only_race(repo)[2][-1]
-    assert noted[0]["status"] == "started"
-    assert ended == {
-        **noted[0],
-        "status": "done",
-        "exit": 0,
-        "seconds": ended["seconds"],
-        "logged": True,
-        "figures": ended["figures"],
-        "ended_at": ended["ended_at"],
-    }
-    assert noted[0]["started_at"] <= ended["ended_at"] and "+00:00" in ended["ended_at"]
 
 
 def test_where_runs_compile_each_side_does_so_before_the_runs_that_count(repo, monkeypatch):
@@ -962,6 +884,11 @@ def test_a_failed_run_stops_the_race_and_is_repeated_with_its_seed(repo, capsys)
         "failed",
     ] and events[-1]["exit"] == 3
     assert f"./run.sh --resume logs/{folder.name}\n" in capsys.readouterr().out
+    whole = (repo / "train_gpt.py").read_text()
+    (repo / "train_gpt.py").write_text(SCRIPT + "# faster\n")
+    assert race.main(["--resume", str(folder / "race.jsonl")]) == 2
+    assert "has changed since the race began" in capsys.readouterr().err
+    (repo / "train_gpt.py").write_text(whole)
     (repo / "awake").touch()
     assert race.main(["--resume", str(folder / "race.jsonl")]) == 0
     assert starts(only_race(repo)[2]) == [(1, "", 1), (2, "", 2), (2, "", 2), (3, "", 3)]
@@ -990,8 +917,7 @@ def test_an_interrupt_between_runs_says_how_to_resume_a_race_that_is_declared(
     assert capsys.readouterr().out.endswith(f"\n{says}\n") and len(manifests) == kept
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupted_race_keeps_what_is_done_and_goes_on(repo, capsys, monkeypatch, number):
+def test_an_interrupted_race_keeps_what_is_done_and_goes_on(repo, capsys, monkeypatch):
     processes = []
     popen = subprocess.Popen
     monkeypatch.setattr(
@@ -999,7 +925,7 @@ def test_an_interrupted_race_keeps_what_is_done_and_goes_on(repo, capsys, monkey
     )
     # not as under nohup, where a race goes on by right
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    interrupt_when(lambda: list(repo.glob("logs/*/*.txt")), number)
+    interrupt_when(lambda: list(repo.glob("logs/*/*.txt")), signal.SIGHUP)
     assert race.main(["-n", "2", "--vs", "HEAD~1", "--", "--mood", "sleepy"]) == 130
     folder, _, events = only_race(repo)
     assert [event["status"] for event in events] == ["started", "interrupted"] and events[-1][
@@ -1023,8 +949,7 @@ def test_an_interrupted_race_keeps_what_is_done_and_goes_on(repo, capsys, monkey
     assert sum("SPEED = 200" in path.read_text() for path in folder.glob("*b.txt")) == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("run", [0, 1])
+@pytest.mark.parametrize("run, number", [(0, signal.SIGTERM), (1, signal.SIGINT)])
 def test_an_interrupt_while_a_run_is_being_started_reaches_that_run(
     repo, capsys, monkeypatch, run, number
 ):
@@ -1087,22 +1012,6 @@ def test_a_run_with_a_whole_log_is_done_however_it_ended(repo, capsys, monkeypat
     assert starts(only_race(repo)[2]) == [(1, "", 1), (2, "", 2)]
 
 
-def test_a_manifest_whose_last_line_was_cut_goes_on(repo, capsys):
-    assert race.main(["-n", "2"]) == 0
-    folder, _, _ = only_race(repo)
-    whole = (folder / "race.jsonl").read_text()
-    (folder / "race.jsonl").write_text(whole[:-20])
-    assert race.main(["--resume", str(folder / "race.jsonl")]) == 0
-    assert "is incomplete and was dropped" in capsys.readouterr().out
-    assert [event["status"] for event in only_race(repo)[2]] == [
-        "started",
-        "done",
-        "started",
-        "done",
-    ]
-    assert len(list(folder.glob("*.txt"))) == 2
-
-
 def test_a_run_of_a_side_that_the_race_has_not_is_not_shown(repo, capsys):
     """A manifest may come from elsewhere; verify.py reports that the line does not belong to the
     race."""
@@ -1119,13 +1028,14 @@ def test_a_run_of_a_side_that_the_race_has_not_is_not_shown(repo, capsys):
     )
 
 
-def test_a_race_that_died_is_settled_by_its_logs(repo):
+def test_a_race_that_died_is_settled_by_its_logs(repo, capsys):
     assert race.main(["-n", "2"]) == 0
     folder, _, events = only_race(repo)
     lines = (folder / "race.jsonl").read_text().splitlines()
-    # run 2 was started, and no more is known
-    (folder / "race.jsonl").write_text("\n".join(lines[:-1]) + "\n")
+    # run 2 was started, and the line that says how it ended was cut
+    (folder / "race.jsonl").write_text("\n".join(lines)[:-20])
     assert race.main(["--resume", str(folder / "race.jsonl")]) == 0
+    assert "is incomplete and was dropped" in capsys.readouterr().out
     assert only_race(repo)[2][-1]["status"] == "done" and len(list(folder.glob("*.txt"))) == 2
     (folder / f"{events[-1]['run_id']}.txt").unlink()
     (folder / "race.jsonl").write_text("\n".join(lines[:-1]) + "\n")
@@ -1148,13 +1058,6 @@ def test_a_script_that_changes_during_the_race_stops_it(repo, capsys, monkeypatc
         "was changed during the race" in capsys.readouterr().err
         and len(starts(only_race(repo)[2])) == 1
     )
-
-
-def test_a_script_that_changed_is_refused(repo, capsys):
-    assert race.main(["-n", "2", "--", "--mood", "fail on 2"]) == 2
-    (repo / "train_gpt.py").write_text(SCRIPT + "# faster\n")
-    assert race.main(["--resume", str(only_race(repo)[0] / "race.jsonl")]) == 2
-    assert "has changed since the race began" in capsys.readouterr().err
 
 
 def test_what_the_script_reads_is_opened_before_the_first_run(tmp_path, script):
@@ -1308,7 +1211,6 @@ ONE = {"revision": None, "flags": []}
         {"id": "a:b"},
         {"sides": {}},
         {"sides": ["a"]},
-        {"sides": {"a": {}}},
         {"sides": {"": {"flags": []}}},
         {"n": "2"},
         {"n": 10**400},
@@ -1326,8 +1228,6 @@ ONE = {"revision": None, "flags": []}
                 {"name": 5},
                 {"flags": [1]},
                 {"revision": 5},
-                {"revision": "--lock"},
-                {"revision": "HEAD"},
                 {"revision": "abc123"},
                 {"revision": "g" * 40},
                 {"revision": ""},
@@ -1349,18 +1249,6 @@ def test_a_manifest_with_a_wrong_value_is_refused(tmp_path, capsys, change):
         and "Error" not in error
         and len(error) <= 301
     )
-
-
-# What a race leaves beside its logs
-
-
-def test_what_belongs_to_a_race_is_not_remarkable(repo):
-    assert race.main(["-n", "1"]) == 0
-    folder = only_race(repo)[0]
-    for name in ("notes.txt", "x_01.steps.json"):  # older races wrote the latter
-        (folder / name).write_text("[]")
-    beside = stats.gather("it", logs.read([str(folder)]), stats.parse([str(folder)])).left_out
-    assert [Path(path).name for path, _ in beside] == ["notes.txt"]
 
 
 def test_a_run_has_begun_when_its_log_has_a_line_of_a_step(tmp_path):
@@ -1456,25 +1344,6 @@ def test_a_race_until_decided_stops_for_want_of_a_chance(repo, capsys):
                 "--max-n",
                 "9",
                 "--vs",
-                "--slower -3",
-                "--alpha",
-                "0.05",
-                "--",
-                "--slower",
-                "3",
-                "--mood",
-                "jittery",
-            ]
-        )
-        == 2
-    )  # as the script refuses
-    assert (
-        race.main(
-            [
-                "--until-decided",
-                "--max-n",
-                "9",
-                "--vs",
                 "--slower 30",
                 "--alpha",
                 "0.05",
@@ -1504,43 +1373,6 @@ race.broken_rules = lambda *_: []
 race.idle_cores = lambda: 99
 sys.exit(race.main(sys.argv[1:]))
 """
-TRAINED = """w, draw = 0.0, random.Random(c.seed)
-        for _ in range(50): w -= c.lr * (w - 1 + draw.gauss(0, 0.1))
-        loss = 3 + (w - 1) ** 2"""  # a model of one weight
-PROGRAM = """
-import json, subprocess, sys
-better = []
-for idea in sys.argv[1:]:
-    done = subprocess.run([sys.executable, "../race.py", "-n", "3", "--vs", idea, "--json"], stdout=subprocess.PIPE)
-    found = json.loads(done.stdout.splitlines()[-1])
-    if done.returncode == 0:
-        better.append((found["ideas"][0]["loss"]["difference"], found["best"]))
-    print(done.returncode, found["status"], found["verdict"], sep="|")
-print(min(better)[1])
-"""
-
-
-def test_a_program_finds_the_best_idea_by_exit_status_and_json_alone(repo):
-    """The base's rate is far too small; one idea of four mends it, one helps less, one costs time,
-    one cannot run."""
-    text = SCRIPT.replace("import argparse", "import random, argparse").replace(
-        'p.add_argument("--num_steps"',
-        'p.add_argument("--lr", type=float, default=0.001); p.add_argument("--num_steps"',
-    )
-    (repo / "train_gpt.py").write_text(re.sub(r"loss = 3\.2 .*", lambda _: TRAINED, text))
-    (repo.parent / "race.py").write_text(DRIVER.format(launch=str(ROOT / "launch"), root=str(repo)))
-    (repo / "choose.py").write_text(PROGRAM)
-    ideas = ["--lr 0.01", "--lr 0.2", "--lr 0.2 --slower 50", "--slower -3"]
-    done = subprocess.run(
-        [sys.executable, "choose.py", *ideas], cwd=repo, capture_output=True, text=True
-    )
-    assert done.stdout.splitlines() == [
-        "0|0|better",
-        "0|0|better",
-        "1|1|trade-off",
-        "2|2|not judged",
-        "--lr 0.2",
-    ], done.stderr
 
 
 @pytest.mark.parametrize(
@@ -1549,7 +1381,6 @@ def test_a_program_finds_the_best_idea_by_exit_status_and_json_alone(repo):
         ("-n 2", 0, "claim holds", "mean loss < 3.28"),
         ("-n 1", 0, "not judged", "at least 2 runs"),
         ("-n 3 -- --mood 'fail on 2'", 2, "not judged", "seed 2: failed"),
-        ("-n 1 --vs HEAD~1", 2, "not judged", "-n 2 or more"),
         ("-n 2 -- --target_val_loss 0", 0, "not judged", "no target"),
         ("-n 3 --vs '--worse 1' --vs '--slower 3'", 1, "worse", "; --worse 1: "),
     ],

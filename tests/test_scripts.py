@@ -220,10 +220,14 @@ def machine(tree):
 
 
 @pytest.mark.parametrize(
-    "driver,by_smi",
-    [("", False), ("580.65.06; sleep 0.1; echo 580.65.06", True), ("595.71", False)],
+    "driver, by_smi, answers",
+    [
+        ("", False, True),
+        ("", False, False),
+        ("580.65.06; sleep 0.1; echo 580.65.06", True, True),
+        ("595.71", False, True),
+    ],
 )
-@pytest.mark.parametrize("answers", [True, False])
 def test_torch_s_build_fits_the_machine(machine, driver, by_smi, answers):
     """The build for CPUs comes from PyTorch's index, if that answers within 3 s and there is no
     NVIDIA driver."""
@@ -240,9 +244,8 @@ def test_torch_s_build_fits_the_machine(machine, driver, by_smi, answers):
     )
 
 
-@pytest.mark.parametrize("by_smi", [True, False])
-def test_an_old_driver_is_told_the_cure_before_the_download(machine, by_smi):
-    tree, _ = machine("535.183.01", by_smi, True)
+def test_an_old_driver_is_told_the_cure_before_the_download(machine):
+    tree, _ = machine("535.183.01", False, True)
     done = tree.run("--setup")
     assert done.returncode == 2 and not tree.calls() and done.stderr.count("\n") == 1
     assert (
@@ -433,15 +436,6 @@ def test_help_installs_nothing_and_fits_on_a_screen(tree):
         assert all(
             re.search(rf"\b{name}\b", presets) for name in (*train_gpt.PRESETS, *frontier.PRESETS)
         )
-        commands = [line.split("  ")[1] for line in lines if line.startswith("  ./run.sh")]
-        assert commands == [
-            "./run.sh",
-            "./run.sh --trial",
-            "./run.sh --text FILE FOLDER",
-            "./run.sh -n 5 --vs HEAD",
-            "./run.sh --resume latest",
-            "./run.sh stats latest",
-        ]
     tree.set_up(REAL)
     (tree.root / "train_gpt.py").write_text(
         "import sys\nPRESETS = {'laptop': 0}\ndef require(*_): pass\n"
@@ -531,36 +525,17 @@ RANKS = "[{}][train_gpt.py]"
         ),
         (
             0,
-            ["--init_from", "a run.ckpt", "--seed", "3"],
+            ["--init_from", "a run.ckpt", "--layers", "- S0M"],
             [
                 "[PY][data/stdlib.py]",
-                RANKS.format(2) + "[--preset][laptop][--seed][3][--init_from][HERE/a run.ckpt]",
+                RANKS.format(2)
+                + "[--preset][laptop][--layers][- S0M][--init_from][HERE/a run.ckpt]",
             ],
         ),
-        (
-            0,
-            ["--layers", "- S0M", "--seed", "1"],
-            [
-                "[PY][data/stdlib.py]",
-                RANKS.format(2) + "[--preset][laptop][--layers][- S0M][--seed][1]",
-            ],
-        ),
-        (0, ["--resume", "race.jsonl"], ["[launch/race.py][--resume][HERE/race.jsonl]"]),
         (
             0,
             ["--resume", "race.jsonl", "--vs", "../theirs", "--cmd", "x y"],
             ["[launch/race.py][--resume][HERE/race.jsonl][--cmd][x y][--vs][../theirs]"],
-        ),
-        (
-            0,
-            ["-n", "5", "--vs", "--sync=step", "--vs", "--sync step", "--seed", "1"],
-            [
-                "[PY][data/stdlib.py]",
-                (
-                    "[launch/race.py][-n][5][--vs][--sync=step][--vs][--sync"
-                    " step][--ranks][2][--][--preset][laptop][--seed][1]"
-                ),
-            ],
         ),
         (
             0,
@@ -580,14 +555,6 @@ RANKS = "[{}][train_gpt.py]"
                     " 'data/own-x y/*.bin'][--vs][--b"
                     " -0.5][--ranks][2][--][--preset][laptop][--adam_lr][1e-3]"
                 ),
-            ],
-        ),
-        (
-            0,
-            ["-n", "10", "--vs", "REVISION", "--alpha", ".05"],
-            [
-                "[PY][data/stdlib.py]",
-                "[launch/race.py][-n][10][--alpha][0.05][--vs][REVISION][--ranks][2][--][--preset][laptop]",
             ],
         ),
         (
@@ -620,15 +587,6 @@ RANKS = "[{}][train_gpt.py]"
                     "[launch/race.py][-n][3][--trial][--ranks][8][--][--preset][speedrun]"
                     "[--num_steps][20][--val_tokens][4194304][--num_steps][9][--target_val_loss][0]"
                 ),
-            ],
-        ),
-        # race.py: n is 5
-        (
-            0,
-            ["--vs", "HEAD"],
-            [
-                "[PY][data/stdlib.py]",
-                "[launch/race.py][--vs][HEAD][--ranks][2][--][--preset][laptop]",
             ],
         ),
         (
@@ -669,17 +627,6 @@ RANKS = "[{}][train_gpt.py]"
                 (
                     "[launch/race.py][-n][5][--vs][--preset"
                     " frontier][--ranks][8][--][--preset][speedrun]"
-                ),
-            ],
-        ),
-        (
-            0,
-            ["-n", "1", "--trial", "--json"],
-            [
-                "[PY][data/stdlib.py]",
-                (
-                    "[launch/race.py][-n][1][--trial][--json][--ranks][2][--][--preset][laptop]"
-                    "[--num_steps][20][--val_tokens][16384][--target_val_loss][0]"
                 ),
             ],
         ),
@@ -825,10 +772,9 @@ def test_the_preflight_answer_is_kept_per_source_machine_and_flags(
         ),
         (["--text", "--seed", "3"], 2, "argument --text: expected at least one argument"),
         (["--field", "body"], 2, "--field needs --text"),
-        (["--vs", "HEAD", "--field", "body"], 2, "--field needs --text"),
         *(
             (words.split(), 2, f"{words.removeprefix('--trial ')}: only a race has this")
-            for words in ("--json", "--name x", "--alpha 0.05", "--trial --json")
+            for words in ("--name x", "--trial --json")
         ),
         (
             ["--sed", "3"],
@@ -838,7 +784,6 @@ def test_the_preflight_answer_is_kept_per_source_machine_and_flags(
                 " --help-all lists"
             ),
         ),
-        (["--lr", "3"], 2, "unrecognized arguments: --lr 3; ./run.sh --help-all lists"),
         (
             ["--preset", "fronteir"],
             2,
@@ -853,17 +798,12 @@ def test_the_preflight_answer_is_kept_per_source_machine_and_flags(
     ],
 )
 def test_wrong_words_are_refused_before_anything_is_started(script, tmp_path, typed, status, says):
-    for more in [], ["--json"]:
-        refused = script(ROOT / "launch" / "start.py", *more, *typed)
-        stdout, stderr = refused.communicate(timeout=600)
-        assert (
-            refused.returncode == status
-            and stderr.count("\n") == 1
-            and bool(stdout) == ("--json" in more + typed)
-        )
-        assert says in stderr or more
-        if stdout:
-            assert json.loads(stdout) == stats.not_judged(stderr.partition("error: ")[2][:-1])
+    refused = script(ROOT / "launch" / "start.py", *typed)
+    stdout, stderr = refused.communicate(timeout=600)
+    assert refused.returncode == status and stderr.count("\n") == 1 and says in stderr
+    assert bool(stdout) == ("--json" in typed)
+    if stdout:
+        assert json.loads(stdout) == stats.not_judged(stderr.partition("error: ")[2][:-1])
 
 
 @needs_venv
@@ -887,11 +827,8 @@ def test_a_library_that_cannot_be_loaded_is_named_in_a_line(tmp_path):
 @pytest.mark.parametrize(
     "more",
     [
-        [],
         ["--text", "my notes"],
         ["-n", "2", "--vs", "HEAD"],
-        ["--trial"],
-        ["--train_files", "x", "--val_files", "y", "--val_len", "1024", "--num_steps", "2"],
     ],
 )
 @pytest.mark.parametrize("preset", ["speedrun", *frontier.PRESETS])
@@ -971,54 +908,6 @@ def test_threads_that_encode_a_text_are_the_cores_of_this_process(monkeypatch, q
     assert shards.usable_cores() == cores
 
 
-@pytest.mark.parametrize(
-    "words, nodes, restarts, says",
-    [
-        *(
-            (race, 1, 1, "this race was stopped")
-            for race in (
-                "-n5",
-                "--vs=HEAD",
-                "--max-n=12",
-                "--max_n 12",
-                "--until_decided",
-                "--json",
-            )
-        ),
-        ("--vs=HEAD", 2, 0, "a race runs on one node"),
-        ("--resume=logs/race-X/race.jsonl", 1, 1, "[./run.sh][--resume=logs/race-X/race.jsonl]"),
-        ("--resume logs/race-X", 1, 1, "[./run.sh][--resume][logs/race-X]"),
-        ("--log-dir=x", 1, 1, "[./run.sh][--log-dir=x]"),
-        ("--num_steps 9", 1, 1, "[./run.sh][--run_id][slurm-77.1][--num_steps][9]"),
-        *(
-            (preset, 2, 0, "[frontier.py]")
-            for preset in ("--preset frontier89", "--preset=frontier")
-        ),
-        ("--preset speedrun", 2, 0, "[train_gpt.py]"),
-    ],
-)
-def test_a_slurm_job_knows_a_race_and_the_program(tmp_path, words, nodes, restarts, says):
-    (tmp_path / ".venv").mkdir()
-    (tmp_path / ".venv" / "ready").touch()
-    for name, text in ("srun", "printf '[%s]' \"$@\""), ("scontrol", "echo node1"):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    done = subprocess.run(
-        ["bash", ROOT / "launch/cluster/speedrun.sbatch", *words.split()],
-        capture_output=True,
-        text=True,
-        env={
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
-            "SLURM_SUBMIT_DIR": str(tmp_path),
-            "SLURM_JOB_ID": "77",
-            "SLURM_NNODES": str(nodes),
-            "SLURM_JOB_NODELIST": "node[1-2]",
-            "SLURM_RESTART_COUNT": str(restarts),
-        },
-    )
-    assert says in done.stdout + done.stderr and (done.returncode == 0) == (says[0] == "["), done
-
-
 def making_data(tree, script):
     """start.py in the tree as it makes the embedded corpus, which takes minutes."""
     (tree.root / "data" / "stdlib.py").write_text(
@@ -1069,7 +958,7 @@ def test_ctrl_c_as_a_script_starts_reaches_the_script(monkeypatch):
 
 
 @pytest.mark.skipif(not start.PRCTL, reason="only on Linux a parent's end is a signal")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_script_that_makes_data_ends_with_the_launcher(tree, script, number):
     process = making_data(tree, script)
     process.send_signal(number)
@@ -1221,25 +1110,18 @@ def test_steps_and_epochs_fit_the_size_of_a_text(gpus, capsys, tmp_path, monkeyp
         == laptop.muon_momentum_rise * 18 // laptop.num_steps
     )
     config, says = fit(140_000)
-    assert (config.num_steps, config.epochs) == (
-        start.TEXT_STEPS,
-        3,
-    ) and 50 < config.ngram_reset < 60
     passes = float(re.search(r"135 steps of 2,048: (\S+) epochs", says)[1])
     assert abs(passes - start.TEXT_STEPS / config.ngram_reset) < 0.1, (
         "not the epochs begun, which are 3"
     )
-    assert fit(140_000, "--ngram_reset", "0", "--max_document_tokens", "300")[0].ngram_reset == 0, (
-        "as the user says"
-    )
-    config, _ = fit(
-        40_000, "--num_steps", "70", "--target_val_loss", "2", "--val_tokens", "1024", val=700_000
-    )
-    assert (config.num_steps, config.target_val_loss, config.val_tokens) == (
+    asked = "--num_steps 70 --target_val_loss 2 --val_tokens 1024 --ngram_reset 0"
+    config, _ = fit(40_000, *asked.split(), val=700_000)
+    assert (config.num_steps, config.target_val_loss, config.val_tokens, config.ngram_reset) == (
         70,
         2,
         1024,
-    ) and 4 <= config.epochs <= 8
+        0,
+    ), "as the user says"
     config, says = fit(40_000, "--epochs", "1")
     assert config.epochs == 1 and config.num_steps < 20 and "one epoch\n" in says
     assert (
@@ -1253,16 +1135,8 @@ def test_steps_and_epochs_fit_the_size_of_a_text(gpus, capsys, tmp_path, monkeyp
         and config.epochs == config.num_steps == 40
         and "training tokens (bytes), 40 steps" in says
     )
-    assert fit(900)[0].micro_batch_tokens == 256
-    for tokens in 100, 150:
-        with pytest.raises(
-            start.Refusal,
-            match=(
-                f"{tokens} training tokens are too few for a step: .* more than 64; give more text,"
-                " or smaller"
-            ),
-        ):
-            fit(tokens)
+    with pytest.raises(start.Refusal, match="150 training tokens are too few for a step: "):
+        fit(150)
     assert (
         start.choose(
             [
@@ -1501,11 +1375,9 @@ def test_ctrl_c_during_imports_is_no_traceback_and_a_request_for_a_checkpoint_no
 @pytest.mark.parametrize(
     "saved, status, followed",
     [
-        (["new.txt", "new.pt"], 0, ["new.txt", "new.pt"]),
-        (["old.txt", "old.pt"], 0, ["old.txt", "old.pt"]),  # written again
         (["new.txt"], 0, ["new.txt"]),
+        (["old.txt", "old.pt"], 0, ["old.txt", "old.pt"]),  # written again
         (["other.txt"], 0, []),  # of a run that is under way
-        ([], 0, []),
         (["new.txt", "new.pt"], 3, []),
     ],
 )
@@ -1588,7 +1460,6 @@ def test_one_model_that_nobody_asked_for_stays_and_a_run_says_what_is_next(
     [
         (["--trial"], 1_000, False, "./run.sh"),
         ([], 200_000, False, "./run.sh --num_steps 80"),
-        ([], 150_000, False, "./run.sh --num_steps 40"),
         (["--num-steps=20", "--seed", "3"], 200_000, False, "./run.sh --seed 3 --num_steps 80"),
         ([], 50_000, False, None),
         (
