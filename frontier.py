@@ -394,10 +394,8 @@ class Config(train_gpt.Config, StageValues):
         yield from (
             (
                 begins[:1] == [0] and begins[-1] < len(layers) and begins == sorted({*begins}),
-                (
-                    f"token_gates is {c.token_gates!r}; give numbers of layers, 0 and later ones up"
-                    f" to {len(layers) - 1}, such as 0,4"
-                ),
+                f"token_gates is {c.token_gates!r}; give numbers of layers, 0 and later ones up"
+                f" to {len(layers) - 1}, such as 0,4",
             ),
             (
                 all(
@@ -405,31 +403,23 @@ class Config(train_gpt.Config, StageValues):
                     for numbers in gated_layers(c)
                     if numbers.stop <= len(layers)
                 ),
-                (
-                    f"token_gates is {c.token_gates!r}, but the layers from one of these to the"
-                    " next have no adds, xsa, gated, dc or skip_from; add one, or begin elsewhere"
-                ),
+                f"token_gates is {c.token_gates!r}, but the layers from one of these to the"
+                " next have no adds, xsa, gated, dc or skip_from; add one, or begin elsewhere",
             ),
             (
                 c.backout_layer != len(layers) - 1,
-                (
-                    f"backout_layer is {c.backout_layer}; the last layer reads it, so give an"
-                    " earlier one"
-                ),
+                f"backout_layer is {c.backout_layer}; the last layer reads it, so give an"
+                " earlier one",
             ),
             (
                 layers[0].window and layers[-1].window and tables,
-                (
-                    "layers: the first and the last layer need attention, and one layer a"
-                    ' value table, such as Layer("short", value_table=0)'
-                ),
+                "layers: the first and the last layer need attention, and one layer a"
+                ' value table, such as Layer("short", value_table=0)',
             ),
             (
                 not any(layer.reads_backout for layer in layers[: c.backout_layer + 1]),
-                (
-                    f"layers: reads_backout reads the output of layer {c.backout_layer},"
-                    " backout_layer; write it only in later layers"
-                ),
+                f"layers: reads_backout reads the output of layer {c.backout_layer},"
+                " backout_layer; write it only in later layers",
             ),
             (
                 c.num_heads % 2 == 0,
@@ -444,27 +434,21 @@ class Config(train_gpt.Config, StageValues):
                 and all(
                     table.n in SIGN_FACTORS[c.ngram_hash] and table.rows > 1 for table in c.ngrams
                 ),
-                (
-                    f"ngrams: with ngram_hash {c.ngram_hash} give tables of 2 rows and more and of"
-                    f" n in {', '.join(map(str, SIGN_FACTORS[c.ngram_hash]))}, such as Ngrams(2,"
-                    f" 3000, {c.model_dim})"
-                ),
+                f"ngrams: with ngram_hash {c.ngram_hash} give tables of 2 rows and more and of"
+                f" n in {', '.join(map(str, SIGN_FACTORS[c.ngram_hash]))}, such as Ngrams(2,"
+                f" 3000, {c.model_dim})",
             ),
             (
                 not c.mudd_groups or c.model_dim % c.mudd_groups == 0 and layers[-1].mlp,
-                (
-                    f"mudd_groups is {c.mudd_groups}; it must divide model_dim, {c.model_dim}, and"
-                    " the last layer needs an MLP"
-                ),
+                f"mudd_groups is {c.mudd_groups}; it must divide model_dim, {c.model_dim}, and"
+                " the last layer needs an MLP",
             ),
         )
         for tail in c.tails:
             yield (
                 isinstance(tail.kinds, str) and tail.phase < tail.period,
-                (
-                    f'tails: {tail}: give kinds as a text such as "qk vo", and a phase below the'
-                    " period"
-                ),
+                f'tails: {tail}: give kinds as a text such as "qk vo", and a phase below the'
+                " period",
             )
         for n in {stage.first["candidates"] for stage in stages_of(c)}:
             yield n % 16 == 0, f"candidates is {n}; products in fp8 need a multiple of 16"
@@ -475,28 +459,22 @@ class Config(train_gpt.Config, StageValues):
                 slow_from = group.slow_from or 0
                 yield (
                     slow_from % cycle == 0,
-                    (
-                        f"param_groups: {group} has slow_from {slow_from}; it must be a "
-                        f"multiple of {cycle}, 2 * adam_every"
-                    ),
+                    f"param_groups: {group} has slow_from {slow_from}; it must be a "
+                    f"multiple of {cycle}, 2 * adam_every",
                 )
                 yield (
                     group.kind != "head"
                     or group.slow_from is None
                     or slow_from >= untied
                     or untied % cycle == 0,
-                    (
-                        f"param_groups: {group}: its gradients would wait in step {untied}, in"
-                        " which the embedding becomes a copy of the head; change untie_at"
-                    ),
+                    f"param_groups: {group}: its gradients would wait in step {untied}, in"
+                    " which the embedding becomes a copy of the head; change untie_at",
                 )
                 yield (
                     (not group.row_moment or group.kind == "ngram_embeds" and c.lazy_tables)
                     and (not group.by_rows or group.kind == "value_embeds"),
-                    (
-                        f"param_groups: {group}: row_moment is for ngram_embeds with --lazy_tables"
-                        " true, and by_rows for value_embeds; leave it out"
-                    ),
+                    f"param_groups: {group}: row_moment is for ngram_embeds with --lazy_tables"
+                    " true, and by_rows for value_embeds; leave it out",
                 )
         for i, layer in enumerate(layers):
             where = f"layers: layer {i}, {layer!r}"
@@ -510,24 +488,18 @@ class Config(train_gpt.Config, StageValues):
             )
             yield (
                 layer.window or not needs_attention(layer),
-                (
-                    f"{where}: narrow, value_table, xsa, gated, dc and reads_backout are parts of"
-                    " attention; add short, long or paired, or leave them out"
-                ),
+                f"{where}: narrow, value_table, xsa, gated, dc and reads_backout are parts of"
+                " attention; add short, long or paired, or leave them out",
             )
             yield (
                 layer.weights_residual or not layer.adds,
-                (
-                    f"{where}: a layer without attention adds nothing; write removed, or leave out"
-                    " adds"
-                ),
+                f"{where}: a layer without attention adds nothing; write removed, or leave out"
+                " adds",
             )
         yield (
             not layers[-1].adds,
-            (
-                "layers: the token weights of Mudd add x0 and n-grams to the last layer; leave out"
-                " adds"
-            ),
+            "layers: the token weights of Mudd add x0 and n-grams to the last layer; leave out"
+            " adds",
         )
 
 

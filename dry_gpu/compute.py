@@ -116,24 +116,20 @@ REDUCED = {  # two stages in three steps; windows cross block borders
         "--micro_batches",
         "2",
         "--param_groups",
-        (
-            'AdamGroup("value_embeds", 70, .75, .95, .025, slow_from=4, by_rows=true),'
-            ' MuonGroup("attn", anvil_from=2), AdamGroup("ngram_embeds", 70, 0, .95, .025,'
-            ' slow_from=4, row_moment=true), MuonGroup("mlp_proj", 4, anvil_from=2)'
-        ),
+        'AdamGroup("value_embeds", 70, .75, .95, .025, slow_from=4, by_rows=true),'
+        ' MuonGroup("attn", anvil_from=2), AdamGroup("ngram_embeds", 70, 0, .95, .025,'
+        ' slow_from=4, row_moment=true), MuonGroup("mlp_proj", 4, anvil_from=2)',
         "--tails",
         'Tail("head embed", 4, 2, 1, .5, blend=.65), Tail("qk mlp", 4, rate=.5)',
         "--stages",
-        (
-            "Stage(until=2, micro_batch_tokens=128, max_document_tokens=60, long_window=3,"
-            " peak_lr_factor=1, candidates=256, second_token_weight=.5,"
-            " third_token_weight=Ramp(.25, 0), prefix_weight=.25), Stage(until=4,"
-            " micro_batch_tokens=256, max_document_tokens=100, long_window=7, peak_lr_factor=1.5,"
-            " candidates=320, second_token_weight=.5), Stage(micro_batch_tokens=256,"
-            " max_document_tokens=100, attended_tokens=40, long_window=11, peak_lr_factor=1.7),"
-            " Stage(extra_steps=1, micro_batch_tokens=256, max_document_tokens=100, long_window=13,"
-            " peak_lr_factor=.3)"
-        ),
+        "Stage(until=2, micro_batch_tokens=128, max_document_tokens=60, long_window=3,"
+        " peak_lr_factor=1, candidates=256, second_token_weight=.5,"
+        " third_token_weight=Ramp(.25, 0), prefix_weight=.25), Stage(until=4,"
+        " micro_batch_tokens=256, max_document_tokens=100, long_window=7, peak_lr_factor=1.5,"
+        " candidates=320, second_token_weight=.5), Stage(micro_batch_tokens=256,"
+        " max_document_tokens=100, attended_tokens=40, long_window=11, peak_lr_factor=1.7),"
+        " Stage(extra_steps=1, micro_batch_tokens=256, max_document_tokens=100, long_window=13,"
+        " peak_lr_factor=.3)",
     ),
     "frontier89": (
         "--layers",
@@ -153,15 +149,13 @@ REDUCED = {  # two stages in three steps; windows cross block borders
         "--micro_batches",
         "2",
         "--stages",
-        (
-            "Stage(until=2, micro_batch_tokens=128, max_document_tokens=60, long_window=3,"
-            " peak_lr_factor=1, second_token_weight=.5, third_token_weight=Ramp(.25, 0),"
-            " prefix_weight=.25), Stage(until=4, micro_batch_tokens=256, max_document_tokens=100,"
-            " long_window=7, peak_lr_factor=1.5, second_token_weight=.5),"
-            " Stage(micro_batch_tokens=256, max_document_tokens=100, long_window=11,"
-            " peak_lr_factor=1.7), Stage(extra_steps=1, micro_batch_tokens=256,"
-            " max_document_tokens=100, long_window=13, peak_lr_factor=.15)"
-        ),
+        "Stage(until=2, micro_batch_tokens=128, max_document_tokens=60, long_window=3,"
+        " peak_lr_factor=1, second_token_weight=.5, third_token_weight=Ramp(.25, 0),"
+        " prefix_weight=.25), Stage(until=4, micro_batch_tokens=256, max_document_tokens=100,"
+        " long_window=7, peak_lr_factor=1.5, second_token_weight=.5),"
+        " Stage(micro_batch_tokens=256, max_document_tokens=100, long_window=11,"
+        " peak_lr_factor=1.7), Stage(extra_steps=1, micro_batch_tokens=256,"
+        " max_document_tokens=100, long_window=13, peak_lr_factor=.15)",
     ),
     "laptop": (
         "--ngrams",

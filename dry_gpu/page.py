@@ -128,10 +128,8 @@ def execute(args, home, work, command, cold=False, **settings):
             "\n".join(
                 [
                     *last,
-                    (
-                        f"run: error: rank 0 ended with status {status}; its output is in"
-                        f" {work}/out.txt"
-                    ),
+                    f"run: error: rank 0 ended with status {status}; its output is in"
+                    f" {work}/out.txt",
                 ]
             )
         )

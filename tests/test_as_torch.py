@@ -637,10 +637,8 @@ def test_numbers_of_an_edited_group_take_effect(edits):
     [
         (
             {"betas": (0.1, 0.1)},
-            (
-                r"Adam cannot use betas=\(0.1, 0.1\) of param_groups; a group can change beta1,"
-                r" beta2, eps, lr"
-            ),
+            r"Adam cannot use betas=\(0.1, 0.1\) of param_groups; a group can change beta1,"
+            r" beta2, eps, lr",
         ),
         ({"momentum": 0.5}, "momentum=0.5 of"),
         ({"every": 2}, "every=2"),

@@ -204,10 +204,8 @@ def test_parse_value_reads_what_repr_and_a_user_write(text, rows):
         *(
             (
                 text,
-                (
-                    "is neither a number, a string, a tuple nor one of Stage, Ramp, AdamGroup,"
-                    " MuonGroup, Ngrams"
-                ),
+                "is neither a number, a string, a tuple nor one of Stage, Ramp, AdamGroup,"
+                " MuonGroup, Ngrams",
             )
             for text in (
                 "__import__('os')",
@@ -259,10 +257,8 @@ def test_param_groups_replace_rows_of_the_same_kind():
     [
         (
             "AdamGroup('tail')",
-            (
-                "param_groups: unknown kinds 'tail'; the kinds are embed, value_embeds,"
-                " ngram_embeds, head"
-            ),
+            "param_groups: unknown kinds 'tail'; the kinds are embed, value_embeds,"
+            " ngram_embeds, head",
         ),
         ("AdamGroup(3)", "unknown kinds 3"),
         (
@@ -275,10 +271,8 @@ def test_param_groups_replace_rows_of_the_same_kind():
         ("AdamGroup('head', weight_decay=(1, 2))", "weight_decay is (1, 2)"),
         (
             "Stage()",
-            (
-                "param_groups: Stage() is not a row of it; its type is tuple[AdamGroup | MuonGroup,"
-                " ...]"
-            ),
+            "param_groups: Stage() is not a row of it; its type is tuple[AdamGroup | MuonGroup,"
+            " ...]",
         ),
         ("3", "param_groups: 3 is not a row"),
     ],
@@ -362,10 +356,8 @@ def refused(changes, ranks=1):
         (
             {},
             3,
-            (
-                "the stage from step 0 on has 8 micro-batches, which 3 ranks cannot share evenly;"
-                " start 2 ranks"
-            ),
+            "the stage from step 0 on has 8 micro-batches, which 3 ranks cannot share evenly;"
+            " start 2 ranks",
         ),
         (
             {"micro_batches": 12},
@@ -750,10 +742,8 @@ def test_sixteen_gpus_need_micro_batches_in_two_parts(preset):
         *(
             (
                 (Stage(until=until), Stage()),
-                (
-                    f"has until={until!r}; give a fraction of the scheduled steps, or a whole step"
-                    " above 1"
-                ),
+                f"has until={until!r}; give a fraction of the scheduled steps, or a whole step"
+                " above 1",
             )
             for until in (0, -1 / 3, 4 / 3, 1.5, "1/2", (1, 2), float("inf"), float("nan"))
         ),
@@ -768,10 +758,8 @@ def test_sixteen_gpus_need_micro_batches_in_two_parts(preset):
         ),
         (
             (Stage(extra_steps=2), Stage()),
-            (
-                "begins at step 0, and the schedule ends at step 10; let only the last stages have"
-                " extra_steps"
-            ),
+            "begins at step 0, and the schedule ends at step 10; let only the last stages have"
+            " extra_steps",
         ),
         ((Stage(extra_steps=12),), "the extra steps leave 0 of num_steps 12"),
         *(
@@ -803,10 +791,8 @@ def test_sixteen_gpus_need_micro_batches_in_two_parts(preset):
         ),
         (
             (Stage(until=1 / 2), Stage(max_document_tokens=1)),
-            (
-                "Stage(max_document_tokens=1): max_document_tokens is 1; it must be a whole number,"
-                " from 2 on"
-            ),
+            "Stage(max_document_tokens=1): max_document_tokens is 1; it must be a whole number,"
+            " from 2 on",
         ),
     ],
     ids=str,

@@ -118,10 +118,8 @@ def worker_of(config, comm=None):
         ),
         (
             {"layers": "S0M cSM LM"},
-            (
-                "reads_backout reads the output of layer 1, backout_layer; write it only in later"
-                " layers"
-            ),
+            "reads_backout reads the output of layer 1, backout_layer; write it only in later"
+            " layers",
         ),
         *(
             (
@@ -135,10 +133,8 @@ def worker_of(config, comm=None):
         *(
             (
                 {"token_gates": text},
-                (
-                    f"token_gates is '{text}'; give numbers of layers, 0 and later ones up to 2,"
-                    " such as 0,4"
-                ),
+                f"token_gates is '{text}'; give numbers of layers, 0 and later ones up to 2,"
+                " such as 0,4",
             )
             for text in ("1,2", "0,3", "0,2,1", "0,1,1")
         ),
@@ -154,10 +150,8 @@ def worker_of(config, comm=None):
         *(
             (
                 {"ngrams": tables},
-                (
-                    "ngrams: with ngram_hash record89 give tables of 2 rows and more and of n in 2,"
-                    " such as Ngrams(2, 3000, 32)"
-                ),
+                "ngrams: with ngram_hash record89 give tables of 2 rows and more and of n in 2,"
+                " such as Ngrams(2, 3000, 32)",
             )
             for tables in ((), (Ngrams(2, 1, 8),), (Ngrams(2, 50, 8), Ngrams(3, 50, 8)))
         ),
@@ -603,10 +597,8 @@ MISTAKES = {  # one line of frontier.py each
     ),
     "XSA: of layers 1 and 3 exchanged": (
         "for (number, name), gate in by_layer.items() if number == i}",
-        (
-            "for (number, name), gate in by_layer.items() if number == ({1: 3, 3: 1}.get(i, i) if"
-            ' name == "xsa" else i)}'
-        ),
+        "for (number, name), gate in by_layer.items() if number == ({1: 3, 3: 1}.get(i, i) if"
+        ' name == "xsa" else i)}',
     ),
     "signs: one token late": ("sign.long()\n", "sign.long().roll(1)\n"),
     "hash: the second token's row": ("window[1][..., 1:2].fill_(last)", "pass"),
@@ -620,10 +612,8 @@ MISTAKES = {  # one line of frontier.py each
     "prefix: half its weight": ("[*weights, prefix]", "[*weights, prefix / 2]"),
     "value gates: paired layers read only x": (
         "value_embeds[:, :inputs - inputs // 2]",
-        (
-            "(x[:, inputs // 2:inputs] if self.layer.window "
-            '== "P" else value_embeds[:, :inputs - inputs // 2])'
-        ),
+        "(x[:, inputs // 2:inputs] if self.layer.window "
+        '== "P" else value_embeds[:, :inputs - inputs // 2])',
     ),
     "softcap: without the shift": (
         "Softcap(config.logit_cap, config.logit_shift)",

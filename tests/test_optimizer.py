@@ -970,10 +970,8 @@ def refused(says, *calls, table=(SPLIT,)):
     [
         (
             (),
-            (
-                r"qkv.weight \[12, 4\] may hold several matrices.* unit=\(4, 4\)\); if it is one"
-                r" matrix, with unit=\(12, 4\)"
-            ),
+            r"qkv.weight \[12, 4\] may hold several matrices.* unit=\(4, 4\)\); if it is one"
+            r" matrix, with unit=\(12, 4\)",
         ),
         (
             [SPLIT, gpt_speedrun.Assignment("norm.*", MUON)],
@@ -1157,10 +1155,8 @@ class Keeps(Descent):
         (
             types.SimpleNamespace(lr=1.0),
             1.0,
-            (
-                r"namespace\(lr=1.0\) is not an update rule; write a frozen dataclass with lr,"
-                r" every, unit, init_state"
-            ),
+            r"namespace\(lr=1.0\) is not an update rule; write a frozen dataclass with lr,"
+            r" every, unit, init_state",
         ),
     ],
     ids=str,

@@ -603,10 +603,8 @@ def test_memory_needed_is_what_runs_allocate(ranks, preset, changes, training, v
         (
             8,
             dict(),
-            (
-                r"8192 MiB free; .* and 1\d{4} MiB in validation; use a --val_len below 262144;"
-                r" such losses compare only"
-            ),
+            r"8192 MiB free; .* and 1\d{4} MiB in validation; use a --val_len below 262144;"
+            r" such losses compare only",
         ),
         (
             16,

@@ -435,10 +435,8 @@ def wrong_programs(on_ranks, numbers):
                                 run,
                                 phase,
                                 rank,
-                                (
-                                    f"differs by {max(off):.2g} in {sum(not x < 1e-9 for x in off)}"
-                                    f" of {len(off)} values"
-                                ),
+                                f"differs by {max(off):.2g} in {sum(not x < 1e-9 for x in off)}"
+                                f" of {len(off)} values",
                             )
                         )
                         break

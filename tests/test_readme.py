@@ -582,20 +582,16 @@ def test_every_place_installs_the_same_builds(monkeypatch, capsys):
         (
             {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4"},
             "",
-            (
-                ".venv/bin/python -m torch.distributed.run --nnodes 2 --nproc_per_node 4"
-                " --rdzv_backend c10d --rdzv_endpoint node1:29500 --rdzv_id 77 train_gpt.py"
-                " --run_id slurm-77.0"
-            ),
+            ".venv/bin/python -m torch.distributed.run --nnodes 2 --nproc_per_node 4"
+            " --rdzv_backend c10d --rdzv_endpoint node1:29500 --rdzv_id 77 train_gpt.py"
+            " --run_id slurm-77.0",
         ),
         (
             {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8"},
             "--preset=frontier89",
-            (
-                ".venv/bin/python -m torch.distributed.run --nnodes 2 --nproc_per_node 8"
-                " --rdzv_backend c10d --rdzv_endpoint node1:29500 --rdzv_id 77 frontier.py"
-                " --run_id slurm-77.0 --preset=frontier89"
-            ),
+            ".venv/bin/python -m torch.distributed.run --nnodes 2 --nproc_per_node 8"
+            " --rdzv_backend c10d --rdzv_endpoint node1:29500 --rdzv_id 77 frontier.py"
+            " --run_id slurm-77.0 --preset=frontier89",
         ),
         ({"SLURM_NNODES": "2"}, "-n 5", ""),
         *(

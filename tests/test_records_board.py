@@ -69,15 +69,11 @@ def write_log(
         json.dumps(start),
         "step:0/10 val_loss:5.0000 train_time:0ms step_avg:0.00ms",
         *steps[:5],
-        (
-            f"step:5/10 val_loss:{3 + loss / 10:.4f} train_time:{seconds * 500:.0f}ms"
-            f" step_avg:{seconds * 100:.2f}ms"
-        ),
+        f"step:5/10 val_loss:{3 + loss / 10:.4f} train_time:{seconds * 500:.0f}ms"
+        f" step_avg:{seconds * 100:.2f}ms",
         *steps[5:],
-        (
-            f"step:10/10 val_loss:{loss:.4f} train_time:{seconds * 1000:.0f}ms"
-            f" step_avg:{seconds * 100:.2f}ms"
-        ),
+        f"step:10/10 val_loss:{loss:.4f} train_time:{seconds * 1000:.0f}ms"
+        f" step_avg:{seconds * 100:.2f}ms",
         json.dumps({"end": {"final_val_loss": loss}}),
         "peak memory allocated: 1 MiB reserved: 1 MiB",
     ]

@@ -164,10 +164,8 @@ FORMS = {
         text(
             [
                 "step:125/250 val_loss:4.51874 train_time:24.082s step_avg:192.66ms",
-                (
-                    "step:250/250 val_loss:3.512345 val_ema_loss:3.4 ema_beta:0.99 mode:fast"
-                    " train_time:541.343s step_avg:1ms final_eval"
-                ),
+                "step:250/250 val_loss:3.512345 val_ema_loss:3.4 ema_beta:0.99 mode:fast"
+                " train_time:541.343s step_avg:1ms final_eval",
             ]
         ),
         {

@@ -1804,10 +1804,8 @@ def test_a_single_value_of_a_saved_model_that_is_not_the_logs_is_caught(rerun, h
 
 TRAIN_IN_VALIDATION = (
     "        _, losses[i] = model(inputs.clamp_min(0), targets, windows)\n",
-    (
-        "        _, losses[i] = model(inputs.clamp_min(0), targets, windows)\n"
-        "        model.lm_head.weight[targets.clamp_min(0)] += 1e-3\n"
-    ),
+    "        _, losses[i] = model(inputs.clamp_min(0), targets, windows)\n"
+    "        model.lm_head.weight[targets.clamp_min(0)] += 1e-3\n",
 )
 
 
@@ -1825,10 +1823,8 @@ def test_training_in_a_validation_before_the_last_is_caught(train, judge):
     )
     first = (
         "    model.eval()\n    losses =",
-        (
-            "    validate.calls = getattr(validate, 'calls', 0) + 1\n"
-            "    trains = validate.calls == 1\n    model.eval()\n    losses ="
-        ),
+        "    validate.calls = getattr(validate, 'calls', 0) + 1\n"
+        "    trains = validate.calls == 1\n    model.eval()\n    losses =",
     )
     log = steady(
         train((TRAIN_IN_VALIDATION[0], sometimes), first, warmup_steps=0, val_every=2, num_steps=4)
@@ -1922,10 +1918,8 @@ def test_cheat_5_trained_on_validation(train, judge, data, tmp_path):
     """The run reads the validation shard, and its log declares the training shards."""
     forged = (
         "        self.stream = Stream(train_shards,",
-        (
-            "        self.stream = Stream([read_header(Path(str(s.path).replace('train_000001',"
-            " 'val_000000'))) for s in train_shards[:1]],"
-        ),
+        "        self.stream = Stream([read_header(Path(str(s.path).replace('train_000001',"
+        " 'val_000000'))) for s in train_shards[:1]],",
     )
     log = steady(train(forged, num_steps=4, micro_batches=2))
     fails_only(judge(log, "--data", data), REPLAY, "trained on something else")

@@ -391,17 +391,13 @@ def test_a_gradient_that_is_not_finite_is_named_by_its_table(on_ranks, table, ro
     [
         (
             dict(sparse=False),
-            (
-                r"weight got a dense gradient, but its rule needs a sparse one; create the table by"
-                r" nn.Embedding\(\.\.\., sparse=True\)"
-            ),
+            r"weight got a dense gradient, but its rule needs a sparse one; create the table by"
+            r" nn.Embedding\(\.\.\., sparse=True\)",
         ),
         (
             dict(announced=[[1, 2]]),
-            (
-                "weight: rows got a gradient that were not announced; in every step announce all"
-                " rows that it reads"
-            ),
+            "weight: rows got a gradient that were not announced; in every step announce all"
+            " rows that it reads",
         ),
         (dict(announced=[[]]), "rows got a gradient that were not announced"),
         (dict(announced=[[1, 4], [1]]), "rows of weight were announced twice in one step"),

@@ -550,11 +550,9 @@ RANKS = "[{}][train_gpt.py]"
             ],
             [
                 "[PY][data/stdlib.py]",
-                (
-                    "[launch/race.py][-n][2][--vs][--muon_lr 0.05 --adam-lr -1e-3 --train_files"
-                    " 'data/own-x y/*.bin'][--vs][--b"
-                    " -0.5][--ranks][2][--][--preset][laptop][--adam_lr][1e-3]"
-                ),
+                "[launch/race.py][-n][2][--vs][--muon_lr 0.05 --adam-lr -1e-3 --train_files"
+                " 'data/own-x y/*.bin'][--vs][--b"
+                " -0.5][--ranks][2][--][--preset][laptop][--adam_lr][1e-3]",
             ],
         ),
         (
@@ -579,14 +577,10 @@ RANKS = "[{}][train_gpt.py]"
             ["-n", "3", "--trial", "--num_steps", "9"],
             [
                 "[PY][data/fineweb.py][9]",
-                (
-                    "[PY][-I][launch/preflight.py][--ranks=8][--preset][speedrun]"
-                    "[--num_steps][20][--val_tokens][4194304][--num_steps][9][--target_val_loss][0]"
-                ),
-                (
-                    "[launch/race.py][-n][3][--trial][--ranks][8][--][--preset][speedrun]"
-                    "[--num_steps][20][--val_tokens][4194304][--num_steps][9][--target_val_loss][0]"
-                ),
+                "[PY][-I][launch/preflight.py][--ranks=8][--preset][speedrun]"
+                "[--num_steps][20][--val_tokens][4194304][--num_steps][9][--target_val_loss][0]",
+                "[launch/race.py][-n][3][--trial][--ranks][8][--][--preset][speedrun]"
+                "[--num_steps][20][--val_tokens][4194304][--num_steps][9][--target_val_loss][0]",
             ],
         ),
         (
@@ -612,10 +606,8 @@ RANKS = "[{}][train_gpt.py]"
             [
                 "[PY][data/stdlib.py]",
                 "[PY][-I][launch/preflight.py][--ranks=2][--preset][laptop]",
-                (
-                    "[launch/race.py][-n][5][--cmd][torchrun --nproc_per_node=8"
-                    " train_gpt.py][--vs][../theirs][--ranks][2][--][--preset][laptop]"
-                ),
+                "[launch/race.py][-n][5][--cmd][torchrun --nproc_per_node=8"
+                " train_gpt.py][--vs][../theirs][--ranks][2][--][--preset][laptop]",
             ],
         ),
         (
@@ -624,10 +616,8 @@ RANKS = "[{}][train_gpt.py]"
             [
                 "[PY][data/fineweb.py][9]",
                 "[PY][-I][launch/preflight.py][--ranks=8][--preset][speedrun]",
-                (
-                    "[launch/race.py][-n][5][--vs][--preset"
-                    " frontier][--ranks][8][--][--preset][speedrun]"
-                ),
+                "[launch/race.py][-n][5][--vs][--preset"
+                " frontier][--ranks][8][--][--preset][speedrun]",
             ],
         ),
         (
@@ -687,11 +677,9 @@ def test_a_text_is_encoded_and_its_shards_are_named(started, gpus, monkeypatch):
         "step",
         "--field=body",
     ) == [
-        (
-            "[PY][data/text.py][HERE/my"
-            " notes][/b.txt][--out][data/own-my_notes-SUM][--encoding][bytes][--force][--by-content]"
-            "[--val-fraction][0.3][--field][body]"
-        ),
+        "[PY][data/text.py][HERE/my"
+        " notes][/b.txt][--out][data/own-my_notes-SUM][--encoding][bytes][--force][--by-content]"
+        "[--val-fraction][0.3][--field][body]",
         RANKS.format(2) + "[--train_files][data/own-my_notes-SUM-DIGEST/*_train_*.bin]"
         "[--val_files][data/own-my_notes-SUM-DIGEST/*_val_*.bin][--preset][laptop][--seed][3][--sync][step][--epochs][2]",
     ]
@@ -779,10 +767,8 @@ def test_the_preflight_answer_is_kept_per_source_machine_and_flags(
         (
             ["--sed", "3"],
             2,
-            (
-                "run.sh: error: unrecognized arguments: --sed 3; did you mean --seed? ./run.sh"
-                " --help-all lists"
-            ),
+            "run.sh: error: unrecognized arguments: --sed 3; did you mean --seed? ./run.sh"
+            " --help-all lists",
         ),
         (
             ["--preset", "fronteir"],

@@ -449,10 +449,8 @@ def test_too_few_data_are_refused_before_the_run(tmp_path, tiny, steps, changes,
         (lambda path: path.unlink(), "no shard matches"),
         (
             lambda path: path.write_bytes(b"short"),
-            (
-                r"bad.bin: not a complete shard: 5 bytes that .* Delete it, then fetch or create it"
-                r" again"
-            ),
+            r"bad.bin: not a complete shard: 5 bytes that .* Delete it, then fetch or create it"
+            r" again",
         ),
         (lambda path: path.write_bytes(b"no tokens" * 200), "not a complete shard"),
         (lambda path: write_shard(path, [BOS, 1], magic=7), r"begin with \[7, 1, "),
