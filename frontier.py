@@ -13,14 +13,14 @@ record rounds residual and post weights to bf16, and reads the first shard on it
 gradient's normalizer counts further targets beyond a sequence's end; and see Tail.keep_norm.
 `frontier89` is record 89: bench/public_record.py compares it with the record's own program.
 
-    section    contents                                                         to start, search for
-    config     stage values, kinds of parameters, fields, the presets           class Config, PRESETS, class Layer
-    model      groups, blocks, attention, MLP, weights per token, head          class GPT, def trunk, class Head
-               n-gram tables, DocCopy                                           class NgramTable, class DocCopy
-    rules      ANVIL; Adam with a cadence, and with one moment per row          class Anvil, class RowAdam
-    worker     what a training step does besides: tied embedding, fp8 scales,   class Worker, class TailAverages
-               averages of the last steps, candidates of the loss               class Candidates
-    kernels    DC's attention maps, the MLP in fp8                              def mix_heads, class ReluSquaredInFP8
+    section   contents                                               to start, search for
+    config    stage values, kinds of parameters, fields, presets     class Config, Layer, RECORD_92
+    model     groups, blocks, attention, MLP, weights per token      class GPT, def trunk, class Mudd
+              head, n-gram tables, DocCopy                           class Head, NgramTable, DocCopy
+    rules     ANVIL; Adam with a cadence, and a moment per row       class Anvil, class RowAdam
+    worker    tied embedding, fp8 scales, averages of the last       class Worker, TailAverages
+              steps, candidates of the loss                          class Candidates
+    kernels   DC's attention maps, the MLP in fp8                    def mix_heads, ReluSquaredInFP8
 """
 
 from __future__ import annotations
@@ -591,7 +591,7 @@ def second_stage(begin: int, end: int, prefix_weight: float) -> Stage:
 
 
 def late_stage(micro_batch_tokens: int, long_window: int = 11, **values: Any) -> Stage:
-    """Return a stage of record 92 after step 681: long documents, of which attention sees pieces."""
+    """Return a stage of record 92 after step 681: attention sees pieces of long documents."""
     return Stage(
         micro_batch_tokens=micro_batch_tokens,
         max_document_tokens=3072,
@@ -895,7 +895,7 @@ class GPT(nn.Module):
         )
 
     def begins(self, tokens: Tensor) -> Tensor:
-        """Find where documents, or their parts of attended_tokens, begin in tokens [T]: bool [T]."""
+        """Find where documents, or parts of attended_tokens, begin in tokens [T]: bool [T]."""
         begins = tokens == self.bos_id
         longest = self.attended_tokens if self.training else 0
         if longest:
@@ -1240,7 +1240,8 @@ class Attention(nn.Module):
         v = v.reshape(tokens, self.heads, -1)
         if value_embeds is not None:
             v = v + self.gate_values(x, value_embeds)[..., : self.v_dim]
-        if paired:  # the rotary has two positions per token: the first for even heads, the second for odd ones
+        if paired:
+            # the rotary has two positions per token: one for even heads, one for odd ones
             cos, sin = (table[: 2 * tokens].view(tokens, 1, 2, -1) for table in (cos, sin))
             q, k = rotate(qk.unflatten(1, (-1, 2)), cos, sin).flatten(1, 2).chunk(2, dim=1)
         else:

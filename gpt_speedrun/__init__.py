@@ -649,7 +649,7 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
             broadcast(self.comm, x.data)
 
     def wait_before(self, module: nn.Module, buckets: Sequence[Bucket]) -> None:
-        """Do the same as the engine's. The hook keeps neither the optimizer nor its buckets alive."""
+        """Do as the engine's. The hook keeps neither the optimizer nor its buckets alive."""
         me = weakref.ref(self)
         at = [self.buckets.index(bucket) for bucket in buckets]
         self.forward_hooks.append(
@@ -936,7 +936,7 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         self.check_replicas()
 
     def check_replicas(self) -> None:
-        """Raise RunError on every rank unless all have the same parameters. Call it on all ranks."""
+        """Raise RunError on all ranks unless they have the same parameters. Call it on all."""
         self.finish_all_gathers()
         self.reducer.check_call("check_replicas()")
         if self.comm.ranks > 1:
@@ -1101,7 +1101,7 @@ def check_model(model: nn.Module, ranks: int) -> None:
 
 
 def check_rule(name: str, rule: Any) -> None:
-    """Raise RunError if a number of Adam or NorMuon is out of range. Other rules check their own."""
+    """Raise RunError if a number of Adam or NorMuon is out of range. Others check their own."""
     require(
         isinstance(rule.every, int) and rule.every > 0,
         f"{name}: {type(rule).__name__} has every={rule.every!r}; "

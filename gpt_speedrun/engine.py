@@ -8,5 +8,6 @@ import os
 import sys
 from importlib.machinery import SourceFileLoader
 
-__file__ = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "train_gpt.py")
+package = os.path.dirname(os.path.abspath(__file__))
+__file__ = os.path.join(os.path.dirname(package), "train_gpt.py")
 SourceFileLoader(__name__, __file__).exec_module(sys.modules[__name__])
