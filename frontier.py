@@ -1,12 +1,11 @@
-"""The public GPT speedrun's head, record 92's mechanisms, as the preset `frontier`. Ideas for it
-go into this file.
+"""The public GPT speedrun's head, record 92's mechanisms, as the preset `frontier`.
 
     ./run.sh --preset frontier                set up, fetch the data and train on GPUs
     torchrun --nproc_per_node=8 frontier.py   train on eight GPUs, with data already fetched
     python frontier.py --help                 every flag
 
-This file holds what the records add to record 44: config, model, update rules. All else is
-train_gpt.py, which it imports: data, schedule, gradient sync, training loop, attention, log. The
+Ideas for it go into this file, which holds what the records add to record 44: config, model,
+update rules. All else is train_gpt.py, which it imports: data, schedule, gradient sync, training loop, attention, log. The
 source of both files opens the log of a run. `frontier` computes what record 92 does, on 1, 2, 4 or
 8 GPUs of any kind, but with a smaller n-gram table and less in fp8. Known further differences: the
 record rounds residual and post weights to bf16, and reads the first shard on its clock; its
