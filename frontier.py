@@ -4,13 +4,14 @@
     torchrun --nproc_per_node=8 frontier.py   train on eight GPUs, with data already fetched
     python frontier.py --help                 every flag
 
-Ideas for it go into this file, which holds what the records add to record 44: config, model,
-update rules. All else is train_gpt.py, which it imports: data, schedule, gradient sync, training loop, attention, log. The
-source of both files opens the log of a run. `frontier` computes what record 92 does, on 1, 2, 4 or
-8 GPUs of any kind, but with a smaller n-gram table and less in fp8. Known further differences: the
-record rounds residual and post weights to bf16, and reads the first shard on its clock; its
-gradient's normalizer counts further targets beyond a sequence's end; and see Tail.keep_norm.
-`frontier89` is record 89: bench/public_record.py compares it with the record's own program.
+Ideas for it go into this file, which holds what the records add to record 44: config, model, update
+rules. All else is train_gpt.py, which it imports: data, schedule, gradient sync, training loop,
+attention, log. The source of both files opens the log of a run. `frontier` computes what record 92
+does, on 1, 2, 4 or 8 GPUs of any kind, but with a smaller n-gram table and less in fp8. Known
+further differences: the record rounds residual and post weights to bf16, and reads the first shard
+on its clock; its gradient's normalizer counts further targets beyond a sequence's end; and see
+Tail.keep_norm. `frontier89` is record 89: bench/public_record.py compares it with the record's own
+program.
 
     section   contents                                               to start, search for
     config    stage values, kinds of parameters, fields, presets     class Config, Layer, RECORD_92

@@ -1,5 +1,4 @@
-"""A GPT speedrun: train a GPT-2-small-sized model to a validation loss of 3.28 on FineWeb as fast
-as possible.
+"""A GPT speedrun: train a GPT of GPT-2 small's size to a loss of 3.28 on FineWeb, fast.
 
     ./run.sh                                    set up, fetch the data and train, on any machine
     torchrun --nproc_per_node=8 train_gpt.py    train on eight GPUs, with data already fetched
