@@ -15,7 +15,7 @@ program.
 
     section   contents                                               to start, search for
     config    stage values, kinds of parameters, fields, presets     class Config, Layer, RECORD_92
-    model     groups, blocks, attention, MLP, weights per token      class GPT, def trunk, class Mudd
+    model     groups, blocks, attention, MLP, weights per token      GPT, def trunk, class Mudd
               head, n-gram tables, DocCopy                           class Head, NgramTable, DocCopy
     rules     ANVIL; Adam with a cadence, and a moment per row       class Anvil, class RowAdam
     worker    tied embedding, fp8 scales, averages of the last       class Worker, TailAverages
