@@ -114,8 +114,8 @@ FAULTS = {
     ),
     "wrong-rows": Fault(
         "the rows of the own shard are counted from another shard",
-        "self.on_device(ones(of_any, *mine))",
-        "self.on_device(mine[0] + ones(of_any, *mine))",
+        "self.on_device(ones(bits_of_any, begin, end))",
+        "self.on_device(begin + ones(bits_of_any, begin, end))",
         RANKS,
         "Expected Tensor with single nonzero value",
     ),

@@ -399,7 +399,7 @@ def test_the_loop_for_programs_commits_a_win_and_takes_back_all_else(tmp_path):
     edits the same line."""
     (block,) = scripts(PAGES[ROOT / "AGENTS.md"])
     (_, better), (kept, lost) = ideas = ast.literal_eval(
-        re.search(r"^ideas = (\[.*?^\])", block, re.M | re.S)[1]
+        re.search(r"^ideas = (\[.*?\])$", block, re.M | re.S)[1]
     )
     assert re.search(r"replace\s+`(\S+)`\s+by\s+`(\S+)`", README).groups() == ideas[0]
     shutil.copy(ROOT / "train_gpt.py", tmp_path)
