@@ -818,16 +818,16 @@ class GPT(nn.Module):
         )
         self.attended_tokens = 0  # in this step's training
         self.doc_copy = DocCopy(c) if c.doc_copy else None
-        self.ids = None
+        # class of each token, see normalized: the host's copy for rows_read, and the device's
+        self.host_token_classes = None
         if c.normalized_ids and encoding.vocab_size == GPT2_VOCAB:  # other encodings are of bytes
-            ids = normalized_ids(gpt2_token_bytes((train_gpt.ROOT / c.train_files).parent))
-            # for rows_read
-            self.ids = torch.tensor(
-                [*ids, *range(len(ids), vocab)], device="cpu", dtype=torch.int32
-            )
-            self.register_buffer(
-                "device_ids", self.ids.to(self.smear_gate.device), persistent=False
-            )
+            folder = (train_gpt.ROOT / c.train_files).parent
+            classes = torch.arange(vocab, device="cpu", dtype=torch.int32)
+            of_gpt2 = normalized_ids(gpt2_token_bytes(folder))
+            classes[: len(of_gpt2)] = torch.tensor(of_gpt2)
+            self.host_token_classes = classes
+            on_device = classes.to(self.smear_gate.device)
+            self.register_buffer("token_classes", on_device, persistent=False)
         self.tied = False  # head and embedding are one matrix
         self.further_weights: dict[str, float] = {}  # of this step's further targets
         # of the next forwards, see Candidates; None or empty: all classes
@@ -931,11 +931,12 @@ class GPT(nn.Module):
         )
 
     def normalized(self, tokens: Tensor) -> Tensor:
-        """Return what n-grams and DocCopy compare: with normalized_ids, a number of each token's
-        normalized text."""
-        if self.ids is None:
+        """Return what n-grams and DocCopy compare: with normalized_ids, the first token of the
+        same normalized text."""
+        if self.host_token_classes is None:
             return tokens
-        return (self.ids if tokens.device.type == "cpu" else self.device_ids)[tokens]
+        on_host = tokens.device.type == "cpu"
+        return (self.host_token_classes if on_host else self.token_classes)[tokens]
 
     smear = staticmethod(train_gpt.GPT.smear)
 
@@ -981,36 +982,30 @@ class GPT(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor) -> Pair:
         """Compute the losses of `forward` from the normed residual stream [T, dim]."""
-        rows = [targets]
-        weights = [1.0]
+        targets_by_row = [targets]
+        row_weights = [1.0]
         second, third, prefix = (
             self.further_weights.get(f"{name}_weight", 0.0) if self.training else 0.0
             for name in ("second_token", "third_token", "prefix")
         )
         for ahead, weight in ((1, second), (2, third)):
             if weight:
-                rows = [*rows, F.pad(targets[ahead:], (0, ahead), value=-1)]
-                weights = [
-                    *weights,
-                    weight,
-                ]
+                targets_by_row.append(F.pad(targets[ahead:], (0, ahead), value=-1))
+                row_weights.append(weight)
         if prefix:
-            rows = [*rows, self.prefixes[targets]]
-            weights = [*weights, prefix]
-        further = torch.stack(rows)
-        weights = to_device(torch.tensor(weights), x.device)
-        head_rows = []
+            targets_by_row.append(self.prefixes[targets])
+            row_weights.append(prefix)
+        all_targets = torch.stack(targets_by_row)
+        weights = to_device(torch.tensor(row_weights), x.device)
+        head_weight = None
         classes = self.candidates.pop(0) if self.training and self.candidates else None
         if classes is not None:  # a target becomes its position among them, or -1 if it is none
             positions = torch.full_like(self.prefixes, -1)
             positions[classes] = torch.arange(len(classes), device=x.device)
-            further = positions[further]
-            head_rows = [self.lm_head.weight.index_select(0, classes)]
-        pieces = zip(x.split(self.loss_tokens), further.split(self.loss_tokens, dim=1))
-        losses = [
-            self.lm_head(x_piece, targets_piece, weights, *head_rows)
-            for x_piece, targets_piece in pieces
-        ]
+            all_targets = positions[all_targets]
+            head_weight = self.lm_head.weight.index_select(0, classes)
+        pieces = zip(x.split(self.loss_tokens), all_targets.split(self.loss_tokens, dim=1))
+        losses = [self.lm_head(*piece, weights, head_weight) for piece in pieces]
         return tuple(torch.stack(terms).sum() for terms in zip(*losses))
 
     def fill_prefixes(self, tokens: Sequence[bytes]) -> None:

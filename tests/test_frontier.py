@@ -606,10 +606,10 @@ MISTAKES = {  # one line of frontier.py each
     "targets: weights exchanged": ("((1, second), (2, third))", "((2, second), (1, third))"),
     "targets: the first weight doubled": ("weights = [1.0]", "weights = [2.0]"),
     "prefix: of the token after the next": (
-        "self.prefixes[targets]]",
-        "self.prefixes[targets.roll(-1)]]",
+        "self.prefixes[targets])",
+        "self.prefixes[targets.roll(-1)])",
     ),
-    "prefix: half its weight": ("[*weights, prefix]", "[*weights, prefix / 2]"),
+    "prefix: half its weight": ("row_weights.append(prefix)", "row_weights.append(prefix / 2)"),
     "value gates: paired layers read only x": (
         "value_embeds[:, :inputs - inputs // 2]",
         "(x[:, inputs // 2:inputs] if self.layer.window "
