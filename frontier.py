@@ -11,7 +11,18 @@ does, on 1, 2, 4 or 8 GPUs of any kind, but with a smaller n-gram table and less
 further differences: the record rounds residual and post weights to bf16, and reads the first shard
 on its clock; its gradient's normalizer counts further targets beyond a sequence's end; and see
 Tail.keep_norm. `frontier89` is record 89: bench/public_record.py compares it with the record's own
-program.
+program, one file, train_gpt.py of KellerJordan/modded-nanogpt. Record 92 is a package there:
+
+    here                                     there, in track_1_short/
+    RECORD_92                                config, schedule
+    GPT, Group, Block, TokenWeights, Mudd    model/gpt
+    Attention                                model/attention
+    NgramTable, RowAdam                      ngram_table, perf/kernels/ngram_adam
+    GPT.fill_prefixes                        model/prefix_prediction
+    Anvil                                    optim/anvil
+    TailAverages, Candidates                 tail_average, sampled_softmax
+    ReluSquaredInFP8                         perf/kernels/mlp
+    DocCopy, normalized_ids                  doc_copy, token_norm, which came after record 92
 
     section   contents                                               to start, search for
     config    stage values, kinds of parameters, fields, presets     class Config, Layer, RECORD_92
@@ -239,26 +250,26 @@ class Layer:
         return self.attention != "none"
 
 
-# One row per kind of parameters
+# One row per kind of parameters, each with the public records that its values are from
 PARAM_GROUPS = (
-    AdamGroup("head", **TIED),
-    AdamGroup("embed", **TIED),  # once untied it continues as the head did
-    AdamGroup("value_embeds", 75.0, **OF_TABLES),
-    AdamGroup("ngram_embeds", 75.0, **OF_TABLES),
-    AdamGroup("scalars", 5.0, **SLOW),
-    AdamGroup("resid_lambdas", 5.0, beta1=0.9),
-    AdamGroup("post_lambdas", beta1=0.9),
-    AdamGroup("gates", **SLOW, weight_decay=0.005),
-    AdamGroup("smear_gate", 0.01, **SLOW),
+    AdamGroup("head", **TIED),  # 51, 55, 57
+    AdamGroup("embed", **TIED),  # once untied it continues as the head did: 53
+    AdamGroup("value_embeds", 75.0, **OF_TABLES),  # 55, 57
+    AdamGroup("ngram_embeds", 75.0, **OF_TABLES),  # 62
+    AdamGroup("scalars", 5.0, **SLOW),  # 52
+    AdamGroup("resid_lambdas", 5.0, beta1=0.9),  # 73
+    AdamGroup("post_lambdas", beta1=0.9),  # 73
+    AdamGroup("gates", **SLOW, weight_decay=0.005),  # 56
+    AdamGroup("smear_gate", 0.01, **SLOW),  # 52
     # outputs weight whole residual streams
-    AdamGroup("token_gates", 0.1, **SLOW, weight_decay=0.005),
-    AdamGroup("token_gates_biases", 0.1, **SLOW),
-    AdamGroup("mudd", 0.25, **SLOW, weight_decay=0.005),
-    AdamGroup("mudd_biases", 0.25, **SLOW),
-    AdamGroup("doc_copy", **SLOW),
-    MuonGroup("attn"),
-    MuonGroup("mlp_fc", lr_mul=2.0),
-    MuonGroup("mlp_proj", lr_mul=4.0),
+    AdamGroup("token_gates", 0.1, **SLOW, weight_decay=0.005),  # 85
+    AdamGroup("token_gates_biases", 0.1, **SLOW),  # 85
+    AdamGroup("mudd", 0.25, **SLOW, weight_decay=0.005),  # 81
+    AdamGroup("mudd_biases", 0.25, **SLOW),  # 81
+    AdamGroup("doc_copy", **SLOW),  # DocCopy's program, after record 92
+    MuonGroup("attn"),  # 61
+    MuonGroup("mlp_fc", lr_mul=2.0),  # 48
+    MuonGroup("mlp_proj", lr_mul=4.0),  # 48
 )
 
 
@@ -283,6 +294,9 @@ class Config(train_gpt.Config, StageValues):
         (),
         'one row per layer, such as Layer("short", value_table=0, xsa=true, adds="x0 ngrams")',
     )
+    # Records that brought the defaults below: 45 resid_lambda_init, 51 head_init, 53 untie_at, 54
+    # logit_shift, 64 output_init, 70 value_init, 80 muon_qk_heads, 83 signs of n-grams, 84 and 89
+    # fp8_mlp, 85 token_gates and the size of the table
     mlp_dim: int = option(0, "hidden width of the MLPs; 0: 4 * model_dim", min=0)
     softmax_scale: float = option(
         0.1, "factor on attention's logits in heads of full width, for the first window"
@@ -370,15 +384,12 @@ class Config(train_gpt.Config, StageValues):
                     rate=rate,
                     last_rate=last_rate,
                 )
-            name, unit = (
-                ("slow_from", 2 * self.adam_every)
-                if isinstance(row, AdamGroup)
-                else ("anvil_from", 1)
-            )
+            name = "slow_from" if isinstance(row, AdamGroup) else "anvil_from"
             steps = getattr(row, name)
-            return (
-                row if steps is None else replace(row, **{name: int(part * steps) // unit * unit})
-            )
+            if steps is None:
+                return row
+            cycle = 2 * self.adam_every if name == "slow_from" else 1
+            return replace(row, **{name: int(part * steps) // cycle * cycle})
 
         return super().shortened(num_steps) | {
             "tails": tuple(map(scaled, self.tails)),
@@ -508,37 +519,39 @@ def needs_attention(layer: Layer) -> bool:
     return any(parts) or layer.value_table is not None
 
 
-# Record 89 of the public speedrun, with its numbers of records (45 and later) beside what came
-# later. The record's first layer has neither attention nor MLP; here layers are numbered without it
+# Record 89 of the public speedrun. Numbers beside values are of the records, 45 and later, that
+# brought them. The record's first layer has neither attention nor MLP; it has no number here
 RECORD_89 = Config(
+    # paired heads: 58. Five value tables, in these layers: 63, 70. XSA: 82, in these layers: 85.
+    # Adds of x0 and n-grams: 62, after attention: 73, by token: 85
     layers=(
-        # value tables: records 44 and 55. paired heads: 58. XSA: 82. adds by token: 85
         Layer("paired", adds="x0 ngrams"),
         Layer("short", value_table=0, xsa=True, adds="x0 ngrams"),
         Layer("paired", value_table=1, adds="x0 ngrams"),
-        Layer("long", xsa=True, gated=True, adds="x0 ngrams"),  # gates by token: 85
+        Layer("long", xsa=True, gated=True, adds="x0 ngrams"),  # offset of keys: 49, gates: 85
         Layer("short", xsa=True, adds="x0 ngrams"),
         Layer("paired", adds="x0 ngrams"),
         Layer(skip_from=3),  # no attention, one skip connection: 45
         Layer("short", xsa=True, adds="x0 ngrams"),
         Layer("short", value_table=2, reads_backout=True, adds="x0 ngrams"),  # reads backout: 77
         Layer("paired", value_table=3, reads_backout=True, adds="x0 ngrams"),
-        Layer("long", value_table=4, gated=True, dc=True, reads_backout=True),  # DC: 85
+        Layer("long", value_table=4, gated=True, dc=True, reads_backout=True),  # Mudd: 81, DC: 85
     ),
-    backout_layer=7,
+    backout_layer=7,  # 77
     overlap_param_gather=True,
     update_order="forward",
-    logit_cap=23.0,
-    fp8_x_scale=100 / 448,
+    logit_cap=23.0,  # 54
+    fp8_x_scale=100 / 448,  # 51
     fp8_weight_scale=1.6 / 448,  # 55
-    fp8_grad_scale=0.75 / 448,
-    num_steps=1285,
+    fp8_grad_scale=0.75 / 448,  # 51
+    num_steps=1285,  # 88
     cooldown=0.6,  # 73
-    lr_floor=0.15,
-    muon_lr=0.023,
-    muon_beta2=0.9,
-    adam_eps=1e-10,
-    # Batches and documents grow; at first several tokens are predicted: 53, and a prefix: 88
+    lr_floor=0.15,  # 72
+    muon_lr=0.023,  # 46
+    muon_beta2=0.9,  # 78
+    adam_eps=1e-10,  # 57
+    # Batches grow, and with them rates: 46. Documents grow: 72. At first several tokens are
+    # predicted: 53, and a prefix: 88
     stages=(
         Stage(
             until=0.333,  # step 423; 1/3 would be 424
@@ -554,7 +567,7 @@ RECORD_89 = Config(
             micro_batch_tokens=32768,
             max_document_tokens=2048,
             long_window=7,
-            peak_lr_factor=1.52,
+            peak_lr_factor=1.52,  # 53
             second_token_weight=Ramp(0.5, 0.0),
             prefix_weight=Ramp(0.25, 0.0),
         ),
@@ -565,7 +578,7 @@ RECORD_89 = Config(
             peak_lr_factor=1.73,  # 53
         ),
         Stage(
-            extra_steps=15,
+            extra_steps=15,  # 85
             micro_batch_tokens=49152,
             max_document_tokens=2048,
             long_window=13,
@@ -601,10 +614,10 @@ def late_stage(micro_batch_tokens: int, long_window: int = 11, **values: Any) ->
     )
 
 
-# Record 92 (pull request 360), where nothing else stands beside a value
+# Record 92, pull request 360: files are those of its package, see the introduction
 RECORD_92 = replace(
     RECORD_89,
-    layers=(
+    layers=(  # model/gpt; widths: model/attention
         Layer("paired", narrow="qk", adds="x0 ngrams"),
         Layer("short", narrow="qkv", value_table=0, xsa=True, adds="x0 ngrams"),
         Layer("paired", narrow="qk", value_table=1, adds="x0"),
@@ -617,24 +630,29 @@ RECORD_92 = replace(
         Layer("removed", adds="ngrams"),
         Layer("long", value_table=3, gated=True, reads_backout=True),
     ),
+    # model/gpt, model/attention
     mlp_dim=2816,
     softmax_scale=0.085,
     mudd_groups=12,
+    # config, schedule
     untie_at=1.0,
     num_steps=1194,
-    cooldown=940 / 1174,
-    lr_floor=0.3,
+    cooldown=940 / 1174,  # starts at step 234
+    lr_floor=0.3,  # as in its code and log; its README says 0.20
     val_every=0,
-    muon_weight_decay=2.25,
+    # optim/anvil, schedule
+    muon_weight_decay=2.25,  # as in its code; its README says 1.5 times record 89's 1.2
     muon_momentum=0.93,
     muon_momentum_rise=240,
+    # perf/kernels/cross_entropy
     fp8_weight_scale=2 / 448,
     fp8_grad_scale=0.75 / 8 / 448,
-    # 84,602,880 rows in the record, on eight GPUs; another number is another experiment
+    # ngram_table. The record has 84,602,880 rows, on eight GPUs; another number is another
+    # experiment
     ngrams=(Ngrams(2, 5287680, 768), Ngrams(3, 5287680, 768)),
     ngram_hash="record92",
     lazy_tables=True,
-    param_groups=(
+    param_groups=(  # ngram_table and schedule; optim/anvil
         AdamGroup("value_embeds", 70.0, **OF_TABLES, slow_from=336),
         AdamGroup(
             "ngram_embeds",
@@ -649,8 +667,8 @@ RECORD_92 = replace(
         MuonGroup("mlp_fc", sqrt(2816 / 768), anvil_from=514),
         MuonGroup("mlp_proj", 2 * sqrt(2816 / 768), anvil_from=514),
     ),
-    tails=(  # in the order in which the weights move to them
-        Tail(
+    tails=(  # tail_average, in the order in which the weights move to them
+        Tail(  # pull request 347
             "head embed",
             last_steps=298,
             period=2,
@@ -669,10 +687,11 @@ RECORD_92 = replace(
             phase=1,
             rate=2 / 75,
             final_steps=2,
+            # Richardson extrapolation from the average before, behind which this one lags
             blend=0.55 - 0.2007,
         ),
     ),
-    stages=(
+    stages=(  # schedule; candidates: sampled_softmax
         Stage(
             until=320 / 1174,
             micro_batch_tokens=16384,
@@ -806,16 +825,10 @@ class GPT(nn.Module):
         positions = 2 * max(c.val_len, *lengths)  # paired heads have two per token
         self.rotary = Rotary(rotary_frequencies(c.head_dim), positions, dtype, c.softmax_scale)
         # all entries of narrow heads rotate, as the first half of the others
-        self.narrow_rotary = (
-            Rotary(
-                rotary_frequencies(c.head_dim)[: c.head_dim // 4],
-                positions,
-                dtype,
-                c.narrow_softmax_scale,
-            )
-            if any(layer.narrow for layer in self.layers)
-            else None
-        )
+        self.narrow_rotary = None
+        if any(layer.narrow for layer in self.layers):
+            frequencies = rotary_frequencies(c.head_dim)[: c.head_dim // 4]
+            self.narrow_rotary = Rotary(frequencies, positions, dtype, c.narrow_softmax_scale)
         self.attended_tokens = 0  # in this step's training
         self.doc_copy = DocCopy(c) if c.doc_copy else None
         # class of each token, see normalized: the host's copy for rows_read, and the device's
@@ -888,11 +901,11 @@ class GPT(nn.Module):
             return DocumentTable(starts, torch.tensor([window, positions * longest, count]))
 
         masks = {"L": make(windows.long), "S": make(windows.short), None: None}
-        return (
-            masks
-            | ({"P": make(windows.short, 2)} if has_pairs else {})
-            | ({"dc": self.dc_mask(docs, dtype)} if has_dc else {})
-        )
+        if has_pairs:
+            masks["P"] = make(windows.short, 2)
+        if has_dc:
+            masks["dc"] = self.dc_mask(docs, dtype)
+        return masks
 
     def begins(self, tokens: Tensor) -> Tensor:
         """Find where documents, or parts of attended_tokens, begin in tokens [T]: bool [T]."""
@@ -903,7 +916,7 @@ class GPT(nn.Module):
             begins = begins | ((position - (position * begins).cummax(0).values) % longest == 0)
         return begins
 
-    # compiled by itself: 20 small kernels less, each of which costs the host more than the GPU
+    # A graph of its own, as smear: uncompiled it is 20 small kernels
     @staticmethod
     @compiled
     def dc_mask(docs: Tensor, dtype: torch.dtype) -> Tensor:
@@ -912,23 +925,20 @@ class GPT(nn.Module):
     def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Tokens [T] -> x0, the residual stream before the first layer, the n-gram embeddings,
         Context.copied."""
-        read = tokens
+        looked_up = tokens
         copied = (None, None)
         if self.doc_copy is not None:  # one lookup, and so one gradient, of tokens and candidates
             candidates, kinds = self.doc_copy.find(tokens, self.normalized(tokens), self.bos_id)
-            read = torch.cat([tokens, candidates])
-        e = F.embedding(read, self.lm_head.weight) if self.tied else self.embed(read)
+            looked_up = torch.cat([tokens, candidates])
+        e = F.embedding(looked_up, self.lm_head.weight) if self.tied else self.embed(looked_up)
         if self.doc_copy is not None:
             e, of_candidates = e.chunk(2)
             copied = self.doc_copy(of_candidates, kinds)
         x0 = self.smear(e, self.smear_gate, self.scalars.split(self.scalar_sizes)[2][0], copied[0])
         embeds = (table(*rows) for table, rows in zip(self.ngrams, self.ngram_rows(tokens)))
         # a narrow table: the first entries. The sum of two tables in bf16 is rounded once
-        return (
-            x0,
-            reduce(torch.add, (F.pad(e, (0, x0.size(1) - e.size(1))) for e in embeds)),
-            copied[1],
-        )
+        padded = (F.pad(embed, (0, x0.size(1) - embed.size(1))) for embed in embeds)
+        return x0, reduce(torch.add, padded), copied[1]
 
     def normalized(self, tokens: Tensor) -> Tensor:
         """Return what n-grams and DocCopy compare: with normalized_ids, the first token of the
@@ -1070,7 +1080,7 @@ class Group(nn.Module):
         self.blocks = tuple(model.blocks[i] for i in numbers)
         self.backout = c.backout_layer
         layers, gates = next(
-            found for found in zip(gated_layers(c), model.token_gates) if numbers.start in found[0]
+            pair for pair in zip(gated_layers(c), model.token_gates) if numbers.start in pair[0]
         )
         self.token_gates = (gates,)
         self.computes_gates = numbers.start == layers.start
@@ -1120,11 +1130,8 @@ class Group(nn.Module):
         if self.last:
             x = self.mudd[0].head_input(x, outputs, values, mlp_input)
             x = norm(x if context.copied is None else x + context.copied)
-        return (
-            x,
-            {i: output for i, output in outputs.items() if i in self.saves and i not in saved},
-            gates,
-        )
+        new = {i: output for i, output in outputs.items() if i in self.saves and i not in saved}
+        return x, new, gates
 
 
 class Block(nn.Module):
@@ -1336,9 +1343,8 @@ class DelayedScales:
         """Set the scales of the next step."""
         if self.maxima:
             self.handle.wait()
-            scales = self.gathered.view(-1, len(self.own)).amax(0).clamp_min(1e-12) * (
-                self.HEADROOM / E4M3_MAX
-            )
+            largest = self.gathered.view(-1, len(self.own)).amax(0).clamp_min(1e-12)
+            scales = largest * (self.HEADROOM / E4M3_MAX)
             torch._foreach_copy_([*self.named.values()], scales.unbind())
             torch._foreach_zero_(self.maxima)
 
@@ -1521,14 +1527,10 @@ class Mudd(nn.Module):
         self.head = TokenWeights(c, "mudd", {"sources": sources})
         self.groups = c.mudd_groups
         # further weights of each source in each group, by the hidden values of the token
-        self.by_group = (
-            parameter(
-                torch.zeros(len(sources), c.mudd_groups, TokenWeights.WIDTH, dtype=c.torch_dtype),
-                "mudd",
-            )
-            if c.mudd_groups
-            else None
-        )
+        self.by_group = None
+        if c.mudd_groups:
+            shape = len(sources), c.mudd_groups, TokenWeights.WIDTH
+            self.by_group = parameter(torch.zeros(shape, dtype=c.torch_dtype), "mudd")
 
     def layer_inputs(
         self, x: Tensor, saved: Outputs, value_embeds: Tensor | None
@@ -1542,12 +1544,8 @@ class Mudd(nn.Module):
             gate = weights["value_gates"].repeat_interleave(self.heads // 2, dim=1)
             mixed = mixed + (gate[..., None] * value_embeds.view(len(x), self.heads, -1)).view_as(x)
         gates = {name: weights[name] for name in ("x0", "bigrams")}
-        return (
-            x + weighted_sum(weights["residual"], sources),
-            mixed,
-            weights["mix"].split(1, dim=1),
-            gates,
-        )
+        x = x + weighted_sum(weights["residual"], sources)
+        return x, mixed, weights["mix"].split(1, dim=1), gates
 
     def head_input(self, x: Tensor, saved: Outputs, values: Outputs, mlp_input: Tensor) -> Tensor:
         sources = [saved[i] for i in self.sources]
@@ -1570,9 +1568,9 @@ def exclude_own_value(y_THD: Tensor, v_THD: Tensor, weights: Tensor) -> Tensor:
 
     weights: [H] or [T, H].
     """
-    projection = (y_THD * v_THD).sum(-1, keepdim=True) / v_THD.square().sum(
-        -1, keepdim=True
-    ).clamp_min(1e-8)
+    products = (y_THD * v_THD).sum(-1, keepdim=True)
+    squares = v_THD.square().sum(-1, keepdim=True)
+    projection = products / squares.clamp_min(1e-8)
     return y_THD - torch.tanh(weights)[..., None] * projection * v_THD
 
 
@@ -1665,26 +1663,25 @@ class Anvil(NorMuon):
         return state | {"slow": torch.zeros_like(state["m"])}
 
     def hyper(self, plan: Plan, t: int) -> Values:
-        fast, share = (
-            (self.FAST, self.SHARE) if plan.step >= self.blend_from else (plan.momentum, 1.0)
-        )
-        return super().hyper(plan, t) | {"fast": fast, "share": share}
+        fast = {"fast": plan.momentum, "share": 1.0}
+        if plan.step >= self.blend_from:
+            fast = {"fast": self.FAST, "share": self.SHARE}
+        return super().hyper(plan, t) | fast
 
     @staticmethod
     def update(param: Tensor, grad: Tensor, state: Tensors, hyper: Values) -> None:
         """Update param [n, rows, columns] and its state in place; see NorMuon.update."""
-        m, slow, momentum, fast, share = (
-            state["m"],
-            state["slow"],
-            *(hyper[k] for k in ("momentum", "fast", "share")),
-        )
+        m = state["m"]
+        slow = state["slow"]
+        fast = hyper["fast"]
+        share = hyper["share"]
+        momentum = hyper["momentum"]
         grad = grad.to(m.dtype)
         m.copy_(fast * m + (1 - fast) * grad)
         slow.copy_(Anvil.SLOW * slow + (1 - Anvil.SLOW) * grad)
         u = momentum * (share * m + (1 - share) * slow) + (1 - momentum) * grad
-        NorMuon.move(
-            param, polar(u, hyper["dtype"], ANVIL_STEPS, 1.05).to(m.dtype), state, hyper, slow
-        )
+        update = polar(u, hyper["dtype"], ANVIL_STEPS, 1.05).to(m.dtype)
+        NorMuon.move(param, update, state, hyper, slow)
 
 
 @frozen
@@ -1741,9 +1738,8 @@ class RowAdam(Adam):
         g = grad.to(v.dtype)
         # powers of all numbers of cycles, since the last bit of a power depends on its place in a
         # vector
-        decays = hyper["beta2_of_cycle"] ** torch.arange(
-            step // cycle + 1, dtype=v.dtype, device=v.device
-        )
+        powers = torch.arange(step // cycle + 1, dtype=v.dtype, device=v.device)
+        decays = hyper["beta2_of_cycle"] ** powers
         cycles = (step - state["last"]).clamp_min(0).long() // cycle  # the warm-up also goes back
         v.mul_(decays[cycles]).add_((1 - beta2) * g.square().mean(1, keepdim=True))
         change = hyper["lr"] * (1 - beta2 ** hyper["t"]) ** 0.5 * g / (v.sqrt() + hyper["eps"])
@@ -1786,9 +1782,8 @@ class Worker(train_gpt.Worker):
     def before_step(self, plan: Plan) -> None:
         model = self.model
         optimizer = self.optimizer
-        if (
-            model.tied or model.candidates
-        ):  # the head's weights are read before its own forward would wait
+        if model.tied or model.candidates:
+            # the head's weights are read before its own forward would wait
             optimizer.wait_for(model.lm_head.weight)
         if plan.step == model.untied_step > 0:
             copy_parameter(optimizer, "lm_head.weight", "embed.weight")
@@ -1800,12 +1795,10 @@ class Worker(train_gpt.Worker):
     def after_step(self, plan: Plan) -> None:
         self.scales.update()
         self.candidates.handle.wait()
-        if plan.values[
-            "candidates"
-        ]:  # the log states how many were used, the mean of the step's micro-batches
-            plan.values["candidates"] = (
-                self.candidates.used[: plan.micro_batches].sum().item() // plan.micro_batches
-            )
+        if plan.values["candidates"]:
+            # the log states how many were used, the mean of the step's micro-batches
+            used = self.candidates.used[: plan.micro_batches].sum().item()
+            plan.values["candidates"] = used // plan.micro_batches
         self.tails.move(plan.step)
 
     def after_training(self) -> None:
@@ -1822,24 +1815,21 @@ class Worker(train_gpt.Worker):
 def copy_parameter(optimizer: DistributedOptimizer, source: str, target: str) -> None:
     """Copy a parameter and its state to another, such as a head that was tied to the embedding
     until this step."""
-    of = {
-        slot.name: bucket
-        for bucket in optimizer.buckets
-        for slot in bucket.slots
-        if slot.name in (source, target)
-    }
+    slots = [(bucket, slot.name) for bucket in optimizer.buckets for slot in bucket.slots]
+    buckets = {name: bucket for bucket, name in slots if name in (source, target)}
     require(
-        not any(map(optimizer.reducer.waits, of.values())),
+        not any(map(optimizer.reducer.waits, buckets.values())),
         f"{target} cannot be copied while gradients wait for an update; copy it one step later",
     )
     optimizer.finish_all_gathers()
-    copy, state = (train_gpt.gather_state(of[name], optimizer.comm) for name in (source, target))
-    state |= {
-        target + name.removeprefix(source): x
-        for name, x in copy.items()
-        if name.partition("/")[0] == source
-    }
-    train_gpt.write_state(of[target], train_gpt.take_state(of[target], state), optimizer.comm)
+    copied, state = (
+        train_gpt.gather_state(buckets[name], optimizer.comm) for name in (source, target)
+    )
+    for name, x in copied.items():
+        if name.partition("/")[0] == source:
+            state[target + name.removeprefix(source)] = x
+    bucket = buckets[target]
+    train_gpt.write_state(bucket, train_gpt.take_state(bucket, state), optimizer.comm)
 
 
 class TailAverages:
@@ -1866,30 +1856,27 @@ class TailAverages:
             for tail in self.tails
             for kind in tail.kinds.split()
         }
-        self.buckets = dict.fromkeys(
-            bucket for found in self.of_kind.values() for bucket, _ in found
-        )
-        names = [slot.name for found in self.of_kind.values() for _, slot in found]
+        averaged = [*chain(*self.of_kind.values())]
+        self.buckets = dict.fromkeys(bucket for bucket, _ in averaged)
         require(
-            all(self.of_kind.values()) and len(names) == len({*names}),
+            all(self.of_kind.values()) and len(averaged) == len({*averaged}),
             "tails: of the kinds "
             f"{', '.join(self.of_kind)} one has no parameter, or two have the same; see Tail",
         )
         for i, tail in enumerate(self.tails):
-            for bucket in {
-                bucket for kind in tail.kinds.split() for bucket, _ in self.of_kind[kind]
-            }:
+            for bucket in {bucket for bucket, _ in self.slots_of(tail)}:
                 dtype = wide_dtype(bucket.param_shard)
                 bucket.state[f"tail{i}"] = torch.zeros_like(bucket.param_shard, dtype=dtype)
 
     def parts(self, i: int) -> Iterator[Pair]:
         """Yield the parts of average i on this rank, each with its weights."""
-        for bucket, slot in (
-            pair for kind in self.tails[i].kinds.split() for pair in self.of_kind[kind]
-        ):
+        for bucket, slot in self.slots_of(self.tails[i]):
             average = bucket.state[f"tail{i}"]
             weights = bucket.param_shard
             yield bucket.view_of(slot, average, True), bucket.view_of(slot, weights, True)
+
+    def slots_of(self, tail: Tail) -> Iterator[tuple[train_gpt.Bucket, train_gpt.Slot]]:
+        return chain(*(self.of_kind[kind] for kind in tail.kinds.split()))
 
     @torch.no_grad()
     def move(self, step: int) -> None:
@@ -1898,11 +1885,8 @@ class TailAverages:
             age = step - max(0, self.steps - tail.last_steps)
             last = step == self.steps - 1
             rate = tail.last_rate if last and tail.last_rate is not None else tail.rate
-            if (
-                age == 0
-                or age > 0
-                and (step % tail.period == tail.phase or step >= self.steps - tail.final_steps)
-            ):
+            due = step % tail.period == tail.phase or step >= self.steps - tail.final_steps
+            if age == 0 or age > 0 and due:
                 for average, weights in self.parts(i):
                     average.lerp_(weights.to(average.dtype), rate if age else 1.0)
 
@@ -1918,15 +1902,11 @@ class TailAverages:
             train_gpt.Bucket.start_all_gather(bucket, self.optimizer.comm)
         self.optimizer.finish_all_gathers(self.buckets)
         after = self.norms()
-        for kind in {
-            kind
-            for tail in self.tails
-            if tail.keep_norm
-            for kind in tail.kinds.split()
-            if after[kind]
-        }:
+        kept = {kind for tail in self.tails if tail.keep_norm for kind in tail.kinds.split()}
+        for kind in kept:
             for _, slot in self.of_kind[kind]:
-                slot.param.mul_(before[kind] / after[kind])
+                if after[kind]:
+                    slot.param.mul_(before[kind] / after[kind])
 
     def norms(self) -> dict[str, float]:
         """Compute the norm over all weights of each kind, the same for any number of ranks."""
@@ -1980,11 +1960,9 @@ class Candidates:
             for i, micro_batch in enumerate(batch):
                 drawn, own[i] = self.draw_one(micro_batch[1:], number, own[i].item())
                 used[i] = self.classes if drawn is None else number
-                self.model.candidates.append(
-                    None
-                    if drawn is None
-                    else to_device(torch.from_numpy(drawn), self.model.prefixes.device)
-                )
+                if drawn is not None:
+                    drawn = to_device(torch.from_numpy(drawn), self.model.prefixes.device)
+                self.model.candidates.append(drawn)
             self.handle = HandleGroup(
                 *(comm.exchange([x[comm.rank]] * comm.ranks, x) for x in of_ranks)
             )
@@ -2047,9 +2025,8 @@ def mix_heads(
     q = cut_in_pieces(q_THD, mask)
     k = seen_by_pieces(k_THD, mask)
     read = F.rms_norm(read.to(wide_dtype(read)), (heads,), eps=1e-6).type_as(q)
-    attention_map = (
-        cut_in_pieces(read, mask)[..., None] * (q @ k + mask[:, None]).softmax(-1)
-    ).sum(1)
+    maps = (q @ k + mask[:, None]).softmax(-1)
+    attention_map = (cut_in_pieces(read, mask)[..., None] * maps).sum(1)
     # one product for all heads' values
     out = attention_map @ seen_by_pieces(v_THD.flatten(1), mask).mT
     return write[..., None] * out.view(-1, heads, dim)[:tokens]
