@@ -804,8 +804,8 @@ def test_the_objective_weighs_further_targets_and_the_loss_does_not(loss_tokens)
     ).item()
     rows = []
     head = model.lm_head.forward
-    model.lm_head.forward = lambda x, targets, weights: (
-        rows.append(len(targets)) or head(x, targets, weights)
+    model.lm_head.forward = lambda x, targets, *weights: (
+        rows.append(len(targets)) or head(x, targets, *weights)
     )
     for second, third, prefix in (0.0, 0.0, 0.0), (0.5, 0.25, 0.0), (0.0, 2.0, 0.5):
         scheduled = {
