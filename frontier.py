@@ -180,8 +180,7 @@ class AdamGroup(train_gpt.AdamGroup):
 
 @frozen
 class Tail:
-    """A running average of weights over the last steps, which pulls the weights to it after the
-    last one."""
+    """An average of weights over the last steps, to which the weights move after the last one."""
 
     # of parameters, divided by spaces; mlp: all that begin with mlp_; also the last part of names,
     # as qk
@@ -275,8 +274,7 @@ PARAM_GROUPS = (
 
 @frozen
 class Config(train_gpt.Config, StageValues):
-    """Every value that decides a run. The defaults, with RECORD_89, are record 89 of the public
-    speedrun."""
+    """Every value that decides a run. The defaults, with RECORD_89, are the public record 89."""
 
     row_types = Stage, Ramp, AdamGroup, MuonGroup, Ngrams, Tail, Layer
     base_groups = PARAM_GROUPS
@@ -368,8 +366,7 @@ class Config(train_gpt.Config, StageValues):
         return self.layers
 
     def shortened(self, num_steps: int) -> Values:
-        """Scale also the steps in which rules change, and the tails: an average moves as far over
-        its fewer steps."""
+        """Scale also the steps in which rules change, and tails: averages move as far as before."""
         part = num_steps / self.num_steps
         if part >= 1:
             return super().shortened(num_steps)
@@ -589,8 +586,7 @@ RECORD_89 = Config(
 
 
 def second_stage(begin: int, end: int, prefix_weight: float) -> Stage:
-    """Return a part of record 92's second stage, steps 320 to 681; the prefix's weight falls in
-    four parts."""
+    """Return a part of record 92's second stage, steps 320 to 681, with its own prefix_weight."""
     return Stage(
         until=end / 1174,
         micro_batch_tokens=32768,
@@ -716,8 +712,7 @@ PRESETS = {"frontier": RECORD_92, "frontier89": RECORD_89}
 
 
 def saved_layers(config: Config) -> set[int]:
-    """Return the layers whose outputs later layers or the head read. -1: the input of the first
-    layer."""
+    """Return the layers whose outputs later layers or the head read. -1: the first one's input."""
     layers = config.parse_layers()
     return {layer.skip_from for layer in layers} - {None} | {
         config.backout_layer,
@@ -757,8 +752,7 @@ def layer_groups(config: Config) -> list[range]:
 
 
 def first_untied_step(config: Config) -> int:
-    """Return the first step with an untied embedding: after the first Adam update at or after
-    untie_at.
+    """Return the first step with an untied embedding, after Adam's first update since untie_at.
 
     0: the two are not tied at all. A step beyond the last: they stay tied.
     """
@@ -852,8 +846,7 @@ class GPT(nn.Module):
         self.counted = None
 
     def forward(self, inputs: Tensor, targets: Tensor, windows: Windows) -> Pair:
-        """inputs, targets [T] -> (objective, cross entropy) in nats, summed over tokens; see
-        Head.forward.
+        """inputs, targets [T] -> (objective, cross entropy) in nats, summed; see Head.forward.
 
         Targets of -1 are not counted, nor are tokens beyond the sequence.
         """
@@ -881,8 +874,7 @@ class GPT(nn.Module):
         return x
 
     def masks(self, tokens: Tensor, windows: Windows) -> dict[str | None, Mask | None]:
-        """Build the mask of each kind of attention, by Layer.window, for tokens [T]; see
-        attend."""
+        """Build the mask of each kind of attention, by Layer.window, for tokens [T]."""
         # counted is valid for one sequence
         counted = self.counted
         self.counted = None
@@ -923,8 +915,7 @@ class GPT(nn.Module):
         return mask_in_pieces(docs, *[DC_WINDOW - 1] * 2, dtype, DC_PIECE)
 
     def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Tokens [T] -> x0, the residual stream before the first layer, the n-gram embeddings,
-        Context.copied."""
+        """Tokens [T] -> x0, the stream before the first layer; n-gram embeddings; Context.copied."""
         looked_up = tokens
         copied = (None, None)
         if self.doc_copy is not None:  # one lookup, and so one gradient, of tokens and candidates
@@ -941,8 +932,7 @@ class GPT(nn.Module):
         return x0, reduce(torch.add, padded), copied[1]
 
     def normalized(self, tokens: Tensor) -> Tensor:
-        """Return what n-grams and DocCopy compare: with normalized_ids, the first token of the
-        same normalized text."""
+        """Return what n-grams and DocCopy compare: tokens or, with normalized_ids, classes."""
         if self.host_token_classes is None:
             return tokens
         on_host = tokens.device.type == "cpu"
@@ -956,8 +946,7 @@ class GPT(nn.Module):
         return [table.row_and_sign(self.normalized(tokens)) for table in self.ngrams]
 
     def rows_read(self, tokens: Tensor) -> dict[nn.Parameter, Tensor]:
-        """Find the rows that a forward of tokens [..., T] reads, of each table whose gradients are
-        sent by rows."""
+        """Find the rows that a forward of tokens [..., T] reads, of tables that send rows."""
         ids = self.normalized(tokens)
         return {table.weight: tokens for table in self.value_embeds if table.sparse} | {
             table.weight: table.row_and_sign(ids)[0] for table in self.ngrams
@@ -1019,8 +1008,7 @@ class GPT(nn.Module):
         return tuple(torch.stack(terms).sum() for terms in zip(*losses))
 
     def fill_prefixes(self, tokens: Sequence[bytes]) -> None:
-        """Find the prefix of each token, the longest other token that begins it. tokens: the bytes
-        of each."""
+        """Find each token's prefix, the longest other token that begins it. tokens: their bytes."""
         # begun: tokens that begin one another
         prefixes = torch.full((len(self.prefixes),), -1)
         begun = []
@@ -1032,8 +1020,7 @@ class GPT(nn.Module):
         self.prefixes.copy_(prefixes)
 
     def apply_schedule(self, plan: Plan) -> None:
-        """Set the state of the model that depends on the step. In the step that unties, Worker
-        ends `tied`."""
+        """Set the model's state of this step. In the step that unties, Worker ends `tied`."""
         self.rotary.set_windows(plan.rotary_windows)
         if self.narrow_rotary is not None:
             block = self.config.window_block
@@ -1135,8 +1122,7 @@ class Group(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer: attention and MLPs, each if the layer has it, add their output to the residual
-    stream.
+    """A layer: attention and MLPs, if it has them, add their output to the residual stream.
 
     mix [4]: weights of the residual stream at attention and at the MLP, and of their outputs;
     learned, or in the last layer computed for each token [T, 1].
@@ -1285,8 +1271,7 @@ class Attention(nn.Module):
 
 
 def offset_keys(k_THD: Tensor) -> Tensor:
-    """Replace the unrotated entries of each key, quarters 1 and 3, whose frequencies are 0, by the
-    previous token's.
+    """Replace each key's unrotated entries, quarters 1 and 3, by those of the previous token.
 
     It enables induction heads. As in the record, the first token of a document takes them from the
     document before.
@@ -1371,9 +1356,8 @@ class Head(train_gpt.Head):
         [n] of the rows. weight [classes, dim]: in place of the head's own.
         """
         weight = self.weight if weight is None else weight
-        if (
-            self.kernels and self.training
-        ):  # an edit of this method turns the kernel off: see PLAIN_FORMS
+        # an edit of this method turns the kernel off: see PLAIN_FORMS
+        if self.kernels and self.training:
             scales = self.fp8_scales if self.fp8 else None
             objective, entropies = HeadLoss.apply(x, weight, targets, weights, self.softcap, scales)
             return objective, entropies[0]
@@ -1403,8 +1387,7 @@ class NgramTable(train_gpt.NgramTable):
         self.sign_factors = SIGN_FACTORS[config.ngram_hash][self.n]
 
     def row_and_sign(self, tokens: Tensor) -> Pair:
-        """Hash the n-grams that end at tokens [..., T] as the records do -> rows of the table,
-        rows of the signs.
+        """Hash the n-grams that end at tokens [..., T] -> rows of the table, rows of the signs.
 
         The first n - 1 tokens have the last row. In the pair of the second token, the hash has the
         number of that row in place of the first token.
@@ -1471,8 +1454,7 @@ BIGRAM_GATE_INIT = 0.05
 
 
 def gates_of(config: Config, layers: range) -> dict[tuple[int, str], list[float]]:
-    """Return the initial values of the token gates of these layers, by (layer, name); layer -1:
-    before the first."""
+    """Return initial values of these layers' token gates by (layer, name); -1: before the first."""
     every = config.parse_layers()
     heads = config.num_heads
     init = {}
@@ -1495,8 +1477,7 @@ def gates_of(config: Config, layers: range) -> dict[tuple[int, str], list[float]
 
 
 class Mudd(nn.Module):
-    """Multiway dynamic dense connections (arXiv:2502.12170): last layer and head mix earlier
-    outputs by token weights.
+    """Multiway dynamic dense connections (arXiv:2502.12170): last layer and head mix outputs.
 
     Sources of the last layer: the input of the first layer, the output of backout_layer, and the
     residual stream. Sources of the head: the saved outputs (see saved_layers) and the embeddings of
@@ -1535,8 +1516,7 @@ class Mudd(nn.Module):
     def layer_inputs(
         self, x: Tensor, saved: Outputs, value_embeds: Tensor | None
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensors]:
-        """Compute what the last layer reads: the residual stream, value embeddings, mix and gates
-        of Block."""
+        """Compute what the last layer reads: x, value embeddings, mix and gates of Block."""
         weights = self.layer.by_name(self.layer.compute(x))
         sources = saved[-1], saved[self.backout], x
         mixed = weighted_sum(weights["values"], sources)
@@ -1563,8 +1543,7 @@ class Mudd(nn.Module):
 
 
 def exclude_own_value(y_THD: Tensor, v_THD: Tensor, weights: Tensor) -> Tensor:
-    """Subtract tanh(weights) times the part of attention's output along the token's own value: XSA
-    (arXiv:2603.09078).
+    """Subtract tanh(weights) times y's part along the token's own value: XSA, arXiv:2603.09078.
 
     weights: [H] or [T, H].
     """
@@ -1596,8 +1575,7 @@ class DocCopy(train_gpt.DocCopy):
 
     @compiled
     def forward(self, e: Tensor, kinds: Tensor) -> Pair:
-        """Candidates' embeddings and kinds [T] -> what to add at the input and before the final
-        norm, [T, dim]."""
+        """Candidates' embeddings, kinds [T] -> what to add at the input and before the norm."""
         copied = self.weigh(e, kinds)
         return tuple(weight * copied for weight in self.weights.unbind())
 
@@ -1714,8 +1692,7 @@ class RowAdam(Adam):
     """
 
     def init_state(self, shard: Tensor) -> Tensors:
-        """Create, for a shard [rows, width], each row's moment and the step of its last update,
-        both [rows, 1]."""
+        """Create each row's moment and step of its last update, both [rows, 1]."""
         v = torch.zeros_like(shard[:, :1], dtype=wide_dtype(shard))
         return {"v": v, "last": torch.zeros_like(v)}
 
@@ -1728,8 +1705,7 @@ class RowAdam(Adam):
 
     @staticmethod
     def update(param: Tensor, grad: Tensor, state: Tensors, hyper: Values) -> None:
-        """Update param [rows, width] and its state in place, as Adam.update does but for the
-        moments."""
+        """Update param [rows, width] and its state in place, as Adam.update but for the moments."""
         v = state["v"]
         beta2 = hyper["beta2"]
         step = hyper["step"]
@@ -1813,8 +1789,7 @@ class Worker(train_gpt.Worker):
 
 
 def copy_parameter(optimizer: DistributedOptimizer, source: str, target: str) -> None:
-    """Copy a parameter and its state to another, such as a head that was tied to the embedding
-    until this step."""
+    """Copy a parameter and its state to another, such as a head to the embedding."""
     slots = [(bucket, slot.name) for bucket in optimizer.buckets for slot in bucket.slots]
     buckets = {name: bucket for bucket, name in slots if name in (source, target)}
     require(
@@ -1833,8 +1808,7 @@ def copy_parameter(optimizer: DistributedOptimizer, source: str, target: str) ->
 
 
 class TailAverages:
-    """The averages of Config.tails, in float32 and of weights as stored, of the shard that this
-    rank updates.
+    """The averages of Config.tails, in float32, of this rank's shards of the weights as stored.
 
     Average i is tail<i> of the rules' state. So checkpoints keep it, the end of the warm-up
     restores it, and an embedding that is untied gets the head's.
@@ -1921,8 +1895,7 @@ class TailAverages:
 
 
 class Candidates:
-    """The classes of a micro-batch's training loss, where a stage sets `candidates`: fewer logits
-    take less time.
+    """The classes of a micro-batch's training loss, where a stage sets `candidates`, to save time.
 
     They are its targets and, up to that number, the next other classes of a fixed permutation. Each
     of a step's micro-batches has its own offset in it, so the offsets depend on no number of ranks;
@@ -1947,8 +1920,7 @@ class Candidates:
         self.named = {"lm_head.weight/offsets": self.offsets} if most else {}
 
     def draw(self, number: int, batch: list[np.ndarray]) -> None:
-        """Draw that many candidates of each of this rank's micro-batches, and start to exchange
-        the next offsets."""
+        """Draw candidates of this rank's micro-batches, and start to exchange next offsets."""
         self.model.candidates.clear()
         self.handle = HandleGroup()
         if number:
@@ -2066,8 +2038,7 @@ def to_e4m3(x: Tensor) -> Pair:
 def relu_squared_in_fp8(
     a: Tensor, b: Tensor, scale: Tensor, h_scale: Tensor, h_max: Tensor, dtype: torch.dtype
 ) -> Pair:
-    """Compute h = relu(a @ b * scale) ** 2 and h8 = h / h_scale in e4m3. Raise h_max to the
-    largest h.
+    """Compute h = relu(a @ b * scale) ** 2 and h8 = h / h_scale in e4m3. Raise h_max to max(h).
 
     a [m, k] in e4m3, row-major; b [k, n] in e4m3, column-major; scale, h_scale and h_max have no
     dimensions.
@@ -2123,8 +2094,7 @@ if triton is not None:
         TILE_K: tl.constexpr,
         PROGRAMS: tl.constexpr,
     ):
-        """Persistent kernel: a program starts its next tile while it stores the last one, in two
-        halves."""
+        """Persistent kernel: a program starts its next tile while it stores one by halves."""
         HALF: tl.constexpr = TILE_N // 2
         columns = N // TILE_N
         largest = 0.0

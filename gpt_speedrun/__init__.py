@@ -86,8 +86,7 @@ class SyncSettings(engine.SyncSettings):
 
 
 class Assignment(NamedTuple):
-    """For make_optimizer: a pattern of parameter names and the rule of these parameters; see
-    ParamSpec for the rest."""
+    """A pattern of parameter names and the rule of these parameters; see ParamSpec for the rest."""
 
     pattern: str
     rule: Adam | NorMuon
@@ -350,8 +349,7 @@ class Reducer(engine.Reducer):
         micro_batches: int = 1,
         loss: Tensor | None = None,
     ) -> None:
-        """Do the same as the engine's. With a loss (alone: the last one), unused parameters are
-        not waited for."""
+        """Do as the engine's. With a loss (alone: the last), do not wait for unused parameters."""
         if isinstance(step, Tensor) and step.requires_grad:
             if self.in_no_sync:
                 return
@@ -428,8 +426,7 @@ class Reducer(engine.Reducer):
         super().launch(bucket)
 
     def backward_passes(self) -> int:
-        """Return the number of backward passes of this step; in no_sync, the most gradients that a
-        parameter got."""
+        """Count this step's backward passes; in no_sync, the most gradients of a parameter."""
         return max(self.no_sync_grads.values(), default=0) + self.micro_batches
 
     def launch_rest(self) -> None:
@@ -489,8 +486,7 @@ class Reducer(engine.Reducer):
         self.call.then = lambda: [Call(*values) for values in calls.tolist()]
 
     def check_call(self, name: str) -> bool:
-        """Compare all ranks' calls; RunError on each if they differ. Return whether all wrote the
-        same parameters."""
+        """Raise RunError on all ranks if their calls differ. Return whether all wrote alike."""
         if self.call is None or name != "step()":
             self.start_call(name)
         if self.call is None:
@@ -627,8 +623,7 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
             module.__dict__["_parameters"] = AwaitedParameters(module._parameters, self)
 
     def replicate(self, model: nn.Module) -> None:
-        """Give every rank the parameters, frozen ones too, and the buffers of rank 0, whatever
-        their dtypes."""
+        """Give every rank the parameters of rank 0, frozen ones too, and its buffers."""
         frozen = [p for p in model.parameters() if not p.requires_grad and is_plain(p)]
         for x in (
             *(bucket.param_data for bucket in self.buckets),
@@ -671,8 +666,7 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         self.param_groups.append(group)
 
     def remove_hooks(self) -> None:
-        """Remove the hooks from the model: gradients stay in .grad again, unless a later optimizer
-        set its own."""
+        """Remove the hooks: gradients stay in .grad again, unless a later optimizer set its own."""
         for hook in (*self.forward_hooks, *self.reducer.hooks.values()):
             hook.remove()
         self.finish_all_gathers()
@@ -682,8 +676,7 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only accumulate gradients: for all but the last backward of a step. Every rank must run
-        as many in it."""
+        """Only accumulate gradients: for all but the last backward, as many on each rank."""
         self.reducer.in_no_sync = True
         try:
             yield
@@ -691,16 +684,14 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
             self.reducer.in_no_sync = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of a step that is not finished, on every rank. After step() there is
-        nothing to do."""
+        """Drop the gradients of an unfinished step, on all ranks. Needless after step()."""
         if self.reducer.in_step:
             self.reducer.drops += 1
             self.reducer.drop_gradients()
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | Plan | None = None) -> Any:
-        """Update the parameters. closure: run first; it calls backward and returns the loss. A
-        Plan is the engine's."""
+        """Update the parameters. closure: run first; it calls backward and returns the loss."""
         require(
             closure is None or isinstance(closure, Plan) or callable(closure),
             f"step() got a {type(closure).__name__}; give it a function that calls backward()",
@@ -731,8 +722,7 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         broadcast(self.comm, *self.buffers().values())
 
     def update(self, bucket: Bucket, plan: Plan) -> None:
-        """Do the same as the engine's, but keep unused parameters, their state and numbers of
-        updates unchanged."""
+        """Do as the engine's, but keep unused parameters, their state and numbers of updates."""
         used = [slot for slot in bucket.slots if slot not in self.reducer.unused]
         self.skipped.update(self.reducer.unused.intersection(bucket.slots))
         parts = [bucket]
@@ -746,8 +736,7 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         torch.autograd.graph.increment_version([slot.param for slot in used])
 
     def finish_all_gathers(self, buckets: Sequence[Bucket] | None = None) -> None:
-        """Do the same as the engine's. Raise RunError if the program wrote to a parameter
-        meanwhile."""
+        """Do as the engine's. Raise RunError if the program wrote to a parameter meanwhile."""
         require(
             not torch.jit.is_tracing(),
             "a traced module cannot wait for all-gathers; trace copy.deepcopy(model)",
@@ -786,8 +775,7 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
     }
 
     def apply_groups(self) -> None:
-        """Give the rules the values in param_groups, which a program may edit. RunError if one
-        cannot be changed."""
+        """Give the rules the values in param_groups. RunError if one cannot be changed."""
         groups = self.group_of()
         for bucket in self.buckets:
             group = groups[bucket.slots[0].param]
@@ -851,8 +839,7 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state: Tensors) -> None:
-        """Load a state_dict, the same on all ranks, and drop all unused gradients. RunError if it
-        does not fit."""
+        """Load a state_dict, alike on all ranks; drop gradients. RunError if it does not fit."""
         items = state.items() if isinstance(state, collections.abc.Mapping) else [("it", state)]
         for name, x in items:
             require(
@@ -962,8 +949,7 @@ class ForwardHook(functools.partial):
 
 
 def give_storages(buckets: Sequence[Bucket]) -> None:
-    """Give each parameter a storage of its own in its bucket, since libraries that save take a
-    common one for a tie."""
+    """Give each parameter its own storage: libraries that save take a common one for a tie."""
     for bucket in buckets:
         data = bucket.param_data
         for slot in bucket.slots:
@@ -976,8 +962,7 @@ def give_storages(buckets: Sequence[Bucket]) -> None:
 
 
 def part_of(bucket: Bucket, slot: Slot, skipped: int) -> Bucket:
-    """View this rank's part of one parameter as a bucket, with the parameter's own number of
-    updates."""
+    """View this rank's part of one parameter as a bucket, with its own number of updates."""
     part = copy.copy(bucket)
     unit = bucket.param_shard[0].numel()
     begin, end = (
@@ -1001,8 +986,7 @@ def part_of(bucket: Bucket, slot: Slot, skipped: int) -> Bucket:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether a tensor has memory of its own that can be sent: neither a subclass made of others
-    nor quantized."""
+    """Whether a tensor has memory that can be sent: not made of others, sparse or quantized."""
     return x.layout == torch.strided and not x.is_quantized and not hasattr(x, "__tensor_flatten__")
 
 
@@ -1026,8 +1010,7 @@ def broadcast(comm: Comm, *tensors: Tensor) -> None:
 
 
 def check_model(model: nn.Module, ranks: int) -> None:
-    """Raise RunError for parameters that are no plain tensors, or that share memory, which buckets
-    would part."""
+    """Raise RunError for parameters that are no plain tensors, or that share memory."""
     for name, module in model.named_modules():
         require(
             type(module).__name__ != "FullyShardedDataParallel",
@@ -1110,8 +1093,7 @@ FUSED = re.compile(
 
 
 def what_is_unclear(spec: ParamSpec, module: nn.Module) -> str:
-    """Say why a parameter needs a line: it may be no matrix, several, or [in, out]. "" if it needs
-    none."""
+    """Say why a parameter needs a line: it may be no matrix, several, or [in, out]. "": no need."""
     shape = [*spec.param.shape]
     name = spec.name.partition(".parametrizations.")[0].removesuffix(".weight")
     if spec.rule is None:
@@ -1241,8 +1223,7 @@ def check_buckets(buckets: Sequence[Bucket]) -> set[nn.Parameter]:
 
 
 def check_all_in_buckets(model: nn.Module, bucket_params: set[nn.Parameter]) -> int:
-    """Raise RunError if a learned parameter of the model is in no bucket. Return the number of
-    buffers."""
+    """Raise RunError if a learned parameter is in no bucket. Return the number of buffers."""
     # every step calls this, and named_parameters takes longer
     modules = [model]
     buffers = 0
