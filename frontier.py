@@ -915,7 +915,7 @@ class GPT(nn.Module):
         return mask_in_pieces(docs, *[DC_WINDOW - 1] * 2, dtype, DC_PIECE)
 
     def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Tokens [T] -> x0, the stream before the first layer; n-gram embeddings; Context.copied."""
+        """Tokens [T] -> x0, the stream before layer 0; the n-gram embeddings; Context.copied."""
         looked_up = tokens
         copied = (None, None)
         if self.doc_copy is not None:  # one lookup, and so one gradient, of tokens and candidates
