@@ -11,7 +11,18 @@ does, on 1, 2, 4 or 8 GPUs of any kind, but with a smaller n-gram table and less
 further differences: the record rounds residual and post weights to bf16, and reads the first shard
 on its clock; its gradient's normalizer counts further targets beyond a sequence's end; and see
 Tail.keep_norm. `frontier89` is record 89: bench/public_record.py compares it with the record's own
-program.
+program, one file, train_gpt.py of KellerJordan/modded-nanogpt. Record 92 is a package there:
+
+    here                                     there, in track_1_short/
+    RECORD_92                                config, schedule
+    GPT, Group, Block, TokenWeights, Mudd    model/gpt
+    Attention                                model/attention
+    NgramTable, RowAdam                      ngram_table, perf/kernels/ngram_adam
+    GPT.fill_prefixes                        model/prefix_prediction
+    Anvil                                    optim/anvil
+    TailAverages, Candidates                 tail_average, sampled_softmax
+    ReluSquaredInFP8                         perf/kernels/mlp
+    DocCopy, normalized_ids                  doc_copy, token_norm, which came after record 92
 
     section   contents                                               to start, search for
     config    stage values, kinds of parameters, fields, presets     class Config, Layer, RECORD_92
@@ -169,8 +180,7 @@ class AdamGroup(train_gpt.AdamGroup):
 
 @frozen
 class Tail:
-    """A running average of weights over the last steps, which pulls the weights to it after the
-    last one."""
+    """An average of weights over the last steps, to which the weights move after the last one."""
 
     # of parameters, divided by spaces; mlp: all that begin with mlp_; also the last part of names,
     # as qk
@@ -239,33 +249,32 @@ class Layer:
         return self.attention != "none"
 
 
-# One row per kind of parameters
+# One row per kind of parameters, each with the public records that its values are from
 PARAM_GROUPS = (
-    AdamGroup("head", **TIED),
-    AdamGroup("embed", **TIED),  # once untied it continues as the head did
-    AdamGroup("value_embeds", 75.0, **OF_TABLES),
-    AdamGroup("ngram_embeds", 75.0, **OF_TABLES),
-    AdamGroup("scalars", 5.0, **SLOW),
-    AdamGroup("resid_lambdas", 5.0, beta1=0.9),
-    AdamGroup("post_lambdas", beta1=0.9),
-    AdamGroup("gates", **SLOW, weight_decay=0.005),
-    AdamGroup("smear_gate", 0.01, **SLOW),
+    AdamGroup("head", **TIED),  # 51, 55, 57
+    AdamGroup("embed", **TIED),  # once untied it continues as the head did: 53
+    AdamGroup("value_embeds", 75.0, **OF_TABLES),  # 55, 57
+    AdamGroup("ngram_embeds", 75.0, **OF_TABLES),  # 62
+    AdamGroup("scalars", 5.0, **SLOW),  # 52
+    AdamGroup("resid_lambdas", 5.0, beta1=0.9),  # 73
+    AdamGroup("post_lambdas", beta1=0.9),  # 73
+    AdamGroup("gates", **SLOW, weight_decay=0.005),  # 56
+    AdamGroup("smear_gate", 0.01, **SLOW),  # 52
     # outputs weight whole residual streams
-    AdamGroup("token_gates", 0.1, **SLOW, weight_decay=0.005),
-    AdamGroup("token_gates_biases", 0.1, **SLOW),
-    AdamGroup("mudd", 0.25, **SLOW, weight_decay=0.005),
-    AdamGroup("mudd_biases", 0.25, **SLOW),
-    AdamGroup("doc_copy", **SLOW),
-    MuonGroup("attn"),
-    MuonGroup("mlp_fc", lr_mul=2.0),
-    MuonGroup("mlp_proj", lr_mul=4.0),
+    AdamGroup("token_gates", 0.1, **SLOW, weight_decay=0.005),  # 85
+    AdamGroup("token_gates_biases", 0.1, **SLOW),  # 85
+    AdamGroup("mudd", 0.25, **SLOW, weight_decay=0.005),  # 81
+    AdamGroup("mudd_biases", 0.25, **SLOW),  # 81
+    AdamGroup("doc_copy", **SLOW),  # DocCopy's program, after record 92
+    MuonGroup("attn"),  # 61
+    MuonGroup("mlp_fc", lr_mul=2.0),  # 48
+    MuonGroup("mlp_proj", lr_mul=4.0),  # 48
 )
 
 
 @frozen
 class Config(train_gpt.Config, StageValues):
-    """Every value that decides a run. The defaults, with RECORD_89, are record 89 of the public
-    speedrun."""
+    """Every value that decides a run. The defaults, with RECORD_89, are the public record 89."""
 
     row_types = Stage, Ramp, AdamGroup, MuonGroup, Ngrams, Tail, Layer
     base_groups = PARAM_GROUPS
@@ -283,6 +292,9 @@ class Config(train_gpt.Config, StageValues):
         (),
         'one row per layer, such as Layer("short", value_table=0, xsa=true, adds="x0 ngrams")',
     )
+    # Records that brought the defaults below: 45 resid_lambda_init, 51 head_init, 53 untie_at, 54
+    # logit_shift, 64 output_init, 70 value_init, 80 muon_qk_heads, 83 signs of n-grams, 84 and 89
+    # fp8_mlp, 85 token_gates and the size of the table
     mlp_dim: int = option(0, "hidden width of the MLPs; 0: 4 * model_dim", min=0)
     softmax_scale: float = option(
         0.1, "factor on attention's logits in heads of full width, for the first window"
@@ -354,8 +366,7 @@ class Config(train_gpt.Config, StageValues):
         return self.layers
 
     def shortened(self, num_steps: int) -> Values:
-        """Scale also the steps in which rules change, and the tails: an average moves as far over
-        its fewer steps."""
+        """Scale also the steps in which rules change, and tails: averages move as far as before."""
         part = num_steps / self.num_steps
         if part >= 1:
             return super().shortened(num_steps)
@@ -370,15 +381,12 @@ class Config(train_gpt.Config, StageValues):
                     rate=rate,
                     last_rate=last_rate,
                 )
-            name, unit = (
-                ("slow_from", 2 * self.adam_every)
-                if isinstance(row, AdamGroup)
-                else ("anvil_from", 1)
-            )
+            name = "slow_from" if isinstance(row, AdamGroup) else "anvil_from"
             steps = getattr(row, name)
-            return (
-                row if steps is None else replace(row, **{name: int(part * steps) // unit * unit})
-            )
+            if steps is None:
+                return row
+            cycle = 2 * self.adam_every if name == "slow_from" else 1
+            return replace(row, **{name: int(part * steps) // cycle * cycle})
 
         return super().shortened(num_steps) | {
             "tails": tuple(map(scaled, self.tails)),
@@ -508,37 +516,39 @@ def needs_attention(layer: Layer) -> bool:
     return any(parts) or layer.value_table is not None
 
 
-# Record 89 of the public speedrun, with its numbers of records (45 and later) beside what came
-# later. The record's first layer has neither attention nor MLP; here layers are numbered without it
+# Record 89 of the public speedrun. Numbers beside values are of the records, 45 and later, that
+# brought them. The record's first layer has neither attention nor MLP; it has no number here
 RECORD_89 = Config(
+    # paired heads: 58. Five value tables, in these layers: 63, 70. XSA: 82, in these layers: 85.
+    # Adds of x0 and n-grams: 62, after attention: 73, by token: 85
     layers=(
-        # value tables: records 44 and 55. paired heads: 58. XSA: 82. adds by token: 85
         Layer("paired", adds="x0 ngrams"),
         Layer("short", value_table=0, xsa=True, adds="x0 ngrams"),
         Layer("paired", value_table=1, adds="x0 ngrams"),
-        Layer("long", xsa=True, gated=True, adds="x0 ngrams"),  # gates by token: 85
+        Layer("long", xsa=True, gated=True, adds="x0 ngrams"),  # offset of keys: 49, gates: 85
         Layer("short", xsa=True, adds="x0 ngrams"),
         Layer("paired", adds="x0 ngrams"),
         Layer(skip_from=3),  # no attention, one skip connection: 45
         Layer("short", xsa=True, adds="x0 ngrams"),
         Layer("short", value_table=2, reads_backout=True, adds="x0 ngrams"),  # reads backout: 77
         Layer("paired", value_table=3, reads_backout=True, adds="x0 ngrams"),
-        Layer("long", value_table=4, gated=True, dc=True, reads_backout=True),  # DC: 85
+        Layer("long", value_table=4, gated=True, dc=True, reads_backout=True),  # Mudd: 81, DC: 85
     ),
-    backout_layer=7,
+    backout_layer=7,  # 77
     overlap_param_gather=True,
     update_order="forward",
-    logit_cap=23.0,
-    fp8_x_scale=100 / 448,
+    logit_cap=23.0,  # 54
+    fp8_x_scale=100 / 448,  # 51
     fp8_weight_scale=1.6 / 448,  # 55
-    fp8_grad_scale=0.75 / 448,
-    num_steps=1285,
+    fp8_grad_scale=0.75 / 448,  # 51
+    num_steps=1285,  # 88
     cooldown=0.6,  # 73
-    lr_floor=0.15,
-    muon_lr=0.023,
-    muon_beta2=0.9,
-    adam_eps=1e-10,
-    # Batches and documents grow; at first several tokens are predicted: 53, and a prefix: 88
+    lr_floor=0.15,  # 72
+    muon_lr=0.023,  # 46
+    muon_beta2=0.9,  # 78
+    adam_eps=1e-10,  # 57
+    # Batches grow, and with them rates: 46. Documents grow: 72. At first several tokens are
+    # predicted: 53, and a prefix: 88
     stages=(
         Stage(
             until=0.333,  # step 423; 1/3 would be 424
@@ -554,7 +564,7 @@ RECORD_89 = Config(
             micro_batch_tokens=32768,
             max_document_tokens=2048,
             long_window=7,
-            peak_lr_factor=1.52,
+            peak_lr_factor=1.52,  # 53
             second_token_weight=Ramp(0.5, 0.0),
             prefix_weight=Ramp(0.25, 0.0),
         ),
@@ -565,7 +575,7 @@ RECORD_89 = Config(
             peak_lr_factor=1.73,  # 53
         ),
         Stage(
-            extra_steps=15,
+            extra_steps=15,  # 85
             micro_batch_tokens=49152,
             max_document_tokens=2048,
             long_window=13,
@@ -576,8 +586,7 @@ RECORD_89 = Config(
 
 
 def second_stage(begin: int, end: int, prefix_weight: float) -> Stage:
-    """Return a part of record 92's second stage, steps 320 to 681; the prefix's weight falls in
-    four parts."""
+    """Return a part of record 92's second stage, steps 320 to 681, with its own prefix_weight."""
     return Stage(
         until=end / 1174,
         micro_batch_tokens=32768,
@@ -601,10 +610,10 @@ def late_stage(micro_batch_tokens: int, long_window: int = 11, **values: Any) ->
     )
 
 
-# Record 92 (pull request 360), where nothing else stands beside a value
+# Record 92, pull request 360: files are those of its package, see the introduction
 RECORD_92 = replace(
     RECORD_89,
-    layers=(
+    layers=(  # model/gpt; widths: model/attention
         Layer("paired", narrow="qk", adds="x0 ngrams"),
         Layer("short", narrow="qkv", value_table=0, xsa=True, adds="x0 ngrams"),
         Layer("paired", narrow="qk", value_table=1, adds="x0"),
@@ -617,24 +626,29 @@ RECORD_92 = replace(
         Layer("removed", adds="ngrams"),
         Layer("long", value_table=3, gated=True, reads_backout=True),
     ),
+    # model/gpt, model/attention
     mlp_dim=2816,
     softmax_scale=0.085,
     mudd_groups=12,
+    # config, schedule
     untie_at=1.0,
     num_steps=1194,
-    cooldown=940 / 1174,
-    lr_floor=0.3,
+    cooldown=940 / 1174,  # starts at step 234
+    lr_floor=0.3,  # as in its code and log; its README says 0.20
     val_every=0,
-    muon_weight_decay=2.25,
+    # optim/anvil, schedule
+    muon_weight_decay=2.25,  # as in its code; its README says 1.5 times record 89's 1.2
     muon_momentum=0.93,
     muon_momentum_rise=240,
+    # perf/kernels/cross_entropy
     fp8_weight_scale=2 / 448,
     fp8_grad_scale=0.75 / 8 / 448,
-    # 84,602,880 rows in the record, on eight GPUs; another number is another experiment
+    # ngram_table. The record has 84,602,880 rows, on eight GPUs; another number is another
+    # experiment
     ngrams=(Ngrams(2, 5287680, 768), Ngrams(3, 5287680, 768)),
     ngram_hash="record92",
     lazy_tables=True,
-    param_groups=(
+    param_groups=(  # ngram_table and schedule; optim/anvil
         AdamGroup("value_embeds", 70.0, **OF_TABLES, slow_from=336),
         AdamGroup(
             "ngram_embeds",
@@ -649,8 +663,8 @@ RECORD_92 = replace(
         MuonGroup("mlp_fc", sqrt(2816 / 768), anvil_from=514),
         MuonGroup("mlp_proj", 2 * sqrt(2816 / 768), anvil_from=514),
     ),
-    tails=(  # in the order in which the weights move to them
-        Tail(
+    tails=(  # tail_average, in the order in which the weights move to them
+        Tail(  # pull request 347
             "head embed",
             last_steps=298,
             period=2,
@@ -669,10 +683,11 @@ RECORD_92 = replace(
             phase=1,
             rate=2 / 75,
             final_steps=2,
+            # Richardson extrapolation from the average before, behind which this one lags
             blend=0.55 - 0.2007,
         ),
     ),
-    stages=(
+    stages=(  # schedule; candidates: sampled_softmax
         Stage(
             until=320 / 1174,
             micro_batch_tokens=16384,
@@ -697,8 +712,7 @@ PRESETS = {"frontier": RECORD_92, "frontier89": RECORD_89}
 
 
 def saved_layers(config: Config) -> set[int]:
-    """Return the layers whose outputs later layers or the head read. -1: the input of the first
-    layer."""
+    """Return the layers whose outputs later layers or the head read. -1: the first one's input."""
     layers = config.parse_layers()
     return {layer.skip_from for layer in layers} - {None} | {
         config.backout_layer,
@@ -738,8 +752,7 @@ def layer_groups(config: Config) -> list[range]:
 
 
 def first_untied_step(config: Config) -> int:
-    """Return the first step with an untied embedding: after the first Adam update at or after
-    untie_at.
+    """Return the first step with an untied embedding, after Adam's first update since untie_at.
 
     0: the two are not tied at all. A step beyond the last: they stay tied.
     """
@@ -806,28 +819,22 @@ class GPT(nn.Module):
         positions = 2 * max(c.val_len, *lengths)  # paired heads have two per token
         self.rotary = Rotary(rotary_frequencies(c.head_dim), positions, dtype, c.softmax_scale)
         # all entries of narrow heads rotate, as the first half of the others
-        self.narrow_rotary = (
-            Rotary(
-                rotary_frequencies(c.head_dim)[: c.head_dim // 4],
-                positions,
-                dtype,
-                c.narrow_softmax_scale,
-            )
-            if any(layer.narrow for layer in self.layers)
-            else None
-        )
+        self.narrow_rotary = None
+        if any(layer.narrow for layer in self.layers):
+            frequencies = rotary_frequencies(c.head_dim)[: c.head_dim // 4]
+            self.narrow_rotary = Rotary(frequencies, positions, dtype, c.narrow_softmax_scale)
         self.attended_tokens = 0  # in this step's training
         self.doc_copy = DocCopy(c) if c.doc_copy else None
-        self.ids = None
+        # class of each token, see normalized: the host's copy for rows_read, and the device's
+        self.host_token_classes = None
         if c.normalized_ids and encoding.vocab_size == GPT2_VOCAB:  # other encodings are of bytes
-            ids = normalized_ids(gpt2_token_bytes((train_gpt.ROOT / c.train_files).parent))
-            # for rows_read
-            self.ids = torch.tensor(
-                [*ids, *range(len(ids), vocab)], device="cpu", dtype=torch.int32
-            )
-            self.register_buffer(
-                "device_ids", self.ids.to(self.smear_gate.device), persistent=False
-            )
+            folder = (train_gpt.ROOT / c.train_files).parent
+            classes = torch.arange(vocab, device="cpu", dtype=torch.int32)
+            of_gpt2 = normalized_ids(gpt2_token_bytes(folder))
+            classes[: len(of_gpt2)] = torch.tensor(of_gpt2)
+            self.host_token_classes = classes
+            on_device = classes.to(self.smear_gate.device)
+            self.register_buffer("token_classes", on_device, persistent=False)
         self.tied = False  # head and embedding are one matrix
         self.further_weights: dict[str, float] = {}  # of this step's further targets
         # of the next forwards, see Candidates; None or empty: all classes
@@ -839,8 +846,7 @@ class GPT(nn.Module):
         self.counted = None
 
     def forward(self, inputs: Tensor, targets: Tensor, windows: Windows) -> Pair:
-        """inputs, targets [T] -> (objective, cross entropy) in nats, summed over tokens; see
-        Head.forward.
+        """inputs, targets [T] -> (objective, cross entropy) in nats, summed; see Head.forward.
 
         Targets of -1 are not counted, nor are tokens beyond the sequence.
         """
@@ -868,8 +874,7 @@ class GPT(nn.Module):
         return x
 
     def masks(self, tokens: Tensor, windows: Windows) -> dict[str | None, Mask | None]:
-        """Build the mask of each kind of attention, by Layer.window, for tokens [T]; see
-        attend."""
+        """Build the mask of each kind of attention, by Layer.window, for tokens [T]."""
         # counted is valid for one sequence
         counted = self.counted
         self.counted = None
@@ -888,11 +893,11 @@ class GPT(nn.Module):
             return DocumentTable(starts, torch.tensor([window, positions * longest, count]))
 
         masks = {"L": make(windows.long), "S": make(windows.short), None: None}
-        return (
-            masks
-            | ({"P": make(windows.short, 2)} if has_pairs else {})
-            | ({"dc": self.dc_mask(docs, dtype)} if has_dc else {})
-        )
+        if has_pairs:
+            masks["P"] = make(windows.short, 2)
+        if has_dc:
+            masks["dc"] = self.dc_mask(docs, dtype)
+        return masks
 
     def begins(self, tokens: Tensor) -> Tensor:
         """Find where documents, or parts of attended_tokens, begin in tokens [T]: bool [T]."""
@@ -903,39 +908,35 @@ class GPT(nn.Module):
             begins = begins | ((position - (position * begins).cummax(0).values) % longest == 0)
         return begins
 
-    # compiled by itself: 20 small kernels less, each of which costs the host more than the GPU
+    # A graph of its own, as smear: uncompiled it is 20 small kernels
     @staticmethod
     @compiled
     def dc_mask(docs: Tensor, dtype: torch.dtype) -> Tensor:
         return mask_in_pieces(docs, *[DC_WINDOW - 1] * 2, dtype, DC_PIECE)
 
     def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Tokens [T] -> x0, the residual stream before the first layer, the n-gram embeddings,
-        Context.copied."""
-        read = tokens
+        """Tokens [T] -> x0, the stream before layer 0; the n-gram embeddings; Context.copied."""
+        looked_up = tokens
         copied = (None, None)
         if self.doc_copy is not None:  # one lookup, and so one gradient, of tokens and candidates
             candidates, kinds = self.doc_copy.find(tokens, self.normalized(tokens), self.bos_id)
-            read = torch.cat([tokens, candidates])
-        e = F.embedding(read, self.lm_head.weight) if self.tied else self.embed(read)
+            looked_up = torch.cat([tokens, candidates])
+        e = F.embedding(looked_up, self.lm_head.weight) if self.tied else self.embed(looked_up)
         if self.doc_copy is not None:
             e, of_candidates = e.chunk(2)
             copied = self.doc_copy(of_candidates, kinds)
         x0 = self.smear(e, self.smear_gate, self.scalars.split(self.scalar_sizes)[2][0], copied[0])
         embeds = (table(*rows) for table, rows in zip(self.ngrams, self.ngram_rows(tokens)))
         # a narrow table: the first entries. The sum of two tables in bf16 is rounded once
-        return (
-            x0,
-            reduce(torch.add, (F.pad(e, (0, x0.size(1) - e.size(1))) for e in embeds)),
-            copied[1],
-        )
+        padded = (F.pad(embed, (0, x0.size(1) - embed.size(1))) for embed in embeds)
+        return x0, reduce(torch.add, padded), copied[1]
 
     def normalized(self, tokens: Tensor) -> Tensor:
-        """Return what n-grams and DocCopy compare: with normalized_ids, a number of each token's
-        normalized text."""
-        if self.ids is None:
+        """Return what n-grams and DocCopy compare: tokens or, with normalized_ids, classes."""
+        if self.host_token_classes is None:
             return tokens
-        return (self.ids if tokens.device.type == "cpu" else self.device_ids)[tokens]
+        on_host = tokens.device.type == "cpu"
+        return (self.host_token_classes if on_host else self.token_classes)[tokens]
 
     smear = staticmethod(train_gpt.GPT.smear)
 
@@ -945,8 +946,7 @@ class GPT(nn.Module):
         return [table.row_and_sign(self.normalized(tokens)) for table in self.ngrams]
 
     def rows_read(self, tokens: Tensor) -> dict[nn.Parameter, Tensor]:
-        """Find the rows that a forward of tokens [..., T] reads, of each table whose gradients are
-        sent by rows."""
+        """Find the rows that a forward of tokens [..., T] reads, of tables that send rows."""
         ids = self.normalized(tokens)
         return {table.weight: tokens for table in self.value_embeds if table.sparse} | {
             table.weight: table.row_and_sign(ids)[0] for table in self.ngrams
@@ -981,41 +981,34 @@ class GPT(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor) -> Pair:
         """Compute the losses of `forward` from the normed residual stream [T, dim]."""
-        rows = [targets]
-        weights = [1.0]
+        targets_by_row = [targets]
+        row_weights = [1.0]
         second, third, prefix = (
             self.further_weights.get(f"{name}_weight", 0.0) if self.training else 0.0
             for name in ("second_token", "third_token", "prefix")
         )
         for ahead, weight in ((1, second), (2, third)):
             if weight:
-                rows = [*rows, F.pad(targets[ahead:], (0, ahead), value=-1)]
-                weights = [
-                    *weights,
-                    weight,
-                ]
+                targets_by_row.append(F.pad(targets[ahead:], (0, ahead), value=-1))
+                row_weights.append(weight)
         if prefix:
-            rows = [*rows, self.prefixes[targets]]
-            weights = [*weights, prefix]
-        further = torch.stack(rows)
-        weights = to_device(torch.tensor(weights), x.device)
-        head_rows = []
+            targets_by_row.append(self.prefixes[targets])
+            row_weights.append(prefix)
+        all_targets = torch.stack(targets_by_row)
+        weights = to_device(torch.tensor(row_weights), x.device)
+        head_weight = None
         classes = self.candidates.pop(0) if self.training and self.candidates else None
         if classes is not None:  # a target becomes its position among them, or -1 if it is none
             positions = torch.full_like(self.prefixes, -1)
             positions[classes] = torch.arange(len(classes), device=x.device)
-            further = positions[further]
-            head_rows = [self.lm_head.weight.index_select(0, classes)]
-        pieces = zip(x.split(self.loss_tokens), further.split(self.loss_tokens, dim=1))
-        losses = [
-            self.lm_head(x_piece, targets_piece, weights, *head_rows)
-            for x_piece, targets_piece in pieces
-        ]
+            all_targets = positions[all_targets]
+            head_weight = self.lm_head.weight.index_select(0, classes)
+        pieces = zip(x.split(self.loss_tokens), all_targets.split(self.loss_tokens, dim=1))
+        losses = [self.lm_head(*piece, weights, head_weight) for piece in pieces]
         return tuple(torch.stack(terms).sum() for terms in zip(*losses))
 
     def fill_prefixes(self, tokens: Sequence[bytes]) -> None:
-        """Find the prefix of each token, the longest other token that begins it. tokens: the bytes
-        of each."""
+        """Find each token's prefix, the longest other token that begins it. tokens: their bytes."""
         # begun: tokens that begin one another
         prefixes = torch.full((len(self.prefixes),), -1)
         begun = []
@@ -1027,8 +1020,7 @@ class GPT(nn.Module):
         self.prefixes.copy_(prefixes)
 
     def apply_schedule(self, plan: Plan) -> None:
-        """Set the state of the model that depends on the step. In the step that unties, Worker
-        ends `tied`."""
+        """Set the model's state of this step. In the step that unties, Worker ends `tied`."""
         self.rotary.set_windows(plan.rotary_windows)
         if self.narrow_rotary is not None:
             block = self.config.window_block
@@ -1075,7 +1067,7 @@ class Group(nn.Module):
         self.blocks = tuple(model.blocks[i] for i in numbers)
         self.backout = c.backout_layer
         layers, gates = next(
-            found for found in zip(gated_layers(c), model.token_gates) if numbers.start in found[0]
+            pair for pair in zip(gated_layers(c), model.token_gates) if numbers.start in pair[0]
         )
         self.token_gates = (gates,)
         self.computes_gates = numbers.start == layers.start
@@ -1125,16 +1117,12 @@ class Group(nn.Module):
         if self.last:
             x = self.mudd[0].head_input(x, outputs, values, mlp_input)
             x = norm(x if context.copied is None else x + context.copied)
-        return (
-            x,
-            {i: output for i, output in outputs.items() if i in self.saves and i not in saved},
-            gates,
-        )
+        new = {i: output for i, output in outputs.items() if i in self.saves and i not in saved}
+        return x, new, gates
 
 
 class Block(nn.Module):
-    """A layer: attention and MLPs, each if the layer has it, add their output to the residual
-    stream.
+    """A layer: attention and MLPs, if it has them, add their output to the residual stream.
 
     mix [4]: weights of the residual stream at attention and at the MLP, and of their outputs;
     learned, or in the last layer computed for each token [T, 1].
@@ -1283,8 +1271,7 @@ class Attention(nn.Module):
 
 
 def offset_keys(k_THD: Tensor) -> Tensor:
-    """Replace the unrotated entries of each key, quarters 1 and 3, whose frequencies are 0, by the
-    previous token's.
+    """Replace each key's unrotated entries, quarters 1 and 3, by those of the previous token.
 
     It enables induction heads. As in the record, the first token of a document takes them from the
     document before.
@@ -1341,9 +1328,8 @@ class DelayedScales:
         """Set the scales of the next step."""
         if self.maxima:
             self.handle.wait()
-            scales = self.gathered.view(-1, len(self.own)).amax(0).clamp_min(1e-12) * (
-                self.HEADROOM / E4M3_MAX
-            )
+            largest = self.gathered.view(-1, len(self.own)).amax(0).clamp_min(1e-12)
+            scales = largest * (self.HEADROOM / E4M3_MAX)
             torch._foreach_copy_([*self.named.values()], scales.unbind())
             torch._foreach_zero_(self.maxima)
 
@@ -1370,9 +1356,8 @@ class Head(train_gpt.Head):
         [n] of the rows. weight [classes, dim]: in place of the head's own.
         """
         weight = self.weight if weight is None else weight
-        if (
-            self.kernels and self.training
-        ):  # an edit of this method turns the kernel off: see PLAIN_FORMS
+        # an edit of this method turns the kernel off: see PLAIN_FORMS
+        if self.kernels and self.training:
             scales = self.fp8_scales if self.fp8 else None
             objective, entropies = HeadLoss.apply(x, weight, targets, weights, self.softcap, scales)
             return objective, entropies[0]
@@ -1402,8 +1387,7 @@ class NgramTable(train_gpt.NgramTable):
         self.sign_factors = SIGN_FACTORS[config.ngram_hash][self.n]
 
     def row_and_sign(self, tokens: Tensor) -> Pair:
-        """Hash the n-grams that end at tokens [..., T] as the records do -> rows of the table,
-        rows of the signs.
+        """Hash the n-grams that end at tokens [..., T] -> rows of the table, rows of the signs.
 
         The first n - 1 tokens have the last row. In the pair of the second token, the hash has the
         number of that row in place of the first token.
@@ -1470,8 +1454,7 @@ BIGRAM_GATE_INIT = 0.05
 
 
 def gates_of(config: Config, layers: range) -> dict[tuple[int, str], list[float]]:
-    """Return the initial values of the token gates of these layers, by (layer, name); layer -1:
-    before the first."""
+    """Return initial values of these layers' token gates by (layer, name); -1: before the first."""
     every = config.parse_layers()
     heads = config.num_heads
     init = {}
@@ -1494,8 +1477,7 @@ def gates_of(config: Config, layers: range) -> dict[tuple[int, str], list[float]
 
 
 class Mudd(nn.Module):
-    """Multiway dynamic dense connections (arXiv:2502.12170): last layer and head mix earlier
-    outputs by token weights.
+    """Multiway dynamic dense connections (arXiv:2502.12170): last layer and head mix outputs.
 
     Sources of the last layer: the input of the first layer, the output of backout_layer, and the
     residual stream. Sources of the head: the saved outputs (see saved_layers) and the embeddings of
@@ -1526,20 +1508,15 @@ class Mudd(nn.Module):
         self.head = TokenWeights(c, "mudd", {"sources": sources})
         self.groups = c.mudd_groups
         # further weights of each source in each group, by the hidden values of the token
-        self.by_group = (
-            parameter(
-                torch.zeros(len(sources), c.mudd_groups, TokenWeights.WIDTH, dtype=c.torch_dtype),
-                "mudd",
-            )
-            if c.mudd_groups
-            else None
-        )
+        self.by_group = None
+        if c.mudd_groups:
+            shape = len(sources), c.mudd_groups, TokenWeights.WIDTH
+            self.by_group = parameter(torch.zeros(shape, dtype=c.torch_dtype), "mudd")
 
     def layer_inputs(
         self, x: Tensor, saved: Outputs, value_embeds: Tensor | None
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensors]:
-        """Compute what the last layer reads: the residual stream, value embeddings, mix and gates
-        of Block."""
+        """Compute what the last layer reads: x, value embeddings, mix and gates of Block."""
         weights = self.layer.by_name(self.layer.compute(x))
         sources = saved[-1], saved[self.backout], x
         mixed = weighted_sum(weights["values"], sources)
@@ -1547,12 +1524,8 @@ class Mudd(nn.Module):
             gate = weights["value_gates"].repeat_interleave(self.heads // 2, dim=1)
             mixed = mixed + (gate[..., None] * value_embeds.view(len(x), self.heads, -1)).view_as(x)
         gates = {name: weights[name] for name in ("x0", "bigrams")}
-        return (
-            x + weighted_sum(weights["residual"], sources),
-            mixed,
-            weights["mix"].split(1, dim=1),
-            gates,
-        )
+        x = x + weighted_sum(weights["residual"], sources)
+        return x, mixed, weights["mix"].split(1, dim=1), gates
 
     def head_input(self, x: Tensor, saved: Outputs, values: Outputs, mlp_input: Tensor) -> Tensor:
         sources = [saved[i] for i in self.sources]
@@ -1570,14 +1543,13 @@ class Mudd(nn.Module):
 
 
 def exclude_own_value(y_THD: Tensor, v_THD: Tensor, weights: Tensor) -> Tensor:
-    """Subtract tanh(weights) times the part of attention's output along the token's own value: XSA
-    (arXiv:2603.09078).
+    """Subtract tanh(weights) times y's part along the token's own value: XSA, arXiv:2603.09078.
 
     weights: [H] or [T, H].
     """
-    projection = (y_THD * v_THD).sum(-1, keepdim=True) / v_THD.square().sum(
-        -1, keepdim=True
-    ).clamp_min(1e-8)
+    products = (y_THD * v_THD).sum(-1, keepdim=True)
+    squares = v_THD.square().sum(-1, keepdim=True)
+    projection = products / squares.clamp_min(1e-8)
     return y_THD - torch.tanh(weights)[..., None] * projection * v_THD
 
 
@@ -1603,8 +1575,7 @@ class DocCopy(train_gpt.DocCopy):
 
     @compiled
     def forward(self, e: Tensor, kinds: Tensor) -> Pair:
-        """Candidates' embeddings and kinds [T] -> what to add at the input and before the final
-        norm, [T, dim]."""
+        """Candidates' embeddings, kinds [T] -> what to add at the input and before the norm."""
         copied = self.weigh(e, kinds)
         return tuple(weight * copied for weight in self.weights.unbind())
 
@@ -1670,26 +1641,25 @@ class Anvil(NorMuon):
         return state | {"slow": torch.zeros_like(state["m"])}
 
     def hyper(self, plan: Plan, t: int) -> Values:
-        fast, share = (
-            (self.FAST, self.SHARE) if plan.step >= self.blend_from else (plan.momentum, 1.0)
-        )
-        return super().hyper(plan, t) | {"fast": fast, "share": share}
+        fast = {"fast": plan.momentum, "share": 1.0}
+        if plan.step >= self.blend_from:
+            fast = {"fast": self.FAST, "share": self.SHARE}
+        return super().hyper(plan, t) | fast
 
     @staticmethod
     def update(param: Tensor, grad: Tensor, state: Tensors, hyper: Values) -> None:
         """Update param [n, rows, columns] and its state in place; see NorMuon.update."""
-        m, slow, momentum, fast, share = (
-            state["m"],
-            state["slow"],
-            *(hyper[k] for k in ("momentum", "fast", "share")),
-        )
+        m = state["m"]
+        slow = state["slow"]
+        fast = hyper["fast"]
+        share = hyper["share"]
+        momentum = hyper["momentum"]
         grad = grad.to(m.dtype)
         m.copy_(fast * m + (1 - fast) * grad)
         slow.copy_(Anvil.SLOW * slow + (1 - Anvil.SLOW) * grad)
         u = momentum * (share * m + (1 - share) * slow) + (1 - momentum) * grad
-        NorMuon.move(
-            param, polar(u, hyper["dtype"], ANVIL_STEPS, 1.05).to(m.dtype), state, hyper, slow
-        )
+        update = polar(u, hyper["dtype"], ANVIL_STEPS, 1.05).to(m.dtype)
+        NorMuon.move(param, update, state, hyper, slow)
 
 
 @frozen
@@ -1722,8 +1692,7 @@ class RowAdam(Adam):
     """
 
     def init_state(self, shard: Tensor) -> Tensors:
-        """Create, for a shard [rows, width], each row's moment and the step of its last update,
-        both [rows, 1]."""
+        """Create each row's moment and step of its last update, both [rows, 1]."""
         v = torch.zeros_like(shard[:, :1], dtype=wide_dtype(shard))
         return {"v": v, "last": torch.zeros_like(v)}
 
@@ -1736,8 +1705,7 @@ class RowAdam(Adam):
 
     @staticmethod
     def update(param: Tensor, grad: Tensor, state: Tensors, hyper: Values) -> None:
-        """Update param [rows, width] and its state in place, as Adam.update does but for the
-        moments."""
+        """Update param [rows, width] and its state in place, as Adam.update but for the moments."""
         v = state["v"]
         beta2 = hyper["beta2"]
         step = hyper["step"]
@@ -1746,9 +1714,8 @@ class RowAdam(Adam):
         g = grad.to(v.dtype)
         # powers of all numbers of cycles, since the last bit of a power depends on its place in a
         # vector
-        decays = hyper["beta2_of_cycle"] ** torch.arange(
-            step // cycle + 1, dtype=v.dtype, device=v.device
-        )
+        powers = torch.arange(step // cycle + 1, dtype=v.dtype, device=v.device)
+        decays = hyper["beta2_of_cycle"] ** powers
         cycles = (step - state["last"]).clamp_min(0).long() // cycle  # the warm-up also goes back
         v.mul_(decays[cycles]).add_((1 - beta2) * g.square().mean(1, keepdim=True))
         change = hyper["lr"] * (1 - beta2 ** hyper["t"]) ** 0.5 * g / (v.sqrt() + hyper["eps"])
@@ -1791,9 +1758,8 @@ class Worker(train_gpt.Worker):
     def before_step(self, plan: Plan) -> None:
         model = self.model
         optimizer = self.optimizer
-        if (
-            model.tied or model.candidates
-        ):  # the head's weights are read before its own forward would wait
+        if model.tied or model.candidates:
+            # the head's weights are read before its own forward would wait
             optimizer.wait_for(model.lm_head.weight)
         if plan.step == model.untied_step > 0:
             copy_parameter(optimizer, "lm_head.weight", "embed.weight")
@@ -1805,12 +1771,10 @@ class Worker(train_gpt.Worker):
     def after_step(self, plan: Plan) -> None:
         self.scales.update()
         self.candidates.handle.wait()
-        if plan.values[
-            "candidates"
-        ]:  # the log states how many were used, the mean of the step's micro-batches
-            plan.values["candidates"] = (
-                self.candidates.used[: plan.micro_batches].sum().item() // plan.micro_batches
-            )
+        if plan.values["candidates"]:
+            # the log states how many were used, the mean of the step's micro-batches
+            used = self.candidates.used[: plan.micro_batches].sum().item()
+            plan.values["candidates"] = used // plan.micro_batches
         self.tails.move(plan.step)
 
     def after_training(self) -> None:
@@ -1825,31 +1789,26 @@ class Worker(train_gpt.Worker):
 
 
 def copy_parameter(optimizer: DistributedOptimizer, source: str, target: str) -> None:
-    """Copy a parameter and its state to another, such as a head that was tied to the embedding
-    until this step."""
-    of = {
-        slot.name: bucket
-        for bucket in optimizer.buckets
-        for slot in bucket.slots
-        if slot.name in (source, target)
-    }
+    """Copy a parameter and its state to another, such as a head to the embedding."""
+    slots = [(bucket, slot.name) for bucket in optimizer.buckets for slot in bucket.slots]
+    buckets = {name: bucket for bucket, name in slots if name in (source, target)}
     require(
-        not any(map(optimizer.reducer.waits, of.values())),
+        not any(map(optimizer.reducer.waits, buckets.values())),
         f"{target} cannot be copied while gradients wait for an update; copy it one step later",
     )
     optimizer.finish_all_gathers()
-    copy, state = (train_gpt.gather_state(of[name], optimizer.comm) for name in (source, target))
-    state |= {
-        target + name.removeprefix(source): x
-        for name, x in copy.items()
-        if name.partition("/")[0] == source
-    }
-    train_gpt.write_state(of[target], train_gpt.take_state(of[target], state), optimizer.comm)
+    copied, state = (
+        train_gpt.gather_state(buckets[name], optimizer.comm) for name in (source, target)
+    )
+    for name, x in copied.items():
+        if name.partition("/")[0] == source:
+            state[target + name.removeprefix(source)] = x
+    bucket = buckets[target]
+    train_gpt.write_state(bucket, train_gpt.take_state(bucket, state), optimizer.comm)
 
 
 class TailAverages:
-    """The averages of Config.tails, in float32 and of weights as stored, of the shard that this
-    rank updates.
+    """The averages of Config.tails, in float32, of this rank's shards of the weights as stored.
 
     Average i is tail<i> of the rules' state. So checkpoints keep it, the end of the warm-up
     restores it, and an embedding that is untied gets the head's.
@@ -1871,30 +1830,27 @@ class TailAverages:
             for tail in self.tails
             for kind in tail.kinds.split()
         }
-        self.buckets = dict.fromkeys(
-            bucket for found in self.of_kind.values() for bucket, _ in found
-        )
-        names = [slot.name for found in self.of_kind.values() for _, slot in found]
+        averaged = [*chain(*self.of_kind.values())]
+        self.buckets = dict.fromkeys(bucket for bucket, _ in averaged)
         require(
-            all(self.of_kind.values()) and len(names) == len({*names}),
+            all(self.of_kind.values()) and len(averaged) == len({*averaged}),
             "tails: of the kinds "
             f"{', '.join(self.of_kind)} one has no parameter, or two have the same; see Tail",
         )
         for i, tail in enumerate(self.tails):
-            for bucket in {
-                bucket for kind in tail.kinds.split() for bucket, _ in self.of_kind[kind]
-            }:
+            for bucket in {bucket for bucket, _ in self.slots_of(tail)}:
                 dtype = wide_dtype(bucket.param_shard)
                 bucket.state[f"tail{i}"] = torch.zeros_like(bucket.param_shard, dtype=dtype)
 
     def parts(self, i: int) -> Iterator[Pair]:
         """Yield the parts of average i on this rank, each with its weights."""
-        for bucket, slot in (
-            pair for kind in self.tails[i].kinds.split() for pair in self.of_kind[kind]
-        ):
+        for bucket, slot in self.slots_of(self.tails[i]):
             average = bucket.state[f"tail{i}"]
             weights = bucket.param_shard
             yield bucket.view_of(slot, average, True), bucket.view_of(slot, weights, True)
+
+    def slots_of(self, tail: Tail) -> Iterator[tuple[train_gpt.Bucket, train_gpt.Slot]]:
+        return chain(*(self.of_kind[kind] for kind in tail.kinds.split()))
 
     @torch.no_grad()
     def move(self, step: int) -> None:
@@ -1903,11 +1859,8 @@ class TailAverages:
             age = step - max(0, self.steps - tail.last_steps)
             last = step == self.steps - 1
             rate = tail.last_rate if last and tail.last_rate is not None else tail.rate
-            if (
-                age == 0
-                or age > 0
-                and (step % tail.period == tail.phase or step >= self.steps - tail.final_steps)
-            ):
+            due = step % tail.period == tail.phase or step >= self.steps - tail.final_steps
+            if age == 0 or age > 0 and due:
                 for average, weights in self.parts(i):
                     average.lerp_(weights.to(average.dtype), rate if age else 1.0)
 
@@ -1923,15 +1876,11 @@ class TailAverages:
             train_gpt.Bucket.start_all_gather(bucket, self.optimizer.comm)
         self.optimizer.finish_all_gathers(self.buckets)
         after = self.norms()
-        for kind in {
-            kind
-            for tail in self.tails
-            if tail.keep_norm
-            for kind in tail.kinds.split()
-            if after[kind]
-        }:
+        kept = {kind for tail in self.tails if tail.keep_norm for kind in tail.kinds.split()}
+        for kind in kept:
             for _, slot in self.of_kind[kind]:
-                slot.param.mul_(before[kind] / after[kind])
+                if after[kind]:
+                    slot.param.mul_(before[kind] / after[kind])
 
     def norms(self) -> dict[str, float]:
         """Compute the norm over all weights of each kind, the same for any number of ranks."""
@@ -1946,8 +1895,7 @@ class TailAverages:
 
 
 class Candidates:
-    """The classes of a micro-batch's training loss, where a stage sets `candidates`: fewer logits
-    take less time.
+    """The classes of a micro-batch's training loss, where a stage sets `candidates`, to save time.
 
     They are its targets and, up to that number, the next other classes of a fixed permutation. Each
     of a step's micro-batches has its own offset in it, so the offsets depend on no number of ranks;
@@ -1972,8 +1920,7 @@ class Candidates:
         self.named = {"lm_head.weight/offsets": self.offsets} if most else {}
 
     def draw(self, number: int, batch: list[np.ndarray]) -> None:
-        """Draw that many candidates of each of this rank's micro-batches, and start to exchange
-        the next offsets."""
+        """Draw candidates of this rank's micro-batches, and start to exchange next offsets."""
         self.model.candidates.clear()
         self.handle = HandleGroup()
         if number:
@@ -1985,11 +1932,9 @@ class Candidates:
             for i, micro_batch in enumerate(batch):
                 drawn, own[i] = self.draw_one(micro_batch[1:], number, own[i].item())
                 used[i] = self.classes if drawn is None else number
-                self.model.candidates.append(
-                    None
-                    if drawn is None
-                    else to_device(torch.from_numpy(drawn), self.model.prefixes.device)
-                )
+                if drawn is not None:
+                    drawn = to_device(torch.from_numpy(drawn), self.model.prefixes.device)
+                self.model.candidates.append(drawn)
             self.handle = HandleGroup(
                 *(comm.exchange([x[comm.rank]] * comm.ranks, x) for x in of_ranks)
             )
@@ -2052,9 +1997,8 @@ def mix_heads(
     q = cut_in_pieces(q_THD, mask)
     k = seen_by_pieces(k_THD, mask)
     read = F.rms_norm(read.to(wide_dtype(read)), (heads,), eps=1e-6).type_as(q)
-    attention_map = (
-        cut_in_pieces(read, mask)[..., None] * (q @ k + mask[:, None]).softmax(-1)
-    ).sum(1)
+    maps = (q @ k + mask[:, None]).softmax(-1)
+    attention_map = (cut_in_pieces(read, mask)[..., None] * maps).sum(1)
     # one product for all heads' values
     out = attention_map @ seen_by_pieces(v_THD.flatten(1), mask).mT
     return write[..., None] * out.view(-1, heads, dim)[:tokens]
@@ -2094,8 +2038,7 @@ def to_e4m3(x: Tensor) -> Pair:
 def relu_squared_in_fp8(
     a: Tensor, b: Tensor, scale: Tensor, h_scale: Tensor, h_max: Tensor, dtype: torch.dtype
 ) -> Pair:
-    """Compute h = relu(a @ b * scale) ** 2 and h8 = h / h_scale in e4m3. Raise h_max to the
-    largest h.
+    """Compute h = relu(a @ b * scale) ** 2 and h8 = h / h_scale in e4m3. Raise h_max to max(h).
 
     a [m, k] in e4m3, row-major; b [k, n] in e4m3, column-major; scale, h_scale and h_max have no
     dimensions.
@@ -2151,8 +2094,7 @@ if triton is not None:
         TILE_K: tl.constexpr,
         PROGRAMS: tl.constexpr,
     ):
-        """Persistent kernel: a program starts its next tile while it stores the last one, in two
-        halves."""
+        """Persistent kernel: a program starts its next tile while it stores one by halves."""
         HALF: tl.constexpr = TILE_N // 2
         columns = N // TILE_N
         largest = 0.0

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Generate text with a trained model.
 
-    .venv/bin/python sample.py                        the latest model in logs/, without a prompt
+    .venv/bin/python sample.py                  the latest model in logs/, without a prompt
     .venv/bin/python sample.py --prompt "def read(" --tokens 500 --seed 3
-    .venv/bin/python sample.py logs/RUN.pt --temperature 0  greedy decoding; 1: sample from the model's distribution
+    .venv/bin/python sample.py logs/RUN.pt --temperature 0    greedy; 1: the model's distribution
 
 The logits are those of the model's own program, train_gpt.py or frontier.py, computed anew for each
 token from all tokens before it. There is no KV cache, so a new mechanism of the model needs no
@@ -65,8 +65,7 @@ class Trained(NamedTuple):
 
 
 def load_model(path: str | Path) -> Trained:
-    """Load a saved model or checkpoint. RunError if the file is damaged or does not describe a
-    model."""
+    """Load a saved model or checkpoint. RunError if the file does not describe a model."""
     require(Path(path).suffix != ".txt", f"{path} is a log; name a model, which ends in .pt")
     saved = train_gpt.load_file(path)
     try:
@@ -144,8 +143,7 @@ class Vocabulary(NamedTuple):
 
 
 def vocabulary_of(encoding: Encoding, train_files: str) -> Vocabulary:
-    """Find the vocabulary of an encoding: bytes or GPT-2's, beside the training shards. RunError
-    if there is none."""
+    """Find an encoding's vocabulary: bytes, or GPT-2's beside the training shards."""
     if encoding.vocab_size <= 257:
         return Vocabulary(
             lambda text: list(text.encode("utf-8", "surrogateescape")), lambda token: bytes([token])

@@ -43,6 +43,7 @@ from .engine import (
     RowBucket,
     RunError,
     Slot,
+    Tensors,
     agree,
     env_int,
     finish_spec,
@@ -85,8 +86,7 @@ class SyncSettings(engine.SyncSettings):
 
 
 class Assignment(NamedTuple):
-    """For make_optimizer: a pattern of parameter names and the rule of these parameters; see
-    ParamSpec for the rest."""
+    """A pattern of parameter names and the rule of these parameters; see ParamSpec for the rest."""
 
     pattern: str
     rule: Adam | NorMuon
@@ -155,10 +155,11 @@ def fill_buckets(
 def assign(model: nn.Module, table: Sequence[Assignment]) -> list[ParamSpec]:
     """Assign every parameter that is not frozen its rule by name. Raise RunError unless one line
     matches each."""
-    # unclear: names by what is unclear
     specs = []
-    unclear = collections.defaultdict(list)
-    for name, param in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
+    unclear = collections.defaultdict(list)  # names by what is unclear
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
         lines = [line for line in table if fnmatchcase(name, line.pattern)]
         require(
             len(lines) == 1,
@@ -167,7 +168,8 @@ def assign(model: nn.Module, table: Sequence[Assignment]) -> list[ParamSpec]:
             f" {'narrow the pattern of the others' if lines else 'add a line for it'}",
         )
         spec = ParamSpec(name, param, *lines[0][1:])
-        if what := what_is_unclear(spec, owner_of(model, name)):
+        what = what_is_unclear(spec, owner_of(model, name))
+        if what:
             unclear[what].append(name)
         else:
             specs.append(finish_spec(spec))
@@ -215,9 +217,8 @@ def default_assignments(
             any(fnmatchcase(name, line.pattern) for name in learned),
             f"{line.pattern} matches no parameter that is not frozen; see model.named_parameters()",
         )
-    # units: of fused matrices
     embeddings = set()
-    units = {}
+    units = {}  # of fused matrices
     head = None
     for module in model.modules():
         matrices = [p for p in module.parameters(recurse=False) if p.dim() > 1]
@@ -225,11 +226,8 @@ def default_assignments(
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             embeddings.update(matrices)
         if isinstance(module, nn.RNNBase | nn.RNNCellBase | nn.MultiheadAttention):
-            height = (
-                module.embed_dim
-                if isinstance(module, nn.MultiheadAttention)
-                else module.hidden_size
-            )
+            attends = isinstance(module, nn.MultiheadAttention)
+            height = module.embed_dim if attends else module.hidden_size
             units |= {p: (height, p.shape[1]) for p in matrices if p.shape[0] > height}
     lines = list(table)
     for name, p in learned.items():
@@ -276,11 +274,8 @@ def clip(
     original: Callable, parameters: Sequence[nn.Parameter], max_norm: float, *args: Any
 ) -> None:
     """Do what the end of torch's clip_grad_norm_ does, and warn where it changes nothing."""
-    if max_norm < math.inf and any(
-        (of := HOOKS[p][1]()) and not of.settings.clip_norm
-        for p in parameters
-        if p in HOOKS and p.grad is None
-    ):
+    reducers = [HOOKS[p][1]() for p in parameters if p in HOOKS and p.grad is None]
+    if max_norm < math.inf and any(x and not x.settings.clip_norm for x in reducers):
         warnings.warn(
             "clip_grad_norm_ changes nothing, since .grad is None; make_optimizer(model, settings="
             f"SyncSettings(clip_norm=...)) clips. {PAGE}",
@@ -313,23 +308,21 @@ class Reducer(engine.Reducer):
     def __init__(
         self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings, grad_scale: float
     ):
-        # in_step: a gradient or rows have come since the last step
         self.in_no_sync = False
-        self.in_step = False
+        self.in_step = False  # a gradient or rows have come since the last step
         self.drops = 0  # calls of zero_grad() that dropped gradients
         # gradients that this step added in no_sync
         self.no_sync_grads = collections.Counter[Slot]()
         self.optimizer_id = (
             next(self.optimizer_ids[getattr(comm.group, "group_name", "")]) if comm.ranks > 1 else 0
         )
-        # handle of the exchange of calls; whether step() is compared already
-        self.call = None
-        self.compared = False
+        self.call = None  # handle of the exchange of calls
+        self.compared = False  # step() is compared already
         self.unused: set[Slot] = set()  # parameters that no rank has used since their last update
         self.hooks: dict[nn.Parameter, Any] = {}  # handles
         self.optimizer: Any = lambda: None  # weak reference
         super().__init__(buckets, comm, settings, grad_scale)
-        # this optimizer's, and those before the last step
+        # to parameters: this optimizer's, and those before the last step
         self.known_writes = sum([p._version for p in self.slots])
 
     def set_hook(self, param: nn.Parameter) -> None:
@@ -356,8 +349,7 @@ class Reducer(engine.Reducer):
         micro_batches: int = 1,
         loss: Tensor | None = None,
     ) -> None:
-        """Do the same as the engine's. With a loss (alone: the last one), unused parameters are
-        not waited for."""
+        """Do as the engine's. With a loss (alone: the last), do not wait for unused parameters."""
         if isinstance(step, Tensor) and step.requires_grad:
             if self.in_no_sync:
                 return
@@ -434,8 +426,7 @@ class Reducer(engine.Reducer):
         super().launch(bucket)
 
     def backward_passes(self) -> int:
-        """Return the number of backward passes of this step; in no_sync, the most gradients that a
-        parameter got."""
+        """Count this step's backward passes; in no_sync, the most gradients of a parameter."""
         return max(self.no_sync_grads.values(), default=0) + self.micro_batches
 
     def launch_rest(self) -> None:
@@ -450,11 +441,11 @@ class Reducer(engine.Reducer):
             if self.settings.find_unused_parameters:
                 bucket.missing.clear()
             self.check_complete(bucket)  # before the ranks compare their calls
-        first = not self.launch_orders
-        equal = self.check_call("step()")
+        is_first_step = not self.launch_orders
+        wrote_alike = self.check_call("step()")
         self.compared = True
         super().launch_rest()
-        if first or not equal:
+        if is_first_step or not wrote_alike:
             self.optimizer().check_replicas()
         if self.settings.find_unused_parameters:
             used = {
@@ -469,25 +460,19 @@ class Reducer(engine.Reducer):
 
     def start_call(self, name: str) -> None:
         """Start to send this rank's call to all ranks."""
-        if (
-            self.comm.ranks == 1
-            or name == "step()"
-            and self.launch_order
-            and not self.comm.point_to_point
-        ):
+        repeated = name == "step()" and self.launch_order
+        if self.comm.ranks == 1 or repeated and not self.comm.point_to_point:
             return  # on a GPU the host would wait in every step
         # with it they may differ
         passes = 0 if self.settings.find_unused_parameters else self.backward_passes()
         checksum = 0
         buffers = sum(x.numel() for x in self.optimizer().buffers().values())
-        if (
-            name == "step()"
-            and (writes := sum([p._version for p in self.slots])) != self.known_writes
-        ):
+        writes = sum([p._version for p in self.slots])
+        if name == "step()" and writes != self.known_writes:
             self.known_writes = writes
             self.optimizer().finish_all_gathers()
             checksum = engine.checksum(*self.slots)
-        mine = Call(
+        own_call = Call(
             self.CALLS.index(name),
             self.step,
             passes,
@@ -496,29 +481,30 @@ class Reducer(engine.Reducer):
             buffers,
             checksum,
         )
-        calls = torch.tensor([mine] * self.comm.ranks)
+        calls = torch.tensor([own_call] * self.comm.ranks)
         self.call = self.comm.exchange([calls[self.comm.rank]] * self.comm.ranks, calls)
         self.call.then = lambda: [Call(*values) for values in calls.tolist()]
 
     def check_call(self, name: str) -> bool:
-        """Compare all ranks' calls; RunError on each if they differ. Return whether all wrote the
-        same parameters."""
+        """Raise RunError on all ranks if their calls differ. Return whether all wrote alike."""
         if self.call is None or name != "step()":
             self.start_call(name)
-        calls = self.call.wait() if self.call else [Call(*[0] * 7)]
+        if self.call is None:
+            return True
+        calls = self.call.wait()
         self.call = None
         for rank, call in enumerate(calls):
             if call._replace(checksum=0) != calls[0]._replace(checksum=0):
-                one, first = (
+                here, there = (
                     f"{self.CALLS[x.method]} in step {x.step} after {x.passes} backward passes and"
                     f" {x.drops} zero_grad() of gradients, {x.buffers} values in buffers, with"
                     f" optimizer {x.optimizer}"
                     for x in (call, calls[0])
                 )
                 raise UsageError(
-                    f"rank {rank} calls {one}, rank 0 {first}; run as many backward passes, also in"
-                    " no_sync(), resize buffers alike, and make each call on all ranks or none, in"
-                    " one order"
+                    f"rank {rank} calls {here}, rank 0 {there}; run as many backward passes, also"
+                    " in no_sync(), resize buffers alike, and make each call on all ranks or none,"
+                    " in one order"
                 )
         return len({call.checksum for call in calls}) == 1
 
@@ -538,7 +524,8 @@ def used_parameters(loss: Tensor) -> set[nn.Parameter]:
     seen = set()
     open_nodes = [loss.grad_fn]
     while open_nodes:
-        if (node := open_nodes.pop()) is not None and node not in seen:
+        node = open_nodes.pop()
+        if node is not None and node not in seen:
             seen.add(node)
             open_nodes += [further for further, _ in node.next_functions]
     return {getattr(node, "variable", None) for node in seen}
@@ -576,7 +563,8 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
             f"settings is a {type(settings).__name__}, not SyncSettings(...)",
         )
         for f in dataclasses.fields(settings):
-            require(not (wrong := out_of_range(f, getattr(settings, f.name))), wrong)
+            wrong = out_of_range(f, getattr(settings, f.name))
+            require(not wrong, wrong)
         require(
             not (
                 settings.world_size_invariant
@@ -585,10 +573,9 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
             "world-size-invariant mode excludes find_unused_parameters and clip_norm, whose sums"
             " depend on ranks",
         )
-        # not SLURM_NTASKS: a batch
-        tasks = "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"
-        # script has it too
-        name = next((name for name in tasks if name in os.environ), tasks[0])
+        # not SLURM_NTASKS: a batch script has it too
+        sizes = "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"
+        name = next((name for name in sizes if name in os.environ), sizes[0])
         require(
             env_int(name, 1) <= 1 or comm.ranks > 1 or dist.is_initialized(),
             f"{name} in the environment is {os.environ.get(name)}, but no process group exists, so"
@@ -596,13 +583,11 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
             " or set WORLD_SIZE=1 if each is to train alone",
         )
         self.model = model
-        self.owned = check_ownership(buckets)
-        # of updates
-        self.buffer_count = check_all_owned(model, self.owned)
-        self.skipped = collections.Counter[Slot]()
-        # handles; how often parameters whose gather runs were written
-        self.forward_hooks = []
-        self.versions = {}
+        self.bucket_params = check_buckets(buckets)
+        self.buffer_count = check_all_in_buckets(model, self.bucket_params)
+        self.skipped = collections.Counter[Slot]()  # updates
+        self.forward_hooks = []  # handles
+        self.versions = {}  # how often parameters whose gather runs were written
         groups: dict[Any, dict[str, Any]] = {}
         for bucket in buckets:
             kind = {"rule": type(bucket.rule).__name__, "lr": bucket.rule.lr}
@@ -617,7 +602,7 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
             {
                 "gradient scale": grad_scale,
                 "communication": type(comm).__name__,
-                **{f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)},
+                **vars(settings),
                 **{
                     f"bucket {bucket.name}": (
                         f"of {bucket.param_data.dtype}, gradients of {bucket.grad_data.dtype},"
@@ -638,8 +623,7 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
             module.__dict__["_parameters"] = AwaitedParameters(module._parameters, self)
 
     def replicate(self, model: nn.Module) -> None:
-        """Give every rank the parameters, frozen ones too, and the buffers of rank 0, whatever
-        their dtypes."""
+        """Give every rank the parameters of rank 0, frozen ones too, and its buffers."""
         frozen = [p for p in model.parameters() if not p.requires_grad and is_plain(p)]
         for x in (
             *(bucket.param_data for bucket in self.buckets),
@@ -652,16 +636,13 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         """Do as the engine's. The hook keeps neither the optimizer nor its buckets alive."""
         me = weakref.ref(self)
         at = [self.buckets.index(bucket) for bucket in buckets]
-        self.forward_hooks.append(
-            module.register_forward_pre_hook(
-                ForwardHook(
-                    lambda *_: (
-                        (optimizer := me())
-                        and optimizer.finish_all_gathers([optimizer.buckets[i] for i in at])
-                    )
-                )
-            )
-        )
+
+        def wait(*_: Any) -> None:
+            optimizer = me()
+            if optimizer is not None:
+                optimizer.finish_all_gathers([optimizer.buckets[i] for i in at])
+
+        self.forward_hooks.append(module.register_forward_pre_hook(ForwardHook(wait)))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(
@@ -685,8 +666,7 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         self.param_groups.append(group)
 
     def remove_hooks(self) -> None:
-        """Remove the hooks from the model: gradients stay in .grad again, unless a later optimizer
-        set its own."""
+        """Remove the hooks: gradients stay in .grad again, unless a later optimizer set its own."""
         for hook in (*self.forward_hooks, *self.reducer.hooks.values()):
             hook.remove()
         self.finish_all_gathers()
@@ -696,8 +676,7 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only accumulate gradients: for all but the last backward of a step. Every rank must run
-        as many in it."""
+        """Only accumulate gradients: for all but the last backward, as many on each rank."""
         self.reducer.in_no_sync = True
         try:
             yield
@@ -705,23 +684,22 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
             self.reducer.in_no_sync = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of a step that is not finished, on every rank. After step() there is
-        nothing to do."""
+        """Drop the gradients of an unfinished step, on all ranks. Needless after step()."""
         if self.reducer.in_step:
             self.reducer.drops += 1
             self.reducer.drop_gradients()
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | Plan | None = None) -> Any:
-        """Update the parameters. closure: run first; it calls backward and returns the loss. A
-        Plan is the engine's."""
+        """Update the parameters. closure: run first; it calls backward and returns the loss."""
         require(
             closure is None or isinstance(closure, Plan) or callable(closure),
             f"step() got a {type(closure).__name__}; give it a function that calls backward()",
         )
         with torch.enable_grad():
             loss = closure() if callable(closure) else None
-        if (count := check_all_owned(self.model, self.owned)) != self.buffer_count:
+        count = check_all_in_buckets(self.model, self.bucket_params)
+        if count != self.buffer_count:
             self.buffer_count = count
             self.find_buffers()
         if self.copy_groups() != self.groups_seen:
@@ -744,23 +722,21 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         broadcast(self.comm, *self.buffers().values())
 
     def update(self, bucket: Bucket, plan: Plan) -> None:
-        """Do the same as the engine's, but keep unused parameters, their state and numbers of
-        updates unchanged."""
+        """Do as the engine's, but keep unused parameters, their state and numbers of updates."""
         used = [slot for slot in bucket.slots if slot not in self.reducer.unused]
         self.skipped.update(self.reducer.unused.intersection(bucket.slots))
-        whole = self.skipped.keys().isdisjoint(bucket.slots)
-        for part in (
-            [bucket] if whole else [part_of(bucket, slot, self.skipped[slot]) for slot in used]
-        ):
-            if whole or len(part.param_shard):
+        parts = [bucket]
+        if not self.skipped.keys().isdisjoint(bucket.slots):
+            parts = [part_of(bucket, slot, self.skipped[slot]) for slot in used]
+        for part in parts:
+            if part is bucket or len(part.param_shard):
                 super().update(part, plan)
         # the next line makes backward refuse a graph of the old values
         self.reducer.known_writes += len(used)
         torch.autograd.graph.increment_version([slot.param for slot in used])
 
     def finish_all_gathers(self, buckets: Sequence[Bucket] | None = None) -> None:
-        """Do the same as the engine's. Raise RunError if the program wrote to a parameter
-        meanwhile."""
+        """Do as the engine's. Raise RunError if the program wrote to a parameter meanwhile."""
         require(
             not torch.jit.is_tracing(),
             "a traced module cannot wait for all-gathers; trace copy.deepcopy(model)",
@@ -799,17 +775,14 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
     }
 
     def apply_groups(self) -> None:
-        """Give the rules the values in param_groups, which a program may edit. RunError if one
-        cannot be changed."""
+        """Give the rules the values in param_groups. RunError if one cannot be changed."""
         groups = self.group_of()
         for bucket in self.buckets:
             group = groups[bucket.slots[0].param]
             rule = bucket.rule
+            common = {**group, "params": ()}
             apart = [
-                slot.name
-                for slot in bucket.slots
-                if (other := groups[slot.param]) is not group
-                and {**other, "params": ()} != {**group, "params": ()}
+                slot.name for slot in bucket.slots if {**groups[slot.param], "params": ()} != common
             ]
             require(
                 not apart,
@@ -834,15 +807,11 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
 
     def copy_groups(self) -> list[dict[str, Any]]:
         """Copy param_groups, so that an edit shows."""
-        return [
-            {
-                key: (
-                    [*map(id, x)] if key == "params" else x.tolist() if isinstance(x, Tensor) else x
-                )
-                for key, x in group.items()
-            }
-            for group in self.param_groups
-        ]
+        copies = []
+        for group in self.param_groups:
+            numbers = {key: x.tolist() if isinstance(x, Tensor) else x for key, x in group.items()}
+            copies.append(numbers | {"params": [*map(id, group["params"])]})
+        return copies
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
         self.finish_all_gathers()
@@ -853,7 +822,7 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         """Compute the SHA-256 of the engine's state. Call it on all ranks."""
         return engine.hash_of([*self.named_state()])
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self) -> Tensors:
         self.find_buffers()
         state = super().state_dict()
         for param, group in self.group_of().items():
@@ -864,46 +833,34 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
                 if key in group
             }
             state[f"{slot.name}/step"] = torch.tensor(self.reducer.step)
-            if (
-                self.settings.find_unused_parameters or slot in self.skipped
-            ):  # of all: torch.distributed.checkpoint
-                # loads what a new optimizer names
+            # of all parameters: torch.distributed.checkpoint loads what a new optimizer names
+            if self.settings.find_unused_parameters or slot in self.skipped:
                 state[f"{slot.name}/skipped"] = torch.tensor(self.skipped[slot])
         return state
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load a state_dict, the same on all ranks, and drop all unused gradients. RunError if it
-        does not fit."""
-        for name, x in (
-            state.items() if isinstance(state, collections.abc.Mapping) else [("it", state)]
-        ):
+    def load_state_dict(self, state: Tensors) -> None:
+        """Load a state_dict, alike on all ranks; drop gradients. RunError if it does not fit."""
+        items = state.items() if isinstance(state, collections.abc.Mapping) else [("it", state)]
+        for name, x in items:
             require(
                 isinstance(x, Tensor) and x.dim() < 2,
                 f"the saved state does not fit: {name} is a {type(x).__name__}"
                 f" {[*getattr(x, 'shape', ())]}, not a vector; load what state_dict() returned",
             )
         self.find_buffers()
-        ours = [*(slot.name for _, slot in self.reducer.slots.values()), *self.buffers()]
-        if not state.keys() >= {*ours}:  # torch.compile(model) and DDP put words into names
-            plain = functools.partial(re.compile(r"^module\.|\b_orig_mod\.").sub, "")
-            names = {plain(name): name for name in ours}
-            state = {
-                names.get(plain(name := key.partition("/")[0]), name) + key[len(name) :]: x
-                for key, x in state.items()
-            }
-        state = dict(state)
+        state = self.by_own_names(state)
         steps = []
         rates = {}
         skipped = collections.Counter[Slot]()
         groups = self.group_of()
         for param, (_, slot) in self.reducer.slots.items():
             skipped[slot] = int(state.pop(f"{slot.name}/skipped", 0))
-            rates[param] = {
-                key: float(state.pop(name))
-                for key in ("lr", "initial_lr")
-                if (name := f"{slot.name}/{key}") in state
-            }
             steps.append(int(state.pop(f"{slot.name}/step", -1)))
+            rates[param] = {
+                key: float(state.pop(f"{slot.name}/{key}"))
+                for key in ("lr", "initial_lr")
+                if f"{slot.name}/{key}" in state
+            }
         sizes = {name: x.numel() for name, x in self.buffers().items()}
         left = {name: x for name, x in state.items() if sizes.get(name) != x.numel()}
         for bucket in self.buckets:
@@ -930,10 +887,23 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         self.skipped = +skipped
         for param, values in rates.items():
             groups[param].update(values)
-        # states of older versions
-        counted = (bucket.updates * bucket.rule.every for bucket in self.buckets)
-        self.reducer.step = max(steps) if -1 not in steps else max(*counted, *steps)
+        if -1 in steps:  # states of older versions have no numbers of steps
+            steps += [bucket.updates * bucket.rule.every for bucket in self.buckets]
+        self.reducer.step = max(steps)
         self.check_replicas()
+
+    def by_own_names(self, state: Tensors) -> Tensors:
+        """Give a state this model's names. torch.compile(model) and DDP put words into names."""
+        names = [*(slot.name for _, slot in self.reducer.slots.values()), *self.buffers()]
+        if state.keys() >= {*names}:
+            return dict(state)
+        words = re.compile(r"^module\.|\b_orig_mod\.")
+        own_names = {words.sub("", name): name for name in names}
+        renamed = {}
+        for key, x in state.items():
+            name = key.partition("/")[0]
+            renamed[own_names.get(words.sub("", name), name) + key[len(name) :]] = x
+        return renamed
 
     def check_replicas(self) -> None:
         """Raise RunError on all ranks unless they have the same parameters. Call it on all."""
@@ -963,9 +933,9 @@ class AwaitedParameters(dict):
             optimizer.wait_for(param)
         return param
 
-    items, values, get = (
-        getattr(collections.abc.Mapping, name) for name in ("items", "values", "get")
-    )
+    items = collections.abc.Mapping.items
+    values = collections.abc.Mapping.values
+    get = collections.abc.Mapping.get
 
     def __reduce__(self) -> tuple:  # a copy of the model has plain ones
         return dict, ([*self.items()],)
@@ -979,45 +949,44 @@ class ForwardHook(functools.partial):
 
 
 def give_storages(buckets: Sequence[Bucket]) -> None:
-    """Give each parameter a storage of its own in its bucket, since libraries that save take a
-    common one for a tie."""
-    for data, slot in (
-        (b.param_data, slot) for b in buckets for slot in b.slots if not slot.param.is_meta
-    ):
-        # torch.compile expects a storage at 16 bytes
-        before = slot.offset % max(1, 16 // data.element_size())
-        storage = torch.from_dlpack(data[slot.offset - before : slot.offset + slot.param.numel()])
-        slot.param.data = storage[before:].view(slot.param.shape)
+    """Give each parameter its own storage: libraries that save take a common one for a tie."""
+    for bucket in buckets:
+        data = bucket.param_data
+        for slot in bucket.slots:
+            if not slot.param.is_meta:
+                # torch.compile expects a storage at 16 bytes
+                before = slot.offset % max(1, 16 // data.element_size())
+                end = slot.offset + slot.param.numel()
+                storage = torch.from_dlpack(data[slot.offset - before : end])
+                slot.param.data = storage[before:].view(slot.param.shape)
 
 
 def part_of(bucket: Bucket, slot: Slot, skipped: int) -> Bucket:
-    """View this rank's part of one parameter as a bucket, with the parameter's own number of
-    updates."""
+    """View this rank's part of one parameter as a bucket, with its own number of updates."""
     part = copy.copy(bucket)
     unit = bucket.param_shard[0].numel()
-    first, end = (
+    begin, end = (
         min(max(x - bucket.shard_begin, 0), bucket.shard_numel)
         for x in (slot.offset, slot.offset + slot.param.numel())
     )
-    rows = slice(first // unit, end // unit)
+    rows = slice(begin // unit, end // unit)
     part.slots = [slot]
     part.updates = bucket.updates - skipped
-    part.shard_begin = bucket.shard_begin + first
-    part.shard_numel = end - first
+    part.shard_begin = bucket.shard_begin + begin
+    part.shard_numel = end - begin
     part.param_shard = bucket.param_shard[rows]
     part.state = {key: x[rows] for key, x in bucket.state.items()}
     part.scale = bucket.scale[rows] if bucket.param_shard.dim() == 3 else bucket.scale
-    ours = rows
+    grad_rows = rows
     if isinstance(bucket, RowBucket) and bucket.rule.lazy:
-        ours = (bucket.grad_indices >= rows.start) & (bucket.grad_indices < rows.stop)
-        part.grad_indices = bucket.grad_indices[ours] - rows.start
-    part.grad_shard = bucket.grad_shard[ours]
+        grad_rows = (bucket.grad_indices >= rows.start) & (bucket.grad_indices < rows.stop)
+        part.grad_indices = bucket.grad_indices[grad_rows] - rows.start
+    part.grad_shard = bucket.grad_shard[grad_rows]
     return part
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether a tensor has memory of its own that can be sent: neither a subclass made of others
-    nor quantized."""
+    """Whether a tensor has memory that can be sent: not made of others, sparse or quantized."""
     return x.layout == torch.strided and not x.is_quantized and not hasattr(x, "__tensor_flatten__")
 
 
@@ -1041,8 +1010,7 @@ def broadcast(comm: Comm, *tensors: Tensor) -> None:
 
 
 def check_model(model: nn.Module, ranks: int) -> None:
-    """Raise RunError for parameters that are no plain tensors, or that share memory, which buckets
-    would part."""
+    """Raise RunError for parameters that are no plain tensors, or that share memory."""
     for name, module in model.named_modules():
         require(
             type(module).__name__ != "FullyShardedDataParallel",
@@ -1076,7 +1044,7 @@ def check_model(model: nn.Module, ranks: int) -> None:
         if is_plain(x) and x.numel() and not x.is_meta:
             holders[x.untyped_storage().data_ptr()].append((name, x))
     for tensors in holders.values():
-        # stands for it; is never touched
+        # stands for the storage, and is never touched
         memory = np.empty(tensors[0][1].untyped_storage().nbytes(), np.uint8)
         placed = [
             (
@@ -1125,8 +1093,7 @@ FUSED = re.compile(
 
 
 def what_is_unclear(spec: ParamSpec, module: nn.Module) -> str:
-    """Say why a parameter needs a line: it may be no matrix, several, or [in, out]. "" if it needs
-    none."""
+    """Say why a parameter needs a line: it may be no matrix, several, or [in, out]. "": no need."""
     shape = [*spec.param.shape]
     name = spec.name.partition(".parametrizations.")[0].removesuffix(".weight")
     if spec.rule is None:
@@ -1138,13 +1105,13 @@ def what_is_unclear(spec: ParamSpec, module: nn.Module) -> str:
     if not isinstance(spec.rule, NorMuon) or spec.unit:
         return ""
     rows, columns = spec.rule.unit(spec)
-    own = (
+    unknown_layer = (
         len(shape) == 2
         and rows != columns
         and not isinstance(module, MATRICES)
         and "lora" not in spec.name.lower()
     )
-    if own and (
+    if unknown_layer and (
         columns == 3 * rows
         or [columns] == [len(p) for p in module.parameters(recurse=False) if p.dim() == 1]
     ):
@@ -1202,10 +1169,12 @@ def check_views(bucket: Bucket, reducer: Reducer) -> None:
     start = bucket.param_data.data_ptr()
     size = bucket.param_data.element_size()
     dtype = bucket.param_data.dtype
-    for slot, param in ((slot, slot.param) for slot in bucket.slots):
-        last = next(reversed(param._post_accumulate_grad_hooks or {}), 0) == reducer.hooks[param].id
+    for slot in bucket.slots:
+        param = slot.param
+        hooks = param._post_accumulate_grad_hooks or {}
+        is_last_hook = next(reversed(hooks), 0) == reducer.hooks[param].id
         if (
-            last
+            is_last_hook
             and param.grad is None
             and param.dtype == dtype
             and param.data_ptr() == start + slot.offset * size
@@ -1217,7 +1186,7 @@ def check_views(bucket: Bucket, reducer: Reducer) -> None:
             "gradients; build one optimizer of a module that holds all that share it",
         )
         require(
-            last,
+            is_last_hook,
             f"{slot.name} was given a post-accumulate hook after the optimizer was built, and it"
             " sees .grad None; set it before, or use register_hook, which gets the gradient",
         )
@@ -1237,10 +1206,10 @@ def check_views(bucket: Bucket, reducer: Reducer) -> None:
         )
 
 
-def check_ownership(buckets: Sequence[Bucket]) -> set[nn.Parameter]:
+def check_buckets(buckets: Sequence[Bucket]) -> set[nn.Parameter]:
     """Return the parameters in the buckets. Raise RunError if one is there twice or is frozen."""
     seen: set[nn.Parameter] = set()
-    for slot in (slot for bucket in buckets for slot in bucket.slots):
+    for slot in itertools.chain(*(bucket.slots for bucket in buckets)):
         require(
             slot.param not in seen,
             f"{slot.name} is in two buckets or twice in one; put each into one, once",
@@ -1253,22 +1222,18 @@ def check_ownership(buckets: Sequence[Bucket]) -> set[nn.Parameter]:
     return seen
 
 
-def check_all_owned(model: nn.Module, owned: set[nn.Parameter]) -> int:
-    """Raise RunError if a learned parameter of the model is in no bucket. Return the number of
-    buffers."""
+def check_all_in_buckets(model: nn.Module, bucket_params: set[nn.Parameter]) -> int:
+    """Raise RunError if a learned parameter is in no bucket. Return the number of buffers."""
+    # every step calls this, and named_parameters takes longer
     modules = [model]
     buffers = 0
-    for module in (
-        modules
-    ):  # with those that it adds; every step calls this, and named_parameters takes longer
+    for module in modules:  # with those that it adds
         modules += [child for child in module._modules.values() if child is not None]
         buffers += len(module._buffers)
-        if not owned.issuperset(
-            p for p in module._parameters.values() if p is not None and p.requires_grad
-        ):
-            name = next(
-                name for name, p in model.named_parameters() if p.requires_grad and p not in owned
-            )
+        params = module._parameters.values()
+        if not bucket_params.issuperset(p for p in params if p is not None and p.requires_grad):
+            learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            name = next(name for name, p in learned.items() if p not in bucket_params)
             raise UsageError(
                 f"{name} is in no bucket and would never be updated; freeze it by"
                 " requires_grad_(False), or build the optimizer after what adds or replaces it"

@@ -606,10 +606,10 @@ MISTAKES = {  # one line of frontier.py each
     "targets: weights exchanged": ("((1, second), (2, third))", "((2, second), (1, third))"),
     "targets: the first weight doubled": ("weights = [1.0]", "weights = [2.0]"),
     "prefix: of the token after the next": (
-        "self.prefixes[targets]]",
-        "self.prefixes[targets.roll(-1)]]",
+        "self.prefixes[targets])",
+        "self.prefixes[targets.roll(-1)])",
     ),
-    "prefix: half its weight": ("[*weights, prefix]", "[*weights, prefix / 2]"),
+    "prefix: half its weight": ("row_weights.append(prefix)", "row_weights.append(prefix / 2)"),
     "value gates: paired layers read only x": (
         "value_embeds[:, :inputs - inputs // 2]",
         "(x[:, inputs // 2:inputs] if self.layer.window "
@@ -804,8 +804,8 @@ def test_the_objective_weighs_further_targets_and_the_loss_does_not(loss_tokens)
     ).item()
     rows = []
     head = model.lm_head.forward
-    model.lm_head.forward = lambda x, targets, weights: (
-        rows.append(len(targets)) or head(x, targets, weights)
+    model.lm_head.forward = lambda x, targets, *weights: (
+        rows.append(len(targets)) or head(x, targets, *weights)
     )
     for second, third, prefix in (0.0, 0.0, 0.0), (0.5, 0.25, 0.0), (0.0, 2.0, 0.5):
         scheduled = {

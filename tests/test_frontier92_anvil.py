@@ -654,7 +654,7 @@ def test_a_saved_model_is_the_one_that_was_validated(gpt2, flags, on_ranks, tmp_
         trained.model.trunk(torch.from_numpy(text), trained.windows)
     )
     close(sample.next_logits(trained, text[:20].tolist()), logits[19].detach(), 1e-5)
-    trained.model.ids = None
+    trained.model.host_token_classes = None
     assert validated() != pytest.approx(end_of(tmp_path / "run.txt")["final_val_loss"], rel=1e-6), (
         "the ids matter"
     )
