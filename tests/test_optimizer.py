@@ -206,12 +206,6 @@ def test_a_compiled_rule_is_the_same_rule(rule, shape):
     assert not torch.equal(results[0][0], first)
 
 
-def test_adam_leaves_alone_what_never_had_a_gradient():
-    p = torch.ones(4)
-    ONCE.update(p, torch.tensor([0.0, 1, 0, 2]), ONCE.init_state(p), ONCE.hyper(FULL, 1))
-    assert p[0] == p[2] == 1 and p[1] != 1 and p[3] != 1
-
-
 @pytest.mark.parametrize("shape", [(8, 24), (24, 8), (8, 8), (1, 6)])
 def test_polar_gives_singular_values_near_one_and_keeps_directions(shape):
     torch.manual_seed(1)
@@ -270,20 +264,6 @@ def test_a_matrix_in_bf16_loses_no_update():
             rule.update(x, grad.to(x.dtype), state, hyper)
         assert (plain - before).abs().max() < 2e-5 and torch.equal(ours, plain.bfloat16())
         assert torch.equal(ours + states[0]["rest"], plain) and "rest" not in states[1]
-
-
-def test_every_matrix_of_torch_s_muon_has_the_same_directions():
-    """torch.optim.Muon has other coefficients; without NorMuon's second moment the directions
-    agree."""
-    torch.manual_seed(3)
-    g = torch.randn(16, 32)
-    theirs = nn.Parameter(torch.zeros(16, 32))
-    theirs.grad = g.clone()
-    torch.optim.Muon(
-        [theirs], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, ns_steps=8
-    ).step()
-    ours = engine.polar(g[None], torch.float32)[0]
-    assert torch.cosine_similarity(ours.flatten(), -theirs.detach().flatten(), dim=0) > 0.98
 
 
 # buckets
@@ -1271,9 +1251,10 @@ def batches():
 
 
 def test_any_number_of_ranks_trains_the_same_model(on_ranks, batches):
-    alone = on_ranks(1, train_steps, {}, 2, batches)[0]
+    few = batches[:, :6]
+    alone = on_ranks(1, train_steps, {}, 2, few)[0]
     for ranks in (2, 3):
-        results = on_ranks(ranks, train_steps, {}, 2, batches)
+        results = on_ranks(ranks, train_steps, {}, 2, few)
         together = [loss for result in results for loss in result[0]]
         assert sorted(together) == pytest.approx(sorted(alone[0]), rel=1e-4)
         assert len({result[1] for result in results}) == 1, "state differs between ranks"
@@ -1342,7 +1323,7 @@ def test_a_model_of_train_gpt_is_freed_with_its_optimizer(overlap):
 def test_flags_of_the_config_reach_the_engine(batches):
     """With bf16 parameters. Each flag that changes the computation changes the bytes."""
     bf16 = {"dtype": "bfloat16"}
-    few = batches[:, :4]
+    few = batches[:, :2]
     plain, wide = (
         train_steps(train_gpt.Comm(), {**bf16, **flags}, 2, few)
         for flags in ({}, {"grad_reduce_in_fp32": True})
