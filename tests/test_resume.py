@@ -136,7 +136,7 @@ def train(comm, argv, kill_at=-1, presets=train_gpt.PRESETS):
 # shard's pieces change
 TABLE = {
     "stages": (
-        "Stage(3, 0, 4, 16, 5, 2), Stage(5, 0, 2, 16, 12, 4), Stage(1, 0, 8, 16, 9, 4), Stage(1, 1)"
+        "Stage(3, 0, 4, 16, 12, 2), Stage(5, 0, 2, 16, 5, 4), Stage(1, 0, 8, 16, 9, 4), Stage(1, 1)"
     ),
     "micro_batches": 8,
     "max_document_tokens": 9,
