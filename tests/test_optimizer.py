@@ -909,7 +909,7 @@ SPLIT = gpt_speedrun.Assignment("qkv.weight", MUON, unit=(4, 4))
 
 
 def used(optimizer, model, *calls):
-    """Do what each call says. A tuple prepares a backward; qkv gives qkv.weight alone a gradient."""
+    """Do what each call says. A tuple prepares a backward; qkv is a gradient of qkv.weight alone."""
     for call in calls:
         if call == "step":
             optimizer.step()
@@ -1094,7 +1094,7 @@ def test_ranks_with_a_process_group_train_together(on_ranks):
 
 
 def test_an_optimizer_of_a_model_that_computes_nothing():
-    """One rank needs no values from the device, so `meta` shows sizes before memory is allocated."""
+    """One rank needs no values from the device, so `meta` shows sizes before memory is taken."""
     with torch.device("meta"):
         model = torch.nn.Linear(8, 4)
     optimizer = gpt_speedrun.make_optimizer(model)
@@ -1511,7 +1511,7 @@ def mixed_run(comm, steps, bucket_bytes=0.0, state=None, **changes):
 
 
 def noisy_run(comm, bucket_bytes, steps, state=None, **rule):
-    """Train a chain of matrices and a table of which each step reads three rows. Return its state."""
+    """Train matrices, and a table of which each step reads three rows. Return the state."""
     model = nn.ModuleDict({"chain": chain(), "table": nn.Embedding(40, 3, sparse=True)})
     specs = [
         spec._replace(rule=Langevin(rows=spec.name == "table.weight", **rule))
@@ -1684,7 +1684,7 @@ def test_pending_sums_of_an_invariant_run_count_once_in_a_plain_run():
 
 @pytest.mark.parametrize("invariant", [False, True])
 def test_state_put_back_after_warm_up_leaves_nothing_of_it(invariant):
-    """Drops gradients of half a cycle, of a step that failed, and of a step that was not finished."""
+    """Drops gradients of half a cycle, of a step that failed and of an unfinished one."""
     optimizer, params = mixture(
         300.0, engine.Comm(), check_grads=True, world_size_invariant=invariant
     )

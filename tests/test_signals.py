@@ -268,7 +268,7 @@ def test_ctrl_c_saves_and_a_second_one_ends_at_once(times, flags, elastic, tmp_p
 
 
 def test_steps_that_are_logged_seldom_save_as_soon(flags, group, tmp_path):
-    """A launcher kills half a minute after it told: with slow steps ten of them would take longer."""
+    """A launcher kills half a minute after it told; ten slow steps would take longer."""
     plant = in_step("if rank == 1 and step == 2: os.kill(os.getpid(), signal.SIGHUP)")
     told = group(
         2, flags("told", num_steps=40, save_every=0, val_every=0, train_loss_every=0), plant
@@ -288,10 +288,8 @@ def test_a_signal_in_a_validation_does_not_wait_for_its_end(
     """Which may last longer than the half minute after which a launcher kills. One rank is told;
     both stop within four sequences, the last validation too, behind which gradients may wait for no
     update. What goes on validates there once."""
-    changes, step = (
-        dict(changes, save_every=0, val_every=6, val_len=8),
-        (changes["num_steps"] if in_the_last else 12),
-    )
+    changes = dict(changes, save_every=0, val_every=6, val_len=8)
+    step = changes["num_steps"] if in_the_last else 12
     plant = f"""
 import os, signal
 validate, forward = train_gpt.TrainingLoop.validate, train_gpt.GPT.forward
