@@ -338,7 +338,7 @@ def _script(
 
 
 class Script:
-    """A running script of this project, like a subprocess.Popen that need not import torch first."""
+    """A running script of this project, like a subprocess.Popen that imports no torch first."""
 
     def __init__(
         self,

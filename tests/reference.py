@@ -409,7 +409,7 @@ class NorMuon:
 
 
 class Adam:
-    """Adam for one parameter. The record adds eps before the bias correction of the second moment."""
+    """Adam for one parameter. The record adds eps before it corrects the second moment's bias."""
 
     def __init__(self, p):
         self.p = p

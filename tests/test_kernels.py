@@ -12,7 +12,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import train_gpt
 from conftest import DRY_GPU_HOME as DRY_GPU
 
-HELPERS = """
-import json, sys, torch, train_gpt as T, frontier as R
+INTERPRETER = """
+import json, os, sys, torch, train_gpt as T, frontier as R
 
 def with_programs(programs, function, *args):
     '''function(*args) by the kernel with so many programs, or by the plain code with 0.'''
@@ -31,12 +30,21 @@ def with_programs(programs, function, *args):
 
 def gaps(ours, plain):
     return [((x - y).abs().max() / y.abs().max()).item() for x, y in zip(ours, plain, strict=True)]
+
+for line in sys.stdin:
+    if os.fork() == 0:
+        exec(json.loads(line))
+        break
+    status = os.wait()[1]
+    if status:
+        print(json.dumps(f"the code ended with {status}; see above"), flush=True)
 """
 
 
 @pytest.fixture(scope="module")
 def interpret():
-    """interpret(code) runs code in a process with Triton's interpreter -> the JSON that it prints."""
+    """interpret(code) runs code in Triton's interpreter, in a fork of one process that has torch
+    -> the JSON that it prints."""
     python = sys.executable
     libraries = ""
     if not importlib.util.find_spec("triton"):
@@ -47,19 +55,25 @@ def interpret():
                 "no triton; it comes with torch's GPU builds, and dry_gpu/setup installs it into"
                 f" {DRY_GPU}"
             )
+    interpreter = subprocess.Popen(
+        [python, "-c", INTERPRETER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=train_gpt.ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1", "LD_LIBRARY_PATH": str(libraries)},
+    )
 
     def run(code):
-        done = subprocess.run(
-            [python, "-c", HELPERS + code],
-            capture_output=True,
-            text=True,
-            cwd=train_gpt.ROOT,
-            env=os.environ | {"TRITON_INTERPRET": "1", "LD_LIBRARY_PATH": str(libraries)},
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        interpreter.stdin.write(json.dumps(code) + "\n")
+        interpreter.stdin.flush()
+        found = json.loads(interpreter.stdout.readline())
+        assert isinstance(found, list), found
+        return found
 
-    return run
+    yield run
+    interpreter.stdin.close()
+    interpreter.wait()
 
 
 def test_relu_squared_and_its_derivative(interpret):

@@ -206,12 +206,6 @@ def test_a_compiled_rule_is_the_same_rule(rule, shape):
     assert not torch.equal(results[0][0], first)
 
 
-def test_adam_leaves_alone_what_never_had_a_gradient():
-    p = torch.ones(4)
-    ONCE.update(p, torch.tensor([0.0, 1, 0, 2]), ONCE.init_state(p), ONCE.hyper(FULL, 1))
-    assert p[0] == p[2] == 1 and p[1] != 1 and p[3] != 1
-
-
 @pytest.mark.parametrize("shape", [(8, 24), (24, 8), (8, 8), (1, 6)])
 def test_polar_gives_singular_values_near_one_and_keeps_directions(shape):
     torch.manual_seed(1)
@@ -270,20 +264,6 @@ def test_a_matrix_in_bf16_loses_no_update():
             rule.update(x, grad.to(x.dtype), state, hyper)
         assert (plain - before).abs().max() < 2e-5 and torch.equal(ours, plain.bfloat16())
         assert torch.equal(ours + states[0]["rest"], plain) and "rest" not in states[1]
-
-
-def test_every_matrix_of_torch_s_muon_has_the_same_directions():
-    """torch.optim.Muon has other coefficients; without NorMuon's second moment the directions
-    agree."""
-    torch.manual_seed(3)
-    g = torch.randn(16, 32)
-    theirs = nn.Parameter(torch.zeros(16, 32))
-    theirs.grad = g.clone()
-    torch.optim.Muon(
-        [theirs], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, ns_steps=8
-    ).step()
-    ours = engine.polar(g[None], torch.float32)[0]
-    assert torch.cosine_similarity(ours.flatten(), -theirs.detach().flatten(), dim=0) > 0.98
 
 
 # buckets
@@ -929,7 +909,7 @@ SPLIT = gpt_speedrun.Assignment("qkv.weight", MUON, unit=(4, 4))
 
 
 def used(optimizer, model, *calls):
-    """Do what each call says. A tuple prepares a backward; qkv gives qkv.weight alone a gradient."""
+    """Do what each call says. A tuple prepares a backward; qkv is a gradient of qkv.weight alone."""
     for call in calls:
         if call == "step":
             optimizer.step()
@@ -1114,7 +1094,7 @@ def test_ranks_with_a_process_group_train_together(on_ranks):
 
 
 def test_an_optimizer_of_a_model_that_computes_nothing():
-    """One rank needs no values from the device, so `meta` shows sizes before memory is allocated."""
+    """One rank needs no values from the device, so `meta` shows sizes before memory is taken."""
     with torch.device("meta"):
         model = torch.nn.Linear(8, 4)
     optimizer = gpt_speedrun.make_optimizer(model)
@@ -1271,9 +1251,10 @@ def batches():
 
 
 def test_any_number_of_ranks_trains_the_same_model(on_ranks, batches):
-    alone = on_ranks(1, train_steps, {}, 2, batches)[0]
+    few = batches[:, :6]
+    alone = on_ranks(1, train_steps, {}, 2, few)[0]
     for ranks in (2, 3):
-        results = on_ranks(ranks, train_steps, {}, 2, batches)
+        results = on_ranks(ranks, train_steps, {}, 2, few)
         together = [loss for result in results for loss in result[0]]
         assert sorted(together) == pytest.approx(sorted(alone[0]), rel=1e-4)
         assert len({result[1] for result in results}) == 1, "state differs between ranks"
@@ -1342,7 +1323,7 @@ def test_a_model_of_train_gpt_is_freed_with_its_optimizer(overlap):
 def test_flags_of_the_config_reach_the_engine(batches):
     """With bf16 parameters. Each flag that changes the computation changes the bytes."""
     bf16 = {"dtype": "bfloat16"}
-    few = batches[:, :4]
+    few = batches[:, :2]
     plain, wide = (
         train_steps(train_gpt.Comm(), {**bf16, **flags}, 2, few)
         for flags in ({}, {"grad_reduce_in_fp32": True})
@@ -1530,7 +1511,7 @@ def mixed_run(comm, steps, bucket_bytes=0.0, state=None, **changes):
 
 
 def noisy_run(comm, bucket_bytes, steps, state=None, **rule):
-    """Train a chain of matrices and a table of which each step reads three rows. Return its state."""
+    """Train matrices, and a table of which each step reads three rows. Return the state."""
     model = nn.ModuleDict({"chain": chain(), "table": nn.Embedding(40, 3, sparse=True)})
     specs = [
         spec._replace(rule=Langevin(rows=spec.name == "table.weight", **rule))
@@ -1703,7 +1684,7 @@ def test_pending_sums_of_an_invariant_run_count_once_in_a_plain_run():
 
 @pytest.mark.parametrize("invariant", [False, True])
 def test_state_put_back_after_warm_up_leaves_nothing_of_it(invariant):
-    """Drops gradients of half a cycle, of a step that failed, and of a step that was not finished."""
+    """Drops gradients of half a cycle, of a step that failed and of an unfinished one."""
     optimizer, params = mixture(
         300.0, engine.Comm(), check_grads=True, world_size_invariant=invariant
     )

@@ -3,7 +3,7 @@ show each.
 
 A: hooks of the record; B: contiguous gradient buffers; C: readiness counters and overlap; D:
 contiguous parameters; E: a reducer's rules; then further properties and bad input. The tests are
-here, in test_optimizer.py or in test_run.py; test_the_table_names_existing_tests reads this table.
+here, in test_optimizer.py, test_resume.py or test_run.py; test_the_table_names_existing_tests reads this table.
 
     A1 launch in a hook         test_launches_happen_in_backward_and_waits_after_it
     A2 a hook never waits       test_backward_ends_though_the_network_never_answers, mutant WaitsInHook
@@ -17,7 +17,7 @@ here, in test_optimizer.py or in test_run.py; test_the_table_names_existing_test
     A8 missing gradient         test_a_parameter_without_a_gradient_is_an_error_with_its_name_and_count
     A9 the rules                test_adam_is_the_record_s_formula_in_float64, test_adam_is_torch_s_where_eps_is_tiny,
                                 test_normuon_is_the_record_s_written_plainly, test_a_compiled_rule_is_the_same_rule,
-                                test_every_matrix_of_torch_s_muon_has_the_same_directions
+                                test_polar_gives_singular_values_near_one_and_keeps_directions
     A10 warm-up restores        test_state_put_back_after_warm_up_leaves_nothing_of_it, test_log_holds_the_whole_experiment,
                                 test_nothing_is_compiled_after_warm_up
     A11 before and after        test_profile_has_a_range_for_every_phase
@@ -63,7 +63,7 @@ here, in test_optimizer.py or in test_run.py; test_the_table_names_existing_test
     E9 refused or left out      test_frozen, test_parameters_on_two_devices_are_refused
     E10 layout                  test_a_transposed_gradient_lands_right
     invariant mode              test_invariant_mode_gives_the_same_bytes_at_any_number_of_ranks,
-                                test_an_invariant_run_prints_the_same_losses_at_any_number_of_ranks
+                                test_exact_runs_go_on_at_any_number_of_ranks_in_the_midst_of_a_cycle
     state                       test_state_is_the_same_at_any_number_of_ranks_and_bucket_size,
                                 test_load_is_the_inverse_of_state_at_other_ranks_and_bucket_sizes,
                                 test_a_state_waits_for_the_gathers_that_are_under_way,
@@ -107,6 +107,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import gpt_speedrun
 import test_optimizer
+import test_resume
 import test_run
 import train_gpt
 from conftest import some_documents
@@ -126,7 +127,7 @@ from test_optimizer import (
     specs_with,
     train_steps,
 )
-from test_run import flags, launch, one, read_log, run_here  # noqa: F401  (fixtures)
+from test_run import flags, one, read_log, run_here  # noqa: F401  (fixtures)
 
 # networks
 
@@ -287,7 +288,7 @@ def network_steps(comm, network, changes):
     return flow(chain(), X, network(comm.rank, comm.ranks), **changes)[1]
 
 
-@pytest.mark.parametrize("network,ranks", [(Reordering, 1), (Hostile, 2), (Reordering, 3)])
+@pytest.mark.parametrize("network,ranks", [(Hostile, 1), (Reordering, 3)])
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_nothing_is_read_before_it_has_come(on_ranks, changes, network, ranks):
     """Every setting computes the same as torch, with different data per rank: reads after waits,
@@ -487,7 +488,7 @@ def check_light_hook(mutant):
 
 
 def check_memory(mutant):
-    """Earlier gradients are freed when one arrives: at most one layer is alive beside the buckets."""
+    """Earlier gradients are freed when one arrives: beside the buckets one layer is alive at most."""
     model = chain((64,) * 8)
     alive = []
     seen = []
@@ -1151,7 +1152,7 @@ def test_clip_is_by_the_norm_over_all_ranks(on_ranks):
 
 
 def clipped_step(comm, norm, limit):
-    """Run one step of descent from zero on gradients of this norm. Return the norm of the update."""
+    """Run a step of descent from zero on gradients of this norm. Return the norm of the update."""
     params = nn.ParameterDict({name: nn.Parameter(torch.zeros(100)) for name in "ab"})
     optimizer = optimizer_of(params, comm, rule=Descent(1.0), clip_norm=limit)
     sum((p * norm / 200**0.5).sum() for p in params.values()).backward()
@@ -1160,9 +1161,7 @@ def clipped_step(comm, norm, limit):
     return torch.cat([p.detach() for p in params.values()]).norm().item()
 
 
-@pytest.mark.parametrize(
-    "norm,limit", [(2.0, 3.0), (3.0, 2.0), (0.5, 0.4), (0.4, 0.5), (1.2, 1.3), (1.3, 1.2)]
-)
+@pytest.mark.parametrize("norm,limit", [(2.0, 3.0), (3.0, 2.0), (0.5, 0.4), (0.4, 0.5)])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_norm_above_the_limit_becomes_the_limit_and_no_other_changes(
     on_ranks, ranks, norm, limit
@@ -1259,12 +1258,15 @@ def batches():
 
 @pytest.mark.parametrize("numbers", [(1, 4), pytest.param((1, 8), marks=pytest.mark.slow)])
 def test_invariant_mode_gives_the_same_bytes_at_any_number_of_ranks(on_ranks, batches, numbers):
-    """At four ranks and more, since with two every order of summation is a + b. A plain sum must
-    give other bytes."""
-    results = {
-        ranks: on_ranks(ranks, train_steps, {"world_size_invariant": True}, 2, batches)
-        for ranks in numbers
+    """With tables of n-grams row by row. At four ranks and more, since with two every order of
+    summation is a + b. A plain sum must give other bytes."""
+    exact = {
+        "world_size_invariant": True,
+        "ngrams": (train_gpt.Ngrams(2, 40, 8), train_gpt.Ngrams(3, 30, 8)),
+        "lazy_tables": True,
+        "adam_every": 1,  # or the head is 0 in both steps, and all other gradients are
     }
+    results = {ranks: on_ranks(ranks, train_steps, exact, 2, batches) for ranks in numbers}
     assert len({result[1] for on_each in results.values() for result in on_each}) == 1
     losses = [
         sorted(loss for result in on_each for loss in result[0]) for on_each in results.values()
@@ -1351,26 +1353,6 @@ SHORT = {
 }
 
 
-@pytest.mark.slow
-def test_an_invariant_run_prints_the_same_losses_at_any_number_of_ranks(one, tmp_path, capsys):  # noqa: F811
-    status, _, errors = run_here(
-        flags(tmp_path, one[1], run_id="one", world_size_invariant="true", **SHORT), capsys
-    )
-    assert status == 0, errors
-    for done in launch(
-        tmp_path,
-        *[flags(tmp_path, one[1], run_id="four", world_size_invariant="true", **SHORT)] * 4,
-    ):
-        assert done.status == 0, done.err
-    logs = [read_log(tmp_path / "logs" / f"{name}.txt") for name in ("one", "four")]
-    lines = [[re.sub(r" (train_time|step_avg):\S+", "", line) for line in log[3]] for log in logs]
-    assert lines[0] == lines[1] and len(lines[0]) == 9
-    assert (
-        logs[0][4]["final_state_hash"] == logs[1][4]["final_state_hash"]
-        and logs[1][2]["ranks"] == 4
-    )
-
-
 def test_a_run_ends_with_the_name_of_a_gradient_that_is_not_finite(one, tmp_path, capsys):  # noqa: F811
     wrong = {**SHORT, "adam_lr": 1e38, "val_every": 0, "check_grads": "true"}
     status, _, errors = run_here(flags(tmp_path, one[1], run_id="nan", **wrong), capsys)
@@ -1442,7 +1424,7 @@ def test_the_table_names_existing_tests():
     words = set(re.findall(r"(?:test_|bench/|records/)\w+(?:\.py)?", __doc__)) | set(
         re.findall(r"mutant (\w+)", __doc__)
     )
-    known = {*vars(test_optimizer), *vars(test_run), *globals()}
+    known = {*vars(test_optimizer), *vars(test_resume), *vars(test_run), *globals()}
     root = Path(train_gpt.__file__).parent
     missing = {
         word
