@@ -8,8 +8,9 @@
 Flags of all sides stand behind `--`.
 
 docs/racing.md says what runs when. Run i has seed N + i on all sides (N: --seed among the flags, or
-0). The largest number of runs, the deciding test, and whether looks may end the race are declared
-before the first run, so nobody can stop at a convenient moment.
+0). The number of runs and the deciding test are declared before the first run, so nobody can stop
+at a convenient moment. turns.py first compares the steps of each idea with the base's. After the
+base's first three runs come those of the short base, unless an earlier race in logs/ has them.
 
 logs/race-ID/ contains the logs of both sides and:
   race.jsonl   the declaration, with the source and config of each side, and a line before and
@@ -18,14 +19,17 @@ logs/race-ID/ contains the logs of both sides and:
   race.png     a plot of the rounds that all sides have done, redrawn after each round
 
 A failed run shows its output and stops the race, since the failure would probably repeat; --resume
-repeats the run with its seed. race.jsonl is locked while this program lives, or the launcher of a
+repeats the run with its seed. Of several ideas the others go on, and an idea that can no longer win
+leaves: see LEAVES. --confirm and --at race again, in folders of their own.
+
+race.jsonl is locked while this program lives, or the launcher of a
 run. Another project's script has its own seeds; the newest log in logs/*.txt of its folder is
 copied here. `python -I` starts runs, without PYTHON* variables: neither PYTHONPATH nor
 sitecustomize nor user packages change their clocks. Packages installed beside torch still could.
 
-Exit status: 0 an idea is better or the claim holds, or nothing was to be judged (one run, or one
-version without a target); 1 neither; 2 a run failed, or the race cannot be run or judged; 130
-interrupted. --json: docs/racing.md.
+Exit status: 0 an idea is better (with --confirm: confirmed), or nothing was to be judged (a trial,
+one run, or one version without a target); 1 it is not; 2 a run failed, or the race cannot be run or
+judged; 130 interrupted. --json: docs/racing.md.
 """
 
 import signal
@@ -60,14 +64,15 @@ import time
 import uuid
 from datetime import datetime, timezone
 
-import ladder
 import logs
 import picture
+import same_loss
 import start
 import stats
+import turns
 import verify
 from logs import UserError, require
-from manifest import MANIFEST, Manifest, order
+from manifest import MANIFEST, SHORT, Manifest, order
 from stats import SCRIPT
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,17 +82,24 @@ DEFAULT_N = 5  # runs of each side
 PATIENCE_S = 30  # until a run that ignores an interrupt is killed
 UNCOUNTED = "uncounted"  # subfolder for the log of the first run while it runs
 RULE_BROKEN = "rule broken"  # verdict of a race whose winner breaks one
-LOOK_S = 0.02  # between two looks at a run's log
+NOT_CONFIRMED = "not confirmed"
+LOOK_S = 0.02  # between two looks at a run
 ALONE = [sys.executable, "-I"]  # ignores PYTHON* variables and user packages
-STEP = re.compile(rb"^(?:step|s):\d{1,18}[/ ]", re.M)
+FEWEST = 3  # runs of each side, of several ideas
+# one-sided p, after a round from the third on, at which an idea that is slower leaves a race of
+# several: one in 200 a round leaves that would not have lost
+LEAVES = 0.005
 
 # Before any run: the script checks its flags, opens its data, and says what sides must have in
 # common
 CHECK = """
-import json, os, sys
+import json, os, platform, re, sys, torch
 sys.path.insert(0, "")
 import train_gpt as t
 ranks, *flags = sys.argv[1:]
+MODEL = platform.processor()
+if os.path.exists("/proc/cpuinfo"):
+    MODEL = re.findall("model name.*: (.*)", open("/proc/cpuinfo").read())[:1]
 named = [part for word in flags for part in word.split("=", 1)]
 program = t
 more = [t.PRESETS] if hasattr(t, "source_files") else []  # older revisions have one program
@@ -125,6 +137,9 @@ print(json.dumps({
     "target": config.target_val_loss,
     "compiles": gpus > 0 or config.compile == "on",
     "validation": [config.val_len, config.val_tokens, *((s.path.name, s.tokens) for s in val)],
+    "steps": config.num_steps,
+    "machine": [torch.__version__, t.nvidia_smi("name,driver_version") if gpus else MODEL],
+    "data": [(s.path.name, s.path.stat().st_mtime_ns, s.tokens) for s in train],
 }))
 """
 
@@ -463,14 +478,6 @@ def settle(manifest):
             manifest.write({**attempt, "status": status, "logged": log.exists(), "settled": now()})
 
 
-def has_begun(log):
-    """Return whether a log has a line of a step. The text before the last separator is source."""
-    if not log.exists():
-        return False
-    _, whole, lines = log.read_bytes().rpartition(logs.SEPARATOR + b"\n")
-    return bool(whole and STEP.search(lines))
-
-
 def complete_log(path):
     """Return the run of a complete log, or None."""
     runs, _, _ = logs.read_file(str(path))
@@ -493,25 +500,151 @@ def take_log(folder, before, log):
         return f"its log {newest} holds no complete run: {why}"
 
 
-def first_runs(manifest, todo):
-    """Return the sides that run before `todo`, uncounted. The last warms the machine up, by a
-    whole run. Where runs compile, each other side that has not run yet stops at its first step
-    (another project's script, which does not tell its steps, at its end): the cache then holds its
-    code."""
-    sides = manifest.race["sides"]
-    next_side = todo[0][1]
-    ran = {
-        attempt["side"]
-        for attempt in manifest.attempts.values()
-        if attempt["status"] in ("done", "compiled")
+def base_of(race):
+    return list(race["sides"].values())[-1]
+
+
+def measure_turns(manifest, where, lock):
+    """Compare the steps of each idea with the base's, unless the race has that. Return whether any
+    was compared, which warms the machine up."""
+    race = manifest.race
+    *ideas, base = race["sides"]
+    measured = False
+    if race.get("trial") or "folder" in race["sides"][base]:
+        return measured
+    names = logs.side_names(race)
+    threads = {"OMP_NUM_THREADS": race["threads"]} if race.get("threads") else {}
+
+    def starter(side):
+        version = race["sides"][side]
+
+        def start_side(kind):
+            program = str(ROOT / "launch" / "turns.py")
+            words = [*command(race["ranks"], program), "SOCKET", kind]
+            words += [version.get("program", SCRIPT), NO_MODEL, *version["flags"]]
+            words += [f"--seed={race['seed'] + 1}", f"--race={race['id']}:0:{race['n']}:{side}"]
+            return turns.SideProcess(
+                words,
+                race["ranks"],
+                cwd=where[side],
+                # a side that waits must not spin
+                env=environment(**threads, OMP_WAIT_POLICY="PASSIVE"),
+                pass_fds=[lock.fileno()],
+                preexec_fn=start.end_with_parent,
+            )
+
+        return start_side
+
+    for side in ideas:
+        if side in race.get("turns", {}) or side in race.get("out", {}):
+            continue
+        try:
+            found = turns.measure(starter(side), starter(base), say)
+        except turns.SideFailed as reason:
+            say(logs.brief(f"{names[side]}: no times by turns, so times of whole runs: {reason}"))
+            continue
+        measured = True
+        manifest.write({"learned": {"turns": {side: found}}})
+        speed = same_loss.Speed("", found["log_ratio"], found["variance"], found["df"])
+        low, high = same_loss.interval_of(speed)
+        say(
+            f"{names[side]}: a step takes {math.exp(found['log_ratio']):.3f} of the base's time"
+            f" ({low:.3f} to {high:.3f}, {found['turns']} turns, load {found['load']:.1f})"
+            + ", the same work"
+            * found["same_work"]
+        )
+    return measured
+
+
+def key_of_base(race):
+    """Return a digest of what decides the base's losses: source, config, data, ranks, machine."""
+    base = base_of(race)
+    names = ("source_sha256", "config", "validation", "data", "machine")
+    facts = [race["ranks"], race.get("threads"), *(base.get(name) for name in names)]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def kept_short_base(race):
+    """Return the short base that an earlier race in logs/ has for this base, or None."""
+    key = key_of_base(race)
+    for path in sorted((ROOT / "logs").glob(f"race-*/{MANIFEST}"), reverse=True):
+        with contextlib.suppress(UserError):
+            found = Manifest.read(path).race.get("short_base")
+            if found and found["key"] == key:
+                return found
+    return None
+
+
+def short_runs(manifest):
+    """Return the (run, side) of the short base's runs that a race has to do."""
+    race = manifest.race
+    base = base_of(race)
+    if len(race["sides"]) < 2 or race.get("trial") or "folder" in base or "short_base" in race:
+        return []
+    runs = min(race["n"], same_loss.SHORT_SEEDS)
+    if runs < 2 or short_steps(base) == base["steps"]:
+        return []
+    done = manifest.done(short=True)
+    return [which for run in range(1, runs + 1) if (which := (run, SHORT)) not in done]
+
+
+def short_steps(base):
+    return round(same_loss.SHORT * base["steps"])
+
+
+def exact_loss(manifest, attempt):
+    run = complete_log(manifest.path.parent / f"{attempt['run_id']}.txt")
+    return (run.end or {}).get("final_val_loss", run.final_loss)
+
+
+def learn_short_base(manifest):
+    """Write the short base once its runs and the base's of the same seeds are done."""
+    race = manifest.race
+    done = {**manifest.done(), **manifest.done(short=True)}
+    letter = [*race["sides"]][-1]
+    runs = range(1, min(race["n"], same_loss.SHORT_SEEDS) + 1)
+    pairs = [(run, name) for run in runs for name in (letter, SHORT)]
+    if "short_base" in race or not all(which in done for which in pairs):
+        return
+    losses = {
+        str(race["seed"] + run): [
+            exact_loss(manifest, done[run, letter]),
+            exact_loss(manifest, done[run, SHORT]),
+        ]
+        for run in runs
     }
-    compiles = any(version.get("compiles") for version in sides.values())
-    return [*(side for side in sides if compiles and side not in {*ran, next_side}), next_side]
+    base = base_of(race)
+    found = {"key": key_of_base(race), "race": race["id"], "losses": losses}
+    found |= {"steps": short_steps(base), "base_steps": base["steps"]}
+    manifest.write({"learned": {"short_base": found}})
 
 
-def run_once(manifest, folder, lock, run, side, interrupts, compile_only=False, output=None):
-    """Run once, with a line in the manifest before and after. Return done, compiled, failed or
-    interrupted. output: a file."""
+def leave(manifest, side, reason, failed):
+    """Let an idea leave the runs that remain."""
+    manifest.write({"learned": {"out": {side: {"reason": reason, "failed": failed}}}})
+    say(f"{logs.side_names(manifest.race)[side]} leaves: {logs.brief(reason)}")
+
+
+def drop_losers(manifest):
+    """Let ideas leave that are shown to be slower, in a race of several ideas."""
+    race = manifest.race
+    done = manifest.done()
+    letter = [*race["sides"]][-1]
+    rounds = sum(side == letter for _, side in done)
+    if len(race["sides"]) < 3 or not FEWEST <= rounds < race["n"] or "short_base" not in race:
+        return
+    *ideas, base = stats.choose_sides(stats.parse([str(manifest.path.parent)]))
+    ideas = [idea for idea in ideas if len(idea.runs) == len(base.runs)]
+    for idea, found in zip(ideas, stats.verdicts([(idea, base) for idea in ideas])):
+        slower = found.answer and found.answer.ratio > 1 and found.answer.p / 2 < LEAVES
+        if slower:
+            reason = f"after round {rounds} it can no longer win: {found.sentence}"
+            leave(manifest, idea.name.removeprefix("side "), reason, failed=False)
+
+
+def run_once(manifest, folder, lock, run, side, interrupts, output=None):
+    """Run once, with a line in the manifest before and after. Return done, failed or interrupted.
+    output: a file."""
     race = manifest.race
     tries = sum(
         (attempt["run"], attempt["side"]) == (run, side) for attempt in manifest.attempts.values()
@@ -529,7 +662,7 @@ def run_once(manifest, folder, lock, run, side, interrupts, compile_only=False, 
         "started_at": now(),
         "status": "started",
     }
-    version = race["sides"][side]
+    version = base_of(race) if side == SHORT else race["sides"][side]
     foreign = "folder" in version
     before = logs_of(folder)
     words = version["flags"]
@@ -543,6 +676,8 @@ def run_once(manifest, folder, lock, run, side, interrupts, compile_only=False, 
             f"--log_dir={log.parent}",
             f"--race={race['id']}:{run}:{race['n']}:{side}",
         ]
+    if side == SHORT:
+        words.append(f"--num_steps={short_steps(version)}")
     manifest.write(attempt)
     # also when the race is resumed
     threads = {"OMP_NUM_THREADS": race["threads"]} if race.get("threads") else {}
@@ -558,7 +693,7 @@ def run_once(manifest, folder, lock, run, side, interrupts, compile_only=False, 
         stdout=output,
         stderr=output,
     )
-    while process.poll() is None and not interrupts and not (compile_only and has_begun(log)):
+    while process.poll() is None and not interrupts:
         time.sleep(LOOK_S)
     interrupted = process.poll() is None
     if interrupted:
@@ -569,8 +704,6 @@ def run_once(manifest, folder, lock, run, side, interrupts, compile_only=False, 
         say(f"`{shlex.join(words)}` ended with exit status {code}, and {wrong}")
     # a complete log is a run, whatever its processes' exit status: it must not be repeated
     status = "done" if complete_log(log) else "interrupted" if interrupted else "failed"
-    if compile_only and not interrupts and (has_begun(log) or status == "done"):
-        status = "compiled"
     manifest.write(
         {
             **attempt,
@@ -588,12 +721,11 @@ def run_once(manifest, folder, lock, run, side, interrupts, compile_only=False, 
 
 
 def stop(process, interrupts):
-    """Interrupt a run with all its ranks, or end it without a word where nobody interrupts; kill
-    them after PATIENCE_S or at the next interrupt."""
+    """Interrupt a run with all its ranks; kill them after PATIENCE_S or at the next interrupt."""
     patient_until = time.monotonic() + PATIENCE_S
     heard = len(interrupts)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGINT if interrupts else signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGINT)
         while (
             process.poll() is None and time.monotonic() < patient_until and len(interrupts) == heard
         ):
@@ -663,30 +795,35 @@ def run_all(manifest, where, lock, verbose):
     race = manifest.race
     how = resume_command(manifest)
     names = {side: picture.shorten(name, 28) for side, name in logs.side_names(race).items()}
-    looks = race["until_decided"]
+    names[SHORT] = f"{names[[*race['sides']][-1]]}, short"
     each = len(race["sides"])
     folder = manifest.path.parent
-    home = os.path.relpath(manifest.path.parent, ROOT)
-    todo = [which for which in order(race["n"], race["sides"]) if which not in manifest.done()]
-    first = first_runs(manifest, todo) if todo else []
+    home = os.path.relpath(folder, ROOT)
     total = each * race["n"]
     width = max(map(len, names.values()))
-    plan = [*((0, side) for side in first), *todo]
-    for i, (run, side) in enumerate(plan):
+    todo = manifest.missing()
+    warm = measure_turns(manifest, where, lock) if todo else True
+    plan = [*([(0, todo[0][1])] if not warm else []), *todo]
+    while plan:
+        run, side = plan.pop(0)
         done = len(manifest.done())
-        compile_only = i < len(first) - 1
-        if looks and done >= 2 * each and done % each == 0 and (reason := decided(manifest)):
+        looks = race["until_decided"] and done >= 2 * each and done % each == 0
+        if side != SHORT and looks and (reason := decided(manifest)):
             say(f"decided: {reason}")
             break
+        if side in race.get("out", {}):
+            continue
+        number = f"{done + 1}/{total}" if run and side != SHORT else f"{'-' if run else 0}/{total}"
         which = (
-            f"{f'{done + 1 if run else 0}/{total}':>{2 * len(str(total)) + 1}} "
-            f" {names[side]:{width}}  seed {race['seed'] + run}"
+            f"{number:>{2 * len(str(total)) + 1}}  {names[side]:{width}}  seed {race['seed'] + run}"
         )
         if verbose or sys.stdout.isatty():
-            say(f"{which}  running; {time_left(manifest, len(plan) - i)}", "", stay=not verbose)
+            say(f"{which}  running; {time_left(manifest, len(plan) + 1)}", "", stay=not verbose)
+        version = base_of(race) if side == SHORT else race["sides"][side]
+        its_folder = where[[*race["sides"]][-1] if side == SHORT else side]
         require(
-            source_hash(race["sides"][side], where[side]) == race["sides"][side]["source_sha256"],
-            f"{race['sides'][side].get('program', SCRIPT)} was changed during the race; restore it"
+            source_hash(version, its_folder) == version["source_sha256"],
+            f"{version.get('program', SCRIPT)} was changed during the race; restore it"
             f" and resume with: {how}",
         )
         with (
@@ -694,48 +831,72 @@ def run_all(manifest, where, lock, verbose):
             tempfile.TemporaryFile("w+", errors="replace") as output,
         ):
             status = run_once(
-                manifest,
-                where[side],
-                lock,
-                run,
-                side,
-                interrupts,
-                compile_only,
-                None if verbose else output,
+                manifest, its_folder, lock, run, side, interrupts, None if verbose else output
             )
             if status == "failed" and not output.seek(0):
                 say(output.read(), "")
-        if status in ("done", "compiled"):
+        if status == "done":
+            said = f"not counted; {time_left(manifest, len(plan))}"
             if run:
-                log = complete_log(folder / f"{manifest.done()[run, side]['run_id']}.txt")
+                done = {**manifest.done(), **manifest.done(short=True)}
+                log = complete_log(folder / f"{done[run, side]['run_id']}.txt")
                 said = f"loss {log.loss_text}"
                 if log.train_time_ms:
                     said += f"  {log.train_time_ms / 1000:.2f} s"
-            elif compile_only:
-                said = "compiled"
-            else:
-                said = f"not counted; {time_left(manifest, len(plan) - i - 1)}"
             say(f"{which}  {said}", "")
-            if run and (done + 1) % each == 0:
-                draw(manifest)
-        reason = ""
-        if status == "failed":
-            reason = (
-                f"{which.strip()}: failed; its output is above, its log in {home}. Correct the"
-                " cause and race again, for the same run would fail again. Only if the machine was"
-                f" to blame: {how}"
+            after_run(manifest, plan, run, side)
+            continue
+        if status == "failed" and side in [*race["sides"]][:-1] and each > 2:
+            last = logs.last_run(str(folder / f"{[*manifest.attempts][-1]}.txt")).reason
+            leave(
+                manifest,
+                side,
+                f"its run with seed {race['seed'] + run} failed: {last}",
+                failed=True,
             )
-        elif interrupts or status == "interrupted":
+            if len(race["out"]) < each - 1:
+                continue
+        reason = (
+            f"{which.strip()}: failed; its output is above, its log in {home}. Correct the"
+            " cause and race again, for the same run would fail again. Only if the machine was"
+            f" to blame: {how}"
+        )
+        if interrupts or status == "interrupted":
             status = "interrupted"
             kept = f"{len(manifest.done())} of {total} runs are done and kept"
             reason = f"interrupted; {kept}. Continue with: {how}"
-        if reason:
-            say(reason)
-            return stats.not_judged(reason, folder, 130 if status == "interrupted" else 2)
+        say(reason)
+        return stats.not_judged(reason, folder, 130 if status == "interrupted" else 2)
     say("all runs are done\n")
     found = judge(race, folder)
+    manifest.write({"learned": {"answer": summary_of(found)}})
     say(f"picture: {home}/{stats.PICTURE}; to check the rules: ./run.sh verify latest")
     return found
+
+
+def after_run(manifest, plan, run, side):
+    """Look for a short base after the base's first run, or plan its runs; at the end of a round
+    draw it, and let ideas leave."""
+    race = manifest.race
+    if not run:
+        return
+    letter = [*race["sides"]][-1]
+    if side == letter and (run, SHORT) in short_runs(manifest):
+        kept = kept_short_base(race)
+        if kept:
+            manifest.write({"learned": {"short_base": kept}})
+        else:
+            plan.insert(0, (run, SHORT))
+    learn_short_base(manifest)
+    if not any(number == run for number, _ in plan):
+        drop_losers(manifest)
+        draw(manifest)
+
+
+def summary_of(found):
+    """Return what `history` shows of an answer."""
+    names = ("verdict", "status", "best", "reason", "ideas")
+    return {name: found[name] for name in names}
 
 
 def broken_rules(race, folder, ideas):
@@ -760,13 +921,22 @@ def judge(race, folder):
     stats.answer."""
     each = len(race["sides"])
     silent = ["--json"] * (each == race["n"] == 1)  # its line says all
-    found = (
-        ladder.give([folder])
-        if each > 2
-        else stats.give(stats.parse([*stats_arguments(folder, race), *silent]))
-    )
-    if silent or each == 1 and found["sides"] and not found["claim"]:
+    found = stats.give(stats.parse([*stats_arguments(folder, race), *silent]))
+    nothing = each == 1 and found["sides"] and not found["claim"]
+    if silent or nothing or race.get("trial") and found["sides"]:
         found["status"] = 0  # nothing was to be judged
+    names = logs.side_names(race)
+    for side, why in race.get("out", {}).items():
+        if why["failed"]:
+            figures = dict.fromkeys(("to_same_loss", "loss", "time"))
+            found["ideas"].append(
+                {
+                    "name": names[side],
+                    "verdict": stats.NOT_JUDGED,
+                    "reason": why["reason"],
+                    **figures,
+                }
+            )
     broken = broken_rules(race, folder, found["ideas"])
     found["rules"] = broken
     for line in broken:
@@ -779,6 +949,124 @@ def judge(race, folder):
             ' add latest NAME "what was tried"'
         )
     return {**found, "folder": str(folder)}
+
+
+# Races that follow from a race
+
+
+def further_race(manifest, change, **declared):
+    """Return the Manifest of a race that follows from another: the one in logs/ that was declared
+    so, else a new one. change: called with its sides."""
+    race = manifest.race
+    for path in (ROOT / "logs").glob(f"race-*/{MANIFEST}"):
+        with contextlib.suppress(UserError):
+            found = Manifest.read(path)
+            if found.race.get("follows") == race["id"] and declared.items() <= found.race.items():
+                return found
+    race_id = new_id()
+    further = Manifest(ROOT / "logs" / f"race-{race_id}" / MANIFEST)
+    dropped = ("turns", "short_base", "out", "answer", "at", "confirm")
+    kept = {name: value for name, value in race.items() if name not in dropped}
+    sides = {side: dict(version) for side, version in race["sides"].items()}
+    change(sides)
+    further.race = {**kept, "id": race_id, "sides": sides, "follows": race["id"], **declared}
+    further.race |= {"declared": now(), "order": order_of(further.race["n"], sides)}
+    return further
+
+
+def confirm(manifest, found, verbose):
+    """Race the best idea on new seeds, with the steps that bring it to the base's loss. Return the
+    answer with what that shows."""
+    race = manifest.race
+    names = logs.side_names(race)
+    letter = next(side for side, name in names.items() if name == found["best"])
+    idea = next(idea for idea in found["ideas"] if idea["name"] == found["best"])
+    rate, _ = stats.rate_of(race, None)
+    version = race["sides"][letter]
+    steps = same_loss.steps_to_same_loss(version["steps"], idea["loss"]["difference"], rate)
+
+    def change(sides):
+        base = sides.pop([*sides][-1])
+        chosen = sides[letter]
+        sides.clear()
+        for one in (chosen, base):
+            for name in ("config", "steps", "validation", "target", "data", "machine", "program"):
+                one.pop(name, None)
+        sides["a"] = {**chosen, "flags": [*chosen["flags"], f"--num_steps={steps}"]}
+        sides["a"]["name"] = f"{names[letter]} in {steps} steps"
+        sides["b"] = {**base, "name": names[[*names][-1]]}
+
+    seed = race["seed"] + race["n"]
+    further = further_race(manifest, change, confirms=found["best"], seed=seed)
+    say(f"confirms {found['best']}: {steps} steps, on new seeds")
+    second = start_race(further, verbose)
+    result = {
+        "steps": steps,
+        "folder": second["folder"],
+        "shown": False,
+        "reason": second["reason"],
+    }
+    if second["status"] < 2:
+        result["shown"], result["reason"] = confirmed(further)
+    said = "confirmed" if result["shown"] else NOT_CONFIRMED
+    say(f"{found['best']}: {said}: {result['reason']}")
+    found = {**found, "confirmation": result}
+    if not result["shown"]:
+        found |= {"verdict": NOT_CONFIRMED, "best": None, "reason": result["reason"]}
+        found["status"] = second["status"] if second["status"] > 1 else 1
+    manifest.write({"learned": {"answer": summary_of(found)}})
+    return found
+
+
+def confirmed(manifest):
+    """Return (whether a race confirms its idea, why)."""
+    idea, base = stats.in_turn(*stats.choose_sides(stats.parse([str(manifest.path.parent)])))
+    (verdict,) = stats.verdicts([(idea, base)])
+    if not verdict.answer:
+        return False, verdict.why
+    differences = [ours - theirs for ours, theirs in zip(idea.losses, base.losses)]
+    rate, _ = stats.rate_of(manifest.race, None)
+    speed = stats.speed_of(manifest.race, idea)
+    if speed.how == same_loss.FROM_RUNS:
+        ratio = verdict.time
+        error = (math.log(ratio.high) - math.log(ratio.value)) / 2 if ratio.high else math.inf
+        speed = same_loss.Speed(speed.how, math.log(ratio.value), error**2)
+    return same_loss.confirms(verdict.answer, differences, rate, speed)
+
+
+def race_elsewhere(manifest, found, verbose):
+    """Race the same ideas with further flags on all sides, one race for each --at. Return the
+    answer with a line for each."""
+    race = manifest.race
+    shared = len(os.path.commonprefix([side["flags"] for side in race["sides"].values()]))
+    here = {idea["name"]: answer_of(idea) for idea in found["ideas"]}
+    lines = []
+    for words in race["at"]:
+
+        def change(sides):
+            for side, name in logs.side_names(race).items():
+                flags = sides[side]["flags"]
+                sides[side]["flags"] = [*flags[:shared], *split_flags(words), *flags[shared:]]
+                sides[side]["name"] = name
+                for stale in ("config", "steps", "validation", "target", "data", "machine"):
+                    sides[side].pop(stale, None)
+
+        say(f"elsewhere: {words}")
+        there = start_race(further_race(manifest, change, elsewhere=words), verbose)
+        for idea in there["ideas"]:
+            one = here.get(idea["name"])
+            both = one and answer_of(idea)
+            word = same_loss.carries_over(one, both) if both else "unknown"
+            lines.append({**idea, "at": words, "carries_over": word, "folder": there["folder"]})
+        if there["status"] == 130:
+            return there
+    for line in lines:
+        say(f"{line['name']}, {line['at']}: {line['reason']}: {line['carries_over']}")
+    return {**found, "elsewhere": lines}
+
+
+def answer_of(idea):
+    return idea["to_same_loss"] and same_loss.Answer(**idea["to_same_loss"])
 
 
 def say(line, source="race: ", stay=False):
@@ -795,7 +1083,7 @@ def new_race(options):
     """Return the Manifest of a new race, not yet written."""
     seed, flags = check_flags(options.flags)
     sides = describe_sides(options.vs, options.cmd, flags, options.name)
-    fewest = min(len(sides), ladder.FEWEST)
+    fewest = min(len(sides), FEWEST)
     require(
         options.n >= fewest,
         f"-n is {options.n}, and {logs.plural(len(sides), 'side')} are judged from {fewest} runs of"
@@ -807,7 +1095,7 @@ def new_race(options):
         ),
         "--vs sets --seed, and all sides share theirs; give --seed once, outside --vs",
     )
-    race_id = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{uuid.uuid4().hex[:4]}"
+    race_id = new_id()
     manifest = Manifest(ROOT / "logs" / f"race-{race_id}" / MANIFEST)
     manifest.race = {
         "id": race_id,
@@ -821,9 +1109,21 @@ def new_race(options):
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "declared": now(),
         "trial": options.trial,
-        "order": [f"{run}{side}" for run, side in order(options.n, sides)],
+        "order": order_of(options.n, sides),
+        "leaves_below": LEAVES,
+        "confirm": options.confirm,
+        "at": options.at,
+        "head": git("rev-parse", "--short", "HEAD") if (ROOT / ".git").exists() else None,
     }
     return manifest
+
+
+def new_id():
+    return f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{uuid.uuid4().hex[:4]}"
+
+
+def order_of(n, sides):
+    return [f"{run}{side}" for run, side in order(n, sides)]
 
 
 def parse(arguments):
@@ -851,7 +1151,8 @@ def parse(arguments):
         not options.flags,
         f"{' '.join(options.flags)!r} is unexpected; write flags for {SCRIPT} behind --",
     )
-    declared = options.n, options.max_n, until, flags, ideas and not options.cmd
+    further = options.confirm, options.at
+    declared = options.n, options.max_n, until, flags, ideas and not options.cmd, *further
     require(
         not (options.resume and any(declared)),
         "--resume takes all but another project's --vs and --cmd from the manifest; leave the"
@@ -875,6 +1176,11 @@ def parse(arguments):
         f"--max-n is {options.max_n} and --alpha {options.alpha}; give at least 4, and less than"
         " 0.5",
     )
+    require(
+        ideas and not (options.cmd or until or options.trial) or not any(further),
+        "--confirm and --at race an idea again; they need --vs, and neither --cmd, --until-decided"
+        " nor --trial",
+    )
     options.n = options.max_n or options.n
     if options.n is None and not options.resume:
         options.n = DEFAULT_N
@@ -886,83 +1192,100 @@ def parse(arguments):
 
 
 def run(options):
-    """Declare a race, or resume one, and run it. Return the stats.answer."""
+    """Declare a race, or resume one, and run it with those that follow. Return the stats.answer."""
     for number in (signal.SIGTERM, signal.SIGHUP):  # handled like Ctrl-C
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, signal.default_int_handler)
     manifest = None
     try:
-        with contextlib.ExitStack() as held:
+        if options.resume:
+            path = Path(options.resume).resolve()
+            path = path / MANIFEST if path.is_dir() else path
+            require(
+                path.is_file(), f"{path}: there is no such file; name the {MANIFEST} of the race"
+            )
+            manifest = Manifest(path)
+        else:
             # importing torch takes seconds
             say("checks the flags and data of each side …", stay=True)
-            if options.resume:
-                path = Path(options.resume).resolve()
-                path = path / MANIFEST if path.is_dir() else path
-                require(
-                    path.is_file(),
-                    f"{path}: there is no such file; name the {MANIFEST} of the race",
-                )
-                # before reading: a last line may still be written
-                lock = held.enter_context(lock_race(path))
-                manifest = Manifest.read(path)
-                if manifest.cut is not None:
-                    say(f"{path}: the last line is incomplete and was dropped")
-                    os.truncate(path, manifest.cut)
-                named = options.vs, split_flags(options.cmd or "")
-                # the manifest may come from elsewhere
-                for version in manifest.race["sides"].values():
-                    allowed = named == ([version.get("folder")], version["flags"])
-                    require(
-                        "folder" not in version or allowed,
-                        "this race runs another project's command; to allow it:"
-                        f" {resume_command(manifest)}",
-                    )
-                settle(manifest)
-            else:
-                manifest = new_race(options)
-            race = manifest.race
-            where = held.enter_context(folders(race["sides"]))
-            check_sides(race, where)
-            require(
-                not race["until_decided"]
-                or all(side.get("target") != 0 for side in race["sides"].values()),
-                "--until-decided decides by a target loss, and these runs have none; give"
-                " --target_val_loss",
-            )
-            if not options.resume:
-                manifest.path.parent.mkdir(parents=True)
-                held.callback(drop_undeclared, manifest.path)
-                lock = held.enter_context(lock_race(manifest.path))
-            for other in {*(ROOT / "logs").glob(logs.RACE)} - {manifest.path}:
-                lock_race(other).close()
-            if not options.resume:
-                manifest.write({"race": race})
-            *ideas, base = logs.side_names(race).values()
-            whom = base
-            turns = "on"
-            if ideas:
-                whom = f"{', '.join(ideas)} against {base}"
-                turn = "every second round backwards" if ideas[1:] else "idea, base, base, idea"
-                turns = f"of each, in turn: {turn}, …;"
-            runs = "at most " * race["until_decided"] + logs.plural(race["n"], "run")
-            ranks = logs.plural(race["ranks"], "rank")
-            seeds = f"{race['seed'] + 1} to {race['seed'] + race['n']}"
-            home = os.path.relpath(manifest.path.parent, ROOT)
-            say(f"{whom}: {runs} {turns} {ranks}, seeds {seeds}, in {home}")
-            threads = re.match(r"\d{0,9}", str(race.get("threads")))[0]  # OpenMP also takes a list
-            needed = race["ranks"] * int(threads or 1)
-            if sys.platform == "linux" and (idle := idle_cores()) < needed - 0.5:
-                say(
-                    f"{idle:.1f} cores are idle, and a run uses {needed}: other programs slow it;"
-                    " end them for exact times"
-                )
-            return run_all(manifest, where, lock, options.v)
+            manifest = new_race(options)
+        found = start_race(manifest, options.v, options)
+        race = manifest.race
+        if race.get("confirm") and found["status"] == 0 and found["best"]:
+            found = confirm(manifest, found, options.v)
+        if race.get("at") and found["status"] < 2:
+            found = race_elsewhere(manifest, found, options.v)
+        return found
     except KeyboardInterrupt:
         reason = "interrupted before a run"
         if manifest and manifest.path.exists():
             reason += f". Continue with: {resume_command(manifest)}"
         say(reason)
         return stats.not_judged(reason, status=130)
+
+
+def read_again(manifest, options):
+    """Read the file of a race that is resumed, which this process has locked."""
+    path = manifest.path
+    manifest.__dict__.update(Manifest.read(path).__dict__)
+    if manifest.cut is not None:
+        say(f"{path}: the last line is incomplete and was dropped")
+        os.truncate(path, manifest.cut)
+    named = (options.vs, split_flags(options.cmd or "")) if options else None
+    # the manifest may come from elsewhere
+    for version in manifest.race["sides"].values():
+        require(
+            "folder" not in version or named == ([version.get("folder")], version["flags"]),
+            f"this race runs another project's command; to allow it: {resume_command(manifest)}",
+        )
+    settle(manifest)
+
+
+def start_race(manifest, verbose, options=None):
+    """Run a race that is declared, in its file or only in memory. Return the stats.answer."""
+    with contextlib.ExitStack() as held:
+        resumed = manifest.path.exists()
+        if resumed:
+            # before reading: a last line may still be written
+            lock = held.enter_context(lock_race(manifest.path))
+            read_again(manifest, options)
+        race = manifest.race
+        where = held.enter_context(folders(race["sides"]))
+        check_sides(race, where)
+        require(
+            not race["until_decided"]
+            or all(side.get("target") != 0 for side in race["sides"].values()),
+            "--until-decided decides by a target loss, and these runs have none; give"
+            " --target_val_loss",
+        )
+        if not resumed:
+            manifest.path.parent.mkdir(parents=True)
+            held.callback(drop_undeclared, manifest.path)
+            lock = held.enter_context(lock_race(manifest.path))
+        for other in {*(ROOT / "logs").glob(logs.RACE)} - {manifest.path}:
+            lock_race(other).close()
+        if not resumed:
+            manifest.write({"race": race})
+        *ideas, base = logs.side_names(race).values()
+        whom = base
+        turn = "on"
+        if ideas:
+            whom = f"{', '.join(ideas)} against {base}"
+            how = "every second round backwards" if ideas[1:] else "idea, base, base, idea"
+            turn = f"of each, in turn: {how}, …;"
+        runs = "at most " * race["until_decided"] + logs.plural(race["n"], "run")
+        ranks = logs.plural(race["ranks"], "rank")
+        seeds = f"{race['seed'] + 1} to {race['seed'] + race['n']}"
+        home = os.path.relpath(manifest.path.parent, ROOT)
+        say(f"{whom}: {runs} {turn} {ranks}, seeds {seeds}, in {home}")
+        threads = re.match(r"\d{0,9}", str(race.get("threads")))[0]  # OpenMP also takes a list
+        needed = race["ranks"] * int(threads or 1)
+        if sys.platform == "linux" and (idle := idle_cores()) < needed - 0.5:
+            say(
+                f"{idle:.1f} cores are idle, and a run uses {needed}: other programs slow it;"
+                " end them for exact times"
+            )
+        return run_all(manifest, where, lock, verbose)
 
 
 def main(arguments=None):

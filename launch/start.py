@@ -39,7 +39,7 @@ Train one model, or race two versions. The first call fills .venv with packages.
   ./run.sh -n 5 --vs HEAD        five pairs of runs: this checkout against HEAD
   ./run.sh --resume latest       continue the run that stopped last
   ./run.sh stats latest          judge the last race; also: verify, picture,
-                                 board, sample, watch"""
+                                 history, board, sample, watch"""
 REST = """\
 All other flags set values of the run, such as --num_steps 300, --seed 7;
 --help-all lists them, with --preset frontier those of frontier."""
@@ -48,7 +48,7 @@ TOOLS = {
     "watch": "launch/watch.py",
     **{
         name: f"records/{name}.py"
-        for name in ("stats", "verify", "ladder", "picture", "export", "board", "trace")
+        for name in ("stats", "verify", "history", "picture", "export", "board", "trace")
     },
 }
 TRIAL = 0.6  # a run of fewer of the preset's steps cannot reach its target
@@ -194,6 +194,18 @@ def add_race_options(add):
     add(
         "--max-n", type=int, metavar="N", help="with --until-decided: the most runs of each version"
     )
+    add(
+        "--confirm",
+        action="store_true",
+        help="race a better idea again on new seeds; only then is the exit status 0",
+    )
+    add(
+        "--at",
+        action="append",
+        default=[],
+        metavar="FLAGS",
+        help="race also with these flags on all sides, to see whether it holds; repeatable",
+    )
     add("-v", action="store_true", help="print all that each run prints")
     add("--alpha", type=float, metavar="P", help="level of each of the claim's tests (0.01)")
     add("--json", action="store_true", help="print the verdict as JSON, on the last line of stdout")
@@ -202,9 +214,10 @@ def add_race_options(add):
 def join_versions(words):
     """Write each `--vs FLAGS` as one word: argparse would take flags that follow for its own."""
     words = list(words)
-    while "--vs" in words[:-1]:
-        at = words.index("--vs")
-        words[at : at + 2] = [f"--vs={words[at + 1]}"]
+    for name in ("--vs", "--at"):
+        while name in words[:-1]:
+            at = words.index(name)
+            words[at : at + 2] = [f"{name}={words[at + 1]}"]
     return words
 
 
@@ -242,7 +255,9 @@ def parse(words):
     race = words_of(options, "n", "cmd", "max_n", "alpha", "name")
     for version in options.vs:
         race += ["--vs", version]
-    race += ["--until-decided"] * options.until_decided
+    for flags_elsewhere in options.at:
+        race += ["--at", flags_elsewhere]
+    race += ["--until-decided"] * options.until_decided + ["--confirm"] * options.confirm
     if race:
         race += ["--trial"] * options.trial + ["-v"] * options.v
     race += ["--json"] * options.json
@@ -290,7 +305,7 @@ def latest_race():
     if newest.suffix != ".jsonl":
         return None
     manifest = Manifest.read(newest)
-    if len(manifest.done()) == len(manifest.race["order"]):
+    if not manifest.missing():
         return None
     say(f"latest: {newest.parent.relative_to(ROOT)}")
     return str(newest.parent)

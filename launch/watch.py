@@ -60,22 +60,20 @@ def verdict_of(home):
     """Return the verdict of a race in words, or None while it goes on."""
     race = manifest_in(home)
     changed = (home / MANIFEST).stat().st_mtime
-    sides = len(race.race["sides"])
     silent = time.time() - changed >= SILENT_S  # it was stopped, or decided early
     running = any(attempt["status"] == "started" for attempt in race.attempts.values())
-    if len(race.done()) == sides * race.race["n"] or silent and not running:
-        return judge(home, sides, race.race["alpha"], changed)
+    if not race.missing() or silent and not running:
+        return judge(home, race.race["alpha"], changed)
 
 
 @functools.cache
-def judge(home, sides, alpha, changed):
-    import ladder  # it takes a second, and this page should appear at once
-    import stats
+def judge(home, alpha, changed):
+    import stats  # it takes a second, and this page should appear at once
 
     words = [str(home), "--json", f"--alpha={alpha}"]
-    found = ladder.give([home], silent=True) if sides > 2 else stats.give(stats.parse(words))
+    found = stats.give(stats.parse(words))
     if found["ideas"]:
-        return stats.last_line(found)
+        return f"Verdict: {found['verdict']}: {found['reason']}."
     return f"Verdict: {found['verdict']}: {found['reason']}."
 
 

@@ -28,14 +28,13 @@ from datetime import date
 from pathlib import Path
 from urllib.parse import quote
 
-import ladder
 import leaks
 import logs
 import pages
 import stats
 import verify
 from logs import UserError, require
-from manifest import MANIFEST, manifest_in, race_of
+from manifest import MANIFEST, race_of
 
 HERE = Path(__file__).resolve().parent
 PLOT = "plot.png"
@@ -53,11 +52,7 @@ INCIDENTAL = re.compile(
 
 
 def judge_runs(folder: Path) -> dict:
-    """Return the report of stats.py, of a race of several ideas that of ladder.py. UserError if
-    runs do not compare."""
-    manifest = manifest_in(folder)
-    if manifest and len(manifest.race["sides"]) > 2:
-        return ladder.report(ladder.judge([ladder.read(folder)]))
+    """Return the report of stats.py. UserError if runs do not compare."""
     options = stats.parse([str(folder)])
     try:
         return stats.judge(stats.choose_sides(options), options)
@@ -208,6 +203,7 @@ def describe(folder: Path) -> dict:
         "path": f"records/{folder.name}",
         "report": report,
         "several": several,
+        "conclusion": stats.conclusion(report["verdicts"]),
         "sides": sides,
         "differ": differ,
         "diff": diff,

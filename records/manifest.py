@@ -1,5 +1,6 @@
 """race.jsonl, the manifest of a race: its declaration, then a line before and one after each run.
-race.py writes it."""
+race.py writes it. What race.py learns of the sides besides their runs is in further lines, and
+becomes part of the declaration: `turns`, `short_base`, `out`, `answer`."""
 
 import contextlib
 import json
@@ -25,6 +26,7 @@ RACE_KEYS = {
     "until_decided": bool,
 }
 RACE_DEFAULTS = {"alpha": ALPHA, "test": "unpaired", "until_decided": False}
+SHORT = "short"  # side of the runs of the base at fewer steps: see same_loss.py
 RUN_KEYS = {"run_id": str, "run": int, "side": str, "status": str}
 
 
@@ -55,6 +57,9 @@ class Manifest:
     def take(self, event):
         if "race" in event:
             self.race = event["race"]
+        elif "learned" in event:
+            for name, values in event["learned"].items():
+                self.race.setdefault(name, {}).update(values)
         else:
             self.events.append(event)
             self.attempts.setdefault(event["run_id"], {}).update(event)
@@ -81,13 +86,24 @@ class Manifest:
         manifest.cut = len(whole) if whole != text else None
         return manifest
 
-    def done(self):
-        """Return {(run, side): attempt}, without the first run (number 0), which does not count."""
+    def done(self, short=False):
+        """Return {(run, side): attempt} of the sides' runs, or of the short base's. The first run
+        (number 0) does not count."""
         return {
             (a["run"], a["side"]): a
             for a in self.attempts.values()
-            if a["status"] == "done" and a["run"]
+            if a["status"] == "done" and a["run"] and (a["side"] == SHORT) == short
         }
+
+    def missing(self):
+        """Return the (run, side) of the declared order that are not done, of sides that are in."""
+        out = self.race.get("out", {})
+        done = self.done()
+        return [
+            which
+            for which in order(self.race["n"], self.race["sides"])
+            if which not in done and which[1] not in out
+        ]
 
 
 def check_event(event, first):
@@ -97,6 +113,13 @@ def check_event(event, first):
     def are_words(value):
         return isinstance(value, list) and all(isinstance(word, str) for word in value)
 
+    if not first and isinstance(event, dict) and "learned" in event:
+        learned = event["learned"]
+        require(
+            isinstance(learned, dict) and all(isinstance(one, dict) for one in learned.values()),
+            "what it learned is no object of objects",
+        )
+        return event
     inner, keys = (
         (event.get("race"), RACE_KEYS) if first and isinstance(event, dict) else (event, RUN_KEYS)
     )

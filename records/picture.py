@@ -37,7 +37,8 @@ STYLE = {
 # as in templates/theme.css
 COLORS = "#1b6ac9", "#b8531a", "#1d7044", "#7a3fb5", "#a8780a", "#0f7d86"
 VALIDATION = COLORS[1]
-FAR = 6  # times the median reach of the intervals: differences beyond it are an arrow
+FAR = 6  # times the median reach of the intervals: ratios beyond it are an arrow
+MOST_COLUMNS = 4  # sides whose runs are shown one by one
 
 
 def read(path):
@@ -181,66 +182,51 @@ def shorten(name, width=26):
     return textwrap.shorten(logs.printable(name), width, placeholder=" …")
 
 
-def draw_strip(axes, strip):
-    """Plot a strip of stats.strips or stats.differences: in each row a dot for each run, the mean
-    with its interval.
+def draw_answers(axes, found):
+    """Plot the time to the base's loss of each idea, with its interval; the right axis states it.
 
-    Of differences, a mean FAR times as far away as most is an arrow at the edge, and the right axis
-    states the means."""
-    rows = strip["rows"]
-    far = math.inf
-    if not any(row["values"] for row in rows):
-        neutral = strip["level"][0]
-        reaches = [max(abs(end - neutral) for end in row["mean"]) for row in rows]
-        far = FAR * statistics.median(reaches) or math.inf
-        figures = axes.secondary_yaxis("right")
-        form = "{:+.4f}" if neutral == 0 else "{:.3f}"
-        figures.set_yticks(
-            range(len(rows)), [form.format(row["mean"][0]).replace("-", "−") for row in rows]
-        )
-        figures.tick_params(length=0)
-        figures.spines["right"].set_visible(False)
-    for at, row in enumerate(rows):
-        color = row["color"]
-        mean, low, high = row["mean"]
-        color = COLORS[color % len(COLORS)] if isinstance(color, int) else color
-        axes.plot(
-            row["values"], [at] * len(row["values"]), "o", color=color, alpha=0.4, markeredgewidth=0
-        )
-        if far < math.inf and abs(mean - neutral) > far:
-            axes.plot(
-                neutral + math.copysign(far, mean - neutral),
-                at,
-                ">" if mean > neutral else "<",
-                color=color,
-                markersize=9,
-            )
-        else:
-            axes.errorbar(
-                mean,
-                at,
-                xerr=[[mean - low], [high - mean]],
-                fmt="D",
-                color=color,
-                capsize=4,
-                markersize=5,
-            )
-    values = [value for row in rows for value in (*row["values"], *row["mean"])]
-    note, near = pages.far_note(strip["level"], values)
-    if near:
-        axes.axvline(strip["level"][0], color="#333333", lw=1, ls="--")
-    if far < math.inf:
-        low, high = axes.get_xlim()
-        axes.set_xlim(max(low, neutral - 1.1 * far), min(high, neutral + 1.1 * far))
-    axes.set_title(strip["title"])
-    axes.set_xlabel("; ".join(filter(None, (shorten(strip["unit"], 60), note))))
-    axes.set_yticks(
-        range(len(rows)), [shorten(row["name"], 26 if far == math.inf else 48) for row in rows]
-    )
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.xaxis.get_major_locator().set_params(nbins=5)
+    A ratio FAR times as far from 1 as most is an arrow at the edge."""
+    answers = [one.answer for one in found]
+    reaches = [max(abs(end - 1) for end in (each.low, each.high)) for each in answers]
+    far = FAR * statistics.median(reaches)
+    for at, each in enumerate(answers):
+        color = {"better": COLORS[0], "worse": COLORS[1]}.get(each.verdict, "#8a8a8a")
+        if abs(each.ratio - 1) > far:
+            edge = 1 + math.copysign(far, each.ratio - 1)
+            axes.plot(edge, at, ">" if edge > 1 else "<", color=color, markersize=9)
+            continue
+        ends = [[each.ratio - each.low], [each.high - each.ratio]]
+        axes.errorbar(each.ratio, at, xerr=ends, fmt="D", color=color, capsize=4, markersize=5)
+    axes.axvline(1, color="#333333", lw=1, ls="--")
+    axes.set(title="Time to the base's loss", xlabel="part of the base's time, 95 % interval")
+    names = [shorten(one.name) if found[1:] else "" for one in found]
+    axes.set_yticks(range(len(found)), names)
+    axes.set_ylim(len(found) - 0.5, -0.5)
+    figures = axes.secondary_yaxis("right")
+    figures.set_yticks(range(len(found)), [f"{each.ratio:.3f}" for each in answers])
+    figures.tick_params(length=0)
+    figures.spines["right"].set_visible(False)
+    axes.xaxis.get_major_locator().set_params(nbins=4)
     axes.ticklabel_format(axis="x", useOffset=False)
     axes.grid(False, axis="y")
+
+
+def draw_pairs(axes, sides, target):
+    """Plot the final losses: a column for each side, the base first, a line for each seed."""
+    columns = [*sides[-1:], *sides[:-1]]
+    losses = [side.losses for side in columns]
+    if len({*map(len, losses)}) == 1:
+        for pair in zip(*losses):
+            axes.plot(range(len(pair)), pair, "-", color="#b0b0b0", lw=0.8)
+    for at, (side, values) in enumerate(zip(columns, losses)):
+        color = COLORS[sides.index(side) % len(COLORS)]
+        axes.plot([at] * len(values), values, "o", color=color, alpha=0.5, markeredgewidth=0)
+        axes.plot(at, statistics.mean(values), "D", color=color, markersize=7)
+    follow(axes, [value for values in losses for value in values], target)
+    axes.set(title="Final losses; lines: seeds", ylabel="nats per token")
+    axes.set_xticks(range(len(columns)), [shorten(side.label, 18) for side in columns])
+    axes.set_xlim(-0.4, len(columns) - 0.6)
+    axes.grid(False, axis="x")
 
 
 def draw_curves(axes, sides, target):
@@ -271,15 +257,15 @@ def draw_curves(axes, sides, target):
     )
 
 
-def draw_sides(titles, sides, strips, target, path):
-    """Plot the curves of the sides, if any are given, and beside them columns of strips."""
+def draw_sides(titles, sides, found, target, path):
+    """Plot what the Verdicts (found) answer, then the pairs of runs, then the losses over time."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    strips = list(filter(None, strips))
-    columns = bool(sides) + len(strips)
-    rows = len(strips[0][0]["rows"])
-    size = (4.8 * columns, 4.2 + 0.2 * rows) if sides else (6.5 * columns, 2.2 + 0.36 * rows)
+    answered = [one for one in found if one.answer]
+    few = len(sides) <= MOST_COLUMNS
+    columns = bool(answered) + 2 * few or 1
+    size = (4.8 * columns, 4.4) if few else (9.5, 2.2 + 0.36 * len(answered))
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
         lines = [
@@ -288,12 +274,12 @@ def draw_sides(titles, sides, strips, target, path):
             for line in textwrap.wrap(logs.printable(title), int(10 * size[0]))
         ]
         figure.suptitle("\n".join(lines), x=0.01, ha="left", fontweight="bold")
-        grid = figure.add_gridspec(max(map(len, strips)), columns)
-        if sides:
-            draw_curves(figure.add_subplot(grid[:, 0]), sides, target)
-        for column, parts in enumerate(strips, columns - len(strips)):
-            for row, strip in enumerate(parts):
-                draw_strip(figure.add_subplot(grid[row, column]), strip)
+        axes = iter(figure.subplots(1, columns, squeeze=False)[0])
+        if answered:
+            draw_answers(next(axes), answered)
+        if few:
+            draw_pairs(next(axes), sides, target)
+            draw_curves(next(axes), sides, target)
         figure.savefig(path, dpi=150)
 
 
@@ -308,6 +294,8 @@ def draw_race(manifest, path):
         for which, attempt in manifest.done().items()
         if (found := logs.read_file(f"{home}/{attempt['run_id']}.txt")[0])
     }
+    out = manifest.race.get("out", {})
+    names = [name for name in names if name not in out]
     rounds = [
         run
         for run in range(1, manifest.race["n"] + 1)

@@ -1,19 +1,21 @@
-"""Judge a record's claim from its run logs: summary, tests, verdict.
+"""Judge runs from their logs: how soon is the base's loss reached, and does a record's claim hold?
 
+    python records/stats.py race/                         the race's ideas against its base
     python records/stats.py logs/*.txt                    is the mean final loss below the target?
     python records/stats.py new/*.txt --vs old/*.txt      and is the new version faster than the old one?
-    python records/stats.py race/                         the same, from the logs of one race: the idea against the base
-    python records/stats.py logs/*.txt --at-target        where did the loss first reach the target?
+    python records/stats.py new/*.txt --vs old/*.txt --rate 0.28      also seconds to the same loss
     python records/stats.py --plan --sd 0.0013 --margin 0.002     number of runs for such a claim
 
 Exit status and --json: docs/racing.md.
+
+The verdict on an idea is that of same_loss.py, with the race's short base, or with --rate: the nats
+that the base loses per unit of ln(time).
 
 The claim: the mean final loss is below the target (one-sided one-sample t-test, p < alpha) and,
 with a second set, the mean train_time is below that set's. Both must hold, so a wrong claim passes
 with probability alpha at most. The test of times is the one that race.jsonl declared before the
 first run: the paired t-test of log time, or Welch's. Two sets without a declaration are compared by
-Welch's t-test of seconds, as public records do. The p of a claim is one-sided, that of the table
-two-sided, of the same test. Intervals of the claim have confidence 1 - 2 alpha.
+Welch's t-test of seconds, as public records do. Intervals of the claim have confidence 1 - 2 alpha.
 
 The number of runs must be fixed before the first one: stopping as soon as p < alpha passes a wrong
 claim about six times as often. For a race that was declared to run until it is decided, `bounds`
@@ -36,15 +38,17 @@ import sys
 import textwrap
 import warnings
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 import scipy.stats
 
 import logs
 import pages
+import same_loss
 from logs import UserError, brief, config_of, plural, require
-from manifest import ALPHA, MANIFEST, declaration, race_of, side_of
+from manifest import ALPHA, MANIFEST, SHORT, declaration, race_of, side_of
+from same_loss import BETTER, LEVEL, NO_DIFFERENCE, NOT_JUDGED, WORSE
 
 # t of equal values: p is nan then
 warnings.filterwarnings("ignore", category=RuntimeWarning, module="scipy")
@@ -54,40 +58,20 @@ FAILS = "the claim does not hold"
 UNJUDGED = "the claim cannot be judged"
 NO_CLAIM = "no claim was declared"
 OTHER = "this is not the declared claim"
-# Of ideas; of several the first that one of them has is that of all
-BETTER, NOT_JUDGED, TRADE_OFF, NO_DIFFERENCE, WORSE = VERDICTS = (
-    "better",
-    "not judged",
-    "trade-off",
-    "no difference",
-    "worse",
-)
+# of ideas; of several the first that one of them has is that of all
+VERDICTS = BETTER, NOT_JUDGED, NO_DIFFERENCE, WORSE
 DEFAULT_TARGET = 3.28  # FineWeb, the public speedrun's main track
 LATE = 0.1  # part of a run in which a clock may be reset after the warm-up
 MOST_RUNS = 1_000_000  # in a plan
 MOST_SHOWN = 20  # runs of a side that cannot be judged
+MOST_TITLES = 3  # ideas in the title of a plot
 # a race until decided stops if the claim has a smaller chance of being shown at the last look
 FUTILE = 0.05
 # times a plan's runs, and one more, give such a race the plan's power; on average it takes fewer
 LONGER = 1.15
-MOST_MORE = 100  # runs that a comparison advises; more are none
-# of a comparison with the base: two-sided, so its intervals have 95 %
-LEVEL = 0.05
-POWER = 0.8
-# the differences that a comparison should detect: parts of the base's loss and time
-LOSS_PART = 0.001
-TIME_PART = 0.01
 # fewer runs: its p is above alpha in 29 % of good cases with 5
 RESAMPLES = 9999
 BOOTSTRAP_N = 10
-RULE = (
-    "Better: the loss or the time is lower, and the other is not higher. Trade-off: one is lower"
-    " and the other higher; race it again with --num_steps for the base's time. Worse: one is"
-    " higher, the other not lower. Not judged: the time of a lower loss was not measured, or one"
-    f" has no p and the other shows nothing. Lower, higher: shown at p < {LEVEL:g} with Holm's"
-    " correction; beside a lower loss the time is higher if its interval lies above 1."
-)
-EQUAL = 1e-9  # a spread below this is a difference in rounding
 SCRIPT = "train_gpt.py"  # what is raced
 PICTURE = "race.png"  # written by race.py beside the logs
 
@@ -342,42 +326,28 @@ def compare_times(sides, verdict, alpha):
     return part
 
 
-# A side against the base: is its loss lower, and its time less?
+# A side against the base
 
 
 @dataclass
 class Contrast:
-    """The difference of a side's loss to the base's in nats, or the ratio of its time to the
-    base's. same: the value of none.
+    """A fact without a verdict: the difference of a side's loss to the base's in nats, or the ratio
+    of its time to the base's, with the 95 % interval (None without a spread).
 
-    low, high: the 95 % interval; t, df, p: of the two-sided test; holm: p with Holm's correction
-    for all sides; needed: runs a side that show LOSS_PART or TIME_PART with POWER. None where runs
-    have no spread (one run, or equal differences)."""
+    t, df, p: of the two-sided test; a claim reads those of the time."""
 
     value: float
     low: float | None = None
     high: float | None = None
     p: float | None = None
-    holm: float | None = None
-    needed: int | None = None
     t: float | None = None
     df: float | None = None
-    same: float = 0
-
-    @property
-    def shown(self):
-        return self.holm is not None and self.holm < LEVEL
-
-    @property
-    def sign(self):
-        """-1 if the idea is shown to be lower than the base, 1 if higher, else 0."""
-        return 0 if not self.shown else -1 if self.value < self.same else 1
 
 
 @dataclass
 class Verdict:
     """What the runs of a side show against the base. time is None without clocks; the means are of
-    the two sides."""
+    the two sides; answer: the time to the base's loss, None if `why` says that it is not judged."""
 
     name: str
     base: str
@@ -389,63 +359,77 @@ class Verdict:
     mean_seconds: float | None
     base_seconds: float | None
     time: Contrast | None
-    sentence: str = ""
+    answer: same_loss.Answer | None
+    why: str = ""
 
     @property
     def outcome(self):
-        """One of VERDICTS, by RULE."""
-        loss = self.loss.sign
-        time = self.time.sign if self.time else 0
-        if loss < 0 and not self.time:
-            return NOT_JUDGED
-        if loss < 0 and self.time.low and self.time.low > 1:
-            time = 1
-        if loss * time < 0:
-            return TRADE_OFF
-        if loss or time:
-            return BETTER if min(loss, time) < 0 else WORSE
-        unknown = [
-            part is None or part.p is None and part.value != part.same
-            for part in (self.loss, self.time)
-        ]
-        return NOT_JUDGED if self.n < 2 or any(unknown) else NO_DIFFERENCE
+        """One of VERDICTS."""
+        return self.answer.verdict if self.answer else NOT_JUDGED
+
+    @property
+    def sentence(self):
+        """The answer in words."""
+        found = self.answer
+        if not found:
+            return f"{NOT_JUDGED}: {self.why}"
+        said = (
+            f"reaches the base's loss in {number(found.ratio)} of its time ({number(found.low)} to"
+            f" {number(found.high)}), p = {found.holm:.2g}: {self.outcome}"
+        )
+        if self.outcome == NO_DIFFERENCE:
+            said += (
+                f" shown; {plural(self.n, 'run')} a side show a gain of {100 * found.shows:.2g} %"
+            )
+        return said
+
+    @property
+    def note(self):
+        """How the answer is known."""
+        found = self.answer
+        if not found:
+            return ""
+        said = {
+            same_loss.SAME_WORK: "same work a step, so times are in the ratio of the steps",
+            same_loss.BY_TURNS: "times by turns, step by step",
+            same_loss.FROM_RUNS: "times from the runs",
+        }[found.how]
+        said += f"; the base's rate: {found.rate:.3g} nats per unit of ln(time)"
+        if (found.reach or 0) > same_loss.FAR:
+            said += (
+                f"; the loss differs by {found.reach:.1f} times what the short base loses, so the"
+                " ratio is a guide: --confirm races it"
+            )
+        return said
 
 
-def contrast(ours, base, paired, margin, ideas):
-    """Compare the means of two arrays by a paired t-test or Welch's.
+def number(ratio):
+    return f"{ratio:.3f}" if ratio < 10 else f"{ratio:.0f}"
 
-    `needed` is for a true difference of margin, with Bonferroni's correction for the number of
-    ideas (Holm's first)."""
+
+def contrast(ours, base, paired):
+    """Compare the means of two arrays by a paired t-test or Welch's."""
     ours = np.asarray(ours, dtype=float)
     base = np.asarray(base, dtype=float)
     found = Contrast(float(np.mean(ours) - np.mean(base)))
     samples = [ours - base] if paired else [ours, base]
-    n = min(len(ours), len(base))
-    if n < 2 or max(map(np.ptp, samples)) <= EQUAL:
+    if min(len(ours), len(base)) < 2 or max(map(np.ptp, samples)) <= same_loss.EQUAL:
         return found
     test = scipy.stats.ttest_rel(ours, base) if paired else welch_t(ours, base)
     found.low, found.high = _interval(test, LEVEL / 2)
     found.t = float(test.statistic)
     found.df = float(test.df)
     found.p = float(test.pvalue)
-    spreads = [float(np.std(sample, ddof=1)) or EQUAL for sample in samples]
-    with contextlib.suppress(UserError):  # more than MOST_RUNS
-        found.needed = runs_needed(
-            spreads[0], margin, LEVEL / 2 / ideas, POWER, len(samples), spreads[-1]
-        )
     return found
 
 
-def contrast_times(ours, base, paired, declared, ideas):
+def contrast_times(ours, base, paired, declared):
     """Compare the logarithms of two arrays of seconds, but test the seconds where no test was
     declared."""
-    found = contrast(
-        np.log(ours), np.log(base), paired and declared == "paired", math.log1p(TIME_PART), ideas
-    )
+    found = contrast(np.log(ours), np.log(base), paired and declared == "paired")
     found.value, found.low, found.high = (
         end if end is None else math.exp(end) for end in (found.value, found.low, found.high)
     )
-    found.same = 1
     if not declared and found.p is not None:
         raw = welch_t(ours, base)
         found.t = float(raw.statistic)
@@ -461,21 +445,77 @@ def holm(values):
     return np.minimum(1, stepped)[np.argsort(order)].tolist()
 
 
-def verdicts(pairs):
-    """Return the Verdict of each (Side, base Side), with Holm's correction for all of them."""
+def rate_of(race, by_hand):
+    """Return (the Rate of a race's base, why there is none)."""
+    if by_hand:
+        return same_loss.rate_by_hand(by_hand), ""
+    if race.get("trial"):
+        return None, "a trial shows that everything works, and supports no claim"
+    short = race.get("short_base")
+    if not short:
+        return None, "no short base, so only loss and time as facts; --rate NATS gives its rate"
+    pairs = {int(seed): losses for seed, losses in short["losses"].items()}
+    rate = same_loss.exchange_rate(pairs, math.log(short["base_steps"] / short["steps"]))
+    return rate, (
+        f"{short['steps']} steps in place of {short['base_steps']} do not raise the base's loss for"
+        " certain, so its rate is unknown; race longer runs"
+    )
+
+
+def speed_of(race, side):
+    """Return the Speed of a side of a race, from its turns, else for the times of its runs."""
+    turns = race.get("turns", {}).get(side.name.removeprefix("side "))
+    if not turns:
+        return same_loss.Speed(same_loss.FROM_RUNS)
+    steps = math.log(turns["steps"][0] / turns["steps"][1])
+    if turns["same_work"]:
+        return same_loss.Speed(same_loss.SAME_WORK, steps)
+    return same_loss.Speed(
+        same_loss.BY_TURNS, turns["log_ratio"] + steps, turns["variance"], turns["df"]
+    )
+
+
+def judge_idea(side, base, timed, by_hand, ideas):
+    """Return (the Answer of a side against the base, why there is none)."""
+    rate, why = rate_of(side.declared, by_hand)
+    if not rate:
+        return None, why
+    speed = speed_of(side.declared, side)
+    if speed.how == same_loss.FROM_RUNS and not timed:
+        return None, "the logs state no time of whole runs"
+    matched = pair_up(side, base)
+    # a run's number is its seed in a race
+    first = side.declared.get("seed", 0)
+    samples = []
+    for one in (side, base):
+        seconds = np.log(one.seconds) if timed else [0.0] * len(one.runs)
+        names = [first + int(race_of(run).run) for run in one.runs] if matched else None
+        samples.append(
+            dict(zip(names or range(id(one), id(one) + 10**6), zip(one.losses, seconds)))
+        )
+    found = same_loss.time_to_same_loss(*samples, rate, speed, ideas)
+    if found:
+        return found, ""
+    one = "one run a side shows no spread; race with -n 5"
+    return None, one if len(side.runs) < 2 else "all runs differ by the same amount"
+
+
+def verdicts(pairs, by_hand=None):
+    """Return the Verdict of each (Side, base Side), with Holm's correction for all of them.
+
+    by_hand: the base's rate in nats per unit of ln(time), of runs without a short base."""
     found = []
     for side, base in pairs:
+        if side.declared.get("out"):  # an idea that left has its first runs only
+            numbers = {race_of(run).run for run in side.runs}
+            base = replace(base, runs=[run for run in base.runs if race_of(run).run in numbers])
         matched = pair_up(side, base)
         side, base = in_turn(side, base)
         timed = not any(one.untimed or one.clock_reset for one in (side, base))
         seconds = [one.seconds if timed else [] for one in (side, base)]
-        time = (
-            contrast_times(*seconds, bool(matched), side.declared.get("test"), len(pairs))
-            if timed
-            else None
-        )
         losses = [one.losses for one in (side, base)]
         means = [float(np.mean(values)) if values else None for values in (*losses, *seconds)]
+        test = side.declared.get("test")
         found.append(
             Verdict(
                 side.label,
@@ -483,95 +523,61 @@ def verdicts(pairs):
                 min(map(len, losses)),
                 bool(matched),
                 *means[:2],
-                contrast(*losses, bool(matched), LOSS_PART * abs(means[1]), len(pairs)),
+                contrast(*losses, bool(matched)),
                 *means[2:],
-                time,
+                contrast_times(*seconds, bool(matched), test) if timed else None,
+                *judge_idea(side, base, timed, by_hand, len(pairs)),
             )
         )
-    for contrasts in ([one.loss for one in found], [one.time for one in found if one.time]):
-        tested = [one for one in contrasts if one.p is not None]
-        for one, corrected in zip(tested, holm([one.p for one in tested])):
-            one.holm = corrected
-    for one in found:
-        loss = one.loss
-        time = one.time
-        one.sentence = f"{describe('loss', loss, one.n, f'{abs(loss.value):.4f}', LOSS_PART)}; " + (
-            describe("time", time, one.n, f"{100 * abs(time.value - 1):.2g} %", TIME_PART)
-            if time
-            else "time: not measured"
-        )
+    answers = [one.answer for one in found if one.answer]
+    for answer, corrected in zip(answers, holm([answer.p for answer in answers])):
+        answer.holm = corrected
     return found
 
 
-def describe(what, found, n, by, part):
-    """Return a Contrast of n runs a side in words. by: the size of the difference."""
-    if found.p is None:
-        why = (
-            "one run a side shows no spread; race with -n 5"
-            if n < 2
-            else "all runs differ by the same amount"
-        )
-        return f"{what}: the same" if found.value == found.same else f"{what}: unknown, {why}"
-    if found.shown:
-        return f"{what}: {'lower' if found.sign < 0 else 'higher'} by {by} (p = {found.holm:.2g})"
-    needs = (
-        "too noisy to detect"
-        if (found.needed or math.inf) >= MOST_MORE + n
-        else (
-            f"{plural(n, 'run')} a side suffice to detect"
-            if found.needed <= n
-            else f"-n {found.needed} is needed to detect"
-        )
-    )
-    return f"{what}: no difference shown (p = {found.holm:.2g}; {needs} {100 * part:g} %)"
-
-
 def show_verdicts(found):
-    """Return the table of Verdicts as text, and a sentence for each."""
-    return "\n".join(
-        [
-            table_of_verdicts(found),
-            "",
-            *(pages.wrap(f"{one.name}: {one.sentence}.") for one in found),
-        ]
-    )
+    """Return the answers in words, then the table of facts."""
+    said = [pages.wrap(f"{one.name} {one.sentence}.") for one in ranked(found)]
+    notes = {}
+    for one in found:
+        if one.note:
+            notes.setdefault(one.note, []).append(one.name)
+    for note, names in notes.items():
+        whose = f"{logs.some(names, 3)}: " if len(notes) > 1 else ""
+        said.append(pages.wrap(f"{whose}{note}."))
+    return "\n".join([*said, "", table_of_verdicts(found)])
+
+
+def ranked(found):
+    """Return Verdicts, those that are sooner at the base's loss first."""
+    return sorted(found, key=lambda one: (one.answer is None, one.answer and one.answer.ratio))
+
+
+def conclusion(found):
+    """Return how many Verdicts have each outcome, in words."""
+    counts = Counter(one.outcome for one in found)
+    said = (f"{counts[each]} {each}" for each in VERDICTS if counts[each])
+    return f"{plural(len(found), 'idea')}: {', '.join(said)}"
 
 
 def table_of_verdicts(found):
-    """Return the table of Verdicts as text: each base and its sides; of several sides also what is
-    shown of each."""
-    several = len(found) > 1
+    """Return the table of facts as text: each base and its sides."""
 
-    def row(name, loss, seconds, verdict=None):
-        of_loss, of_time = (verdict.loss, verdict.time) if verdict else (None, None)
+    def row(name, loss, seconds, of_loss=None, of_time=None):
         return [
             textwrap.shorten(name, 28, placeholder=" …"),
             f"{loss:.4f}",
             show_contrast(of_loss, "+.4f"),
-            pages.number(of_loss and of_loss.holm, 2) if of_loss else "",
             "-" if seconds is None else f"{seconds:.3f}",
-            show_contrast(of_time, ".4f"),
-            pages.number(of_time and of_time.holm, 2) if of_time else "",
-            verdict.outcome if verdict else "",
+            show_contrast(of_time, ".3f"),
         ]
 
-    p = "p, Holm" if several else "p"
-    rows = [
-        [
-            "",
-            "mean loss",
-            "difference (95 % CI)",
-            p,
-            "mean s",
-            "geometric ratio (95 % CI)",
-            p,
-            "verdict",
-        ]
-    ]
+    rows = [["", "mean loss", "difference (95 % CI)", "mean s", "ratio of times (95 % CI)"]]
     for one in found:
         base = row(one.base, one.base_loss, one.base_seconds)
-        rows += [base] * (base not in rows) + [row(one.name, one.mean_loss, one.mean_seconds, one)]
-    return "\n".join(logs.columns(rows if several else [row[:-1] for row in rows]))
+        rows += [base] * (base not in rows)
+        rows.append(row(one.name, one.mean_loss, one.mean_seconds, one.loss, one.time))
+    return "\n".join(logs.columns(rows))
 
 
 def show_contrast(found, form):
@@ -584,69 +590,57 @@ def show_contrast(found, form):
 # For people and programs: one verdict
 
 
-def answer(ideas, bases, found, claim=None, reason=None, looked=False):
+def answer(sides, found, claim=None, reason=None, looked=False):
     """Return what is shown, as --json prints it (docs/racing.md lists the fields).
 
-    ideas, bases: Sides; found: the Verdict of each idea; claim and reason: as judge() reports them;
-    looked: whether looks decided the race, so that only the claim has a valid p. Without an idea
-    the claim alone is judged."""
-    verdict = next(
-        (each for each in VERDICTS if each in [one.outcome for one in found]), NOT_JUDGED
-    )
-    better = [one for one in found if one.outcome == BETTER]
-    best = min(
-        better,
-        key=lambda one: (one.loss.sign, one.loss.value if one.loss.sign else one.time.value),
-        default=None,
-    )
-    higher = any(one.loss.sign > 0 for one in found)  # then no claim makes the idea better
-    looked = looked and not higher
+    sides: the ideas', then the base's; found: the Verdict of each idea; claim and reason: as
+    judge() reports them; looked: whether looks decided the race by its claim. A claim alone gives
+    status 0 only where no idea was judged otherwise."""
+    *ideas, base = sides
+    judged = [one.outcome for one in found]
+    verdict = next((each for each in VERDICTS if each in judged), NOT_JUDGED)
     of_claim = claim in (HOLDS, FAILS) and (
-        looked or not found or claim == HOLDS and not best and not higher
+        verdict == NOT_JUDGED or looked and verdict != WORSE or not found
     )
-    if of_claim or claim == OTHER or looked or not found:
-        verdict = claim.removeprefix("the ") if of_claim else NOT_JUDGED
-        best = found[0] if found and of_claim and claim == HOLDS else None
-    else:
-        having = [
-            one for one in sorted(found, key=lambda one: one is not best) if one.outcome == verdict
-        ]
-        reason = logs.some((f"{one.name}: {one.sentence}" for one in having), 3, "; ")
+    best = next((one.name for one in ranked(found) if one.outcome == BETTER), None)
+    if of_claim:
+        verdict = claim.removeprefix("the ")
+        best = found[0].name if found and claim == HOLDS else None
+    elif claim == OTHER:
+        verdict = NOT_JUDGED
+        best = None
+    elif found:
+        having = [one for one in ranked(found) if one.outcome == verdict]
+        reason = logs.some((f"{one.name} {one.sentence}" for one in having), 3, "; ")
 
     def part(contrast, name):
-        return contrast and {
-            name: contrast.value,
-            "low": contrast.low,
-            "high": contrast.high,
-            "p": contrast.holm,
-        }
+        return contrast and {name: contrast.value, "low": contrast.low, "high": contrast.high}
 
     def mean(values):
         return {key: summary(values)[key] for key in ("mean", "sd")}
 
-    folders = {
-        os.path.dirname(os.path.abspath(run.path)) for side in (*ideas, *bases) for run in side.runs
-    }
-    status = 0 if best or of_claim and claim == HOLDS else 2 if verdict == NOT_JUDGED else 1
+    folders = {os.path.dirname(os.path.abspath(run.path)) for side in sides for run in side.runs}
+    status = 2 if verdict == NOT_JUDGED else 0 if best or of_claim and claim == HOLDS else 1
     return {
         **not_judged(reason, folders.pop() if len(folders) == 1 else None, status),
         "verdict": verdict,
-        "best": best and best.name,
+        "best": best,
         "sides": [
             {
                 "name": side.label,
-                "role": role,
+                "role": "base" if side is base and ideas else "idea" if ideas else "base",
                 "n": len(side.runs),
                 "loss": mean(side.losses),
                 "seconds": None if side.untimed else mean(side.seconds),
             }
-            for role, sides in (("idea", ideas), ("base", bases))
             for side in sides
         ],
         "ideas": [
             {
                 "name": one.name,
-                "verdict": verdict if looked else one.outcome,
+                "verdict": verdict if looked and of_claim else one.outcome,
+                "reason": one.sentence,
+                "to_same_loss": one.answer and asdict(one.answer),
                 "loss": part(one.loss, "difference"),
                 "time": part(one.time, "ratio"),
             }
@@ -775,11 +769,10 @@ def gather(name, found, options, source=None, race_side=None):
         (item.path, f"{item.reason}: {logs.printable(item.original_path)}")
         for item in found.duplicates
     ]
-    for run in [
-        run
-        for run in found.runs
-        if race_side is None or (race_of(run) and race_of(run).side == race_side)
-    ]:
+    for run in found.runs:
+        letter = race_of(run).side if race_of(run) else None
+        if letter == SHORT or race_side not in (None, letter):
+            continue
         if source and not (run.source_sha256 or "").startswith(source.lower()):
             side.left_out.append((run.path, f"of another source than {source}"))
         elif run.disqualified:
@@ -901,7 +894,7 @@ def check_complete(side):
             declared == [str(len(runs))]
             or len(declared) == 1
             and are_first
-            and side.declared.get("until_decided")
+            and (side.declared.get("until_decided") or which[1] in side.declared.get("out", {}))
         )
         failed = [item for item in side.rejected if side_of(item) == which]
         why = "".join(
@@ -990,125 +983,36 @@ def pair_up(*sides):
     ]
 
 
-def at_target(found, options):
-    """Return the result of logs.read as of each run's first validation at or below the target;
-    other runs are rejected.
-
-    Runs that stop there, before their stated number of steps, count too."""
-    reached = []
-    rejected = []
-    for run in found.runs + found.rejected:
-        goal = choose_target([run], options.target) or -math.inf
-        first = next(
-            (line for line in run.validations if line.step > 0 and line.loss <= goal), None
-        )
-        if not first or run.kind not in ("", logs.INCOMPLETE):
-            rejected.append(
-                run
-                if run.reason
-                else replace(run, reason=f"never at or below {goal:g}", kind=logs.INCOMPLETE)
-            )
-        else:
-            looks = sum(
-                line.step > 0 for line in run.validations[: run.validations.index(first) + 1]
-            )
-            reached.append(
-                replace(
-                    run,
-                    reason="",
-                    kind="",
-                    last_step=first.step,
-                    final_loss=first.loss,
-                    end=None,
-                    steps=[],
-                    loss_decimals=run.loss_decimals or 4,
-                    train_time_ms=first.time_ms,
-                    notes=(looks,),
-                )
-            )
-    return logs.Logs(reached, rejected, found.duplicates)
-
-
-def show_at_target(sides, options):
-    """Return the text of --at-target: steps and times of the first validation at or below the
-    target."""
-    lines = []
-    for side in sides:
-        side.declared = declaration(side.runs)
-        check_one_experiment(side)
-        steps = summary([run.last_step for run in side.runs])
-        spread = "" if steps["sd"] is None else f" ± {steps['sd']:.1f}"
-        lines += [
-            f"{side.label}: first at or below {choose_target(side.runs, options.target):g} at step"
-            f" {steps['mean']:.1f}{spread} (mean ± sd, n = {steps['n']}), range {steps['min']:.0f}"
-            f" … {steps['max']:.0f}"
-        ]
-        timed = (
-            not side.untimed
-            and not side.clock_reset
-            and len({run.card for run in side.runs} - {None}) < 2
-        )
-        lines += (
-            [f"  after {show_mean(summary(side.seconds))}"]
-            if timed
-            else ["  times: not of one machine, or not stated"]
-        )
-        lines += [
-            f"  {logs.printable(run.path)}: step {run.last_step}, loss"
-            f" {run.final_loss:.{run.loss_decimals}f}, at look {run.notes[0]}"
-            for run in side.runs
-        ]
-        lines += [
-            f"  not counted: {logs.printable(path)}: {reason}" for path, reason in side.left_out
-        ]
-        lines += [f"Warning: {warning}" for warning in side.warnings]
-    if len(sides) == 2:
-        check_comparable(*sides)
-        steps = [[run.last_step for run in side.runs] for side in sides]
-        found = contrast(*steps, False, 1, 1)
-        lines += [
-            f"Difference: {show_contrast(found, '+.1f')} steps, two-sided p ="
-            f" {pages.number(found.p)} (Welch)"
-        ]
-    return "\n".join(
-        [
-            *lines,
-            "Warning: a loss that is looked at often is at or below the target by chance"
-            " earlier than its mean is. This is no claim: fix the step, run to it on new seeds,"
-            " and test the mean loss there (stats.py without --at-target).",
-        ]
-    )
-
-
 def choose_sides(options):
-    """Return the one or two Sides that options name."""
-
-    def read(paths):
-        return at_target(logs.read(paths), options) if options.at_target else logs.read(paths)
-
-    found = read(options.paths)
-    raced = sorted({race_of(run).side for run in found.runs if race_of(run)} - {""})
-    chosen = options.side or (raced[0] if len(raced) == 2 and not options.vs else None)
-    if chosen:
+    """Return the Sides that options name: of a race all ideas and the base, else one or two sets."""
+    found = logs.read(options.paths)
+    raced = {race_of(run).side for run in found.runs if race_of(run)} - {"", SHORT}
+    out = declaration(found.runs).get("out", {}) if raced and not options.vs else {}
+    raced = sorted(raced - {side for side, why in out.items() if why["failed"]})
+    if raced and not options.vs:
         require(
-            chosen in raced and len(raced) > 1 and (len(raced) == 2 or chosen != raced[-1]),
-            f"--side {chosen} needs the logs of a race with that side and a base; these have"
-            f" {', '.join(raced) or 'no sides'}; pass all logs of one race",
+            len(raced) > 1,
+            f"these are logs of side {raced[0]} of a race, without another; pass all logs of it",
         )
-        # of several sides the last one is the base
-        other = next(side for side in reversed(raced) if side != chosen)
+        ideas = [options.side] if options.side else raced[:-1]
+        require(
+            raced[-1] not in ideas and {*ideas} <= {*raced},
+            f"--side {options.side} needs the logs of a race with that side and a base; these have"
+            f" {', '.join(raced)}",
+        )
+        sources = [*[options.source] * len(ideas), options.vs_source]
         return [
             gather(f"side {side}", found, options, source, side)
-            for side, source in ((chosen, options.source), (other, options.vs_source))
+            for side, source in zip([*ideas, raced[-1]], sources)
         ]
     require(
         len(raced) < 2,
         f"these are logs of the sides {', '.join(raced)} of a race; choose one with --side, without"
-        " --vs; ladder.py judges them together",
+        " --vs",
     )
     sets = [
         (found, options.source),
-        *([(read(options.vs), options.vs_source)] if options.vs else []),
+        *([(logs.read(options.vs), options.vs_source)] if options.vs else []),
     ]
     return [
         gather(name, of_set, options, source)
@@ -1142,8 +1046,9 @@ def judge(sides, options):
                 " the run wrote",
             )
         add_warnings(side)
-    if len(sides) == 2:
-        check_comparable(*sides)
+    *ideas, base = sides
+    for idea in ideas:
+        check_comparable(idea, base)
     a = sides[0]
     alpha = options.alpha or declared.get("alpha", ALPHA)
     declares = declared.get("alpha", alpha)
@@ -1157,7 +1062,7 @@ def judge(sides, options):
     report = {
         "alpha": alpha,
         "others": others,
-        "verdicts": verdicts([sides]) if len(sides) == 2 else [],
+        "verdicts": verdicts([(idea, base) for idea in ideas], options.rate),
         "stop": None,
         "loss": {**dict.fromkeys(("target", "interval", "p", "significant")), **summary(a.losses)},
         "comparison": None,
@@ -1167,8 +1072,16 @@ def judge(sides, options):
             else summary(a.seconds)
         ),
     }
+    if len(sides) > 2:  # several ideas: the facts are those of the base
+        report |= {
+            "verdict": NO_CLAIM,
+            "reason": "several ideas",
+            "loss": report["loss"] | summary(base.losses),
+        }
+        report["time"] = None if base.untimed else summary(base.seconds)
     try:
-        report |= judge_claim(sides, *report["verdicts"] or [None], alpha, options.target)
+        if len(sides) < 3:
+            report |= judge_claim(sides, *report["verdicts"] or [None], alpha, options.target)
     except Undecided:
         raise
     except UserError as reason:
@@ -1353,131 +1266,22 @@ def list_runs(sides):
     }
 
 
-def strips(sides, target):
-    """Return what plots show of single runs: a strip of final losses, and one of times.
-
-    A strip is a dict of title, unit, level (value, name) or None, and rows: dicts of name, color
-    (the place of its side), the value of each run, and mean (mean, low, high: its 95 % interval).
-    """
-
-    def row(at, side, values):
-        mean = float(np.mean(values))
-        ends = (
-            _interval(scipy.stats.ttest_1samp(values, 0), LEVEL / 2)
-            if np.ptp(values) > 0
-            else (mean, mean)
-        )
-        return {
-            "name": side.label,
-            "color": at,
-            "values": list(map(float, values)),
-            "mean": (mean, *ends),
-        }
-
-    found = [
-        {
-            "title": "Final loss",
-            "unit": "nats per token",
-            "level": target and (target, f"target {target:g}"),
-            "rows": [row(at, side, side.losses) for at, side in enumerate(sides)],
-        }
-    ]
-    if not any(side.untimed for side in sides):
-        found.append(
-            {
-                "title": "Time",
-                "unit": "seconds of training",
-                "level": None,
-                "rows": [row(at, side, side.seconds) for at, side in enumerate(sides)],
-            }
-        )
-    return found
-
-
-def differences(found):
-    """Return the chart of Verdicts: a strip of losses, and one of times if all have one.
-
-    Of several ideas only the first strip names the rows, and the color says what is shown of the
-    strip's own numbers."""
-    colors = {-1: 0, 0: "#8a8a8a", 1: 1}
-
-    def strip(part, title, neutral):
-        named = len(found) == 1 or part == "loss"
-        parts = [getattr(one, part) for one in found]
-        means = [
-            (each.value, *(each.value if end is None else end for end in (each.low, each.high)))
-            for each in parts
-        ]
-        rows = [
-            {
-                "name": one.name if named else "",
-                "values": [],
-                "mean": mean,
-                "color": colors[each.sign] if found[1:] else 0,
-            }
-            for one, each, mean in zip(found, parts, means)
-        ]
-        return {
-            "title": title,
-            "unit": f"compared with {found[0].base}, mean and its 95 % interval",
-            "level": (neutral, ""),
-            "rows": rows,
-        }
-
-    return [
-        strip(*about)
-        for about in (("loss", "Difference of loss, nats", 0), ("time", "Ratio of times", 1))
-        if found and all(getattr(one, about[0]) for one in found)
-    ]
-
-
-def conclusion(found):
-    """Return in a sentence which ideas' Verdicts show a lower loss, and how many a higher one."""
-    shown = [one for one in found if one.loss.shown]
-    lower = [
-        textwrap.shorten(one.name, 48, placeholder=" …") for one in shown if one.loss.value < 0
-    ]
-    higher = len(shown) - len(lower)
-    said = (
-        f"{len(lower)} of {plural(len(found), 'idea')} {'lowers' if len(lower) == 1 else 'lower'}"
-        " the loss"
-    )
-    if 0 < len(lower) < 4:
-        said += f": {', '.join(lower)}"
-    return said + (f"; {higher} {'raises' if higher == 1 else 'raise'} it" if higher else "")
-
-
 def plot(sides, found, path):
-    """Plot the sides' runs and what the Verdicts (found) show; of several ideas only their
-    differences to the base."""
+    """Plot what the Verdicts (found) answer, the pairs of runs, and the sides' losses over time."""
     import picture
 
-    if len(found) > 1:
-        found = sorted(found, key=lambda one: one.loss.value)
-        runs = " or ".join(map(str, sorted({one.n for one in found})))
-        titles = [
-            f"{conclusion(found)} ({runs} seeds)",
-            "Blue: lower; orange: higher; grey: no difference shown "
-            f"(p ≥ {LEVEL:g} after Holm's correction)",
-        ]
-        target = None
-        shown = []
-        columns = [[strip] for strip in differences(found)]
-    else:
-        target = None
-        with contextlib.suppress(UserError):  # several targets
-            target = choose_target(sides[0].runs, None)
-        titles = [f"{one.name} against {one.base}: {one.sentence}" for one in found] or [
-            f"{side.label}: "
-            * (len(sides) > 1)
-            + f"{show_mean(summary(side.losses), 'nats per token')}{'' if side.untimed else ', ' + show_mean(summary(side.seconds))}"
-            f" (mean ± sd, n = {len(side.runs)})"
-            for side in sides
-        ]
-        shown = sides
-        columns = [strips(sides, target), differences(found)]
+    target = None
+    with contextlib.suppress(UserError):  # several targets
+        target = choose_target(sides[0].runs, None)
+    titles = [f"{one.name} {one.sentence}" for one in ranked(found)[:MOST_TITLES]]
+    if len(found) > MOST_TITLES:
+        titles.append(f"and {plural(len(found) - MOST_TITLES, 'idea')} below")
+    for side in sides if not found else ():
+        times = "" if side.untimed else f", {show_mean(summary(side.seconds))}"
+        loss = show_mean(summary(side.losses), "nats per token")
+        titles.append(f"{side.label}: {loss}{times} (mean ± sd, n = {len(side.runs)})")
     try:
-        picture.draw_sides(titles, shown, columns, target, path)
+        picture.draw_sides(titles, sides, ranked(found), target, path)
     except (OSError, ValueError) as error:
         raise UserError(
             f"cannot write the plot {logs.printable(path)} ({error}); give a .png in a folder that "
@@ -1546,9 +1350,10 @@ def parse(arguments):
         help=f"level of every test (default: what the race declared, else {ALPHA})",
     )
     add(
-        "--at-target",
-        action="store_true",
-        help="print where each run's loss first reached the target, and judge nothing",
+        "--rate",
+        type=float,
+        metavar="NATS",
+        help="nats that the base loses per unit of ln(time), for runs without a short base",
     )
     add(
         "--source",
@@ -1574,6 +1379,7 @@ def parse(arguments):
         ("alpha", lambda x: 0 < x < 0.5, "number between 0 and 0.5"),
         ("power", lambda x: 0 < x < 1, "number between 0 and 1"),
         ("target", math.isfinite, "finite number"),
+        ("rate", lambda x: 0 < x < math.inf, "number above 0"),
     ):
         if (given := getattr(options, name)) is not None and not holds(given):
             parser.error(f"--{name} is {given}; give a {wanted}")
@@ -1608,9 +1414,6 @@ def main(arguments=None):
                 else pages.show("plan.txt.jinja", **found, most=most, fewest=fewest)
             )
             return 0
-        if options.at_target:
-            print(show_at_target(choose_sides(options), options))
-            return 0
         found = give(options)
     except UserError as reason:
         print(brief(f"The claim cannot be judged: {reason}."), file=sys.stderr)
@@ -1642,14 +1445,8 @@ def give(options):
     if report["others"] and claim == HOLDS:
         report["verdict"] = claim = OTHER
         reason = f"{OTHER}: {'; '.join(report['others'])}"
-    found = answer(
-        sides[:-1],
-        sides[-1:],
-        report["verdicts"],
-        claim,
-        reason,
-        sides[0].declared.get("until_decided"),
-    )
+    looked = sides[0].declared.get("until_decided")
+    found = answer(sides, report["verdicts"], claim, reason, looked)
     if not options.json:
         unjudged = claim == UNJUDGED and found["status"] == 2
         print(

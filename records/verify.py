@@ -61,7 +61,7 @@ from leaks import (
     shards_of,
 )
 from logs import plural
-from manifest import MANIFEST, declaration, manifest_in, order, race_of
+from manifest import MANIFEST, SHORT, declaration, manifest_in, order, race_of
 
 INCOMPLETE = "incomplete"  # all rules together: nothing fails, and some rule could not be checked
 VERDICTS = PASS, UNKNOWN, FAIL  # in the order of the page
@@ -765,7 +765,8 @@ def check_attempts(manifest, here, remarks, unknown):
                     " resumed, or a hidden run"
                 )
             continue
-        tried += [which] * (which not in tried[-1:])
+        if attempt["side"] != SHORT:
+            tried += [which] * (which not in tried[-1:])
         if status == "done":
             require(log, f"{what}, was started (done), and its log is not here")
             require(which not in done, f"run {which} was done twice")
@@ -793,12 +794,76 @@ def check_attempts(manifest, here, remarks, unknown):
         f"{count} runs of {logs.side_names(declared)[side]} were stopped and repeated: with so"
         " many, chance alone finds a faster one"
         for side, count in stopped.items()
-        if count > STOPS
+        if side != SHORT and count > STOPS
     ]
+    # an idea may leave a race of several
+    out = declared.get("out", {})
+    left = [which for which in declared["order"] if which in tried or which[-1] not in out]
     require(
-        tried == declared["order"][: len(tried)],
+        tried == left[: len(tried)],
         f"by {MANIFEST} the runs were not started in the order it declares",
     )
+
+
+def check_measured(case, races):
+    """Check the short base and the times by turns, by which a race's verdict is known."""
+    remarks = []
+    unknown = []
+    for race_id, manifest in races.items():
+        race = manifest.race
+        short = race.get("short_base", {})
+        if short.get("race") == race_id:
+            check_short_base(race, [*map(Evidence, case.whole.found.runs)])
+            remarks.append(f"the short base has the losses of {len(short['losses'])} pairs of runs")
+        elif short:
+            unknown.append(f"the short base is of race {short['race']}, whose logs are elsewhere")
+        for side, turns in race.get("turns", {}).items():
+            sides = [
+                [e.run for e in case.whole.runs if e.race and e.race[:2] == (race_id, letter)]
+                for letter in (side, [*race["sides"]][-1])
+            ]
+            if min(map(len, sides)) < 2 or any(run.train_time_ms is None for run in sum(sides, [])):
+                continue
+            ours, theirs = (np.log([run.train_time_ms for run in runs]) for runs in sides)
+            steps = math.log(turns["steps"][0] / turns["steps"][1])
+            rho = steps if turns["same_work"] else steps + turns["log_ratio"]
+            p = stats.welch_t(ours - rho, theirs).pvalue
+            seen = math.exp(ours.mean() - theirs.mean())
+            said = f"side {side}: {math.exp(rho):.3f} of the time by turns, {seen:.3f} by the runs"
+            if p < BY_CHANCE:
+                unknown.append(f"{said} (p = {p:.1g}): {INSPECT}")
+            else:
+                remarks.append(said)
+    checkable(remarks or unknown, "the race measured neither a short base nor times by turns")
+    checkable(not unknown, "; ".join(unknown + remarks))
+    return "; ".join(remarks)
+
+
+def check_short_base(race, runs):
+    """Require the losses that a race.jsonl states for its short base in the logs."""
+    short = race["short_base"]
+    base = [*race["sides"]][-1]
+    for seed, losses in short["losses"].items():
+        for side, steps, stated in zip(
+            (base, SHORT), (short["base_steps"], short["steps"]), losses
+        ):
+            found = [
+                e.run
+                for e in runs
+                if e.race
+                and e.race[:2] == (race["id"], side)
+                and str(e.run.start.get("seed")) == seed
+            ]
+            seen = [(run.end or {}).get("final_val_loss", run.final_loss) for run in found]
+            require(
+                seen == [stated] and found[0].last_step == steps,
+                f"{MANIFEST} states a loss of {stated} of the base in {steps} steps with seed"
+                f" {seed}, and the logs have {seen}",
+            )
+            require(
+                found[0].start.get("source_sha256") == race["sides"][base].get("source_sha256"),
+                f"the run of the short base with seed {seed} has another source than the base",
+            )
 
 
 def declared_config(e, races):
@@ -1407,6 +1472,7 @@ def read_runs(paths, source):
         Evidence(run)
         for run in found.runs
         if (run.source_sha256 or "").startswith((source or "").lower())
+        and not (race_of(run) and race_of(run).side == SHORT)
     ]
     there = [
         f"{digest:.8} ({plural(count, 'run')})"
@@ -1564,6 +1630,7 @@ def verify(options, case=None):
     each("nothing is compiled on the clock", everyone, check_compiles)
     each("validation does not train", everyone, check_validation)
     together(ACCOUNTS, check_accounts, *case.whole)
+    together("what the race measured agrees with its runs", check_measured, case, races)
     together(COPIES, check_copies, timed)
     together(LOSS, check_loss, runs, options.target)
     if case.apart.runs:
