@@ -203,7 +203,7 @@ def describe(folder: Path) -> dict:
         "path": f"records/{folder.name}",
         "report": report,
         "several": several,
-        "conclusion": stats.conclusion(report["verdicts"]),
+        "conclusion": several and stats.conclusion(report["verdicts"]),
         "sides": sides,
         "differ": differ,
         "diff": diff,

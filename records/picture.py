@@ -227,6 +227,8 @@ def draw_pairs(axes, sides, target):
     axes.set_xticks(range(len(columns)), [shorten(side.label, 18) for side in columns])
     axes.set_xlim(-0.4, len(columns) - 0.6)
     axes.grid(False, axis="x")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False)
 
 
 def draw_curves(axes, sides, target):

@@ -372,7 +372,7 @@ class Verdict:
         """The answer in words."""
         found = self.answer
         if not found:
-            return f"{NOT_JUDGED}: {self.why}"
+            return f"is {NOT_JUDGED}: {self.why}"
         said = (
             f"reaches the base's loss in {number(found.ratio)} of its time ({number(found.low)} to"
             f" {number(found.high)}), p = {found.holm:.2g}: {self.outcome}"
@@ -989,26 +989,23 @@ def choose_sides(options):
     raced = {race_of(run).side for run in found.runs if race_of(run)} - {"", SHORT}
     out = declaration(found.runs).get("out", {}) if raced and not options.vs else {}
     raced = sorted(raced - {side for side, why in out.items() if why["failed"]})
-    if raced and not options.vs:
+    if options.side or len(raced) > 1 and not options.vs:
         require(
-            len(raced) > 1,
-            f"these are logs of side {raced[0]} of a race, without another; pass all logs of it",
+            len(raced) > 1 and options.side in (None, *(raced if len(raced) == 2 else raced[:-1])),
+            f"--side {options.side} needs the logs of a race with that side and a base; these have"
+            f" {', '.join(raced) or 'no sides'}; pass all logs of one race",
         )
         ideas = [options.side] if options.side else raced[:-1]
-        require(
-            raced[-1] not in ideas and {*ideas} <= {*raced},
-            f"--side {options.side} needs the logs of a race with that side and a base; these have"
-            f" {', '.join(raced)}",
-        )
+        # of two sides the second may be judged against the first
+        base = next(side for side in reversed(raced) if side not in ideas)
         sources = [*[options.source] * len(ideas), options.vs_source]
         return [
             gather(f"side {side}", found, options, source, side)
-            for side, source in zip([*ideas, raced[-1]], sources)
+            for side, source in zip([*ideas, base], sources)
         ]
     require(
         len(raced) < 2,
-        f"these are logs of the sides {', '.join(raced)} of a race; choose one with --side, without"
-        " --vs",
+        f"these are logs of the sides {', '.join(raced)} of a race; leave out --vs",
     )
     sets = [
         (found, options.source),

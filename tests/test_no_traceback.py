@@ -13,7 +13,6 @@ import pytest
 
 import board
 import export
-import ladder
 import logs
 import picture
 import race
@@ -188,7 +187,7 @@ FIGURES = [
     (logs, "{}"),
     (export, "{} --to csv --out out"),
 ]
-RACES = [*FIGURES[:4], (ladder, "{}"), (board, "add {} new x")]
+RACES = [*FIGURES[:4], (board, "add {} new x")]
 INPUTS = {  # the file that is edited, programs and their words: {} is its folder
     "own/x.txt": [*FIGURES[2:6], (export, "own/x.txt --to csv --out out")],
     "public/0.txt": FIGURES[:6],

@@ -26,7 +26,6 @@ from conftest import forked, free_port
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
 import export  # noqa: E402
-import ladder  # noqa: E402
 import race  # noqa: E402
 from ranks import program_of  # noqa: E402
 import start  # noqa: E402

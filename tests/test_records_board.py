@@ -20,6 +20,7 @@ import board  # noqa: E402
 import leaks  # noqa: E402
 import logs  # noqa: E402
 import pages  # noqa: E402
+import same_loss  # noqa: E402
 import stats  # noqa: E402
 import verify  # noqa: E402
 
@@ -181,33 +182,21 @@ def judged(places, monkeypatch):
         "loss": {**mean, "target": 1.4, "p": 1e-5, "significant": True},
         "time": {"n": 3, "mean": 9.02, "sd": 0.01},
         "verdicts": [
-            {
-                "name": "side a",
-                "base": "side b",
-                "n": 3,
-                "paired": True,
-                "mean_loss": 1.1,
-                "base_loss": 1.12,
-                "mean_seconds": 9.02,
-                "base_seconds": 10.02,
-                "sentence": "loss: lower by 0.0200 (p = 0.003); time: lower by 10 % (p = 1e-06)",
-                "loss": {
-                    "value": -0.02,
-                    "low": -0.03,
-                    "high": -0.01,
-                    "p": 0.003,
-                    "holm": 0.003,
-                    "needed": 3,
-                },
-                "time": {
-                    "value": 0.9,
-                    "low": 0.89,
-                    "high": 0.91,
-                    "p": 1e-6,
-                    "holm": 1e-6,
-                    "needed": 3,
-                },
-            }
+            stats.Verdict(
+                name="side a",
+                base="side b",
+                n=3,
+                paired=True,
+                mean_loss=1.1,
+                base_loss=1.12,
+                loss=stats.Contrast(-0.02, -0.03, -0.01, 0.003),
+                mean_seconds=9.02,
+                base_seconds=10.02,
+                time=stats.Contrast(0.9, 0.89, 0.91, 1e-6),
+                answer=same_loss.Answer(
+                    0.9, 0.89, 0.91, 1e-6, 0.005, 4, 0.5, 0.2, "by turns", 0.01, 1e-6
+                ),
+            )
         ],
     }
     rules = {
@@ -283,7 +272,7 @@ def test_a_race_becomes_a_record_and_a_row(published):
     row = next(
         line for line in (published / "README.md").read_text().splitlines() if "[2026-01-02" in line
     )
-    assert "loss: " in said and "time: " in said
+    assert "is not judged: no short base" in said
     for text in ((made / "README.md").read_text(), row):
         assert said in html.unescape(text)
 
@@ -536,7 +525,7 @@ def test_text_from_logs_is_no_markup(published):
 def test_every_page_says_the_verdict_the_doubts_and_the_broken_rules(judged):
     records, report, _ = judged
     report["loss"]["p_bootstrap"] = 0.245
-    said = report["verdicts"][0]["sentence"]
+    said = report["verdicts"][0].sentence
     assert written()
     for page in ("README.md", "2026-01-02_toy/README.md"):
         text = (records / page).read_text()
@@ -567,18 +556,19 @@ def test_without_a_target_or_a_spread_there_is_a_page(judged):
         "p": None,
         "significant": None,
     }
-    for part in ("loss", "time"):
-        report["verdicts"][0][part] |= dict.fromkeys(("low", "high", "p", "holm", "needed"))
+    one = report["verdicts"][0]
+    one.answer = None
+    one.loss.low = one.time.low = None
     report["time"] = {"n": 1, "mean": 9.02, "sd": None}
     assert written()
     text = (records / "2026-01-02_toy/README.md").read_text()
-    assert "without a target" in text and "| -0.0200 | - |" in text and "nan" not in text
-    report["verdicts"][0] |= {"time": None, "mean_seconds": None, "base_seconds": None}
+    assert "without a target" in text and "| - | - | not judged | 1.1000 | -0.0200 | 9.02 | 0.900 |" in text and "nan" not in text
+    one.time = one.mean_seconds = one.base_seconds = None
     report["time"] = None
     for log in (records / "2026-01-02_toy").glob("*.txt"):
         log.write_text(re.sub(r" train_time:\S+ step_avg:\S+", "", log.read_text()))
     assert written()
-    assert "| -0.0200 | - | - | - | - |" in (records / "2026-01-02_toy/README.md").read_text()
+    assert "| -0.0200 | - | - |" in (records / "2026-01-02_toy/README.md").read_text()
 
 
 def ranks(*records):

@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT / "records"))
 import logs  # noqa: E402
 import pages  # noqa: E402
 import picture  # noqa: E402
+import same_loss  # noqa: E402
 import stats  # noqa: E402
 import watch  # noqa: E402
 
@@ -316,26 +317,6 @@ def sides(base_losses=(1.2, 1.3, 1.4), declared=True, **more):
     ]
 
 
-def test_strips_hold_each_side_and_its_difference():
-    both = sides()
-    losses, times = stats.strips(both, 1.25)
-    assert [row["name"] for row in losses["rows"]] == ["--muon_lr 0.05", "base"] and losses[
-        "level"
-    ] == (1.25, "target 1.25")
-    assert losses["rows"][1]["values"] == [1.2, 1.3, 1.4] and losses["rows"][1]["mean"][
-        0
-    ] == pytest.approx(1.3)
-    differences, ratios = stats.differences(stats.verdicts([both]))
-    assert differences["rows"][0]["mean"][0] == pytest.approx(-0.1) and ratios["rows"][0]["mean"][
-        0
-    ] == pytest.approx(0.9)
-    assert [row["name"] for row in differences["rows"]] == ["--muon_lr 0.05"] and stats.differences(
-        []
-    ) == []
-    both[1].runs = [dataclasses.replace(run, train_time_ms=None) for run in both[1].runs]
-    assert len(stats.strips(both, None)) == len(stats.differences(stats.verdicts([both]))) == 1
-
-
 def test_the_steps_of_a_short_run_are_whole(tmp_path):
     drawn = svg(tmp_path, log(START, *steps(1, 2)))
     for axis, after in (
@@ -349,22 +330,24 @@ def test_the_steps_of_a_short_run_are_whole(tmp_path):
         assert "step" in ticks and not any("." in tick for tick in ticks), ticks
 
 
+SHORT_BASE = {"steps": 9, "base_steps": 10, "losses": {"1": [1.2, 1.3], "2": [1.31, 1.42]}}
+
+
 def test_a_race_s_plot_says_its_verdict_and_follows_its_data(tmp_path):
     both = sides(base_losses=(1.2, 1.31, 1.4))
-    stats.plot(both, stats.verdicts([both]), str(tmp_path / "x.svg"))
+    for side in both:
+        side.declared["short_base"] = SHORT_BASE
+    found = stats.verdicts([both])
+    stats.plot(both, found, str(tmp_path / "x.svg"))
     drawn = (tmp_path / "x.svg").read_text()
-    assert (
-        ">--muon_lr 0.05 against base: loss: " in drawn
-        and ">nats per token; target 3.28 is far above<" in drawn
-    )
+    assert ">--muon_lr 0.05 reaches the base's loss in 0." in drawn
     for said in (
+        "Time to the base's loss",
+        f"{found[0].answer.ratio:.3f}",
+        "Final losses; lines: seeds",
         "Loss",
-        "Final loss",
-        "Difference of loss, nats",
-        "Time",
-        "Ratio of times",
+        "target 3.28 is far above",
         "--muon_lr 0.05, n = 3",
-        "base, n = 3",
         "seconds of training",
     ):
         assert f">{said}<" in drawn, said
@@ -375,44 +358,29 @@ def test_a_race_s_plot_says_its_verdict_and_follows_its_data(tmp_path):
     )
 
 
-def test_a_plot_of_several_ideas_has_its_conclusion_as_title_and_explains_its_colors(tmp_path):
-    def verdict(name, value, holm):
-        return stats.Verdict(
-            name,
-            "base",
-            5,
-            True,
-            1,
-            1,
-            stats.Contrast(value, value - 0.001, value + 0.001, holm, holm),
-            1,
-            1,
-            stats.Contrast(1.5, 1.4, 1.6, 0.001, 0.001),
+def test_a_plot_of_several_ideas_ranks_them(tmp_path):
+    both = sides()
+
+    def verdict(name, ratio, holm):
+        answer = same_loss.Answer(
+            ratio, ratio - 0.01, ratio + 0.01, holm, 0.005, 4, 0.5, 0.2, "same work", 0.01, holm
         )
+        return stats.replace(stats.verdicts([both])[0], name=name, answer=answer)
 
     found = [
         verdict("--far 1", 5.0, 0.001),
-        verdict("--key_offset true", -0.02, 0.01),
-        verdict("--slow 1", -0.01, 0.02),
-        verdict("--sync step", 0.0, 0.9),
+        verdict("--key_offset true", 0.97, 0.01),
+        verdict("--slow 1", 1.05, 0.02),
+        verdict("--sync step", 1.0, 0.9),
     ]
-    stats.plot([], found, str(tmp_path / "x.svg"))
+    stats.plot([*both[:1]] * 4 + both[1:], found, str(tmp_path / "x.svg"))
     drawn = (tmp_path / "x.svg").read_text()
-    for said in (
-        "2 of 4 ideas lower the loss: --key_offset true, --slow 1; 1 raises it (5 seeds)",
-        "Ratio of times",
-        "1.500",
-        "--far 1",
-        "−0.0200",
-        "+5.0000",
-    ):
+    for said in ("0.970", "5.000", "--far 1", "and 1 idea below"):
         assert f">{said}<" in drawn, said
-    assert "grey: no difference shown (p ≥ 0.05" in drawn
-    found[3].time = stats.Contrast(0.5, 0.4, 0.6, 0.001, 0.001, same=1)
-    found[2].time = stats.Contrast(1.5, 1.4, 1.6, 0.001, 0.001, same=1)
-    colors = [[row["color"] for row in strip["rows"]] for strip in stats.differences(found[1:])]
-    assert colors == [[0, 0, "#8a8a8a"], [1, 1, 0]]  # a lower loss does not make a longer time blue
-    assert stats.conclusion(found[3:]) == "0 of 1 idea lower the loss"
+    assert "reaches the base's loss in 0.970 of its time (0.960 to 0.980)" in drawn
+    names = [">--key_offset true<", ">--sync step<", ">--slow 1<", ">--far 1<"]
+    assert [*map(drawn.index, names)] == sorted(map(drawn.index, names))
+    assert stats.conclusion(found) == "4 ideas: 1 better, 1 no difference, 2 worse"
 
 
 @pytest.fixture
@@ -529,8 +497,8 @@ def test_what_is_no_log_takes_no_place(tmp_path, open_page):
 @pytest.mark.parametrize(
     "record, lost, rows, says",
     [
-        ("2026-11-23_key_offset_ladder", "none", 40, "better: "),
-        ("2026-11-28_copying", "none", 10, "better: this checkout."),
+        ("2026-11-23_key_offset_ladder", "none", 40, "not judged: "),
+        ("2026-11-28_copying", "none", 10, "claim holds: "),
         ("2026-11-28_copying", "_05b", 9, "not judged: "),
     ],
 )

@@ -29,7 +29,6 @@ sys.path.insert(0, str(ROOT / "records"))
 import board  # noqa: E402
 import examine  # noqa: E402
 import export  # noqa: E402
-import ladder  # noqa: E402
 import logs  # noqa: E402
 import pages  # noqa: E402
 import picture  # noqa: E402
@@ -46,7 +45,7 @@ BROKEN_RULES = race.broken_rules
 # Takes train_gpt.py's flags of a race and two of its own, and writes its log. SPEED stands for what
 # a version changes.
 SCRIPT = """
-import argparse, hashlib, json, os, signal, sys, time, types
+import argparse, hashlib, json, math, os, signal, sys, time, types
 from pathlib import Path
 SPEED = 100
 class RunError(Exception): pass
@@ -60,7 +59,7 @@ def parse_config(argv, preset):
     p = argparse.ArgumentParser("train_gpt.py", allow_abbrev=False)
     for name in ("run_id", "log_dir", "race", "mood", "save_model"): p.add_argument("--" + name, default="")
     for name in ("seed", "slower", "worse"): p.add_argument("--" + name, type=int, default=0)
-    p.add_argument("--num_steps", type=int, default=1)
+    p.add_argument("--num_steps", type=int, default=20)
     for name in ("val_files", "compile"): p.add_argument("--" + name, default=argparse.SUPPRESS)
     for name in ("val_len", "target_val_loss"): p.add_argument("--" + name, type=float, default=argparse.SUPPRESS)
     return preset, p.parse_args(argv, Config())
@@ -81,7 +80,7 @@ def main(argv):
              "source_sha256": hashlib.sha256(source.encode()).hexdigest(),
              "caches": [os.environ[f"{name}_CACHE_DIR"] for name in ("TORCHINDUCTOR", "TRITON")] * (c.compile == "on"),
              "race": race, "isolated": sys.flags.isolated}
-    ms = SPEED + c.slower + c.seed * (3 if c.mood == "jittery" and race["side"] == "b" else 1)
+    ms = (SPEED + c.slower) * c.num_steps // 20 + c.seed * (3 if c.mood == "jittery" and race["side"] == "b" else 1)
     with open(Path(c.log_dir) / f"{c.run_id}.txt", "x") as log:
         print(source, "=" * 100, "python", "=" * 100, json.dumps(start), sep="\\n", file=log, flush=True)
         if (c.mood == "sleepy" or Path("asleep").exists()) and not Path("awake").exists(): time.sleep(3600)
@@ -91,10 +90,13 @@ def main(argv):
         if c.compile == "on" and race["side"] == "b" and race["run"] == 0:
             print("step:1/4 train_time:1ms step_avg:1.00ms", file=log, flush=True); time.sleep(3600)
         if c.mood == "fail on 2" and race["run"] == 2 and not Path("awake").exists(): sys.exit(3)
-        print(f"step:1/1 train_time:{ms}ms step_avg:{ms}.00ms", file=log)
+        last = f"step:{c.num_steps}/{c.num_steps}"
+        print(f"{last} train_time:{ms}ms step_avg:{ms}.00ms", file=log)
+        # the base loses 0.25 nats per unit of ln(time)
         loss = 3.2 + c.seed / 1000 + c.worse * (10 + c.seed % 3) / 1000
-        print(f"step:1/1 val_loss:{loss:.4f} train_time:{ms}ms step_avg:{ms}.00ms", file=log)
-        print(json.dumps({"end": {"final_val_loss": loss, "steps": 1, "train_time_ms": ms, "wall_seconds": 1500}}), file=log)
+        if c.num_steps != 20: loss -= 0.25 * math.log(c.num_steps / 20) + c.seed % 3 / 1e4
+        print(f"{last} val_loss:{loss:.4f} train_time:{ms}ms step_avg:{ms}.00ms", file=log)
+        print(json.dumps({"end": {"final_val_loss": loss, "steps": c.num_steps, "train_time_ms": ms, "wall_seconds": 1500}}), file=log)
     if c.mood == "fail at the end": sys.exit(3)
     if c.mood == "sleepy at the end": time.sleep(3600)
 if __name__ == "__main__": main(sys.argv[1:])
@@ -152,6 +154,7 @@ def repo(tmp_path, monkeypatch):
     monkeypatch.setattr(race, "draw", lambda *_: None)
     monkeypatch.setattr(race, "broken_rules", lambda *_: [])  # the stand-in's logs break some
     monkeypatch.setattr(race, "idle_cores", lambda: 99)
+    monkeypatch.setattr(race.turns, "measure", no_turns)
     # the stand-in has flags of its own
     monkeypatch.setattr(race.start, "read_flags", lambda *_: None)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -165,12 +168,17 @@ def repo(tmp_path, monkeypatch):
     )
 
 
+def no_turns(*_):
+    raise race.turns.SideFailed("the stand-in takes no steps")
+
+
 def only_race(repo):
     (folder,) = (repo / "logs").iterdir()
     declared, *events = [
         json.loads(line) for line in (folder / "race.jsonl").read_text().splitlines()
     ]
-    return folder, declared["race"], [event for event in events if event["run"]]
+    counted = [event for event in events if event.get("run") and event["side"] != "short"]
+    return folder, declared["race"], counted
 
 
 def starts(events):
@@ -236,7 +244,7 @@ def test_another_revision_runs_in_turn_from_a_worktree(repo, capsys):
         for run in runs
         if run.start["race"]["side"] == "b"
     )
-    assert "this checkout: loss: the same; time: lower by 4" in capsys.readouterr().out
+    assert "this checkout reaches the base's loss in 0.58" in capsys.readouterr().out
     assert list(logs.side_names(described).values()) == ["this checkout", "HEAD~1"] and described[
         "sides"
     ]["b"]["revision"] == git(repo, "rev-parse", "HEAD~1")
@@ -255,7 +263,6 @@ def test_every_tool_takes_the_latest_race_and_names_its_sides_alike(repo, capsys
     capsys.readouterr()
     for tool, status, *words in (
         (stats, 1),
-        (ladder, 1),
         (verify, 1),
         (picture, 0),
         (logs, 0),
@@ -564,187 +571,7 @@ def test_another_project_s_script_is_interrupted_with_the_race_and_goes_on(repo,
     assert "train_gpt.py of theirs has changed" in capsys.readouterr().err
 
 
-def test_a_ladder_corrects_for_the_number_of_its_ideas(repo, monkeypatch):
-    """Each of two ideas has p = 0.0027: enough at level 0.004 for one idea, not for two."""
-    assert race.main(["-n", "3", "--vs=--worse -2", "--vs=--worse -3", "--", "--mood", "good"]) == 0
-    found = [ladder.read(only_race(repo)[0])]
-    for level, shown in ((0.006, "better"), (0.004, "no difference")):
-        monkeypatch.setattr(stats, "LEVEL", level)
-        rows = ladder.judge(found)["rows"]
-        assert [row["verdict"].outcome for row in rows] == [shown] * 2 and all(
-            0.002 < row["verdict"].loss.p < 0.003 for row in rows
-        )
 
-
-def test_a_ladder_judges_each_idea_against_the_base(repo, capsys, monkeypatch):
-    """Three ideas and the base in turn; figures agree with scipy, and the record's logs give the
-    same page."""
-    assert (
-        race.main(
-            [
-                "-n",
-                "4",
-                "--vs",
-                "--worse 2",
-                "--vs",
-                "--worse -1 --slower 10",
-                "--vs=--slower 7",
-                "--",
-                "--mood",
-                "good",
-            ]
-        )
-        == 1
-    )
-    folder, described, events = only_race(repo)
-    assert [f"{run}{side}" for run, side, _ in starts(events)][:8] == [
-        "1a",
-        "1b",
-        "1c",
-        "1d",
-        "2d",
-        "2c",
-        "2b",
-        "2a",
-    ]
-    shown = capsys.readouterr().out
-    found = ladder.judge([ladder.read(folder)])
-    better, slower, worse = found["rows"]
-    assert [row["verdict"].name for row in found["rows"]] == [
-        "--worse -1 --slower 10",
-        "--slower 7",
-        "--worse 2",
-    ]
-    seeds = (1, 2, 3, 4)
-    ours, base = [
-        [3.2 + s / 1000 + factor * (10 + s % 3) / 1000 for s in seeds] for factor in (2, 0)
-    ]
-    test = scipy.stats.ttest_rel(ours, base)
-    loss = worse["verdict"].loss
-    assert loss.value == pytest.approx(
-        sum(2 * (10 + s % 3) / 1000 for s in seeds) / 4
-    ) and loss.p == pytest.approx(test.pvalue)
-    assert (loss.low, loss.high) == pytest.approx(tuple(test.confidence_interval()))
-    assert better["verdict"].time.value == pytest.approx(
-        scipy.stats.gmean([(110 + s) / (100 + s) for s in seeds])
-    )
-    assert [one["verdict"].outcome for one in found["rows"]] == [
-        "trade-off",
-        "worse",
-        "worse",
-    ] and slower["verdict"].loss.p is None
-    assert (
-        better["verdict"].time.low > 1
-        and slower["verdict"].time.low > 1
-        and worse["verdict"].time.p is None
-    )
-    better = better["verdict"].loss
-    worse = worse["verdict"].loss
-    assert sorted([better.holm, worse.holm]) == pytest.approx(
-        [2 * min(better.p, worse.p), max(better.p, worse.p, 2 * min(better.p, worse.p))]
-    )
-    assert (
-        re.search(r"^ 2/16  --worse -1 --slower 10  seed 1  loss 3.1\d+  0.11 s$", shown, re.M)
-        and "\n--worse -1 --slower 10  3.19" in shown
-    )
-    (line,) = [
-        line
-        for line in shown.rpartition("all runs are done")[2].splitlines()
-        if line.startswith("--worse -1 --slower 10  ")
-    ]
-    assert (
-        line.endswith("  trade-off")
-        and "--worse 2: loss: higher by 0.02" in shown
-        and "./run.sh board add latest" in shown.splitlines()[-2]
-    )
-    records = repo / "records"
-    monkeypatch.setattr(board, "HERE", records)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))  # the stand-in's logs break rules
-    assert board.main(["add", str(folder), str(records / "ideas"), "Ideas"]) == 0
-    assert sorted(path.name for path in (records / "ideas").iterdir()) == [
-        "README.md",
-        "logs.tar.xz",
-        "plot.png",
-    ]
-    page = (records / "ideas/README.md").read_text()
-    assert (
-        page.startswith("# Ideas\n")
-        and "| --worse 2 | 3.2" in page
-        and " | trade-off |" in page
-        and "(logs.tar.xz#" in page
-    )
-    assert (
-        "1 of 3 ideas lowers the loss: --worse -1 --slower 10; 1 raises it"
-        in (records / "README.md").read_text()
-    )
-    assert ladder.table(ladder.judge([ladder.read(records / "ideas")])) == ladder.table(found)
-    next(folder.glob("*_02b.txt")).unlink()
-    assert (
-        ladder.main([str(folder)]) == 2
-        and "_02b.txt holds no complete run" in capsys.readouterr().err
-    )
-
-
-@pytest.mark.parametrize(
-    "loss, time, wanted",
-    [
-        ("lower", "lower", "better"),
-        ("lower", "same", "better"),
-        ("lower", "unknown", "better"),
-        ("lower", "higher", "trade-off"),
-        ("lower", None, "not judged"),
-        ("same", "lower", "better"),
-        ("same", "same", "no difference"),
-        ("same", "unknown", "no difference"),
-        ("same", "higher", "worse"),
-        ("same", None, "not judged"),
-        ("higher", "lower", "trade-off"),
-        ("higher", "same", "worse"),
-        ("higher", "higher", "worse"),
-    ],
-)
-def test_one_rule_says_whether_an_idea_is_better(loss, time, wanted):
-    of = {
-        "lower": (0.9, 0.95, 0.01),
-        "higher": (1.05, 1.2, 0.01),
-        "same": (0.95, 1.05, 0.5),
-        "unknown": (0.5, 2, 0.5),
-    }
-
-    def part(low, high, p, same):
-        return stats.Contrast((low + high) / 2 - 1 + same, low, high, p, p, same=same)
-
-    found = stats.Verdict(
-        "idea", "base", 5, True, 3.2, 3.2, part(*of[loss], 0), 9, 9, time and part(*of[time], 1)
-    )
-    assert found.outcome == wanted
-    answer = stats.answer([], [], [found])
-    status = 0 if wanted == "better" else 2 if wanted == "not judged" else 1
-    assert (answer["verdict"], answer["status"], answer["best"]) == (
-        wanted,
-        status,
-        "idea" if status == 0 else None,
-    )
-    others = [
-        stats.replace(found, name=name, loss=part(*each, 0))
-        for name, each in (("less", (0.8, 0.85, 0.01)), ("worse", of["higher"]))
-    ]
-    assert stats.answer([], [], [found, others[1], others[0]])["best"] == (
-        "less" if time in ("lower", "same", "unknown") else "idea" if status == 0 else None
-    )
-    holds, fails = (
-        (wanted, wanted)
-        if loss == "higher"
-        else (wanted if status == 0 else "claim holds", "claim does not hold")
-    )
-    for looked, verdict in ((False, holds), (True, wanted if loss == "higher" else "claim holds")):
-        claimed = stats.answer([], [], [found], stats.HOLDS, "because", looked)
-        assert (claimed["verdict"], claimed["status"], claimed["best"]) == (
-            verdict,
-            *((1, None) if loss == "higher" else (0, "idea")),
-        )
-    assert stats.answer([], [], [found], stats.FAILS, "because", looked=True)["verdict"] == fails
-    assert stats.answer([], [], [found], stats.OTHER, "because")["status"] == 2
 
 
 def test_holm_s_correction():
@@ -753,125 +580,8 @@ def test_holm_s_correction():
     assert stats.holm([0.5, 0.9]) == [1.0, 1.0]
 
 
-@pytest.mark.slow
-def test_a_ladder_of_races_on_several_days(repo, capsys):
-    """Each idea against its own race's base, Holm's correction over all, one page, and all logs in
-    a record."""
-    for ideas, n in ((["--worse -1"], 3), (["--worse 2", "--slower 7 --worse -1"], 4)):
-        assert race.main(
-            ["-n", str(n), *(f"--vs={idea}" for idea in ideas), "--", "--mood", "good"]
-        ) == (0 if n == 3 else 1)
-    folders = sorted((repo / "logs").iterdir(), key=os.path.getmtime)
-    alone = [ladder.judge([ladder.read(folder)])["rows"] for folder in folders]
-    found = ladder.judge(map(ladder.read, folders))
-    rows = {row["verdict"].name: row for row in found["rows"]}
-    assert [base["n"] for base in found["bases"]] == [3, 4] and len(rows) == 3
-    for number, of_race in enumerate(alone, 1):
-        for row in of_race:
-            one = row["verdict"]
-            other = rows[row["verdict"].name]["verdict"]
-            assert (one.loss.value, one.loss.low, one.loss.p) == (
-                other.loss.value,
-                other.loss.low,
-                other.loss.p,
-            )
-            assert (one.time.value, one.time.low) == (other.time.value, other.time.low) and rows[
-                one.name
-            ]["race"] == number
-    losses = [row["verdict"].loss for row in rows.values()]
-    assert [loss.holm for loss in losses] == stats.holm([loss.p for loss in losses])
-    assert {idea: row["verdict"].outcome for idea, row in rows.items()} == {
-        "--worse -1": "better",
-        "--worse 2": "worse",
-        "--slower 7 --worse -1": "trade-off",
-    }
-    capsys.readouterr()
-    assert ladder.main([*map(str, folders)]) == 0
-    page = capsys.readouterr().out
-    assert (
-        page.count("Base of race ") == 2 and "; 4 seeds, loss " in page and "\n--worse 2 " in page
-    )
-    assert ladder.main([str(folders[0])] * 2) == 2 and "is given twice" in capsys.readouterr().err
 
 
-def test_bases_that_differ_make_no_ladder(repo, capsys):
-    for _ in range(2):
-        assert race.main(["-n", "3", "--vs", "--worse 2 --slower 1"]) == 1
-    folders = sorted((repo / "logs").iterdir(), key=os.path.getmtime)
-    whole = {path: path.read_text() for path in folders[1].glob("*.txt")}
-    for old, new, says in (
-        ('"slower": 0', '"slower": 3', "slower: 0 and 3: judge each race by itself"),
-        ("SPEED = 100", "SPEED  = 100", "source: "),
-        (
-            '"ranks": 1',
-            '"shards": {"val": [{"sha256": "5e"}]}, "ranks": 1',
-            "val data: None and ['5e']",
-        ),
-    ):
-        for path, text in whole.items():
-            path.write_text(text.replace(old, new))
-        assert ladder.main(list(map(str, folders))) == 2 and says in capsys.readouterr().err
-    for path, text in whole.items():  # of the ideas alone: they need the data of their base
-        data = ', "val_len": 9' if path.stem.endswith("a") else ""
-        path.write_text(text.replace('"slower": 1', f'"slower": 1{data}'))
-    assert (
-        ladder.main([str(folders[1])]) == 2
-        and "--worse 2 --slower 1: an idea must be validated on the same data as its base"
-        in capsys.readouterr().err
-    )
-
-
-def test_a_ladder_takes_losses_in_full_and_three_runs(repo, capsys):
-    """With four decimals the differences of a few runs are often equal, and p is then near 0."""
-    assert race.main(["-n", "3", "--vs", "--worse 2", "--vs", "--slower 7"]) == 1
-    folder = only_race(repo)[0]
-    for path in folder.glob("*.txt"):
-        path.write_text(
-            re.sub(
-                r'(?<="final_val_loss": )[\d.]+',
-                lambda loss: f"{float(loss[0]):.4f}1234",
-                path.read_text(),
-            )
-        )
-    _, runs = ladder.read(folder)
-    assert all(
-        f"{loss:.8f}".endswith("1234") for loss in stats.Side("all", list(runs.values())).losses
-    )
-    first, *rest = (folder / "race.jsonl").read_text().splitlines(True)
-    declared = json.loads(first)
-    declared["race"].update(n=2, order=declared["race"]["order"][:6])
-    (folder / "race.jsonl").write_text(json.dumps(declared) + "\n" + "".join(rest))
-    assert ladder.main([str(folder)]) == 2 and "3 runs of each" in capsys.readouterr().err
-
-
-def test_where_runs_compile_each_side_does_so_before_the_runs_that_count(repo, monkeypatch):
-    """It stops at its first step. A race that is resumed compiles nothing again; all sides use the
-    checkout's cache."""
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
-    assert race.main(["-n", "2", "--vs", "HEAD~1", "--", "--compile", "on"]) == 0
-    folder = only_race(repo)[0]
-
-    def uncounted():
-        events = [json.loads(line) for line in (folder / "race.jsonl").read_text().splitlines()[1:]]
-        return [
-            (event["side"], event["status"])
-            for event in events
-            if not event["run"] and event["status"] != "started"
-        ]
-
-    assert uncounted() == [("b", "compiled"), ("a", "done")] and not list(folder.rglob("*_00[ab]*"))
-    verdicts = {
-        finding.rule: finding.verdict for finding in verify.verify(verify.parse([str(folder)]))
-    }
-    assert verdicts["every run is accounted for"] == "pass"
-    *lines, _ = (folder / "race.jsonl").read_text().splitlines(True)
-    (folder / "race.jsonl").write_text("".join(lines))
-    (folder / f"{json.loads(lines[-1])['run_id']}.txt").unlink()
-    assert race.main(["--resume", str(folder / "race.jsonl")]) == 0
-    assert uncounted()[2:] == [("a", "done")]
-    for run in logs.read([str(folder)]).runs:
-        assert run.start["caches"] == [str(repo / ".cache/torchinductor"), "/elsewhere"]
 
 
 def test_a_failed_run_stops_the_race_and_is_repeated_with_its_seed(repo, capsys):
@@ -1250,19 +960,6 @@ def test_a_manifest_with_a_wrong_value_is_refused(tmp_path, capsys, change):
         and len(error) <= 301
     )
 
-
-def test_a_run_has_begun_when_its_log_has_a_line_of_a_step(tmp_path):
-    log = tmp_path / "x.txt"
-    seen = []
-    for piece in (
-        "step:7/9 said the source\n",
-        "=" * 100 + "\nstep:x\n",
-        "step:1/9 train_time:5ms\n",
-    ):
-        seen.append(race.has_begun(log))
-        with open(log, "a") as file:
-            file.write(piece)
-    assert [*seen, race.has_begun(log)] == [False, False, False, True]
 
 
 @pytest.mark.slow

@@ -150,7 +150,7 @@ def test_the_comparison_of_the_known_runs(new, old, judge):
     report = json.loads(out)
     compared = report["claim"]["comparison"]
     assert status == 0 and (report["verdict"], report["best"], report["folder"]) == (
-        "better",
+        "claim holds",
         "the set",
         None,
     )
@@ -163,7 +163,7 @@ def test_the_comparison_of_the_known_runs(new, old, judge):
     assert compared["difference"] == pytest.approx(-0.6994)
     (verdict,) = report["ideas"]
     wanted = scipy.stats.ttest_ind(np.log(TIMES), np.log(TIMES_BEFORE), equal_var=False)
-    assert verdict["time"]["p"] == compared["p_two_sided"] == 2 * compared["p"]
+    assert compared["p_two_sided"] == 2 * compared["p"]
     assert verdict["time"]["ratio"] == pytest.approx(
         scipy.stats.gmean(TIMES) / scipy.stats.gmean(TIMES_BEFORE)
     )
@@ -355,7 +355,7 @@ def test_intervals_end_where_the_one_sided_test_decides(no_plans):
             types.SimpleNamespace(seconds=seconds, declared={})
             for seconds in (140 + losses, 143.28 + draw.normal(0, 0.0013, 5))
         ]
-        time = stats.contrast_times(*(side.seconds for side in sides), False, None, 1)
+        time = stats.contrast_times(*(side.seconds for side in sides), False, None)
         found = stats.compare_times(sides, types.SimpleNamespace(time=time, paired=False), 0.01)
         assert (found["interval"][1] < 0) == (found["p"] < 0.01)
 
@@ -381,10 +381,10 @@ def test_intervals_cover_the_true_difference_and_p_has_its_size(n, paired, skewe
     noise = (draw.exponential if skewed else draw.normal)(size=(trials, 2, n))
     shared = 10 * draw.normal(size=(trials, 1, n)) * paired
     ours, base = np.moveaxis(noise + shared, 1, 0)
-    found = [stats.contrast(a - 0.7, b, paired, 1, 1) for a, b in zip(ours, base)]
+    found = [stats.contrast(a - 0.7, b, paired) for a, b in zip(ours, base)]
     covered = np.mean([one.low < -0.7 < one.high for one in found])
     false = np.mean(
-        [stats.contrast(a, b, paired, 1, 1).p < stats.LEVEL for a, b in zip(ours[:1000], base)]
+        [stats.contrast(a, b, paired).p < stats.LEVEL for a, b in zip(ours[:1000], base)]
     )
     # within 3 standard errors of 95 and 5 %; fewer false claims where samples are few and Welch's
     # df cautious, or skewed
@@ -401,60 +401,13 @@ def test_the_correction_keeps_the_level_over_all_ideas(no_plans):
     shown = []
     for _ in range(250):
         losses = draw.normal(size=(6, 5)) + draw.normal(size=5)
-        p = [stats.contrast(idea, losses[5], True, 1, 5).p for idea in losses[:5]]
+        p = [stats.contrast(idea, losses[5], True).p for idea in losses[:5]]
         shown.append([min(p) < 0.05, min(stats.holm(p)) < 0.05])
     alone, corrected = np.mean(shown, axis=0)
     assert alone > 0.12 and 0.015 < corrected < 0.071
 
 
-@pytest.mark.parametrize(
-    "n, paired", [(3, True), (10, True), pytest.param(5, False, marks=pytest.mark.slow)]
-)
-def test_a_verdict_asks_for_as_many_runs_as_tell_the_difference(n, paired, monkeypatch):
-    """On average over races the advice is the number that gives the promised power at the true
-    spread."""
-    needed = functools.lru_cache(stats.runs_needed)
-    monkeypatch.setattr(
-        stats,
-        "runs_needed",
-        lambda sd, margin, alpha, wanted, sets, other: needed(
-            max(0.05, round(20 * sd) / 20),
-            margin,
-            alpha,
-            wanted,
-            sets,
-            max(0.05, round(20 * other) / 20),
-        ),
-    )
-    draw = np.random.default_rng(23)
-    sides = draw.normal(0, 2**-0.5 if paired else 1, (400, 2, n))
-    advised = np.mean([stats.contrast(ours, base, paired, 0.5, 1).needed for ours, base in sides])
-    true = stats.runs_needed(1, 0.5, stats.LEVEL / 2, stats.POWER, 1 if paired else 2, 1)
-    assert 0.88 < advised / true < 1.12
 
-
-def test_the_runs_that_are_asked_for_allow_for_the_correction_of_several_ideas():
-    """Holm's first step tests the best of ten ideas at a tenth of the level."""
-    ours, base = np.random.default_rng(26).normal(size=(2, 8))
-    alone, among = (stats.contrast(ours, base, True, 0.5, ideas).needed for ideas in (1, 10))
-    sd = float(np.std(ours - base, ddof=1))
-    assert alone < among and stats.power(
-        among, sd, 0.5, stats.LEVEL / 20
-    ) >= stats.POWER > stats.power(among - 1, sd, 0.5, stats.LEVEL / 20)
-
-
-@pytest.mark.parametrize(
-    "low, outcome", [(1.01, stats.TRADE_OFF), (0.99, stats.BETTER), (1.0, stats.BETTER)]
-)
-def test_beside_a_lower_loss_the_time_is_higher_if_its_interval_lies_above_1(low, outcome):
-    """Holm's correction for several ideas must not hide that the time rose."""
-    loss = stats.Contrast(-0.1, -0.2, -0.05, 0.001, 0.01)
-    time = stats.Contrast(1.05, low, 1.09, 0.02, 0.2, same=1)
-    assert (
-        not time.shown
-        and stats.Verdict("idea", "base", 5, True, 1.0, 1.1, loss, 2.0, 1.9, time).outcome
-        == outcome
-    )
 
 
 # Races: n declared before the first run
@@ -529,7 +482,7 @@ def test_the_test_that_was_declared_decides(write, judge, refusal):
             compared = report["claim"]["comparison"]
             (verdict,) = report["ideas"]
             assert compared["p"] == pytest.approx(tail)
-            assert verdict["time"]["p"] == pytest.approx(2 * min(tail, 1 - tail))
+            assert verdict["time"]["low"] < verdict["time"]["ratio"] < verdict["time"]["high"]
             assert abs(compared["t"]) == pytest.approx(abs(wanted.statistic))
             assert ("interval" in compared) == (test is None)
         assert judge(folder, "--side", "a")[0] == status
@@ -791,7 +744,7 @@ def test_a_short_run_alone_is_drawn_with_its_training_losses(write, judge, monke
     )
     status, _, err = judge(one, "--plot", tmp_path / "x.png")
     assert status == 2 and "at least 2 runs" in err
-    trained, validated = figures[0].axes[0].lines[:2]
+    trained, validated = figures[0].axes[1].lines[:2]
     assert trained.get_label() == "the set, n = 1" and trained.get_ydata() == pytest.approx(
         [5 - i / 10 for i in range(1, 21)]
     )
@@ -799,7 +752,7 @@ def test_a_short_run_alone_is_drawn_with_its_training_losses(write, judge, monke
     assert judge(write("race", raced(3, "ab")), "--side", "a", "--plot", tmp_path / "y.png")[0] < 2
     styles = [
         line.get_linestyle()
-        for line in figures[1].axes[0].lines
+        for line in figures[1].axes[-1].lines
         if "n = 3" in str(line.get_label())
     ]
     assert styles == ["-", "--"], "the base lies dashed over the other side"
@@ -942,7 +895,6 @@ CASES = [  # exit status, words of the command, logs of the folders a, b and c
     (1, "a --target 3.2775", NEW),
     (1, "a --alpha 1e-5", NEW),
     (0, "a --target 3.3 --alpha 1e-5", NEW),
-    (0, "a --at-target --target 7", NEW),
     (1, "a", started(target_val_loss=3.2)),
     (2, "a --target 3.28", started(target_val_loss=3.2)),
     (2, "a", started(lambda i: {"target_val_loss": 3.2 + i % 2 / 10})),
@@ -1025,7 +977,7 @@ CASES = [  # exit status, words of the command, logs of the folders a, b and c
     (0, "a --vs b", EARLY, OLD),
     (0, "a", LATE),
     (2, "a --vs b", LATE, OLD),
-    (1, "b --vs a", LATE, OLD),
+    (2, "b --vs a", LATE, OLD),
     (2, "a", [log(3.2775, 140.9), "no log\n"]),
     (2, "a", ["hello"]),
     (2, "a", []),
@@ -1065,7 +1017,7 @@ CASES = [  # exit status, words of the command, logs of the folders a, b and c
     (2, "a --side c", BOTH),
     (0, "a --vs b", RACE, raced(10, "b", race_id="q", shift=0.2)),
     (0, "a --vs b", RACE, raced(4, "b", shift=0.2)),
-    (0, "a --side a", NO_TARGET),
+    (2, "a --side a", NO_TARGET),
     (0, "a --side a --target 3.28", NO_TARGET),
     (1, "a --side b --target 3.28", NO_TARGET),
     (2, "a", [text for text in NO_TARGET if '"side": "a"' in text]),
@@ -1077,19 +1029,6 @@ CASES = [  # exit status, words of the command, logs of the folders a, b and c
     (2, "--plan --sd 0.1 --margin -1"),
     (2, "--plan --sd 1 --margin 1e-9"),
 ]
-CONTRASTS = [
-    ([3.2], [3.3], False),
-    ([3.2, 3.1, 3.0], [3.2, 3.1, 3.0], True),
-    ([3.2, 3.1, 3.0], [3.3, 3.2, 3.1], True),
-    ([3.2, 3.101, 3.0], [3.3, 3.2, 3.1], True),
-    ([3.3, 3.2, 3.1], [3.2, 3.101, 3.0], True),
-    ([3.2, 3.1, 3.0], [3.2, 3.1002, 2.9999], True),
-    ([3.2, 3.1, 3.0], [3.2, 3.101, 2.9999], True),
-    ([3.2, 3.11, 3.0], [3.2, 3.1, 3.01], True),
-    ([3.2, 3.103, 3.0], [3.2, 3.1, 3.001], True),
-]
-
-
 def test_stats_of_sets_of_every_kind_prints_what_its_golden_file_holds(
     golden, tmp_path, monkeypatch, capsys
 ):
@@ -1113,12 +1052,4 @@ def test_stats_of_sets_of_every_kind_prints_what_its_golden_file_holds(
             wrong.append((number, words, found))
         shown.append(f"$ {tool} {' '.join(arguments)}\n{said.out}{said.err}exit status {found}\n")
     assert not wrong
-    for ours, base, paired in CONTRASTS:
-        found = stats.contrast(ours, base, paired, 0.0031, 1)
-        found.holm = found.p
-        shown.append(
-            f"{ours} {base}: "
-            + stats.describe("loss", found, len(ours), f"{abs(found.value):.4f}", 0.001)
-            + "\n"
-        )
     golden("stats", "\n".join(shown))
