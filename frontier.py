@@ -72,6 +72,7 @@ from train_gpt import (
     HandleGroup,
     HeadLoss,
     Mask,
+    Masks,
     Ngrams,
     NorMuon,
     Pair,
@@ -143,9 +144,8 @@ class StageValues(train_gpt.StageValues):
     )
     candidates: int = option(
         0,
-        "classes of the training loss, drawn for each micro-batch (0: all). The train_loss in "
-        "the log is then of these only, too low by up to ln(vocabulary / candidates); the log "
-        "states beside it how many were used, the mean of the step's micro-batches",
+        "classes of the training loss, drawn for each micro-batch (0: all). The log's train_loss"
+        " is then too low by up to ln(vocabulary / candidates), with their mean number beside it",
         min=0,
     )
 
@@ -180,7 +180,12 @@ class AdamGroup(train_gpt.AdamGroup):
 
 @frozen
 class Tail:
-    """An average of weights over the last steps, to which the weights move after the last one."""
+    """An average of weights over the last steps. After the last step the weights move towards it.
+
+    Then all weights of a kind are scaled by one factor, to the norm that they had, if keep_norm.
+    Record 92's norm of the MLPs also counts a matrix that its model does not use and that never
+    changes; ours does not, which is at most 5e-5 nats.
+    """
 
     # of parameters, divided by spaces; mlp: all that begin with mlp_; also the last part of names,
     # as qk
@@ -192,9 +197,6 @@ class Tail:
     last_rate: float | None = option(None, "rate after the last step; None: rate", max=1)
     final_steps: int = option(0, "it moves after these last steps in any case", min=0)
     blend: float = option(1.0, "at the end: weights += blend * (average - weights)", max=1)
-    # then scale all weights of a kind by one factor, to the norm that they had. Record 92's norm of
-    # the MLPs also counts a matrix that its model does not use and that never changes; ours does
-    # not, which is at most 5e-5 nats
     keep_norm: bool = True
     __repr__ = train_gpt.show_row
 
@@ -323,8 +325,8 @@ class Config(train_gpt.Config, StageValues):
         "add the embedding of the token that followed the longest repeated context of the "
         "document; see DocCopy",
     )
-    token_gates: str = option(
-        "0,4",
+    token_gates: tuple[int, ...] = option(
+        (0, 4),
         "layers that begin a small network's range. Per token it computes gates of x0, "
         "bigram embeddings, skip connections, x, g and d for the layers up to the next one",
     )
@@ -365,6 +367,10 @@ class Config(train_gpt.Config, StageValues):
         require(self.layers, "layers is empty; give at least one layer")
         return self.layers
 
+    def saved_layers(self) -> set[int]:
+        """Return the layers whose outputs are read later. -1: the input of the first one."""
+        return super().saved_layers() | {-1, len(self.layers) - 2}
+
     def shortened(self, num_steps: int) -> Values:
         """Scale also the steps in which rules change, and tails: averages move as far as before."""
         part = num_steps / self.num_steps
@@ -397,12 +403,11 @@ class Config(train_gpt.Config, StageValues):
         yield from super().conditions(ranks)
         c = self
         layers = self.parse_layers()
-        begins = gate_begins(self)
-        tables = any(layer.value_table is not None for layer in layers)
+        begins = [*c.token_gates]
         yield from (
             (
                 begins[:1] == [0] and begins[-1] < len(layers) and begins == sorted({*begins}),
-                f"token_gates is {c.token_gates!r}; give numbers of layers, 0 and later ones up"
+                f"token_gates is {begins}; give numbers of layers, 0 and later ones up"
                 f" to {len(layers) - 1}, such as 0,4",
             ),
             (
@@ -411,7 +416,7 @@ class Config(train_gpt.Config, StageValues):
                     for numbers in gated_layers(c)
                     if numbers.stop <= len(layers)
                 ),
-                f"token_gates is {c.token_gates!r}, but the layers from one of these to the"
+                f"token_gates is {begins}, but the layers from one of these to the"
                 " next have no adds, xsa, gated, dc or skip_from; add one, or begin elsewhere",
             ),
             (
@@ -420,7 +425,9 @@ class Config(train_gpt.Config, StageValues):
                 " earlier one",
             ),
             (
-                layers[0].window and layers[-1].window and tables,
+                layers[0].window
+                and layers[-1].window
+                and any(layer.value_table is not None for layer in layers),
                 "layers: the first and the last layer need attention, and one layer a"
                 ' value table, such as Layer("short", value_table=0)',
             ),
@@ -494,8 +501,9 @@ class Config(train_gpt.Config, StageValues):
                 not layer.narrow or layer.attention != "long" and not layer.dc,
                 f"{where}: long and dc need queries and keys of full width; leave out narrow",
             )
+            parts = (layer.narrow, layer.xsa, layer.gated, layer.dc, layer.reads_backout)
             yield (
-                layer.window or not needs_attention(layer),
+                layer.window or layer.value_table is None and not any(parts),
                 f"{where}: narrow, value_table, xsa, gated, dc and reads_backout are parts of"
                 " attention; add short, long or paired, or leave them out",
             )
@@ -509,11 +517,6 @@ class Config(train_gpt.Config, StageValues):
             "layers: the token weights of Mudd add x0 and n-grams to the last layer; leave out"
             " adds",
         )
-
-
-def needs_attention(layer: Layer) -> bool:
-    parts = (layer.narrow, layer.xsa, layer.gated, layer.dc, layer.reads_backout)
-    return any(parts) or layer.value_table is not None
 
 
 # Record 89 of the public speedrun. Numbers beside values are of the records, 45 and later, that
@@ -711,44 +714,9 @@ RECORD_92 = replace(
 PRESETS = {"frontier": RECORD_92, "frontier89": RECORD_89}
 
 
-def saved_layers(config: Config) -> set[int]:
-    """Return the layers whose outputs later layers or the head read. -1: the first one's input."""
-    layers = config.parse_layers()
-    return {layer.skip_from for layer in layers} - {None} | {
-        config.backout_layer,
-        -1,
-        len(layers) - 2,
-    }
-
-
-def gate_begins(config: Config) -> list[int]:
-    words = config.token_gates.split(",")
-    require(
-        all(word.strip().isdecimal() for word in words),
-        f"token_gates is {config.token_gates!r}; give numbers of layers such as 0,4",
-    )
-    return [*map(int, words)]
-
-
 def gated_layers(config: Config) -> list[range]:
     """Return the layers that each network of token gates computes gates for."""
-    return [range(*ends) for ends in pairwise([*gate_begins(config), len(config.parse_layers())])]
-
-
-def layer_groups(config: Config) -> list[range]:
-    """Cut the layers into the groups that are compiled together.
-
-    One ends where the next layer computes gates, and where it has enough layers and an output is
-    saved anyway.
-    """
-    count = len(config.parse_layers())
-    saved = saved_layers(config)
-    begins = [0]
-    for i in range(1, count):
-        large = min(i - begins[-1], count - i) >= train_gpt.MIN_GROUP_LAYERS
-        if i in gate_begins(config) or i - 1 in saved and large:
-            begins.append(i)
-    return [range(*ends) for ends in pairwise([*begins, count])]
+    return [range(*ends) for ends in pairwise([*config.token_gates, len(config.layers)])]
 
 
 def first_untied_step(config: Config) -> int:
@@ -769,37 +737,36 @@ class GPT(nn.Module):
 
     def __init__(self, config: Config, encoding: Encoding):
         super().__init__()
-        c = config
         self.config = config
         self.bos_id = encoding.bos_id
-        self.layers = config.parse_layers()
-        lengths = train_gpt.micro_batch_lengths(c)
-        dtype = c.torch_dtype
+        self.layers = config.layers
+        lengths = train_gpt.micro_batch_lengths(config)
+        dtype = config.torch_dtype
         # tokens per call of the head: one size for one graph, and less memory
         self.loss_tokens = min(lengths)
         count = len(self.layers)
         vocab = -(-encoding.vocab_size // 128) * 128
-        tables = 1 + max(
-            layer.value_table for layer in self.layers if layer.value_table is not None
-        )
-        self.embed = embedding(vocab, c.model_dim, "embed", dtype)
-        self.untied_step = self.embed.weight.first_step = first_untied_step(c)
+        tables = len({layer.value_table for layer in self.layers} - {None})
+        self.embed = embedding(vocab, config.model_dim, "embed", dtype)
+        self.untied_step = self.embed.weight.first_step = first_untied_step(config)
         self.value_embeds = nn.ModuleList(
-            embedding(vocab, c.model_dim, "value_embeds", dtype) for _ in range(tables)
+            embedding(vocab, config.model_dim, "value_embeds", dtype) for _ in range(tables)
         )
         for table in self.value_embeds:
-            table.weight.data.mul_(c.value_init)
-            table.sparse = getattr(groups_by_kind(c)["value_embeds"], "by_rows", False)
-        self.ngrams = nn.ModuleList(NgramTable(c, table) for table in c.ngrams)
+            table.weight.data.mul_(config.value_init)
+            table.sparse = getattr(groups_by_kind(config)["value_embeds"], "by_rows", False)
+        self.ngrams = nn.ModuleList(NgramTable(config, table) for table in config.ngrams)
         self.smear_gate = parameter(torch.zeros(1, GATE_DIM, dtype=dtype), "smear_gate")
-        self.blocks = nn.ModuleList(Block(c, layer, i) for i, layer in enumerate(self.layers))
-        self.lm_head = Head(c, vocab, encoding.vocab_size)
+        self.blocks = nn.ModuleList(Block(config, layer, i) for i, layer in enumerate(self.layers))
+        self.lm_head = Head(config, vocab, encoding.vocab_size)
         self.token_gates = nn.ModuleList(
-            TokenWeights(c, "token_gates", gates_of(c, layers)) for layers in gated_layers(c)
+            TokenWeights(config, "token_gates", gates_of(config, layers))
+            for layers in gated_layers(config)
         )
         self.gate_scale = parameter(torch.tensor(TokenWeights.SCALE), "token_gates_biases")
-        self.mudd = Mudd(c)
-        self.groups = nn.ModuleList(Group(self, numbers) for numbers in layer_groups(c))
+        self.mudd = Mudd(config)
+        groups = train_gpt.layer_groups(config, config.token_gates)
+        self.groups = nn.ModuleList(Group(self, config, numbers) for numbers in groups)
         # weights of skip connections, of values and outputs of each layer (value_mix in Attention),
         # and of smear
         skips = sum(layer.skip_from is not None for layer in self.layers)
@@ -810,25 +777,29 @@ class GPT(nn.Module):
         # a layer has two weights of its residual stream (see Block), so each is the root of the
         # layer's weight
         self.resid_lambdas = parameter(
-            torch.full((count, 2), sqrt(c.resid_lambda_init)), "resid_lambdas"
+            torch.full((count, 2), sqrt(config.resid_lambda_init)), "resid_lambdas"
         )
         self.post_lambdas = parameter(torch.ones(count, 2), "post_lambdas")
         # the longest other token that begins each token, or -1; the last entry is for the target
         # -1. See fill_prefixes
         self.register_buffer("prefixes", torch.full((vocab + 1,), -1), persistent=False)
-        positions = 2 * max(c.val_len, *lengths)  # paired heads have two per token
-        self.rotary = Rotary(rotary_frequencies(c.head_dim), positions, dtype, c.softmax_scale)
+        positions = 2 * max(config.val_len, *lengths)  # paired heads have two per token
+        self.rotary = Rotary(
+            rotary_frequencies(config.head_dim), positions, dtype, config.softmax_scale
+        )
         # all entries of narrow heads rotate, as the first half of the others
         self.narrow_rotary = None
         if any(layer.narrow for layer in self.layers):
-            frequencies = rotary_frequencies(c.head_dim)[: c.head_dim // 4]
-            self.narrow_rotary = Rotary(frequencies, positions, dtype, c.narrow_softmax_scale)
+            frequencies = rotary_frequencies(config.head_dim)[: config.head_dim // 4]
+            self.narrow_rotary = Rotary(frequencies, positions, dtype, config.narrow_softmax_scale)
         self.attended_tokens = 0  # in this step's training
-        self.doc_copy = DocCopy(c) if c.doc_copy else None
+        self.doc_copy = DocCopy(config) if config.doc_copy else None
         # class of each token, see normalized: the host's copy for rows_read, and the device's
         self.host_token_classes = None
-        if c.normalized_ids and encoding.vocab_size == GPT2_VOCAB:  # other encodings are of bytes
-            folder = (train_gpt.ROOT / c.train_files).parent
+        if (
+            config.normalized_ids and encoding.vocab_size == GPT2_VOCAB
+        ):  # other encodings are of bytes
+            folder = (train_gpt.ROOT / config.train_files).parent
             classes = torch.arange(vocab, device="cpu", dtype=torch.int32)
             of_gpt2 = normalized_ids(gpt2_token_bytes(folder))
             classes[: len(of_gpt2)] = torch.tensor(of_gpt2)
@@ -845,12 +816,8 @@ class GPT(nn.Module):
         self.flash = False
         self.counted = None
 
-    def forward(self, inputs: Tensor, targets: Tensor, windows: Windows) -> Pair:
-        """inputs, targets [T] -> (objective, cross entropy) in nats, summed; see Head.forward.
-
-        Targets of -1 are not counted, nor are tokens beyond the sequence.
-        """
-        return self.loss(self.trunk(inputs, windows), targets)
+    # the loss of what trunk returns; further targets beyond the sequence are not counted
+    forward = train_gpt.GPT.forward
 
     def trunk(self, tokens: Tensor, windows: Windows) -> Tensor:
         """Tokens [T] -> the normed residual stream before the head [T, dim]."""
@@ -860,26 +827,24 @@ class GPT(nn.Module):
         # a new object: with x0 itself torch.compile would build a further graph
         x = x0.view_as(x0)
         gates = None
-        saved: Outputs = {}  # outputs of the layers that later layers read
+        saved = {}  # outputs of the layers that later layers read
         # looked up just before the first group that reads them, so that their gradients can be sent
         # after that group
-        values: Outputs = {}
+        values = {}
         for group in self.groups:
-            for table in sorted(
-                {self.layers[i].value_table for i in group.numbers} - {None} - values.keys()
-            ):
-                values[table] = self.value_embeds[table](tokens)
+            for table in group.tables:
+                if table not in values:
+                    values[table] = self.value_embeds[table](tokens)
             x, outputs, gates = group(x, context, saved, values, gates)
             saved |= outputs
         return x
 
-    def masks(self, tokens: Tensor, windows: Windows) -> dict[str | None, Mask | None]:
+    def masks(self, tokens: Tensor, windows: Windows) -> Masks:
         """Build the mask of each kind of attention, by Layer.window, for tokens [T]."""
         # counted is valid for one sequence
         counted = self.counted
         self.counted = None
         dtype = self.embed.weight.dtype
-        has_pairs = any(layer.attention == "paired" for layer in self.layers)
         has_dc = any(layer.dc for layer in self.layers)
         docs = None if counted and not has_dc else self.begins(tokens).cumsum(0)
 
@@ -889,11 +854,12 @@ class GPT(nn.Module):
                     docs.repeat_interleave(positions), window, self.reach or window, dtype
                 )
             starts, longest, count = counted
-            starts = starts if positions == 1 else positions * starts
-            return DocumentTable(starts, torch.tensor([window, positions * longest, count]))
+            return DocumentTable(
+                positions * starts, torch.tensor([window, positions * longest, count])
+            )
 
         masks = {"L": make(windows.long), "S": make(windows.short), None: None}
-        if has_pairs:
+        if any(layer.attention == "paired" for layer in self.layers):
             masks["P"] = make(windows.short, 2)
         if has_dc:
             masks["dc"] = self.dc_mask(docs, dtype)
@@ -956,7 +922,7 @@ class GPT(nn.Module):
         self,
         x0: Tensor,
         bigram_embeds: Tensor,
-        masks: dict[str | None, Mask | None],
+        masks: Masks,
         copied: Tensor | None = None,
     ) -> Context:
         # unbound at once: backward of many single selections would pad each gradient with zeros and
@@ -983,17 +949,14 @@ class GPT(nn.Module):
         """Compute the losses of `forward` from the normed residual stream [T, dim]."""
         targets_by_row = [targets]
         row_weights = [1.0]
-        second, third, prefix = (
-            self.further_weights.get(f"{name}_weight", 0.0) if self.training else 0.0
-            for name in ("second_token", "third_token", "prefix")
-        )
-        for ahead, weight in ((1, second), (2, third)):
-            if weight:
+        further = self.further_weights if self.training else {}
+        for ahead, name in ((1, "second_token_weight"), (2, "third_token_weight")):
+            if further.get(name):
                 targets_by_row.append(F.pad(targets[ahead:], (0, ahead), value=-1))
-                row_weights.append(weight)
-        if prefix:
+                row_weights.append(further[name])
+        if further.get("prefix_weight"):
             targets_by_row.append(self.prefixes[targets])
-            row_weights.append(prefix)
+            row_weights.append(further["prefix_weight"])
         all_targets = torch.stack(targets_by_row)
         weights = to_device(torch.tensor(row_weights), x.device)
         head_weight = None
@@ -1045,7 +1008,7 @@ class Context(NamedTuple):
     bigram_embeds: Tensor
     rotary: tuple[Tensor, Tensor, Tensor]
     narrow_rotary: tuple[Tensor, Tensor, Tensor] | None
-    masks: dict[str | None, Mask | None]
+    masks: Masks
     skip_weights: Sequence[Tensor]
     mixes: Sequence[Tensor]
     value_mixes: Sequence[Tensor]
@@ -1053,28 +1016,19 @@ class Context(NamedTuple):
     copied: Tensor | None
 
 
-class Group(nn.Module):
+class Group(train_gpt.Group):
     """Consecutive layers that are compiled together; the last group also prepares the head's input.
 
     Modules are in tuples, so that nn.Module does not register them twice.
     """
 
-    def __init__(self, model: GPT, numbers: range):
-        super().__init__()
-        c = model.config
-        self.numbers = numbers
-        self.last = numbers.stop == len(model.layers)
-        self.blocks = tuple(model.blocks[i] for i in numbers)
-        self.backout = c.backout_layer
-        layers, gates = next(
-            pair for pair in zip(gated_layers(c), model.token_gates) if numbers.start in pair[0]
-        )
+    def __init__(self, model: GPT, config: Config, numbers: range):
+        super().__init__(model, config, numbers)
+        by_network = zip(gated_layers(config), model.token_gates)
+        layers, gates = next(pair for pair in by_network if numbers.start in pair[0])
         self.token_gates = (gates,)
         self.computes_gates = numbers.start == layers.start
         self.mudd = (model.mudd,) if self.last else ()
-        with_skip = (i for i, layer in enumerate(model.layers) if layer.skip_from is not None)
-        self.skips = {i: n for n, i in enumerate(with_skip)}
-        self.saves = saved_layers(c) - ({*numbers} if self.last else set())
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         modules = *self.blocks, *self.token_gates, *self.mudd
@@ -1177,27 +1131,28 @@ class Attention(nn.Module):
 
     def __init__(self, config: Config, layer: Layer, number: int):
         super().__init__()
-        c = config
         dim = config.model_dim
         self.heads = config.num_heads
         self.layer = layer
         self.number = number
-        self.qk_dim = c.head_dim // 2 if layer.narrow else c.head_dim
-        self.v_dim = c.head_dim // 2 if layer.narrow == "qkv" else c.head_dim
+        self.qk_dim = config.head_dim // 2 if layer.narrow else config.head_dim
+        self.v_dim = config.head_dim // 2 if layer.narrow == "qkv" else config.head_dim
         # The query, key, value and output matrices [dim, dim]. Queries and keys are apart, as
         # NorMuon treats them differently. The shapes decide its second moments (finish_spec): [dim,
         # 2 dim] per column, [2 dim, dim] per row
         qkvo = uniform(4 * dim, dim, dim)
-        qkvo[3 * dim :] *= c.output_init
-        qkvo = qkvo.to(c.torch_dtype)
+        qkvo[3 * dim :] *= config.output_init
+        qkvo = qkvo.to(config.torch_dtype)
         self.qk = parameter(
-            qkvo[: 2 * dim].reshape(dim, 2 * dim), "attn", (c.muon_qk_heads * c.head_dim, dim)
+            qkvo[: 2 * dim].reshape(dim, 2 * dim),
+            "attn",
+            (config.muon_qk_heads * config.head_dim, dim),
         )
         self.vo = parameter(qkvo[2 * dim :].clone(), "attn", (dim, dim))
         self.value_gate = None
-        last = number == len(c.layers) - 1  # its gate is computed by Mudd
+        last = number == len(config.layers) - 1  # its gate is computed by Mudd
         if layer.value_table is not None and not last:
-            gate = torch.zeros(c.num_heads, GATE_DIM, dtype=c.torch_dtype)
+            gate = torch.zeros(config.num_heads, GATE_DIM, dtype=config.torch_dtype)
             self.value_gate = parameter(gate, "gates", tuple(gate.shape))
 
     def forward(
@@ -1340,15 +1295,13 @@ class Head(train_gpt.Head):
 
     def __init__(self, config: Config, vocab: int, classes: int | None = None):
         super().__init__(config, vocab, classes)
-        self.weight.data = config.head_init * torch.randn(
-            vocab, config.model_dim, dtype=config.torch_dtype
-        )
+        self.weight.data = config.head_init * torch.randn_like(self.weight)
         self.softcap = Softcap(config.logit_cap, config.logit_shift)
 
     @compiled
     def forward(
         self, x: Tensor, targets: Tensor, weights: Tensor, weight: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Pair:
         """Compute (objective, which training minimizes; cross entropy of the next token), in nats,
         summed over tokens.
 
@@ -1455,11 +1408,10 @@ BIGRAM_GATE_INIT = 0.05
 
 def gates_of(config: Config, layers: range) -> dict[tuple[int, str], list[float]]:
     """Return initial values of these layers' token gates by (layer, name); -1: before the first."""
-    every = config.parse_layers()
     heads = config.num_heads
     init = {}
     for i in layers:
-        layer = every[i]
+        layer = config.layers[i]
         present = {
             "x0": "x0" in layer.adds and [0.0],
             "bigrams": "ngrams" in layer.adds and [BIGRAM_GATE_INIT],
@@ -1486,12 +1438,11 @@ class Mudd(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        c = config
-        last = config.parse_layers()[-1]
+        last = config.layers[-1]
         scale = sqrt(config.resid_lambda_init)
-        self.backout = c.backout_layer
-        self.heads = c.num_heads
-        self.sources = sorted(saved_layers(c))
+        self.backout = config.backout_layer
+        self.heads = config.num_heads
+        self.sources = sorted(config.saved_layers())
         init = {
             "values": [0.0] * 3,
             "residual": [0.0] * 3,
@@ -1501,17 +1452,17 @@ class Mudd(nn.Module):
         }
         if last.value_table is not None:
             init["value_gates"] = [2.0, 2.0]
-        self.layer = TokenWeights(c, "mudd", init)
-        tables = len({layer.value_table for layer in config.parse_layers()} - {None})
-        sources = [-0.5 if i == c.backout_layer else 0.0 for i in self.sources]
-        sources += [0.0] * (tables + 2 if c.mudd_groups else 1)
-        self.head = TokenWeights(c, "mudd", {"sources": sources})
-        self.groups = c.mudd_groups
+        self.layer = TokenWeights(config, "mudd", init)
+        tables = len({layer.value_table for layer in config.layers} - {None})
+        sources = [-0.5 if i == config.backout_layer else 0.0 for i in self.sources]
+        sources += [0.0] * (tables + 2 if config.mudd_groups else 1)
+        self.head = TokenWeights(config, "mudd", {"sources": sources})
+        self.groups = config.mudd_groups
         # further weights of each source in each group, by the hidden values of the token
         self.by_group = None
-        if c.mudd_groups:
-            shape = len(sources), c.mudd_groups, TokenWeights.WIDTH
-            self.by_group = parameter(torch.zeros(shape, dtype=c.torch_dtype), "mudd")
+        if config.mudd_groups:
+            shape = len(sources), config.mudd_groups, TokenWeights.WIDTH
+            self.by_group = parameter(torch.zeros(shape, dtype=config.torch_dtype), "mudd")
 
     def layer_inputs(
         self, x: Tensor, saved: Outputs, value_embeds: Tensor | None
@@ -1596,8 +1547,8 @@ def normalized_ids(tokens: Sequence[bytes]) -> list[int]:
         text = re.sub(r"[ \t\r\n]+", " ", text)
         return text.strip(" ") or text or token
 
-    first: dict[str | bytes, int] = {}
-    ids = [first.setdefault(text_of(token), number) for number, token in enumerate(tokens)]
+    first_of = {}  # by text
+    ids = [first_of.setdefault(text_of(token), number) for number, token in enumerate(tokens)]
     digest = sha256_of(b"".join(number.to_bytes(4, "little") for number in [*ids, len(ids)]))
     require(
         digest == "79fb57ac259495ba36f1afb9b0d5da35f3048b5067fa59c101d5a3c1ed15c2a2",
@@ -1784,18 +1735,16 @@ class Worker(train_gpt.Worker):
         rules = [bucket.rule for bucket in self.optimizer.buckets if isinstance(bucket.rule, Adam)]
         # with the next, an update
         slow = {rule.slow_from + rule.every for rule in rules if rule.slow_from is not None}
-        further = [first_untied_step(self.config), *sorted(slow)]
+        further = [self.model.untied_step, *sorted(slow)]
         return super().kinds_of_steps() + [step for step in further if step < self.config.num_steps]
 
 
 def copy_parameter(optimizer: DistributedOptimizer, source: str, target: str) -> None:
-    """Copy a parameter and its state to another, such as a head to the embedding."""
-    slots = [(bucket, slot.name) for bucket in optimizer.buckets for slot in bucket.slots]
-    buckets = {name: bucket for bucket, name in slots if name in (source, target)}
-    require(
-        not any(map(optimizer.reducer.waits, buckets.values())),
-        f"{target} cannot be copied while gradients wait for an update; copy it one step later",
-    )
+    """Copy a parameter and its state to another, such as a head to the embedding.
+
+    No gradients of the two may wait for an update; Config.conditions sees to it.
+    """
+    buckets = {slot.name: bucket for bucket in optimizer.buckets for slot in bucket.slots}
     optimizer.finish_all_gathers()
     copied, state = (
         train_gpt.gather_state(buckets[name], optimizer.comm) for name in (source, target)
@@ -1837,20 +1786,21 @@ class TailAverages:
             "tails: of the kinds "
             f"{', '.join(self.of_kind)} one has no parameter, or two have the same; see Tail",
         )
-        for i, tail in enumerate(self.tails):
-            for bucket in {bucket for bucket, _ in self.slots_of(tail)}:
+        # of each tail
+        self.slots = [
+            [*chain(*(self.of_kind[kind] for kind in tail.kinds.split()))] for tail in self.tails
+        ]
+        for i, slots in enumerate(self.slots):
+            for bucket in {bucket for bucket, _ in slots}:
                 dtype = wide_dtype(bucket.param_shard)
                 bucket.state[f"tail{i}"] = torch.zeros_like(bucket.param_shard, dtype=dtype)
 
     def parts(self, i: int) -> Iterator[Pair]:
         """Yield the parts of average i on this rank, each with its weights."""
-        for bucket, slot in self.slots_of(self.tails[i]):
+        for bucket, slot in self.slots[i]:
             average = bucket.state[f"tail{i}"]
             weights = bucket.param_shard
             yield bucket.view_of(slot, average, True), bucket.view_of(slot, weights, True)
-
-    def slots_of(self, tail: Tail) -> Iterator[tuple[train_gpt.Bucket, train_gpt.Slot]]:
-        return chain(*(self.of_kind[kind] for kind in tail.kinds.split()))
 
     @torch.no_grad()
     def move(self, step: int) -> None:
@@ -1876,8 +1826,7 @@ class TailAverages:
             train_gpt.Bucket.start_all_gather(bucket, self.optimizer.comm)
         self.optimizer.finish_all_gathers(self.buckets)
         after = self.norms()
-        kept = {kind for tail in self.tails if tail.keep_norm for kind in tail.kinds.split()}
-        for kind in kept:
+        for kind in {kind for tail in self.tails if tail.keep_norm for kind in tail.kinds.split()}:
             for _, slot in self.of_kind[kind]:
                 if after[kind]:
                     slot.param.mul_(before[kind] / after[kind])
@@ -1889,8 +1838,8 @@ class TailAverages:
             return torch.linalg.vector_norm(x, dtype=wide_dtype(x)).item()
 
         return {
-            kind: math.hypot(*(norm_of(slot.param) for _, slot in found))
-            for kind, found in self.of_kind.items()
+            kind: math.hypot(*(norm_of(slot.param) for _, slot in pairs))
+            for kind, pairs in self.of_kind.items()
         }
 
 
@@ -2009,9 +1958,7 @@ class ReluSquaredInFP8(torch.autograd.Function):
     unrounded tensors."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, fc: Tensor, proj: Tensor, h_scale: Tensor, h_max: Tensor
-    ) -> Tensor:
+    def forward(ctx, x: Tensor, fc: Tensor, proj: Tensor, h_scale: Tensor, h_max: Tensor) -> Tensor:
         (x8, x_scale), (fc8, fc_scale), (proj8, proj_scale) = map(to_e4m3, (x, fc, proj))
         by_column = fc8.T.contiguous().T
         h, h8 = relu_squared_in_fp8(x8, by_column, x_scale * fc_scale, h_scale, h_max, x.dtype)
@@ -2019,7 +1966,7 @@ class ReluSquaredInFP8(torch.autograd.Function):
         return fp8_product(h8, proj8.T, h_scale, proj_scale, True, x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, fc, proj, h = ctx.saved_tensors  # torch.compile cannot call ReluSquaredMLP.backward here
         grad_y = relu_squared(grad, proj, h)
         return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h, None, None
@@ -2118,7 +2065,7 @@ if triton is not None:
 # See train_gpt.PLAIN_FORMS
 PLAIN_FORMS = {
     "MLP": ((MLP.forward, train_gpt.MLP.forward), "26c9f07d"),
-    "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__), "ffb1d7b2"),
+    "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__), "d8b535cb"),
     "attention": train_gpt.PLAIN_FORMS["attention"],
 }
 
