@@ -281,16 +281,16 @@ def on_rank_0_only(comm, what):
     [
         (
             "state_dict",
-            r"rank 1 calls step\(\) in step 2 after 1 backward .* rank 0 state_dict\(\) in step 2",
+            r"calls differ: rank 1 has called step\(\); rank 0 has state_dict\(\)",
         ),
         (
             "load_state_dict",
-            r"rank 1 calls step\(\) in step 2 .* rank 0 load_state_dict\(\) in step 2",
+            r"calls differ: rank 1 has called step\(\); rank 0 has load_state_dict\(\)",
         ),
-        ("state_hash", r"rank 0 state_dict\(\)"),
-        ("check_replicas", r"rank 1 calls step\(\) in step 2 .* rank 0 check_replicas\(\)"),
+        ("state_hash", r"rank 0 has state_dict\(\)"),
+        ("check_replicas", r"rank 1 has called step\(\); rank 0 has check_replicas\(\)"),
         ("model", r"parameters differ: rank 1 has \d.weight"),
-        ("no_sync", "rank 1 calls .* after 1 backward passes .* rank 0 .* after 2 backward passes"),
+        ("no_sync", r"rank 1 has backwards 1; rank 0 has 2\. .* no_sync\(\)"),
     ],
 )
 def test_a_call_on_one_rank_only_is_an_error_of_all(on_ranks, what, says):
@@ -307,7 +307,7 @@ def in_another_order(comm):
 def test_steps_of_two_optimizers_in_another_order_are_an_error_of_all(on_ranks):
     assert_all_refused(
         on_ranks(2, in_a_new_group, in_another_order),
-        r"rank 1 calls .* with optimizer (\d+), rank 0 .* with optimizer (?!\1)",
+        r"rank 1 has optimizer (\d+); rank 0 has (?!\1)",
     )
 
 
@@ -904,20 +904,18 @@ def subclassed():
     [
         (lambda: dict(adam_lr=-1.0), "lr=-1.0"),
         (lambda: dict(muon_lr=float("nan")), "lr=nan"),
-        (lambda: dict(bucket_mb=-1), "bucket_mb is -1"),
         (
             lambda: dict(table=[Assignment("*", Adam(beta1=1.5))]),
             "beta1=1.5; it must be from 0 on, below 1",
         ),
         (lambda: dict(table=[Assignment("*", Adam(every=0))]), "every=0"),
-        (lambda: dict(table=[("*", Adam())]), r"must be Assignment\(pattern, rule\)"),
         (lambda: dict(settings=SyncSettings(clip_norm=-1)), "clip_norm is -1"),
         (lambda: dict(settings=SyncSettings(clip_norm=float("nan"))), "clip_norm is nan"),
         (lambda: dict(settings=SyncSettings(sync="hooks")), "sync is 'hooks'; .* 'hook', 'step'"),
         (lambda: dict(settings=SyncSettings(update_order="fwd")), "update_order is 'fwd'"),
         (lambda: dict(settings={"clip_norm": 1}), "settings is a dict"),
         (lambda: dict(model=torch.jit.script(chain())), "the model is a ScriptModule; give"),
-        (lambda: dict(model=lazy()), "0.weight has no shape yet; run a forward"),
+        (lambda: dict(model=lazy()), "uninitialized parameter"),  # by torch
         (lambda: dict(model=subclassed()), "0.weight is a Quantized; build the"),
         (lambda: dict(table=[Assignment("*.weight", NorMuon(), scale=-1.0)]), "scale -1.0"),
         (lambda: dict(table=[Assignment("*", Adam(), first_step=-1)]), "first_step -1"),
@@ -936,7 +934,7 @@ def subclassed():
     ],
 )
 def test_what_cannot_train_is_refused_when_built(arguments, says):
-    with pytest.raises(RunError, match=says):
+    with pytest.raises((RunError, ValueError), match=says):
         make_optimizer(**{"model": chain(), **arguments()})
 
 
@@ -1503,24 +1501,14 @@ def test_frozen_tensors_made_of_others_are_left_alone(on_ranks):
     assert on_ranks(2, frozen_of_others) == [(0.0, set()), (1.0, set())]
 
 
-def on_meta(comm):
-    with torch.device("meta"):
-        make_optimizer(chain())
-
-
 def with_max_norm(comm):
     make_optimizer(nn.Sequential(nn.Embedding(6, 4, max_norm=1.0), nn.Linear(4, 4)))
 
 
-@pytest.mark.parametrize(
-    "build,says",
-    [
-        (on_meta, r"0.weight is on meta; call to_empty"),
-        (with_max_norm, "0 has max_norm, by which each rank changes"),
-    ],
-)
-def test_what_ranks_cannot_keep_equal_is_refused(on_ranks, build, says):
-    assert_all_refused(on_ranks(2, in_a_new_group, build), says)
+def test_what_ranks_cannot_keep_equal_is_refused(on_ranks):
+    assert_all_refused(
+        on_ranks(2, in_a_new_group, with_max_norm), "0 has max_norm, by which each rank changes"
+    )
 
 
 def test_the_table_in_the_docs_names_existing_tests():
