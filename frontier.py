@@ -1150,8 +1150,8 @@ class Attention(nn.Module):
         )
         self.vo = parameter(qkvo[2 * dim :].clone(), "attn", (dim, dim))
         self.value_gate = None
-        last = number == len(config.layers) - 1  # its gate is computed by Mudd
-        if layer.value_table is not None and not last:
+        is_last = number == len(config.layers) - 1  # its gate is computed by Mudd
+        if layer.value_table is not None and not is_last:
             gate = torch.zeros(config.num_heads, GATE_DIM, dtype=config.torch_dtype)
             self.value_gate = parameter(gate, "gates", tuple(gate.shape))
 
@@ -1252,8 +1252,7 @@ class MLP(train_gpt.MLP):
 
 
 class DelayedScales:
-    """The scales of the MLPs' squared activations h in fp8. h is divided by its scale before it is
-    rounded.
+    """Scales of the MLPs' squared activations h, which are divided by them to be rounded to fp8.
 
     The scale must be known before h is. It is HEADROOM / 448 times the largest h of the step
     before, over all micro-batches and ranks, so it is the same for any number of ranks; larger
@@ -1274,24 +1273,26 @@ class DelayedScales:
     def start_gather(self) -> None:
         """Start to gather all ranks' maxima, after the last forward of a step."""
         if self.maxima:
-            self.own = torch.stack(self.maxima)
-            self.gathered = self.own.new_empty(self.comm.ranks * len(self.own))
-            self.handle = self.comm.all_gather(self.gathered, self.own)
+            self.local_maxima = torch.stack(self.maxima)
+            self.gathered = self.local_maxima.new_empty(self.comm.ranks * len(self.local_maxima))
+            self.handle = self.comm.all_gather(self.gathered, self.local_maxima)
 
     @torch.no_grad()
     def update(self) -> None:
         """Set the scales of the next step."""
         if self.maxima:
             self.handle.wait()
-            largest = self.gathered.view(-1, len(self.own)).amax(0).clamp_min(1e-12)
+            largest = self.gathered.view(-1, len(self.local_maxima)).amax(0).clamp_min(1e-12)
             scales = largest * (self.HEADROOM / E4M3_MAX)
             torch._foreach_copy_([*self.named.values()], scales.unbind())
             torch._foreach_zero_(self.maxima)
 
 
 class Head(train_gpt.Head):
-    """Map the normed residual stream to logits and the loss. weight [V, dim]: of `classes` tokens,
-    then padding."""
+    """Map the normed residual stream to logits and the loss.
+
+    weight [V, dim]: of `classes` tokens, then padding.
+    """
 
     def __init__(self, config: Config, vocab: int, classes: int | None = None):
         super().__init__(config, vocab, classes)
@@ -1302,8 +1303,7 @@ class Head(train_gpt.Head):
     def forward(
         self, x: Tensor, targets: Tensor, weights: Tensor, weight: Tensor | None = None
     ) -> Pair:
-        """Compute (objective, which training minimizes; cross entropy of the next token), in nats,
-        summed over tokens.
+        """Compute (objective, to minimize; cross entropy of the next token), in nats, summed.
 
         x [T, dim]; targets [n, T]: the next token, then further targets, -1 is not counted; weights
         [n] of the rows. weight [classes, dim]: in place of the head's own.
@@ -1332,8 +1332,10 @@ SIGN_FACTORS = {"record89": {2: (1, 1)}, "record92": {2: (48271, 30011), 3: (586
 
 
 class NgramTable(train_gpt.NgramTable):
-    """An embedding of the n tokens that end at each position, also across documents. All tables
-    have the same signs."""
+    """An embedding of the n tokens that end at each position, also across documents.
+
+    All tables have the same signs.
+    """
 
     def __init__(self, config: Config, ngrams: Ngrams):
         super().__init__(config, ngrams)
@@ -1351,15 +1353,15 @@ class NgramTable(train_gpt.NgramTable):
                 torch.bitwise_xor, (factor * token for factor, token in zip(factors, window))
             )
 
-        last = self.num_embeddings - 1
+        last_row = self.num_embeddings - 1
         incomplete = self.n - 1
         window = [F.pad(tokens.int(), (k, 0))[..., : tokens.size(-1)] for k in range(self.n)]
         sign = mix(self.sign_factors) % self.SIGNS
         # of use to pairs only. By fill_ and zero_: an assignment of a number would make the host
         # wait for the GPU
-        window[1][..., 1:2].fill_(last)
-        row = mix(ROW_FACTORS[self.n]) % last
-        row[..., :incomplete].fill_(last)
+        window[1][..., 1:2].fill_(last_row)
+        row = mix(ROW_FACTORS[self.n]) % last_row
+        row[..., :incomplete].fill_(last_row)
         sign[..., :incomplete].zero_()
         return row.long(), sign.long()
 
@@ -1438,7 +1440,7 @@ class Mudd(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        last = config.layers[-1]
+        last_layer = config.layers[-1]
         scale = sqrt(config.resid_lambda_init)
         self.backout = config.backout_layer
         self.heads = config.num_heads
@@ -1450,7 +1452,7 @@ class Mudd(nn.Module):
             "x0": [0.0],
             "bigrams": [BIGRAM_GATE_INIT],
         }
-        if last.value_table is not None:
+        if last_layer.value_table is not None:
             init["value_gates"] = [2.0, 2.0]
         self.layer = TokenWeights(config, "mudd", init)
         tables = len({layer.value_table for layer in config.layers} - {None})
@@ -1519,8 +1521,7 @@ class DocCopy(train_gpt.DocCopy):
     @staticmethod
     @compiled
     def find(tokens: Tensor, ids: Tensor, bos_id: int) -> Pair:
-        """Tokens [T], ids [T] by which contexts are compared -> candidates, kinds of their
-        contexts (0: tokens[0])."""
+        """Tokens [T], ids [T] to compare -> candidates, kinds of their contexts (0: tokens[0])."""
         places, kinds = train_gpt.DocCopy.find(ids.long(), tokens == bos_id)
         return tokens[places], kinds
 
@@ -1532,8 +1533,7 @@ class DocCopy(train_gpt.DocCopy):
 
 
 def normalized_ids(tokens: Sequence[bytes]) -> list[int]:
-    """Map GPT-2's tokens to the first token of the same text without case, accents and surrounding
-    spaces.
+    """Map GPT-2's tokens to the first of the same text but for case, accents, outer spaces.
 
     A token that is no text, or has none left, is mapped to itself.
     """
@@ -1574,11 +1574,10 @@ ANVIL_STEPS = (
 
 @frozen
 class Anvil(NorMuon):
-    """NorMuon with a second, slow momentum, which decides where weights decay and, from blend_from
-    on, is blended in.
+    """NorMuon with a second, slow momentum.
 
-    From blend_from on the fast momentum decays by FAST; before, and in the Nesterov step, momenta
-    are the schedule's.
+    It decides where weights decay and, from blend_from on, is blended in. From blend_from on the
+    fast momentum decays by FAST; before, and in the Nesterov step, momenta are the schedule's.
     """
 
     blend_from: int = 0
@@ -1615,8 +1614,7 @@ class Anvil(NorMuon):
 
 @frozen
 class Adam(train_gpt.Adam):
-    """Adam that updates half as often from step slow_from on, with squared betas and twice the
-    weight decay."""
+    """Adam, from step slow_from on half as often, with squared betas and twice the weight decay."""
 
     slow_from: int | None = None
 
@@ -1634,12 +1632,11 @@ class Adam(train_gpt.Adam):
 
 @frozen
 class RowAdam(Adam):
-    """Adam for tables, with one second moment per row and no first moment. Bias correction counts
-    updates, not a row's.
+    """Adam for tables, with one second moment per row and no first moment.
 
-    An update leaves out the rows without a gradient. Their moments decay nevertheless: the next
-    update that takes a row multiplies its moment by the decay of all steps since `last`. It is not
-    compiled: Config asks for lazy tables.
+    Bias correction counts updates, not a row's. An update leaves out the rows without a gradient.
+    Their moments decay nevertheless: the next update that touches a row multiplies its moment by
+    the decay of all steps since `last`. It is not compiled: Config asks for lazy tables.
     """
 
     def init_state(self, shard: Tensor) -> Tensors:
@@ -1681,8 +1678,7 @@ class RowAdam(Adam):
 
 
 class Worker(train_gpt.Worker):
-    """What one rank trains. Besides train_gpt's step: the tied embedding, prefixes as targets, and
-    scales of fp8."""
+    """What one rank trains. Besides train_gpt's step: tied embedding, prefixes, scales of fp8."""
 
     def __init__(self, config: Config, comm: Comm, device: torch.device, train_shards: list[Shard]):
         super().__init__(config, comm, device, train_shards)
@@ -1807,8 +1803,8 @@ class TailAverages:
         """Move the averages after a step. They read own shards, which no gather changes."""
         for i, tail in enumerate(self.tails):
             age = step - max(0, self.steps - tail.last_steps)
-            last = step == self.steps - 1
-            rate = tail.last_rate if last and tail.last_rate is not None else tail.rate
+            is_last = step == self.steps - 1
+            rate = tail.last_rate if is_last and tail.last_rate is not None else tail.rate
             due = step % tail.period == tail.phase or step >= self.steps - tail.final_steps
             if age == 0 or age > 0 and due:
                 for average, weights in self.parts(i):
@@ -1877,9 +1873,9 @@ class Candidates:
             of_ranks = [
                 x[: comm.ranks * len(batch)].view(comm.ranks, -1) for x in (self.offsets, self.used)
             ]
-            own, used = (x[comm.rank] for x in of_ranks)
+            offsets, used = (x[comm.rank] for x in of_ranks)
             for i, micro_batch in enumerate(batch):
-                drawn, own[i] = self.draw_one(micro_batch[1:], number, own[i].item())
+                drawn, offsets[i] = self.draw_one(micro_batch[1:], number, offsets[i].item())
                 used[i] = self.classes if drawn is None else number
                 if drawn is not None:
                     drawn = to_device(torch.from_numpy(drawn), self.model.prefixes.device)
@@ -1910,8 +1906,7 @@ class Candidates:
 
 
 def gpt2_token_bytes(folder: Path) -> list[bytes]:
-    """Read the bytes of GPT-2's tokens, without the special one at the end. data/ writes their
-    file beside shards."""
+    """Read the bytes of GPT-2's tokens, but the special one; data/ writes them beside shards."""
     path = folder / "gpt2.tiktoken"
     expected = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
     content = path.read_bytes() if path.is_file() else b""
@@ -1935,12 +1930,11 @@ DC_PIECE = 128
 def mix_heads(
     q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, read: Tensor, write: Tensor, mask: Tensor
 ) -> Tensor:
-    """Compute what dynamically composable heads add to attention [T, H, D]: all heads attend by
-    one further map.
+    """Compute what dynamically composable heads add to attention [T, H, D].
 
-    The map is the sum over heads of their softmax maps within `mask`, weighted by norm(read). Head
-    h adds its values under this map times write_h. read, write [T, H]. q must contain the softmax
-    scale. mask: of mask_in_pieces.
+    All heads attend by one further map. The map is the sum over heads of their softmax maps within
+    `mask`, weighted by norm(read). Head h adds its values under this map times write_h. read, write
+    [T, H]. q must contain the softmax scale. mask: of mask_in_pieces.
     """
     tokens, heads, dim = q_THD.shape
     q = cut_in_pieces(q_THD, mask)
@@ -1954,8 +1948,10 @@ def mix_heads(
 
 
 class ReluSquaredInFP8(torch.autograd.Function):
-    """MLP.forward in fp8; see DelayedScales. Backward is that of ReluSquaredMLP, and reads
-    unrounded tensors."""
+    """MLP.forward in fp8; see DelayedScales.
+
+    Backward is that of ReluSquaredMLP, and reads unrounded tensors.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, fc: Tensor, proj: Tensor, h_scale: Tensor, h_max: Tensor) -> Tensor:

@@ -132,8 +132,7 @@ frozen = dataclass(frozen=True)
 
 
 class RunError(Exception):
-    """An error that the user can fix. The message says what was seen, what was expected and what
-    to do."""
+    """An error that the user can fix: what was seen, what was expected and what to do."""
 
 
 def require(condition: Any, message: str) -> None:
@@ -155,8 +154,7 @@ def option(
     free: bool = False,
     needs: str = "",
 ) -> Any:
-    """Declare a config field: default, meaning and limits. Without `min`, a number must be above
-    0.
+    """Declare a config field: default, meaning, limits. Without `min`, a number must be above 0.
 
     free: a resumed run may change it. It decides how the run is computed; at most roundings depend
     on it. needs: fields of which one must be set, or the field has no effect.
@@ -187,8 +185,7 @@ class StageValues:
 
 @frozen
 class Ramp:
-    """A value of type float that changes linearly from `first`, at a stage's first step, to
-    `last`, at its end."""
+    """A float that changes linearly from `first`, at a stage's begin, to `last`, at its end."""
 
     first: float
     last: float
@@ -204,8 +201,7 @@ def show_row(row: Any) -> str:
 
 
 def stage_type(values: type[StageValues]) -> type:
-    """Create the class of a stage's row: its end, and the fields of `values` (None: the flag's
-    value).
+    """Create the class of a stage's row: its end, and the fields of `values` (None: the flag's).
 
     until: where the stage ends, as a fraction of the scheduled steps (at most 1) or as a step
     (above 1). extra_steps: instead, the number of steps after the schedule. The scheduled steps are
@@ -693,11 +689,10 @@ EXAMPLES = {
 def parse_value(
     text: str, kind: str = "rows", row_types: tuple[type, ...] = Config.row_types
 ) -> Any:
-    """Parse a flag's text by the type of its field; `rows` such as `Stage(until=1/3,
-    long_window=3), Stage()`.
+    """Parse a flag's text by the type of its field.
 
-    Only row_types, numbers, fractions, strings, tuples, true and false are allowed.
-    ArgumentTypeError on others.
+    `rows`: such as `Stage(until=1/3, long_window=3), Stage()`. Only row_types, numbers, fractions,
+    strings, tuples, true and false are allowed. ArgumentTypeError on others.
     """
     names = {row.__name__: row for row in row_types}
 
@@ -747,7 +742,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """Accept dashes for the underscores in names of flags."""
         words = [
-            re.sub("(?<=^--)[^=]+", lambda found: found[0].replace("-", "_"), word)
+            re.sub("(?<=^--)[^=]+", lambda name: name[0].replace("-", "_"), word)
             for word in (sys.argv[1:] if args is None else args)
         ]
         return super().parse_known_args(words, namespace)
@@ -804,8 +799,7 @@ def make_parser(presets: dict[str, Config]) -> argparse.ArgumentParser:
 
 
 def preset_values(f: Field, presets: dict[str, Config]) -> str:
-    """Show the first preset's value of a field, and others that differ, unless they are too long
-    to show."""
+    """Show the first preset's value of a field, and others that differ; not of long fields."""
     if f.name in ("stages", "param_groups"):
         return ""
     usual, *others = (
@@ -904,8 +898,7 @@ def stage_fields(config: Config) -> list[Field]:
 
 
 def source_files(config: Config) -> list[Path]:
-    """Return the files that define the config's classes: the program that runs it, then what that
-    imports."""
+    """Return the files of the config's classes: the program that runs it, then what it imports."""
     return [*dict.fromkeys(Path(inspect.getfile(base)) for base in type(config).__mro__[:-1])]
 
 
@@ -918,13 +911,12 @@ def json_of(config: Config) -> Values:
 
 
 def config_of(values: Values, config_type: type[Config] = Config) -> Config:
-    """Rebuild a config from its JSON form. Raise TypeError if another version of this script wrote
-    it."""
-    rows = {f.name for f in fields(config_type) if holds_rows(f)}
+    """Rebuild a config from its JSON form. TypeError if another version of this script wrote it."""
+    row_fields = {f.name for f in fields(config_type) if holds_rows(f)}
     try:
         return config_type(
             **{
-                name: parse_value(v, row_types=config_type.row_types) if name in rows else v
+                name: parse_value(v, row_types=config_type.row_types) if name in row_fields else v
                 for name, v in values.items()
             }
         )
@@ -961,18 +953,16 @@ def layer_groups(config: Config, apart: Sequence[int] = ()) -> list[range]:
 
 
 def groups_by_kind(config: Config) -> dict[str, AdamGroup | MuonGroup]:
-    """Map each kind of parameters to its row. Rows of config.param_groups replace those of
-    PARAM_GROUPS."""
+    """Map each kind of parameters to its row; those of config.param_groups replace the preset's."""
     return {group.kind: group for group in (*config.base_groups, *config.param_groups)}
 
 
-# Checks of values are here, in Config.parse_layers and in stages_of. find_shards and resolve_auto compare
-# with data and GPUs
+# Checks of values are here, in Config.parse_layers and in stages_of. find_shards and resolve_auto
+# compare with data and GPUs
 
 
 def check_config(config: Config, ranks: int) -> None:
-    """Raise a RunError that lists all values that are impossible by themselves or for this number
-    of ranks."""
+    """Raise a RunError that lists all values that are impossible, also for this number of ranks."""
     wrong = [
         message for f in fields(config) if (message := out_of_range(f, getattr(config, f.name)))
     ]
@@ -982,8 +972,7 @@ def check_config(config: Config, ranks: int) -> None:
 
 
 def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
-    """Yield each condition on several values, with the message if it does not hold. RunError on an
-    invalid row."""
+    """Yield each condition on several values, with its message. RunError on an invalid row."""
     layers = c.parse_layers()
     value_tables = {layer.value_table for layer in layers} - {None}
     kinds = [group.kind for group in c.base_groups]
@@ -1169,7 +1158,7 @@ def plan_of(config: Config, step: int) -> Plan:
         micro_batch_tokens=now["micro_batch_tokens"],
         max_document_tokens=now["max_document_tokens"],
         lr_factor=lr_factor(config, step, now["peak_lr_factor"]),
-        momentum=momentum(config, step),
+        momentum=momentum_at(config, step),
         windows=Windows(
             longest * config.window_block, now["long_window"] // 2 * config.window_block
         ),
@@ -1181,10 +1170,10 @@ def plan_of(config: Config, step: int) -> Plan:
 
 
 def lr_factor(config: Config, step: int, peak: float) -> float:
-    """Compute the learning-rate factor: the stage's `peak` before the cooldown, then linear from
-    it to lr_floor.
+    """Compute the learning-rate factor: `peak`, in the cooldown linear from it to lr_floor.
 
-    The factor jumps where a new stage has another peak."""
+    The factor jumps where a new stage has another peak.
+    """
     scheduled = scheduled_steps(config)
     # below 1 as in the record, which never quite reaches lr_floor
     done = min(0.9999, step / scheduled)
@@ -1192,9 +1181,8 @@ def lr_factor(config: Config, step: int, peak: float) -> float:
     return peak * left + (1 - left) * config.lr_floor
 
 
-def momentum(config: Config, step: int) -> float:
-    """NorMuon's momentum schedule: linear warm-up in the first steps, linear cooldown in the last
-    of all steps."""
+def momentum_at(config: Config, step: int) -> float:
+    """Compute the momentum of NorMuon: linear warm-up and cooldown at the ends of all steps."""
     fall_from = config.num_steps - config.muon_momentum_fall
     height = 1.0
     if step < config.muon_momentum_rise:
@@ -1205,8 +1193,7 @@ def momentum(config: Config, step: int) -> float:
 
 
 class StageSteps(NamedTuple):
-    """Steps [begin, end) of a stage, with its StageValues at step `begin` and at step `end`; only
-    a Ramp's differ."""
+    """Steps [begin, end) of a stage, with its StageValues at both ends; only a Ramp's differ."""
 
     begin: int
     end: int
@@ -1216,8 +1203,7 @@ class StageSteps(NamedTuple):
 
 @lru_cache(maxsize=16)
 def stages_of(config: Config) -> tuple[StageSteps, ...]:
-    """Compute the steps and values of each stage; leave out stages without a step. Raise RunError
-    on an invalid one."""
+    """Compute steps and values of each stage that has a step. RunError on an invalid one."""
     stages = []
     begin = 0
     scheduled = scheduled_steps(config)
@@ -1257,8 +1243,7 @@ def stages_of(config: Config) -> tuple[StageSteps, ...]:
 
 
 def values_of(row: Stage, config: Config) -> tuple[Values, Values]:
-    """Return a stage's StageValues at its first step and at its end, with micro-batches after
-    their split."""
+    """Return a stage's StageValues at its first step and at its end, micro-batches after splits."""
     first = {}
     last = {}
     for name in (f.name for f in stage_fields(config)):
@@ -1303,8 +1288,7 @@ def micro_batch_lengths(config: Config) -> set[int]:
 
 
 def usable_ranks(config: Config, most: int) -> int:
-    """Return the largest number of ranks, at most `most`, that can share every stage's
-    micro-batches evenly."""
+    """Return the most ranks, up to `most`, that can share every stage's micro-batches evenly."""
     shared = math.gcd(*(stage.first["micro_batches"] for stage in stages_of(config)))
     return max(ranks for ranks in range(1, max(1, most) + 1) if shared % ranks == 0)
 
@@ -1314,8 +1298,7 @@ def usable_ranks(config: Config, most: int) -> int:
 
 
 class Stream:
-    """Batches of packed documents for one rank. A thread loads and indexes the next shard in
-    advance.
+    """Batches of packed documents for one rank. A thread loads the next shard in advance.
 
     Each rank packs the whole batch and takes the r-th of equal consecutive parts, so any number of
     ranks reads the same tokens. A batch lies within one shard: when documents run out, the batch
@@ -1341,8 +1324,10 @@ class Stream:
         self.digest = 0
 
     def _load(self, index: int) -> Documents:
-        """Load all documents of a shard in the order of the run. Pieces of a split document are
-        shuffled separately."""
+        """Load all documents of a shard, in the order of the run.
+
+        Pieces of a split document are shuffled separately.
+        """
         c = self.config
         shard = self.shards[index]
         documents = index_documents(load_tokens(shard), shard.encoding.bos_id)
@@ -1384,8 +1369,7 @@ class Stream:
         return documents, np.append(0, np.cumsum(documents.lengths)), document_of_piece
 
     def _advance(self, plan: Plan) -> tuple[Documents, list[tuple[int, int, int]]]:
-        """Choose the documents of the next batch and advance the position. Raise RunError if the
-        data run out."""
+        """Choose the documents of the next batch, and advance. RunError if the data run out."""
         index, document, before = self.position
         longest = plan.max_document_tokens
         if document and before != longest:  # the limit has changed: pieces are numbered anew
@@ -1409,8 +1393,8 @@ class Stream:
         Raise RunError if the data run out.
         """
         documents, taken = self._advance(plan)
-        own = len(taken) // self.ranks
-        places = range(self.rank * own, (self.rank + 1) * own)
+        share = len(taken) // self.ranks
+        places = range(self.rank * share, (self.rank + 1) * share)
         batch = [
             fill_micro_batch(documents, self.shards[0].encoding.bos_id, *taken[place])
             for place in places
@@ -1421,8 +1405,7 @@ class Stream:
         return batch
 
     def check_enough(self) -> None:
-        """Raise RunError if the data cannot suffice for the run. With at most two shards the check
-        is exact."""
+        """Raise RunError if the data cannot suffice. With at most two shards the check is exact."""
         c = self.config
         needed = tokens_of_steps(c, c.num_steps)
         require(
@@ -1448,8 +1431,7 @@ class Stream:
 
 
 class Position(NamedTuple):
-    """Start of the next batch: a shard, and its next unread document, counted after limiting
-    documents to `longest`."""
+    """Start of the next batch: shard, and next unread document among those cut to `longest`."""
 
     shard: int = 0
     document: int = 0
@@ -1457,16 +1439,16 @@ class Position(NamedTuple):
 
 
 def fill_micro_batch(
-    documents: Documents, bos_id: int, first: int, last: int, last_tokens: int
+    documents: Documents, bos_id: int, first_document: int, last_document: int, last_tokens: int
 ) -> np.ndarray:
     """Concatenate the documents of one micro-batch, uint16 [tokens + 1].
 
     Every document begins with BOS; in later pieces of a split document, BOS replaces the first
     token.
     """
-    lengths = documents.lengths[first : last + 1].copy()
+    lengths = documents.lengths[first_document : last_document + 1].copy()
     lengths[-1] = last_tokens
-    starts = documents.starts[first : last + 1]
+    starts = documents.starts[first_document : last_document + 1]
     micro_batch = np.concatenate(
         [documents.tokens[begin : begin + n] for begin, n in zip(starts, lengths)]
     )
@@ -1475,10 +1457,9 @@ def fill_micro_batch(
 
 
 def pack(
-    offsets: np.ndarray, first: int, count: int, tokens: int
+    offsets: np.ndarray, first_document: int, count: int, tokens: int
 ) -> list[tuple[int, int, int]] | None:
-    """Choose the documents that fill `count` micro-batches of tokens + 1 tokens each, from
-    document `first` on.
+    """Choose documents for `count` micro-batches of tokens + 1 tokens each, from the first one on.
 
     offsets [documents + 1] are the cumulative lengths of the documents, from 0 on. Return (first
     document, last document, tokens of the last that fit) of each micro-batch, or None if the
@@ -1486,12 +1467,12 @@ def pack(
     """
     taken = []
     for _ in range(count):
-        full = int(offsets[first]) + tokens + 1
-        last = int(np.searchsorted(offsets, full)) - 1
-        if last == len(offsets) - 1:
+        full = int(offsets[first_document]) + tokens + 1
+        last_document = int(np.searchsorted(offsets, full)) - 1
+        if last_document == len(offsets) - 1:
             return None
-        taken.append((first, last, full - int(offsets[last])))
-        first = last + 1
+        taken.append((first_document, last_document, full - int(offsets[last_document])))
+        first_document = last_document + 1
     return taken
 
 
@@ -1512,8 +1493,7 @@ def index_documents(tokens: np.ndarray, bos_id: int) -> Documents:
 def limit_documents(
     documents: Documents, longest: int, split: bool
 ) -> tuple[Documents, np.ndarray]:
-    """Limit documents to `longest` tokens: drop the remaining tokens or, with `split`, make
-    further documents of them.
+    """Limit documents to `longest` tokens: drop the others or, with `split`, make documents.
 
     Return the pieces, and for each the index of its document, int64 [pieces].
     """
@@ -1537,8 +1517,7 @@ GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
 def even_order(count: int, begin: float) -> np.ndarray:
-    """Permute 0 .. count - 1 with low discrepancy, int64 [count]: any stretch samples the whole
-    range evenly.
+    """Permute 0 .. count - 1 with low discrepancy, int64 [count]: any stretch samples evenly.
 
     `begin`, from 0 to 1, is the phase. The order is that of the multiples of the golden ratio
     modulo 1, which are spread evenly (Knuth, The Art of Computer Programming 3, 6.4).
@@ -1547,8 +1526,7 @@ def even_order(count: int, begin: float) -> np.ndarray:
 
 
 def validation_sequences(shards: list[Shard], tokens: int, length: int) -> np.ndarray:
-    """Cut the first `tokens` validation predictions (0: all) into sequences, int32 [sequences,
-    length + 1].
+    """Cut the first `tokens` predictions (0: all) into sequences, int32 [sequences, length + 1].
 
     With tokens = 0 the last sequence is padded with -1, which the loss ignores.
     """
@@ -1575,8 +1553,7 @@ SAMPLE_TOKENS = 128
 
 
 def check_apart(train: list[Shard], val: list[Shard], sequences: np.ndarray) -> None:
-    """Raise RunError if a training shard is a validation shard, or if the training shards hold the
-    validation text.
+    """Raise RunError if the training shards hold a validation shard or the validation text.
 
     They hold it if they contain all samples, each from within a document. A sample that recurs in
     the validation text, such as a licence, shows nothing. With other text the search ends after the
@@ -1584,16 +1561,16 @@ def check_apart(train: list[Shard], val: list[Shard], sequences: np.ndarray) -> 
     """
     same = {shard.sha256 for shard in train} & {shard.sha256 for shard in val}
     text = sequences[:, :-1].ravel()
-    rows = text[: len(text) // SAMPLE_TOKENS * SAMPLE_TOKENS].reshape(-1, SAMPLE_TOKENS)
-    rows = rows[((rows >= 0) & (rows != val[0].encoding.bos_id)).all(1)]  # -1: padding
-    samples = [row.astype("<u2").tobytes() for row in rows[:: len(rows) // SAMPLES + 1]]
+    pieces = text[: len(text) // SAMPLE_TOKENS * SAMPLE_TOKENS].reshape(-1, SAMPLE_TOKENS)
+    pieces = pieces[((pieces >= 0) & (pieces != val[0].encoding.bos_id)).all(1)]  # -1: padding
+    samples = [piece.astype("<u2").tobytes() for piece in pieces[:: len(pieces) // SAMPLES + 1]]
     whole = text.astype("<u2").tobytes()
     samples = [sample for sample in samples if whole.count(sample) == 1]
-    found = samples and all(
+    contained = samples and all(
         any(sample in shard.path.read_bytes() for shard in train) for sample in samples
     )
     require(
-        not same and not found,
+        not same and not contained,
         f"the training shards, such as {train[0].path}, contain the validation text of "
         f"{val[0].path}; name other files with --train_files or --val_files",
     )
@@ -1622,8 +1599,7 @@ GPT2_BOS = 50256
 
 
 def find_shards(pattern: str, limit: int = 0) -> list[Shard]:
-    """Find the shards that match a glob pattern, sorted by name; the first `limit` of them (0:
-    all).
+    """Find the shards that match a glob pattern, by name; the first `limit` of them (0: all).
 
     Raise RunError if there are none, or if their encodings differ.
     """
@@ -1767,8 +1743,7 @@ class GPT(nn.Module):
         self.counted = None
 
     def forward(self, inputs: Tensor, targets: Tensor, windows: Windows) -> Pair:
-        """inputs, targets [T] -> (objective, cross entropy) in nats, summed over tokens; see
-        Head.forward.
+        """inputs, targets [T] -> (objective, cross entropy) in nats, summed; see Head.forward.
 
         Targets of -1 are not counted.
         """
@@ -1793,8 +1768,7 @@ class GPT(nn.Module):
         return x
 
     def masks(self, tokens: Tensor, windows: Windows) -> Masks:
-        """Build the mask of each kind of attention, by its letter in `layers`, for tokens [T]; see
-        attend."""
+        """Build the mask of each kind of attention, by its letter in `layers`, for tokens [T]."""
         # it is valid for one sequence
         counted = self.counted
         self.counted = None
@@ -1813,8 +1787,7 @@ class GPT(nn.Module):
         return tokens == self.bos_id
 
     def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Tokens [T] -> x0, the residual stream before the first layer [T, dim], and DocCopy's
-        addition to the last."""
+        """Tokens [T] -> x0, the stream before layer 0 [T, dim]; DocCopy's addition to the last."""
         _, _, _, smear_weight, _ = self.scalars.split(self.scalar_sizes)
         e = self.embed(tokens)
         x0 = self.smear(e, self.smear_gate, smear_weight[0])
@@ -1834,16 +1807,14 @@ class GPT(nn.Module):
     @staticmethod
     @compiled
     def smear(e: Tensor, gate: Tensor, weight: Tensor, further: Tensor | None = None) -> Tensor:
-        """Add to each embedding [T, dim] a gated share of the previous token's, and `further` [T,
-        dim], then norm."""
+        """Add to embeddings [T, dim] a gated share of the token before, `further`; then norm."""
         opening = weight * torch.sigmoid(F.linear(e[1:, : gate.size(1)], gate))
         x = torch.cat([e[:1], e[1:] + opening * e[:-1]])
         return norm(x if further is None else x + further)
 
     @compiled
     def ngram_rows(self, tokens: Tensor) -> list[Pair]:
-        """Return, for each table, the table row and the sign row of the n-gram that ends at each
-        token [T]."""
+        """Return the rows of each table and of its signs, of the n-grams that end at tokens [T]."""
         return [
             (hashes % table.num_embeddings, hashes // table.num_embeddings % table.SIGNS)
             for table, hashes in zip(self.ngrams, self.ngram_hashes(tokens))
@@ -1923,8 +1894,7 @@ class Context(NamedTuple):
 
 
 class Group(nn.Module):
-    """Consecutive layers that are compiled together; the last group also prepares the head's
-    input.
+    """Consecutive layers that are compiled together; the last also prepares the head's input.
 
     Gradients leave backward group by group. Blocks are in a tuple, so that nn.Module does not
     register them twice.
@@ -1966,8 +1936,7 @@ class Group(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer: attention and MLP, each if the layer has it, add their output to the residual
-    stream."""
+    """A layer: attention and MLP, if it has them, add their output to the residual stream."""
 
     def __init__(self, config: Config, layer: Layer, number: int):
         super().__init__()
@@ -2026,8 +1995,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """x [T, dim] -> relu(x @ fc) ** 2 @ proj.T, with fc and proj [dim, hidden]. kernels: see
-    PLAIN_FORMS."""
+    """x [T, dim] -> relu(x @ fc) ** 2 @ proj.T; fc, proj [dim, hidden]. kernels: PLAIN_FORMS."""
 
     def __init__(self, config: Config, hidden: int):
         super().__init__()
@@ -2045,8 +2013,10 @@ class MLP(nn.Module):
 
 
 class Head(nn.Module):
-    """Map the normed residual stream to logits and the loss. weight [V, dim]: of `classes` tokens,
-    then padding."""
+    """Map the normed residual stream to logits and the loss.
+
+    weight [V, dim]: of `classes` tokens, then padding.
+    """
 
     def __init__(self, config: Config, vocab: int, classes: int | None = None):
         super().__init__()
@@ -2062,8 +2032,7 @@ class Head(nn.Module):
         )
 
     def uncapped_logits(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """x [T, dim] -> logits before the soft cap [T, V]. weight [V, dim]: in place of the head's
-        own."""
+        """x [T, dim] -> logits before the soft cap [T, V]. weight [V, dim]: in place of its own."""
         in_fp8 = self.fp8 and self.training
         weight = self.weight if weight is None else weight
         return FP8Linear.apply(x, weight, self.fp8_scales) if in_fp8 else F.linear(x, weight)
@@ -2074,8 +2043,7 @@ class Head(nn.Module):
 
     @compiled
     def forward(self, x: Tensor, targets: Tensor, scheduled: Tensors) -> Pair:
-        """Compute (objective, which training minimizes; cross entropy), in nats, summed over
-        tokens.
+        """Compute (objective, which training minimizes; cross entropy), in nats, summed.
 
         x [T, dim]; targets [T], -1 is not counted; scheduled: numbers of this step, see
         StageValues.
@@ -2116,11 +2084,10 @@ class Softcap(NamedTuple):
 
 
 class NgramTable(nn.Embedding):
-    """An embedding of the n tokens that end at each position. Tokens of an earlier document are
-    read as BOS.
+    """An embedding of the n tokens that end at each position.
 
-    A hash assigns rows, and signs, so that n-grams in one row interfere with mean 0
-    (arXiv:0902.2206).
+    Tokens of an earlier document are read as BOS. A hash assigns rows, and signs, so that n-grams
+    in one row interfere with mean 0 (arXiv:0902.2206).
     """
 
     # of the hash; its products stay below 2 ** 63
@@ -2130,9 +2097,9 @@ class NgramTable(nn.Embedding):
 
     def __init__(self, config: Config, ngrams: Ngrams):
         # takes no memory yet: may be many GB
-        rows = torch.zeros(ngrams.rows, ngrams.width, dtype=config.torch_dtype)
+        weight = torch.zeros(ngrams.rows, ngrams.width, dtype=config.torch_dtype)
         # sparse: a micro-batch reads few of the rows
-        super().__init__(*rows.shape, sparse=True, _weight=rows)
+        super().__init__(*weight.shape, sparse=True, _weight=weight)
         self.weight = parameter(self.weight.data, "ngram_embeds")
         self.n = ngrams.n
         # the same signs on every device, also under `with device:`
@@ -2143,7 +2110,7 @@ class NgramTable(nn.Embedding):
             generator=torch.Generator().manual_seed(0),
             device="cpu",
         )
-        self.register_buffer("signs", (2 * bits - 1).to(rows), persistent=False)
+        self.register_buffer("signs", (2 * bits - 1).to(weight), persistent=False)
 
     def forward(self, rows: Tensor, signs: Tensor) -> Tensor:
         """Rows of the table and of its signs [T], see GPT.ngram_rows -> [T, width]."""
@@ -2156,8 +2123,7 @@ class NgramTable(nn.Embedding):
 
 
 class DocCopy(nn.Module):
-    """Add the token that followed the latest earlier occurrence of the same context in the
-    document.
+    """Add the token that followed the latest earlier occurrence of the context in the document.
 
     A context is the last n tokens, for the longest n of LENGTHS that has one; 1, 2 and more have
     weights of their own.
@@ -2179,8 +2145,7 @@ class DocCopy(nn.Module):
 
     @classmethod
     def find(cls, ids: Tensor, begins: Tensor) -> Pair:
-        """ids [T] by which contexts are compared, begins [T] of documents -> places to copy from,
-        kinds (0: none)."""
+        """ids [T] to compare, begins [T] of documents -> places to copy from, kinds (0: none)."""
         at = torch.arange(len(ids), device=ids.device)
         longest = cls.LENGTHS[-1]
         # each document has numbers of its own, so that contexts match only within one; 0 stands
@@ -2199,8 +2164,8 @@ class DocCopy(nn.Module):
         kinds = 3 * torch.arange(len(keys), device=at.device)[:, None] + earlier.clamp_max(3)
         # a longer context has a larger kind: one number of kind and place, so that the maximum
         # chooses both
-        found = torch.where(repeats, kinds << 32 | order.roll(1, 1) + 1, 0)
-        best = torch.zeros_like(found).scatter(1, order, found).amax(0)
+        candidates = torch.where(repeats, kinds << 32 | order.roll(1, 1) + 1, 0)
+        best = torch.zeros_like(candidates).scatter(1, order, candidates).amax(0)
         return best & 0xFFFFFFFF, best >> 32
 
     def weigh(self, e: Tensor, kinds: Tensor) -> Tensor:
@@ -2212,8 +2177,7 @@ class DocCopy(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Rotary tables cos and sin [tokens, frequencies], and the softmax scale for their
-    frequencies."""
+    """Rotary tables cos and sin [tokens, frequencies], and the softmax scale that fits them."""
 
     def __init__(self, frequencies: Tensor, tokens: int, dtype: torch.dtype, scale: float = 0.1):
         super().__init__()
@@ -2258,8 +2222,7 @@ def rotary_frequencies(head_dim: int) -> Tensor:
 
 
 def stretch(frequencies: Tensor, scale: float, window: int, longer: int) -> tuple[Tensor, float]:
-    """Adapt frequencies and softmax scale to a window that grows to `longer` tokens, by YaRN
-    (arXiv:2309.00071).
+    """Adapt frequencies and softmax scale to a window of `longer` tokens: YaRN, arXiv:2309.00071.
 
     Frequencies with 32 or more rotations per old window are kept. Those with less than one are
     divided by the growth.
@@ -2286,8 +2249,7 @@ def norm(x: Tensor) -> Tensor:
 def parameter(
     init: Tensor, kind: str, unit: tuple[int, int] | None = None, first_step: int = 0
 ) -> nn.Parameter:
-    """Create a parameter of a kind, which has a row in PARAM_GROUPS. unit, first_step: see
-    ParamSpec."""
+    """Create a parameter of a kind of PARAM_GROUPS. unit, first_step: see ParamSpec."""
     param = nn.Parameter(init)
     param.kind = kind
     param.unit = unit
@@ -2362,8 +2324,7 @@ POLAR_STEPS = (
 def polar(
     u: Tensor, dtype: torch.dtype, steps: Sequence[tuple] = POLAR_STEPS, safety: float = 1.02
 ) -> Tensor:
-    """Orthogonalize matrices: set all singular values to about 1. u [n, rows, columns] -> the same
-    shape, in dtype."""
+    """Orthogonalize matrices [n, rows, columns]: set all singular values to about 1; in dtype."""
     x = u.to(dtype)
     # x @ x.mT below is then the smaller of the two products
     x = x.mT if u.size(-2) > u.size(-1) else x
@@ -2376,8 +2337,10 @@ def polar(
 
 @frozen
 class Adam:
-    """Adam (arXiv:1412.6980). Its unit is an element. The defaults are common ones; the record's
-    are in Config."""
+    """Adam (arXiv:1412.6980). Its unit is an element.
+
+    The defaults are common ones; the record's are in Config.
+    """
 
     lr: float = 3e-3
     beta1: float = 0.9
@@ -2469,8 +2432,7 @@ class NorMuon:
     every: int = 1
 
     def unit(self, spec: ParamSpec) -> tuple[int, ...]:
-        """Return the spec's unit or, without one, the parameter as one matrix: [out, rest] for a
-        convolution."""
+        """Return the spec's unit or the parameter as one matrix: [out, rest] for a convolution."""
         shape = tuple(spec.param.shape)
         unit = spec.unit
         if (
@@ -2487,8 +2449,7 @@ class NorMuon:
         return unit or (shape[0], math.prod(shape[1:]))
 
     def init_state(self, shard: Tensor) -> Tensors:
-        """Create the momentum of a shard [n, rows, columns] and the second moments per column or
-        row, in float32.
+        """Create momentum of [n, rows, columns], and second moments per column or row, in float32.
 
         For a shard in bf16 also create `rest`, its remainder in float32: bf16 alone would round
         most updates away.
@@ -2514,8 +2475,10 @@ class NorMuon:
 
     @staticmethod
     def update(param: Tensor, grad: Tensor, state: Tensors, hyper: Values) -> None:
-        """Update param [n, rows, columns] and its state in place. hyper: dtype of polar, scale [n,
-        1, 1] of rates."""
+        """Update param [n, rows, columns] and its state in place.
+
+        hyper: dtype of polar, scale [n, 1, 1] of rates.
+        """
         m = state["m"]
         momentum = hyper["momentum"]
         grad = grad.to(m.dtype)
@@ -2525,8 +2488,10 @@ class NorMuon:
 
     @staticmethod
     def move(param: Tensor, o: Tensor, state: Tensors, hyper: Values, gate: Tensor | None = None):
-        """Subtract orthogonal matrices o, rescaled. Weights decay where `gate` (None: the update)
-        has their sign."""
+        """Subtract orthogonal matrices o, rescaled.
+
+        Weights decay where `gate` (None: the update) has their sign.
+        """
         v = state["v"]
         beta2 = hyper["beta2"]
         p = param + state["rest"] if "rest" in state else param
@@ -2611,8 +2576,10 @@ class TrainingLoop:
             self.state_hashes = {"before_warmup": before, "after_warmup": state_hash(self.worker)}
 
     def train(self) -> None:
-        """The loop over all steps. A checkpoint or a validation with a step's number comes before
-        that step."""
+        """Run all steps.
+
+        A checkpoint or a validation with a step's number comes before that step.
+        """
         c = self.config
         worker = self.worker
         save_due = False
@@ -2686,8 +2653,7 @@ class TrainingLoop:
 
 
 class Worker:
-    """What one rank trains: its model, optimizer and stream, and the training step. See
-    TrainingLoop for the run."""
+    """What one rank trains: model, optimizer, stream, and the step. For a run: TrainingLoop."""
 
     def __init__(self, config: Config, comm: Comm, device: torch.device, train_shards: list[Shard]):
         gpu = device.type == "cuda"
@@ -2715,8 +2681,7 @@ class Worker:
         self.model.apply_schedule(plan_of(config, 0))
 
     def step(self, plan: Plan, batch: list[np.ndarray]) -> list[Tensor]:
-        """Train on this rank's micro-batches. Return the summed cross entropy of each, still on
-        the device."""
+        """Train on this rank's micro-batches -> the summed cross entropy of each, on the device."""
         model = self.model
         optimizer = self.optimizer
         cross_entropies = []
@@ -2729,8 +2694,10 @@ class Worker:
                     for x in (bucket.param_data, *bucket.state.values()):
                         x.zero_()
         if model.ngrams:
-            read = model.rows_read(torch.from_numpy(np.stack(batch)[:, :-1].astype(np.int32)))
-            optimizer.announce_rows(plan.step, read)
+            row_indices = model.rows_read(
+                torch.from_numpy(np.stack(batch)[:, :-1].astype(np.int32))
+            )
+            optimizer.announce_rows(plan.step, row_indices)
         for i, micro_batch in enumerate(batch):
             inputs, targets = split_sequence(micro_batch, self.device)
             count_documents(model, micro_batch[:-1])
@@ -2776,13 +2743,11 @@ class Worker:
         """
 
     def can_save(self, step: int) -> bool:
-        """Return whether the state before a step can be saved now; save_every and signals then
-        wait until it can."""
+        """Return whether the state before a step can be saved; saves wait until it can."""
         return not self.optimizer.between_updates
 
     def after_training(self) -> None:
-        """Runs once, after the last step and before the last validation. All parameters have
-        arrived."""
+        """Runs once, after the last step, before the last validation. All parameters are there."""
 
     def validate(
         self, plan: Plan, sequences: np.ndarray, stop: Callable[[], bool] = lambda: False
@@ -2792,12 +2757,14 @@ class Worker:
         return validate(self.model, sequences, plan.windows, self.comm, self.device, stop)
 
     def warm_up(
-        self, first: Plan, val_sequence: np.ndarray, record: Callable[[Plan, list[Tensor]], None]
+        self,
+        next_plan: Plan,
+        val_sequence: np.ndarray,
+        record: Callable[[Plan, list[Tensor]], None],
     ) -> None:
-        """Run every stage and kind of step, to compile and allocate everything off the clock.
-        Restore the state.
+        """Run every kind of step off the clock, to compile and allocate. Restore the state.
 
-        first: the plan of the first step after it. record: called after each step, as in training.
+        next_plan: of the step after it. record: called after each step, as in training.
         """
         c = self.config
         saved = self.optimizer.state_dict()
@@ -2820,15 +2787,14 @@ class Worker:
         if c.warmup_steps:
             self.validate(plan_of(c, c.num_steps), val_sequence[None].repeat(self.comm.ranks, 0))
         self.optimizer.load_state_dict(saved)
-        self.model.apply_schedule(first)
+        self.model.apply_schedule(next_plan)
         self.stream.position = position
         self.stream.digest = digest
         gc.collect()  # compilation leaves cycles that hold GPU memory
         gc.freeze()  # later collections, on the clock, skip what exists now
 
     def kinds_of_steps(self) -> list[int]:
-        """Return a step of each kind that is compiled by itself: of each stage, and where a ramp
-        has left a 0."""
+        """Return a step of each stage and, where a ramp has left a 0, its second."""
         stages = stages_of(self.config)
         seconds = [stage.begin + 1 for stage in stages if stage.first != stage.last]
         return [
@@ -2847,20 +2813,19 @@ def validate(
     device: torch.device,
     stop: Callable[[], bool] = lambda: False,
 ) -> tuple[float, int] | None:
-    """Compute (mean loss in nats per token, tokens scored) over sequences int32 [n, length + 1],
-    shared by the ranks.
+    """Compute (mean loss in nats per token, tokens scored) over sequences int32 [n, length + 1].
 
-    Each sequence's loss has a slot of its own, so that the mean does not depend on the number of
-    ranks. Before every fourth sequence the ranks ask whether to `stop` early; all of them then
-    return None.
+    The ranks share the sequences. Each sequence's loss has a slot of its own, so that the mean does
+    not depend on the number of ranks. Before every fourth sequence the ranks ask whether to `stop`
+    early; all of them then return None.
     """
     model.eval()
     losses = torch.zeros(len(sequences), dtype=torch.float64, device=device)
     stopped = False
-    for turn, first in enumerate(range(0, len(sequences), comm.ranks)):
+    for turn, begin in enumerate(range(0, len(sequences), comm.ranks)):
         if turn % 4 == 0 and (stopped := bool(comm.all_reduce(losses.new_full((), stop())))):
             break
-        if (i := first + comm.rank) < len(sequences):
+        if (i := begin + comm.rank) < len(sequences):
             inputs, targets = split_sequence(sequences[i], device)
             count_documents(model, sequences[i, :-1])
             _, losses[i] = model(inputs.clamp_min(0), targets, windows)
@@ -2884,11 +2849,10 @@ class PendingLosses(NamedTuple):
 
 
 class TrainLosses:
-    """Sum training losses over ranks, and read them up to LAG steps later, so that the host does
-    not wait for a GPU.
+    """Sum training losses over ranks, and read them up to LAG steps later.
 
-    The same message carries each rank's requests to save. LAG steps later all ranks know them, and
-    save before the same step.
+    So the host does not wait for a GPU. The same message carries each rank's requests to save. LAG
+    steps later all ranks know them, and save before the same step.
     """
 
     LAG = 4
@@ -2904,11 +2868,10 @@ class TrainLosses:
         self.stream = torch.cuda.Stream() if clock.device.type == "cuda" else None
 
     def record(self, plan: Plan, losses: list[Tensor], grad_norm: float | None = None) -> None:
-        """Start the sum of each micro-batch's loss over all ranks, with this rank's new requests
-        to save."""
-        own = torch.stack(losses).detach()
-        summed = own.new_zeros(plan.micro_batches + 1)
-        summed[self.comm.rank * len(own) : (self.comm.rank + 1) * len(own)] = own
+        """Start the sum over ranks of each micro-batch's loss and of new requests to save."""
+        local = torch.stack(losses).detach()
+        summed = local.new_zeros(plan.micro_batches + 1)
+        summed[self.comm.rank * len(local) : (self.comm.rank + 1) * len(local)] = local
         received = signals.received
         if received > self.sent:  # rarely: copying a number to a GPU makes the host wait
             summed[-1] = received - self.sent
@@ -2918,11 +2881,11 @@ class TrainLosses:
         event = None
         # It ends after the step's all-gathers, so the main stream does not wait for it, but a
         # stream of its own. That waits for the losses too: one rank has no all-reduce, which would
-        if own.is_cuda:
+        if local.is_cuda:
             self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             handle.wait()
-            if own.is_cuda:
+            if local.is_cuda:
                 summed = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
                 summed.copy_(on_device, non_blocking=True)
                 event = torch.cuda.Event()
@@ -2963,18 +2926,16 @@ class TrainLosses:
 
 
 def split_sequence(sequence: np.ndarray, device: torch.device) -> Pair:
-    """Move [T + 1] tokens to the device without waiting for it -> inputs int32 [T], targets int64
-    [T]."""
+    """Move [T + 1] tokens to the device, without waiting -> inputs int32 [T], targets int64 [T]."""
     tokens = to_device(torch.from_numpy(sequence.astype(np.int32)), device)
     return tokens[:-1], tokens[1:].long()
 
 
 def count_documents(model: GPT, tokens: np.ndarray) -> None:
-    """Find the documents of the sequence that forward takes next, on the host: FlashAttention
-    needs their bounds there.
+    """Find, on the host, the documents of the sequence that forward takes next.
 
-    Without them, or with more documents than a DocumentTable has room for, attention uses
-    mask_in_pieces.
+    FlashAttention needs their bounds there. Without them, or with more documents than a
+    DocumentTable has room for, attention uses mask_in_pieces.
     """
     if model.flash:
         # padding is -1, read as 0
@@ -3194,11 +3155,11 @@ def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step
             f"gradients of step {step} are not finite: {names}; the step was not applied. Lower the"
             " learning rates, or check the data of this step"
         )
-    norm = math.sqrt(total)
-    if clip_norm and norm > clip_norm:
+    total_norm = math.sqrt(total)
+    if clip_norm and total_norm > clip_norm:
         for bucket in buckets:
-            bucket.grad_shard.mul_(clip_norm / norm)
-    return norm
+            bucket.grad_shard.mul_(clip_norm / total_norm)
+    return total_norm
 
 
 def outer_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Iterator[nn.Parameter]]]:
@@ -3307,11 +3268,11 @@ class Reducer:
         """
         for bucket in self.buckets:
             if isinstance(bucket, RowBucket):
-                rows = [
+                row_indices = [
                     indices[slot.param].flatten().long() + bucket.first_row(slot)
                     for slot in bucket.slots
                 ]
-                bucket.announce(self.comm, rows, self.reduces_in(bucket, step))
+                bucket.announce(self.comm, row_indices, self.reduces_in(bucket, step))
 
     def reduces_in(self, bucket: Bucket, step: int) -> bool:
         if self.settings.world_size_invariant:  # sums over ranks first, then over steps
@@ -3683,8 +3644,10 @@ class Comm:
         timeout: timedelta | None = None,
         group: Any = None,
     ):
-        """timeout: of collectives of CPU tensors beside a GPU's; None: torch's 30 minutes. group:
-        None: all ranks."""
+        """timeout: of collectives of CPU tensors beside a GPU's; None: 30 minutes.
+
+        group: None: all ranks.
+        """
         self.rank = rank
         self.ranks = ranks
         self.device = device
@@ -3866,8 +3829,7 @@ def agree(comm: Comm, subject: str, values: Values, cure: str) -> None:
 
 
 class RowBucket(Bucket):
-    """Tables of which a step reads few rows. Ranks send only the gradients of these rows
-    (Adam.rows).
+    """Tables of which a step reads few rows; ranks send the gradients of these only (Adam.rows).
 
     message               from and to              sent
     a bit per row: read?  each rank to all         before the forward (announce), or at launch
@@ -3965,8 +3927,7 @@ class RowBucket(Bucket):
         return sums
 
     def start_reduce_scatter(self, comm: Comm, invariant: bool) -> None:
-        """Start to send each row's gradient to its owner. After reduce_handle.wait(), grad_shard
-        holds the sums."""
+        """Start to send gradients of rows to their owners; reduce_handle.wait() sums them up."""
         grads = self.row_grads(invariant)
         if self.announcement is None:
             self.announce(comm, [indices for indices, _ in grads], complete=True)
@@ -4235,10 +4196,10 @@ def finish_spec(spec: ParamSpec) -> ParamSpec:
 
 
 def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Mask) -> Tensor:
-    """Compute softmax attention [T, H, D of v] where the mask allows it. q must contain the
-    softmax scale.
+    """Compute softmax attention [T, H, D of v] where the mask allows it.
 
-    The mask selects the implementation: FlashAttention (GPUs only) or scaled_dot_product_attention.
+    q must contain the softmax scale. The mask selects the implementation: FlashAttention (GPUs
+    only) or scaled_dot_product_attention.
     """
     if isinstance(mask, DocumentTable):
         return flash_attention(q_THD, k_THD, v_THD, *mask)[0]
@@ -4269,12 +4230,12 @@ MASK_PIECE = {"cuda": 1024, "cpu": 64}
 def mask_in_pieces(
     docs: Tensor, window: int, reach: int, dtype: torch.dtype, piece: int = 0
 ) -> Tensor:
-    """Build the mask of scaled_dot_product_attention, which lets a token see its window within its
-    document.
+    """Build the mask of scaled_dot_product_attention.
 
-    Queries are cut into pieces; each piece sees its own keys and `reach` earlier ones. Returns 0 or
-    -inf [pieces, piece, reach + piece]: one shape for all windows up to reach. A short sequence is
-    one piece. Padding queries of the last piece see one another.
+    A token sees its window within its document. Queries are cut into pieces; each piece sees its
+    own keys and `reach` earlier ones. Returns 0 or -inf [pieces, piece, reach + piece]: one shape
+    for all windows up to reach. A short sequence is one piece. Padding queries of the last piece
+    see one another.
     """
     piece = piece or max(MASK_PIECE[docs.device.type], reach // 4)
     if reach + piece >= len(docs):
@@ -5307,14 +5268,14 @@ def digest_of(content: Values) -> str:
 def save_file(path: Path, content: Values) -> None:
     """Write a file whole or not at all, with a digest of its content. RunError if it fails."""
     content = {**content, "digest": digest_of(content)}
-    partial = path.with_name(path.name + ".partial")
+    partial_path = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "wb") as file:
+        with open(partial_path, "wb") as file:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(path)
+        partial_path.replace(path)
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
@@ -5330,7 +5291,7 @@ def save_file(path: Path, content: Values) -> None:
         ) from cause
     finally:
         with suppress(OSError):
-            partial.unlink()
+            partial_path.unlink()
 
 
 # (path, time of its last change) of files whose digest was verified

@@ -104,8 +104,10 @@ def make_optimizer(
     adam_lr: float = Adam.lr,
     process_group: Any = None,
 ) -> Optimizer:
-    """Build a model's optimizer. table: replaces lines of default_assignments. process_group: its
-    ranks; None: all."""
+    """Build a model's optimizer.
+
+    table: replaces lines of default_assignments. process_group: its ranks; None: all.
+    """
     require(
         isinstance(model, nn.Module),
         f"make_optimizer got a {type(model).__name__}; give it the model itself, "
@@ -139,8 +141,7 @@ def make_optimizer(
 def fill_buckets(
     specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ranks: int
 ) -> list[Bucket]:
-    """Check parameters and rules, and put the parameters into buckets. Raise RunError if no bucket
-    can take one."""
+    """Check parameters and rules, and fill buckets. RunError if no bucket can take one."""
     for spec in reversed(specs):  # as buckets are filled
         check_spec(spec)
         require(
@@ -152,8 +153,7 @@ def fill_buckets(
 
 
 def assign(model: nn.Module, table: Sequence[Assignment]) -> list[ParamSpec]:
-    """Assign every parameter that is not frozen its rule by name. Raise RunError unless one line
-    matches each."""
+    """Assign each parameter that is not frozen its rule by name. RunError unless one line does."""
     specs = []
     unclear = collections.defaultdict(list)  # names by what is unclear
     for name, param in model.named_parameters():
@@ -247,8 +247,10 @@ def default_assignments(
 
 
 def uncompiled(function: Callable) -> Callable:
-    """Have a function run as it is inside of a compiled one. The compiler is imported only if the
-    program did so."""
+    """Have a function run as it is inside of a compiled one.
+
+    The compiler is imported only if the program did so.
+    """
 
     @functools.wraps(function)
     def call(*args: Any, **more: Any) -> Any:
@@ -282,8 +284,10 @@ clip_grad._clip_grads_with_norm_ = functools.partial(clip, clip_grad._clip_grads
 
 
 class Reducer(engine.Reducer):
-    """Without prepare_for_backward, the one backward outside of no_sync completes the step;
-    earlier ones run inside."""
+    """Without prepare_for_backward, the one backward outside of no_sync completes the step.
+
+    Earlier ones run inside.
+    """
 
     CURE = "use each in the loss, or set find_unused_parameters"
     ONCE = (
@@ -929,8 +933,10 @@ def is_plain(x: Tensor) -> bool:
 
 
 def broadcast(comm: Comm, *tensors: Tensor) -> None:
-    """Copy rank 0's tensors to all ranks in one message, whatever their dtypes; they may be
-    slices, or expanded."""
+    """Copy rank 0's tensors to all ranks in one message.
+
+    They may have several dtypes, and be slices or expanded.
+    """
     if comm.ranks > 1 and tensors:
         values = [memory_of(x) for x in tensors]
         in_bytes = [x.contiguous().view(-1).view(torch.uint8).to(comm.device) for x in values]
@@ -1091,8 +1097,10 @@ def check_spec(spec: ParamSpec) -> None:
 
 
 def check_views(bucket: Bucket, reducer: Reducer) -> None:
-    """Raise RunError if a parameter is no longer a view of its bucket, or has a hook that cannot
-    see gradients."""
+    """Raise RunError if a parameter is no longer a view of its bucket.
+
+    Or if it has a hook that cannot see gradients.
+    """
     start = bucket.param_data.data_ptr()
     size = bucket.param_data.element_size()
     for slot in bucket.slots:

@@ -91,7 +91,7 @@ def test_a_shorter_run_scales_the_step_counts_of_its_preset():
         for steps in (*range(1, 20), whole.num_steps - 1, whole.num_steps, 2 * whole.num_steps):
             config = parse("--num_steps", str(steps), preset=preset)[1]
             train_gpt.check_config(config, 1)
-            assert train_gpt.momentum(config, 0) == whole.muon_momentum_low
+            assert train_gpt.momentum_at(config, 0) == whole.muon_momentum_low
     assert counts(parse("--num_steps", "449", preset="speedrun")[1]) == (60, 10, [8])
     assert (
         parse("--num_steps", "50", preset="speedrun")[1].stages == train_gpt.Config().stages[:3]

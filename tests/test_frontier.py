@@ -598,7 +598,7 @@ MISTAKES = {  # one line of frontier.py each
         ' name == "xsa" else i)}',
     ),
     "signs: one token late": ("sign.long()\n", "sign.long().roll(1)\n"),
-    "hash: the second token's row": ("window[1][..., 1:2].fill_(last)", "pass"),
+    "hash: the second token's row": ("window[1][..., 1:2].fill_(last_row)", "pass"),
     "hash: factors exchanged": ("2: (36313, 27191)", "2: (27191, 36313)"),
     "targets: weights exchanged": (
         '((1, "second_token_weight"), (2, "third_token_weight"))',
