@@ -345,11 +345,12 @@ class Reducer(engine.Reducer):
             if self.in_no_sync:
                 return
             step, loss = self.step, step
-        require(
-            getattr(loss, "requires_grad", loss is None) and step >= 0 < micro_batches,
-            f"prepare_for_backward got {step!r}, {micro_batch}, {micro_batches}, {loss!r}; give it"
-            " the loss that backward starts from, or (step, micro_batch, micro_batches, loss)",
-        )
+        if not (getattr(loss, "requires_grad", loss is None) and step >= 0 < micro_batches):
+            raise UsageError(  # the text of a loss on a GPU would make the host wait
+                f"prepare_for_backward got {step!r}, {micro_batch}, {micro_batches}, {loss!r}; give"
+                " it the loss that backward starts from, or (step, micro_batch, micro_batches,"
+                " loss)"
+            )
         require(
             not self.micro_batches or self.micro_batch < self.micro_batches,
             f"all {self.micro_batches} micro-batches of step {self.step} were prepared; call"

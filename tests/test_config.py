@@ -550,7 +550,7 @@ def test_ranks_must_divide_every_batch(micro_batches, possible):
 
 
 def test_layers_of_the_record():
-    layers = train_gpt.parse_layers(train_gpt.Config().layers)
+    layers = train_gpt.Config().parse_layers()
     assert [i for i, layer in enumerate(layers) if layer.window is None] == [0, 7]
     assert [i for i, layer in enumerate(layers) if layer.window == "L"] == [4, 11]
     assert [i for i, layer in enumerate(layers) if not layer.mlp] == [0]
