@@ -21,7 +21,7 @@ import sys
 import warnings
 import weakref
 from fnmatch import fnmatchcase
-from typing import Any, Callable, Iterator, NamedTuple, NoReturn, Sequence
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 import numpy as np
 import torch
@@ -451,10 +451,10 @@ class Reducer(engine.Reducer):
         self.own_call = {
             "called": name,
             "optimizer": self.optimizer_id,
+            "zero_grad() of gradients": self.drops,
             "step": self.step,
             # with unused parameters they may differ
             "backwards": 0 if self.settings.find_unused_parameters else self.backward_passes(),
-            "zero_grad() of gradients": self.drops,
             "values in buffers": sum(x.numel() for x in self.optimizer().buffers().values()),
         }
         checksum = 0
@@ -617,14 +617,14 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
 
         self.forward_hooks.append(module.register_forward_pre_hook(ForwardHook(wait)))
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: Any):
         raise UsageError(
             "an optimizer cannot be copied or pickled, since it has hooks on its model; copy the"
             " model, and save state_dict()"
         )
 
     @property
-    def _step_supports_amp_scaling(self) -> NoReturn:
+    def _step_supports_amp_scaling(self):
         raise UsageError(
             "GradScaler cannot be used: it reads .grad, which is None; train in bfloat16 without a"
             " scaler"
@@ -940,7 +940,13 @@ def broadcast(comm: Comm, *tensors: Tensor) -> None:
     """
     if comm.ranks > 1 and tensors:
         values = [memory_of(x) for x in tensors]
-        in_bytes = [x.contiguous().view(-1).view(torch.uint8).to(comm.device) for x in values]
+        in_bytes = [
+            x.clone(memory_format=torch.contiguous_format)
+            .view(-1)
+            .view(torch.uint8)
+            .to(comm.device)
+            for x in values
+        ]
         packed = torch.cat(in_bytes)
         comm.broadcast(packed)
         for x, part in zip(values, packed.split([*map(len, in_bytes)])):

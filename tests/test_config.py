@@ -59,6 +59,7 @@ def test_every_value_is_a_flag_of_its_type(preset):
                 "param_groups": (usual.row_types[3]("attn", 0.5),),
                 "layers": (frontier.Layer("long", value_table=0, gated=True, adds="x0"),),
                 "tails": (frontier.Tail("head embed", 3, 2, 1, 0.5, keep_norm=False),),
+                "token_gates": (0, 5),
                 "stages": (stage(until=0.5, long_window=2), stage(peak_lr_factor=Ramp(1, 0.5))),
             }[f.name if train_gpt.holds_rows(f) else f.type]
         )
