@@ -72,6 +72,7 @@ from train_gpt import (
     HandleGroup,
     HeadLoss,
     Mask,
+    Masks,
     Ngrams,
     NorMuon,
     Pair,
@@ -143,9 +144,8 @@ class StageValues(train_gpt.StageValues):
     )
     candidates: int = option(
         0,
-        "classes of the training loss, drawn for each micro-batch (0: all). The train_loss in "
-        "the log is then of these only, too low by up to ln(vocabulary / candidates); the log "
-        "states beside it how many were used, the mean of the step's micro-batches",
+        "classes of the training loss, drawn for each micro-batch (0: all). The log's train_loss"
+        " is then too low by up to ln(vocabulary / candidates), with their mean number beside it",
         min=0,
     )
 
@@ -180,7 +180,12 @@ class AdamGroup(train_gpt.AdamGroup):
 
 @frozen
 class Tail:
-    """An average of weights over the last steps, to which the weights move after the last one."""
+    """An average of weights over the last steps. After the last step the weights move towards it.
+
+    Then all weights of a kind are scaled by one factor, to the norm that they had, if keep_norm.
+    Record 92's norm of the MLPs also counts a matrix that its model does not use and that never
+    changes; ours does not, which is at most 5e-5 nats.
+    """
 
     # of parameters, divided by spaces; mlp: all that begin with mlp_; also the last part of names,
     # as qk
@@ -192,9 +197,6 @@ class Tail:
     last_rate: float | None = option(None, "rate after the last step; None: rate", max=1)
     final_steps: int = option(0, "it moves after these last steps in any case", min=0)
     blend: float = option(1.0, "at the end: weights += blend * (average - weights)", max=1)
-    # then scale all weights of a kind by one factor, to the norm that they had. Record 92's norm of
-    # the MLPs also counts a matrix that its model does not use and that never changes; ours does
-    # not, which is at most 5e-5 nats
     keep_norm: bool = True
     __repr__ = train_gpt.show_row
 
@@ -323,8 +325,8 @@ class Config(train_gpt.Config, StageValues):
         "add the embedding of the token that followed the longest repeated context of the "
         "document; see DocCopy",
     )
-    token_gates: str = option(
-        "0,4",
+    token_gates: tuple[int, ...] = option(
+        (0, 4),
         "layers that begin a small network's range. Per token it computes gates of x0, "
         "bigram embeddings, skip connections, x, g and d for the layers up to the next one",
     )
@@ -365,6 +367,10 @@ class Config(train_gpt.Config, StageValues):
         require(self.layers, "layers is empty; give at least one layer")
         return self.layers
 
+    def saved_layers(self) -> set[int]:
+        """Return the layers whose outputs are read later. -1: the input of the first one."""
+        return super().saved_layers() | {-1, len(self.layers) - 2}
+
     def shortened(self, num_steps: int) -> Values:
         """Scale also the steps in which rules change, and tails: averages move as far as before."""
         part = num_steps / self.num_steps
@@ -397,12 +403,11 @@ class Config(train_gpt.Config, StageValues):
         yield from super().conditions(ranks)
         c = self
         layers = self.parse_layers()
-        begins = gate_begins(self)
-        tables = any(layer.value_table is not None for layer in layers)
+        begins = [*c.token_gates]
         yield from (
             (
                 begins[:1] == [0] and begins[-1] < len(layers) and begins == sorted({*begins}),
-                f"token_gates is {c.token_gates!r}; give numbers of layers, 0 and later ones up"
+                f"token_gates is {begins}; give numbers of layers, 0 and later ones up"
                 f" to {len(layers) - 1}, such as 0,4",
             ),
             (
@@ -411,7 +416,7 @@ class Config(train_gpt.Config, StageValues):
                     for numbers in gated_layers(c)
                     if numbers.stop <= len(layers)
                 ),
-                f"token_gates is {c.token_gates!r}, but the layers from one of these to the"
+                f"token_gates is {begins}, but the layers from one of these to the"
                 " next have no adds, xsa, gated, dc or skip_from; add one, or begin elsewhere",
             ),
             (
@@ -420,7 +425,9 @@ class Config(train_gpt.Config, StageValues):
                 " earlier one",
             ),
             (
-                layers[0].window and layers[-1].window and tables,
+                layers[0].window
+                and layers[-1].window
+                and any(layer.value_table is not None for layer in layers),
                 "layers: the first and the last layer need attention, and one layer a"
                 ' value table, such as Layer("short", value_table=0)',
             ),
@@ -494,8 +501,9 @@ class Config(train_gpt.Config, StageValues):
                 not layer.narrow or layer.attention != "long" and not layer.dc,
                 f"{where}: long and dc need queries and keys of full width; leave out narrow",
             )
+            parts = (layer.narrow, layer.xsa, layer.gated, layer.dc, layer.reads_backout)
             yield (
-                layer.window or not needs_attention(layer),
+                layer.window or layer.value_table is None and not any(parts),
                 f"{where}: narrow, value_table, xsa, gated, dc and reads_backout are parts of"
                 " attention; add short, long or paired, or leave them out",
             )
@@ -509,11 +517,6 @@ class Config(train_gpt.Config, StageValues):
             "layers: the token weights of Mudd add x0 and n-grams to the last layer; leave out"
             " adds",
         )
-
-
-def needs_attention(layer: Layer) -> bool:
-    parts = (layer.narrow, layer.xsa, layer.gated, layer.dc, layer.reads_backout)
-    return any(parts) or layer.value_table is not None
 
 
 # Record 89 of the public speedrun. Numbers beside values are of the records, 45 and later, that
@@ -711,44 +714,9 @@ RECORD_92 = replace(
 PRESETS = {"frontier": RECORD_92, "frontier89": RECORD_89}
 
 
-def saved_layers(config: Config) -> set[int]:
-    """Return the layers whose outputs later layers or the head read. -1: the first one's input."""
-    layers = config.parse_layers()
-    return {layer.skip_from for layer in layers} - {None} | {
-        config.backout_layer,
-        -1,
-        len(layers) - 2,
-    }
-
-
-def gate_begins(config: Config) -> list[int]:
-    words = config.token_gates.split(",")
-    require(
-        all(word.strip().isdecimal() for word in words),
-        f"token_gates is {config.token_gates!r}; give numbers of layers such as 0,4",
-    )
-    return [*map(int, words)]
-
-
 def gated_layers(config: Config) -> list[range]:
     """Return the layers that each network of token gates computes gates for."""
-    return [range(*ends) for ends in pairwise([*gate_begins(config), len(config.parse_layers())])]
-
-
-def layer_groups(config: Config) -> list[range]:
-    """Cut the layers into the groups that are compiled together.
-
-    One ends where the next layer computes gates, and where it has enough layers and an output is
-    saved anyway.
-    """
-    count = len(config.parse_layers())
-    saved = saved_layers(config)
-    begins = [0]
-    for i in range(1, count):
-        large = min(i - begins[-1], count - i) >= train_gpt.MIN_GROUP_LAYERS
-        if i in gate_begins(config) or i - 1 in saved and large:
-            begins.append(i)
-    return [range(*ends) for ends in pairwise([*begins, count])]
+    return [range(*ends) for ends in pairwise([*config.token_gates, len(config.layers)])]
 
 
 def first_untied_step(config: Config) -> int:
@@ -769,37 +737,36 @@ class GPT(nn.Module):
 
     def __init__(self, config: Config, encoding: Encoding):
         super().__init__()
-        c = config
         self.config = config
         self.bos_id = encoding.bos_id
-        self.layers = config.parse_layers()
-        lengths = train_gpt.micro_batch_lengths(c)
-        dtype = c.torch_dtype
+        self.layers = config.layers
+        lengths = train_gpt.micro_batch_lengths(config)
+        dtype = config.torch_dtype
         # tokens per call of the head: one size for one graph, and less memory
         self.loss_tokens = min(lengths)
         count = len(self.layers)
         vocab = -(-encoding.vocab_size // 128) * 128
-        tables = 1 + max(
-            layer.value_table for layer in self.layers if layer.value_table is not None
-        )
-        self.embed = embedding(vocab, c.model_dim, "embed", dtype)
-        self.untied_step = self.embed.weight.first_step = first_untied_step(c)
+        tables = len({layer.value_table for layer in self.layers} - {None})
+        self.embed = embedding(vocab, config.model_dim, "embed", dtype)
+        self.untied_step = self.embed.weight.first_step = first_untied_step(config)
         self.value_embeds = nn.ModuleList(
-            embedding(vocab, c.model_dim, "value_embeds", dtype) for _ in range(tables)
+            embedding(vocab, config.model_dim, "value_embeds", dtype) for _ in range(tables)
         )
         for table in self.value_embeds:
-            table.weight.data.mul_(c.value_init)
-            table.sparse = getattr(groups_by_kind(c)["value_embeds"], "by_rows", False)
-        self.ngrams = nn.ModuleList(NgramTable(c, table) for table in c.ngrams)
+            table.weight.data.mul_(config.value_init)
+            table.sparse = getattr(groups_by_kind(config)["value_embeds"], "by_rows", False)
+        self.ngrams = nn.ModuleList(NgramTable(config, table) for table in config.ngrams)
         self.smear_gate = parameter(torch.zeros(1, GATE_DIM, dtype=dtype), "smear_gate")
-        self.blocks = nn.ModuleList(Block(c, layer, i) for i, layer in enumerate(self.layers))
-        self.lm_head = Head(c, vocab, encoding.vocab_size)
+        self.blocks = nn.ModuleList(Block(config, layer, i) for i, layer in enumerate(self.layers))
+        self.lm_head = Head(config, vocab, encoding.vocab_size)
         self.token_gates = nn.ModuleList(
-            TokenWeights(c, "token_gates", gates_of(c, layers)) for layers in gated_layers(c)
+            TokenWeights(config, "token_gates", gates_of(config, layers))
+            for layers in gated_layers(config)
         )
         self.gate_scale = parameter(torch.tensor(TokenWeights.SCALE), "token_gates_biases")
-        self.mudd = Mudd(c)
-        self.groups = nn.ModuleList(Group(self, numbers) for numbers in layer_groups(c))
+        self.mudd = Mudd(config)
+        groups = train_gpt.layer_groups(config, config.token_gates)
+        self.groups = nn.ModuleList(Group(self, config, numbers) for numbers in groups)
         # weights of skip connections, of values and outputs of each layer (value_mix in Attention),
         # and of smear
         skips = sum(layer.skip_from is not None for layer in self.layers)
@@ -810,25 +777,29 @@ class GPT(nn.Module):
         # a layer has two weights of its residual stream (see Block), so each is the root of the
         # layer's weight
         self.resid_lambdas = parameter(
-            torch.full((count, 2), sqrt(c.resid_lambda_init)), "resid_lambdas"
+            torch.full((count, 2), sqrt(config.resid_lambda_init)), "resid_lambdas"
         )
         self.post_lambdas = parameter(torch.ones(count, 2), "post_lambdas")
         # the longest other token that begins each token, or -1; the last entry is for the target
         # -1. See fill_prefixes
         self.register_buffer("prefixes", torch.full((vocab + 1,), -1), persistent=False)
-        positions = 2 * max(c.val_len, *lengths)  # paired heads have two per token
-        self.rotary = Rotary(rotary_frequencies(c.head_dim), positions, dtype, c.softmax_scale)
+        positions = 2 * max(config.val_len, *lengths)  # paired heads have two per token
+        self.rotary = Rotary(
+            rotary_frequencies(config.head_dim), positions, dtype, config.softmax_scale
+        )
         # all entries of narrow heads rotate, as the first half of the others
         self.narrow_rotary = None
         if any(layer.narrow for layer in self.layers):
-            frequencies = rotary_frequencies(c.head_dim)[: c.head_dim // 4]
-            self.narrow_rotary = Rotary(frequencies, positions, dtype, c.narrow_softmax_scale)
+            frequencies = rotary_frequencies(config.head_dim)[: config.head_dim // 4]
+            self.narrow_rotary = Rotary(frequencies, positions, dtype, config.narrow_softmax_scale)
         self.attended_tokens = 0  # in this step's training
-        self.doc_copy = DocCopy(c) if c.doc_copy else None
+        self.doc_copy = DocCopy(config) if config.doc_copy else None
         # class of each token, see normalized: the host's copy for rows_read, and the device's
         self.host_token_classes = None
-        if c.normalized_ids and encoding.vocab_size == GPT2_VOCAB:  # other encodings are of bytes
-            folder = (train_gpt.ROOT / c.train_files).parent
+        if (
+            config.normalized_ids and encoding.vocab_size == GPT2_VOCAB
+        ):  # other encodings are of bytes
+            folder = (train_gpt.ROOT / config.train_files).parent
             classes = torch.arange(vocab, device="cpu", dtype=torch.int32)
             of_gpt2 = normalized_ids(gpt2_token_bytes(folder))
             classes[: len(of_gpt2)] = torch.tensor(of_gpt2)
@@ -845,12 +816,8 @@ class GPT(nn.Module):
         self.flash = False
         self.counted = None
 
-    def forward(self, inputs: Tensor, targets: Tensor, windows: Windows) -> Pair:
-        """inputs, targets [T] -> (objective, cross entropy) in nats, summed; see Head.forward.
-
-        Targets of -1 are not counted, nor are tokens beyond the sequence.
-        """
-        return self.loss(self.trunk(inputs, windows), targets)
+    # the loss of what trunk returns; further targets beyond the sequence are not counted
+    forward = train_gpt.GPT.forward
 
     def trunk(self, tokens: Tensor, windows: Windows) -> Tensor:
         """Tokens [T] -> the normed residual stream before the head [T, dim]."""
@@ -860,26 +827,24 @@ class GPT(nn.Module):
         # a new object: with x0 itself torch.compile would build a further graph
         x = x0.view_as(x0)
         gates = None
-        saved: Outputs = {}  # outputs of the layers that later layers read
+        saved = {}  # outputs of the layers that later layers read
         # looked up just before the first group that reads them, so that their gradients can be sent
         # after that group
-        values: Outputs = {}
+        values = {}
         for group in self.groups:
-            for table in sorted(
-                {self.layers[i].value_table for i in group.numbers} - {None} - values.keys()
-            ):
-                values[table] = self.value_embeds[table](tokens)
+            for table in group.tables:
+                if table not in values:
+                    values[table] = self.value_embeds[table](tokens)
             x, outputs, gates = group(x, context, saved, values, gates)
             saved |= outputs
         return x
 
-    def masks(self, tokens: Tensor, windows: Windows) -> dict[str | None, Mask | None]:
+    def masks(self, tokens: Tensor, windows: Windows) -> Masks:
         """Build the mask of each kind of attention, by Layer.window, for tokens [T]."""
         # counted is valid for one sequence
         counted = self.counted
         self.counted = None
         dtype = self.embed.weight.dtype
-        has_pairs = any(layer.attention == "paired" for layer in self.layers)
         has_dc = any(layer.dc for layer in self.layers)
         docs = None if counted and not has_dc else self.begins(tokens).cumsum(0)
 
@@ -889,11 +854,12 @@ class GPT(nn.Module):
                     docs.repeat_interleave(positions), window, self.reach or window, dtype
                 )
             starts, longest, count = counted
-            starts = starts if positions == 1 else positions * starts
-            return DocumentTable(starts, torch.tensor([window, positions * longest, count]))
+            return DocumentTable(
+                positions * starts, torch.tensor([window, positions * longest, count])
+            )
 
         masks = {"L": make(windows.long), "S": make(windows.short), None: None}
-        if has_pairs:
+        if any(layer.attention == "paired" for layer in self.layers):
             masks["P"] = make(windows.short, 2)
         if has_dc:
             masks["dc"] = self.dc_mask(docs, dtype)
@@ -956,7 +922,7 @@ class GPT(nn.Module):
         self,
         x0: Tensor,
         bigram_embeds: Tensor,
-        masks: dict[str | None, Mask | None],
+        masks: Masks,
         copied: Tensor | None = None,
     ) -> Context:
         # unbound at once: backward of many single selections would pad each gradient with zeros and
@@ -983,17 +949,14 @@ class GPT(nn.Module):
         """Compute the losses of `forward` from the normed residual stream [T, dim]."""
         targets_by_row = [targets]
         row_weights = [1.0]
-        second, third, prefix = (
-            self.further_weights.get(f"{name}_weight", 0.0) if self.training else 0.0
-            for name in ("second_token", "third_token", "prefix")
-        )
-        for ahead, weight in ((1, second), (2, third)):
-            if weight:
+        further = self.further_weights if self.training else {}
+        for ahead, name in ((1, "second_token_weight"), (2, "third_token_weight")):
+            if further.get(name):
                 targets_by_row.append(F.pad(targets[ahead:], (0, ahead), value=-1))
-                row_weights.append(weight)
-        if prefix:
+                row_weights.append(further[name])
+        if further.get("prefix_weight"):
             targets_by_row.append(self.prefixes[targets])
-            row_weights.append(prefix)
+            row_weights.append(further["prefix_weight"])
         all_targets = torch.stack(targets_by_row)
         weights = to_device(torch.tensor(row_weights), x.device)
         head_weight = None
@@ -1045,7 +1008,7 @@ class Context(NamedTuple):
     bigram_embeds: Tensor
     rotary: tuple[Tensor, Tensor, Tensor]
     narrow_rotary: tuple[Tensor, Tensor, Tensor] | None
-    masks: dict[str | None, Mask | None]
+    masks: Masks
     skip_weights: Sequence[Tensor]
     mixes: Sequence[Tensor]
     value_mixes: Sequence[Tensor]
@@ -1053,28 +1016,19 @@ class Context(NamedTuple):
     copied: Tensor | None
 
 
-class Group(nn.Module):
+class Group(train_gpt.Group):
     """Consecutive layers that are compiled together; the last group also prepares the head's input.
 
     Modules are in tuples, so that nn.Module does not register them twice.
     """
 
-    def __init__(self, model: GPT, numbers: range):
-        super().__init__()
-        c = model.config
-        self.numbers = numbers
-        self.last = numbers.stop == len(model.layers)
-        self.blocks = tuple(model.blocks[i] for i in numbers)
-        self.backout = c.backout_layer
-        layers, gates = next(
-            pair for pair in zip(gated_layers(c), model.token_gates) if numbers.start in pair[0]
-        )
+    def __init__(self, model: GPT, config: Config, numbers: range):
+        super().__init__(model, config, numbers)
+        by_network = zip(gated_layers(config), model.token_gates)
+        layers, gates = next(pair for pair in by_network if numbers.start in pair[0])
         self.token_gates = (gates,)
         self.computes_gates = numbers.start == layers.start
         self.mudd = (model.mudd,) if self.last else ()
-        with_skip = (i for i, layer in enumerate(model.layers) if layer.skip_from is not None)
-        self.skips = {i: n for n, i in enumerate(with_skip)}
-        self.saves = saved_layers(c) - ({*numbers} if self.last else set())
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         modules = *self.blocks, *self.token_gates, *self.mudd
@@ -1177,27 +1131,28 @@ class Attention(nn.Module):
 
     def __init__(self, config: Config, layer: Layer, number: int):
         super().__init__()
-        c = config
         dim = config.model_dim
         self.heads = config.num_heads
         self.layer = layer
         self.number = number
-        self.qk_dim = c.head_dim // 2 if layer.narrow else c.head_dim
-        self.v_dim = c.head_dim // 2 if layer.narrow == "qkv" else c.head_dim
+        self.qk_dim = config.head_dim // 2 if layer.narrow else config.head_dim
+        self.v_dim = config.head_dim // 2 if layer.narrow == "qkv" else config.head_dim
         # The query, key, value and output matrices [dim, dim]. Queries and keys are apart, as
         # NorMuon treats them differently. The shapes decide its second moments (finish_spec): [dim,
         # 2 dim] per column, [2 dim, dim] per row
         qkvo = uniform(4 * dim, dim, dim)
-        qkvo[3 * dim :] *= c.output_init
-        qkvo = qkvo.to(c.torch_dtype)
+        qkvo[3 * dim :] *= config.output_init
+        qkvo = qkvo.to(config.torch_dtype)
         self.qk = parameter(
-            qkvo[: 2 * dim].reshape(dim, 2 * dim), "attn", (c.muon_qk_heads * c.head_dim, dim)
+            qkvo[: 2 * dim].reshape(dim, 2 * dim),
+            "attn",
+            (config.muon_qk_heads * config.head_dim, dim),
         )
         self.vo = parameter(qkvo[2 * dim :].clone(), "attn", (dim, dim))
         self.value_gate = None
-        last = number == len(c.layers) - 1  # its gate is computed by Mudd
-        if layer.value_table is not None and not last:
-            gate = torch.zeros(c.num_heads, GATE_DIM, dtype=c.torch_dtype)
+        is_last = number == len(config.layers) - 1  # its gate is computed by Mudd
+        if layer.value_table is not None and not is_last:
+            gate = torch.zeros(config.num_heads, GATE_DIM, dtype=config.torch_dtype)
             self.value_gate = parameter(gate, "gates", tuple(gate.shape))
 
     def forward(
@@ -1297,8 +1252,7 @@ class MLP(train_gpt.MLP):
 
 
 class DelayedScales:
-    """The scales of the MLPs' squared activations h in fp8. h is divided by its scale before it is
-    rounded.
+    """Scales of the MLPs' squared activations h, which are divided by them to be rounded to fp8.
 
     The scale must be known before h is. It is HEADROOM / 448 times the largest h of the step
     before, over all micro-batches and ranks, so it is the same for any number of ranks; larger
@@ -1319,38 +1273,37 @@ class DelayedScales:
     def start_gather(self) -> None:
         """Start to gather all ranks' maxima, after the last forward of a step."""
         if self.maxima:
-            self.own = torch.stack(self.maxima)
-            self.gathered = self.own.new_empty(self.comm.ranks * len(self.own))
-            self.handle = self.comm.all_gather(self.gathered, self.own)
+            self.local_maxima = torch.stack(self.maxima)
+            self.gathered = self.local_maxima.new_empty(self.comm.ranks * len(self.local_maxima))
+            self.handle = self.comm.all_gather(self.gathered, self.local_maxima)
 
     @torch.no_grad()
     def update(self) -> None:
         """Set the scales of the next step."""
         if self.maxima:
             self.handle.wait()
-            largest = self.gathered.view(-1, len(self.own)).amax(0).clamp_min(1e-12)
+            largest = self.gathered.view(-1, len(self.local_maxima)).amax(0).clamp_min(1e-12)
             scales = largest * (self.HEADROOM / E4M3_MAX)
             torch._foreach_copy_([*self.named.values()], scales.unbind())
             torch._foreach_zero_(self.maxima)
 
 
 class Head(train_gpt.Head):
-    """Map the normed residual stream to logits and the loss. weight [V, dim]: of `classes` tokens,
-    then padding."""
+    """Map the normed residual stream to logits and the loss.
+
+    weight [V, dim]: of `classes` tokens, then padding.
+    """
 
     def __init__(self, config: Config, vocab: int, classes: int | None = None):
         super().__init__(config, vocab, classes)
-        self.weight.data = config.head_init * torch.randn(
-            vocab, config.model_dim, dtype=config.torch_dtype
-        )
+        self.weight.data = config.head_init * torch.randn_like(self.weight)
         self.softcap = Softcap(config.logit_cap, config.logit_shift)
 
     @compiled
     def forward(
         self, x: Tensor, targets: Tensor, weights: Tensor, weight: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Compute (objective, which training minimizes; cross entropy of the next token), in nats,
-        summed over tokens.
+    ) -> Pair:
+        """Compute (objective, to minimize; cross entropy of the next token), in nats, summed.
 
         x [T, dim]; targets [n, T]: the next token, then further targets, -1 is not counted; weights
         [n] of the rows. weight [classes, dim]: in place of the head's own.
@@ -1379,8 +1332,10 @@ SIGN_FACTORS = {"record89": {2: (1, 1)}, "record92": {2: (48271, 30011), 3: (586
 
 
 class NgramTable(train_gpt.NgramTable):
-    """An embedding of the n tokens that end at each position, also across documents. All tables
-    have the same signs."""
+    """An embedding of the n tokens that end at each position, also across documents.
+
+    All tables have the same signs.
+    """
 
     def __init__(self, config: Config, ngrams: Ngrams):
         super().__init__(config, ngrams)
@@ -1398,15 +1353,15 @@ class NgramTable(train_gpt.NgramTable):
                 torch.bitwise_xor, (factor * token for factor, token in zip(factors, window))
             )
 
-        last = self.num_embeddings - 1
+        last_row = self.num_embeddings - 1
         incomplete = self.n - 1
         window = [F.pad(tokens.int(), (k, 0))[..., : tokens.size(-1)] for k in range(self.n)]
         sign = mix(self.sign_factors) % self.SIGNS
         # of use to pairs only. By fill_ and zero_: an assignment of a number would make the host
         # wait for the GPU
-        window[1][..., 1:2].fill_(last)
-        row = mix(ROW_FACTORS[self.n]) % last
-        row[..., :incomplete].fill_(last)
+        window[1][..., 1:2].fill_(last_row)
+        row = mix(ROW_FACTORS[self.n]) % last_row
+        row[..., :incomplete].fill_(last_row)
         sign[..., :incomplete].zero_()
         return row.long(), sign.long()
 
@@ -1455,11 +1410,10 @@ BIGRAM_GATE_INIT = 0.05
 
 def gates_of(config: Config, layers: range) -> dict[tuple[int, str], list[float]]:
     """Return initial values of these layers' token gates by (layer, name); -1: before the first."""
-    every = config.parse_layers()
     heads = config.num_heads
     init = {}
     for i in layers:
-        layer = every[i]
+        layer = config.layers[i]
         present = {
             "x0": "x0" in layer.adds and [0.0],
             "bigrams": "ngrams" in layer.adds and [BIGRAM_GATE_INIT],
@@ -1486,12 +1440,11 @@ class Mudd(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        c = config
-        last = config.parse_layers()[-1]
+        last_layer = config.layers[-1]
         scale = sqrt(config.resid_lambda_init)
-        self.backout = c.backout_layer
-        self.heads = c.num_heads
-        self.sources = sorted(saved_layers(c))
+        self.backout = config.backout_layer
+        self.heads = config.num_heads
+        self.sources = sorted(config.saved_layers())
         init = {
             "values": [0.0] * 3,
             "residual": [0.0] * 3,
@@ -1499,19 +1452,19 @@ class Mudd(nn.Module):
             "x0": [0.0],
             "bigrams": [BIGRAM_GATE_INIT],
         }
-        if last.value_table is not None:
+        if last_layer.value_table is not None:
             init["value_gates"] = [2.0, 2.0]
-        self.layer = TokenWeights(c, "mudd", init)
-        tables = len({layer.value_table for layer in config.parse_layers()} - {None})
-        sources = [-0.5 if i == c.backout_layer else 0.0 for i in self.sources]
-        sources += [0.0] * (tables + 2 if c.mudd_groups else 1)
-        self.head = TokenWeights(c, "mudd", {"sources": sources})
-        self.groups = c.mudd_groups
+        self.layer = TokenWeights(config, "mudd", init)
+        tables = len({layer.value_table for layer in config.layers} - {None})
+        sources = [-0.5 if i == config.backout_layer else 0.0 for i in self.sources]
+        sources += [0.0] * (tables + 2 if config.mudd_groups else 1)
+        self.head = TokenWeights(config, "mudd", {"sources": sources})
+        self.groups = config.mudd_groups
         # further weights of each source in each group, by the hidden values of the token
         self.by_group = None
-        if c.mudd_groups:
-            shape = len(sources), c.mudd_groups, TokenWeights.WIDTH
-            self.by_group = parameter(torch.zeros(shape, dtype=c.torch_dtype), "mudd")
+        if config.mudd_groups:
+            shape = len(sources), config.mudd_groups, TokenWeights.WIDTH
+            self.by_group = parameter(torch.zeros(shape, dtype=config.torch_dtype), "mudd")
 
     def layer_inputs(
         self, x: Tensor, saved: Outputs, value_embeds: Tensor | None
@@ -1568,8 +1521,7 @@ class DocCopy(train_gpt.DocCopy):
     @staticmethod
     @compiled
     def find(tokens: Tensor, ids: Tensor, bos_id: int) -> Pair:
-        """Tokens [T], ids [T] by which contexts are compared -> candidates, kinds of their
-        contexts (0: tokens[0])."""
+        """Tokens [T], ids [T] to compare -> candidates, kinds of their contexts (0: tokens[0])."""
         places, kinds = train_gpt.DocCopy.find(ids.long(), tokens == bos_id)
         return tokens[places], kinds
 
@@ -1581,8 +1533,7 @@ class DocCopy(train_gpt.DocCopy):
 
 
 def normalized_ids(tokens: Sequence[bytes]) -> list[int]:
-    """Map GPT-2's tokens to the first token of the same text without case, accents and surrounding
-    spaces.
+    """Map GPT-2's tokens to the first of the same text but for case, accents, outer spaces.
 
     A token that is no text, or has none left, is mapped to itself.
     """
@@ -1596,8 +1547,8 @@ def normalized_ids(tokens: Sequence[bytes]) -> list[int]:
         text = re.sub(r"[ \t\r\n]+", " ", text)
         return text.strip(" ") or text or token
 
-    first: dict[str | bytes, int] = {}
-    ids = [first.setdefault(text_of(token), number) for number, token in enumerate(tokens)]
+    first_of = {}  # by text
+    ids = [first_of.setdefault(text_of(token), number) for number, token in enumerate(tokens)]
     digest = sha256_of(b"".join(number.to_bytes(4, "little") for number in [*ids, len(ids)]))
     require(
         digest == "79fb57ac259495ba36f1afb9b0d5da35f3048b5067fa59c101d5a3c1ed15c2a2",
@@ -1623,11 +1574,10 @@ ANVIL_STEPS = (
 
 @frozen
 class Anvil(NorMuon):
-    """NorMuon with a second, slow momentum, which decides where weights decay and, from blend_from
-    on, is blended in.
+    """NorMuon with a second, slow momentum.
 
-    From blend_from on the fast momentum decays by FAST; before, and in the Nesterov step, momenta
-    are the schedule's.
+    It decides where weights decay and, from blend_from on, is blended in. From blend_from on the
+    fast momentum decays by FAST; before, and in the Nesterov step, momenta are the schedule's.
     """
 
     blend_from: int = 0
@@ -1664,8 +1614,7 @@ class Anvil(NorMuon):
 
 @frozen
 class Adam(train_gpt.Adam):
-    """Adam that updates half as often from step slow_from on, with squared betas and twice the
-    weight decay."""
+    """Adam, from step slow_from on half as often, with squared betas and twice the weight decay."""
 
     slow_from: int | None = None
 
@@ -1683,12 +1632,11 @@ class Adam(train_gpt.Adam):
 
 @frozen
 class RowAdam(Adam):
-    """Adam for tables, with one second moment per row and no first moment. Bias correction counts
-    updates, not a row's.
+    """Adam for tables, with one second moment per row and no first moment.
 
-    An update leaves out the rows without a gradient. Their moments decay nevertheless: the next
-    update that takes a row multiplies its moment by the decay of all steps since `last`. It is not
-    compiled: Config asks for lazy tables.
+    Bias correction counts updates, not a row's. An update leaves out the rows without a gradient.
+    Their moments decay nevertheless: the next update that touches a row multiplies its moment by
+    the decay of all steps since `last`. It is not compiled: Config asks for lazy tables.
     """
 
     def init_state(self, shard: Tensor) -> Tensors:
@@ -1730,8 +1678,7 @@ class RowAdam(Adam):
 
 
 class Worker(train_gpt.Worker):
-    """What one rank trains. Besides train_gpt's step: the tied embedding, prefixes as targets, and
-    scales of fp8."""
+    """What one rank trains. Besides train_gpt's step: tied embedding, prefixes, scales of fp8."""
 
     def __init__(self, config: Config, comm: Comm, device: torch.device, train_shards: list[Shard]):
         super().__init__(config, comm, device, train_shards)
@@ -1784,18 +1731,16 @@ class Worker(train_gpt.Worker):
         rules = [bucket.rule for bucket in self.optimizer.buckets if isinstance(bucket.rule, Adam)]
         # with the next, an update
         slow = {rule.slow_from + rule.every for rule in rules if rule.slow_from is not None}
-        further = [first_untied_step(self.config), *sorted(slow)]
+        further = [self.model.untied_step, *sorted(slow)]
         return super().kinds_of_steps() + [step for step in further if step < self.config.num_steps]
 
 
 def copy_parameter(optimizer: DistributedOptimizer, source: str, target: str) -> None:
-    """Copy a parameter and its state to another, such as a head to the embedding."""
-    slots = [(bucket, slot.name) for bucket in optimizer.buckets for slot in bucket.slots]
-    buckets = {name: bucket for bucket, name in slots if name in (source, target)}
-    require(
-        not any(map(optimizer.reducer.waits, buckets.values())),
-        f"{target} cannot be copied while gradients wait for an update; copy it one step later",
-    )
+    """Copy a parameter and its state to another, such as a head to the embedding.
+
+    No gradients of the two may wait for an update; Config.conditions sees to it.
+    """
+    buckets = {slot.name: bucket for bucket in optimizer.buckets for slot in bucket.slots}
     optimizer.finish_all_gathers()
     copied, state = (
         train_gpt.gather_state(buckets[name], optimizer.comm) for name in (source, target)
@@ -1837,28 +1782,29 @@ class TailAverages:
             "tails: of the kinds "
             f"{', '.join(self.of_kind)} one has no parameter, or two have the same; see Tail",
         )
-        for i, tail in enumerate(self.tails):
-            for bucket in {bucket for bucket, _ in self.slots_of(tail)}:
+        # of each tail
+        self.slots = [
+            [*chain(*(self.of_kind[kind] for kind in tail.kinds.split()))] for tail in self.tails
+        ]
+        for i, slots in enumerate(self.slots):
+            for bucket in {bucket for bucket, _ in slots}:
                 dtype = wide_dtype(bucket.param_shard)
                 bucket.state[f"tail{i}"] = torch.zeros_like(bucket.param_shard, dtype=dtype)
 
     def parts(self, i: int) -> Iterator[Pair]:
         """Yield the parts of average i on this rank, each with its weights."""
-        for bucket, slot in self.slots_of(self.tails[i]):
+        for bucket, slot in self.slots[i]:
             average = bucket.state[f"tail{i}"]
             weights = bucket.param_shard
             yield bucket.view_of(slot, average, True), bucket.view_of(slot, weights, True)
-
-    def slots_of(self, tail: Tail) -> Iterator[tuple[train_gpt.Bucket, train_gpt.Slot]]:
-        return chain(*(self.of_kind[kind] for kind in tail.kinds.split()))
 
     @torch.no_grad()
     def move(self, step: int) -> None:
         """Move the averages after a step. They read own shards, which no gather changes."""
         for i, tail in enumerate(self.tails):
             age = step - max(0, self.steps - tail.last_steps)
-            last = step == self.steps - 1
-            rate = tail.last_rate if last and tail.last_rate is not None else tail.rate
+            is_last = step == self.steps - 1
+            rate = tail.last_rate if is_last and tail.last_rate is not None else tail.rate
             due = step % tail.period == tail.phase or step >= self.steps - tail.final_steps
             if age == 0 or age > 0 and due:
                 for average, weights in self.parts(i):
@@ -1876,8 +1822,7 @@ class TailAverages:
             train_gpt.Bucket.start_all_gather(bucket, self.optimizer.comm)
         self.optimizer.finish_all_gathers(self.buckets)
         after = self.norms()
-        kept = {kind for tail in self.tails if tail.keep_norm for kind in tail.kinds.split()}
-        for kind in kept:
+        for kind in {kind for tail in self.tails if tail.keep_norm for kind in tail.kinds.split()}:
             for _, slot in self.of_kind[kind]:
                 if after[kind]:
                     slot.param.mul_(before[kind] / after[kind])
@@ -1889,8 +1834,8 @@ class TailAverages:
             return torch.linalg.vector_norm(x, dtype=wide_dtype(x)).item()
 
         return {
-            kind: math.hypot(*(norm_of(slot.param) for _, slot in found))
-            for kind, found in self.of_kind.items()
+            kind: math.hypot(*(norm_of(slot.param) for _, slot in pairs))
+            for kind, pairs in self.of_kind.items()
         }
 
 
@@ -1928,9 +1873,9 @@ class Candidates:
             of_ranks = [
                 x[: comm.ranks * len(batch)].view(comm.ranks, -1) for x in (self.offsets, self.used)
             ]
-            own, used = (x[comm.rank] for x in of_ranks)
+            offsets, used = (x[comm.rank] for x in of_ranks)
             for i, micro_batch in enumerate(batch):
-                drawn, own[i] = self.draw_one(micro_batch[1:], number, own[i].item())
+                drawn, offsets[i] = self.draw_one(micro_batch[1:], number, offsets[i].item())
                 used[i] = self.classes if drawn is None else number
                 if drawn is not None:
                     drawn = to_device(torch.from_numpy(drawn), self.model.prefixes.device)
@@ -1961,8 +1906,7 @@ class Candidates:
 
 
 def gpt2_token_bytes(folder: Path) -> list[bytes]:
-    """Read the bytes of GPT-2's tokens, without the special one at the end. data/ writes their
-    file beside shards."""
+    """Read the bytes of GPT-2's tokens, but the special one; data/ writes them beside shards."""
     path = folder / "gpt2.tiktoken"
     expected = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
     content = path.read_bytes() if path.is_file() else b""
@@ -1986,12 +1930,11 @@ DC_PIECE = 128
 def mix_heads(
     q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, read: Tensor, write: Tensor, mask: Tensor
 ) -> Tensor:
-    """Compute what dynamically composable heads add to attention [T, H, D]: all heads attend by
-    one further map.
+    """Compute what dynamically composable heads add to attention [T, H, D].
 
-    The map is the sum over heads of their softmax maps within `mask`, weighted by norm(read). Head
-    h adds its values under this map times write_h. read, write [T, H]. q must contain the softmax
-    scale. mask: of mask_in_pieces.
+    All heads attend by one further map. The map is the sum over heads of their softmax maps within
+    `mask`, weighted by norm(read). Head h adds its values under this map times write_h. read, write
+    [T, H]. q must contain the softmax scale. mask: of mask_in_pieces.
     """
     tokens, heads, dim = q_THD.shape
     q = cut_in_pieces(q_THD, mask)
@@ -2005,13 +1948,13 @@ def mix_heads(
 
 
 class ReluSquaredInFP8(torch.autograd.Function):
-    """MLP.forward in fp8; see DelayedScales. Backward is that of ReluSquaredMLP, and reads
-    unrounded tensors."""
+    """MLP.forward in fp8; see DelayedScales.
+
+    Backward is that of ReluSquaredMLP, and reads unrounded tensors.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, fc: Tensor, proj: Tensor, h_scale: Tensor, h_max: Tensor
-    ) -> Tensor:
+    def forward(ctx, x: Tensor, fc: Tensor, proj: Tensor, h_scale: Tensor, h_max: Tensor) -> Tensor:
         (x8, x_scale), (fc8, fc_scale), (proj8, proj_scale) = map(to_e4m3, (x, fc, proj))
         by_column = fc8.T.contiguous().T
         h, h8 = relu_squared_in_fp8(x8, by_column, x_scale * fc_scale, h_scale, h_max, x.dtype)
@@ -2019,7 +1962,7 @@ class ReluSquaredInFP8(torch.autograd.Function):
         return fp8_product(h8, proj8.T, h_scale, proj_scale, True, x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, fc, proj, h = ctx.saved_tensors  # torch.compile cannot call ReluSquaredMLP.backward here
         grad_y = relu_squared(grad, proj, h)
         return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h, None, None
@@ -2118,7 +2061,7 @@ if triton is not None:
 # See train_gpt.PLAIN_FORMS
 PLAIN_FORMS = {
     "MLP": ((MLP.forward, train_gpt.MLP.forward), "26c9f07d"),
-    "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__), "ffb1d7b2"),
+    "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__), "d8b535cb"),
     "attention": train_gpt.PLAIN_FORMS["attention"],
 }
 

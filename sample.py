@@ -104,8 +104,7 @@ def next_logits(trained: Trained, tokens: Sequence[int]) -> np.ndarray:
 
 
 def draw(logits: np.ndarray, temperature: float, top_k: int, random: np.random.Generator) -> int:
-    """Sample a token from softmax(logits [vocabulary] / temperature) among the top_k most likely
-    (0: among all)."""
+    """Sample from softmax(logits [vocabulary] / temperature), of the top_k largest (0: of all)."""
     if temperature == 0:
         return int(logits.argmax())
     with np.errstate(over="ignore"):  # a temperature close to zero
@@ -191,8 +190,10 @@ def encode_prompt(text: str, vocabulary: Vocabulary, encoding: Encoding) -> list
 
 
 def show(tokens: Iterable[int], vocabulary: Vocabulary, bos_id: int) -> Iterator[str]:
-    """Decode each token to printable text. Bytes of an incomplete character wait for the rest; at
-    the end they are dropped."""
+    """Decode each token to printable text.
+
+    Bytes of an incomplete character wait for the rest; at the end they are dropped.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token in tokens:
         ends = token == bos_id

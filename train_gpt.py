@@ -66,18 +66,14 @@ if STARTED:  # before the other imports, which take seconds
 import argparse
 import ast
 import collections
-import contextlib
-import dataclasses
 import difflib
 import errno
-import functools
 import gc
 import glob
 import hashlib
 import importlib
 import importlib.metadata
 import inspect
-import itertools
 import json
 import math
 import platform
@@ -89,10 +85,22 @@ import traceback
 import unicodedata
 import uuid
 import weakref
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NoAnswer
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import (
+    MISSING,
+    Field,
+    dataclass,
+    field,
+    fields,
+    is_dataclass,
+    make_dataclass,
+    replace,
+)
 from datetime import datetime, timedelta, timezone
+from functools import cached_property, lru_cache, partial
+from itertools import accumulate, chain, groupby, pairwise
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, NamedTuple, NoReturn, Sequence
 
@@ -124,8 +132,7 @@ frozen = dataclass(frozen=True)
 
 
 class RunError(Exception):
-    """An error that the user can fix. The message says what was seen, what was expected and what
-    to do."""
+    """An error that the user can fix: what was seen, what was expected and what to do."""
 
 
 def require(condition: Any, message: str) -> None:
@@ -147,24 +154,12 @@ def option(
     free: bool = False,
     needs: str = "",
 ) -> Any:
-    """Declare a config field: default, meaning and limits. Without `min`, a number must be above
-    0.
+    """Declare a config field: default, meaning, limits. Without `min`, a number must be above 0.
 
     free: a resumed run may change it. It decides how the run is computed; at most roundings depend
     on it. needs: fields of which one must be set, or the field has no effect.
     """
-    return field(
-        default=default,
-        metadata={
-            "meaning": meaning,
-            "choices": choices,
-            "min": min,
-            "max": max,
-            "exclusive_max": exclusive_max,
-            "free": free,
-            "needs": needs,
-        },
-    )
+    return field(default=default, metadata=locals())  # all of these by their names
 
 
 @frozen
@@ -190,8 +185,7 @@ class StageValues:
 
 @frozen
 class Ramp:
-    """A value of type float that changes linearly from `first`, at a stage's first step, to
-    `last`, at its end."""
+    """A float that changes linearly from `first`, at a stage's begin, to `last`, at its end."""
 
     first: float
     last: float
@@ -199,32 +193,26 @@ class Ramp:
 
 def show_row(row: Any) -> str:
     """Show a row as it is written on the command line, without fields at their default."""
-    values = ((f, getattr(row, f.name)) for f in dataclasses.fields(row))
+    values = ((f, getattr(row, f.name)) for f in fields(row))
     shown = (
-        repr(v) if f.default is dataclasses.MISSING else f"{f.name}={v!r}"
-        for f, v in values
-        if v != f.default
+        repr(v) if f.default is MISSING else f"{f.name}={v!r}" for f, v in values if v != f.default
     )
     return f"{type(row).__name__}({', '.join(shown)})"
 
 
 def stage_type(values: type[StageValues]) -> type:
-    """Create the class of a stage's row: its end, and the fields of `values` (None: the flag's
-    value).
+    """Create the class of a stage's row: its end, and the fields of `values` (None: the flag's).
 
     until: where the stage ends, as a fraction of the scheduled steps (at most 1) or as a step
     (above 1). extra_steps: instead, the number of steps after the schedule. The scheduled steps are
     num_steps minus all extra_steps.
     """
-    return dataclasses.make_dataclass(
+    return make_dataclass(
         "Stage",
         [
             ("until", "float", 1.0),
             ("extra_steps", "int", option(0, "length", min=0)),
-            *(
-                (f.name, f.type, field(default=None, metadata=f.metadata))
-                for f in dataclasses.fields(values)
-            ),
+            *((f.name, f.type, field(default=None, metadata=f.metadata)) for f in fields(values)),
         ],
         frozen=True,
         repr=False,
@@ -250,14 +238,10 @@ class AdamGroup:
 
     def rule(self, config: Config) -> Adam:
         """Create the kind's update rule; specs_of applies lr_mul."""
-        beta1, beta2 = (
-            flag if own is None else own
-            for own, flag in ((self.beta1, config.adam_beta1), (self.beta2, config.adam_beta2))
-        )
         return Adam(
             config.adam_lr,
-            beta1,
-            beta2,
+            config.adam_beta1 if self.beta1 is None else self.beta1,
+            config.adam_beta2 if self.beta2 is None else self.beta2,
             config.adam_eps,
             config.adam_every,
             self.weight_decay,
@@ -284,9 +268,9 @@ class MuonGroup:
 class Ngrams:
     """An n-gram embedding table [rows, width]. A hash assigns n-grams to rows."""
 
-    n: int = option(dataclasses.MISSING, "tokens of an n-gram", min=2, max=9)
-    rows: int = option(dataclasses.MISSING, "rows")
-    width: int = option(dataclasses.MISSING, "entries of a row")
+    n: int = option(MISSING, "tokens of an n-gram", min=2, max=9)
+    rows: int = option(MISSING, "rows")
+    width: int = option(MISSING, "entries of a row")
     __repr__ = show_row
 
 
@@ -582,7 +566,26 @@ class Config(SyncSettings, StageValues):
         return self.model_dim // self.num_heads
 
     def parse_layers(self) -> tuple[Layer, ...]:
-        return parse_layers(self.layers)
+        """Parse `layers`: `S1M+5` -> Layer("S", 1, True, skip_from=5). RunError on another word."""
+        require(self.layers.split(), "layers is empty; give at least one layer")
+
+        def parse(word: str) -> Layer:
+            parts = re.fullmatch(r"-|(?=[^+])(?:([SL])(\d?))?(M?)(?:\+(\d+))?", word)
+            require(
+                parts,
+                f"layers: {word!r} is not a layer; write S or L, optionally with a digit, M and +N,"
+                " such as S1M+0; or M; or -",
+            )
+            window, table, mlp, skip = parts.groups()
+            return Layer(
+                window, int(table) if table else None, bool(mlp), int(skip) if skip else None
+            )
+
+        return tuple(map(parse, self.layers.split()))
+
+    def saved_layers(self) -> set[int]:
+        """Return the layers whose outputs later layers or the head read."""
+        return {layer.skip_from for layer in self.parse_layers()} - {None} | {self.backout_layer}
 
     def shortened(self, num_steps: int) -> Values:
         """Scale all numbers of steps to a run of fewer steps. A longer run keeps them."""
@@ -590,10 +593,7 @@ class Config(SyncSettings, StageValues):
         def scaled(steps: int) -> int:
             return steps * min(num_steps, self.num_steps) // self.num_steps
 
-        stages = [
-            dataclasses.replace(stage, extra_steps=scaled(stage.extra_steps))
-            for stage in self.stages
-        ]
+        stages = [replace(stage, extra_steps=scaled(stage.extra_steps)) for stage in self.stages]
         return {
             "stages": tuple(
                 new
@@ -689,11 +689,10 @@ EXAMPLES = {
 def parse_value(
     text: str, kind: str = "rows", row_types: tuple[type, ...] = Config.row_types
 ) -> Any:
-    """Parse a flag's text by the type of its field; `rows` such as `Stage(until=1/3,
-    long_window=3), Stage()`.
+    """Parse a flag's text by the type of its field.
 
-    Only row_types, numbers, fractions, strings, tuples, true and false are allowed.
-    ArgumentTypeError on others.
+    `rows`: such as `Stage(until=1/3, long_window=3), Stage()`. Only row_types, numbers, fractions,
+    strings, tuples, true and false are allowed. ArgumentTypeError on others.
     """
     names = {row.__name__: row for row in row_types}
 
@@ -710,9 +709,9 @@ def parse_value(
             case ast.BinOp(op=ast.Div()):
                 return value(node.left) / value(node.right)
             case ast.Call(func=ast.Name(id=name)) if name in names:
-                fields = [f.name for f in dataclasses.fields(names[name])]
-                for unknown in {k.arg for k in node.keywords if k.arg} - {*fields}:
-                    raise ValueError(f"{name} has no {unknown!r}, only {', '.join(fields)}")
+                known = [f.name for f in fields(names[name])]
+                for unknown in {k.arg for k in node.keywords if k.arg} - {*known}:
+                    raise ValueError(f"{name} has no {unknown!r}, only {', '.join(known)}")
                 return names[name](
                     *map(value, node.args), **{k.arg: value(k.value) for k in node.keywords}
                 )
@@ -735,7 +734,7 @@ def parse_value(
         ) from None
 
 
-def holds_rows(f: dataclasses.Field) -> bool:
+def holds_rows(f: Field) -> bool:
     return f.type.startswith("tuple[")
 
 
@@ -743,7 +742,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """Accept dashes for the underscores in names of flags."""
         words = [
-            re.sub("(?<=^--)[^=]+", lambda found: found[0].replace("-", "_"), word)
+            re.sub("(?<=^--)[^=]+", lambda name: name[0].replace("-", "_"), word)
             for word in (sys.argv[1:] if args is None else args)
         ]
         return super().parse_known_args(words, namespace)
@@ -778,7 +777,7 @@ def make_parser(presets: dict[str, Config]) -> argparse.ArgumentParser:
     )
     titles = HELP_GROUPS | config_type.help_groups
     groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(titles.values())}
-    for f in dataclasses.fields(config_type):
+    for f in fields(config_type):
         if f.name in titles:
             group = groups[titles[f.name]]
         aliases = ["--exact"] if f.name == "world_size_invariant" else []
@@ -792,16 +791,15 @@ def make_parser(presets: dict[str, Config]) -> argparse.ArgumentParser:
             type=(
                 str
                 if kind == "str"
-                else functools.partial(parse_value, kind=kind, row_types=config_type.row_types)
+                else partial(parse_value, kind=kind, row_types=config_type.row_types)
             ),
             help=(f.metadata["meaning"] + preset_values(f, presets)).replace("%", "%%"),
         )
     return parser
 
 
-def preset_values(f: dataclasses.Field, presets: dict[str, Config]) -> str:
-    """Show the first preset's value of a field, and others that differ, unless they are too long
-    to show."""
+def preset_values(f: Field, presets: dict[str, Config]) -> str:
+    """Show the first preset's value of a field, and others that differ; not of long fields."""
     if f.name in ("stages", "param_groups"):
         return ""
     usual, *others = (
@@ -831,16 +829,12 @@ def parse_config(
     }
     preset = flags.pop("preset", default_preset if default_preset in presets else [*presets][0])
     base = presets[preset]
-    base = dataclasses.replace(
-        base, **base.shortened(max(1, flags.get("num_steps", base.num_steps)))
-    )
+    base = replace(base, **base.shortened(max(1, flags.get("num_steps", base.num_steps))))
     if "param_groups" in flags:
         # later rows replace earlier ones
         flags["param_groups"] = (*base.param_groups, *flags["param_groups"])
-    config = dataclasses.replace(base, **flags)
-    preset_changes = {
-        f.name for f in dataclasses.fields(base) if getattr(base, f.name) != f.default
-    }
+    config = replace(base, **flags)
+    preset_changes = {f.name for f in fields(base) if getattr(base, f.name) != f.default}
     changed_flags = [name for name, v in flags.items() if v != getattr(base, name)]
     without_effect = [
         *flags_without_effect(config, changed_flags),
@@ -850,7 +844,7 @@ def parse_config(
     if not config.resume:
         return preset, config
     path = Path(find_run(config)[1])
-    fixed_flags = sorted(flags.keys() & {f.name for f in fixed_fields(config)})
+    fixed_flags = sorted(flags.keys() & fixed_fields(config))
     require(
         not fixed_flags,
         f"--resume continues {path}; leave out --{', --'.join(fixed_flags)}, which would make it"
@@ -866,9 +860,7 @@ def parse_config(
             f" of {program}",
         )
         flags.update(run_id=saved["run_id"], log_dir=str(path.parent), resume=str(path))
-        return saved["preset"], dataclasses.replace(
-            config_of(saved["config"], type(config)), **flags
-        )
+        return saved["preset"], replace(config_of(saved["config"], type(config)), **flags)
     except (AttributeError, KeyError, TypeError) as error:
         raise RunError(
             f"{path}: not a checkpoint of this version of {program} ({error}); name another one, or"
@@ -879,9 +871,7 @@ def parse_config(
 def flags_without_effect(c: Config, names: Iterable[str]) -> Iterator[str]:
     """Say which of these fields change nothing. A field that is off, as by default, is left out."""
     in_stages = [f.name for f in stage_fields(c)]
-    for f in (
-        f for f in dataclasses.fields(c) if f.name in names and (getattr(c, f.name) or f.default)
-    ):
+    for f in (f for f in fields(c) if f.name in names and (getattr(c, f.name) or f.default)):
         needs = f.metadata["needs"].split()
         if needs and not any(getattr(c, name) for name in needs):
             yield f"--{f.name} has no effect without --{' or --'.join(needs)}"
@@ -896,44 +886,38 @@ def flags_without_effect(c: Config, names: Iterable[str]) -> Iterator[str]:
             yield f"--{f.name} has no effect, because every row of --param_groups sets it"
 
 
-def fixed_fields(config: Config) -> list[dataclasses.Field]:
-    """Return the fields that a resumed run may not change."""
-    return [f for f in dataclasses.fields(config) if not f.metadata["free"]]
+def fixed_fields(config: Config) -> list[str]:
+    """Return the names of the fields that a resumed run may not change."""
+    return [f.name for f in fields(config) if not f.metadata["free"]]
 
 
-def stage_fields(config: Config) -> list[dataclasses.Field]:
+def stage_fields(config: Config) -> list[Field]:
     """Return the fields that stages may set."""
-    of_row = {f.name for f in dataclasses.fields(config.row_types[0])}
-    return [f for f in dataclasses.fields(config) if f.name in of_row]
+    of_row = {f.name for f in fields(config.row_types[0])}
+    return [f for f in fields(config) if f.name in of_row]
 
 
 def source_files(config: Config) -> list[Path]:
-    """Return the files that define the config's classes: the program that runs it, then what that
-    imports."""
+    """Return the files of the config's classes: the program that runs it, then what it imports."""
     return [*dict.fromkeys(Path(inspect.getfile(base)) for base in type(config).__mro__[:-1])]
 
 
 def json_of(config: Config) -> Values:
     """Return the JSON form of a config. Rows are text, as on the command line."""
     return {
-        f.name: (
-            ", ".join(map(repr, getattr(config, f.name)))
-            if holds_rows(f)
-            else getattr(config, f.name)
-        )
-        for f in dataclasses.fields(config)
+        name: ", ".join(map(repr, v)) if isinstance(v, tuple) else v
+        for name, v in vars(config).items()
     }
 
 
-def config_of(fields: Values, config_type: type[Config] = Config) -> Config:
-    """Rebuild a config from its JSON form. Raise TypeError if another version of this script wrote
-    it."""
-    rows = {f.name for f in dataclasses.fields(config_type) if holds_rows(f)}
+def config_of(values: Values, config_type: type[Config] = Config) -> Config:
+    """Rebuild a config from its JSON form. TypeError if another version of this script wrote it."""
+    row_fields = {f.name for f in fields(config_type) if holds_rows(f)}
     try:
         return config_type(
             **{
-                name: parse_value(v, row_types=config_type.row_types) if name in rows else v
-                for name, v in fields.items()
+                name: parse_value(v, row_types=config_type.row_types) if name in row_fields else v
+                for name, v in values.items()
             }
         )
     except argparse.ArgumentTypeError as error:
@@ -949,63 +933,38 @@ class Layer(NamedTuple):
     skip_from: int | None = None
 
 
-def parse_layers(words: str) -> tuple[Layer, ...]:
-    """Parse Config.layers: `S1M+5` -> Layer("S", 1, True, skip_from=5). RunError on an invalid
-    word."""
-    require(words.split(), "layers is empty; give at least one layer")
-
-    def parse(word: str) -> Layer:
-        found = re.fullmatch(r"-|(?=[^+])(?:([SL])(\d?))?(M?)(?:\+(\d+))?", word)
-        require(
-            found,
-            f"layers: {word!r} is not a layer; write S or L, optionally with a digit, M and +N,"
-            " such as S1M+0; or M; or -",
-        )
-        window, table, mlp, skip = found.groups()
-        return Layer(window, int(table) if table else None, bool(mlp), int(skip) if skip else None)
-
-    return tuple(map(parse, words.split()))
-
-
-def saved_layers(config: Config) -> set[int]:
-    """Return the layers whose outputs later layers or the head read."""
-    return {layer.skip_from for layer in config.parse_layers()} - {None} | {config.backout_layer}
-
-
 MIN_GROUP_LAYERS = 4
 
 
-def layer_groups(config: Config) -> list[range]:
+def layer_groups(config: Config, apart: Sequence[int] = ()) -> list[range]:
     """Cut the layers into the groups that are compiled together.
 
-    A group of at least MIN_GROUP_LAYERS ends where an output is saved anyway.
+    A group of at least MIN_GROUP_LAYERS ends where an output is saved anyway, and any group before
+    a layer of `apart`.
     """
     count = len(config.parse_layers())
-    saved = saved_layers(config)
+    saved = config.saved_layers()
     begins = [0]
     for i in range(1, count):
-        if i - 1 in saved and min(i - begins[-1], count - i) >= MIN_GROUP_LAYERS:
+        large = min(i - begins[-1], count - i) >= MIN_GROUP_LAYERS
+        if i in apart or i - 1 in saved and large:
             begins.append(i)
-    return [range(*ends) for ends in itertools.pairwise([*begins, count])]
+    return [range(*ends) for ends in pairwise([*begins, count])]
 
 
 def groups_by_kind(config: Config) -> dict[str, AdamGroup | MuonGroup]:
-    """Map each kind of parameters to its row. Rows of config.param_groups replace those of
-    PARAM_GROUPS."""
+    """Map each kind of parameters to its row; those of config.param_groups replace the preset's."""
     return {group.kind: group for group in (*config.base_groups, *config.param_groups)}
 
 
-# Checks of values are here, in parse_layers and in stages_of. find_shards and resolve_auto compare
-# with data and GPUs
+# Checks of values are here, in Config.parse_layers and in stages_of. find_shards and resolve_auto
+# compare with data and GPUs
 
 
 def check_config(config: Config, ranks: int) -> None:
-    """Raise a RunError that lists all values that are impossible by themselves or for this number
-    of ranks."""
+    """Raise a RunError that lists all values that are impossible, also for this number of ranks."""
     wrong = [
-        message
-        for f in dataclasses.fields(config)
-        if (message := out_of_range(f, getattr(config, f.name)))
+        message for f in fields(config) if (message := out_of_range(f, getattr(config, f.name)))
     ]
     require(not wrong, "; ".join(wrong))  # the conditions need possible numbers
     wrong = [message for holds, message in config.conditions(ranks) if not holds]
@@ -1013,14 +972,11 @@ def check_config(config: Config, ranks: int) -> None:
 
 
 def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
-    """Yield each condition on several values, with the message if it does not hold. RunError on an
-    invalid row."""
+    """Yield each condition on several values, with its message. RunError on an invalid row."""
     layers = c.parse_layers()
-    all_stages = stages_of(c)
     value_tables = {layer.value_table for layer in layers} - {None}
     kinds = [group.kind for group in c.base_groups]
-    own = [group.kind for group in c.param_groups]
-    unknown = ", ".join(repr(kind) for kind in own if kind not in kinds)
+    unknown = ", ".join(repr(row.kind) for row in c.param_groups if row.kind not in kinds)
     profile = re.fullmatch(r"(\d+):(\d+)", c.profile)
     yield from (
         (
@@ -1036,13 +992,13 @@ def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
             f"run_id is {c.run_id!r}; give a file name without '/'",
         ),
         (
-            re.fullmatch(r"([^:]+:\d+:\d+:[^:]*)?", c.race),
-            f"race is {c.race!r}; only launch/race.py sets it",
-        ),
-        (
             not c.profile or profile and int(profile[1]) <= int(profile[2]) < c.num_steps,
             f"profile is {c.profile!r}; "
             f"give the first and the last step, such as 10:13, below num_steps {c.num_steps}",
+        ),
+        (
+            re.fullmatch(r"([^:]+:\d+:\d+:[^:]*)?", c.race),
+            f"race is {c.race!r}; only launch/race.py sets it",
         ),
         (
             c.attention != "flash" or c.dtype == "bfloat16",
@@ -1088,7 +1044,7 @@ def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
             table.width <= c.model_dim,
             f"ngrams: {table} is wider than model_dim, {c.model_dim}; give at most that",
         )
-    for stage in all_stages:
+    for stage in stages_of(c):
         n = stage.first["micro_batches"]
         where = f"the stage from step {stage.begin} on has {n} micro-batches"
         of_stage = (
@@ -1111,7 +1067,7 @@ def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
 Config.conditions = conditions  # a method, which frontier.py extends
 
 
-def out_of_range(f: dataclasses.Field, v: Any) -> str:
+def out_of_range(f: Field, v: Any) -> str:
     """Say how a value violates its field's declaration; empty if it does not."""
     if (choices := f.metadata.get("choices")) and v not in choices:
         return f"{f.name} is {v!r}; it must be one of {', '.join(map(repr, choices))}"
@@ -1119,9 +1075,8 @@ def out_of_range(f: dataclasses.Field, v: Any) -> str:
         for row in v:
             if type(row).__name__ not in f.type:
                 return f"{f.name}: {row!r} is not a row of it; its type is {f.type}"
-            for of_row, x in (
-                (of_row, getattr(row, of_row.name)) for of_row in dataclasses.fields(row)
-            ):
+            for of_row in fields(row) if is_dataclass(row) else ():
+                x = getattr(row, of_row.name)
                 ends = (x.first, x.last) if isinstance(x, Ramp) and of_row.type == "float" else (x,)
                 for wrong in (out_of_range(of_row, end) for end in ends if end is not None):
                     if wrong:
@@ -1180,7 +1135,6 @@ class Plan:
 
 def plan_of(config: Config, step: int) -> Plan:
     """Compute the plan of a step. The plan of step num_steps is that of the last validation."""
-    c = config
     stages = stages_of(config)
     at = max(i for i, stage in enumerate(stages) if stage.begin <= step)
     stage = stages[at]
@@ -1191,57 +1145,55 @@ def plan_of(config: Config, step: int) -> Plan:
         for name, first in stage.first.items()
     }
     rotary = [
-        key * c.window_block
-        for key, _ in itertools.groupby(s.first["long_window"] for s in stages[: at + 1])
+        key * config.window_block
+        for key, _ in groupby(s.first["long_window"] for s in stages[: at + 1])
     ]
-    longest = c.final_window if step == c.num_steps else now["long_window"]
+    longest = config.final_window if step == config.num_steps else now["long_window"]
     resets_ngrams = False
-    if c.ngram_reset and 0 < step < c.num_steps:
-        resets_ngrams = (c.num_steps - step) % c.ngram_reset == 0
+    if config.ngram_reset and 0 < step < config.num_steps:
+        resets_ngrams = (config.num_steps - step) % config.ngram_reset == 0
     return Plan(
         step=step,
         micro_batches=now["micro_batches"],
         micro_batch_tokens=now["micro_batch_tokens"],
         max_document_tokens=now["max_document_tokens"],
-        lr_factor=lr_factor(c, step, now["peak_lr_factor"]),
-        momentum=momentum(c, step),
-        windows=Windows(longest * c.window_block, now["long_window"] // 2 * c.window_block),
+        lr_factor=lr_factor(config, step, now["peak_lr_factor"]),
+        momentum=momentum_at(config, step),
+        windows=Windows(
+            longest * config.window_block, now["long_window"] // 2 * config.window_block
+        ),
         rotary_windows=tuple(rotary),
         resets_ngrams=resets_ngrams,
-        scheduled={f.name: float(now[f.name]) for f in stage_fields(c) if f.type == "float"},
+        scheduled={f.name: float(now[f.name]) for f in stage_fields(config) if f.type == "float"},
         values=now,
     )
 
 
 def lr_factor(config: Config, step: int, peak: float) -> float:
-    """Compute the learning-rate factor: the stage's `peak` before the cooldown, then linear from
-    it to lr_floor.
+    """Compute the learning-rate factor: `peak`, in the cooldown linear from it to lr_floor.
 
-    The factor jumps where a new stage has another peak."""
-    c = config
+    The factor jumps where a new stage has another peak.
+    """
     scheduled = scheduled_steps(config)
     # below 1 as in the record, which never quite reaches lr_floor
     done = min(0.9999, step / scheduled)
-    left = min(1.0, (1 - done) / c.cooldown) if c.cooldown else 1.0
-    return peak * left + (1 - left) * c.lr_floor
+    left = min(1.0, (1 - done) / config.cooldown) if config.cooldown else 1.0
+    return peak * left + (1 - left) * config.lr_floor
 
 
-def momentum(config: Config, step: int) -> float:
-    """NorMuon's momentum schedule: linear warm-up in the first steps, linear cooldown in the last
-    of all steps."""
-    c = config
-    fall_from = c.num_steps - c.muon_momentum_fall
+def momentum_at(config: Config, step: int) -> float:
+    """Compute the momentum of NorMuon: linear warm-up and cooldown at the ends of all steps."""
+    fall_from = config.num_steps - config.muon_momentum_fall
     height = 1.0
-    if step < c.muon_momentum_rise:
-        height = step / c.muon_momentum_rise
+    if step < config.muon_momentum_rise:
+        height = step / config.muon_momentum_rise
     elif step > fall_from:
-        height = 1 - (step - fall_from) / c.muon_momentum_fall
-    return c.muon_momentum_low + height * (c.muon_momentum - c.muon_momentum_low)
+        height = 1 - (step - fall_from) / config.muon_momentum_fall
+    return config.muon_momentum_low + height * (config.muon_momentum - config.muon_momentum_low)
 
 
 class StageSteps(NamedTuple):
-    """Steps [begin, end) of a stage, with its StageValues at step `begin` and at step `end`; only
-    a Ramp's differ."""
+    """Steps [begin, end) of a stage, with its StageValues at both ends; only a Ramp's differ."""
 
     begin: int
     end: int
@@ -1249,15 +1201,13 @@ class StageSteps(NamedTuple):
     last: Values
 
 
-@functools.lru_cache(maxsize=16)
+@lru_cache(maxsize=16)
 def stages_of(config: Config) -> tuple[StageSteps, ...]:
-    """Compute the steps and values of each stage; leave out stages without a step. Raise RunError
-    on an invalid one."""
-    c = config
+    """Compute steps and values of each stage that has a step. RunError on an invalid one."""
     stages = []
     begin = 0
-    scheduled = scheduled_steps(c)
-    for row in c.stages:
+    scheduled = scheduled_steps(config)
+    for row in config.stages:
         where = f"stages: {row!r}"
         until = row.until
         extra = row.extra_steps
@@ -1283,18 +1233,17 @@ def stages_of(config: Config) -> tuple[StageSteps, ...]:
                 f"{where} ends at step {end}; let it end in {begin} to {scheduled}",
             )
         if end > begin:
-            stages.append(StageSteps(begin, end, *values_of(row, c)))
+            stages.append(StageSteps(begin, end, *values_of(row, config)))
         begin = end
     require(
-        begin == c.num_steps,
-        f"stages end at step {begin}, and num_steps is {c.num_steps}; end one at until=1",
+        begin == config.num_steps,
+        f"stages end at step {begin}, and num_steps is {config.num_steps}; end one at until=1",
     )
     return tuple(stages)
 
 
 def values_of(row: Stage, config: Config) -> tuple[Values, Values]:
-    """Return a stage's StageValues at its first step and at its end, with micro-batches after
-    their split."""
+    """Return a stage's StageValues at its first step and at its end, micro-batches after splits."""
     first = {}
     last = {}
     for name in (f.name for f in stage_fields(config)):
@@ -1339,8 +1288,7 @@ def micro_batch_lengths(config: Config) -> set[int]:
 
 
 def usable_ranks(config: Config, most: int) -> int:
-    """Return the largest number of ranks, at most `most`, that can share every stage's
-    micro-batches evenly."""
+    """Return the most ranks, up to `most`, that can share every stage's micro-batches evenly."""
     shared = math.gcd(*(stage.first["micro_batches"] for stage in stages_of(config)))
     return max(ranks for ranks in range(1, max(1, most) + 1) if shared % ranks == 0)
 
@@ -1350,8 +1298,7 @@ def usable_ranks(config: Config, most: int) -> int:
 
 
 class Stream:
-    """Batches of packed documents for one rank. A thread loads and indexes the next shard in
-    advance.
+    """Batches of packed documents for one rank. A thread loads the next shard in advance.
 
     Each rank packs the whole batch and takes the r-th of equal consecutive parts, so any number of
     ranks reads the same tokens. A batch lies within one shard: when documents run out, the batch
@@ -1371,14 +1318,16 @@ class Stream:
         self.split = config.long_documents == "split"
         self.longest = max(stage.first["max_document_tokens"] for stage in stages_of(config))
         self.loader = ThreadPoolExecutor(1, thread_name_prefix="load-shard")
-        self.loaded: dict[int, Future[Documents]] = {}
-        self.limit = functools.lru_cache(maxsize=1)(self._limit)
+        self.loaded = {}  # futures of Documents
+        self.limit = lru_cache(maxsize=1)(self._limit)
         self.position = Position()
         self.digest = 0
 
     def _load(self, index: int) -> Documents:
-        """Load all documents of a shard in the order of the run. Pieces of a split document are
-        shuffled separately."""
+        """Load all documents of a shard, in the order of the run.
+
+        Pieces of a split document are shuffled separately.
+        """
         c = self.config
         shard = self.shards[index]
         documents = index_documents(load_tokens(shard), shard.encoding.bos_id)
@@ -1420,15 +1369,13 @@ class Stream:
         return documents, np.append(0, np.cumsum(documents.lengths)), document_of_piece
 
     def _advance(self, plan: Plan) -> tuple[Documents, list[tuple[int, int, int]]]:
-        """Choose the documents of the next batch and advance the position. Raise RunError if the
-        data run out."""
+        """Choose the documents of the next batch, and advance. RunError if the data run out."""
         index, document, before = self.position
         longest = plan.max_document_tokens
         if document and before != longest:  # the limit has changed: pieces are numbered anew
             document_of_piece = self.limit(index, before)[2]
-            unread = (
-                document_of_piece[document - 1] + 1
-            )  # of the first document that no batch has read from
+            # of the first document that no batch has read from
+            unread = document_of_piece[document - 1] + 1
             document = int(np.searchsorted(self.limit(index, longest)[2], unread))
         while True:
             documents, offsets, _ = self.limit(index, longest)
@@ -1446,8 +1393,8 @@ class Stream:
         Raise RunError if the data run out.
         """
         documents, taken = self._advance(plan)
-        own = len(taken) // self.ranks
-        places = range(self.rank * own, (self.rank + 1) * own)
+        share = len(taken) // self.ranks
+        places = range(self.rank * share, (self.rank + 1) * share)
         batch = [
             fill_micro_batch(documents, self.shards[0].encoding.bos_id, *taken[place])
             for place in places
@@ -1458,8 +1405,7 @@ class Stream:
         return batch
 
     def check_enough(self) -> None:
-        """Raise RunError if the data cannot suffice for the run. With at most two shards the check
-        is exact."""
+        """Raise RunError if the data cannot suffice. With at most two shards the check is exact."""
         c = self.config
         needed = tokens_of_steps(c, c.num_steps)
         require(
@@ -1468,10 +1414,10 @@ class Stream:
             f"read at least {needed}; add shards, or lower --num_steps",
         )
         if len(self.shards) <= 2 * c.epochs:
-            start = self.position
+            position = self.position
             for step in range(c.num_steps):
                 self._advance(plan_of(c, step))
-            self.position = start
+            self.position = position
 
     def description(self) -> str:
         times = f", read {self.config.epochs} times," * (self.config.epochs > 1)
@@ -1485,8 +1431,7 @@ class Stream:
 
 
 class Position(NamedTuple):
-    """Start of the next batch: a shard, and its next unread document, counted after limiting
-    documents to `longest`."""
+    """Start of the next batch: shard, and next unread document among those cut to `longest`."""
 
     shard: int = 0
     document: int = 0
@@ -1494,28 +1439,27 @@ class Position(NamedTuple):
 
 
 def fill_micro_batch(
-    documents: Documents, bos_id: int, first: int, last: int, last_tokens: int
+    documents: Documents, bos_id: int, first_document: int, last_document: int, last_tokens: int
 ) -> np.ndarray:
     """Concatenate the documents of one micro-batch, uint16 [tokens + 1].
 
     Every document begins with BOS; in later pieces of a split document, BOS replaces the first
     token.
     """
-    lengths = documents.lengths[first : last + 1].copy()
+    lengths = documents.lengths[first_document : last_document + 1].copy()
     lengths[-1] = last_tokens
-    starts = documents.starts[first : last + 1]
+    starts = documents.starts[first_document : last_document + 1]
     micro_batch = np.concatenate(
-        [documents.tokens[start : start + n] for start, n in zip(starts, lengths)]
+        [documents.tokens[begin : begin + n] for begin, n in zip(starts, lengths)]
     )
     micro_batch[np.cumsum(lengths) - lengths] = bos_id
     return micro_batch
 
 
 def pack(
-    offsets: np.ndarray, first: int, count: int, tokens: int
+    offsets: np.ndarray, first_document: int, count: int, tokens: int
 ) -> list[tuple[int, int, int]] | None:
-    """Choose the documents that fill `count` micro-batches of tokens + 1 tokens each, from
-    document `first` on.
+    """Choose documents for `count` micro-batches of tokens + 1 tokens each, from the first one on.
 
     offsets [documents + 1] are the cumulative lengths of the documents, from 0 on. Return (first
     document, last document, tokens of the last that fit) of each micro-batch, or None if the
@@ -1523,12 +1467,12 @@ def pack(
     """
     taken = []
     for _ in range(count):
-        full = int(offsets[first]) + tokens + 1
-        last = int(np.searchsorted(offsets, full)) - 1
-        if last == len(offsets) - 1:
+        full = int(offsets[first_document]) + tokens + 1
+        last_document = int(np.searchsorted(offsets, full)) - 1
+        if last_document == len(offsets) - 1:
             return None
-        taken.append((first, last, full - int(offsets[last])))
-        first = last + 1
+        taken.append((first_document, last_document, full - int(offsets[last_document])))
+        first_document = last_document + 1
     return taken
 
 
@@ -1549,8 +1493,7 @@ def index_documents(tokens: np.ndarray, bos_id: int) -> Documents:
 def limit_documents(
     documents: Documents, longest: int, split: bool
 ) -> tuple[Documents, np.ndarray]:
-    """Limit documents to `longest` tokens: drop the remaining tokens or, with `split`, make
-    further documents of them.
+    """Limit documents to `longest` tokens: drop the others or, with `split`, make documents.
 
     Return the pieces, and for each the index of its document, int64 [pieces].
     """
@@ -1574,8 +1517,7 @@ GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
 def even_order(count: int, begin: float) -> np.ndarray:
-    """Permute 0 .. count - 1 with low discrepancy, int64 [count]: any stretch samples the whole
-    range evenly.
+    """Permute 0 .. count - 1 with low discrepancy, int64 [count]: any stretch samples evenly.
 
     `begin`, from 0 to 1, is the phase. The order is that of the multiples of the golden ratio
     modulo 1, which are spread evenly (Knuth, The Art of Computer Programming 3, 6.4).
@@ -1584,13 +1526,12 @@ def even_order(count: int, begin: float) -> np.ndarray:
 
 
 def validation_sequences(shards: list[Shard], tokens: int, length: int) -> np.ndarray:
-    """Cut the first `tokens` validation predictions (0: all) into sequences, int32 [sequences,
-    length + 1].
+    """Cut the first `tokens` predictions (0: all) into sequences, int32 [sequences, length + 1].
 
     With tokens = 0 the last sequence is padded with -1, which the loss ignores.
     """
     wanted = max(2, tokens + 1 if tokens else sum(shard.tokens for shard in shards))
-    begins = itertools.accumulate((shard.tokens for shard in shards), initial=0)
+    begins = accumulate((shard.tokens for shard in shards), initial=0)
     held = [load_tokens(shard) for shard, begin in zip(shards, begins) if begin < wanted]
     stream = np.concatenate(held)[:wanted].astype(np.int32)
     require(
@@ -1612,8 +1553,7 @@ SAMPLE_TOKENS = 128
 
 
 def check_apart(train: list[Shard], val: list[Shard], sequences: np.ndarray) -> None:
-    """Raise RunError if a training shard is a validation shard, or if the training shards hold the
-    validation text.
+    """Raise RunError if the training shards hold a validation shard or the validation text.
 
     They hold it if they contain all samples, each from within a document. A sample that recurs in
     the validation text, such as a licence, shows nothing. With other text the search ends after the
@@ -1621,16 +1561,16 @@ def check_apart(train: list[Shard], val: list[Shard], sequences: np.ndarray) -> 
     """
     same = {shard.sha256 for shard in train} & {shard.sha256 for shard in val}
     text = sequences[:, :-1].ravel()
-    rows = text[: len(text) // SAMPLE_TOKENS * SAMPLE_TOKENS].reshape(-1, SAMPLE_TOKENS)
-    rows = rows[((rows >= 0) & (rows != val[0].encoding.bos_id)).all(1)]  # -1: padding
-    samples = [row.astype("<u2").tobytes() for row in rows[:: len(rows) // SAMPLES + 1]]
+    pieces = text[: len(text) // SAMPLE_TOKENS * SAMPLE_TOKENS].reshape(-1, SAMPLE_TOKENS)
+    pieces = pieces[((pieces >= 0) & (pieces != val[0].encoding.bos_id)).all(1)]  # -1: padding
+    samples = [piece.astype("<u2").tobytes() for piece in pieces[:: len(pieces) // SAMPLES + 1]]
     whole = text.astype("<u2").tobytes()
     samples = [sample for sample in samples if whole.count(sample) == 1]
-    found = samples and all(
+    contained = samples and all(
         any(sample in shard.path.read_bytes() for shard in train) for sample in samples
     )
     require(
-        not same and not found,
+        not same and not contained,
         f"the training shards, such as {train[0].path}, contain the validation text of "
         f"{val[0].path}; name other files with --train_files or --val_files",
     )
@@ -1659,8 +1599,7 @@ GPT2_BOS = 50256
 
 
 def find_shards(pattern: str, limit: int = 0) -> list[Shard]:
-    """Find the shards that match a glob pattern, sorted by name; the first `limit` of them (0:
-    all).
+    """Find the shards that match a glob pattern, by name; the first `limit` of them (0: all).
 
     Raise RunError if there are none, or if their encodings differ.
     """
@@ -1769,10 +1708,7 @@ class GPT(nn.Module):
         count = len(self.layers)
         vocab = -(-encoding.vocab_size // 128) * 128
         dtype = c.torch_dtype
-        tables = 1 + max(
-            (layer.value_table for layer in self.layers if layer.value_table is not None),
-            default=-1,
-        )
+        tables = len({layer.value_table for layer in self.layers} - {None})
         self.embed = embedding(vocab, c.model_dim, "embed", dtype)
         self.value_embeds = nn.ModuleList(
             embedding(vocab, c.model_dim, "value_embeds", dtype) for _ in range(tables)
@@ -1796,9 +1732,9 @@ class GPT(nn.Module):
             "backout": [0.5],
         }
         self.scalar_sizes = [len(init) for init in scalars.values()]
-        self.scalars = parameter(torch.tensor([*itertools.chain(*scalars.values())]), "scalars")
+        self.scalars = parameter(torch.tensor([*chain(*scalars.values())]), "scalars")
         self.rotary = Rotary(rotary_frequencies(c.head_dim), max(c.val_len, *lengths), dtype)
-        self.scheduled: Tensors = {}  # of this step, see apply_schedule
+        self.scheduled = {}  # of this step, see apply_schedule
         # above 0: mask_in_pieces gives each mask the shape of a window of `reach` tokens, for one
         # graph
         self.reach = 0
@@ -1807,8 +1743,7 @@ class GPT(nn.Module):
         self.counted = None
 
     def forward(self, inputs: Tensor, targets: Tensor, windows: Windows) -> Pair:
-        """inputs, targets [T] -> (objective, cross entropy) in nats, summed over tokens; see
-        Head.forward.
+        """inputs, targets [T] -> (objective, cross entropy) in nats, summed; see Head.forward.
 
         Targets of -1 are not counted.
         """
@@ -1820,22 +1755,20 @@ class GPT(nn.Module):
         context = self.context(x0, self.masks(tokens, windows), copied)
         # a new object: with x0 itself torch.compile would build a further graph
         x = context.x0.view_as(context.x0)
-        saved: dict[int, Tensor] = {}  # outputs of the layers that later layers read
+        saved = {}  # outputs of the layers that later layers read
         # looked up just before the first group that reads them, so that their gradients can be sent
         # after that group
-        values: dict[int, Tensor] = {}
+        values = {}
         for group in self.groups:
-            for table in sorted(
-                {self.layers[i].value_table for i in group.numbers} - {None} - values.keys()
-            ):
-                values[table] = self.value_embeds[table](tokens)
+            for table in group.tables:
+                if table not in values:
+                    values[table] = self.value_embeds[table](tokens)
             x, outputs = group(x, context, saved, values)
             saved |= outputs
         return x
 
-    def masks(self, tokens: Tensor, windows: Windows) -> dict[str | None, Mask | None]:
-        """Build the mask of each kind of attention, by its letter in `layers`, for tokens [T]; see
-        attend."""
+    def masks(self, tokens: Tensor, windows: Windows) -> Masks:
+        """Build the mask of each kind of attention, by its letter in `layers`, for tokens [T]."""
         # it is valid for one sequence
         counted = self.counted
         self.counted = None
@@ -1854,8 +1787,7 @@ class GPT(nn.Module):
         return tokens == self.bos_id
 
     def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Tokens [T] -> x0, the residual stream before the first layer [T, dim], and DocCopy's
-        addition to the last."""
+        """Tokens [T] -> x0, the stream before layer 0 [T, dim]; DocCopy's addition to the last."""
         _, _, _, smear_weight, _ = self.scalars.split(self.scalar_sizes)
         e = self.embed(tokens)
         x0 = self.smear(e, self.smear_gate, smear_weight[0])
@@ -1875,16 +1807,14 @@ class GPT(nn.Module):
     @staticmethod
     @compiled
     def smear(e: Tensor, gate: Tensor, weight: Tensor, further: Tensor | None = None) -> Tensor:
-        """Add to each embedding [T, dim] a gated share of the previous token's, and `further` [T,
-        dim], then norm."""
+        """Add to embeddings [T, dim] a gated share of the token before, `further`; then norm."""
         opening = weight * torch.sigmoid(F.linear(e[1:, : gate.size(1)], gate))
         x = torch.cat([e[:1], e[1:] + opening * e[:-1]])
         return norm(x if further is None else x + further)
 
     @compiled
     def ngram_rows(self, tokens: Tensor) -> list[Pair]:
-        """Return, for each table, the table row and the sign row of the n-gram that ends at each
-        token [T]."""
+        """Return the rows of each table and of its signs, of the n-grams that end at tokens [T]."""
         return [
             (hashes % table.num_embeddings, hashes // table.num_embeddings % table.SIGNS)
             for table, hashes in zip(self.ngrams, self.ngram_hashes(tokens))
@@ -1904,9 +1834,7 @@ class GPT(nn.Module):
             hashes.append(NgramTable.hash(hashes[-1] ^ token))
         return [hashes[table.n] for table in self.ngrams]
 
-    def context(
-        self, x0: Tensor, masks: dict[str | None, Mask | None], copied: Tensor | float = 0.0
-    ) -> Context:
+    def context(self, x0: Tensor, masks: Masks, copied: Tensor | float = 0.0) -> Context:
         # unbound at once: backward of many single selections would pad each gradient with zeros and
         # add them up
         skips, mixes, value_mixes, _, backout = self.scalars.split(self.scalar_sizes)
@@ -1926,10 +1854,7 @@ class GPT(nn.Module):
     def loss(self, x: Tensor, targets: Tensor) -> Pair:
         """Compute the losses of `forward` from the normed residual stream [T, dim]."""
         pieces = zip(x.split(self.loss_tokens), targets.split(self.loss_tokens))
-        losses = [
-            self.lm_head(x_piece, targets_piece, self.scheduled)
-            for x_piece, targets_piece in pieces
-        ]
+        losses = [self.lm_head(*piece, self.scheduled) for piece in pieces]
         return tuple(torch.stack(terms).sum() for terms in zip(*losses))
 
     def rows_read(self, tokens: Tensor) -> dict[nn.Parameter, Tensor]:
@@ -1959,7 +1884,7 @@ class Context(NamedTuple):
     x0: Tensor
     copied: Tensor | float
     rotary: tuple[Tensor, Tensor, Tensor]
-    masks: dict[str | None, Mask | None]
+    masks: Masks
     skip_weights: Sequence[Tensor]
     mixes: Sequence[Tensor]
     value_mixes: Sequence[Tensor]
@@ -1969,8 +1894,7 @@ class Context(NamedTuple):
 
 
 class Group(nn.Module):
-    """Consecutive layers that are compiled together; the last group also prepares the head's
-    input.
+    """Consecutive layers that are compiled together; the last also prepares the head's input.
 
     Gradients leave backward group by group. Blocks are in a tuple, so that nn.Module does not
     register them twice.
@@ -1982,12 +1906,13 @@ class Group(nn.Module):
         self.last = numbers.stop == len(model.layers)
         self.backout = config.backout_layer
         self.blocks = tuple(model.blocks[i] for i in numbers)
+        self.tables = sorted({block.layer.value_table for block in self.blocks} - {None})
         with_skip = (i for i, layer in enumerate(model.layers) if layer.skip_from is not None)
         self.skips = {i: n for n, i in enumerate(with_skip)}
-        self.saves = saved_layers(config) - ({*numbers} if self.last else set())
+        self.saves = config.saved_layers() - ({*numbers} if self.last else set())
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        return itertools.chain(*(block.parameters() for block in self.blocks))
+        return chain(*(block.parameters() for block in self.blocks))
 
     @compiled
     def forward(
@@ -2011,8 +1936,7 @@ class Group(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer: attention and MLP, each if the layer has it, add their output to the residual
-    stream."""
+    """A layer: attention and MLP, if it has them, add their output to the residual stream."""
 
     def __init__(self, config: Config, layer: Layer, number: int):
         super().__init__()
@@ -2041,17 +1965,16 @@ class Attention(nn.Module):
 
     def __init__(self, config: Config, layer: Layer, number: int):
         super().__init__()
-        c = config
         dim = config.model_dim
         self.layer = layer
         self.number = number
-        self.heads = c.num_heads
+        self.heads = config.num_heads
         # The query, key, value and output matrices [dim, dim], one after another in memory; outputs
         # begin at 0. Their shape [dim, 4 dim] makes finish_spec choose second moments per column
         qkvo = uniform(4 * dim, dim, dim)
         qkvo[3 * dim :] = 0  # a product with 0 could be -0
-        self.qkvo = parameter(qkvo.to(c.torch_dtype).view(dim, 4 * dim), "attn", (dim, dim))
-        gate = torch.zeros(c.num_heads, GATE_DIM, dtype=c.torch_dtype)
+        self.qkvo = parameter(qkvo.to(config.torch_dtype).view(dim, 4 * dim), "attn", (dim, dim))
+        gate = torch.zeros(config.num_heads, GATE_DIM, dtype=config.torch_dtype)
         self.gate = parameter(gate, "gates", tuple(gate.shape))
 
     def forward(self, x: Tensor, value_embeds: Tensor | None, context: Context) -> Tensor:
@@ -2072,8 +1995,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """x [T, dim] -> relu(x @ fc) ** 2 @ proj.T, with fc and proj [dim, hidden]. kernels: see
-    PLAIN_FORMS."""
+    """x [T, dim] -> relu(x @ fc) ** 2 @ proj.T; fc, proj [dim, hidden]. kernels: PLAIN_FORMS."""
 
     def __init__(self, config: Config, hidden: int):
         super().__init__()
@@ -2091,22 +2013,26 @@ class MLP(nn.Module):
 
 
 class Head(nn.Module):
-    """Map the normed residual stream to logits and the loss. weight [V, dim]: of `classes` tokens,
-    then padding."""
+    """Map the normed residual stream to logits and the loss.
+
+    weight [V, dim]: of `classes` tokens, then padding.
+    """
 
     def __init__(self, config: Config, vocab: int, classes: int | None = None):
         super().__init__()
-        c = config
         self.classes = classes or vocab
-        self.weight = parameter(torch.zeros(vocab, c.model_dim, dtype=c.torch_dtype), "head")
-        self.fp8 = c.fp8_head
-        self.softcap = Softcap(c.logit_cap)
+        self.weight = parameter(
+            torch.zeros(vocab, config.model_dim, dtype=config.torch_dtype), "head"
+        )
+        self.fp8 = config.fp8_head
+        self.softcap = Softcap(config.logit_cap)
         self.kernels = False
-        self.fp8_scales = FP8Scales(c.fp8_x_scale, c.fp8_weight_scale, c.fp8_grad_scale)
+        self.fp8_scales = FP8Scales(
+            config.fp8_x_scale, config.fp8_weight_scale, config.fp8_grad_scale
+        )
 
     def uncapped_logits(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """x [T, dim] -> logits before the soft cap [T, V]. weight [V, dim]: in place of the head's
-        own."""
+        """x [T, dim] -> logits before the soft cap [T, V]. weight [V, dim]: in place of its own."""
         in_fp8 = self.fp8 and self.training
         weight = self.weight if weight is None else weight
         return FP8Linear.apply(x, weight, self.fp8_scales) if in_fp8 else F.linear(x, weight)
@@ -2116,11 +2042,8 @@ class Head(nn.Module):
         return self.softcap(self.uncapped_logits(x))
 
     @compiled
-    def forward(
-        self, x: Tensor, targets: Tensor, scheduled: dict[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Compute (objective, which training minimizes; cross entropy), in nats, summed over
-        tokens.
+    def forward(self, x: Tensor, targets: Tensor, scheduled: Tensors) -> Pair:
+        """Compute (objective, which training minimizes; cross entropy), in nats, summed.
 
         x [T, dim]; targets [T], -1 is not counted; scheduled: numbers of this step, see
         StageValues.
@@ -2161,11 +2084,10 @@ class Softcap(NamedTuple):
 
 
 class NgramTable(nn.Embedding):
-    """An embedding of the n tokens that end at each position. Tokens of an earlier document are
-    read as BOS.
+    """An embedding of the n tokens that end at each position.
 
-    A hash assigns rows, and signs, so that n-grams in one row interfere with mean 0
-    (arXiv:0902.2206).
+    Tokens of an earlier document are read as BOS. A hash assigns rows, and signs, so that n-grams
+    in one row interfere with mean 0 (arXiv:0902.2206).
     """
 
     # of the hash; its products stay below 2 ** 63
@@ -2175,9 +2097,9 @@ class NgramTable(nn.Embedding):
 
     def __init__(self, config: Config, ngrams: Ngrams):
         # takes no memory yet: may be many GB
-        rows = torch.zeros(ngrams.rows, ngrams.width, dtype=config.torch_dtype)
+        weight = torch.zeros(ngrams.rows, ngrams.width, dtype=config.torch_dtype)
         # sparse: a micro-batch reads few of the rows
-        super().__init__(*rows.shape, sparse=True, _weight=rows)
+        super().__init__(*weight.shape, sparse=True, _weight=weight)
         self.weight = parameter(self.weight.data, "ngram_embeds")
         self.n = ngrams.n
         # the same signs on every device, also under `with device:`
@@ -2188,7 +2110,7 @@ class NgramTable(nn.Embedding):
             generator=torch.Generator().manual_seed(0),
             device="cpu",
         )
-        self.register_buffer("signs", (2 * bits - 1).to(rows), persistent=False)
+        self.register_buffer("signs", (2 * bits - 1).to(weight), persistent=False)
 
     def forward(self, rows: Tensor, signs: Tensor) -> Tensor:
         """Rows of the table and of its signs [T], see GPT.ngram_rows -> [T, width]."""
@@ -2201,8 +2123,7 @@ class NgramTable(nn.Embedding):
 
 
 class DocCopy(nn.Module):
-    """Add the token that followed the latest earlier occurrence of the same context in the
-    document.
+    """Add the token that followed the latest earlier occurrence of the context in the document.
 
     A context is the last n tokens, for the longest n of LENGTHS that has one; 1, 2 and more have
     weights of their own.
@@ -2224,8 +2145,7 @@ class DocCopy(nn.Module):
 
     @classmethod
     def find(cls, ids: Tensor, begins: Tensor) -> Pair:
-        """ids [T] by which contexts are compared, begins [T] of documents -> places to copy from,
-        kinds (0: none)."""
+        """ids [T] to compare, begins [T] of documents -> places to copy from, kinds (0: none)."""
         at = torch.arange(len(ids), device=ids.device)
         longest = cls.LENGTHS[-1]
         # each document has numbers of its own, so that contexts match only within one; 0 stands
@@ -2244,8 +2164,8 @@ class DocCopy(nn.Module):
         kinds = 3 * torch.arange(len(keys), device=at.device)[:, None] + earlier.clamp_max(3)
         # a longer context has a larger kind: one number of kind and place, so that the maximum
         # chooses both
-        found = torch.where(repeats, kinds << 32 | order.roll(1, 1) + 1, 0)
-        best = torch.zeros_like(found).scatter(1, order, found).amax(0)
+        candidates = torch.where(repeats, kinds << 32 | order.roll(1, 1) + 1, 0)
+        best = torch.zeros_like(candidates).scatter(1, order, candidates).amax(0)
         return best & 0xFFFFFFFF, best >> 32
 
     def weigh(self, e: Tensor, kinds: Tensor) -> Tensor:
@@ -2257,8 +2177,7 @@ class DocCopy(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Rotary tables cos and sin [tokens, frequencies], and the softmax scale for their
-    frequencies."""
+    """Rotary tables cos and sin [tokens, frequencies], and the softmax scale that fits them."""
 
     def __init__(self, frequencies: Tensor, tokens: int, dtype: torch.dtype, scale: float = 0.1):
         super().__init__()
@@ -2269,7 +2188,7 @@ class Rotary(nn.Module):
             self.register_buffer(
                 name, torch.empty(shape, dtype=dtype if shape else None), persistent=False
             )
-        self.windows: tuple[int, ...] | None = None
+        self.windows = None
         self.set_windows(())
 
     @torch.no_grad()
@@ -2284,7 +2203,7 @@ class Rotary(nn.Module):
         self.windows = windows
         frequencies = self.init_frequencies
         scale = self.init_scale
-        for window, longer in itertools.pairwise(windows):
+        for window, longer in pairwise(windows):
             frequencies, scale = stretch(frequencies, scale, window, longer)
         angles = torch.outer(torch.arange(len(self.cos), device=self.cos.device), frequencies)
         self.cos.copy_(angles.cos())
@@ -2303,8 +2222,7 @@ def rotary_frequencies(head_dim: int) -> Tensor:
 
 
 def stretch(frequencies: Tensor, scale: float, window: int, longer: int) -> tuple[Tensor, float]:
-    """Adapt frequencies and softmax scale to a window that grows to `longer` tokens, by YaRN
-    (arXiv:2309.00071).
+    """Adapt frequencies and softmax scale to a window of `longer` tokens: YaRN, arXiv:2309.00071.
 
     Frequencies with 32 or more rotations per old window are kept. Those with less than one are
     divided by the growth.
@@ -2331,8 +2249,7 @@ def norm(x: Tensor) -> Tensor:
 def parameter(
     init: Tensor, kind: str, unit: tuple[int, int] | None = None, first_step: int = 0
 ) -> nn.Parameter:
-    """Create a parameter of a kind, which has a row in PARAM_GROUPS. unit, first_step: see
-    ParamSpec."""
+    """Create a parameter of a kind of PARAM_GROUPS. unit, first_step: see ParamSpec."""
     param = nn.Parameter(init)
     param.kind = kind
     param.unit = unit
@@ -2407,8 +2324,7 @@ POLAR_STEPS = (
 def polar(
     u: Tensor, dtype: torch.dtype, steps: Sequence[tuple] = POLAR_STEPS, safety: float = 1.02
 ) -> Tensor:
-    """Orthogonalize matrices: set all singular values to about 1. u [n, rows, columns] -> the same
-    shape, in dtype."""
+    """Orthogonalize matrices [n, rows, columns]: set all singular values to about 1; in dtype."""
     x = u.to(dtype)
     # x @ x.mT below is then the smaller of the two products
     x = x.mT if u.size(-2) > u.size(-1) else x
@@ -2421,8 +2337,10 @@ def polar(
 
 @frozen
 class Adam:
-    """Adam (arXiv:1412.6980). Its unit is an element. The defaults are common ones; the record's
-    are in Config."""
+    """Adam (arXiv:1412.6980). Its unit is an element.
+
+    The defaults are common ones; the record's are in Config.
+    """
 
     lr: float = 3e-3
     beta1: float = 0.9
@@ -2450,15 +2368,16 @@ class Adam:
 
     def hyper(self, plan: Plan, t: int) -> Values:
         lr = self.lr * plan.lr_factor
-        decay = {"decay": lr * lr * self.weight_decay} if self.weight_decay else {}
-        return {
+        hyper = {
             "lr": lr,
             "beta1": self.beta1,
             "beta2": self.beta2,
             "eps": self.eps,
             "t": float(t),
-            **decay,
         }
+        if self.weight_decay:
+            hyper["decay"] = lr * lr * self.weight_decay
+        return hyper
 
     @staticmethod
     def update(param: Tensor, grad: Tensor, state: Tensors, hyper: Values) -> None:
@@ -2513,8 +2432,7 @@ class NorMuon:
     every: int = 1
 
     def unit(self, spec: ParamSpec) -> tuple[int, ...]:
-        """Return the spec's unit or, without one, the parameter as one matrix: [out, rest] for a
-        convolution."""
+        """Return the spec's unit or the parameter as one matrix: [out, rest] for a convolution."""
         shape = tuple(spec.param.shape)
         unit = spec.unit
         if (
@@ -2531,29 +2449,25 @@ class NorMuon:
         return unit or (shape[0], math.prod(shape[1:]))
 
     def init_state(self, shard: Tensor) -> Tensors:
-        """Create the momentum of a shard [n, rows, columns] and the second moments per column or
-        row, in float32.
+        """Create momentum of [n, rows, columns], and second moments per column or row, in float32.
 
         For a shard in bf16 also create `rest`, its remainder in float32: bf16 alone would round
         most updates away.
         """
         dtype = wide_dtype(shard)
         second = shard[:, :1] if self.wide else shard[:, :, :1]
-        rest = (
-            {"rest": torch.zeros_like(shard, dtype=dtype)} if shard.dtype == torch.bfloat16 else {}
-        )
-        return {
+        state = {
             "m": torch.zeros_like(shard, dtype=dtype),
-            "v": torch.zeros(second.shape, dtype=dtype, device=shard.device),
-            **rest,
+            "v": torch.zeros_like(second, dtype=dtype),
         }
+        if shard.dtype == torch.bfloat16:
+            state["rest"] = torch.zeros_like(shard, dtype=dtype)
+        return state
 
     def hyper(self, plan: Plan, t: int) -> Values:
-        lr = self.lr * plan.lr_factor
-        decay = self.lr * self.weight_decay * plan.lr_factor
         return {
-            "lr": lr,
-            "decay": decay,
+            "lr": self.lr * plan.lr_factor,
+            "decay": self.lr * self.weight_decay * plan.lr_factor,
             "momentum": plan.momentum,
             "beta2": self.beta2,
             "dtype": self.polar_dtype,
@@ -2561,8 +2475,10 @@ class NorMuon:
 
     @staticmethod
     def update(param: Tensor, grad: Tensor, state: Tensors, hyper: Values) -> None:
-        """Update param [n, rows, columns] and its state in place. hyper: dtype of polar, scale [n,
-        1, 1] of rates."""
+        """Update param [n, rows, columns] and its state in place.
+
+        hyper: dtype of polar, scale [n, 1, 1] of rates.
+        """
         m = state["m"]
         momentum = hyper["momentum"]
         grad = grad.to(m.dtype)
@@ -2572,8 +2488,10 @@ class NorMuon:
 
     @staticmethod
     def move(param: Tensor, o: Tensor, state: Tensors, hyper: Values, gate: Tensor | None = None):
-        """Subtract orthogonal matrices o, rescaled. Weights decay where `gate` (None: the update)
-        has their sign."""
+        """Subtract orthogonal matrices o, rescaled.
+
+        Weights decay where `gate` (None: the update) has their sign.
+        """
         v = state["v"]
         beta2 = hyper["beta2"]
         p = param + state["rest"] if "rest" in state else param
@@ -2638,7 +2556,7 @@ class TrainingLoop:
 
     def run(self) -> None:
         self.warm_up()
-        with contextlib.nullcontext() if self.config.race else signals.caught():
+        with nullcontext() if self.config.race else signals.caught():
             self.train()
             finish(self, *self.validate(self.config.num_steps))
 
@@ -2647,8 +2565,9 @@ class TrainingLoop:
             before = state_hash(self.worker)
         self.log.say(f"warm-up: {self.config.warmup_steps} steps off the clock")
         with self.clock.off("warmup"):
-            first = plan_of(self.config, self.from_step)
-            self.worker.warm_up(first, self.val_sequences[0], self.losses.record)
+            self.worker.warm_up(
+                plan_of(self.config, self.from_step), self.val_sequences[0], self.losses.record
+            )
         # a request to save that came in the warm-up is sent again
         self.losses.pending = []
         self.losses.sent = 0
@@ -2657,8 +2576,10 @@ class TrainingLoop:
             self.state_hashes = {"before_warmup": before, "after_warmup": state_hash(self.worker)}
 
     def train(self) -> None:
-        """The loop over all steps. A checkpoint or a validation with a step's number comes before
-        that step."""
+        """Run all steps.
+
+        A checkpoint or a validation with a step's number comes before that step.
+        """
         c = self.config
         worker = self.worker
         save_due = False
@@ -2716,25 +2637,23 @@ class TrainingLoop:
                 plan_of(self.config, step), self.val_sequences, lambda: can_save and signals.stop
             )
             if result:
-                line = f"step:{step}/{self.config.num_steps} val_loss:{result[0]:.4f} "
-                line += show_times(self.clock.elapsed, step)
+                times = show_times(self.clock.elapsed, step)
+                line = f"step:{step}/{self.config.num_steps} val_loss:{result[0]:.4f} {times}"
                 self.log.write(line)
                 if step < self.config.num_steps:  # the result states the last one
                     self.log.say(line)
             self.changed_by_validation += checksum(*self.worker.model.parameters()) != before
         if not result:
             save_checkpoint(self, step, stop=True)
-        loss, _ = result
         require(
-            math.isfinite(loss),
-            f"the validation loss before step {step} is {loss}; lower the learning rates",
+            math.isfinite(result[0]),
+            f"the validation loss before step {step} is {result[0]}; lower the learning rates",
         )
         return result
 
 
 class Worker:
-    """What one rank trains: its model, optimizer and stream, and the training step. See
-    TrainingLoop for the run."""
+    """What one rank trains: model, optimizer, stream, and the step. For a run: TrainingLoop."""
 
     def __init__(self, config: Config, comm: Comm, device: torch.device, train_shards: list[Shard]):
         gpu = device.type == "cuda"
@@ -2762,8 +2681,7 @@ class Worker:
         self.model.apply_schedule(plan_of(config, 0))
 
     def step(self, plan: Plan, batch: list[np.ndarray]) -> list[Tensor]:
-        """Train on this rank's micro-batches. Return the summed cross entropy of each, still on
-        the device."""
+        """Train on this rank's micro-batches -> the summed cross entropy of each, on the device."""
         model = self.model
         optimizer = self.optimizer
         cross_entropies = []
@@ -2772,11 +2690,14 @@ class Worker:
         if plan.resets_ngrams:
             optimizer.finish_all_gathers()
             for bucket in optimizer.buckets:
-                if isinstance(bucket, RowBucket):
-                    bucket.reset()
+                if isinstance(bucket, RowBucket):  # its count of updates goes on
+                    for x in (bucket.param_data, *bucket.state.values()):
+                        x.zero_()
         if model.ngrams:
-            read = model.rows_read(torch.from_numpy(np.stack(batch)[:, :-1].astype(np.int32)))
-            optimizer.announce_rows(plan.step, read)
+            row_indices = model.rows_read(
+                torch.from_numpy(np.stack(batch)[:, :-1].astype(np.int32))
+            )
+            optimizer.announce_rows(plan.step, row_indices)
         for i, micro_batch in enumerate(batch):
             inputs, targets = split_sequence(micro_batch, self.device)
             count_documents(model, micro_batch[:-1])
@@ -2822,13 +2743,11 @@ class Worker:
         """
 
     def can_save(self, step: int) -> bool:
-        """Return whether the state before a step can be saved now; save_every and signals then
-        wait until it can."""
+        """Return whether the state before a step can be saved; saves wait until it can."""
         return not self.optimizer.between_updates
 
     def after_training(self) -> None:
-        """Runs once, after the last step and before the last validation. All parameters have
-        arrived."""
+        """Runs once, after the last step, before the last validation. All parameters are there."""
 
     def validate(
         self, plan: Plan, sequences: np.ndarray, stop: Callable[[], bool] = lambda: False
@@ -2838,12 +2757,14 @@ class Worker:
         return validate(self.model, sequences, plan.windows, self.comm, self.device, stop)
 
     def warm_up(
-        self, first: Plan, val_sequence: np.ndarray, record: Callable[[Plan, list[Tensor]], None]
+        self,
+        next_plan: Plan,
+        val_sequence: np.ndarray,
+        record: Callable[[Plan, list[Tensor]], None],
     ) -> None:
-        """Run every stage and kind of step, to compile and allocate everything off the clock.
-        Restore the state.
+        """Run every kind of step off the clock, to compile and allocate. Restore the state.
 
-        first: the plan of the first step after it. record: called after each step, as in training.
+        next_plan: of the step after it. record: called after each step, as in training.
         """
         c = self.config
         saved = self.optimizer.state_dict()
@@ -2852,7 +2773,7 @@ class Worker:
         begins = [
             *dict.fromkeys(step // c.adam_every * c.adam_every for step in self.kinds_of_steps())
         ]
-        batches: dict[int, list[np.ndarray]] = {}
+        batches = {}
         for i in range(c.warmup_steps):
             step = begins[i // c.adam_every % len(begins)] + i % c.adam_every
             if i % c.adam_every == 0:
@@ -2866,15 +2787,14 @@ class Worker:
         if c.warmup_steps:
             self.validate(plan_of(c, c.num_steps), val_sequence[None].repeat(self.comm.ranks, 0))
         self.optimizer.load_state_dict(saved)
-        self.model.apply_schedule(first)
+        self.model.apply_schedule(next_plan)
         self.stream.position = position
         self.stream.digest = digest
         gc.collect()  # compilation leaves cycles that hold GPU memory
         gc.freeze()  # later collections, on the clock, skip what exists now
 
     def kinds_of_steps(self) -> list[int]:
-        """Return a step of each kind that is compiled by itself: of each stage, and where a ramp
-        has left a 0."""
+        """Return a step of each stage and, where a ramp has left a 0, its second."""
         stages = stages_of(self.config)
         seconds = [stage.begin + 1 for stage in stages if stage.first != stage.last]
         return [
@@ -2893,20 +2813,19 @@ def validate(
     device: torch.device,
     stop: Callable[[], bool] = lambda: False,
 ) -> tuple[float, int] | None:
-    """Compute (mean loss in nats per token, tokens scored) over sequences int32 [n, length + 1],
-    shared by the ranks.
+    """Compute (mean loss in nats per token, tokens scored) over sequences int32 [n, length + 1].
 
-    Each sequence's loss has a slot of its own, so that the mean does not depend on the number of
-    ranks. Before every fourth sequence the ranks ask whether to `stop` early; all of them then
-    return None.
+    The ranks share the sequences. Each sequence's loss has a slot of its own, so that the mean does
+    not depend on the number of ranks. Before every fourth sequence the ranks ask whether to `stop`
+    early; all of them then return None.
     """
     model.eval()
     losses = torch.zeros(len(sequences), dtype=torch.float64, device=device)
     stopped = False
-    for turn, first in enumerate(range(0, len(sequences), comm.ranks)):
+    for turn, begin in enumerate(range(0, len(sequences), comm.ranks)):
         if turn % 4 == 0 and (stopped := bool(comm.all_reduce(losses.new_full((), stop())))):
             break
-        if (i := first + comm.rank) < len(sequences):
+        if (i := begin + comm.rank) < len(sequences):
             inputs, targets = split_sequence(sequences[i], device)
             count_documents(model, sequences[i, :-1])
             _, losses[i] = model(inputs.clamp_min(0), targets, windows)
@@ -2930,11 +2849,10 @@ class PendingLosses(NamedTuple):
 
 
 class TrainLosses:
-    """Sum training losses over ranks, and read them up to LAG steps later, so that the host does
-    not wait for a GPU.
+    """Sum training losses over ranks, and read them up to LAG steps later.
 
-    The same message carries each rank's requests to save. LAG steps later all ranks know them, and
-    save before the same step.
+    So the host does not wait for a GPU. The same message carries each rank's requests to save. LAG
+    steps later all ranks know them, and save before the same step.
     """
 
     LAG = 4
@@ -2945,16 +2863,15 @@ class TrainLosses:
         self.clock = clock
         self.log = log
         self.sent = 0
-        self.save_at: dict[int, bool] = {}  # all ranks save before these steps; True: and stop
-        self.pending: list[PendingLosses] = []
+        self.save_at = {}  # all ranks save before these steps; True: and stop
+        self.pending = []
         self.stream = torch.cuda.Stream() if clock.device.type == "cuda" else None
 
     def record(self, plan: Plan, losses: list[Tensor], grad_norm: float | None = None) -> None:
-        """Start the sum of each micro-batch's loss over all ranks, with this rank's new requests
-        to save."""
-        own = torch.stack(losses).detach()
-        summed = own.new_zeros(plan.micro_batches + 1)
-        summed[self.comm.rank * len(own) : (self.comm.rank + 1) * len(own)] = own
+        """Start the sum over ranks of each micro-batch's loss and of new requests to save."""
+        local = torch.stack(losses).detach()
+        summed = local.new_zeros(plan.micro_batches + 1)
+        summed[self.comm.rank * len(local) : (self.comm.rank + 1) * len(local)] = local
         received = signals.received
         if received > self.sent:  # rarely: copying a number to a GPU makes the host wait
             summed[-1] = received - self.sent
@@ -2964,11 +2881,11 @@ class TrainLosses:
         event = None
         # It ends after the step's all-gathers, so the main stream does not wait for it, but a
         # stream of its own. That waits for the losses too: one rank has no all-reduce, which would
-        if own.is_cuda:
+        if local.is_cuda:
             self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             handle.wait()
-            if own.is_cuda:
+            if local.is_cuda:
                 summed = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
                 summed.copy_(on_device, non_blocking=True)
                 event = torch.cuda.Event()
@@ -2998,31 +2915,27 @@ class TrainLosses:
                 loss = summed[:-1].sum(dtype=torch.float64).item() / (
                     plan.micro_batches * plan.micro_batch_tokens
                 )
-                line += f" train_loss:{loss:.4f}" + (
-                    "" if grad_norm is None else f" grad_norm:{grad_norm:.4g}"
-                )
-                line += "".join(
-                    f" {name}:{plan.values[name]}"
-                    for name in self.config.logged_stage_values
-                    if plan.values.get(name)
-                )
+                line += f" train_loss:{loss:.4f}"
+                if grad_norm is not None:
+                    line += f" grad_norm:{grad_norm:.4g}"
+                for name in self.config.logged_stage_values:
+                    if plan.values[name]:
+                        line += f" {name}:{plan.values[name]}"
             self.log.write(line, off_clock=wait)
             self.log.progress(done, loss, self.clock, tokens_of_steps(self.config, done))
 
 
 def split_sequence(sequence: np.ndarray, device: torch.device) -> Pair:
-    """Move [T + 1] tokens to the device without waiting for it -> inputs int32 [T], targets int64
-    [T]."""
+    """Move [T + 1] tokens to the device, without waiting -> inputs int32 [T], targets int64 [T]."""
     tokens = to_device(torch.from_numpy(sequence.astype(np.int32)), device)
     return tokens[:-1], tokens[1:].long()
 
 
 def count_documents(model: GPT, tokens: np.ndarray) -> None:
-    """Find the documents of the sequence that forward takes next, on the host: FlashAttention
-    needs their bounds there.
+    """Find, on the host, the documents of the sequence that forward takes next.
 
-    Without them, or with more documents than a DocumentTable has room for, attention uses
-    mask_in_pieces.
+    FlashAttention needs their bounds there. Without them, or with more documents than a
+    DocumentTable has room for, attention uses mask_in_pieces.
     """
     if model.flash:
         # padding is -1, read as 0
@@ -3034,8 +2947,9 @@ def count_documents(model: GPT, tokens: np.ndarray) -> None:
             starts = np.pad(
                 begins.astype(np.int32), (1, room - count + 1), constant_values=(0, len(tokens))
             )
-            on_device = to_device(torch.from_numpy(starts), model.embed.weight.device)
-            model.counted = on_device, int(np.diff(starts).max()), count
+            longest = int(np.diff(starts).max())
+            starts = to_device(torch.from_numpy(starts), model.embed.weight.device)
+            model.counted = starts, longest, count
 
 
 # --------------------------------------------------------------------------------------------------
@@ -3055,7 +2969,7 @@ class DistributedOptimizer:
     after the last one:     step(plan), by the gradients' mean over micro-batches and ranks
     """
 
-    reducer_class: type[Reducer] | None = None  # None: Reducer
+    reducer_class = None  # None: Reducer
 
     def __init__(
         self,
@@ -3072,22 +2986,20 @@ class DistributedOptimizer:
         self.settings = settings
         self.buffers = persistent_buffers(model)
         # more of the saved state, by name; all ranks must compute it alike
-        self.further: Tensors = {}
+        self.further = {}
         self.replicate(model)
         self.reducer = (self.reducer_class or Reducer)(buckets, comm, settings, grad_scale)
         self.prepare_for_backward = self.reducer.prepare_for_backward
         self.announce_rows = self.reducer.announce_rows
         # of the last step, before clipping; check_grads and clip_norm compute it
-        self.grad_norm: float | None = None
+        self.grad_norm = None
         updates = {type(bucket.rule).update for bucket in buckets if compile_updates}
         self.compiled_updates = {update: compile_static(update) for update in updates}
         # Compiled code gets numbers as tensors. Each name has a tensor of its own, because equal
         # inputs would become one
-        self.number_tensor = functools.lru_cache(256)(
-            lambda name, x: torch.full((), x, device=comm.device)
-        )
+        self.number_tensor = lru_cache(256)(lambda name, x: torch.full((), x, device=comm.device))
         # the model's hook waits for these, before any layer's hook
-        self.buckets_of_model: list[Bucket] = []
+        self.buckets_of_model = []
         if settings.overlap_param_gather:
             for module, params in outer_modules(model):
                 read_buckets = self.buckets_of(params)
@@ -3207,7 +3119,11 @@ class DistributedOptimizer:
         # states of older versions have no buffers
         loaded = [x for x in buffers if x in unused and unused[x].numel() == buffers[x].numel()]
         names = ", ".join(sorted(unused.keys() - loaded))
-        require(not names, f"the saved state does not fit: this model has no {names}")
+        require(
+            not names,
+            f"the saved state does not fit: this model has no {names} of that size; load one of the"
+            " same model. If a forward resizes or registers buffers, run one before",
+        )
         self.finish_all_gathers()
         self.reducer.drop_gradients()
         for bucket, saved in zip(self.buckets, bucket_states):
@@ -3234,16 +3150,16 @@ def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step
     total = comm.all_reduce(torch.stack(squares).sum()).item() if squares else 0.0
     if not math.isfinite(total):
         bad = comm.all_gather_json([name for bucket in buckets for name in bucket.nonfinite()])
-        names = ", ".join(sorted({*itertools.chain(*bad)})) or "only their norm overflows"
+        names = ", ".join(sorted({*chain(*bad)})) or "only their norm overflows"
         raise RunError(
             f"gradients of step {step} are not finite: {names}; the step was not applied. Lower the"
             " learning rates, or check the data of this step"
         )
-    norm = math.sqrt(total)
-    if clip_norm and norm > clip_norm:
+    total_norm = math.sqrt(total)
+    if clip_norm and total_norm > clip_norm:
         for bucket in buckets:
-            bucket.grad_shard.mul_(clip_norm / norm)
-    return norm
+            bucket.grad_shard.mul_(clip_norm / total_norm)
+    return total_norm
 
 
 def outer_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Iterator[nn.Parameter]]]:
@@ -3258,7 +3174,7 @@ def outer_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Iterator[nn.Par
     layers = [child for child in children if type(child).forward is not nn.Module.forward]
     layer_params = {param for layer in layers for param in layer.parameters()}
     others = (param for param in model.parameters() if param not in layer_params)
-    yield model, itertools.chain(model.parameters(recurse=False), others)
+    yield model, chain(model.parameters(recurse=False), others)
     for layer in layers:
         yield layer, layer.parameters()
 
@@ -3318,14 +3234,14 @@ class Reducer:
         self.settings = settings
         self.grad_scale = grad_scale
         # learned, by the number of buckets that take part
-        self.launch_orders: dict[int, list[Bucket]] = {}
-        self.launch_order: list[Bucket] = []  # of this step's buckets; empty until it is learned
+        self.launch_orders = {}
+        self.launch_order = []  # of this step's buckets; empty until it is learned
         # while the order is learned: buckets by their last gradient
-        self.completed: list[Bucket] = []
+        self.completed = []
         # buckets that the prepared backward completes, in launch order
-        self.due: list[Bucket] = []
+        self.due = []
         # profiling sets it to name ranges
-        self.span: Callable[[str], Any] = lambda name: contextlib.nullcontext()
+        self.span = lambda name: nullcontext()
         for bucket in buckets:
             bucket.receive_buffer = comm.receive_buffer(
                 bucket.grad_data, settings.world_size_invariant
@@ -3352,11 +3268,11 @@ class Reducer:
         """
         for bucket in self.buckets:
             if isinstance(bucket, RowBucket):
-                rows = [
+                row_indices = [
                     indices[slot.param].flatten().long() + bucket.first_row(slot)
                     for slot in bucket.slots
                 ]
-                bucket.announce(self.comm, rows, self.reduces_in(bucket, step))
+                bucket.announce(self.comm, row_indices, self.reduces_in(bucket, step))
 
     def reduces_in(self, bucket: Bucket, step: int) -> bool:
         if self.settings.world_size_invariant:  # sums over ranks first, then over steps
@@ -3520,8 +3436,8 @@ class Bucket:
     may_compile = True  # the update, if the run is compiled
     updates = 0  # so far
     receive_buffer: Tensor | None = None  # see Comm.receive_buffer
-    reduce_handle: Any = None  # of the reduce-scatter in flight
-    gather_handle: Any = None  # of the all-gather in flight
+    reduce_handle = None  # of the reduce-scatter in flight
+    gather_handle = None  # of the all-gather in flight
 
     def __init__(
         self,
@@ -3549,7 +3465,7 @@ class Bucket:
         )
         scale = torch.ones(ranks * per_rank, 1, 1, dtype=wide_dtype(self.param_data))
         self.slots = []
-        for spec, begin, count in zip(specs, itertools.accumulate(counts, initial=0), counts):
+        for spec, begin, count in zip(specs, accumulate(counts, initial=0), counts):
             param = spec.param
             offset = begin * unit_numel
             place = slice(offset, offset + param.numel())
@@ -3689,7 +3605,7 @@ class Bucket:
         return x.view(-1)[slice(*(max(end, 0) * x.numel() // numel for end in ends))]
 
 
-@functools.lru_cache(maxsize=256)
+@lru_cache(maxsize=256)
 def factor_tensor(
     factor: float, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device
 ) -> Tensor:
@@ -3728,8 +3644,10 @@ class Comm:
         timeout: timedelta | None = None,
         group: Any = None,
     ):
-        """timeout: of collectives of CPU tensors beside a GPU's; None: torch's 30 minutes. group:
-        None: all ranks."""
+        """timeout: of collectives of CPU tensors beside a GPU's; None: 30 minutes.
+
+        group: None: all ranks.
+        """
         self.rank = rank
         self.ranks = ranks
         self.device = device
@@ -3753,23 +3671,24 @@ class Comm:
         With a buffer the sum is a tree.
         """
         if buffer is None:
-            unwrapped = inspect.unwrap(dist.reduce_scatter_tensor)  # torch 2.13's wrapper warns
-            return unwrapped(shard, full, group=self.group, async_op=True)
+            reduce = inspect.unwrap(dist.reduce_scatter_tensor)  # torch 2.13's wrapper warns
+            return reduce(shard, full, group=self.group, async_op=True)
         shards = full.view(self.ranks, -1)
         received = [*buffer[: self.rank], shards[self.rank], *buffer[self.rank :]]
-        messages = self.exchange(shards, received)
-        return HandleGroup(messages, then=lambda: tree_sum(received, out=shard))
+        return HandleGroup(
+            self.exchange(shards, received), then=lambda: tree_sum(received, out=shard)
+        )
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Any:
         """Start to write every rank's shard, which may be a view of full, into full."""
         if not self.point_to_point:
-            unwrapped = inspect.unwrap(dist.all_gather_into_tensor)
-            return unwrapped(full, shard, group=self.group, async_op=True)
+            gather = inspect.unwrap(dist.all_gather_into_tensor)
+            return gather(full, shard, group=self.group, async_op=True)
         shards = full.view(self.ranks, -1)
         shards[self.rank].copy_(shard)  # a no-op if shard is a view of full
         return self.exchange([shard] * self.ranks, shards)
 
-    @functools.cached_property
+    @cached_property
     def cpu_group(self) -> Any:
         """The process group for CPU tensors.
 
@@ -3810,9 +3729,9 @@ class Comm:
 
     def start_all_reduce(self, x: Tensor) -> Any:
         """Start to sum x over ranks in place. On GPUs only the stream of handle.wait() waits."""
-        return (
-            dist.all_reduce(x, group=self.group, async_op=True) if self.ranks > 1 else HandleGroup()
-        )
+        if self.ranks == 1:
+            return HandleGroup()
+        return dist.all_reduce(x, group=self.group, async_op=True)
 
     def broadcast(self, x: Tensor) -> None:
         """Copy rank 0's tensor to all ranks."""
@@ -3876,7 +3795,7 @@ class HandleGroup:
         return self.then()
 
 
-@contextlib.contextmanager
+@contextmanager
 def name_peer(peer: str) -> Iterator[None]:
     """Add the other rank's number to the error of a send or a receive."""
     try:
@@ -3910,8 +3829,7 @@ def agree(comm: Comm, subject: str, values: Values, cure: str) -> None:
 
 
 class RowBucket(Bucket):
-    """Tables of which a step reads few rows. Ranks send only the gradients of these rows
-    (Adam.rows).
+    """Tables of which a step reads few rows; ranks send the gradients of these only (Adam.rows).
 
     message               from and to              sent
     a bit per row: read?  each rank to all         before the forward (announce), or at launch
@@ -3937,7 +3855,7 @@ class RowBucket(Bucket):
         # 1: this rank has announced the row
         self.announced = torch.zeros(len(self.all_rows), dtype=torch.uint8)
         # handle of the exchange of read_bits, every rank's announced as bits
-        self.announcement: Any = None
+        self.announcement = None
 
     def first_row(self, slot: Slot) -> int:
         return slot.offset // self.all_rows.size(1)
@@ -3966,8 +3884,10 @@ class RowBucket(Bucket):
         if complete:
             bits = torch.from_numpy(np.packbits(self.announced.numpy()))
             self.read_bits = bits.repeat(comm.ranks, 1)
-            sent = [self.read_bits[comm.rank]] * comm.ranks
-            self.announcement = comm.exchange(sent, self.read_bits)
+            # sent from there, since they must stay in memory until they have arrived
+            self.announcement = comm.exchange(
+                [self.read_bits[comm.rank]] * comm.ranks, self.read_bits
+            )
 
     def finish_announcement(self) -> None:
         """Wait for the announcement, if one is in flight, and clear announced for the next step."""
@@ -4007,8 +3927,7 @@ class RowBucket(Bucket):
         return sums
 
     def start_reduce_scatter(self, comm: Comm, invariant: bool) -> None:
-        """Start to send each row's gradient to its owner. After reduce_handle.wait(), grad_shard
-        holds the sums."""
+        """Start to send gradients of rows to their owners; reduce_handle.wait() sums them up."""
         grads = self.row_grads(invariant)
         if self.announcement is None:
             self.announce(comm, [indices for indices, _ in grads], complete=True)
@@ -4110,11 +4029,6 @@ class RowBucket(Bucket):
                 names.append(slot.name)
         return names
 
-    def reset(self) -> None:
-        """Set all rows and this rank's state to zero. The count of updates goes on."""
-        for x in (self.param_data, *self.state.values()):
-            x.zero_()
-
     def drop_gradients(self) -> None:
         self.finish_announcement()
         super().drop_gradients()
@@ -4164,7 +4078,6 @@ def take_state(bucket: Bucket, state: Tensors) -> Tensors:
     for slot in bucket.slots:
         for key, x in shards.items():
             sizes[slot.name + key] = slot.param.numel() * x.numel() // bucket.shard_numel
-    for slot in bucket.slots:
         sizes[f"{slot.name}/updates"] = 1
     for name, size in sizes.items():
         seen = f"has {state[name].numel()} values, not {size}" if name in state else "is missing"
@@ -4259,7 +4172,7 @@ def specs_of(config: Config, model: GPT) -> list[ParamSpec]:
         rule = groups[kind].rule(config)
         scale = groups[kind].lr_mul
         if not isinstance(rule, NorMuon):  # NorMuon applies lr_mul by spec.scale
-            rule = dataclasses.replace(rule, lr=rule.lr * scale)
+            rule = replace(rule, lr=rule.lr * scale)
             scale = 1.0
         specs.append(finish_spec(ParamSpec(name, param, rule, param.unit, scale, param.first_step)))
     return specs
@@ -4272,7 +4185,7 @@ def finish_spec(spec: ParamSpec) -> ParamSpec:
     param = spec.param
     rows, columns = spec.rule.unit(spec)
     return spec._replace(
-        rule=dataclasses.replace(spec.rule, wide=param.numel() > param.shape[0] ** 2),
+        rule=replace(spec.rule, wide=param.numel() > param.shape[0] ** 2),
         # as in Keller Jordan's Muon
         scale=spec.scale * math.sqrt(max(1, rows / columns)),
     )
@@ -4283,10 +4196,10 @@ def finish_spec(spec: ParamSpec) -> ParamSpec:
 
 
 def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Mask) -> Tensor:
-    """Compute softmax attention [T, H, D of v] where the mask allows it. q must contain the
-    softmax scale.
+    """Compute softmax attention [T, H, D of v] where the mask allows it.
 
-    The mask selects the implementation: FlashAttention (GPUs only) or scaled_dot_product_attention.
+    q must contain the softmax scale. The mask selects the implementation: FlashAttention (GPUs
+    only) or scaled_dot_product_attention.
     """
     if isinstance(mask, DocumentTable):
         return flash_attention(q_THD, k_THD, v_THD, *mask)[0]
@@ -4317,12 +4230,12 @@ MASK_PIECE = {"cuda": 1024, "cpu": 64}
 def mask_in_pieces(
     docs: Tensor, window: int, reach: int, dtype: torch.dtype, piece: int = 0
 ) -> Tensor:
-    """Build the mask of scaled_dot_product_attention, which lets a token see its window within its
-    document.
+    """Build the mask of scaled_dot_product_attention.
 
-    Queries are cut into pieces; each piece sees its own keys and `reach` earlier ones. Returns 0 or
-    -inf [pieces, piece, reach + piece]: one shape for all windows up to reach. A short sequence is
-    one piece. Padding queries of the last piece see one another.
+    A token sees its window within its document. Queries are cut into pieces; each piece sees its
+    own keys and `reach` earlier ones. Returns 0 or -inf [pieces, piece, reach + piece]: one shape
+    for all windows up to reach. A short sequence is one piece. Padding queries of the last piece
+    see one another.
     """
     piece = piece or max(MASK_PIECE[docs.device.type], reach // 4)
     if reach + piece >= len(docs):
@@ -4352,8 +4265,9 @@ class DocumentTable(NamedTuple):
 DOCUMENT_ROOM = 16  # a sequence of T tokens has room for T / DOCUMENT_ROOM documents in its table
 
 Mask = Tensor | DocumentTable
+Masks = dict[str | None, Mask | None]
 
-flash_3: Any = None  # the module with FlashAttention 3's interface, once find_flash_3 has loaded it
+flash_3 = None  # the module with FlashAttention 3's interface, once find_flash_3 has loaded it
 
 
 def find_flash_3() -> str:
@@ -4367,8 +4281,8 @@ def find_flash_3() -> str:
         try:
             module = importlib.import_module(package)
             if package == "kernels":
-                build = module.get_kernel("kernels-community/flash-attn3", version=1)
-                module = build.flash_attn_interface
+                module = module.get_kernel("kernels-community/flash-attn3", version=1)
+                module = module.flash_attn_interface
             # flash_attention's operators call both
             module.flash_attn_varlen_func, module._flash_attn_backward
         except Exception as error:  # packages with binaries may raise anything
@@ -4384,9 +4298,7 @@ OPERATORS = "of_" + re.sub(r"\W", "_", __name__)
 
 
 @torch.library.custom_op(f"{OPERATORS}::flash_attention", mutates_args=())
-def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, numbers: Tensor
-) -> tuple[Tensor, Tensor]:
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, numbers: Tensor) -> Pair:
     """Compute attention [T, H, D] within documents, and log-sum-exps [H, T]. See DocumentTable.
 
     Attention with mask_in_pieces defines the result. torch's varlen_attn would recompile for each
@@ -4477,13 +4389,13 @@ class ReluSquaredMLP(torch.autograd.Function):
     """MLP.forward by relu_squared. Saves only the squared activations for backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fc: Tensor, proj: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, fc: Tensor, proj: Tensor) -> Tensor:
         h = relu_squared(x, fc)
         ctx.save_for_backward(x, fc, proj, h)
         return F.linear(h, proj)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
         x, fc, proj, h = ctx.saved_tensors
         grad_y = relu_squared(grad, proj, h)
         return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h
@@ -4578,7 +4490,7 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx,
         x: Tensor,
         weight: Tensor,
         targets: Tensor,
@@ -4599,7 +4511,7 @@ class HeadLoss(torch.autograd.Function):
         return (entropies * weights).sum(), entropies
 
     @staticmethod
-    def backward(ctx: Any, grad_objective: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad_objective: Tensor, _) -> tuple[Tensor | None, ...]:
         x, weight, grad = ctx.saved_tensors
         scales = ctx.scales
         if scales is None:
@@ -4721,14 +4633,14 @@ class FP8Linear(torch.autograd.Function):
     """x [T, dim] @ weight [V, dim] transposed -> bf16 [T, V]; all products are in fp8."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scales: FP8Scales) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, scales: FP8Scales) -> Tensor:
         ctx.scales = scales
         x8, weight8 = fp8_operands(x, weight, scales)
         ctx.save_for_backward(x8, weight8)
         return fp8_product(x8, weight8.T, scales.x, scales.weight, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         scales = ctx.scales
         grad8 = (grad / scales.grad).to(torch.float8_e5m2)
         return *fp8_gradients(grad8, scales.grad, *ctx.saved_tensors, scales), None
@@ -4813,7 +4725,7 @@ class Clock:
         """Read the host's time without waiting for the device."""
         return self.elapsed + 1000 * (time.perf_counter() - self.last) * self.running
 
-    @contextlib.contextmanager
+    @contextmanager
     def off(self, name: str) -> Iterator[None]:
         """Stop the clock and count the seconds under this name, torch.compile's as `compile`."""
         running = self.running
@@ -4837,7 +4749,7 @@ class Clock:
     def load_state(self, state: Values) -> None:
         """Continue from a checkpoint; time after it was lost and does not count."""
         self.elapsed = state["elapsed"]
-        self.began = self.began - state["wall"]
+        self.began -= state["wall"]
         self.outside.update(state["outside"])
 
 
@@ -4884,7 +4796,7 @@ class Log:
     """
 
     SEPARATOR = "=" * 100
-    file: Any = None
+    file = None
     last_line = 0.0  # when it was printed
     resumes = 0
     loss = ""  # the newest training loss, as it is printed
@@ -5016,15 +4928,14 @@ def start_log(loop: TrainingLoop, resumed: Values | None, changes: list[str]) ->
         return
     params = sum(p.numel() for p in worker.model.parameters())
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    now = {"changes": changes, "ranks": comm.ranks, "hosts": hosts, "launch": launch_id()}
     description = {
         "run_id": log.run_id,
         "preset": loop.preset,
         **describe_config(c),
         "started": started,
-        "changes": changes,
         **machine,
-        "ranks": comm.ranks,
-        "hosts": hosts,
+        **now,
         "parameters": params,
         "vocab_size": loop.shards["train"][0].encoding.vocab_size,
         "shards": {
@@ -5039,7 +4950,6 @@ def start_log(loop: TrainingLoop, resumed: Values | None, changes: list[str]) ->
             ]
             for split, shards in loop.shards.items()
         },
-        "launch": launch_id(),
     }
     paths = checkpoints(log.path.parent, log.run_id)
     given_up = [path for path in paths if step_of(path) > loop.from_step]
@@ -5050,11 +4960,8 @@ def start_log(loop: TrainingLoop, resumed: Values | None, changes: list[str]) ->
             "at": started,
             **resumed,
             "damaged": damages,
-            "ranks": comm.ranks,
             "source_sha256": machine["source_sha256"],
-            "launch": launch_id(),
-            "changes": changes,
-            "hosts": hosts,
+            **now,
         }
     log.open(description, environment, resumed)
     for path in given_up:  # a later resume must not take what this one gives up
@@ -5161,17 +5068,17 @@ def output_of(*command: str) -> str:
         return ""
 
 
-def nvidia_smi(fields: str) -> list[str]:
+def nvidia_smi(columns: str) -> list[str]:
     """Query nvidia-smi -> a line per GPU, none if it cannot run."""
-    return output_of("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader").splitlines()
+    return output_of("nvidia-smi", f"--query-gpu={columns}", "--format=csv,noheader").splitlines()
 
 
 def cpu_name(*keys: str) -> str:
     """Return these fields of /proc/cpuinfo; by default the name, which generations may share."""
-    with contextlib.suppress(OSError, KeyError):
+    with suppress(OSError, KeyError):
         first_cpu = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
-        fields = dict(re.findall(r"^([\w ]+?)\s*: (.+)$", first_cpu, re.M))
-        return "/".join(fields[key].strip() for key in keys or ("model name",))
+        values = dict(re.findall(r"^([\w ]+?)\s*: (.+)$", first_cpu, re.M))
+        return "/".join(values[key].strip() for key in keys or ("model name",))
     return platform.processor() or platform.machine()
 
 
@@ -5192,42 +5099,42 @@ def describe_machine(config: Config, device: torch.device) -> tuple[Values, str]
         dict(zip(("name", "uuid", "driver"), row.split(", ")))
         for row in nvidia_smi("name,uuid,driver_version")
     ]
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "triton": triton and triton.__version__,
-    }
     text = output_of("nvidia-smi") if on_gpu else f"{cpu}, {cores} cores, {platform.platform()}"
     prefixes = tuple("TORCH PYTORCH TRITON INDUCTOR NCCL GLOO CUDA_ OMP_ PYTHON LD_".split())
-    environment = {
-        key: value for key, value in sorted(os.environ.items()) if key.startswith(prefixes)
-    }
-    hardware = {
-        "device": torch.cuda.get_device_name() if on_gpu else cpu,
-        "gpus": gpus if on_gpu else [],
-        "cpu": cpu,
-        "cpu_id": cpu_name("cpu family", "model", "stepping"),
-        "cores": cores,
-        "threads": torch.get_num_threads(),
-    }
     return {
-        "hardware": hardware,
-        "versions": versions,
-        "environment": environment,
+        "hardware": {
+            "device": torch.cuda.get_device_name() if on_gpu else cpu,
+            "gpus": gpus if on_gpu else [],
+            "cpu": cpu,
+            "cpu_id": cpu_name("cpu family", "model", "stepping"),
+            "cores": cores,
+            "threads": torch.get_num_threads(),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "triton": triton and triton.__version__,
+        },
+        "environment": {
+            key: value for key, value in sorted(os.environ.items()) if key.startswith(prefixes)
+        },
         "source_sha256": sha256_of(source_of(config).encode()),
     }, text
 
 
 def describe_hosts(comm: Comm, machine: Values) -> list[Values]:
     """Describe each host's ranks and machine. RunError if source or packages differ."""
-    program = {
-        "source_sha256": machine["source_sha256"],
-        "python": platform.python_version(),
-        **package_versions(),
-    }
-    cure = "Give every host the same checkout and packages (./run.sh --setup)"
-    agree(comm, "programs", program, cure)
+    agree(
+        comm,
+        "programs",
+        {
+            "source_sha256": machine["source_sha256"],
+            "python": platform.python_version(),
+            **package_versions(),
+        },
+        "Give every host the same checkout and packages (./run.sh --setup)",
+    )
     hosts = {}
     machines = comm.all_gather_json([socket.gethostname(), machine])
     for rank, (name, machine) in enumerate(machines):
@@ -5241,29 +5148,31 @@ def package_versions() -> dict[str, str]:
     pins = ROOT / "requirements.txt"
     versions = {}
     for name in re.findall(r"^([\w-]+)==", pins.read_text(), re.M) if pins.exists() else ():
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return {**versions, "torch": torch.__version__}  # with the kind of build
 
 
 def describe_config(config: Config) -> Values:
     """Describe what the run will do and what it starts from, for its log."""
-    c = config
     git = init_from = race = None
     revision = output_of("git", "rev-parse", "HEAD")
     if revision:
         git = {"revision": revision, "clean": not output_of("git", "status", "--porcelain")}
-    if c.init_from:
-        sha256 = None if c.resume else file_sha256(ROOT / c.init_from)
-        init_from = {"path": c.init_from, "sha256": sha256}
-    if c.race:
-        race_id, run, declared_n, side = c.race.split(":")
+    if config.init_from:
+        sha256 = None if config.resume else file_sha256(ROOT / config.init_from)
+        init_from = {"path": config.init_from, "sha256": sha256}
+    if config.race:
+        race_id, run, declared_n, side = config.race.split(":")
         race = {"race_id": race_id, "run": int(run), "declared_n": int(declared_n), "side": side}
     return {
-        "config": json_of(c),
-        "seed": c.seed,
-        "target_val_loss": c.target_val_loss,
-        "planned": {"steps": c.num_steps, "train_tokens": tokens_of_steps(c, c.num_steps)},
+        "config": json_of(config),
+        "seed": config.seed,
+        "target_val_loss": config.target_val_loss,
+        "planned": {
+            "steps": config.num_steps,
+            "train_tokens": tokens_of_steps(config, config.num_steps),
+        },
         "git": git,
         "init_from": init_from,
         "race": race,
@@ -5325,7 +5234,7 @@ def checksum(*tensors: Tensor) -> int:
     return int(sha256_of(torch.stack(sums).cpu().numpy())[:15], 16)
 
 
-@functools.lru_cache
+@lru_cache
 def checksum_factors(device: torch.device) -> Tensor:
     random = torch.Generator("cpu").manual_seed(0)  # the same on all ranks
     # fits a CPU's caches
@@ -5359,14 +5268,14 @@ def digest_of(content: Values) -> str:
 def save_file(path: Path, content: Values) -> None:
     """Write a file whole or not at all, with a digest of its content. RunError if it fails."""
     content = {**content, "digest": digest_of(content)}
-    partial = path.with_name(path.name + ".partial")
+    partial_path = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "wb") as file:
+        with open(partial_path, "wb") as file:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(path)
+        partial_path.replace(path)
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
@@ -5381,12 +5290,12 @@ def save_file(path: Path, content: Values) -> None:
             f"{path}: cannot be written ({cause}); free space or choose another --log_dir"
         ) from cause
     finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
+        with suppress(OSError):
+            partial_path.unlink()
 
 
 # (path, time of its last change) of files whose digest was verified
-intact: set[tuple[str, int]] = set()
+intact = set()
 
 
 def load_file(path: str | Path, check: bool = True) -> Values:
@@ -5526,7 +5435,7 @@ def find_run(config: Config) -> tuple[str, str]:
 
 def saved_at(checkpoint: Path) -> float:
     """Return when a checkpoint was saved, by its content: it may be a copy. 0 if unreadable."""
-    with contextlib.suppress(RunError):
+    with suppress(RunError):
         return load_file(checkpoint, check=False)["saved_at"]
     return 0.0
 
@@ -5627,8 +5536,8 @@ def resume(loop: TrainingLoop) -> Values | None:
     saved = load_file(path)
     # --resume took the config from this checkpoint; after a restart by torchrun flags made it
     config = config_of(saved["config"], type(loop.config))
-    names = [f.name for f in fixed_fields(config)]
-    differ = [name for name in names if getattr(loop.requested, name) != getattr(config, name)]
+    fixed = fixed_fields(config)
+    differ = [name for name in fixed if getattr(loop.requested, name) != getattr(config, name)]
     require(
         not differ,
         f"{path} belongs to a run with another {', '.join(differ)}. Delete it, or give this run its"
@@ -5685,7 +5594,7 @@ def count_cores() -> int:
     """Count the cores that this process may use; Slurm or a container may give it few."""
     cores = os.cpu_count() or 1
     # not Linux; or "max 100000", without a quota
-    with contextlib.suppress(AttributeError, OSError, ValueError):
+    with suppress(AttributeError, OSError, ValueError):
         cores = len(os.sched_getaffinity(0))
         quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
         cores = min(cores, -(-quota // period))
@@ -5716,20 +5625,20 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
     properties = torch.cuda.get_device_properties()
     shared_memory = min(comm.all_gather_json(properties.shared_memory_per_block_optin))
     if config.fp8_head and capability < [8, 9]:
-        config = dataclasses.replace(config, fp8_head=False)
+        config = replace(config, fp8_head=False)
         changes.append("this GPU has no fp8: the head's product stays in bf16")
     plain_forms = sys.modules[config.model_type.__module__].PLAIN_FORMS
-    edited = []
-    for kernel, (forms, digest) in plain_forms.items():
-        code = "".join(code_of(inspect.getsource(form)) for form in forms)
-        if sha256_of(code.encode())[:8] != digest:
-            edited.append(kernel)
     forced = {
         "attention": config.attention == "flash",
         "MLP": config.kernels == "on",
         "loss": config.kernels in ("on", "loss"),
     }
-    for kernel in edited:
+    edited = []
+    for kernel, (forms, digest) in plain_forms.items():
+        code = "".join(code_of(inspect.getsource(form)) for form in forms)
+        if sha256_of(code.encode())[:8] == digest:
+            continue
+        edited.append(kernel)
         effect = "it is computed as written, without its kernel, and more slowly"
         if forced[kernel]:
             effect = (
@@ -5744,7 +5653,7 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
             and not config.world_size_invariant
             and "attention" not in edited
         )
-        config = dataclasses.replace(config, attention="flash" if fits else "masked")
+        config = replace(config, attention="flash" if fits else "masked")
     why = find_flash_3() if config.attention == "flash" and local_capability[0] == 9 else ""
     why = max(comm.all_gather_json(why))
     if why:
@@ -5759,7 +5668,7 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
         # the MLP's kernel needs TMA
         elif capability < [9, 0] or shared_memory < MLP_SHARED or "MLP" in edited:
             kernels = "loss"
-        config = dataclasses.replace(config, kernels=kernels)
+        config = replace(config, kernels=kernels)
     return config, changes
 
 
@@ -5769,7 +5678,7 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
 # tests/test_config.py prints
 PLAIN_FORMS = {
     "MLP": ((MLP.forward,), "23bd82f3"),
-    "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__), "09ac2206"),
+    "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__), "626dfba7"),
     "attention": ((attend, cut_in_pieces, seen_by_pieces, mask_in_pieces), "cf6298f3"),
 }
 
@@ -5848,7 +5757,7 @@ class Signals:
     stop = False
     again_from = math.inf
 
-    def handle(self, number: int, _: Any) -> None:
+    def handle(self, number: int, _) -> None:
         if number == signal.SIGUSR1:
             self.received += 1
         elif not self.stop:
@@ -5868,7 +5777,7 @@ class Signals:
         if number == signal.SIGUSR2:
             signal.alarm(self.GRACE_S)  # its default action ends the process
 
-    @contextlib.contextmanager
+    @contextmanager
     def caught(self) -> Iterator[None]:
         """Handle STOPS until the run is written. nohup's ignored SIGHUP stays ignored."""
         before = {number: signal.getsignal(number) for number in self.STOPS}
@@ -5983,7 +5892,7 @@ def first_failure(store: dist.Store | None, rank: int, message: str, lost: bool)
     another one is gone, and waits for its reason.
     """
     failure = f"rank {rank}: {message}"
-    with contextlib.suppress(RuntimeError):  # the store went with its host or launcher
+    with suppress(RuntimeError):  # the store went with its host or launcher
         until = time.monotonic() + 5  # under load a question to the store takes long
         while lost and store and time.monotonic() < until:
             if store.check(["failure"]):
@@ -6015,24 +5924,24 @@ def fail(
         message = f"{type(error).__name__}: {error}"
     failure = f"rank {rank}: {message}"
     reported = failure
-    with contextlib.suppress(NoAnswer):  # a store on a lost host does not answer
+    with suppress(NoAnswer):  # a store on a lost host does not answer
         reported = ThreadPoolExecutor(1).submit(first_failure, store, rank, message, lost).result(8)
     is_first = reported == failure
     advice = ""
     if log is not None and log.file is not None:
-        with contextlib.suppress(OSError, RunError):
+        with suppress(OSError, RunError):
             line = message if is_first else reported or message
             log.write(without_folders(f"error: {line}"))
             advice = f"; the log so far: {log.path}"
         # of a full disk; Python 3.13 reports a file that is still open at the end
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             log.close()
         if "--resume" not in message:
             if checkpoints(log.path.parent, log.path.stem):
                 advice += f"; --resume {log.path} continues from its last checkpoint"
             else:
                 advice += "; there is no checkpoint to resume from, --save_every keeps some"
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         if is_first:
             label = "error: " * (status != 130)
             line = f"rank {rank}: {label}{printable(message)}{advice}"
@@ -6098,10 +6007,13 @@ def main(
         comm_type = CompressedComm if config.bf16_compress else Comm
         comm = comm_type(rank, ranks, device, timedelta(seconds=config.timeout_s))
         log.run_id, checkpoint = comm.all_gather_json([run_id, checkpoint])[0]  # rank 0's
-        config = dataclasses.replace(config, resume=config.resume or checkpoint)
-        values = {key: str(v) for key, v in json_of(config).items()}
-        cure = "Start every rank with the same flags, and give every host the same checkpoints"
-        agree(comm, "configs", values, cure)
+        config = replace(config, resume=config.resume or checkpoint)
+        agree(
+            comm,
+            "configs",
+            {key: str(v) for key, v in json_of(config).items()},
+            "Start every rank with the same flags, and give every host the same checkpoints",
+        )
         TrainingLoop(config, preset, comm, device, log, began).run()
         log.close()
         if ranks > 1:

@@ -144,7 +144,7 @@ def timings(rank: int, ranks: int, args: argparse.Namespace) -> tuple[dict, dict
 
 
 def resident_mib(which: str) -> float:
-    """Read VmRSS (now) or VmHWM (peak) of this process. getrusage would include the parent's peak."""
+    """Read VmRSS (now) or VmHWM (peak) of this process; getrusage has the parent's peak, too."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) / 1024 for line in status if line.startswith(which))
 

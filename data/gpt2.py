@@ -1,7 +1,7 @@
 """Write gpt2.tiktoken, the bytes of GPT-2's tokens, beside shards, so that runs on them need no
 network.
 
-    .venv/bin/python data/gpt2.py data/mine    # data/fineweb.py and data/text.py do so by themselves
+    .venv/bin/python data/gpt2.py data/mine    # data/fineweb.py and data/text.py do so, too
 
 The preset `frontier` and sample.py read it. The format is tiktoken's, the content that of its
 r50k_base.tiktoken: in each line a token's bytes in base64, a space and its number, from 0 to 50255,

@@ -234,7 +234,8 @@ def not_utf8(path, byte):
         f"{path}: "
         + (
             what
-            or f"not UTF-8 text at byte {byte}; convert it first, for example with iconv -f WINDOWS-1252 -t UTF-8, if that is its encoding"
+            or f"not UTF-8 text at byte {byte}; convert it first, for example with iconv -f"
+            " WINDOWS-1252 -t UTF-8, if that is its encoding"
         )
     )
 

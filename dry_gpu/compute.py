@@ -2,14 +2,16 @@
 path.
 
     dry_gpu/run --compute -- FLAG ...               a run; --ranks N, --poison, --shuffle: see below
-    dry_gpu/run --compare                           three float32 steps of each preset, reduced in size
+    dry_gpu/run --compare                           three float32 steps of each preset, reduced
     dry_gpu/run --compare speedrun --dtype bfloat16 --steps 6 --ranks 2
-    dry_gpu/run --compare masks                     attention, at windows around the borders of blocks
-    dry_gpu/run --order                             uses of memory on two streams without an order, and which
-                                                          waits are needed
-    dry_gpu/run --order --full --ranks 8 -- --preset speedrun     the same at full size, on the simulated GPU
-    dry_gpu/run --compare laptop --poison --shuffle  the same bits if memory starts as NaN, without torch's caching
-                                                          allocator, and if programs run in random order
+    dry_gpu/run --compare masks                     attention, at windows around borders of blocks
+    dry_gpu/run --order                             uses of memory on two streams without an order,
+                                                    and which waits are needed
+    dry_gpu/run --order --full --ranks 8 -- --preset speedrun
+                                                    the same at full size, on the simulated GPU
+    dry_gpu/run --compare laptop --poison --shuffle the same bits if memory starts as NaN, without
+                                                    torch's caching allocator, and if programs run
+                                                    in random order
     dry_gpu/run --compare speedrun --fault NAME     with a fault of faults.py; must fail
 
 The GPU path is the real one: compiled for CUDA by Inductor, collectives through NCCL's process

@@ -145,8 +145,8 @@ FAULTS = {
     ),
     "blocking-sum": Fault(
         "the next forward waits for the sum of the losses, which runs after all gathers",
-        "dist.all_reduce(x, group=self.group, async_op=True) if",
-        "dist.all_reduce(x, group=self.group) or HandleGroup() if",
+        "dist.all_reduce(x, group=self.group, async_op=True)",
+        "dist.all_reduce(x, group=self.group) or HandleGroup()",
         "pytest tests/test_dry_gpu.py -k forward_does_not_wait_for_the_sum",
         "assert",
     ),

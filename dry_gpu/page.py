@@ -6,10 +6,12 @@ estimated times.
     dry_gpu/run --ranks 1 --memory 24 --arch 89 -- --preset speedrun --micro_batch_tokens 8192
     dry_gpu/run --against HEAD~3 -- --preset speedrun    compare a revision with the working tree
     dry_gpu/run --cold -- --preset speedrun              compare empty compile caches with full ones
-    dry_gpu/run --trace FILE -- --preset speedrun        compare with a profiler's trace from a real GPU, by class
-    dry_gpu/run --program LOG                            the program of a public record, beside its measured times
-    dry_gpu/run --program CLONE/train_gpt.py -- --preset frontier     theirs and ours side by side, by class
-    dry_gpu/run --records CLONE                          bench/results/simulated-gpu.md: each record beside its preset
+    dry_gpu/run --trace FILE -- --preset speedrun        compare with a real GPU's trace, by class
+    dry_gpu/run --program LOG                            a public record's program, beside its times
+    dry_gpu/run --program CLONE/train_gpt.py -- --preset frontier
+                                                         theirs and ours side by side, by class
+    dry_gpu/run --records CLONE                          bench/results/simulated-gpu.md: each record
+                                                         beside its preset
     dry_gpu/run --compute --help                         a simulated GPU that also computes
 
 Figures marked "simulated" come from the model in simulate.py; host times are measured on this
@@ -225,7 +227,7 @@ def sources_of(source):
 
 
 def run_program(args, home, file, source):
-    """Run rank 0 of a public program with the kernels beside it, or in its log -> (events, facts)."""
+    """Run rank 0 of a public program with the kernels beside it or its log -> (events, facts)."""
     work = Path(tempfile.mkdtemp(prefix="run-", dir=home))
     folder = work / "program"
     folder.mkdir()

@@ -298,7 +298,7 @@ def replace_missing(ranks):
 
 
 class Batches:
-    """A program's loader of batches. It keeps each token's document, which attention's cost needs."""
+    """A program's loader of batches. It keeps each token's document, for the cost of attention."""
 
     documents = np.zeros(0)
 

@@ -1,6 +1,8 @@
 """Run rank 0 of N on the simulated GPU. page.py starts this script and reads the log.
 
-    python rank0.py FOLDER RANKS STEPS FLAG ...     FOLDER contains train_gpt.py and all else; the flags are the run's
+    python rank0.py FOLDER RANKS STEPS FLAG ...
+
+FOLDER contains train_gpt.py and all else; the flags are the run's.
 
 The other ranks do not exist: NCCL's stubs send nothing, and rank 0 receives its own messages. The
 phases: set-up; warm-up; census, steps from the middle of each stage, with the cost of each kernel

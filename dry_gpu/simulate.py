@@ -80,7 +80,7 @@ OF_FLASH_2 = {"flash": 1 / 2.0, "flash_backward": 1 / 1.75}
 
 
 def rates_of(arch: int, flash: int) -> Rates:
-    """Return the rates of a GPU, on Hopper with FlashAttention 2 or 3. Others only have version 2."""
+    """Return the rates of a GPU, on Hopper with FlashAttention 2 or 3, else with 2."""
     rates = RATES[arch]
     slower = OF_FLASH_2 if arch == 90 and flash == 2 else {}
     return rates._replace(**{name: share * getattr(rates, name) for name, share in slower.items()})
@@ -116,7 +116,8 @@ def is_loss(name: str) -> bool:
     that are fused into it."""
     return bool(
         re.search(
-            "^ce_fwd|^_transpose_copy|^.{0,25}loss|log_softmax|_entropy_|_exp_.*_sigmoid_|scaled_mm",
+            "^ce_fwd|^_transpose_copy|^.{0,25}loss|log_softmax|_entropy_|_exp_.*_sigmoid_|"
+            "scaled_mm",
             name,
         )
     )

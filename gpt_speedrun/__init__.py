@@ -21,7 +21,7 @@ import sys
 import warnings
 import weakref
 from fnmatch import fnmatchcase
-from typing import Any, Callable, Iterator, NamedTuple, NoReturn, Sequence
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 import numpy as np
 import torch
@@ -104,8 +104,10 @@ def make_optimizer(
     adam_lr: float = Adam.lr,
     process_group: Any = None,
 ) -> Optimizer:
-    """Build a model's optimizer. table: replaces lines of default_assignments. process_group: its
-    ranks; None: all."""
+    """Build a model's optimizer.
+
+    table: replaces lines of default_assignments. process_group: its ranks; None: all.
+    """
     require(
         isinstance(model, nn.Module),
         f"make_optimizer got a {type(model).__name__}; give it the model itself, "
@@ -115,7 +117,6 @@ def make_optimizer(
         not isinstance(model, torch.jit.ScriptModule),
         "the model is a ScriptModule; give the module it is made of",
     )
-    require(bucket_mb >= 0, f"bucket_mb is {bucket_mb!r}; it must be from 0 on")
     ranks = (
         (dist.get_rank(process_group), dist.get_world_size(process_group))
         if dist.is_initialized()
@@ -140,8 +141,7 @@ def make_optimizer(
 def fill_buckets(
     specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ranks: int
 ) -> list[Bucket]:
-    """Check parameters and rules, and put the parameters into buckets. Raise RunError if no bucket
-    can take one."""
+    """Check parameters and rules, and fill buckets. RunError if no bucket can take one."""
     for spec in reversed(specs):  # as buckets are filled
         check_spec(spec)
         require(
@@ -153,8 +153,7 @@ def fill_buckets(
 
 
 def assign(model: nn.Module, table: Sequence[Assignment]) -> list[ParamSpec]:
-    """Assign every parameter that is not frozen its rule by name. Raise RunError unless one line
-    matches each."""
+    """Assign each parameter that is not frozen its rule by name. RunError unless one line does."""
     specs = []
     unclear = collections.defaultdict(list)  # names by what is unclear
     for name, param in model.named_parameters():
@@ -208,11 +207,8 @@ def default_assignments(
     Assignment, or that matches no parameter.
     """
     learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    for line in table:
-        require(
-            isinstance(line, Assignment),
-            f"the table has {line!r}; each line must be Assignment(pattern, rule)",
-        )
+    lines = [Assignment(*line) for line in table]
+    for line in lines:
         require(
             any(fnmatchcase(name, line.pattern) for name in learned),
             f"{line.pattern} matches no parameter that is not frozen; see model.named_parameters()",
@@ -226,12 +222,10 @@ def default_assignments(
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             embeddings.update(matrices)
         if isinstance(module, nn.RNNBase | nn.RNNCellBase | nn.MultiheadAttention):
-            attends = isinstance(module, nn.MultiheadAttention)
-            height = module.embed_dim if attends else module.hidden_size
+            height = getattr(module, "embed_dim", None) or module.hidden_size
             units |= {p: (height, p.shape[1]) for p in matrices if p.shape[0] > height}
-    lines = list(table)
     for name, p in learned.items():
-        if any(fnmatchcase(name, line.pattern) for line in table):
+        if any(fnmatchcase(name, line.pattern) for line in lines):
             continue
         module = owner_of(model, name)
         rule = None
@@ -253,8 +247,10 @@ def default_assignments(
 
 
 def uncompiled(function: Callable) -> Callable:
-    """Have a function run as it is inside of a compiled one. The compiler is imported only if the
-    program did so."""
+    """Have a function run as it is inside of a compiled one.
+
+    The compiler is imported only if the program did so.
+    """
 
     @functools.wraps(function)
     def call(*args: Any, **more: Any) -> Any:
@@ -286,24 +282,19 @@ def clip(
 
 clip_grad._clip_grads_with_norm_ = functools.partial(clip, clip_grad._clip_grads_with_norm_)
 
-# What ranks compare. method: index in Reducer.CALLS; passes: backward passes of the step;
-# optimizer: its id; drops: of gradients by zero_grad(); buffers: their values; checksum: of the
-# parameters if the program wrote to one, else 0
-Call = collections.namedtuple("Call", "method step passes optimizer drops buffers checksum")
-
 
 class Reducer(engine.Reducer):
-    """Without prepare_for_backward, the one backward outside of no_sync completes the step;
-    earlier ones run inside."""
+    """Without prepare_for_backward, the one backward outside of no_sync completes the step.
+
+    Earlier ones run inside.
+    """
 
     CURE = "use each in the loss, or set find_unused_parameters"
     ONCE = (
         "run all but the last of a step in no_sync(). To use another optimizer, call this one's"
         " remove_hooks()"
     )
-    # compared before their first message
-    CALLS = "step()", "state_dict()", "load_state_dict()", "check_replicas()"
-    optimizer_ids = collections.defaultdict(functools.partial(itertools.count, 1))  # by group
+    optimizer_ids = collections.defaultdict(itertools.count)  # by group
 
     def __init__(
         self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings, grad_scale: float
@@ -312,15 +303,15 @@ class Reducer(engine.Reducer):
         self.in_step = False  # a gradient or rows have come since the last step
         self.drops = 0  # calls of zero_grad() that dropped gradients
         # gradients that this step added in no_sync
-        self.no_sync_grads = collections.Counter[Slot]()
+        self.no_sync_grads = collections.Counter()
         self.optimizer_id = (
             next(self.optimizer_ids[getattr(comm.group, "group_name", "")]) if comm.ranks > 1 else 0
         )
-        self.call = None  # handle of the exchange of calls
+        self.call = None  # handle of the exchange of `calls`
         self.compared = False  # step() is compared already
-        self.unused: set[Slot] = set()  # parameters that no rank has used since their last update
-        self.hooks: dict[nn.Parameter, Any] = {}  # handles
-        self.optimizer: Any = lambda: None  # weak reference
+        self.unused = set()  # slots of parameters that no rank has used since their last update
+        self.hooks = {}  # handles, by parameter
+        self.optimizer = lambda: None  # weak reference
         super().__init__(buckets, comm, settings, grad_scale)
         # to parameters: this optimizer's, and those before the last step
         self.known_writes = sum([p._version for p in self.slots])
@@ -350,20 +341,15 @@ class Reducer(engine.Reducer):
         loss: Tensor | None = None,
     ) -> None:
         """Do as the engine's. With a loss (alone: the last), do not wait for unused parameters."""
-        if isinstance(step, Tensor) and step.requires_grad:
+        if isinstance(step, Tensor):
             if self.in_no_sync:
                 return
             step, loss = self.step, step
-        counts = (step, micro_batch, micro_batches)
-        expected_loss = loss is None or getattr(loss, "requires_grad", 0)
-        if not (
-            expected_loss
-            and all(isinstance(x, int | np.integer) for x in counts)
-            and step >= 0 < micro_batches
-        ):
-            raise UsageError(
-                f"prepare_for_backward got {', '.join(map(repr, counts))}, {loss!r}; give it the"
-                " loss that backward starts from, or (step, micro_batch, micro_batches, loss)"
+        if not (getattr(loss, "requires_grad", loss is None) and step >= 0 < micro_batches):
+            raise UsageError(  # the text of a loss on a GPU would make the host wait
+                f"prepare_for_backward got {step!r}, {micro_batch}, {micro_batches}, {loss!r}; give"
+                " it the loss that backward starts from, or (step, micro_batch, micro_batches,"
+                " loss)"
             )
         require(
             not self.micro_batches or self.micro_batch < self.micro_batches,
@@ -372,11 +358,7 @@ class Reducer(engine.Reducer):
         )
         super().prepare_for_backward(step, micro_batch, micro_batches)
         self.in_step = True  # so that zero_grad() drops this step if its backward fails
-        if (
-            self.micro_batch == micro_batches
-            and loss is not None
-            and self.settings.find_unused_parameters
-        ):
+        if self.due and loss is not None and self.settings.find_unused_parameters:
             used = used_parameters(loss)
             for bucket in self.due:
                 bucket.missing = {slot for slot in bucket.slots if slot.param in used}
@@ -459,31 +441,31 @@ class Reducer(engine.Reducer):
             self.unused = {slot for slot, count in zip(used, counts.tolist()) if not count}
 
     def start_call(self, name: str) -> None:
-        """Start to send this rank's call to all ranks."""
+        """Start to send all ranks a digest of this rank's call, before its first other message.
+
+        Second number: a checksum of the parameters if the program wrote to one, else 0.
+        """
         repeated = name == "step()" and self.launch_order
         if self.comm.ranks == 1 or repeated and not self.comm.point_to_point:
             return  # on a GPU the host would wait in every step
-        # with it they may differ
-        passes = 0 if self.settings.find_unused_parameters else self.backward_passes()
+        self.own_call = {
+            "called": name,
+            "optimizer": self.optimizer_id,
+            "zero_grad() of gradients": self.drops,
+            "step": self.step,
+            # with unused parameters they may differ
+            "backwards": 0 if self.settings.find_unused_parameters else self.backward_passes(),
+            "values in buffers": sum(x.numel() for x in self.optimizer().buffers().values()),
+        }
         checksum = 0
-        buffers = sum(x.numel() for x in self.optimizer().buffers().values())
         writes = sum([p._version for p in self.slots])
         if name == "step()" and writes != self.known_writes:
             self.known_writes = writes
             self.optimizer().finish_all_gathers()
             checksum = engine.checksum(*self.slots)
-        own_call = Call(
-            self.CALLS.index(name),
-            self.step,
-            passes,
-            self.optimizer_id,
-            self.drops,
-            buffers,
-            checksum,
-        )
-        calls = torch.tensor([own_call] * self.comm.ranks)
-        self.call = self.comm.exchange([calls[self.comm.rank]] * self.comm.ranks, calls)
-        self.call.then = lambda: [Call(*values) for values in calls.tolist()]
+        digest = int(engine.sha256_of(repr(self.own_call).encode())[:15], 16)
+        self.calls = torch.tensor([(digest, checksum)] * self.comm.ranks)
+        self.call = self.comm.exchange([self.calls[self.comm.rank]] * self.comm.ranks, self.calls)
 
     def check_call(self, name: str) -> bool:
         """Raise RunError on all ranks if their calls differ. Return whether all wrote alike."""
@@ -491,22 +473,18 @@ class Reducer(engine.Reducer):
             self.start_call(name)
         if self.call is None:
             return True
-        calls = self.call.wait()
+        self.call.wait()
         self.call = None
-        for rank, call in enumerate(calls):
-            if call._replace(checksum=0) != calls[0]._replace(checksum=0):
-                here, there = (
-                    f"{self.CALLS[x.method]} in step {x.step} after {x.passes} backward passes and"
-                    f" {x.drops} zero_grad() of gradients, {x.buffers} values in buffers, with"
-                    f" optimizer {x.optimizer}"
-                    for x in (call, calls[0])
-                )
-                raise UsageError(
-                    f"rank {rank} calls {here}, rank 0 {there}; run as many backward passes, also"
-                    " in no_sync(), resize buffers alike, and make each call on all ranks or none,"
-                    " in one order"
-                )
-        return len({call.checksum for call in calls}) == 1
+        digests, checksums = self.calls.T.tolist()
+        if len({*digests}) > 1:
+            agree(
+                self.comm,
+                "calls",
+                self.own_call,
+                "Run as many backward passes, also in no_sync(), resize buffers alike, and make"
+                " each call on all ranks or none, in one order",
+            )
+        return len({*checksums}) == 1
 
     def end_step(self) -> None:
         super().end_step()
@@ -583,12 +561,12 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
             " or set WORLD_SIZE=1 if each is to train alone",
         )
         self.model = model
-        self.bucket_params = check_buckets(buckets)
+        self.bucket_params = {slot.param for bucket in buckets for slot in bucket.slots}
         self.buffer_count = check_all_in_buckets(model, self.bucket_params)
-        self.skipped = collections.Counter[Slot]()  # updates
+        self.skipped = collections.Counter()  # updates, by slot
         self.forward_hooks = []  # handles
         self.versions = {}  # how often parameters whose gather runs were written
-        groups: dict[Any, dict[str, Any]] = {}
+        groups = {}
         for bucket in buckets:
             kind = {"rule": type(bucket.rule).__name__, "lr": bucket.rule.lr}
             group = groups.setdefault(tuple(kind.values()), {**kind, "params": []})
@@ -601,7 +579,6 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
             "models or settings",
             {
                 "gradient scale": grad_scale,
-                "communication": type(comm).__name__,
                 **vars(settings),
                 **{
                     f"bucket {bucket.name}": (
@@ -624,13 +601,9 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
 
     def replicate(self, model: nn.Module) -> None:
         """Give every rank the parameters of rank 0, frozen ones too, and its buffers."""
-        frozen = [p for p in model.parameters() if not p.requires_grad and is_plain(p)]
-        for x in (
-            *(bucket.param_data for bucket in self.buckets),
-            *frozen,
-            *filter(is_plain, model.buffers()),
-        ):
-            broadcast(self.comm, x.data)
+        for _, x in named_tensors(model):
+            if is_plain(x):
+                broadcast(self.comm, x.data)
 
     def wait_before(self, module: nn.Module, buckets: Sequence[Bucket]) -> None:
         """Do as the engine's. The hook keeps neither the optimizer nor its buckets alive."""
@@ -644,14 +617,14 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
 
         self.forward_hooks.append(module.register_forward_pre_hook(ForwardHook(wait)))
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: Any):
         raise UsageError(
             "an optimizer cannot be copied or pickled, since it has hooks on its model; copy the"
             " model, and save state_dict()"
         )
 
     @property
-    def _step_supports_amp_scaling(self) -> NoReturn:
+    def _step_supports_amp_scaling(self):
         raise UsageError(
             "GradScaler cannot be used: it reads .grad, which is None; train in bfloat16 without a"
             " scaler"
@@ -692,19 +665,16 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
     @uncompiled
     def step(self, closure: Callable[[], Any] | Plan | None = None) -> Any:
         """Update the parameters. closure: run first; it calls backward and returns the loss."""
-        require(
-            closure is None or isinstance(closure, Plan) or callable(closure),
-            f"step() got a {type(closure).__name__}; give it a function that calls backward()",
-        )
+        plan = closure if isinstance(closure, Plan) else Plan()
         with torch.enable_grad():
-            loss = closure() if callable(closure) else None
+            loss = None if closure in (None, plan) else closure()
         count = check_all_in_buckets(self.model, self.bucket_params)
         if count != self.buffer_count:
             self.buffer_count = count
             self.find_buffers()
         if self.copy_groups() != self.groups_seen:
             self.apply_groups()
-        super().step(closure if isinstance(closure, Plan) else Plan())
+        super().step(plan)
         self.versions = {
             bucket: [slot.param._version for slot in bucket.slots]
             for bucket in self.buckets
@@ -763,16 +733,9 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         )
         return groups
 
-    SETTINGS_OF_TORCH = {
-        "betas",
-        "eps",
-        "weight_decay",
-        "momentum",
-        "nesterov",
-        "dampening",
-        "amsgrad",
-        "maximize",
-    }
+    SETTINGS_OF_TORCH = set(
+        "betas eps weight_decay momentum nesterov dampening amsgrad maximize".split()
+    )
 
     def apply_groups(self) -> None:
         """Give the rules the values in param_groups. RunError if one cannot be changed."""
@@ -789,19 +752,18 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
                 f"{', '.join(apart)} and {bucket.slots[0].name} share a bucket, but their groups in"
                 " param_groups differ; give them one group, or build the optimizer by bucket_mb=0",
             )
-            fields = {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}
+            members = vars(rule)
             values = {
-                key: x for key, x in fields.items() if key != "every" and type(x) in (int, float)
+                key: x for key, x in members.items() if key != "every" and type(x) in (int, float)
             }
-            for key in group.keys() & (fields.keys() | self.SETTINGS_OF_TORCH):
+            for key in group.keys() & (members.keys() | self.SETTINGS_OF_TORCH):
                 require(
                     key in values and math.isfinite(group[key]),
                     f"{type(rule).__name__} cannot use {key}={group[key]!r} of param_groups; a"
                     f" group can change {', '.join(sorted(values))}, to numbers",
                 )
                 values[key] = float(group[key])
-            changed = {key: x for key, x in values.items() if x != fields[key]}
-            bucket.rule = dataclasses.replace(rule, **changed) if changed else rule
+            bucket.rule = dataclasses.replace(rule, **values)
             check_rule("param_groups", bucket.rule)
         self.groups_seen = self.copy_groups()
 
@@ -814,7 +776,6 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         return copies
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
-        self.finish_all_gathers()
         self.reducer.check_call("state_dict()")
         yield from super().named_state()
 
@@ -851,7 +812,7 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         state = self.by_own_names(state)
         steps = []
         rates = {}
-        skipped = collections.Counter[Slot]()
+        skipped = collections.Counter()
         groups = self.group_of()
         for param, (_, slot) in self.reducer.slots.items():
             skipped[slot] = int(state.pop(f"{slot.name}/skipped", 0))
@@ -861,24 +822,6 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
                 for key in ("lr", "initial_lr")
                 if f"{slot.name}/{key}" in state
             }
-        sizes = {name: x.numel() for name, x in self.buffers().items()}
-        left = {name: x for name, x in state.items() if sizes.get(name) != x.numel()}
-        for bucket in self.buckets:
-            engine.take_state(bucket, left)  # RunError, before any change
-        wrong = [
-            (
-                f"{name} has {x.numel()} values, not {sizes[name]}"
-                if name in sizes
-                else f"this model has no {name}"
-            )
-            for name, x in sorted(left.items())
-        ]
-        require(
-            not wrong,
-            f"the saved state does not fit: {', '.join(wrong)}; load one of the same model and"
-            " rules. If a forward resizes or registers buffers, run one before",
-        )
-        self.finish_all_gathers()
         self.reducer.drop_gradients()
         self.reducer.check_call("load_state_dict()")
         super().load_state_dict(state)
@@ -895,14 +838,12 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
     def by_own_names(self, state: Tensors) -> Tensors:
         """Give a state this model's names. torch.compile(model) and DDP put words into names."""
         names = [*(slot.name for _, slot in self.reducer.slots.values()), *self.buffers()]
-        if state.keys() >= {*names}:
-            return dict(state)
         words = re.compile(r"^module\.|\b_orig_mod\.")
         own_names = {words.sub("", name): name for name in names}
         renamed = {}
         for key, x in state.items():
-            name = key.partition("/")[0]
-            renamed[own_names.get(words.sub("", name), name) + key[len(name) :]] = x
+            name, slash, member = key.partition("/")
+            renamed[own_names.get(words.sub("", name), name) + slash + member] = x
         return renamed
 
     def check_replicas(self) -> None:
@@ -910,11 +851,13 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         self.finish_all_gathers()
         self.reducer.check_call("check_replicas()")
         if self.comm.ranks > 1:
-            sums = zip(self.reducer.slots.values(), map(engine.checksum, self.reducer.slots))
             agree(
                 self.comm,
                 "parameters",
-                {slot.name: f"with the checksum {x}" for (_, slot), x in sums},
+                {
+                    slot.name: f"with the checksum {engine.checksum(param)}"
+                    for param, (_, slot) in self.reducer.slots.items()
+                },
                 "Change and load parameters after make_optimizer on all ranks alike",
             )
 
@@ -929,7 +872,7 @@ class AwaitedParameters(dict):
     def __getitem__(self, name: str) -> nn.Parameter | None:
         param = super().__getitem__(name)
         optimizer = None if torch.compiler.is_compiling() else self.optimizer()
-        if optimizer is not None and param in optimizer.reducer.slots:
+        if optimizer is not None:
             optimizer.wait_for(param)
         return param
 
@@ -976,7 +919,7 @@ def part_of(bucket: Bucket, slot: Slot, skipped: int) -> Bucket:
     part.shard_numel = end - begin
     part.param_shard = bucket.param_shard[rows]
     part.state = {key: x[rows] for key, x in bucket.state.items()}
-    part.scale = bucket.scale[rows] if bucket.param_shard.dim() == 3 else bucket.scale
+    part.scale = bucket.scale[rows]  # of matrices; other rules ignore it
     grad_rows = rows
     if isinstance(bucket, RowBucket) and bucket.rule.lazy:
         grad_rows = (bucket.grad_indices >= rows.start) & (bucket.grad_indices < rows.stop)
@@ -991,18 +934,23 @@ def is_plain(x: Tensor) -> bool:
 
 
 def broadcast(comm: Comm, *tensors: Tensor) -> None:
-    """Copy rank 0's tensors to all ranks in one message, whatever their dtypes; they may be
-    slices, or expanded."""
+    """Copy rank 0's tensors to all ranks in one message.
+
+    They may have several dtypes, and be slices or expanded.
+    """
     if comm.ranks > 1 and tensors:
-        copies = [
-            memory_of(x).to(comm.device, memory_format=torch.contiguous_format, copy=True)
-            for x in tensors
+        values = [memory_of(x) for x in tensors]
+        in_bytes = [
+            x.clone(memory_format=torch.contiguous_format)
+            .view(-1)
+            .view(torch.uint8)
+            .to(comm.device)
+            for x in values
         ]
-        packed = torch.cat([x.view(-1).view(torch.uint8) for x in copies])
+        packed = torch.cat(in_bytes)
         comm.broadcast(packed)
-        for x, new, part in zip(tensors, copies, packed.split([x.nbytes for x in copies])):
-            new.view(-1).view(torch.uint8).copy_(part)
-            memory_of(x).copy_(new)
+        for x, part in zip(values, packed.split([*map(len, in_bytes)])):
+            x.copy_(part.clone().view(x.dtype).view(x.shape))  # a clone is aligned
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1025,17 +973,9 @@ def check_model(model: nn.Module, ranks: int) -> None:
     holders = collections.defaultdict(list)  # storage -> (name, tensor) in it
     for name, x in named_tensors(model):
         require(
-            not isinstance(x, nn.parameter.UninitializedTensorMixin),
-            f"{name} has no shape yet; run a forward before the optimizer is built",
-        )
-        require(
             is_plain(x) or not x.requires_grad,
             f"{name} is a {type(x).__name__}; build the optimizer of "
             "plain tensors, before FSDP2, tensor parallelism or quantization",
-        )
-        require(
-            ranks == 1 or not x.is_meta,
-            f"{name} is on meta; call to_empty(device=...), and initialize it",
         )
         require(
             x.layout == torch.strided or not dist.is_initialized(),
@@ -1164,21 +1104,17 @@ def check_spec(spec: ParamSpec) -> None:
 
 
 def check_views(bucket: Bucket, reducer: Reducer) -> None:
-    """Raise RunError if a parameter is no longer a view of its bucket, or has a hook that cannot
-    see gradients."""
+    """Raise RunError if a parameter is no longer a view of its bucket.
+
+    Or if it has a hook that cannot see gradients.
+    """
     start = bucket.param_data.data_ptr()
     size = bucket.param_data.element_size()
-    dtype = bucket.param_data.dtype
     for slot in bucket.slots:
         param = slot.param
-        hooks = param._post_accumulate_grad_hooks or {}
-        is_last_hook = next(reversed(hooks), 0) == reducer.hooks[param].id
-        if (
-            is_last_hook
-            and param.grad is None
-            and param.dtype == dtype
-            and param.data_ptr() == start + slot.offset * size
-        ):
+        hook_ids = reversed(param._post_accumulate_grad_hooks or {})
+        is_last_hook = next(hook_ids, 0) == reducer.hooks[param].id
+        if is_last_hook and param.grad is None and param.data_ptr() == start + slot.offset * size:
             continue
         require(
             HOOKS[param][1]() in (reducer, None),
@@ -1196,30 +1132,10 @@ def check_views(bucket: Bucket, reducer: Reducer) -> None:
             "the optimizer averages gradients; call backward() instead of setting .grad; and save "
             "optimizer.state_dict() instead of calling get_optimizer_state_dict()",
         )
-        require(
-            param.dtype == dtype,
-            f"{slot.name} is {param.dtype}, but its bucket {dtype}; cast the model before",
-        )
         raise UsageError(
-            f"{slot.name} was given other memory, by .data, vector_to_parameters or a move; write"
-            " into it by p.data.copy_(values)"
+            f"{slot.name} was given other memory, by .data, vector_to_parameters, a move or a cast;"
+            " move and cast the model before, and write into it by p.data.copy_(values)"
         )
-
-
-def check_buckets(buckets: Sequence[Bucket]) -> set[nn.Parameter]:
-    """Return the parameters in the buckets. Raise RunError if one is there twice or is frozen."""
-    seen: set[nn.Parameter] = set()
-    for slot in itertools.chain(*(bucket.slots for bucket in buckets)):
-        require(
-            slot.param not in seen,
-            f"{slot.name} is in two buckets or twice in one; put each into one, once",
-        )
-        require(
-            slot.param.requires_grad,
-            f"{slot.name} is frozen, so its bucket would wait forever; leave it out",
-        )
-        seen.add(slot.param)
-    return seen
 
 
 def check_all_in_buckets(model: nn.Module, bucket_params: set[nn.Parameter]) -> int:
@@ -1232,8 +1148,8 @@ def check_all_in_buckets(model: nn.Module, bucket_params: set[nn.Parameter]) -> 
         buffers += len(module._buffers)
         params = module._parameters.values()
         if not bucket_params.issuperset(p for p in params if p is not None and p.requires_grad):
-            learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
-            name = next(name for name, p in learned.items() if p not in bucket_params)
+            params = model.named_parameters()
+            name = next(name for name, p in params if p.requires_grad and p not in bucket_params)
             raise UsageError(
                 f"{name} is in no bucket and would never be updated; freeze it by"
                 " requires_grad_(False), or build the optimizer after what adds or replaces it"

@@ -178,7 +178,7 @@ def model_parts(worker):
             **({"bigrams": bigrams} if of_frontier else {}),
             **{
                 ("saved", n): next(noise)
-                for n in sorted(program.saved_layers(c))
+                for n in sorted(c.saved_layers())
                 if n < numbers.start and numbers.start
             },
             **{("table", n): next(noise) for n in sorted(tables)},
@@ -637,7 +637,7 @@ def memory_needed(config, vocab_size, ranks):
     attentions = sum(bool(layer.window) for layer in layers)
     mlps = sum(layer.mlp for layer in layers)
     value_tables = len({layer.value_table for layer in layers} - {None})
-    saved_outputs = len(program_module(c).saved_layers(c))
+    saved_outputs = len(c.saved_layers())
     matrices = (4 * attentions + 8 * mlps) * c.model_dim**2
     ngrams = sum(table.rows * table.width for table in c.ngrams)
     of_moment = (

@@ -59,6 +59,7 @@ def test_every_value_is_a_flag_of_its_type(preset):
                 "param_groups": (usual.row_types[3]("attn", 0.5),),
                 "layers": (frontier.Layer("long", value_table=0, gated=True, adds="x0"),),
                 "tails": (frontier.Tail("head embed", 3, 2, 1, 0.5, keep_norm=False),),
+                "token_gates": (0, 5),
                 "stages": (stage(until=0.5, long_window=2), stage(peak_lr_factor=Ramp(1, 0.5))),
             }[f.name if train_gpt.holds_rows(f) else f.type]
         )
@@ -91,7 +92,7 @@ def test_a_shorter_run_scales_the_step_counts_of_its_preset():
         for steps in (*range(1, 20), whole.num_steps - 1, whole.num_steps, 2 * whole.num_steps):
             config = parse("--num_steps", str(steps), preset=preset)[1]
             train_gpt.check_config(config, 1)
-            assert train_gpt.momentum(config, 0) == whole.muon_momentum_low
+            assert train_gpt.momentum_at(config, 0) == whole.muon_momentum_low
     assert counts(parse("--num_steps", "449", preset="speedrun")[1]) == (60, 10, [8])
     assert (
         parse("--num_steps", "50", preset="speedrun")[1].stages == train_gpt.Config().stages[:3]
@@ -550,7 +551,7 @@ def test_ranks_must_divide_every_batch(micro_batches, possible):
 
 
 def test_layers_of_the_record():
-    layers = train_gpt.parse_layers(train_gpt.Config().layers)
+    layers = train_gpt.Config().parse_layers()
     assert [i for i, layer in enumerate(layers) if layer.window is None] == [0, 7]
     assert [i for i, layer in enumerate(layers) if layer.window == "L"] == [4, 11]
     assert [i for i, layer in enumerate(layers) if not layer.mlp] == [0]

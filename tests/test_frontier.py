@@ -107,10 +107,10 @@ def worker_of(config, comm=None):
         ({"layers": "S0iM SM cSM LM"}, None),
         ({"layers": "S0M SM LM"}, "have no adds, xsa, gated, dc or skip_from"),
         (
-            {"layers": "S0iM SM LM", "token_gates": "0,1"},
+            {"layers": "S0iM SM LM", "token_gates": (0, 1)},
             "have no adds, xsa, gated, dc or skip_from",
         ),
-        ({"token_gates": "0,9"}, "up to 2, such as 0,4"),
+        ({"token_gates": (0, 9)}, "up to 2, such as 0,4"),
         ({"backout_layer": 2}, "the last layer reads it"),
         (
             {"param_groups": (AdamGroup("head", slow_from=4),), "untie_at": 0.4},
@@ -132,16 +132,13 @@ def worker_of(config, comm=None):
         ({"backout_layer": 3}, "layers has 0 to 2"),
         *(
             (
-                {"token_gates": text},
-                f"token_gates is '{text}'; give numbers of layers, 0 and later ones up to 2,"
+                {"token_gates": begins},
+                f"token_gates is {[*begins]}; give numbers of layers, 0 and later ones up to 2,"
                 " such as 0,4",
             )
-            for text in ("1,2", "0,3", "0,2,1", "0,1,1")
+            for begins in ((), (1, 2), (0, 3), (0, 2, 1), (0, 1, 1), (0, -1))
         ),
-        *(
-            ({"token_gates": text}, f"token_gates is {text!r}; give numbers of layers such as 0,4")
-            for text in ("", "0,x", "0,-1")
-        ),
+        ({"token_gates": (0, 0.5)}, "token_gates: 0.5 is not a row of it"),
         (
             {"num_heads": 1, "muon_qk_heads": 1},
             "num_heads is 1; paired and the last layer need an even number",
@@ -201,7 +198,7 @@ def worker_of(config, comm=None):
     ids=str,
 )
 def test_impossible_values_are_refused_with_what_is_allowed(changes, says):
-    values = SMALL | {"layers": "S0iM SM LM", "backout_layer": 1, "token_gates": "0"} | changes
+    values = SMALL | {"layers": "S0iM SM LM", "backout_layer": 1, "token_gates": (0,)} | changes
     config = dataclasses.replace(PRESET, **with_layer_rows(values))
     if says is None:
         train_gpt.check_config(config, 1)
@@ -457,12 +454,12 @@ def test_groups_are_those_of_the_record():
 MODELS = {  # heads, further targets and the tied embedding are in all
     "the preset": dict(),
     "two networks of gates": dict(
-        layers="S1xinM P2inM SxgdinM L0ginM M+2 LxM+1", backout_layer=1, token_gates="0,2"
+        layers="S1xinM P2inM SxgdinM L0ginM M+2 LxM+1", backout_layer=1, token_gates=(0, 2)
     ),
     "one network": dict(
-        layers="S1inM SinM L0inM+0 S2M", backout_layer=1, token_gates="0", num_heads=2
+        layers="S1inM SinM L0inM+0 S2M", backout_layer=1, token_gates=(0,), num_heads=2
     ),
-    "never tied": dict(layers="S0inM cLxgdinM PM", backout_layer=0, token_gates="0", untie_at=0.0),
+    "never tied": dict(layers="S0inM cLxgdinM PM", backout_layer=0, token_gates=(0,), untie_at=0.0),
     "record 92": dict(
         layers=reference.RECORD_92,
         mlp_dim=88,
@@ -519,7 +516,7 @@ def test_loss_and_gradients_are_those_of_a_second_implementation(name, monkeypat
         longest=model.attended_tokens,
         softcap=(23.0, 5.0, 7.5),
         ahead=(1.0, 0.5, 0.25),
-        gates_from=[*map(int, config.token_gates.split(","))],
+        gates_from=[*config.token_gates],
         dc_window=7,
         ngrams=torch.nn.functional.pad(
             bigrams_by_hand(model.ngrams[0], plain["ngrams.0.weight"], x.tolist()), (0, 16)
@@ -601,15 +598,21 @@ MISTAKES = {  # one line of frontier.py each
         ' name == "xsa" else i)}',
     ),
     "signs: one token late": ("sign.long()\n", "sign.long().roll(1)\n"),
-    "hash: the second token's row": ("window[1][..., 1:2].fill_(last)", "pass"),
+    "hash: the second token's row": ("window[1][..., 1:2].fill_(last_row)", "pass"),
     "hash: factors exchanged": ("2: (36313, 27191)", "2: (27191, 36313)"),
-    "targets: weights exchanged": ("((1, second), (2, third))", "((2, second), (1, third))"),
+    "targets: weights exchanged": (
+        '((1, "second_token_weight"), (2, "third_token_weight"))',
+        '((2, "second_token_weight"), (1, "third_token_weight"))',
+    ),
     "targets: the first weight doubled": ("weights = [1.0]", "weights = [2.0]"),
     "prefix: of the token after the next": (
         "self.prefixes[targets])",
         "self.prefixes[targets.roll(-1)])",
     ),
-    "prefix: half its weight": ("row_weights.append(prefix)", "row_weights.append(prefix / 2)"),
+    "prefix: half its weight": (
+        'row_weights.append(further["prefix_weight"])',
+        'row_weights.append(further["prefix_weight"] / 2)',
+    ),
     "value gates: paired layers read only x": (
         "value_embeds[:, :inputs - inputs // 2]",
         "(x[:, inputs // 2:inputs] if self.layer.window "
@@ -827,7 +830,7 @@ def test_the_objective_weighs_further_targets_and_the_loss_does_not(loss_tokens)
 
 
 @pytest.mark.parametrize(
-    "changes", [dict(), dict(layers="PinM S0xginM LgdM", backout_layer=0, token_gates="0")]
+    "changes", [dict(), dict(layers="PinM S0xginM LgdM", backout_layer=0, token_gates=(0,))]
 )
 def test_a_later_token_changes_no_earlier_logits(changes):
     """But for the bigram table's row of the second token, which holds no later one."""
@@ -847,7 +850,7 @@ def test_a_model_with_flash_attention_is_the_same_model(layers, monkeypatch):
     config = small(
         layers=layers,
         backout_layer=1,
-        token_gates="0",
+        token_gates=(0,),
         micro_batch_tokens=512,
         num_heads=2,
         model_dim=16,
@@ -1012,7 +1015,7 @@ def test_the_next_step_s_scale_is_by_the_largest_h_of_all_micro_batches_and_rank
     config = small(
         layers="Sin S0inM M LM",
         backout_layer=2,
-        token_gates="0",
+        token_gates=(0,),
         fp8_mlp=True,
         adam_every=1,
         untie_at=0.0,
@@ -1048,7 +1051,7 @@ FURTHER_ROWS = (
 SHORT = dict(
     layers="S0xinM P1inM LxgdinM+0 SinM cL2M",
     backout_layer=2,
-    token_gates="0,2",
+    token_gates=(0, 2),
     num_heads=2,
     muon_lr=0.03,
     muon_qk_heads=1,
@@ -1170,7 +1173,7 @@ def flags(tmp_path, corpus):  # noqa: F811
             **TINY,
             "ngrams": "Ngrams(2, 40, 16)",
             "layers": "S0inM L1xgdM",
-            "token_gates": "0",
+            "token_gates": (0,),
             "backout_layer": 0,
             "model_dim": 16,
             "micro_batches": 4,
@@ -1208,7 +1211,7 @@ RECORD_92 = dict(
     preset="frontier",
     layers="PqinM Sqv0xinM rin+0 cSqv1MM cL2gM",
     backout_layer=2,
-    token_gates="0,2",
+    token_gates=(0, 2),
     mlp_dim=24,
     mudd_groups=4,
     num_heads=2,
@@ -1257,7 +1260,7 @@ def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(settings, flags, o
         dict(
             layers="S0xinM P0inM+0 L1xgdM",
             backout_layer=1,
-            token_gates="0,1",
+            token_gates=(0, 1),
             untie_at=0.5,
             fp8_mlp="true",
             lazy_tables="true",

@@ -32,7 +32,7 @@ PREFIXES = [-1 if token % 3 else token // 2 for token in range(600)]
 LAYERS = dict(
     layers="S0xM P1M LxgM+0 SM cL2M",
     backout_layer=2,
-    token_gates="0,2",
+    token_gates=(0, 2),
     num_heads=2,
     muon_qk_heads=1,
 )

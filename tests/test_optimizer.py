@@ -605,7 +605,7 @@ def test_a_parameter_moved_out_of_its_bucket_is_found(break_it):
     dtype = model[1].weight.dtype
     with pytest.raises(
         engine.RunError,
-        match="other memory, by .data|is torch.float64, but its bucket torch.float32",
+        match="other memory, by .data, .* or a cast",
     ):
         model(torch.randn(2, 6, dtype=dtype)).sum().backward()
         optimizer.step(FULL)
@@ -1417,10 +1417,10 @@ DIFFERENCES = {  # name: (how rank 1 differs, the error)
         ),
         "bucket .*lr=1.1.*lr=0.1",
     ),
-    "counts": (other_counts, "rank 1 calls .*after 3 backward.* rank 0 .*after 2"),
+    "counts": (other_counts, "rank 1 has backwards 3; rank 0 has 2"),
     "no_sync": (
         other_counts_in_no_sync,
-        r"rank 1 calls .*after 3 backward.* rank 0 .*after 2.* no_sync\(\)",
+        r"rank 1 has backwards 3; rank 0 has 2\. .* no_sync\(\)",
     ),
 }
 
@@ -1868,7 +1868,7 @@ def tied_launches(comm, warm_up, batches):
         | dict(
             layers=reference.layer_rows("S0inM LinM SM"),
             backout_layer=1,
-            token_gates="0",
+            token_gates=(0,),
             ngrams=(train_gpt.Ngrams(2, 50, 8),),
             fp8_mlp=False,
             stages=(frontier.Stage(),),
@@ -1911,14 +1911,9 @@ def test_the_tied_stage_has_its_own_launch_order(on_ranks, batches):
         assert all(order == plain[0][1] for _, order in results), "another order"
 
 
-def test_a_parameter_cannot_be_copied_between_updates():
+def test_a_parameter_is_copied_with_its_state():
     optimizer, params = mixture(0.0, engine.Comm())
-    mixed_steps(optimizer, params, [0])
-    with pytest.raises(train_gpt.RunError, match="halved cannot be copied.*wait for an update"):
-        frontier.copy_parameter(optimizer, "halved", "halved")
-    frontier.copy_parameter(optimizer, "wide_0", "wide_1")  # NorMuon's gradients do not wait
-    mixed_steps(optimizer, params, [1])
-    frontier.copy_parameter(optimizer, "halved", "halved")
+    mixed_steps(optimizer, params, [0, 1])
     frontier.copy_parameter(optimizer, "wide_0", "wide_1")
     state = optimizer.state_dict()
     for key in ("", "/m", "/v"):

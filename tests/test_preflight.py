@@ -530,7 +530,7 @@ def test_memory_needed_counts_at_least_parameters_gradients_and_state(tiny, laye
         config = tiny_frontier(
             layers=layers,
             backout_layer=0,
-            token_gates="0",
+            token_gates=(0,),
             model_dim=dim,
             bucket_mb=1000,
             dtype="bfloat16",

@@ -158,7 +158,7 @@ def test_a_bf16_model_with_an_fp8_head_is_computed_in_float32(tiny, tmp_path):
                 layers="SM SM", backout_layer=0, ngrams=(train_gpt.Ngrams(2, 40, 8),), val_len=48
             )
         ),
-        tiny_frontier(layers="P0inM SM", backout_layer=0, token_gates="0", val_len=48),
+        tiny_frontier(layers="P0inM SM", backout_layer=0, token_gates=(0,), val_len=48),
     ],
     ids=["record 44", "record 89"],
 )
