@@ -48,10 +48,9 @@ def die_with_launcher() -> None:
             os._exit(1)
 
 
-# Programs that import this file to start a run, such as frontier.py, set STARTS_A_RUN
-STARTED = __name__ == "__main__" or getattr(sys.modules["__main__"], "STARTS_A_RUN", False)
-
-if STARTED:  # before the other imports, which take seconds
+# Programs that import this file to start a run, such as frontier.py, set STARTS_A_RUN. Before the
+# other imports, which take seconds
+if __name__ == "__main__" or getattr(sys.modules["__main__"], "STARTS_A_RUN", False):
     if sys.platform == "win32":
         sys.exit("train_gpt.py: error: a run needs Linux or macOS; on Windows use WSL")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import
@@ -5298,14 +5297,15 @@ def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def hash_of(tensors: Sequence[tuple[str, Tensor]]) -> str:
-    """Hash the names and bytes of tensors, in the order of their names; several at a time."""
+    """Hash the names and bytes of tensors, in the order of their names, of which each is there
+    once; several at a time."""
 
     def line(item: tuple[str, Tensor]) -> str:
         name, x = item
         return f"{name} {sha256_of(x.detach().reshape(-1).view(torch.uint8).cpu().numpy())}\n"
 
     with ThreadPoolExecutor() as pool:
-        lines = pool.map(line, sorted(tensors, key=lambda item: item[0]))
+        lines = pool.map(line, sorted(tensors))
         return sha256_of("".join(lines).encode())
 
 
@@ -5627,8 +5627,11 @@ def resume(loop: TrainingLoop) -> Values | None:
     saved = load_file(path)
     # --resume took the config from this checkpoint; after a restart by torchrun flags made it
     config = config_of(saved["config"], type(loop.config))
-    names = [f.name for f in fixed_fields(config)]
-    differ = [name for name in names if getattr(loop.requested, name) != getattr(config, name)]
+    differ = [
+        f.name
+        for f in fixed_fields(config)
+        if getattr(loop.requested, f.name) != getattr(config, f.name)
+    ]
     require(
         not differ,
         f"{path} belongs to a run with another {', '.join(differ)}. Delete it, or give this run its"
@@ -5893,9 +5896,7 @@ def launch_id() -> str:
 
 def is_of_this_launch(log: Path) -> bool:
     """Whether this launch has written to a log."""
-    return log.exists() and f'"launch": "{launch_id()}"' in log.read_text(
-        encoding="utf-8", errors="replace"
-    )
+    return f'"launch": "{launch_id()}"' in log.read_text(encoding="utf-8", errors="replace")
 
 
 # what gloo and NCCL say when another rank is gone or does not come
@@ -6057,9 +6058,7 @@ def process_start() -> float:
     return time.perf_counter() - age
 
 
-def main(
-    presets: dict[str, Config], argv: Sequence[str] | None = None, began: float | None = None
-) -> int:
+def main(presets: dict[str, Config], argv: Sequence[str], began: float | None = None) -> int:
     """Run one rank, as torchrun started it, or the only one; return the exit status.
 
     presets: of one class of configs, which names all that a run is built from; the first is for
@@ -6076,7 +6075,6 @@ def main(
         for library in ("TORCHINDUCTOR", "TRITON"):
             os.environ.setdefault(f"{library}_CACHE_DIR", str(ROOT / ".cache" / library.lower()))
         gpus = count_gpus()
-        argv = sys.argv[1:] if argv is None else argv
         preset, config = parse_config(argv, "speedrun" if gpus else "laptop", presets)
         check_config(config, ranks)
         run_id, checkpoint = find_run(config)
@@ -6116,13 +6114,24 @@ def main(
 
 
 def start(presets: dict[str, Config]) -> NoReturn:
-    """Be the program: run main on the process's own arguments, then exit."""
+    """Be the program: run main on the process's own arguments, then exit.
+
+    A module beside the program is refused, for the log would lack its source.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGUSR1, signals.handle)
     if sys.stdout is not None:
         # a path may have letters that the terminal lacks
         sys.stdout.reconfigure(errors="backslashreplace")
-    sys.exit(main(presets, began=process_start()))
+    for name, module in sys.modules.items():
+        file = getattr(module, "__file__", None) or ""
+        known = sys.prefix in file or name in ("__main__", "__mp_main__", __name__)
+        if file.startswith(f"{ROOT}/") and not known:
+            sys.exit(
+                f"{sys.argv[0]}: error: it imports {name}, a file beside it, and the log would not"
+                f" hold {file}; put the code into {sys.argv[0]}"
+            )
+    sys.exit(main(presets, sys.argv[1:], process_start()))
 
 
 if __name__ == "__main__":
