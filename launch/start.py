@@ -732,8 +732,8 @@ def check_imports():
         file = getattr(module, "__file__", None) or ""
         require(
             not file.startswith(f"{ROOT}/")
-            or sys.prefix in file
-            or name in ("__main__", "__mp_main__", "ranks", "train_gpt", "frontier"),
+            or file.startswith((sys.prefix, f"{ROOT}/launch/", f"{ROOT}/records/"))
+            or name in ("train_gpt", "frontier"),
             f"the program imports {name}, a file of this folder that neither a run finds nor its"
             " log holds; put the code into train_gpt.py, or into frontier.py for its presets",
         )

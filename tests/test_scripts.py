@@ -801,9 +801,9 @@ def test_code_in_a_file_of_its_own_is_refused_in_one_line(script, tmp_path, prog
     idea = copy / f"{beside.replace('.', '/')}.py"
     idea.parent.mkdir(parents=True)
     idea.write_text("RATE = 0.05\n")
-    (copy / "launch").mkdir()
-    for name in ("train_gpt.py", "frontier.py", "launch/start.py", "launch/ranks.py"):
-        shutil.copy(ROOT / name, copy / name)
+    shutil.copytree(ROOT / "launch", copy / "launch")
+    for name in ("train_gpt.py", "frontier.py"):
+        shutil.copy(ROOT / name, copy)
     edited = copy / program.replace("launch/start", "train_gpt")
     text = edited.read_text()
     edited.write_text(text.replace("import math\n", f"import math\nimport {beside}\n", 1))
