@@ -3901,11 +3901,11 @@ def agree(comm: Comm, subject: str, values: Values, cure: str) -> None:
         for key in {**expected, **seen}:
             value = seen.get(key, "nothing")
             value_of_0 = expected.get(key, "nothing")
-            if value != value_of_0:
-                raise RunError(
-                    f"the ranks' {subject} differ: rank {rank} has {key} {value}; rank 0 has"
-                    f" {value_of_0}. {cure}"
-                )
+            require(
+                value == value_of_0,
+                f"the ranks' {subject} differ: rank {rank} has {key} {value}; rank 0 has"
+                f" {value_of_0}. {cure}",
+            )
 
 
 class RowBucket(Bucket):
@@ -5225,8 +5225,12 @@ def describe_hosts(comm: Comm, machine: Values) -> list[Values]:
         "python": platform.python_version(),
         **package_versions(),
     }
-    cure = "Give every host the same checkout and packages (./run.sh --setup)"
-    agree(comm, "programs", program, cure)
+    agree(
+        comm,
+        "programs",
+        program,
+        "Give every host the same checkout and packages (./run.sh --setup)",
+    )
     hosts = {}
     machines = comm.all_gather_json([socket.gethostname(), machine])
     for rank, (name, machine) in enumerate(machines):
@@ -5297,15 +5301,14 @@ def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def hash_of(tensors: Sequence[tuple[str, Tensor]]) -> str:
-    """Hash the names and bytes of tensors, in the order of their names, of which each is there
-    once; several at a time."""
+    """Hash the names and bytes of tensors, in the order of their names; several at a time."""
 
     def line(item: tuple[str, Tensor]) -> str:
         name, x = item
         return f"{name} {sha256_of(x.detach().reshape(-1).view(torch.uint8).cpu().numpy())}\n"
 
     with ThreadPoolExecutor() as pool:
-        lines = pool.map(line, sorted(tensors))
+        lines = pool.map(line, sorted(tensors, key=lambda item: item[0]))
         return sha256_of("".join(lines).encode())
 
 
@@ -5640,8 +5643,12 @@ def resume(loop: TrainingLoop) -> Values | None:
     require(
         saved["data"] == digests_of(loop.shards), f"the shards are not those of {path}; name those"
     )
-    cure = f"Give every host the same {Path(path).name}"
-    agree(loop.comm, "checkpoints", {"the digest": saved["digest"]}, cure)
+    agree(
+        loop.comm,
+        "checkpoints",
+        {"the digest": saved["digest"]},
+        f"Give every host the same {Path(path).name}",
+    )
     worker.optimizer.load_state_dict(saved["state"])
     worker.stream.position = Position(*saved["position"])
     # the digest is a sum over ranks: rank 0 holds the past
@@ -6097,9 +6104,12 @@ def main(presets: dict[str, Config], argv: Sequence[str], began: float | None = 
         comm = comm_type(rank, ranks, device, timedelta(seconds=config.timeout_s))
         log.run_id, checkpoint = comm.all_gather_json([run_id, checkpoint])[0]  # rank 0's
         config = dataclasses.replace(config, resume=config.resume or checkpoint)
-        values = {key: str(v) for key, v in json_of(config).items()}
-        cure = "Start every rank with the same flags, and give every host the same checkpoints"
-        agree(comm, "configs", values, cure)
+        agree(
+            comm,
+            "configs",
+            {key: str(v) for key, v in json_of(config).items()},
+            "Start every rank with the same flags, and give every host the same checkpoints",
+        )
         TrainingLoop(config, preset, comm, device, log, began).run()
         log.close()
         if ranks > 1:
