@@ -48,10 +48,9 @@ def die_with_launcher() -> None:
             os._exit(1)
 
 
-# Programs that import this file to start a run, such as frontier.py, set STARTS_A_RUN
-STARTED = __name__ == "__main__" or getattr(sys.modules["__main__"], "STARTS_A_RUN", False)
-
-if STARTED:  # before the other imports, which take seconds
+# Programs that import this file to start a run, such as frontier.py, set STARTS_A_RUN. Before the
+# other imports, which take seconds
+if __name__ == "__main__" or getattr(sys.modules["__main__"], "STARTS_A_RUN", False):
     if sys.platform == "win32":
         sys.exit("train_gpt.py: error: a run needs Linux or macOS; on Windows use WSL")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import
@@ -3821,11 +3820,11 @@ def agree(comm: Comm, subject: str, values: Values, cure: str) -> None:
         for key in {**expected, **seen}:
             value = seen.get(key, "nothing")
             value_of_0 = expected.get(key, "nothing")
-            if value != value_of_0:
-                raise RunError(
-                    f"the ranks' {subject} differ: rank {rank} has {key} {value}; rank 0 has"
-                    f" {value_of_0}. {cure}"
-                )
+            require(
+                value == value_of_0,
+                f"the ranks' {subject} differ: rank {rank} has {key} {value}; rank 0 has"
+                f" {value_of_0}. {cure}",
+            )
 
 
 class RowBucket(Bucket):
@@ -5546,8 +5545,12 @@ def resume(loop: TrainingLoop) -> Values | None:
     require(
         saved["data"] == digests_of(loop.shards), f"the shards are not those of {path}; name those"
     )
-    cure = f"Give every host the same {Path(path).name}"
-    agree(loop.comm, "checkpoints", {"the digest": saved["digest"]}, cure)
+    agree(
+        loop.comm,
+        "checkpoints",
+        {"the digest": saved["digest"]},
+        f"Give every host the same {Path(path).name}",
+    )
     worker.optimizer.load_state_dict(saved["state"])
     worker.stream.position = Position(*saved["position"])
     # the digest is a sum over ranks: rank 0 holds the past
@@ -5802,9 +5805,7 @@ def launch_id() -> str:
 
 def is_of_this_launch(log: Path) -> bool:
     """Whether this launch has written to a log."""
-    return log.exists() and f'"launch": "{launch_id()}"' in log.read_text(
-        encoding="utf-8", errors="replace"
-    )
+    return f'"launch": "{launch_id()}"' in log.read_text(encoding="utf-8", errors="replace")
 
 
 # what gloo and NCCL say when another rank is gone or does not come
@@ -5966,9 +5967,7 @@ def process_start() -> float:
     return time.perf_counter() - age
 
 
-def main(
-    presets: dict[str, Config], argv: Sequence[str] | None = None, began: float | None = None
-) -> int:
+def main(presets: dict[str, Config], argv: Sequence[str], began: float | None = None) -> int:
     """Run one rank, as torchrun started it, or the only one; return the exit status.
 
     presets: of one class of configs, which names all that a run is built from; the first is for
@@ -5985,7 +5984,6 @@ def main(
         for library in ("TORCHINDUCTOR", "TRITON"):
             os.environ.setdefault(f"{library}_CACHE_DIR", str(ROOT / ".cache" / library.lower()))
         gpus = count_gpus()
-        argv = sys.argv[1:] if argv is None else argv
         preset, config = parse_config(argv, "speedrun" if gpus else "laptop", presets)
         check_config(config, ranks)
         run_id, checkpoint = find_run(config)
@@ -6028,13 +6026,24 @@ def main(
 
 
 def start(presets: dict[str, Config]) -> NoReturn:
-    """Be the program: run main on the process's own arguments, then exit."""
+    """Be the program: run main on the process's own arguments, then exit.
+
+    A module beside the program is refused, for the log would lack its source.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGUSR1, signals.handle)
     if sys.stdout is not None:
         # a path may have letters that the terminal lacks
         sys.stdout.reconfigure(errors="backslashreplace")
-    sys.exit(main(presets, began=process_start()))
+    for name, module in sys.modules.items():
+        file = getattr(module, "__file__", None) or ""
+        known = sys.prefix in file or name in ("__main__", "__mp_main__", __name__)
+        if file.startswith(f"{ROOT}/") and not known:
+            sys.exit(
+                f"{sys.argv[0]}: error: it imports {name}, a file beside it, and the log would not"
+                f" hold {file}; put the code into {sys.argv[0]}"
+            )
+    sys.exit(main(presets, sys.argv[1:], process_start()))
 
 
 if __name__ == "__main__":

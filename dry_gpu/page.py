@@ -40,8 +40,9 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "records"))
+sys.path += [str(Path(__file__).resolve().parents[1] / name) for name in ("records", "launch")]
 import logs
+import race
 from simulate import (
     CLASSES,
     RATES,
@@ -146,7 +147,10 @@ def dry_run(args, home, revision="", cold=False):
     work = Path(tempfile.mkdtemp(prefix="run-", dir=home))
     if revision:
         archive = subprocess.run(
-            ["git", "archive", revision, "--", "*.py"], cwd=ROOT, capture_output=True
+            ["git", "archive", revision, "--", "*.py"],
+            cwd=ROOT,
+            env=race.environment(),
+            capture_output=True,
         )
         if archive.returncode:
             sys.exit(

@@ -740,20 +740,39 @@ def run_once(config, ranks, flags, longer):
     return status
 
 
+def check_imports():
+    """Raise Refusal if the program has imported a module beside it: no rank finds it, and no log
+    holds it."""
+    for name, module in sys.modules.items():
+        file = getattr(module, "__file__", None) or ""
+        require(
+            not file.startswith(f"{ROOT}/")
+            or file.startswith((sys.prefix, f"{ROOT}/launch/", f"{ROOT}/records/"))
+            or name in ("train_gpt", "frontier"),
+            f"the program imports {name}, a file of this folder that neither a run finds nor its"
+            " log holds; put the code into train_gpt.py, or into frontier.py for its presets",
+        )
+
+
 def reason_of(error):
     """Return what an error says: a line, but for an edit that cannot be imported its place."""
     cause = error
     while cause.__cause__:
         cause = cause.__cause__
     if isinstance(cause, (ImportError, OSError)) and re.search(r"\.so\b", str(cause)):
-        path = os.environ.get("LD_LIBRARY_PATH")
         return (
-            f"a library cannot be loaded: {cause}. LD_LIBRARY_PATH is {path!r}; unset it and try"
-            " again"
+            f"a library cannot be loaded: {cause}. LD_LIBRARY_PATH is"
+            f" {os.environ.get('LD_LIBRARY_PATH')!r}; unset it and try again"
+        )
+    if isinstance(cause, ModuleNotFoundError):
+        return (
+            f"{cause}; a run finds what is installed in .venv, and nothing by PYTHONPATH: install"
+            " it there, or put the code into the program"
         )
     names = "OSError", "Refusal", "RunError", "UserError"
-    told = any(kind.__name__ in names for kind in type(error).__mro__)
-    return str(error) if told else traceback.format_exc(-1).strip()
+    if any(kind.__name__ in names for kind in type(error).__mro__):
+        return str(error)
+    return traceback.format_exc(-1).strip()
 
 
 def main(words):
@@ -806,6 +825,7 @@ def begin(words):
     if options.text:
         flags = encode_text(options.text, words_of(options, "val_fraction", "field")) + flags
     gpus, ranks, preset, config, flags = choose(flags, options.text, options.trial)
+    check_imports()
     if not gpus and (race or options.preflight):
         # for new processes; a fork of this one chooses as many itself
         os.environ.setdefault("OMP_NUM_THREADS", str(train_gpt.cpu_threads(config, ranks)))

@@ -54,6 +54,29 @@ def test_a_repeated_phase_returns_its_last_events():
     assert simulate.phase(log, "census") == []
 
 
+def test_a_revision_is_this_repository_s_in_a_hook_of_another(tmp_path, monkeypatch):
+    """--against takes the scripts of a revision here, whatever GIT_DIR a hook has set."""
+
+    def git(*words):
+        subprocess.run(["git", "-C", tmp_path / words[0], *words[1:]], check=True)
+
+    for name in ("ours", "theirs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.py").write_text(name)
+        git(name, "init", "-q")
+        git(name, "add", ".")
+        git(name, "-c", "user.name=x", "-c", "user.email=x@x", "commit", "-qm", "x")
+    monkeypatch.setattr(page, "ROOT", tmp_path / "ours")
+    monkeypatch.setattr(page, "write_shards", lambda *_: None)
+    monkeypatch.setattr(
+        page, "execute", lambda args, home, work, command, cold: (command[1] / "x.py").read_text()
+    )
+    for name, value in (("DIR", ".git"), ("WORK_TREE", "."), ("INDEX_FILE", ".git/index")):
+        monkeypatch.setenv(f"GIT_{name}", str(tmp_path / "theirs" / value))
+    args = Namespace(flags=["--preset", "laptop"], ranks=1, steps=1)
+    assert page.dry_run(args, tmp_path, "HEAD") == "ours"
+
+
 @pytest.mark.parametrize(
     "lines, kind, seconds",
     [

@@ -482,7 +482,9 @@ def test_doc_copy_trains_as_a_plain_second_training_does(on_ranks, tmp_path, ran
     write_shard(tmp_path / "train.bin", [BOS, *some_text(1, 30000, 9)], VOCAB, BOS)
     for found in on_ranks(ranks, train_copying, tmp_path, 22, {"untie_at": untie_at}):
         for name, (ours, right) in found.items():
-            close(ours, right)
+            # Adam turns a relative error of 1e-15 of a gradient, as another order of a sum has,
+            # into 1e-12
+            close(ours, right, 1e-10)
 
 
 # normalized ids

@@ -393,7 +393,7 @@ def test_two_ranks_read_the_same_tokens_and_reach_the_same_loss(one, tmp_path, s
 
 @pytest.mark.parametrize(
     "model_dim, environment, threads",
-    [(32, {}, 1), (256, {}, os.cpu_count()), (32, {"OMP_NUM_THREADS": "3"}, None)],
+    [(32, {}, 1), (256, {}, train_gpt.count_cores()), (32, {"OMP_NUM_THREADS": "3"}, None)],
 )
 def test_a_small_model_trains_on_one_thread(
     model_dim, environment, threads, one, tmp_path, capsys, monkeypatch

@@ -492,6 +492,7 @@ def started(monkeypatch, tmp_path):
     calls = []
     answers = []
     monkeypatch.setattr(start, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(start, "check_imports", lambda: None)  # pytest imports this file
     monkeypatch.setattr(start, "call", call)
     monkeypatch.setattr(start, "become", lambda words: (calls.append(called(*words)), sys.exit(0)))
     monkeypatch.setattr(
@@ -790,6 +791,37 @@ def test_wrong_words_are_refused_before_anything_is_started(script, tmp_path, ty
     assert bool(stdout) == ("--json" in typed)
     if stdout:
         assert json.loads(stdout) == stats.not_judged(stderr.partition("error: ")[2][:-1])
+
+
+@pytest.mark.parametrize("beside", ["my_idea", "package.my_idea"])
+@pytest.mark.parametrize("program", ["train_gpt.py", "frontier.py", "launch/start.py"])
+def test_code_in_a_file_of_its_own_is_refused_in_one_line(script, tmp_path, program, beside):
+    """Of a module beside the script the log has no source; by PYTHONPATH run.sh finds none."""
+    copy = tmp_path / "copy"
+    idea = copy / f"{beside.replace('.', '/')}.py"
+    idea.parent.mkdir(parents=True)
+    idea.write_text("RATE = 0.05\n")
+    shutil.copytree(ROOT / "launch", copy / "launch")
+    for name in ("train_gpt.py", "frontier.py"):
+        shutil.copy(ROOT / name, copy)
+    edited = copy / program.replace("launch/start", "train_gpt")
+    text = edited.read_text()
+    edited.write_text(text.replace("import math\n", f"import math\nimport {beside}\n", 1))
+    if program != "launch/start.py":
+        refused = script(copy / program, "--train_files", "none")
+        _, stderr = refused.communicate(timeout=600)
+        assert refused.returncode == 1
+    else:
+        start = [sys.executable, "-I", copy / program, "--preset", "laptop"]
+        refused = subprocess.run(start, capture_output=True, text=True, timeout=600)
+        stderr = refused.stderr
+        assert refused.returncode == 2
+        idea.rename(tmp_path / "my_idea.py")
+        elsewhere = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        missing = subprocess.run(start, capture_output=True, text=True, env=elsewhere)
+        assert missing.returncode == 2 and missing.stderr.count("\n") == 1
+        assert re.search("No module named '.*my_idea'; a run finds", missing.stderr)
+    assert stderr.count("\n") == 1 and f"imports {beside.partition('.')[0]}" in stderr, stderr
 
 
 @needs_venv
