@@ -201,139 +201,25 @@ def test_impossible_values_are_refused_with_what_is_allowed(changes, says):
     assert says in str(error.value) and "\n" not in str(error.value)
 
 
-def test_the_preset_s_plan_is_that_of_the_record():
-    """By stage: end, tokens per step, longest document, windows in blocks, weights of further
-    targets, learning-rate factors."""
-    c = PRESET
-    at = {}
-    untied = frontier.first_untied_step(PRESET)
-    for step in range(c.num_steps):
-        plan = train_gpt.plan_of(c, step)
-        key = (
-            plan.micro_batches * plan.micro_batch_tokens,
-            plan.max_document_tokens,
-            *(w // 128 for w in plan.windows),
-        )
-        at.setdefault(key, []).append(plan)
-    assert [(plans[-1].step + 1, *key) for key, plans in at.items()] == [
-        (423, 131_072, 896, 3, 1),
-        (847, 262_144, 2048, 7, 3),
-        (1270, 393_216, 2048, 11, 5),
-        (1285, 393_216, 2048, 13, 6),
-    ]
-    first, second, third, further = at.values()
-    wanted = {
-        "second_token": [0.5] * 423 + [0.5 * (1 - i / 424) for i in range(424)] + [0] * 438,
-        "third_token": [0.25 * (1 - i / 423) for i in range(423)] + [0] * 862,
-        "prefix": [0.25] * 423 + [0.25 * (1 - i / 424) for i in range(424)] + [0] * 438,
-    }
-    for name, weights in wanted.items():
-        assert [
-            plan.scheduled[f"{name}_weight"] for plans in at.values() for plan in plans
-        ] == pytest.approx(weights), name
-    assert (
-        first[0].lr_factor == 1
-        and second[0].lr_factor == 1.52
-        and {plan.lr_factor for plan in further} == {0.15}
-    )
-    left = (1270 - 1000) / (0.6 * 1270)  # share of the cooldown left at step 1000
-    assert third[1000 - 847].lr_factor == pytest.approx(1.73 * left + (1 - left) * 0.15)
-    assert untied == 848, (
-        "after a cycle of Adam" and train_gpt.plan_of(c, 1285).windows.long == 20 * 128
-    )
-    wanted = dict(
-        muon_lr=0.023,
-        muon_beta2=0.9,
-        muon_qk_heads=2,
-        head_init=0.005,
-        value_init=0.01,
-        output_init=1,
-        resid_lambda_init=1.1,
-        logit_cap=23,
-        logit_shift=5,
-        adam_every=2,
-        adam_lr=0.008,
-        ngrams=(Ngrams(2, 50304 * 15 // 2, 768),),
-        fp8_mlp=True,
-        fp8_x_scale=100 / 448,
-        fp8_weight_scale=1.6 / 448,
-        fp8_grad_scale=0.75 / 448,
-    )
-    assert {name: getattr(c, name) for name in wanted} == wanted
-
-
-def test_the_plan_of_record_92():
-    c = frontier.PRESETS["frontier"]
-    plans = [train_gpt.plan_of(c, step) for step in range(c.num_steps + 1)]
-    at = {}
-    for plan in plans[:-1]:
-        key = (
-            plan.micro_batches * plan.micro_batch_tokens,
-            plan.max_document_tokens,
-            *plan.windows,
-        )
-        at[key] = plan.step + 1
-    assert [(end, *key) for key, end in at.items()] == [
-        (320, 131_072, 896, 384, 128),
-        (681, 262_144, 2048, 896, 384),
-        (1107, 393_216, 3072, 1408, 640),
-        (1174, 327_680, 3072, 1408, 640),
-        (1194, 131_072, 3072, 1664, 768),
-    ]
-    assert plans[-1].windows == (2560, 768) and plans[1193].rotary_windows == (384, 896, 1408, 1664)
-    assert (
-        frontier.first_untied_step(c) == 1176 and train_gpt.tokens_of_steps(c, 1194) == 328_663_040
-    )
-    wanted = {
-        "lr_factor": {
-            0: 1,
-            234: 1,
-            235: 0.999255,
-            319: 0.936702,
-            320: 1.408383,
-            336: 1.387617,
-            514: 1.156596,
-            680: 0.941149,
-            681: 1.049989,
-            964: 0.619468,
-            1106: 0.403447,
-            1107: 0.391182,
-            1173: 0.301361,
-            1174: 0.3,
-            1193: 0.3,
-        },
-        "momentum": {0: 0.85, 120: 0.89, 240: 0.93, 1144: 0.93, 1145: 0.9284, 1193: 0.8516},
-        "second_token_weight": {
-            0: 0.5,
-            319: 0.5,
-            320: 0.5,
-            411: 0.373961,
-            501: 0.249307,
-            591: 0.124654,
-            680: 0.001385,
-            681: 0,
-        },
-        "third_token_weight": {0: 0.25, 160: 0.125, 319: 0.000781, 320: 0},
-        "prefix_weight": {
-            319: 0.25,
-            320: 0.2,
-            410: 0.2,
-            411: 0.15,
-            500: 0.15,
-            501: 0.1,
-            590: 0.1,
-            591: 0.05,
-            680: 0.05,
-            681: 0,
-        },
-    }
-    for name, values in wanted.items():
-        for step, value in values.items():
-            plan = plans[step]
-            assert (plan.scheduled | vars(plan))[name] == pytest.approx(value, abs=6e-7), (
-                name,
-                step,
-            )
+@pytest.mark.parametrize("preset", ["frontier", "frontier89"])
+def test_values_and_plan_are_those_of_the_record(preset, golden):
+    """The golden file has each value, and the plan around each change of its batches or windows and
+    in each 60th step."""
+    config = frontier.PRESETS[preset]
+    lines = [f"{name}: {value}" for name, value in train_gpt.json_of(config).items()]
+    lines.append(f"untied from step {frontier.first_untied_step(config)}")
+    kinds = []
+    for step in range(config.num_steps + 1):
+        plan = train_gpt.plan_of(config, step)
+        values = {name: f"{value:.6g}" for name, value in plan.scheduled.items()}
+        values |= {"lr_factor": f"{plan.lr_factor:.6g}", "momentum": f"{plan.momentum:.6g}"}
+        kind = plan.micro_batches, plan.micro_batch_tokens, plan.max_document_tokens, plan.windows
+        kinds.append((kind, f"step {step}: {[*kind]} {plan.rotary_windows} {values}"))
+    for step, (kind, line) in enumerate(kinds):
+        around = kinds[max(step - 1, 0) : step + 2]
+        if step % 60 == 0 or any(other != kind for other, _ in around):
+            lines.append(line)
+    golden(f"plan_{preset}", "\n".join(lines) + "\n")
 
 
 @pytest.mark.parametrize(
@@ -550,45 +436,6 @@ def test_the_prefix_of_a_token_is_the_longest_other_that_begins_it():
         and (model.prefixes[9:] == -1).all()
     )
     assert "prefixes" not in model.state_dict()
-
-
-@pytest.mark.parametrize("loss_tokens", [64, 24, 7])
-def test_the_objective_weighs_further_targets_and_the_loss_does_not(loss_tokens):
-    """In pieces of any size: targets of -1 and beyond the sequence count nothing. A weight of 0
-    computes nothing."""
-    x, y = tokens_of(11, 64)
-    y = y.clone()  # tokens_of returns views of one stream
-    y[20] = -1
-    model = shaken(small())
-    model.prefixes[:VOCAB] = torch.tensor(PREFIXES)
-    model.loss_tokens = loss_tokens
-    logs = logits_of(model, x, WINDOWS).double().log_softmax(-1)
-    ahead = [-sum(logs[t, y[t + k]] for t in range(64 - k) if t + k != 20).item() for k in range(3)]
-    of_prefixes = -sum(
-        logs[t, PREFIXES[y[t]]] for t in range(64) if t != 20 and PREFIXES[y[t]] >= 0
-    ).item()
-    rows = []
-    head = model.lm_head.forward
-    model.lm_head.forward = lambda x, targets, *weights: (
-        rows.append(len(targets)) or head(x, targets, *weights)
-    )
-    for second, third, prefix in (0.0, 0.0, 0.0), (0.5, 0.25, 0.0), (0.0, 2.0, 0.5):
-        scheduled = {
-            "second_token_weight": second,
-            "third_token_weight": third,
-            "prefix_weight": prefix,
-        }
-        model.apply_schedule(train_gpt.Plan(step=99, scheduled=scheduled))
-        objective, cross_entropy = model(x, y, WINDOWS)
-        wanted = sum(w * loss for w, loss in zip((1, second, third, prefix), (*ahead, of_prefixes)))
-        assert objective.item() == pytest.approx(wanted, rel=1e-6) and rows[-1] == 1 + sum(
-            w > 0 for w in (second, third, prefix)
-        )
-        assert (
-            cross_entropy.item() == pytest.approx(ahead[0], rel=1e-6)
-            and not cross_entropy.requires_grad
-        )
-    assert model.eval()(x, y, WINDOWS)[0].item() == pytest.approx(ahead[0], rel=1e-6)
 
 
 @pytest.mark.parametrize("layers", ["PinM S0inM LM", "PinM S0gdinM LM", "PqinM Sqv0inM LM"])

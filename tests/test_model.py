@@ -837,25 +837,6 @@ def test_parameter_groups_train_as_a_plain_second_training_does(tmp_path, tiny):
     plain.train(worker, 6)
 
 
-@torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
-def test_every_group_is_compiled(tiny, monkeypatch):
-    """Beyond its recompile limit torch only warns, and computes without compilation."""
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    config = dataclasses.replace(tiny, layers="M S SM S0 S0M L LM L1 L1M SM L0M", backout_layer=3)
-    model = shaken(config)
-    x, y = tokens_of(5, 40)
-    model.reach = train_gpt.longest_window(config)
-    wanted = model(x, y, train_gpt.Windows(12, 5))[0].item()
-    train_gpt.compile_parts(model)
-    before = train_gpt.compile_stats()[0]
-    assert model(x, y, train_gpt.Windows(12, 5))[0].item() == pytest.approx(wanted, rel=1e-5)
-    assert train_gpt.compile_stats()[0] - before == 2 + 2, (
-        "layers 0 to 3, whose output is saved, and the others; head and smear"
-    )
-    torch._dynamo.reset()
-
-
 # places for an idea
 
 

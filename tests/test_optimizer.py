@@ -312,49 +312,27 @@ def test_fp32_gradients_of_bf16_parameters_lose_no_bits(factor):
     assert errors[torch.float32] < 1e-4 < 0.01 < errors[torch.bfloat16]
 
 
-def test_adam_of_bf16_computes_in_float32_and_rounds_once():
-    """The moments have the parameter's dtype."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_adam_of_bf16_computes_in_float32_and_rounds_once(dtype):
+    """The moments have the parameter's dtype, or float32."""
     draw = torch.Generator().manual_seed(0)
     p, g = (torch.randn(500, generator=draw).bfloat16() for _ in range(2))
-    state = ONCE.init_state(p)
+    rule = dataclasses.replace(ONCE, fp32_moments=dtype == torch.float32)
+    state = rule.init_state(p)
     kept = g.clone()
-    assert {x.dtype for x in state.values()} == {torch.bfloat16}
+    assert {x.dtype for x in state.values()} == {dtype}
     for t in (1, 2):
         p32, g32, m32, v32 = (x.float() for x in (p, g, state["m"], state["v"]))
         m32 = 0.65 * m32 + 0.35 * g32
         v32 = 0.95 * v32 + 0.05 * g32 * g32
         p32 = p32 - 0.01 * math.sqrt(1 - 0.95**t) / (1 - 0.65**t) * m32 / (v32.sqrt() + 1e-8)
-        ONCE.update(p, g, state, ONCE.hyper(FULL, t))
+        rule.update(p, g, state, rule.hyper(FULL, t))
         for ours, plain in ((p, p32), (state["m"], m32), (state["v"], v32)):
+            rounding = 2**-8 if ours.dtype == torch.bfloat16 else 1e-6
+            assert torch.allclose(ours.float(), plain, rtol=rounding, atol=1e-30)
             same = ours == plain.bfloat16()
-            assert same.float().mean() > 0.99 and torch.allclose(
-                ours.float(), plain, rtol=2**-8, atol=1e-30
-            )
+            assert ours.dtype == torch.float32 or same.float().mean() > 0.99
     assert torch.equal(g, kept)
-
-
-def test_float32_moments_of_a_bf16_parameter_lose_no_bits():
-    """Compared with float64 on the same gradients. Moments in the parameter's dtype would lose
-    bits."""
-    draw = torch.Generator().manual_seed(0)
-    errors = {}
-    grads = torch.randn(9, 500, generator=draw).bfloat16()
-    for fp32 in (False, True):
-        p = torch.ones(500).bfloat16()
-        plain = reference.Adam(torch.ones(500, dtype=torch.float64))
-        rule = dataclasses.replace(ONCE, fp32_moments=fp32)
-        state = rule.init_state(p)
-        for t, g in enumerate(grads, 1):
-            rule.update(p, g, state, rule.hyper(FULL, t))
-            plain.step(g.double(), lr=0.01)
-        assert p.dtype == torch.bfloat16 and {x.dtype for x in state.values()} == {
-            torch.float32 if fp32 else torch.bfloat16
-        }
-        errors[fp32] = max(
-            ((state[key] - getattr(plain, key)).norm() / getattr(plain, key).norm()).item()
-            for key in "mv"
-        )
-    assert errors[True] < 1e-6 < 1e-3 < errors[False]
 
 
 def test_a_transposed_gradient_lands_right():
@@ -365,18 +343,6 @@ def test_a_transposed_gradient_lands_right():
         p.grad = g.T
         bucket.add_grad(bucket.slots[0], 1.0)
     assert torch.equal(bucket.slots[0].grad, 2 * g.T)
-
-
-def test_memory_is_that_of_parameters_gradients_and_a_share_of_the_state(tiny):
-    for ranks in (1, 2, 4):
-        model = train_gpt.build_model(tiny, train_gpt.Encoding(64, BOS))
-        specs = train_gpt.specs_of(tiny, model)
-        numel = sum(p.numel() for p in model.parameters())
-        buckets = train_gpt.fill_buckets(specs, 1e12, 0, ranks)
-        held = sum(bucket.param_data.numel() for bucket in buckets)
-        state = sum(x.numel() for bucket in buckets for x in bucket.state.values())
-        assert numel <= held == sum(bucket.grad_data.numel() for bucket in buckets) < 1.1 * numel
-        assert state <= 2 * held / ranks
 
 
 # hooks, order, errors

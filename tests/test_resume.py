@@ -314,12 +314,6 @@ def test_a_buffer_of_the_model_is_restored_after_the_warm_up_saved_and_resumed(
     changes = {"save_model": "true", "warmup_steps": 3}
     on_ranks(2, train_with_buffer, flags("whole", **changes))
     on_ranks(2, train_with_buffer, flags("killed", **changes), 7)
-    on_ranks(
-        1,
-        train_with_buffer,
-        flags("from", **changes, init_from=tmp_path / "killed.step000006.ckpt"),
-        5,
-    )
     on_ranks(2, train_with_buffer, ["--resume", str(tmp_path / "killed.txt")])
     whole = end_of(tmp_path / "whole.txt")
     resumed = end_of(tmp_path / "killed.txt")
@@ -389,25 +383,6 @@ def goes_on_at_any_number_of_ranks(
     ]
     losses = train_losses(tmp_path / "whole.txt")
     assert train_losses(tmp_path / "killed.txt") == losses and len(losses) == 9
-
-
-def test_other_ranks_and_buckets_train_on_the_same_tokens(flags, on_ranks, tmp_path):
-    on_ranks(2, train, flags("whole", **SEVERAL))
-    on_ranks(2, train, flags("killed", **SEVERAL), 5)
-    on_ranks(
-        3,
-        train,
-        ["--resume", str(tmp_path / "killed.txt"), "--bucket_mb", "0.05", "--sync", "step"],
-        7,
-    )
-    on_ranks(1, train, ["--resume", str(tmp_path / "killed.step000006.ckpt"), "--bucket_mb", "0"])
-    whole = end_of(tmp_path / "whole.txt")
-    resumed = end_of(tmp_path / "killed.txt")
-    assert (
-        whole["train_digest"] == resumed["train_digest"]
-        and whole["train_tokens"] == resumed["train_tokens"]
-    )
-    assert resumed["final_val_loss"] == pytest.approx(whole["final_val_loss"], abs=1e-5)
 
 
 def test_a_clock_that_goes_on_adds_what_it_named_before():

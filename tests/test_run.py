@@ -175,13 +175,6 @@ def test_log_holds_the_whole_experiment(one):
             "sha256": hashlib.sha256(shard.read_bytes()).hexdigest(),
         }
     ]
-    assert start["hardware"]["cores"] and start["race"] is start["init_from"] is None
-    assert start["planned"] == {"steps": 12, "train_tokens": 12 * 96}
-    (host,) = start["hosts"]
-    assert host["ranks"] == [0] and host["source_sha256"] == start["source_sha256"]
-    assert {name: host[name] for name in ("hardware", "versions")} == {
-        name: start[name] for name in ("hardware", "versions")
-    }
     trained = [line for line in steps if "val_loss" not in line]
     assert len(trained) == 12
     for i, line in enumerate(trained, 1):
@@ -225,11 +218,7 @@ def test_log_holds_the_whole_experiment(one):
         end["seconds_outside_clock"].values()
     ) == pytest.approx(end["wall_seconds"], abs=1.0)
     assert end["reached"] == (end["final_val_loss"] <= 3.0)
-    assert ("target reached" if end["reached"] else "target missed") in printed and str(
-        path
-    ) in printed
-    assert f"preset speedrun: 1 rank(s) on {start['hardware']['device']}" in printed
-    assert "12 steps of 96 tokens, validation on 999 tokens" in printed
+    assert str(path) in printed
     assert all(float(line.rpartition(":")[2]) > 0 for line in steps[2:] if "train_loss" in line)
 
 

@@ -11,7 +11,7 @@ here, in test_optimizer.py, test_resume.py or test_run.py; test_the_table_names_
                                 test_update_order_forward_updates_the_first_layers_first
     A4 deterministic groups     test_ranks_that_differ_all_get_an_error_that_names_the_difference
     A5 sync once a step         test_only_the_last_micro_batch_sends, test_adam_updates_every_second_step_on_the_sum_of_both
-    A6 sharded state, averages  test_memory_is_that_of_parameters_gradients_and_a_share_of_the_state,
+    A6 sharded state, averages  test_preflight.py,
                                 test_random_programs_train_as_with_torch
     A7 gathers all waited for   test_nothing_is_read_before_it_has_come
     A8 missing gradient         test_a_parameter_without_a_gradient_is_an_error_with_its_name_and_count
@@ -26,7 +26,7 @@ here, in test_optimizer.py, test_resume.py or test_run.py; test_the_table_names_
                                 test_fp32_gradients_of_bf16_parameters_lose_no_bits
     B4 equal shards             test_shards_are_equal_and_cover_every_parameter_once
     B5 add and drop             test_random_programs_train_as_with_torch
-    B6 memory                   test_memory_is_that_of_parameters_gradients_and_a_share_of_the_state,
+    B6 memory                   test_preflight.py,
                                 test_earlier_gradients_are_freed_when_one_arrives
     C1 count, C2 in any order   test_a_bucket_is_launched_at_its_last_gradient
     C3 tied                     test_a_tied_parameter_is_ready_once_after_all_its_uses
