@@ -300,7 +300,7 @@ class PlainFlashAttention3(PlainFlashAttention):
     def flash_attn_varlen_func(
         self, *inputs, softmax_scale, causal, window_size, num_splits, return_attn_probs
     ):
-        assert num_splits == 1, "the keys of a query are split, and a second kernel adds them up"
+        assert num_splits == 1, f"num_splits is {num_splits}: another kernel adds the parts up"
         assert causal and return_attn_probs and not torch.is_grad_enabled(), (
             "its own autograd function would run too"
         )

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -514,111 +515,33 @@ def started(monkeypatch, tmp_path):
 RANKS = "[{}][train_gpt.py]"
 
 
-@pytest.mark.parametrize(
-    "seen, typed, expected",
-    [
-        (0, [], ["[PY][data/stdlib.py]", RANKS.format(2) + "[--preset][laptop]"]),
-        (
-            0,
-            ["--preset=laptop", "--train_files", "mine*"],
-            [RANKS.format(2) + "[--preset][laptop][--train_files][mine*][--target_val_loss][0]"],
-        ),
-        (
-            0,
-            ["--init_from", "a run.ckpt", "--layers", "- S0M"],
-            [
-                "[PY][data/stdlib.py]",
-                RANKS.format(2)
-                + "[--preset][laptop][--layers][- S0M][--init_from][HERE/a run.ckpt]",
-            ],
-        ),
-        (
-            0,
-            ["--resume", "race.jsonl", "--vs", "../theirs", "--cmd", "x y"],
-            ["[launch/race.py][--resume][HERE/race.jsonl][--cmd][x y][--vs][../theirs]"],
-        ),
-        (
-            0,
-            [
-                "-n",
-                "2",
-                "--vs",
-                "--muon_lr 0.05 --adam-lr -1e-3 --train_files 'data/own-x y/*.bin'",
-                "--vs=--b -0.5",
-                "--adam-lr",
-                "1e-3",
-            ],
-            [
-                "[PY][data/stdlib.py]",
-                "[launch/race.py][-n][2][--vs][--muon_lr 0.05 --adam-lr -1e-3 --train_files"
-                " 'data/own-x y/*.bin'][--vs][--b"
-                " -0.5][--ranks][2][--][--preset][laptop][--adam_lr][1e-3]",
-            ],
-        ),
-        (
-            0,
-            ["--muon-lr", ".05", "--init-from=m", "--max_n", "9", "--until_decided"],
-            [
-                "[PY][data/stdlib.py]",
-                "[launch/race.py][--max-n][9][--until-decided][--ranks][2][--][--preset][laptop][--muon_lr][.05][--init_from][m]",
-            ],
-        ),
-        (
-            0,
-            ["--trial", "--seed", "1"],
-            [
-                "[PY][data/stdlib.py]",
-                RANKS.format(2)
-                + "[--preset][laptop][--num_steps][20][--val_tokens][16384][--seed][1][--target_val_loss][0]",
-            ],
-        ),
-        (
-            8,
-            ["-n", "3", "--trial", "--num_steps", "9"],
-            [
-                "[PY][data/fineweb.py][9]",
-                "[PY][-I][launch/preflight.py][--ranks=8][--preset][speedrun]"
-                "[--num_steps][20][--val_tokens][4194304][--num_steps][9][--target_val_loss][0]",
-                "[launch/race.py][-n][3][--trial][--ranks][8][--][--preset][speedrun]"
-                "[--num_steps][20][--val_tokens][4194304][--num_steps][9][--target_val_loss][0]",
-            ],
-        ),
-        (
-            8,
-            [
-                "-n",
-                "5",
-                "--vs",
-                "../theirs",
-                "--cmd",
-                "torchrun --nproc_per_node=8 train_gpt.py",
-                "--preset",
-                "laptop",
-            ],
-            [
-                "[PY][data/stdlib.py]",
-                "[PY][-I][launch/preflight.py][--ranks=2][--preset][laptop]",
-                "[launch/race.py][-n][5][--cmd][torchrun --nproc_per_node=8"
-                " train_gpt.py][--vs][../theirs][--ranks][2][--][--preset][laptop]",
-            ],
-        ),
-        (
-            8,
-            ["-n", "5", "--vs", "--preset frontier"],
-            [
-                "[PY][data/fineweb.py][9]",
-                "[PY][-I][launch/preflight.py][--ranks=8][--preset][speedrun]",
-                "[launch/race.py][-n][5][--vs][--preset"
-                " frontier][--ranks][8][--][--preset][speedrun]",
-            ],
-        ),
-    ],
+STARTED = (  # GPUs, and the words of run.sh
+    (0, ""),
+    (0, "--preset=laptop --train_files 'mine*'"),
+    (0, "--init_from 'a run.ckpt' --layers '- S0M'"),
+    (0, "--resume race.jsonl --vs ../theirs --cmd 'x y'"),
+    (
+        0,
+        "-n 2 --vs \"--muon_lr 0.05 --adam-lr -1e-3 --train_files 'data/own-x y/*.bin'\""
+        " '--vs=--b -0.5'",
+    ),
+    (0, "--muon-lr .05 --init-from=m --max_n 9 --until_decided"),
+    (0, "--trial --seed 1"),
+    (8, "-n 3 --trial --num_steps 9"),
+    (8, "-n 5 --vs ../theirs --cmd 'torchrun --nproc_per_node=8 train_gpt.py' --preset laptop"),
+    (8, "-n 5 --vs '--preset frontier'"),
+    (7, "--seed 3"),
 )
-def test_what_is_started(started, gpus, tmp_path, seen, typed, expected):
-    gpus(seen)
+
+
+def test_what_is_started(started, gpus, tmp_path, golden):
     (tmp_path / "a run.ckpt").touch()
     (tmp_path / "race.jsonl").touch()
-    assert started(*typed) == expected
+    shown = []
+    for seen, typed in STARTED:
+        gpus(seen)
+        shown += [f"{seen} GPUs, {typed}: {call}\n" for call in started(*shlex.split(typed))]
+    golden("started", "".join(shown))
 
 
 @pytest.mark.parametrize(
