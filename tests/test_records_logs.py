@@ -581,7 +581,8 @@ def lone(step_0="", start=""):
 
 
 BEFORE = "step:0/20 val_loss:10.8258 train_time:0.0s"  # every run begins so
-ONE, TWO = "import torch, one\n", "import torch, two\n"
+ONE = "import torch, one\n"
+TWO = "import torch, two\n"
 FOLDERS = {  # what tests/golden/log_folders.txt shows of each
     "byte-identical": [text(COMMON), text(COMMON), gzip.compress(text(COMMON).encode())],
     # a log, its console capture without source, and the summary that a driver script printed of it

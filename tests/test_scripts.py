@@ -365,29 +365,6 @@ def test_ways_to_start(tree, words, folder, settings):
     )
 
 
-def test_files_keep_their_bytes_on_systems_with_other_line_ends(tmp_path):
-    git = [
-        "git",
-        "-c",
-        "core.autocrlf=true",
-        "-c",
-        "user.name=me",
-        "-c",
-        "user.email=me@example.org",
-    ]
-    for name in ".gitattributes", "run.sh":
-        (tmp_path / "a").mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / "a")
-    for words in (
-        ["init", "-q", "a"],
-        ["-C", "a", "add", "."],
-        ["-C", "a", "commit", "-qm", "x"],
-        ["clone", "-q", "a", "b"],
-    ):
-        subprocess.run([*git, *words], cwd=tmp_path, check=True)
-    assert (tmp_path / "b" / "run.sh").read_bytes() == (ROOT / "run.sh").read_bytes()
-
-
 def test_what_keeps_venv_from_its_work_is_said(tree):
     tree.script(
         tree.play / "python3",
