@@ -280,7 +280,7 @@ def with_a_broken_rank(comm, config, which):
     """What preflight finds on each rank if one is broken."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if which == "attention" and comm.rank == 1:
-            break_window(monkeypatch, -6, -2)
+            break_window(monkeypatch, -26, -12)
         worker = trainer_of(config, deaf(comm, which))
         rows, broken = preflight.check_parts(worker)
     return [row[0] for row in rows[-4:]], failed(rows), broken and (broken.name, broken.fallback)
