@@ -53,8 +53,8 @@ OUTCOMES = {
     0.5: 1.00015,
     1 / 1.05: 1.000401,
 }
-FROM = 514
-LAST = 600
+FROM = 60
+LAST = 100
 FACTORS = {"qk": 1.0, "vo": 1.0, "fc": 1.91485, "proj": 3.82971}
 # stored; and as matrices, with the axis of the means:
 SHAPES = {"qk": (12, 24), "vo": (24, 12), "fc": (12, 20), "proj": (12, 20)}
@@ -118,7 +118,7 @@ def anvil_by_hand(momenta, rates):
             for i, p in enumerate(whole.reshape(-1, rows, columns)):
                 g = g_all[i]
                 fast, slow, second = state.get((name, i), (0 * g, 0 * g, 0.0))
-                beta_fast, share = (beta, 1.0) if step < 514 else (0.85, 0.4385)
+                beta_fast, share = (beta, 1.0) if step < FROM else (0.85, 0.4385)
                 fast = fast + (1 - beta_fast) * (g - fast)
                 slow = slow + 0.02 * (g - slow)
                 u = (1 - beta) * g + beta * (share * fast + (1 - share) * slow)
@@ -176,8 +176,8 @@ def test_anvil_is_its_specification_across_the_step_that_blends(on_ranks, ranks)
         [0.85 + 0.08 * min(1, step / 240) for step in range(LAST)],
         [plan.lr_factor for plan in plans],
     )
-    (_, state), *_ = on_ranks(ranks, banks, 520)
-    for ours, _ in on_ranks(ranks, banks, LAST, 520, state):
+    (_, state), *_ = on_ranks(ranks, banks, FROM + 4)
+    for ours, _ in on_ranks(ranks, banks, LAST, FROM + 4, state):
         for name in SHAPES:
             close(ours[name], right[name])
     decay = math.prod(1 - 0.023 * 2.25 * 0.023 * plan.lr_factor**2 for plan in plans)
