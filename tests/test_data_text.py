@@ -142,21 +142,6 @@ def write_jsonl(path, documents, field="text"):
 # Text and tokens
 
 
-def test_one_text_is_cut_at_the_end_of_a_line(convert, tmp_path):
-    whole = PROSE * 200
-    (tmp_path / "book.txt").write_text(whole)
-    done = convert("book.txt", "--encoding", "bytes")
-    assert done.returncode == 0, done.stderr
-    train = texts_of(tmp_path / "out", "train")
-    val = texts_of(tmp_path / "out", "val")
-    assert len(train) == len(val) == 1 and train[0] + val[0] == whole and train[0].endswith("\n")
-    assert 0.1 <= len(val[0].encode()) / len(whole.encode()) < 0.11
-    assert (tmp_path / "out" / "out_val_000000.bin").exists() and (
-        tmp_path / "out" / "out_train_000001.bin"
-    ).exists()
-    check_manifest(tmp_path / "out", BYTES)
-
-
 def test_gpt2_tokens_are_tiktokens_own(convert, tmp_path, gpt2):
     documents = [f"{i}: {PROSE * (i % 7)}<|endoftext|>" for i in range(60)]
     write_jsonl(tmp_path / "d.jsonl", documents)

@@ -1,7 +1,6 @@
 """The simulated GPU: its log, the model of times and the page, on small logs; whole runs if
 dry_gpu/setup was run."""
 
-import contextlib
 import importlib.machinery
 import importlib.util
 import os
@@ -12,15 +11,12 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-import torch
-
-import train_gpt
 
 from conftest import DRY_GPU_HOME as HOME
 
 DRY = Path(__file__).resolve().parent.parent / "dry_gpu"
 sys.path.insert(0, str(DRY))
-simulate, page, order = map(importlib.import_module, ("simulate", "page", "order"))
+simulate, page = map(importlib.import_module, ("simulate", "page"))
 sys.path.remove(str(DRY))
 
 RATES = simulate.Rates(
@@ -622,71 +618,6 @@ def test_counted_bytes_and_flops(dry, tmp_path):
     # L: 2 blocks of 128 x 128 pairs. P: 512 positions of half the width, 4 blocks and those one
     # back in the document
     assert float(done.stdout) == 4 * 512 * 128**2 * (2 + (4 + 2) / 2) / 2
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_copy_of_the_losses_waits_for_them(monkeypatch, ranks):
-    """Without a GPU: streams, events and tensors of a GPU are replaced by ones that write a log
-    for dry_gpu/order.py."""
-    log = []
-    streams = ["main"]
-
-    def say(stream, kind, name="", *numbers):
-        log.append(simulate.Event(stream, kind, name, numbers))
-
-    class Stream:
-        def __init__(self, name="copies"):
-            self.name = name
-
-        def wait_stream(self, other):
-            say(other.name, "EVENT", "", len(log))
-            say(self.name, "WAIT", "", len(log) - 1)
-
-    @contextlib.contextmanager
-    def on_stream(stream):
-        streams.append(stream.name)
-        yield
-        streams.pop()
-
-    class OnGpu(torch.Tensor):
-        is_cuda = property(lambda self: True)
-
-        def record_stream(self, stream):
-            pass
-
-        def __setitem__(self, key, values):
-            say(streams[-1], "USE", "losses", self.data_ptr(), self.data_ptr() + self.nbytes, 1)
-            super().__setitem__(key, values)
-
-        def copy_(self, source, non_blocking):
-            say(streams[-1], "USE", "copy", source.data_ptr(), source.data_ptr() + source.nbytes, 0)
-            return self
-
-    class Comm(train_gpt.Comm):
-        def start_all_reduce(self, x):
-            if self.ranks == 1:
-                return super().start_all_reduce(x)
-            Stream("nccl").wait_stream(Stream(streams[-1]))
-            say("nccl", "USE", "sum", x.data_ptr(), x.data_ptr() + x.nbytes, 1)
-            return Namespace(wait=lambda: Stream(streams[-1]).wait_stream(Stream("nccl")))
-
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: Namespace(record=int))
-    monkeypatch.setattr(torch.cuda, "stream", on_stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(streams[-1]))
-    empty = torch.empty
-    monkeypatch.setattr(
-        torch, "empty", lambda *size, pin_memory, **more: empty(*size, **more).as_subclass(OnGpu)
-    )
-    clock = Namespace(device=Namespace(type="cuda"), read=float)
-    comm = Comm()
-    comm.ranks = ranks
-    losses = train_gpt.TrainLosses(train_gpt.Config(), comm, clock, None)
-    losses.record(
-        train_gpt.plan_of(train_gpt.Config(), 0), [torch.ones(()).as_subclass(OnGpu)] * (8 // ranks)
-    )
-    uses, unordered = order.check(log)
-    assert uses == 1 + ranks and not unordered
 
 
 SUMMED_LOSSES = """

@@ -12,7 +12,7 @@ import torch
 import frontier
 import sample
 import train_gpt
-from conftest import TINY, write_gpt2_tokens, write_shard
+from conftest import write_gpt2_tokens, write_shard
 from frontier import AdamGroup, MuonGroup
 from test_frontier import (
     bigram_rows_by_hand,
@@ -53,8 +53,8 @@ OUTCOMES = {
     0.5: 1.00015,
     1 / 1.05: 1.000401,
 }
-FROM = 514
-LAST = 600
+FROM = 60
+LAST = 100
 FACTORS = {"qk": 1.0, "vo": 1.0, "fc": 1.91485, "proj": 3.82971}
 # stored; and as matrices, with the axis of the means:
 SHAPES = {"qk": (12, 24), "vo": (24, 12), "fc": (12, 20), "proj": (12, 20)}
@@ -118,7 +118,7 @@ def anvil_by_hand(momenta, rates):
             for i, p in enumerate(whole.reshape(-1, rows, columns)):
                 g = g_all[i]
                 fast, slow, second = state.get((name, i), (0 * g, 0 * g, 0.0))
-                beta_fast, share = (beta, 1.0) if step < 514 else (0.85, 0.4385)
+                beta_fast, share = (beta, 1.0) if step < FROM else (0.85, 0.4385)
                 fast = fast + (1 - beta_fast) * (g - fast)
                 slow = slow + 0.02 * (g - slow)
                 u = (1 - beta) * g + beta * (share * fast + (1 - share) * slow)
@@ -176,39 +176,12 @@ def test_anvil_is_its_specification_across_the_step_that_blends(on_ranks, ranks)
         [0.85 + 0.08 * min(1, step / 240) for step in range(LAST)],
         [plan.lr_factor for plan in plans],
     )
-    (_, state), *_ = on_ranks(ranks, banks, 520)
-    for ours, _ in on_ranks(ranks, banks, LAST, 520, state):
+    (_, state), *_ = on_ranks(ranks, banks, FROM + 4)
+    for ours, _ in on_ranks(ranks, banks, LAST, FROM + 4, state):
         for name in SHAPES:
             close(ours[name], right[name])
     decay = math.prod(1 - 0.023 * 2.25 * 0.023 * plan.lr_factor**2 for plan in plans)
     close(right["vo"][[3, 5]], decay * first_weights()["vo"][[3, 5]])
-
-
-def test_anvil_is_off_in_record_89_and_its_multipliers_are_record_92_s():
-    config = small(model_dim=48, num_heads=6)
-    model = train_gpt.build_model(config, train_gpt.Encoding(64, 63))
-    assert {type(spec.rule) for spec in train_gpt.specs_of(config, model)} == {
-        frontier.Adam,
-        train_gpt.NorMuon,
-    }
-    config = dataclasses.replace(config, param_groups=BANKS.param_groups)
-    specs = {
-        spec.name.partition(".")[2].partition(".")[2]: spec
-        for spec in train_gpt.specs_of(config, model)
-        if spec.name.startswith("blocks.2.")
-    }
-    assert [specs[name].scale for name in ("attn.qk", "attn.vo", "mlp.fc", "mlp.proj")] == [
-        1,
-        1,
-        1.91485,
-        3.82971,
-    ]
-    assert all(
-        specs[name].rule.blend_from == 514 for name in ("attn.qk", "attn.vo", "mlp.fc", "mlp.proj")
-    )
-    assert 1.91485 == pytest.approx(math.sqrt(2816 / 768), abs=1e-5) and 3.82971 == pytest.approx(
-        2 * 1.91485, abs=1e-4
-    )
 
 
 # DocCopy
@@ -296,15 +269,6 @@ def test_candidates_are_those_of_the_definition(seed):
         for _, kind in candidates_by_hand(*[some_text(seed, 300, 12)] * 2, BOS)
     }
     assert {(kind - 1) // 3 for kind in kinds - {0}} == {*range(10)} and 0 in kinds
-
-
-def test_a_candidate_does_not_depend_on_later_tokens():
-    text = some_text(7, 200, 6)
-    whole = find(text)
-    for end in (1, 2, 33, 100, 199):
-        assert (
-            find(text[:end]) == whole[:end] == find(text[:end] + some_text(end, 200 - end, 6))[:end]
-        )
 
 
 def test_the_search_is_one_graph():
@@ -584,37 +548,6 @@ def test_n_grams_and_candidates_are_compared_by_normalized_ids_alone(gpt2):
 
 
 ANVIL = ", ".join(f'MuonGroup("{kind}", anvil_from=5)' for kind in ("attn", "mlp_fc", "mlp_proj"))
-
-
-def test_exact_runs_go_on_at_any_number_of_ranks_and_the_warm_up_leaves_no_trace(
-    flags, on_ranks, tmp_path
-):  # noqa: F811
-    """Stopped before and after ANVIL blends in its slow momentum; with one rank, then two, then
-    one."""
-    exact = dict(
-        world_size_invariant="true",
-        save_every=1,
-        num_steps=9,
-        val_every=0,
-        param_groups=ANVIL,
-        doc_copy="true",
-        untie_at=0.5,
-    )
-    on_ranks(1, train, flags("whole", **exact), -1, frontier.PRESETS)
-    on_ranks(1, train, flags("killed", **exact, warmup_steps=9), 4, frontier.PRESETS)
-    for ranks, kill_at in ((2, 7), (1, -1)):
-        on_ranks(
-            ranks,
-            train,
-            ["--resume", str(tmp_path / "killed.txt"), "--warmup_steps", "4"],
-            kill_at,
-            frontier.PRESETS,
-        )
-    whole = end_of(tmp_path / "whole.txt")
-    resumed = end_of(tmp_path / "killed.txt")
-    assert resumed["resumed"] == 2
-    for key in ("final_state_hash", "train_digest", "final_val_loss", "model_hash"):
-        assert whole[key] == resumed[key], key
 
 
 def test_a_saved_model_is_the_one_that_was_validated(gpt2, flags, on_ranks, tmp_path):  # noqa: F811

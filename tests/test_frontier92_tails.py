@@ -3,7 +3,6 @@ description of record 92."""
 
 import dataclasses
 import math
-import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +11,6 @@ import torch
 
 import frontier
 import train_gpt
-from conftest import some_documents, write_shard
 from frontier import Stage, Tail
 from test_frontier import flags, small, worker_of  # noqa: F401, a fixture
 from test_model import ENCODING, make_trainer, shake, tokens_of
@@ -510,93 +508,6 @@ def test_the_head_s_gather_has_ended_before_its_rows_are_read(tmp_path):
     for step in range(3):
         plan = train_gpt.plan_of(config, step)
         assert torch.stack(worker.step(plan, worker.stream.next_batch(plan))).isfinite().all(), step
-
-
-# runs
-
-
-@pytest.fixture
-def larger(flags, tmp_path):  # noqa: F811
-    """flags of runs with 600 tokens."""
-    for split, seed in ("train", 1), ("val", 3):
-        write_shard(
-            tmp_path / f"larger_{split}_1.bin",
-            some_documents(seed, 6000 if seed == 1 else 500, *LARGER),
-            *LARGER,
-        )
-    return lambda run_id, **changes: flags(
-        run_id,
-        **{f"{split}_files": tmp_path / f"larger_{split}_*.bin" for split in ("train", "val")},
-        **changes,
-    )
-
-
-BOTH = dict(
-    tails=(
-        'Tail("head embed", 5, 2, 1, .3, blend=.65), Tail("value_embeds vo", 4, rate=.2), Tail("vo'
-        ' qk mlp", 6, 2, 1, .1, final_steps=2, blend=.5)'
-    ),
-    stages=(
-        "Stage(until=1/2, long_window=2, candidates=64), Stage(long_window=4, candidates=96),"
-        " Stage(extra_steps=2, long_window=6)"
-    ),
-)
-
-
-def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(larger, on_ranks, tmp_path):
-    """Two ranks, with a warm-up; resumed before step 4, when averages and offsets are under way."""
-    kill_and_resume(
-        larger,
-        on_ranks,
-        tmp_path,
-        {
-            "save_every": 4,
-            "warmup_steps": 6,
-            "untie_at": 0.7,
-            "overlap_param_gather": "true",
-            **BOTH,
-        },
-        [4],
-        frontier.PRESETS,
-    )
-
-
-def test_exact_runs_are_the_same_on_one_and_two_ranks_and_after_a_warm_up(
-    larger, on_ranks, tmp_path
-):
-    exact = dict(world_size_invariant="true", untie_at=0.4, val_every=0, dtype="bfloat16", **BOTH)
-    on_ranks(1, train, larger("one", **exact, save_model="true"), -1, frontier.PRESETS)
-    on_ranks(2, train, larger("two", **exact, warmup_steps=6), -1, frontier.PRESETS)
-    on_ranks(1, train, larger("stopped", **exact, save_every=1), 6, frontier.PRESETS)
-    on_ranks(
-        2,
-        train,
-        ["--resume", str(tmp_path / "stopped.txt"), "--bucket_mb", "0.01"],
-        -1,
-        frontier.PRESETS,
-    )
-    one, two, resumed = (end_of(tmp_path / f"{name}.txt") for name in ("one", "two", "stopped"))
-    assert one["final_state_hash"] == two["final_state_hash"] == resumed["final_state_hash"]
-    assert (
-        one["final_val_loss"] == two["final_val_loss"]
-        and two["state_hash"]["before_warmup"] == two["state_hash"]["after_warmup"]
-    )
-    assert (
-        re.findall(r"^step:.* train_loss:\S+(.*)", (tmp_path / "one.txt").read_text(), re.M)
-        == [" candidates:64"] * 3 + [" candidates:96"] * 3 + [""] * 2
-    )
-    # the saved model is the one that was validated
-    config = train_gpt.parse_config(larger("one", **exact), "frontier", frontier.PRESETS)[1]
-    model = train_gpt.build_model(config, LARGER)
-    train_gpt.load_parameters(model, train_gpt.load_file(tmp_path / "one.pt"))
-    plan = train_gpt.plan_of(config, config.num_steps)
-    val = train_gpt.find_shards(config.val_files)
-    model.apply_schedule(plan)
-    sequences = train_gpt.validation_sequences(val, config.val_tokens, config.val_len)
-    assert (
-        train_gpt.validate(model, sequences, plan.windows, train_gpt.Comm(), torch.device("cpu"))[0]
-        == one["final_val_loss"]
-    )
 
 
 def test_without_averages_and_candidates_a_run_keeps_no_state_of_them(corpus):  # noqa: F811

@@ -4,9 +4,7 @@ training step by step."""
 import copy
 import dataclasses
 import functools
-import inspect
 import math
-import re
 import sys
 
 import numpy as np
@@ -180,78 +178,21 @@ def test_loss_and_gradients_are_those_of_the_record_and_of_n_gram_tables(tiny):
     compare(model, model(x, y, train_gpt.Windows(12, 4))[0], plain, expected)
 
 
-def test_ngram_tables_start_at_zero_and_change_no_other_initial_value(tiny):
-    plain, model = (
-        train_gpt.build_model(
-            dataclasses.replace(tiny, ngrams=tables), train_gpt.Encoding(VOCAB, BOS)
-        )
-        for tables in ((), (train_gpt.Ngrams(2, 50, 8),))
-    )
-    for (name, p), (other, q) in zip(
-        plain.named_parameters(),
-        [item for item in model.named_parameters() if not item[0].startswith("ngrams")],
-        strict=True,
-    ):
-        assert name == other and torch.equal(p, q)
-    assert not model.ngrams[0].weight.any() and model.ngrams[0].signs.unique().tolist() == [-1, 1]
-    x, y = tokens_of(5, 40)
-    assert torch.equal(
-        plain(x, y, train_gpt.Windows(12, 4))[0], model(x, y, train_gpt.Windows(12, 4))[0]
-    )
+def initial_values(model):
+    """-> a line a parameter: its values, or their spread if there are many."""
+    lines = []
+    for name, p in model.named_parameters():
+        shown = f"std {p.std().item():.1g}, at most {p.abs().max().item():.2g}"
+        if len(p.unique()) < 9:
+            shown = p.flatten().tolist() if p.numel() < 200 else p.unique().tolist()
+            shown = [round(value, 4) for value in shown]
+        lines.append(f"{name} {[*p.shape]}: {shown}\n")
+    return lines
 
 
-def test_initial_values_are_those_of_the_record(tiny):
-    model = train_gpt.build_model(
-        dataclasses.replace(tiny, model_dim=64), train_gpt.Encoding(1000, 999)
-    )
-    p = dict(model.named_parameters())
-    assert p["embed.weight"].shape == (1024, 64), "the vocabulary is padded to a multiple of 128"
-    assert p["embed.weight"].std().item() == pytest.approx(1, abs=0.02)
-    bound = math.sqrt(3) * 0.5 / math.sqrt(64)
-    for name in ("blocks.1.attn.qkvo", "blocks.1.mlp.fc"):
-        learned = p[name].reshape(-1)[: 3 * 64 * 64]
-        assert learned.abs().max() <= bound and learned.std().item() == pytest.approx(
-            bound / math.sqrt(3), rel=0.03
-        )
-    for name, x in p.items():
-        if name.endswith(("proj", "gate")) or name == "lm_head.weight":
-            assert not x.any(), name
-    assert not p["blocks.1.attn.qkvo"].view(4, 64, 64)[3].any()
-    assert p["scalars"].tolist() == [-1.5] * 5 + [1.0, 0.0] * 12 + [0.5] * 24 + [0.0, 0.5]
-    assert "blocks.7.attn.qkvo" not in p and "blocks.0.mlp.fc" not in p and "blocks.7.mlp.fc" in p
-
-
-def test_record_model_has_the_record_s_size(monkeypatch):
-    # random numbers take seconds
-    monkeypatch.setattr(torch.nn.Embedding, "reset_parameters", lambda self: None)
-    monkeypatch.setattr(
-        train_gpt, "uniform", lambda rows, columns, fan_in: torch.empty(rows, columns)
-    )
-    monkeypatch.setattr(train_gpt, "Rotary", lambda *sizes: None)
-    with torch.device("meta"):
-        model = train_gpt.GPT(train_gpt.Config(), train_gpt.Encoding(50257, 50256))
-    matrices = sum(
-        p.numel()
-        for name, p in model.named_parameters()
-        if name.endswith(("qkvo", "mlp.fc", "mlp.proj"))
-    )
-    assert matrices == 32 * 768 * 3072
-    assert (
-        model.embed.weight.numel() == model.lm_head.weight.numel() == 50304 * 768
-        and len(model.value_embeds) == 3
-    )
-
-
-def test_a_later_token_changes_no_earlier_logits(tiny):
-    model = shaken(tiny).eval()
-    x, _ = tokens_of(6, 64)
-    windows = train_gpt.Windows(16, 8)
-    before = logits_of(model, x, windows)
-    for at in (1, 17, 40, 63):
-        changed = x.clone()
-        changed[at] = (changed[at] + 5) % 60
-        after = logits_of(model, changed, windows)
-        assert torch.equal(before[:at], after[:at]) and not torch.equal(before[at], after[at])
+def test_initial_values_are_those_of_the_record(tiny, golden):
+    config = dataclasses.replace(tiny, model_dim=64)
+    golden("initial_speedrun", "".join(initial_values(train_gpt.build_model(config, ENCODING))))
 
 
 def dense_mask(docs, window):
@@ -264,17 +205,6 @@ def dense_attention(q, k, v, docs, window):
     """The definition of attention, over all pairs of tokens [T, H, D]."""
     scores = torch.einsum("qhd,khd->hqk", q, k).masked_fill(~dense_mask(docs, window), -math.inf)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
-
-
-def test_attention_stays_inside_document_and_window(monkeypatch):
-    monkeypatch.setitem(train_gpt.MASK_PIECE, "cpu", 4)
-    docs = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2])
-    mask = train_gpt.mask_in_pieces(docs, 2, 2, torch.float32).exp()
-    for q in range(8):
-        for k in range(q // 4 * 4 - 2, q // 4 * 4 + 4):
-            assert mask[q // 4, q % 4, k + 2 - q // 4 * 4].item() == (
-                0 <= k <= q <= k + 2 and docs[q] == docs[k]
-            ), (q, k)
 
 
 class PlainFlashAttention:
@@ -368,104 +298,34 @@ class PlainFlashAttention3(PlainFlashAttention):
         assert train_gpt.find_flash_3() == "" and train_gpt.flash_3 is self
 
     def flash_attn_varlen_func(
-        self,
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        seqused_q=None,
-        seqused_k=None,
-        softmax_scale=None,
-        causal=False,
-        qv=None,
-        q_descale=None,
-        k_descale=None,
-        v_descale=None,
-        window_size=(-1, -1),
-        attention_chunk=0,
-        softcap=0.0,
-        num_splits=1,
-        pack_gqa=None,
-        deterministic=False,
-        sm_margin=0,
-        return_attn_probs=False,
+        self, *inputs, softmax_scale, causal, window_size, num_splits, return_attn_probs
     ):
-        assert num_splits == 1, (
-            f"num_splits is {num_splits}: the keys of a query are split, and a second kernel adds"
-            " them up"
-        )
+        assert num_splits == 1, f"num_splits is {num_splits}: another kernel adds the parts up"
         assert causal and return_attn_probs and not torch.is_grad_enabled(), (
             "its own autograd function would run too"
         )
-        assert {seqused_q, seqused_k, qv, q_descale, k_descale, v_descale, pack_gqa} == {None}
-        assert not (attention_chunk or softcap or deterministic or sm_margin)
-        out, log_sums, *_ = self.forward(
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlen_q,
-            max_seqlen_k,
-            0.0,
-            False,
-            False,
-            scale=softmax_scale,
-            window_size_left=window_size[0],
-            window_size_right=window_size[1],
-        )
+        left, right = window_size
+        edges = {"window_size_left": left, "window_size_right": right}
+        out, log_sums, *_ = self.forward(*inputs, 0.0, False, False, scale=softmax_scale, **edges)
         return out, log_sums
 
     def _flash_attn_backward(
         self,
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        cu_seqlens_q=None,
-        cu_seqlens_k=None,
-        sequed_q=None,
-        sequed_k=None,
-        max_seqlen_q=None,
-        max_seqlen_k=None,
-        dq=None,
-        dk=None,
-        dv=None,
-        softmax_scale=None,
-        is_causal=False,
-        window_size_left=-1,
-        window_size_right=-1,
-        softcap=0.0,
-        deterministic=False,
-        sm_margin=0,
+        *inputs,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dq,
+        dk,
+        dv,
+        softmax_scale,
+        is_causal,
+        **edges,
     ):
-        assert (
-            is_causal
-            and sequed_q is sequed_k is None
-            and not (softcap or deterministic or sm_margin)
-        )
-        grads = self.backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            softmax_lse,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlen_q,
-            max_seqlen_k,
-            0.0,
-            False,
-            scale=softmax_scale,
-            window_size_left=window_size_left,
-            window_size_right=window_size_right,
-        )
+        assert is_causal
+        documents = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        grads = self.backward(*inputs, *documents, 0.0, False, scale=softmax_scale, **edges)
         for given, grad in zip((dq, dk, dv), grads):
             given.copy_(grad)
 
@@ -564,17 +424,6 @@ def test_attention_with_masks_in_pieces_is_that_of_the_definition(tokens, window
         out = train_gpt.attend(*qkv.unbind(), mask)
         for ours, right in zip([out, *torch.autograd.grad(out.square().sum(), qkv)], expected):
             assert torch.allclose(ours, right, rtol=0, atol=1e-12)
-
-
-def test_rotary_rotates_half_of_the_head_by_position(tiny):
-    rotary = train_gpt.Rotary(train_gpt.rotary_frequencies(tiny.head_dim), 10, torch.float32)
-    x = torch.randn(10, 2, 16)
-    y = train_gpt.rotate(x, rotary.cos[:, None], rotary.sin[:, None])
-    assert torch.allclose(y, reference.rotary(x, train_gpt.rotary_frequencies(16)), atol=1e-5)
-    assert torch.equal(y[..., 4:8], x[..., 4:8]) and torch.equal(y[..., 12:], x[..., 12:])
-    assert rotary.init_frequencies[0] == 1 and rotary.init_frequencies[3].item() == pytest.approx(
-        1 / 1024
-    )
 
 
 def test_stretch_keeps_high_frequencies_and_lowers_low_ones():
@@ -701,36 +550,6 @@ def test_the_fp8_head_has_the_scales_of_its_record(
         ):
             assert scale == pytest.approx(expected, rel=1e-12)
             assert torch.equal(operand.float(), (tensor / scale).to(operand.dtype).float())
-
-
-def test_the_label_smoothing_of_the_head_s_comment_gives_padding_nothing():
-    """The comment's own code, on a vocabulary of 257 that is padded to 384."""
-    code = re.search(
-        r"leave out the padding:(.*?ignore_index=-1\))",
-        inspect.getsource(train_gpt.Head.forward),
-        re.S,
-    )[1]
-    model = train_gpt.build_model(
-        dataclasses.replace(train_gpt.PRESETS["laptop"], ngrams=()), train_gpt.Encoding(257, 256)
-    )
-    head = model.lm_head
-    targets = torch.tensor([3, 256, -1, 70])
-    head.weight.data.normal_(0, 0.1)
-    x = head.uncapped_logits(torch.randn(4, 64))
-    loss = eval(code.replace("#", "").strip(), {"F": F, "self": head, "x": x, "targets": targets})
-    logs = head.softcap(x.detach()[:, :257]).log_softmax(1)
-    assert loss.item() == pytest.approx(
-        sum(
-            -0.9 * logs[i, t].item() - 0.1 * logs[i].mean().item()
-            for i, t in ((0, 3), (1, 256), (3, 70))
-        )
-    )
-    loss.backward()
-    assert (
-        not head.weight.grad[257:].any()
-        and head.weight.grad[:257].any()
-        and len(head.weight) == 384
-    )
 
 
 @pytest.mark.parametrize("program", [train_gpt, frontier])
@@ -1016,25 +835,6 @@ def test_parameter_groups_train_as_a_plain_second_training_does(tmp_path, tiny):
         worker.model, config, groups_by_hand(ROWS), (("qkvo", 0.5), ("fc", 1.5), ("proj", 1.0))
     )
     plain.train(worker, 6)
-
-
-@torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
-def test_every_group_is_compiled(tiny, monkeypatch):
-    """Beyond its recompile limit torch only warns, and computes without compilation."""
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    config = dataclasses.replace(tiny, layers="M S SM S0 S0M L LM L1 L1M SM L0M", backout_layer=3)
-    model = shaken(config)
-    x, y = tokens_of(5, 40)
-    model.reach = train_gpt.longest_window(config)
-    wanted = model(x, y, train_gpt.Windows(12, 5))[0].item()
-    train_gpt.compile_parts(model)
-    before = train_gpt.compile_stats()[0]
-    assert model(x, y, train_gpt.Windows(12, 5))[0].item() == pytest.approx(wanted, rel=1e-5)
-    assert train_gpt.compile_stats()[0] - before == 2 + 2, (
-        "layers 0 to 3, whose output is saved, and the others; head and smear"
-    )
-    torch._dynamo.reset()
 
 
 # places for an idea

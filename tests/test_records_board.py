@@ -562,7 +562,11 @@ def test_without_a_target_or_a_spread_there_is_a_page(judged):
     report["time"] = {"n": 1, "mean": 9.02, "sd": None}
     assert written()
     text = (records / "2026-01-02_toy/README.md").read_text()
-    assert "without a target" in text and "| - | - | not judged | 1.1000 | -0.0200 | 9.02 | 0.900 |" in text and "nan" not in text
+    assert (
+        "without a target" in text
+        and "| - | - | not judged | 1.1000 | -0.0200 | 9.02 | 0.900 |" in text
+        and "nan" not in text
+    )
     one.time = one.mean_seconds = one.base_seconds = None
     report["time"] = None
     for log in (records / "2026-01-02_toy").glob("*.txt"):

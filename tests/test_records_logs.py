@@ -1,12 +1,12 @@
 """Tests of records/logs.py: every form of log and every pitfall found in public logs, on logs that
 the tests write."""
 
+import dataclasses
 import gzip
 import hashlib
 import importlib
 import io
 import json
-import math
 import os
 import random
 import resource
@@ -124,401 +124,253 @@ FALLS = [
 ]
 FALLS.append("step:30/30 val_loss:3.2 train_time:25ms step_avg:1ms")
 LLM_C = "s:0 tel:11.0092\ns:1 trl:9.1 lr:0.1 norm:2\ns:2 tel:3.0366\n"
-# By name: the log, and values of its run; of reason and noted a part
+BARS = [
+    "step    0/1840 | time: 0ms | step avg: 0.04ms | val loss: 10.8312",
+    "step    1/1840 | time: 63ms | step avg: 63.54ms",
+    "step 1840/1840 | time: 112,789ms | step avg: 61.30ms | val loss: 3.2791",
+]
+
+
+def resumed(lines, at, again):
+    """Return the lines of a run that was killed after `at` lines and resumed from step `again`."""
+    told = {"resumed": {"from_step": again, "ranks": 2, "checkpoint": "c", "lost_steps": 3}}
+    from_there = next(i for i, line in enumerate(lines) if line.startswith(f"step:{again + 1}/"))
+    return [
+        '{"run_id": "x"}',
+        *lines[:at],
+        "step:1",
+        "error: terminated",
+        json.dumps(told),
+        *lines[from_there:],
+        '{"end": {}}',
+    ]
+
+
+# What tests/golden/logs.txt shows of each
 FORMS = {
-    "the common form": (
-        text(common("3.2754", 2245, 250, 137554)),
-        {
-            "final_loss": 3.2754,
-            "loss_decimals": 4,
-            "train_time_ms": 137554,
-            "stated_steps": 2245,
-            "last_step": 2245,
-            "complete": True,
-            "gpus": 8,
-            "notes": (),
-            "clock_falls": (),
-            "source_sha256": hashlib.sha256(b"import torch\n").hexdigest(),
-        },
+    "the common form": text(common("3.2754", 2245, 250, 137554)),
+    "train_loss": text(
+        [
+            "step:0/3 val_loss:10.9264 train_time:285ms step_avg:nanms",
+            *(f"step:{i}/3 train_loss:9.1 train_time:{70 + i}ms step_avg:nanms" for i in (1, 2, 3)),
+            "step:3/3 val_loss:3.2785 train_time:80ms step_avg:26.67ms",
+        ]
     ),
-    "train_loss": (
-        text(
-            [
-                "step:0/3 val_loss:10.9264 train_time:285ms step_avg:nanms",
-                *(
-                    f"step:{i}/3 train_loss:9.1 train_time:{70 + i}ms step_avg:nanms"
-                    for i in (1, 2, 3)
-                ),
-                "step:3/3 val_loss:3.2785 train_time:80ms step_avg:26.67ms",
-            ]
-        ),
-        {
-            "final_loss": 3.2785,
-            "train_time_ms": 80,
-            "last_step": 3,
-            "clock_falls": (1,),
-            "notes": ("train_time decreases at step 1",),
-        },
+    "seconds and further fields": text(
+        [
+            "step:125/250 val_loss:4.51874 train_time:24.082s step_avg:192.66ms",
+            "step:250/250 val_loss:3.512345 val_ema_loss:3.4 ema_beta:0.99 mode:fast train_time:541.343s step_avg:1ms final_eval",
+        ]
     ),
-    "seconds and further fields": (
-        text(
-            [
-                "step:125/250 val_loss:4.51874 train_time:24.082s step_avg:192.66ms",
-                "step:250/250 val_loss:3.512345 val_ema_loss:3.4 ema_beta:0.99 mode:fast"
-                " train_time:541.343s step_avg:1ms final_eval",
-            ]
-        ),
-        {
-            "final_loss": 3.512345,
-            "loss_decimals": 6,
-            "train_time_ms": 541343,
-            "notes": ("also logs val_ema_loss; the loss is val_loss",),
-            "extras": {"val_ema_loss": 3.4, "ema_beta": 0.99, "mode": "fast"},
-        },
+    "bars": text(
+        [
+            "step:   0/20 | val_loss:9.1 | train_time:0.0s | step_avg:nanms",
+            "step:  20/20 | val_loss:3.2 | train_time:57.1s",
+        ]
     ),
-    "bars": (
-        text(
-            [
-                "step:   0/20 | val_loss:9.1 | train_time:0.0s | step_avg:nanms",
-                "step:  20/20 | val_loss:3.2 | train_time:57.1s",
-            ]
-        ),
-        {"final_loss": 3.2, "train_time_ms": 57100, "stated_steps": 20, "notes": ()},
+    "commas": text(
+        [
+            "step:0/20, tokens seen: 0.00M, val_loss:9.1 train_time:0.20s",
+            "step:20/20, tokens seen: 6.54M, val_loss:3.2 train_time:57.1s step_avg:100ms",
+        ]
     ),
-    "commas": (
-        text(
-            [
-                "step:0/20, tokens seen: 0.00M, val_loss:9.1 train_time:0.20s",
-                "step:20/20, tokens seen: 6.54M, val_loss:3.2 train_time:57.1s step_avg:100ms",
-            ]
-        ),
-        {"final_loss": 3.2, "train_time_ms": 57100, "stated_steps": 20, "notes": ()},
+    "fields in another order": text(
+        [*COMMON[:-1], "step:20/20 train_time:2000ms step_avg:100.00ms val_loss:3.2775"]
     ),
-    "fields in another order": (
-        text([*COMMON[:-1], "step:20/20 train_time:2000ms step_avg:100.00ms val_loss:3.2775"]),
-        {"final_loss": 3.2775},
+    "llm.c, without total and time": "s:0 tel:10.968871\ns:0 trl:10.9\ns:1 trl:9.5\ns:2 tel:3.2950\n",
+    "llm.c, cut off": "s:0 tel:11.0\ns:250 tel:6.1\ns:250 trl:6.1818 lr:0.0",
+    "llm.c, not trained": "s:0 tel:11.0092\n",
+    "llm.c, trained further": "s:0 tel:10.9\ns:0 trl:10.9\ns:1 trl:9.5\n",
+    "llm.c and another metric": LLM_C + "s:2 eval:0.3044\n",
+    "llm.c, another metric, trained further": f"{LLM_C}s:2 eval:0.3044\ns:2 trl:3.1 lr:0.1\n",
+    "another metric": text([*COMMON, "step:20 cplm_diag nll:3.2742 lm_nll:3.3572 alpha:0.0568"]),
+    "training behind the stated total": text([*COMMON, *GOES_ON]),
+    "our own": text(
+        [
+            '{"run_id": "x", "seed": 7, "ranks": 2, "target_val_loss": 3.28}',
+            *COMMON,
+            '{"end": {"final_val_loss": 3.27752, "peak_memory_mib": 12}}',
+        ]
     ),
-    "llm.c, without total and time": (
-        "s:0 tel:10.968871\ns:0 trl:10.9\ns:1 trl:9.5\ns:2 tel:3.2950\n",
-        {
-            "final_loss": 3.295,
-            "complete": None,
-            "stated_steps": None,
-            "train_time_ms": None,
-            "loss_decimals": 4,
-            "gpus": None,
-            "source_sha256": None,
-            "noted": "cannot be known",
-        },
+    "our own, failed": text([OWN, *COMMON[:9], "error: out of memory"]),
+    "our own, without a step": text([OWN]),
+    "our own, stopped before its end": "\n".join([OWN, *COMMON, "error: interrupted", ""]),
+    "our own, killed before its end": "\n".join([OWN, *COMMON, ""]),
+    "our own, interrupted at its end": "\n".join(
+        [OWN, *COMMON, "error: interrupted", '{"end": {"final_val_loss": 3.2775}}', ""]
     ),
-    "llm.c, cut off": (
-        "s:0 tel:11.0\ns:250 tel:6.1\ns:250 trl:6.1818 lr:0.0",
-        {"reason": "cut off follows"},
-    ),
-    "llm.c, not trained": ("s:0 tel:11.0092\n", {"reason": "before any training"}),
-    "llm.c, trained further": (
-        "s:0 tel:10.9\ns:0 trl:10.9\ns:1 trl:9.5\n",
-        {"kind": logs.INCOMPLETE, "reason": "training lines go on to step 1"},
-    ),
-    "llm.c and another metric": (LLM_C + "s:2 eval:0.3044\n", {"final_loss": 3.0366}),
-    "llm.c, another metric, trained further": (
-        f"{LLM_C}s:2 eval:0.3044\ns:2 trl:3.1 lr:0.1\n",
-        {"kind": logs.INCOMPLETE, "reason": ""},
-    ),
-    "another metric": (
-        text([*COMMON, "step:20 cplm_diag nll:3.2742 lm_nll:3.3572 alpha:0.0568"]),
-        {"final_loss": 3.2775, "stated_steps": 20, "complete": True, "notes": ()},
-    ),
-    "training behind the stated total": (
-        text([*COMMON, *GOES_ON]),
-        {"kind": logs.INCOMPLETE, "reason": "go on to step 22 of 20"},
-    ),
-    "our own": (
-        text(
-            [
-                '{"run_id": "x", "seed": 7, "ranks": 2, "target_val_loss": 3.28}',
-                *COMMON,
-                '{"end": {"final_val_loss": 3.27752, "peak_memory_mib": 12}}',
-            ]
-        ),
-        {
-            "start": {"run_id": "x", "seed": 7, "ranks": 2, "target_val_loss": 3.28},
-            "gpus": 2,
-            "notes": (),
-            "end": {"final_val_loss": 3.27752, "peak_memory_mib": 12},
-        },
-    ),
-    "our own, failed": (
-        text([OWN, *COMMON[:9], "error: out of memory"]),
-        {"start": {"run_id": "x"}, "reason": "; error: out of memory"},
-    ),
-    "our own, without a step": (
-        text([OWN]),
-        {"reason": "incomplete: no validation line; it reached no step"},
-    ),
-    # a resumed race repeats it
-    "our own, stopped before its end": (
-        "\n".join([OWN, *COMMON, "error: interrupted", ""]),
-        {
-            "kind": logs.INCOMPLETE,
-            "over": True,
-            "reason": "no end line follows the last validation; error: interrupted",
-        },
-    ),
-    "our own, killed before its end": (
-        "\n".join([OWN, *COMMON, ""]),
-        {
-            "kind": logs.INCOMPLETE,
-            "over": False,
-            "reason": "no end line follows the last validation",
-        },
-    ),
-    "our own, interrupted at its end": (
-        "\n".join([OWN, *COMMON, "error: interrupted", '{"end": {"final_val_loss": 3.2775}}', ""]),
-        {},
-    ),
-    "a long time": (
-        text([*COMMON[:3], f"step:3/20 train_time:{MANY}ms step_avg:1ms", *COMMON[3:]]),
-        {"final_loss": 3.2775, "train_time_ms": 2000},
-    ),
-    "a long last time": (
-        text([*COMMON[:-1], COMMON[-1].replace("2000", MANY)]),
-        {"noted": "the last validation line states no train_time"},
-    ),
+    "a long time": text([*COMMON[:3], f"step:3/20 train_time:{MANY}ms step_avg:1ms", *COMMON[3:]]),
+    "a long last time": text([*COMMON[:-1], COMMON[-1].replace("2000", MANY)]),
     **{
-        f"JSON with {len(digits)} digits": (
-            text(
-                [
-                    '{"run_id": "x", "ranks": %s}' % digits,
-                    *COMMON,
-                    '{"end": {"final_val_loss": %s}}' % digits,
-                ]
-            ),
-            {"end": {"final_val_loss": math.inf}, "gpus": 8},
+        f"JSON with {len(digits)} digits": text(
+            [
+                '{"run_id": "x", "ranks": %s}' % digits,
+                *COMMON,
+                '{"end": {"final_val_loss": %s}}' % digits,
+            ]
         )
         for digits in ("1" + "0" * 400, MANY)
     },
-    "a space that only Unicode knows": (
-        text([*COMMON[:-1], "step:20/20 note\x1cval_loss:3.1 train_time:2000ms"]),
-        {"kind": logs.INCOMPLETE, "reason": ""},
+    "a space that only Unicode knows": text(
+        [*COMMON[:-1], "step:20/20 note\x1cval_loss:3.1 train_time:2000ms"]
     ),
-    "look-alikes in the source": (
-        text(
-            COMMON,
-            source="'''\n"
-            + "\n".join(common("9.9999"))
-            + f"\n{OWN}\n{gpu_table(3)}world_size=3\n'''\n",
-        ),
-        {"final_loss": 3.2775, "gpus": 8, "index_in_file": 1, "start": None},
+    "look-alikes in the source": text(
+        COMMON,
+        source="'''\n"
+        + "\n".join(common("9.9999"))
+        + f"\n{OWN}\n{gpu_table(3)}world_size=3\n'''\n",
     ),
-    "a run before the last separator": (
-        text(common("3.1000")) + text(common("3.2000")),
-        {
-            "final_loss": 3.2,
-            "notes": ("5 validation lines before the last separator do not count",),
-        },
-    ),
-    "a separator at the end": (
-        "\n".join(COMMON) + "\n" + SEPARATOR,
-        {"kind": logs.NOT_A_LOG, "reason": ""},
-    ),
+    "a run before the last separator": text(common("3.1000")) + text(common("3.2000")),
+    "a separator at the end": "\n".join(COMMON) + "\n" + SEPARATOR,
     **{
-        f"GPUs by {words[:40]}": (
-            text(COMMON, environment=f"{words}\n{gpu_table(8)}"),
-            {"gpus": gpus},
-        )
+        f"GPUs by {words[:40]}": text(COMMON, environment=f"{words}\n{gpu_table(8)}")
         for words, gpus in WORLD.items()
     },
-    "one GPU in the table": (text(COMMON, environment=gpu_table(1)), {"gpus": 1}),
-    "the table twice": (text(COMMON, environment=gpu_table(8) * 2), {"gpus": 8}),
-    "no GPU": (text(COMMON, environment="a CPU\n"), {"gpus": None}),
-    "no validation at step 0": (
-        text([line for line in COMMON if "val_loss" in line][1:]),
-        {"notes": ()},
+    "one GPU in the table": text(COMMON, environment=gpu_table(1)),
+    "the table twice": text(COMMON, environment=gpu_table(8) * 2),
+    "no GPU": text(COMMON, environment="a CPU\n"),
+    "no validation at step 0": text([line for line in COMMON if "val_loss" in line][1:]),
+    "resumed in a file of its own": text([line for line in COMMON if "val_loss" in line][2:]),
+    "two validations of a step": text(
+        [*COMMON, "step:20/20 val_loss:3.2701 train_time:2000ms step_avg:1ms"]
     ),
-    "resumed in a file of its own": (
-        text([line for line in COMMON if "val_loss" in line][2:]),
-        {"notes": ("begins at step 10",)},
+    "text between the lines": text(
+        [
+            "Compiling model",
+            "Resetting Model",
+            "0%|   | 0/8\r" + COMMON[0],
+            *COMMON[1:5],
+            "W0727 a warning",
+            "",
+            *COMMON[5:],
+        ]
     ),
-    "two validations of a step": (
-        text([*COMMON, "step:20/20 val_loss:3.2701 train_time:2000ms step_avg:1ms"]),
-        {
-            "final_loss": 3.2701,
-            "notes": ("validated more than once at step 20: the last one counts",),
-        },
+    "a clock that falls": text(FALLS),
+    "a clock that falls twice": text(
+        [*FALLS[:25], "step:26/30 train_time:3ms step_avg:1ms", *FALLS[26:]]
     ),
-    "text between the lines": (
-        text(
-            [
-                "Compiling model",
-                "Resetting Model",
-                "0%|   | 0/8\r" + COMMON[0],
-                *COMMON[1:5],
-                "W0727 a warning",
-                "",
-                *COMMON[5:],
-            ]
-        ),
-        {"final_loss": 3.2775, "notes": ()},
+    "an early last validation": text(
+        COMMON[:6] + ["step:5/20 val_loss:5.0 train_time:500ms step_avg:1ms"]
     ),
-    "a clock that falls": (text(FALLS), {"clock_falls": (11,), "train_time_ms": 25}),
-    "a clock that falls twice": (
-        text([*FALLS[:25], "step:26/30 train_time:3ms step_avg:1ms", *FALLS[26:]]),
-        {"clock_falls": (11, 26)},
-    ),
-    "an early last validation": (
-        text(COMMON[:6] + ["step:5/20 val_loss:5.0 train_time:500ms step_avg:1ms"]),
-        {"reason": "incomplete: the last validation is at step 5 of 20"},
-    ),
-    "no last step": (
-        text(COMMON[:14]),
-        {
-            "reason": (
-                "incomplete: the last validation is at step 10 of 20, training lines go on to"
-                " step 11"
-            )
-        },
-    ),
-    "no last validation": (
-        text(COMMON[:-1]),
-        {
-            "reason": (
-                "incomplete: the last validation is at step 15 of 20, training lines go on to"
-                " step 20"
-            )
-        },
-    ),
-    "no validation": (
-        text(COMMON[1:3]),
-        {"reason": "incomplete: no validation line; it reached step 2 of 20"},
-    ),
-    "a last loss of nan": (text(common("nan")), {"reason": "val_loss is nan at step 20 of 20"}),
-    "a first loss of nan": (
-        text([COMMON[0].replace("val_loss:10.", "val_loss:nan "), *COMMON[1:]]),
-        {"reason": "val_loss is nan at step 0 of 20"},
-    ),
-    "no line end": (text(COMMON).rstrip("\n"), {"notes": ()}),
-    "no line end, llm.c": ("s:0 tel:10.9688\ns:1 tel:3.2950", {"final_loss": 3.295}),
-    "fewer digits in the last line, llm.c": (
-        "s:0 tel:10.9688\ns:1 tel:3.29",
-        {"reason": "a line that is cut off follows"},
-    ),
-    "one line": ("step:9/9 val_loss:3.2 train_time:5ms step_avg:1ms", {"final_loss": 3.2}),
-    "one line, cut off": ("step:9/9 val_loss:3.2", {"reason": "cut off and dropped"}),
+    "no last step": text(COMMON[:14]),
+    "no last validation": text(COMMON[:-1]),
+    "no validation": text(COMMON[1:3]),
+    "a last loss of nan": text(common("nan")),
+    "a first loss of nan": text([COMMON[0].replace("val_loss:10.", "val_loss:nan "), *COMMON[1:]]),
+    "no line end": text(COMMON).rstrip("\n"),
+    "no line end, llm.c": "s:0 tel:10.9688\ns:1 tel:3.2950",
+    "fewer digits in the last line, llm.c": "s:0 tel:10.9688\ns:1 tel:3.29",
+    "one line": "step:9/9 val_loss:3.2 train_time:5ms step_avg:1ms",
+    "one line, cut off": "step:9/9 val_loss:3.2",
     **{
-        f"cut off behind {end}": (
-            text(COMMON).partition("step:20/20 val_loss")[0] + end,
-            {"kind": logs.INCOMPLETE, "reason": f"cut off and dropped: {end!r}"},
-        )
-        for end in (
-            "step:20/2",
-            "step:20/20 val_loss:3.2775 train_time:2000ms step_avg:100.0",
-        )
+        f"cut off behind {end}": text(COMMON).partition("step:20/20 val_loss")[0] + end
+        for end in ("step:20/2", "step:20/20 val_loss:3.2775 train_time:2000ms step_avg:100.0")
     },
-    "a card in the table": (
-        text(COMMON, environment=gpu_table(8).replace("H100 80GB HBM3 ", "A100-SXM4-80GB ")),
-        {"card": "NVIDIA A100-SXM4-80GB", "torch": None},
+    "a card in the table": text(
+        COMMON, environment=gpu_table(8).replace("H100 80GB HBM3 ", "A100-SXM4-80GB ")
     ),
-    "a card and torch in a sentence": (
-        text(
-            COMMON,
-            environment=(
-                "Running PyTorch 2.10.0+cu128 compiled for CUDA 12.8 on "
-                "NVIDIA GH200 120GB with world_size 4"
-            ),
-        ),
-        {"card": "NVIDIA GH200 120GB", "torch": "2.10.0+cu128"},
+    "a card and torch in a sentence": text(
+        COMMON,
+        environment="Running PyTorch 2.10.0+cu128 compiled for CUDA 12.8 on NVIDIA GH200 120GB with world_size 4",
     ),
-    "a card of AMD": (
-        text(COMMON, environment="GPU[0]: Card Series: AMD Instinct MI300X\ntorch version: 2.9.1"),
-        {"card": "AMD Instinct MI300X", "torch": "2.9.1"},
+    "a card of AMD": text(
+        COMMON, environment="GPU[0]: Card Series: AMD Instinct MI300X\ntorch version: 2.9.1"
     ),
-    "a card as a setting": (
-        text(COMMON, environment="device_name=NVIDIA L40S with world_size=8"),
-        {"card": "NVIDIA L40S", "torch": None},
-    ),
-    "a seed": (text(COMMON, environment="Using seed=10\n"), {"seed": 10}),
-    "words that are no seed": (
-        text(COMMON, environment="num_seeds: 3\nseed_everything\n"),
-        {"seed": None},
-    ),
-    "settings above the script": (
-        f"Namespace(lr=0.02, seed=3, log_dir='a')\n{SEPARATOR}\n{text(COMMON)}",
-        {"config": {"lr": "0.02"}, "seed": 3},
-    ),
+    "a card as a setting": text(COMMON, environment="device_name=NVIDIA L40S with world_size=8"),
+    "a seed": text(COMMON, environment="Using seed=10\n"),
+    "words that are no seed": text(COMMON, environment="num_seeds: 3\nseed_everything\n"),
+    "settings above the script": f"Namespace(lr=0.02, seed=3, log_dir='a')\n{SEPARATOR}\n{text(COMMON)}",
     **{
-        f"an end line with another {key}": (
-            text([OWN, *COMMON, json.dumps({"end": {key: value}})]),
-            {"contradicts": "its end states"},
-        )
+        f"an end line with another {key}": text([OWN, *COMMON, json.dumps({"end": {key: value}})])
         for key, value in (("final_val_loss", 3.3), ("train_time_ms", 3000), ("steps", 30))
     },
+    "spaces and bars, repeated": text(
+        [
+            *BARS,
+            "Loss N(3.2791, nan), time N(112789.1172, nan) ",
+            "=" * 50,
+            "Repeat 2/2",
+            *BARS[:2],
+            BARS[2].replace("789", "929"),
+        ]
+    ),
+    "a counter that falls back": text(COMMON + common("3.2779", time_ms=2002) + common("3.3")[:13]),
+    "two of our own": text(['{"run_id": "a"}', *common("3.3")[:9], OWN, *COMMON, '{"end": {}}']),
+    "a start that came to nothing and another": text([COMMON[0].replace("10.", "10.9"), *COMMON]),
+    "resumed in the same file": text(COMMON[:19] + COMMON[13:]),
+    "our own, resumed and ended again": text(resumed(COMMON, 19, 12)[:-7]),
+    "our own, resumed before a validation": text(
+        [OWN, *COMMON[:16], '{"resumed": {"from_step": 10}}', *COMMON[13:], '{"end": {}}']
+    ),
+    **{
+        f"resumed at {at}": text([OWN, *COMMON[:9], '{"resumed": %s}' % at, *COMMON[5:]])
+        for at in ("5", '{"from_step": "x"}', '{"from_step": -1}')
+    },
+    "our own, from saved parameters": text(
+        ['{"run_id": "x", "init_from": {"path": "m.pt"}}', *COMMON, '{"end": {}}']
+    ),
+    **{
+        f"JSON nested {depth} deep": text(
+            ['{"run_id": "x", "config": %s}' % ("[" * depth + "]" * depth), *COMMON, '{"end": {}}']
+        )
+        for depth in (10, 600, 100000)
+    },
+    "lines that cannot be read": text(
+        [
+            *COMMON[:9],
+            "step:5/20 val_loss:oops train_time:1ms",
+            "step:5/20 val_loss:3.1 val_loss:3.2",
+            f"step:{MANY}/20 val_loss:3.1",
+            '{"end": ',
+            "step:6/20",
+            *COMMON[9:],
+        ]
+    ),
+    "many lines that cannot be read": text([*(f"step:{i}/20 oops" for i in range(100)), *COMMON]),
+    "line ends of Windows": text(COMMON, ending="\r\n"),
+    **{
+        f"our own with {odd[:40]}": text([OWN, *COMMON[:3], odd, *COMMON[3:], '{"end": {}}'])
+        for odd in (
+            COMMON[3],
+            "a remark",
+            "step:2/3 train_time:9ms step_avg:4.50ms",
+            "step:2/2 train_time:9ms",
+            "x" * (3 << 20),
+        )
+    },
+    "trials with seeds": text(
+        [line for i in (4, 5) for line in (f"trial:{i}/9 seed:{i}", *common(f"3.27{i}", seed=i))]
+    ),
+    "lines of several ranks": text([line for line in COMMON for _ in range(4)]),
 }
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_one_log_gives_one_run_or_the_reason_why_not(write, name):
-    content, wanted = FORMS[name]
-    run = only_rejection(write(content)) if "reason" in wanted else only_run(write(content))
-    for key, value in wanted.items():
-        if key in ("reason", "noted", "contradicts"):
-            seen = {
-                "reason": run.reason,
-                "noted": "; ".join(run.notes),
-                "contradicts": run.contradiction or "",
-            }[key]
-            assert value in seen
-        else:
-            seen = {
-                "extras": lambda: run.validations[-1].extras,
-                "config": lambda: logs.config_of(run),
-            }.get(key, lambda: getattr(run, key))()
-            assert seen == value, key
-
-
-def test_the_form_with_spaces_and_bars(write):
-    lines = [
-        "step    0/1840 | time: 0ms | step avg: 0.04ms | val loss: 10.8312",
-        "step    1/1840 | time: 63ms | step avg: 63.54ms",
-        "step 1840/1840 | time: 112,789ms | step avg: 61.30ms | val loss: 3.2791",
-    ]
-    found = logs.read(
-        [
-            write(
-                text(
-                    [
-                        *lines,
-                        "Loss N(3.2791, nan), time N(112789.1172, nan) ",
-                        "=" * 50,
-                        "Repeat 2/2",
-                        *lines[:2],
-                        lines[2].replace("789", "929"),
-                    ]
-                )
-            )
-        ]
-    )
-    assert [run.train_time_ms for run in found.runs] == [112789, 112929] and not found.rejected
-    assert {(run.final_loss, run.stated_steps, run.notes) for run in found.runs} == {
-        (3.2791, 1840, ())
+def described(run):
+    """What is known of a run, but for its lines."""
+    values = {
+        field.name: getattr(run, field.name)
+        for field in dataclasses.fields(run)
+        if field.name not in ("path", "validations", "steps", "source", "resumed")
     }
+    values["validated"] = [validation.step for validation in run.validations]
+    values["extras"] = run.validations[-1].extras if run.validations else None
+    values |= {"contradiction": run.contradiction, "over": run.over}
+    values |= {"resumed": len(run.resumed), "config": logs.config_of(run)}
+    return ", ".join(f"{name} {value}" for name, value in values.items() if value not in UNKNOWN)
 
 
-@pytest.mark.parametrize("depth, kept", [(10, True), (600, False), (100_000, False)])
-def test_json_nested_deeper_than_any_of_ours_is_left_out(write, depth, kept):
-    path = write(
-        text(
-            [
-                '{"run_id": "x", "config": %s}' % ("[" * depth + "]" * depth),
-                *common(),
-                '{"end": {}}',
-            ]
-        )
-    )
-    run = only_run(path)
-    assert (run.start is not None) is kept
-    assert any("JSON line that cannot be read" in note for note in run.notes) is not kept
-    assert logs.main(["--json", path]) == 0
+UNKNOWN = None, "", (), [], {}, 0
+
+
+def test_what_is_read_of_a_log_is_what_its_golden_file_holds(write, capsys, golden):
+    shown = []
+    for name, content in FORMS.items():
+        found = logs.read([write(content)])
+        assert not found.duplicates
+        for run in (*found.runs, *found.rejected):
+            shown.append(f"{name}: {'rejected' if run.reason else 'used'}: {described(run)}")
+        assert logs.main(["--json", write(content)]) in (0, 2)
+    golden("logs", "\n".join(shown) + "\n")
 
 
 # Separators and the source
@@ -563,35 +415,6 @@ def test_the_source_is_the_text_that_is_python(write, content, source):
 # Several runs in a file, and the clock
 
 
-def test_a_counter_that_falls_back_begins_another_run(write):
-    found = logs.read(
-        [write(text(common("3.2775") + common("3.2779", time_ms=2002) + common("3.3")[:13]))]
-    )
-    assert [(run.index_in_file, run.final_loss) for run in found.runs] == [(1, 3.2775), (2, 3.2779)]
-    assert [(item.index_in_file, item.kind) for item in found.rejected] == [(3, logs.INCOMPLETE)]
-
-
-def test_an_own_start_line_begins_another_run(write):
-    lines = ['{"run_id": "a"}', *common("3.3")[:9], '{"run_id": "b"}', *common(), '{"end": {}}']
-    found = logs.read([write(text(lines))])
-    assert found.runs[0].start == {"run_id": "b"} and found.rejected[0].start == {"run_id": "a"}
-
-
-def test_a_start_that_came_to_nothing_and_another(write):
-    found = logs.read([write(text([common()[0].replace("10.", "10.9"), *common()]))])
-    assert (
-        len(found.runs) == 1
-        and found.rejected[0].reason == "incomplete: the last validation is at step 0 of 20"
-    )
-
-
-def test_a_resumed_run_is_noted(write):
-    found = logs.read([write(text(common()[:19] + common()[13:]))])
-    assert (
-        found.runs[0].notes == ("begins at step 11",) and found.rejected[0].kind == logs.INCOMPLETE
-    )
-
-
 # What is kept of a run
 
 
@@ -619,42 +442,7 @@ def test_the_step_lines_and_the_source_are_kept(write):
     assert one.source is two.source  # kept once
 
 
-def test_the_shape_of_our_own_log_is_kept(write):
-    lines = [
-        "step:1/2 train_time:5ms step_avg:5.00ms",
-        "step:2/2 val_loss:3.1 train_time:9ms step_avg:4.50ms",
-    ]
-    run = only_run(write(text(['{"run_id": "x"}', *lines, '{"end": {}}'])))
-    assert (run.shape, run.odd) == ("dssep", None)
-    for odd in (
-        "a remark",
-        "step:2/3 train_time:9ms step_avg:4.50ms",
-        "step:2/2 train_time:9ms",
-        "x" * (3 << 20),
-    ):
-        run = only_run(write(text(['{"run_id": "x"}', lines[0], odd, lines[1], '{"end": {}}'])))
-        assert (
-            run.shape == "dsosep"
-            and f"line 3 after the last separator: {odd[:80]!r}"[:90] in run.odd
-        )
-
-
 # Resumed runs
-
-
-def resumed(lines, at, again, **more):
-    """Return the lines of a run that was killed after `at` lines and resumed from step `again`."""
-    told = {"resumed": {"from_step": again, "ranks": 2, "checkpoint": "c", "lost_steps": 3, **more}}
-    from_there = next(i for i, line in enumerate(lines) if line.startswith(f"step:{again + 1}/"))
-    return [
-        '{"run_id": "x"}',
-        *lines[:at],
-        "step:1",
-        "error: terminated",
-        json.dumps(told),
-        *lines[from_there:],
-        '{"end": {}}',
-    ]
 
 
 def test_a_resumed_run_is_one_run_without_what_was_trained_again(write):
@@ -678,45 +466,6 @@ def test_a_resumed_run_is_one_run_without_what_was_trained_again(write):
     assert twice.steps == whole.steps and twice.disqualified.startswith("resumed at step 12, 15")
 
 
-def test_a_checkpoint_before_a_validation_of_its_step_validates_it_again(write):
-    lines = common()
-    at = next(i for i, line in enumerate(lines) if line.startswith("step:10/20 val_loss"))
-    start = [
-        '{"run_id": "x"}',
-        *lines[: at + 3],
-        '{"resumed": {"from_step": 10}}',
-        *lines[at:],
-        '{"end": {}}',
-    ]
-    run = only_run(write(text(start)))
-    assert [v.step for v in run.validations] == [0, 5, 10, 15, 20] and run.complete
-
-
-def test_a_resumed_run_that_ended_again_is_incomplete_once(write):
-    rejection = only_rejection(write(text(resumed(common(), 19, 12)[:-7])))
-    assert rejection.kind == logs.INCOMPLETE and rejection.resumed and rejection.index_in_file == 1
-
-
-@pytest.mark.parametrize(
-    "line", ['{"resumed": 5}', '{"resumed": {"from_step": "x"}}', '{"resumed": {"from_step": -1}}']
-)
-def test_a_resumption_that_says_not_where_is_told(write, line):
-    lines = common()
-    found = logs.read([write(text(['{"run_id": "x"}', *lines[:9], line, *lines[5:]]))])
-    assert any("a resumed line without a step" in item.reason for item in found.rejected)
-
-
-def test_a_run_from_saved_parameters_counts_for_no_record(write):
-    run = only_run(
-        write(text(['{"run_id": "x", "init_from": {"path": "m.pt"}}', *common(), '{"end": {}}']))
-    )
-    assert run.disqualified.startswith("begun from saved parameters")
-    assert (
-        run.notes[0] == f"{run.disqualified}; it counts for no record"
-        and "no record" in command(run.path).stdout
-    )
-
-
 # Cut-off ends
 
 
@@ -733,29 +482,7 @@ def test_every_cut_gives_the_whole_final_line_or_none_of_it(write):
             assert (found.runs[0].final_loss, found.runs[0].train_time_ms) == (3.27, 1000)
 
 
-def test_lines_that_cannot_be_read_are_told(write):
-    lines = [
-        *common()[:9],
-        "step:5/20 val_loss:oops train_time:1ms",
-        "step:5/20 val_loss:3.1 val_loss:3.2",
-        f"step:{'9' * 5000}/20 val_loss:3.1",
-        '{"end": ',
-        "step:6/20",
-        *common()[9:],
-    ]
-    notes = only_run(write(text(lines))).notes
-    assert len(notes) == 5 and all("skipped" in note for note in notes)
-    notes = only_run(write(text([*(f"step:{i}/20 oops" for i in range(100)), *common()]))).notes
-    assert len(notes) == logs.MAX_NOTES + 1 and notes[-1] == "further notes of these kinds omitted"
-
-
 # Files that are no logs, and files in odd clothes
-
-
-def test_windows_line_ends_change_nothing(write):
-    unix = only_run(write(text(common())))
-    windows = only_run(write(text(common(), ending="\r\n")))
-    assert unix == windows
 
 
 @pytest.mark.parametrize(
@@ -832,18 +559,6 @@ def test_paths_that_cannot_be_read(tmp_path, write):
 # Duplicates
 
 
-def test_byte_identical_files_count_once(tmp_path, write):
-    write(text(common()), "logs/a.txt")
-    write(text(common()), "logs/b.txt")
-    write(gzip.compress(text(common()).encode()), "logs/c.txt.gz")
-    found = logs.read([tmp_path / "logs"])
-    assert [os.path.basename(run.path) for run in found.runs] == ["a.txt"]
-    assert [(os.path.basename(item.path), item.reason) for item in found.duplicates] == [
-        ("b.txt", "byte-identical"),
-        ("c.txt.gz", "byte-identical"),
-    ]
-
-
 def test_a_file_named_twice_counts_once(tmp_path, write):
     path = write(text(common()))
     found = logs.read([path, tmp_path, path])
@@ -853,94 +568,79 @@ def test_a_file_named_twice_counts_once(tmp_path, write):
     )
 
 
-def test_the_same_run_in_two_files_counts_once_and_the_fuller_stays(tmp_path, write):
-    """A log, its console capture without source, and the summary that a driver script printed of
-    it."""
-    lines = common()
-    write("\n".join(line for line in lines if "val_loss" in line) + "\n", "1.result.txt")
-    write("\n".join(lines[-8:]) + "\n", "0.tail.txt")
-    write("warming up\n" + "\n".join(lines) + "\n", "2.console.txt")
-    write(text(lines), "3.full.txt")
-    write(text(common("3.2775", seed=1)), "4.other.txt")
-    found = logs.read([tmp_path])
-    assert [os.path.basename(run.path) for run in found.runs] == ["3.full.txt", "4.other.txt"]
-    assert [os.path.basename(item.path) for item in found.duplicates] == [
-        "0.tail.txt",
-        "1.result.txt",
-        "2.console.txt",
-    ]
-    assert all(item.original_path.endswith("3.full.txt") for item in found.duplicates)
-
-
-def test_an_aborted_run_in_two_files_counts_once(tmp_path, write):
-    write(text(common()[:14]), "1.txt")
-    write("\n".join(common()[:14]) + "\nTraceback\n", "2.console.txt")
-    write(text([]), "3.started.txt")
-    found = logs.read([tmp_path])
-    assert [(os.path.basename(item.path), item.kind) for item in found.rejected] == [
-        ("1.txt", logs.INCOMPLETE),
-        ("3.started.txt", logs.INCOMPLETE),
-    ]
-    assert "stopped before its first step" in found.rejected[1].reason
-    assert [os.path.basename(item.path) for item in found.duplicates] == ["2.console.txt"]
-
-
-def lone(step_0="", start="", ending=""):
+def lone(step_0="", start=""):
     """Return a run in the form with seconds, which only its last line distinguishes from others."""
     lines = [
         start,
         step_0,
         "step:1/20 train_time:7.5s",
         "step:20/20 val_loss:3.2775 train_time:151.2s",
-        ending,
+        '{"end": {}}' if start else "",
     ]
     return "\n".join(line for line in lines if line) + "\n"
 
 
-def test_runs_that_share_a_lone_line_are_two_if_source_or_run_id_say_so(tmp_path, write):
-    before = "step:0/20 val_loss:10.8258 train_time:0.0s"  # every run begins so
-    for step_0 in ("", before):
-        for i, start in enumerate(('{"run_id": "x"}', '{"run_id": "y"}', "")):
-            write(
-                text(
-                    [lone(step_0, start), '{"end": {}}' if start else ""],
-                    source="import torch, one\n",
-                ),
-                f"{i}.txt",
-            )
-        write(text([lone(step_0)], source="import torch, two\n"), "3.txt")
-        found = logs.read([tmp_path])
-        assert [os.path.basename(run.path) for run in found.runs] == ["0.txt", "1.txt", "3.txt"]
-        assert [os.path.basename(item.path) for item in found.duplicates] == ["2.txt"]
-    write(lone(ending="done"), "4.summary.txt")  # states neither
-    assert len(logs.read([tmp_path]).duplicates) == 2
+BEFORE = "step:0/20 val_loss:10.8258 train_time:0.0s"  # every run begins so
+ONE = "import torch, one\n"
+TWO = "import torch, two\n"
+FOLDERS = {  # what tests/golden/log_folders.txt shows of each
+    "byte-identical": [text(COMMON), text(COMMON), gzip.compress(text(COMMON).encode())],
+    # a log, its console capture without source, and the summary that a driver script printed of it
+    "one run in four files, and another": [
+        "\n".join(line for line in COMMON if "val_loss" in line) + "\n",
+        "\n".join(COMMON[-8:]) + "\n",
+        "warming up\n" + "\n".join(COMMON) + "\n",
+        text(COMMON),
+        text(common("3.2775", seed=1)),
+    ],
+    "an aborted run in two files": [
+        text(COMMON[:14]),
+        "\n".join(COMMON[:14]) + "\nTraceback\n",
+        text([]),
+    ],
+    **{
+        f"a lone line, after '{step_0}'": [
+            text([lone(step_0, '{"run_id": "x"}')], source=ONE),
+            text([lone(step_0, '{"run_id": "y"}')], source=ONE),
+            text([lone(step_0)], source=ONE),
+            text([lone(step_0)], source=TWO),
+            lone(step_0) + "done",
+        ]
+        for step_0 in ("", BEFORE)
+    },
+    "stopped before their first step": [
+        text([COMMON[0].replace("val_loss:", "val_loss:10.8258 x:")], environment=name)
+        for name in "ab"
+    ],
+    "a copy whose source was edited": [
+        text(COMMON),
+        text(COMMON, source="import torch  # copied\n"),
+    ],
+    "a lone loss": ["step:9/9 val_loss:3.2775\n", "step:9/9 val_loss:3.2775\n\n"],
+    "parts of a run, and an aborted one": [
+        text(COMMON),
+        "\n".join(text(COMMON).split("\n")[:24]) + "\n",
+        next(line for line in COMMON if line.startswith("step:15/20 val")) + "\n",
+        text(common("3.3", time_ms=2100)[:12]),
+    ],
+}
 
 
-def test_two_runs_that_stopped_before_their_first_step_are_two(tmp_path, write):
-    for name in "ab":
-        write(
-            text([common()[0].replace("val_loss:", "val_loss:10.8258 x:")], environment=name),
-            f"{name}.txt",
-        )
-    assert len(logs.read([tmp_path]).rejected) == 2
-
-
-def test_a_copy_whose_source_was_edited_is_a_copy(tmp_path, write):
-    write(text(common()), "a.txt")
-    write(text(common(), source="import torch  # copied\n"), "b.txt")
-    assert [os.path.basename(item.path) for item in logs.read([tmp_path]).duplicates] == ["b.txt"]
-
-
-def test_two_runs_may_share_a_lone_loss(tmp_path, write):
-    write("step:9/9 val_loss:3.2775\n", "a.txt")
-    write("step:9/9 val_loss:3.2775\n\n", "b.txt")
-    assert len(logs.read([tmp_path]).runs) == 2
-
-
-def test_folders_are_searched_in_order_without_hidden_ones(tmp_path, write):
-    for name, loss in (("b/2.txt", "3.2"), ("a.txt", "3.1"), (".git/x.txt", "3.9")):
-        write(text(common(loss)), name)
-    assert [run.final_loss for run in logs.read([tmp_path]).runs] == [3.1, 3.2]
+def test_what_counts_once_is_what_its_golden_file_holds(tmp_path, write, golden):
+    shown = []
+    for name, contents in FOLDERS.items():
+        folder = tmp_path / str(len(shown))
+        for number, content in enumerate(contents):
+            write(content, f"{folder.name}/{number}.txt")
+        write(text(common("3.9")), f"{folder.name}/.git/x.txt")  # is not read
+        found = logs.read([folder])
+        shown += [f"{name}: {Path(run.path).name}: used" for run in found.runs]
+        for item in found.rejected:
+            shown.append(f"{name}: {Path(item.path).name}: {item.reason}")
+        for item in found.duplicates:
+            original = Path(item.original_path).name
+            shown.append(f"{name}: {Path(item.path).name}: {item.reason}: {original}")
+    golden("log_folders", "\n".join(shown) + "\n")
 
 
 def test_links_to_folders_are_named_and_not_followed(tmp_path, write):
@@ -1149,37 +849,6 @@ def test_sides_are_named_by_what_they_are(sides, names):
 
 
 # What public logs state, and parts of runs
-
-
-def test_seeds_that_a_script_prints_are_read_for_each_trial(write):
-    trials = [
-        line for i in (4, 5) for line in (f"trial:{i}/9 seed:{i}", *common(f"3.27{i}", seed=i))
-    ]
-    assert [run.seed for run in logs.read([write(text(trials))]).runs] == [4, 5]
-
-
-def test_parts_of_a_counted_run_are_duplicates_and_an_aborted_run_is_none(tmp_path, write):
-    write(text(common()), "a.txt")
-    write("\n".join(text(common()).split("\n")[:24]) + "\n", "cut.txt")
-    write(
-        next(line for line in common() if line.startswith("step:15/20 val")) + "\n", "excerpt.txt"
-    )
-    write(text(common("3.3", time_ms=2100)[:12]), "aborted.txt")
-    found = logs.read([tmp_path])
-    assert {os.path.basename(item.path) for item in found.duplicates} == {"cut.txt", "excerpt.txt"}
-    assert [os.path.basename(item.path) for item in found.rejected] == ["aborted.txt"] and len(
-        found.runs
-    ) == 1
-
-
-def test_lines_that_several_ranks_print_count_once(write):
-    run = only_run(write(text([line for line in common() for _ in range(4)])))
-    once = only_run(write(text(common()), "once.txt"))
-    assert (
-        run.validations == once.validations
-        and run.steps == once.steps
-        and "several ranks" in run.notes[0]
-    )
 
 
 def test_an_archive_is_read_like_files_beside_it(tmp_path, write):

@@ -571,17 +571,10 @@ def test_another_project_s_script_is_interrupted_with_the_race_and_goes_on(repo,
     assert "train_gpt.py of theirs has changed" in capsys.readouterr().err
 
 
-
-
-
 def test_holm_s_correction():
     """An example computed by hand."""
     assert stats.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert stats.holm([0.5, 0.9]) == [1.0, 1.0]
-
-
-
-
 
 
 def test_a_failed_run_stops_the_race_and_is_repeated_with_its_seed(repo, capsys):
@@ -959,7 +952,6 @@ def test_a_manifest_with_a_wrong_value_is_refused(tmp_path, capsys, change):
         and "Error" not in error
         and len(error) <= 301
     )
-
 
 
 @pytest.mark.slow

@@ -407,9 +407,6 @@ def test_the_correction_keeps_the_level_over_all_ideas(no_plans):
     assert alone > 0.12 and 0.015 < corrected < 0.071
 
 
-
-
-
 # Races: n declared before the first run
 
 
@@ -1029,6 +1026,8 @@ CASES = [  # exit status, words of the command, logs of the folders a, b and c
     (2, "--plan --sd 0.1 --margin -1"),
     (2, "--plan --sd 1 --margin 1e-9"),
 ]
+
+
 def test_stats_of_sets_of_every_kind_prints_what_its_golden_file_holds(
     golden, tmp_path, monkeypatch, capsys
 ):

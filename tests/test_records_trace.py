@@ -138,40 +138,6 @@ def analysed(build, tmp_path):
 # --------------------------------------------------------------------------------------------------
 
 
-def test_figures_of_each_step_and_in_all(tmp_path):
-    analysis = analysed(two_steps(), tmp_path)
-    first, second = analysis["steps"]
-    assert (first["step"], first["step_ms"], first["gpu_ops"]) == (5, 1.0, 5)
-    assert (first["span_ms"], first["busy_ms"], first["idle_ms"]) == (0.8, 0.65, 0.15)
-    assert (first["compute_ms"], first["comm_ms"], first["overlap_ms"], first["exposed_ms"]) == (
-        0.4,
-        0.3,
-        0.1,
-        0.2,
-    )
-    assert (first["b_ms"], first["d_ms"]) == (-0.1, -0.1)
-    assert first["comm_kernels"] == {"all-gather": 1, "reduce-scatter": 1}
-    assert first["reduce_scatters_from_backward"] == 1
-    assert (second["span_ms"], second["idle_ms"], second["overlap_ms"], second["exposed_ms"]) == (
-        0.4,
-        0.05,
-        0,
-        0.2,
-    )
-    assert (second["b_ms"], second["d_ms"], second["reduce_scatters_from_backward"]) == (
-        0.05,
-        0.05,
-        0,
-    )
-    total = analysis["total"]
-    # 1100 to 2500, the gap between the steps included
-    assert (total["span_ms"], total["idle_ms"]) == (1.4, 0.4)
-    assert (total["comm_ms"], total["overlap_ms"], total["exposed_ms"]) == (0.5, 0.1, 0.4)
-    assert total["comm_kernels"] == {"all-gather": 1, "reduce-scatter": 2}
-    assert analysis["orphans"] == {"gpu_ops": 1, "comm_kernels": 1, "names": {REDUCE_SCATTER: 1}}
-    assert analysis["notes"] == []
-
-
 def test_the_order_of_events_does_not_matter(tmp_path):
     build = two_steps()
     expected = analysed(build, tmp_path)
@@ -433,24 +399,6 @@ def test_a_list_a_packed_file_and_odd_names_are_read(tmp_path, capsys):
     assert len(out) == 4 and all(one["steps"] == out[0]["steps"] for one in out)
 
 
-def test_a_recording_that_is_there_twice_counts_once_and_is_named(tmp_path, capsys):
-    path = two_steps().write(tmp_path / "t.json", distributedInfo={"rank": 0})
-    packed = tmp_path / "copy.json.gz"
-    packed.write_bytes(gzip.compress(path.read_bytes()))
-    other = moved(two_steps(), 100).write(tmp_path / "u.json", distributedInfo={"rank": 1})
-    found = figures(path, packed, other, path, "--vs", path, capsys=capsys)
-    assert [analysis["rank"] for analysis in found["traces"]] == [0, 1]
-    assert (
-        found["traces"][0]["notes"]
-        == [f"{path} is the same recording: counted once" for path in (packed, path)]
-        and found["traces"][1]["notes"] == []
-    )
-    assert found["comparison"]["total"]["exposed_ms"]["a"] == pytest.approx(0.45)
-    assert trace.main([str(path), str(packed)]) == 0
-    out = capsys.readouterr().out
-    assert f"note: {packed} is the same recording: counted once" in out and "mean" not in out
-
-
 # CPU
 # --------------------------------------------------------------------------------------------------
 
@@ -471,20 +419,6 @@ def cpu_trace(launch_at=300):
         build.host("gloo:all_reduce", base + 300, base + 500, tid=8)
         build.host("gloo:all_reduce", base + 400, base + 700, tid=9)
     return build
-
-
-def test_a_cpu_trace_tells_launches_against_backward_and_step(tmp_path):
-    analysis = analysed(cpu_trace(), tmp_path)
-    assert analysis["device"] == "cpu" and "comm_ms" not in analysis["total"]
-    for step in analysis["steps"]:
-        assert (step["launches"], step["launches_in_backward"], step["wait_ms"]) == (2, 1, 0.1)
-        assert (step["launch_after_backward_start_ms"], step["launch_after_backward_end_ms"]) == (
-            0.1,
-            -0.3,
-        )
-        assert step["launch_after_step_start_ms"] == -0.31
-    total = analysis["total"]
-    assert (total["launches"], total["launches_in_backward"], total["wait_ms"]) == (4, 2, 0.2)
 
 
 def test_a_cpu_trace_without_our_ranges(tmp_path):
@@ -542,32 +476,6 @@ def moved(build, microseconds):
         if event["name"] == REDUCE_SCATTER and event["ts"] == 2250:
             event["dur"] += microseconds
     return build
-
-
-def test_two_sets_are_compared_by_their_means(tmp_path, capsys):
-    before = [
-        moved(two_steps(), extra).write(
-            tmp_path / f"b{extra}.json", distributedInfo={"rank": extra}
-        )
-        for extra in (100, 300)
-    ]
-    after = two_steps().write(tmp_path / "after.json")
-    comparison = figures(*before, "--vs", after, capsys=capsys)["comparison"]
-    assert comparison["total"]["exposed_ms"] == pytest.approx(
-        {"a": 0.6, "b": 0.4, "difference": -0.2}
-    )
-    assert comparison["total"]["comm_kernels reduce-scatter"] == {"a": 2, "b": 2, "difference": 0}
-    assert [step["exposed_ms"]["difference"] for step in comparison["steps"]] == pytest.approx(
-        [0, -0.2]
-    )
-    assert comparison["steps"][1]["b_ms"]["difference"] == 0 and comparison["notes"] == []
-    assert trace.main([str(before[1]), "--vs", str(after)]) == 0
-    row = [
-        line.split()
-        for line in capsys.readouterr().out.splitlines()
-        if line.startswith("exposed, ms")
-    ]
-    assert row == [["exposed,", "ms", "0.700", "0.400", "-0.300", "-42.9%"]]
 
 
 def test_a_mean_is_over_the_ranks_that_have_the_figure(tmp_path, capsys):

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import re
-import runpy
 import shutil
 import signal
 import sys
@@ -40,16 +39,10 @@ SOURCE = (ROOT / "train_gpt.py").read_text()
 RULE = "=" * 100
 UNNAMED = verify.UNNAMED_S
 WHOLE = "the log is unaltered"
-FROM_SEED = "one run from its seed"
-STATED = "data stated with digests"
 VAL_TOKENS = "exactly the stated validation tokens"
-ENVIRONMENT = "nothing in the environment changes the run"
 CLOCK = "the clock is honest"
 SPANS = "all time outside the clock is named"
-WALL = "the wall clock agrees with the race's"
-WARM_UP = "warm-up does not train"
 TRAINS = "validation does not train"
-COMPILES = "nothing is compiled on the clock"
 COPIES = "no run is a copy of another"
 NO_LEAK = "no validation document in training"
 REPLAY = "trained on the declared shards"
@@ -366,21 +359,13 @@ def test_an_honest_race_passes(race, judge, data):
     assert {verdict for verdict, _ in rules.values()} == {"pass", "not checkable"}
 
 
-def test_a_claim_that_is_not_shown_breaks_no_rule(faster, capsys):
+def test_a_claim_that_is_not_shown_breaks_no_rule(faster):
     """The README's own win has a loss above its target. A program filters cheats by the exit
     status."""
     folder = faster(lambda log, run, side: log.label(run, 4, side, loss=4.46 + 0.02 * run))
     found = verify.judge_folder(folder)
-    assert (
-        found["status"] == 0
-        and found["verdict"] == "incomplete"
-        and "fail" not in {rule.verdict for rule in found["rules"]}
-    )
+    assert (found["status"], found["verdict"]) == (0, "incomplete")
     assert {claim["claim"]: claim["verdict"] for claim in found["claims"]}[LOSS] == "not shown"
-    assert (
-        verify.main([str(folder), "--json"]) == 0
-        and json.loads(capsys.readouterr().out)["claims"] == found["claims"]
-    )
     assert verify.judge_folder(folder / "nowhere")["status"] == 2
 
 
@@ -434,25 +419,6 @@ def shift_clock(log, time_of):
     log.end["train_time_ms"] = float(words["train_time"][:-2])
 
 
-def test_community_logs_are_mostly_not_checkable(tmp_path, judge):
-    rng = np.random.default_rng(0)
-    for i in range(3):
-        lines = [
-            f"step:{s}/20 train_time:{(60 + i) * s}ms step_avg:{60 + i}.00ms" for s in range(1, 21)
-        ]
-        lines.append(
-            f"step:20/20 val_loss:{3.27 + rng.random() / 1000:.4f} train_time:{1200 + 20 * i}ms "
-            f"step_avg:{60 + i}.00ms"
-        )
-        public_log(tmp_path / f"{i}.txt", lines)
-    status, rules = judge(tmp_path, "--data", tmp_path)
-    verdicts = {rule: verdict for rule, (verdict, _) in rules.items()}
-    assert status == 2  # nothing fails, and that is no pass
-    assert verdicts.pop(SWITCHES) == verdicts.pop(CLOCK) == "pass"
-    assert verdicts.pop(LOSS) == verdicts.pop(COPIES) == "pass"
-    assert set(verdicts.values()) == {"not checkable"}
-
-
 # Edited logs and races: which rule finds what. tests/golden/verify_*.txt hold the reasons
 
 
@@ -496,10 +462,6 @@ def last_time(to):
     return lambda log: edit_line(log, -1, f"{log.end['train_time_ms']:.0f}ms", to)
 
 
-def of_config(field, value):
-    return lambda log: log.set(f"start.config.{field}", value)
-
-
 def set_source(log, source):
     """Set another source together with its hash."""
     log.source = source
@@ -517,158 +479,21 @@ def as_on_both_sides(key):
     )
 
 
-LOG_EDITS = {  # what is done to a log, which rules find it
-    "the last line's loss": (lambda log: edit_line(log, -1, "loss:4.01", "loss:3.90"), WHOLE),
-    "the end's loss": (lambda log: log.set("end.final_val_loss", 3.9), WHOLE),
-    "the source": (lambda log: log.set("source", log.source.replace("adam_lr", "adam_LR")), WHOLE),
-    "the verdict": (lambda log: log.set("end.reached", False), WHOLE),
-    "a resumption that no line tells of": (lambda log: log.set("end.resumed", 1), WHOLE),
-    "the seed": (lambda log: log.set("start.seed", 77), WHOLE, ACCOUNTS),
-    "a digest left out": (lambda log: log.start["shards"]["train"][0].pop("sha256"), STATED),
-    "a shard under two names": (
-        lambda log: log.start["shards"]["train"].append(
-            {**log.start["shards"]["train"][0], "name": "x"}
-        ),
-        STATED,
-    ),
-    "shards read twice": (of_config("epochs", 2), STATED),
-    "warm-up that trains": (lambda log: log.set("end.state_hash.after_warmup", "0" * 64), WARM_UP),
-    "compiling late": (lambda log: log.set("end.compiles_after_warmup", 2), COMPILES),
-    "training in validation": (lambda log: log.set("end.changed_by_validation", 1), TRAINS),
-    "training in an older log": (
-        lambda log: log.set("end.validation_hash", {"before": "1" * 64, "after": "0" * 64}),
-        TRAINS,
-    ),
-    "a hash left out": (lambda log: log.end.pop("model_hash"), TRAINS),
-    "a launch with flags": (
-        lambda log: log.set(
-            "start.environment",
-            {"TORCHINDUCTOR_X": "1", "TORCHELASTIC_X": "1", "TORCH_CPP_LOG_LEVEL": "x"},
-        ),
-        ENVIRONMENT,
-    ),
-    "a short count": (lambda log: log.set("end.val_tokens", 512), VAL_TOKENS),
-    "a step cut out": (lambda log: log.lines.pop(4), CLOCK),
-    "a step that is there twice": (lambda log: log.lines.insert(4, log.lines[4]), CLOCK),
-    "a last time in seconds": (last_time("1.000s"), WHOLE),
-    "a last time in other digits": (last_time("1e3ms"), WHOLE),
-    "a last time that falls": (last_time("1000ms"), WHOLE, CLOCK),
-    "an odd average": (lambda log: edit_line(log, 3, "step_avg:", "step_avg:1.2."), WHOLE),
-    "a time of 400 digits": (
-        lambda log: edit_line(log, 3, "train_time:", "train_time:" + "9" * 400),
-        WHOLE,
-        CLOCK,
-    ),
-    "a training loss left out": (
-        lambda log: log.lines.__setitem__(7, log.lines[7].partition(" train_loss")[0]),
-        WHOLE,
-    ),
-    "a training loss more": (
-        lambda log: log.lines.__setitem__(0, log.lines[0] + " train_loss:4.8520"),
-        WHOLE,
-    ),
-    "a run behind it": (
-        lambda log: log.set("memory", log.memory + "\nstep:0/9 val_loss:1.0000 train_time:0ms"),
-        WHOLE,
-    ),
-    "a line behind it": (
-        lambda log: log.set("memory", log.memory + "\nerror: x\n" + log.lines[-1]),
-        WHOLE,
-    ),
-    "no source": (lambda log: set_source(log, ""), WHOLE, SWITCHES),
-    "another source": (lambda log: set_source(log, "import os\n\n"), SWITCHES),
-    "a module beside it": (lambda log: set_source(log, "import helper\n" + log.source), SWITCHES),
-    "no environment": (lambda log: log.start.pop("environment"), ENVIRONMENT),
-    "a number declared anew": (
-        lambda log: log.set("start.race.declared_n", 1).set("start.config.race", "x:1:3:a"),
-        WHOLE,
-    ),
-    "another race": (of_config("race", "x:1:9:a"), WHOLE),
-    "a race of no form": (of_config("race", "x"), WHOLE),
-    "a plan of more steps": (lambda log: log.set("start.planned.steps", 13), WHOLE),
-    "a plan of one token": (lambda log: log.set("start.planned.train_tokens", 1), WHOLE),
-    "saved weights": (
-        lambda log: log.set("start.init_from", {"path": "m.pt", "sha256": "0" * 64}),
-        FROM_SEED,
-    ),
-    "a name on both sides of the split": (as_on_both_sides("name"), STATED),
-    "a digest on both sides": (as_on_both_sides("sha256"), STATED),
-    "a setting": (
-        lambda log: set_source(log, "torch._inductor.config.max_autotune = True\n" + log.source),
-        SWITCHES,
-    ),
-    "a clock that is reset": (lambda log: pace(log, lambda step, ms: 100 * (step % 9)), CLOCK),
-    "a clock that outruns the wall": (
-        lambda log: shift_clock(log, lambda step, ms: 60_000 * step),
-        CLOCK,
-        SPANS,
-    ),
-    "a hash that is none": (lambda log: log.set("end.final_state_hash", "x"), WHOLE),
-    "a step_avg": (lambda log: edit_line(log, 3, "step_avg:", "step_avg:9"), CLOCK),
-    "the end's time": (
-        lambda log: log.set("end.train_time_ms", log.end["train_time_ms"] - 90),
-        WHOLE,
-        SPANS,
-    ),
-    "a nameless span": (
-        lambda log: log.set("end.wall_seconds", log.end["wall_seconds"] + 0.06),
-        SPANS,
-    ),
-    "a negative span": (lambda log: log.set("end.seconds_outside_clock.setup", -1.0), SPANS),
-    **{
-        variable[:40]: (
-            lambda log, variable=variable: log.start["environment"].update([variable.split("=")]),
-            ENVIRONMENT,
-        )
-        for variable in (
-            "PYTHONPATH=/opt/x",
-            "LD_PRELOAD=/opt/clock.so",
-            "PYTORCH_JIT=0",
-            "PYTHON_JIT=1",
-            "PYTHONWARNINGS=ignore::clock.Slow",
-            "TRITON_INTERPRET=1",
-            "TORCH_COMPILE_DISABLE=1",
-        )
-    },
-    **{
-        variable: (
-            lambda log, variable=variable: log.start["environment"].update([variable.split("=")]),
-            (ENVIRONMENT, "not checkable"),
-        )
-        for variable in (
-            "LD_LIBRARY_PATH=/opt/evil",
-            "LD_LIBRARY_PATH=/usr/lib:/home/me/lib",
-            "LD_LIBRARY_PATH=/usr/lib/../../tmp",
-            "LD_LIBRARY_PATH=/usr/lib:/lib_of_mine",
-            "LD_LIBRARY_PATH=/usr/local/cudas/lib",
-            "LD_RUN_PATH=/opt/conda/lib",
-            "PYTORCH_BUILD_VERSION=2.9",
-            "PYTORCH_BUILD_NUMBER=1",
-            "TRITON_PTXAS_PATH=/usr/bin/ptxas",
-        )
-    },
-    "variables of containers": (
-        lambda log: log.start["environment"].update(OF_CONTAINERS),
-        (ENVIRONMENT, "pass"),
-    ),
-}
+def put(where, value):
+    return lambda log: log.set(where, value)
+
+
+def variables(**values):
+    return lambda log: log.start["environment"].update(values)
+
+
 OF_CONTAINERS = {
     **dict.fromkeys(
         (
-            "PYTHONUNBUFFERED",
-            "PYTHON_VERSION",
-            "PYTHON_SHA256",
-            "PYTHONWARNINGS",
-            "PYTHONSTARTUP",
-            "TORCH_HOME",
-            "TORCH_EXTENSIONS_DIR",
-            "TORCH_LOGS",
-            "TORCH_DISTRIBUTED_DEBUG",
-            "TORCH_SHOW_CPP_STACKTRACES",
-            "TORCH_CUDA_ARCH_LIST",
-            "PYTORCH_VERSION",
-            "TRITON_HOME",
-        ),
+            "PYTHONUNBUFFERED PYTHON_VERSION PYTHON_SHA256 PYTHONWARNINGS PYTHONSTARTUP TORCH_HOME"
+            " TORCH_EXTENSIONS_DIR TORCH_LOGS TORCH_DISTRIBUTED_DEBUG TORCH_SHOW_CPP_STACKTRACES"
+            " TORCH_CUDA_ARCH_LIST PYTORCH_VERSION TRITON_HOME"
+        ).split(),
         "ignore",
     ),
     "PYTHONPATH": "",
@@ -676,53 +501,106 @@ OF_CONTAINERS = {
         "/usr/local/cuda/lib64:/usr/local/cuda-12.4/lib64:/usr/local/nvidia/lib:/lib64:/usr/lib/x86_64-linux-gnu"
     ),
 }
-MANIFEST_EDITS = {  # what is done to its lines, which rules find it
-    "fewer runs were declared": (
-        lambda e: e[0]["race"].update(n=3, order=["1a", "2a", "3a"]),
-        ACCOUNTS,
+LOG_EDITS = {
+    "the last line's loss": lambda log: edit_line(log, -1, "loss:4.01", "loss:3.90"),
+    "the source": lambda log: log.set("source", log.source.replace("adam_lr", "adam_LR")),
+    "the verdict": put("end.reached", False),
+    "a resumption that no line tells of": put("end.resumed", 1),
+    "the seed": put("start.seed", 77),
+    "a digest left out": lambda log: log.start["shards"]["train"][0].pop("sha256"),
+    "a shard under two names": lambda log: log.start["shards"]["train"].append(
+        {**log.start["shards"]["train"][0], "name": "x"}
     ),
-    "more runs were declared": (
-        lambda e: e[0]["race"].update(n=5, order=["1a", "2a", "3a", "4a", "5a"]),
-        ACCOUNTS,
+    "shards read twice": put("start.config.epochs", 2),
+    "warm-up that trains": put("end.state_hash.after_warmup", "0" * 64),
+    "compiling late": put("end.compiles_after_warmup", 2),
+    "training in validation": put("end.changed_by_validation", 1),
+    "training in an older log": put("end.validation_hash", {"before": "1" * 64, "after": "0" * 64}),
+    "a hash left out": lambda log: log.end.pop("model_hash"),
+    "a launch with flags": put(
+        "start.environment",
+        {"TORCHINDUCTOR_X": "1", "TORCHELASTIC_X": "1", "TORCH_CPP_LOG_LEVEL": "x"},
     ),
-    "another order": (lambda e: e[0]["race"]["order"].reverse(), ACCOUNTS),
-    "an order that was not kept": (
-        lambda e: e.__setitem__(slice(1, None), e[-2:] + e[1:-2]),
-        ACCOUNTS,
+    "a short count": put("end.val_tokens", 512),
+    "a step cut out": lambda log: log.lines.pop(4),
+    "a step that is there twice": lambda log: log.lines.insert(4, log.lines[4]),
+    "a last time in seconds": last_time("1.000s"),
+    "a last time that falls": last_time("1000ms"),
+    "an odd average": lambda log: edit_line(log, 3, "step_avg:", "step_avg:1.2."),
+    "a time of 400 digits": lambda log: edit_line(log, 3, "train_time:", "train_time:" + "9" * 400),
+    "a training loss left out": lambda log: log.lines.__setitem__(
+        7, log.lines[7].partition(" train_loss")[0]
     ),
-    "another seed": (lambda e: e[0]["race"].update(seed=7), ACCOUNTS),
-    "another seed of a run": (lambda e: e[6].update(seed=7), ACCOUNTS),
-    "another source": (
-        lambda e: e[0]["race"]["sides"]["a"].update(source_sha256="0" * 64),
-        ACCOUNTS,
+    "a run behind it": lambda log: log.set(
+        "memory", log.memory + "\nstep:0/9 val_loss:1.0000 train_time:0ms"
     ),
-    "a run that was done twice": (lambda e: [event.update(run=2) for event in e[5:7]], ACCOUNTS),
-    "a side of another race": (lambda e: e[2].update(side="c"), ACCOUNTS),
-    "a start left out": (lambda e: e.pop(3), ACCOUNTS),
-    "a run from elsewhere": (lambda e: e.__delitem__(slice(-2, None)), ACCOUNTS),
-    "no duration": (lambda e: e[4].pop("seconds"), WALL),
-    "a duration below the run's": (lambda e: prolong(e[4], -6), WALL),
-    "a race that ended before its runs did": (
-        lambda e: [event.update(seconds=None, settled=event["started_at"]) for event in e[2::2]],
-        (WALL, "not checkable"),
+    "a line behind it": lambda log: log.set("memory", log.memory + "\nerror: x\n" + log.lines[-1]),
+    "no source": lambda log: set_source(log, ""),
+    "another source": lambda log: set_source(log, "import os\n\n"),
+    "a module beside it": lambda log: set_source(log, "import helper\n" + log.source),
+    "no environment": lambda log: log.start.pop("environment"),
+    "a number declared anew": lambda log: log.set("start.race.declared_n", 1).set(
+        "start.config.race", "x:1:3:a"
     ),
+    "another race": put("start.config.race", "x:1:9:a"),
+    "a race of no form": put("start.config.race", "x"),
+    "a plan of more steps": put("start.planned.steps", 13),
+    "saved weights": put("start.init_from", {"path": "m.pt", "sha256": "0" * 64}),
+    "a name on both sides of the split": as_on_both_sides("name"),
+    "a digest on both sides": as_on_both_sides("sha256"),
+    "a setting": lambda log: set_source(
+        log, "torch._inductor.config.max_autotune = True\n" + log.source
+    ),
+    "a clock that is reset": lambda log: pace(log, lambda step, ms: 100 * (step % 9)),
+    "a clock that outruns the wall": lambda log: shift_clock(log, lambda step, ms: 60000 * step),
+    "a hash that is none": put("end.final_state_hash", "x"),
+    "a step_avg": lambda log: edit_line(log, 3, "step_avg:", "step_avg:9"),
+    "the end's time": lambda log: log.set("end.train_time_ms", log.end["train_time_ms"] - 90),
+    "a nameless span": lambda log: log.set("end.wall_seconds", log.end["wall_seconds"] + 0.06),
+    "a negative span": put("end.seconds_outside_clock.setup", -1.0),
     **{
-        f"declared {config}": (
-            lambda e, config=config: e[0]["race"]["sides"]["a"]["config"].update(config),
-            *found,
+        name: variables(**dict([name.split("=")]))
+        for name in (
+            "PYTHONPATH=/opt/x LD_PRELOAD=/opt/clock.so PYTORCH_JIT=0 PYTHON_JIT=1"
+            " PYTHONWARNINGS=ignore::clock.Slow TRITON_INTERPRET=1 TORCH_COMPILE_DISABLE=1"
+            " LD_LIBRARY_PATH=/opt/evil LD_LIBRARY_PATH=/usr/lib:/home/me/lib"
+            " LD_LIBRARY_PATH=/usr/lib/../../tmp LD_LIBRARY_PATH=/usr/lib:/lib_of_mine"
+            " LD_LIBRARY_PATH=/usr/local/cudas/lib LD_RUN_PATH=/opt/conda/lib"
+            " PYTORCH_BUILD_VERSION=2.9 TRITON_PTXAS_PATH=/usr/bin/ptxas"
+        ).split()
+    },
+    "variables of containers": variables(**OF_CONTAINERS),
+}
+MANIFEST_EDITS = {
+    "fewer runs were declared": lambda e: e[0]["race"].update(n=3, order=["1a", "2a", "3a"]),
+    "another order": lambda e: e[0]["race"]["order"].reverse(),
+    "an order that was not kept": lambda e: e.__setitem__(slice(1, None), e[-2:] + e[1:-2]),
+    "another seed": lambda e: e[0]["race"].update(seed=7),
+    "another seed of a run": lambda e: e[6].update(seed=7),
+    "another source": lambda e: e[0]["race"]["sides"]["a"].update(source_sha256="0" * 64),
+    "a run that was done twice": lambda e: [event.update(run=2) for event in e[5:7]],
+    "a side of another race": lambda e: e[2].update(side="c"),
+    "a start left out": lambda e: e.pop(3),
+    "a run from elsewhere": lambda e: e.__delitem__(slice(-2, None)),
+    "no duration": lambda e: e[4].pop("seconds"),
+    "a duration below the run's": lambda e: prolong(e[4], -6),
+    "a race that ended before its runs did": lambda e: [
+        event.update(seconds=None, settled=event["started_at"]) for event in e[2::2]
+    ],
+    **{
+        f"declared {config}": lambda e, config=config: e[0]["race"]["sides"]["a"]["config"].update(
+            config
         )
-        for config, *found in (
-            ({"muon_lr": 0.05}, ACCOUNTS),
-            ({"stages": "Stage(until=1, my_idea=2)"}, ACCOUNTS),
-            ({"preset": "speedrun"}, ACCOUNTS),
-            ({"loss_weights": [1, 0.5]}, ACCOUNTS),
-            ({"micro_batch_splits": 4}, ACCOUNTS),
-            ({"no_field": 3}, ACCOUNTS),
-            ({"compile": "on"}, ACCOUNTS),
-            ({"dtype": None}, ACCOUNTS),
-            ({"compile": "auto"},),
-            ({"attention": "auto"},),
-            ({"run_id": "x", "seed": 9},),
+        for config in (
+            {"muon_lr": 0.05},
+            {"stages": "Stage(until=1, my_idea=2)"},
+            {"loss_weights": [1, 0.5]},
+            {"no_field": 3},
+            {"compile": "on"},
+            {"dtype": None},
+            {"compile": "auto"},
+            {"attention": "auto"},
+            {"run_id": "x", "seed": 9},
         )
     },
 }
@@ -830,143 +708,81 @@ def edit_page(old, new):
     return write
 
 
-RACE_EDITS = {  # what is done to a race of four runs, which rules find it
-    "one seed": (
-        runs(lambda log, run: log.set("start.seed", 5).set("start.config.seed", 5)),
-        ACCOUNTS,
+RACE_EDITS = {
+    "one seed": runs(lambda log, run: log.set("start.seed", 5).set("start.config.seed", 5)),
+    "other data": runs(
+        lambda log, run: log.start["shards"]["train"][0].update(sha256=f"{run:064}")
     ),
-    "other data": (
-        runs(lambda log, run: log.start["shards"]["train"][0].update(sha256=f"{run:064}")),
-        ACCOUNTS,
+    "other numbers declared": runs(
+        lambda log, run: log.set("start.race.declared_n", 3 + run).set(
+            "start.config.race", f"x:{run}:{3 + run}:a"
+        )
     ),
-    "other numbers declared": (
-        runs(
-            lambda log, run: log.set("start.race.declared_n", 3 + run).set(
-                "start.config.race", f"x:{run}:{3 + run}:a"
+    "two sources": runs(lambda log, run: run == 3 and set_source(log, "x = 1\n" + log.source)),
+    "one state": runs(
+        lambda log, run: log.set(
+            "end.state_hash", {"before_warmup": "a" * 64, "after_warmup": "a" * 64}
+        )
+    ),
+    "the same times": runs(lambda log, run: pace(log, lambda step, ms: 100 * step)),
+    "the same tokens though they are shuffled by seed": runs(
+        lambda log, run: log.set("start.config.shuffle", True)
+    ),
+    "losses left out so that none compares": runs(
+        lambda log, run: (
+            run == 2
+            and log.set("start.config.train_loss_every", 0).set(
+                "lines", [line.partition(" train_loss")[0] for line in log.lines]
             )
-        ),
-        ACCOUNTS,
+        )
     ),
-    "two sources": (
-        runs(lambda log, run: run == 3 and set_source(log, "x = 1\n" + log.source)),
-        ACCOUNTS,
+    "a name that is none": runs(lambda log, run: run == 2 and log.set("start.run_id", [])),
+    "resumed": runs(lambda log, run: run == 2 and resume(log)),
+    "a loss not surely below the target": runs(
+        lambda log, run: log.label(run, 4, loss=4.46 + 0.02 * run)
     ),
-    "one state": (
-        runs(
-            lambda log, run: log.set(
-                "end.state_hash", {"before_warmup": "a" * 64, "after_warmup": "a" * 64}
-            )
-        ),
-        COPIES,
+    "fineweb by its name": runs(
+        lambda log, run: log.start["shards"]["val"][0].update(name="fineweb_val_000000.bin")
     ),
-    "the same times": (runs(lambda log, run: pace(log, lambda step, ms: 100 * step)), COPIES),
-    "the same tokens though they are shuffled by seed": (
-        runs(lambda log, run: log.set("start.config.shuffle", True)),
-        COPIES,
+    "fineweb by the preset": runs(lambda log, run: log.set("start.preset", "speedrun")),
+    "a log removed": folder(lambda made: (made / "2a.txt").unlink()),
+    "a log of a failed run removed": folder(
+        lambda made: with_attempt(made, 2, status="failed", seconds=1)
     ),
-    "losses left out so that none compares": (
-        runs(
-            lambda log, run: (
-                run == 2
-                and log.set("start.config.train_loss_every", 0).set(
-                    "lines", [line.partition(" train_loss")[0] for line in log.lines]
-                )
-            )
-        ),
-        ACCOUNTS,
-    ),
-    "a name that is none": (
-        runs(lambda log, run: run == 2 and log.set("start.run_id", [])),
-        WHOLE,
-        ACCOUNTS,
-    ),
-    "resumed": (runs(lambda log, run: run == 2 and resume(log)), FROM_SEED),
-    "a loss not surely below the target": (
-        runs(lambda log, run: log.label(run, 4, loss=4.46 + 0.02 * run)),
-        LOSS,
-    ),
-    "fineweb by its name": (
-        runs(lambda log, run: log.start["shards"]["val"][0].update(name="fineweb_val_000000.bin")),
-        VAL_TOKENS,
-        LOSS,
-    ),
-    "fineweb by the preset": (
-        runs(lambda log, run: log.set("start.preset", "speedrun")),
-        VAL_TOKENS,
-        ACCOUNTS,
-        LOSS,
-    ),
-    "a log removed": (folder(lambda made: (made / "2a.txt").unlink()), ACCOUNTS),
-    "a log of a failed run removed": (
-        folder(lambda made: with_attempt(made, 2, status="failed", seconds=1)),
-        ACCOUNTS,
-    ),
-    "a log of a failed run kept": (folder(fail_and_keep_the_log), (ACCOUNTS, "pass")),
-    "a diverged run": (folder(diverge), ACCOUNTS),
+    "a log of a failed run kept": folder(fail_and_keep_the_log),
+    "a diverged run": folder(diverge),
     **{
-        f"{status} after {seconds} s without a log": (
-            folder(
-                lambda made, status=status, seconds=seconds: with_attempt(
-                    made, 2, status=status, logged=False, seconds=seconds
-                )
+        f"{status} after {seconds} s without a log": folder(
+            lambda made, status=status, seconds=seconds: with_attempt(
+                made, 2, status=status, logged=False, seconds=seconds
+            )
+        )
+        for status, seconds in (("lost", 1), ("started", 1), ("failed", 1), ("interrupted", 400))
+    },
+    **{f"stopped and repeated {times} times": folder(stop_and_repeat(times)) for times in (2, 3)},
+    "lines that the race did not see": folder(
+        lambda made: (see(made), Log(made / "2a.txt").label(2, 4, loss=3.9).write(made / "2a.txt"))
+    ),
+    "lines that the race saw": folder(see),
+    "blank lines of an editor": folder(
+        lambda made: [path.write_text(path.read_text() + "\n\n") for path in made.glob("*.txt")]
+    ),
+    "a first run that does not count": manifest(begin_uncounted(1)),
+    "a run that does not count after one": manifest(begin_uncounted(5)),
+    **{
+        f"alpha {alpha}, looks {looks}": manifest(
+            lambda events, alpha=alpha, looks=looks: events[0]["race"].update(
+                alpha=alpha, until_decided=looks
             ),
-            (ACCOUNTS, verdict),
+            6,
         )
-        for status, seconds, verdict in (
-            ("lost", 1, "not checkable"),
-            ("started", 1, "not checkable"),
-            ("failed", 1, "pass"),
-            ("interrupted", 400, "fail"),
-        )
+        for alpha, looks in ((0.05, False), (0.05, True), (0.01, False), (0.001, True))
     },
-    **{
-        f"stopped and repeated {times} times": (folder(stop_and_repeat(times)), (ACCOUNTS, verdict))
-        for times, verdict in ((2, "pass"), (3, "not checkable"))
-    },
-    "lines that the race did not see": (
-        folder(
-            lambda made: (
-                see(made),
-                Log(made / "2a.txt").label(2, 4, loss=3.9).write(made / "2a.txt"),
-            )
-        ),
-        ACCOUNTS,
-    ),
-    "lines that the race saw": (folder(see), (ACCOUNTS, "pass")),
-    "blank lines of an editor": (
-        folder(
-            lambda made: [path.write_text(path.read_text() + "\n\n") for path in made.glob("*.txt")]
-        ),
-        (WHOLE, "pass"),
-    ),
-    "a first run that does not count": (manifest(begin_uncounted(1)), (ACCOUNTS, "pass")),
-    "a run that does not count after one": (
-        manifest(begin_uncounted(5)),
-        (ACCOUNTS, "not checkable"),
-    ),
-    **{
-        f"alpha {alpha}, looks {looks}": (
-            manifest(
-                lambda events, alpha=alpha, looks=looks: events[0]["race"].update(
-                    alpha=alpha, until_decided=looks
-                ),
-                6,
-            ),
-            (LOSS, verdict),
-        )
-        for alpha, looks, verdict in (
-            (0.05, False, "fail"),
-            (0.05, True, "fail"),
-            (0.01, False, "pass"),
-            (0.001, False, "pass"),
-            (0.001, True, "pass"),
-        )
-    },
-    "a page of these logs": (folder(edit_page("", "")), (verify.PAGE, "pass")),
-    "another loss": (folder(edit_page("[4.0200](", "[4.0100](")), verify.PAGE),
-    "another mean": (folder(edit_page("Loss**: 4.02500", "Loss**: 4.02300")), verify.PAGE),
-    "another time": (folder(edit_page("Time**: 1.", "Time**: 0.")), verify.PAGE),
-    "another log": (folder(edit_page("(3a.txt)", "(9a.txt)")), verify.PAGE),
+    "a page of these logs": folder(edit_page("", "")),
+    "another loss": folder(edit_page("[4.0200](", "[4.0100](")),
+    "another mean": folder(edit_page("Loss**: 4.02500", "Loss**: 4.02300")),
+    "another time": folder(edit_page("Time**: 1.", "Time**: 0.")),
+    "another log": folder(edit_page("(3a.txt)", "(9a.txt)")),
 }
 
 
@@ -1086,138 +902,105 @@ def three_sides(log, run, side):
     scale_clock(log, 2 + 0.1 * "abc".index(side) + 0.01 * run)
 
 
-SIDE_EDITS = {  # what is done to a race of two sides, which rules find it
-    "another GPU": (base(lambda log: log.set("start.hardware.device", "another GPU")), HARDWARE),
-    "another torch": (base(lambda log: log.set("start.versions.torch", "9.9")), HARDWARE),
-    "another number of threads": (
-        base(lambda log: log.set("start.environment.OMP_NUM_THREADS", "7")),
-        HARDWARE,
+SIDE_EDITS = {
+    "another GPU": base(put("start.hardware.device", "another GPU")),
+    "other validation shards": base(
+        lambda log: log.start["shards"]["val"][0].update(sha256="5e" * 32)
     ),
-    "one side after the other": (
-        base(lambda log: log.set("start.started", log.start["started"].replace("2025", "2026"))),
-        IN_TURN,
+    "another length of validation": base(put("start.config.val_len", 128)),
+    "fewer validation tokens": base(
+        lambda log: log.set("end.val_tokens", 99).start["shards"]["val"][0].update(tokens=100)
     ),
-    "both at once": (
-        base(
-            lambda log: log.set(
-                "start.started",
-                (datetime.fromisoformat(log.start["started"]) - timedelta(seconds=9)).isoformat(),
-            )
-        ),
-        IN_TURN,
+    "another torch": base(put("start.versions.torch", "9.9")),
+    "another number of threads": base(put("start.environment.OMP_NUM_THREADS", "7")),
+    "one side after the other": base(
+        lambda log: log.set("start.started", log.start["started"].replace("2025", "2026"))
     ),
-    "not faster": (
-        lambda race, faster: race(
-            4, "ab", lambda log, run, side: scale_clock(log, 1 + 0.01 * run + 0.005 * (side == "b"))
-        ),
-        FASTER,
+    "both at once": base(
+        lambda log: log.set(
+            "start.started",
+            (datetime.fromisoformat(log.start["started"]) - timedelta(seconds=9)).isoformat(),
+        )
+    ),
+    "not faster": lambda race, faster: race(
+        4, "ab", lambda log, run, side: scale_clock(log, 1 + 0.01 * run + 0.005 * (side == "b"))
     ),
     **{
-        f"flags {words}": (by_flags(*words), *found)
-        for words, *found in (
-            (([], []), ACCOUNTS),
-            (([], ["--muon_lr=0.5"]),),
-            ((["--muon_lr=0.5"], ["--muon_lr", ".5"]), ACCOUNTS),
-            ((["--layers", "L1M"], ["--muon_lr=.5"]), ACCOUNTS),
-            ((["--num_steps=12"], []),),
-            ((["--ngrams="], ["--muon_lr=.5"]),),
-            ((["--num_steps", "7"], []), ACCOUNTS),
-            ((["--stages", "Stage(until=1/2), Stage()", "--compile", "auto"], ["--muon_lr=.5"]),),
+        f"flags {words}": by_flags(*words)
+        for words in (
+            ([], ["--muon_lr=0.5"]),
+            (["--muon_lr=0.5"], ["--muon_lr", ".5"]),
+            (["--num_steps=12"], []),
+            (["--stages", "Stage(until=1/2), Stage()", "--compile", "auto"], ["--muon_lr=.5"]),
         )
     },
-    "other training data": (other_data({}, 1), (DATA, "not checkable")),
-    "fewer shards": (other_data({"train_shards": 1}, 1), (DATA, "pass")),
-    "fewer shards, others": (other_data({"train_shards": 2}, 2), (DATA, "not checkable")),
-    "other files": (other_data({"train_files": "x/*.bin"}, 2), (DATA, "pass")),
-    "libraries of a side": (with_libraries(lambda run, side: side == "b"), (HARDWARE, "pass")),
-    "libraries of a run": (with_libraries(lambda run, side: run == 2), HARDWARE),
-    "libraries that a side does not state": (
-        with_libraries(lambda run, side: False, "b"),
-        (HARDWARE, "pass"),
-    ),
-    "libraries that a run does not state": (with_libraries(lambda run, side: False, "3"), HARDWARE),
-    "hosts of one kind": (on_hosts("xx"), (HARDWARE, "pass")),
-    "hosts of two kinds": (on_hosts("xy"), HARDWARE),
-    "a ladder in turn": (lambda race, faster: race(4, "abc", three_sides), (IN_TURN, "pass")),
-    "a ladder with a late run": (folder(late, 4, "abc", three_sides), IN_TURN),
+    "other training data": other_data({}, 1),
+    "fewer shards": other_data({"train_shards": 1}, 1),
+    "fewer shards, others": other_data({"train_shards": 2}, 2),
+    "other files": other_data({"train_files": "x/*.bin"}, 2),
+    "libraries of a side": with_libraries(lambda run, side: side == "b"),
+    "libraries of a run": with_libraries(lambda run, side: run == 2),
+    "libraries that a side does not state": with_libraries(lambda run, side: False, "b"),
+    "libraries that a run does not state": with_libraries(lambda run, side: False, "3"),
+    "hosts of one kind": on_hosts("xx"),
+    "hosts of two kinds": on_hosts("xy"),
+    "a ladder in turn": lambda race, faster: race(4, "abc", three_sides),
+    "a ladder with a late run": folder(late, 4, "abc", three_sides),
     **{
-        f"{name}, {mine} s instead of {others} s": (
-            hidden(10, mine, others, name),
-            (OFF_CLOCK, verdict),
-        )
-        for name, mine, others, verdict in (
-            ("validation", 1.1, 1.0, "pass"),
-            ("validation", 1.6, 1.0, "not checkable"),
-            ("validation", 2.5, 1.0, "fail"),
-            ("setup", 1.9, 1.0, "not checkable"),
-            ("setup", 2.5, 1.0, "fail"),
-            ("compile", 2.0, 0.0, "not checkable"),
+        f"{name}, {mine} s instead of {others} s": hidden(10, mine, others, name)
+        for name, mine, others in (
+            ("validation", 1.1, 1.0),
+            ("validation", 1.6, 1.0),
+            ("validation", 2.5, 1.0),
+            ("setup", 1.9, 1.0),
+            ("compile", 2.0, 0.0),
         )
     },
-    "a slower model off the clock": (hidden(13, 1.2, 1.0), (OFF_CLOCK, "pass"), FASTER),
+    "a slower model off the clock": hidden(13, 1.2, 1.0),
     **{
-        f"{mine} s instead of 1 s, no faster": (
-            hidden(12, mine, 1.0, "setup"),
-            (OFF_CLOCK, verdict),
-            FASTER,
-        )
-        for mine, verdict in ((1.1, "pass"), (1.5, "not checkable"), (3.0, "fail"))
+        f"{mine} s instead of 1 s, no faster": hidden(12, mine, 1.0, "setup")
+        for mine in (1.1, 1.5, 3.0)
     },
-    "training under a name of its own": (
-        sides(lambda log, run, side: side == "a" and move(log, 0.5, "my idea")),
-        SPANS,
+    "training under a name of its own": sides(
+        lambda log, run, side: side == "a" and move(log, 0.5, "my idea")
     ),
-    "training under many names": (
-        sides(lambda log, run, side: side == "a" and [move(log, 0.015, f"x{i}") for i in range(9)]),
-        SPANS,
+    "training under many names": sides(
+        lambda log, run, side: side == "a" and [move(log, 0.015, f"x{i}") for i in range(9)]
     ),
-    "a log of its own off the clock": (
-        sides(lambda log, run, side: side == "a" and move(log, 0.01, "plot")),
-        (SPANS, "pass"),
+    "a log of its own off the clock": sides(
+        lambda log, run, side: side == "a" and move(log, 0.01, "plot")
     ),
-    "a clock that is set back once": (set_back(20), (IN_TURN, "not checkable")),
-    "a clock that is set back by hours": (set_back(9000), (IN_TURN, "not checkable")),
-    "a module system on both sides": (sides(modules), (ENVIRONMENT, "pass")),
-    "a module system on one side": (base(modules), (ENVIRONMENT, "not checkable"), HARDWARE),
-    "a switch on both sides": (
-        sides(lambda log, run, side: log.start["environment"].update(TORCHINDUCTOR_X="1")),
-        ENVIRONMENT,
+    "a clock that is set back once": set_back(20),
+    "a clock that is set back by hours": set_back(9000),
+    "a module system on both sides": sides(modules),
+    "a module system on one side": base(modules),
+    "a switch on both sides": sides(
+        lambda log, run, side: log.start["environment"].update(TORCHINDUCTOR_X="1")
     ),
-    "more validations": (hidden(10, 2.0, 1.0, twice=True), (OFF_CLOCK, "pass")),
+    "more validations": hidden(10, 2.0, 1.0, twice=True),
 }
-EDITS = {
-    "logs": {name: (alone(change), *found) for name, (change, *found) in LOG_EDITS.items()},
-    "races": RACE_EDITS,
-    "sides": SIDE_EDITS,
-    "manifests": {
-        name: (manifest(change), *found) for name, (change, *found) in MANIFEST_EDITS.items()
-    },
+UNEDITED = folder(lambda made: None)
+EDITS = {  # by kind: a race, and edited ones by what is done
+    "logs": (alone(lambda log: None), {name: alone(LOG_EDITS[name]) for name in LOG_EDITS}),
+    "races": (UNEDITED, RACE_EDITS),
+    "sides": (sides(lambda *_: None), SIDE_EDITS),
+    "manifests": (UNEDITED, {name: manifest(MANIFEST_EDITS[name]) for name in MANIFEST_EDITS}),
 }
 
 
 @pytest.mark.parametrize("kind", EDITS)
 def test_an_edit_is_found_by_its_rules_and_by_no_others(race, faster, judge, honest, golden, kind):
-    """A rule that is named without a verdict fails. All rules that fail are named."""
+    """The golden file holds the exit status, and each rule whose verdict is not that of the
+    unedited race."""
+    unedited, edits = EDITS[kind]
+    _, usual = judge(unedited(race, faster))
     shown = []
-    wrong = {}
-    for name, (make, *found) in EDITS[kind].items():
-        wanted = dict((rule, "fail") if isinstance(rule, str) else rule for rule in found)
+    for name, make in edits.items():
         status, rules = judge(make(race, faster))
-        seen = {
-            rule: verdict
-            for rule, (verdict, _) in rules.items()
-            if verdict == "fail" or rule in wanted
-        }
-        if seen != wanted or status != (
-            "fail" in {wanted[rule] for rule in wanted.keys() - {*verify.CLAIMS}}
-        ):
-            wrong[name] = (status, seen, wanted)
-        shown.append(
-            "\n".join(
-                [f"{name}:", *(f"  {rules[rule][0]}: {rule}: {rules[rule][1]}" for rule in seen)]
-            )
-        )
-    assert not wrong
+        shown.append(f"{name}: exit status {status}")
+        for rule, (verdict, reason) in rules.items():
+            if verdict != usual.get(rule, ("",))[0]:
+                shown.append(f"{name}: {verdict}: {rule}: {reason}")
     golden(
         f"verify_{kind}",
         "\n".join(shown) + "\n",
@@ -1278,38 +1061,6 @@ def test_the_manifest_is_found_beside_the_logs(race, judge, tmp_path):
     says(judge(folder)[1], ACCOUNTS, "not checkable", "there is no race.jsonl")
 
 
-def test_another_side_that_describes_nothing_is_no_pass(race, judge, tmp_path):
-    folder, other = two_races(race, tmp_path)
-    strip(other)
-    assert judge(folder, "--vs", other)[0] == 2
-
-
-@pytest.mark.parametrize(
-    "change, word",
-    [
-        (lambda log: log.start["shards"]["val"][0].update(sha256="5e" * 32), "validation shards"),
-        (lambda log: log.set("start.config.val_len", 128), "val_len: 256 and 128"),
-        (
-            lambda log: (
-                log.set("end.val_tokens", 99),
-                log.start["shards"]["val"][0].update(tokens=100),
-            ),
-            "val_tokens: ",
-        ),
-    ],
-)
-def test_sides_that_are_validated_on_something_else_are_caught(
-    race, faster, judge, tmp_path, change, word
-):
-    """In one race, although it declares that, and in two races."""
-    folder = faster(lambda log, run, side: side == "b" and change(log))
-    fails_only(judge(folder), DATA, "1a.txt and 1b.txt differ in ")
-    assert word in judge(folder)[1][DATA][1]
-    folder.rename(tmp_path / "both")
-    folder, other = two_races(race, tmp_path, change)
-    says(judge(folder, "--vs", other)[1], DATA, "fail", word)
-
-
 def two_races(race, tmp_path, change=lambda log: None):
     """Return the folders of an honest race and of a slower one, the other side."""
     folder = race(4, "a").rename(tmp_path / "new")
@@ -1325,6 +1076,11 @@ def two_races(race, tmp_path, change=lambda log: None):
     return folder, other
 
 
+def test_the_other_side_must_be_validated_on_the_same(race, judge, tmp_path):
+    folder, other = two_races(race, tmp_path, put("start.config.val_len", 128))
+    says(judge(folder, "--vs", other)[1], DATA, "fail", "val_len: 256 and 128")
+
+
 def test_the_other_side_must_be_honest_too(race, judge, tmp_path):
     folder, other = two_races(race, tmp_path)
     status, rules = judge(folder, "--vs", other)
@@ -1334,16 +1090,21 @@ def test_the_other_side_must_be_honest_too(race, judge, tmp_path):
     assert failed == {IN_TURN} and rules[others][0] == rules[FASTER][0] == "pass"
     (other / "1a.txt").rename(tmp_path / "1a.txt")
     assert judge(folder, "--vs", other)[1][others][0] == "fail"
+    edited = Log(tmp_path / "1a.txt")
+    edited.end["train_time_ms"] += 60
+    edited.write(other / "1a.txt")
+    says(judge(folder, "--vs", other)[1], WHOLE, "fail", "1a.txt: its end states train_time_ms")
     (tmp_path / "1a.txt").rename(other / "1a.txt")
+    for path in (folder, other):
+        (path / "race.jsonl").unlink()
+    says(
+        judge(folder, "--vs", other)[1],
+        FASTER,
+        "not checkable",
+        "by the clocks of the runs alone: no race confirms the times of 8 of 8 runs",
+    )
     shutil.copy(folder / "1a.txt", other / "1a.txt")
     says(judge(folder, "--vs", other)[1], COPIES, "fail", "same time")
-
-
-def test_an_edited_clock_of_the_other_side_is_caught(race, judge, tmp_path):
-    folder, other = two_races(
-        race, tmp_path, lambda log: log.set("end.train_time_ms", log.end["train_time_ms"] + 60)
-    )
-    says(judge(folder, "--vs", other)[1], WHOLE, "fail", "1a.txt: its end states train_time_ms")
 
 
 # The data
@@ -1537,11 +1298,6 @@ def test_a_source_cannot_exhaust_its_reader(source):
 def test_a_source_that_is_too_long_to_scan_is_refused():
     with pytest.raises(SyntaxError, match="characters"):
         verify.scan("#" * (verify.MOST_CHARACTERS + 1))
-
-
-def test_the_script_itself_is_clean():
-    found = verify.scan(SOURCE)
-    assert found.findings == found.foreign == [] and found.imports_torch
 
 
 # The model again
@@ -1858,42 +1614,16 @@ def test_a_model_of_no_log_here_is_no_input(race, judge, honest):
 # The twelve cheats, each as somebody would do it
 
 
-def test_times_that_no_race_confirms_show_no_claim(race, judge, tmp_path):
-    folder, other = two_races(race, tmp_path)
-    assert judge(folder, "--vs", other)[1][FASTER][0] == "pass"
-    for path in (folder, other):
-        (path / "race.jsonl").unlink()
-    says(
-        judge(folder, "--vs", other)[1],
-        FASTER,
-        "not checkable",
-        "by the clocks of the runs alone: no race confirms the times of 8 of 8 runs",
-    )
-
-
-@pytest.mark.slow
-def test_cheat_3_one_model_of_many(race, honest, data, tmp_path, capsys, forked):
+def test_cheat_3_one_model_of_many(race, tmp_path, judge, monkeypatch):
     """Two good models are given, none for the other runs."""
     folder = race()
+    passes = dict.fromkeys(examine.RULES, ("pass", "as stated"))
+    monkeypatch.setattr(examine, "check_model", lambda *_, **more: passes)
     for run in (1, 2):
-        saved = torch.load(honest.with_suffix(".pt"), weights_only=True)
-        log = Log(folder / f"{run}a.txt")
-        torch.save(
-            {**saved, "run_id": f"{run}a", "config": log.start["config"]}, tmp_path / f"{run}.pt"
-        )
-        log.end["model_hash"] = Log(honest).end["model_hash"]
-        log.set("end.final_val_loss", Log(honest).end["final_val_loss"])
-        shown = f"{log.end['final_val_loss']:.4f}"
-        log.lines[-1] = re.sub(r"(?<=val_loss:)\S+", shown, log.lines[-1])
-        log.write(folder / f"{run}a.txt")
-    # a folder of models
-    verify.main([str(folder), "--rerun", str(tmp_path), "--data", str(data), "--json"])
-    report = json.loads(capsys.readouterr().out)
-    (loss,) = [rule for rule in report["rules"] if rule["rule"] == examine.LOSS]
-    assert loss["verdict"] == "not checkable" and loss["reason"].startswith(
-        "2 of 4 runs examined; none fails; the first: "
-    )
-    assert "models of 2 of 4 runs" in report["said"] and report["verdict"] != "pass"
+        torch.save({"run_id": f"{run}a", "state": {}, "config": {}}, tmp_path / f"{run}.pt")
+    status, rules = judge(folder, "--rerun", tmp_path, "--data", tmp_path)
+    assert status == 0 and {rules[rule][0] for rule in examine.RULES} == {"not checkable"}
+    assert rules[examine.LOSS][1].startswith("2 of 4 runs examined; none fails; the first: ")
 
 
 def test_cheat_4_other_weights_at_the_start(train, rerun):
@@ -1925,22 +1655,17 @@ def test_cheat_5_trained_on_validation(train, judge, data, tmp_path):
     fails_only(judge(log, "--data", data), REPLAY, "trained on something else")
 
 
-@pytest.mark.parametrize("enough", [True, False])
 def test_a_source_that_packs_in_its_own_way_is_replayed_where_it_is(
-    train, judge, data, monkeypatch, tmp_path, enough
+    train, judge, data, monkeypatch, tmp_path
 ):
-    """Documents by length, or two batches of the same: from this checkout it cannot be told, from
-    its own it can."""
+    """Documents by length: from this checkout it cannot be told, from its own it can."""
     end = "        return documents\n\n    def _limit"
-    advances = "self.position = Position(index, taken[-1][1] + 1, longest)"
     sorts = (
         "        order = np.argsort(documents.lengths, kind='stable')\n        documents ="
         " Documents(documents.tokens, documents.starts[order], documents.lengths[order])\n"
     )
-    packs = (
-        (end, sorts + end) if enough else (advances, "self.position = Position(index, 0, longest)")
-    )
-    log = steady(train(packs, num_steps=4 if enough else 31))
+    packs = (end, sorts + end)
+    log = steady(train(packs, num_steps=4))
     status, rules = judge(log, "--data", data)
     says(
         rules,
@@ -2032,29 +1757,10 @@ def test_cheat_8_a_source_that_patches_its_judge(rerun):
     assert [verdict for verdict, _ in rules.values()] == ["fail", "fail"]
 
 
-def test_the_tests_take_no_variable_of_python_from_the_shell_that_starts_them(monkeypatch):
-    monkeypatch.setenv("PYTHONBREAKPOINT", "/somewhere")
-    runpy.run_path(str(ROOT / "tests/conftest.py"))
-    assert "PYTHONBREAKPOINT" not in os.environ
-
-
 def test_cheat_9_the_judges_own_processes_do_not_see_them(rerun_apart, tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text("import os; os._exit(3)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert rerun_apart(only=[examine.LOSS])[examine.LOSS][0] == "pass"
-
-
-def test_cheat_12_a_consistent_forgery_is_in_the_paragraph_that_the_last_line_names(race, capsys):
-    assert verify.main([str(race())]) == 0
-    last = " ".join(capsys.readouterr().out.rpartition("\n\n")[2].split())
-    assert 'docs/racing.md, "What no rule sees"' in last and "--replay 1`" in last
-    section = (
-        (ROOT / "docs/racing.md")
-        .read_text()
-        .partition("## What no rule sees\n")[2]
-        .partition("\n## ")[0]
-    )
-    assert "while a GPU run compiles" in section and "--rerun" in section
 
 
 # What the race wrote down, the page, and the run again
@@ -2279,7 +1985,7 @@ PAGES = [  # exit status, folder `race`, further words
     (0, lambda race, faster: race(), ""),
     (0, lambda race, faster: faster(), ""),
     (1, sides(spoil), ""),
-    (0, SIDE_EDITS["not faster"][0], ""),
+    (0, SIDE_EDITS["not faster"], ""),
     (0, runs(make_trial), ""),
     (2, folder(strip), "--target 4.5"),
     (2, public, ""),
@@ -2291,8 +1997,8 @@ PAGES = [  # exit status, folder `race`, further words
         lambda race, faster: [race(2, "ab", other_source) / f"{run}a.txt" for run in (1, 2)],
         "--diff",
     ),
-    (0, RACE_EDITS["a loss not surely below the target"][0], "--target 4.2"),
-    (0, RACE_EDITS["a loss not surely below the target"][0], "--target 5"),
+    (0, RACE_EDITS["a loss not surely below the target"], "--target 4.2"),
+    (0, RACE_EDITS["a loss not surely below the target"], "--target 5"),
     (
         1,
         alone(

@@ -251,28 +251,6 @@ def test_a_table_that_one_rank_does_not_read(on_ranks):
     )
 
 
-def moments(comm, invariant):
-    """Update a row, then read it in a loss in which it has weight 0."""
-    model = tables()
-    optimizer = optimizer_of(model, comm, 1e9, LAZY, world_size_invariant=invariant)
-    states = []
-    for step, weight in enumerate((1.0, 0.0)):
-        optimizer.prepare_for_backward(step)
-        rows = torch.tensor([1, 2])
-        (model[0](rows) * torch.tensor([[1.0], [weight]]) + model[1](rows)).sum().backward()
-        optimizer.step(FULL)
-        states.append(optimizer.state_dict())
-    return states
-
-
-@pytest.mark.parametrize("invariant", [True, False])
-def test_a_gradient_of_zero_is_none(on_ranks, invariant):
-    for before, after in on_ranks(2, moments, invariant):
-        for key in ("", "/m", "/v"):
-            old, new = (state[f"0.weight{key}"].view(-1, WIDTH) for state in (before, after))
-            assert torch.equal(old[2], new[2]) and not torch.equal(old[1], new[1])
-
-
 def rows_that_sum_to_zero(comm, invariant):
     """Update all rows; then row 1 has a gradient whose elements sum to 0, and two gradients of row
     2 cancel out: of two micro-batches on one rank, else of two ranks. Return the states before and

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sample
 import train_gpt
-from conftest import TINY, TORCHRUN, forked, some_documents, write_corpus, write_shard
+from conftest import TINY, TORCHRUN, as_flags, forked, some_documents, write_corpus, write_shard
 
 ROOT = Path(train_gpt.__file__).parent
 
@@ -46,11 +46,7 @@ def flags(folder, corpus, **changes):
         "target_val_loss": 3.0,
         **changes,
     }
-    return [
-        "--preset",
-        "speedrun",
-        *(text for name, v in values.items() for text in (f"--{name}", str(v))),
-    ]
+    return ["--preset", "speedrun", *as_flags(values)]
 
 
 class Done(NamedTuple):
@@ -136,20 +132,6 @@ def run_here(argv, capsys, presets=train_gpt.PRESETS):
     return status, printed.out, printed.err
 
 
-def in_step(number, act, monkeypatch):
-    """Call act() before the step of this number, but not in the warm-up."""
-    step = train_gpt.Worker.step
-    seen = []
-
-    def stepping(self, plan, batch):
-        seen.append(plan.step)
-        if plan.step == number and len(seen) > TINY["warmup_steps"]:
-            act()
-        return step(self, plan, batch)
-
-    monkeypatch.setattr(train_gpt.Worker, "step", stepping)
-
-
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
     """One finished run: (folder, flags of its corpus, what it printed, its log)."""
@@ -193,13 +175,6 @@ def test_log_holds_the_whole_experiment(one):
             "sha256": hashlib.sha256(shard.read_bytes()).hexdigest(),
         }
     ]
-    assert start["hardware"]["cores"] and start["race"] is start["init_from"] is None
-    assert start["planned"] == {"steps": 12, "train_tokens": 12 * 96}
-    (host,) = start["hosts"]
-    assert host["ranks"] == [0] and host["source_sha256"] == start["source_sha256"]
-    assert {name: host[name] for name in ("hardware", "versions")} == {
-        name: start[name] for name in ("hardware", "versions")
-    }
     trained = [line for line in steps if "val_loss" not in line]
     assert len(trained) == 12
     for i, line in enumerate(trained, 1):
@@ -243,11 +218,7 @@ def test_log_holds_the_whole_experiment(one):
         end["seconds_outside_clock"].values()
     ) == pytest.approx(end["wall_seconds"], abs=1.0)
     assert end["reached"] == (end["final_val_loss"] <= 3.0)
-    assert ("target reached" if end["reached"] else "target missed") in printed and str(
-        path
-    ) in printed
-    assert f"preset speedrun: 1 rank(s) on {start['hardware']['device']}" in printed
-    assert "12 steps of 96 tokens, validation on 999 tokens" in printed
+    assert str(path) in printed
     assert all(float(line.rpartition(":")[2]) > 0 for line in steps[2:] if "train_loss" in line)
 
 
@@ -407,16 +378,6 @@ def test_a_small_model_trains_on_one_thread(
     monkeypatch.setattr(train_gpt, "TrainingLoop", mock.MagicMock())
     status, _, errors = run_here(flags(tmp_path, one[1], model_dim=model_dim), capsys)
     assert status == 0 and chosen == [threads] * (threads is not None), errors
-
-
-def test_another_seed_is_another_run(one, tmp_path, capsys):
-    _, corpus, _, path = one
-    status, _, _ = run_here(
-        flags(tmp_path, corpus, run_id="seed", seed=1, race="2026-11-21_1:2:5:ours"), capsys
-    )
-    log = read_log(tmp_path / "logs" / "seed.txt")
-    assert status == 0 and log[4]["final_state_hash"] != read_log(path)[4]["final_state_hash"]
-    assert log[2]["race"] == {"race_id": "2026-11-21_1", "run": 2, "declared_n": 5, "side": "ours"}
 
 
 def test_an_idea_has_places_around_each_step_and_around_training(
@@ -639,41 +600,6 @@ def test_the_state_s_hash_covers_all_that_training_goes_on_from(one, tiny):
         assert (seen[-1] == seen[-2]) == (name == "nothing"), name
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"stages": "Stage(5, long_window=2), Stage(6, micro_batches=8), Stage(long_window=4)"},
-        {
-            "stages": (
-                "Stage(5, peak_lr_factor=Ramp(0.0, 0.25)), Stage(peak_lr_factor=Ramp(0.25, 0.0)),"
-                " Stage(extra_steps=1, micro_batches=4)"
-            )
-        },
-    ],
-)
-def test_the_warm_up_meets_every_kind_of_step(one, tmp_path, capsys, monkeypatch, changes):
-    """Also a stage of one step within a cycle of Adam, and what a ramp computes from its second
-    step on."""
-    step = train_gpt.Worker.step
-    plans = []
-    monkeypatch.setattr(
-        train_gpt.Worker,
-        "step",
-        lambda self, plan, batch: plans.append(plan) or step(self, plan, batch),
-    )
-    status, _, errors = run_here(
-        flags(tmp_path, one[1], run_id="kinds", val_every=0, warmup_steps=18, **changes), capsys
-    )
-    assert status == 0, errors
-    kinds = [
-        (plan.micro_batches, plan.windows.long, plan.scheduled["peak_lr_factor"] > 0)
-        for plan in plans
-    ]
-    assert {*kinds[:18]} == {*kinds[18:]} and len({*kinds}) > 1
-    hashes = read_log(tmp_path / "logs" / "kinds.txt")[4]["state_hash"]
-    assert hashes["before_warmup"] == hashes["after_warmup"]
-
-
 def test_a_step_asks_the_file_system_nothing_on_the_clock(one, tmp_path, capsys, monkeypatch):
     clocks = []
     asked = []
@@ -795,18 +721,6 @@ def test_signs_of_another_launcher_are_an_error(one, tmp_path, capsys, monkeypat
         monkeypatch.delenv("MASTER_ADDR", raising=False)
         status, _, errors = run_here(flags(tmp_path, one[1]), capsys)
         assert status == 1 and says in errors and errors.count("\n") == 1
-
-
-def test_a_shard_that_is_replaced_during_the_run_ends_it(one, tmp_path, capsys, monkeypatch):
-    """The third shard, of the same size: nothing but its digest tells, when it is loaded."""
-    for i in range(3):
-        write_shard(tmp_path / f"t_{i}.bin", some_documents(i, 600))
-    in_step(0, lambda: write_shard(tmp_path / "t_2.bin", some_documents(9, 600)), monkeypatch)
-    status, _, errors = run_here(
-        flags(tmp_path, one[1], train_files=str(tmp_path / "t_*.bin"), run_id="replaced"), capsys
-    )
-    assert status == 1 and "t_2.bin: the file has changed since the run began" in errors
-    assert "step:2/12" in (tmp_path / "logs" / "replaced.txt").read_text()
 
 
 def lose_stdout(way, rank):

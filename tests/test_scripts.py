@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -27,7 +28,7 @@ import sample
 import start
 import stats
 import train_gpt
-from conftest import TINY, some_documents, wait_until, write_corpus, write_shard
+from conftest import TINY, as_flags, some_documents, wait_until, write_corpus, write_shard
 
 ROOT = Path(train_gpt.__file__).parent
 READY = (ROOT / ".venv" / "ready").exists()
@@ -364,29 +365,6 @@ def test_ways_to_start(tree, words, folder, settings):
     )
 
 
-def test_files_keep_their_bytes_on_systems_with_other_line_ends(tmp_path):
-    git = [
-        "git",
-        "-c",
-        "core.autocrlf=true",
-        "-c",
-        "user.name=me",
-        "-c",
-        "user.email=me@example.org",
-    ]
-    for name in ".gitattributes", "run.sh":
-        (tmp_path / "a").mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / "a")
-    for words in (
-        ["init", "-q", "a"],
-        ["-C", "a", "add", "."],
-        ["-C", "a", "commit", "-qm", "x"],
-        ["clone", "-q", "a", "b"],
-    ):
-        subprocess.run([*git, *words], cwd=tmp_path, check=True)
-    assert (tmp_path / "b" / "run.sh").read_bytes() == (ROOT / "run.sh").read_bytes()
-
-
 def test_what_keeps_venv_from_its_work_is_said(tree):
     tree.script(
         tree.play / "python3",
@@ -515,128 +493,33 @@ def started(monkeypatch, tmp_path):
 RANKS = "[{}][train_gpt.py]"
 
 
-@pytest.mark.parametrize(
-    "seen, typed, expected",
-    [
-        (0, [], ["[PY][data/stdlib.py]", RANKS.format(2) + "[--preset][laptop]"]),
-        (
-            0,
-            ["--preset=laptop", "--train_files", "mine*"],
-            [RANKS.format(2) + "[--preset][laptop][--train_files][mine*][--target_val_loss][0]"],
-        ),
-        (
-            0,
-            ["--init_from", "a run.ckpt", "--layers", "- S0M"],
-            [
-                "[PY][data/stdlib.py]",
-                RANKS.format(2)
-                + "[--preset][laptop][--layers][- S0M][--init_from][HERE/a run.ckpt]",
-            ],
-        ),
-        (
-            0,
-            ["--resume", "race.jsonl", "--vs", "../theirs", "--cmd", "x y"],
-            ["[launch/race.py][--resume][HERE/race.jsonl][--cmd][x y][--vs][../theirs]"],
-        ),
-        (
-            0,
-            [
-                "-n",
-                "2",
-                "--vs",
-                "--muon_lr 0.05 --adam-lr -1e-3 --train_files 'data/own-x y/*.bin'",
-                "--vs=--b -0.5",
-                "--adam-lr",
-                "1e-3",
-            ],
-            [
-                "[PY][data/stdlib.py]",
-                "[launch/race.py][-n][2][--vs][--muon_lr 0.05 --adam-lr -1e-3 --train_files"
-                " 'data/own-x y/*.bin'][--vs][--b"
-                " -0.5][--ranks][2][--][--preset][laptop][--adam_lr][1e-3]",
-            ],
-        ),
-        (
-            0,
-            ["--muon-lr", ".05", "--init-from=m", "--max_n", "9", "--until_decided"],
-            [
-                "[PY][data/stdlib.py]",
-                "[launch/race.py][--max-n][9][--until-decided][--ranks][2][--][--preset][laptop][--muon_lr][.05][--init_from][m]",
-            ],
-        ),
-        (
-            0,
-            ["--trial", "--seed", "1"],
-            [
-                "[PY][data/stdlib.py]",
-                RANKS.format(2)
-                + "[--preset][laptop][--num_steps][20][--val_tokens][16384][--seed][1][--target_val_loss][0]",
-            ],
-        ),
-        (
-            8,
-            ["-n", "3", "--trial", "--num_steps", "9"],
-            [
-                "[PY][data/fineweb.py][9]",
-                "[PY][-I][launch/preflight.py][--ranks=8][--preset][speedrun]"
-                "[--num_steps][20][--val_tokens][4194304][--num_steps][9][--target_val_loss][0]",
-                "[launch/race.py][-n][3][--trial][--ranks][8][--][--preset][speedrun]"
-                "[--num_steps][20][--val_tokens][4194304][--num_steps][9][--target_val_loss][0]",
-            ],
-        ),
-        (
-            0,
-            ["--until-decided", "--json", "--max-n", "12", "--vs", "HEAD"],
-            [
-                "[PY][data/stdlib.py]",
-                "[launch/race.py][--max-n][12][--vs][HEAD][--until-decided][--json][--ranks][2][--][--preset][laptop]",
-            ],
-        ),
-        (
-            8,
-            [
-                "-n",
-                "5",
-                "--vs",
-                "../theirs",
-                "--cmd",
-                "torchrun --nproc_per_node=8 train_gpt.py",
-                "--preset",
-                "laptop",
-            ],
-            [
-                "[PY][data/stdlib.py]",
-                "[PY][-I][launch/preflight.py][--ranks=2][--preset][laptop]",
-                "[launch/race.py][-n][5][--cmd][torchrun --nproc_per_node=8"
-                " train_gpt.py][--vs][../theirs][--ranks][2][--][--preset][laptop]",
-            ],
-        ),
-        (
-            8,
-            ["-n", "5", "--vs", "--preset frontier"],
-            [
-                "[PY][data/fineweb.py][9]",
-                "[PY][-I][launch/preflight.py][--ranks=8][--preset][speedrun]",
-                "[launch/race.py][-n][5][--vs][--preset"
-                " frontier][--ranks][8][--][--preset][speedrun]",
-            ],
-        ),
-        (
-            7,
-            ["--seed", "3"],
-            [
-                "[PY][data/fineweb.py][9]",
-                "[PY][-I][launch/preflight.py][--ranks=4][--preset][speedrun][--seed][3]",
-                RANKS.format(4) + "[--preset][speedrun][--seed][3]",
-            ],
-        ),
-    ],
+STARTED = (  # GPUs, and the words of run.sh
+    (0, ""),
+    (0, "--preset=laptop --train_files 'mine*'"),
+    (0, "--init_from 'a run.ckpt' --layers '- S0M'"),
+    (0, "--resume race.jsonl --vs ../theirs --cmd 'x y'"),
+    (
+        0,
+        "-n 2 --vs \"--muon_lr 0.05 --adam-lr -1e-3 --train_files 'data/own-x y/*.bin'\""
+        " '--vs=--b -0.5'",
+    ),
+    (0, "--muon-lr .05 --init-from=m --max_n 9 --until_decided"),
+    (0, "--trial --seed 1"),
+    (8, "-n 3 --trial --num_steps 9"),
+    (8, "-n 5 --vs ../theirs --cmd 'torchrun --nproc_per_node=8 train_gpt.py' --preset laptop"),
+    (8, "-n 5 --vs '--preset frontier'"),
+    (7, "--seed 3"),
 )
-def test_what_is_started(started, gpus, tmp_path, seen, typed, expected):
-    gpus(seen)
+
+
+def test_what_is_started(started, gpus, tmp_path, golden):
     (tmp_path / "a run.ckpt").touch()
     (tmp_path / "race.jsonl").touch()
-    assert started(*typed) == expected
+    shown = []
+    for seen, typed in STARTED:
+        gpus(seen)
+        shown += [f"{seen} GPUs, {typed}: {call}\n" for call in started(*shlex.split(typed))]
+    golden("started", "".join(shown))
 
 
 @pytest.mark.parametrize(
@@ -986,12 +869,6 @@ def test_a_script_that_makes_data_ends_with_the_launcher(tree, script, number):
 # What fits this machine
 
 
-def chosen(flags, text=False):
-    """The flags that start.choose adds."""
-    *_, words = start.choose(flags, text, trial=False)
-    return words[len(flags) :]
-
-
 def test_a_build_for_cpus_beside_a_driver_is_not_used_silently(gpus, monkeypatch, capsys):
     """As on a GPU node whose .venv was made on a login node."""
     gpus(0)
@@ -1060,163 +937,82 @@ def test_a_python_without_torch_names_the_one_that_has_it(program):
     ), done.stderr
 
 
-def test_steps_and_epochs_fit_the_size_of_a_text(gpus, capsys, tmp_path, monkeypatch):
+NO_TARGET = ["--target_val_loss", "0"]
+
+
+@pytest.mark.parametrize(
+    "flags, target, why",
+    [
+        ("--train_files own_train_*.bin", NO_TARGET, "your own data: the preset's target 1.4"),
+        ("--train_files own_train_*.bin --target_val_loss 2", [], ""),
+        ("--train_files elsewhere/stdlib_train_*.bin", [], ""),
+        ("--num_steps 20", NO_TARGET, "a trial of 20 of the preset's "),
+        ("--num_steps 20 --target_val_loss 1.9", [], ""),
+        ("--num_steps 150", [], ""),
+        ("--seed 1", NO_TARGET, "not of 3.9: the preset's target 1.4 does"),
+        ("--target_val_loss 1.5", [], ""),
+    ],
+)
+def test_a_run_of_other_data_or_steps_has_no_target(gpus, capsys, monkeypatch, flags, target, why):
     gpus(0, False)
+    if "3.9" in why:  # the library of another Python
+        monkeypatch.setattr(start, "LIBRARY", "3.9")
+    words = ["--preset", "laptop", *flags.split()]
+    assert start.choose(words, False, False)[-1] == words + target
+    said = capsys.readouterr().err
+    assert why in said and ("target" in said) == bool(why)
 
-    def fit(train, *flags, val=1000):
-        for name, tokens in (("train_000001", train), ("val_000000", val)):
-            write_shard(
-                tmp_path / f"t_{name}.bin", some_documents(1, tokens, 257, 256, mean=400), 257, 256
-            )
-        files = [f"--{split}_files={tmp_path / f't_{split}_*.bin'}" for split in ("train", "val")]
-        reads.clear()
-        *_, words = start.choose(["--preset", "laptop", *files, *flags], True, False)
-        err = capsys.readouterr().err
-        config = train_gpt.parse_config(words, "laptop")[1]
-        stream = train_gpt.Stream(train_gpt.find_shards(config.train_files), config)
-        stream.check_enough()
-        stream.close()
-        return config, err
 
+def test_steps_and_epochs_fit_the_size_of_a_text(gpus, capsys, tmp_path, monkeypatch, golden):
+    """tests/golden/text_sizes.txt has what is chosen for texts of so many tokens."""
+    gpus(0, False)
     reads = []
+    next_batch = train_gpt.Stream.next_batch
     monkeypatch.setattr(
         train_gpt.Stream,
         "next_batch",
-        lambda stream, plan, read=train_gpt.Stream.next_batch: (
-            reads.append(plan.step) or read(stream, plan)
-        ),
+        lambda stream, plan: reads.append(plan.step) or next_batch(stream, plan),
     )
-    laptop = train_gpt.PRESETS["laptop"]
-    config, says = fit(1_200_000)
-    assert reads == [*range(start.TEXT_STEPS)], "the text is read once"
-    assert (config.num_steps, config.epochs, config.target_val_loss, config.val_tokens) == (
-        start.TEXT_STEPS,
-        1,
-        0,
-        0,
-    )
-    whole = re.search(
-        r"1,200,000 training tokens \(bytes\), \d+ steps of 2,048: part of the text; nearly all of"
-        r" it takes --num_steps (\d+)\n",
-        says,
-    )
-    assert fit(1_200_000, "--num_steps", whole[1])[0].epochs == 1
-    assert fit(1_200_000, "--num_steps", str(int(1.07 * int(whole[1]))))[0].epochs == 2
-    assert config.ngram_reset == 0 and config.max_document_tokens == laptop.max_document_tokens
-    config, says = fit(40_000, val=700_000)
-    assert config.num_steps == start.MAX_EPOCHS * config.ngram_reset
-    assert (
-        start.MAX_EPOCHS - 1
-        < float(re.search(r"steps of 2,048: (\S+) epochs; the n-gram", says)[1])
-        <= start.MAX_EPOCHS
-    )
-    assert reads.count(0) == 2 and len(reads) < 1.2 * config.num_steps, (
-        "an epoch before it shows that the text is repeated"
-    )
-    assert 14 <= config.ngram_reset <= 18 and config.max_document_tokens == 1025, (
-        "tables of the last pass alone"
-    )
-    assert (
-        config.val_tokens == 2**18
-        and "validation on 262,144 of 700,000 tokens" in says
-        and "means little" not in says
-    )
-    config, says = fit(10_000)
-    assert config.num_steps == start.MIN_STEPS, "more epochs than MAX_EPOCHS"
-    assert (
-        fit(10_000, "--num_steps", "18")[0].muon_momentum_rise
-        == laptop.muon_momentum_rise * 18 // laptop.num_steps
-    )
-    config, says = fit(140_000)
-    passes = float(re.search(r"135 steps of 2,048: (\S+) epochs", says)[1])
-    assert abs(passes - start.TEXT_STEPS / config.ngram_reset) < 0.1, (
-        "not the epochs begun, which are 3"
-    )
-    asked = "--num_steps 70 --target_val_loss 2 --val_tokens 1024 --ngram_reset 0"
-    config, _ = fit(40_000, *asked.split(), val=700_000)
-    assert (config.num_steps, config.target_val_loss, config.val_tokens, config.ngram_reset) == (
-        70,
-        2,
-        1024,
-        0,
-    ), "as the user says"
-    config, says = fit(40_000, "--epochs", "1")
-    assert config.epochs == 1 and config.num_steps < 20 and "one epoch\n" in says
-    assert (
-        "validation on only 1,000 tokens, so the validation loss means little; give more text"
-        in says
-    )
-    config, says = fit(1500)
-    assert config.ngram_reset == 1 and config.max_document_tokens == 513
-    assert (
-        config.micro_batch_tokens == 512
-        and config.epochs == config.num_steps == 40
-        and "training tokens (bytes), 40 steps" in says
-    )
-    with pytest.raises(start.Refusal, match="150 training tokens are too few for a step: "):
-        fit(150)
-    assert (
-        start.choose(
-            [
-                "--preset",
-                "laptop",
-                f"--train_files={tmp_path}/t_train_*.bin",
-                f"--val_files={tmp_path}/t_val_*.bin",
-                "--micro_batches",
-                "1",
-                "--micro_batch_tokens",
-                "40",
-            ],
-            True,
-            True,
-        )[3].num_steps
-        == 20
-    ), "a trial of 1,000 tokens to validate on"
+    shown = []
+    for train, val, flags in (
+        (1_200_000, 1000, ""),
+        (1_200_000, 1000, "--num_steps 507"),
+        (1_200_000, 1000, "--num_steps 542"),
+        (40_000, 700_000, ""),
+        (10_000, 1000, ""),
+        (10_000, 1000, "--num_steps 18"),
+        (140_000, 1000, ""),
+        (40_000, 700_000, "--num_steps 70 --target_val_loss 2 --val_tokens 1024 --ngram_reset 0"),
+        (40_000, 1000, "--epochs 1"),
+        (1500, 1000, ""),
+        (150, 1000, ""),
+        (1000, 1000, "--num_steps 20 --micro_batches 1 --micro_batch_tokens 40"),
+    ):
+        for name, tokens in (("train_000001", train), ("val_000000", val)):
+            made = some_documents(1, tokens, 257, 256, mean=400)
+            write_shard(tmp_path / f"t_{name}.bin", made, 257, 256)
+        files = [f"--{split}_files={tmp_path / f't_{split}_*.bin'}" for split in ("train", "val")]
+        shown.append(f"$ {train} tokens, {val} to validate {flags}")
+        reads.clear()
+        try:
+            *_, words = start.choose(["--preset", "laptop", *files, *flags.split()], True, False)
+        except start.Refusal as error:
+            shown.append(str(error))
+            continue
+        config = train_gpt.parse_config(words, "laptop")[1]
+        chosen = [f"{name} {getattr(config, name)}" for name in CHOSEN]
+        shown.append(f"of {train}: {', '.join(chosen)}, batches read {len(reads)}")
+        shown.append(capsys.readouterr().err)
+        stream = train_gpt.Stream(train_gpt.find_shards(config.train_files), config)
+        stream.check_enough()
+        stream.close()
+    golden("text_sizes", "\n".join(shown))
 
 
-@pytest.mark.parametrize(
-    "files, flags, target",
-    [
-        ("own_train_*.bin", [], ["--target_val_loss", "0"]),
-        ("own_train_*.bin", ["--target_val_loss", "2"], []),
-        ("stdlib_train_*.bin", [], []),
-    ],
-)  # elsewhere, and the same
-def test_own_data_have_no_target_loss(gpus, capsys, tmp_path, files, flags, target):
-    gpus(0, False)
-    assert chosen(["--preset", "laptop", "--train_files", str(tmp_path / files), *flags]) == target
-    assert (
-        "your own data: the preset's target 1.4 does not apply" in capsys.readouterr().err
-    ) == bool(target)
-
-
-@pytest.mark.parametrize(
-    "flags, target",
-    [
-        (["--num_steps", "20"], ["--target_val_loss", "0"]),
-        (["--num_steps", "20", "--target_val_loss", "1.9"], []),
-        (["--num_steps", "150"], []),
-    ],
-)
-def test_a_short_trial_has_no_target_that_it_could_miss(gpus, capsys, flags, target):
-    gpus(0, False)
-    assert chosen(["--preset", "laptop", *flags]) == target
-    assert ("a trial of 20 of the preset's " in capsys.readouterr().err) == bool(target)
-
-
-def test_the_library_of_another_python_has_no_target_loss(gpus, capsys, monkeypatch):
-    gpus(0, False)
-    monkeypatch.setattr(start, "LIBRARY", "3.9")
-    assert chosen(["--preset", "laptop"]) == ["--target_val_loss", "0"]
-    assert (
-        "is the library of Python {}.{}, not of 3.9: the preset's target 1.4 does".format(
-            *sys.version_info
-        )
-        in capsys.readouterr().err
-    )
-    assert chosen(["--preset", "laptop", "--target_val_loss", "1.5"]) == []
-    gpus(8)
-    assert chosen(["--preset", "speedrun"]) == []
+CHOSEN = (
+    "num_steps epochs ngram_reset max_document_tokens micro_batch_tokens val_tokens"
+    " target_val_loss muon_momentum_rise"
+).split()
 
 
 def test_a_driver_too_old_for_torch_is_said_and_not_raced_on_the_cpu(
@@ -1541,7 +1337,7 @@ def tiny_flags(tmp_path):
         "layers": "S0M LM",
         "backout_layer": 0,
     }
-    return [text for name, v in values.items() for text in (f"--{name}", str(v))]
+    return as_flags(values)
 
 
 @needs_venv
@@ -1625,26 +1421,3 @@ def test_ctrl_c_ends_a_run_with_130_and_says_what_is_kept_and_how_to_go_on(tmp_p
     assert f"run.sh: to continue: ./run.sh --resume latest --log_dir {log.parent}\n" in stderr
     assert [*log.parent.glob("*.ckpt")]
     assert "Traceback" not in stderr and "torch" not in stderr
-
-
-@needs_venv
-def test_the_embedded_corpus_is_made_where_it_is_missing_and_found_where_it_is():
-    done = subprocess.run(
-        [ROOT / ".venv" / "bin" / "python", ROOT / "data" / "stdlib.py"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    laptop = train_gpt.PRESETS["laptop"]
-    train, val = (
-        train_gpt.find_shards(pattern) for pattern in (laptop.train_files, laptop.val_files)
-    )
-    assert train[0].encoding == val[0].encoding == (257, 256)
-    assert (
-        sum(shard.tokens for shard in train)
-        > 3 * laptop.num_steps * laptop.micro_batches * laptop.micro_batch_tokens
-    )
-    stream = train_gpt.Stream(train, laptop)
-    stream.check_enough()
-    assert len(stream.next_batch(train_gpt.plan_of(laptop, 0))) == laptop.micro_batches

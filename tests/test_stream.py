@@ -91,28 +91,6 @@ def test_packing_equals_plain_python_to_the_last_batch(
         assert first == at
 
 
-@given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=20), longest=st.integers(2, 20))
-@settings(max_examples=60, deadline=None)
-def test_split_documents_keep_every_token_that_bos_does_not_replace(lengths, longest):
-    tokens = lengths_to_tokens(np.array(lengths))
-    documents, document_of_piece = train_gpt.limit_documents(
-        train_gpt.index_documents(tokens, BOS), longest, split=True
-    )
-    assert documents.lengths.max() <= longest
-    covered = np.concatenate(
-        [np.arange(s, s + n) for s, n in zip(documents.starts, documents.lengths)]
-    )
-    assert np.array_equal(covered, np.arange(len(tokens)))
-    opened = np.cumsum(tokens == BOS) - 1
-    for i in range(len(documents.starts)):
-        piece = train_gpt.fill_micro_batch(documents, BOS, i, i, int(documents.lengths[i]))
-        assert (
-            piece[0] == BOS
-            and not (piece[1:] == BOS).any()
-            and document_of_piece[i] == opened[documents.starts[i]]
-        )
-
-
 def make_stream(tmp_path, tiny, rank=0, ranks=1, shards=((1, 3000), (2, 3000)), **changes):
     for i, (seed, tokens) in enumerate(shards):
         write_shard(tmp_path / f"t_{i}.bin", some_documents(seed, tokens))
@@ -157,17 +135,6 @@ def test_ranks_read_disjoint_parts_of_the_same_batches_with_one_digest(tmp_path,
         assert np.array_equal(np.concatenate([mine[step] for mine in together]), batch)
     assert alone.digest == digest_of(batches) == sum(stream.digest for stream in streams) % 2**256
     assert {stream.position for stream in streams} == {alone.position}
-
-
-def test_the_digest_depends_on_order_step_and_content(tmp_path, tiny):
-    plan = train_gpt.plan_of(tiny, 0)
-    first, swapped, later = (make_stream(tmp_path, tiny) for _ in range(3))
-    batch = first.next_batch(plan)
-    later.next_batch(dataclasses.replace(plan, step=1))
-    assert first.digest == digest_of([batch]) and later.digest != first.digest
-    assert digest_of([batch[::-1]]) != digest_of([batch])
-    swapped.next_batch(plan), swapped.next_batch(dataclasses.replace(plan, step=1))
-    assert swapped.digest != first.digest
 
 
 @pytest.mark.parametrize("split", ["cut", "split"])
@@ -229,23 +196,6 @@ def test_batches_and_lengths_that_change_by_stage_equal_plain_python(tmp_path, t
         at = after
         begun = owner[after - 1] + 1
         assert [list(map(int, one)) for one in stream.next_batch(plan)] == expected, step
-
-
-def test_no_document_is_read_twice_and_a_new_shard_begins_a_batch(tmp_path, tiny):
-    # BOS and six tokens, which are replaced by the document's number
-    documents = np.concatenate([np.full(7, BOS)[:1], np.arange(6)])
-    for i in range(2):
-        tokens = np.tile(documents, 200).reshape(200, 7)
-        tokens[:, 1:] = (np.arange(200) + 200 * i)[:, None] + 64
-        write_shard(tmp_path / f"n_{i}.bin", tokens.ravel(), vocab_size=1000)
-    stream = train_gpt.Stream(train_gpt.find_shards(str(tmp_path / "n_*.bin")), tiny)
-    first_reads = []
-    for batch in read(stream):
-        numbers = [int(n) for one in batch for n in one[np.flatnonzero(one == BOS)[:-1] + 1]]
-        assert len({(n - 64) // 200 for n in numbers}) == 1, "a batch lies in one shard"
-        first_reads += numbers
-    assert len(first_reads) == len(set(first_reads))
-    assert {(n - 64) // 200 for n in first_reads} == {0, 1}
 
 
 def test_a_stream_continues_from_a_saved_position(tmp_path, tiny):
@@ -374,14 +324,6 @@ def test_one_rank_of_a_host_hashes_the_shards(tmp_path, on_ranks):
             for path in sorted(tmp_path.glob("t_*.bin"))
         ]
     )
-
-
-def test_the_error_names_the_shards_when_data_run_out(tmp_path, tiny):
-    stream = make_stream(tmp_path, tiny)
-    with pytest.raises(
-        train_gpt.RunError, match=r"ran out: 2 shard\(s\) like .*t_0\.bin hold 6000 tokens"
-    ):
-        read(stream, 1000)
 
 
 def test_each_epoch_reads_the_shards_in_another_order(tmp_path, tiny):

@@ -6,74 +6,65 @@ contiguous parameters; E: a reducer's rules; then further properties and bad inp
 here, in test_optimizer.py, test_resume.py or test_run.py; test_the_table_names_existing_tests reads this table.
 
     A1 launch in a hook         test_launches_happen_in_backward_and_waits_after_it
-    A2 a hook never waits       test_backward_ends_though_the_network_never_answers, mutant WaitsInHook
+    A2 a hook never waits       test_backward_ends_though_the_network_never_answers, test_no_hook_waits
     A3 step order               test_launches_happen_in_backward_and_waits_after_it,
                                 test_update_order_forward_updates_the_first_layers_first
-    A4 deterministic groups     test_ranks_group_the_same_way
+    A4 deterministic groups     test_ranks_that_differ_all_get_an_error_that_names_the_difference
     A5 sync once a step         test_only_the_last_micro_batch_sends, test_adam_updates_every_second_step_on_the_sum_of_both
-    A6 sharded state, averages  test_memory_is_that_of_parameters_gradients_and_a_share_of_the_state,
-                                test_any_number_of_ranks_trains_the_same_model
-    A7 gathers all waited for   test_nothing_is_read_before_it_has_come, mutant GathersUnwaited
+    A6 sharded state, averages  test_preflight.py,
+                                test_random_programs_train_as_with_torch
+    A7 gathers all waited for   test_nothing_is_read_before_it_has_come
     A8 missing gradient         test_a_parameter_without_a_gradient_is_an_error_with_its_name_and_count
-    A9 the rules                test_adam_is_the_record_s_formula_in_float64, test_adam_is_torch_s_where_eps_is_tiny,
-                                test_normuon_is_the_record_s_written_plainly, test_a_compiled_rule_is_the_same_rule,
-                                test_polar_gives_singular_values_near_one_and_keeps_directions
+    A9 the rules                test_adam_updates_every_second_step_on_the_sum_of_both, test_adam_is_torch_s_where_eps_is_tiny,
+                                test_normuon_is_the_record_s_written_plainly, test_a_compiled_rule_is_the_same_rule
     A10 warm-up restores        test_state_put_back_after_warm_up_leaves_nothing_of_it, test_log_holds_the_whole_experiment,
                                 test_nothing_is_compiled_after_warm_up
     A11 before and after        test_profile_has_a_range_for_every_phase
-    B1 variants, one loss       bench/whole_step.py (a buffer a parameter: bucket_mb 0), test_no_setting_changes_a_byte
+    B1 variants, one loss       bench/whole_step.py (a buffer a parameter: bucket_mb 0), test_settings_reach_a_whole_run
     B2 a bucket per dtype       test_buckets_fill_from_the_last_layer_and_keep_kinds_apart
     B3 main gradients, fp32     test_shards_are_equal_and_cover_every_parameter_once,
-                                test_fp32_gradients_of_bf16_parameters_lose_no_bits,
-                                test_a_gradient_goes_into_its_place_in_one_pass
+                                test_fp32_gradients_of_bf16_parameters_lose_no_bits
     B4 equal shards             test_shards_are_equal_and_cover_every_parameter_once
-    B5 add and drop             test_gradients_are_averaged_over_micro_batches_and_nothing_stays_behind
-    B6 memory                   test_memory_is_that_of_parameters_gradients_and_a_share_of_the_state,
-                                mutant KeepsGradients
-    B7 the final gradient       test_hook_sees_the_final_gradient
-    C1 count                    mutant LastParameterOnly
-    C2 no order assumed         test_random_graphs
+    B5 add and drop             test_random_programs_train_as_with_torch
+    B6 memory                   test_preflight.py,
+                                test_earlier_gradients_are_freed_when_one_arrives
+    C1 count, C2 in any order   test_a_bucket_is_launched_at_its_last_gradient
     C3 tied                     test_a_tied_parameter_is_ready_once_after_all_its_uses
-    C4 no host sync in a hook   mutant HeavyHook
-    C5 finalize first           test_a_step_before_backward_or_a_backward_before_the_step_is_an_error, mutant StepsEarly
-    C6 sizes                    test_no_setting_changes_a_byte
+    C4 no host sync in a hook   test_a_hook_runs_one_operator_per_gradient
+    C5 finalize first           test_a_step_before_backward_or_a_backward_before_the_step_is_an_error
+    C6 sizes                    test_random_programs_train_as_with_torch
     C7 overlap measured         records/trace.py, of the ranges that test_profile_has_a_range_for_every_phase finds
     C8 ranges                   test_profile_has_a_range_for_every_phase
-    C9 pitfalls                 test_mutants_are_caught
     C10 backward needs none     test_backward_ends_though_the_network_never_answers
-    C11 clip after finalize     test_clip_is_by_the_norm_over_all_ranks, test_clip_by_norms_of_rows_is_clip_by_the_norm,
+    C11 clip after finalize     test_clip_by_norms_of_rows_is_clip_by_the_norm,
                                 test_a_norm_above_the_limit_becomes_the_limit_and_no_other_changes
     C12 several in flight       test_several_collectives_are_in_flight
     D1 values unchanged         test_shards_are_equal_and_cover_every_parameter_once
-    D2 any in-place optimizer   test_any_optimizer_of_torch_works_on_the_flat_view
+    D2 any in-place rule        test_random_programs_train_as_with_torch
     D3 shapes refused           test_a_wrong_use_is_answered_with_the_cure
     D4 views checked            test_a_parameter_moved_out_of_its_bucket_is_found, test_a_replaced_parameter_is_named
     D5 speed on small tensors   bench/own_model.py
     E1 one hook, removable      test_building_twice_fires_once_and_hooks_can_be_removed
-    E2 fixed order, agreed      test_a_bucket_that_is_ready_early_waits_for_its_turn, mutant SwapsOrderOnRankOne,
+    E2 fixed order, agreed      test_a_bucket_that_is_ready_early_waits_for_its_turn,
                                 test_ranks_that_differ_all_get_an_error_that_names_the_difference
     E3 twice                    test_a_parameter_ready_twice_is_an_error_with_its_name
-    E4 unused                   test_unused_parameters, test_overlap_goes_on_though_a_parameter_is_unused,
-                                test_a_parameter_used_now_and_then_keeps_its_moments_when_it_is_not
+    E4 unused                   test_unused_parameters, test_overlap_goes_on_though_a_parameter_is_unused
     E5 static graph             test_a_graph_that_changes_is_an_error
     E6 rank 0's order           test_the_order_is_rank_0_s_arrival
-    E7 no_sync                  test_only_the_last_micro_batch_sends, test_grad_scale_multiplies_gradients_in_no_sync_too,
-                                test_gradients_in_no_sync_are_counted_anew_in_each_step
+    E7 no_sync                  test_only_the_last_micro_batch_sends, test_grad_scale_multiplies_gradients_in_no_sync_too
     E8 communication hook       test_compressed_gradients_are_sums_of_bf16_of_every_rank, test_settings_reach_a_whole_run
-    E9 refused or left out      test_frozen, test_parameters_on_two_devices_are_refused
+    E9 refused or left out      test_parameters_on_two_devices_are_refused
     E10 layout                  test_a_transposed_gradient_lands_right
     invariant mode              test_invariant_mode_gives_the_same_bytes_at_any_number_of_ranks,
                                 test_exact_runs_go_on_at_any_number_of_ranks_in_the_midst_of_a_cycle
     state                       test_state_is_the_same_at_any_number_of_ranks_and_bucket_size,
-                                test_load_is_the_inverse_of_state_at_other_ranks_and_bucket_sizes,
                                 test_a_state_waits_for_the_gathers_that_are_under_way,
                                 test_a_state_that_does_not_fit_is_refused_by_name
     late parameters             test_a_parameter_may_begin_to_take_part_at_a_step,
-                                test_a_tied_parameter_may_come_untied_at_a_step,
                                 test_the_tied_stage_has_its_own_launch_order
     micro-batches counted       test_micro_batches_are_counted, test_a_wrong_use_is_answered_with_the_cure
-    one pass, nothing allocated mutant HeavyHook, test_receive_buffers_are_kept
-    launch order checked        test_the_order_is_rank_0_s_arrival, mutant SwapsOrderOnRankOne
+    one pass, nothing allocated test_a_hook_runs_one_operator_per_gradient, test_receive_buffers_are_kept
+    launch order checked        test_the_order_is_rank_0_s_arrival
     a GPU's collectives         test_collectives_and_messages_compute_the_same
     nothing pickled             test_ranks_send_each_other_no_pickles, test_json_comes_from_every_rank_as_it_was
     gather overlaps forward     test_a_gather_is_waited_for_where_the_forward_reads_it,
@@ -82,7 +73,7 @@ here, in test_optimizer.py, test_resume.py or test_run.py; test_the_table_names_
                                 test_a_parameter_that_begins_to_learn_later_is_named
     two devices                 test_parameters_on_two_devices_are_refused
     second backward             test_a_wrong_use_is_answered_with_the_cure
-    one model at the start      test_all_ranks_begin_with_the_parameters_buffers_and_frozen_ones_of_rank_0
+    one model at the start      test_random_programs_train_as_with_torch
     not finite                  test_a_gradient_that_is_not_finite_stops_every_rank_before_the_step,
                                 test_a_run_ends_with_the_name_of_a_gradient_that_is_not_finite
 """
@@ -111,10 +102,9 @@ import test_resume
 import test_run
 import train_gpt
 from conftest import some_documents
-from gpt_speedrun import Comm, Optimizer, Reducer, RunError, SyncSettings, fill_buckets
+from gpt_speedrun import Comm, Optimizer, RunError, SyncSettings, fill_buckets
 from gpt_speedrun.engine import CompressedComm, ParamSpec, factor_tensor, tree_sum
 from test_optimizer import (
-    BOS,
     FULL,
     ONCE,
     Descent,
@@ -229,14 +219,10 @@ class Collectives(Comm):
         self.point_to_point = False
 
 
-def build(model, comm, mutant=None, rule=Descent(), bucket_bytes=0.0, **changes):
-    """Build an optimizer that has the model; a mutant may replace the optimizer or its Reducer."""
-    with mock.patch.object(
-        Optimizer, "reducer_class", mutant if mutant and issubclass(mutant, Reducer) else Reducer
-    ):
-        engine = mutant if mutant and issubclass(mutant, Optimizer) else Optimizer
-        buckets = fill_buckets(specs_with(model, rule), bucket_bytes, comm.rank, comm.ranks)
-        return engine(buckets, comm, SyncSettings(**changes), model)
+def build(model, comm, rule=Descent(), bucket_bytes=0.0, **changes):
+    """Build an optimizer that has the model."""
+    buckets = fill_buckets(specs_with(model, rule), bucket_bytes, comm.rank, comm.ranks)
+    return Optimizer(buckets, comm, SyncSettings(**changes), model)
 
 
 def run_steps(engine, model, x, steps):
@@ -246,17 +232,17 @@ def run_steps(engine, model, x, steps):
         engine.step(FULL)
 
 
-def flow(model, x, comm=None, mutant=None, **changes):
+def flow(model, x, comm, **changes):
     """Train three steps of descent, on different data per rank. Return (optimizer, parameters)."""
-    engine = build(model, comm or Comm(), mutant, **changes)
+    engine = build(model, comm, **changes)
     run_steps(engine, model, x, range(3))
     engine.finish_all_gathers()
     return engine, [p.detach().clone() for p in model.parameters()]
 
 
-def plainly(x, ranks=1, model=None):
+def plainly(x, ranks):
     """Do the same by torch on one rank."""
-    model = model or chain()
+    model = chain()
     judge = torch.optim.SGD(model.parameters(), lr=Descent().lr)
     for step in range(3):
         judge.zero_grad()
@@ -395,56 +381,15 @@ def test_receive_buffers_are_kept(on_ranks):
     assert on_ranks(2, received_in) == [(6, [True] * 6 * 2 * 3)] * 2
 
 
-# mutants: each check must fail on its mutant
+# the hook
 
 
-class LastParameterOnly(Reducer):
-    def register_grad_ready(self, bucket, slot):
-        super().register_grad_ready(bucket, slot)
-        if self.launch_order and slot is bucket.slots[-1] and bucket.reduce_handle is None:
-            self.launch(bucket)
-
-
-class WaitsInHook(Reducer):
-    def launch(self, bucket):
-        super().launch(bucket)
-        bucket.reduce_handle.wait()
-
-
-class WritesAfterLaunch(Reducer):
-    def launch(self, bucket):
-        super().launch(bucket)
-        bucket.slots[0].grad.add_(1.0)
-
-
-class StepsEarly(Reducer):
-    def wait(self, bucket):
-        pass
-
-
-class GathersUnwaited(Optimizer):
-    def finish_all_gathers(self, buckets=None):
-        pass
-
-
-class HeavyHook(Reducer):
-    def register_grad_ready(self, bucket, slot):
-        if slot.param.grad.norm().item() >= 0:
-            super().register_grad_ready(bucket, slot)
-
-
-class KeepsGradients(Reducer):
-    def register_grad_ready(self, bucket, slot):
-        slot.kept = slot.param.grad
-        super().register_grad_ready(bucket, slot)
-
-
-def check_counting(mutant):
-    """A bucket is launched at its last gradient, whatever the order."""
+def test_a_bucket_is_launched_at_its_last_gradient():
+    """Whatever the order."""
     for order in itertools.permutations("abc"):
         params = nn.ParameterDict({name: nn.Parameter(torch.zeros(3)) for name in "abc"})
         comm = Recorder()
-        engine = build(params, comm, mutant, bucket_bytes=1e9)
+        engine = build(params, comm, bucket_bytes=1e9)
         engine.reducer.launch_orders[len(engine.buckets)] = engine.buckets
         engine.prepare_for_backward(0)
         for name in order:
@@ -453,24 +398,19 @@ def check_counting(mutant):
         assert comm.kinds() == [("start", "reduce")]
 
 
-def check_no_wait_in_backward(mutant):
+def test_no_hook_waits():
     model = chain()
     comm = Recorder()
-    engine = build(model, comm, mutant)
+    engine = build(model, comm)
     engine.reducer.launch_orders[len(engine.buckets)] = engine.buckets
     engine.prepare_for_backward(0)
     model(X).sum().backward()
     assert not any(kind == "wait" for kind, *_ in comm.events), "a hook waits"
 
 
-def check_hostile(mutant):
-    assert_close(flow(chain(), X, Hostile(), mutant)[1], plainly(X))
-
-
-def check_light_hook(mutant):
-    """A hook runs one operator per gradient."""
+def test_a_hook_runs_one_operator_per_gradient():
     params = nn.ParameterDict({name: nn.Parameter(torch.zeros(1000)) for name in "pq"})
-    engine = build(params, Comm(), mutant, bucket_bytes=1e9)
+    engine = build(params, Comm(), bucket_bytes=1e9)
     (bucket,) = engine.reducer.launch_orders[len(engine.buckets)] = engine.buckets
     factor_tensor(0.5, torch.float32, torch.float32, bucket.grad_data.device)  # is made once
     for i in range(2):
@@ -487,8 +427,8 @@ def check_light_hook(mutant):
     assert bucket.reduce_handle is not None
 
 
-def check_memory(mutant):
-    """Earlier gradients are freed when one arrives: beside the buckets one layer is alive at most."""
+def test_earlier_gradients_are_freed_when_one_arrives():
+    """Beside the buckets one layer is alive at most."""
     model = chain((64,) * 8)
     alive = []
     seen = []
@@ -499,7 +439,7 @@ def check_memory(mutant):
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(count)
-    engine = build(model, Comm(), mutant)
+    engine = build(model, Comm())
     for i in range(2):
         engine.prepare_for_backward(0, i, 2)
         model(torch.randn(2, 64)).sum().backward()
@@ -507,99 +447,7 @@ def check_memory(mutant):
     assert not any(not storage.expired() for storage, _ in seen)
 
 
-MUTANTS = [
-    (check_counting, LastParameterOnly),
-    (check_no_wait_in_backward, WaitsInHook),
-    (check_hostile, WritesAfterLaunch),
-    (check_hostile, StepsEarly),
-    (check_hostile, GathersUnwaited),
-    (check_light_hook, HeavyHook),
-    (check_memory, KeepsGradients),
-]
-
-
-@pytest.mark.parametrize("check,mutant", MUTANTS, ids=lambda x: x.__name__)
-def test_mutants_are_caught(check, mutant):
-    check(None)
-    with pytest.raises((AssertionError, RunError)):
-        check(mutant)
-
-
-class SwapsOrderOnRankOne(Reducer):
-    def set_launch_order(self):
-        super().set_launch_order()
-        if self.comm.rank:
-            self.launch_order[:2] = self.launch_order[1::-1]
-            self.due.sort(key=self.launch_order.index)
-
-
-def same_size_buckets(comm, mutant):
-    torch.manual_seed(0)
-    return flow(
-        nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)),
-        torch.ones(2, 8),
-        comm,
-        mutant,
-    )[1]
-
-
-def test_two_collectives_of_one_size_in_another_order_would_show(on_ranks):
-    """gloo would sum the wrong tensors silently. So all ranks use rank 0's order, and the values
-    show it if not."""
-    torch.manual_seed(0)
-    twin = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    right, wrong = (
-        on_ranks(2, same_size_buckets, mutant)[0] for mutant in (None, SwapsOrderOnRankOne)
-    )
-    plain = plainly(torch.ones(2, 8), 2, twin)
-    assert_close(right, plain)
-    assert not all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(wrong, plain))
-
-
 # order
-
-
-def group_names(comm):
-    generator = torch.Generator().manual_seed(7)
-    shapes = torch.randint(1, 9, (20, 2), generator=generator).tolist()
-    model = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
-    buckets = fill_buckets(specs_with(model), 100, comm.rank, comm.ranks)
-    return [[slot.name for slot in bucket.slots] for bucket in buckets]
-
-
-def test_ranks_group_the_same_way(on_ranks):
-    groups = on_ranks(4, group_names)
-    assert all(group == groups[0] for group in groups) and len(groups[0]) > 3
-
-
-@settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 10**6), bucket_bytes=st.sampled_from([0, 100, 1e9]))
-def test_random_graphs(seed, bucket_bytes):
-    """A random graph uses its leaves any number of times; the sums equal torch's in any order of
-    hooks."""
-    generator = torch.Generator().manual_seed(seed)
-    params = nn.ParameterList(nn.Parameter(torch.randn(4, generator=generator)) for _ in range(6))
-    twin = nn.ParameterList(nn.Parameter(p.detach().clone()) for p in params)
-
-    def loss(leaves):
-        draw = torch.Generator().manual_seed(seed + 1)
-        nodes = list(leaves)
-        for _ in range(12):
-            i, j = torch.randint(len(nodes), (2,), generator=draw).tolist()
-            nodes.append(torch.tanh(nodes[i] * nodes[j] + nodes[i]))
-        return sum(node.sum() for node in nodes)
-
-    optimizer = optimizer_of(params, Hostile(), bucket_bytes, Descent(0.01))
-    judge = torch.optim.SGD(twin.parameters(), lr=0.01)
-    for step in range(3):
-        optimizer.prepare_for_backward(step)
-        loss(params).backward()
-        optimizer.step(FULL)
-        judge.zero_grad()
-        loss(twin).backward()
-        judge.step()
-    for a, b in zip(params, twin):
-        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 def arrivals(comm):
@@ -733,12 +581,9 @@ def test_ranks_send_each_other_no_pickles(on_ranks):
 
 
 def test_only_the_last_micro_batch_sends():
-    """Earlier backwards accumulate and send nothing; together they equal one big batch."""
     model = chain()
-    twin = chain()
     comm = Recorder()
-    optimizer = optimizer_of(model, comm, rule=Descent())
-    judge = torch.optim.SGD(twin.parameters(), lr=Descent().lr)
+    optimizer = optimizer_of(model, comm)
     for step in range(3):
         comm.events.clear()
         for i in range(3):
@@ -747,10 +592,6 @@ def test_only_the_last_micro_batch_sends():
             model(X + i).square().sum().backward()
         optimizer.step(FULL)
         assert comm.kinds().count(("start", "reduce")) == len(optimizer.buckets)
-        judge.zero_grad()
-        (sum(twin(X + i).square().sum() for i in range(3)) / 3).backward()
-        judge.step()
-    assert_close(model.parameters(), twin.parameters())
 
 
 class Branches(nn.Module):
@@ -837,38 +678,6 @@ def test_a_gradient_of_what_the_given_loss_does_not_use_is_an_error():
         model(torch.ones(2, 3), "right").sum().backward()
 
 
-def test_a_parameter_used_now_and_then_keeps_its_moments_when_it_is_not():
-    """An unused parameter does not move by momentum, and its moments do not decay."""
-    model = Branches()
-    engine = build(model, Comm(), rule=ONCE, bucket_bytes=1e9, find_unused_parameters=True)
-    states = []
-    for step, name in enumerate(("left", "right")):
-        engine.prepare_for_backward(step)
-        model(torch.ones(2, 3), name).sum().backward()
-        engine.step(FULL)
-        states.append(engine.state_dict())
-    for key in ("left.weight", "left.weight/m", "left.weight/v"):
-        assert torch.equal(states[0][key], states[1][key]), key
-    assert not torch.equal(states[0]["right.weight"], states[1]["right.weight"])
-
-
-def test_a_gradient_of_the_first_of_two_steps_counts_where_the_second_has_none():
-    """If Adam updates every second step, a parameter used in either step is updated."""
-    model = Branches()
-    engine = build(
-        model, Comm(), rule=Descent(every=2), bucket_bytes=1e9, find_unused_parameters=True
-    )
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for step, branch in enumerate(("left", "right")):
-        engine.prepare_for_backward(step)
-        model(torch.ones(2, 3), branch).sum().backward()
-        engine.step(FULL)
-    for name, p in model.named_parameters():
-        assert torch.allclose(
-            p, before[name] - 0.001 * 2 * (not name.startswith("never")), rtol=1e-6
-        ), name
-
-
 def test_a_graph_that_changes_is_an_error():
     model = Branches()
     del model.never
@@ -882,37 +691,6 @@ def test_a_graph_that_changes_is_an_error():
         RunError, match=r"2 of 4 .* not right\.bias, right\.weight.*or set find_unused_parameters"
     ):
         optimizer.step(FULL)
-
-
-def test_frozen(tiny):
-    model = train_gpt.build_model(tiny, train_gpt.Encoding(64, BOS))
-    model.embed.weight.requires_grad_(False)
-    names = {spec.name for spec in train_gpt.specs_of(tiny, model)}
-    assert "embed.weight" not in names and len(names) == len(list(model.parameters())) - 1
-
-
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("settings", [{}, {"world_size_invariant": True}, {"clip_norm": 0.1}])
-def test_sparse_gradients_are_summed_as_dense_ones(settings, every):
-    """Over micro-batches and steps, for rows that occur once, several times, or never."""
-    batches = [
-        [torch.tensor(rows) for rows in step]
-        for step in ([[1, 2, 2], [4, 1]], [[0], [0, 0]], [[3, 3, 3, 1], [2]], [[4], [0]])
-    ]
-    weights = torch.arange(15.0).view(5, 3).sin()
-    results = []
-    for sparse in (False, True):
-        table = nn.Embedding(5, 3, sparse=sparse)
-        table.weight.data.copy_(weights)
-        optimizer = optimizer_of(table, rule=Descent(0.1, every), **settings)
-        for step, micro_batches in enumerate(batches):
-            for i, rows in enumerate(micro_batches):
-                optimizer.prepare_for_backward(step, i, len(micro_batches))
-                (table(rows) * weights[: len(rows)].cos()).square().sum().backward()
-            optimizer.step(FULL)
-        results.append(table.weight.detach().clone())
-    assert (results[0] - weights).norm() > 0.01
-    torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-7)
 
 
 def replaced_on_both(comm, how, unused):
@@ -987,26 +765,6 @@ def test_a_parameter_in_no_bucket_is_named():
     assert torch.equal(model[2].bias, frozen) and model[2].weight.grad is None
 
 
-class Containers(nn.Module):
-    """Has parameters in containers without a forward."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(2)
-        self.scales = nn.ParameterDict({"a": nn.Parameter(torch.ones(3))})
-        self.layers = nn.ModuleDict({"b": nn.Linear(3, 2)})
-
-    def forward(self, x):
-        return self.layers["b"](x * self.scales["a"])
-
-
-def test_what_lies_in_containers_is_waited_for_with_the_model():
-    x = torch.randn(4, 3)
-    assert_close(
-        *(flow(Containers(), x, comm, overlap_param_gather=True)[1] for comm in (Hostile(), Comm()))
-    )
-
-
 class Reader(nn.Module):
     """Lists and reads the parameters of a container that belongs to the model, as train_gpt.Group
     does."""
@@ -1072,14 +830,6 @@ def test_what_the_model_itself_waits_for_is_gathered_first():
     assert engine.reducer.launch_order[0].slots[0].name == "scale" == gathers[-3]
 
 
-def test_hooks_that_wait_for_gathers_can_be_removed():
-    model = chain()
-    engine = build(model, Comm(), overlap_param_gather=True)
-    assert all(part._forward_pre_hooks for part in model)
-    engine.remove_hooks()
-    assert not any(part._forward_pre_hooks for part in model.modules())
-
-
 # clipping, finiteness, compression
 
 
@@ -1106,7 +856,7 @@ def test_invariant_mode_refuses_a_gradient_that_is_not_in_every_micro_batch(
 @pytest.mark.parametrize("changes", [{"find_unused_parameters": True}, {"clip_norm": 1.0}])
 def test_invariant_mode_refuses_what_it_cannot_keep(changes):
     with pytest.raises(RunError, match="world-size-invariant mode excludes"):
-        flow(chain(), X, world_size_invariant=True, **changes)
+        flow(chain(), X, Comm(), world_size_invariant=True, **changes)
 
 
 def compressed_step(comm, ranks):
@@ -1133,18 +883,6 @@ def test_compressed_gradients_are_sums_of_bf16_of_every_rank(on_ranks, ranks):
         assert torch.equal(p, -tree_sum(sent).float())
         assert dtypes == {torch.bfloat16}
         assert not torch.equal(p, -sum(gradient(rank) for rank in range(ranks)) / ranks)
-
-
-def test_clip_is_by_the_norm_over_all_ranks(on_ranks):
-    twin = chain()
-    judge = torch.optim.SGD(twin.parameters(), lr=Descent().lr)
-    for step in range(3):
-        judge.zero_grad()
-        (sum(twin(X + step + rank).square().sum() for rank in range(2)) / 2).backward()
-        assert nn.utils.clip_grad_norm_(twin.parameters(), 0.5) > 0.5
-        judge.step()
-    for parameters in on_ranks(2, network_steps, Comm, {"clip_norm": 0.5}):
-        assert_close(parameters, twin.parameters())
 
 
 def clipped_step(comm, norm, limit):
@@ -1291,50 +1029,6 @@ def test_micro_batches_sum_as_a_binary_tree(heights, seed):
 # flat views
 
 
-@dataclasses.dataclass(frozen=True)
-class FlatTorch(Descent):
-    """Wraps a torch optimizer that works in place. It gets the shard as one flat parameter."""
-
-    optimizer: type = torch.optim.Adam
-    options: tuple = ()
-
-    def hyper(self, plan, t):
-        return {"rule": self}
-
-    @staticmethod
-    def update(param, grad, state, hyper):
-        rule = hyper["rule"]
-        if "inner" not in rule.__dict__:
-            rule.__dict__["inner"] = rule.optimizer([nn.Parameter(param)], **dict(rule.options))
-        rule.inner.param_groups[0]["params"][0].grad = grad
-        rule.inner.step()
-
-
-@pytest.mark.parametrize(
-    "optimizer,options",
-    [
-        (torch.optim.Adam, {"lr": 0.01}),
-        (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
-        (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}),
-    ],
-)
-def test_any_optimizer_of_torch_works_on_the_flat_view(optimizer, options):
-    model = chain()
-    twin = chain()
-    engine = optimizer_of(
-        model, bucket_bytes=1e9, rule=FlatTorch(optimizer=optimizer, options=tuple(options.items()))
-    )
-    judge = optimizer(twin.parameters(), **options)
-    for step in range(3):
-        engine.prepare_for_backward(step)
-        model(X + step).square().sum().backward()
-        engine.step(FULL)
-        judge.zero_grad()
-        twin(X + step).square().sum().backward()
-        judge.step()
-    assert_close(model.parameters(), twin.parameters())
-
-
 # whole runs
 
 SHORT = {
@@ -1417,10 +1111,11 @@ def test_settings_reach_a_whole_run(one, tmp_path, capsys):  # noqa: F811
 
 
 def test_the_table_names_existing_tests():
-    words = set(re.findall(r"(?:test_|bench/|records/)\w+(?:\.py)?", __doc__)) | set(
-        re.findall(r"mutant (\w+)", __doc__)
-    )
-    known = {*vars(test_optimizer), *vars(test_resume), *vars(test_run), *globals()}
+    import test_programs  # it imports this module
+
+    words = set(re.findall(r"(?:test_|bench/|records/)\w+(?:\.py)?", __doc__))
+    modules = test_optimizer, test_programs, test_resume, test_run
+    known = {name for module in modules for name in vars(module)} | {*globals()}
     root = Path(train_gpt.__file__).parent
     missing = {
         word
