@@ -93,10 +93,11 @@ LEAVES = 0.005
 # Before any run: the script checks its flags, opens its data, and says what sides must have in
 # common
 CHECK = """
-import json, os, platform, re, sys, torch
+import importlib.metadata, json, os, platform, re, sys
 sys.path.insert(0, "")
 import train_gpt as t
 ranks, *flags = sys.argv[1:]
+TORCH = importlib.metadata.version("torch")
 MODEL = platform.processor()
 if os.path.exists("/proc/cpuinfo"):
     MODEL = re.findall("model name.*: (.*)", open("/proc/cpuinfo").read())[:1]
@@ -138,7 +139,7 @@ print(json.dumps({
     "compiles": gpus > 0 or config.compile == "on",
     "validation": [config.val_len, config.val_tokens, *((s.path.name, s.tokens) for s in val)],
     "steps": config.num_steps,
-    "machine": [torch.__version__, t.nvidia_smi("name,driver_version") if gpus else MODEL],
+    "machine": [TORCH, t.nvidia_smi("name,driver_version") if gpus else MODEL],
     "data": [(s.path.name, s.path.stat().st_mtime_ns, s.tokens) for s in train],
 }))
 """
@@ -795,8 +796,9 @@ def run_all(manifest, where, lock, verbose):
     race = manifest.race
     how = resume_command(manifest)
     names = {side: picture.shorten(name, 28) for side, name in logs.side_names(race).items()}
-    names[SHORT] = f"{names[[*race['sides']][-1]]}, short"
     each = len(race["sides"])
+    if short_runs(manifest):
+        names[SHORT] = f"{names[[*race['sides']][-1]]}, short"
     folder = manifest.path.parent
     home = os.path.relpath(folder, ROOT)
     total = each * race["n"]
@@ -845,8 +847,9 @@ def run_all(manifest, where, lock, verbose):
                     said += f"  {log.train_time_ms / 1000:.2f} s"
             say(f"{which}  {said}", "")
             after_run(manifest, plan, run, side)
-            continue
-        if status == "failed" and side in [*race["sides"]][:-1] and each > 2:
+            if not interrupts:
+                continue
+        if status == "failed" and not interrupts and side in [*race["sides"]][:-1] and each > 2:
             last = logs.last_run(str(folder / f"{[*manifest.attempts][-1]}.txt")).reason
             leave(
                 manifest,

@@ -27,7 +27,6 @@ FAR = 2.0  # the largest reach at which intervals cover what they promise
 # the exponent of the base's loss over time, and its standard deviation over bases
 CURVATURE = 0.5
 CURVATURE_SD = 0.25
-STEEPEST = 0.05  # what is left of the loss above its limit, at most
 MARGIN = 0.01  # of a confirming race: the part of the time that a higher loss may be worth
 TRIM = 0.2  # of the ratios by turns, at each end
 EQUAL = 1e-9  # a spread below this is a difference in rounding
@@ -49,10 +48,13 @@ class Rate:
     errors: dict | None = None
 
     def log_ratio(self, difference, curvature=CURVATURE):
-        """Return the change of ln(time to the base's loss) by a difference of final losses."""
+        """Return the change of ln(time to the base's loss) by a difference of final losses.
+
+        Both ways the base's curve is read between its two lengths: a better idea would reach the
+        base's loss before its end, as the base shifted by the gain; a worse one stands where the
+        base stood earlier."""
         above_limit = self.lost / math.expm1(curvature * self.log_time)
-        left = max(STEEPEST, 1 - difference / above_limit)
-        return -math.log(left) / curvature
+        return math.copysign(math.log1p(abs(difference) / above_limit) / curvature, difference)
 
     @property
     def nats(self):
@@ -193,7 +195,8 @@ def time_to_same_loss(idea, base, rate, speed, ideas=1):
         shared = shared_error(dict(zip(idea, samples[0])), rate, by_lost)
         parts.append((max(shared, -sum(part for part, _ in parts) / 2), rate.df))
     variance = sum(part for part, _ in parts)
-    freedom = variance**2 / sum((part**2 / df for part, df in parts), EQUAL**4)
+    spread = sum(part**2 / df for part, df in parts)
+    freedom = variance**2 / spread if spread else math.inf
     error = math.sqrt(variance)
     if error <= EQUAL < abs(theta) and speed.how != SAME_WORK:
         return None

@@ -544,7 +544,7 @@ def show_verdicts(found):
             notes.setdefault(one.note, []).append(one.name)
     for note, names in notes.items():
         whose = f"{logs.some(names, 3)}: " if len(notes) > 1 else ""
-        said.append(pages.wrap(f"{whose}{note}."))
+        said.append(pages.wrap(f"{whose}{note}." if whose else f"{note[0].upper()}{note[1:]}."))
     return "\n".join([*said, "", table_of_verdicts(found)])
 
 

@@ -233,6 +233,7 @@ def test_another_revision_runs_in_turn_from_a_worktree(repo, capsys):
     assert described["order"] == ["1a", "1b", "2b", "2a", "3a", "3b"]
     assert all(seed == 40 + run for run, _, seed in starts(events))
     runs = logs.read([str(folder)]).runs
+    runs = [run for run in runs if run.start["race"]["side"] != "short"]
     times = {(run.start["race"]["side"], run.start["seed"]): run.train_time_ms for run in runs}
     assert times == {
         (side, seed): speed + seed
@@ -458,9 +459,9 @@ def test_several_revisions_are_compared_with_the_last(repo, capsys, edited):
     }
     assert [times[side] for side in sorted(times)] == [*[52] * edited, 102, 202]
     shown = capsys.readouterr().out.rpartition("race: all runs are done")[2]
-    assert [f"{name}: loss: the same; time: " in shown.replace("`", "") for name in names] == [
-        True
-    ] * (len(names) - 1) + [False]
+    for name in names:
+        said = f"{name} is not judged: a trial shows that everything works" in shown
+        assert said == (name != names[-1])
 
 
 @pytest.fixture
@@ -734,7 +735,7 @@ def test_a_run_of_a_side_that_the_race_has_not_is_not_shown(repo, capsys):
 def test_a_race_that_died_is_settled_by_its_logs(repo, capsys):
     assert race.main(["-n", "2"]) == 0
     folder, _, events = only_race(repo)
-    lines = (folder / "race.jsonl").read_text().splitlines()
+    *lines, _ = (folder / "race.jsonl").read_text().splitlines()  # the last is the answer
     # run 2 was started, and the line that says how it ended was cut
     (folder / "race.jsonl").write_text("\n".join(lines)[:-20])
     assert race.main(["--resume", str(folder / "race.jsonl")]) == 0
@@ -857,29 +858,22 @@ def test_words_that_are_refused_start_nothing(repo, capsys, golden, monkeypatch)
 
 
 def test_race_prints_what_its_golden_file_holds(repo, theirs, capsys, golden, monkeypatch):
-    """Races of one version, of two and of a ladder, until decided, with a run that fails; and what
-    is no ladder."""
+    """Races of one version, of two and of several, until decided, with a run that fails."""
     monkeypatch.chdir(repo)
     shown = []
-    for status, words, of_ladder in (
-        (0, "-n 3", 2),
-        (0, "-n 3 --vs HEAD~1 -- --slower 3", 0),
-        (1, "-n 2 --vs '--slower 7'", 2),
-        (1, "-n 4 --vs '--worse 2' --vs '--worse -1 --slower 10' -- --mood good", 1),
-        (0, "--until-decided --max-n 6 --vs HEAD~1 -- --mood jittery", 2),
-        (2, "-n 3 -- --mood 'fail on 2'", 2),
-        (0, shlex.join(["-n", "3", *against()]), 2),
+    for status, words in (
+        (0, "-n 3"),
+        (0, "-n 3 --vs HEAD~1 -- --slower 3"),
+        (1, "-n 2 --vs '--slower 7'"),
+        (1, "-n 4 --vs '--worse 2' --vs '--worse -1 --slower 10' -- --mood good"),
+        (0, "--until-decided --max-n 6 --vs HEAD~1 -- --mood jittery"),
+        (2, "-n 3 -- --mood 'fail on 2'"),
+        (0, shlex.join(["-n", "3", *against()])),
     ):
         found = race.main(shlex.split(words))
         said = capsys.readouterr()
-        folder, _, _ = only_race(repo)
-        judged = ladder.main([f"logs/{folder.name}"])
-        of_it = capsys.readouterr()
-        assert (found, judged) == (status, of_ladder), (words, said, of_it)
-        shown.append(
-            f"$ race.py {words}\n{said.out}{said.err}exit status {found}\n$"
-            f" ladder.py\n{of_it.out}{of_it.err}exit status {judged}\n"
-        )
+        assert found == status, (words, said)
+        shown.append(f"$ race.py {words}\n{said.out}{said.err}exit status {found}\n")
         shutil.rmtree(repo / "logs")
     golden(
         "race",
@@ -1071,7 +1065,7 @@ sys.exit(race.main(sys.argv[1:]))
         ("-n 1", 0, "not judged", "at least 2 runs"),
         ("-n 3 -- --mood 'fail on 2'", 2, "not judged", "seed 2: failed"),
         ("-n 2 -- --target_val_loss 0", 0, "not judged", "no target"),
-        ("-n 3 --vs '--worse 1' --vs '--slower 3'", 1, "worse", "; --worse 1: "),
+        ("-n 3 --vs '--worse 1' --vs '--slower 3'", 1, "worse", "; --worse 1 reaches"),
     ],
 )
 def test_the_last_line_is_one_object_whatever_comes_of_a_race(
@@ -1097,7 +1091,7 @@ def test_the_last_line_is_one_object_whatever_comes_of_a_race(
         assert [side["role"] for side in last["sides"]] == ["idea", "idea", "base"] and last[
             "folder"
         ] == str(only_race(repo)[0])
-        assert {"ratio": 1, "low": None, "high": None, "p": None} in [
+        assert {"ratio": 1, "low": None, "high": None} in [
             idea["time"] for idea in last["ideas"]
         ]
 
