@@ -1003,6 +1003,8 @@ def confirm(manifest, found, verbose):
     further = further_race(manifest, change, confirms=found["best"], seed=seed)
     say(f"confirms {found['best']}: {steps} steps, on new seeds")
     second = start_race(further, verbose)
+    if second["status"] == 130:
+        return second
     result = {
         "steps": steps,
         "folder": second["folder"],

@@ -236,7 +236,7 @@ def be_side(path, kind, program, flags):
                     print((time.perf_counter() - began) / cycle, file=file, flush=True)
 
     train_gpt.TrainingLoop = TrainingLoop
-    train_gpt.start(presets)
+    sys.exit(train_gpt.main(presets, flags, train_gpt.process_start()))
 
 
 if __name__ == "__main__":

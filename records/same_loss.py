@@ -252,7 +252,9 @@ def confirms(answer, differences, rate, speed):
         f"loss {np.mean(differences):+.4f} nats (not above {margin:.4f}: p = {p:.2g}), in"
         f" {math.exp(speed.log_ratio):.3f} of the time"
     )
-    shown = answer.verdict == BETTER and p < LEVEL and slowest < 1
+    # a gain of less than a step leaves the steps as they are
+    no_slower = slowest < 1 or speed.how == SAME_WORK and slowest == 1
+    shown = answer.verdict == BETTER and p < LEVEL and no_slower
     return bool(shown), said
 
 

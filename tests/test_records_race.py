@@ -22,13 +22,22 @@ from pathlib import Path
 import pytest
 import scipy.stats
 
-from conftest import TINY, some_documents, wait_until, write_corpus, write_gpt2_tokens, write_shard
+from conftest import (
+    TINY,
+    as_flags,
+    some_documents,
+    wait_until,
+    write_corpus,
+    write_gpt2_tokens,
+    write_shard,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
 import board  # noqa: E402
 import examine  # noqa: E402
 import export  # noqa: E402
+import history  # noqa: E402
 import logs  # noqa: E402
 import pages  # noqa: E402
 import picture  # noqa: E402
@@ -572,6 +581,67 @@ def test_another_project_s_script_is_interrupted_with_the_race_and_goes_on(repo,
     assert "train_gpt.py of theirs has changed" in capsys.readouterr().err
 
 
+def test_a_better_idea_is_confirmed_on_new_seeds_and_raced_elsewhere(repo, capsys, monkeypatch):
+    """The short base is run once; a race elsewhere has another base, and its own."""
+    monkeypatch.setattr(logs, "HOME", repo / "logs")
+    idea = "--worse -1 --slower 0"
+    words = f"-n 3 --vs '{idea}' --confirm --at '--num_steps 40' --json -- --slower 10"
+    assert race.main(shlex.split(words)) == 0
+    out = capsys.readouterr().out
+    found = json.loads(out.splitlines()[-1])
+    assert found["confirmation"]["shown"] and found["confirmation"]["steps"] == 20
+    (there,) = found["elsewhere"]
+    assert there["at"] == "--num_steps 40" and there["carries_over"] in ("holds", "grows", "fades")
+    assert found["best"] == idea and out.count("/6  base, short ") == 6
+    history.main(["--json"])
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["verdict"] for row in rows] == ["better"] * 3
+    assert rows[1]["confirms"] == idea and rows[2]["at"] == "--num_steps 40"
+    history.main([])
+    assert f"{idea}, at --num_steps 40" in capsys.readouterr().out
+
+
+def test_a_win_that_new_seeds_do_not_show_is_none(repo, monkeypatch):
+    monkeypatch.setattr(race.same_loss, "confirms", lambda *_: (False, "not again"))
+    assert race.main(["-n", "3", "--vs", "--worse -1", "--confirm", "--", "--mood", "good"]) == 1
+
+
+def test_of_several_ideas_one_that_fails_is_out_and_the_others_are_judged(repo, capsys):
+    words = (
+        "-n 3 --vs '--worse -1' --vs '--mood \"fail on 2\"' --vs '--worse 2' --json -- --slower 1"
+    )
+    assert race.main(shlex.split(words)) == 0
+    out = capsys.readouterr().out
+    found = json.loads(out.splitlines()[-1])
+    verdicts = {idea["name"]: idea["verdict"] for idea in found["ideas"]}
+    assert found["best"] == "--worse -1" and sorted(verdicts.values()) == [
+        "better",
+        "not judged",
+        "worse",
+    ]
+    assert "leaves: its run with seed 2 failed" in out
+
+
+def test_times_by_turns_and_the_same_work_of_the_real_script(tmp_path):
+    """Two sides of one rank: a rate changes no operation, fewer heads do."""
+    flags_of_all = as_flags({**TINY, **write_corpus(tmp_path, train=(9000,))})
+
+    def side(*flags):
+        def start_side(kind):
+            words = [*race.ALONE, str(ROOT / "launch" / "turns.py"), "SOCKET", kind]
+            words += ["train_gpt.py", *flags_of_all, *flags]
+            return race.turns.SideProcess(words, 1, cwd=ROOT, env=race.environment())
+
+        return start_side
+
+    same = race.turns.measure(side("--muon_lr=0.03"), side(), print)
+    assert same["same_operations"] and same["turns"] >= race.turns.MIN_TURNS
+    other = race.turns.measure(side("--micro_batches=4"), side(), print)
+    assert not other["same_operations"] and other["log_ratio"] < 0
+    with pytest.raises(race.turns.SideFailed, match="muon_lr"):
+        race.turns.measure(side("--muon_lr=nan"), side(), print)
+
+
 def test_holm_s_correction():
     """An example computed by hand."""
     assert stats.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
@@ -1091,9 +1161,7 @@ def test_the_last_line_is_one_object_whatever_comes_of_a_race(
         assert [side["role"] for side in last["sides"]] == ["idea", "idea", "base"] and last[
             "folder"
         ] == str(only_race(repo)[0])
-        assert {"ratio": 1, "low": None, "high": None} in [
-            idea["time"] for idea in last["ideas"]
-        ]
+        assert {"ratio": 1, "low": None, "high": None} in [idea["time"] for idea in last["ideas"]]
 
 
 # Races that die

@@ -164,6 +164,6 @@ def test_a_confirming_race_asks_for_the_loss_and_less_time():
     for found, losses, speed in (
         (answer(1.0), same, faster),
         (answer(0.97), same + 0.003, faster),
-        (answer(0.97), same, same_loss.Speed(same_loss.SAME_WORK)),
+        (answer(0.97), same, same_loss.Speed(same_loss.SAME_WORK, 0.01)),
     ):
         assert not same_loss.confirms(found, losses, rate, speed)[0]
