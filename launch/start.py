@@ -197,14 +197,14 @@ def add_race_options(add):
     add(
         "--confirm",
         action="store_true",
-        help="race a better idea again on new seeds; only then is the exit status 0",
+        help="race a win again on new seeds, for exit status 0",
     )
     add(
         "--at",
         action="append",
         default=[],
         metavar="FLAGS",
-        help="race also with these flags on all sides, to see whether it holds; repeatable",
+        help="race also with these flags on all sides; repeatable",
     )
     add("-v", action="store_true", help="print all that each run prints")
     add("--alpha", type=float, metavar="P", help="level of each of the claim's tests (0.01)")

@@ -92,16 +92,15 @@ IMPOSSIBLE = (
     {"layers": "SM SM LM"},
     {"layers": "S0iM SM cSM LM"},
     {"layers": "S0M SM LM"},
-    {"layers": "S0iM SM LM", "token_gates": "0,1"},
-    {"token_gates": "0,9"},
+    {"layers": "S0iM SM LM", "token_gates": (0, 1)},
+    {"token_gates": (0, 9)},
     {"backout_layer": 2},
     {"param_groups": (AdamGroup("head", slow_from=4),), "untie_at": 0.4},
     {"layers": "S0M cSM LM"},
     *({"layers": f"S0M P{letter}M LM"} for letter in "xd"),
     {"layers": "S0M S+2 LM"},
     {"backout_layer": 3},
-    *({"token_gates": text} for text in ("1,2", "0,3", "0,1,1")),
-    *({"token_gates": text} for text in ("", "0,x", "0,-1")),
+    *({"token_gates": begins} for begins in ((), (1, 2), (0, 3), (0, 1, 1), (0, -1), (0, 0.5))),
     {"num_heads": 1, "muon_qk_heads": 1},
     {"muon_qk_heads": 3},
     *(
@@ -125,7 +124,7 @@ def test_impossible_values_are_refused_with_what_is_allowed(golden):
     """But for a few, which are possible."""
     lines = []
     for changes in IMPOSSIBLE:
-        values = SMALL | {"layers": "S0iM SM LM", "backout_layer": 1, "token_gates": "0"} | changes
+        values = SMALL | {"layers": "S0iM SM LM", "backout_layer": 1, "token_gates": (0,)} | changes
         message = "possible"
         try:
             train_gpt.check_config(dataclasses.replace(PRESET, **with_layer_rows(values)), 1)

@@ -778,7 +778,6 @@ LONG = ("n" * 200 + "/") * 10
         ("export", [LONG, "--to", "csv"]),
         ("picture", [LONG]),
         ("trace", [f"{LONG}{i}" for i in range(300)]),
-        ("ladder", [LONG]),
         ("stats", [LONG]),
         ("verify", [LONG]),
         ("board", ["add", LONG, "x", "y"]),
