@@ -72,8 +72,6 @@ def judge(home, alpha, changed):
 
     words = [str(home), "--json", f"--alpha={alpha}"]
     found = stats.give(stats.parse(words))
-    if found["ideas"]:
-        return f"Verdict: {found['verdict']}: {found['reason']}."
     return f"Verdict: {found['verdict']}: {found['reason']}."
 
 

@@ -817,7 +817,7 @@ def check_measured(case, races):
             remarks.append(f"the short base has the losses of {len(short['losses'])} pairs of runs")
         elif short:
             unknown.append(f"the short base is of race {short['race']}, whose logs are elsewhere")
-        for side, turns in race.get("turns", {}).items():
+        for side in race.get("turns", {}):
             sides = [
                 [e.run for e in case.whole.runs if e.race and e.race[:2] == (race_id, letter)]
                 for letter in (side, [*race["sides"]][-1])
@@ -825,8 +825,7 @@ def check_measured(case, races):
             if min(map(len, sides)) < 2 or any(run.train_time_ms is None for run in sum(sides, [])):
                 continue
             ours, theirs = (np.log([run.train_time_ms for run in runs]) for runs in sides)
-            steps = math.log(turns["steps"][0] / turns["steps"][1])
-            rho = steps if turns["same_work"] else steps + turns["log_ratio"]
+            rho = stats.speed_of(race, stats.Side(f"side {side}", [])).log_ratio
             p = stats.welch_t(ours - rho, theirs).pvalue
             seen = math.exp(ours.mean() - theirs.mean())
             said = f"side {side}: {math.exp(rho):.3f} of the time by turns, {seen:.3f} by the runs"
