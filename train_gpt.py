@@ -4952,9 +4952,8 @@ def start_log(loop: TrainingLoop, resumed: Values | None, changes: list[str]) ->
     }
     paths = checkpoints(log.path.parent, log.run_id)
     given_up = [path for path in paths if step_of(path) > loop.from_step]
-    damages = []
+    damages = [*filter(None, map(damage_of, given_up))]
     if resumed:
-        damages = [*filter(None, map(damage_of, given_up))]
         resumed = {
             "at": started,
             **resumed,
@@ -4965,18 +4964,16 @@ def start_log(loop: TrainingLoop, resumed: Values | None, changes: list[str]) ->
     log.open(description, environment, resumed)
     for path in given_up:  # a later resume must not take what this one gives up
         path.replace(f"{path}.given_up")
-    tokens = tokens_of_steps(c, 1)
-    at_first = " at first" * (tokens_of_steps(c, c.num_steps) != c.num_steps * tokens)
     log.say(
         f"preset {loop.preset}: {comm.ranks} rank(s) on {machine['hardware']['device']},"
-        f" {params / 1e6:.1f} M parameters, {c.num_steps} steps of {tokens:,} tokens{at_first},"
-        f" validation on {(loop.val_sequences[:, 1:] >= 0).sum():,} tokens"
+        f" {params / 1e6:.1f} M parameters, {c.num_steps} steps on"
+        f" {tokens_of_steps(c, c.num_steps):,} tokens, validation on"
+        f" {(loop.val_sequences[:, 1:] >= 0).sum():,} tokens"
     )
-    for line in changes:
+    for line in (*changes, *damages):
         log.say(line)
     if resumed:
-        because = ", because " * bool(damages) + "; ".join(damages)
-        log.say(f"resuming from step {loop.from_step}{because}")
+        log.say(f"resuming from step {loop.from_step}")
 
 
 def finish(loop: TrainingLoop, loss: float, val_tokens: int) -> None:

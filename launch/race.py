@@ -19,13 +19,13 @@ logs/race-ID/ contains the logs of both sides and:
   race.png     a plot of the rounds that all sides have done, redrawn after each round
 
 A failed run shows its output and stops the race, since the failure would probably repeat; --resume
-repeats the run with its seed. Of several ideas the others go on, and an idea that can no longer win
-leaves: see LEAVES. --confirm and --at race again, in folders of their own.
+repeats the run with its seed. Of several ideas the others go on, and an idea that can no longer
+win leaves: see LEAVES. --confirm and --at race again, in folders of their own.
 
-race.jsonl is locked while this program lives, or the launcher of a
-run. Another project's script has its own seeds; the newest log in logs/*.txt of its folder is
-copied here. `python -I` starts runs, without PYTHON* variables: neither PYTHONPATH nor
-sitecustomize nor user packages change their clocks. Packages installed beside torch still could.
+race.jsonl is locked while this program lives, or the launcher of a run. Another project's script
+has its own seeds; the newest log in logs/*.txt of its folder is copied here. `python -I` starts
+runs, without PYTHON* variables: neither PYTHONPATH nor sitecustomize nor user packages change
+their clocks. Packages installed beside torch still could.
 
 Exit status: 0 an idea is better (with --confirm: confirmed), or nothing was to be judged (a trial,
 one run, or one version without a target); 1 it is not; 2 a run failed, or the race cannot be run or
@@ -136,7 +136,6 @@ print(json.dumps({
     "program": program.__name__ + ".py",
     "config": {"preset": preset, **json.loads(described)},
     "target": config.target_val_loss,
-    "compiles": gpus > 0 or config.compile == "on",
     "validation": [config.val_len, config.val_tokens, *((s.path.name, s.tokens) for s in val)],
     "steps": config.num_steps,
     "machine": [TORCH, t.nvidia_smi("name,driver_version") if gpus else MODEL],
@@ -593,11 +592,6 @@ def short_steps(base):
     return round(same_loss.SHORT * base["steps"])
 
 
-def exact_loss(manifest, attempt):
-    run = complete_log(manifest.path.parent / f"{attempt['run_id']}.txt")
-    return (run.end or {}).get("final_val_loss", run.final_loss)
-
-
 def learn_short_base(manifest):
     """Write the short base once its runs and the base's of the same seeds are done."""
     race = manifest.race
@@ -607,13 +601,11 @@ def learn_short_base(manifest):
     pairs = [(run, name) for run in runs for name in (letter, SHORT)]
     if "short_base" in race or not all(which in done for which in pairs):
         return
-    losses = {
-        str(race["seed"] + run): [
-            exact_loss(manifest, done[run, letter]),
-            exact_loss(manifest, done[run, SHORT]),
-        ]
-        for run in runs
-    }
+
+    def loss(which):
+        return complete_log(manifest.path.parent / f"{done[which]['run_id']}.txt").exact_loss
+
+    losses = {str(race["seed"] + run): [loss((run, letter)), loss((run, SHORT))] for run in runs}
     base = base_of(race)
     found = {"key": key_of_base(race), "race": race["id"], "losses": losses}
     found |= {"steps": short_steps(base), "base_steps": base["steps"]}
@@ -946,6 +938,9 @@ def judge(race, folder):
         say(f"a rule is broken: {line}")
     if broken and not found["status"]:
         found |= {"verdict": RULE_BROKEN, "status": 1, "best": None, "reason": "; ".join(broken)}
+        for idea in found["ideas"]:
+            if idea["verdict"] == stats.BETTER:
+                idea["verdict"] = RULE_BROKEN
     if found["sides"] or found["status"] < 2:
         say(
             f"to keep this {'trial' if race.get('trial') else 'race'} as a record: ./run.sh board"
@@ -1018,6 +1013,7 @@ def confirm(manifest, found, verbose):
     found = {**found, "confirmation": result}
     if not result["shown"]:
         found |= {"verdict": NOT_CONFIRMED, "best": None, "reason": result["reason"]}
+        idea["verdict"] = NOT_CONFIRMED
         found["status"] = second["status"] if second["status"] > 1 else 1
     manifest.write({"learned": {"answer": summary_of(found)}})
     return found

@@ -274,6 +274,13 @@ class Run:
         return None
 
     @property
+    def exact_loss(self):
+        """The final loss, without rounding if the log states it: rounded differences are often
+        equal."""
+        exact = (self.end or {}).get("final_val_loss")
+        return exact if isinstance(exact, float) else self.final_loss
+
+    @property
     def loss_text(self):
         return f"{self.final_loss:.{self.loss_decimals}f}"
 

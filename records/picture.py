@@ -1,9 +1,9 @@
 """Draw runs: their losses over steps and over time, their target, their speed.
 
-    python records/picture.py logs/RUN.txt                   draw logs/RUN.png, also while the run goes on
-    python records/picture.py latest                         draw the last run or race in logs/, of a race its race.png
-    python records/picture.py logs/RUN.txt logs/RUN2.txt …   draw several runs in logs/runs.png, named by what differs
-    ... OUT.svg                                              another file: .png, .svg or .pdf
+    python records/picture.py logs/RUN.txt       draw logs/RUN.png, also while the run goes on
+    python records/picture.py latest             draw the last run in logs/, or a race's race.png
+    python records/picture.py logs/A.txt logs/B.txt …   several, named by what differs: runs.png
+    ... OUT.svg                                  another file: .png, .svg or .pdf
 
 ./run.sh draws the plot after each run. Exit status: 0 drawn, 2 nothing to draw.
 """

@@ -4,7 +4,7 @@ A race has the runs of an idea and of its base on the same seeds, and the *short
 nine tenths of its steps on the first seeds. With d, the difference of final losses, and rho, the
 ratio of the times of a run,
 
-    theta = ln(rho) + gain_in_time(d)
+    theta = ln(rho) + Rate.log_ratio(d)
 
 is the logarithm of the time to the base's loss, relative to the base's time. The base's loss is
 taken to fall with the time t as a power law, A t^-CURVATURE above a limit; what the short base
@@ -84,8 +84,8 @@ class Answer:
     """The time to the base's loss, relative to the base's: 0.96 is 4 % sooner.
 
     low, high: the 95 % interval; p: two-sided; holm: p with Holm's correction for the ideas of a
-    race; error, df: of ln(ratio); reach: |d| over what the short base loses; shows: the smallest gain that so many runs show
-    with probability POWER; how: see Speed."""
+    race; error, df: of ln(ratio); reach: |d| over what the short base loses; shows: the smallest
+    gain that so many runs show with probability POWER; how: see Speed."""
 
     ratio: float
     low: float

@@ -1,10 +1,10 @@
 """Judge runs from their logs: how soon is the base's loss reached, and does a record's claim hold?
 
-    python records/stats.py race/                         the race's ideas against its base
-    python records/stats.py logs/*.txt                    is the mean final loss below the target?
-    python records/stats.py new/*.txt --vs old/*.txt      and is the new version faster than the old one?
-    python records/stats.py new/*.txt --vs old/*.txt --rate 0.28      also seconds to the same loss
-    python records/stats.py --plan --sd 0.0013 --margin 0.002     number of runs for such a claim
+    python records/stats.py race/                     the race's ideas against its base
+    python records/stats.py logs/*.txt                is the mean final loss below the target?
+    python records/stats.py new/*.txt --vs old/*.txt  and is the new version faster?
+    python records/stats.py new/*.txt --vs old/*.txt --rate 0.28  also seconds to the same loss
+    python records/stats.py --plan --sd 0.0013 --margin 0.002  number of runs for such a claim
 
 Exit status and --json: docs/racing.md.
 
@@ -135,7 +135,7 @@ def power(n, sd, margin, alpha, sets=1, other_sd=None):
 
 
 def runs_needed(sd, margin, alpha, wanted, sets=1, other_sd=None):
-    """Return the least n (a side) with the wanted power. Raise UserError if it exceeds MOST_RUNS."""
+    """Return the least n (a side) with the wanted power. Raise UserError above MOST_RUNS."""
     n = bisect.bisect_left(
         range(MOST_RUNS + 1), wanted, 2, key=lambda n: power(n, sd, margin, alpha, sets, other_sd)
     )
@@ -663,7 +663,7 @@ def not_judged(reason, folder=None, status=2):
 
 
 def last_line(found):
-    """Return an answer() about ideas in a line: the verdict, and whose it is, the best idea first."""
+    """Return an answer() about ideas in a line: the verdict and its idea, the best idea first."""
     verdict = found["verdict"]
     ideas = sorted(found["ideas"], key=lambda idea: idea["name"] != found["best"])
     names = [idea["name"] for idea in ideas if idea["verdict"] == verdict] or [
@@ -709,14 +709,7 @@ class Side:
 
     @property
     def losses(self):
-        """The final losses, without rounding if the logs state them: rounded differences are often
-        equal."""
-        stated = [(run.end or {}).get("final_val_loss") for run in self.runs]
-        agree = all(
-            isinstance(exact, float) and abs(exact - run.final_loss) < 10.0**-run.loss_decimals
-            for exact, run in zip(stated, self.runs)
-        )
-        return stated if agree else [run.final_loss for run in self.runs]
+        return [run.exact_loss for run in self.runs]
 
     @property
     def seconds(self):
@@ -984,7 +977,7 @@ def pair_up(*sides):
 
 
 def choose_sides(options):
-    """Return the Sides that options name: of a race all ideas and the base, else one or two sets."""
+    """Return the Sides that options name: of a race its ideas and the base, else one or two sets."""
     found = logs.read(options.paths)
     raced = {race_of(run).side for run in found.runs if race_of(run)} - {"", SHORT}
     out = declaration(found.runs).get("out", {}) if raced and not options.vs else {}

@@ -852,7 +852,7 @@ def check_short_base(race, runs):
                 and e.race[:2] == (race["id"], side)
                 and str(e.run.start.get("seed")) == seed
             ]
-            seen = [(run.end or {}).get("final_val_loss", run.final_loss) for run in found]
+            seen = [run.exact_loss for run in found]
             require(
                 seen == [stated] and found[0].last_step == steps,
                 f"{MANIFEST} states a loss of {stated} of the base in {steps} steps with seed"

@@ -650,14 +650,13 @@ def test_a_damaged_checkpoint_is_reported_and_goes_when_a_later_one_is_saved(
     if restart:
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
         again = flags("killed", save_every=6)
-    for kill_at, saved, because in (
-        (5, [2], r", because \S+/killed.step000004.ckpt: .* does not match its digest\)"),
-        (7, [2, 6], ""),
-    ):
+    for kill_at, saved, damaged in ((5, [2], 1), (7, [2, 6], 0)):
         _, printed, _ = here(again, capsys, kill_at=kill_at)
-        assert re.search(rf"^resuming from step 2{because}$", printed, re.M), printed
+        assert re.search("^resuming from step 2$", printed, re.M), printed
+        told = re.findall("killed.step000004.ckpt: .* does not match its digest", printed)
+        assert len(told) == damaged
         assert steps_saved(tmp_path) == saved
-        assert (tmp_path / "killed.step000004.ckpt.given_up").exists() == bool(because)
+        assert (tmp_path / "killed.step000004.ckpt.given_up").exists() == bool(damaged)
     for path in tmp_path.glob("*.ckpt"):
         damage(path, "cut")
     status, _, errors = here(again, capsys)
