@@ -775,8 +775,11 @@ def time_left(manifest, runs):
 
 
 def resume_command(manifest):
-    """Return the command that resumes a race."""
-    words = ["./run.sh", "--resume", os.path.relpath(manifest.path.parent, ROOT)]
+    """Return the command that resumes a race, or the race from which this one follows."""
+    folder = manifest.path.parent
+    if "follows" in manifest.race:
+        folder = folder.with_name(f"race-{manifest.race['follows']}")
+    words = ["./run.sh", "--resume", os.path.relpath(folder, ROOT)]
     for version in manifest.race["sides"].values():
         if "folder" in version:
             words += ["--vs", version["folder"], "--cmd", shlex.join(version["flags"])]
@@ -864,7 +867,8 @@ def run_all(manifest, where, lock, verbose):
         return stats.not_judged(reason, folder, 130 if status == "interrupted" else 2)
     say("all runs are done\n")
     found = judge(race, folder)
-    manifest.write({"learned": {"answer": summary_of(found)}})
+    if not (race.get("confirm") and found["best"]):  # else confirm() writes it
+        manifest.write({"learned": {"answer": summary_of(found)}})
     say(f"picture: {home}/{stats.PICTURE}; to check the rules: ./run.sh verify latest")
     return found
 

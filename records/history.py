@@ -21,7 +21,6 @@ def rows_of(manifest):
     answer = race.get("answer", {})
     ideas = {idea["name"]: idea for idea in answer.get("ideas", [])}
     *names, base = logs.side_names(race).values()
-    whole = not manifest.missing()
     about = {
         "race": race["id"],
         "folder": os.path.relpath(manifest.path.parent),
@@ -34,11 +33,10 @@ def rows_of(manifest):
     for name in names or [base]:
         found = ideas.get(name, {})
         same_loss = found.get("to_same_loss")
-        verdict = found.get("verdict", answer.get("verdict", "not judged"))
         rows.append(
             {
                 "idea": name,
-                "verdict": verdict if whole else "not finished",
+                "verdict": found.get("verdict", answer.get("verdict", "no verdict")),
                 "best": answer.get("best") == name,
                 "ratio": same_loss and same_loss["ratio"],
                 "low": same_loss and same_loss["low"],
