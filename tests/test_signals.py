@@ -587,7 +587,7 @@ def test_ranks_whose_launcher_is_killed_save_and_end(
     plant = NOTE_PID.format(path=str(tmp_path / "pid")) + in_step(
         f"time.sleep(3600 if {hang} and step > 1 else 0.1)"
     )
-    plant += "train_gpt.Signals.GRACE_S = 2" if hang else ""
+    plant += f"train_gpt.Signals.GRACE_S = {2 if hang else 600}"  # a busy machine saves slowly
     log = tmp_path / "orphan.txt"
     launcher = elastic(ranks, 0, flags("orphan", num_steps=150, save_every=0), plant)
     kill_launcher(
