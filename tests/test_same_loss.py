@@ -61,14 +61,20 @@ def test_intervals_cover_the_true_ratio(n, how):
 
 @pytest.mark.parametrize("ideas", [1, 3])
 def test_useless_ideas_seldom_win_and_hardly_ever_twice(ideas):
-    """At most 1 in 40 races shows one as better; the confirming race then has to, too."""
+    """At most 1 in 40 races shows one as better; then a race of it alone on new seeds has to, too.
+
+    20,000 races with seed 0: 2.7 %, and 0.09 % are confirmed, of one idea; of three 2.6 and 0.05."""
     draw = np.random.default_rng(ideas)
     wins = []
+    confirmed = 0
     for found, _ in races(draw, 1200, 5, ideas=ideas):
         corrected = stats.holm([one.p for one in found])
         wins.append(any(p < 0.05 and one.ratio < 1 for p, one in zip(corrected, found)))
+        if wins[-1]:
+            (((again,), _),) = races(draw, 1, 5)
+            confirmed += again.verdict == same_loss.BETTER
     assert np.mean(wins) < 0.025 + 3 * math.sqrt(0.025 / 1200)
-    assert np.mean(wins) ** 2 < 1e-3 + 1e-3
+    assert confirmed <= 4
 
 
 def test_the_gain_that_is_stated_is_shown_with_its_power():
