@@ -1,0 +1,227 @@
+"""Race ideas whose effect on a GPT-2-small on FineWeb is public: which does a preset tell right?
+
+    .venv/bin/python bench/known_ideas.py                                the preset bench
+    .venv/bin/python bench/known_ideas.py --preset laptop -n 5
+    .venv/bin/python bench/known_ideas.py --only "no rotary" -- --num_steps 1000     flags for all
+
+Each idea is an edit of train_gpt.py that takes a part of record 44 away, or adds what a later
+record added. All are branches of a temporary clone of the last commit and run in one race, so one
+base serves all; its folder is moved to logs/. An idea is right if its own p, without a correction
+for the number of ideas, is below 0.05 and its sign is the public one; wrong if the sign is another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from common import ROOT, machine, positive, table
+
+LEVEL = 0.05
+SCRIPT = "train_gpt.py"
+ANCHOR = "# Titles of --help."  # stands after PRESETS
+
+
+@dataclass
+class Idea:
+    """An edit: texts of train_gpt.py with their replacements. public: better or worse at full
+    size; source: the record of the public history that shows it."""
+
+    name: str
+    public: str
+    source: str
+    edits: tuple[tuple[str, str], ...]
+
+
+def values(text: str) -> tuple[tuple[str, str], ...]:
+    """Return the edit that gives a config c of every preset other values, as keywords."""
+    line = f"PRESETS = {{name: replace(c, {text}) for name, c in PRESETS.items()}}"
+    return ((ANCHOR, f"{line}\n\n{ANCHOR}"),)
+
+
+ADAM_FOR_MATRICES = "".join(
+    f"AdamGroup({kind!r}, lr_mul=0.003 / c.adam_lr, beta1=0.9), "
+    for kind in ("attn", "mlp_fc", "mlp_proj")
+)
+KEY_OFFSET = """
+        if self.layer.window == "L":
+            fixed, moved = k.chunk(2, dim=2)
+            k = torch.cat([fixed, torch.cat([moved[:1], moved[:-1]])], dim=2)"""
+ROTATED = "rotate(norm(qk), cos[:tokens, None], sin[:tokens, None])"
+HEADS = f"q, k = {ROTATED}.chunk(2, dim=1)"
+SCALED = """        o = o * v.clamp_min(1e-10).rsqrt()
+        o = o * (size / o.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10))
+"""
+
+IDEAS = (
+    Idea("no rotary", "worse", "2", ((ROTATED, "norm(qk)"),)),
+    Idea("no QK norm", "worse", "5", ((ROTATED, ROTATED.replace("norm(qk)", "qk")),)),
+    Idea("GELU for ReLU squared", "worse", "5", (("F.linear(h.relu() * h", "F.linear(F.gelu(h)"),)),
+    Idea(
+        "Adam for the matrices",
+        "worse",
+        "3",
+        values(f"param_groups=({ADAM_FOR_MATRICES}*c.param_groups)"),
+    ),
+    Idea("Muon for NorMuon", "worse", "41", ((SCALED, ""),)),
+    Idea(
+        "no value tables",
+        "worse",
+        "14",
+        values('layers=re.sub(r"(?<=[SL])[0-9]", "", c.layers)'),
+    ),
+    Idea("no skip connections", "worse", "11", values('layers=re.sub(r"[+][0-9]+", "", c.layers)')),
+    Idea("no shortcut of x0", "worse", "9", (("mix[1] * context.x0", "0 * mix[1] * context.x0"),)),
+    Idea(
+        "no attention gate",
+        "worse",
+        "28",
+        (("sigmoid(F.linear(x[:, :GATE_DIM]", "sigmoid(0 * F.linear(x[:, :GATE_DIM]"),),
+    ),
+    Idea(
+        "short windows alone",
+        "worse",
+        "12",
+        values("final_window=1, stages=tuple(replace(s, long_window=1) for s in c.stages)"),
+    ),
+    Idea(
+        "half the learning rates",
+        "worse",
+        "44",
+        values("muon_lr=c.muon_lr / 2, adam_lr=c.adam_lr / 2"),
+    ),
+    Idea(
+        "twice the learning rates",
+        "worse",
+        "44",
+        values("muon_lr=c.muon_lr * 2, adam_lr=c.adam_lr * 2"),
+    ),
+    Idea(
+        "a table of bigrams",
+        "better",
+        "62",
+        values("ngrams=(Ngrams(2, 131072, c.model_dim), *c.ngrams)"),
+    ),
+    Idea("partial key offset", "better", "49", ((HEADS, HEADS + KEY_OFFSET),)),
+    Idea(
+        "asymmetric logits",
+        "better",
+        "54",
+        (("Softcap(config.logit_cap)", "Softcap(23.0, 5.0)"),),
+    ),
+)
+
+
+def git(folder: Path, *words: str) -> str:
+    own = ["-c", "user.name=known ideas", "-c", "user.email=known@ideas", "-c", "commit.gpgsign=no"]
+    environment = {name: v for name, v in os.environ.items() if not name.startswith("GIT_")}
+    done = subprocess.run(
+        ["git", *own, *words], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    if done.returncode:
+        raise SystemExit(f"git {' '.join(words)} failed, see above")
+    return done.stdout.strip()
+
+
+def branch_of(idea: Idea) -> str:
+    return idea.name.replace(" ", "-")
+
+
+def commit(clone: Path, idea: Idea) -> None:
+    """Commit an idea's edit as a branch of the clone, and return to the base."""
+    path = clone / SCRIPT
+    source = path.read_text(encoding="utf-8")
+    for old, new in idea.edits:
+        if source.count(old) != 1:
+            raise SystemExit(f"{idea.name}: {old!r} stands {source.count(old)} times in {SCRIPT}")
+        source = source.replace(old, new)
+    git(clone, "checkout", "--quiet", "-b", branch_of(idea))
+    path.write_text(source, encoding="utf-8")
+    git(clone, "commit", "--quiet", "--all", "--no-verify", "-m", idea.name)
+    git(clone, "checkout", "--quiet", "base")
+
+
+def race(ideas: list[Idea], ranks: int, n: int, flags: list[str]) -> dict:
+    """Race the ideas in a clone. Return the race's answer; its folder is in logs/."""
+    with tempfile.TemporaryDirectory() as home:
+        clone = Path(home) / "clone"
+        git(ROOT, "clone", "--quiet", "--shared", str(ROOT), str(clone))
+        git(clone, "checkout", "--quiet", "-b", "base")
+        for idea in ideas:
+            commit(clone, idea)
+        for folder in (ROOT / "data").iterdir():
+            if folder.is_dir() and not (clone / "data" / folder.name).exists():
+                (clone / "data" / folder.name).symlink_to(folder)
+        versions = [f"--vs={branch_of(idea)}" for idea in ideas]
+        words = [sys.executable, "launch/race.py", f"-n={n}", f"--ranks={ranks}", "--json"]
+        process = subprocess.Popen(
+            [*words, *versions, "--vs=base", "--", *flags],
+            cwd=clone,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        line = ""
+        for line in process.stdout:
+            if not line.startswith("{"):
+                print(line, end="", file=sys.stderr, flush=True)
+        process.wait()
+        for folder in (clone / "logs").glob("race-*"):
+            shutil.move(folder, ROOT / "logs" / folder.name)
+        return json.loads(line)
+
+
+def row(idea: Idea, found: dict) -> tuple[str, list[str]]:
+    """Return right, undecided or wrong, and a line of the table."""
+    answer = found["to_same_loss"]
+    if not answer:
+        return "undecided", [idea.name, idea.source, idea.public, "-", "-", "-", "not judged"]
+    sign = "better" if answer["ratio"] < 1 else "worse"
+    said = "undecided"
+    if answer["p"] < LEVEL:
+        said = "right" if sign == idea.public else "wrong"
+    ratio = f"{answer['ratio']:.3f} ({answer['low']:.3f} to {answer['high']:.3f}), {answer['how']}"
+    loss = f"{found['loss']['difference']:+.4f}"
+    return said, [idea.name, idea.source, idea.public, loss, ratio, f"{answer['p']:.2g}", said]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", default="bench")
+    parser.add_argument("-n", type=positive, default=3, help="runs of each idea and of the base")
+    parser.add_argument("--ranks", type=positive, default=2)
+    parser.add_argument("--only", action="append", help="a name; repeatable", metavar="IDEA")
+    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="for all sides")
+    options = parser.parse_args()
+    ideas = [idea for idea in IDEAS if not options.only or idea.name in options.only]
+    if not ideas:
+        parser.error(f"--only names none of: {', '.join(idea.name for idea in IDEAS)}")
+    found = race(ideas, options.ranks, options.n, ["--preset", options.preset, *options.flags])
+    answers = {one["name"]: one for one in found["ideas"]}
+    said = []
+    lines = []
+    for idea in ideas:
+        if branch_of(idea) in answers:
+            verdict, line = row(idea, answers[branch_of(idea)])
+            said.append(verdict)
+            lines.append(line)
+    if not lines:
+        raise SystemExit(f"nothing was judged: {found['reason']}")
+    head = "idea|record|public|loss, nats|time to the base's loss|p|".split("|")
+    print(table(head, lines))
+    counts = ", ".join(f"{said.count(word)} {word}" for word in ("right", "undecided", "wrong"))
+    print(f"\n{options.preset} {' '.join(options.flags)}, n = {options.n}: {counts} of {len(said)}")
+    print(f"race: {Path(found['folder']).name}; {machine()}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
