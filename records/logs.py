@@ -133,17 +133,6 @@ _NO_SETTING = re.compile(
 _TRAINING = {"trl", "train_loss", "train_time"}
 _COMMON_FIELDS = {"val_loss", "tel", "train_time", "step_avg"}
 _STATED = _TRAINING | _COMMON_FIELDS
-_DECIMAL = rb"\d{1,15}(?:\.\d{1,15})?"
-# The lines that train_gpt.py writes after the last separator. The group names are the letters of
-# Run.shape
-_OWN_LINE = re.compile(
-    rb"""(?P<d>\{"run_id":\ .*\}) | (?P<r>\{"resumed":\ .*\}) | (?P<e>\{"end":\ .*\}) | (?P<x>error:\ .*)
-    |(?P<p>peak\ memory\ allocated:\ \d+\ MiB\ reserved:\ \d+\ MiB)
-    |(?P<s>step:\d{1,15}/(?P<total>\d{1,18})\ (?:val_loss:%b\ )?train_time:\d{1,15}ms\ step_avg:%bms
-    (?:\ train_loss:%b(?:\ (?!run:|step|tel:|trl:|\w*loss|train_time)[A-Za-z]\w{0,63}:[\d.einfa+-]{1,25}){0,16})?)"""
-    % (_DECIMAL, _DECIMAL, _DECIMAL),
-    re.X,
-)
 
 
 class Validation(NamedTuple):
@@ -159,29 +148,15 @@ class Step(NamedTuple):
     """A line with train_time. average (ms), train_loss and grad_norm are None if the line states
     none.
 
-    units: the last digits of time and average, in ms. others: {name: number} of what stands behind
-    train_loss, such as grad_norm (of the loss summed over a micro-batch's tokens) and an idea's own
-    numbers."""
+    others: {name: number} of what stands behind train_loss, such as grad_norm (of the loss summed
+    over a micro-batch's tokens) and an idea's own numbers."""
 
     step: int
     time_ms: float
     average: float | None
     train_loss: float | None
     validation: bool
-    units: tuple = (1, 0.01)
     others: dict = {}
-
-    def agrees(self, without=0):
-        """Return whether train_time is step_avg times the steps, of which `without` are not timed."""
-        time, average = self.units
-        return (
-            self.average is None
-            or not self.step
-            or (
-                abs(self.time_ms - self.average * max(self.step - without, 1))
-                <= time + 0.6 * average * self.step
-            )
-        )
 
 
 @dataclass(frozen=True)
@@ -191,8 +166,7 @@ class Run:
 
     start, end and resumed are this project's JSON lines. complete is None if the form states no
     total. clock_falls: the steps at which train_time decreased; once, early, is the community's
-    reset after warm-up. shape: a letter of _OWN_LINE for each line after the last separator, or o;
-    odd: the first such other line. settings: what stands above a public source. Fields with
+    reset after warm-up. settings: what stands above a public source. Fields with
     repr=False are not part of --json."""
 
     path: str
@@ -222,8 +196,6 @@ class Run:
     resumed: tuple[dict, ...] = field(default=(), repr=False)
     steps: list[Step] = field(default_factory=list, repr=False)
     source: str | None = field(default=None, repr=False)
-    shape: str = field(default="", repr=False)
-    odd: str | None = field(default=None, repr=False)
     settings: dict = field(default_factory=dict, repr=False)
 
     @property
@@ -573,64 +545,54 @@ def without_copies(runs):
     rejected ones.
 
     A console capture, a summary or a truncated copy holds some or all lines of the same run's log.
-    Two runs are the same if all validations of one are in the other, and they end in the same one
-    or all its timed steps are there too. The fuller one is kept. What precedes the first step is no
-    evidence, since all runs begin alike. A single later line, which two runs may share by chance,
-    is evidence only if it states a time and neither source nor run_id differs."""
-
-    def identity(run):
-        return run.source_sha256, (run.start or {}).get("run_id")
+    Two runs are the same if all lines of one after step 0 are in the other; the fuller one is kept.
+    A single validation, which two runs may share by chance, is evidence only if it states a time and
+    neither source nor run_id differs."""
 
     def may_be_one(run, other):  # as far as both state these
-        return all(
-            None in pair or pair[0] == pair[1] for pair in zip(identity(run), identity(other))
+        ours, theirs = (
+            (one.source_sha256, (one.start or {}).get("run_id")) for one in (run, other)
         )
+        return all(None in pair or pair[0] == pair[1] for pair in zip(ours, theirs))
 
-    lines = [{validation[:3] for validation in run.validations} for run in runs]
-    timed = [{step[:2] for step in run.steps if step.step > 0} for run in runs]
-    originals = {}
-    copies = {}
-    by_line = {}
-    for i in sorted(
+    validated = [{line[:3] for line in run.validations if line.step > 0} for run in runs]
+    lines = [
+        found | {step[:2] for step in run.steps if step.step > 0}
+        for run, found in zip(runs, validated)
+    ]
+    order = sorted(
         range(len(runs)),
         key=lambda i: (
             bool(runs[i].reason),
             -len(lines[i]),
             runs[i].start is None,
-            -len(timed[i]),
             runs[i].source_sha256 is None,
-            i,
         ),
-    ):
-        ending = runs[i].validations[-1][:3] if lines[i] else None
-        trained = [line for line in lines[i] if line[0] > 0]
-        original = None
-        evidence = trained or timed[i]
-        if len(evidence) > 1 or timed[i] or trained and ending[2] is not None:
-            original = next(
+    )
+    originals = {}
+    copies = {}
+    by_line = {}
+    for i in order:
+        telling = len(lines[i]) > 1 or any(None not in line for line in lines[i])
+        original = (
+            next(
                 (
                     j
-                    for j in by_line.get(next(iter(evidence)), ())
+                    for j in by_line.get(next(iter(lines[i])), ())
                     if lines[i] <= lines[j]
-                    and (
-                        trained
-                        and ending == runs[j].validations[-1][:3]
-                        or timed[i]
-                        and timed[i] <= timed[j]
-                        or trained
-                        and not timed[i]
-                        and ending[2] is not None
-                    )
-                    and (len(evidence) > 1 or may_be_one(runs[i], runs[j]))
+                    and (len(validated[i]) > 1 or may_be_one(runs[i], runs[j]))
                 ),
                 None,
             )
+            if telling
+            else None
+        )
         if original is None:
             originals[i] = runs[i]
-            for line in {*lines[i], *timed[i]}:
+            for line in lines[i]:
                 by_line.setdefault(line, []).append(i)
         else:
-            what = "a part of" if lines[i] < lines[original] or not trained else "the same run as"
+            what = "a part of" if lines[i] < lines[original] else "the same run as"
             copies[i] = Duplicate(
                 runs[i].path,
                 runs[i].index_in_file,
@@ -795,15 +757,6 @@ class _Section:
                 others = {
                     name: _finite(text) for name, text in fields.items() if name not in _STATED
                 }
-                units = (
-                    ()
-                    if whole_ms
-                    else tuple(
-                        (1 if text.endswith("ms") else 1000)
-                        * 10.0 ** -len(text.rstrip("ms").partition(".")[2])
-                        for text in (fields["train_time"], average)
-                    )
-                )
                 run.steps.append(
                     Step(
                         step,
@@ -811,7 +764,6 @@ class _Section:
                         _time_ms(average),
                         _finite(train_loss),
                         validation,
-                        units or Step._field_defaults["units"],
                         others,
                     )
                 )
@@ -916,7 +868,6 @@ def _parse(path, content):
     environment = b"".join(one.environment for one in (*quoted, part))
     stated = next((one.seed for one in reversed(quoted) if one.seed is not None), None)
     text = sys.intern(source.decode("utf-8", "surrogateescape")) if source else None
-    shape, odd = _shape(last)
     found = [
         _judge(
             run,
@@ -924,8 +875,6 @@ def _parse(path, content):
             path=path,
             index_in_file=index,
             source_sha256=digest,
-            shape=shape,
-            odd=odd,
             settings=settings,
             source=text if run.start is None or place == 0 and not above and not earlier else None,
             **_machine(run, environment),
@@ -934,25 +883,6 @@ def _parse(path, content):
         for index, run in enumerate(part.runs, 1)
     ]
     return [run for run in found if not run.reason], [run for run in found if run.reason]
-
-
-def _shape(text):
-    """Return (Run.shape, Run.odd) of the text after the last separator; ("", None) if train_gpt.py
-    did not write it.
-
-    Blank lines at the end, which editors add, are none of its lines.
-    A step line that states another total counts as odd."""
-    shape = []
-    odd = None
-    total = None
-    ours = text.startswith(b'{"run_id"')
-    for line in text.rstrip().split(b"\n") if ours else ():
-        match = _OWN_LINE.fullmatch(line)
-        total = total or match and match["total"]
-        shape.append(match.lastgroup if match and match["total"] in (None, total) else "o")
-        if shape[-1] == "o" and not odd:
-            odd = f"line {len(shape)} after the last separator: {_show(line)!r}"
-    return "".join(shape), odd
 
 
 def _judge(run, notes, **facts):

@@ -43,7 +43,6 @@ VAL_TOKENS = "exactly the stated validation tokens"
 CLOCK = "the clock is honest"
 SPANS = "all time outside the clock is named"
 TRAINS = "validation does not train"
-COPIES = "no run is a copy of another"
 NO_LEAK = "no validation document in training"
 REPLAY = "trained on the declared shards"
 DATA = "the same data on both sides"
@@ -526,15 +525,7 @@ LOG_EDITS = {
     "a step that is there twice": lambda log: log.lines.insert(4, log.lines[4]),
     "a last time in seconds": last_time("1.000s"),
     "a last time that falls": last_time("1000ms"),
-    "an odd average": lambda log: edit_line(log, 3, "step_avg:", "step_avg:1.2."),
     "a time of 400 digits": lambda log: edit_line(log, 3, "train_time:", "train_time:" + "9" * 400),
-    "a training loss left out": lambda log: log.lines.__setitem__(
-        7, log.lines[7].partition(" train_loss")[0]
-    ),
-    "a run behind it": lambda log: log.set(
-        "memory", log.memory + "\nstep:0/9 val_loss:1.0000 train_time:0ms"
-    ),
-    "a line behind it": lambda log: log.set("memory", log.memory + "\nerror: x\n" + log.lines[-1]),
     "no source": lambda log: set_source(log, ""),
     "another source": lambda log: set_source(log, "import os\n\n"),
     "a module beside it": lambda log: set_source(log, "import helper\n" + log.source),
@@ -554,7 +545,6 @@ LOG_EDITS = {
     "a clock that is reset": lambda log: pace(log, lambda step, ms: 100 * (step % 9)),
     "a clock that outruns the wall": lambda log: shift_clock(log, lambda step, ms: 60000 * step),
     "a hash that is none": put("end.final_state_hash", "x"),
-    "a step_avg": lambda log: edit_line(log, 3, "step_avg:", "step_avg:9"),
     "the end's time": lambda log: log.set("end.train_time_ms", log.end["train_time_ms"] - 90),
     "a nameless span": lambda log: log.set("end.wall_seconds", log.end["wall_seconds"] + 0.06),
     "a negative span": put("end.seconds_outside_clock.setup", -1.0),
@@ -573,14 +563,9 @@ LOG_EDITS = {
 }
 MANIFEST_EDITS = {
     "fewer runs were declared": lambda e: e[0]["race"].update(n=3, order=["1a", "2a", "3a"]),
-    "another order": lambda e: e[0]["race"]["order"].reverse(),
-    "an order that was not kept": lambda e: e.__setitem__(slice(1, None), e[-2:] + e[1:-2]),
     "another seed": lambda e: e[0]["race"].update(seed=7),
     "another seed of a run": lambda e: e[6].update(seed=7),
     "another source": lambda e: e[0]["race"]["sides"]["a"].update(source_sha256="0" * 64),
-    "a run that was done twice": lambda e: [event.update(run=2) for event in e[5:7]],
-    "a side of another race": lambda e: e[2].update(side="c"),
-    "a start left out": lambda e: e.pop(3),
     "a run from elsewhere": lambda e: e.__delitem__(slice(-2, None)),
     "no duration": lambda e: e[4].pop("seconds"),
     "a duration below the run's": lambda e: prolong(e[4], -6),
@@ -646,19 +631,6 @@ def stop_and_repeat(times):
     return stop
 
 
-def begin_uncounted(at):
-    """Add a run that does not count."""
-
-    def begin(lines):
-        run = {**lines[1], "run": 0, "run_id": f"0a{at}", "seed": 0}
-        lines[at:at] = [
-            run,
-            {**lines[2], **run, "status": "done", "ended_at": run["started_at"], "seconds": 0},
-        ]
-
-    return begin
-
-
 def resume(log):
     """Edit a log as if its run had been killed after step 8 and resumed from step 6."""
     at = next(i for i, line in enumerate(log.lines) if line.startswith("step:8/"))
@@ -683,31 +655,6 @@ def resume(log):
     log.end["resumed"] = 1
 
 
-def edit_page(old, new):
-    """Write the parts of a page of board.py that state figures, with one of them edited."""
-
-    def write(made):
-        found = logs.read([made]).runs
-        losses = [run.final_loss for run in found]
-        seconds = [run.train_time_ms / 1000 for run in found]
-        rows = [
-            f"| seed {i} | [{loss:.4f}]({Path(run.path).name}) | {s:.3f} |"
-            for i, (run, loss, s) in enumerate(zip(found, losses, seconds))
-        ]
-        page = "\n".join(
-            [
-                f"- **Loss**: {np.mean(losses):.5f} ± 0.01, below",
-                f"- **Time**: {np.mean(seconds):.2f} ± 0.1 s.",
-                *rows,
-                "",
-            ]
-        )
-        assert old in page
-        (made / "README.md").write_text(page.replace(old, new, 1))
-
-    return write
-
-
 RACE_EDITS = {
     "one seed": runs(lambda log, run: log.set("start.seed", 5).set("start.config.seed", 5)),
     "other data": runs(
@@ -722,18 +669,6 @@ RACE_EDITS = {
     "one state": runs(
         lambda log, run: log.set(
             "end.state_hash", {"before_warmup": "a" * 64, "after_warmup": "a" * 64}
-        )
-    ),
-    "the same times": runs(lambda log, run: pace(log, lambda step, ms: 100 * step)),
-    "the same tokens though they are shuffled by seed": runs(
-        lambda log, run: log.set("start.config.shuffle", True)
-    ),
-    "losses left out so that none compares": runs(
-        lambda log, run: (
-            run == 2
-            and log.set("start.config.train_loss_every", 0).set(
-                "lines", [line.partition(" train_loss")[0] for line in log.lines]
-            )
         )
     ),
     "a name that is none": runs(lambda log, run: run == 2 and log.set("start.run_id", [])),
@@ -767,8 +702,6 @@ RACE_EDITS = {
     "blank lines of an editor": folder(
         lambda made: [path.write_text(path.read_text() + "\n\n") for path in made.glob("*.txt")]
     ),
-    "a first run that does not count": manifest(begin_uncounted(1)),
-    "a run that does not count after one": manifest(begin_uncounted(5)),
     **{
         f"alpha {alpha}, looks {looks}": manifest(
             lambda events, alpha=alpha, looks=looks: events[0]["race"].update(
@@ -778,11 +711,6 @@ RACE_EDITS = {
         )
         for alpha, looks in ((0.05, False), (0.05, True), (0.01, False), (0.001, True))
     },
-    "a page of these logs": folder(edit_page("", "")),
-    "another loss": folder(edit_page("[4.0200](", "[4.0100](")),
-    "another mean": folder(edit_page("Loss**: 4.02500", "Loss**: 4.02300")),
-    "another time": folder(edit_page("Time**: 1.", "Time**: 0.")),
-    "another log": folder(edit_page("(3a.txt)", "(9a.txt)")),
 }
 
 
@@ -824,22 +752,6 @@ def on_hosts(cpus):
     )
 
 
-def by_flags(flags, flags_of_base):
-    """A race that declared flags, as races before 2026-11-28 did."""
-
-    def make(race, faster):
-        made = base(lambda log: log.set("start.config.muon_lr", 0.5))(race, faster)
-        with manifest_of(made) as events:
-            for version, of_side in zip(
-                events[0]["race"]["sides"].values(), (flags, flags_of_base)
-            ):
-                version["flags"] = of_side
-                del version["config"]
-        return made
-
-    return make
-
-
 def hidden(seconds, mine, others, name="validation", twice=False):
     """Side a trains for some seconds and side b for 12, with these seconds off the clock. twice:
     side a validates as often again."""
@@ -868,21 +780,6 @@ def move(log, seconds, name):
     scale_clock(log, 1 - 1000 * seconds / log.end["train_time_ms"])
     log.end["seconds_outside_clock"][name] = seconds
     log.end["wall_seconds"] += seconds
-
-
-def set_back(seconds):
-    """A race whose machine's clock is set back in its middle."""
-    return sides(
-        lambda log, run, side: (
-            run > 2
-            and log.set(
-                "start.started",
-                (
-                    datetime.fromisoformat(log.start["started"]) - timedelta(seconds=seconds)
-                ).isoformat(),
-            )
-        )
-    )
 
 
 def modules(log, *_):
@@ -925,15 +822,6 @@ SIDE_EDITS = {
     "not faster": lambda race, faster: race(
         4, "ab", lambda log, run, side: scale_clock(log, 1 + 0.01 * run + 0.005 * (side == "b"))
     ),
-    **{
-        f"flags {words}": by_flags(*words)
-        for words in (
-            ([], ["--muon_lr=0.5"]),
-            (["--muon_lr=0.5"], ["--muon_lr", ".5"]),
-            (["--num_steps=12"], []),
-            (["--stages", "Stage(until=1/2), Stage()", "--compile", "auto"], ["--muon_lr=.5"]),
-        )
-    },
     "other training data": other_data({}, 1),
     "fewer shards": other_data({"train_shards": 1}, 1),
     "fewer shards, others": other_data({"train_shards": 2}, 2),
@@ -970,8 +858,6 @@ SIDE_EDITS = {
     "a log of its own off the clock": sides(
         lambda log, run, side: side == "a" and move(log, 0.01, "plot")
     ),
-    "a clock that is set back once": set_back(20),
-    "a clock that is set back by hours": set_back(9000),
     "a module system on both sides": sides(modules),
     "a module system on one side": base(modules),
     "a switch on both sides": sides(
@@ -1103,8 +989,6 @@ def test_the_other_side_must_be_honest_too(race, judge, tmp_path):
         "not checkable",
         "by the clocks of the runs alone: no race confirms the times of 8 of 8 runs",
     )
-    shutil.copy(folder / "1a.txt", other / "1a.txt")
-    says(judge(folder, "--vs", other)[1], COPIES, "fail", "same time")
 
 
 # The data
@@ -1293,11 +1177,6 @@ def test_a_source_cannot_exhaust_its_reader(source):
     except SyntaxError:
         pass
     assert time.process_time() - began < 30
-
-
-def test_a_source_that_is_too_long_to_scan_is_refused():
-    with pytest.raises(SyntaxError, match="characters"):
-        verify.scan("#" * (verify.MOST_CHARACTERS + 1))
 
 
 # The model again
@@ -1693,50 +1572,6 @@ def test_config_fields_that_batches_do_not_need_are_not_read(honest, judge, data
     says(judge(tmp_path / "l.txt", "--data", data)[1], REPLAY, "not checkable", "has no 'my_idea'")
 
 
-def with_losses(log, run, losses):
-    """Edit a log as if its run had these training losses, one per step."""
-    steps = len(losses)
-    log.lines[:] = (
-        [log.lines[0].replace("/12 ", f"/{steps} ")]
-        + [
-            f"step:{i}/{steps} train_time:{100 * i + 2 * run}ms step_avg:{100 + 2 * run / i:.2f}ms"
-            f" train_loss:{4.852 if i == 1 else losses[i - 1]:.4f}"
-            for i in range(1, steps + 1)
-        ]
-        + [re.sub(r"^step:12/12", f"step:{steps}/{steps}", log.lines[-1])]
-    )
-    log.lines[-1] = re.sub(
-        r"train_time:\S+ step_avg:\S+",
-        f"train_time:{100 * steps + 2 * run}ms step_avg:{100 + 2 * run / steps:.2f}ms",
-        log.lines[-1],
-    )
-    log.set("start.config.num_steps", steps).set("end.steps", steps)
-    log.set("end.train_tokens", steps * 8 * 48).set(
-        "start.planned", {"steps": steps, "train_tokens": steps * 8 * 48}
-    )
-    log.set("end.train_digest", f"{run:064x}")
-    log.end["wall_seconds"] += (100 * steps + 2 * run - log.end["train_time_ms"]) / 1000
-    log.end["train_time_ms"] = 100.0 * steps + 2 * run
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_cheat_6_a_run_cloned_under_another_seed(race, judge, shuffle):
-    """Run 3 is a copy of run 1 with other times and hashes."""
-
-    def change(log, run, side, clone=True):
-        draw = np.random.default_rng(5)
-        own = np.random.default_rng(1 if clone and run == 3 else run)
-        with_losses(
-            log, run, 4 + (0 if shuffle else draw.normal(0, 0.5, 100)) + own.normal(0, 0.1, 100)
-        )
-        log.set("start.config.shuffle", shuffle)
-
-    folder = race(4, change=change)
-    fails_only(judge(folder), COPIES, "1a.txt and 3a.txt", "the same training loss at each step")
-    shutil.rmtree(folder)
-    assert judge(race(4, change=lambda log, run, side: change(log, run, side, clone=False)))[0] == 0
-
-
 def test_cheat_8_a_source_that_patches_its_judge(rerun):
     """It patches all it can reach: the judge's modules, functions of torch and hashlib, and its
     output."""
@@ -1764,27 +1599,6 @@ def test_cheat_9_the_judges_own_processes_do_not_see_them(rerun_apart, tmp_path,
 
 
 # What the race wrote down, the page, and the run again
-
-
-@pytest.mark.parametrize(
-    "page, verdict, word",
-    [
-        ("accs = [3.2710, 3.2720, 3.2730]", "pass", ""),
-        (
-            "accs = [3.2710, 3.2720, 3.2730, 3.2689, 3.2691]",
-            "not checkable",
-            "lists 5 losses, and no log here shows 2",
-        ),
-        (b"\xff 3.2710 3.2720 3.2730".decode("latin1"), "pass", ""),
-    ],
-)
-def test_losses_in_a_public_readme_that_no_log_shows_are_named(
-    tmp_path, judge, page, verdict, word
-):
-    for i, loss in enumerate((3.271, 3.272, 3.273)):
-        public_log(tmp_path / f"{i}.txt", public_lines(lambda step: loss + (9 - step) / 9, 60 + i))
-    (tmp_path / "README.md").write_text(page)
-    says(judge(tmp_path)[1], verify.PAGE, verdict, word)
 
 
 @pytest.fixture
