@@ -56,10 +56,6 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-3}  # nats, of a mean loss between 
 LOGIT_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}  # of a logit, within one machine
 PROBE_TOKENS = 1024
 PROBES = 12
-# short texts: a leak at 1 in 100 places is seen in 99 of 100 cases
-WINDOWS = 32
-WINDOW_TOKENS = 64
-WINDOW_PROBES = 16
 # sequences
 SCORED_AGAIN = 16
 CHANGED_LATER = 32
@@ -483,13 +479,6 @@ class Examination:
 
         asked = self.change_later(tokens, logits(tokens), places, logits, "logit")
         some = self.numbers(CHANGED_LATER)
-        length = min(WINDOW_TOKENS, length)
-        for begin in self.random.integers(len(self.stream) - length + 1, size=WINDOWS):
-            tokens = self.stream[begin : begin + length]
-            places = self.random.integers(1, length, WINDOW_PROBES)
-            asked += self.change_later(
-                tokens, logits(tokens), {"in a short text": places}, logits, "logit"
-            )
         with start_worker(self.source, self.model_path) as worker:
             for number in map(int, some):
                 tokens, targets = self.sequence(number)

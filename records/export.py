@@ -2,14 +2,13 @@
 
     python records/export.py latest --to csv                     of the last run or race: logs/speedrun/runs.csv and steps.csv
     python records/export.py logs/RUN.txt … --to tensorboard     then: tensorboard --logdir logs/speedrun
-    python records/export.py logs/RUN.txt … --to wandb --out PROJECT --follow     live, until the runs end; or --to trackio
+    python records/export.py logs/RUN.txt … --to wandb --out PROJECT --follow     live, until the runs end
 
 Preset, seed, source and config of a run are in runs.csv, in TensorBoard's hyperparameters, or the
 dashboard's config.
 """
 
 import argparse
-import contextvars
 import csv
 import fcntl
 import os
@@ -124,7 +123,7 @@ def opener(to, out):
                 writer.close,
             )
 
-    elif to == "wandb":
+    else:
         import wandb
 
         def open_run(name, config):
@@ -134,26 +133,6 @@ def opener(to, out):
             # wandb's own steps cannot decrease; those of a resumed run do
             run.define_metric("*", step_metric="step")
             return run.log, run.finish
-
-    else:
-        import trackio
-
-        # in a context of its own, since trackio ends the run that was begun before in the same
-        def open_run(name, config):
-            run = contextvars.Context().run(
-                trackio.init,
-                os.path.basename(out),
-                name,
-                config=config,
-                auto_log_cpu=False,
-                auto_log_gpu=False,
-            )
-            return (
-                lambda line: run.log(
-                    {key: line[key] for key in line.keys() - {"step"}}, step=line["step"]
-                ),
-                run.finish,
-            )
 
     return open_run
 
@@ -205,7 +184,7 @@ def main(arguments=None):
         type=logs.or_latest(logs.RACE, logs.RUN),
         help="the log of a run, or a folder of logs",
     )
-    parser.add_argument("--to", required=True, choices=("csv", "tensorboard", "wandb", "trackio"))
+    parser.add_argument("--to", required=True, choices=("csv", "tensorboard", "wandb"))
     parser.add_argument("--out", help="the folder or the project", default="logs/speedrun")
     parser.add_argument("--follow", action="store_true", help="until the runs have ended")
     options = parser.parse_args(arguments)

@@ -236,13 +236,6 @@ class Run:
                     f"its {'end' if place is end else 'plan'} states {key} {place[key]}, its lines"
                     f" {seen}"
                 )
-        last = [step.time_ms for step in self.steps if step.step == self.last_step]
-        if (
-            self.start and last and max(last) - min(last) > 100 + 0.02 * max(last)
-        ):  # a GPU's step may be running yet
-            return (
-                f"its lines state {min(last):.0f} and {max(last):.0f} ms at step {self.last_step}"
-            )
         return None
 
     @property
@@ -294,16 +287,8 @@ def read(paths):
     """Read logs and folders of logs. Problems with a path or its contents do not raise: see
     Logs.rejected."""
     logs = Logs()
-    seen_files = {}
     seen_contents = {}
     for path in files_in(paths, logs.rejected):
-        identity = os.path.realpath(path)
-        if identity in seen_files:
-            logs.duplicates.append(
-                Duplicate(path, None, seen_files[identity], "the same file, named twice")
-            )
-            continue
-        seen_files[identity] = path
         runs, rejected, digest = read_file(path)
         if digest in seen_contents:
             logs.duplicates.append(Duplicate(path, None, seen_contents[digest], "byte-identical"))
