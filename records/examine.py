@@ -5,7 +5,7 @@ records/verify.py calls these rules for --rerun. The source is untrusted, and it
 and write all files of its user: run it in a container. The process gets tokens and returns logits;
 losses, hashes and comparisons are computed here. It starts without PYTHON* and LD_* variables and
 never sees the target of the last token. The places where later tokens are changed are random: a
-model that looks ahead at fewer than 1 in 100 places may pass."""
+model that looks ahead at fewer than 1 in 10 places may pass."""
 
 import contextlib
 import hashlib
@@ -454,17 +454,9 @@ class Examination:
         begin = self.random.integers(len(self.stream) - length + 1)
         edges = np.arange(BLOCK, length, BLOCK)
         tokens = self.stream[begin : begin + length].copy()
-        joins = np.array(
-            [
-                0,
-                BLOCK,
-                BLOCK - 1,
-                2 * BLOCK + 1,
-                *self.random.integers(1, length, 1 + length // 100),
-            ]
-        )
-        # documents end here and there, and at the edges of blocks
-        tokens[joins[joins < length]] = self.bos
+        joins = self.random.integers(1, length, 1 + length // 100)
+        # documents end here and there
+        tokens[joins] = self.bos
         joins = np.flatnonzero(tokens == self.bos)
         places = {
             "the edge of a block": np.concatenate([edges, edges - 1]),

@@ -11,6 +11,7 @@ dashboard's config.
 import argparse
 import csv
 import fcntl
+import itertools
 import os
 import time
 from pathlib import Path
@@ -21,27 +22,12 @@ from manifest import place_of
 STEP = ("step", "train_time_ms", "train_loss", "val_loss")  # behind it what else the lines state
 
 
-class Table:
-    """A CSV file, written again when a row has further columns."""
-
-    def __init__(self, path, columns=()):
-        self.path = path
-        self.columns = dict.fromkeys(columns)
-        self.rows = []
-        self.write()
-
-    def write(self):
-        self.writer = csv.DictWriter(open(self.path, "w", newline="", buffering=1), self.columns)
-        self.writer.writeheader()
-        self.writer.writerows(self.rows)
-
-    def add(self, row):
-        self.rows.append(row)
-        if row.keys() <= self.columns.keys():
-            self.writer.writerow(row)
-        else:
-            self.columns |= dict.fromkeys(row)
-            self.write()
+def write_table(path, columns, rows):
+    columns = dict.fromkeys(itertools.chain(columns, *rows))
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def tail(path):
@@ -95,15 +81,19 @@ def ended(path, run, silent_s=60):
 
 def opener(to, out):
     """Return open_run(name, config), which returns (function of a step's values, function that
-    ends the run)."""
+    ends the run). The tables are written when a run ends."""
     if to == "csv":
         os.makedirs(out, exist_ok=True)
-        runs = Table(f"{out}/runs.csv", ["run"])
-        steps = Table(f"{out}/steps.csv", ["run", *STEP])
+        runs = []
+        steps = []
+
+        def write():
+            write_table(f"{out}/runs.csv", ["run"], runs)
+            write_table(f"{out}/steps.csv", ["run", *STEP], steps)
 
         def open_run(name, config):
-            runs.add({"run": name, **config})
-            return lambda line: steps.add({**line, "run": name}), lambda: None
+            runs.append({"run": name, **config})
+            return lambda line: steps.append({**line, "run": name}), write
 
     elif to == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter, summary

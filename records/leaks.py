@@ -214,7 +214,7 @@ def check_leaks(e, folder):
         f"the shards are those of the log; {len(leaked) or 'none'} of"
         f" {plural(number, 'validation document')} {'are' if len(leaked) > 1 else 'is'} in"
         f" training ({opens.sum() - number} were too short"
-        f" to check, and a document with one token in {FINGERPRINT} changed is not found)"
+        f" to check, and a document with one token in {FINGERPRINT / (1 - SHARED):.0f} changed is not found)"
     )
     require(
         len(leaked) <= number // COINCIDENCES,

@@ -1,9 +1,6 @@
 """Read run logs: every form that the speedrun community has written since 2024, and this project's
 own.
 
-    python records/logs.py PATH...            list every run and file: used, rejected or duplicate, and why
-    python records/logs.py --json PATH...     the same as JSON
-
 A PATH is a log (also .gz), an archive of logs (.tar, .tar.xz, .tar.gz) or a folder, which is
 searched except for names that begin with a dot. The files of a record's logs.tar.xz have the paths
 that they would have beside it, those of any other archive paths like `logs.tar/RUN.txt`. The reader
@@ -26,7 +23,6 @@ Requires only the standard library.
 
 import argparse
 import collections
-import contextlib
 import functools
 import gzip
 import hashlib
@@ -212,30 +208,15 @@ class Run:
 
     @functools.cached_property
     def contradiction(self):
-        """What in the log contradicts its last validation line, or None. Lines, end line, steps
-        and times are compared."""
-        start = self.start or {}
-        end = self.end or {}
-        time_ms = self.train_time_ms
-        loss = self.final_loss
-        planned = start.get("planned") if isinstance(start.get("planned"), dict) else {}
-
-        def differs(stated, seen, most=0):
-            numbers = type(stated) in (int, float) and isinstance(seen, (int, float, type(None)))
-            return numbers and (seen is None or not abs(stated - seen) <= most)
-
-        for place, key, seen, most in (
-            (end, "final_val_loss", loss, 0.501 * 10 ** -(self.loss_decimals or 0)),
-            (end, "train_time_ms", time_ms, 1),
-            (end, "steps", self.last_step, 0),
-            (planned, "steps", self.stated_steps, 0),
-            (end, "target_val_loss", start.get("target_val_loss"), 0),
+        """What in the end line contradicts the other lines, or None."""
+        for key, seen, most in (
+            ("final_val_loss", self.final_loss, 0.501 * 10 ** -(self.loss_decimals or 0)),
+            ("train_time_ms", self.train_time_ms, 1),
+            ("steps", self.last_step, 0),
         ):
-            if differs(place.get(key), seen, most):
-                return (
-                    f"its {'end' if place is end else 'plan'} states {key} {place[key]}, its lines"
-                    f" {seen}"
-                )
+            stated = (self.end or {}).get(key)
+            if type(stated) in (int, float) and (seen is None or not abs(stated - seen) <= most):
+                return f"its end states {key} {stated}, its lines {seen}"
         return None
 
     @property
@@ -369,8 +350,7 @@ def is_archive(path):
 def members(archive):
     """Return {name: bytes} of the files in an archive, sorted; {} if it cannot be read.
 
-    Hidden folders are left out; a link is what it leads to, or empty. Of a file that is too long
-    for a log, only the beginning is kept."""
+    Links are left out. Of a file that is too long for a log, only the beginning is kept."""
     try:
         state = os.stat(archive)
         return (
@@ -387,21 +367,12 @@ def _members(archive, *_):
     found = {}
     left = MAX_ARCHIVE_MIB << 20
     with tarfile.open(archive) as packed:
-        for member in packed:
-            *folders, name = [
-                part for part in Path(member.name).parts if part not in ("/", "..")
-            ] or [""]
-            file = None  # of a folder or a device
-            with contextlib.suppress(KeyError):  # a link to nothing in the archive
-                file = packed.extractfile(member)
-            content = file.read((MAX_FILE_MIB << 20) + 1) if file else b""
-            left -= max(member.size, len(content))
+        for member in filter(tarfile.TarInfo.isfile, packed):
+            left -= member.size
             if left < 0:
                 return {}
-            if (file or member.issym() or member.islnk()) and not any(
-                folder.startswith(".") for folder in folders
-            ):
-                found["/".join([*folders, name])] = content
+            parts = [part for part in Path(member.name).parts if part not in ("/", "..")]
+            found["/".join(parts)] = packed.extractfile(member).read((MAX_FILE_MIB << 20) + 1)
     return dict(sorted(found.items()))
 
 
@@ -1149,53 +1120,6 @@ def is_beside(item):
     return item.kind == NOT_A_LOG and suffix not in ("", ".gz", ".txt", ".log")
 
 
-def outcomes(logs):
-    """Return rows (path, run, outcome, steps, loss, seconds, GPUs, source, remark) of text for all
-    runs and files."""
-    # other files beside the logs share one row for each kind
-    rows = []
-    alike = {}
-    for run in logs.runs:
-        steps = (
-            str(run.last_step)
-            if run.stated_steps is None
-            else f"{run.last_step}/{run.stated_steps}"
-        )
-        outcome = "no record" if run.disqualified else "used"
-        source = (run.source_sha256 or "-")[:8]
-        rows.append(
-            (
-                run.path,
-                str(run.index_in_file),
-                outcome,
-                steps,
-                run.loss_text,
-                run.seconds_text,
-                str(run.gpus or "-"),
-                source,
-                "; ".join(run.notes),
-            )
-        )
-    for item in logs.rejected:
-        stem, suffix = os.path.splitext(item.path)
-        shown = os.path.join(os.path.dirname(stem), f"*{suffix}") if is_beside(item) else item.path
-        alike.setdefault((shown, item.index_in_file, item.reason), []).append(item)
-    others = [
-        (
-            (shown, index, "rejected", f"{len(items)} files, each {why}")
-            if len(items) > 1
-            else (items[0].path, index, "rejected", why)
-        )
-        for (shown, index, why), items in alike.items()
-    ]
-    others += [
-        (item.path, item.index_in_file, "duplicate", f"{item.reason}: {item.original_path}")
-        for item in logs.duplicates
-    ]
-    rows += [(path, str(index or "-"), what, *"-----", why) for path, index, what, why in others]
-    return sorted(rows)
-
-
 def files_of(source):
     """Return {file name: text} of a source. The first file is the program; a source of one file is
     train_gpt.py."""
@@ -1283,34 +1207,6 @@ def columns(rows, of_numbers=False):
     return ["  ".join(row).rstrip() for row in zip(*aligned)]
 
 
-def main(arguments=None):
-    parser = argparse.ArgumentParser(
-        description="List run logs: used, rejected or duplicate, and why."
-    )
-    parser.add_argument(
-        "paths",
-        nargs="+",
-        metavar="PATH",
-        type=or_latest(RACE, RUN),
-        help="latest, a log, a .gz of one, or a folder of them",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print everything that was read as JSON"
-    )
-    options = parser.parse_args(arguments)
-    logs = read(options.paths)
-    if options.json:
-        print(show_json(logs))
-    else:
-        header = "file run outcome steps val_loss seconds GPUs source remark".split()
-        print(*columns([header, *outcomes(logs)]), sep="\n")
-        print(
-            f"{plural(len(logs.runs), 'run')} used, {len(logs.rejected)} rejected, "
-            f"{plural(len(logs.duplicates), 'duplicate')}"
-        )
-    return 0 if logs.runs and all(item.kind != UNREADABLE for item in logs.rejected) else 2
-
-
 def run_main(main):
     """Call main() and exit with its status. A closed pipe (`| head`) gives 141, as SIGPIPE would,
     since the verdict may be lost; Ctrl-C gives no traceback."""
@@ -1329,7 +1225,3 @@ def run_main(main):
         print("interrupted", file=sys.stderr)
         status = 130
     sys.exit(status)
-
-
-if __name__ == "__main__":
-    run_main(main)

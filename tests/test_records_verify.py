@@ -503,8 +503,6 @@ OF_CONTAINERS = {
 LOG_EDITS = {
     "the last line's loss": lambda log: edit_line(log, -1, "loss:4.01", "loss:3.90"),
     "the source": lambda log: log.set("source", log.source.replace("adam_lr", "adam_LR")),
-    "the verdict": put("end.reached", False),
-    "a resumption that no line tells of": put("end.resumed", 1),
     "the seed": put("start.seed", 77),
     "a digest left out": lambda log: log.start["shards"]["train"][0].pop("sha256"),
     "a shard under two names": lambda log: log.start["shards"]["train"].append(
@@ -533,8 +531,6 @@ LOG_EDITS = {
     "a number declared anew": lambda log: log.set("start.race.declared_n", 1).set(
         "start.config.race", "x:1:3:a"
     ),
-    "another race": put("start.config.race", "x:1:9:a"),
-    "a race of no form": put("start.config.race", "x"),
     "a plan of more steps": put("start.planned.steps", 13),
     "saved weights": put("start.init_from", {"path": "m.pt", "sha256": "0" * 64}),
     "a name on both sides of the split": as_on_both_sides("name"),
@@ -692,7 +688,7 @@ RACE_EDITS = {
                 made, 2, status=status, logged=False, seconds=seconds
             )
         )
-        for status, seconds in (("lost", 1), ("started", 1), ("failed", 1), ("interrupted", 400))
+        for status, seconds in (("lost", 1), ("started", 1), ("failed", 1))
     },
     **{f"stopped and repeated {times} times": folder(stop_and_repeat(times)) for times in (2, 3)},
     "lines that the race did not see": folder(
@@ -1037,61 +1033,17 @@ def test_validation_documents_in_training_are_caught(honest, tmp_path, steal):
     assert verdict == "fail" and f"of document {longest} is in" in reason and "token 2001" in reason
 
 
-@pytest.mark.parametrize(
-    "every, documents, found",
-    [
-        (45, 10, "10 with many tokens changed"),
-        (60, 1, "1 with many tokens changed"),
-        (24, 10, "with one token in 32 changed"),
-        (0, 10, "none of 10 validation documents is in training, 0 with"),
-    ],
-)
-def test_validation_documents_with_many_tokens_changed_are_caught(
-    honest, tmp_path, every, documents, found
-):
-    """every: one in so many tokens is changed in the training data; 0: only the first part of each
-    document is there."""
-    val = np.random.default_rng(5).integers(0, 63, 10 * 400)
-    at = np.arange(documents * 400)
-    stolen = np.where(at % every, val[at], (val[at] + 1) % 63) if every else val[at[at % 400 < 120]]
-    val[::400] = 63
-    write_shard(
-        tmp_path / "toy_train_000001.bin", np.concatenate([stolen, some_documents(1, 3000)])
-    )
-    write_shard(tmp_path / "toy_val_000000.bin", np.append(val, 63))
-    verdict, reason = leaks_found(honest, tmp_path)
-    assert found in reason and (verdict == "fail") == (documents == 10 and every > 32)
-
-
-@pytest.mark.parametrize("public", [None, "readers", "logs"])
-def test_other_shards_accuse_no_log_unless_it_contradicts_a_public_digest(
-    race, judge, data, tmp_path, public
-):
-    """data/fineweb.py notes the hub's digests in manifest.json. The reader's file has changed, or
-    the log lies."""
+def test_other_shards_accuse_no_log(race, judge, data, tmp_path):
     shards = shutil.copytree(data, tmp_path / "shards")
     path = shards / "toy_train_000002.bin"
-    honest = hashlib.sha256(path.read_bytes()).hexdigest()
     folder = race()
     path.write_bytes(path.read_bytes()[:-2] + b"\1\0")
-    changed = hashlib.sha256(path.read_bytes()).hexdigest()
-    if public:
-        files = [{"name": path.name, "sha256": changed if public == "logs" else honest}]
-        (shards / "manifest.json").write_text(json.dumps({"revision": "1", "files": files}))
-    outcome = judge(folder, "--data", shards)
-    if public == "logs":
-        fails_only(outcome, (NO_LEAK, REPLAY), "the public shard toy_train_000002.bin has SHA-256")
-    else:
-        assert outcome[0] == 0
-        for rule in NO_LEAK, REPLAY:
-            says(
-                outcome[1],
-                rule,
-                "not checkable",
-                "toy_train_000002.bin has SHA-256",
-                "not the run's data",
-            )
-        says(judge(folder, "--data", tmp_path)[1], NO_LEAK, "not checkable", "No such file")
+    status, rules = judge(folder, "--data", shards)
+    assert status == 0
+    for rule in NO_LEAK, REPLAY:
+        words = "toy_train_000002.bin has SHA-256", "not the run's data"
+        says(rules, rule, "not checkable", *words)
+    says(judge(folder, "--data", tmp_path)[1], NO_LEAK, "not checkable", "No such file")
 
 
 # The source
@@ -1347,8 +1299,7 @@ def test_a_leak_far_behind_the_probe_is_caught(rerun, monkeypatch):
 def test_a_model_that_looks_ahead_where_it_foresees_no_probe_is_caught(
     rerun, data, monkeypatch, when
 ):
-    for few in ("PROBES", "WINDOWS"):
-        monkeypatch.setattr(examine, few, 2)
+    monkeypatch.setattr(examine, "PROBES", 2)
     text = examine.open_shard(next(data.glob("toy_val_*.bin")))[0]
     when = when.format(first=text[1:9].tolist(), sequences=len(text) // 256 + 1)
     ahead = (
@@ -1359,19 +1310,6 @@ def test_a_model_that_looks_ahead_where_it_foresees_no_probe_is_caught(
     assert rules[examine.ORDER][0] == "pass" and rules[examine.CAUSAL][0] == "fail"
     assert "calls" not in when or re.search(
         "in sequence [0-3]\\) change an earlier token's loss", rules[examine.CAUSAL][1]
-    )
-
-
-def test_a_model_that_looks_ahead_at_one_place_in_fifty_is_caught(rerun, monkeypatch):
-    """The other probes are too few for it; they are even fewer here."""
-    monkeypatch.setattr(examine, "PROBES", 1)
-    monkeypatch.setattr(examine, "CHANGED_LATER", 1)
-    rare = (
-        "        at = (tokens.long().cumsum(0) * 7919 % 9973 < 200).nonzero()[:, 0]\n"
-        "        at = at[at < len(e) - 1]\n        e = e.index_add(0, at, 0.3 * e[at + 1])\n"
-    )
-    assert (
-        rerun(in_embedding(rare), only=[examine.LOSS, examine.CAUSAL])[examine.CAUSAL][0] == "fail"
     )
 
 
