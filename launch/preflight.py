@@ -643,17 +643,15 @@ def count_gpus():
         seen = torch.cuda.device_count()
         usable = torch.cuda.is_available()
     if seen and not usable:
-        why = "no reason given"
         try:
             torch.cuda.init()
+            why = "no reason given"
         except (RuntimeError, AssertionError) as error:
             why = str(error).split(". ")[0]
-        driver, *_ = T.nvidia_smi("driver_version") or ["(unknown to nvidia-smi)"]
         raise T.RunError(
             f"this machine has {seen} GPU(s), but torch {torch.__version__}, built for CUDA"
-            f" {torch.version.cuda}, cannot use them with driver {driver}: {why}. Update the"
-            " driver, install torch's build for an older CUDA as the README says, or train on the"
-            " CPU: CUDA_VISIBLE_DEVICES= ./run.sh"
+            f" {torch.version.cuda}, cannot use them: {why}. Update the driver, install torch's build"
+            " for an older CUDA as the README says, or train on the CPU: CUDA_VISIBLE_DEVICES= ./run.sh"
         )
     return seen
 

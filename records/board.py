@@ -104,17 +104,6 @@ def short_diff(before, after, names):
     )
 
 
-def lasting_name(side):
-    """Return a side's name with its revision: HEAD and this checkout mean something else tomorrow."""
-    git = side.runs[0].start and side.runs[0].start.get("git")
-    versions = any(declared["revision"] for declared in side.declared.get("sides", {}).values())
-    if not versions or not isinstance(git, dict) or git["revision"].startswith(side.label):
-        return side.label
-    return (
-        f"{side.label} ({git['revision'][:7]}{'' if git['clean'] else ' with uncommitted changes'})"
-    )
-
-
 def describe_side(side, folder):
     """Return what the pages show of a side."""
     runs = side.runs
@@ -155,7 +144,6 @@ def describe(folder):
         stats.plot(report["sides"], report["verdicts"], str(folder / PLOT))
     judged = report["sides"]
     declared = report["sides"][0].declared
-    names = {side.label: lasting_name(side) for side in judged}
     several = len(judged) > 2
     claims = [rule for rule in found if rule["rule"] in verify.CLAIMS]
     rules = sorted(
@@ -191,7 +179,6 @@ def describe(folder):
     )
     return {
         "name": folder.name,
-        "names": names,
         "title": title_of(folder),
         "path": f"records/{folder.name}",
         "report": report,

@@ -80,20 +80,22 @@ def ended(path, run, silent_s=60):
 
 
 def opener(to, out):
-    """Return open_run(name, config), which returns (function of a step's values, function that
-    ends the run). The tables are written when a run ends."""
+    """Return open_run(name, config), which returns (function of a list of steps' values, function that
+    ends the run)."""
     if to == "csv":
         os.makedirs(out, exist_ok=True)
         runs = []
         steps = []
 
-        def write():
-            write_table(f"{out}/runs.csv", ["run"], runs)
-            write_table(f"{out}/steps.csv", ["run", *STEP], steps)
-
         def open_run(name, config):
             runs.append({"run": name, **config})
-            return lambda line: steps.append({**line, "run": name}), write
+
+            def add(lines):
+                steps.extend({**line, "run": name} for line in lines)
+                write_table(f"{out}/runs.csv", ["run"], runs)
+                write_table(f"{out}/steps.csv", ["run", *STEP], steps)
+
+            return add, lambda: None
 
     elif to == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter, summary
@@ -102,16 +104,14 @@ def opener(to, out):
             writer = SummaryWriter(f"{out}/{name}")
             for part in summary.hparams(config, {"val_loss": 0.0}):  # states no value of it
                 writer.file_writer.add_summary(part)
-            return (
-                lambda line: (
-                    [
+
+            def add(lines):
+                for line in lines:
+                    for key in line.keys() - {"step"}:
                         writer.add_scalar(key, line[key], line["step"])
-                        for key in line.keys() - {"step"}
-                    ]
-                    and writer.flush()
-                ),
-                writer.close,
-            )
+                writer.flush()
+
+            return add, writer.close
 
     else:
         import wandb
@@ -122,7 +122,7 @@ def opener(to, out):
             )
             # wandb's own steps cannot decrease; those of a resumed run do
             run.define_metric("*", step_metric="step")
-            return run.log, run.finish
+            return lambda lines: [*map(run.log, lines)], run.finish
 
     return open_run
 
@@ -150,8 +150,8 @@ def export(paths, open_run, follow):
                         for key, one in values.items()
                     },
                 )
-            for line in lines:
-                opened[path][0](line)
+            if lines:
+                opened[path][0](lines)
             if not follow or ended(path, run):
                 del tails[path]
                 if path not in opened:

@@ -311,8 +311,7 @@ def read_file(path):
         if os.path.exists(path) and not os.path.isfile(path):
             raise _Refused(UNREADABLE, "not a regular file; name a log file or a folder")
         if suffix in DOCUMENTS or stem == "readme":
-            what = f"a {suffix} file" if suffix in DOCUMENTS else "a README"
-            raise _Refused(NOT_A_LOG, f"{what}; rename it to .txt if it is a log")
+            raise _Refused(NOT_A_LOG, "a document by its name; rename it to .txt if it is a log")
         with open_unpacked(path) as file:
             content = file.read((MAX_FILE_MIB << 20) + 1)
         if is_archive(path):

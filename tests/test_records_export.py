@@ -51,7 +51,7 @@ def sent(paths, follow=True, before=()):
 
     def open_run(name, config):
         taken[name] = [config, [], False]
-        return taken[name][1].append, lambda: taken[name].__setitem__(2, True)
+        return taken[name][1].extend, lambda: taken[name].__setitem__(2, True)
 
     export.time.sleep = lambda seconds: seconds and next(pauses)()
     export.export(paths, open_run, follow)

@@ -487,8 +487,8 @@ def test_every_cut_gives_the_whole_final_line_or_none_of_it(write):
     "name, content, reason",
     [
         ("empty.txt", "", "not a log: an empty file"),
-        ("README.md", "\n".join(common()), "not a log: a .md file"),
-        ("readme.txt", "\n".join(common()), "not a log: a README"),
+        ("README.md", "\n".join(common()), "not a log: a document by its name"),
+        ("readme.txt", "\n".join(common()), "not a log: a document by its name"),
         ("hardware.txt", gpu_table(8), "not a log: no line 'step:N/TOTAL val_loss:X'"),
         ("only_source.txt", "\n".join(common()) + f"\n{SEPARATOR}\n", "not a log: no line"),
         ("core.txt", b"\x7fELF\0\0step:1/1 val_loss:3.2\n", "not a log: a binary file"),

@@ -528,9 +528,6 @@ LOG_EDITS = {
     "another source": lambda log: set_source(log, "import os\n\n"),
     "a module beside it": lambda log: set_source(log, "import helper\n" + log.source),
     "no environment": lambda log: log.start.pop("environment"),
-    "a number declared anew": lambda log: log.set("start.race.declared_n", 1).set(
-        "start.config.race", "x:1:3:a"
-    ),
     "a plan of more steps": put("start.planned.steps", 13),
     "saved weights": put("start.init_from", {"path": "m.pt", "sha256": "0" * 64}),
     "a name on both sides of the split": as_on_both_sides("name"),
@@ -560,10 +557,8 @@ LOG_EDITS = {
 MANIFEST_EDITS = {
     "fewer runs were declared": lambda e: e[0]["race"].update(n=3, order=["1a", "2a", "3a"]),
     "another seed": lambda e: e[0]["race"].update(seed=7),
-    "another seed of a run": lambda e: e[6].update(seed=7),
     "another source": lambda e: e[0]["race"]["sides"]["a"].update(source_sha256="0" * 64),
     "a run from elsewhere": lambda e: e.__delitem__(slice(-2, None)),
-    "no duration": lambda e: e[4].pop("seconds"),
     "a duration below the run's": lambda e: prolong(e[4], -6),
     "a race that ended before its runs did": lambda e: [
         event.update(seconds=None, settled=event["started_at"]) for event in e[2::2]
