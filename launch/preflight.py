@@ -44,7 +44,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, Sequence
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
@@ -107,7 +106,6 @@ def model_parts(worker):
     c = worker.config
     model = worker.model
     device = worker.device
-    program = program_module(worker.config)
     plan = T.plan_of(c, c.num_steps - 1)
     for p in model.parameters():  # a zero would hide the parameters behind it
         p.data.normal_(0, 0.02) if p.dim() > 1 else p.data.fill_(0.5)
@@ -333,12 +331,10 @@ MAX_SENT = 2**22  # elements: every rank generates the data of all ranks
 
 
 def transfer_parts(worker):
-    """Yield the copy of a shard to the device, and the collectives, on the largest bucket or
-    MAX_SENT a rank."""
+    """Yield the collectives, on the largest bucket or MAX_SENT elements a rank."""
     comm = worker.comm
     device = worker.device
     invariant = worker.config.world_size_invariant
-    shard = worker.stream.shards[comm.rank % len(worker.stream.shards)]
     bucket = max(worker.optimizer.buckets, key=lambda bucket: bucket.grad_data.nbytes)
     shape = (comm.ranks, min(bucket.shard_numel, MAX_SENT))
     dtype = bucket.grad_data.dtype
@@ -348,12 +344,6 @@ def transfer_parts(worker):
         )
         for rank in range(comm.ranks)
     ]
-
-    def load(by_plain):
-        if by_plain:
-            tokens = np.fromfile(shard.path, "<u2", offset=4 * T.HEADER_INTS)[:-1]
-            return [torch.from_numpy(tokens.astype(np.int32)).to(device)]
-        return [T.split_sequence(T.load_tokens(shard), device)[0]]
 
     def exchange(kind, by_plain):
         full = of_all_ranks[comm.rank].clone()
@@ -374,52 +364,6 @@ def transfer_parts(worker):
         ).wait()
         return [full[mine]]
 
-    def send_rows(bucket, by_plain):
-        """Send gradients of random rows to their owners; return them and the rows that follow as
-        values of all ranks."""
-        slot = bucket.slots[0]
-        sent = []
-        for rank in range(comm.ranks):
-            noise = torch.Generator().manual_seed(rank)
-            rows = torch.randint(len(slot.param), (1, 4096), generator=noise)
-            grads = torch.randn(4096, bucket.all_rows.size(1), generator=noise).to(
-                device, bucket.grad_data.dtype
-            )
-            sent.append((rows[0] + bucket.first_row(slot), grads.float()))
-            if rank == comm.rank:
-                slot.pending_grads = [
-                    torch.sparse_coo_tensor(
-                        rows.to(device), grads, slot.param.shape, check_invariants=False
-                    )
-                ]
-        read = torch.cat([rows for rows, _ in sent])
-        compared = torch.cat([read, (read + 1).clamp_max(len(bucket.all_rows) - 1)]).unique()
-        if by_plain:
-            slot.pending_grads = []
-            sums = torch.zeros(len(compared), bucket.all_rows.size(1), device=device)
-            for rows, grads in sent:
-                sums.index_add_(0, torch.searchsorted(compared, rows).to(device), grads)
-            return [sums]
-        bucket.all_rows.zero_()
-        bucket.announce(comm, [sent[comm.rank][0]], complete=True)
-        bucket.start_reduce_scatter(comm, invariant)
-        bucket.reduce_handle.wait()
-        bucket.reduce_handle = None
-        bucket.param_shard[bucket.grad_indices] = bucket.grad_shard.to(bucket.all_rows.dtype)
-        bucket.start_all_gather(comm)
-        bucket.gather_handle.wait()
-        bucket.gather_handle = None
-        return [bucket.all_rows[compared.to(device)]]
-
-    yield Part("load a shard", f"{shard.tokens:,} tokens", load, 0.0)
-    row_buckets = [bucket for bucket in worker.optimizer.buckets if isinstance(bucket, T.RowBucket)]
-    for bucket in row_buckets[: comm.ranks - 1]:  # the first; none on a single rank
-        yield Part(
-            "rows to their owners, to all",
-            f"{4096 * bucket.all_rows[0].nbytes >> 10:,} KiB",
-            functools.partial(torch.no_grad()(send_rows), bucket),
-            ALLOWED[comm.sent_dtype or dtype],
-        )
     for kind in ("all-reduce", "reduce-scatter", "all-gather") if comm.ranks > 1 else ():
         yield Part(
             kind,
@@ -542,7 +486,7 @@ def choose_flags(
                     " rows, which --ngrams sets"
                 )
         worker = T.Worker(wanted, comm, device, shards)
-        for line in (*changes, *warnings_of(wanted)):
+        for line in changes:
             say(line)
         rows, failed = check_parts(worker)
         worker.stream.close()
@@ -606,23 +550,11 @@ def fit_memory(config, vocab_size, comm):
     )
     if allowed and not any(lacking(fitted)):
         return fitted
-    short = lacking(first)
-    such_as = (
-        ""
-        if any(lacking(fitted))
-        else f" (such as {', '.join(map(repr, fitted.ngrams))}; runs compare only with equal rows)"
-    )
-    advice = "use a smaller model"
-    if short[0]:
-        advice = f"use more ranks, fewer rows of n-gram tables{such_as}, or a smaller model"
-    elif short[2]:
-        advice = f"use a --val_len below {given.val_len}; such losses compare only with each other"
-    elif invariant:
-        advice = "use smaller --micro_batch_tokens, and more --micro_batches"
     _, training, validation = memory_needed(first, vocab_size, comm.ranks)
     raise T.RunError(
         f"a GPU here has {free >> 20} MiB free; this run would allocate about {training >> 20} MiB"
-        f" in training and {validation >> 20} MiB in validation; {advice}"
+        f" in training and {validation >> 20} MiB in validation; use more ranks, fewer rows of"
+        " n-gram tables, smaller --micro_batch_tokens, a smaller --val_len or a smaller model"
     )
 
 
@@ -700,20 +632,6 @@ def memory_needed(config, vocab_size, ranks):
     )
 
 
-def warnings_of(config):
-    """Warn of an embedding that is never untied."""
-    untie_at = getattr(config, "untie_at", 0)
-    if not 0 < untie_at < 1:
-        return []
-    untied = program_module(config).first_untied_step(config)
-    if untied < config.num_steps:
-        return []
-    return [
-        f"warning: untie_at {untie_at:g} means step {untied}, after an Adam update, and num_steps"
-        f" is {config.num_steps}: the embedding stays tied to the head. Give less, or 1"
-    ]
-
-
 # The machine
 
 
@@ -725,17 +643,15 @@ def count_gpus():
         seen = torch.cuda.device_count()
         usable = torch.cuda.is_available()
     if seen and not usable:
-        why = "no reason given"
         try:
             torch.cuda.init()
+            why = "no reason given"
         except (RuntimeError, AssertionError) as error:
             why = str(error).split(". ")[0]
-        driver, *_ = T.nvidia_smi("driver_version") or ["(unknown to nvidia-smi)"]
         raise T.RunError(
             f"this machine has {seen} GPU(s), but torch {torch.__version__}, built for CUDA"
-            f" {torch.version.cuda}, cannot use them with driver {driver}: {why}. Update the"
-            " driver, install torch's build for an older CUDA as the README says, or train on the"
-            " CPU: CUDA_VISIBLE_DEVICES= ./run.sh"
+            f" {torch.version.cuda}, cannot use them: {why}. Update the driver, install torch's build"
+            " for an older CUDA as the README says, or train on the CPU: CUDA_VISIBLE_DEVICES= ./run.sh"
         )
     return seen
 
@@ -743,19 +659,13 @@ def count_gpus():
 def check_compiler(gpu):
     """RunError without the C or C++ compiler that torch.compile needs; it would fail only after
     minutes."""
-    # Triton's
-    variable = "CC"
-    usual = ("gcc", "clang")
-    if not gpu:
-        # Inductor's
-        variable = "CXX"
-        usual = ("clang++",) if sys.platform == "darwin" else ("g++",)
+    # Triton's and Inductor's
+    variable, *usual = ("CC", "gcc", "clang") if gpu else ("CXX", "g++", "clang++")
     programs = [os.environ[variable]] if os.environ.get(variable) else usual
     T.require(
         any(map(shutil.which, programs)),
-        f"compiling needs {' or '.join(programs)}, and this machine has none. "
-        "Install gcc and g++ (on Debian build-essential)"
-        + ("" if gpu else ", or leave out --compile on"),
+        f"compiling needs {' or '.join(programs)}, and this machine has none. Install gcc and g++ (on"
+        " Debian build-essential), or leave out --compile on",
     )
     # Debian's own scheme means /usr/local
     header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")

@@ -12,8 +12,6 @@ records/README.md. A missing plot.png is drawn; remove one to draw it again.
 Exit status: 0 written or shown, 2 not possible (stderr states why).
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
@@ -51,7 +49,7 @@ INCIDENTAL = re.compile(
 # Contents of a record
 
 
-def judge_runs(folder: Path) -> dict:
+def judge_runs(folder):
     """Return the report of stats.py. UserError if runs do not compare."""
     options = stats.parse([str(folder)])
     try:
@@ -62,19 +60,14 @@ def judge_runs(folder: Path) -> dict:
         ) from None
 
 
-def judge_rules(folder: Path) -> tuple[list[dict], str]:
+def judge_rules(folder):
     """Return verify.py's findings, and where the paragraph is on what no rule sees."""
     options = verify.parse([str(folder)])
-    try:
-        case = verify.read_case(options)
-        return [finding._asdict() for finding in verify.verify(options, case)], verify.unseen(case)
-    except UserError as reason:
-        return [
-            {"rule": "the rules can be checked", "verdict": "not checkable", "reason": str(reason)}
-        ], ""
+    case = verify.read_case(options)
+    return [finding._asdict() for finding in verify.verify(options, case)], verify.unseen(case)
 
 
-def flat(value: object, name: str = "") -> dict[str, str]:
+def flat(value, name=""):
     """Flatten nested dicts, and a run's list of hosts, to texts under names like
     `hardware.device`."""
     if name == "hosts" and isinstance(value, list):
@@ -85,7 +78,7 @@ def flat(value: object, name: str = "") -> dict[str, str]:
     return {name: value if isinstance(value, str) else json.dumps(value)}
 
 
-def differences(sides: list[list[dict]]) -> list[tuple[str, ...]]:
+def differences(sides):
     """Return (name, value of each side) of all values that are equal within each side and differ
     between sides.
 
@@ -102,7 +95,7 @@ def differences(sides: list[list[dict]]) -> list[tuple[str, ...]]:
     return rows
 
 
-def short_diff(before: str, after: str, names: tuple[str, str]) -> list[str]:
+def short_diff(before, after, names):
     changed = verify.difference(before, after)[2:]
     lines = [f"--- {names[0]}", f"+++ {names[1]}", *changed] if changed else []
     more = len(lines) - MAX_DIFF_LINES
@@ -111,18 +104,7 @@ def short_diff(before: str, after: str, names: tuple[str, str]) -> list[str]:
     )
 
 
-def lasting_name(side: stats.Side) -> str:
-    """Return a side's name with its revision: HEAD and this checkout mean something else tomorrow."""
-    git = side.runs[0].start and side.runs[0].start.get("git")
-    versions = any(declared["revision"] for declared in side.declared.get("sides", {}).values())
-    if not versions or not isinstance(git, dict) or git["revision"].startswith(side.label):
-        return side.label
-    return (
-        f"{side.label} ({git['revision'][:7]}{'' if git['clean'] else ' with uncommitted changes'})"
-    )
-
-
-def describe_side(side: stats.Side, folder: Path) -> dict:
+def describe_side(side, folder):
     """Return what the pages show of a side."""
     runs = side.runs
     letter = side.name.removeprefix("side ")
@@ -153,7 +135,7 @@ def describe_side(side: stats.Side, folder: Path) -> dict:
     }
 
 
-def describe(folder: Path) -> dict:
+def describe(folder):
     """Return everything that the pages show of a record. Raise UserError if stats.py gives no
     report."""
     report = judge_runs(folder)
@@ -162,7 +144,6 @@ def describe(folder: Path) -> dict:
         stats.plot(report["sides"], report["verdicts"], str(folder / PLOT))
     judged = report["sides"]
     declared = report["sides"][0].declared
-    names = {side.label: lasting_name(side) for side in judged}
     several = len(judged) > 2
     claims = [rule for rule in found if rule["rule"] in verify.CLAIMS]
     rules = sorted(
@@ -198,7 +179,6 @@ def describe(folder: Path) -> dict:
     )
     return {
         "name": folder.name,
-        "names": names,
         "title": title_of(folder),
         "path": f"records/{folder.name}",
         "report": report,
@@ -224,7 +204,7 @@ def describe(folder: Path) -> dict:
     }
 
 
-def track_of(preset: str, where: str, run: logs.Run, target: float | None) -> str:
+def track_of(preset, where, run, target):
     """Return what the records of a leaderboard have in common."""
     facts = {
         "CPU": run.cpu,
@@ -243,7 +223,7 @@ def track_of(preset: str, where: str, run: logs.Run, target: float | None) -> st
     )
 
 
-def rows_of(sides: list[dict]) -> list[dict]:
+def rows_of(sides):
     """Return the runs side by side: a row's name, and one run (or None) of each side."""
     rows = []
     for number in dict.fromkeys(number for side in sides for number in side["runs"]):
@@ -253,14 +233,14 @@ def rows_of(sides: list[dict]) -> list[dict]:
     return rows
 
 
-def title_of(folder: Path) -> str:
+def title_of(folder):
     return (folder / "README.md").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
 
 
 # Pages
 
 
-def refusal(record: dict, other: dict) -> UserError | None:
+def refusal(record, other):
     """Return why stats.py does not compare two records, or None. Without their declarations runs
     may be of two machines."""
     try:
@@ -271,7 +251,7 @@ def refusal(record: dict, other: dict) -> UserError | None:
         return reason
 
 
-def leaderboards(records: list[dict]) -> list[dict]:
+def leaderboards(records):
     """Return leaderboards of records of one preset that stats.py compares, by time. A record with
     a rank is good, of known hardware, and shares no run with another."""
     boards = []
@@ -303,7 +283,7 @@ def leaderboards(records: list[dict]) -> list[dict]:
     ]
 
 
-def write_pages() -> None:
+def write_pages():
     """Write all pages. Raise UserError, before anything is written, if a record gives no verdict."""
     folders = sorted((path.parent for path in HERE.glob("*/README.md")), reverse=True)
     require(folders, f"no records in {HERE}; make one with `board.py add`")
@@ -327,7 +307,7 @@ def write_pages() -> None:
 # Publishing
 
 
-def check_private(path: Path, text: str) -> None:
+def check_private(path, text):
     """Raise UserError if a text names this checkout's folder, the user's home folder or this
     machine.
 
@@ -343,12 +323,12 @@ def check_private(path: Path, text: str) -> None:
             )
 
 
-def files_of(race: Path) -> list[Path]:
+def files_of(race):
     """Return a race's files to publish: the manifest and the logs."""
     return sorted(path for path in race.iterdir() if path.name == MANIFEST or path.suffix == ".txt")
 
 
-def published(path: Path) -> str:
+def published(path):
     """Return the text of a race's file. Raise UserError if it is not text or names this machine."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -361,7 +341,7 @@ def published(path: Path) -> str:
     return text
 
 
-def add(race: Path, folder: Path, title: str) -> None:
+def add(race, folder, title):
     """Make a record of a race. Raise UserError, without a trace, if there is no verdict or nobody
     wants the page."""
     require(
@@ -398,14 +378,14 @@ def add(race: Path, folder: Path, title: str) -> None:
         raise
 
 
-def new_folder(word: str) -> Path:
+def new_folder(word):
     """Return the folder of a new record; a NAME gets the date."""
     return (
         HERE / f"{date.today()}_{word}" if re.fullmatch(r"(?!\d{4}-)[\w.-]+", word) else Path(word)
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command")
     adding = commands.add_parser("add", help="make a record folder from a race")

@@ -5,7 +5,7 @@ records/verify.py calls these rules for --rerun. The source is untrusted, and it
 and write all files of its user: run it in a container. The process gets tokens and returns logits;
 losses, hashes and comparisons are computed here. It starts without PYTHON* and LD_* variables and
 never sees the target of the last token. The places where later tokens are changed are random: a
-model that looks ahead at fewer than 1 in 100 places may pass."""
+model that looks ahead at fewer than 1 in 10 places may pass."""
 
 import contextlib
 import hashlib
@@ -56,10 +56,6 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-3}  # nats, of a mean loss between 
 LOGIT_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}  # of a logit, within one machine
 PROBE_TOKENS = 1024
 PROBES = 12
-# short texts: a leak at 1 in 100 places is seen in 99 of 100 cases
-WINDOWS = 32
-WINDOW_TOKENS = 64
-WINDOW_PROBES = 16
 # sequences
 SCORED_AGAIN = 16
 CHANGED_LATER = 32
@@ -458,17 +454,9 @@ class Examination:
         begin = self.random.integers(len(self.stream) - length + 1)
         edges = np.arange(BLOCK, length, BLOCK)
         tokens = self.stream[begin : begin + length].copy()
-        joins = np.array(
-            [
-                0,
-                BLOCK,
-                BLOCK - 1,
-                2 * BLOCK + 1,
-                *self.random.integers(1, length, 1 + length // 100),
-            ]
-        )
-        # documents end here and there, and at the edges of blocks
-        tokens[joins[joins < length]] = self.bos
+        joins = self.random.integers(1, length, 1 + length // 100)
+        # documents end here and there
+        tokens[joins] = self.bos
         joins = np.flatnonzero(tokens == self.bos)
         places = {
             "the edge of a block": np.concatenate([edges, edges - 1]),
@@ -483,13 +471,6 @@ class Examination:
 
         asked = self.change_later(tokens, logits(tokens), places, logits, "logit")
         some = self.numbers(CHANGED_LATER)
-        length = min(WINDOW_TOKENS, length)
-        for begin in self.random.integers(len(self.stream) - length + 1, size=WINDOWS):
-            tokens = self.stream[begin : begin + length]
-            places = self.random.integers(1, length, WINDOW_PROBES)
-            asked += self.change_later(
-                tokens, logits(tokens), {"in a short text": places}, logits, "logit"
-            )
         with start_worker(self.source, self.model_path) as worker:
             for number in map(int, some):
                 tokens, targets = self.sequence(number)

@@ -2,16 +2,16 @@
 
     python records/export.py latest --to csv                     of the last run or race: logs/speedrun/runs.csv and steps.csv
     python records/export.py logs/RUN.txt … --to tensorboard     then: tensorboard --logdir logs/speedrun
-    python records/export.py logs/RUN.txt … --to wandb --out PROJECT --follow     live, until the runs end; or --to trackio
+    python records/export.py logs/RUN.txt … --to wandb --out PROJECT --follow     live, until the runs end
 
 Preset, seed, source and config of a run are in runs.csv, in TensorBoard's hyperparameters, or the
 dashboard's config.
 """
 
 import argparse
-import contextvars
 import csv
 import fcntl
+import itertools
 import os
 import time
 from pathlib import Path
@@ -22,27 +22,12 @@ from manifest import place_of
 STEP = ("step", "train_time_ms", "train_loss", "val_loss")  # behind it what else the lines state
 
 
-class Table:
-    """A CSV file, written again when a row has further columns."""
-
-    def __init__(self, path, columns=()):
-        self.path = path
-        self.columns = dict.fromkeys(columns)
-        self.rows = []
-        self.write()
-
-    def write(self):
-        self.writer = csv.DictWriter(open(self.path, "w", newline="", buffering=1), self.columns)
-        self.writer.writeheader()
-        self.writer.writerows(self.rows)
-
-    def add(self, row):
-        self.rows.append(row)
-        if row.keys() <= self.columns.keys():
-            self.writer.writerow(row)
-        else:
-            self.columns |= dict.fromkeys(row)
-            self.write()
+def write_table(path, columns, rows):
+    columns = dict.fromkeys(itertools.chain(columns, *rows))
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def tail(path):
@@ -95,16 +80,22 @@ def ended(path, run, silent_s=60):
 
 
 def opener(to, out):
-    """Return open_run(name, config), which returns (function of a step's values, function that
+    """Return open_run(name, config), which returns (function of a list of steps' values, function that
     ends the run)."""
     if to == "csv":
         os.makedirs(out, exist_ok=True)
-        runs = Table(f"{out}/runs.csv", ["run"])
-        steps = Table(f"{out}/steps.csv", ["run", *STEP])
+        runs = []
+        steps = []
 
         def open_run(name, config):
-            runs.add({"run": name, **config})
-            return lambda line: steps.add({**line, "run": name}), lambda: None
+            runs.append({"run": name, **config})
+
+            def add(lines):
+                steps.extend({**line, "run": name} for line in lines)
+                write_table(f"{out}/runs.csv", ["run"], runs)
+                write_table(f"{out}/steps.csv", ["run", *STEP], steps)
+
+            return add, lambda: None
 
     elif to == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter, summary
@@ -113,18 +104,16 @@ def opener(to, out):
             writer = SummaryWriter(f"{out}/{name}")
             for part in summary.hparams(config, {"val_loss": 0.0}):  # states no value of it
                 writer.file_writer.add_summary(part)
-            return (
-                lambda line: (
-                    [
-                        writer.add_scalar(key, line[key], line["step"])
-                        for key in line.keys() - {"step"}
-                    ]
-                    and writer.flush()
-                ),
-                writer.close,
-            )
 
-    elif to == "wandb":
+            def add(lines):
+                for line in lines:
+                    for key in line.keys() - {"step"}:
+                        writer.add_scalar(key, line[key], line["step"])
+                writer.flush()
+
+            return add, writer.close
+
+    else:
         import wandb
 
         def open_run(name, config):
@@ -133,27 +122,7 @@ def opener(to, out):
             )
             # wandb's own steps cannot decrease; those of a resumed run do
             run.define_metric("*", step_metric="step")
-            return run.log, run.finish
-
-    else:
-        import trackio
-
-        # in a context of its own, since trackio ends the run that was begun before in the same
-        def open_run(name, config):
-            run = contextvars.Context().run(
-                trackio.init,
-                os.path.basename(out),
-                name,
-                config=config,
-                auto_log_cpu=False,
-                auto_log_gpu=False,
-            )
-            return (
-                lambda line: run.log(
-                    {key: line[key] for key in line.keys() - {"step"}}, step=line["step"]
-                ),
-                run.finish,
-            )
+            return lambda lines: [*map(run.log, lines)], run.finish
 
     return open_run
 
@@ -181,8 +150,8 @@ def export(paths, open_run, follow):
                         for key, one in values.items()
                     },
                 )
-            for line in lines:
-                opened[path][0](line)
+            if lines:
+                opened[path][0](lines)
             if not follow or ended(path, run):
                 del tails[path]
                 if path not in opened:
@@ -205,7 +174,7 @@ def main(arguments=None):
         type=logs.or_latest(logs.RACE, logs.RUN),
         help="the log of a run, or a folder of logs",
     )
-    parser.add_argument("--to", required=True, choices=("csv", "tensorboard", "wandb", "trackio"))
+    parser.add_argument("--to", required=True, choices=("csv", "tensorboard", "wandb"))
     parser.add_argument("--out", help="the folder or the project", default="logs/speedrun")
     parser.add_argument("--follow", action="store_true", help="until the runs have ended")
     options = parser.parse_args(arguments)

@@ -1,9 +1,6 @@
 """Read run logs: every form that the speedrun community has written since 2024, and this project's
 own.
 
-    python records/logs.py PATH...            list every run and file: used, rejected or duplicate, and why
-    python records/logs.py --json PATH...     the same as JSON
-
 A PATH is a log (also .gz), an archive of logs (.tar, .tar.xz, .tar.gz) or a folder, which is
 searched except for names that begin with a dot. The files of a record's logs.tar.xz have the paths
 that they would have beside it, those of any other archive paths like `logs.tar/RUN.txt`. The reader
@@ -26,7 +23,6 @@ Requires only the standard library.
 
 import argparse
 import collections
-import contextlib
 import functools
 import gzip
 import hashlib
@@ -133,17 +129,6 @@ _NO_SETTING = re.compile(
 _TRAINING = {"trl", "train_loss", "train_time"}
 _COMMON_FIELDS = {"val_loss", "tel", "train_time", "step_avg"}
 _STATED = _TRAINING | _COMMON_FIELDS
-_DECIMAL = rb"\d{1,15}(?:\.\d{1,15})?"
-# The lines that train_gpt.py writes after the last separator. The group names are the letters of
-# Run.shape
-_OWN_LINE = re.compile(
-    rb"""(?P<d>\{"run_id":\ .*\}) | (?P<r>\{"resumed":\ .*\}) | (?P<e>\{"end":\ .*\}) | (?P<x>error:\ .*)
-    |(?P<p>peak\ memory\ allocated:\ \d+\ MiB\ reserved:\ \d+\ MiB)
-    |(?P<s>step:\d{1,15}/(?P<total>\d{1,18})\ (?:val_loss:%b\ )?train_time:\d{1,15}ms\ step_avg:%bms
-    (?:\ train_loss:%b(?:\ (?!run:|step|tel:|trl:|\w*loss|train_time)[A-Za-z]\w{0,63}:[\d.einfa+-]{1,25}){0,16})?)"""
-    % (_DECIMAL, _DECIMAL, _DECIMAL),
-    re.X,
-)
 
 
 class Validation(NamedTuple):
@@ -159,29 +144,15 @@ class Step(NamedTuple):
     """A line with train_time. average (ms), train_loss and grad_norm are None if the line states
     none.
 
-    units: the last digits of time and average, in ms. others: {name: number} of what stands behind
-    train_loss, such as grad_norm (of the loss summed over a micro-batch's tokens) and an idea's own
-    numbers."""
+    others: {name: number} of what stands behind train_loss, such as grad_norm (of the loss summed
+    over a micro-batch's tokens) and an idea's own numbers."""
 
     step: int
     time_ms: float
     average: float | None
     train_loss: float | None
     validation: bool
-    units: tuple = (1, 0.01)
     others: dict = {}
-
-    def agrees(self, without=0):
-        """Return whether train_time is step_avg times the steps, of which `without` are not timed."""
-        time, average = self.units
-        return (
-            self.average is None
-            or not self.step
-            or (
-                abs(self.time_ms - self.average * max(self.step - without, 1))
-                <= time + 0.6 * average * self.step
-            )
-        )
 
 
 @dataclass(frozen=True)
@@ -191,8 +162,7 @@ class Run:
 
     start, end and resumed are this project's JSON lines. complete is None if the form states no
     total. clock_falls: the steps at which train_time decreased; once, early, is the community's
-    reset after warm-up. shape: a letter of _OWN_LINE for each line after the last separator, or o;
-    odd: the first such other line. settings: what stands above a public source. Fields with
+    reset after warm-up. settings: what stands above a public source. Fields with
     repr=False are not part of --json."""
 
     path: str
@@ -222,8 +192,6 @@ class Run:
     resumed: tuple[dict, ...] = field(default=(), repr=False)
     steps: list[Step] = field(default_factory=list, repr=False)
     source: str | None = field(default=None, repr=False)
-    shape: str = field(default="", repr=False)
-    odd: str | None = field(default=None, repr=False)
     settings: dict = field(default_factory=dict, repr=False)
 
     @property
@@ -240,37 +208,15 @@ class Run:
 
     @functools.cached_property
     def contradiction(self):
-        """What in the log contradicts its last validation line, or None. Lines, end line, steps
-        and times are compared."""
-        start = self.start or {}
-        end = self.end or {}
-        time_ms = self.train_time_ms
-        loss = self.final_loss
-        planned = start.get("planned") if isinstance(start.get("planned"), dict) else {}
-
-        def differs(stated, seen, most=0):
-            numbers = type(stated) in (int, float) and isinstance(seen, (int, float, type(None)))
-            return numbers and (seen is None or not abs(stated - seen) <= most)
-
-        for place, key, seen, most in (
-            (end, "final_val_loss", loss, 0.501 * 10 ** -(self.loss_decimals or 0)),
-            (end, "train_time_ms", time_ms, 1),
-            (end, "steps", self.last_step, 0),
-            (planned, "steps", self.stated_steps, 0),
-            (end, "target_val_loss", start.get("target_val_loss"), 0),
+        """What in the end line contradicts the other lines, or None."""
+        for key, seen, most in (
+            ("final_val_loss", self.final_loss, 0.501 * 10 ** -(self.loss_decimals or 0)),
+            ("train_time_ms", self.train_time_ms, 1),
+            ("steps", self.last_step, 0),
         ):
-            if differs(place.get(key), seen, most):
-                return (
-                    f"its {'end' if place is end else 'plan'} states {key} {place[key]}, its lines"
-                    f" {seen}"
-                )
-        last = [step.time_ms for step in self.steps if step.step == self.last_step]
-        if (
-            self.start and last and max(last) - min(last) > 100 + 0.02 * max(last)
-        ):  # a GPU's step may be running yet
-            return (
-                f"its lines state {min(last):.0f} and {max(last):.0f} ms at step {self.last_step}"
-            )
+            stated = (self.end or {}).get(key)
+            if type(stated) in (int, float) and (seen is None or not abs(stated - seen) <= most):
+                return f"its end states {key} {stated}, its lines {seen}"
         return None
 
     @property
@@ -329,16 +275,8 @@ def read(paths):
     """Read logs and folders of logs. Problems with a path or its contents do not raise: see
     Logs.rejected."""
     logs = Logs()
-    seen_files = {}
     seen_contents = {}
     for path in files_in(paths, logs.rejected):
-        identity = os.path.realpath(path)
-        if identity in seen_files:
-            logs.duplicates.append(
-                Duplicate(path, None, seen_files[identity], "the same file, named twice")
-            )
-            continue
-        seen_files[identity] = path
         runs, rejected, digest = read_file(path)
         if digest in seen_contents:
             logs.duplicates.append(Duplicate(path, None, seen_contents[digest], "byte-identical"))
@@ -380,8 +318,7 @@ def read_file(path):
         if os.path.exists(path) and not os.path.isfile(path):
             raise _Refused(UNREADABLE, "not a regular file; name a log file or a folder")
         if suffix in DOCUMENTS or stem == "readme":
-            what = f"a {suffix} file" if suffix in DOCUMENTS else "a README"
-            raise _Refused(NOT_A_LOG, f"{what}; rename it to .txt if it is a log")
+            raise _Refused(NOT_A_LOG, "a document by its name; rename it to .txt if it is a log")
         with open_unpacked(path) as file:
             content = file.read((MAX_FILE_MIB << 20) + 1)
         if is_archive(path):
@@ -419,8 +356,7 @@ def is_archive(path):
 def members(archive):
     """Return {name: bytes} of the files in an archive, sorted; {} if it cannot be read.
 
-    Hidden folders are left out; a link is what it leads to, or empty. Of a file that is too long
-    for a log, only the beginning is kept."""
+    Links are left out. Of a file that is too long for a log, only the beginning is kept."""
     try:
         state = os.stat(archive)
         return (
@@ -437,21 +373,12 @@ def _members(archive, *_):
     found = {}
     left = MAX_ARCHIVE_MIB << 20
     with tarfile.open(archive) as packed:
-        for member in packed:
-            *folders, name = [
-                part for part in Path(member.name).parts if part not in ("/", "..")
-            ] or [""]
-            file = None  # of a folder or a device
-            with contextlib.suppress(KeyError):  # a link to nothing in the archive
-                file = packed.extractfile(member)
-            content = file.read((MAX_FILE_MIB << 20) + 1) if file else b""
-            left -= max(member.size, len(content))
+        for member in filter(tarfile.TarInfo.isfile, packed):
+            left -= member.size
             if left < 0:
                 return {}
-            if (file or member.issym() or member.islnk()) and not any(
-                folder.startswith(".") for folder in folders
-            ):
-                found["/".join([*folders, name])] = content
+            parts = [part for part in Path(member.name).parts if part not in ("/", "..")]
+            found["/".join(parts)] = packed.extractfile(member).read((MAX_FILE_MIB << 20) + 1)
     return dict(sorted(found.items()))
 
 
@@ -580,64 +507,54 @@ def without_copies(runs):
     rejected ones.
 
     A console capture, a summary or a truncated copy holds some or all lines of the same run's log.
-    Two runs are the same if all validations of one are in the other, and they end in the same one
-    or all its timed steps are there too. The fuller one is kept. What precedes the first step is no
-    evidence, since all runs begin alike. A single later line, which two runs may share by chance,
-    is evidence only if it states a time and neither source nor run_id differs."""
-
-    def identity(run):
-        return run.source_sha256, (run.start or {}).get("run_id")
+    Two runs are the same if all lines of one after step 0 are in the other; the fuller one is kept.
+    A single validation, which two runs may share by chance, is evidence only if it states a time and
+    neither source nor run_id differs."""
 
     def may_be_one(run, other):  # as far as both state these
-        return all(
-            None in pair or pair[0] == pair[1] for pair in zip(identity(run), identity(other))
+        ours, theirs = (
+            (one.source_sha256, (one.start or {}).get("run_id")) for one in (run, other)
         )
+        return all(None in pair or pair[0] == pair[1] for pair in zip(ours, theirs))
 
-    lines = [{validation[:3] for validation in run.validations} for run in runs]
-    timed = [{step[:2] for step in run.steps if step.step > 0} for run in runs]
-    originals = {}
-    copies = {}
-    by_line = {}
-    for i in sorted(
+    validated = [{line[:3] for line in run.validations if line.step > 0} for run in runs]
+    lines = [
+        found | {step[:2] for step in run.steps if step.step > 0}
+        for run, found in zip(runs, validated)
+    ]
+    order = sorted(
         range(len(runs)),
         key=lambda i: (
             bool(runs[i].reason),
             -len(lines[i]),
             runs[i].start is None,
-            -len(timed[i]),
             runs[i].source_sha256 is None,
-            i,
         ),
-    ):
-        ending = runs[i].validations[-1][:3] if lines[i] else None
-        trained = [line for line in lines[i] if line[0] > 0]
-        original = None
-        evidence = trained or timed[i]
-        if len(evidence) > 1 or timed[i] or trained and ending[2] is not None:
-            original = next(
+    )
+    originals = {}
+    copies = {}
+    by_line = {}
+    for i in order:
+        telling = len(lines[i]) > 1 or any(None not in line for line in lines[i])
+        original = (
+            next(
                 (
                     j
-                    for j in by_line.get(next(iter(evidence)), ())
+                    for j in by_line.get(next(iter(lines[i])), ())
                     if lines[i] <= lines[j]
-                    and (
-                        trained
-                        and ending == runs[j].validations[-1][:3]
-                        or timed[i]
-                        and timed[i] <= timed[j]
-                        or trained
-                        and not timed[i]
-                        and ending[2] is not None
-                    )
-                    and (len(evidence) > 1 or may_be_one(runs[i], runs[j]))
+                    and (len(validated[i]) > 1 or may_be_one(runs[i], runs[j]))
                 ),
                 None,
             )
+            if telling
+            else None
+        )
         if original is None:
             originals[i] = runs[i]
-            for line in {*lines[i], *timed[i]}:
+            for line in lines[i]:
                 by_line.setdefault(line, []).append(i)
         else:
-            what = "a part of" if lines[i] < lines[original] or not trained else "the same run as"
+            what = "a part of" if lines[i] < lines[original] else "the same run as"
             copies[i] = Duplicate(
                 runs[i].path,
                 runs[i].index_in_file,
@@ -802,15 +719,6 @@ class _Section:
                 others = {
                     name: _finite(text) for name, text in fields.items() if name not in _STATED
                 }
-                units = (
-                    ()
-                    if whole_ms
-                    else tuple(
-                        (1 if text.endswith("ms") else 1000)
-                        * 10.0 ** -len(text.rstrip("ms").partition(".")[2])
-                        for text in (fields["train_time"], average)
-                    )
-                )
                 run.steps.append(
                     Step(
                         step,
@@ -818,7 +726,6 @@ class _Section:
                         _time_ms(average),
                         _finite(train_loss),
                         validation,
-                        units or Step._field_defaults["units"],
                         others,
                     )
                 )
@@ -923,7 +830,6 @@ def _parse(path, content):
     environment = b"".join(one.environment for one in (*quoted, part))
     stated = next((one.seed for one in reversed(quoted) if one.seed is not None), None)
     text = sys.intern(source.decode("utf-8", "surrogateescape")) if source else None
-    shape, odd = _shape(last)
     found = [
         _judge(
             run,
@@ -931,8 +837,6 @@ def _parse(path, content):
             path=path,
             index_in_file=index,
             source_sha256=digest,
-            shape=shape,
-            odd=odd,
             settings=settings,
             source=text if run.start is None or place == 0 and not above and not earlier else None,
             **_machine(run, environment),
@@ -941,25 +845,6 @@ def _parse(path, content):
         for index, run in enumerate(part.runs, 1)
     ]
     return [run for run in found if not run.reason], [run for run in found if run.reason]
-
-
-def _shape(text):
-    """Return (Run.shape, Run.odd) of the text after the last separator; ("", None) if train_gpt.py
-    did not write it.
-
-    Blank lines at the end, which editors add, are none of its lines.
-    A step line that states another total counts as odd."""
-    shape = []
-    odd = None
-    total = None
-    ours = text.startswith(b'{"run_id"')
-    for line in text.rstrip().split(b"\n") if ours else ():
-        match = _OWN_LINE.fullmatch(line)
-        total = total or match and match["total"]
-        shape.append(match.lastgroup if match and match["total"] in (None, total) else "o")
-        if shape[-1] == "o" and not odd:
-            odd = f"line {len(shape)} after the last separator: {_show(line)!r}"
-    return "".join(shape), odd
 
 
 def _judge(run, notes, **facts):
@@ -1241,53 +1126,6 @@ def is_beside(item):
     return item.kind == NOT_A_LOG and suffix not in ("", ".gz", ".txt", ".log")
 
 
-def outcomes(logs):
-    """Return rows (path, run, outcome, steps, loss, seconds, GPUs, source, remark) of text for all
-    runs and files."""
-    # other files beside the logs share one row for each kind
-    rows = []
-    alike = {}
-    for run in logs.runs:
-        steps = (
-            str(run.last_step)
-            if run.stated_steps is None
-            else f"{run.last_step}/{run.stated_steps}"
-        )
-        outcome = "no record" if run.disqualified else "used"
-        source = (run.source_sha256 or "-")[:8]
-        rows.append(
-            (
-                run.path,
-                str(run.index_in_file),
-                outcome,
-                steps,
-                run.loss_text,
-                run.seconds_text,
-                str(run.gpus or "-"),
-                source,
-                "; ".join(run.notes),
-            )
-        )
-    for item in logs.rejected:
-        stem, suffix = os.path.splitext(item.path)
-        shown = os.path.join(os.path.dirname(stem), f"*{suffix}") if is_beside(item) else item.path
-        alike.setdefault((shown, item.index_in_file, item.reason), []).append(item)
-    others = [
-        (
-            (shown, index, "rejected", f"{len(items)} files, each {why}")
-            if len(items) > 1
-            else (items[0].path, index, "rejected", why)
-        )
-        for (shown, index, why), items in alike.items()
-    ]
-    others += [
-        (item.path, item.index_in_file, "duplicate", f"{item.reason}: {item.original_path}")
-        for item in logs.duplicates
-    ]
-    rows += [(path, str(index or "-"), what, *"-----", why) for path, index, what, why in others]
-    return sorted(rows)
-
-
 def files_of(source):
     """Return {file name: text} of a source. The first file is the program; a source of one file is
     train_gpt.py."""
@@ -1375,34 +1213,6 @@ def columns(rows, of_numbers=False):
     return ["  ".join(row).rstrip() for row in zip(*aligned)]
 
 
-def main(arguments=None):
-    parser = argparse.ArgumentParser(
-        description="List run logs: used, rejected or duplicate, and why."
-    )
-    parser.add_argument(
-        "paths",
-        nargs="+",
-        metavar="PATH",
-        type=or_latest(RACE, RUN),
-        help="latest, a log, a .gz of one, or a folder of them",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print everything that was read as JSON"
-    )
-    options = parser.parse_args(arguments)
-    logs = read(options.paths)
-    if options.json:
-        print(show_json(logs))
-    else:
-        header = "file run outcome steps val_loss seconds GPUs source remark".split()
-        print(*columns([header, *outcomes(logs)]), sep="\n")
-        print(
-            f"{plural(len(logs.runs), 'run')} used, {len(logs.rejected)} rejected, "
-            f"{plural(len(logs.duplicates), 'duplicate')}"
-        )
-    return 0 if logs.runs and all(item.kind != UNREADABLE for item in logs.rejected) else 2
-
-
 def run_main(main):
     """Call main() and exit with its status. A closed pipe (`| head`) gives 141, as SIGPIPE would,
     since the verdict may be lost; Ctrl-C gives no traceback."""
@@ -1421,7 +1231,3 @@ def run_main(main):
         print("interrupted", file=sys.stderr)
         status = 130
     sys.exit(status)
-
-
-if __name__ == "__main__":
-    run_main(main)

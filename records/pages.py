@@ -118,10 +118,8 @@ def running_means(points, steps=None):
 
 
 def run_names(runs):
-    """Return a name for each run: what differs among runs of one preset, as flags, then by source
-    and seed.
+    """Return a name for each run: what tells runs apart, as flags, then by source and seed.
 
-    What tells no more runs apart than the words before it is left out, flags with the mark "…".
     Runs that differ in nothing are named by their files, those of one race by its sides."""
     raced = [place_of(run) for run in runs]
     if all(raced) and len({os.path.dirname(run.path) for run in runs}) == 1:
@@ -130,44 +128,23 @@ def run_names(runs):
     def word(value):
         return shlex.quote(str(value).lower() if isinstance(value, bool) else str(value))
 
-    about = [
-        {
-            "--preset": (run.start or {}).get("preset"),
-            **{
-                f"--{key}": word(value)
-                for key, value in logs.config_of(run).items()
-                if key != "target_val_loss"
-            },
-            "source": (run.source_sha256 or "")[:8],
-            "--seed": run.seed,
-        }
-        for run in runs
-    ]
+    about = []
+    for run in runs:
+        config = {f"--{key}": word(value) for key, value in logs.config_of(run).items()}
+        about.append({"--preset": (run.start or {}).get("preset"), **config})
+    keys = [key for key in dict.fromkeys(itertools.chain(*about)) if key != "--target_val_loss"]
+    for one, run in zip(about, runs):
+        one |= {"source": (run.source_sha256 or "")[:8], "--seed": run.seed}
     names = [""] * len(runs)
-    more = ""
-    for key in sorted(
-        dict.fromkeys(itertools.chain(*about)), key=("source", "--seed").__contains__
-    ):
-        if any(
-            None not in (values := (one.get(key), other.get(key)))
-            and values[0] != values[1]
-            and (key == "--preset" or one["--preset"] == other["--preset"])
-            for one, other in itertools.combinations(about, 2)
-        ):
-            longer = [
-                f"{name} {key} {one[key]}".strip() if one.get(key) is not None else name
-                for name, one in zip(names, about)
-            ]
-            if len({*longer}) > len({*names}):
-                names = longer
-            elif key not in ("source", "--seed"):
-                more = " …"
+    for key in (*keys, "source", "--seed"):
+        longer = [
+            name if one.get(key) is None else f"{name} {key} {one[key]}".strip()
+            for name, one in zip(names, about)
+        ]
+        if len({*longer}) > len({*names}):
+            names = longer
     return [
-        (
-            name + more
-            if name and names.count(name) == 1
-            else f"{name}{more} {Path(run.path).stem}".strip()
-        )
+        name if names.count(name) == 1 and name else f"{name} {Path(run.path).stem}".strip()
         for run, name in zip(runs, names)
     ]
 

@@ -786,8 +786,8 @@ def gather(name, found, options, source=None, race_side=None):
     reasons = "; ".join(f"{logs.printable(path)}: {reason}" for path, reason in unused[:3])
     require(
         side.runs,
-        f"{side.label} holds no run that can be used ({reasons or 'nothing was found'}); "
-        "see `.venv/bin/python records/logs.py PATH...`",
+        f"{side.label} holds no run that can be used ({reasons or 'nothing was found'}); name"
+        " logs, or a folder of logs",
     )
     incomplete = [item for item in found.rejected if item.kind == logs.INCOMPLETE]
     if incomplete:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -48,9 +47,7 @@ def test_working_parts_pass_and_leave_no_trace(config):
     rows, broken = preflight.check_parts(worker)
     assert train_gpt.state_hash(worker) == before and broken is None
     assert [row[0] for row in rows[:4]] == ["attention L", "attention S", "layers 0 to 3", "head"]
-    assert {row[0].split()[0] for row in rows[4:]} == {"Adam", "NorMuon", "load"} and not failed(
-        rows
-    )
+    assert {row[0].split()[0] for row in rows[4:]} == {"Adam", "NorMuon"} and not failed(rows)
     assert all(float(row[2]) <= float(row[3]) and float(row[4]) > 0 for row in rows)
     assert min(float(row[2]) for row in rows[:2]) > 0, "attention was compared with itself"
     lines = preflight.table(rows).split("\n")
@@ -245,19 +242,11 @@ def choose(config, comm=None):
 
 
 def test_a_part_without_a_fallback_stops_the_run(config, monkeypatch):
-    whole = train_gpt.load_tokens
-    loaded = []
-    monkeypatch.setattr(
-        train_gpt,
-        "load_tokens",
-        lambda shard: loaded.append(shard) or whole(shard)[:: 1 - 2 * (len(loaded) > 1)],
-    )
+    optimizer = type(trainer_of(config).optimizer)
+    monkeypatch.setattr(optimizer, "update", lambda self, bucket, plan: None)
     with pytest.raises(
         train_gpt.RunError,
-        match=(
-            r"^load a shard, 6,000 tokens, failed or was not compared \(see the table\), and no"
-            r" flag avoids it; repair"
-        ),
+        match=r"uncompiled, failed or was not compared \(see the table\), and no flag avoids it",
     ):
         choose(config)
 
@@ -283,11 +272,11 @@ def with_a_broken_rank(comm, config, which):
             break_window(monkeypatch, -26, -12)
         worker = trainer_of(config, deaf(comm, which))
         rows, broken = preflight.check_parts(worker)
-    return [row[0] for row in rows[-4:]], failed(rows), broken and (broken.name, broken.fallback)
+    return [row[0] for row in rows[-3:]], failed(rows), broken and (broken.name, broken.fallback)
 
 
 def test_all_ranks_take_the_fallback_that_one_needs(config, on_ranks):
-    exchanged = ["load a shard", "all-reduce", "reduce-scatter", "all-gather"]
+    exchanged = ["all-reduce", "reduce-scatter", "all-gather"]
     assert on_ranks(2, with_a_broken_rank, config, "none") == [(exchanged, set(), None)] * 2
     assert (
         on_ranks(2, with_a_broken_rank, config, "attention")
@@ -306,35 +295,6 @@ def test_a_collective_that_sums_wrongly_has_no_fallback(config, on_ranks):
     for which in ("reduce-scatter", "all-gather"):
         (_, found, broken), other = on_ranks(2, with_a_broken_rank, config, which)
         assert found == {which} and broken == (which, None) and other == (_, found, broken)
-
-
-def with_rows(comm, config, whole):
-    """Check tables whose rows are sent, perhaps by a network that loses their values."""
-    if not whole:
-        exchange = comm.exchange
-        comm.exchange = lambda sent, received: exchange(
-            [
-                x * 0 if x.is_floating_point() and rank != comm.rank else x
-                for rank, x in enumerate(sent)
-            ],
-            received,
-        )
-    worker = trainer_of(
-        config,
-        comm,
-        ngrams=(train_gpt.Ngrams(2, 5000, 8), train_gpt.Ngrams(3, 70, 8)),
-        lazy_tables=True,
-    )
-    before = train_gpt.state_hash(worker)
-    rows, broken = preflight.check_parts(worker)
-    assert train_gpt.state_hash(worker) == before
-    return [row[0] for row in rows if "rows" in row[0]], broken and (broken.name, broken.fallback)
-
-
-def test_rows_are_sent_and_come_back(config, on_ranks):
-    name = "rows to their owners, to all"
-    assert on_ranks(2, with_rows, config, True) == [([name], None)] * 2
-    assert on_ranks(2, with_rows, config, False) == [([name], (name, None))] * 2
 
 
 def test_each_failed_part_adds_its_fallback_until_all_work(config, monkeypatch):
@@ -477,9 +437,7 @@ def test_tables_of_a_preset_are_halved_until_they_fit_and_others_are_refused(gpu
             rows,
             splits,
         )
-    with pytest.raises(
-        train_gpt.RunError, match=r"such as Ngrams\(2, 3000000, 768\); runs compare"
-    ):
+    with pytest.raises(train_gpt.RunError, match="fewer rows of n-gram tables"):
         preflight.fit_memory(
             dataclasses.replace(preset, ngrams=(train_gpt.Ngrams(2, 12000000, 768),)),
             50257,
@@ -561,37 +519,9 @@ def test_memory_needed_is_what_runs_allocate(ranks, preset, changes, training, v
 @pytest.mark.parametrize(
     "free, changes, says",
     [
-        (2, dict(), "use more ranks, fewer rows of n-gram tables, or a smaller model"),
-        (
-            38,
-            dict(ngrams=(train_gpt.Ngrams(2, 9000000, 768), train_gpt.Ngrams(3, 3000000, 768))),
-            "use more ranks, fewer rows of n-gram tables "
-            r"\(such as Ngrams\(2, 2250000, 768\), Ngrams\(3, 750000, 768\); runs compare only with"
-            r" equal rows\), or a smaller",
-        ),
-        (
-            8,
-            dict(),
-            r"8192 MiB free; .* and 1\d{4} MiB in validation; use a --val_len below 262144;"
-            r" such losses compare only",
-        ),
-        (
-            16,
-            dict(world_size_invariant=True),
-            r"16384 MiB free; .* use smaller --micro_batch_tokens, and more --micro_batches",
-        ),
-        (
-            3,
-            dict(
-                layers="M " * 60,
-                val_len=128,
-                model_dim=192,
-                num_heads=3,
-                backout_layer=3,
-                micro_batch_tokens=128 * 81,
-            ),
-            "use a smaller model",
-        ),
+        (2, dict(), "2048 MiB free"),
+        (8, dict(), r"8192 MiB free; .* and 1\d{4} MiB in validation; use more ranks"),
+        (16, dict(world_size_invariant=True), r"16384 MiB free; .* smaller --micro_batch_tokens"),
     ],
 )
 def test_the_message_says_what_would_fit_on_a_gpu_that_is_too_small(gpu, free, changes, says):
@@ -603,7 +533,7 @@ def test_the_message_says_what_would_fit_on_a_gpu_that_is_too_small(gpu, free, c
 @pytest.mark.parametrize(
     "gpu, variable, programs",
     [
-        (False, "CXX", "clang++" if sys.platform == "darwin" else "g++"),
+        (False, "CXX", "g++ or clang++"),
         (True, "CC", "gcc or clang"),
     ],
 )
@@ -631,15 +561,3 @@ def test_a_machine_without_a_compiler_is_told_so_before_the_traceback(
             preflight.check_compiler(gpu)
     (tmp_path / "Python.h").touch()
     preflight.check_compiler(gpu)
-
-
-def test_an_embedding_that_never_comes_untied_is_told():
-    for changes, told in (
-        (dict(untie_at=0.5), False),
-        (dict(untie_at=1.0), False),
-        (dict(untie_at=0.67, adam_every=200), True),
-    ):
-        warned = preflight.warnings_of(tiny_frontier(**changes))
-        assert bool(warned) == told and (
-            not told or "untie_at 0.67 means step 200, after an Adam update" in warned[0]
-        )

@@ -6,8 +6,6 @@ import html
 import io
 import json
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -227,27 +225,6 @@ def written():
 
 # Records
 # --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "revisions, git, wanted",
-    [
-        (
-            [None, "5e" * 20],
-            {"revision": "ab" * 20, "clean": False},
-            "HEAD (abababa with uncommitted changes)",
-        ),
-        ([None, "5e" * 20], {"revision": "ab" * 20, "clean": True}, "HEAD (abababa)"),
-        ([None, "5e" * 20], None, "HEAD"),
-    ],
-)
-def test_a_page_says_what_HEAD_was(revisions, git, wanted):
-    sides = {
-        letter: {"flags": [], "revision": revision, "name": "HEAD"}
-        for letter, revision in zip("ab", revisions)
-    }
-    side = stats.Side("side b", [logs.Run("x", start={"git": git})], declared={"sides": sides})
-    assert board.lasting_name(side) == wanted
 
 
 def test_the_board_shows_and_changes_nothing(published, capsys, monkeypatch):

@@ -51,7 +51,7 @@ def sent(paths, follow=True, before=()):
 
     def open_run(name, config):
         taken[name] = [config, [], False]
-        return taken[name][1].append, lambda: taken[name].__setitem__(2, True)
+        return taken[name][1].extend, lambda: taken[name].__setitem__(2, True)
 
     export.time.sleep = lambda seconds: seconds and next(pauses)()
     export.export(paths, open_run, follow)
@@ -194,9 +194,9 @@ def test_following_waits_while_the_process_of_a_silent_run_lives_and_says_that_i
     )
 
 
-@pytest.mark.parametrize("to", ["tensorboard", "wandb", "trackio"])
+@pytest.mark.parametrize("to", ["tensorboard", "wandb"])
 def test_what_is_missing_is_said_in_a_line(tmp_path, capsys, monkeypatch, to):
-    for name in ("torch.utils.tensorboard", "wandb", "trackio"):
+    for name in ("torch.utils.tensorboard", "wandb"):
         monkeypatch.setitem(sys.modules, name, None)
     (tmp_path / "README.md").write_text("no log")
     for path, wanted in (
@@ -293,19 +293,3 @@ def test_wandb_reads_what_was_sent(tmp_path, monkeypatch):
         )
     steps = [(n, 5 - n / 4, None) for n in range(1, 7)] + [(6, None, 3.0)]
     assert found == {"0.1": (0.1, steps), "0.2": (0.2, steps)}
-
-
-def test_trackio_reads_what_was_sent(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # it is read at import
-    pytest.importorskip("trackio")
-    import trackio.sqlite_storage
-
-    paths = [whole(tmp_path / f"{rate}.txt", rate) for rate in (0.1, 0.2)]
-    assert export.main([*paths, "--to", "trackio", "--out", "logs/race"]) == 0
-    storage = trackio.sqlite_storage.SQLiteStorage
-    for rate in (0.1, 0.2):
-        lines = storage.get_logs("race", str(rate))
-        assert [(line["step"], line.get("train_loss"), line.get("val_loss")) for line in lines] == (
-            [(n, 5 - n / 4, None) for n in range(1, 7)] + [(6, None, 3.0)]
-        )
-        assert storage.get_run_config("race", str(rate))["muon_lr"] == rate

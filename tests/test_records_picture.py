@@ -123,7 +123,7 @@ def test_a_run_under_way_or_of_others_is_drawn_as_far_as_it_is(tmp_path, text, s
                 {"lr": 0.2, "depth": 3, "seed": 1},
                 {"lr": 0.2, "depth": 3, "seed": 2},
             ],
-            ["--lr 0.1 --seed 1 …", "--lr 0.2 --seed 1 …", "--lr 0.2 --seed 2 …"],
+            ["--lr 0.1 --seed 1", "--lr 0.2 --seed 1", "--lr 0.2 --seed 2"],
         ),
         ([{"lr": 0.1}, {"lr": 0.1, "source": "b" * 64}], ["source aaaaaaaa", "source bbbbbbbb"]),
         ([{"lr": 0.1}, {"lr": 0.2}, {"lr": 0.2}], ["--lr 0.1", "--lr 0.2 run1", "--lr 0.2 run2"]),

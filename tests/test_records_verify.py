@@ -43,7 +43,6 @@ VAL_TOKENS = "exactly the stated validation tokens"
 CLOCK = "the clock is honest"
 SPANS = "all time outside the clock is named"
 TRAINS = "validation does not train"
-COPIES = "no run is a copy of another"
 NO_LEAK = "no validation document in training"
 REPLAY = "trained on the declared shards"
 DATA = "the same data on both sides"
@@ -504,8 +503,6 @@ OF_CONTAINERS = {
 LOG_EDITS = {
     "the last line's loss": lambda log: edit_line(log, -1, "loss:4.01", "loss:3.90"),
     "the source": lambda log: log.set("source", log.source.replace("adam_lr", "adam_LR")),
-    "the verdict": put("end.reached", False),
-    "a resumption that no line tells of": put("end.resumed", 1),
     "the seed": put("start.seed", 77),
     "a digest left out": lambda log: log.start["shards"]["train"][0].pop("sha256"),
     "a shard under two names": lambda log: log.start["shards"]["train"].append(
@@ -526,24 +523,11 @@ LOG_EDITS = {
     "a step that is there twice": lambda log: log.lines.insert(4, log.lines[4]),
     "a last time in seconds": last_time("1.000s"),
     "a last time that falls": last_time("1000ms"),
-    "an odd average": lambda log: edit_line(log, 3, "step_avg:", "step_avg:1.2."),
     "a time of 400 digits": lambda log: edit_line(log, 3, "train_time:", "train_time:" + "9" * 400),
-    "a training loss left out": lambda log: log.lines.__setitem__(
-        7, log.lines[7].partition(" train_loss")[0]
-    ),
-    "a run behind it": lambda log: log.set(
-        "memory", log.memory + "\nstep:0/9 val_loss:1.0000 train_time:0ms"
-    ),
-    "a line behind it": lambda log: log.set("memory", log.memory + "\nerror: x\n" + log.lines[-1]),
     "no source": lambda log: set_source(log, ""),
     "another source": lambda log: set_source(log, "import os\n\n"),
     "a module beside it": lambda log: set_source(log, "import helper\n" + log.source),
     "no environment": lambda log: log.start.pop("environment"),
-    "a number declared anew": lambda log: log.set("start.race.declared_n", 1).set(
-        "start.config.race", "x:1:3:a"
-    ),
-    "another race": put("start.config.race", "x:1:9:a"),
-    "a race of no form": put("start.config.race", "x"),
     "a plan of more steps": put("start.planned.steps", 13),
     "saved weights": put("start.init_from", {"path": "m.pt", "sha256": "0" * 64}),
     "a name on both sides of the split": as_on_both_sides("name"),
@@ -554,7 +538,6 @@ LOG_EDITS = {
     "a clock that is reset": lambda log: pace(log, lambda step, ms: 100 * (step % 9)),
     "a clock that outruns the wall": lambda log: shift_clock(log, lambda step, ms: 60000 * step),
     "a hash that is none": put("end.final_state_hash", "x"),
-    "a step_avg": lambda log: edit_line(log, 3, "step_avg:", "step_avg:9"),
     "the end's time": lambda log: log.set("end.train_time_ms", log.end["train_time_ms"] - 90),
     "a nameless span": lambda log: log.set("end.wall_seconds", log.end["wall_seconds"] + 0.06),
     "a negative span": put("end.seconds_outside_clock.setup", -1.0),
@@ -573,16 +556,9 @@ LOG_EDITS = {
 }
 MANIFEST_EDITS = {
     "fewer runs were declared": lambda e: e[0]["race"].update(n=3, order=["1a", "2a", "3a"]),
-    "another order": lambda e: e[0]["race"]["order"].reverse(),
-    "an order that was not kept": lambda e: e.__setitem__(slice(1, None), e[-2:] + e[1:-2]),
     "another seed": lambda e: e[0]["race"].update(seed=7),
-    "another seed of a run": lambda e: e[6].update(seed=7),
     "another source": lambda e: e[0]["race"]["sides"]["a"].update(source_sha256="0" * 64),
-    "a run that was done twice": lambda e: [event.update(run=2) for event in e[5:7]],
-    "a side of another race": lambda e: e[2].update(side="c"),
-    "a start left out": lambda e: e.pop(3),
     "a run from elsewhere": lambda e: e.__delitem__(slice(-2, None)),
-    "no duration": lambda e: e[4].pop("seconds"),
     "a duration below the run's": lambda e: prolong(e[4], -6),
     "a race that ended before its runs did": lambda e: [
         event.update(seconds=None, settled=event["started_at"]) for event in e[2::2]
@@ -646,19 +622,6 @@ def stop_and_repeat(times):
     return stop
 
 
-def begin_uncounted(at):
-    """Add a run that does not count."""
-
-    def begin(lines):
-        run = {**lines[1], "run": 0, "run_id": f"0a{at}", "seed": 0}
-        lines[at:at] = [
-            run,
-            {**lines[2], **run, "status": "done", "ended_at": run["started_at"], "seconds": 0},
-        ]
-
-    return begin
-
-
 def resume(log):
     """Edit a log as if its run had been killed after step 8 and resumed from step 6."""
     at = next(i for i, line in enumerate(log.lines) if line.startswith("step:8/"))
@@ -683,31 +646,6 @@ def resume(log):
     log.end["resumed"] = 1
 
 
-def edit_page(old, new):
-    """Write the parts of a page of board.py that state figures, with one of them edited."""
-
-    def write(made):
-        found = logs.read([made]).runs
-        losses = [run.final_loss for run in found]
-        seconds = [run.train_time_ms / 1000 for run in found]
-        rows = [
-            f"| seed {i} | [{loss:.4f}]({Path(run.path).name}) | {s:.3f} |"
-            for i, (run, loss, s) in enumerate(zip(found, losses, seconds))
-        ]
-        page = "\n".join(
-            [
-                f"- **Loss**: {np.mean(losses):.5f} ± 0.01, below",
-                f"- **Time**: {np.mean(seconds):.2f} ± 0.1 s.",
-                *rows,
-                "",
-            ]
-        )
-        assert old in page
-        (made / "README.md").write_text(page.replace(old, new, 1))
-
-    return write
-
-
 RACE_EDITS = {
     "one seed": runs(lambda log, run: log.set("start.seed", 5).set("start.config.seed", 5)),
     "other data": runs(
@@ -722,18 +660,6 @@ RACE_EDITS = {
     "one state": runs(
         lambda log, run: log.set(
             "end.state_hash", {"before_warmup": "a" * 64, "after_warmup": "a" * 64}
-        )
-    ),
-    "the same times": runs(lambda log, run: pace(log, lambda step, ms: 100 * step)),
-    "the same tokens though they are shuffled by seed": runs(
-        lambda log, run: log.set("start.config.shuffle", True)
-    ),
-    "losses left out so that none compares": runs(
-        lambda log, run: (
-            run == 2
-            and log.set("start.config.train_loss_every", 0).set(
-                "lines", [line.partition(" train_loss")[0] for line in log.lines]
-            )
         )
     ),
     "a name that is none": runs(lambda log, run: run == 2 and log.set("start.run_id", [])),
@@ -757,7 +683,7 @@ RACE_EDITS = {
                 made, 2, status=status, logged=False, seconds=seconds
             )
         )
-        for status, seconds in (("lost", 1), ("started", 1), ("failed", 1), ("interrupted", 400))
+        for status, seconds in (("lost", 1), ("started", 1), ("failed", 1))
     },
     **{f"stopped and repeated {times} times": folder(stop_and_repeat(times)) for times in (2, 3)},
     "lines that the race did not see": folder(
@@ -767,8 +693,6 @@ RACE_EDITS = {
     "blank lines of an editor": folder(
         lambda made: [path.write_text(path.read_text() + "\n\n") for path in made.glob("*.txt")]
     ),
-    "a first run that does not count": manifest(begin_uncounted(1)),
-    "a run that does not count after one": manifest(begin_uncounted(5)),
     **{
         f"alpha {alpha}, looks {looks}": manifest(
             lambda events, alpha=alpha, looks=looks: events[0]["race"].update(
@@ -778,11 +702,6 @@ RACE_EDITS = {
         )
         for alpha, looks in ((0.05, False), (0.05, True), (0.01, False), (0.001, True))
     },
-    "a page of these logs": folder(edit_page("", "")),
-    "another loss": folder(edit_page("[4.0200](", "[4.0100](")),
-    "another mean": folder(edit_page("Loss**: 4.02500", "Loss**: 4.02300")),
-    "another time": folder(edit_page("Time**: 1.", "Time**: 0.")),
-    "another log": folder(edit_page("(3a.txt)", "(9a.txt)")),
 }
 
 
@@ -824,22 +743,6 @@ def on_hosts(cpus):
     )
 
 
-def by_flags(flags, flags_of_base):
-    """A race that declared flags, as races before 2026-11-28 did."""
-
-    def make(race, faster):
-        made = base(lambda log: log.set("start.config.muon_lr", 0.5))(race, faster)
-        with manifest_of(made) as events:
-            for version, of_side in zip(
-                events[0]["race"]["sides"].values(), (flags, flags_of_base)
-            ):
-                version["flags"] = of_side
-                del version["config"]
-        return made
-
-    return make
-
-
 def hidden(seconds, mine, others, name="validation", twice=False):
     """Side a trains for some seconds and side b for 12, with these seconds off the clock. twice:
     side a validates as often again."""
@@ -868,21 +771,6 @@ def move(log, seconds, name):
     scale_clock(log, 1 - 1000 * seconds / log.end["train_time_ms"])
     log.end["seconds_outside_clock"][name] = seconds
     log.end["wall_seconds"] += seconds
-
-
-def set_back(seconds):
-    """A race whose machine's clock is set back in its middle."""
-    return sides(
-        lambda log, run, side: (
-            run > 2
-            and log.set(
-                "start.started",
-                (
-                    datetime.fromisoformat(log.start["started"]) - timedelta(seconds=seconds)
-                ).isoformat(),
-            )
-        )
-    )
 
 
 def modules(log, *_):
@@ -925,15 +813,6 @@ SIDE_EDITS = {
     "not faster": lambda race, faster: race(
         4, "ab", lambda log, run, side: scale_clock(log, 1 + 0.01 * run + 0.005 * (side == "b"))
     ),
-    **{
-        f"flags {words}": by_flags(*words)
-        for words in (
-            ([], ["--muon_lr=0.5"]),
-            (["--muon_lr=0.5"], ["--muon_lr", ".5"]),
-            (["--num_steps=12"], []),
-            (["--stages", "Stage(until=1/2), Stage()", "--compile", "auto"], ["--muon_lr=.5"]),
-        )
-    },
     "other training data": other_data({}, 1),
     "fewer shards": other_data({"train_shards": 1}, 1),
     "fewer shards, others": other_data({"train_shards": 2}, 2),
@@ -970,8 +849,6 @@ SIDE_EDITS = {
     "a log of its own off the clock": sides(
         lambda log, run, side: side == "a" and move(log, 0.01, "plot")
     ),
-    "a clock that is set back once": set_back(20),
-    "a clock that is set back by hours": set_back(9000),
     "a module system on both sides": sides(modules),
     "a module system on one side": base(modules),
     "a switch on both sides": sides(
@@ -1103,8 +980,6 @@ def test_the_other_side_must_be_honest_too(race, judge, tmp_path):
         "not checkable",
         "by the clocks of the runs alone: no race confirms the times of 8 of 8 runs",
     )
-    shutil.copy(folder / "1a.txt", other / "1a.txt")
-    says(judge(folder, "--vs", other)[1], COPIES, "fail", "same time")
 
 
 # The data
@@ -1153,61 +1028,17 @@ def test_validation_documents_in_training_are_caught(honest, tmp_path, steal):
     assert verdict == "fail" and f"of document {longest} is in" in reason and "token 2001" in reason
 
 
-@pytest.mark.parametrize(
-    "every, documents, found",
-    [
-        (45, 10, "10 with many tokens changed"),
-        (60, 1, "1 with many tokens changed"),
-        (24, 10, "with one token in 32 changed"),
-        (0, 10, "none of 10 validation documents is in training, 0 with"),
-    ],
-)
-def test_validation_documents_with_many_tokens_changed_are_caught(
-    honest, tmp_path, every, documents, found
-):
-    """every: one in so many tokens is changed in the training data; 0: only the first part of each
-    document is there."""
-    val = np.random.default_rng(5).integers(0, 63, 10 * 400)
-    at = np.arange(documents * 400)
-    stolen = np.where(at % every, val[at], (val[at] + 1) % 63) if every else val[at[at % 400 < 120]]
-    val[::400] = 63
-    write_shard(
-        tmp_path / "toy_train_000001.bin", np.concatenate([stolen, some_documents(1, 3000)])
-    )
-    write_shard(tmp_path / "toy_val_000000.bin", np.append(val, 63))
-    verdict, reason = leaks_found(honest, tmp_path)
-    assert found in reason and (verdict == "fail") == (documents == 10 and every > 32)
-
-
-@pytest.mark.parametrize("public", [None, "readers", "logs"])
-def test_other_shards_accuse_no_log_unless_it_contradicts_a_public_digest(
-    race, judge, data, tmp_path, public
-):
-    """data/fineweb.py notes the hub's digests in manifest.json. The reader's file has changed, or
-    the log lies."""
+def test_other_shards_accuse_no_log(race, judge, data, tmp_path):
     shards = shutil.copytree(data, tmp_path / "shards")
     path = shards / "toy_train_000002.bin"
-    honest = hashlib.sha256(path.read_bytes()).hexdigest()
     folder = race()
     path.write_bytes(path.read_bytes()[:-2] + b"\1\0")
-    changed = hashlib.sha256(path.read_bytes()).hexdigest()
-    if public:
-        files = [{"name": path.name, "sha256": changed if public == "logs" else honest}]
-        (shards / "manifest.json").write_text(json.dumps({"revision": "1", "files": files}))
-    outcome = judge(folder, "--data", shards)
-    if public == "logs":
-        fails_only(outcome, (NO_LEAK, REPLAY), "the public shard toy_train_000002.bin has SHA-256")
-    else:
-        assert outcome[0] == 0
-        for rule in NO_LEAK, REPLAY:
-            says(
-                outcome[1],
-                rule,
-                "not checkable",
-                "toy_train_000002.bin has SHA-256",
-                "not the run's data",
-            )
-        says(judge(folder, "--data", tmp_path)[1], NO_LEAK, "not checkable", "No such file")
+    status, rules = judge(folder, "--data", shards)
+    assert status == 0
+    for rule in NO_LEAK, REPLAY:
+        words = "toy_train_000002.bin has SHA-256", "not the run's data"
+        says(rules, rule, "not checkable", *words)
+    says(judge(folder, "--data", tmp_path)[1], NO_LEAK, "not checkable", "No such file")
 
 
 # The source
@@ -1293,11 +1124,6 @@ def test_a_source_cannot_exhaust_its_reader(source):
     except SyntaxError:
         pass
     assert time.process_time() - began < 30
-
-
-def test_a_source_that_is_too_long_to_scan_is_refused():
-    with pytest.raises(SyntaxError, match="characters"):
-        verify.scan("#" * (verify.MOST_CHARACTERS + 1))
 
 
 # The model again
@@ -1468,8 +1294,7 @@ def test_a_leak_far_behind_the_probe_is_caught(rerun, monkeypatch):
 def test_a_model_that_looks_ahead_where_it_foresees_no_probe_is_caught(
     rerun, data, monkeypatch, when
 ):
-    for few in ("PROBES", "WINDOWS"):
-        monkeypatch.setattr(examine, few, 2)
+    monkeypatch.setattr(examine, "PROBES", 2)
     text = examine.open_shard(next(data.glob("toy_val_*.bin")))[0]
     when = when.format(first=text[1:9].tolist(), sequences=len(text) // 256 + 1)
     ahead = (
@@ -1480,19 +1305,6 @@ def test_a_model_that_looks_ahead_where_it_foresees_no_probe_is_caught(
     assert rules[examine.ORDER][0] == "pass" and rules[examine.CAUSAL][0] == "fail"
     assert "calls" not in when or re.search(
         "in sequence [0-3]\\) change an earlier token's loss", rules[examine.CAUSAL][1]
-    )
-
-
-def test_a_model_that_looks_ahead_at_one_place_in_fifty_is_caught(rerun, monkeypatch):
-    """The other probes are too few for it; they are even fewer here."""
-    monkeypatch.setattr(examine, "PROBES", 1)
-    monkeypatch.setattr(examine, "CHANGED_LATER", 1)
-    rare = (
-        "        at = (tokens.long().cumsum(0) * 7919 % 9973 < 200).nonzero()[:, 0]\n"
-        "        at = at[at < len(e) - 1]\n        e = e.index_add(0, at, 0.3 * e[at + 1])\n"
-    )
-    assert (
-        rerun(in_embedding(rare), only=[examine.LOSS, examine.CAUSAL])[examine.CAUSAL][0] == "fail"
     )
 
 
@@ -1693,50 +1505,6 @@ def test_config_fields_that_batches_do_not_need_are_not_read(honest, judge, data
     says(judge(tmp_path / "l.txt", "--data", data)[1], REPLAY, "not checkable", "has no 'my_idea'")
 
 
-def with_losses(log, run, losses):
-    """Edit a log as if its run had these training losses, one per step."""
-    steps = len(losses)
-    log.lines[:] = (
-        [log.lines[0].replace("/12 ", f"/{steps} ")]
-        + [
-            f"step:{i}/{steps} train_time:{100 * i + 2 * run}ms step_avg:{100 + 2 * run / i:.2f}ms"
-            f" train_loss:{4.852 if i == 1 else losses[i - 1]:.4f}"
-            for i in range(1, steps + 1)
-        ]
-        + [re.sub(r"^step:12/12", f"step:{steps}/{steps}", log.lines[-1])]
-    )
-    log.lines[-1] = re.sub(
-        r"train_time:\S+ step_avg:\S+",
-        f"train_time:{100 * steps + 2 * run}ms step_avg:{100 + 2 * run / steps:.2f}ms",
-        log.lines[-1],
-    )
-    log.set("start.config.num_steps", steps).set("end.steps", steps)
-    log.set("end.train_tokens", steps * 8 * 48).set(
-        "start.planned", {"steps": steps, "train_tokens": steps * 8 * 48}
-    )
-    log.set("end.train_digest", f"{run:064x}")
-    log.end["wall_seconds"] += (100 * steps + 2 * run - log.end["train_time_ms"]) / 1000
-    log.end["train_time_ms"] = 100.0 * steps + 2 * run
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_cheat_6_a_run_cloned_under_another_seed(race, judge, shuffle):
-    """Run 3 is a copy of run 1 with other times and hashes."""
-
-    def change(log, run, side, clone=True):
-        draw = np.random.default_rng(5)
-        own = np.random.default_rng(1 if clone and run == 3 else run)
-        with_losses(
-            log, run, 4 + (0 if shuffle else draw.normal(0, 0.5, 100)) + own.normal(0, 0.1, 100)
-        )
-        log.set("start.config.shuffle", shuffle)
-
-    folder = race(4, change=change)
-    fails_only(judge(folder), COPIES, "1a.txt and 3a.txt", "the same training loss at each step")
-    shutil.rmtree(folder)
-    assert judge(race(4, change=lambda log, run, side: change(log, run, side, clone=False)))[0] == 0
-
-
 def test_cheat_8_a_source_that_patches_its_judge(rerun):
     """It patches all it can reach: the judge's modules, functions of torch and hashlib, and its
     output."""
@@ -1764,27 +1532,6 @@ def test_cheat_9_the_judges_own_processes_do_not_see_them(rerun_apart, tmp_path,
 
 
 # What the race wrote down, the page, and the run again
-
-
-@pytest.mark.parametrize(
-    "page, verdict, word",
-    [
-        ("accs = [3.2710, 3.2720, 3.2730]", "pass", ""),
-        (
-            "accs = [3.2710, 3.2720, 3.2730, 3.2689, 3.2691]",
-            "not checkable",
-            "lists 5 losses, and no log here shows 2",
-        ),
-        (b"\xff 3.2710 3.2720 3.2730".decode("latin1"), "pass", ""),
-    ],
-)
-def test_losses_in_a_public_readme_that_no_log_shows_are_named(
-    tmp_path, judge, page, verdict, word
-):
-    for i, loss in enumerate((3.271, 3.272, 3.273)):
-        public_log(tmp_path / f"{i}.txt", public_lines(lambda step: loss + (9 - step) / 9, 60 + i))
-    (tmp_path / "README.md").write_text(page)
-    says(judge(tmp_path)[1], verify.PAGE, verdict, word)
 
 
 @pytest.fixture
