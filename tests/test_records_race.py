@@ -275,7 +275,6 @@ def test_every_tool_takes_the_latest_race_and_names_its_sides_alike(repo, capsys
         (stats, 1),
         (verify, 1),
         (picture, 0),
-        (logs, 0),
         (export, 0, "--to", "csv", "--out", "out"),
     ):
         assert tool.main(["latest", *words]) == status
