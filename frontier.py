@@ -624,6 +624,7 @@ RECORD_92 = replace(
         Layer("removed", adds="x0 ngrams"),
         Layer("paired", narrow="qk", adds="x0 ngrams"),
         Layer(skip_from=3),  # record 45
+        # layer 7, without attention and MLP: its output is the backout, see backout_layer
         Layer("removed", adds="x0", mlp=0),
         Layer("short", narrow="qkv", value_table=2, reads_backout=True, mlp=2),
         Layer("removed", adds="ngrams"),
@@ -733,7 +734,7 @@ def first_untied_step(config: Config) -> int:
 
 
 class GPT(nn.Module):
-    """The model of record 89. Processes one packed sequence [T] at a time."""
+    """The model of records 89 and 92. Processes one packed sequence [T] at a time."""
 
     def __init__(self, config: Config, encoding: Encoding):
         super().__init__()

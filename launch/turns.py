@@ -25,8 +25,10 @@ import time
 
 MIN_TURNS = 8
 WARM_TURNS = 2  # left out
-BUDGET_S = 20
 WIDTH = 0.005  # of the ratio's interval, when it suffices
+BUDGET_S = 20  # for that width
+WIDE = 0.03  # an interval that is wider, on a busy machine, gets
+LONG_S = 80
 DOUBT = 0.001  # p of turns that contradict the same work
 LARGE = 0.005  # a smaller contradiction comes from the machine
 START_S = 600  # for a side to start and compile
@@ -114,7 +116,7 @@ def measure(idea, base, say):
 
 
 def alternate(*sides):
-    """Let two SideProcesses step by turns until their ratio is known, or BUDGET_S is over."""
+    """Let two SideProcesses step by turns until their ratio is known, or the budget is spent."""
     import numpy as np
     import scipy.stats
     import same_loss
@@ -129,7 +131,7 @@ def alternate(*sides):
         )
         same = None not in works[0] and works[0] == works[1]
         seconds = []
-        until = time.monotonic() + BUDGET_S
+        began = time.monotonic()
         while True:
             order = (0, 1) if len(seconds) % 2 else (1, 0)
             turn = [0.0, 0.0]
@@ -146,7 +148,9 @@ def alternate(*sides):
                 LARGE, error * scipy.stats.t.isf(DOUBT / 2, speed.df)
             )
             low, high = same_loss.interval_of(speed)
-            if same and not doubt or high - low < WIDTH or time.monotonic() > until:
+            budget = LONG_S if high - low > WIDE else BUDGET_S
+            over = time.monotonic() - began > budget
+            if same and not doubt or high - low < WIDTH or over:
                 break
     return {
         "same_work": bool(same and not doubt),

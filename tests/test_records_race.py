@@ -623,7 +623,7 @@ def test_of_several_ideas_one_that_fails_is_out_and_the_others_are_judged(repo, 
 
 def test_times_by_turns_and_the_same_work_of_the_real_script(tmp_path, monkeypatch):
     """Two sides of one rank: a rate changes no operation, fewer heads do."""
-    monkeypatch.setattr(race.turns, "BUDGET_S", 2)
+    monkeypatch.setattr(race.turns, "LONG_S", 2)
     flags_of_all = as_flags({**TINY, **write_corpus(tmp_path, train=(9000,))})
 
     def side(*flags):
