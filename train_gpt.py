@@ -64,6 +64,7 @@ if __name__ == "__main__" or getattr(sys.modules["__main__"], "STARTS_A_RUN", Fa
 
 import argparse
 import ast
+import base64
 import collections
 import difflib
 import errno
@@ -377,6 +378,9 @@ class Config(SyncSettings, StageValues):
     val_tokens: int = option(
         10_485_760, "validation tokens, from the start of the split (0: all)", min=0
     )
+    val_skip: int = option(
+        0, "validation tokens before them, left out: a race that confirms reads others", min=0
+    )
     val_len: int = option(4 * 64 * 1024, "tokens per validation sequence")
     val_every: int = option(250, "steps between validations (0: only at the end)", min=0)
 
@@ -659,6 +663,39 @@ PRESETS = {
         save_model=True,
     ),
 }
+# Test benches: is an idea likely to help the speedrun? bench/known_ideas.py scores them. A small
+# transformer for two CPU cores, and three tenths of speedrun for one GPU
+PRESETS["bench"] = replace(
+    PRESETS["laptop"],
+    target_val_loss=0.0,
+    max_document_tokens=513,
+    val_tokens=128 * 1024,
+    layers="S0M LM SM+0 L0M",
+    model_dim=128,
+    num_heads=4,
+    backout_layer=2,
+    ngrams=(),
+    lazy_tables=False,
+    doc_copy=False,
+    num_steps=200,
+    stages=(Stage(until=1 / 2, long_window=4), Stage(long_window=8)),
+    final_window=8,
+    lr_floor=0.1,
+    param_groups=(),
+    adam_lr=0.008,
+    adam_beta1=0.65,
+    adam_beta2=0.95,
+    muon_lr=0.04,
+    muon_momentum_rise=27,
+    muon_momentum_fall=5,
+    save_model=False,
+)
+PRESETS["bench_gpu"] = replace(
+    PRESETS["speedrun"],
+    target_val_loss=0.0,
+    num_steps=670,
+    **PRESETS["speedrun"].shortened(670),
+)
 
 # Titles of --help. A title covers the fields from its key to the next key, in the order of the
 # fields
@@ -1524,21 +1561,24 @@ def even_order(count: int, begin: float) -> np.ndarray:
     return ((np.arange(count) * GOLDEN_RATIO + begin) % 1).argsort()
 
 
-def validation_sequences(shards: list[Shard], tokens: int, length: int) -> np.ndarray:
-    """Cut the first `tokens` predictions (0: all) into sequences, int32 [sequences, length + 1].
+def validation_sequences(
+    shards: list[Shard], tokens: int, length: int, skip: int = 0
+) -> np.ndarray:
+    """Cut `tokens` predictions (0: all) after `skip` into sequences, int32 [sequences, length + 1].
 
     With tokens = 0 the last sequence is padded with -1, which the loss ignores.
     """
-    wanted = max(2, tokens + 1 if tokens else sum(shard.tokens for shard in shards))
+    end = skip + max(2, tokens + 1) if tokens else sum(shard.tokens for shard in shards)
     begins = accumulate((shard.tokens for shard in shards), initial=0)
-    held = [load_tokens(shard) for shard, begin in zip(shards, begins) if begin < wanted]
-    stream = np.concatenate(held)[:wanted].astype(np.int32)
+    held = [load_tokens(shard) for shard, begin in zip(shards, begins) if begin < end]
+    stream = np.concatenate(held)[:end].astype(np.int32)
     require(
-        len(stream) >= wanted,
-        f"validation needs {wanted} tokens, and {len(shards)} shard(s) like {shards[0].path} hold"
-        f" {len(stream)}; fetch the whole split, or lower --val_tokens (a multiple of --val_len; 0:"
-        " all)",
+        len(stream) >= end > skip + 1,
+        f"validation needs {max(end, skip + 2)} tokens, and {len(shards)} shard(s) like"
+        f" {shards[0].path} hold {len(stream)}; fetch the whole split, or lower --val_tokens (a"
+        " multiple of --val_len; 0: all) or --val_skip",
     )
+    stream = stream[skip:]
     require(
         (stream == shards[0].encoding.bos_id).any(),
         f"{shards[0].path}: no BOS begins a document; create it again",
@@ -1595,6 +1635,24 @@ VERSION = 1
 # for headers without an encoding
 GPT2_VOCAB = 50257
 GPT2_BOS = 50256
+
+
+BYTES_VOCAB = 257  # bytes and BOS
+
+
+def count_bytes(shard: Shard, targets: np.ndarray) -> int:
+    """Count the bytes of text that targets of a shard (-1: none) stand for.
+
+    Return 0 if the tokens of its vocabulary are unknown: data/ writes GPT-2's beside its shards.
+    """
+    path = shard.path.with_name("gpt2.tiktoken")
+    lengths = np.zeros(shard.encoding.vocab_size + 1, int)  # the last is that of -1
+    if shard.encoding.vocab_size == BYTES_VOCAB:
+        lengths[: BYTES_VOCAB - 1] = 1
+    elif shard.encoding.vocab_size == GPT2_VOCAB and path.is_file():
+        words = [line.split()[0] for line in path.read_bytes().splitlines()]
+        lengths[: len(words)] = [len(base64.b64decode(word)) for word in words]
+    return int(lengths[targets].sum())
 
 
 def find_shards(pattern: str, limit: int = 0) -> list[Shard]:
@@ -2544,7 +2602,7 @@ class TrainingLoop:
             self.config = config
             self.losses = TrainLosses(config, comm, self.clock, log)
             self.val_sequences = validation_sequences(
-                self.shards["val"], config.val_tokens, config.val_len
+                self.shards["val"], config.val_tokens, config.val_len, config.val_skip
             )
             if comm.rank == 0:
                 check_apart(self.shards["train"], self.shards["val"], self.val_sequences)
@@ -4993,6 +5051,8 @@ def finish(loop: TrainingLoop, loss: float, val_tokens: int) -> None:
         with clock.off("saving"):
             saved_as = f"\nmodel: {save_model(loop)}"
     allocated, reserved = peak_memory_mib(worker.device)
+    val_bytes = count_bytes(loop.shards["val"][0], loop.val_sequences[:, 1:])
+    bits = loss * val_tokens / math.log(2) / val_bytes if val_bytes else None
     reached = loss <= c.target_val_loss
     wall_seconds = clock.state()["wall"]
     result = {
@@ -5003,6 +5063,7 @@ def finish(loop: TrainingLoop, loss: float, val_tokens: int) -> None:
         "train_tokens": tokens_of_steps(c, c.num_steps),
         "train_digest": digest,
         "val_tokens": val_tokens,
+        "bits_per_byte": bits,
         "train_time_ms": clock.elapsed,
         "wall_seconds": wall_seconds,
         "seconds_outside_clock": clock.outside,
@@ -5019,13 +5080,15 @@ def finish(loop: TrainingLoop, loss: float, val_tokens: int) -> None:
     if worker.comm.rank == 0:
         verdict = ""
         target = ""
+        in_bits = f" ({bits:.4f} bits per byte)" if bits else ""
         if c.target_val_loss:
             verdict = f"target {'reached' if reached else 'missed'}: "
             target = f" target {c.target_val_loss:g},"
         remove_files(spare_files(loop, keep=0))
         log.say(
-            f"\n{verdict}validation loss {loss:.4f},{target} after {clock.elapsed / 1000:.1f} s of"
-            f" training and {wall_seconds:.0f} s in all{saved_as}\nlog: {log.path}"
+            f"\n{verdict}validation loss {loss:.4f}{in_bits},{target} after"
+            f" {clock.elapsed / 1000:.1f} s of training and {wall_seconds:.0f} s in all{saved_as}"
+            f"\nlog: {log.path}"
         )
 
 

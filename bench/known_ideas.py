@@ -80,22 +80,10 @@ IDEAS = (
     Idea("no skip connections", "worse", "11", values('layers=re.sub(r"[+][0-9]+", "", c.layers)')),
     Idea("no shortcut of x0", "worse", "9", (("mix[1] * context.x0", "0 * mix[1] * context.x0"),)),
     Idea(
-        "no attention gate",
-        "worse",
-        "28",
-        (("sigmoid(F.linear(x[:, :GATE_DIM]", "sigmoid(0 * F.linear(x[:, :GATE_DIM]"),),
-    ),
-    Idea(
         "short windows alone",
         "worse",
         "12",
         values("final_window=1, stages=tuple(replace(s, long_window=1) for s in c.stages)"),
-    ),
-    Idea(
-        "half the learning rates",
-        "worse",
-        "44",
-        values("muon_lr=c.muon_lr / 2, adam_lr=c.adam_lr / 2"),
     ),
     Idea(
         "twice the learning rates",

@@ -89,6 +89,17 @@ FEWEST = 3  # runs of each side, of several ideas
 # one-sided p, after a round from the third on, at which an idea that is slower leaves a race of
 # several: one in 200 a round leaves that would not have lost
 LEAVES = 0.005
+# what CHECK says of a side
+LEARNED_OF_SIDES = (
+    "program",
+    "config",
+    "target",
+    "validation",
+    "skipped",
+    "steps",
+    "machine",
+    "data",
+)
 
 # Before any run: the script checks its flags, opens its data, and says what sides must have in
 # common
@@ -137,6 +148,7 @@ print(json.dumps({
     "config": {"preset": preset, **json.loads(described)},
     "target": config.target_val_loss,
     "validation": [config.val_len, config.val_tokens, *((s.path.name, s.tokens) for s in val)],
+    "skipped": getattr(config, "val_skip", None),
     "steps": config.num_steps,
     "machine": [TORCH, t.nvidia_smi("name,driver_version") if gpus else MODEL],
     "data": [(s.path.name, s.path.stat().st_mtime_ns, s.tokens) for s in train],
@@ -985,6 +997,7 @@ def confirm(manifest, found, verbose):
     idea = next(idea for idea in found["ideas"] if idea["name"] == found["best"])
     rate, _ = stats.rate_of(race, None)
     version = race["sides"][letter]
+    held_out = hold_out(version, base_of(race))
     steps = same_loss.steps_to_same_loss(version["steps"], idea["loss"]["difference"], rate)
 
     def change(sides):
@@ -992,15 +1005,19 @@ def confirm(manifest, found, verbose):
         chosen = sides[letter]
         sides.clear()
         for one in (chosen, base):
-            for name in ("config", "steps", "validation", "target", "data", "machine", "program"):
+            for name in LEARNED_OF_SIDES:
                 one.pop(name, None)
         sides["a"] = {**chosen, "flags": [*chosen["flags"], f"--num_steps={steps}"]}
         sides["a"]["name"] = f"{names[letter]} in {steps} steps"
         sides["b"] = {**base, "name": names[[*names][-1]]}
+        if held_out:
+            for one in sides.values():
+                one["flags"] = [*one["flags"], f"--val_skip={held_out}"]
 
     seed = race["seed"] + race["n"]
     further = further_race(manifest, change, confirms=found["best"], seed=seed)
-    say(f"confirms {found['best']}: {steps} steps, on new seeds")
+    where = f" and on the {held_out:,} validation tokens after those" if held_out else ""
+    say(f"confirms {found['best']}: {steps} steps, on new seeds{where}")
     second = start_race(further, verbose)
     if second["status"] == 130:
         return second
@@ -1021,6 +1038,15 @@ def confirm(manifest, found, verbose):
         found["status"] = second["status"] if second["status"] > 1 else 1
     manifest.write({"learned": {"answer": summary_of(found)}})
     return found
+
+
+def hold_out(*sides):
+    """Return how many validation tokens a confirming race leaves out and reads after them: those
+    of the race; 0 where a script or its shards have none."""
+    _, tokens, *shards = sides[0]["validation"]
+    held = sum(shard[1] for shard in shards)
+    knows = all(side["skipped"] == 0 for side in sides)
+    return tokens if knows and 2 * tokens < held else 0
 
 
 def confirmed(manifest):
@@ -1053,8 +1079,8 @@ def race_elsewhere(manifest, found, verbose):
                 flags = sides[side]["flags"]
                 sides[side]["flags"] = [*flags[:shared], *split_flags(words), *flags[shared:]]
                 sides[side]["name"] = name
-                for stale in ("config", "steps", "validation", "target", "data", "machine"):
-                    sides[side].pop(stale, None)
+                for name in LEARNED_OF_SIDES:
+                    sides[side].pop(name, None)
 
         say(f"elsewhere: {words}")
         there = start_race(further_race(manifest, change, elsewhere=words), verbose)

@@ -110,7 +110,7 @@ def test_unknown_and_ill_typed_flags_are_refused(argv, says, capsys):
 
 @pytest.mark.parametrize(
     "preset, titles, example",
-    [("laptop", {}, "(2245; laptop: 36)"), ("frontier", frontier.Config.help_groups, "1194")],
+    [("laptop", {}, "laptop: 36; bench: 200"), ("frontier", frontier.Config.help_groups, "1194")],
 )
 def test_help_names_every_flag_once_under_its_title(preset, titles, example, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -445,9 +445,9 @@ def test_ablations_of_a_preset_need_no_second_flag_and_a_preset_s_own_idle_value
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_presets_are_possible(preset, ranks):
-    """With up to eight ranks; the laptop preset with up to two."""
+    """With up to eight ranks; the presets for CPUs with up to two."""
     config = PRESETS[preset]
-    train_gpt.check_config(config, min(ranks, 2) if preset == "laptop" else ranks)
+    train_gpt.check_config(config, min(ranks, 2) if preset in ("laptop", "bench") else ranks)
     train_gpt.check_config(train_gpt.Config(**{**TINY, "layers": "SM", "backout_layer": 0}), ranks)
 
 
