@@ -1568,13 +1568,14 @@ def validation_sequences(
 
     With tokens = 0 the last sequence is padded with -1, which the loss ignores.
     """
-    end = skip + max(2, tokens + 1) if tokens else sum(shard.tokens for shard in shards)
+    wanted = skip + tokens + 1 if tokens else sum(shard.tokens for shard in shards)
+    end = max(skip + 2, wanted)
     begins = accumulate((shard.tokens for shard in shards), initial=0)
     held = [load_tokens(shard) for shard, begin in zip(shards, begins) if begin < end]
     stream = np.concatenate(held)[:end].astype(np.int32)
     require(
-        len(stream) >= end > skip + 1,
-        f"validation needs {max(end, skip + 2)} tokens, and {len(shards)} shard(s) like"
+        len(stream) >= end,
+        f"validation needs {end} tokens, and {len(shards)} shard(s) like"
         f" {shards[0].path} hold {len(stream)}; fetch the whole split, or lower --val_tokens (a"
         " multiple of --val_len; 0: all) or --val_skip",
     )

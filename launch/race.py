@@ -957,6 +957,13 @@ def judge(race, folder):
         for idea in found["ideas"]:
             if idea["verdict"] == stats.BETTER:
                 idea["verdict"] = RULE_BROKEN
+    base = base_of(race)
+    if found["best"] and base["config"]["preset"] == "laptop":
+        vs = names[[*names][-1]] if base["revision"] else found["best"]
+        say(
+            "laptop is a demonstration. Does it hold for a transformer? ./run.sh -n 3 --vs"
+            f" {shlex.quote(vs)} --preset bench"
+        )
     if found["sides"] or found["status"] < 2:
         say(
             f"to keep this {'trial' if race.get('trial') else 'race'} as a record: ./run.sh board"

@@ -1,5 +1,6 @@
 """Shards, packing of documents, the stream of batches, and damaged input."""
 
+import base64
 import dataclasses
 import hashlib
 import os
@@ -455,6 +456,8 @@ def test_validation_reads_the_first_tokens_in_order_across_shards(tmp_path):
     assert np.array_equal(some[:, :-1].ravel(), whole[:128]) and np.array_equal(
         some[:, 1:].ravel(), whole[1:129]
     )
+    held_out = train_gpt.validation_sequences(shards, 64, 32, skip=128)
+    assert np.array_equal(held_out[:, :-1].ravel(), whole[128:192])
     every = train_gpt.validation_sequences(shards, 0, 64)
     targets = every[:, 1:].ravel()
     assert (
@@ -464,6 +467,8 @@ def test_validation_reads_the_first_tokens_in_order_across_shards(tmp_path):
     )
     with pytest.raises(train_gpt.RunError, match="needs 257 tokens, and 2 .* hold 200"):
         train_gpt.validation_sequences(shards, 256, 64)
+    with pytest.raises(train_gpt.RunError, match="needs 257 tokens, and 2 .* hold 200"):
+        train_gpt.validation_sequences(shards, 128, 64, skip=128)
     write_shard(tmp_path / "empty.bin", [])
     with pytest.raises(train_gpt.RunError, match="needs 2 tokens, and 1 .* hold 0"):
         train_gpt.validation_sequences(train_gpt.find_shards(str(tmp_path / "empty.bin")), 0, 64)
@@ -484,3 +489,18 @@ def test_the_script_s_folder_may_have_wildcards_in_its_name(tmp_path, monkeypatc
     path = write_shard(folder / "t_0.bin", [BOS, 1])
     monkeypatch.setattr(train_gpt, "ROOT", folder)
     assert [shard.path for shard in train_gpt.find_shards("t_*.bin")] == [path]
+
+
+def test_bits_per_byte_count_the_text_of_targets_alone(tmp_path):
+    """BOS and padding are no text; GPT-2's tokens have the lengths that data/ writes."""
+    targets = np.array([[0, 65, 255, 256, -1]])
+    path = tmp_path / "v.bin"
+    of_bytes = train_gpt.Shard(path, 5, train_gpt.Encoding(257, 256))
+    assert train_gpt.count_bytes(of_bytes, targets) == 3
+    of_gpt2 = train_gpt.Shard(path, 5, train_gpt.Encoding(50257, 50256))
+    assert train_gpt.count_bytes(of_gpt2, targets) == 0
+    words = (base64.b64encode(b"x" * (1 + i % 3)).decode() for i in range(300))
+    (tmp_path / "gpt2.tiktoken").write_text(
+        "".join(f"{word} {i}\n" for i, word in enumerate(words))
+    )
+    assert train_gpt.count_bytes(of_gpt2, targets) == 1 + 3 + 1 + 2
