@@ -631,6 +631,7 @@ def answer(sides, found, claim=None, reason=None, looked=False):
                 "role": "base" if side is base and ideas else "idea" if ideas else "base",
                 "n": len(side.runs),
                 "loss": mean(side.losses),
+                "bits_per_byte": mean(side.bits) if all(side.bits) else None,
                 "seconds": None if side.untimed else mean(side.seconds),
             }
             for side in sides
@@ -710,6 +711,11 @@ class Side:
     @property
     def losses(self):
         return [run.exact_loss for run in self.runs]
+
+    @property
+    def bits(self):
+        """The final losses in bits per byte of text, None where a log does not state it."""
+        return [(run.end or {}).get("bits_per_byte") for run in self.runs]
 
     @property
     def seconds(self):

@@ -129,6 +129,7 @@ def test_the_loss_verdict_of_the_known_runs(new, judge):
                 "role": "base",
                 "n": 10,
                 "loss": {"mean": loss["mean"], "sd": loss["sd"]},
+                "bits_per_byte": None,
                 "seconds": {"mean": time["mean"], "sd": time["sd"]},
             }
         ]
