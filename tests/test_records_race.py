@@ -623,9 +623,15 @@ def test_of_several_ideas_one_that_fails_is_out_and_the_others_are_judged(repo, 
 
 
 def test_times_by_turns_and_the_same_work_of_the_real_script(tmp_path, monkeypatch):
-    """Two sides of one rank: a rate changes no operation, fewer heads do."""
-    monkeypatch.setattr(race.turns, "BUDGET_S", 2)
-    flags_of_all = as_flags({**TINY, **write_corpus(tmp_path, train=(9000,))})
+    """Two sides of one rank: a rate changes no operation, fewer micro-batches do."""
+    monkeypatch.setattr(race.turns, "BUDGET_S", 0.1)
+    small = {
+        "layers": "S0M LM",
+        "backout_layer": 0,
+        "warmup_steps": 0,
+        "stages": "Stage(until=1/2, long_window=3), Stage(long_window=7)",
+    }
+    flags_of_all = as_flags({**TINY, **write_corpus(tmp_path, train=(9000,)), **small})
 
     def side(*flags):
         def start_side(kind):
@@ -637,10 +643,19 @@ def test_times_by_turns_and_the_same_work_of_the_real_script(tmp_path, monkeypat
 
     same = race.turns.measure(side("--muon_lr=0.03"), side(), print)
     assert same["same_operations"] and same["turns"] >= race.turns.MIN_TURNS
-    other = race.turns.measure(side("--micro_batches=4"), side(), print)
+    other = race.turns.measure(side("--micro_batches=1"), side(), print)
     assert not other["same_operations"] and other["log_ratio"] < 0
-    with pytest.raises(race.turns.SideFailed, match="muon_lr"):
-        race.turns.measure(side("--muon_lr=nan"), side(), print)
+
+
+def test_sides_that_fail_are_asked_for_times_alone_and_say_why():
+    def side(kind):
+        fails = "import sys; sys.exit(f'error: no {sys.argv[1]}')"
+        return race.turns.SideProcess([sys.executable, "-c", fails, kind], 1)
+
+    said = []
+    with pytest.raises(race.turns.SideFailed, match="error: no time"):
+        race.turns.measure(side, side, said.append)
+    assert len(said) == 1 and "(error: no work)" in said[0]
 
 
 def test_holm_s_correction():

@@ -3,6 +3,7 @@ disturbed."""
 
 import fcntl
 import functools
+import gc
 import hashlib
 import json
 import os
@@ -423,6 +424,7 @@ def here(argv, capsys, kill_at=None):
                 return step(self, plan, batch)
 
             patch.setattr(train_gpt.Worker, "step", mortal_step)
+        gc.freeze()  # the run before unfroze all
         status = train_gpt.main(train_gpt.PRESETS, argv)
     printed = capsys.readouterr()
     return status, printed.out, printed.err
@@ -526,8 +528,12 @@ def test_a_resume_hashes_its_checkpoint_once(killed, capsys, monkeypatch):
 
 def test_run_ids_that_begin_one_another_share_no_checkpoint(flags, capsys, tmp_path):
     longer = ["a.step1", "a.step000002.ckpt", "[a]", "a "]
-    for run_id in ("a", *longer):
+    for run_id in ("a", longer[-1]):
         here(flags(run_id), capsys, kill_at=5)
+    for run_id in longer[:-1]:
+        for step in (2, 4):
+            (tmp_path / f"{run_id}.step{step:06}.ckpt").touch()
+    for run_id in ("a", *longer):
         saved = [tmp_path / f"{run_id}.step{step:06}.ckpt" for step in (2, 4)]
         assert train_gpt.checkpoints(tmp_path, run_id) == saved
     saved = train_gpt.checkpoints(tmp_path, "a")
