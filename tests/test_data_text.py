@@ -703,13 +703,19 @@ def run_on(tmp_path, capsys, train, val):
         "--val_len",
         "512",
         "--model_dim",
-        "8",
+        "16",
         "--num_heads",
         "1",
+        "--ngrams",
+        "",
+        "--lazy_tables",
+        "false",
         "--save_model",
         "false",
         "--log_dir",
         str(tmp_path / "logs"),
+        "--run_id",
+        train.stem,
         "--stages",
         "Stage()",
     ]
@@ -749,3 +755,4 @@ def test_a_run_refuses_training_shards_with_the_validation_text(tmp_path, capsys
     ):
         said = run_on(tmp_path, capsys, tmp_path / f"{train}.bin", tmp_path / f"{val}.bin")
         assert ("contain the validation text" in said) == refused, (train, val, said)
+        assert ("error" in said) == refused, said

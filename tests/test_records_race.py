@@ -1,6 +1,7 @@
 """launch/race.py: order, seeds, declaration, worktree, failure, Ctrl-C and resumption, with a
 script that trains nothing; and one run of the real script through the launcher."""
 
+import contextlib
 import errno
 import fcntl
 import functools
@@ -628,23 +629,36 @@ def test_times_by_turns_and_the_same_work_of_the_real_script(tmp_path, monkeypat
     small = {
         "layers": "S0M LM",
         "backout_layer": 0,
+        "micro_batches": 3,
         "warmup_steps": 0,
         "stages": "Stage(until=1/2, long_window=3), Stage(long_window=7)",
     }
     flags_of_all = as_flags({**TINY, **write_corpus(tmp_path, train=(9000,)), **small})
 
-    def side(*flags):
-        def start_side(kind):
-            words = [*race.ALONE, str(ROOT / "launch" / "turns.py"), "SOCKET", kind]
-            words += ["train_gpt.py", *flags_of_all, *flags]
-            return race.turns.SideProcess(words, 1, cwd=ROOT, env=race.environment())
+    class Side(race.turns.SideProcess):
+        """Of several comparisons: the test ends it."""
 
-        return start_side
+        def __init__(self, flag):
+            words = [*race.ALONE, str(ROOT / "launch" / "turns.py"), "SOCKET", "work"]
+            words += ["train_gpt.py", *flags_of_all, flag]
+            environment = {**race.environment(), "OMP_NUM_THREADS": "1"}
+            super().__init__(words, 1, cwd=ROOT, env=environment)
 
-    same = race.turns.measure(side("--muon_lr=0.03"), side(), print)
+        describe = functools.cache(race.turns.SideProcess.describe)
+
+        def __exit__(self, *_):
+            pass
+
+    with contextlib.ExitStack() as ended:
+        sides = [Side(flag) for flag in ("--muon_lr=0.03", "--seed=0", "--micro_batches=1")]
+        for side in sides:
+            ended.callback(super(Side, side).__exit__)
+        rate, base, few = (lambda kind, side=side: side for side in sides)
+        same = race.turns.measure(rate, base, print)
+        other = race.turns.measure(few, base, print)
     assert same["same_operations"] and same["turns"] >= race.turns.MIN_TURNS
-    other = race.turns.measure(side("--micro_batches=1"), side(), print)
     assert not other["same_operations"] and other["log_ratio"] < 0
+    assert all(side.process.returncode is not None for side in sides)
 
 
 def test_sides_that_fail_are_asked_for_times_alone_and_say_why():
