@@ -681,7 +681,7 @@ def test_wrong_words_are_refused_before_anything_is_started(script, tmp_path, ty
     [
         ("train_gpt.py", "my_idea"),
         ("frontier.py", "package.my_idea"),
-        ("launch/start.py", "my_idea"),
+        ("launch/start.py", "package.my_idea"),
     ],
 )
 def test_code_in_a_file_of_its_own_is_refused_in_one_line(script, tmp_path, program, beside):
