@@ -313,15 +313,7 @@ def forked(target: Callable, *arguments: Any, daemon: bool = False) -> multiproc
     module."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        [
-            "torch",
-            "train_gpt",
-            "frontier",
-            "gpt_speedrun",
-            "pytest",
-            "hypothesis",
-            "torch.distributed.run",
-        ]
+        "torch train_gpt frontier gpt_speedrun pytest hypothesis torch.distributed.run".split()
     )
     process = context.Process(target=_begin, args=(target, arguments), daemon=daemon)
     process.start()

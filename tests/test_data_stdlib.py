@@ -160,14 +160,8 @@ def test_other_files_are_left_out(library):
     text = b"x = 1  # a line of source that is long enough\n" * 10
     library("os.py", text)
     library("a/copy.py", text)
-    for name in (
-        "test/t.py",
-        "a/tests/t.py",
-        "site-packages/s.py",
-        "_sysconfigdata_x.py",
-        "config-3/c.py",
-        "a.so",
-    ):
+    names = "test/t.py a/tests/t.py site-packages/s.py _sysconfigdata_x.py config-3/c.py a.so"
+    for name in names.split():
         library(name, text + name.encode())
     library("latin.py", text + b"\xe9")
     library("small.py", b"pass\n")

@@ -240,7 +240,7 @@ def test_another_revision_runs_in_turn_from_a_worktree(repo, capsys):
     assert race.main(["-n", "3", "--vs", "HEAD~1", "--", "--seed", "40"]) == 0
     folder, described, events = only_race(repo)
     assert [f"{run}{side}" for run, side, _ in starts(events)] == described["order"]
-    assert described["order"] == ["1a", "1b", "2b", "2a", "3a", "3b"]
+    assert described["order"] == "1a 1b 2b 2a 3a 3b".split()
     assert all(seed == 40 + run for run, _, seed in starts(events))
     runs = logs.read([str(folder)]).runs
     runs = [run for run in runs if run.start["race"]["side"] != "short"]
@@ -495,14 +495,7 @@ def test_another_project_s_script_runs_in_turn_and_is_judged_by_the_same_figures
 ):
     assert race.main(["-n", "3", *against(), "--", "--slower", "7"]) == 0
     folder, described, events = only_race(repo)
-    assert [f"{run}{side}" for run, side, _ in starts(events)] == [
-        "1a",
-        "1b",
-        "2b",
-        "2a",
-        "3a",
-        "3b",
-    ]
+    assert [f"{run}{side}" for run, side, _ in starts(events)] == "1a 1b 2b 2a 3a 3b".split()
     own = {path.read_bytes() for path in (theirs / "logs").glob("*-*.txt")}
     assert len(own) == 3 and {path.read_bytes() for path in folder.glob("*b.txt")} == own
     shown = capsys.readouterr().out
@@ -570,13 +563,7 @@ def test_another_project_s_script_is_interrupted_with_the_race_and_goes_on(repo,
         ), said
     assert len(only_race(repo)[2]) == len(events)
     assert race.main([*resume, *against("sleepy")]) == 0
-    assert [f"{run}{side}" for run, side, _ in starts(only_race(repo)[2])] == [
-        "1a",
-        "1b",
-        "1b",
-        "2b",
-        "2a",
-    ]
+    assert [f"{run}{side}" for run, side, _ in starts(only_race(repo)[2])] == "1a 1b 1b 2b 2a".split()
     (theirs / "their_gpt.py").write_text(THEIRS + "# faster")
     assert race.main([*resume, *against("sleepy")]) == 2
     assert "train_gpt.py of theirs has changed" in capsys.readouterr().err
@@ -743,13 +730,7 @@ def test_an_interrupted_race_keeps_what_is_done_and_goes_on(repo, capsys, monkey
     manifest = (folder / "race.jsonl").read_text().replace('"sleepy"', '"lively"')
     (folder / "race.jsonl").write_text(manifest)
     assert race.main(["--resume", str(folder / "race.jsonl")]) == 0
-    assert [f"{run}{side}" for run, side, _ in starts(only_race(repo)[2])] == [
-        "1a",
-        "1a",
-        "1b",
-        "2b",
-        "2a",
-    ]
+    assert [f"{run}{side}" for run, side, _ in starts(only_race(repo)[2])] == "1a 1a 1b 2b 2a".split()
     assert sum("SPEED = 200" in path.read_text() for path in folder.glob("*b.txt")) == 2
 
 
@@ -1122,18 +1103,7 @@ def test_a_race_until_decided_stops_for_the_claim(repo, capsys):
 def test_a_race_until_decided_stops_for_want_of_a_chance(repo, capsys):
     assert (
         race.main(
-            [
-                "--until-decided",
-                "--max-n",
-                "9",
-                "--vs",
-                "--slower 30",
-                "--alpha",
-                "0.05",
-                "--",
-                "--slower",
-                "0",
-            ]
+            shlex.split("--until-decided --max-n 9 --vs '--slower 30' --alpha 0.05 -- --slower 0")
         )
         == 1
     )
@@ -1323,23 +1293,9 @@ def test_what_the_environment_says_to_python_does_not_reach_a_run(repo, monkeypa
 
 
 def test_data_paths_are_those_of_the_checkout():
-    given = [
-        "--train_files",
-        "x/../data/x/*.bin",
-        "--val_files=/y/*.bin",
-        "--seed=3",
-        "--init_from",
-        "logs/m.pt",
-    ]
-    kept = [
-        "--train_files",
-        "data/x/*.bin",
-        "--val_files",
-        "/y/*.bin",
-        "--init_from",
-        str(ROOT / "logs/m.pt"),
-    ]
-    assert race.check_flags(given) == (3, kept)
+    given = "--train_files x/../data/x/*.bin --val_files=/y/*.bin --seed=3 --init_from logs/m.pt"
+    kept = "--train_files data/x/*.bin --val_files /y/*.bin --init_from".split()
+    assert race.check_flags(given.split()) == (3, [*kept, str(ROOT / "logs/m.pt")])
 
 
 @pytest.mark.slow

@@ -65,15 +65,8 @@ class Tree:
         self.play = folder / "play"
         for made in (self.root, self.play):
             made.mkdir()
-        for name in (
-            "run.sh",
-            "test.sh",
-            "requirements.txt",
-            "tests/requirements.txt",
-            "launch/start.py",
-            "launch/ranks.py",
-            "data/shards.py",
-        ):
+        names = "run.sh test.sh requirements.txt tests/requirements.txt launch/start.py"
+        for name in f"{names} launch/ranks.py data/shards.py".split():
             (self.root / name).parent.mkdir(exist_ok=True)
             shutil.copy(ROOT / name, self.root / name)
         self.environment = {
@@ -1403,14 +1396,7 @@ def test_ctrl_c_ends_a_run_with_130_and_says_what_is_kept_and_how_to_go_on(tmp_p
             "--preset",
             "laptop",
             *tiny_flags,
-            "--num_steps",
-            "9000",
-            "--epochs",
-            "1000",
-            "--micro_batches",
-            "2",
-            "--warmup_steps",
-            "0",
+            *"--num_steps 9000 --epochs 1000 --micro_batches 2 --warmup_steps 0".split(),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
