@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import gc
+import importlib.metadata
 import importlib.resources
 import itertools
 import locale
@@ -54,6 +56,8 @@ with contextlib.suppress(locale.Error):  # files are read and written in the loc
     locale.setlocale(locale.LC_ALL, "C.UTF-8")
     os.environ["LC_ALL"] = "C.UTF-8"
 torch.set_num_threads(1)
+# each of a thousand runs reads the versions of the installed packages
+importlib.metadata.version = functools.cache(importlib.metadata.version)
 # tests in the background of a shell ignore Ctrl-C, and so would the processes that they start
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
@@ -309,15 +313,7 @@ def forked(target: Callable, *arguments: Any, daemon: bool = False) -> multiproc
     module."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        [
-            "torch",
-            "train_gpt",
-            "frontier",
-            "gpt_speedrun",
-            "pytest",
-            "hypothesis",
-            "torch.distributed.run",
-        ]
+        "torch train_gpt frontier gpt_speedrun pytest hypothesis torch.distributed.run".split()
     )
     process = context.Process(target=_begin, args=(target, arguments), daemon=daemon)
     process.start()

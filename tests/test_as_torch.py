@@ -183,19 +183,8 @@ def all_reads(comm, *ways):
 
 
 def test_every_read_from_the_model_waits_for_its_gather(on_ranks):
-    ways = [
-        "functional",
-        "inner",
-        "method",
-        "state_dict",
-        "parameters",
-        "get_parameter",
-        "copy",
-        "vector",
-        "clamp",
-        "load",
-        "lstm",
-    ]
+    ways = "functional inner method state_dict parameters get_parameter copy vector clamp load"
+    ways = [*ways.split(), "lstm"]
     for of_rank in on_ranks(2, all_reads, *ways):
         for how, (with_overlap, without) in of_rank.items():
             assert all(torch.equal(a, b) for a, b in zip(with_overlap, without, strict=True)), how
@@ -401,17 +390,7 @@ def odd_memory(comm, what):
 
 
 def test_buffers_of_any_memory_get_rank_0_s_values_and_nothing_beside_is_written(on_ranks):
-    whats = [
-        "slice",
-        "strided",
-        "transposed",
-        "expanded",
-        "scalar",
-        "fp8",
-        "complex",
-        "bool",
-        "windows",
-    ]
+    whats = "slice strided transposed expanded scalar fp8 complex bool windows".split()
     for of_rank in on_ranks(2, odd_memories, *whats):
         assert dict(zip(whats, of_rank)) == dict.fromkeys(whats, (True, True))
 

@@ -21,20 +21,7 @@ import torch
 
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
-SMALL_MODEL = (
-    "--layers",
-    "2",
-    "--dim",
-    "16",
-    "--vocab",
-    "32",
-    "--tokens",
-    "16",
-    "--batch",
-    "1",
-    "--bucket_mb",
-    "0.01",
-)
+SMALL_MODEL = "--layers 2 --dim 16 --vocab 32 --tokens 16 --batch 1 --bucket_mb 0.01".split()
 
 
 def ranks_are_forked():
@@ -82,11 +69,7 @@ def test_whole_step():
         "ignore",
         BENCH / "whole_step.py",
         *SMALL_MODEL,
-        "--rounds",
-        "3",
-        "--warm",
-        "1",
-        "--no-memory",
+        *"--rounds 3 --warm 1 --no-memory".split(),
     ]
     done = subprocess.run(
         command,
@@ -143,16 +126,7 @@ def test_own_model(bench, tmp_path):
     """Ranks share a batch, so losses agree; the grid goes on until its best factor is no end; a
     second start makes only the missing run."""
     path = tmp_path / "runs"
-    flags = (
-        "--models",
-        "mlp",
-        "--steps",
-        "4",
-        "--seeds",
-        "1",
-        "--results",
-        str(tmp_path / "runs"),
-    )
+    flags = [*"--models mlp --steps 4 --seeds 1 --results".split(), str(path)]
     table = rows(bench("own_model.py", *flags))
     first, *rest = path.read_text().splitlines()
     path.write_text("\n".join(rest) + "\n")
@@ -228,12 +202,7 @@ def test_nanogpt_beside_the_laptop_preset(bench, tmp_path):
         str(tmp_path / "clone"),
         "--text",
         str(tmp_path / "text"),
-        "--rounds",
-        "1",
-        "--ranks",
-        "1",
-        "--nanogpt_steps",
-        "3",
+        *"--rounds 1 --ranks 1 --nanogpt_steps 3".split(),
         "--picture",
         str(tmp_path / "picture.png"),
         "--flags",

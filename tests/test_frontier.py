@@ -246,7 +246,7 @@ def test_loss_and_gradients_are_those_of_a_second_implementation(name, monkeypat
     monkeypatch.setattr(frontier, "DC_WINDOW", 7)
     config = small(**MODELS[name])
     model = scheduled_model(config)
-    x, y = tokens_of(5, 40)
+    x, y = tokens_of(5, 26)
     if name == "record 92":  # exactly
         model.double()
         for rotary in (model.rotary, model.narrow_rotary):
@@ -392,7 +392,7 @@ def test_every_group_is_compiled(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     config = small()
-    x, y = tokens_of(5, 40)
+    x, y = tokens_of(5, 26)
     model = scheduled_model(config)
     model.reach = train_gpt.longest_window(config)
     wanted = model(x, y, WINDOWS)[0].item()

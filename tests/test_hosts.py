@@ -155,14 +155,7 @@ def said(tmp_path, name):
 @pytest.mark.slow
 def test_torchrun_on_two_hosts_as_the_readme_says(spaces, names, flags, on_ranks, tmp_path):
     command = [
-        "torchrun",
-        "--nnodes",
-        "2",
-        "--nproc_per_node",
-        "1",
-        "--rdzv_backend",
-        "c10d",
-        "--rdzv_endpoint",
+        *"torchrun --nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint".split(),
         f"{NAMES[0]}:{PORT + os.getpid() % 1000}",
         "--rdzv_id",
         "RUN",

@@ -284,16 +284,11 @@ def test_every_flag_is_one_of_a_program_here_and_every_link_leads_somewhere():
             ),
         )
     )
-    torchrun = {
-        "--nnodes",
-        "--nproc_per_node",
-        "--rdzv_backend",
-        "--rdzv_endpoint",
-        "--rdzv_id",
-        "--max-restarts",
-        "--update",
-        "--porcelain",  # git's
-    }
+    # --porcelain is git's
+    torchrun = (
+        "--nnodes --nproc_per_node --rdzv_backend --rdzv_endpoint --rdzv_id --max-restarts --update"
+        " --porcelain"
+    ).split()
     known = {
         *(
             flag
@@ -516,12 +511,7 @@ def test_the_dockerfile_copies_what_its_set_up_needs(tmp_path):
     for line in re.findall(r"^RUN (.*)", text, re.M):
         assert subprocess.run(["bash", "-n", "-c", line]).returncode == 0
     assert {line.split()[0] for line in text.splitlines() if line and line[0] != "#"} == {
-        "FROM",
-        "RUN",
-        "WORKDIR",
-        "ARG",
-        "COPY",
-        "ENTRYPOINT",
+        *"FROM RUN WORKDIR ARG COPY ENTRYPOINT".split()
     }
     ignored = (ROOT / "launch/cluster/Dockerfile.dockerignore").read_text().split("\n")[1:-1]
     assert ignored == [
@@ -645,15 +635,8 @@ def package_source(folder):
     shutil.copytree(
         ROOT / "gpt_speedrun", folder / "gpt_speedrun", ignore=shutil.ignore_patterns("__pycache__")
     )
-    for name in (
-        "pyproject.toml",
-        "setup.py",
-        "MANIFEST.in",
-        "train_gpt.py",
-        "README.md",
-        "LICENSE",
-        "requirements.txt",
-    ):
+    names = "pyproject.toml setup.py MANIFEST.in train_gpt.py README.md LICENSE requirements.txt"
+    for name in names.split():
         shutil.copy(ROOT / name, folder / name)
     for name in "data", "launch", "records", "tests":  # what setuptools could take for packages
         (folder / name).mkdir()
@@ -684,15 +667,8 @@ def test_an_installed_package_has_two_files_and_writes_nothing(tmp_path, by):
     done = subprocess.run(
         [
             sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--disable-pip-version-check",
-            "--no-deps",
-            "--no-build-isolation",
-            "--no-compile",
-            "--target",
+            *"-m pip install --quiet --disable-pip-version-check --no-deps".split(),
+            *"--no-build-isolation --no-compile --target".split(),
             site,
             source,
         ],

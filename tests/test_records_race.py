@@ -1,6 +1,7 @@
 """launch/race.py: order, seeds, declaration, worktree, failure, Ctrl-C and resumption, with a
 script that trains nothing; and one run of the real script through the launcher."""
 
+import contextlib
 import errno
 import fcntl
 import functools
@@ -239,7 +240,7 @@ def test_another_revision_runs_in_turn_from_a_worktree(repo, capsys):
     assert race.main(["-n", "3", "--vs", "HEAD~1", "--", "--seed", "40"]) == 0
     folder, described, events = only_race(repo)
     assert [f"{run}{side}" for run, side, _ in starts(events)] == described["order"]
-    assert described["order"] == ["1a", "1b", "2b", "2a", "3a", "3b"]
+    assert described["order"] == "1a 1b 2b 2a 3a 3b".split()
     assert all(seed == 40 + run for run, _, seed in starts(events))
     runs = logs.read([str(folder)]).runs
     runs = [run for run in runs if run.start["race"]["side"] != "short"]
@@ -493,14 +494,7 @@ def test_another_project_s_script_runs_in_turn_and_is_judged_by_the_same_figures
 ):
     assert race.main(["-n", "3", *against(), "--", "--slower", "7"]) == 0
     folder, described, events = only_race(repo)
-    assert [f"{run}{side}" for run, side, _ in starts(events)] == [
-        "1a",
-        "1b",
-        "2b",
-        "2a",
-        "3a",
-        "3b",
-    ]
+    assert [f"{run}{side}" for run, side, _ in starts(events)] == "1a 1b 2b 2a 3a 3b".split()
     own = {path.read_bytes() for path in (theirs / "logs").glob("*-*.txt")}
     assert len(own) == 3 and {path.read_bytes() for path in folder.glob("*b.txt")} == own
     shown = capsys.readouterr().out
@@ -568,13 +562,7 @@ def test_another_project_s_script_is_interrupted_with_the_race_and_goes_on(repo,
         ), said
     assert len(only_race(repo)[2]) == len(events)
     assert race.main([*resume, *against("sleepy")]) == 0
-    assert [f"{run}{side}" for run, side, _ in starts(only_race(repo)[2])] == [
-        "1a",
-        "1b",
-        "1b",
-        "2b",
-        "2a",
-    ]
+    assert [f"{run}{side}" for run, side, _ in starts(only_race(repo)[2])] == "1a 1b 1b 2b 2a".split()
     (theirs / "their_gpt.py").write_text(THEIRS + "# faster")
     assert race.main([*resume, *against("sleepy")]) == 2
     assert "train_gpt.py of theirs has changed" in capsys.readouterr().err
@@ -622,24 +610,52 @@ def test_of_several_ideas_one_that_fails_is_out_and_the_others_are_judged(repo, 
 
 
 def test_times_by_turns_and_the_same_work_of_the_real_script(tmp_path, monkeypatch):
-    """Two sides of one rank: a rate changes no operation, fewer heads do."""
-    monkeypatch.setattr(race.turns, "LONG_S", 2)
-    flags_of_all = as_flags({**TINY, **write_corpus(tmp_path, train=(9000,))})
+    """Two sides of one rank: a rate changes no operation, fewer micro-batches do."""
+    monkeypatch.setattr(race.turns, "LONG_S", 0.1)
+    small = {
+        "layers": "S0M LM",
+        "backout_layer": 0,
+        "micro_batches": 3,
+        "warmup_steps": 0,
+        "stages": "Stage(until=1/2, long_window=3), Stage(long_window=7)",
+    }
+    flags_of_all = as_flags({**TINY, **write_corpus(tmp_path, train=(9000,)), **small})
 
-    def side(*flags):
-        def start_side(kind):
-            words = [*race.ALONE, str(ROOT / "launch" / "turns.py"), "SOCKET", kind]
-            words += ["train_gpt.py", *flags_of_all, *flags]
-            return race.turns.SideProcess(words, 1, cwd=ROOT, env=race.environment())
+    class Side(race.turns.SideProcess):
+        """Of several comparisons: the test ends it."""
 
-        return start_side
+        def __init__(self, flag):
+            words = [*race.ALONE, str(ROOT / "launch" / "turns.py"), "SOCKET", "work"]
+            words += ["train_gpt.py", *flags_of_all, flag]
+            environment = {**race.environment(), "OMP_NUM_THREADS": "1"}
+            super().__init__(words, 1, cwd=ROOT, env=environment)
 
-    same = race.turns.measure(side("--muon_lr=0.03"), side(), print)
+        describe = functools.cache(race.turns.SideProcess.describe)
+
+        def __exit__(self, *_):
+            pass
+
+    with contextlib.ExitStack() as ended:
+        sides = [Side(flag) for flag in ("--muon_lr=0.03", "--seed=0", "--micro_batches=1")]
+        for side in sides:
+            ended.callback(super(Side, side).__exit__)
+        rate, base, few = (lambda kind, side=side: side for side in sides)
+        same = race.turns.measure(rate, base, print)
+        other = race.turns.measure(few, base, print)
     assert same["same_operations"] and same["turns"] >= race.turns.MIN_TURNS
-    other = race.turns.measure(side("--micro_batches=4"), side(), print)
     assert not other["same_operations"] and other["log_ratio"] < 0
-    with pytest.raises(race.turns.SideFailed, match="muon_lr"):
-        race.turns.measure(side("--muon_lr=nan"), side(), print)
+    assert all(side.process.returncode is not None for side in sides)
+
+
+def test_sides_that_fail_are_asked_for_times_alone_and_say_why():
+    def side(kind):
+        fails = "import sys; sys.exit(f'error: no {sys.argv[1]}')"
+        return race.turns.SideProcess([sys.executable, "-c", fails, kind], 1)
+
+    said = []
+    with pytest.raises(race.turns.SideFailed, match="error: no time"):
+        race.turns.measure(side, side, said.append)
+    assert len(said) == 1 and "(error: no work)" in said[0]
 
 
 def test_holm_s_correction():
@@ -713,13 +729,7 @@ def test_an_interrupted_race_keeps_what_is_done_and_goes_on(repo, capsys, monkey
     manifest = (folder / "race.jsonl").read_text().replace('"sleepy"', '"lively"')
     (folder / "race.jsonl").write_text(manifest)
     assert race.main(["--resume", str(folder / "race.jsonl")]) == 0
-    assert [f"{run}{side}" for run, side, _ in starts(only_race(repo)[2])] == [
-        "1a",
-        "1a",
-        "1b",
-        "2b",
-        "2a",
-    ]
+    assert [f"{run}{side}" for run, side, _ in starts(only_race(repo)[2])] == "1a 1a 1b 2b 2a".split()
     assert sum("SPEED = 200" in path.read_text() for path in folder.glob("*b.txt")) == 2
 
 
@@ -1092,18 +1102,7 @@ def test_a_race_until_decided_stops_for_the_claim(repo, capsys):
 def test_a_race_until_decided_stops_for_want_of_a_chance(repo, capsys):
     assert (
         race.main(
-            [
-                "--until-decided",
-                "--max-n",
-                "9",
-                "--vs",
-                "--slower 30",
-                "--alpha",
-                "0.05",
-                "--",
-                "--slower",
-                "0",
-            ]
+            shlex.split("--until-decided --max-n 9 --vs '--slower 30' --alpha 0.05 -- --slower 0")
         )
         == 1
     )
@@ -1293,23 +1292,9 @@ def test_what_the_environment_says_to_python_does_not_reach_a_run(repo, monkeypa
 
 
 def test_data_paths_are_those_of_the_checkout():
-    given = [
-        "--train_files",
-        "x/../data/x/*.bin",
-        "--val_files=/y/*.bin",
-        "--seed=3",
-        "--init_from",
-        "logs/m.pt",
-    ]
-    kept = [
-        "--train_files",
-        "data/x/*.bin",
-        "--val_files",
-        "/y/*.bin",
-        "--init_from",
-        str(ROOT / "logs/m.pt"),
-    ]
-    assert race.check_flags(given) == (3, kept)
+    given = "--train_files x/../data/x/*.bin --val_files=/y/*.bin --seed=3 --init_from logs/m.pt"
+    kept = "--train_files data/x/*.bin --val_files /y/*.bin --init_from".split()
+    assert race.check_flags(given.split()) == (3, [*kept, str(ROOT / "logs/m.pt")])
 
 
 @pytest.mark.slow

@@ -127,6 +127,7 @@ def read_log(path):
 
 def run_here(argv, capsys, presets=train_gpt.PRESETS):
     """(exit status, stdout, stderr) of one rank in this process."""
+    gc.freeze()  # the run before unfroze all
     status = train_gpt.main(presets, argv)
     printed = capsys.readouterr()
     return status, printed.out, printed.err

@@ -65,15 +65,8 @@ class Tree:
         self.play = folder / "play"
         for made in (self.root, self.play):
             made.mkdir()
-        for name in (
-            "run.sh",
-            "test.sh",
-            "requirements.txt",
-            "tests/requirements.txt",
-            "launch/start.py",
-            "launch/ranks.py",
-            "data/shards.py",
-        ):
+        names = "run.sh test.sh requirements.txt tests/requirements.txt launch/start.py"
+        for name in f"{names} launch/ranks.py data/shards.py".split():
             (self.root / name).parent.mkdir(exist_ok=True)
             shutil.copy(ROOT / name, self.root / name)
         self.environment = {
@@ -676,8 +669,14 @@ def test_wrong_words_are_refused_before_anything_is_started(script, tmp_path, ty
         assert json.loads(stdout) == stats.not_judged(stderr.partition("error: ")[2][:-1])
 
 
-@pytest.mark.parametrize("beside", ["my_idea", "package.my_idea"])
-@pytest.mark.parametrize("program", ["train_gpt.py", "frontier.py", "launch/start.py"])
+@pytest.mark.parametrize(
+    "program, beside",
+    [
+        ("train_gpt.py", "my_idea"),
+        ("frontier.py", "package.my_idea"),
+        ("launch/start.py", "package.my_idea"),
+    ],
+)
 def test_code_in_a_file_of_its_own_is_refused_in_one_line(script, tmp_path, program, beside):
     """Of a module beside the script the log has no source; by PYTHONPATH run.sh finds none."""
     copy = tmp_path / "copy"
@@ -1397,10 +1396,7 @@ def test_ctrl_c_ends_a_run_with_130_and_says_what_is_kept_and_how_to_go_on(tmp_p
             "--preset",
             "laptop",
             *tiny_flags,
-            "--num_steps",
-            "9000",
-            "--epochs",
-            "1000",
+            *"--num_steps 9000 --epochs 1000 --micro_batches 2 --warmup_steps 0".split(),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
