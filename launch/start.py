@@ -284,6 +284,7 @@ def parse(words):
     require(options.text or not of_text, f"{' '.join(of_text[:1])} needs --text")
     if options.resume is None:
         return options, race, flags
+    require(options.resume, "--resume is empty; name a log, a checkpoint or a race, or latest")
     require(not options.text, "--resume continues with the text of its run; leave out --text")
     if options.resume.endswith(".jsonl") or os.path.isdir(options.resume):
         require(not flags, f"--resume continues a race as it began; leave out {' '.join(flags)}")
@@ -536,7 +537,9 @@ def fit_text(config, given):
         config = dataclasses.replace(config, **longer)
         # enough epochs: each fills a step at least
         steps, first, stream = read(stated or MIN_STEPS)
-        chosen |= {**longer, "ngram_reset": first}
+        chosen |= longer
+        if config.ngrams and hasattr(config, "ngram_reset"):  # frontier cannot
+            chosen["ngram_reset"] = first
     batch = train_gpt.tokens_of_steps(config, 1)
     about = f"{sum(sizes):,} training tokens"
     require(
@@ -555,10 +558,9 @@ def fit_text(config, given):
     chosen |= {"target_val_loss": 0, "num_steps": steps, "epochs": epochs}
     extent = "one epoch"
     if epochs > 1:
-        extent = (
-            f"{passes:.1f} epochs; the n-gram tables are reset after each, so that they do not"
-            " memorize the text"
-        )
+        extent = f"{passes:.1f} epochs"
+        if "ngram_reset" in chosen and given.ngram_reset is None:
+            extent += "; the n-gram tables are reset after each, so that they do not memorize it"
     elif whole > 1.05 * steps:
         extent = f"part of the text; nearly all of it takes --num_steps {whole}"
     say(f"text: {about} (bytes), {steps} steps of {batch:,}: {extent}")
@@ -569,7 +571,9 @@ def fit_text(config, given):
             f"text: validation on {chosen['val_tokens']:,} of {held:,} tokens, for speed;"
             " --val_tokens 0 uses all"
         )
-    elif held < MIN_VAL_TOKENS:
+    elif held <= config.val_tokens:
+        chosen["val_tokens"] = 0
+    if held < MIN_VAL_TOKENS:
         say(
             f"text: validation on only {held:,} tokens, so the validation loss means little; give"
             " more text, or a --val-fraction above 0.1"

@@ -1379,7 +1379,7 @@ def test_one_command_trains_on_own_text_and_leaves_log_model_picture_and_a_sampl
     [log] = (tmp_path / "logs").glob("*.txt")
     assert [log.with_suffix(suffix).exists() for suffix in (".pt", ".png")] == [True, True]
     assert re.search(
-        r"^step 4/4 .* validation …\n\nvalidation loss \d\.\d+, after .*\nmodel: .*\nlog:"
+        r"^step 4/4 .* validation …\n\nvalidation loss \d\.\d+ \(\d\.\d+ bits per byte\), after .*\nmodel: .*\nlog:"
         rf" {log}\n\n(.|\n){{300}}"
         rf"(.|\n)*\npicture: {log.with_suffix('.png')}\n$",
         done.stdout,
