@@ -958,7 +958,8 @@ def judge(race, folder):
             if idea["verdict"] == stats.BETTER:
                 idea["verdict"] = RULE_BROKEN
     base = base_of(race)
-    if found["best"] and base["config"]["preset"] == "laptop":
+    first = "follows" not in race
+    if first and found["best"] and base.get("config", {}).get("preset") == "laptop":
         vs = names[[*names][-1]] if base["revision"] else found["best"]
         say(
             "laptop is a demonstration. Does it hold for a transformer? ./run.sh -n 3 --vs"

@@ -68,8 +68,9 @@ def find_shards(pattern, limit=0):
 def parse_config(argv, preset):
     p = argparse.ArgumentParser("train_gpt.py", allow_abbrev=False)
     for name in ("run_id", "log_dir", "race", "mood", "save_model"): p.add_argument("--" + name, default="")
-    for name in ("seed", "slower", "worse"): p.add_argument("--" + name, type=int, default=0)
+    for name in ("seed", "slower", "worse", "val_skip"): p.add_argument("--" + name, type=int, default=0)
     p.add_argument("--num_steps", type=int, default=20)
+    p.add_argument("--val_tokens", type=int, default=argparse.SUPPRESS)
     for name in ("val_files", "compile"): p.add_argument("--" + name, default=argparse.SUPPRESS)
     for name in ("val_len", "target_val_loss"): p.add_argument("--" + name, type=float, default=argparse.SUPPRESS)
     return preset, p.parse_args(argv, Config())
@@ -569,7 +570,7 @@ def test_another_project_s_script_is_interrupted_with_the_race_and_goes_on(repo,
 
 
 def test_a_better_idea_is_confirmed_on_new_seeds_and_raced_elsewhere(repo, capsys, monkeypatch):
-    """The short base is run once; a race elsewhere has another base, and its own."""
+    """The short base is run once for a race and its confirmation; others have another base."""
     monkeypatch.setattr(logs, "HOME", repo / "logs")
     idea = "--worse -1 --slower 0"
     words = f"-n 3 --vs '{idea}' --confirm --at '--num_steps 40' --json -- --slower 10"
@@ -586,6 +587,16 @@ def test_a_better_idea_is_confirmed_on_new_seeds_and_raced_elsewhere(repo, capsy
     assert rows[1]["confirms"] == idea and rows[2]["at"] == "--num_steps 40"
     history.main([])
     assert f"{idea}, at --num_steps 40" in capsys.readouterr().out
+
+
+def test_a_win_is_confirmed_on_validation_tokens_that_no_race_has_read(repo, capsys):
+    idea = "--worse -1 --slower 0"
+    words = f"-n 3 --vs '{idea}' --confirm --json -- --slower 10 --val_tokens 1"
+    assert race.main(shlex.split(words)) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    folder = Path(found["confirmation"]["folder"])
+    sides = race.Manifest.read(folder / "race.jsonl").race["sides"].values()
+    assert [side["config"]["val_skip"] for side in sides] == [1, 1]
 
 
 def test_a_win_that_new_seeds_do_not_show_is_none(repo, monkeypatch):
