@@ -126,8 +126,8 @@ def make_parser():
         "--preset",
         metavar="NAME",
         help=(
-            "laptop, the default without a GPU; speedrun, the default with one; frontier or "
-            "frontier89, for GPUs"
+            "without a GPU laptop (the default) or bench; with one speedrun (the default),"
+            " bench_gpu, frontier, frontier89"
         ),
     )
     add(

@@ -13,7 +13,6 @@ import pytest
 
 import board
 import export
-import logs
 import picture
 import race
 import stats
@@ -183,18 +182,16 @@ FIGURES = [
     (stats, "{}"),
     (verify, "{} --json"),
     (verify, "{}"),
-    (logs, "{} --json"),
-    (logs, "{}"),
     (export, "{} --to csv --out out"),
 ]
 RACES = [*FIGURES[:4], (board, "add {} new x")]
 INPUTS = {  # the file that is edited, programs and their words: {} is its folder
-    "own/x.txt": [*FIGURES[2:6], (export, "own/x.txt --to csv --out out")],
-    "public/0.txt": FIGURES[:6],
-    "llmc/1.txt": FIGURES[:6],
+    "own/x.txt": [*FIGURES[2:4], (export, "own/x.txt --to csv --out out")],
+    "public/0.txt": FIGURES[:4],
+    "llmc/1.txt": FIGURES[:4],
     "race/2.txt": RACES,
     "race/race.jsonl": [*RACES, (race, "--resume {}/race.jsonl")],
-    "trace/x.json": [(trace, "{}/x.json --json"), (trace, "{}/x.json")],
+    "trace/x.json": [(trace, "{}/x.json")],
     "public/1.txt": [(picture, "public/1.txt out.svg")],
 }
 EDITS = (cut, flip, move_line, insert_lines, change_number, change_value)

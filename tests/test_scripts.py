@@ -753,7 +753,7 @@ def test_a_side_may_have_a_preset_of_its_own(gpus, monkeypatch):
     ] + [flags]
     for idea in "--preset fronteir", "--sed 3":
         with pytest.raises(
-            start.Refusal, match="there are speedrun, laptop, frontier|did you mean --seed"
+            start.Refusal, match="there are speedrun, laptop, bench|did you mean --seed"
         ):
             race.describe_sides([idea], None, flags)
     gpus(0)
