@@ -122,14 +122,18 @@ def branch_of(idea: Idea) -> str:
     return idea.name.replace(" ", "-")
 
 
-def commit(clone: Path, idea: Idea) -> None:
-    """Commit an idea's edit as a branch of the clone, and return to the base."""
-    path = clone / SCRIPT
-    source = path.read_text(encoding="utf-8")
+def edited(source: str, idea: Idea) -> str:
     for old, new in idea.edits:
         if source.count(old) != 1:
             raise SystemExit(f"{idea.name}: {old!r} stands {source.count(old)} times in {SCRIPT}")
         source = source.replace(old, new)
+    return source
+
+
+def commit(clone: Path, idea: Idea) -> None:
+    """Commit an idea's edit as a branch of the clone, and return to the base."""
+    path = clone / SCRIPT
+    source = edited(path.read_text(encoding="utf-8"), idea)
     git(clone, "checkout", "--quiet", "-b", branch_of(idea))
     path.write_text(source, encoding="utf-8")
     git(clone, "commit", "--quiet", "--all", "--no-verify", "-m", idea.name)

@@ -19,6 +19,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import train_gpt
+
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 SMALL_MODEL = "--layers 2 --dim 16 --vocab 32 --tokens 16 --batch 1 --bucket_mb 0.01".split()
@@ -306,3 +308,19 @@ def test_a_log_of_no_known_record_is_refused(start, tmp_path):
         process = start("public_record.py", str(tmp_path / name))
         errors = process.communicate(timeout=600)[1]
         assert process.returncode == 1 and says in errors and "Traceback" not in errors
+
+
+def test_each_known_idea_is_an_edit_that_the_preset_of_the_bench_can_train(monkeypatch):
+    """Its texts stand once in the script, and the edited script accepts its values."""
+    monkeypatch.syspath_prepend(BENCH)
+    import known_ideas
+
+    for idea in known_ideas.IDEAS:
+        source = known_ideas.edited((BENCH.parent / "train_gpt.py").read_text("utf-8"), idea)
+        compile(source, "train_gpt.py", "exec")
+        changed = [new for old, new in idea.edits if old == known_ideas.ANCHOR]
+        names = dict(vars(train_gpt))
+        for text in changed:
+            exec(text, names)
+            train_gpt.check_config(names["PRESETS"]["bench"], 2)
+            assert names["PRESETS"]["bench"] != train_gpt.PRESETS["bench"], idea.name
