@@ -664,7 +664,8 @@ PRESETS = {
     ),
 }
 # Test benches: is an idea likely to help the speedrun? bench/known_ideas.py scores them. A small
-# transformer for two CPU cores, and three tenths of speedrun for one GPU
+# transformer for two CPU cores, which takes from laptop what it does not name, and three tenths of
+# speedrun's steps for one GPU
 PRESETS["bench"] = replace(
     PRESETS["laptop"],
     target_val_loss=0.0,

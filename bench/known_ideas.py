@@ -6,7 +6,8 @@
 
 Each idea is an edit of train_gpt.py that takes a part of record 44 away, or adds what a later
 record added. All are branches of a temporary clone of the last commit and run in one race, so one
-base serves all; its folder is moved to logs/. An idea is right if its own p, without a correction
+base serves all; its folder is moved to logs/. A record that is named often changed several things
+at once; that it stays in all later records is what makes an idea known. An idea is right if its own p, without a correction
 for the number of ideas, is below 0.05 and its sign is the public one; wrong if the sign is another.
 """
 
@@ -160,12 +161,17 @@ def race(ideas: list[Idea], ranks: int, n: int, flags: list[str]) -> dict:
             text=True,
         )
         line = ""
-        for line in process.stdout:
-            if not line.startswith("{"):
-                print(line, end="", file=sys.stderr, flush=True)
-        process.wait()
-        for folder in (clone / "logs").glob("race-*"):
-            shutil.move(folder, ROOT / "logs" / folder.name)
+        try:
+            for line in process.stdout:
+                if not line.startswith("{"):
+                    print(line, end="", file=sys.stderr, flush=True)
+            process.wait()
+        finally:
+            process.terminate()
+            for folder in (clone / "logs").glob("race-*"):
+                shutil.move(folder, ROOT / "logs" / folder.name)
+        if not line.startswith("{"):
+            raise SystemExit("the race wrote no answer, see above; its runs are in logs/")
         return json.loads(line)
 
 
@@ -193,9 +199,11 @@ def main() -> int:
     parser.add_argument("--only", action="append", help="a name; repeatable", metavar="IDEA")
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="for all sides")
     options = parser.parse_args()
+    names = [idea.name for idea in IDEAS]
+    unknown = {*(options.only or [])} - {*names}
+    if unknown:
+        parser.error(f"--only names {', '.join(unknown)}; there are {', '.join(names)}")
     ideas = [idea for idea in IDEAS if not options.only or idea.name in options.only]
-    if not ideas:
-        parser.error(f"--only names none of: {', '.join(idea.name for idea in IDEAS)}")
     found = race(ideas, options.ranks, options.n, ["--preset", options.preset, *options.flags])
     answers = {one["name"]: one for one in found["ideas"]}
     said = []
@@ -210,7 +218,9 @@ def main() -> int:
     head = "idea|record|public|loss, nats|time to the base's loss|p|".split("|")
     print(table(head, lines))
     counts = ", ".join(f"{said.count(word)} {word}" for word in ("right", "undecided", "wrong"))
-    print(f"\n{options.preset} {' '.join(options.flags)}, n = {options.n}: {counts} of {len(said)}")
+    print(
+        f"\n{options.preset} {' '.join(options.flags)}, n = {options.n}: {counts} of {len(ideas)}"
+    )
     print(f"race: {Path(found['folder']).name}; {machine()}")
     return 0
 

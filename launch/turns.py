@@ -27,7 +27,7 @@ MIN_TURNS = 8
 WARM_TURNS = 2  # left out
 WIDTH = 0.005  # of the ratio's interval, when it suffices
 BUDGET_S = 20  # for that width
-WIDE = 0.03  # an interval that is wider, on a busy machine, gets
+WIDE = 0.03  # suffices for the same work; an interval of other work that is wider gets
 LONG_S = 80
 DOUBT = 0.001  # p of turns that contradict the same work
 LARGE = 0.005  # a smaller contradiction comes from the machine
@@ -87,8 +87,11 @@ class SideProcess:
 
     def step(self, stage):
         """Take the steps of a turn. Return their seconds on the slowest rank."""
-        for file in self.files:
-            print(stage, file=file, flush=True)
+        try:
+            for file in self.files:
+                print(stage, file=file, flush=True)
+        except OSError:
+            raise SideFailed(self.reason()) from None
         return max(self.answers())
 
     def answers(self):
@@ -148,12 +151,13 @@ def alternate(*sides):
                 LARGE, error * scipy.stats.t.isf(DOUBT / 2, speed.df)
             )
             low, high = same_loss.interval_of(speed)
-            budget = LONG_S if high - low > WIDE else BUDGET_S
-            over = time.monotonic() - began > budget
-            if same and not doubt or high - low < WIDTH or over:
+            agreed = same and not doubt
+            enough = WIDE if agreed else WIDTH
+            budget = LONG_S if high - low > WIDE and not agreed else BUDGET_S
+            if high - low < enough or time.monotonic() - began > budget:
                 break
     return {
-        "same_work": bool(same and not doubt),
+        "same_work": bool(agreed),
         "same_operations": same,
         "steps": [ranks[0] for ranks in steps],
         "log_ratio": speed.log_ratio,

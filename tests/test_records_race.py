@@ -622,6 +622,7 @@ def test_of_several_ideas_one_that_fails_is_out_and_the_others_are_judged(repo, 
 
 def test_times_by_turns_and_the_same_work_of_the_real_script(tmp_path, monkeypatch):
     """Two sides of one rank: a rate changes no operation, fewer micro-batches do."""
+    monkeypatch.setattr(race.turns, "BUDGET_S", 0.1)
     monkeypatch.setattr(race.turns, "LONG_S", 0.1)
     small = {
         "layers": "S0M LM",
