@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -108,15 +109,14 @@ IDEAS = (
 )
 
 
-def git(folder: Path, *words: str) -> str:
+def git(folder: Path, *words: str) -> None:
     own = ["-c", "user.name=known ideas", "-c", "user.email=known@ideas", "-c", "commit.gpgsign=no"]
-    environment = {name: v for name, v in os.environ.items() if not name.startswith("GIT_")}
-    done = subprocess.run(
-        ["git", *own, *words], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
-    )
-    if done.returncode:
+    # without a git hook's variables, which name its repository
+    environment = {
+        name: v for name, v in os.environ.items() if not re.match("GIT_(?!CONFIG)", name)
+    }
+    if subprocess.run(["git", *own, *words], cwd=folder, env=environment).returncode:
         raise SystemExit(f"git {' '.join(words)} failed, see above")
-    return done.stdout.strip()
 
 
 def branch_of(idea: Idea) -> str:

@@ -72,7 +72,7 @@ import stats
 import turns
 import verify
 from logs import UserError, require
-from manifest import MANIFEST, SHORT, Manifest, order
+from manifest import MANIFEST, SHORT, Manifest, base_letter, order
 from stats import SCRIPT
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -89,17 +89,8 @@ FEWEST = 3  # runs of each side, of several ideas
 # one-sided p, after a round from the third on, at which an idea that is slower leaves a race of
 # several: one in 200 a round leaves that would not have lost
 LEAVES = 0.005
-# what CHECK says of a side
-LEARNED_OF_SIDES = (
-    "program",
-    "config",
-    "target",
-    "validation",
-    "skipped",
-    "steps",
-    "machine",
-    "data",
-)
+# of a side, what a race that follows has too; CHECK says the rest anew
+DECLARED_OF_SIDES = ("revision", "flags", "name", "source_sha256")
 
 # Before any run: the script checks its flags, opens its data, and says what sides must have in
 # common
@@ -513,7 +504,17 @@ def take_log(folder, before, log):
 
 
 def base_of(race):
-    return list(race["sides"].values())[-1]
+    return race["sides"][base_letter(race)]
+
+
+def version_of(race, side):
+    """Return the version that a side runs; the short base is the base."""
+    return race["sides"][base_letter(race) if side == SHORT else side]
+
+
+def threads_of(race):
+    """Return the variable that sets the threads of a race, also when it is resumed."""
+    return {"OMP_NUM_THREADS": race["threads"]} if race.get("threads") else {}
 
 
 def measure_turns(manifest, where, lock):
@@ -525,7 +526,6 @@ def measure_turns(manifest, where, lock):
     if race.get("trial") or "folder" in race["sides"][base]:
         return measured
     names = logs.side_names(race)
-    threads = {"OMP_NUM_THREADS": race["threads"]} if race.get("threads") else {}
 
     def starter(side):
         version = race["sides"][side]
@@ -540,7 +540,7 @@ def measure_turns(manifest, where, lock):
                 race["ranks"],
                 cwd=where[side],
                 # a side that waits must not spin
-                env=environment(**threads, OMP_WAIT_POLICY="PASSIVE"),
+                env=environment(**threads_of(race), OMP_WAIT_POLICY="PASSIVE"),
                 pass_fds=[lock.fileno()],
                 preexec_fn=start.end_with_parent,
             )
@@ -608,7 +608,7 @@ def learn_short_base(manifest):
     """Write the short base once its runs and the base's of the same seeds are done."""
     race = manifest.race
     done = {**manifest.done(), **manifest.done(short=True)}
-    letter = [*race["sides"]][-1]
+    letter = base_letter(race)
     runs = range(1, min(race["n"], same_loss.SHORT_SEEDS) + 1)
     pairs = [(run, name) for run in runs for name in (letter, SHORT)]
     if "short_base" in race or not all(which in done for which in pairs):
@@ -634,7 +634,7 @@ def drop_losers(manifest):
     """Let ideas leave that are shown to be slower, in a race of several ideas."""
     race = manifest.race
     done = manifest.done()
-    letter = [*race["sides"]][-1]
+    letter = base_letter(race)
     rounds = sum(side == letter for _, side in done)
     if len(race["sides"]) < 3 or not FEWEST <= rounds < race["n"] or "short_base" not in race:
         return
@@ -667,7 +667,7 @@ def run_once(manifest, folder, lock, run, side, interrupts, output=None):
         "started_at": now(),
         "status": "started",
     }
-    version = base_of(race) if side == SHORT else race["sides"][side]
+    version = version_of(race, side)
     foreign = "folder" in version
     before = logs_of(folder)
     words = version["flags"]
@@ -684,14 +684,12 @@ def run_once(manifest, folder, lock, run, side, interrupts, output=None):
     if side == SHORT:
         words.append(f"--num_steps={short_steps(version)}")
     manifest.write(attempt)
-    # also when the race is resumed
-    threads = {"OMP_NUM_THREADS": race["threads"]} if race.get("threads") else {}
     began = time.monotonic()
     # in its own session: Ctrl-C reaches only race.py, which passes it on and records the result
     process = subprocess.Popen(
         words,
         cwd=folder,
-        env=environment(**threads),
+        env=environment(**threads_of(race)),
         start_new_session=True,
         pass_fds=[lock.fileno()],
         preexec_fn=start.end_with_parent,
@@ -805,7 +803,7 @@ def run_all(manifest, where, lock, verbose):
     names = {side: picture.shorten(name, 28) for side, name in logs.side_names(race).items()}
     each = len(race["sides"])
     if short_runs(manifest):
-        names[SHORT] = f"{names[[*race['sides']][-1]]}, short"
+        names[SHORT] = f"{names[base_letter(race)]}, short"
     folder = manifest.path.parent
     home = os.path.relpath(folder, ROOT)
     total = each * race["n"]
@@ -828,8 +826,8 @@ def run_all(manifest, where, lock, verbose):
         )
         if verbose or sys.stdout.isatty():
             say(f"{which}  running; {time_left(manifest, len(plan) + 1)}", "", stay=not verbose)
-        version = base_of(race) if side == SHORT else race["sides"][side]
-        its_folder = where[[*race["sides"]][-1] if side == SHORT else side]
+        version = version_of(race, side)
+        its_folder = where[base_letter(race) if side == SHORT else side]
         require(
             source_hash(version, its_folder) == version["source_sha256"],
             f"{version.get('program', SCRIPT)} was changed during the race; restore it"
@@ -891,7 +889,7 @@ def after_run(manifest, plan, run, side):
     race = manifest.race
     if not run:
         return
-    letter = [*race["sides"]][-1]
+    letter = base_letter(race)
     if side == letter and (run, SHORT) in short_runs(manifest):
         kept = kept_short_base(race)
         if kept:
@@ -958,9 +956,9 @@ def judge(race, folder):
             if idea["verdict"] == stats.BETTER:
                 idea["verdict"] = RULE_BROKEN
     base = base_of(race)
-    first = "follows" not in race
-    if first and found["best"] and base.get("config", {}).get("preset") == "laptop":
-        vs = names[[*names][-1]] if base["revision"] else found["best"]
+    named = "follows" not in race and found["best"]
+    if named and base.get("config", {}).get("preset") == "laptop":
+        vs = names[base_letter(race)] if base["revision"] else found["best"]
         say(
             "laptop is a demonstration. Does it hold for a transformer? ./run.sh -n 3 --vs"
             f" {shlex.quote(vs)} --preset bench"
@@ -989,7 +987,10 @@ def further_race(manifest, change, **declared):
     further = Manifest(ROOT / "logs" / f"race-{race_id}" / MANIFEST)
     dropped = ("turns", "short_base", "out", "answer", "at", "confirm")
     kept = {name: value for name, value in race.items() if name not in dropped}
-    sides = {side: dict(version) for side, version in race["sides"].items()}
+    sides = {
+        side: {name: version[name] for name in DECLARED_OF_SIDES if name in version}
+        for side, version in race["sides"].items()
+    }
     change(sides)
     further.race = {**kept, "id": race_id, "sides": sides, "follows": race["id"], **declared}
     further.race |= {"declared": now(), "order": order_of(further.race["n"], sides)}
@@ -1009,15 +1010,12 @@ def confirm(manifest, found, verbose):
     steps = same_loss.steps_to_same_loss(version["steps"], idea["loss"]["difference"], rate)
 
     def change(sides):
-        base = sides.pop([*sides][-1])
+        base = sides.pop(base_letter(race))
         chosen = sides[letter]
         sides.clear()
-        for one in (chosen, base):
-            for name in LEARNED_OF_SIDES:
-                one.pop(name, None)
         sides["a"] = {**chosen, "flags": [*chosen["flags"], f"--num_steps={steps}"]}
         sides["a"]["name"] = f"{names[letter]} in {steps} steps"
-        sides["b"] = {**base, "name": names[[*names][-1]]}
+        sides["b"] = {**base, "name": names[base_letter(race)]}
         if held_out:
             for one in sides.values():
                 one["flags"] = [*one["flags"], f"--val_skip={held_out}"]
@@ -1087,8 +1085,6 @@ def race_elsewhere(manifest, found, verbose):
                 flags = sides[side]["flags"]
                 sides[side]["flags"] = [*flags[:shared], *split_flags(words), *flags[shared:]]
                 sides[side]["name"] = name
-                for name in LEARNED_OF_SIDES:
-                    sides[side].pop(name, None)
 
         say(f"elsewhere: {words}")
         there = start_race(further_race(manifest, change, elsewhere=words), verbose)

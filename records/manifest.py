@@ -36,6 +36,11 @@ def order(n, sides):
     return [(run, side) for run in range(1, n + 1) for side in (names if run % 2 else names[::-1])]
 
 
+def base_letter(race):
+    """Return the side that is the base: the last."""
+    return [*race["sides"]][-1]
+
+
 class Manifest:
     """race.jsonl: the declaration, then a line before and one after each run. write() returns when
     it is on disk."""

@@ -60,7 +60,7 @@ from leaks import (
     shards_of,
 )
 from logs import plural
-from manifest import MANIFEST, SHORT, declaration, manifest_in, race_of
+from manifest import MANIFEST, SHORT, base_letter, declaration, manifest_in, race_of
 
 INCOMPLETE = "incomplete"  # all rules together: nothing fails, and some rule could not be checked
 VERDICTS = PASS, UNKNOWN, FAIL  # in the order of the page
@@ -673,7 +673,7 @@ def check_measured(case, races):
         for side in race.get("turns", {}):
             sides = [
                 [e.run for e in case.whole.runs if e.race and e.race[:2] == (race_id, letter)]
-                for letter in (side, [*race["sides"]][-1])
+                for letter in (side, base_letter(race))
             ]
             if min(map(len, sides)) < 2 or any(run.train_time_ms is None for run in sum(sides, [])):
                 continue
@@ -693,7 +693,7 @@ def check_measured(case, races):
 def check_short_base(race, runs):
     """Require the losses that a race.jsonl states for its short base in the logs."""
     short = race["short_base"]
-    base = [*race["sides"]][-1]
+    base = base_letter(race)
     for seed, losses in short["losses"].items():
         for side, steps, stated in zip(
             (base, SHORT), (short["base_steps"], short["steps"]), losses
