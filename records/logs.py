@@ -231,10 +231,6 @@ class Run:
         return f"{self.final_loss:.{self.loss_decimals}f}"
 
     @property
-    def seconds_text(self):
-        return "-" if self.train_time_ms is None else f"{self.train_time_ms / 1000:.3f}"
-
-    @property
     def script(self):
         """The source as its file has it: the log adds a line end. "" without one."""
         return (self.source or "").removesuffix("\n")
