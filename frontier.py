@@ -64,7 +64,6 @@ from train_gpt import (
     GPT2_VOCAB,
     TILE_K,
     TILE_M,
-    TILE_N,
     Comm,
     DistributedOptimizer,
     DocumentTable,
@@ -91,7 +90,7 @@ from train_gpt import (
     fp8_product,
     frozen,
     groups_by_kind,
-    kernel_programs,
+    kernel_grid,
     mask_in_pieces,
     norm,
     option,
@@ -1987,7 +1986,8 @@ def relu_squared_in_fp8(
     a [m, k] in e4m3, row-major; b [k, n] in e4m3, column-major; scale, h_scale and h_max have no
     dimensions.
     """
-    if not (programs := kernel_programs(a, b, dtype)):
+    programs, tile_n = kernel_grid(a, b, dtype)
+    if not programs:
         y = fp8_product(a, b, scale, torch.ones_like(scale), True, torch.float32)
         h = y.relu() * y
         h_max.copy_(torch.maximum(h_max, h.amax()))
@@ -1995,12 +1995,12 @@ def relu_squared_in_fp8(
     # as many bytes as in bf16
     m, k = a.shape
     n = b.size(1)
-    half = [TILE_M, TILE_N // 2]
+    half = [TILE_M, tile_n // 2]
     inner = 2 * TILE_K
     h = a.new_empty(m, n, dtype=dtype)
     h8 = a.new_empty(m, n)
     # tensor cores read the inner dimension of b contiguously in fp8
-    tiles = (a, [TILE_M, inner]), (b.T, [TILE_N, inner]), (h, half), (h8, half)
+    tiles = (a, [TILE_M, inner]), (b.T, [tile_n, inner]), (h, half), (h8, half)
     relu_squared_in_fp8_kernel[(programs,)](
         *(TensorDescriptor.from_tensor(x.contiguous(), tile) for x, tile in tiles),
         scale,
@@ -2010,7 +2010,7 @@ def relu_squared_in_fp8(
         n,
         k,
         TILE_M,
-        TILE_N,
+        tile_n,
         inner,
         programs,
         num_warps=8,
@@ -2055,7 +2055,7 @@ if triton is not None:
                 y = tl.maximum(halves[i], 0) * halves[i]
                 h.store([row, column + i * HALF], y.to(h.dtype))
                 h8.store([row, column + i * HALF], (y * to_h8).to(h8.dtype))
-                largest = tl.maximum(largest, tl.max(tl.max(y, 1), 0))
+                largest = tl.maximum(largest, tl.max(y))
         tl.atomic_max(h_max, largest)
 
 

@@ -525,7 +525,7 @@ class Config(SyncSettings, StageValues):
     kernels: str = option(
         "auto",
         "Triton kernels, on: of MLP and loss; loss: of the loss only; auto: on for GPUs "
-        "with TMA and as much shared memory as Hopper's, loss for others",
+        "with TMA, loss for others",
         ("auto", "on", "loss", "off"),
         free=True,
     )
@@ -4465,43 +4465,59 @@ def relu_squared(a: Tensor, b: Tensor, h: Tensor | None = None) -> Tensor:
 
     a: [m, k]. b: [k, n].
     """
-    programs = kernel_programs(a, b, a.dtype)
+    programs, tile_n = kernel_grid(a, b, a.dtype)
     if not programs:
         y = a @ b
         return y.relu() * y if h is None else 2 * y * h.sqrt()
     m, k = a.shape
     n = b.size(1)
-    half = [TILE_M, TILE_N // 2]
+    half = [TILE_M, tile_n // 2]
     out = a.new_empty(m, n)
     tiles = (
         (a, [TILE_M, TILE_K]),
-        (b, [TILE_K, TILE_N]),
+        (b, [TILE_K, tile_n]),
         (out if h is None else h, half),
         (out, half),
     )
     relu_squared_kernel[(programs,)](
         *(TensorDescriptor.from_tensor(x.contiguous(), tile) for x, tile in tiles),
-        *(m, n, k, TILE_M, TILE_N, TILE_K, programs, h is not None),
+        *(m, n, k, TILE_M, tile_n, TILE_K, programs, h is not None),
         num_warps=8,
         num_stages=3,
     )
     return out
 
 
-# Tile sizes of the MLP's product: two warp groups, and three stages in Hopper's shared memory
+# Tile sizes of the MLP's product, with three stages in shared memory. Of its columns: the bytes per
+# block that Triton's compiler takes, the most of capabilities 9.0 and 10.0, and those of 12.0
 TILE_M = 128
-TILE_N = 256
 TILE_K = 64
-# bytes per block that Triton's compiler takes for it, the most of capabilities 9.0 and 10.0
-MLP_SHARED = 213_056
+TILE_COLUMNS = {256: 213_056, 128: 98_336}
 
 
-def kernel_programs(a: Tensor, b: Tensor, dtype: torch.dtype) -> int:
-    """Return the kernel's number of programs for a @ b, one per multiprocessor; 0 if unfit."""
-    fits = not (len(a) % TILE_M or b.size(1) % TILE_N or len(b) * a.itemsize % (2 * TILE_K))
+def tile_columns(gpu: Any, itemsize: int = 2) -> int:
+    """Return the columns of the largest tile that a block's shared memory holds; 0 if none.
+
+    gpu: as torch.cuda.get_device_properties returns it.
+    """
+    if itemsize == 1 and gpu.major == 10:
+        return 128  # with 256 the kernel in fp8 spills 1 KB per thread
+    shared = gpu.shared_memory_per_block_optin
+    return max((n for n, needed in TILE_COLUMNS.items() if needed <= shared), default=0)
+
+
+def kernel_grid(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[int, int]:
+    """Return the kernel's programs for a @ b, one per multiprocessor, and a tile's columns.
+
+    No programs if a size is unfit.
+    """
+    fits = not (
+        len(a) % TILE_M or b.size(1) % max(TILE_COLUMNS) or len(b) * a.itemsize % (2 * TILE_K)
+    )
     if not (a.is_cuda and dtype == torch.bfloat16 and fits):
-        return 0
-    return torch.cuda.get_device_properties(a.device).multi_processor_count
+        return 0, 0
+    gpu = torch.cuda.get_device_properties(a.device)
+    return gpu.multi_processor_count, tile_columns(gpu, a.itemsize)
 
 
 if triton is not None:
@@ -5687,8 +5703,7 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
     local_capability = torch.cuda.get_device_capability()
     changes = []
     capability = min(comm.all_gather_json(local_capability))
-    properties = torch.cuda.get_device_properties()
-    shared_memory = min(comm.all_gather_json(properties.shared_memory_per_block_optin))
+    columns = min(comm.all_gather_json(tile_columns(torch.cuda.get_device_properties())))
     if config.fp8_head and capability < [8, 9]:
         config = replace(config, fp8_head=False)
         changes.append("this GPU has no fp8: the head's product stays in bf16")
@@ -5731,7 +5746,7 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
         if triton is None or "loss" in edited:
             kernels = "off"
         # the MLP's kernel needs TMA
-        elif capability < [9, 0] or shared_memory < MLP_SHARED or "MLP" in edited:
+        elif capability < [9, 0] or not columns or "MLP" in edited:
             kernels = "loss"
         config = replace(config, kernels=kernels)
     return config, changes

@@ -56,34 +56,39 @@ static int say(const void *stream, const char *kind, const char *name, const lon
 void dry_gpu_mark(const char *kind, const char *rest) { SAY(0, kind, rest); }
 void dry_gpu_flush(void) { if (file) fflush(file); }
 
-/* ---- the GPU: an H100, an RTX 4090 or an RTX 3090 */
+/* ---- the GPU: one of six, by its compute capability */
 
 static long setting(const char *name, long otherwise) { return getenv(name) ? atol(getenv(name)) : otherwise; }
 
 /* Attributes that torch and Triton read, with their places in cudaDeviceProp and their values on each GPU. Places are those of CUDA
  * 13, which torch is built for; the headers, which are Triton's, may be those of CUDA 12. */
 enum { NAME = 0, MEMORY = 288, MAX_THREADS_DIM = 324, MAX_GRID_SIZE = 336, PROPERTIES_BYTES = 1008 };
-static const struct { enum cudaDeviceAttr which; int place, sm_90, sm_89, sm_86; } card[] = {
-    {cudaDevAttrComputeCapabilityMajor, 360, 9, 8, 8},
-    {cudaDevAttrComputeCapabilityMinor, 364, 0, 9, 6},
-    {cudaDevAttrMultiProcessorCount, 384, 132, 128, 82},
-    {cudaDevAttrWarpSize, 308, 32, 32, 32},
-    {cudaDevAttrMaxThreadsPerBlock, 320, 1024, 1024, 1024},
-    {cudaDevAttrMaxThreadsPerMultiProcessor, 604, 2048, 1536, 1536},
-    {cudaDevAttrMaxGridDimX, MAX_GRID_SIZE, 0x7fffffff, 0x7fffffff, 0x7fffffff},
-    {cudaDevAttrMaxRegistersPerBlock, 304, 65536, 65536, 65536},
-    {cudaDevAttrMaxRegistersPerMultiprocessor, 632, 65536, 65536, 65536},
-    {cudaDevAttrMaxSharedMemoryPerBlock, 296, 48 << 10, 48 << 10, 48 << 10},
-    {cudaDevAttrMaxSharedMemoryPerBlockOptin, 672, 227 << 10, 99 << 10, 99 << 10},
-    {cudaDevAttrMaxSharedMemoryPerMultiprocessor, 624, 228 << 10, 100 << 10, 100 << 10},
-    {cudaDevAttrL2CacheSize, 596, 50 << 20, 72 << 20, 6 << 20},
-    {cudaDevAttrGlobalMemoryBusWidth, 592, 5120, 384, 384},
-    {cudaDevAttrMemoryClockRate, 784, 2619000, 10501000, 9751000}}; /* no field since CUDA 13 */
+enum { CARDS = 6 };
+/* A100, RTX 3090, RTX 4090, H100, B200, RTX 5090 */
+static const int capability[CARDS] = {80, 86, 89, 90, 100, 120};
+#define EACH(value) {value, value, value, value, value, value}
+static const struct { enum cudaDeviceAttr which; int place, of[CARDS]; } card[] = {
+    {cudaDevAttrComputeCapabilityMajor, 360, {8, 8, 8, 9, 10, 12}},
+    {cudaDevAttrComputeCapabilityMinor, 364, {0, 6, 9, 0, 0, 0}},
+    {cudaDevAttrMultiProcessorCount, 384, {108, 82, 128, 132, 148, 170}},
+    {cudaDevAttrWarpSize, 308, EACH(32)},
+    {cudaDevAttrMaxThreadsPerBlock, 320, EACH(1024)},
+    {cudaDevAttrMaxThreadsPerMultiProcessor, 604, {2048, 1536, 1536, 2048, 2048, 1536}},
+    {cudaDevAttrMaxGridDimX, MAX_GRID_SIZE, EACH(0x7fffffff)},
+    {cudaDevAttrMaxRegistersPerBlock, 304, EACH(65536)},
+    {cudaDevAttrMaxRegistersPerMultiprocessor, 632, EACH(65536)},
+    {cudaDevAttrMaxSharedMemoryPerBlock, 296, EACH(48 << 10)},
+    {cudaDevAttrMaxSharedMemoryPerBlockOptin, 672, {163 << 10, 99 << 10, 99 << 10, 227 << 10, 227 << 10, 99 << 10}},
+    {cudaDevAttrMaxSharedMemoryPerMultiprocessor, 624, {164 << 10, 100 << 10, 100 << 10, 228 << 10, 228 << 10, 100 << 10}},
+    {cudaDevAttrL2CacheSize, 596, {40 << 20, 6 << 20, 72 << 20, 50 << 20, 126 << 20, 96 << 20}},
+    {cudaDevAttrGlobalMemoryBusWidth, 592, {5120, 384, 384, 5120, 8192, 512}},
+    {cudaDevAttrMemoryClockRate, 784, {1593000, 9751000, 10501000, 2619000, 3996000, 14001000}}}; /* no field since CUDA 13 */
 enum { FIGURES = sizeof card / sizeof *card };
 
 static int figure(int i) {
-    long arch = setting("DRY_GPU_ARCH", 90);
-    return arch == 90 ? card[i].sm_90 : arch == 89 ? card[i].sm_89 : card[i].sm_86;
+    int chosen = 0;
+    while (capability[chosen] != setting("DRY_GPU_ARCH", 90)) chosen++;
+    return card[i].of[chosen];
 }
 static int attribute(enum cudaDeviceAttr which) {
     for (int i = 0; i < FIGURES; i++)

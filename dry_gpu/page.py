@@ -572,7 +572,7 @@ def main():
         type=int,
         choices=RATES,
         default=90,
-        help="90: H100, 89: RTX 4090, 86: RTX 3090 (90)",
+        help="80: A100, 86: RTX 3090, 89: RTX 4090, 90: H100, 100: B200, 120: RTX 5090 (90)",
     )
     parser.add_argument(
         "--flash",

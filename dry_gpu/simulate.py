@@ -49,8 +49,9 @@ class Rates(NamedTuple):
     OF_FLASH_2. Assumed: a matmul in Triton reaches 0.8 of the trace's matmuls; 0.64 in fp8, since
     record 89 gains 0.75 ms per step by an fp8 product in its logs, where this model at 0.8 gives
     1.15. `link`: 0.26 ms for 77 MB and 0.49 for 151; medians in both traces there: gathers 0.24 and
-    0.48, reduce-scatters 0.26 to 0.28 and 0.50. sm_89 and sm_86: the same fractions of the data
-    sheets of RTX 4090 and 3090, over PCIe 4.0.
+    0.48, reduce-scatters 0.26 to 0.28 and 0.50. The other GPUs: the same fractions of their data
+    sheets, RTX cards over PCIe (4.0, the RTX 5090 5.0). Their attention is version 2: 0.455 of the
+    FLOPs, on 10.0, whose tensor cores it cannot use, Hopper's per multiprocessor.
     """
 
     multiprocessors: int
@@ -70,10 +71,13 @@ class Rates(NamedTuple):
 
 
 RATES = {
-    90: Rates(132, 3.0e12, 705e12, 1384e12, 47e12, 2.1e12, 450e12, 450e12, 280e9),
+    80: Rates(108, 1.8e12, 222e12, 222e12, 14e12, 1.34e12, 142e12, 142e12, 187e9),  # no fp8
+    86: Rates(82, 0.84e12, 50e12, 50e12, 25e12, 1.26e12, 32e12, 32e12, 22e9),  # no fp8
     89: Rates(128, 0.9e12, 117e12, 234e12, 58e12, 2.9e12, 75e12, 75e12, 22e9),
-    86: Rates(82, 0.84e12, 50e12, 50e12, 25e12, 1.26e12, 32e12, 32e12, 22e9),
-}  # no fp8
+    90: Rates(132, 3.0e12, 705e12, 1384e12, 47e12, 2.1e12, 450e12, 450e12, 280e9),
+    100: Rates(148, 7.2e12, 1600e12, 3200e12, 57e12, 2.4e12, 252e12, 288e12, 560e9),
+    120: Rates(170, 1.61e12, 149e12, 298e12, 74e12, 3.7e12, 95e12, 95e12, 44e9),
+}
 # on an H100 version 3 is 1.5 to 2.0 times as fast as version 2 in forward, 1.5 to 1.75 times in
 # backward (arXiv:2407.08608)
 OF_FLASH_2 = {"flash": 1 / 2.0, "flash_backward": 1 / 1.75}

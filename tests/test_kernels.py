@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ import json, os, sys, torch, train_gpt as T, frontier as R
 
 def with_programs(programs, function, *args):
     '''function(*args) by the kernel with so many programs, or by the plain code with 0.'''
-    T.kernel_programs = R.kernel_programs = lambda *_: programs
+    T.kernel_grid = R.kernel_grid = lambda *_: (programs, 256)
     return function(*args)
 
 def gaps(ours, plain):
@@ -41,10 +42,15 @@ for line in sys.stdin:
 """
 
 
+class WithTriton(NamedTuple):
+    """A Python that has Triton, and the environment that it needs."""
+
+    python: str
+    environment: dict
+
+
 @pytest.fixture(scope="module")
-def interpret():
-    """interpret(code) runs code in Triton's interpreter, in a fork of one process that has torch
-    -> the JSON that it prints."""
+def with_triton():
     python = sys.executable
     libraries = ""
     if not importlib.util.find_spec("triton"):
@@ -55,13 +61,20 @@ def interpret():
                 "no triton; it comes with torch's GPU builds, and dry_gpu/setup installs it into"
                 f" {DRY_GPU}"
             )
+    return WithTriton(str(python), os.environ | {"LD_LIBRARY_PATH": str(libraries)})
+
+
+@pytest.fixture(scope="module")
+def interpret(with_triton):
+    """interpret(code) runs code in Triton's interpreter, in a fork of one process that has torch
+    -> the JSON that it prints."""
     interpreter = subprocess.Popen(
-        [python, "-c", INTERPRETER],
+        [with_triton.python, "-c", INTERPRETER],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         cwd=train_gpt.ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1", "LD_LIBRARY_PATH": str(libraries)},
+        env=with_triton.environment | {"TRITON_INTERPRET": "1"},
     )
 
     def run(code):
@@ -132,7 +145,9 @@ found = [((x - y).norm() / x.norm()).item() for x, y in zip(*both())]
 
 
 def test_gradients_of_the_mlp(interpret):
-    found = interpret("T.kernel_programs = lambda *_: 2\n" + GRADIENTS + "print(json.dumps(found))")
+    found = interpret(
+        "T.kernel_grid = lambda *_: (2, 256)\n" + GRADIENTS + "print(json.dumps(found))"
+    )
     assert len(found) == 4 and max(found) < 1e-5, found
 
 
@@ -159,13 +174,17 @@ def test_a_gpu_uses_the_kernel_if_the_sizes_are_multiples_of_the_tiles(
 ):
     """In fp8 twice as many entries of the inner dimension are as many bytes. The result is then in
     bf16."""
-    gpu = type("Gpu", (), {"multi_processor_count": 132})
+    gpu = type(
+        "Gpu",
+        (),
+        {"multi_processor_count": 132, "shared_memory_per_block_optin": 227 << 10, "major": 9},
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     with FakeTensorMode():
         a = torch.empty(m, k, dtype=dtype, device="cuda")
         b = torch.empty(k, n, dtype=dtype, device="cuda")
         out = dtype if dtype.itemsize > 1 else torch.bfloat16
-        assert train_gpt.kernel_programs(a, b, out) == 132 * taken
+        assert train_gpt.kernel_grid(a, b, out) == (132 * taken, 256 * taken)
 
 
 LOSS = """
@@ -216,3 +235,91 @@ print(json.dumps([gap.abs().max().item(), gap.gather(1, targets.T).abs().max().i
 """
     )
     assert 1e-4 < found <= 2**-8 and targets_gap == 0, (found, targets_gap)
+
+
+# Largest shared memory of a block, in KiB, by CUDA's programming guide
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+COMPILE = r"""
+import json, pathlib, re, subprocess, sys, tempfile, torch, triton
+import train_gpt as T, frontier as R
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+arch, shared = map(int, sys.argv[1:])
+gpu = type("Gpu", (), {"major": arch // 10, "shared_memory_per_block_optin": shared})
+TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64"}
+TYPES |= {torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5"}
+CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+found = {}
+
+def type_of(value):
+    if isinstance(value, T.TensorDescriptor):
+        return f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape}>".replace(" ", "")
+    return f"*{TYPES[value.dtype]}" if isinstance(value, torch.Tensor) else "i32"
+
+class Compiler:
+    '''Stands for a kernel: a launch compiles it for the architecture.'''
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *args, **options):
+        signature = {}
+        constants = {}
+        hints = {}
+        for i, (parameter, value) in enumerate(zip(self.kernel.params, args, strict=True)):
+            name = parameter.name
+            if parameter.is_constexpr:
+                signature[name] = "constexpr"
+                constants[name] = value
+                continue
+            signature[name] = type_of(value)
+            if signature[name][0] == "*" or signature[name] == "i32" and value % 16 == 0:
+                hints[(i,)] = [["tt.divisibility", 16]]
+        source = ASTSource(self.kernel, signature, constants, hints)
+        binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(binary.asm["cubin"])
+            file.flush()
+            usage = subprocess.check_output([CUOBJDUMP, "-res-usage", file.name], text=True)
+        stack = int(re.search(r"STACK:(\d+)", usage)[1])
+        found[f"{len(found)} {self.kernel.__name__}"] = stack, binary.metadata.shared
+
+for module in (T, R):
+    for name, kernel in vars(module).copy().items():
+        if name.endswith("_kernel"):
+            setattr(module, name, Compiler(kernel))
+T.kernel_grid = R.kernel_grid = lambda a, *_: (132, T.tile_columns(gpu, a.itemsize))
+logits = torch.empty(1024, 50304, dtype=torch.bfloat16)
+targets = torch.zeros(3, 1024, dtype=torch.int64)
+for scale in (None, 1.0)[: 1 + (arch >= 89)]:  # the second is that of the head in fp8
+    T.softcapped_loss(logits, targets, torch.ones(3), T.Softcap(30.0), scale)
+if arch >= 90:
+    a = torch.empty(1024, 768, dtype=torch.bfloat16)
+    b = torch.empty(768, 3072, dtype=torch.bfloat16)
+    T.relu_squared(a, b, T.relu_squared(a, b))
+    a8, b8 = (x.to(torch.float8_e4m3fn) for x in (a, b.T))
+    R.relu_squared_in_fp8(a8, b8.T, *torch.ones(3), torch.bfloat16)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("arch", SHARED_KIB)
+def test_kernels_compile_for_each_architecture_without_spills_and_fit_a_block(arch, with_triton):
+    """Triton and its ptxas compile what a launch asks for; no GPU is needed."""
+    shared = SHARED_KIB[arch] << 10
+    done = subprocess.run(
+        [with_triton.python, "-c", COMPILE, str(arch), str(shared)],
+        capture_output=True,
+        text=True,
+        cwd=train_gpt.ROOT,
+        env=with_triton.environment,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert len(found) == {80: 1, 86: 1, 89: 2}.get(arch, 5)
+    for name, (spilled, used) in found.items():
+        assert spilled == 0 and used <= shared, (name, spilled, used)
