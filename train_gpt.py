@@ -4492,18 +4492,16 @@ def relu_squared(a: Tensor, b: Tensor, h: Tensor | None = None) -> Tensor:
 # block that Triton's compiler takes, the most of capabilities 9.0 and 10.0, and those of 12.0
 TILE_M = 128
 TILE_K = 64
-TILE_COLUMNS = {256: 213_056, 128: 98_336}
+TILE_N = (256, 213_056), (128, 98_336)
 
 
 def tile_columns(gpu: Any, itemsize: int = 2) -> int:
-    """Return the columns of the largest tile that a block's shared memory holds; 0 if none.
-
-    gpu: as torch.cuda.get_device_properties returns it.
-    """
-    if itemsize == 1 and gpu.major == 10:
-        return 128  # with 256 the kernel in fp8 spills 1 KB per thread
-    shared = gpu.shared_memory_per_block_optin
-    return max((n for n, needed in TILE_COLUMNS.items() if needed <= shared), default=0)
+    """Return the columns of the largest tile that a block of a GPU holds; 0 if none."""
+    for columns, needed in TILE_N:
+        spills = columns == 256 and itemsize == 1 and gpu.major == 10  # 1 KB per thread
+        if needed <= gpu.shared_memory_per_block_optin and not spills:
+            return columns
+    return 0
 
 
 def kernel_grid(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[int, int]:
@@ -4511,9 +4509,7 @@ def kernel_grid(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[int, int]:
 
     No programs if a size is unfit.
     """
-    fits = not (
-        len(a) % TILE_M or b.size(1) % max(TILE_COLUMNS) or len(b) * a.itemsize % (2 * TILE_K)
-    )
+    fits = not (len(a) % TILE_M or b.size(1) % 256 or len(b) * a.itemsize % (2 * TILE_K))
     if not (a.is_cuda and dtype == torch.bfloat16 and fits):
         return 0, 0
     gpu = torch.cuda.get_device_properties(a.device)
