@@ -220,17 +220,20 @@ def attention_flops(batch, windows, model):
     """Return the FLOPs of attention's forward, mean over layers and micro-batches. Visited blocks
     count in full."""
 
-    def flops(tokens, window):
+    def flops(tokens, layer):
+        window = layer.window
         # of a token
         documents = np.cumsum(np.asarray(tokens)[:-1] == model.bos_id)
         positions = 1 + (window == "P")
         pairs = visited_pairs(
             np.repeat(documents, positions), windows.long if window == "L" else windows.short
         )
-        return 4 * model.embed.weight.shape[1] / positions * pairs
+        # heads with narrow values are half as wide; narrow queries and keys are padded
+        halves = 1 + (getattr(layer, "narrow", "") == "qkv")
+        return 4 * model.embed.weight.shape[1] / halves / positions * pairs
 
     return np.mean(
-        [flops(tokens, layer.window) for tokens in batch for layer in model.layers if layer.window]
+        [flops(tokens, layer) for tokens in batch for layer in model.layers if layer.window]
     )
 
 

@@ -784,12 +784,15 @@ def time_left(manifest, runs):
     return f"{logs.plural(runs, 'run')} left, about {duration}"
 
 
-def resume_command(manifest):
-    """Return the command that resumes a race, or the race from which this one follows."""
+def first_folder(manifest):
+    """Return the folder of a race, or of the race from which this one follows."""
     folder = manifest.path.parent
-    if "follows" in manifest.race:
-        folder = folder.with_name(f"race-{manifest.race['follows']}")
-    words = ["./run.sh", "--resume", os.path.relpath(folder, ROOT)]
+    first = manifest.race.get("follows")
+    return folder.with_name(f"race-{first}") if first else folder
+
+
+def resume_command(manifest):
+    words = ["./run.sh", "--resume", os.path.relpath(first_folder(manifest), ROOT)]
     for version in manifest.race["sides"].values():
         if "folder" in version:
             words += ["--vs", version["folder"], "--cmd", shlex.join(version["flags"])]
@@ -1239,7 +1242,7 @@ def run(options):
             require(
                 path.is_file(), f"{path}: there is no such file; name the {MANIFEST} of the race"
             )
-            manifest = Manifest(path)
+            manifest = Manifest(first_folder(Manifest.read(path)) / MANIFEST)
         else:
             # importing torch takes seconds
             say("checks the flags and data of each side …", stay=True)

@@ -264,6 +264,8 @@ def carries_over(here, there):
     verdicts = {here.verdict, there.verdict}
     if verdicts == {BETTER, WORSE}:
         return "turns"
+    if verdicts == {WORSE}:
+        return "holds"
     variance = here.error**2 + there.error**2
     change = math.log(there.ratio / here.ratio)
     if variance:

@@ -578,7 +578,10 @@ rank0.gpu.dry_gpu_flush()
 assert [*program.sample(["a"] * 7 + ["b"] * 9)] == [0, 1, 2, 3, 4, 5, 7, 8, 11, 12, 13, 14]
 tokens = np.arange(257) % 128 == 0  # two documents of 128 tokens, the size of a block
 model = Namespace(bos_id=1, embed=Namespace(weight=x), layers=[Namespace(window=window) for window in ("L", None, "P")])
-print(rank0.attention_flops([tokens], Namespace(long=255, short=127), model))
+windows = Namespace(long=255, short=127)
+print(rank0.attention_flops([tokens], windows, model))
+model.layers = [Namespace(window="L", narrow="qkv")]
+print(rank0.attention_flops([tokens], windows, model))
 """
 
 
@@ -617,7 +620,9 @@ def test_counted_bytes_and_flops(dry, tmp_path):
     assert 2 <= read[0] / 2**20 < 2.2
     # L: 2 blocks of 128 x 128 pairs. P: 512 positions of half the width, 4 blocks and those one
     # back in the document
-    assert float(done.stdout) == 4 * 512 * 128**2 * (2 + (4 + 2) / 2) / 2
+    wide, narrow = map(float, done.stdout.split())
+    assert wide == 4 * 512 * 128**2 * (2 + (4 + 2) / 2) / 2
+    assert narrow == 4 * 256 * 128**2 * 2
 
 
 SUMMED_LOSSES = """

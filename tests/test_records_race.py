@@ -563,7 +563,9 @@ def test_another_project_s_script_is_interrupted_with_the_race_and_goes_on(repo,
         ), said
     assert len(only_race(repo)[2]) == len(events)
     assert race.main([*resume, *against("sleepy")]) == 0
-    assert [f"{run}{side}" for run, side, _ in starts(only_race(repo)[2])] == "1a 1b 1b 2b 2a".split()
+    assert [
+        f"{run}{side}" for run, side, _ in starts(only_race(repo)[2])
+    ] == "1a 1b 1b 2b 2a".split()
     (theirs / "their_gpt.py").write_text(THEIRS + "# faster")
     assert race.main([*resume, *against("sleepy")]) == 2
     assert "train_gpt.py of theirs has changed" in capsys.readouterr().err
@@ -587,6 +589,10 @@ def test_a_better_idea_is_confirmed_on_new_seeds_and_raced_elsewhere(repo, capsy
     assert rows[1]["confirms"] == idea and rows[2]["at"] == "--num_steps 40"
     history.main([])
     assert f"{idea}, at --num_steps 40" in capsys.readouterr().out
+    # a race that follows is resumed as a part of the first
+    assert race.main(["--resume", there["folder"], "--json"]) == 0
+    again = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert again["confirmation"]["shown"] and again["elsewhere"] == [there]
 
 
 def test_a_win_is_confirmed_on_validation_tokens_that_no_race_has_read(repo, capsys):
@@ -741,7 +747,9 @@ def test_an_interrupted_race_keeps_what_is_done_and_goes_on(repo, capsys, monkey
     manifest = (folder / "race.jsonl").read_text().replace('"sleepy"', '"lively"')
     (folder / "race.jsonl").write_text(manifest)
     assert race.main(["--resume", str(folder / "race.jsonl")]) == 0
-    assert [f"{run}{side}" for run, side, _ in starts(only_race(repo)[2])] == "1a 1a 1b 2b 2a".split()
+    assert [
+        f"{run}{side}" for run, side, _ in starts(only_race(repo)[2])
+    ] == "1a 1a 1b 2b 2a".split()
     assert sum("SPEED = 200" in path.read_text() for path in folder.glob("*b.txt")) == 2
 
 

@@ -149,6 +149,7 @@ def answer(ratio, error=0.002):
         (0.95, 0.98, "fades"),
         (0.95, 1.02, "turns"),
         (1.0, 1.001, "unknown"),
+        (1.05, 1.02, "holds"),
     ],
 )
 def test_how_a_gain_carries_over(here, there, word):
