@@ -360,7 +360,8 @@ class Verdict:
     base_seconds: float | None
     time: Contrast | None
     answer: same_loss.Answer | None
-    why: str = ""
+    why: str
+    bits: list  # per byte: of the side and of the base, None where logs lack it
 
     @property
     def outcome(self):
@@ -527,6 +528,7 @@ def verdicts(pairs, by_hand=None):
                 *means[2:],
                 contrast_times(*seconds, bool(matched), test) if timed else None,
                 *judge_idea(side, base, timed, by_hand, len(pairs)),
+                [float(np.mean(one.bits)) if all(one.bits) else None for one in (side, base)],
             )
         )
     answers = [one.answer for one in found if one.answer]
@@ -563,20 +565,23 @@ def conclusion(found):
 def table_of_verdicts(found):
     """Return the table of facts as text: each base and its sides."""
 
-    def row(name, loss, seconds, of_loss=None, of_time=None):
+    def row(name, loss, bits, seconds, of_loss=None, of_time=None):
         return [
             textwrap.shorten(name, 28, placeholder=" …"),
             f"{loss:.4f}",
+            "-" if bits is None else f"{bits:.4f}",
             show_contrast(of_loss, "+.4f"),
             "-" if seconds is None else f"{seconds:.3f}",
             show_contrast(of_time, ".3f"),
         ]
 
-    rows = [["", "mean loss", "difference (95 % CI)", "mean s", "ratio of times (95 % CI)"]]
+    facts = "mean loss", "bits/byte", "difference (95 % CI)", "mean s", "ratio of times (95 % CI)"
+    rows = [["", *facts]]
     for one in found:
-        base = row(one.base, one.base_loss, one.base_seconds)
+        bits, base_bits = one.bits
+        base = row(one.base, one.base_loss, base_bits, one.base_seconds)
         rows += [base] * (base not in rows)
-        rows.append(row(one.name, one.mean_loss, one.mean_seconds, one.loss, one.time))
+        rows.append(row(one.name, one.mean_loss, bits, one.mean_seconds, one.loss, one.time))
     return "\n".join(logs.columns(rows))
 
 

@@ -194,6 +194,8 @@ def judged(places, monkeypatch):
                 answer=same_loss.Answer(
                     0.9, 0.89, 0.91, 1e-6, 0.005, 4, 0.5, 0.2, "by turns", 0.01, 1e-6
                 ),
+                why="",
+                bits=[1.6, 1.62],
             )
         ],
     }
