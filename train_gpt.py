@@ -2546,23 +2546,25 @@ class NorMuon:
         NorMuon.move(param, polar(nesterov, hyper["dtype"]).to(m.dtype), state, hyper)
 
     @staticmethod
-    def move(param: Tensor, o: Tensor, state: Tensors, hyper: Values, gate: Tensor | None = None):
-        """Subtract orthogonal matrices o, rescaled.
+    def move(
+        param: Tensor, update: Tensor, state: Tensors, hyper: Values, sign: Tensor | None = None
+    ):
+        """Subtract orthogonal matrices, whose rows (or columns) are first scaled by v.
 
-        Weights decay where `gate` (None: the update) has their sign.
+        A matrix keeps its norm. Weights decay where `sign` (None: the update) has theirs.
         """
         v = state["v"]
         beta2 = hyper["beta2"]
         p = param + state["rest"] if "rest" in state else param
-        size = o.norm(dim=(-2, -1), keepdim=True)
-        v.copy_(
-            beta2 * v
-            + (1 - beta2) * o.square().mean(-2 if v.shape == o[:, :1].shape else -1, keepdim=True)
-        )
-        o = o * v.clamp_min(1e-10).rsqrt()
-        o = o * (size / o.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10))
-        o = o + torch.where((o if gate is None else gate) * p >= 0, hyper["decay"] * p, 0)
-        p.sub_(hyper["lr"] * hyper["scale"] * o)
+        norm = update.norm(dim=(-2, -1), keepdim=True)
+        of_columns = v.shape == update[:, :1].shape
+        mean_square = update.square().mean(-2 if of_columns else -1, keepdim=True)
+        v.copy_(beta2 * v + (1 - beta2) * mean_square)
+        update = update * v.clamp_min(1e-10).rsqrt()
+        update = update * (norm / update.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10))
+        decays = (update if sign is None else sign) * p >= 0
+        update = update + torch.where(decays, hyper["decay"] * p, 0)
+        p.sub_(hyper["lr"] * hyper["scale"] * update)
         if "rest" in state:
             param.copy_(p)
             state["rest"].copy_(p - rounded(p))

@@ -58,8 +58,8 @@ KEY_OFFSET = """
             k = torch.cat([fixed, torch.cat([moved[:1], moved[:-1]])], dim=2)"""
 ROTATED = "rotate(norm(qk), cos[:tokens, None], sin[:tokens, None])"
 HEADS = f"q, k = {ROTATED}.chunk(2, dim=1)"
-SCALED = """        o = o * v.clamp_min(1e-10).rsqrt()
-        o = o * (size / o.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10))
+SCALED = """        update = update * v.clamp_min(1e-10).rsqrt()
+        update = update * (norm / update.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10))
 """
 
 IDEAS = (
@@ -110,7 +110,8 @@ IDEAS = (
 
 
 def git(folder: Path, *words: str) -> None:
-    own = ["-c", "user.name=known ideas", "-c", "user.email=known@ideas", "-c", "commit.gpgsign=no"]
+    settings = "user.name=known ideas", "user.email=known@ideas", "commit.gpgsign=no"
+    own = [word for one in (*settings, "advice.detachedHead=no") for word in ("-c", one)]
     # without a git hook's variables, which name its repository
     environment = {
         name: v for name, v in os.environ.items() if not re.match("GIT_(?!CONFIG)", name)

@@ -24,6 +24,7 @@
  * rank0.py writes lines of other kinds by dry_gpu_mark.
  */
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <driver_types.h>
 #include <elf.h>
 #include <fcntl.h>
@@ -169,6 +170,59 @@ int cudaFree(void *at) {
     return SAY(0, "FREE", "cudaFree", memory.bytes, used);
 }
 int cudaFreeHost(void *at) { return cudaFree(at); }
+
+/* Virtual memory, which torch's expandable segments use: a reserved range of addresses in which pieces of memory are mapped. A handle is
+ * the size of its piece. */
+enum { GRANULARITY = 2 << 20, OUT_OF_MEMORY = 2, NOT_SUPPORTED = 801 };
+int cuMemGetAllocationGranularity(size_t *size, const void *properties, int kind) { *size = GRANULARITY; return 0; }
+int cuMemAddressReserve(char **at, size_t bytes, size_t alignment, void *wanted, long flags) {
+    *at = mmap(0, bytes + GRANULARITY, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    *at += -(size_t)*at % GRANULARITY;
+    return 0;
+}
+int cuMemAddressFree(char *at, size_t bytes) { munmap(at, bytes); return 0; }
+int cuMemCreate(size_t *handle, size_t bytes, const void *properties, long flags) {
+    if (used + bytes > capacity()) {
+        SAY(0, "OOM", "cuMemCreate", bytes, used);
+        return OUT_OF_MEMORY;
+    }
+    used += *handle = bytes;
+    return SAY(0, "ALLOC", "cuMemCreate", bytes, used);
+}
+int cuMemRelease(size_t handle) {
+    used -= handle;
+    return SAY(0, "FREE", "cuMemRelease", handle, used);
+}
+int cuMemMap(void *at, size_t bytes, size_t offset, size_t handle, long flags) {
+    mprotect(at, bytes, PROT_READ | PROT_WRITE);
+    if (getenv("DRY_GPU_POISON")) memset(at, 0xff, bytes);
+    remember((struct Thing){at, bytes, DEVICE});
+    return 0;
+}
+int cuMemUnmap(void *at, size_t bytes) {
+    forget(find(at));
+    mmap(at, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0); /* drops what was written */
+    return 0;
+}
+int cuMemSetAccess(void *at, size_t bytes, const void *access, size_t count) { return 0; }
+int cuGetErrorString(int error, const char **text) { *text = "an error of the simulated driver"; return 0; }
+int nvmlInit_v2(void) { return 0; }
+int nvmlDeviceGetGpuFabricInfoV(void *device, void *info) { return 0; } /* torch has written "not supported" there */
+int nvmlDeviceGetHandleByPciBusId_v2(const char *bus, void **device) { *device = &used; return 0; }
+/* NVML_ERROR_NOT_SUPPORTED */
+#define LACKS(function) int function(void) { return 3; }
+LACKS(nvmlDeviceGetNvLinkRemoteDeviceType)
+LACKS(nvmlDeviceGetNvLinkRemotePciInfo_v2)
+LACKS(nvmlDeviceGetComputeRunningProcesses)
+LACKS(nvmlSystemGetCudaDriverVersion)
+LACKS(nvmlSystemGetCudaDriverVersion_v2)
+static int unsupported(void) { return NOT_SUPPORTED; }
+int cudaGetDriverEntryPointByVersion(const char *name, void **function, int version, long flags, int *found) {
+    *function = dlsym(RTLD_DEFAULT, name);
+    if (!*function) *function = unsupported;
+    if (found) *found = 0;
+    return 0;
+}
 int cudaMemGetInfo(size_t *free, size_t *total) { *total = capacity(); *free = *total - used; return 0; }
 int cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *at) {
     int type = find(at).type;

@@ -102,6 +102,7 @@ def environment_of(home, caches, **settings):
         "TORCHINDUCTOR_CACHE_DIR": caches / "inductor",
         "OMP_NUM_THREADS": 1,
         "TORCH_NCCL_ENABLE_MONITORING": 0,
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # as train_gpt.py sets it
         "LOCAL_WORLD_SIZE": 1,
     }  # only this rank uses this machine's memory
     defaults = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} | os.environ  # os.environ may override them

@@ -290,8 +290,6 @@ def replace_missing(ranks):
     # values may be != 0
     torch._tensor_str._tensor_str = lambda x, indent: "..."
     os.environ |= {"RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0"}
-    # before their PYTORCH_ALLOC_CONF: the driver's virtual memory is missing
-    torch.empty(1, device="cuda")
 
 
 # ---- the run
