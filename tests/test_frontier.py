@@ -135,28 +135,6 @@ def test_impossible_values_are_refused_with_what_is_allowed(golden):
     golden("impossible_values_frontier", "".join(lines))
 
 
-@pytest.mark.parametrize("preset", ["frontier", "frontier89"])
-def test_values_and_plan_are_those_of_the_record(preset, golden):
-    """The golden file has each value, and the plan around each change of its batches or windows and
-    in each 60th step."""
-    config = frontier.PRESETS[preset]
-    lines = [f"{name}: {value}" for name, value in train_gpt.json_of(config).items()]
-    lines.append(f"validated on {config.val_tokens:,} tokens")  # a hash would have 8 digits too
-    lines.append(f"untied from step {frontier.first_untied_step(config)}")
-    kinds = []
-    for step in range(config.num_steps + 1):
-        plan = train_gpt.plan_of(config, step)
-        values = {name: f"{value:.6g}" for name, value in plan.scheduled.items()}
-        values |= {"lr_factor": f"{plan.lr_factor:.6g}", "momentum": f"{plan.momentum:.6g}"}
-        kind = plan.micro_batches, plan.micro_batch_tokens, plan.max_document_tokens, plan.windows
-        kinds.append((kind, f"step {step}: {[*kind]} {plan.rotary_windows} {values}"))
-    for step, (kind, line) in enumerate(kinds):
-        around = kinds[max(step - 1, 0) : step + 2]
-        if step % 60 == 0 or any(other != kind for other, _ in around):
-            lines.append(line)
-    golden(f"plan_{preset}", "\n".join(lines) + "\n")
-
-
 @pytest.mark.parametrize(
     "window, wide, narrow",
     [
