@@ -262,6 +262,24 @@ def test_loss_and_gradients_are_those_of_a_second_implementation(name, monkeypat
     compare(model, model(x, y, WINDOWS)[0], plain, expected, tied)
 
 
+def test_layers_know_the_step_s_numbers_and_what_earlier_layers_share(monkeypatch):
+    """The places for an idea that docs/racing.md names."""
+    config = small(stages=(Stage(prefix_weight=0.25),))
+    model = shaken(config)
+    model.apply_schedule(train_gpt.plan_of(config, 0))
+    before = frontier.Block.forward
+    seen = []
+
+    def forward(self, x, context, *inputs):
+        context.shared[self.number] = x
+        seen.append(([*context.shared], context.scheduled["prefix_weight"].item()))
+        return before(self, x, context, *inputs)
+
+    monkeypatch.setattr(frontier.Block, "forward", forward)
+    model(*tokens_of(3, 32), WINDOWS)
+    assert seen == [([*range(i + 1)], 0.25) for i in range(len(config.layers))]
+
+
 @pytest.mark.parametrize("preset", ["frontier", "frontier89"])
 def test_initial_values_and_groups_are_those_of_the_record(preset, golden):
     usual = frontier.PRESETS[preset]

@@ -89,6 +89,7 @@ VALUES_89 = VALUES | dict(
     head_init=0.005,
     value_init=0.01,
     resid_lambda_init=1.1,
+    log_q_share=0.0,
 )
 VALUES_92 = VALUES_89 | dict(
     ngrams=((2, 5_287_680, 768), (3, 5_287_680, 768)),  # the record's have 42,301,440 rows each
