@@ -9,7 +9,7 @@ rules. All else is train_gpt.py, which it imports: data, schedule, gradient sync
 attention, log. The source of both files opens the log of a run. `frontier` computes what record 92
 does, on 1, 2, 4 or 8 GPUs of any kind, but with a smaller n-gram table and less in fp8. Known
 further differences: the record rounds residual and post weights to bf16, and reads the first shard
-on its clock; its gradient's normalizer counts further targets beyond a sequence's end; and see
+on its clock; see Anvil.SAFETY_IN_BF16; its gradient's normalizer counts further targets beyond a sequence's end; and see
 Tail.keep_norm. `frontier89` is record 89: bench/public_record.py compares it with the record's own
 program, one file, train_gpt.py of KellerJordan/modded-nanogpt. Record 92 is a package there:
 
@@ -348,6 +348,14 @@ class Config(train_gpt.Config, StageValues):
     # a lower cap than record 44's; logits have more room below x = 0 than above
     logit_shift: float = option(
         5.0, "logits = logit_cap * sigmoid((x + logit_shift) / 7.5)", min=-math.inf
+    )
+    log_q_share: float = option(
+        0.0,
+        "s of the sampled loss: s * ln((V - U) / (P - U)) is added to the logits of candidates "
+        "that are no target (V classes, P candidates, U different targets). 1 makes up for the "
+        "classes that were not drawn. Above 0 the loss is computed without its kernel",
+        min=0,
+        max=1,
     )
     fp8_mlp: bool = option(
         True, "compute the MLPs' forward in fp8 during training; on GPUs only where kernels are on"
@@ -808,6 +816,7 @@ class GPT(nn.Module):
             self.register_buffer("token_classes", on_device, persistent=False)
         self.tied = False  # head and embedding are one matrix
         self.further_weights: dict[str, float] = {}  # of this step's further targets
+        self.scheduled = {}  # the same as tensors, see apply_schedule
         # of the next forwards, see Candidates; None or empty: all classes
         self.candidates: list[Tensor | None] = []
         # above 0: all masks in pieces have one shape, for windows up to `reach` tokens
@@ -943,6 +952,8 @@ class GPT(nn.Module):
             value_mixes.view(-1, 2).unbind(),
             self.gate_scale,
             copied,
+            self.scheduled,
+            {},
         )
 
     def loss(self, x: Tensor, targets: Tensor) -> Pair:
@@ -960,15 +971,30 @@ class GPT(nn.Module):
         all_targets = torch.stack(targets_by_row)
         weights = to_device(torch.tensor(row_weights), x.device)
         head_weight = None
+        further_logits = None
         classes = self.candidates.pop(0) if self.training and self.candidates else None
         if classes is not None:  # a target becomes its position among them, or -1 if it is none
             positions = torch.full_like(self.prefixes, -1)
             positions[classes] = torch.arange(len(classes), device=x.device)
             all_targets = positions[all_targets]
             head_weight = self.lm_head.weight.index_select(0, classes)
+            if self.config.log_q_share:
+                further_logits = self.log_q(targets, classes)
         pieces = zip(x.split(self.loss_tokens), all_targets.split(self.loss_tokens, dim=1))
-        losses = [self.lm_head(*piece, weights, head_weight) for piece in pieces]
+        losses = [self.lm_head(*piece, weights, head_weight, further_logits) for piece in pieces]
         return tuple(torch.stack(terms).sum() for terms in zip(*losses))
+
+    def log_q(self, targets: Tensor, classes: Tensor) -> Tensor:
+        """Compute what Config.log_q_share adds to the logits of candidates `classes` [P] -> [P]."""
+        weight = self.lm_head.weight
+        # the last entry is of the target -1
+        is_target = torch.zeros_like(self.prefixes, dtype=torch.bool)
+        is_target[targets] = True
+        is_target = is_target[classes]
+        count = is_target.sum()
+        share = (len(weight) - count) / (len(classes) - count).clamp_min(1)
+        correction = self.config.log_q_share * share.to(wide_dtype(weight)).log()
+        return torch.where(is_target, 0.0, correction)
 
     def fill_prefixes(self, tokens: Sequence[bytes]) -> None:
         """Find each token's prefix, the longest other token that begins it. tokens: their bytes."""
@@ -984,7 +1010,7 @@ class GPT(nn.Module):
 
     def apply_schedule(self, plan: Plan) -> None:
         """Set the model's state of this step. In the step that unties, Worker ends `tied`."""
-        self.rotary.set_windows(plan.rotary_windows)
+        train_gpt.GPT.apply_schedule(self, plan)
         if self.narrow_rotary is not None:
             block = self.config.window_block
             self.narrow_rotary.set_windows(
@@ -1001,7 +1027,7 @@ class Context(NamedTuple):
     x0, bigram_embeds: [T, dim]. rotary: cosines, sines, softmax scale; narrow_rotary: of narrow
     heads. masks: see GPT.masks. skip_weights: a number for each skip connection. mixes: see Block.
     value_mixes: see Attention. gate_scale: see TokenWeights. copied [T, dim]: what DocCopy adds
-    before the final norm.
+    before the final norm. scheduled, shared: see train_gpt.Context.
     """
 
     x0: Tensor
@@ -1014,6 +1040,8 @@ class Context(NamedTuple):
     value_mixes: Sequence[Tensor]
     gate_scale: Tensor
     copied: Tensor | None
+    scheduled: Tensors
+    shared: Tensors
 
 
 class Group(train_gpt.Group):
@@ -1301,25 +1329,32 @@ class Head(train_gpt.Head):
 
     @compiled
     def forward(
-        self, x: Tensor, targets: Tensor, weights: Tensor, weight: Tensor | None = None
+        self,
+        x: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        weight: Tensor | None = None,
+        further: Tensor | None = None,
     ) -> Pair:
         """Compute (objective, to minimize; cross entropy of the next token), in nats, summed.
 
         x [T, dim]; targets [n, T]: the next token, then further targets, -1 is not counted; weights
-        [n] of the rows. weight [classes, dim]: in place of the head's own.
+        [n] of the rows. weight [classes, dim]: in place of the head's own. further [classes]: added
+        to the logits.
         """
         weight = self.weight if weight is None else weight
         # an edit of this method turns the kernel off: see PLAIN_FORMS
-        if self.kernels and self.training:
+        if self.kernels and self.training and further is None:
             scales = self.fp8_scales if self.fp8 else None
             objective, entropies = HeadLoss.apply(x, weight, targets, weights, self.softcap, scales)
             return objective, entropies[0]
         x = self.uncapped_logits(x, weight)
+
+        def logits() -> Tensor:
+            return self.softcap(x) if further is None else self.softcap(x) + further
+
         entropies = torch.stack(
-            [
-                F.cross_entropy(self.softcap(x), row, ignore_index=-1, reduction="sum")
-                for row in targets
-            ]
+            [F.cross_entropy(logits(), row, ignore_index=-1, reduction="sum") for row in targets]
         )
         objective = (entropies * weights).sum()
         return objective, entropies[0].detach()
@@ -1585,6 +1620,10 @@ class Anvil(NorMuon):
     FAST = 0.85
     SLOW = 0.98
     SHARE = 0.4385
+    # of polar. ANVIL_STEPS diverge for singular values above 1 / 1.05, which a matrix of rank 1 has
+    # after the division; in bf16 rounding lifts it above that, in the record too
+    SAFETY = 1.05
+    SAFETY_IN_BF16 = 1.07
 
     def init_state(self, shard: Tensor) -> Tensors:
         state = super().init_state(shard)
@@ -1608,7 +1647,9 @@ class Anvil(NorMuon):
         m.copy_(fast * m + (1 - fast) * grad)
         slow.copy_(Anvil.SLOW * slow + (1 - Anvil.SLOW) * grad)
         u = momentum * (share * m + (1 - share) * slow) + (1 - momentum) * grad
-        update = polar(u, hyper["dtype"], ANVIL_STEPS, 1.05).to(m.dtype)
+        dtype = hyper["dtype"]
+        safety = Anvil.SAFETY_IN_BF16 if dtype == torch.bfloat16 else Anvil.SAFETY
+        update = polar(u, dtype, ANVIL_STEPS, safety).to(m.dtype)
         NorMuon.move(param, update, state, hyper, slow)
 
 
@@ -2062,7 +2103,7 @@ if triton is not None:
 # See train_gpt.PLAIN_FORMS
 PLAIN_FORMS = {
     "MLP": ((MLP.forward, train_gpt.MLP.forward), "26c9f07d"),
-    "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__), "d8b535cb"),
+    "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__), "640dacee"),
     "attention": train_gpt.PLAIN_FORMS["attention"],
 }
 

@@ -465,55 +465,7 @@ def test_ranks_must_divide_every_batch(micro_batches, possible):
             assert "cannot share evenly" in refused({"micro_batches": micro_batches}, ranks)
 
 
-# layers, the plan
-
-
-def test_layers_of_the_record():
-    layers = train_gpt.Config().parse_layers()
-    assert [i for i, layer in enumerate(layers) if layer.window is None] == [0, 7]
-    assert [i for i, layer in enumerate(layers) if layer.window == "L"] == [4, 11]
-    assert [i for i, layer in enumerate(layers) if not layer.mlp] == [0]
-    tables = {
-        i: layer.value_table for i, layer in enumerate(layers) if layer.value_table is not None
-    }
-    assert tables == {1: 1, 2: 2, 9: 0, 10: 1, 11: 2}
-
-
-def plan_of_record_44(step):
-    """Compute (long window, short window, learning-rate factor, momentum) by formulas, windows in
-    blocks."""
-    blocks = 13 if step >= 2205 else (3, 7, 11)[3 * step // 2205]
-    x = min(0.9999, step / 2205)
-    factor = 1.0 if x < 0.5 else (1 - x) / 0.5 + (1 - (1 - x) / 0.5) * 0.1
-    momentum = 0.95
-    if step < 300:
-        momentum = 0.85 + 0.10 * step / 300
-    elif step > 2195:
-        momentum = 0.95 - 0.10 * (step - 2195) / 50
-    return 20 if step == 2245 else blocks, blocks // 2, factor, momentum
-
-
-def test_speedrun_s_plan_is_record_44_s_at_every_step():
-    config = train_gpt.Config()
-    seen = []
-    for step in range(2246):
-        plan = train_gpt.plan_of(config, step)
-        long, short, factor, momentum = plan_of_record_44(step)
-        assert plan.step == step and plan.windows == (128 * long, 128 * short), step
-        assert plan.lr_factor == pytest.approx(
-            factor, rel=1e-12
-        ) and plan.momentum == pytest.approx(momentum, rel=1e-12), step
-        assert (plan.micro_batches, plan.max_document_tokens, plan.scheduled) == (
-            8,
-            2048,
-            {"peak_lr_factor": 1.0},
-        )
-        if step < 2245 and 128 * long not in seen:
-            seen.append(128 * long)
-        assert plan.rotary_windows == tuple(seen), step
-    assert seen == [384, 896, 1408, 1664]
-    assert train_gpt.tokens_of_steps(config, 2245) == 2245 * 262144
-    assert config.micro_batches * config.micro_batch_tokens == 262144
+# the plan
 
 
 def with_stages(*stages, **changes):

@@ -135,28 +135,6 @@ def test_impossible_values_are_refused_with_what_is_allowed(golden):
     golden("impossible_values_frontier", "".join(lines))
 
 
-@pytest.mark.parametrize("preset", ["frontier", "frontier89"])
-def test_values_and_plan_are_those_of_the_record(preset, golden):
-    """The golden file has each value, and the plan around each change of its batches or windows and
-    in each 60th step."""
-    config = frontier.PRESETS[preset]
-    lines = [f"{name}: {value}" for name, value in train_gpt.json_of(config).items()]
-    lines.append(f"validated on {config.val_tokens:,} tokens")  # a hash would have 8 digits too
-    lines.append(f"untied from step {frontier.first_untied_step(config)}")
-    kinds = []
-    for step in range(config.num_steps + 1):
-        plan = train_gpt.plan_of(config, step)
-        values = {name: f"{value:.6g}" for name, value in plan.scheduled.items()}
-        values |= {"lr_factor": f"{plan.lr_factor:.6g}", "momentum": f"{plan.momentum:.6g}"}
-        kind = plan.micro_batches, plan.micro_batch_tokens, plan.max_document_tokens, plan.windows
-        kinds.append((kind, f"step {step}: {[*kind]} {plan.rotary_windows} {values}"))
-    for step, (kind, line) in enumerate(kinds):
-        around = kinds[max(step - 1, 0) : step + 2]
-        if step % 60 == 0 or any(other != kind for other, _ in around):
-            lines.append(line)
-    golden(f"plan_{preset}", "\n".join(lines) + "\n")
-
-
 @pytest.mark.parametrize(
     "window, wide, narrow",
     [
@@ -282,6 +260,24 @@ def test_loss_and_gradients_are_those_of_a_second_implementation(name, monkeypat
         prefix_weight=0.25,
     )
     compare(model, model(x, y, WINDOWS)[0], plain, expected, tied)
+
+
+def test_layers_know_the_step_s_numbers_and_what_earlier_layers_share(monkeypatch):
+    """The places for an idea that docs/racing.md names."""
+    config = small(stages=(Stage(prefix_weight=0.25),))
+    model = shaken(config)
+    model.apply_schedule(train_gpt.plan_of(config, 0))
+    before = frontier.Block.forward
+    seen = []
+
+    def forward(self, x, context, *inputs):
+        context.shared[self.number] = x
+        seen.append(([*context.shared], context.scheduled["prefix_weight"].item()))
+        return before(self, x, context, *inputs)
+
+    monkeypatch.setattr(frontier.Block, "forward", forward)
+    model(*tokens_of(3, 32), WINDOWS)
+    assert seen == [([*range(i + 1)], 0.25) for i in range(len(config.layers))]
 
 
 @pytest.mark.parametrize("preset", ["frontier", "frontier89"])

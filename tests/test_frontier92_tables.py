@@ -11,7 +11,6 @@ from torch import nn
 
 import frontier
 import train_gpt
-from conftest import tiny_frontier
 from frontier import AdamGroup, Ngrams
 from test_frontier import PRESET, flags, small  # noqa: F401, a fixture
 from test_model import tokens_of
@@ -108,33 +107,6 @@ def test_the_embedding_is_the_signed_sum_of_both_tables_rounded_once(dtype):
 
 
 # updates
-
-
-def test_events_are_the_record_s():
-    """Odd steps up to 335, from then on every fourth. The run ends between two of them."""
-    groups = tuple(
-        AdamGroup(kind, 70.0, 0.0, 0.95, 0.025, slow_from=336)
-        for kind in ("ngram_embeds", "value_embeds")
-    )
-    config = tiny_frontier(num_steps=1194, param_groups=groups)
-    model = train_gpt.build_model(config, train_gpt.Encoding(64, 63))
-    buckets = train_gpt.build_optimizer(config, model, train_gpt.Comm()).buckets
-    events = [*range(1, 336, 2), *range(339, 1192, 4)]
-    assert len(events) == 382 and len([step for step in events if step < 336]) == 168
-    for bucket in buckets:
-        slow = {slot.param.kind for slot in bucket.slots} <= {"ngram_embeds", "value_embeds"}
-        every = 1 if isinstance(bucket.rule, train_gpt.NorMuon) else 2
-        first = bucket.first_step
-        wanted = events if slow else [*range(every - 1, 1194, every)]
-        assert [step for step in range(1194) if bucket.updates_in(step)] == [
-            step for step in wanted if step >= first
-        ], bucket.name
-    plans = [train_gpt.Plan(step) for step in (335, 336)]
-    rule = next(bucket.rule for bucket in buckets if bucket.slots[0].name == "ngrams.0.weight")
-    assert [rule.hyper(plan, 1)["beta2"] for plan in plans] == [0.95, pytest.approx(0.9025)]
-    assert [rule.hyper(plan, 1)["decay"] / 0.56**2 for plan in plans] == [
-        pytest.approx(0.005 * w) for w in (5, 10)
-    ]
 
 
 # two n-gram tables and a value table; two steps wait in the end

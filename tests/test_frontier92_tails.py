@@ -342,9 +342,14 @@ def test_candidates_are_those_of_plain_loops(classes, number, targets):
         )
 
 
-def loss_of_candidates(x, weight, targets, candidates, weights, cap=23.0, shift=5.0):
+def loss_of_candidates(
+    x, weight, targets, candidates, weights, cap=23.0, shift=5.0, log_q_share=0.0
+):
     """Compute (objective, cross entropy, gradients of x and weight) from dense logits, token by
     token, in float64."""
+    used = len({*targets})
+    ratio = (len(weight) - used) / max(1, len(candidates) - used)
+    further = [0 if j in targets else log_q_share * math.log(ratio) for j in range(len(weight))]
     logits = x @ weight.T
     c = [*candidates]
     s = 1 / (1 + np.exp(-(logits + shift) / 7.5))
@@ -355,7 +360,7 @@ def loss_of_candidates(x, weight, targets, candidates, weights, cap=23.0, shift=
         wanted = [(w, targets[t + k]) for k, w in enumerate(weights[:3]) if w and t + k < len(x)]
         if weights[3] and PREFIXES[targets[t]] in c:
             wanted.append((weights[3], PREFIXES[targets[t]]))
-        z = cap * s[t]
+        z = cap * s[t] + further
         lse = math.log(sum(math.exp(z[j]) for j in c))
         objective += sum(w * (lse - z[y]) for w, y in wanted)
         entropy += lse - z[targets[t]]
@@ -366,11 +371,13 @@ def loss_of_candidates(x, weight, targets, candidates, weights, cap=23.0, shift=
     return objective, entropy, dlogits @ weight, dlogits.T @ x
 
 
+@pytest.mark.parametrize("log_q_share", [0.0, 0.5])
 @pytest.mark.parametrize("weights", [(1, 0, 0, 0), (1, 0.5, 0.25, 0.25)], ids=str)
-def test_loss_and_gradients_are_those_of_a_softmax_over_the_candidates(weights):
+def test_loss_and_gradients_are_those_of_a_softmax_over_the_candidates(weights, log_q_share):
     """With all classes as candidates they are those without; also where the loss is computed in
-    pieces."""
-    model = shake(train_gpt.build_model(small(**LAYERS), ENCODING)).double()
+    pieces. log_q_share raises the logits of candidates that are no target."""
+    config = small(**LAYERS, log_q_share=log_q_share)
+    model = shake(train_gpt.build_model(config, ENCODING)).double()
     model.prefixes[:64] = torch.tensor(PREFIXES[:64])
     _, targets = tokens_of(5, 40)
     model.further_weights = dict(
@@ -396,7 +403,9 @@ def test_loss_and_gradients_are_those_of_a_softmax_over_the_candidates(weights):
 
     plain = weight.detach().numpy()
     everything = compute([torch.arange(128)])
-    expected = loss_of_candidates(x0.numpy(), plain, targets.tolist(), chosen, weights)
+    expected = loss_of_candidates(
+        x0.numpy(), plain, targets.tolist(), chosen, weights, log_q_share=log_q_share
+    )
     for pieces in 40, 16:
         got = compute([torch.tensor(chosen)], pieces)
         assert got[:2] == pytest.approx(expected[:2], rel=1e-12)
