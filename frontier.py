@@ -9,7 +9,7 @@ rules. All else is train_gpt.py, which it imports: data, schedule, gradient sync
 attention, log. The source of both files opens the log of a run. `frontier` computes what record 92
 does, on 1, 2, 4 or 8 GPUs of any kind, but with a smaller n-gram table and less in fp8. Known
 further differences: the record rounds residual and post weights to bf16, and reads the first shard
-on its clock; see Anvil.SAFETY_IN_BF16; its gradient's normalizer counts further targets beyond a sequence's end; and see
+on its clock; its gradient's normalizer counts further targets beyond a sequence's end; and see
 Tail.keep_norm. `frontier89` is record 89: bench/public_record.py compares it with the record's own
 program, one file, train_gpt.py of KellerJordan/modded-nanogpt. Record 92 is a package there:
 
@@ -1620,10 +1620,6 @@ class Anvil(NorMuon):
     FAST = 0.85
     SLOW = 0.98
     SHARE = 0.4385
-    # of polar. ANVIL_STEPS diverge for singular values above 1 / 1.05, which a matrix of rank 1 has
-    # after the division; in bf16 rounding lifts it above that, in the record too
-    SAFETY = 1.05
-    SAFETY_IN_BF16 = 1.07
 
     def init_state(self, shard: Tensor) -> Tensors:
         state = super().init_state(shard)
@@ -1647,9 +1643,9 @@ class Anvil(NorMuon):
         m.copy_(fast * m + (1 - fast) * grad)
         slow.copy_(Anvil.SLOW * slow + (1 - Anvil.SLOW) * grad)
         u = momentum * (share * m + (1 - share) * slow) + (1 - momentum) * grad
-        dtype = hyper["dtype"]
-        safety = Anvil.SAFETY_IN_BF16 if dtype == torch.bfloat16 else Anvil.SAFETY
-        update = polar(u, dtype, ANVIL_STEPS, safety).to(m.dtype)
+        # as the record. A matrix of rank 1 stands at the edge of where the steps converge, and in
+        # bf16 rounding may lift it over
+        update = polar(u, hyper["dtype"], ANVIL_STEPS, 1.05).to(m.dtype)
         NorMuon.move(param, update, state, hyper, slow)
 
 
