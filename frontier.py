@@ -991,9 +991,9 @@ class GPT(nn.Module):
         is_target = torch.zeros_like(self.prefixes, dtype=torch.bool)
         is_target[targets] = True
         is_target = is_target[classes]
-        count = is_target.sum()
+        count = is_target.sum().to(wide_dtype(weight))
         share = (len(weight) - count) / (len(classes) - count).clamp_min(1)
-        correction = self.config.log_q_share * share.to(wide_dtype(weight)).log()
+        correction = self.config.log_q_share * share.log()
         return torch.where(is_target, 0.0, correction)
 
     def fill_prefixes(self, tokens: Sequence[bytes]) -> None:
