@@ -285,6 +285,7 @@ clip_grad._clip_grads_with_norm_ = functools.partial(clip, clip_grad._clip_grads
 REDUCERS = weakref.WeakSet()  # all that exist
 
 
+@uncompiled
 def zero_grad(module: nn.Module, original: Callable, set_to_none: bool = True) -> None:
     """Do what a module's zero_grad() does, and drop the gradients in its buckets."""
     for reducer in [x for x in REDUCERS if x.in_step]:
@@ -862,8 +863,8 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
                 for key in ("lr", "initial_lr")
                 if f"{slot.name}/{key}" in state
             }
-        self.reducer.drop_gradients()
         self.reducer.check_call("load_state_dict()")
+        self.reducer.drop_gradients()
         super().load_state_dict(state)
         torch.autograd.graph.increment_version(list(self.reducer.slots))
         self.reducer.known_writes += len(self.reducer.slots)
@@ -1021,12 +1022,12 @@ def check_model(model: nn.Module, ranks: int) -> None:
             x.layout == torch.strided or not dist.is_initialized(),
             f"{name} has layout {x.layout}; make it dense, since all ranks get rank 0's",
         )
-        require(
-            not (x.requires_grad and x.device.type == "cpu" and x.is_shared()),
-            f"{name} is in memory shared with other processes, which would keep its old values; give"
-            " copy.deepcopy(model), and send its state_dict() to them",
-        )
         if is_plain(x) and x.numel() and not x.is_meta:
+            require(
+                not (x.requires_grad and x.device.type == "cpu" and x.is_shared()),
+                f"{name} is in memory shared with other processes, which would keep its old"
+                " values; give copy.deepcopy(model), and send its state_dict() to them",
+            )
             holders[x.untyped_storage().data_ptr()].append((name, x))
     for tensors in holders.values():
         # stands for the storage, and is never touched
