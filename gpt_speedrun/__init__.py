@@ -314,7 +314,8 @@ class Reducer(engine.Reducer):
         " optimizer was built, build it again"
     )
     ONCE = (
-        "run all but the last of a step in no_sync(). To use another optimizer, call this one's"
+        "run all but the last of a step in no_sync(), and a checkpoint inside of one with"
+        " use_reentrant=False. To use another optimizer, call this one's"
         " remove_hooks()"
     )
     optimizer_ids = collections.defaultdict(itertools.count)  # by group
@@ -415,9 +416,8 @@ class Reducer(engine.Reducer):
             self.prepare_for_backward(self.step)
         require(
             not begun or slot in bucket.missing,
-            f"{slot.name} got its gradient twice in one backward, or, as in a checkpoint, by a"
-            " backward inside of it; call checkpoint(use_reentrant=False), and prepare each"
-            f" backward separately, with the loss that it starts from, or {self.ONCE}",
+            f"{slot.name} got its gradient twice in one backward; prepare"
+            f" each backward separately, with the loss that it starts from, or {self.ONCE}",
         )
         super().register_grad_ready(bucket, slot)
 

@@ -515,7 +515,7 @@ def test_a_hook_set_before_sees_gradients_and_one_set_later_is_refused():
     train(model, optimizer)
     assert len(seen) == 4 and all(x.any() for x in seen)
     # of one micro-batch each, where torch's hook sees the sum so far
-    assert any(torch.equal(seen[0], x) for x in seen[2:])
+    assert torch.equal(seen[1], seen[3])
     model[1].weight.register_post_accumulate_grad_hook(lambda p: None)
     with pytest.raises(RunError, match="1.weight was given a post-accumulate hook after"):
         train(model, optimizer)
@@ -1266,7 +1266,7 @@ def test_a_function_that_gives_no_gradient_leaves_its_parameter_unused():
         before = model[2].weight.detach().clone()
         settings = SyncSettings(find_unused_parameters=unused)
         optimizer = make_optimizer(model, settings=settings)
-        y = model[2].bias + GivesNone.apply(model[1](model[0](X))[:, :3], model[2].weight)
+        y = model[2].bias + GivesNone.apply(model[1](model[0](X))[:, :4], model[2].weight)
         y.square().sum().backward()
         says = r"got a gradient, not 2.weight; use each in the loss"
         with contextlib.nullcontext() if unused else pytest.raises(RunError, match=says):
@@ -1279,7 +1279,9 @@ def test_a_layer_frozen_later_is_named_with_the_cure():
     optimizer = make_optimizer(model)
     train(model, optimizer)
     model[1].requires_grad_(False)
-    with pytest.raises(RunError, match="not 1.weight.* frozen after the optimizer was built"):
+    with pytest.raises(
+        RunError, match="not 1.(weight|bias).* frozen after the optimizer was built"
+    ):
         train(model, optimizer)
 
 
@@ -1289,7 +1291,7 @@ def test_a_reentrant_checkpoint_with_unused_parameters_is_named():
     x = X.clone().requires_grad_()
     y = checkpoint(model[0], x, use_reentrant=True)
     optimizer.prepare_for_backward(loss := model[1](y).square().sum())
-    with pytest.raises(RunError, match=r"as in a checkpoint.*use_reentrant=False"):
+    with pytest.raises(RunError, match="0.(weight|bias) got .* checkpoint .* use_reentrant=False"):
         loss.backward()
 
 
