@@ -1179,8 +1179,9 @@ def check_views(bucket: Bucket, reducer: Reducer) -> None:
             "optimizer.state_dict() instead of calling get_optimizer_state_dict()",
         )
         raise UsageError(
-            f"{slot.name} was given other memory, by .data, set_(), share_memory(), a move, a cast or"
-            " a library; do so before the optimizer is built, and write into it by p.data.copy_(values)"
+            f"{slot.name} was given other memory, by .data, set_(), share_memory(), a move, a cast"
+            " or a library; do so before the optimizer is built, and write into it by"
+            " p.data.copy_(values)"
         )
 
 
