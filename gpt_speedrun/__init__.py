@@ -282,6 +282,26 @@ def clip(
 
 clip_grad._clip_grads_with_norm_ = functools.partial(clip, clip_grad._clip_grads_with_norm_)
 
+REDUCERS = weakref.WeakSet()  # all that exist
+
+
+@uncompiled
+def zero_grad(module: nn.Module, original: Callable, set_to_none: bool = True) -> None:
+    """Do what a module's zero_grad() does, and drop the gradients in its buckets."""
+    for reducer in [x for x in REDUCERS if x.in_step]:
+        own = reducer.slots.keys() & {*module.parameters()}
+        require(
+            len(own) in (0, len(reducer.slots)),
+            "zero_grad() of a part of the model cannot drop its gradients alone; call the"
+            " optimizer's, which drops all, or build an optimizer for each part",
+        )
+        if own:
+            reducer.optimizer().zero_grad()
+    original(module, set_to_none)
+
+
+nn.Module.zero_grad = functools.partialmethod(zero_grad, nn.Module.zero_grad)
+
 
 class Reducer(engine.Reducer):
     """Without prepare_for_backward, the one backward outside of no_sync completes the step.
@@ -289,9 +309,13 @@ class Reducer(engine.Reducer):
     Earlier ones run inside.
     """
 
-    CURE = "use each in the loss, or set find_unused_parameters"
+    CURE = (
+        "use each in the loss, or set find_unused_parameters; if they were frozen after the"
+        " optimizer was built, build it again"
+    )
     ONCE = (
-        "run all but the last of a step in no_sync(). To use another optimizer, call this one's"
+        "run all but the last of a step in no_sync(), and a checkpoint inside of one with"
+        " use_reentrant=False. To use another optimizer, call this one's"
         " remove_hooks()"
     )
     optimizer_ids = collections.defaultdict(itertools.count)  # by group
@@ -313,6 +337,7 @@ class Reducer(engine.Reducer):
         self.hooks = {}  # handles, by parameter
         self.optimizer = lambda: None  # weak reference
         super().__init__(buckets, comm, settings, grad_scale)
+        REDUCERS.add(self)
         # to parameters: this optimizer's, and those before the last step
         self.known_writes = sum([p._version for p in self.slots])
 
@@ -365,6 +390,8 @@ class Reducer(engine.Reducer):
 
     @uncompiled
     def register_grad_ready(self, bucket: Bucket, slot: Slot) -> None:
+        if slot.param.grad is None:  # a Function returned None
+            return
         require(
             bucket.reduce_handle is None,
             f"{slot.name} got a gradient after its bucket {bucket.name} was"
@@ -445,6 +472,11 @@ class Reducer(engine.Reducer):
 
         Second number: a checksum of the parameters if the program wrote to one, else 0.
         """
+        require(
+            name == "step()" or not self.due or self.compared or self.comm.ranks == 1,
+            f"{name} was called between backward and step(), while gradients are sent; call it"
+            " after step(), or after zero_grad(), which drops them",
+        )
         repeated = name == "step()" and self.launch_order
         if self.comm.ranks == 1 or repeated and not self.comm.point_to_point:
             return  # on a GPU the host would wait in every step
@@ -638,6 +670,15 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         # torch's own method would import its compiler, which takes over a second
         self.param_groups.append(group)
 
+    def refuse_hook(self, *_: Any, **more: Any) -> None:
+        raise UsageError(
+            "hooks of states are never called; edit what state_dict() returns, and what"
+            " load_state_dict() is given"
+        )
+
+    register_state_dict_pre_hook = register_state_dict_post_hook = refuse_hook
+    register_load_state_dict_pre_hook = register_load_state_dict_post_hook = refuse_hook
+
     def remove_hooks(self) -> None:
         """Remove the hooks: gradients stay in .grad again, unless a later optimizer set its own."""
         for hook in (*self.forward_hooks, *self.reducer.hooks.values()):
@@ -822,8 +863,8 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
                 for key in ("lr", "initial_lr")
                 if f"{slot.name}/{key}" in state
             }
-        self.reducer.drop_gradients()
         self.reducer.check_call("load_state_dict()")
+        self.reducer.drop_gradients()
         super().load_state_dict(state)
         torch.autograd.graph.increment_version(list(self.reducer.slots))
         self.reducer.known_writes += len(self.reducer.slots)
@@ -982,6 +1023,11 @@ def check_model(model: nn.Module, ranks: int) -> None:
             f"{name} has layout {x.layout}; make it dense, since all ranks get rank 0's",
         )
         if is_plain(x) and x.numel() and not x.is_meta:
+            require(
+                not (x.requires_grad and x.device.type == "cpu" and x.is_shared()),
+                f"{name} is in memory shared with other processes, which would keep its old"
+                " values; give copy.deepcopy(model), and send its state_dict() to them",
+            )
             holders[x.untyped_storage().data_ptr()].append((name, x))
     for tensors in holders.values():
         # stands for the storage, and is never touched
@@ -1133,8 +1179,9 @@ def check_views(bucket: Bucket, reducer: Reducer) -> None:
             "optimizer.state_dict() instead of calling get_optimizer_state_dict()",
         )
         raise UsageError(
-            f"{slot.name} was given other memory, by .data, vector_to_parameters, a move or a cast;"
-            " move and cast the model before, and write into it by p.data.copy_(values)"
+            f"{slot.name} was given other memory, by .data, set_(), share_memory(), a move, a cast"
+            " or a library; do so before the optimizer is built, and write into it by"
+            " p.data.copy_(values)"
         )
 
 

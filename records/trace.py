@@ -67,6 +67,7 @@ class Op(NamedTuple):
     launched: int = 0
 
 
+SOURCES = "only traces of NVIDIA GPUs or CPUs by torch.profiler of torch 1.13 or newer are read"
 NOWHERE = -1  # the step of an event outside all steps
 MAX_TIME = 1 << 62  # ns, the year 2116: the sum of a time and a duration fits in 64 bits
 
@@ -76,6 +77,10 @@ HOST_CATEGORIES = {"cpu_op", "user_annotation"}
 STEP_MARK = re.compile(r"ProfilerStep#(\d{1,18})")
 HOST_NAMES = re.compile(
     r"ProfilerStep#\d+|Optimizer\.step#|(?:launch|wait|update|gather) |(forward|backward|step)$"
+)
+# categories, or a category and a name, of other profilers: AMD's, Intel's, and before torch 1.13
+FOREIGN = re.compile(
+    r"(Kernel|Memcpy|Memset|Runtime|Operator) |(hip|roc|xpu|mtia|privateuse1)_|cuda_\w+ (hip|roc)"
 )
 COLLECTIVES = {
     "reducescatter": "reduce-scatter",
@@ -158,6 +163,7 @@ def read(path):
         category = str(event.get("cat"))
         name = str(event.get("name"))
         arguments = members(event.get("args"))
+        require(not FOREIGN.match(f"{category} {name}"), f"{path}: {SOURCES}; found {category!r}")
         is_launch = category in LAUNCH_CATEGORIES
         on_host = category in HOST_CATEGORIES and HOST_NAMES.match(name)
         correlation = arguments.get("correlation")
@@ -193,7 +199,10 @@ def read(path):
             ops.append((correlation, Op(start, end, sys.intern(name), kind)))
 
     processes = {pid for pid, _ in main_threads} | {thread[0] for _, thread in launches.values()}
-    require(marks, f"{path}: no ProfilerStep#N mark; call the profiler's step() after every step")
+    require(
+        marks,
+        f"{path}: no ProfilerStep#N mark; call the profiler's step() after every step. {SOURCES}",
+    )
     for found, what in ((processes, "processes"), (devices, "GPUs")):
         require(
             len(found) < 2,

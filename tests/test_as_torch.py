@@ -12,6 +12,7 @@ import time
 import warnings
 import weakref
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from unittest import mock
 
@@ -19,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import gpt_speedrun
 import test_frameworks
@@ -508,8 +510,12 @@ def test_a_hook_set_before_sees_gradients_and_one_set_later_is_refused():
     model[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
     optimizer = make_optimizer(model)
     model[1].weight.register_hook(seen.append)
+    with optimizer.no_sync():
+        model(X).square().sum().backward()
     train(model, optimizer)
-    assert len(seen) == 2 and all(x.any() for x in seen)
+    assert len(seen) == 4 and all(x.any() for x in seen)
+    # of one micro-batch each, where torch's hook sees the sum so far
+    assert torch.equal(seen[1], seen[3])
     model[1].weight.register_post_accumulate_grad_hook(lambda p: None)
     with pytest.raises(RunError, match="1.weight was given a post-accumulate hook after"):
         train(model, optimizer)
@@ -850,6 +856,7 @@ def subclassed():
         (lambda: dict(model=torch.jit.script(chain())), "the model is a ScriptModule; give"),
         (lambda: dict(model=lazy()), "uninitialized parameter"),  # by torch
         (lambda: dict(model=subclassed()), "0.weight is a Quantized; build the"),
+        (lambda: dict(model=chain().share_memory()), "0.weight is in memory shared with other"),
         (lambda: dict(table=[Assignment("*.weight", NorMuon(), scale=-1.0)]), "scale -1.0"),
         (lambda: dict(table=[Assignment("*", Adam(), first_step=-1)]), "first_step -1"),
         (
@@ -1105,6 +1112,19 @@ def test_a_copy_of_an_overlapping_model_waits_for_nothing_and_a_trace_is_refused
     train(model, optimizer)
 
 
+def test_what_reads_or_writes_beside_the_model_waits_for_all_gathers_itself():
+    """Code traced or compiled before, and averages that are swapped in by kept references."""
+    model = chain()
+    traced = torch.jit.trace(model, X)
+    kept = list(model.parameters())
+    optimizer = delayed(model)
+    train(model, optimizer)
+    optimizer.finish_all_gathers()
+    for p in kept:
+        p.data.copy_(p.data * 0.5)
+    assert torch.equal(traced(X), model(X)) and model(X).isfinite().all()
+
+
 def test_every_way_to_read_the_dict_of_parameters_waits():
     for read in (
         lambda x: x["weight"],
@@ -1164,6 +1184,115 @@ def test_zero_grad_on_one_rank_is_an_error_of_all(on_ranks, how):
         r"rank 1 has zero_grad\(\) of gradients 0; rank 0 has 1|"
         "rank [01] has ended, hangs or makes another call",
     )
+
+
+def between(comm, call, ranks, settings):
+    """Call in the second step between backward and step() on the first ranks; then train on."""
+    model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(3)))
+    optimizer = make_optimizer(model, settings=settings)
+    train(model, optimizer, 2)
+    state = optimizer.state_dict()
+    model(X).square().sum().backward()
+    if comm.rank < ranks:
+        getattr(optimizer, call)(*[state] * (call == "load_state_dict"))
+    optimizer.step()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("call", ["state_dict", "state_hash", "check_replicas", "load_state_dict"])
+def test_a_state_between_backward_and_step_is_refused(on_ranks, call, unused, ranks):
+    settings = SyncSettings(find_unused_parameters=unused)
+    errors = on_ranks(2, in_a_new_group, between, call, ranks, settings)
+    assert_all_refused(errors[:ranks], r"\(\) was called between backward and step\(\)")
+    assert all(isinstance(error, Exception) for error in errors)
+
+
+def saved_after_zero_grad(comm):
+    model = chain()
+    optimizer = make_optimizer(model)
+    train(model, optimizer, 2)
+    model(X).square().sum().backward()
+    optimizer.zero_grad()
+    first = optimizer.state_hash()
+    train(model, optimizer)
+    return first
+
+
+def test_a_state_after_zero_grad_between_backward_and_step_is_saved(on_ranks):
+    first, second = on_ranks(2, saved_after_zero_grad)
+    assert first == second
+
+
+@pytest.mark.parametrize("in_no_sync", [True, False])
+def test_a_model_s_zero_grad_drops_gradients(in_no_sync):
+    weights = []
+    for batches in (0, 1):
+        model = chain()
+        optimizer = make_optimizer(model)
+        for _ in range(batches):
+            with optimizer.no_sync() if in_no_sync else contextlib.nullcontext():
+                model(3 * X).square().sum().backward()
+            nn.Sequential(model).zero_grad()
+        train(model, optimizer)
+        weights.append(model[0].weight)
+    assert torch.equal(*weights)
+    model(X).sum().backward()
+    with pytest.raises(RunError, match=r"zero_grad\(\) of a part of the model cannot"):
+        model[0].zero_grad()
+    nn.Linear(2, 2).zero_grad()
+
+
+def test_hooks_of_states_are_refused():
+    optimizer = make_optimizer(chain())
+    for name in product(["state_dict", "load_state_dict"], ["pre", "post"]):
+        with pytest.raises(RunError, match="hooks of states are never called"):
+            getattr(optimizer, f"register_{'_'.join(name)}_hook")(print)
+
+
+class GivesNone(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2, None
+
+
+def test_a_function_that_gives_no_gradient_leaves_its_parameter_unused():
+    for unused in (True, False):
+        model = chain()
+        before = model[2].weight.detach().clone()
+        settings = SyncSettings(find_unused_parameters=unused)
+        optimizer = make_optimizer(model, settings=settings)
+        y = model[2].bias + GivesNone.apply(model[1](model[0](X))[:, :4], model[2].weight)
+        y.square().sum().backward()
+        says = r"got a gradient, not 2.weight; use each in the loss"
+        with contextlib.nullcontext() if unused else pytest.raises(RunError, match=says):
+            optimizer.step()
+        assert torch.equal(model[2].weight, before)
+
+
+def test_a_layer_frozen_later_is_named_with_the_cure():
+    model = chain()
+    optimizer = make_optimizer(model)
+    train(model, optimizer)
+    model[1].requires_grad_(False)
+    with pytest.raises(
+        RunError, match="not 1.(weight|bias).* frozen after the optimizer was built"
+    ):
+        train(model, optimizer)
+
+
+def test_a_reentrant_checkpoint_with_unused_parameters_is_named():
+    model = chain()
+    optimizer = make_optimizer(model, settings=SyncSettings(find_unused_parameters=True))
+    x = X.clone().requires_grad_()
+    y = checkpoint(model[0], x, use_reentrant=True)
+    optimizer.prepare_for_backward(loss := model[1](y).square().sum())
+    with pytest.raises(RunError, match="0.(weight|bias) got .* checkpoint .* use_reentrant=False"):
+        loss.backward()
 
 
 def resized_apart(comm):

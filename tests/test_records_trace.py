@@ -382,6 +382,22 @@ def both_ranges():
     )
 
 
+@pytest.mark.parametrize(
+    "build",
+    [
+        two_steps().host("hipLaunchKernel", 1, 2, cat="cuda_runtime"),
+        two_steps().host("hipLaunchKernel", 1, 2, cat="hip_runtime"),
+        two_steps().host("urEnqueueKernelLaunch", 1, 2, cat="xpu_runtime"),
+        two_steps().host("cudaLaunchKernel", 1, 2, cat="Runtime"),
+        two_steps().host("gemm", 1, 2, cat="Kernel"),
+        Builder().host("aten::mm", 1, 2, cat=None),
+    ],
+)
+def test_traces_of_other_gpus_and_old_profilers_are_refused(build, tmp_path):
+    with pytest.raises(trace.UserError, match="only traces of NVIDIA GPUs .* torch 1.13 or newer"):
+        analysed(build, tmp_path)
+
+
 BAD_FILES = [
     b"",
     b"  \n",
