@@ -18,12 +18,12 @@ import inspect
 import itertools
 import json
 import os
-import re
+import shutil
 import subprocess
 import symtable
 import sys
 import tempfile
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 from pathlib import Path
 
 import logs
@@ -36,6 +36,7 @@ TOLERANCE = 1e-6  # of logits, times the largest if it is above 1
 UNUSED = ("__init__", "__repr__", "__post_init__")
 ROWS = 64  # of logits per sequence that the check compares, or up to twice as many
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+LOSS_OF = 3  # number of the sequence whose loss is compared
 BLOCKS = (*FUNCTIONS, ast.ClassDef)
 
 
@@ -61,6 +62,21 @@ def bound(statement):
         base = statement.value
         names |= {base.id} if isinstance(base, ast.Name) else set()
     return names.union(*map(bound, ast.iter_child_nodes(statement)))
+
+
+def packages_of(statement):
+    """Yield the packages that a statement imports."""
+    for node in ast.walk(statement):
+        if isinstance(node, ast.ImportFrom):
+            yield node.module.partition(".")[0]
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name.partition(".")[0]
+
+
+def is_allowed(package):
+    """Return whether a plain model file may import a package."""
+    return package == "torch" or package in sys.stdlib_module_names
 
 
 def import_of(statement, name):
@@ -102,7 +118,7 @@ def reads(node):
         if isinstance(part, ast.Attribute):
             attributes.add(part.attr)
         elif isinstance(part, ast.Constant) and isinstance(part.value, str):
-            attributes.add(part.value)
+            attributes |= {part.value} if part.value.isidentifier() else set()
     return names, attributes
 
 
@@ -203,6 +219,9 @@ class Cut:
     def need(self, source, name):
         """Keep the statements that bind a name, or the import of it."""
         for statement in source.statements.get(name, ()):
+            target = getattr(statement, "targets", [None])[0]
+            if isinstance(target, ast.Attribute) and target.attr not in self.attributes:
+                continue  # NAME.other = ...
             owner, origin = self.resolve(source, name)
             if owner is not None and owner is not source:
                 self.need(owner, origin)
@@ -225,7 +244,7 @@ class Cut:
                 return
             package = module.partition(".")[0]
             logs.require(
-                package == "torch" or package in sys.stdlib_module_names,
+                is_allowed(package),
                 f"its forward pass uses {name} of the package {package}, and a plain model file may"
                 " import torch alone; compute it in torch, or in the constructor",
                 DoesNotFit,
@@ -249,10 +268,16 @@ class Cut:
                 for one in source.statements.get(name, ())
             )
         # an optional package: its handler gives a name another value
-        return isinstance(statement, ast.Try) and any(map(bound, statement.handlers))
+        return (
+            isinstance(statement, ast.Try)
+            and any(map(bound, statement.handlers))
+            and not all(map(is_allowed, packages_of(statement)))
+        )
 
     def members(self, source, statement):
         """Return the parts of a class that stay."""
+        from torch.nn import Module
+
         runtime = getattr(source.module, statement.name)
         fields = dataclasses.is_dataclass(runtime)
         row = issubclass(runtime, tuple)
@@ -266,10 +291,10 @@ class Cut:
                 name = member.name
                 special = name.startswith("__") and name not in UNUSED
                 read = name in self.attributes and name not in ("forward", *UNUSED)
-                if runtime in self.live:
-                    stays = special or read
-                else:
-                    stays = not ran
+                if ran or runtime in self.live:
+                    stays = runtime in self.live and (special or read and not fields)
+                else:  # made in a forward pass, but in none that ran
+                    stays = name != "__init__" or not issubclass(runtime, Module)
                 stays = stays or member in ran
             elif isinstance(member, ast.AnnAssign) and (row or not fields):
                 stays = row or member.target.id in self.attributes
@@ -307,6 +332,8 @@ class Cut:
         while known != len(self.scanned) + len(self.kept):
             known = len(self.scanned) + len(self.kept)
             for statement, source in [*self.kept.items()]:
+                if isinstance(statement, ast.ClassDef):
+                    self.need(source, statement.name)
                 for part in self.parts(source, statement):
                     key = source, ast.unparse(part) if isinstance(part, ast.Expr) else part
                     if key not in self.scanned:
@@ -445,6 +472,11 @@ class Cut:
 # What the model holds
 
 
+def found_in(thing, names):
+    """Return the attribute of an attribute ... of a thing, or None."""
+    return reduce(lambda found, name: getattr(found, name, None), names, thing)
+
+
 class Description:
     """The model as config.json has it: modules, values that kept code reads, shapes of tensors."""
 
@@ -458,9 +490,9 @@ class Description:
 
     def name_of(self, thing, where):
         """Return the name of a class or function in the plain file."""
-        package = thing.__module__.partition(".")[0]
-        if package == "torch":
-            return f"{thing.__module__}.{thing.__qualname__}"
+        package, *inner = f"{thing.__module__}.{thing.__qualname__}".split(".")
+        if package == "torch" and found_in(sys.modules[package], inner) is thing:
+            return ".".join([package, *inner])
         source = self.cut.sources.get(package)
         logs.require(
             source and thing.__qualname__ in source.statements,
@@ -596,21 +628,26 @@ def rebuild(model_path):
 
 
 def sequences(vocab_size, bos_id, window, longest):
-    """Return token sequences that reach what a forward pass distinguishes: one token, several
-    documents, no BOS at the start, repeats, and more than a window."""
+    """Return token sequences that reach what a forward pass may distinguish: one token, with and
+    without a BOS at the start, two documents, repeats, more than a window."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
     found = []
-    for length in (1, 2, 40, 200, window * 3 // 2 + 100):
+    for length, begins in (
+        (1, [0]),
+        (1, []),
+        (40, []),
+        (200, [0, 100]),
+        (window * 3 // 2 + 100, [0]),
+        (window * 3 // 2 + 100, [0, 70]),
+    ):
         length = min(length, longest)
         tokens = torch.randint(0, vocab_size, (length,), generator=generator)
         tokens[length - length // 3 :] = tokens[: length // 3].clone()  # repeats
         tokens[tokens == bos_id] = (bos_id + 1) % vocab_size
-        found.append(tokens.clone())
-        tokens[0] = bos_id
-        found.append(tokens.clone())
-        tokens[length // 2] = bos_id
+        for begin in begins:
+            tokens[min(begin, length - 1)] = bos_id
         found.append(tokens)
     return found
 
@@ -671,7 +708,7 @@ def answers_of(model, windows, found, vocab_size, recorder):
         )
         answers[f"tokens{i}"] = tokens
         answers[f"logits{i}"] = logits[:: max(1, len(logits) // ROWS), :vocab_size].clone()
-        if len(tokens) > 1:
+        if i == LOSS_OF:
             check_loss(model, windows, tokens, logits)
     return answers
 
@@ -749,6 +786,7 @@ def import_lines(imports):
         else:
             lines.append(f"import {module}" if name in module else f"import {module} as {name}")
     lines += [f"from {module} import {', '.join(words)}" for module, words in groups.items()]
+    lines.sort(key=lambda line: (line.startswith("from"), line))
     own = [line for line in lines if line.split()[1].partition(".")[0] in sys.stdlib_module_names]
     return [*own, "", *(line for line in lines if line not in own)]
 
@@ -773,7 +811,7 @@ def write(model_path, log, folder):
     from safetensors.torch import save_file
 
     saved = torch.load(model_path, map_location="cpu", weights_only=True, mmap=True)
-    folder = Path(folder)
+    folder = Path(folder).absolute()
     root = Path(__file__).resolve().parent.parent
     source = logs.last_run(log).source if log else None
     text = source or logs.source_in(root, saved["program"])
@@ -837,6 +875,7 @@ def write(model_path, log, folder):
             result / "model.safetensors",
             metadata={"format": "pt"},
         )
+        shutil.copymode(result / "config.json", result / "model.safetensors")
         save_file(answers, Path(temporary, "answers"))
         difference = checked(result, Path(temporary, "answers"))
         readme = README.format(
@@ -857,7 +896,7 @@ def checked(result, answers):
     """Return how far the logits of a folder are from the answers. Raise DoesNotFit if too far."""
     code = f"{inspect.getsource(check)}\ncheck(*__import__('sys').argv[1:])"
     run = subprocess.run(
-        [sys.executable, "-I", "-c", code, result, FILE, answers, str(ROWS)],
+        [sys.executable, "-I", "-B", "-c", code, result, FILE, answers, str(ROWS)],
         capture_output=True,
         text=True,
         cwd=result,

@@ -141,11 +141,8 @@ def load(folder=None):
     """Load the model of a folder, by default this file's."""
     folder = Path(folder or Path(__file__).parent)
     model = PlainModel(json.loads((folder / "config.json").read_text("utf-8")))
-    dtypes = {name: x.dtype for name, x in model.state_dict().items()}
-    stored = load_file(folder / "model.safetensors")
-    # some are stored in bfloat16, where that loses nothing
-    state = {name: x.to(dtypes.get(name, x.dtype)) for name, x in stored.items()}
-    model.load_state_dict(state, assign=True)
+    # copies: some are stored in bfloat16, where that loses nothing, and none is aligned in the file
+    model.load_state_dict(load_file(folder / "model.safetensors"))
     return model
 
 
@@ -209,7 +206,10 @@ if "transformers" in sys.modules:  # it imports this file, with trust_remote_cod
             return chr(number)
 
         def convert_tokens_to_string(self, tokens):
-            return bytes(map(ord, tokens)).decode("utf-8", "replace")
+            return "".join(tokens).encode("latin-1").decode("utf-8", "replace")
+
+        def build_inputs_with_special_tokens(self, token_ids_0, token_ids_1=None):
+            return [self.bos_token_id, *token_ids_0, *(token_ids_1 or ())]
 
         def save_vocabulary(self, *_, **__):
             return ()
