@@ -9,8 +9,6 @@ name, a process without this project loads it and must compute the logits of the
 from __future__ import annotations
 
 import ast
-import builtins
-import contextlib
 import copy
 import dataclasses
 import importlib
@@ -30,7 +28,6 @@ import logs
 
 FILE = "modeling_gpt_speedrun"
 TAIL = Path(__file__).with_name("plain_model.py")
-GPT2_TOKENS = 50257
 TOLERANCE = 1e-6  # of logits, times the largest if it is above 1
 # of a class: with the constructor its object is not made, and a text of it is not needed
 UNUSED = ("__init__", "__repr__", "__post_init__")
@@ -62,21 +59,6 @@ def bound(statement):
         base = statement.value
         names |= {base.id} if isinstance(base, ast.Name) else set()
     return names.union(*map(bound, ast.iter_child_nodes(statement)))
-
-
-def packages_of(statement):
-    """Yield the packages that a statement imports."""
-    for node in ast.walk(statement):
-        if isinstance(node, ast.ImportFrom):
-            yield node.module.partition(".")[0]
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name.partition(".")[0]
-
-
-def is_allowed(package):
-    """Return whether a plain model file may import a package."""
-    return package == "torch" or package in sys.stdlib_module_names
 
 
 def import_of(statement, name):
@@ -204,7 +186,7 @@ class Cut:
             found = import_of(statement, name)
             if isinstance(found, ast.ImportFrom) and found.module in self.sources:
                 origin = {one.asname or one.name: one.name for one in found.names}[name]
-                return self.resolve(self.sources[statement.module], origin)
+                return self.resolve(self.sources[found.module], origin)
             if found:
                 return None, name
         return source, name
@@ -244,7 +226,7 @@ class Cut:
                 return
             package = module.partition(".")[0]
             logs.require(
-                is_allowed(package),
+                package == "torch" or package in sys.stdlib_module_names,
                 f"its forward pass uses {name} of the package {package}, and a plain model file may"
                 " import torch alone; compute it in torch, or in the constructor",
                 DoesNotFit,
@@ -252,8 +234,8 @@ class Cut:
             self.imports[name] = module, there
 
     def is_of_kernels(self, source, statement):
-        """Return whether it is for GPUs or training: an operator that the forward on a CPU did not
-        call, or optional packages."""
+        """Return whether a statement is an operator for GPUs or training: the forward on a CPU did
+        not call it."""
         if isinstance(statement, ast.ClassDef):
             bases = {ast.unparse(base).rpartition(".")[2] for base in statement.bases}
             methods = [one for one in statement.body if isinstance(one, FUNCTIONS)]
@@ -261,18 +243,7 @@ class Cut:
         if isinstance(statement, FUNCTIONS):
             decorators = " ".join(map(ast.unparse, statement.decorator_list))
             return "custom_op" in decorators and not self.ran(source, statement)
-        if isinstance(statement, ast.If):
-            return any(
-                self.is_of_kernels(source, one)
-                for name in reads(statement.test)[0]
-                for one in source.statements.get(name, ())
-            )
-        # an optional package: its handler gives a name another value
-        return (
-            isinstance(statement, ast.Try)
-            and any(map(bound, statement.handlers))
-            and not all(map(is_allowed, packages_of(statement)))
-        )
+        return False
 
     def members(self, source, statement):
         """Return the parts of a class that stay."""
@@ -344,12 +315,6 @@ class Cut:
         names, attributes = reads(part)
         self.attributes |= attributes
         self.annotations |= {(source.name, name) for name in names_of_annotations(part)}
-        for name in names - {*vars(builtins)} - {*source.statements}:
-            logs.require(
-                name.startswith("__") or name in self.class_names,
-                f"{source.name}.py: nothing binds {name}, which its forward pass reads",
-                DoesNotFit,
-            )
         for name in names:
             self.need(source, name)
         for node in ast.walk(part):
@@ -357,19 +322,6 @@ class Cut:
                 module = self.module_named(source, node.value)
                 if module:
                     self.need(module, node.attr)
-
-    @cached_property
-    def class_names(self):
-        """Names that class bodies bind: their members read them without a dot."""
-        return set().union(
-            *(
-                bound(member)
-                for source in self.sources.values()
-                for statement in source.tree.body
-                if isinstance(statement, ast.ClassDef)
-                for member in statement.body
-            )
-        )
 
     # The text
 
@@ -652,22 +604,6 @@ def sequences(vocab_size, bos_id, window, longest):
     return found
 
 
-@contextlib.contextmanager
-def recording(files, executed):
-    """Add (file, first line) of each function of files that is called within the block."""
-
-    def note(frame, event, _):
-        code = frame.f_code
-        if event == "call" and code.co_filename in files:
-            executed.add((code.co_filename, code.co_firstlineno))
-
-    sys.setprofile(note)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
-
-
 def check(folder, name, answers, rows):
     """Print how far the logits of a written folder are from the answers at most. This function
     runs alone, in a process without this project."""
@@ -695,14 +631,22 @@ def check(folder, name, answers, rows):
     print(worst)
 
 
-def answers_of(model, windows, found, vocab_size, recorder):
-    """Compute {name: tensor}: token sequences, and rows of their logits."""
+def answers_of(model, windows, found, vocab_size):
+    """Compute {name: tensor}: token sequences, and rows of their logits. Return also (file, first
+    line) of each function that was called."""
     import torch
 
     answers = {}
+    executed = set()
+
+    def note(frame, event, _):
+        executed.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
+
     for i, tokens in enumerate(found):
-        with torch.inference_mode(), recorder():
+        sys.setprofile(note)
+        with torch.inference_mode():
             logits = model.lm_head.logits(model.trunk(tokens, windows))
+        sys.setprofile(None)
         logs.require(
             logits.isfinite().all(), "its logits are not finite: its training diverged", DoesNotFit
         )
@@ -710,7 +654,7 @@ def answers_of(model, windows, found, vocab_size, recorder):
         answers[f"logits{i}"] = logits[:: max(1, len(logits) // ROWS), :vocab_size].clone()
         if i == LOSS_OF:
             check_loss(model, windows, tokens, logits)
-    return answers
+    return answers, executed
 
 
 def check_loss(model, windows, tokens, logits):
@@ -728,16 +672,6 @@ def check_loss(model, windows, tokens, logits):
         " forward computes, lm_head.logits must compute, too",
         DoesNotFit,
     )
-
-
-def source_files(saved, log):
-    """Return {file name: text} of the source that trained a model, from its log or this project."""
-    source = logs.last_run(log).source if log else None
-    if source is None:
-        root = Path(__file__).resolve().parent.parent
-        source = logs.source_in(root, saved["program"])
-    files = logs.files_of(source)
-    return {saved["program"]: source} if len(files) == 1 else files
 
 
 def cut_of(model, windows, cut):
@@ -760,7 +694,6 @@ def as_stored(x):
     return (narrow if narrow.to(x.dtype).equal(x) else x.detach()).clone().contiguous()
 
 
-TOKENIZERS = {257: "bytes", GPT2_TOKENS: "gpt2"}
 README = """\
 # {run_id}: a language model with {vocab_size} tokens
 Trained by {program} of gpt-speedrun to step {step}; the run's config is in config.json, under `run`.
@@ -769,127 +702,127 @@ Trained by {program} of gpt-speedrun to step {step}; the run's config is in conf
 - Tokenizer: {tokenizer}. Token {bos_token_id} begins each document, also the first of a sequence.
 - A sequence has at most {max_position_embeddings} tokens; attention sees the last {window} of the document.
 - There is no KV cache, and the rows of a batch are computed one after another, in float32.
-- {file}.py is cut from the source that trained the model ({source}).
+- {file}.py is cut from the source that trained the model ({whence}).
 - Its logits of {sequences} sequences differ from the original's by {difference:.1g} at most, relative to
   the largest: computed when this folder was written, by a process without that source.
 """
 
 
-def import_lines(imports):
-    """Return the lines of {name: (module, name there or "")}: Python's own first."""
-    lines = []
-    groups = {}
-    for name, (module, there) in sorted(imports.items()):
-        if there:
-            words = there if there == name else f"{there} as {name}"
-            groups.setdefault(module, []).append(words)
-        else:
-            lines.append(f"import {module}" if name in module else f"import {module} as {name}")
-    lines += [f"from {module} import {', '.join(words)}" for module, words in groups.items()]
-    lines.sort(key=lambda line: (line.startswith("from"), line))
-    own = [line for line in lines if line.split()[1].partition(".")[0] in sys.stdlib_module_names]
-    return [*own, "", *(line for line in lines if line not in own)]
+def import_line(name, module, there):
+    """Return the import of a name: of a module, or of what is `there` in it."""
+    if there:
+        return f"from {module} import {there}" + f" as {name}" * (name != there)
+    return f"import {module}" if name == module.partition(".")[0] else f"import {module} as {name}"
 
 
 def text_of_file(cut, title):
     """Return the plain model file."""
     kept = cut.text()
-    tail = TAIL.read_text("utf-8")
-    imports = dict(cut.imports)
-    for statement in ast.parse(tail).body[2:]:
-        for name in bound(statement) if import_of(statement, min(bound(statement))) else ():
-            [alias] = (one for one in statement.names if name in (one.asname, one.name))
-            there = isinstance(statement, ast.ImportFrom)
-            imports[name] = (statement.module, alias.name) if there else (alias.name, "")
-    parts = [f'"""{title}"""', "", "from __future__ import annotations", "", *import_lines(imports)]
-    return "\n".join([*parts, "", kept, "", tail[tail.index("# ------") :]])
+    head, _, tail = TAIL.read_text("utf-8").partition("\n# ------")
+    lines = {line for line in head.splitlines() if line.startswith(("import ", "from "))}
+    lines |= {import_line(name, *origin) for name, origin in cut.imports.items()}
+    future = "from __future__ import annotations"
+    third = sorted(line for line in lines if line.split()[1].startswith(("torch", "safetensors")))
+    own = sorted(lines - {*third, future})
+    parts = [f'"""{title}"""', "", future, "", *own, "", *third, "", kept, "", f"# ------{tail}"]
+    return "\n".join(parts)
+
+
+def config_of(saved, windows, longest, content):
+    """Return what config.json holds, with the names that transformers reads."""
+    return {
+        "model_type": "gpt_speedrun",
+        "architectures": ["PlainForCausalLM"],
+        "auto_map": {
+            "AutoConfig": f"{FILE}.PlainConfig",
+            "AutoModelForCausalLM": f"{FILE}.PlainForCausalLM",
+        },
+        "dtype": "float32",
+        "vocab_size": saved["vocab_size"],
+        "bos_token_id": saved["bos_id"],
+        "eos_token_id": saved["bos_id"],
+        "tokenizer": {257: "bytes", 50257: "gpt2"}.get(saved["vocab_size"], "none"),
+        "max_position_embeddings": longest,
+        "use_cache": False,
+        "tie_word_embeddings": False,
+        "run": {key: saved[key] for key in ("run_id", "program", "step", "config")},
+        **content,
+    }
 
 
 def write(model_path, log, folder):
     """Write the folder of a saved model; return a line about it. log: "" if there is none."""
     import torch
-    from safetensors.torch import save_file
 
     saved = torch.load(model_path, map_location="cpu", weights_only=True, mmap=True)
     folder = Path(folder).absolute()
     root = Path(__file__).resolve().parent.parent
-    source = logs.last_run(log).source if log else None
-    text = source or logs.source_in(root, saved["program"])
-    files = logs.files_of(text)
+    in_log = logs.last_run(log).source if log else None
+    source = in_log or logs.source_in(root, saved["program"])
+    files = logs.files_of(source)
     if len(files) == 1:
-        files = {saved["program"]: text}
+        files = {saved["program"]: source}
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         place = Path(temporary, "source")
         place.mkdir()
-        for name, content in files.items():
-            (place / name).write_text(content, "utf-8", "surrogateescape")
-        os.symlink(root / "data", place / "data")
+        for name, text in files.items():
+            (place / name).write_text(text, "utf-8", "surrogateescape")
+        os.symlink(root / "data", place / "data")  # a model may read GPT-2's tokens there
         sys.path.insert(0, str(place))
-        model, windows, longest = rebuild(model_path)
         # those that are imported first are first in the file
-        sources = [Source(place / name) for name in reversed(files)]
-        executed = set()
-        paths = {source.path for source in sources}
-        vocab_size = saved["vocab_size"]
-        answers = answers_of(
-            model,
-            windows,
-            sequences(vocab_size, saved["bos_id"], windows.long, longest),
-            vocab_size,
-            lambda: recording(paths, executed),
-        )
-        cut = Cut(sources, executed)
-        content, tensors = cut_of(model, windows, cut)
-        config = {
-            "model_type": "gpt_speedrun",
-            "architectures": ["PlainForCausalLM"],
-            "auto_map": {
-                "AutoConfig": f"{FILE}.PlainConfig",
-                "AutoModelForCausalLM": f"{FILE}.PlainForCausalLM",
-            },
-            "dtype": "float32",
-            "vocab_size": vocab_size,
-            "bos_token_id": saved["bos_id"],
-            "eos_token_id": saved["bos_id"],
-            "tokenizer": TOKENIZERS.get(vocab_size, "none"),
-            "max_position_embeddings": longest,
-            "use_cache": False,
-            "tie_word_embeddings": False,
-            "run": {key: saved[key] for key in ("run_id", "program", "step", "config")},
-            **content,
-        }
+        paths = [place / name for name in reversed(files)]
         result = Path(temporary, "result")
         result.mkdir()
-        title = f"The model of run {saved['run_id']}, cut from its source; README.md says how to use it."
-        (result / f"{FILE}.py").write_text(text_of_file(cut, title), "utf-8", "surrogateescape")
-        (result / "config.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")
-        if config["tokenizer"] == "bytes":
-            tokenizer = {
-                "tokenizer_class": "ByteTokenizer",
-                "auto_map": {"AutoTokenizer": [f"{FILE}.ByteTokenizer", None]},
-            }
-            (result / "tokenizer_config.json").write_text(json.dumps(tokenizer), "utf-8")
-        stored = {name: as_stored(x) for name, x in tensors.items()}
-        save_file(
-            {f"model.{name}": x for name, x in stored.items()},
-            result / "model.safetensors",
-            metadata={"format": "pt"},
-        )
-        shutil.copymode(result / "config.json", result / "model.safetensors")
-        save_file(answers, Path(temporary, "answers"))
-        difference = checked(result, Path(temporary, "answers"))
-        readme = README.format(
-            **config,
-            **config["run"],
-            file=FILE,
-            window=windows.long,
-            source="in its log" if source else "this project's: its log has none",
-            sequences=len(answers) // 2,
-            difference=difference,
-        )
-        (result / "README.md").write_text(readme, "utf-8")
+        whence = "in its log" if in_log else "this project's, since its log has none"
+        difference = write_files(result, model_path, saved, paths, whence)
         result.rename(folder)
-    return f"{folder} written: logits differ by {difference:.1g} at most from the original's"
+    return (
+        f"{folder} written: logits differ by {difference:.1g} at most from the original's;"
+        f" source: {whence}"
+    )
+
+
+def write_files(result, model_path, saved, paths, whence):
+    """Write the files of a model, whose source is in paths; return how far its logits are from the
+    original's at most."""
+    from safetensors.torch import save_file
+
+    model, windows, longest = rebuild(model_path)
+    vocab_size = saved["vocab_size"]
+    found = sequences(vocab_size, saved["bos_id"], windows.long, longest)
+    answers, executed = answers_of(model, windows, found, vocab_size)
+    cut = Cut([Source(path) for path in paths], executed)
+    content, tensors = cut_of(model, windows, cut)
+    config = config_of(saved, windows, longest, content)
+    title = (
+        f"The model of run {saved['run_id']}, cut from its source; README.md says how to use it."
+    )
+    (result / f"{FILE}.py").write_text(text_of_file(cut, title), "utf-8", "surrogateescape")
+    (result / "config.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")
+    if config["tokenizer"] == "bytes":
+        tokenizer = {
+            "tokenizer_class": "ByteTokenizer",
+            "auto_map": {"AutoTokenizer": [f"{FILE}.ByteTokenizer", None]},
+        }
+        (result / "tokenizer_config.json").write_text(json.dumps(tokenizer), "utf-8")
+    weights = result / "model.safetensors"
+    stored = {f"model.{name}": as_stored(x) for name, x in tensors.items()}
+    save_file(stored, weights, metadata={"format": "pt"})
+    shutil.copymode(result / "config.json", weights)
+    reference = result.with_name("answers")
+    save_file(answers, reference)
+    difference = checked(result, reference)
+    readme = README.format(
+        **config,
+        **config["run"],
+        file=FILE,
+        window=windows.long,
+        whence=whence,
+        sequences=len(found),
+        difference=difference,
+    )
+    (result / "README.md").write_text(readme, "utf-8")
+    return difference
 
 
 def checked(result, answers):
