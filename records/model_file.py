@@ -2,8 +2,8 @@
 
 The plain model file is cut from the source that the model was trained with. Kept are the classes,
 methods and functions that the forward pass of one sequence needs, as they stand there; training,
-gradient sync and kernels of GPUs are left out. plain_model.py is its end. Before the folder gets its
-name, a process without this project loads it and must compute the logits of the original.
+gradient sync and kernels of GPUs are left out. plain_model.py is its end. Before the folder gets
+its name, a process without this project loads it and must compute the logits of the original.
 """
 
 from __future__ import annotations
@@ -489,8 +489,8 @@ class Description:
         row = isinstance(value, tuple) and hasattr(value, "_fields")
         logs.require(
             row or dataclasses.is_dataclass(value),
-            f"{where} is a {kind.__module__}.{kind.__qualname__}, which config.json cannot hold; make"
-            " it numbers, texts, tensors, modules, or a row of them",
+            f"{where} is a {kind.__module__}.{kind.__qualname__}, which config.json cannot hold;"
+            " make it numbers, texts, tensors, modules, or a row of them",
             DoesNotFit,
         )
         name = self.name_of(kind, where)
@@ -668,8 +668,8 @@ def check_loss(model, windows, tokens, logits):
         ours = torch.nn.functional.cross_entropy(logits[:-1], targets[:-1], reduction="sum").item()
     logs.require(
         abs(stated - ours) <= 1e-4 * max(1.0, abs(stated)),
-        f"its loss of a sequence is {stated:.4f}, and that of its logits {ours:.4f}: what its head's"
-        " forward computes, lm_head.logits must compute, too",
+        f"its loss of a sequence is {stated:.4f}, and that of its logits {ours:.4f}: what its"
+        " head's forward computes, lm_head.logits must compute, too",
         DoesNotFit,
     )
 

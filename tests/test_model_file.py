@@ -112,14 +112,7 @@ def test_a_plain_file_has_the_logits_of_each_preset(tmp_path, preset):
     text = (tmp_path / "out/modeling_gpt_speedrun.py").read_text()
     # nothing of training, of ranks, of GPUs
     assert "class GPT" in text and "import train_gpt" not in text
-    for word in (
-        "Optimizer",
-        "all_reduce",
-        "backward",
-        "triton",
-        "numpy",
-        "__init__(self, config:",
-    ):
+    for word in ("Optimizer", "all_reduce", "def backward", "import triton", "numpy", "c.ngrams"):
         assert word not in text, word
     settings = json.loads((tmp_path / "out/config.json").read_text())
     assert settings["tokenizer"] == ("gpt2" if preset == "speedrun" else "bytes")
@@ -256,7 +249,7 @@ def test_a_run_on_an_own_text_is_exported_from_its_log(tmp_path):
 
     call(ROOT / "data/text.py", text, "--out", tmp_path / "data", "--encoding", "bytes")
     shards = {
-        f"--{split}_files": tmp_path / f"data/book_{split}_*.bin" for split in ("train", "val")
+        f"--{split}_files": tmp_path / f"data/data_{split}_*.bin" for split in ("train", "val")
     }
     flags = [word for pair in shards.items() for word in pair]
     flags += ["--num_steps", 3, "--warmup_steps", 0, "--ngrams", "Ngrams(2, 500, 64)"]
