@@ -177,7 +177,7 @@ def model_and_log(path):
     place = Path(path)
     os.stat(path)
     if place.suffix in (".pt", ".ckpt"):
-        log = place.with_name(place.name.partition(".step")[0]).with_suffix(".txt")
+        log = place.with_name(place.name.partition(".step")[0].removesuffix(".pt") + ".txt")
         return str(place), str(log) if log.exists() else ""
     model = place.with_suffix(".pt")
     logs.require(
