@@ -4,6 +4,11 @@
     python records/export.py logs/RUN.txt … --to tensorboard     then: tensorboard --logdir logs/speedrun
     python records/export.py logs/RUN.txt … --to wandb --out PROJECT --follow     live, until the runs end
 
+Or write the model that a run saved, for programs without this project: weights, and one file that
+computes its logits with torch and safetensors alone.
+
+    python records/export.py latest --to safetensors FOLDER
+
 Preset, seed, source and config of a run are in runs.csv, in TensorBoard's hyperparameters, or the
 dashboard's config.
 """
@@ -13,12 +18,16 @@ import csv
 import fcntl
 import itertools
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import logs
 from manifest import place_of
 
+FORMS = "csv", "tensorboard", "wandb"
+MODEL_FORM = "safetensors"
 STEP = ("step", "train_time_ms", "train_loss", "val_loss")  # behind it what else the lines state
 
 
@@ -163,41 +172,90 @@ def export(paths, open_run, follow):
         time.sleep(bool(tails))
 
 
+def model_and_log(path):
+    """Return (saved model, its log or ""), of which a path names one."""
+    place = Path(path)
+    os.stat(path)
+    if place.suffix in (".pt", ".ckpt"):
+        log = place.with_name(place.name.partition(".step")[0].removesuffix(".pt") + ".txt")
+        return str(place), str(log) if log.exists() else ""
+    model = place.with_suffix(".pt")
+    logs.require(
+        place.suffix == ".txt" and model.exists(),
+        f"{path}: no saved model {model} beside it; name a model, or train with --save_model true",
+    )
+    return str(model), str(place)
+
+
+def export_model(parser, paths, folders):
+    """Write a folder with a model in a process of its own: it runs the source in the log."""
+    if len(paths) != 1 or len(folders) != 1:
+        parser.error(
+            f"--to {MODEL_FORM}: give one RUN and one FOLDER: RUN --to {MODEL_FORM} FOLDER"
+        )
+    [folder] = folders
+    try:
+        model, log = model_and_log(logs.or_latest(logs.MODEL)(paths[0]))
+        logs.require(
+            not os.path.lexists(folder), f"{folder}: is there already; name a folder that is not"
+        )
+        logs.require(
+            os.path.isdir(os.path.dirname(os.path.abspath(folder))),
+            f"{folder}: its parent is no folder; make it first",
+        )
+    except (OSError, argparse.ArgumentTypeError, logs.UserError) as error:
+        return logs.refuse("export.py", error)
+    code = (
+        f"import sys; sys.path.append({os.path.dirname(__file__)!r}); import model_file, logs;"
+        " logs.run_main(lambda: model_file.main(sys.argv[1:]))"
+    )
+    return subprocess.call([sys.executable, "-I", "-c", code, model, log, folder])
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "paths",
-        nargs="+",
+        nargs="*",
         metavar="RUN",
-        type=logs.or_latest(logs.RACE, logs.RUN),
-        help="the log of a run, or a folder of logs",
+        help="the log of a run, or a folder of logs; for safetensors its log or saved model",
     )
-    parser.add_argument("--to", required=True, choices=("csv", "tensorboard", "wandb"))
+    parser.add_argument(
+        "--to",
+        required=True,
+        nargs="+",
+        metavar=("FORM", "FOLDER"),
+        help=f"{', '.join(FORMS)}, or {MODEL_FORM} and the folder to write",
+    )
     parser.add_argument("--out", help="the folder or the project", default="logs/speedrun")
     parser.add_argument("--follow", action="store_true", help="until the runs have ended")
     options = parser.parse_args(arguments)
+    to, *further = options.to
+    if to == MODEL_FORM:
+        return export_model(parser, options.paths, further)
+    if to not in FORMS or not options.paths + further:
+        parser.error(f"--to {to}: name a RUN, and --to {', '.join(FORMS)}, or {MODEL_FORM} FOLDER")
     try:
         paths = [
             log
-            for path in options.paths
+            for path in map(logs.or_latest(logs.RACE, logs.RUN), options.paths + further)
             for log in logs.files_in([path], [])
             if log.endswith(".txt") or log == path
         ]
         [logs.exists(path) or os.stat(path) for path in paths]  # before a dashboard is opened
-        export(paths, opener(options.to, options.out), options.follow)
+        export(paths, opener(to, options.out), options.follow)
         files = {"csv": f"{options.out}/runs.csv and steps.csv", "tensorboard": options.out}
-        place = files.get(options.to, f"project {os.path.basename(options.out)} of {options.to}")
+        place = files.get(to, f"project {os.path.basename(options.out)} of {to}")
         print(f"{logs.plural(len(paths), 'run')} written: {place}")
         return 0
     except ImportError as error:
         return logs.refuse(
             "export.py",
-            f"--to {options.to}: {error}; install it: .venv/bin/pip install {options.to}, or use"
-            " --to csv",
+            f"--to {to}: {error}; install it: .venv/bin/pip install {to}, or use --to csv",
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, argparse.ArgumentTypeError) as error:
         return logs.refuse("export.py", error)
 
 

@@ -11,7 +11,9 @@ FOLDERS = {"gpt_speedrun", "data", "launch", "records", "dry_gpu", "bench", "tes
 # Not for everybody: triton comes with torch's CUDA build, records/export.py names the package of a
 # dashboard that is not installed, and data/text.py one of two that unpack zstd (compression is
 # Python 3.14's own). pip itself gets setuptools for setup.py.
+# safetensors, transformers and lm-eval are for exported models.
 OPTIONAL = {"triton", "wandb", "tensorboard", "compression", "zstandard", "setuptools"}
+OPTIONAL |= {"safetensors", "transformers", "lm_eval"}
 WITHIN = {"tiktoken_ext": "tiktoken"}  # import → package with another name
 
 

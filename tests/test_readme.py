@@ -284,10 +284,10 @@ def test_every_flag_is_one_of_a_program_here_and_every_link_leads_somewhere():
             ),
         )
     )
-    # --porcelain is git's
+    # --porcelain is git's; the last four are lm-eval's
     torchrun = (
         "--nnodes --nproc_per_node --rdzv_backend --rdzv_endpoint --rdzv_id --max-restarts --update"
-        " --porcelain"
+        " --porcelain --model --model_args --tasks --num_fewshot"
     ).split()
     known = {
         *(
