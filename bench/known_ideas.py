@@ -7,8 +7,10 @@
 Each idea is an edit of train_gpt.py that takes a part of record 44 away, or adds what a later
 record added. All are branches of a temporary clone of the last commit and run in one race, so one
 base serves all; its folder is moved to logs/. A record that is named often changed several things
-at once; that it stays in all later records is what makes an idea known. An idea is right if its own p, without a correction
-for the number of ideas, is below 0.05 and its sign is the public one; wrong if the sign is another.
+at once; that it stays in all later records is what makes an idea known. An idea is right if its own
+p, without a correction for the number of ideas, is below 0.05 and its sign is the public one; wrong
+if the sign is another. There are two verdicts: by the time to the base's loss, and by the loss
+after as many steps, since a step that is slow on a CPU may cost a GPU nothing.
 """
 
 from __future__ import annotations
@@ -97,7 +99,7 @@ IDEAS = (
         "a table of bigrams",
         "better",
         "62",
-        values("ngrams=(Ngrams(2, 131072, c.model_dim), *c.ngrams)"),
+        values("ngrams=(Ngrams(2, 131072, c.model_dim), *c.ngrams), lazy_tables=True"),
     ),
     Idea("partial key offset", "better", "49", ((HEADS, HEADS + KEY_OFFSET),)),
     Idea(
@@ -176,18 +178,34 @@ def race(ideas: list[Idea], ranks: int, n: int, flags: list[str]) -> dict:
         return json.loads(line)
 
 
-def row(idea: Idea, found: dict) -> tuple[str, list[str]]:
-    """Return right, undecided or wrong, and a line of the table."""
+def verdict_of(idea: Idea, better: bool, shown: bool) -> str:
+    if not shown:
+        return "undecided"
+    return "right" if better == (idea.public == "better") else "wrong"
+
+
+def row(idea: Idea, found: dict) -> list[str]:
+    """Return a line of the table; its last two cells are the verdicts by time and by loss."""
     answer = found["to_same_loss"]
+    loss = found["loss"]
+    cells = [idea.name, idea.source, idea.public]
     if not answer:
-        return "undecided", [idea.name, idea.source, idea.public, "-", "-", "-", "not judged"]
-    sign = "better" if answer["ratio"] < 1 else "worse"
-    said = "undecided"
-    if answer["p"] < LEVEL:
-        said = "right" if sign == idea.public else "wrong"
+        return [*cells, "-", "-", "-", "not judged", "not judged"]
     ratio = f"{answer['ratio']:.3f} ({answer['low']:.3f} to {answer['high']:.3f}), {answer['how']}"
-    loss = f"{found['loss']['difference']:+.4f}"
-    return said, [idea.name, idea.source, idea.public, loss, ratio, f"{answer['p']:.2g}", said]
+    by_loss = loss["low"] * loss["high"] > 0
+    return [
+        *cells,
+        f"{loss['difference']:+.4f} ({loss['low']:+.4f} to {loss['high']:+.4f})",
+        ratio,
+        f"{answer['p']:.2g}",
+        verdict_of(idea, answer["ratio"] < 1, answer["p"] < LEVEL),
+        verdict_of(idea, loss["difference"] < 0, by_loss),
+    ]
+
+
+def score(verdicts: list[str]) -> str:
+    words = ("right", "undecided", "wrong")
+    return ", ".join(f"{verdicts.count(word)} {word}" for word in words)
 
 
 def main() -> int:
@@ -207,21 +225,14 @@ def main() -> int:
     ideas = [idea for idea in IDEAS if not options.only or idea.name in options.only]
     found = race(ideas, options.ranks, options.n, ["--preset", options.preset, *options.flags])
     answers = {one["name"]: one for one in found["ideas"]}
-    said = []
-    lines = []
-    for idea in ideas:
-        if branch_of(idea) in answers:
-            verdict, line = row(idea, answers[branch_of(idea)])
-            said.append(verdict)
-            lines.append(line)
+    lines = [row(idea, answers[branch_of(idea)]) for idea in ideas if branch_of(idea) in answers]
     if not lines:
         raise SystemExit(f"nothing was judged: {found['reason']}")
-    head = "idea|record|public|loss, nats|time to the base's loss|p|".split("|")
+    head = "idea|record|public|loss, nats|time to the base's loss|p|by time|by loss".split("|")
     print(table(head, lines))
-    counts = ", ".join(f"{said.count(word)} {word}" for word in ("right", "undecided", "wrong"))
-    print(
-        f"\n{options.preset} {' '.join(options.flags)}, n = {options.n}: {counts} of {len(ideas)}"
-    )
+    *_, by_time, by_loss = map(list, zip(*lines))
+    print(f"\n{' '.join([options.preset, *options.flags])}, n = {options.n}, {len(lines)} ideas")
+    print(f"by time: {score(by_time)}; by loss: {score(by_loss)}")
     print(f"race: {Path(found['folder']).name}; {machine()}")
     return 0
 
