@@ -863,8 +863,8 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
                 for key in ("lr", "initial_lr")
                 if f"{slot.name}/{key}" in state
             }
-        self.reducer.check_call("load_state_dict()")
         self.reducer.drop_gradients()
+        self.reducer.check_call("load_state_dict()")
         super().load_state_dict(state)
         torch.autograd.graph.increment_version(list(self.reducer.slots))
         self.reducer.known_writes += len(self.reducer.slots)

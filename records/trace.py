@@ -201,7 +201,7 @@ def read(path):
     processes = {pid for pid, _ in main_threads} | {thread[0] for _, thread in launches.values()}
     require(
         marks,
-        f"{path}: no ProfilerStep#N mark; call the profiler's step() after every step. {SOURCES}",
+        f"{path}: no ProfilerStep#N mark; call the profiler's step() after every step; {SOURCES}",
     )
     for found, what in ((processes, "processes"), (devices, "GPUs")):
         require(

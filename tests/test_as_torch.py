@@ -1191,13 +1191,12 @@ def between(comm, call, settings):
     model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(3)))
     optimizer = make_optimizer(model, settings=settings)
     train(model, optimizer, 2)
-    state = optimizer.state_dict()
     model(X).square().sum().backward()
-    getattr(optimizer, call)(*[state] * (call == "load_state_dict"))
+    getattr(optimizer, call)()
 
 
 @pytest.mark.parametrize("unused", [False, True])
-@pytest.mark.parametrize("call", ["state_dict", "state_hash", "check_replicas", "load_state_dict"])
+@pytest.mark.parametrize("call", ["state_dict", "state_hash", "check_replicas"])
 def test_a_state_between_backward_and_step_is_refused(on_ranks, call, unused):
     settings = SyncSettings(find_unused_parameters=unused)
     errors = on_ranks(2, in_a_new_group, between, call, settings)
