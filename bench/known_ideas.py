@@ -190,12 +190,16 @@ def row(idea: Idea, found: dict) -> list[str]:
     loss = found["loss"]
     cells = [idea.name, idea.source, idea.public]
     if not answer:
-        return [*cells, "-", "-", "-", "not judged", "not judged"]
+        return [*cells, "-", "-", "-", "undecided", "undecided"]
     ratio = f"{answer['ratio']:.3f} ({answer['low']:.3f} to {answer['high']:.3f}), {answer['how']}"
-    by_loss = loss["low"] * loss["high"] > 0
+    shown = f"{loss['difference']:+.4f}"
+    by_loss = False
+    if loss["low"] is not None:  # None: all pairs differ by the same amount
+        shown += f" ({loss['low']:+.4f} to {loss['high']:+.4f})"
+        by_loss = loss["low"] * loss["high"] > 0
     return [
         *cells,
-        f"{loss['difference']:+.4f} ({loss['low']:+.4f} to {loss['high']:+.4f})",
+        shown,
         ratio,
         f"{answer['p']:.2g}",
         verdict_of(idea, answer["ratio"] < 1, answer["p"] < LEVEL),
