@@ -561,12 +561,9 @@ class Description:
 # Writing and checking
 
 
-def rebuild(model_path):
+def rebuild(saved):
     """Return what a saved model is: (model in float32 on the CPU, its windows, the longest sequence
     that its rotary tables allow). Its source is first on the path."""
-    import torch
-
-    saved = torch.load(model_path, map_location="cpu", weights_only=True, mmap=True)
     program = importlib.import_module(Path(saved["program"]).stem)
     engine = getattr(program, "train_gpt", program)
     config = engine.config_of(saved["config"], program.Config)
@@ -774,7 +771,7 @@ def write(model_path, log, folder):
         result = Path(temporary, "result")
         result.mkdir()
         whence = "in its log" if in_log else "this project's, since its log has none"
-        difference = write_files(result, model_path, saved, paths, whence)
+        difference = write_files(result, saved, paths, whence)
         result.rename(folder)
     return (
         f"{folder} written: logits differ by {difference:.1g} at most from the original's;"
@@ -782,12 +779,12 @@ def write(model_path, log, folder):
     )
 
 
-def write_files(result, model_path, saved, paths, whence):
+def write_files(result, saved, paths, whence):
     """Write the files of a model, whose source is in paths; return how far its logits are from the
     original's at most."""
     from safetensors.torch import save_file
 
-    model, windows, longest = rebuild(model_path)
+    model, windows, longest = rebuild(saved)
     vocab_size = saved["vocab_size"]
     found = sequences(vocab_size, saved["bos_id"], windows.long, longest)
     answers, executed = answers_of(model, windows, found, vocab_size)
