@@ -1,5 +1,5 @@
-"""Run the tests of the optimizer and of training with several versions of torch, as pip installs
-them, and print a table.
+"""Run the tests of the optimizer, of training and of frameworks with several versions of torch, as
+pip installs them, and print a table.
 
     .venv/bin/python bench/versions.py                   VERSIONS: all that pyproject.toml allows
     .venv/bin/python bench/versions.py 2.11.0 2.15.0     these
@@ -25,7 +25,8 @@ from typing import Any
 from common import ROOT, run, table, table_line, train_gpt
 
 VERSIONS = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
-TESTS = ("sync", "optimizer", "rows", "run", "resume")
+TESTS = ("sync", "optimizer", "rows", "run", "resume", "frameworks")
+FRAMEWORKS = ("accelerate", "transformers", "lightning", "torchao")
 
 
 def install(version: str) -> Path:
@@ -51,6 +52,7 @@ def install(version: str) -> Path:
             "--quiet",
             "--disable-pip-version-check",
             f"torch==={version}",
+            *FRAMEWORKS,
             *others,
         ],
         env={**os.environ, "PIP_CONSTRAINT": os.devnull},

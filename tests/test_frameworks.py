@@ -1,7 +1,8 @@
 """The examples of docs/gradient-sync.md, "With frameworks", train, save, and resume at another
 number of ranks.
 
-Each needs packages that no other test needs: pip install accelerate transformers lightning.
+Each needs packages that no other test needs, and is skipped without them:
+pip install accelerate transformers lightning torchao.
 """
 
 import importlib.util
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from conftest import TORCHRUN, free_port
+from gpt_speedrun import Adam, Assignment, make_optimizer
 
 ROOT = Path(__file__).resolve().parents[1]
 SECTION = (
@@ -172,3 +174,24 @@ def test_an_example_trains_and_resumes_at_another_number_of_ranks(name, unbroken
                 torch.testing.assert_close(
                     found[key], x, rtol=0, atol=1e-5, msg=lambda text: f"{arguments}, {key}: {text}"
                 )
+
+
+@pytest.mark.slow
+def test_a_layer_beside_weights_that_torchao_quantized_trains_as_by_torch():
+    quantization = pytest.importorskip("torchao.quantization")
+
+    def trained(make):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 4))
+        model[0].requires_grad_(False)
+        quantization.quantize_(model[0], quantization.Int8WeightOnlyConfig())
+        optimizer = make(model)
+        for _ in range(3):
+            model(torch.ones(2, 64)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model[1].weight
+
+    ours = trained(lambda model: make_optimizer(model, [Assignment("1.*", Adam(0.01, eps=1e-8))]))
+    theirs = trained(lambda model: torch.optim.Adam(model[1].parameters(), 0.01, (0.9, 0.95)))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
