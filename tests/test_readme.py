@@ -356,10 +356,11 @@ def run_own(folder, rank, port, output):
     runpy.run_path("own.py", run_name="__main__")
 
 
-def test_the_script_of_the_readme_trains_saves_and_continues(tmp_path):
+def test_the_complete_script_trains_saves_and_continues(tmp_path):
     """As written, beside nothing but the package: on two ranks, which save; alone, from what they
     saved; and alone."""
-    (block,) = scripts(README)
+    page = PAGES[ROOT / "docs/gradient-sync.md"]
+    (block,) = (block for block in scripts(page) if "own.pt" in block)
     losses = []
     for number, (folder, ranks) in enumerate((("a", 2), ("a", 1), ("b", 1))):
         (tmp_path / folder).mkdir(exist_ok=True)
@@ -379,7 +380,7 @@ def test_the_script_of_the_readme_trains_saves_and_continues(tmp_path):
         )
         losses.append({(int(step), float(loss)) for step, loss in found})
     ((step, two),), ((later, continued),), ((_, alone),) = losses
-    stated = float(re.search(r"It prints about `step 50: loss (\S+)`", README)[1])
+    stated = float(re.search(r"It prints about `step 50: loss (\S+)`", page)[1])
     assert (
         (step, later) == (50, 100)
         and abs(two - stated) < 0.3
