@@ -3,6 +3,8 @@
     .venv/bin/python bench/known_ideas.py                                the preset bench
     .venv/bin/python bench/known_ideas.py --preset laptop -n 5
     .venv/bin/python bench/known_ideas.py --only "no rotary" -- --num_steps 1000     flags for all
+    .venv/bin/python bench/known_ideas.py --apply "partial key offset"   edit train_gpt.py, for a
+                                                    race of your own: ./run.sh -n 3 --vs HEAD
 
 Each idea is an edit of train_gpt.py that takes a part of record 44 away, or adds what a later
 record added. All are branches of a temporary clone of the last commit and run in one race, so one
@@ -220,13 +222,20 @@ def main() -> int:
     parser.add_argument("-n", type=positive, default=3, help="runs of each idea and of the base")
     parser.add_argument("--ranks", type=positive, default=2)
     parser.add_argument("--only", action="append", help="a name; repeatable", metavar="IDEA")
+    parser.add_argument("--apply", metavar="IDEA", help="edit train_gpt.py here, and race nothing")
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="for all sides")
     options = parser.parse_args()
     names = [idea.name for idea in IDEAS]
-    unknown = {*(options.only or [])} - {*names}
+    named = [options.apply] if options.apply else options.only or []
+    unknown = {*named} - {*names}
     if unknown:
-        parser.error(f"--only names {', '.join(unknown)}; there are {', '.join(names)}")
-    ideas = [idea for idea in IDEAS if not options.only or idea.name in options.only]
+        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(names)}")
+    ideas = [idea for idea in IDEAS if not named or idea.name in named]
+    if options.apply:
+        path = ROOT / SCRIPT
+        path.write_text(edited(path.read_text(encoding="utf-8"), ideas[0]), encoding="utf-8")
+        print(f"{SCRIPT}: {options.apply}, of record {ideas[0].source}; see git diff")
+        return 0
     found = race(ideas, options.ranks, options.n, ["--preset", options.preset, *options.flags])
     answers = {one["name"]: one for one in found["ideas"]}
     lines = [row(idea, answers[branch_of(idea)]) for idea in ideas if branch_of(idea) in answers]
