@@ -620,7 +620,8 @@ def late_stage(micro_batch_tokens: int, long_window: int = 11, **values: Any) ->
     )
 
 
-# Record 92, pull request 360: files are those of its package, see the introduction
+# Record 92. All that differs from record 89 here came with its pull request, 360, but where another
+# is named. A comment before a row names the file of the record's package that holds it
 RECORD_92 = replace(
     RECORD_89,
     layers=(  # model/gpt; widths: model/attention
@@ -631,7 +632,7 @@ RECORD_92 = replace(
         Layer("removed", adds="x0 ngrams"),
         Layer("paired", narrow="qk", adds="x0 ngrams"),
         Layer(skip_from=3),  # record 45
-        # layer 7, without attention and MLP: its output is the backout, see backout_layer
+        # layer 7, without attention and MLP: layers 8 and 10 read its output (backout_layer, 77)
         Layer("removed", adds="x0", mlp=0),
         Layer("short", narrow="qkv", value_table=2, reads_backout=True, mlp=2),
         Layer("removed", adds="ngrams"),
