@@ -408,9 +408,7 @@ class Reducer(engine.Reducer):
             )
         if begun and not self.micro_batches:
             if self.in_no_sync:
-                bucket.add_grad(
-                    slot, self.grad_scale / self.comm.ranks, self.settings.world_size_invariant
-                )
+                bucket.add_grad(slot, self.grad_scale / self.comm.ranks)
                 self.no_sync_grads[slot] += 1
                 return
             self.prepare_for_backward(self.step)
