@@ -1901,8 +1901,8 @@ class Context(NamedTuple):
 
     x0: [T, dim]. rotary: cosines, sines, softmax scale. scheduled: numbers of this step, see
     StageValues. shared: tensors that a layer hands to later layers, a place for an idea. masks: see
-    GPT.masks. skip_weights: of skip connections, by layer. mixes, value_mixes: two weights of each layer.
-    backout: weight of the backout layer's output. copied: see DocCopy.
+    GPT.masks. skip_weights: of skip connections, by layer. mixes, value_mixes: two weights of each
+    layer. backout: weight of the backout layer's output. copied: see DocCopy.
     """
 
     x0: Tensor
@@ -2268,7 +2268,7 @@ def norm(x: Tensor) -> Tensor:
 
 
 def parameter(init: Tensor, kind: str, unit: tuple[int, int] | None = None) -> nn.Parameter:
-    """Create a parameter of a kind of PARAM_GROUPS. unit, and the attribute first_step: ParamSpec."""
+    """Create a parameter of a kind of PARAM_GROUPS. unit, attribute first_step: see ParamSpec."""
     param = nn.Parameter(init)
     param.kind = kind
     param.unit = unit
@@ -5368,8 +5368,8 @@ def load_parameters(model: GPT, saved: Values) -> None:
         require(
             # checkpoints hold them flat
             x is not None and x.shape in (tensor.shape, (tensor.numel(),)),
-            f"{name} is {list(tensor.shape)} here and {'missing' if x is None else list(x.shape)} in"
-            " the saved model. Use the same --layers, --model_dim, --ngrams and vocabulary, and"
+            f"{name} is {list(tensor.shape)} here and"
+            f" {'missing' if x is None else list(x.shape)} in the saved model. Use the same --layers, --model_dim, --ngrams and vocabulary, and"
             " the revision in its log",
         )
         tensor.copy_(x.view(tensor.shape))
