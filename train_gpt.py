@@ -5369,8 +5369,8 @@ def load_parameters(model: GPT, saved: Values) -> None:
             # checkpoints hold them flat
             x is not None and x.shape in (tensor.shape, (tensor.numel(),)),
             f"{name} is {list(tensor.shape)} here and"
-            f" {'missing' if x is None else list(x.shape)} in the saved model. Use the same --layers, --model_dim, --ngrams and vocabulary, and"
-            " the revision in its log",
+            f" {'missing' if x is None else list(x.shape)} in the saved model. Use the same"
+            " --layers, --model_dim, --ngrams and vocabulary, and the revision in its log",
         )
         tensor.copy_(x.view(tensor.shape))
 
