@@ -96,6 +96,7 @@ from train_gpt import (
     option,
     parameter,
     polar,
+    positive,
     relu_squared,
     require,
     rotary_frequencies,
@@ -126,26 +127,22 @@ if triton is not None:
 class StageValues(train_gpt.StageValues):
     """Values that a stage may set: also the weights of further targets, which GPT.loss reads."""
 
-    second_token_weight: float = option(
-        0.0, "weight in the objective of the token after the next", min=0
-    )
+    second_token_weight: float = option(0.0, "weight in the objective of the token after the next")
     third_token_weight: float = option(
-        0.0, "weight in the objective of the token two after the next", min=0
+        0.0, "weight in the objective of the token two after the next"
     )
     prefix_weight: float = option(
-        0.0, "weight of a further target: the longest token that begins the next", min=0
+        0.0, "weight of a further target: the longest token that begins the next"
     )
     attended_tokens: int = option(
         0,
         "attention treats every so many tokens of a document as a document of its own; 0: "
         "it sees whole documents",
-        min=0,
     )
     candidates: int = option(
         0,
         "classes of the training loss, drawn for each micro-batch (0: all). The log's train_loss"
         " is then too low by up to ln(vocabulary / candidates), with their mean number beside it",
-        min=0,
     )
 
 
@@ -161,7 +158,6 @@ class AdamGroup(train_gpt.AdamGroup):
         None,
         "step from which the kind is updated half as often, with squared betas and "
         "twice the weight decay (None: never)",
-        min=0,
     )
     row_moment: bool = option(
         False, "of n-gram tables: one second moment per row, and no first one"
@@ -189,13 +185,13 @@ class Tail:
     # of parameters, divided by spaces; mlp: all that begin with mlp_; also the last part of names,
     # as qk
     kinds: str
-    last_steps: int = option(MISSING, "the average starts as the weights after the first of them")
-    period: int = option(1, "it moves after each later step s with s % period = phase")
-    phase: int = option(0, "see period", min=0)
-    rate: float = option(1.0, "how it moves: average += rate * (weights - average)", max=1)
-    last_rate: float | None = option(None, "rate after the last step; None: rate", max=1)
-    final_steps: int = option(0, "it moves after these last steps in any case", min=0)
-    blend: float = option(1.0, "at the end: weights += blend * (average - weights)", max=1)
+    last_steps: int = positive(MISSING, "the average starts as the weights after the first of them")
+    period: int = positive(1, "it moves after each later step s with s % period = phase")
+    phase: int = option(0, "see period")
+    rate: float = positive(1.0, "how it moves: average += rate * (weights - average)", max=1)
+    last_rate: float | None = positive(None, "rate after the last step; None: rate", max=1)
+    final_steps: int = option(0, "it moves after these last steps in any case")
+    blend: float = positive(1.0, "at the end: weights += blend * (average - weights)", max=1)
     keep_norm: bool = True
     __repr__ = train_gpt.show_row
 
@@ -205,7 +201,7 @@ class MuonGroup(train_gpt.MuonGroup):
     """How NorMuon or, with anvil_from, ANVIL updates one kind of matrices."""
 
     anvil_from: int | None = option(
-        None, "step from which ANVIL adds its slow momentum (None: NorMuon)", min=0
+        None, "step from which ANVIL adds its slow momentum (None: NorMuon)"
     )
 
     def rule(self, config: Config) -> NorMuon:
@@ -230,14 +226,14 @@ class Layer:
     narrow: str = option(
         "", "what has half the width: queries and keys, or also values", ("", "qk", "qkv")
     )
-    value_table: int | None = option(None, "values add this table's row of the token", min=0)
+    value_table: int | None = option(None, "values add this table's row of the token")
     xsa: bool = option(False, "heads remove a token's own value (XSA, arXiv:2603.09078)")
     gated: bool = option(False, "a gate per head and token")
     dc: bool = option(False, "attention maps are mixed over heads (DC, arXiv:2405.08553)")
     reads_backout: bool = option(False, "attention reads the output of backout_layer")
     adds: str = option("", "what the residual stream adds", ("", "x0", "ngrams", "x0 ngrams"))
-    mlp: int = option(1, "number of MLPs, whose outputs are summed", min=0, max=2)
-    skip_from: int | None = option(None, "skip connection from this layer", min=0)
+    mlp: int = option(1, "number of MLPs, whose outputs are summed", max=2)
+    skip_from: int | None = option(None, "skip connection from this layer")
     __repr__ = train_gpt.show_row
 
     @property
@@ -290,23 +286,21 @@ class Config(train_gpt.Config, StageValues):
     # Narrow queries, keys and values use a part of matrices of full size, so that updates treat all
     # layers alike
     layers: tuple[Layer, ...] = option(
-        (),
-        'one row per layer, such as Layer("short", value_table=0, xsa=true, adds="x0 ngrams")',
+        (), 'one row per layer, such as Layer("short", value_table=0, xsa=true, adds="x0 ngrams")'
     )
     # Records that brought the defaults below: 45 resid_lambda_init, 51 head_init, 53 untie_at, 54
     # logit_shift, 64 output_init, 70 value_init, 80 muon_qk_heads, 83 signs of n-grams, 84 and 89
     # fp8_mlp, 85 token_gates and the size of the table
-    mlp_dim: int = option(0, "hidden width of the MLPs; 0: 4 * model_dim", min=0)
-    softmax_scale: float = option(
+    mlp_dim: int = option(0, "hidden width of the MLPs; 0: 4 * model_dim")
+    softmax_scale: float = positive(
         0.1, "factor on attention's logits in heads of full width, for the first window"
     )
-    narrow_softmax_scale: float = option(0.13, "the same for narrow queries and keys")
+    narrow_softmax_scale: float = positive(0.13, "the same for narrow queries and keys")
     mudd_groups: int = option(
         0,
         "groups of channels with weights of their own when the head mixes earlier outputs; it "
         "then also reads all value tables, the last MLP's input and backout_layer's normed "
         "output. 0: none of these",
-        min=0,
     )
     ngrams: tuple[Ngrams, ...] = option(
         (Ngrams(2, 377280, 768),),
@@ -329,20 +323,17 @@ class Config(train_gpt.Config, StageValues):
         "layers that begin a small network's range. Per token it computes gates of x0, "
         "bigram embeddings, skip connections, x, g and d for the layers up to the next one",
     )
-    output_init: float = option(1.0, "scale of the initial attention output matrices", min=0)
+    output_init: float = option(1.0, "scale of the initial attention output matrices")
     # a tied head of zeros learns nothing
-    head_init: float = option(0.005, "standard deviation of the head's initialization")
-    value_init: float = option(
-        0.01, "standard deviation of the value tables' initialization", min=0
-    )
-    resid_lambda_init: float = option(
+    head_init: float = positive(0.005, "standard deviation of the head's initialization")
+    value_init: float = option(0.01, "standard deviation of the value tables' initialization")
+    resid_lambda_init: float = positive(
         1.1, "initial weight of the residual stream; above 1 favours later layers"
     )
     untie_at: float = option(
         2 / 3,
         "fraction of the schedule in which head and embedding are one matrix; then the "
         "embedding becomes a copy with its own updates (0: never tied)",
-        min=0,
         max=1,
     )
     # a lower cap than record 44's; logits have more room below x = 0 than above
@@ -354,13 +345,12 @@ class Config(train_gpt.Config, StageValues):
         "s of the sampled loss: s * ln((V - U) / (P - U)) is added to the logits of candidates "
         "that are no target (V classes, P candidates, U different targets). 1 makes up for the "
         "classes that were not drawn. Above 0 the loss is computed without its kernel",
-        min=0,
         max=1,
     )
     fp8_mlp: bool = option(
         True, "compute the MLPs' forward in fp8 during training; on GPUs only where kernels are on"
     )
-    muon_qk_heads: int = option(
+    muon_qk_heads: int = positive(
         2, "heads per matrix of queries or keys that NorMuon orthogonalizes"
     )
     tails: tuple[Tail, ...] = option(
@@ -1085,7 +1075,7 @@ class Group(train_gpt.Group):
             mix = context.mixes[i]
             layer_gates = {name: gate for (number, name), gate in by_layer.items() if number == i}
             if layer.skip_from is not None:
-                weight = torch.sigmoid(context.skip_weights[self.skips[i]])
+                weight = torch.sigmoid(context.skip_weights[i])
                 x = x + weight * layer_gates["skip"] * outputs[layer.skip_from]
             value_embeds = values.get(layer.value_table)
             if self.mudd and i == self.numbers[-1]:

@@ -148,18 +148,22 @@ def option(
     default: Any,
     meaning: str,
     choices: tuple[str, ...] = (),
-    min: float | None = None,
+    min: float | None = 0,
     max: float = math.inf,
     exclusive_max: float = math.inf,
     free: bool = False,
     needs: str = "",
 ) -> Any:
-    """Declare a config field: default, meaning, limits. Without `min`, a number must be above 0.
+    """Declare a config field: default, meaning, limits. A number must be from `min` on.
 
     free: a resumed run may change it. It decides how the run is computed; at most roundings depend
     on it. needs: fields of which one must be set, or the field has no effect.
     """
     return field(default=default, metadata=locals())  # all of these by their names
+
+
+positive = partial(option, min=None)  # a number above 0
+free_option = partial(option, free=True)  # a resumed run may change it
 
 
 @frozen
@@ -170,17 +174,19 @@ class StageValues:
     Read it in Head.forward, as context.scheduled in layers, or as plan.scheduled in update rules.
     """
 
-    micro_batches: int = option(8, "micro-batches per step over all ranks; ranks take equal shares")
-    micro_batch_tokens: int = option(
+    micro_batches: int = positive(
+        8, "micro-batches per step over all ranks; ranks take equal shares"
+    )
+    micro_batch_tokens: int = positive(
         2048 * 16, "tokens per forward and backward pass: one packed sequence"
     )
     max_document_tokens: int = option(
         2048, "longest training document; a batch then has many documents", min=2
     )
-    long_window: int = option(
+    long_window: int = positive(
         3, "long attention window in blocks; the short window is half of it, rounded down"
     )
-    peak_lr_factor: float = option(1.0, "factor on every learning rate before the cooldown", min=0)
+    peak_lr_factor: float = option(1.0, "factor on every learning rate before the cooldown")
 
 
 @frozen
@@ -211,7 +217,7 @@ def stage_type(values: type[StageValues]) -> type:
         "Stage",
         [
             ("until", "float", 1.0),
-            ("extra_steps", "int", option(0, "length", min=0)),
+            ("extra_steps", "int", option(0, "length")),
             *((f.name, f.type, field(default=None, metadata=f.metadata)) for f in fields(values)),
         ],
         frozen=True,
@@ -228,12 +234,10 @@ class AdamGroup:
     """How Adam updates one kind of parameters. None: the value of adam_beta1 or adam_beta2."""
 
     kind: str
-    lr_mul: float = option(1.0, "times adam_lr", min=0)
-    beta1: float | None = option(None, "None: adam_beta1", min=0, exclusive_max=1)
-    beta2: float | None = option(None, "None: adam_beta2", min=0, exclusive_max=1)
-    weight_decay: float = option(
-        0.0, "cautious, times the squared learning rate of the kind", min=0
-    )
+    lr_mul: float = option(1.0, "times adam_lr")
+    beta1: float | None = option(None, "None: adam_beta1", exclusive_max=1)
+    beta2: float | None = option(None, "None: adam_beta2", exclusive_max=1)
+    weight_decay: float = option(0.0, "cautious, times the squared learning rate of the kind")
     __repr__ = show_row
 
     def rule(self, config: Config) -> Adam:
@@ -255,7 +259,7 @@ class MuonGroup:
     """How NorMuon updates one kind of matrices."""
 
     kind: str
-    lr_mul: float = option(1.0, "times muon_lr", min=0)
+    lr_mul: float = option(1.0, "times muon_lr")
     __repr__ = show_row
 
     def rule(self, config: Config) -> NorMuon:
@@ -269,8 +273,8 @@ class Ngrams:
     """An n-gram embedding table [rows, width]. A hash assigns n-grams to rows."""
 
     n: int = option(MISSING, "tokens of an n-gram", min=2, max=9)
-    rows: int = option(MISSING, "rows")
-    width: int = option(MISSING, "entries of a row")
+    rows: int = positive(MISSING, "rows")
+    width: int = positive(MISSING, "entries of a row")
     __repr__ = show_row
 
 
@@ -304,26 +308,22 @@ class SyncSettings:
     time and memory.
     """
 
-    sync: str = option(
-        "hook", "start reduce-scatters in backward, or in the step", ("hook", "step"), free=True
+    sync: str = free_option(
+        "hook", "start reduce-scatters in backward, or in the step", ("hook", "step")
     )
-    update_order: str = option(
-        "launch",
-        "order of updates: of launches, or of the forward",
-        ("launch", "forward"),
-        free=True,
+    update_order: str = free_option(
+        "launch", "order of updates: of launches, or of the forward", ("launch", "forward")
     )
-    overlap_param_gather: bool = option(
-        False, "overlap all-gathers with the next forward, part by part", free=True
+    overlap_param_gather: bool = free_option(
+        False, "overlap all-gathers with the next forward, part by part"
     )
-    check_grads: bool = option(
-        False, "stop before a step with a non-finite gradient (synchronizes the GPU)", free=True
+    check_grads: bool = free_option(
+        False, "stop before a step with a non-finite gradient (synchronizes the GPU)"
     )
     clip_norm: float = option(
         0.0,
         "largest norm of a step's gradients (0: no clipping); see grad_norm in a log. "
         "train_gpt.py sums its loss over tokens, so norms are far above 1",
-        min=0,
     )
     world_size_invariant: bool = option(
         False, "same bytes on any number of ranks: tree sums, one thread, no batching"
@@ -350,20 +350,14 @@ class Config(SyncSettings, StageValues):
     # a log states them beside train_loss where they are not 0
     logged_stage_values = ()
 
-    seed: int = option(
-        0, "seed of the initialization and of the document order", min=0, max=2**63 - 1
-    )
-    target_val_loss: float = option(
-        3.28, "target validation loss in nats per token (0: none)", min=0
-    )
+    seed: int = option(0, "seed of the initialization and of the document order", max=2**63 - 1)
+    target_val_loss: float = option(3.28, "target validation loss in nats per token (0: none)")
 
     # data
-    train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "training shards", free=True)
-    val_files: str = option("data/fineweb10B/fineweb_val_*.bin", "validation shards", free=True)
-    train_shards: int = option(
-        9, "training shards to read, in order of their names (0: all)", min=0
-    )
-    epochs: int = option(1, "passes over the training shards; the race allows one")
+    train_files: str = free_option("data/fineweb10B/fineweb_train_*.bin", "training shards")
+    val_files: str = free_option("data/fineweb10B/fineweb_val_*.bin", "validation shards")
+    train_shards: int = option(9, "training shards to read, in order of their names (0: all)")
+    epochs: int = positive(1, "passes over the training shards; the race allows one")
     long_documents: str = option(
         "cut", "cut documents at max_document_tokens, or split them", ("cut", "split")
     )
@@ -375,14 +369,12 @@ class Config(SyncSettings, StageValues):
         "shuffle with low discrepancy, which lowers the variance of short runs",
         needs="shuffle",
     )
-    val_tokens: int = option(
-        10_485_760, "validation tokens, from the start of the split (0: all)", min=0
-    )
+    val_tokens: int = option(10_485_760, "validation tokens, from the start of the split (0: all)")
     val_skip: int = option(
-        0, "validation tokens before them, left out: a race that confirms reads others", min=0
+        0, "validation tokens before them, left out: a race that confirms reads others"
     )
-    val_len: int = option(4 * 64 * 1024, "tokens per validation sequence")
-    val_every: int = option(250, "steps between validations (0: only at the end)", min=0)
+    val_len: int = positive(4 * 64 * 1024, "tokens per validation sequence")
+    val_every: int = option(250, "steps between validations (0: only at the end)")
 
     # model
     layers: str = option(
@@ -396,14 +388,13 @@ class Config(SyncSettings, StageValues):
         0,
         "zero the n-gram tables every N steps, counted back from the last step (0: never); "
         "with N = the steps of an epoch no table sees a text twice",
-        min=0,
         needs="ngrams",
     )
     doc_copy: bool = option(False, "predict that the document repeats itself; see DocCopy")
     model_dim: int = option(768, "width of the residual stream", min=GATE_DIM)
-    num_heads: int = option(6, "attention heads")
-    backout_layer: int = option(8, "layer whose output is partly subtracted before the head", min=0)
-    logit_cap: float = option(30.0, "logits = logit_cap * sigmoid(x / 7.5)")
+    num_heads: int = positive(6, "attention heads")
+    backout_layer: int = option(8, "layer whose output is partly subtracted before the head")
+    logit_cap: float = positive(30.0, "logits = logit_cap * sigmoid(x / 7.5)")
     # Adam's moments have the dtype of their parameter, as in the record. The record rounds
     # NorMuon's gates, their moments, and its normalization after polar to bf16; this file keeps
     # them in float32, which costs nothing. Matrices and their gradients are sent in bf16, as in
@@ -416,20 +407,20 @@ class Config(SyncSettings, StageValues):
     )
     # x is normed, so its entries are at most sqrt(model_dim); a gradient of the summed cross
     # entropy is within 1
-    fp8_x_scale: float = option(
+    fp8_x_scale: float = positive(
         math.sqrt(768) / 448,
         "the head's input is divided by it in fp8, of at most 448",
         needs="fp8_head",
     )
-    fp8_weight_scale: float = option(
+    fp8_weight_scale: float = positive(
         2.0**-9, "the head's weights are divided by it in fp8: as above", needs="fp8_head"
     )
-    fp8_grad_scale: float = option(
+    fp8_grad_scale: float = positive(
         1 / 448, "the logits' gradient is divided by it in fp8, at most 57,344", needs="fp8_head"
     )
 
     # schedule
-    num_steps: int = option(
+    num_steps: int = positive(
         2245, "training steps; with fewer, extra_steps and muon_momentum_rise, _fall shrink, too"
     )
     stages: tuple[Stage, ...] = option(
@@ -444,13 +435,13 @@ class Config(SyncSettings, StageValues):
         " step); extra_steps: length after the schedule",
     )
     cooldown: float = option(
-        0.5, "fraction of the scheduled steps in which the learning rate falls", min=0, max=1
+        0.5, "fraction of the scheduled steps in which the learning rate falls", max=1
     )
     lr_floor: float = option(
-        0.1, "learning-rate factor at the end of the cooldown", min=0, max=1, needs="cooldown"
+        0.1, "learning-rate factor at the end of the cooldown", max=1, needs="cooldown"
     )
-    window_block: int = option(128, "tokens per block of attention windows")
-    final_window: int = option(
+    window_block: int = positive(128, "tokens per block of attention windows")
+    final_window: int = positive(
         20, "long window of the last validation, in blocks; the rotary is not stretched for it"
     )
 
@@ -460,45 +451,41 @@ class Config(SyncSettings, StageValues):
         'rows for single kinds of parameters, such as AdamGroup("head", lr_mul=0.5, beta1=0.5), '
         'MuonGroup("attn"); each replaces the row of that kind in PARAM_GROUPS or in the preset',
     )
-    adam_lr: float = option(0.008, "Adam's learning rate before lr_mul of param_groups", min=0)
+    adam_lr: float = option(0.008, "Adam's learning rate before lr_mul of param_groups")
     adam_beta1: float = option(
-        0.65, "first moment's decay; a token's gradients are far apart", min=0, exclusive_max=1
+        0.65, "first moment's decay; a token's gradients are far apart", exclusive_max=1
     )
-    adam_beta2: float = option(0.95, "decay of the second moment", min=0, exclusive_max=1)
-    adam_eps: float = option(1e-8, "added to the denominator, so that 0 / 0 is 0")
-    adam_every: int = option(2, "steps per Adam update, which uses the sum of their gradients")
+    adam_beta2: float = option(0.95, "decay of the second moment", exclusive_max=1)
+    adam_eps: float = positive(1e-8, "added to the denominator, so that 0 / 0 is 0")
+    adam_every: int = positive(2, "steps per Adam update, which uses the sum of their gradients")
     lazy_tables: bool = option(
         False,
         "update only the n-gram rows that a step uses, and send only their new values",
         needs="ngrams",
     )
-    muon_lr: float = option(
-        0.03, "NorMuon's learning rate: the size of an orthogonal update", min=0
-    )
+    muon_lr: float = option(0.03, "NorMuon's learning rate: the size of an orthogonal update")
     muon_weight_decay: float = option(
         1.2,
         "cautious weight decay: an update that moves a weight towards 0 subtracts "
         "this * (muon_lr * lr_factor) ** 2 * lr_mul of it, too",
-        min=0,
     )
     muon_momentum: float = option(
-        0.95, "NorMuon's momentum between warm-up and cooldown", min=0, exclusive_max=1
+        0.95, "NorMuon's momentum between warm-up and cooldown", exclusive_max=1
     )
     muon_momentum_low: float = option(
         0.85,
         "NorMuon's momentum at step 0 and at num_steps",
-        min=0,
         exclusive_max=1,
         needs="muon_momentum_rise muon_momentum_fall",
     )
-    muon_momentum_rise: int = option(300, "steps of the momentum warm-up", min=0)
-    muon_momentum_fall: int = option(50, "steps of the momentum cooldown", min=0)
-    muon_beta2: float = option(0.95, "decay of NorMuon's second moment", min=0, exclusive_max=1)
+    muon_momentum_rise: int = option(300, "steps of the momentum warm-up")
+    muon_momentum_fall: int = option(50, "steps of the momentum cooldown")
+    muon_beta2: float = option(0.95, "decay of NorMuon's second moment", exclusive_max=1)
 
     # gradient sync (see also SyncSettings). This bucket holds 16 of the record's largest matrices
     # in bf16, two per rank
-    bucket_mb: float = option(
-        72.0, "MiB of parameters per bucket (0: one bucket per parameter)", min=0, free=True
+    bucket_mb: float = free_option(
+        72.0, "MiB of parameters per bucket (0: one bucket per parameter)"
     )
     grad_reduce_in_fp32: bool = option(
         False, "accumulate and send the gradients of bf16 parameters in float32"
@@ -506,58 +493,45 @@ class Config(SyncSettings, StageValues):
     bf16_compress: bool = option(False, "send gradients in bf16")
 
     # machine
-    micro_batch_splits: int = option(
+    micro_batch_splits: int = positive(
         1, "parts that each micro-batch is split into, to save GPU memory"
     )
-    compile: str = option(
-        "auto",
-        "torch.compile for blocks, head and rules; auto: on GPUs",
-        ("auto", "on", "off"),
-        free=True,
+    compile: str = free_option(
+        "auto", "torch.compile for blocks, head and rules; auto: on GPUs", ("auto", "on", "off")
     )
     # flash is FlashAttention 3 on Hopper where it is installed, else torch's own
-    attention: str = option(
+    attention: str = free_option(
         "auto",
         "flash: FlashAttention; masked: SDPA; auto: flash on GPUs in bf16, else masked",
         ("auto", "flash", "masked"),
-        free=True,
     )
-    kernels: str = option(
+    kernels: str = free_option(
         "auto",
         "Triton kernels, on: of MLP and loss; loss: of the loss only; auto: on for GPUs "
         "with TMA, loss for others",
         ("auto", "on", "loss", "off"),
-        free=True,
     )
-    warmup_steps: int = option(
-        30,
-        "untimed warm-up steps over all stages; the state is restored after them",
-        min=0,
-        free=True,
+    warmup_steps: int = free_option(
+        30, "untimed warm-up steps over all stages; the state is restored after them"
     )
-    timeout_s: int = option(
-        300, "seconds until a collective fails if a rank does not join it", max=10**6, free=True
+    timeout_s: int = free_option(
+        300, "seconds until a collective fails if a rank does not join it", min=1, max=10**6
     )
-    profile: str = option("", "A:B writes a Chrome trace of steps A to B per rank", free=True)
+    profile: str = free_option("", "A:B writes a Chrome trace of steps A to B per rank")
 
     # log and saved files
-    log_dir: str = option("logs", "folder of logs, checkpoints and models", free=True)
-    run_id: str = option("", "name of the log (empty: from the time and the launch)", free=True)
-    train_loss_every: int = option(10, "steps between training losses in the log", min=0)
-    save_every: int = option(
-        0,
-        "steps between checkpoints, off the clock (0: only on SIGTERM and SIGUSR1)",
-        min=0,
-        free=True,
+    log_dir: str = free_option("logs", "folder of logs, checkpoints and models")
+    run_id: str = free_option("", "name of the log (empty: from the time and the launch)")
+    train_loss_every: int = option(10, "steps between training losses in the log")
+    save_every: int = free_option(
+        0, "steps between checkpoints, off the clock (0: only on SIGTERM and SIGUSR1)"
     )
-    keep_checkpoints: int = option(2, "checkpoints to keep until the run has finished", free=True)
-    resume: str = option("", "checkpoint or log to resume from, or latest", free=True)
+    keep_checkpoints: int = free_option(2, "checkpoints to keep until the run has finished", min=1)
+    resume: str = free_option("", "checkpoint or log to resume from, or latest")
     init_from: str = option(
         "", "saved model or checkpoint to start from; such a run cannot be a record"
     )
-    save_model: bool = option(
-        False, "save the trained model for sample.py and verify.py", free=True
-    )
+    save_model: bool = free_option(False, "save the trained model for sample.py and verify.py")
     race: str = option("", "set by launch/race.py: ID:RUN:DECLARED_N:SIDE")
 
     @property
@@ -596,12 +570,11 @@ class Config(SyncSettings, StageValues):
         def scaled(steps: int) -> int:
             return steps * min(num_steps, self.num_steps) // self.num_steps
 
-        stages = [replace(stage, extra_steps=scaled(stage.extra_steps)) for stage in self.stages]
         return {
             "stages": tuple(
-                new
-                for new, old in zip(stages, self.stages)
-                if new.extra_steps or not old.extra_steps
+                replace(stage, extra_steps=scaled(stage.extra_steps))
+                for stage in self.stages
+                if scaled(stage.extra_steps) or not stage.extra_steps
             ),
             **{
                 name: min(steps := getattr(self, name), max(1, scaled(steps)))
@@ -673,7 +646,6 @@ PRESETS["bench"] = replace(
     val_tokens=128 * 1024,
     layers="S0M LM SM+0 L0M",
     model_dim=128,
-    num_heads=2,
     backout_layer=2,
     ngrams=(),
     lazy_tables=False,
@@ -757,14 +729,15 @@ def parse_value(
             f" {', '.join(names)}"
         )
 
-    types = {"int": (int,), "float": (int, float), "bool": (bool,)}
     try:
         v = value(ast.parse(f"({text})", mode="eval").body)
         if kind == "rows":
             return v if isinstance(v, tuple) else (v,)
-        if type(v) not in types[kind]:
+        if kind == "float" and type(v) is int:
+            v = float(v)
+        if type(v).__name__ != kind:
             raise ValueError(f"{v!r} has another type")
-        return float(v) if kind == "float" else v
+        return v
     except (SyntaxError, ValueError, TypeError, ArithmeticError) as error:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not {EXAMPLES[kind]}: {getattr(error, 'msg', error)}"
@@ -1431,12 +1404,10 @@ class Stream:
         """
         documents, taken = self._advance(plan)
         share = len(taken) // self.ranks
-        places = range(self.rank * share, (self.rank + 1) * share)
-        batch = [
-            fill_micro_batch(documents, self.shards[0].encoding.bos_id, *taken[place])
-            for place in places
-        ]
-        for place, micro_batch in zip(places, batch):
+        batch = []
+        for place in range(self.rank * share, (self.rank + 1) * share):
+            micro_batch = fill_micro_batch(documents, self.shards[0].encoding.bos_id, *taken[place])
+            batch.append(micro_batch)
             where = plan.step.to_bytes(8, "little") + place.to_bytes(8, "little")
             self.digest = (self.digest + int(sha256_of(where + micro_batch.tobytes()), 16)) % 2**256
         return batch
@@ -1780,18 +1751,12 @@ class GPT(nn.Module):
         )
         self.lm_head = Head(c, vocab, encoding.vocab_size)
         self.groups = nn.ModuleList(Group(self, c, numbers) for numbers in layer_groups(c))
-        # all scalar weights are one parameter, in this order. blocks: of x and x0; values: of
-        # values and value table
-        skips = sum(layer.skip_from is not None for layer in self.layers)
-        scalars = {
-            "skips": [-1.5] * skips,
-            "blocks": [1.0, 0.0] * count,
-            "values": [0.5, 0.5] * count,
-            "smear": [0.0],
-            "backout": [0.5],
-        }
-        self.scalar_sizes = [len(init) for init in scalars.values()]
-        self.scalars = parameter(torch.tensor([*chain(*scalars.values())]), "scalars")
+        # all scalar weights are one parameter: of skip connections, of x and x0 in each block, of
+        # values and value table in each block, of smear, of backout
+        self.skips = [i for i, layer in enumerate(self.layers) if layer.skip_from is not None]
+        init = [-1.5] * len(self.skips) + [1.0, 0.0] * count + [0.5, 0.5] * count + [0.0, 0.5]
+        self.scalars = parameter(torch.tensor(init), "scalars")
+        self.scalar_sizes = len(self.skips), 2 * count, 2 * count, 1, 1
         self.rotary = Rotary(rotary_frequencies(c.head_dim), max(c.val_len, *lengths), dtype)
         self.scheduled = {}  # of this step, see apply_schedule
         # above 0: mask_in_pieces gives each mask the shape of a window of `reach` tokens, for one
@@ -1847,7 +1812,7 @@ class GPT(nn.Module):
 
     def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | float]:
         """Tokens [T] -> x0, the stream before layer 0 [T, dim]; DocCopy's addition to the last."""
-        _, _, _, smear_weight, _ = self.scalars.split(self.scalar_sizes)
+        smear_weight = self.scalars.split(self.scalar_sizes)[3]
         e = self.embed(tokens)
         x0 = self.smear(e, self.smear_gate, smear_weight[0])
         for table, rows in zip(self.ngrams, self.ngram_rows(tokens) if self.ngrams else ()):
@@ -1902,7 +1867,7 @@ class GPT(nn.Module):
             copied,
             (self.rotary.cos, self.rotary.sin, self.rotary.scale),
             masks,
-            skips.unbind(),
+            dict(zip(self.skips, skips.unbind())),
             mixes.view(-1, 2).unbind(),
             value_mixes.view(-1, 2).unbind(),
             backout[0],
@@ -1936,15 +1901,15 @@ class Context(NamedTuple):
 
     x0: [T, dim]. rotary: cosines, sines, softmax scale. scheduled: numbers of this step, see
     StageValues. shared: tensors that a layer hands to later layers, a place for an idea. masks: see
-    GPT.masks. skip_weights: of skip connections. mixes, value_mixes: two weights of each layer.
-    backout: weight of the backout layer's output. copied: see DocCopy.
+    GPT.masks. skip_weights: of skip connections, by layer. mixes, value_mixes: two weights of each
+    layer. backout: weight of the backout layer's output. copied: see DocCopy.
     """
 
     x0: Tensor
     copied: Tensor | float
     rotary: tuple[Tensor, Tensor, Tensor]
     masks: Masks
-    skip_weights: Sequence[Tensor]
+    skip_weights: dict[int, Tensor]
     mixes: Sequence[Tensor]
     value_mixes: Sequence[Tensor]
     backout: Tensor
@@ -1966,8 +1931,6 @@ class Group(nn.Module):
         self.backout = config.backout_layer
         self.blocks = tuple(model.blocks[i] for i in numbers)
         self.tables = sorted({block.layer.value_table for block in self.blocks} - {None})
-        with_skip = (i for i, layer in enumerate(model.layers) if layer.skip_from is not None)
-        self.skips = {i: n for n, i in enumerate(with_skip)}
         self.saves = config.saved_layers() - ({*numbers} if self.last else set())
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -1985,7 +1948,7 @@ class Group(nn.Module):
         outputs = dict(saved)
         for i, block in zip(self.numbers, self.blocks):
             if (source := block.layer.skip_from) is not None:
-                x = x + torch.sigmoid(context.skip_weights[self.skips[i]]) * outputs[source]
+                x = x + torch.sigmoid(context.skip_weights[i]) * outputs[source]
             if block.layer.window or block.layer.mlp:
                 x = block.forward(x, context, values.get(block.layer.value_table))
             outputs[i] = x
@@ -2159,7 +2122,7 @@ class NgramTable(nn.Embedding):
         weight = torch.zeros(ngrams.rows, ngrams.width, dtype=config.torch_dtype)
         # sparse: a micro-batch reads few of the rows
         super().__init__(*weight.shape, sparse=True, _weight=weight)
-        self.weight = parameter(self.weight.data, "ngram_embeds")
+        self.weight = parameter(weight, "ngram_embeds")
         self.n = ngrams.n
         # the same signs on every device, also under `with device:`
         bits = torch.randint(
@@ -2242,11 +2205,10 @@ class Rotary(nn.Module):
         super().__init__()
         self.register_buffer("init_frequencies", frequencies, persistent=False)
         self.init_scale = scale
-        size = (tokens, len(frequencies))
-        for name, shape in (("scale", ()), ("cos", size), ("sin", size)):
-            self.register_buffer(
-                name, torch.empty(shape, dtype=dtype if shape else None), persistent=False
-            )
+        self.register_buffer("scale", torch.tensor(scale), persistent=False)
+        for name in ("cos", "sin"):
+            table = torch.empty(tokens, len(frequencies), dtype=dtype)
+            self.register_buffer(name, table, persistent=False)
         self.windows = None
         self.set_windows(())
 
@@ -2305,14 +2267,12 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
 
-def parameter(
-    init: Tensor, kind: str, unit: tuple[int, int] | None = None, first_step: int = 0
-) -> nn.Parameter:
-    """Create a parameter of a kind of PARAM_GROUPS. unit, first_step: see ParamSpec."""
+def parameter(init: Tensor, kind: str, unit: tuple[int, int] | None = None) -> nn.Parameter:
+    """Create a parameter of a kind of PARAM_GROUPS. unit, attribute first_step: see ParamSpec."""
     param = nn.Parameter(init)
     param.kind = kind
     param.unit = unit
-    param.first_step = first_step
+    param.first_step = 0
     return param
 
 
@@ -2385,13 +2345,14 @@ def polar(
 ) -> Tensor:
     """Orthogonalize matrices [n, rows, columns]: set all singular values to about 1; in dtype."""
     x = u.to(dtype)
+    tall = u.size(-2) > u.size(-1)
     # x @ x.mT below is then the smaller of the two products
-    x = x.mT if u.size(-2) > u.size(-1) else x
+    x = x.mT if tall else x
     x = x / (safety * x.norm(dim=(-2, -1), keepdim=True) + 1e-6)
     for a, b, c in steps:
         s = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(s, s, s, beta=b, alpha=c), x, beta=a)
-    return x.mT if u.size(-2) > u.size(-1) else x
+    return x.mT if tall else x
 
 
 @frozen
@@ -2837,14 +2798,15 @@ class Worker:
         batches = {}
         for i in range(c.warmup_steps):
             step = begins[i // c.adam_every % len(begins)] + i % c.adam_every
+            plan = plan_of(c, step)
             if i % c.adam_every == 0:
                 # a slower rule's of another part of the run
                 self.optimizer.reducer.drop_gradients()
             # by step, since the steps of an Adam cycle may belong to different stages
             if step not in batches:
                 self.stream.position = position
-                batches[step] = self.stream.next_batch(plan_of(c, step))
-            record(plan_of(c, step), self.step(plan_of(c, step), batches[step]))
+                batches[step] = self.stream.next_batch(plan)
+            record(plan, self.step(plan, batches[step]))
         if c.warmup_steps:
             self.validate(plan_of(c, c.num_steps), val_sequence[None].repeat(self.comm.ranks, 0))
         self.optimizer.load_state_dict(saved)
@@ -2857,12 +2819,12 @@ class Worker:
     def kinds_of_steps(self) -> list[int]:
         """Return a step of each stage and, where a ramp has left a 0, its second."""
         stages = stages_of(self.config)
-        seconds = [stage.begin + 1 for stage in stages if stage.first != stage.last]
-        return [
-            step
-            for step in (*(stage.begin for stage in stages), *seconds)
-            if step < self.config.num_steps
+        seconds = [
+            stage.begin + 1
+            for stage in stages
+            if stage.first != stage.last and stage.begin + 1 < stage.end
         ]
+        return [stage.begin for stage in stages] + seconds
 
 
 @torch.no_grad()
@@ -2882,17 +2844,17 @@ def validate(
     """
     model.eval()
     losses = torch.zeros(len(sequences), dtype=torch.float64, device=device)
-    stopped = False
     for turn, begin in enumerate(range(0, len(sequences), comm.ranks)):
-        if turn % 4 == 0 and (stopped := bool(comm.all_reduce(losses.new_full((), stop())))):
-            break
+        if turn % 4 == 0 and comm.all_reduce(losses.new_full((), stop())):
+            model.train()
+            return None
         if (i := begin + comm.rank) < len(sequences):
             inputs, targets = split_sequence(sequences[i], device)
             count_documents(model, sequences[i, :-1])
             _, losses[i] = model(inputs.clamp_min(0), targets, windows)
     model.train()
     tokens = int((sequences[:, 1:] >= 0).sum())
-    return None if stopped else (comm.all_reduce(losses).sum().item() / tokens, tokens)
+    return comm.all_reduce(losses).sum().item() / tokens, tokens
 
 
 class PendingLosses(NamedTuple):
@@ -2932,7 +2894,7 @@ class TrainLosses:
         """Start the sum over ranks of each micro-batch's loss and of new requests to save."""
         local = torch.stack(losses).detach()
         summed = local.new_zeros(plan.micro_batches + 1)
-        summed[self.comm.rank * len(local) : (self.comm.rank + 1) * len(local)] = local
+        summed[:-1].view(self.comm.ranks, -1)[self.comm.rank] = local
         received = signals.received
         if received > self.sent:  # rarely: copying a number to a GPU makes the host wait
             summed[-1] = received - self.sent
@@ -3114,7 +3076,7 @@ class DistributedOptimizer:
         invariant = self.settings.world_size_invariant
         random = torch.cuda if bucket.param_data.is_cuda else torch
         random_state = random.get_rng_state() if invariant else None
-        bucket.update(update, hyper, unbatched=invariant)
+        bucket.update(update, hyper)
         require(
             not invariant or torch.equal(random_state, random.get_rng_state()),
             f"{type(bucket.rule).__name__}.update draws random numbers, which depend on the number"
@@ -3195,9 +3157,14 @@ class DistributedOptimizer:
     @property
     def between_updates(self) -> bool:
         """Whether gradients wait for an update and no saved state has them; same on all ranks."""
-        if self.settings.world_size_invariant:  # the state has them, as NAME/pending
+        # world-size-invariant mode's state has them, as NAME/pending
+        if self.settings.world_size_invariant or self.reducer.dropped:
             return False
-        return any(map(self.reducer.waits, self.buckets))
+        previous = self.reducer.step - 1
+        return any(
+            previous >= bucket.first_step and not bucket.updates_in(previous)
+            for bucket in self.buckets
+        )
 
 
 def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step: int) -> float:
@@ -3304,9 +3271,8 @@ class Reducer:
         # profiling sets it to name ranges
         self.span = lambda name: nullcontext()
         for bucket in buckets:
-            bucket.receive_buffer = comm.receive_buffer(
-                bucket.grad_data, settings.world_size_invariant
-            )
+            bucket.invariant = settings.world_size_invariant
+            bucket.receive_buffer = comm.receive_buffer(bucket.grad_data, bucket.invariant)
         self.slots = {slot.param: (bucket, slot) for bucket in buckets for slot in bucket.slots}
         for param in self.slots:
             self.set_hook(param)
@@ -3371,7 +3337,7 @@ class Reducer:
                 f"{slot.name} got a gradient in step {self.step}, before step {bucket.first_step},"
                 " its first; do not use the parameter before it"
             )
-        bucket.add_grad(slot, self.factor, self.settings.world_size_invariant)
+        bucket.add_grad(slot, self.factor)
         if not self.launch_order:
             if not bucket.missing:
                 self.completed.append(bucket)
@@ -3382,7 +3348,7 @@ class Reducer:
     def launch(self, bucket: Bucket) -> None:
         """Start the bucket's reduce-scatter."""
         with self.span(f"launch {bucket.name}"):
-            bucket.start_reduce_scatter(self.comm, self.settings.world_size_invariant)
+            bucket.start_reduce_scatter(self.comm)
             self.launches += 1
 
     def launch_rest(self) -> None:
@@ -3424,13 +3390,6 @@ class Reducer:
         self.due = []
         self.micro_batch = 0
         self.micro_batches = 0
-
-    def waits(self, bucket: Bucket) -> bool:
-        """Whether gradients of earlier steps wait for an update of the bucket."""
-        previous = self.step - 1
-        if self.dropped or previous < bucket.first_step:
-            return False
-        return not bucket.updates_in(previous)
 
     def drop_gradients(self) -> None:
         """Drop all gradients that no update has used, including those in flight."""
@@ -3496,6 +3455,7 @@ class Bucket:
     grad_device: str | None = None  # of the gradient buffer; None: the parameters' device
     may_compile = True  # the update, if the run is compiled
     updates = 0  # so far
+    invariant = False  # SyncSettings.world_size_invariant
     receive_buffer: Tensor | None = None  # see Comm.receive_buffer
     reduce_handle = None  # of the reduce-scatter in flight
     gather_handle = None  # of the all-gather in flight
@@ -3508,16 +3468,17 @@ class Bucket:
         ranks: int,
         grad_dtype: torch.dtype | None = None,
     ):
-        dtype = specs[0].param.dtype
-        device = specs[0].param.device
+        first = specs[0]
+        dtype = first.param.dtype
+        device = first.param.device
         self.name = name
-        self.rule = specs[0].rule
-        self.first_step = specs[0].first_step
-        unit = self.rule.unit(specs[0])
+        self.rule = first.rule
+        self.first_step = first.first_step
+        unit = self.rule.unit(first)
         unit_numel = math.prod(unit) if unit else self.SHARD_ALIGNMENT
+        # units of each parameter; the other units of the buffer are padding
         counts = [-(-spec.param.numel() // unit_numel) for spec in specs]
-        self.units = sum(counts)  # of the parameters; the other units of the buffer are padding
-        per_rank = -(-self.units // ranks)
+        per_rank = -(-sum(counts) // ranks)
         self.shard_numel = per_rank * unit_numel
         self.shard_begin = rank * self.shard_numel
         self.param_data = torch.zeros(ranks * self.shard_numel, dtype=dtype, device=device)
@@ -3537,10 +3498,9 @@ class Bucket:
             self.slots.append(Slot(spec.name, param, offset, grad))
             scale[begin : begin + count] = spec.scale
         # of this shard's units
-        self.scale = scale[rank * per_rank : (rank + 1) * per_rank].to(device, copy=True)
-        shard = slice(self.shard_begin, self.shard_begin + self.shard_numel)
-        self.param_shard = self.param_data[shard].view(-1, *unit)
-        self.grad_shard = self.grad_data[shard].view(-1, *unit)
+        self.scale = scale.chunk(ranks)[rank].to(device, copy=True)
+        self.param_shard = self.param_data.chunk(ranks)[rank].view(-1, *unit)
+        self.grad_shard = self.grad_data.chunk(ranks)[rank].view(-1, *unit)
         self.state = self.rule.init_state(self.param_shard)
         for key, x in self.state.items():
             require(
@@ -3560,19 +3520,19 @@ class Bucket:
             return self.rule.updates_in(step)
         return (step + 1) % self.rule.every == 0
 
-    def add_grad(self, slot: Slot, factor: float, invariant: bool = False) -> None:
+    def add_grad(self, slot: Slot, factor: float) -> None:
         """Add the parameter's new gradient times factor into its slot; set param.grad to None."""
         grad = slot.param.grad
         slot.param.grad = None
-        self.accumulate(slot, grad, factor, invariant)
+        self.accumulate(slot, grad, factor)
         self.needs_overwrite.discard(slot)
         self.missing.discard(slot)
 
-    def accumulate(self, slot: Slot, grad: Tensor, factor: float, invariant: bool) -> None:
+    def accumulate(self, slot: Slot, grad: Tensor, factor: float) -> None:
         """Add a gradient in one pass over memory; the first one since an update overwrites."""
         total = slot.grad
         overwrite = slot in self.needs_overwrite
-        if invariant:
+        if self.invariant:
             slot.pending_grads.append(grad.to_dense().to(total.dtype) * factor)
         elif grad.is_sparse:  # into the rows that it has
             if overwrite:
@@ -3584,20 +3544,17 @@ class Bucket:
         else:
             total.add_(grad, alpha=factor)
 
-    def start_reduce_scatter(self, comm: Comm, invariant: bool) -> None:
+    def start_reduce_scatter(self, comm: Comm) -> None:
         """Start the sum over ranks. After reduce_handle.wait() grad_shard holds it.
 
         The other shards of grad_data then hold nothing of use.
         """
-        if invariant:
-            for slot in self.slots:
-                if slot.pending_grads:
-                    slot.grad.copy_(tree_sum(slot.pending_grads))
-                    slot.pending_grads.clear()
-                else:
-                    slot.grad.zero_()
-        for slot in self.needs_overwrite:  # unused parameters
-            slot.grad.zero_()
+        for slot in self.slots:
+            if slot.pending_grads:  # in world-size-invariant mode
+                slot.grad.copy_(tree_sum(slot.pending_grads))
+                slot.pending_grads.clear()
+            elif self.invariant or slot in self.needs_overwrite:  # unused parameters
+                slot.grad.zero_()
         self.reduce_handle = comm.reduce_scatter(
             self.grad_shard.view(-1), self.grad_data, self.receive_buffer
         )
@@ -3626,12 +3583,12 @@ class Bucket:
                 part.copy_(noise[max(0, self.shard_begin - slot.offset) :][: len(part)])
         return hyper
 
-    def update(self, update: Callable[..., None], hyper: Values, unbatched: bool) -> None:
+    def update(self, update: Callable[..., None], hyper: Values) -> None:
         """Update this rank's shard.
 
-        unbatched: one matrix at a time, since a batch may be summed in another order.
+        In world-size-invariant mode one matrix at a time: a batch may be summed in another order.
         """
-        size = 1 if unbatched and self.param_shard.dim() > 1 else len(self.param_shard)
+        size = 1 if self.invariant and self.param_shard.dim() > 2 else len(self.param_shard)
         for begin in range(0, len(self.param_shard), size):
             part = slice(begin, begin + size)
             part_hyper = {**hyper, "scale": self.scale[part]}
@@ -3921,7 +3878,7 @@ class RowBucket(Bucket):
     def first_row(self, slot: Slot) -> int:
         return slot.offset // self.all_rows.size(1)
 
-    def accumulate(self, slot: Slot, grad: Tensor, factor: float, invariant: bool) -> None:
+    def accumulate(self, slot: Slot, grad: Tensor, factor: float) -> None:
         """Keep a sparse gradient until launch.
 
         Merge duplicate rows if they would need more memory than all rows.
@@ -3932,7 +3889,7 @@ class RowBucket(Bucket):
                 " table by nn.Embedding(..., sparse=True), or use Adam without `rows`"
             )
         slot.pending_grads.append(grad.to(self.grad_data.dtype) * factor)
-        if not invariant and sum(x._nnz() for x in slot.pending_grads) > len(slot.param):
+        if not self.invariant and sum(x._nnz() for x in slot.pending_grads) > len(slot.param):
             slot.pending_grads = [tree_sum(slot.pending_grads).coalesce()]
 
     def announce(self, comm: Comm, indices: Iterable[Tensor], complete: bool) -> None:
@@ -3987,9 +3944,9 @@ class RowBucket(Bucket):
             sums.index_add_(0, at, values.to(sums.dtype))
         return sums
 
-    def start_reduce_scatter(self, comm: Comm, invariant: bool) -> None:
+    def start_reduce_scatter(self, comm: Comm) -> None:
         """Start to send gradients of rows to their owners; reduce_handle.wait() sums them up."""
-        grads = self.row_grads(invariant)
+        grads = self.row_grads()
         if self.announcement is None:
             self.announce(comm, [indices for indices, _ in grads], complete=True)
         self.finish_announcement()
@@ -4016,19 +3973,19 @@ class RowBucket(Bucket):
 
         def sum_over_ranks() -> None:
             terms = [(value_rows, values)]
-            if invariant:  # a tree over ranks
+            if self.invariant:  # a tree over ranks
                 terms = zip(value_rows.split(counts), received)
             self.grad_shard = tree_sum([self.scatter_add(shard_rows, [term]) for term in terms])
             self.grad_indices = shard_rows
 
         self.reduce_handle = HandleGroup(comm.exchange(sent, received), then=sum_over_ranks)
 
-    def row_grads(self, invariant: bool) -> list[Pair]:
+    def row_grads(self) -> list[Pair]:
         """Return pending gradients: (indices of rows in the bucket, which may repeat; values)."""
         grads = []
         for slot in self.slots:
             pending = slot.pending_grads
-            if invariant:
+            if self.invariant:
                 pending = [tree_sum([x.coalesce() for x in pending])]
             for x in pending:
                 grads.append((x._indices()[0] + self.first_row(slot), x._values()))
@@ -4047,13 +4004,10 @@ class RowBucket(Bucket):
             self.read_by_any = None
         super().carry_over(updates)
 
-    def update(self, update: Callable[..., None], hyper: Values, unbatched: bool) -> None:
-        """Update all rows, or those that have a gradient other than zero.
-
-        `unbatched` makes no difference to Adam.
-        """
+    def update(self, update: Callable[..., None], hyper: Values) -> None:
+        """Update all rows, or those that have a gradient other than zero."""
         if not self.rule.lazy:
-            return super().update(update, hyper, unbatched=False)
+            return super().update(update, hyper)
         wholes = [self.param_shard, *self.state.values()]
         # in pieces, to save memory
         for indices, grad in zip(self.grad_indices.split(2**16), self.grad_shard.split(2**16)):
@@ -4346,11 +4300,10 @@ def find_flash_3() -> str:
                 module = module.flash_attn_interface
             # flash_attention's operators call both
             module.flash_attn_varlen_func, module._flash_attn_backward
-        except Exception as error:  # packages with binaries may raise anything
-            reasons.append(f"{package}: {first_line(error)[:200]}")
-        else:
             flash_3 = module
             return ""
+        except Exception as error:  # packages with binaries may raise anything
+            reasons.append(f"{package}: {first_line(error)[:200]}")
     return "; ".join(reasons)
 
 
@@ -5051,7 +5004,7 @@ def start_log(loop: TrainingLoop, resumed: Values | None, changes: list[str]) ->
 
 
 def finish(loop: TrainingLoop, loss: float, val_tokens: int) -> None:
-    """Save the model, then write the result."""
+    """Rank 0: save the model, then write the result."""
     c = loop.config
     clock = loop.clock
     worker = loop.worker
@@ -5059,11 +5012,13 @@ def finish(loop: TrainingLoop, loss: float, val_tokens: int) -> None:
     saved_as = ""
     compiles = compile_stats()[0] - loop.compiles
     with clock.off("hashing"):
-        model_hash = "" if worker.comm.rank else hash_of(named_tensors(worker.model))
         final_hash = state_hash(worker)
         digest = all_digest(worker)
+        if worker.comm.rank:
+            return
+        model_hash = hash_of(named_tensors(worker.model))
     # before the log's end: until then the run can be resumed
-    if c.save_model and worker.comm.rank == 0:
+    if c.save_model:
         with clock.off("saving"):
             saved_as = f"\nmodel: {save_model(loop)}"
     allocated, reserved = peak_memory_mib(worker.device)
@@ -5093,19 +5048,18 @@ def finish(loop: TrainingLoop, loss: float, val_tokens: int) -> None:
     }
     log.write(json.dumps({"end": result}))
     log.write(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
-    if worker.comm.rank == 0:
-        verdict = ""
-        target = ""
-        in_bits = f" ({bits:.4f} bits per byte)" if bits else ""
-        if c.target_val_loss:
-            verdict = f"target {'reached' if reached else 'missed'}: "
-            target = f" target {c.target_val_loss:g},"
-        remove_files(spare_files(loop, keep=0))
-        log.say(
-            f"\n{verdict}validation loss {loss:.4f}{in_bits},{target} after"
-            f" {clock.elapsed / 1000:.1f} s of training and {wall_seconds:.0f} s in all{saved_as}"
-            f"\nlog: {log.path}"
-        )
+    verdict = ""
+    target = ""
+    in_bits = f" ({bits:.4f} bits per byte)" if bits else ""
+    if c.target_val_loss:
+        verdict = f"target {'reached' if reached else 'missed'}: "
+        target = f" target {c.target_val_loss:g},"
+    remove_files(spare_files(loop, keep=0))
+    log.say(
+        f"\n{verdict}validation loss {loss:.4f}{in_bits},{target} after"
+        f" {clock.elapsed / 1000:.1f} s of training and {wall_seconds:.0f} s in all{saved_as}"
+        f"\nlog: {log.path}"
+    )
 
 
 def profiler_of(loop: TrainingLoop) -> Any:
@@ -5400,27 +5354,25 @@ def load_file(path: str | Path, check: bool = True) -> Values:
 def load_parameters(model: GPT, saved: Values) -> None:
     """Copy a saved model's or checkpoint's parameters into a model. RunError if they do not fit."""
     params = dict(model.named_parameters())
-    buffers = persistent_buffers(model)()
-    known = {**params, **buffers}
-    unknown = [name for name in saved["state"] if "/" not in name and name not in known]
+    tensors = {**params, **persistent_buffers(model)()}
+    unknown = [name for name in saved["state"] if "/" not in name and name not in tensors]
     require(
         not unknown,
         f"the saved model also has {', '.join(unknown)}; give this model the --layers, --ngrams"
         " of it",
     )
-    for name, param in params.items():
+    for name, tensor in tensors.items():
         x = saved["state"].get(name)
+        if x is None and name not in params:  # states of older versions have no buffers
+            continue
         require(
             # checkpoints hold them flat
-            x is not None and x.shape in (param.shape, (param.numel(),)),
-            f"{name} is {list(param.shape)} here and {'missing' if x is None else list(x.shape)} in"
-            " the saved model. Use the same --layers, --model_dim, --ngrams and vocabulary, and"
-            " the revision in its log",
+            x is not None and x.shape in (tensor.shape, (tensor.numel(),)),
+            f"{name} is {list(tensor.shape)} here and"
+            f" {'missing' if x is None else list(x.shape)} in the saved model. Use the same"
+            " --layers, --model_dim, --ngrams and vocabulary, and the revision in its log",
         )
-        param.copy_(x.view(param.shape))
-    for name, buffer in buffers.items():
-        if name in saved["state"]:
-            buffer.copy_(saved["state"][name].view(buffer.shape))
+        tensor.copy_(x.view(tensor.shape))
 
 
 # run id, step, what became of the checkpoint
@@ -5611,8 +5563,11 @@ def resume(loop: TrainingLoop) -> Values | None:
     saved = load_file(path)
     # --resume took the config from this checkpoint; after a restart by torchrun flags made it
     config = config_of(saved["config"], type(loop.config))
-    fixed = fixed_fields(config)
-    differ = [name for name in fixed if getattr(loop.requested, name) != getattr(config, name)]
+    differ = [
+        name
+        for name in fixed_fields(config)
+        if getattr(loop.requested, name) != getattr(config, name)
+    ]
     require(
         not differ,
         f"{path} belongs to a run with another {', '.join(differ)}. Delete it, or give this run its"
@@ -5820,9 +5775,9 @@ class Signals:
     """
 
     STOPS = tuple(
-        getattr(signal, name)
-        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR2")
-        if hasattr(signal, name)
+        number
+        for number in signal.Signals
+        if number.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR2")
     )
     STOP = 1024  # what a stop adds to `received`; SIGUSR1 adds 1
 

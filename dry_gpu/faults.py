@@ -107,9 +107,10 @@ FAULTS = {
     ),
     "wrong-shard": Fault(
         "each rank updates another rank's shard",
-        "shard = slice(self.shard_begin, self.shard_begin + self.shard_numel)",
-        "shard = slice((ranks - 1) * self.shard_numel - self.shard_begin, ranks * self.shard_numel"
-        " - self.shard_begin)",
+        "self.param_data.chunk(ranks)[rank].view(-1, *unit)\n"
+        "self.grad_shard = self.grad_data.chunk(ranks)[rank]",
+        "self.param_data.chunk(ranks)[~rank].view(-1, *unit)\n        "
+        "self.grad_shard = self.grad_data.chunk(ranks)[~rank]",
         RANKS,
     ),
     "wrong-rows": Fault(

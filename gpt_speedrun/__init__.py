@@ -117,11 +117,9 @@ def make_optimizer(
         not isinstance(model, torch.jit.ScriptModule),
         "the model is a ScriptModule; give the module it is made of",
     )
-    ranks = (
-        (dist.get_rank(process_group), dist.get_world_size(process_group))
-        if dist.is_initialized()
-        else (0, 1)
-    )
+    ranks = 0, 1
+    if dist.is_initialized():
+        ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
     require(
         ranks[0] >= 0,
         "this rank is not in process_group; call make_optimizer on the group's ranks only",
@@ -408,9 +406,7 @@ class Reducer(engine.Reducer):
             )
         if begun and not self.micro_batches:
             if self.in_no_sync:
-                bucket.add_grad(
-                    slot, self.grad_scale / self.comm.ranks, self.settings.world_size_invariant
-                )
+                bucket.add_grad(slot, self.grad_scale / self.comm.ranks)
                 self.no_sync_grads[slot] += 1
                 return
             self.prepare_for_backward(self.step)
@@ -426,7 +422,7 @@ class Reducer(engine.Reducer):
             self.start_call("step()")
         # with fewer the tree, and with it the sum, would depend on the ranks
         expected = self.backward_passes()
-        for slot in bucket.slots if self.settings.world_size_invariant else ():
+        for slot in bucket.slots if bucket.invariant else ():
             require(
                 len(slot.pending_grads) >= expected,
                 f"{slot.name} got a gradient in {len(slot.pending_grads)} of "
@@ -640,12 +636,12 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
     def wait_before(self, module: nn.Module, buckets: Sequence[Bucket]) -> None:
         """Do as the engine's. The hook keeps neither the optimizer nor its buckets alive."""
         me = weakref.ref(self)
-        at = [self.buckets.index(bucket) for bucket in buckets]
+        params = [bucket.slots[0].param for bucket in buckets]
 
         def wait(*_: Any) -> None:
             optimizer = me()
             if optimizer is not None:
-                optimizer.finish_all_gathers([optimizer.buckets[i] for i in at])
+                optimizer.wait_for(*params)
 
         self.forward_hooks.append(module.register_forward_pre_hook(ForwardHook(wait)))
 
@@ -725,9 +721,7 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
 
     def find_buffers(self) -> None:
         """Find the model's persistent buffers; their tensors may be replaced later."""
-        self.buffers = engine.persistent_buffers(
-            self.model, lambda x: x is not None and is_plain(x)
-        )
+        self.buffers = engine.persistent_buffers(self.model, is_plain)
 
     def sync_buffers(self) -> None:
         broadcast(self.comm, *self.buffers().values())
@@ -740,7 +734,7 @@ class Optimizer(DistributedOptimizer, torch.optim.Optimizer):
         if not self.skipped.keys().isdisjoint(bucket.slots):
             parts = [part_of(bucket, slot, self.skipped[slot]) for slot in used]
         for part in parts:
-            if part is bucket or len(part.param_shard):
+            if len(part.param_shard):
                 super().update(part, plan)
         # the next line makes backward refuse a graph of the old values
         self.reducer.known_writes += len(used)
@@ -969,9 +963,11 @@ def part_of(bucket: Bucket, slot: Slot, skipped: int) -> Bucket:
     return part
 
 
-def is_plain(x: Tensor) -> bool:
+def is_plain(x: Tensor | None) -> bool:
     """Whether a tensor has memory that can be sent: not made of others, sparse or quantized."""
-    return x.layout == torch.strided and not x.is_quantized and not hasattr(x, "__tensor_flatten__")
+    if x is None or x.is_quantized:
+        return False
+    return x.layout == torch.strided and not hasattr(x, "__tensor_flatten__")
 
 
 def broadcast(comm: Comm, *tensors: Tensor) -> None:
@@ -981,13 +977,7 @@ def broadcast(comm: Comm, *tensors: Tensor) -> None:
     """
     if comm.ranks > 1 and tensors:
         values = [memory_of(x) for x in tensors]
-        in_bytes = [
-            x.clone(memory_format=torch.contiguous_format)
-            .view(-1)
-            .view(torch.uint8)
-            .to(comm.device)
-            for x in values
-        ]
+        in_bytes = [x.contiguous().view(-1).view(torch.uint8).to(comm.device) for x in values]
         packed = torch.cat(in_bytes)
         comm.broadcast(packed)
         for x, part in zip(values, packed.split([*map(len, in_bytes)])):

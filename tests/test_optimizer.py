@@ -1436,7 +1436,7 @@ def test_a_unit_may_be_one_row_or_one_column(shape, unit):
     bucket.grad_data.normal_()
     before = bucket.param_data.clone()
     moments = bucket.state["v"].shape
-    bucket.update(engine.NorMuon.update, bucket.hyper(engine.Plan()), False)
+    bucket.update(engine.NorMuon.update, bucket.hyper(engine.Plan()))
     assert (
         bucket.state["v"].shape == moments
         and not torch.equal(bucket.param_data, before)

@@ -1018,8 +1018,8 @@ def test_micro_batches_sum_as_a_binary_tree(heights, seed):
     (bucket,) = optimizer_of(nn.ParameterDict({"p": p}), world_size_invariant=True).buckets
     for leaf in leaves:
         p.grad = leaf.clone()
-        bucket.add_grad(bucket.slots[0], 0.5, invariant=True)
-    bucket.start_reduce_scatter(Comm(), invariant=True)
+        bucket.add_grad(bucket.slots[0], 0.5)
+    bucket.start_reduce_scatter(Comm())
     tree = 0.5 * leaves
     while len(tree) > 1:
         tree = tree[0::2] + tree[1::2]
