@@ -206,8 +206,8 @@ def export_model(parser, paths, folders):
     except (OSError, argparse.ArgumentTypeError, logs.UserError) as error:
         return logs.refuse("export.py", error)
     code = (
-        f"import sys; sys.path.append({os.path.dirname(__file__)!r}); import model_file, logs;"
-        " logs.run_main(lambda: model_file.main(sys.argv[1:]))"
+        f"import sys; sys.path.append({os.path.dirname(__file__)!r}); import export_model, logs;"
+        " logs.run_main(lambda: export_model.main(sys.argv[1:]))"
     )
     return subprocess.call([sys.executable, "-I", "-c", code, model, log, folder])
 
