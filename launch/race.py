@@ -971,8 +971,6 @@ def further_race(manifest, change, **declared):
             found = Manifest.read(path)
             if found.race.get("follows") == race["id"] and declared.items() <= found.race.items():
                 return found
-    race_id = new_id()
-    further = Manifest(ROOT / "logs" / f"race-{race_id}" / MANIFEST)
     dropped = ("turns", "short_base", "out", "answer", "at", "confirm")
     kept = {name: value for name, value in race.items() if name not in dropped}
     sides = {
@@ -980,9 +978,7 @@ def further_race(manifest, change, **declared):
         for side, version in race["sides"].items()
     }
     change(sides)
-    further.race = {**kept, "id": race_id, "sides": sides, "follows": race["id"], **declared}
-    further.race["declared"] = now()
-    return further
+    return declare({**kept, "sides": sides, "follows": race["id"], **declared})
 
 
 def confirm(manifest, found, verbose):
@@ -1118,10 +1114,7 @@ def new_race(options):
         ),
         "--vs sets --seed, and all sides share theirs; give --seed once, outside --vs",
     )
-    race_id = new_id()
-    manifest = Manifest(ROOT / "logs" / f"race-{race_id}" / MANIFEST)
-    manifest.race = {
-        "id": race_id,
+    race = {
         "n": options.n,
         "until_decided": options.until_decided,
         "alpha": options.alpha,
@@ -1130,18 +1123,21 @@ def new_race(options):
         "ranks": options.ranks,
         "sides": sides,
         "threads": os.environ.get("OMP_NUM_THREADS"),
-        "declared": now(),
         "trial": options.trial,
         "leaves_below": LEAVES,
         "confirm": options.confirm,
         "at": options.at,
         "head": git("rev-parse", "--short", "HEAD") if (ROOT / ".git").exists() else None,
     }
+    return declare(race)
+
+
+def declare(race):
+    """Return the Manifest of a race with a new id, not yet written."""
+    race_id = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{uuid.uuid4().hex[:4]}"
+    manifest = Manifest(ROOT / "logs" / f"race-{race_id}" / MANIFEST)
+    manifest.race = {**race, "id": race_id, "declared": now()}
     return manifest
-
-
-def new_id():
-    return f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{uuid.uuid4().hex[:4]}"
 
 
 def parse(arguments):

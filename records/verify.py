@@ -1368,20 +1368,8 @@ def examine_all(case):
             file=sys.stderr,
         )
     return [
-        (
-            e.name,
-            examine.check_model(
-                e,
-                path,
-                case.options.data,
-                tell=lambda rule: print(
-                    f"verify.py: model {number} of {len(case.models)}, {e.name}: {rule} ...",
-                    file=sys.stderr,
-                    flush=True,
-                ),
-            ),
-        )
-        for number, (e, path) in enumerate(case.models.values(), 1)
+        (e.name, examine.check_model(e, path, case.options.data))
+        for e, path in case.models.values()
     ]
 
 
