@@ -9,6 +9,7 @@ this project loads it and must compute the logits of the original.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
 import importlib
@@ -26,6 +27,7 @@ from pathlib import Path
 import leaks
 import logs
 
+FORM = "safetensors"
 FILE = "modeling_gpt_speedrun"
 TAIL = Path(__file__).with_name("plain_model.py")
 TOLERANCE = 1e-6  # of logits, times the largest if it is above 1
@@ -200,8 +202,8 @@ class Description:
             return name
         logs.require(
             thing.__module__ in self.cut.sources and thing.__qualname__.isidentifier(),
-            f"{where} is {name}, which no file of its source defines, and config.json cannot hold;"
-            " make it numbers, texts, tensors, modules, or what the top of a file defines",
+            f"{where} is {name}, which config.json cannot hold; define it at the top of a file, or"
+            " use tensors",
             DoesNotFit,
         )
         self.cut.words.add(thing.__qualname__)
@@ -517,6 +519,47 @@ def write_files(result, saved, paths, whence):
     )
     (result / "README.md").write_text(readme, "utf-8")
     return difference
+
+
+# The front, and the process that it starts
+
+
+def model_and_log(path):
+    """Return (saved model, its log or ""), of which a path names one."""
+    place = Path(path)
+    os.stat(path)
+    if place.suffix in (".pt", ".ckpt"):
+        log = place.with_name(place.name.partition(".step")[0].removesuffix(".pt") + ".txt")
+        return str(place), str(log) if log.exists() else ""
+    model = place.with_suffix(".pt")
+    logs.require(
+        place.suffix == ".txt" and model.exists(),
+        f"{path}: no saved model {model} beside it; name a model, or train with --save_model true",
+    )
+    return str(model), str(place)
+
+
+def start(parser, paths, folders):
+    """Write a folder with a model in a process of its own: it runs the source in the log."""
+    if len(paths) != 1 or len(folders) != 1:
+        parser.error(f"--to {FORM}: give one RUN and one FOLDER: RUN --to {FORM} FOLDER")
+    [folder] = folders
+    try:
+        model, log = model_and_log(logs.or_latest(logs.MODEL)(paths[0]))
+        logs.require(
+            not os.path.lexists(folder), f"{folder}: is there already; name a folder that is not"
+        )
+        logs.require(
+            os.path.isdir(os.path.dirname(os.path.abspath(folder))),
+            f"{folder}: its parent is no folder; make it first",
+        )
+    except (OSError, argparse.ArgumentTypeError, logs.UserError) as error:
+        return logs.refuse("export.py", error)
+    code = (
+        f"import sys; sys.path.append({os.path.dirname(__file__)!r}); import export_model, logs;"
+        " logs.run_main(lambda: export_model.main(sys.argv[1:]))"
+    )
+    return subprocess.call([sys.executable, "-I", "-c", code, model, log, folder])
 
 
 def main(arguments):
