@@ -558,13 +558,13 @@ def test_a_text_is_encoded_and_its_shards_are_named(started, gpus, monkeypatch):
         " notes][/b.txt][--out][data/own-my_notes-SUM][--encoding][bytes][--force][--by-content]"
         "[--val-fraction][0.3][--field][body]",
         RANKS.format(2) + "[--train_files][data/own-my_notes-SUM-DIGEST/*_train_*.bin]"
-        "[--val_files][data/own-my_notes-SUM-DIGEST/*_val_*.bin][--preset][laptop][--seed][3][--sync][step][--epochs][2]",
+        "[--val_files][data/own-my_notes-SUM-DIGEST/*_val_*.bin][--preset][laptop][--seed][3][--sync][step][--epochs=2]",
     ]
     assert (
         started("--text", "my notes", "-n", "3", "--vs", "--muon_lr 0.05", "--name", "mine")[1]
         == "[launch/race.py][-n][3][--name][mine][--vs][--muon_lr"
         " 0.05][--ranks][2][--][--train_files]"
-        "[data/own-my_notes-SUM-DIGEST/*_train_*.bin][--val_files][data/own-my_notes-SUM-DIGEST/*_val_*.bin][--preset][laptop][--epochs][2]"
+        "[data/own-my_notes-SUM-DIGEST/*_train_*.bin][--val_files][data/own-my_notes-SUM-DIGEST/*_val_*.bin][--preset][laptop][--epochs=2]"
     )
     assert started("--text", "my notes", "latin-\udce9.txt")[0].startswith(
         "[PY][data/text.py][HERE/my notes][HERE/latin-\udce9.txt]"
@@ -935,7 +935,7 @@ def test_a_python_without_torch_names_the_one_that_has_it(program):
     ), done.stderr
 
 
-NO_TARGET = ["--target_val_loss", "0"]
+NO_TARGET = ["--target_val_loss=0"]
 
 
 @pytest.mark.parametrize(
@@ -1022,25 +1022,13 @@ def test_a_driver_too_old_for_torch_is_said_and_not_raced_on_the_cpu(
     monkeypatch.setenv("PATH", str(tree.play), prepend=":")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
 
-    def init():
-        raise RuntimeError(
-            "The NVIDIA driver on your system is too old (found version 12040). Please update"
-        )
-
-    monkeypatch.setattr(torch.cuda, "init", init)
-    says = (
-        r"8 GPU\(s\), but .*built for CUDA 13.0, cannot use them: .* \(found"
-        r" version 12040\)\. Update"
-    )
+    says = r"built for CUDA 13.0, cannot use the 8 GPU\(s\) of this machine: update the driver"
     assert (
         start.main([]) == 2 == start.main(["-n", "3", "--vs", "HEAD"])
         and len(re.findall(says, capsys.readouterr().err)) == 2
     )
     assert train_gpt.main(train_gpt.PRESETS, []) == 1
-    assert (
-        "cannot use the 8 GPU(s) of this machine; launch/preflight.py says why"
-        in capsys.readouterr().err
-    )
+    assert re.search(says, capsys.readouterr().err)
 
 
 # The launcher
