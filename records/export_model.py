@@ -88,8 +88,10 @@ class Cut:
         if isinstance(statement, FUNCTIONS):
             called = statement.name in self.words or statement.name.startswith("__")
             return called and first_line(statement) in source.ran
-        targets = getattr(statement, "targets", [getattr(statement, "target", None)])
-        return any(target and words_in(target) <= self.words for target in targets)
+        bases = getattr(statement, "targets", [getattr(statement, "target", None)])
+        # TABLE[key] = value belongs to the table; another class's forward did not run
+        bases = [base.value if isinstance(base, ast.Subscript) else base for base in bases]
+        return any(base and words_in(base) <= self.words - {"forward"} for base in bases)
 
     def members(self, source, statement):
         """Return the parts of a class that stay. Those of a row have an order, and all stay."""
