@@ -760,8 +760,12 @@ def stats_arguments(folder, race):
 
 def time_left(manifest, runs):
     """Estimate the duration of the remaining runs from those done."""
-    # settle() writes no seconds
-    took = [attempt["seconds"] for attempt in manifest.done().values() if "seconds" in attempt]
+    took = [
+        attempt["seconds"]
+        for attempt in manifest.attempts.values()
+        if attempt["status"] == "done" and "seconds" in attempt
+    ]
+    took = took[1:] or took  # the first may have warmed the machine up
     if not took:
         return f"{logs.plural(runs, 'run')} left"
     minutes = math.ceil(runs * sum(took) / len(took) / 60)
