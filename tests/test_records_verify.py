@@ -361,6 +361,7 @@ def test_a_claim_that_is_not_shown_breaks_no_rule(faster, capsys):
     """The README's own win has a loss above its target. A program filters cheats by the exit
     status."""
     folder = faster(lambda log, run, side: log.label(run, 4, side, loss=4.46 + 0.02 * run))
+    capsys.readouterr()
     verify.main([str(folder), "--json"])
     found = json.loads(capsys.readouterr().out)
     assert (found["status"], found["verdict"]) == (0, "incomplete")
