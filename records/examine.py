@@ -194,30 +194,34 @@ def read_model(path, device="cpu"):
     return torch.load(path, weights_only=True, map_location=device)
 
 
+def start(folder, *arguments):
+    """Start the process that serves these arguments, isolated, in a folder of its own."""
+    code = (
+        f"import sys; sys.path.append({os.path.dirname(__file__)!r}); import examine;"
+        f" examine.serve(*{arguments!r})"
+    )
+    environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    environment |= {"HOME": str(folder), "TMPDIR": str(folder)}  # compilers keep caches there
+    return subprocess.Popen(
+        [sys.executable, "-I", "-c", code],
+        cwd=folder,
+        env=environment,
+        pass_fds=arguments[-1:],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
 @contextlib.contextmanager
 def start_worker(source, model_path):
-    """Yield a Worker; its process, isolated in a folder of its own, ends with the block."""
+    """Yield a Worker; its process ends with the block."""
     ours, theirs = socket.socketpair()
     for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", PATIENCE_S, 0))
     with tempfile.TemporaryDirectory() as folder, Connection(ours.detach()) as connection:
         path = write_files(folder, source)
-        arguments = str(path), os.path.abspath(model_path), theirs.fileno()
-        code = (
-            f"import sys; sys.path.append({os.path.dirname(__file__)!r}); import examine;"
-            f" examine.serve(*{arguments!r})"
-        )
-        environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-c", code],
-                cwd=folder,
-                # compilers keep caches there
-                env={**environment, "HOME": folder, "TMPDIR": folder},
-                pass_fds=[theirs.fileno()],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
+            process = start(folder, str(path), os.path.abspath(model_path), theirs.fileno())
         try:
             worker = Worker(connection)
             worker.answer(loaded=bool)
