@@ -30,7 +30,7 @@ import board  # noqa: E402
 import examine  # noqa: E402
 import leaks  # noqa: E402
 import logs  # noqa: E402
-import manifest  # noqa: E402
+from manifest import order as order_of  # noqa: E402
 import race as racing  # noqa: E402
 import verify  # noqa: E402
 
@@ -202,7 +202,7 @@ def race(honest, tmp_path):
         folder = tmp_path / "race"
         shutil.rmtree(folder, ignore_errors=True)  # another that the same test made
         folder.mkdir()
-        order = manifest.order(n, sides)
+        order = order_of(n, sides)
         events = []
         clock = datetime(2025, 1, 1, tzinfo=timezone.utc)
         versions = {}
