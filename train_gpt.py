@@ -5618,8 +5618,9 @@ def count_gpus() -> int:
     seen = torch.cuda.device_count()
     require(
         not seen or torch.cuda.is_available(),
-        f"torch {torch.__version__} cannot use the {seen} GPU(s) of this "
-        "machine; launch/preflight.py says why. CUDA_VISIBLE_DEVICES= trains on the CPU",
+        f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot use the {seen}"
+        " GPU(s) of this machine: update the driver, install torch's build for an older CUDA as the"
+        " README says, or train on the CPU: CUDA_VISIBLE_DEVICES= ./run.sh",
     )
     return seen
 

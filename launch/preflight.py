@@ -39,7 +39,6 @@ import math
 import shutil
 import sysconfig
 import time
-import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, Sequence
@@ -50,8 +49,10 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path += [str(ROOT), str(ROOT / "launch")]  # python -I leaves out the script's folder
+# python -I leaves out the script's folder
+sys.path += [str(ROOT), str(ROOT / "launch"), str(ROOT / "records")]
 
+import logs  # noqa: E402
 from ranks import program_of, start as start_ranks  # noqa: E402
 import train_gpt as T  # noqa: E402
 
@@ -448,11 +449,6 @@ def check_parts(worker):
     return rows, failed[0] if failed else None
 
 
-def table(rows):
-    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in [COLUMNS, *rows])
-
-
 def choose_flags(
     config,
     comm,
@@ -490,7 +486,7 @@ def choose_flags(
             say(line)
         rows, failed = check_parts(worker)
         worker.stream.close()
-        say(table(rows))
+        say(logs.columns([COLUMNS, *rows]))
         if failed is None:
             return chosen
         T.require(
@@ -635,27 +631,6 @@ def memory_needed(config, vocab_size, ranks):
 # The machine
 
 
-def count_gpus():
-    """Count the GPUs that torch can use. RunError, with the reason, if the driver shows GPUs that
-    torch cannot use."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its reason is in the message below
-        seen = torch.cuda.device_count()
-        usable = torch.cuda.is_available()
-    if seen and not usable:
-        try:
-            torch.cuda.init()
-            why = "no reason given"
-        except (RuntimeError, AssertionError) as error:
-            why = str(error).split(". ")[0]
-        raise T.RunError(
-            f"this machine has {seen} GPU(s), but torch {torch.__version__}, built for CUDA"
-            f" {torch.version.cuda}, cannot use them: {why}. Update the driver, install torch's build"
-            " for an older CUDA as the README says, or train on the CPU: CUDA_VISIBLE_DEVICES= ./run.sh"
-        )
-    return seen
-
-
 def check_compiler(gpu):
     """RunError without the C or C++ compiler that torch.compile needs; it would fail only after
     minutes."""
@@ -684,7 +659,7 @@ def check(flags):
     rank, ranks, local_rank = map(T.env_int, ("RANK", "WORLD_SIZE", "LOCAL_RANK"), (0, 1, 0))
     if ranks > 1:
         T.die_with_launcher()
-    gpus = count_gpus()
+    gpus = T.count_gpus()
     presets = program_of(flags).PRESETS
     _, config = T.parse_config(flags, "speedrun" if gpus else "laptop", presets)
     T.check_config(config, ranks)

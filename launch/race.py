@@ -72,7 +72,7 @@ import stats
 import turns
 import verify
 from logs import UserError, require
-from manifest import MANIFEST, SHORT, Manifest, base_letter, order
+from manifest import MANIFEST, SHORT, Manifest, base_letter
 from stats import SCRIPT
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -444,17 +444,6 @@ def drop_undeclared(path):
         shutil.rmtree(path.parent)
 
 
-def idle_cores():
-    """Measure how many cores no program uses, in a second."""
-
-    def idle():
-        return int(Path("/proc/stat").read_text().split()[4]) / os.sysconf("SC_CLK_TCK")
-
-    before = idle()
-    time.sleep(1)
-    return idle() - before
-
-
 @contextlib.contextmanager
 def interrupts_deferred():
     """Yield a list to which interrupts are appended instead of raising, so that a run's start and
@@ -478,7 +467,7 @@ def settle(manifest):
         log = manifest.path.parent / f"{run_id}.txt"
         if attempt["status"] == "started":
             status = "done" if complete_log(log) else "lost"
-            manifest.write({**attempt, "status": status, "logged": log.exists(), "settled": now()})
+            manifest.write({**attempt, "status": status, "logged": log.exists()})
 
 
 def complete_log(path):
@@ -771,12 +760,12 @@ def stats_arguments(folder, race):
 
 def time_left(manifest, runs):
     """Estimate the duration of the remaining runs from those done."""
-    done = [
-        attempt
+    took = [
+        attempt["seconds"]
         for attempt in manifest.attempts.values()
         if attempt["status"] == "done" and "seconds" in attempt
     ]
-    took = [attempt["seconds"] for attempt in done if attempt["run"] or len(done) == 1]
+    took = took[1:] or took  # the first may have warmed the machine up
     if not took:
         return f"{logs.plural(runs, 'run')} left"
     minutes = math.ceil(runs * sum(took) / len(took) / 60)
@@ -877,7 +866,7 @@ def run_all(manifest, where, lock, verbose):
             kept = f"{len(manifest.done())} of {total} runs are done and kept"
             reason = f"interrupted; {kept}. Continue with: {how}"
         say(reason)
-        return stats.not_judged(reason, folder, 130 if status == "interrupted" else 2)
+        return logs.not_judged(reason, folder, 130 if status == "interrupted" else 2)
     say("all runs are done\n")
     found = judge(race, folder)
     if not (race.get("confirm") and found["best"]):  # else confirm() writes it
@@ -986,8 +975,6 @@ def further_race(manifest, change, **declared):
             found = Manifest.read(path)
             if found.race.get("follows") == race["id"] and declared.items() <= found.race.items():
                 return found
-    race_id = new_id()
-    further = Manifest(ROOT / "logs" / f"race-{race_id}" / MANIFEST)
     dropped = ("turns", "short_base", "out", "answer", "at", "confirm")
     kept = {name: value for name, value in race.items() if name not in dropped}
     sides = {
@@ -995,9 +982,7 @@ def further_race(manifest, change, **declared):
         for side, version in race["sides"].items()
     }
     change(sides)
-    further.race = {**kept, "id": race_id, "sides": sides, "follows": race["id"], **declared}
-    further.race |= {"declared": now(), "order": order_of(further.race["n"], sides)}
-    return further
+    return declare({**kept, "sides": sides, "follows": race["id"], **declared})
 
 
 def confirm(manifest, found, verbose):
@@ -1133,10 +1118,7 @@ def new_race(options):
         ),
         "--vs sets --seed, and all sides share theirs; give --seed once, outside --vs",
     )
-    race_id = new_id()
-    manifest = Manifest(ROOT / "logs" / f"race-{race_id}" / MANIFEST)
-    manifest.race = {
-        "id": race_id,
+    race = {
         "n": options.n,
         "until_decided": options.until_decided,
         "alpha": options.alpha,
@@ -1145,23 +1127,21 @@ def new_race(options):
         "ranks": options.ranks,
         "sides": sides,
         "threads": os.environ.get("OMP_NUM_THREADS"),
-        "declared": now(),
         "trial": options.trial,
-        "order": order_of(options.n, sides),
         "leaves_below": LEAVES,
         "confirm": options.confirm,
         "at": options.at,
         "head": git("rev-parse", "--short", "HEAD") if (ROOT / ".git").exists() else None,
     }
+    return declare(race)
+
+
+def declare(race):
+    """Return the Manifest of a race with a new id, not yet written."""
+    race_id = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{uuid.uuid4().hex[:4]}"
+    manifest = Manifest(ROOT / "logs" / f"race-{race_id}" / MANIFEST)
+    manifest.race = {**race, "id": race_id, "declared": now()}
     return manifest
-
-
-def new_id():
-    return f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{uuid.uuid4().hex[:4]}"
-
-
-def order_of(n, sides):
-    return [f"{run}{side}" for run, side in order(n, sides)]
 
 
 def parse(arguments):
@@ -1259,7 +1239,7 @@ def run(options):
         if manifest and manifest.path.exists():
             reason += f". Continue with: {resume_command(manifest)}"
         say(reason)
-        return stats.not_judged(reason, status=130)
+        return logs.not_judged(reason, status=130)
 
 
 def read_again(manifest, options):
@@ -1316,13 +1296,6 @@ def start_race(manifest, verbose, options=None):
         seeds = f"{race['seed'] + 1} to {race['seed'] + race['n']}"
         home = os.path.relpath(manifest.path.parent, ROOT)
         say(f"{whom}: {runs} {turn} {ranks}, seeds {seeds}, in {home}")
-        threads = re.match(r"\d{0,9}", str(race.get("threads")))[0]  # OpenMP also takes a list
-        needed = race["ranks"] * int(threads or 1)
-        if sys.platform == "linux" and (idle := idle_cores()) < needed - 0.5:
-            say(
-                f"{idle:.1f} cores are idle, and a run uses {needed}: other programs slow it;"
-                " end them for exact times"
-            )
         return run_all(manifest, where, lock, verbose)
 
 
@@ -1330,11 +1303,11 @@ def main(arguments=None):
     words = sys.argv[1:] if arguments is None else arguments
     try:
         found = run(parse(words))
-    except (UserError, OSError, start.Refusal) as reason:
+    except (UserError, OSError) as reason:
         if isinstance(reason, OSError):
             file = reason.filename or "a file"
             reason = f"{file}: {reason.strerror}; free space or set its permissions"
-        found = stats.not_judged(reason, status=logs.refuse("race.py", reason))
+        found = logs.not_judged(reason, status=logs.refuse("race.py", reason))
     if "--json" in itertools.takewhile("--".__ne__, words):  # also if the words are wrong
         print(logs.show_json(found), flush=True)
     return found["status"]

@@ -26,6 +26,11 @@ import zlib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path += [str(ROOT), str(ROOT / "launch"), str(ROOT / "records")]
+
+import logs  # noqa: E402
+from logs import UserError, require  # noqa: E402
+
 CACHE = ROOT / ".cache" / "preflight"
 PYTHON = sys.executable
 # found now: a forked child must not load libraries
@@ -88,15 +93,6 @@ UNCHECKED = {
 }
 
 
-class Refusal(Exception):
-    """Nothing can be started; the message says what was seen and what to do."""
-
-
-def require(condition, message):
-    if not condition:
-        raise Refusal(message)
-
-
 def say(line):
     print(f"run.sh: {line}", file=sys.stderr, flush=True)
 
@@ -106,7 +102,7 @@ def say(line):
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
-        raise Refusal(f"{message}; --help lists the options")
+        raise UserError(f"{message}; --help lists the options")
 
 
 def make_parser():
@@ -406,11 +402,9 @@ def choose(flags, text, trial):
     """Return (GPUs, ranks, preset, config, flags with the choices for this machine and these
     data)."""
     import torch
-
-    import preflight
     import train_gpt
 
-    gpus = preflight.count_gpus()
+    gpus = train_gpt.count_gpus()
     require(
         gpus
         or torch.version.cuda
@@ -426,7 +420,7 @@ def choose(flags, text, trial):
         shorter = {"num_steps": TRIAL_STEPS}
         if not text:  # which may be shorter
             shorter["val_tokens"] = TRIAL_SEQUENCES * config.val_len
-        flags = as_flags(shorter) + flags
+        flags = logs.as_flags(shorter) + flags
         preset, config, _ = read_flags(flags, gpus)
     ranks = train_gpt.usable_ranks(config, gpus or 2)
     if ranks < (gpus or 2):
@@ -456,12 +450,12 @@ def choose(flags, text, trial):
         )
     if not config.resume and given.preset is None:  # the same on both sides of a race
         flags = ["--preset", preset, *flags]
-    flags = flags + as_flags(chosen)
+    flags = flags + logs.as_flags(chosen)
     return gpus, ranks, preset, train_gpt.parse_config(flags, preset, presets)[1], flags
 
 
 def read_flags(flags, gpus):
-    """Return (preset, config, presets of its program). Refusal if the flags are wrong or the run
+    """Return (preset, config, presets of its program). UserError if the flags are wrong or the run
     needs a GPU."""
     import train_gpt
     from ranks import program_of
@@ -474,10 +468,10 @@ def read_flags(flags, gpus):
                 flags, "speedrun" if gpus else "laptop", presets
             )
     except train_gpt.RunError as error:
-        raise Refusal(error) from None
+        raise UserError(error) from None
     except SystemExit:
         reason = told.getvalue().partition("error: ")[2].strip()
-        raise Refusal(re.sub(r"\S+ --help", "./run.sh --help-all", reason)) from None
+        raise UserError(re.sub(r"\S+ --help", "./run.sh --help-all", reason)) from None
     tokens = max(config.val_len, *train_gpt.micro_batch_lengths(config))
     tables = sum(table.rows * table.width for table in config.ngrams)
     require(
@@ -487,14 +481,6 @@ def read_flags(flags, gpus):
         " machine with an NVIDIA GPU and its driver",
     )
     return preset, config, presets
-
-
-def as_flags(values):
-    return [
-        word
-        for name, value in values.items()
-        for word in (f"--{name}", str(value).lower() if isinstance(value, bool) else str(value))
-    ]
 
 
 def fit_text(config, given):
@@ -585,7 +571,6 @@ def preflight(config, flags, ranks, gpus, show_only):
     """Return the flags that a run must take on this machine; from the cache, if show_only is
     false."""
     import torch
-
     import train_gpt
 
     values = dataclasses.asdict(config)
@@ -620,7 +605,7 @@ def preflight(config, flags, ranks, gpus, show_only):
         partial.write_text(json.dumps({**key, "flags": answer}, indent=1) + "\n")
         partial.replace(path)
         note = " is needed on this machine" if answer else ""
-    needed = as_flags(answer)
+    needed = logs.as_flags(answer)
     say(f"preflight: {shlex.join(needed) or 'all parts work'}{note}")
     return needed
 
@@ -631,28 +616,25 @@ def preflight(config, flags, ranks, gpus, show_only):
 def longer_run(words, config, text):
     """Return the command of a longer run than the one that these words started, of one pass over
     the data at most."""
+    import train_gpt
+
+    held = 0
+    with contextlib.suppress(train_gpt.RunError):  # the run says what is missing
+        shards = train_gpt.find_shards(config.train_files, config.train_shards)
+        held = sum(shard.tokens for shard in shards)
     trial = "--trial" in words
-    counts = [factor * config.num_steps for factor in (4, 2)]
-    steps = [count for count in counts if trial or lasts(config, count)]
+    longer = [dataclasses.replace(config, num_steps=factor * config.num_steps) for factor in (4, 2)]
+    steps = [
+        one.num_steps
+        for one in longer
+        if trial or train_gpt.tokens_of_steps(one, one.num_steps) <= held
+    ]
     if not steps:
         more = "for a better model give more text: more steps on this one would learn it by heart"
         return more if text else ""
     command = shlex.join(["./run.sh", *words])
     kept = re.sub(r" --(trial|num[-_]steps[= ]\d+)(?= |$)", "", command)
     return f"a longer run: {kept}" + ("" if trial else f" --num_steps {steps[0]}")
-
-
-def lasts(config, steps):
-    """Return whether the data suffice for so many steps without repetition."""
-    import train_gpt
-
-    config = dataclasses.replace(config, num_steps=steps, epochs=1)
-    with contextlib.suppress(train_gpt.RunError):
-        shards = train_gpt.find_shards(config.train_files, config.train_shards)
-        with contextlib.closing(train_gpt.Stream(shards, config)) as stream:
-            stream.check_enough()
-        return True
-    return False
 
 
 def replace_model(model):
@@ -745,7 +727,7 @@ def run_once(config, ranks, flags, longer):
 
 
 def check_imports():
-    """Raise Refusal if the program has imported a module beside it: no rank finds it, and no log
+    """Raise UserError if the program has imported a module beside it: no rank finds it, and no log
     holds it."""
     for name, module in sys.modules.items():
         file = getattr(module, "__file__", None) or ""
@@ -773,7 +755,7 @@ def reason_of(error):
             f"{cause}; a run finds what is installed in .venv, and nothing by PYTHONPATH: install"
             " it there, or put the code into the program"
         )
-    names = "OSError", "Refusal", "RunError", "UserError"
+    names = "OSError", "RunError", "UserError"
     if any(kind.__name__ in names for kind in type(error).__mro__):
         return str(error)
     return traceback.format_exc(-1).strip()
@@ -792,20 +774,7 @@ def main(words):
         reason = reason_of(error)
         say(f"error: {reason}")
     if "--json" in words:
-        print(
-            json.dumps(
-                {
-                    "verdict": "not judged",
-                    "reason": reason,
-                    "status": 2,
-                    "folder": None,
-                    "best": None,
-                    "sides": [],
-                    "ideas": [],
-                }
-            ),
-            flush=True,
-        )
+        print(logs.show_json(logs.not_judged(reason)), flush=True)
     return 2
 
 
@@ -852,5 +821,4 @@ if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks for a checkpoint, and there is no rank yet
     # end without a traceback when the reader of the output is gone
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    sys.path += [str(ROOT), str(ROOT / "launch"), str(ROOT / "records")]
     sys.exit(main(sys.argv[1:]))

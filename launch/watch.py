@@ -91,28 +91,21 @@ def state_of(run, changed):
     return "running, " + (f"{left:.0f} s left" if left < 100 else f"{left / 60:.0f} min left")
 
 
-def named(runs):
-    """Return (name, group) of each run; a group is a side of a race, or a run by itself."""
-    for (path, _, run), name in zip(runs, pages.run_names([run for _, _, run in runs])):
-        if race := place_of(run):
-            yield f"{race[0]}, {race[2]}", (path.parent, race[1])
-        else:
-            yield name, path
-
-
 def describe(runs):
     """Return (rows, charts) of the latest runs of one preset."""
-    names = list(named(runs))
+    names = pages.run_names([run for _, _, run in runs])
+    # a side of a race, or a run by itself
+    sides = [(path.parent, place[1]) if (place := place_of(run)) else path for path, _, run in runs]
     rows = []
     losses = []
     times = []
     speeds = []
-    groups = list(dict.fromkeys(group for _, group in names[::-1]))  # the oldest keeps its color
-    for i, ((path, changed, run), (name, group)) in enumerate(zip(runs, names)):
+    colors = list(dict.fromkeys(sides[::-1]))  # the oldest keeps its color
+    for i, (path, changed, run) in enumerate(runs):
         line = {
-            "name": name,
-            "color": groups.index(group) % COLORS,
-            "style": "faint" * any(group == newer for _, newer in names[:i]),
+            "name": names[i],
+            "color": colors.index(sides[i]) % COLORS,
+            "style": "faint" * (sides[i] in sides[:i]),
         }
         trained, validated, speed = pages.curves(run)
         trained = pages.running_means(trained, run.stated_steps)

@@ -38,12 +38,6 @@ HERE = Path(__file__).resolve().parent
 PLOT = "plot.png"
 MAX_DIFF_LINES = 60
 UNKNOWN = "unknown hardware"  # records on it have no rank
-# Keys that differ between any two runs, the race's own fields, and the first host's copy of the
-# run's fields
-INCIDENTAL = re.compile(
-    r"(?:config\.|hosts\.\d+\.)?(?:run_id|started|seed|race|launch|log_dir|source_sha256|git\.|"
-    r"environment\.TORCHELASTIC_)|hosts\.0\.(?!ranks)"
-)
 
 
 # Contents of a record
@@ -67,31 +61,16 @@ def judge_rules(folder):
     return [finding._asdict() for finding in verify.verify(options, case)], verify.unseen(case)
 
 
-def flat(value, name=""):
-    """Flatten nested dicts, and a run's list of hosts, to texts under names like
-    `hardware.device`."""
-    if name == "hosts" and isinstance(value, list):
-        value = dict(enumerate(value))
-    if isinstance(value, dict):
-        parts = (flat(leaf, f"{name}.{inner}".strip(".")) for inner, leaf in value.items())
-        return {key: text for part in parts for key, text in part.items()}
-    return {name: value if isinstance(value, str) else json.dumps(value)}
-
-
 def differences(sides):
-    """Return (name, value of each side) of all values that are equal within each side and differ
-    between sides.
-
-    sides: the first JSON line of each run's log, by side."""
-    leaves = [[flat(start) for start in starts] for starts in sides]
-    names = dict.fromkeys(name for side in leaves for run in side for name in run)
+    """Return (name, value of each side) of the config values that differ between the first runs of
+    sides."""
+    configs = [logs.config_of(side.runs[0]) for side in sides]
     rows = []
-    for name in names:
-        values = [{run.get(name) for run in side} for side in leaves]
-        if not INCIDENTAL.match(name) and all(len(found) == 1 for found in values):
-            row = ["-" if value is None else value for (value,) in values]
-            if len(set(row)) > 1:
-                rows.append((name.removeprefix("config."), *row))
+    for name in dict.fromkeys(name for config in configs for name in config):
+        values = [config.get(name, "-") for config in configs]
+        texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+        if len({*texts}) > 1:
+            rows.append((name, *texts))
     return rows
 
 
@@ -108,7 +87,7 @@ def describe_side(side, folder):
     """Return what the pages show of a side."""
     runs = side.runs
     letter = side.name.removeprefix("side ")
-    start = flat(runs[0].start or {})
+    start = runs[0].start or {}
     ranks = logs.plural(runs[0].gpus, "rank") if runs[0].gpus else "unknown ranks"
     card = " and ".join(sorted({run.card or UNKNOWN for run in runs}))
     source = runs[0].source and runs[0].script
@@ -125,7 +104,8 @@ def describe_side(side, folder):
     return {
         "label": side.label,
         "runs": shown,
-        "start": start,
+        "preset": start.get("preset", "unknown preset"),
+        "git": start.get("git") or {},
         "source": source,
         "sha256": (
             start.get("source_sha256") or source and hashlib.sha256(source.encode()).hexdigest()
@@ -151,9 +131,6 @@ def describe(folder):
         reverse=True,
         key=lambda rule: verify.VERDICTS.index(rule["verdict"]),
     )
-    differ = (
-        [] if several else differences([[run.start or {} for run in side.runs] for side in judged])
-    )
     if len(judged) == 1 and declared:
         judged = [stats.replace(judged[0], name="")]
     sides = [describe_side(side, folder) for side in judged]
@@ -168,7 +145,7 @@ def describe(folder):
     )
     loss = report["loss"]
     broken = sum(rule["verdict"] == "fail" for rule in rules)
-    preset = sides[0]["start"].get("preset", "unknown preset")
+    preset = sides[0]["preset"]
     trial = next(
         (
             rule["reason"]
@@ -185,7 +162,7 @@ def describe(folder):
         "several": several,
         "conclusion": several and stats.conclusion(report["verdicts"]),
         "sides": sides,
-        "differ": differ,
+        "differ": [] if several else differences(judged),
         "diff": diff,
         "started": started,
         "date": started[:16].replace("T", " "),

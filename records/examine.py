@@ -528,11 +528,9 @@ def agree(name, asked, stated):
     )
 
 
-def check_model(e, model_path, folder, only=RULES, tell=lambda rule: None):
+def check_model(e, model_path, folder, only=RULES):
     """Return {rule: (verdict, reason)} for run e and its model. folder: of the shards; None: where
-    the log says.
-
-    tell: called with each rule before it is checked"""
+    the log says."""
 
     def all_rules():
         where = folder or os.path.dirname(ROOT / e.get("start.config.val_files", str))
@@ -557,11 +555,7 @@ def check_model(e, model_path, folder, only=RULES, tell=lambda rule: None):
                 asked.check_order,
                 asked.check_causality,
             )
-            return {
-                rule: tell(rule) or judged(check)
-                for rule, check in zip(RULES, checks)
-                if rule in only
-            }
+            return {rule: judged(check) for rule, check in zip(RULES, checks) if rule in only}
 
     verdict, found = judged(all_rules)
     rest = dict.fromkeys(

@@ -18,16 +18,15 @@ import csv
 import fcntl
 import itertools
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import export_model
 import logs
 from manifest import place_of
 
 FORMS = "csv", "tensorboard", "wandb"
-MODEL_FORM = "safetensors"
+MODEL_FORM = export_model.FORM
 STEP = ("step", "train_time_ms", "train_loss", "val_loss")  # behind it what else the lines state
 
 
@@ -172,46 +171,6 @@ def export(paths, open_run, follow):
         time.sleep(bool(tails))
 
 
-def model_and_log(path):
-    """Return (saved model, its log or ""), of which a path names one."""
-    place = Path(path)
-    os.stat(path)
-    if place.suffix in (".pt", ".ckpt"):
-        log = place.with_name(place.name.partition(".step")[0].removesuffix(".pt") + ".txt")
-        return str(place), str(log) if log.exists() else ""
-    model = place.with_suffix(".pt")
-    logs.require(
-        place.suffix == ".txt" and model.exists(),
-        f"{path}: no saved model {model} beside it; name a model, or train with --save_model true",
-    )
-    return str(model), str(place)
-
-
-def export_model(parser, paths, folders):
-    """Write a folder with a model in a process of its own: it runs the source in the log."""
-    if len(paths) != 1 or len(folders) != 1:
-        parser.error(
-            f"--to {MODEL_FORM}: give one RUN and one FOLDER: RUN --to {MODEL_FORM} FOLDER"
-        )
-    [folder] = folders
-    try:
-        model, log = model_and_log(logs.or_latest(logs.MODEL)(paths[0]))
-        logs.require(
-            not os.path.lexists(folder), f"{folder}: is there already; name a folder that is not"
-        )
-        logs.require(
-            os.path.isdir(os.path.dirname(os.path.abspath(folder))),
-            f"{folder}: its parent is no folder; make it first",
-        )
-    except (OSError, argparse.ArgumentTypeError, logs.UserError) as error:
-        return logs.refuse("export.py", error)
-    code = (
-        f"import sys; sys.path.append({os.path.dirname(__file__)!r}); import model_file, logs;"
-        " logs.run_main(lambda: model_file.main(sys.argv[1:]))"
-    )
-    return subprocess.call([sys.executable, "-I", "-c", code, model, log, folder])
-
-
 def main(arguments=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -234,7 +193,7 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     to, *further = options.to
     if to == MODEL_FORM:
-        return export_model(parser, options.paths, further)
+        return export_model.start(parser, options.paths, further)
     if to not in FORMS or not options.paths + further:
         parser.error(f"--to {to}: name a RUN, and --to {', '.join(FORMS)}, or {MODEL_FORM} FOLDER")
     try:

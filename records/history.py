@@ -67,7 +67,7 @@ def main(arguments=None):
         )
         idea = row["idea"] + (f", at {row['at']}" if row["at"] else "")
         table.append([idea, row["verdict"], ratio, row["base"], row["head"] or "-", row["folder"]])
-    print("\n".join(logs.columns(table)) if rows else "no race in logs/ yet")
+    print(logs.columns(table) if rows else "no race in logs/ yet")
     return 0
 
 

@@ -37,7 +37,7 @@ import signal
 import sys
 import tarfile
 import zlib
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -162,8 +162,7 @@ class Run:
 
     start, end and resumed are this project's JSON lines. complete is None if the form states no
     total. clock_falls: the steps at which train_time decreased; once, early, is the community's
-    reset after warm-up. settings: what stands above a public source. Fields with
-    repr=False are not part of --json."""
+    reset after warm-up. settings: what stands above a public source."""
 
     path: str
     index_in_file: int | None = None
@@ -189,10 +188,10 @@ class Run:
     notes: tuple[str, ...] = ()
     start: dict | None = None
     end: dict | None = None
-    resumed: tuple[dict, ...] = field(default=(), repr=False)
-    steps: list[Step] = field(default_factory=list, repr=False)
-    source: str | None = field(default=None, repr=False)
-    settings: dict = field(default_factory=dict, repr=False)
+    resumed: tuple[dict, ...] = ()
+    steps: list[Step] = field(default_factory=list)
+    source: str | None = None
+    settings: dict = field(default_factory=dict)
 
     @property
     def disqualified(self):
@@ -249,11 +248,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Duplicate:
-    """A file (index_in_file None) or a run already read under original_path, which is not counted
-    again."""
+    """A file or a run already read under original_path, which is not counted again."""
 
     path: str
-    index_in_file: int | None
     original_path: str
     reason: str
 
@@ -275,7 +272,7 @@ def read(paths):
     for path in files_in(paths, logs.rejected):
         runs, rejected, digest = read_file(path)
         if digest in seen_contents:
-            logs.duplicates.append(Duplicate(path, None, seen_contents[digest], "byte-identical"))
+            logs.duplicates.append(Duplicate(path, seen_contents[digest], "byte-identical"))
             continue
         if digest:
             seen_contents[digest] = path
@@ -553,7 +550,6 @@ def without_copies(runs):
             what = "a part of" if lines[i] < lines[original] else "the same run as"
             copies[i] = Duplicate(
                 runs[i].path,
-                runs[i].index_in_file,
                 runs[original].path,
                 f"{what} run {runs[original].index_in_file} there, line for line",
             )
@@ -1065,14 +1061,9 @@ def parse_json(line):
 
 
 def show_json(value):
-    """Return strict JSON on one line: dataclasses and named tuples become objects, nan and inf
-    become null."""
+    """Return strict JSON on one line: named tuples become objects, nan and inf become null."""
 
     def plain(value):
-        if is_dataclass(value):
-            value = {
-                field.name: getattr(value, field.name) for field in fields(value) if field.repr
-            }
         value = value._asdict() if hasattr(value, "_asdict") else value
         if isinstance(value, dict):
             return {key: plain(item) for key, item in value.items()}
@@ -1081,6 +1072,19 @@ def show_json(value):
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
     return json.dumps(plain(value), allow_nan=False)
+
+
+def not_judged(reason, folder=None, status=2):
+    """Return stats.answer() without a verdict. status: the exit status."""
+    return {
+        "verdict": "not judged",
+        "reason": str(reason),
+        "status": status,
+        "folder": str(folder) if folder else None,
+        "best": None,
+        "sides": [],
+        "ideas": [],
+    }
 
 
 def printable(text):
@@ -1148,6 +1152,15 @@ def plural(count, noun):
     return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
+def as_flags(values):
+    """Return the flags of a run, a word each, that set these values."""
+    texts = {
+        name: str(value).lower() if isinstance(value, bool) else value
+        for name, value in values.items()
+    }
+    return [f"--{name}={text}" for name, text in texts.items()]
+
+
 def some(texts, most=4, between=", "):
     """Join texts for a message; only the first ones are spelled out."""
     texts = list(texts)
@@ -1199,14 +1212,14 @@ def side_names(race):
 
 
 def columns(rows, of_numbers=False):
-    """Return aligned lines of a table. of_numbers: right-align all columns except the first."""
+    """Return a table with aligned columns. of_numbers: right-align all except the first."""
     turned = [list(map(printable, column)) for column in zip(*rows)]
     justify = [str.ljust, *[str.rjust if of_numbers else str.ljust] * len(turned)]
     aligned = [
         [just(cell, max(map(len, column))) for cell in column]
         for just, column in zip(justify, turned)
     ]
-    return ["  ".join(row).rstrip() for row in zip(*aligned)]
+    return "\n".join("  ".join(row).rstrip() for row in zip(*aligned))
 
 
 def run_main(main):

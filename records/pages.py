@@ -120,10 +120,7 @@ def running_means(points, steps=None):
 def run_names(runs):
     """Return a name for each run: what tells runs apart, as flags, then by source and seed.
 
-    Runs that differ in nothing are named by their files, those of one race by its sides."""
-    raced = [place_of(run) for run in runs]
-    if all(raced) and len({os.path.dirname(run.path) for run in runs}) == 1:
-        return [f"{name}, {number}" for name, _, number in raced]
+    Runs of a race are named by its sides, runs that differ in nothing by their files too."""
 
     def word(value):
         return shlex.quote(str(value).lower() if isinstance(value, bool) else str(value))
@@ -143,6 +140,10 @@ def run_names(runs):
         ]
         if len({*longer}) > len({*names}):
             names = longer
+    names = [
+        f"{place[0]}, {place[2]}" if (place := place_of(run)) else name
+        for run, name in zip(runs, names)
+    ]
     return [
         name if names.count(name) == 1 and name else f"{name} {Path(run.path).stem}".strip()
         for run, name in zip(runs, names)
@@ -198,11 +199,11 @@ def far_note(level, values):
     """Return (a note on a level that is far from the values, else "", and whether the axis is
     extended to it).
 
-    A level is (value, name) or None. It is extended by half its length at most, without a name
-    always."""
+    A level is (value, name) or None. It is extended by half its length at most."""
     low = min(values)
     high = max(values)
-    if not level or not level[1] or low - (high - low) / 2 <= level[0] <= high + (high - low) / 2:
+    half = (high - low) / 2
+    if not level or low - half <= level[0] <= high + half:
         return "", bool(level)
     return f"{level[1]} is far {'below' if level[0] < low else 'above'}", False
 

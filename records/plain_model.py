@@ -1,10 +1,11 @@
 """How a plain model file rebuilds its model; export.py --to safetensors ends each file with this.
 
-What stands below the imports is copied. config.json describes the modules: their class, values,
+What stands below the line is copied. config.json describes the modules: their class, values,
 shapes of tensors, and further modules. No constructor runs, so that nothing of a run is needed.
 """
 
-from __future__ import annotations
+# --------------------------------------------------------------------------------------------------
+# from here on the same in all plain model files: modules from config.json, weights, transformers
 
 import json
 import sys
@@ -15,14 +16,10 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-# --------------------------------------------------------------------------------------------------
-# from here on the same in all plain model files: modules from config.json, weights, transformers
 
-
-def lookup(name):
-    """Return what a dotted name of this file stands for, such as torch.nn.ModuleList."""
-    first, *rest = name.split(".")
-    return reduce(getattr, rest, globals()[first])
+def named(name, start):
+    """Return what a dotted name stands for, such as torch.nn.ModuleList of this file."""
+    return reduce(getattr, name.split("."), start)
 
 
 def decode(value, model):
@@ -32,67 +29,40 @@ def decode(value, model):
     if not isinstance(value, dict):
         return value
     [(kind, content)] = value.items()
-    if kind == "tensor":
-        owner, _, name = content.rpartition(".")
-        return getattr(model.get_submodule(owner), name)
-    if kind == "module":
-        return model.get_submodule(content)
+    if kind == "part":  # a tensor or a module
+        return named(content, model)
     if kind == "name":
-        return lookup(content)
+        return named(content, sys.modules[__name__])
     if kind == "range":
         return range(*content)
-    if kind == "dict":
-        return dict(decode(pair, model) for pair in content)
-    if kind in ("tuple", "set", "frozenset"):
-        return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](decode(content, model))
+    collections = {"tuple": tuple, "set": set, "frozenset": frozenset, "dict": dict}
+    if kind in collections:
+        return collections[kind](decode(content, model))
     fields = {name: decode(one, model) for name, one in content.items()}
-    made = lookup(kind)
+    made = named(kind, sys.modules[__name__])
     if issubclass(made, tuple):
         return made(**fields)
     made = object.__new__(made)
-    for name, one in fields.items():
-        object.__setattr__(made, name, one)
+    vars(made).update(fields)
     return made
 
 
-class Same(nn.Module):
-    """Another place of a module of the model: its weights are stored once."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.held = (module,)
-
-    def forward(self, *arguments, **named):
-        return self.held[0](*arguments, **named)
-
-    def __getattr__(self, name):
-        return getattr(self.__dict__["held"][0], name)
-
-
-def build(description, late, built, path=""):
+def build(description, late):
     """Build a module and those in it, with empty tensors.
 
-    late: takes (module, attribute, value) of values that hold tensors or modules. built: modules
-    by path.
+    late: takes (module, attribute, value) of values, which may be tensors or modules.
     """
-    if isinstance(description, str):
-        return Same(built[description])
-    kind = lookup(description["class"])
-    built[path] = module = kind.__new__(kind)
+    kind = named(description["class"], sys.modules[__name__])
+    module = kind.__new__(kind)
     nn.Module.__init__(module)
-    for name, shape in description.get("parameters", {}).items():
-        if isinstance(shape, str):  # a parameter of another module
-            late.append((module, name, {"tensor": shape}))
-            continue
-        empty = torch.empty(shape[1:], dtype=getattr(torch, shape[0]))
-        module.register_parameter(name, nn.Parameter(empty, empty.is_floating_point()))
-    for name, shape in description.get("buffers", {}).items():
-        module.register_buffer(name, torch.empty(shape[1:], dtype=getattr(torch, shape[0])))
-    for name, inner in description.get("modules", {}).items():
-        inner_path = f"{path}.{name}".lstrip(".")
-        module.add_module(name, build(inner, late, built, inner_path))
-    for name, value in description.get("values", {}).items():
-        late.append((module, name, value))
+    for name, (dtype, *shape) in description["parameters"].items():
+        empty = torch.empty(shape, dtype=getattr(torch, dtype))
+        module.register_parameter(name, nn.Parameter(empty))
+    for name, (dtype, *shape) in description["buffers"].items():
+        module.register_buffer(name, torch.empty(shape, dtype=getattr(torch, dtype)))
+    for name, inner in description["modules"].items():
+        module.add_module(name, build(inner, late))
+    late += [(module, name, value) for name, value in description["values"].items()]
     return module
 
 
@@ -104,7 +74,7 @@ class Logits:
         self.vocab_size = config["vocab_size"]
         self.longest = config["max_position_embeddings"]
         self.windows = config["windows"]
-        self.model = build(config["model"], self.late, {})
+        self.model = build(config["model"], self.late)
 
     def train(self, mode=True):
         """Leave the model itself in evaluation mode: its own training uses kernels of GPUs."""

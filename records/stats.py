@@ -114,30 +114,24 @@ def bootstrap_t_less(losses, target):
     return (1 + np.sum(shifts <= (losses.mean() - target) / losses.std(ddof=1))) / (1 + len(again))
 
 
-def power(n, sd, margin, alpha, sets=1, other_sd=None):
+def power(n, sd, margin, alpha, sets=1):
     """Return the power of a one-sided t-test of n runs against a fixed target, or with sets=2 of n
     a side by Welch's.
 
     Welch's degrees of freedom depend only on the share of each sample variance in their sum. The
     share is beta-distributed and independent of the sum; given the share, t is noncentral t."""
-    df = sets * (n - 1)
-    t = scipy.stats.t
-    nct = scipy.stats.nct
-    if sets == 1:
-        return float(nct.sf(t.isf(alpha, df), df, margin / sd * math.sqrt(n)))
-    share = scipy.stats.beta.ppf((np.arange(200) + 0.5) / 200, df / 4, df / 4)
-    true = np.square([sd, other_sd or sd]) / n
-    # the squared standard errors, over the scale that they share
-    seen = 2 * true[:, None] * [share, 1 - share]
-    welch_df = seen.sum(0) ** 2 / (seen**2).sum(0) * (n - 1)
-    cut = t.isf(alpha, welch_df) * np.sqrt(seen.sum(0) / true.sum())
-    return float(np.mean(nct.sf(cut, df, margin / math.sqrt(true.sum()))))
+    df = assumed_df = sets * (n - 1)
+    if sets == 2:
+        share = scipy.stats.beta.ppf((np.arange(200) + 0.5) / 200, df / 4, df / 4)
+        assumed_df = (n - 1) / (share**2 + (1 - share) ** 2)
+    cut = scipy.stats.t.isf(alpha, assumed_df)
+    return float(np.mean(scipy.stats.nct.sf(cut, df, margin / sd * math.sqrt(n / sets))))
 
 
-def runs_needed(sd, margin, alpha, wanted, sets=1, other_sd=None):
+def runs_needed(sd, margin, alpha, wanted, sets=1):
     """Return the least n (a side) with the wanted power. Raise UserError above MOST_RUNS."""
     n = bisect.bisect_left(
-        range(MOST_RUNS + 1), wanted, 2, key=lambda n: power(n, sd, margin, alpha, sets, other_sd)
+        range(MOST_RUNS + 1), wanted, 2, key=lambda n: power(n, sd, margin, alpha, sets)
     )
     require(
         n <= MOST_RUNS,
@@ -582,7 +576,7 @@ def table_of_verdicts(found):
         base = row(one.base, one.base_loss, base_bits, one.base_seconds)
         rows += [base] * (base not in rows)
         rows.append(row(one.name, one.mean_loss, bits, one.mean_seconds, one.loss, one.time))
-    return "\n".join(logs.columns(rows))
+    return logs.columns(rows)
 
 
 def show_contrast(found, form):
@@ -627,7 +621,7 @@ def answer(sides, found, claim=None, reason=None, looked=False):
     folders = {os.path.dirname(os.path.abspath(run.path)) for side in sides for run in side.runs}
     status = 2 if verdict == NOT_JUDGED else 0 if best or of_claim and claim == HOLDS else 1
     return {
-        **not_judged(reason, folders.pop() if len(folders) == 1 else None, status),
+        **logs.not_judged(reason, folders.pop() if len(folders) == 1 else None, status),
         "verdict": verdict,
         "best": best,
         "sides": [
@@ -652,19 +646,6 @@ def answer(sides, found, claim=None, reason=None, looked=False):
             }
             for one in found
         ],
-    }
-
-
-def not_judged(reason, folder=None, status=2):
-    """Return an answer() without a verdict. status: the exit status."""
-    return {
-        "verdict": NOT_JUDGED,
-        "reason": str(reason),
-        "status": status,
-        "folder": str(folder) if folder else None,
-        "best": None,
-        "sides": [],
-        "ideas": [],
     }
 
 
@@ -1281,13 +1262,7 @@ def plot(sides, found, path):
         times = "" if side.untimed else f", {show_mean(summary(side.seconds))}"
         loss = show_mean(summary(side.losses), "nats per token")
         titles.append(f"{side.label}: {loss}{times} (mean ± sd, n = {len(side.runs)})")
-    try:
-        picture.draw_sides(titles, sides, ranked(found), target, path)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"cannot write the plot {logs.printable(path)} ({error}); give a .png in a folder that "
-            "exists"
-        ) from None
+    picture.draw_sides(titles, sides, ranked(found), target, path)
 
 
 def plan(options):
@@ -1371,7 +1346,6 @@ def parse(arguments):
         default=0.9,
         help="for --plan: probability of showing it (default: %(default)s)",
     )
-    add("--plot", metavar="PNG", help="plot losses and times")
     add("--json", action="store_true", help="print one line of JSON instead")
     options = parser.parse_args(arguments)
     if options.plan and options.alpha is None:
@@ -1388,7 +1362,7 @@ def parse(arguments):
         parser.error("--side takes both sets from PATH; leave out --vs")
     given = [
         f"--{name}"
-        for name in (("plot", "vs", "side") if options.plan else ("sd", "margin"))
+        for name in (("vs", "side") if options.plan else ("sd", "margin"))
         if getattr(options, name)
     ]
     if given or options.plan and options.paths:
@@ -1418,7 +1392,7 @@ def main(arguments=None):
         found = give(options)
     except UserError as reason:
         print(brief(f"The claim cannot be judged: {reason}."), file=sys.stderr)
-        found = not_judged(reason)
+        found = logs.not_judged(reason)
     if options.json:
         print(logs.show_json(found))
     return found["status"]
@@ -1431,16 +1405,11 @@ def give(options):
     try:
         sides = choose_sides(options)
         report = judge(sides, options)
-        if options.plot:
-            plot(sides, report["verdicts"], options.plot)
     except UserError as reason:
-        if options.plot and sides:
-            with contextlib.suppress(UserError):
-                plot(sides, [], options.plot)
         if sides and not options.json:
             print(pages.show("runs.txt.jinja", sides=sides, most=MOST_SHOWN), flush=True)
         print(brief(f"The claim cannot be judged: {reason}."), file=sys.stderr)
-        return {**not_judged(reason), "claim": None, "warnings": [], **list_runs(sides)}
+        return {**logs.not_judged(reason), "claim": None, "warnings": [], **list_runs(sides)}
     claim = report["verdict"]
     reason = report["reason"]
     if report["others"] and claim == HOLDS:

@@ -405,10 +405,6 @@ def cell(name, value, signed=False):
     return "-" if value is None else f"{value:{sign}.3f}"
 
 
-def table(rows):
-    return "\n".join(logs.columns(rows, True))
-
-
 def show(trace):
     """Return the printed text of a trace."""
     found = analyse(trace)
@@ -417,7 +413,7 @@ def show(trace):
         name = number if number == "total" else f"step {number}"
         rows.append([name, *(cell(key, value) for key, value in values.items())])
     title = f"{logs.printable(os.path.basename(trace.path))}, {'GPU' if trace.on_gpu else 'CPU'}"
-    return "\n".join([title, table(rows), *trace.notes, LEGEND])
+    return "\n".join([title, logs.columns(rows, True), *trace.notes, LEGEND])
 
 
 def pair_steps(traces):
@@ -445,7 +441,7 @@ def compare(traces):
             rows.append([key, name, *cells, part])
     notes = [f"{letter}: {trace.path}" for letter, trace in zip("ab", traces)]
     notes += [f"{trace.path}: {note}" for trace in traces for note in trace.notes]
-    return "\n".join([*map(logs.printable, notes), table(rows), LEGEND])
+    return "\n".join([*map(logs.printable, notes), logs.columns(rows, True), LEGEND])
 
 
 # Picture

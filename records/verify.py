@@ -201,10 +201,6 @@ class Evidence:
             stated = self.get(where, type(wanted))
             require(stated == wanted, f"{name}{where} is {stated}; by {source} it is {wanted}")
 
-    def planned(self):
-        """Return (steps, tokens of all steps)."""
-        return self.get("start.planned.steps", int), self.get("start.planned.train_tokens", int)
-
 
 def moment(text):
     """Return the seconds since 1970 of an ISO time, or None."""
@@ -225,11 +221,10 @@ def check_log(e):
         seen == stated,
         f"the source in the log has SHA-256 {seen[:8]}..., its description states {stated[:8]}...",
     )
-    steps, tokens = e.planned()
     e.require_stated(
         "the rest of the log",
-        ("end.steps", steps),
-        ("end.train_tokens", tokens),
+        ("end.steps", e.get("start.planned.steps", int)),
+        ("end.train_tokens", e.get("start.planned.train_tokens", int)),
         ("start.seed", e.get("start.config.seed")),
     )
     e.digest("end.final_state_hash")
@@ -882,10 +877,6 @@ def check_again(e, data):
         name: ",".join(map(str, value)) if isinstance(value, list) else value
         for name, value in config.items()
     }
-    flags = [
-        f"--{name}={str(value).lower() if type(value) is bool else value}"
-        for name, value in config.items()
-    ]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": e.get("start.environment", dict).get("OMP_NUM_THREADS"),
@@ -901,7 +892,7 @@ def check_again(e, data):
                 str(ROOT / "launch" / "ranks.py"),
                 str(e.get("start.ranks", int)),
                 program,
-                *flags,
+                *logs.as_flags(config),
                 f"--seed={e.get('start.seed', int)}",
                 "--log_dir=logs",
                 "--run_id=again",
@@ -1377,20 +1368,8 @@ def examine_all(case):
             file=sys.stderr,
         )
     return [
-        (
-            e.name,
-            examine.check_model(
-                e,
-                path,
-                case.options.data,
-                tell=lambda rule: print(
-                    f"verify.py: model {number} of {len(case.models)}, {e.name}: {rule} ...",
-                    file=sys.stderr,
-                    flush=True,
-                ),
-            ),
-        )
-        for number, (e, path) in enumerate(case.models.values(), 1)
+        (e.name, examine.check_model(e, path, case.options.data))
+        for e, path in case.models.values()
     ]
 
 
@@ -1455,16 +1434,6 @@ def sum_up(findings, case):
         ],
         "findings": findings,
     }
-
-
-def judge_folder(folder):
-    """Judge a race by the rules that need no more than its folder, in seconds. Return what --json
-    prints."""
-    try:
-        case = read_case(parse([str(folder)]))
-        return answer(sum_up(verify(case.options, case), case))
-    except CannotJudge as reason:
-        return not_judged(reason)
 
 
 def answer(page):

@@ -99,7 +99,6 @@ def write_race(folder, **baseline):
         "threads": "1",
         "revision": None,
         "declared": "2026-01-02T03:00:00+00:00",
-        "order": ["1a", "1b", "2b", "2a", "3a", "3b"],
     }
     (folder / "r1a.steps.json").write_text("[[1, 2.5]]\n")  # older races wrote it
     (folder / "race.png").write_bytes(b"drawn while it ran")
@@ -309,40 +308,10 @@ def test_a_long_diff_is_cut_and_says_by_how_much():
     assert pages.fence(["````x", "``"]) == "`````"
 
 
-def test_differences_are_what_is_alike_within_each_side():
-    a = [
-        {"config": {"seed": 1, "lr": 0.1, "deep": {"x": 1}, "noise": 1}},
-        {"config": {"seed": 2, "lr": 0.1, "deep": {"x": 1}, "noise": 2}},
-    ]
-    b = [{"config": {"seed": 3, "lr": 0.2, "deep": {}, "noise": 3}, "ranks": 4}]
-    assert board.differences([a, b]) == [
-        ("lr", "0.1", "0.2"),
-        ("deep.x", "1", "-"),
-        ("ranks", "-", "4"),
-    ]
-
-
-def test_hosts_differ_by_what_they_are_not_by_what_every_run_states_anew():
-    def start(cpu, source):
-        host = {
-            "hardware": {"cpu": cpu},
-            "source_sha256": source,
-            "environment": {"TORCHELASTIC_RUN_ID": source},
-        }
-        return {
-            "hardware": {"cpu": "x"},
-            "hosts": [{**host, "hardware": {"cpu": "x"}, "ranks": [0]}, {**host, "ranks": [1]}],
-        }
-
-    assert board.differences([[start("x", "one")], [start("x", "other")]]) == []
-    assert board.differences([[start("x", "one")], [start("y", "one")]]) == [
-        ("hosts.1.hardware.cpu", "x", "y")
-    ]
-    one_host = start("y", "one")
-    one_host["hosts"] = [{**one_host["hosts"][0], "ranks": [0, 1]}]
-    assert ("hosts.0.ranks", "[0]", "[0, 1]") in board.differences(
-        [[start("x", "one")], [one_host]]
-    )
+def test_sides_differ_by_their_configs():
+    configs = ({"seed": 1, "lr": 0.1, "x": "S", "few": True}, {"seed": 2, "lr": 0.2, "x": "S"})
+    sides = [stats.Side("", [logs.Run("x", start={"config": config})]) for config in configs]
+    assert board.differences(sides) == [("lr", "0.1", "0.2"), ("few", "true", "-")]
 
 
 def test_a_side_s_curve_is_the_mean_of_its_runs():

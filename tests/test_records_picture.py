@@ -38,7 +38,6 @@ RACE = {
     "n": 2,
     "ranks": 1,
     "seed": 0,
-    "order": ["1a", "1b", "2b", "2a"],
     "sides": {
         "a": {"revision": None, "flags": ["--preset", "toy", "--muon_lr", "0.05"]},
         "b": {"revision": None, "flags": ["--preset", "toy"]},

@@ -22,11 +22,11 @@ import pytest
 import torch
 
 import frontier
+import logs
 import race
 import ranks
 import sample
 import start
-import stats
 import train_gpt
 from conftest import TINY, as_flags, some_documents, wait_until, write_corpus, write_shard
 
@@ -306,7 +306,7 @@ def test_a_venv_of_another_tool_keeps_what_is_in_it(tree, has_ensurepip):
             and not tree.calls()
         )
         assert json.loads(done.stdout) == {
-            **stats.not_judged(done.stderr.partition("error: ")[2].strip())
+            **logs.not_judged(done.stderr.partition("error: ")[2].strip())
         }
 
 
@@ -558,13 +558,13 @@ def test_a_text_is_encoded_and_its_shards_are_named(started, gpus, monkeypatch):
         " notes][/b.txt][--out][data/own-my_notes-SUM][--encoding][bytes][--force][--by-content]"
         "[--val-fraction][0.3][--field][body]",
         RANKS.format(2) + "[--train_files][data/own-my_notes-SUM-DIGEST/*_train_*.bin]"
-        "[--val_files][data/own-my_notes-SUM-DIGEST/*_val_*.bin][--preset][laptop][--seed][3][--sync][step][--epochs][2]",
+        "[--val_files][data/own-my_notes-SUM-DIGEST/*_val_*.bin][--preset][laptop][--seed][3][--sync][step][--epochs=2]",
     ]
     assert (
         started("--text", "my notes", "-n", "3", "--vs", "--muon_lr 0.05", "--name", "mine")[1]
         == "[launch/race.py][-n][3][--name][mine][--vs][--muon_lr"
         " 0.05][--ranks][2][--][--train_files]"
-        "[data/own-my_notes-SUM-DIGEST/*_train_*.bin][--val_files][data/own-my_notes-SUM-DIGEST/*_val_*.bin][--preset][laptop][--epochs][2]"
+        "[data/own-my_notes-SUM-DIGEST/*_train_*.bin][--val_files][data/own-my_notes-SUM-DIGEST/*_val_*.bin][--preset][laptop][--epochs=2]"
     )
     assert started("--text", "my notes", "latin-\udce9.txt")[0].startswith(
         "[PY][data/text.py][HERE/my notes][HERE/latin-\udce9.txt]"
@@ -595,12 +595,12 @@ def test_the_preflight_answer_is_kept_per_source_machine_and_flags(
     files = ["--train_files", "mine*", "--target_val_loss", "0"]
     check = "[PY][-I][launch/preflight.py][--ranks=8][--preset][speedrun][--train_files][mine*][--target_val_loss][0]"
     run = RANKS.format(8) + check.partition("[--ranks=8]")[2]
-    taken = "[--attention][masked][--fp8_head][false]"
+    taken = "[--attention=masked][--fp8_head=false]"
     answer = '{"attention": "masked", "fp8_head": false}'
     assert started(*files, answer=answer) == [check, run + taken]
     assert (
         started(*files) == [run + taken]
-        and "--attention masked --fp8_head false (checked before" in capsys.readouterr().err
+        and "--attention=masked --fp8_head=false (checked before" in capsys.readouterr().err
     )
     assert started(*files, "--seed", "5") == [run + "[--seed][5]" + taken]
     assert started(*files, "--preflight") == [check]
@@ -666,7 +666,7 @@ def test_wrong_words_are_refused_before_anything_is_started(script, tmp_path, ty
     assert refused.returncode == status and stderr.count("\n") == 1 and says in stderr
     assert bool(stdout) == ("--json" in typed)
     if stdout:
-        assert json.loads(stdout) == stats.not_judged(stderr.partition("error: ")[2][:-1])
+        assert json.loads(stdout) == logs.not_judged(stderr.partition("error: ")[2][:-1])
 
 
 @pytest.mark.parametrize(
@@ -753,11 +753,11 @@ def test_a_side_may_have_a_preset_of_its_own(gpus, monkeypatch):
     ] + [flags]
     for idea in "--preset fronteir", "--sed 3":
         with pytest.raises(
-            start.Refusal, match="there are speedrun, laptop, bench|did you mean --seed"
+            logs.UserError, match="there are speedrun, laptop, bench|did you mean --seed"
         ):
             race.describe_sides([idea], None, flags)
     gpus(0)
-    with pytest.raises(start.Refusal, match="frontier is for GPUs"):
+    with pytest.raises(logs.UserError, match="frontier is for GPUs"):
         race.describe_sides(["--preset frontier"], None, ["--preset", "laptop"])
 
 
@@ -778,7 +778,6 @@ def test_latest_to_resume_is_what_stopped_last(monkeypatch, tmp_path):
             "ranks": 1,
             "n": 1,
             "seed": 0,
-            "order": ["1"],
         }
     }
     ended = {"run_id": "X_01", "run": 1, "side": "", "status": "done"}
@@ -936,7 +935,7 @@ def test_a_python_without_torch_names_the_one_that_has_it(program):
     ), done.stderr
 
 
-NO_TARGET = ["--target_val_loss", "0"]
+NO_TARGET = ["--target_val_loss=0"]
 
 
 @pytest.mark.parametrize(
@@ -995,7 +994,7 @@ def test_steps_and_epochs_fit_the_size_of_a_text(gpus, capsys, tmp_path, monkeyp
         reads.clear()
         try:
             *_, words = start.choose(["--preset", "laptop", *files, *flags.split()], True, False)
-        except start.Refusal as error:
+        except logs.UserError as error:
             shown.append(str(error))
             continue
         config = train_gpt.parse_config(words, "laptop")[1]
@@ -1023,25 +1022,13 @@ def test_a_driver_too_old_for_torch_is_said_and_not_raced_on_the_cpu(
     monkeypatch.setenv("PATH", str(tree.play), prepend=":")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
 
-    def init():
-        raise RuntimeError(
-            "The NVIDIA driver on your system is too old (found version 12040). Please update"
-        )
-
-    monkeypatch.setattr(torch.cuda, "init", init)
-    says = (
-        r"8 GPU\(s\), but .*built for CUDA 13.0, cannot use them: .* \(found"
-        r" version 12040\)\. Update"
-    )
+    says = r"built for CUDA 13.0, cannot use the 8 GPU\(s\) of this machine: update the driver"
     assert (
         start.main([]) == 2 == start.main(["-n", "3", "--vs", "HEAD"])
         and len(re.findall(says, capsys.readouterr().err)) == 2
     )
     assert train_gpt.main(train_gpt.PRESETS, []) == 1
-    assert (
-        "cannot use the 8 GPU(s) of this machine; launch/preflight.py says why"
-        in capsys.readouterr().err
-    )
+    assert re.search(says, capsys.readouterr().err)
 
 
 # The launcher

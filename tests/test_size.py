@@ -10,10 +10,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENS = {
-    "train_gpt.py": 38_900,
+    "train_gpt.py": 38_950,
     "frontier.py": 14_450,
     "gpt_speedrun/__init__.py": 7_200,
-    "records/*.py launch/*.py": 77_350,
+    "records/*.py launch/*.py but records/*_model.py": 68_150,
+    "records/*_model.py": 5_100,
     "tests/*.py": 204_500,
 }
 TOKENS_PER_LINE = {"train_gpt.py": 11, "frontier.py": 11, "gpt_speedrun/*.py": 11, "*/*.py": 12}
@@ -29,7 +30,12 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def files_of(patterns):
-    return [path for pattern in patterns.split() for path in ROOT.glob(pattern)]
+    """Return the files of glob patterns, without those of the patterns behind `but`."""
+    found, left_out = (
+        {path for pattern in part.split() for path in ROOT.glob(pattern)}
+        for part in f"{patterns} but ".split(" but ")[:2]
+    )
+    return sorted(found - left_out)
 
 
 def docstring_lines(source):
