@@ -334,7 +334,7 @@ def _script(
     torch.set_num_threads(1)
     warnings.resetwarnings()
     warnings.simplefilter("ignore")
-    runs = Path(argv[0]).name in ("train_gpt.py", "frontier.py", "start.py")
+    runs = Path(argv[0]).name in ("train_gpt.py", "frontier.py", "start.py", "ranks.py")
     for name, module in [*sys.modules.items()] if runs else ():  # a new process has none of ours
         file = getattr(module, "__file__", None) or ""
         if Path(__file__).parent.parent in Path(file).parents and sys.prefix not in file:
