@@ -934,16 +934,6 @@ def other_counts(comm):
     optimizer.step(FULL)
 
 
-def other_counts_in_no_sync(comm):
-    model = chain()
-    optimizer = optimizer_of(model, comm)
-    with optimizer.no_sync():
-        for _ in range(1 + comm.rank):
-            model(torch.ones(1, 6)).sum().backward()
-    model(torch.ones(1, 6)).sum().backward()
-    optimizer.step()
-
-
 DIFFERENCES = {  # name: (how rank 1 differs, the error)
     "widths": (
         lambda comm: optimizer_of(chain((6, 5, 7 + comm.rank, 4)), comm),
@@ -970,10 +960,6 @@ DIFFERENCES = {  # name: (how rank 1 differs, the error)
         "bucket .*lr=1.1.*lr=0.1",
     ),
     "counts": (other_counts, "rank 1 has backwards 3; rank 0 has 2"),
-    "no_sync": (
-        other_counts_in_no_sync,
-        r"rank 1 has backwards 3; rank 0 has 2\. .* no_sync\(\)",
-    ),
 }
 
 

@@ -5,7 +5,6 @@ import gc
 import json
 import os
 import re
-import shutil
 import socket
 import struct
 import subprocess
@@ -550,26 +549,16 @@ def test_a_silent_client_a_dangling_link_and_an_odd_log_do_not_block_the_page(
     assert "Not shown: gone.txt: No such file or directory" in page
 
 
-def test_the_page_appears_soon(tmp_path):
-    """Without a library for plots or tests, which alone takes about a second.
-
-    In seconds of its process, in the best of three tries, with room for a slow machine."""
-    for i in range(watch.SHOWN):
-        (tmp_path / f"{i}.txt").write_text(
-            log(START, *steps(1, 2000, 2000), *["# a line of a script"] * i)
-        )
+def test_the_page_needs_no_library_for_plots_or_tests(tmp_path):
+    """Which alone takes about a second."""
+    (tmp_path / "x.txt").write_text(log(START, *steps(1, 20)))
     code = (
-        "import pathlib, sys, time; sys.path.insert(0, sys.argv[1]); import watch;"
-        " watch.page(pathlib.Path(sys.argv[2])); assert not {'numpy', 'scipy', 'matplotlib',"
-        " 'torch'} & set(sys.modules); print(time.process_time())"
+        "import pathlib, sys; sys.path.insert(0, sys.argv[1]); import watch;"
+        " print('<svg' in watch.page(pathlib.Path(sys.argv[2])), {'numpy', 'scipy', 'matplotlib',"
+        " 'torch'} & set(sys.modules))"
     )
-    times = (
-        subprocess.check_output(
-            [sys.executable, "-c", code, str(ROOT / "launch"), str(tmp_path)], text=True
-        )
-        for _ in range(3)
-    )
-    assert any(float(seconds) < 3 for seconds in times)
+    command = [sys.executable, "-c", code, str(ROOT / "launch"), str(tmp_path)]
+    assert subprocess.check_output(command, text=True) == "True set()\n"
 
 
 def test_a_browser_that_leaves_early_causes_no_traceback(tmp_path, open_page, capsys, monkeypatch):
@@ -676,32 +665,3 @@ def test_every_word_of_the_diagram_is_readable_in_light_and_dark(dark):
     for element in tree.iter():
         assert all(f".{name}" in style for name in element.get("class", "").split())
         assert element.get("href", "#title")[1:] in ids
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("chromium"), reason="chromium is not installed")
-@pytest.mark.parametrize("scheme, low, high", [(1, 0.7, 1), (0, 0, 0.4)])  # light, dark
-def test_a_browser_draws_the_diagram_in_its_scheme(tmp_path, scheme, low, high):
-    import matplotlib.image
-
-    subprocess.run(
-        [
-            "chromium",
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            f"--user-data-dir={tmp_path}",
-            f"--blink-settings=preferredColorScheme={scheme}",
-            "--window-size=1000,480",
-            f"--screenshot={tmp_path}/x.png",
-            DIAGRAM.as_uri(),
-        ],
-        stderr=subprocess.DEVNULL,
-        check=True,
-        timeout=600,
-    )
-    drawn = matplotlib.image.imread(tmp_path / "x.png")[..., :3]
-    assert (
-        low < drawn.mean() < high
-        and len(np.unique((drawn * 255).astype(int).reshape(-1, 3), axis=0)) > 50
-    )

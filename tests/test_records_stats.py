@@ -1,7 +1,6 @@
 """records/stats.py: known answers, the promised error rates by simulation, and every refusal and
 warning."""
 
-import functools
 import hashlib
 import json
 import os
@@ -656,31 +655,6 @@ def test_a_race_of_one_version_until_decided(write, judge, refusal):
 
     n = next(n for n in range(2, 10) if judge(race(n))[0] != 2)
     assert 3 < n < 9 and judge(race(n))[0] == 0 and "after 2 of at most 10 runs" in refusal(race(2))
-
-
-# One line
-
-
-def test_what_cannot_be_judged_is_said_in_300_characters(write, capsys):
-    many = write(
-        "many",
-        (
-            log(
-                3.27 + i / 9999,
-                140 + i / 9,
-                f"source {i}",
-                start={"seed": i, "config": {"x": "y" * 400 + str(i)}},
-            )
-            for i in range(300)
-        ),
-    )
-    for arguments, end in (
-        ([many], "(of the second set --vs-source).\n"),
-        ([f"{many}/nothing{i}.txt" for i in range(100)], "check the path and its permissions.\n"),
-    ):
-        assert stats.main(arguments) == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1 and len(error) <= 301 and error.endswith(end)
 
 
 # The command

@@ -618,17 +618,6 @@ def damage(path, how):
     path.write_bytes(content[: None if how == "flipped" else len(content) // 2])
 
 
-def test_ranks_resume_from_the_checkpoint_before_a_damaged_one(flags, on_ranks, tmp_path):
-    on_ranks(2, train, flags("killed"), 7)
-    assert steps_saved(tmp_path) == [4, 6]
-    damage(tmp_path / "killed.step000006.ckpt", "cut")
-    on_ranks(2, train, ["--resume", "latest", "--log_dir", str(tmp_path)])
-    (line,) = resumed_lines(tmp_path / "killed.txt")
-    assert (
-        line["from_step"] == 4 and "killed.step000006.ckpt: not a saved model" in line["damaged"][0]
-    )
-
-
 @pytest.mark.parametrize("restart", [False, True])
 def test_a_damaged_checkpoint_is_reported_and_goes_when_a_later_one_is_saved(
     restart, flags, capsys, tmp_path, monkeypatch

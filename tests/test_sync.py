@@ -3,10 +3,11 @@ show each.
 
 A: hooks of the record; B: contiguous gradient buffers; C: readiness counters and overlap; D:
 contiguous parameters; E: a reducer's rules; then further properties and bad input. The tests are
-here, in test_optimizer.py, test_resume.py or test_run.py; test_the_table_names_existing_tests reads this table.
+here, in test_optimizer.py, test_resume.py or test_run.py.
 
     A1 launch in a hook         test_launches_happen_in_backward_and_waits_after_it
-    A2 a hook never waits       test_backward_ends_though_the_network_never_answers, test_no_hook_waits
+    A2 a hook never waits       test_backward_ends_though_the_network_never_answers,
+                                test_launches_happen_in_backward_and_waits_after_it
     A3 step order               test_launches_happen_in_backward_and_waits_after_it,
                                 test_update_order_forward_updates_the_first_layers_first
     A4 deterministic groups     test_ranks_that_differ_all_get_an_error_that_names_the_difference
@@ -86,7 +87,6 @@ import math
 import random
 import re
 from datetime import timedelta
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -97,9 +97,6 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import gpt_speedrun
-import test_optimizer
-import test_resume
-import test_run
 import train_gpt
 from conftest import some_documents
 from gpt_speedrun import Comm, Optimizer, RunError, SyncSettings, fill_buckets
@@ -396,16 +393,6 @@ def test_a_bucket_is_launched_at_its_last_gradient():
             assert not comm.events, f"launched before {name} of {order}"
             params[name].sum().backward()
         assert comm.kinds() == [("start", "reduce")]
-
-
-def test_no_hook_waits():
-    model = chain()
-    comm = Recorder()
-    engine = build(model, comm)
-    engine.reducer.launch_orders[len(engine.buckets)] = engine.buckets
-    engine.prepare_for_backward(0)
-    model(X).sum().backward()
-    assert not any(kind == "wait" for kind, *_ in comm.events), "a hook waits"
 
 
 def test_a_hook_runs_one_operator_per_gradient():
@@ -1026,9 +1013,6 @@ def test_micro_batches_sum_as_a_binary_tree(heights, seed):
     assert torch.equal(bucket.slots[0].grad, tree[0])
 
 
-# flat views
-
-
 # whole runs
 
 SHORT = {
@@ -1108,18 +1092,3 @@ def test_settings_reach_a_whole_run(one, tmp_path, capsys):  # noqa: F811
         assert status == 0, errors
         ends.append(read_log(tmp_path / "logs" / f"{i}.txt")[4]["final_state_hash"])
     assert ends[0] == ends[1] != ends[2]
-
-
-def test_the_table_names_existing_tests():
-    import test_programs  # it imports this module
-
-    words = set(re.findall(r"(?:test_|bench/|records/)\w+(?:\.py)?", __doc__))
-    modules = test_optimizer, test_programs, test_resume, test_run
-    known = {name for module in modules for name in vars(module)} | {*globals()}
-    root = Path(train_gpt.__file__).parent
-    missing = {
-        word
-        for word in words
-        if not (word in known or (root / word).exists() or (root / "tests" / word).exists())
-    }
-    assert not missing and len(words) > 50
