@@ -14,7 +14,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-import xml.etree.ElementTree
 from pathlib import Path
 
 import numpy as np
@@ -607,9 +606,6 @@ def test_a_clock_reset_gives_no_speed():
     assert all(speed == 100 for _, speed in pages.running_means(speeds, 1000))
 
 
-DIAGRAM = ROOT / "docs/gradient-sync.svg"
-
-
 def luminance(color):
     linear = [
         (part / 255 / 12.92 if part <= 10 else ((part / 255 + 0.055) / 1.055) ** 2.4)
@@ -638,30 +634,3 @@ def test_text_and_lines_of_the_live_page_are_readable_in_light_and_dark(dark):
         **{f"c{color}": 3 for color in range(watch.COLORS)},
     }.items():
         assert contrast(colors[name], colors["paper"]) >= least, name
-
-
-@pytest.mark.parametrize("dark", [False, True])
-def test_every_word_of_the_diagram_is_readable_in_light_and_dark(dark):
-    tree = xml.etree.ElementTree.parse(DIAGRAM)
-    style = tree.find(".//{*}style").text
-    colors = {}
-    for part in style.split("@media")[: 1 + dark]:
-        for selectors, color in re.findall(r"([.\w, ]+) \{[^}]*?(?<![\w-])fill: #(\w{6})", part):
-            colors |= {
-                selector.strip(): [*bytes.fromhex(color)] for selector in selectors.split(",")
-            }
-    grounds = [colors[name] for name in (".paper", ".box")]
-    local = [
-        [0.3 * a + 0.7 * b for a, b in zip(colors[name], colors[".paper"])]
-        for name in (".r0", ".r1")
-    ]
-    for color, behind in (
-        (colors["text"], grounds + local),
-        (colors[".pale"], grounds),
-        (colors[".on"], [colors[name] for name in (".r0", ".r1", ".last", ".early")]),
-    ):
-        assert all(contrast(color, ground) >= 4.5 for ground in behind), (color, behind)
-    ids = {element.get("id") for element in tree.iter()}
-    for element in tree.iter():
-        assert all(f".{name}" in style for name in element.get("class", "").split())
-        assert element.get("href", "#title")[1:] in ids
