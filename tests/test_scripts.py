@@ -695,6 +695,12 @@ def test_code_in_a_file_of_its_own_is_refused_in_one_line(script, tmp_path, prog
     _, stderr = refused.communicate(timeout=600)
     assert refused.returncode == (2 if program == "launch/start.py" else 1)
     assert stderr.count("\n") == 1 and f"imports {beside.partition('.')[0]}" in stderr, stderr
+    if program == "launch/start.py":
+        idea.unlink()
+        missing = script(copy / program, *words)
+        _, stderr = missing.communicate(timeout=600)
+        assert missing.returncode == 2 and stderr.count("\n") == 1
+        assert re.search("No module named '.*my_idea'; a run finds", stderr)
 
 
 @needs_venv
