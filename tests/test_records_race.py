@@ -270,10 +270,8 @@ def test_another_revision_runs_in_turn_from_a_worktree(repo, capsys):
 def test_every_tool_takes_the_latest_race_and_names_its_sides_alike(repo, capsys, monkeypatch):
     monkeypatch.chdir(repo)
     monkeypatch.setattr(logs, "HOME", repo / "logs")
-    assert race.main(["-n", "3", "--vs", "--slower 7"]) == 1
-    folder = only_race(repo)[0]
-    older = shutil.copytree(folder, folder.with_name("race-older"))
-    os.utime(older / "race.jsonl", (1, 1))
+    assert [race.main(["-n", "3", "--vs", idea]) for idea in ("--worse 1", "--slower 7")] == [1, 1]
+    folder = max(repo.glob("logs/*/race.jsonl"), key=os.path.getmtime).parent
     capsys.readouterr()
     for tool, status, *words in (
         (stats, 1),
@@ -574,18 +572,14 @@ def test_another_project_s_script_is_interrupted_with_the_race_and_goes_on(repo,
 
 
 def test_a_better_idea_is_confirmed_on_new_seeds_and_raced_elsewhere(repo, capsys, monkeypatch):
-    """The short base is run once for a race and its confirmation, which reads validation tokens
-    that no race has read; others have another base."""
+    """The short base is run once for a race and its confirmation; others have another base."""
     monkeypatch.setattr(logs, "HOME", repo / "logs")
     idea = "--worse -1 --slower 0"
-    words = f"-n 3 --vs '{idea}' --confirm --at '--num_steps 40' --json"
-    words += " -- --slower 10 --val_tokens 1"
+    words = f"-n 3 --vs '{idea}' --confirm --at '--num_steps 40' --json -- --slower 10"
     assert race.main(shlex.split(words)) == 0
     out = capsys.readouterr().out
     found = json.loads(out.splitlines()[-1])
     assert found["confirmation"]["shown"] and found["confirmation"]["steps"] == 20
-    confirmed = race.Manifest.read(Path(found["confirmation"]["folder"]) / "race.jsonl").race
-    assert [side["config"]["val_skip"] for side in confirmed["sides"].values()] == [1, 1]
     (there,) = found["elsewhere"]
     assert there["at"] == "--num_steps 40" and there["carries_over"] in ("holds", "grows", "fades")
     assert found["best"] == idea and out.count("/6  base, short ") == 6
@@ -599,6 +593,16 @@ def test_a_better_idea_is_confirmed_on_new_seeds_and_raced_elsewhere(repo, capsy
     assert race.main(["--resume", there["folder"], "--json"]) == 0
     again = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert again["confirmation"]["shown"] and again["elsewhere"] == [there]
+
+
+def test_a_win_is_confirmed_on_validation_tokens_that_no_race_has_read(repo, capsys):
+    idea = "--worse -1 --slower 0"
+    words = f"-n 3 --vs '{idea}' --confirm --json -- --slower 10 --val_tokens 1"
+    assert race.main(shlex.split(words)) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    folder = Path(found["confirmation"]["folder"])
+    sides = race.Manifest.read(folder / "race.jsonl").race["sides"].values()
+    assert [side["config"]["val_skip"] for side in sides] == [1, 1]
 
 
 def test_a_win_that_new_seeds_do_not_show_is_none(repo, monkeypatch):
@@ -881,14 +885,15 @@ def test_what_the_script_reads_is_opened_before_the_first_run(tmp_path, script):
             50257,
             50256,
         )
+    (tmp_path / "copy").mkdir()
     for name in "train_gpt.py", "frontier.py":
-        shutil.copy(ROOT / name, tmp_path)
+        shutil.copy(ROOT / name, tmp_path / "copy")
     flags = ["--preset", "frontier", "--train_files", f"{tmp_path}/toy_train_*.bin"]
     flags += ["--val_files", f"{tmp_path}/toy_val_*.bin"]
     (tmp_path / "check.py").write_text(race.CHECK)
 
     def check(*more):
-        there = functools.partial(os.chdir, tmp_path)
+        there = functools.partial(os.chdir, tmp_path / "copy")
         checking = script(tmp_path / "check.py", 1, *flags, *more, prepare=there)
         return checking.communicate(timeout=600)
 

@@ -679,7 +679,7 @@ def test_wrong_words_are_refused_before_anything_is_started(script, tmp_path, ty
     ],
 )
 def test_code_in_a_file_of_its_own_is_refused_in_one_line(script, tmp_path, program, beside):
-    """Of a module beside the script the log has no source."""
+    """Of a module beside the script the log has no source; by PYTHONPATH run.sh finds none."""
     copy = tmp_path / "copy"
     idea = copy / f"{beside.replace('.', '/')}.py"
     idea.parent.mkdir(parents=True)
@@ -690,17 +690,21 @@ def test_code_in_a_file_of_its_own_is_refused_in_one_line(script, tmp_path, prog
     edited = copy / program.replace("launch/start", "train_gpt")
     text = edited.read_text()
     edited.write_text(text.replace("import math\n", f"import math\nimport {beside}\n", 1))
-    words = ["--preset", "laptop"] if program == "launch/start.py" else ["--train_files", "none"]
-    refused = script(copy / program, *words)
-    _, stderr = refused.communicate(timeout=600)
-    assert refused.returncode == (2 if program == "launch/start.py" else 1)
+    if program != "launch/start.py":
+        refused = script(copy / program, "--train_files", "none")
+        _, stderr = refused.communicate(timeout=600)
+        assert refused.returncode == 1
+    else:
+        start = [sys.executable, "-I", copy / program, "--preset", "laptop"]
+        refused = subprocess.run(start, capture_output=True, text=True, timeout=600)
+        stderr = refused.stderr
+        assert refused.returncode == 2
+        idea.rename(tmp_path / "my_idea.py")
+        elsewhere = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        missing = subprocess.run(start, capture_output=True, text=True, env=elsewhere)
+        assert missing.returncode == 2 and missing.stderr.count("\n") == 1
+        assert re.search("No module named '.*my_idea'; a run finds", missing.stderr)
     assert stderr.count("\n") == 1 and f"imports {beside.partition('.')[0]}" in stderr, stderr
-    if program == "launch/start.py":
-        idea.unlink()
-        missing = script(copy / program, *words)
-        _, stderr = missing.communicate(timeout=600)
-        assert missing.returncode == 2 and stderr.count("\n") == 1
-        assert re.search("No module named '.*my_idea'; a run finds", stderr)
 
 
 @needs_venv
