@@ -334,7 +334,7 @@ def _script(
     torch.set_num_threads(1)
     warnings.resetwarnings()
     warnings.simplefilter("ignore")
-    runs = Path(argv[0]).name in ("train_gpt.py", "frontier.py", "start.py")
+    runs = Path(argv[0]).name in PROGRAMS
     for name, module in [*sys.modules.items()] if runs else ():  # a new process has none of ours
         file = getattr(module, "__file__", None) or ""
         if Path(__file__).parent.parent in Path(file).parents and sys.prefix not in file:
@@ -342,6 +342,10 @@ def _script(
     if prepare is not None:
         prepare()
     runpy.run_path(argv[0], run_name="__main__")
+
+
+# of ours, which import the others anew
+PROGRAMS = ("train_gpt.py", "frontier.py", "start.py", "ranks.py", "turns.py")
 
 
 class Script:

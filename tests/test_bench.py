@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -98,29 +97,6 @@ def test_whole_step():
         for name, row in table.items()
     }
     assert state["buckets"] < 0.7 * state["DDP"]
-
-
-def interrupted_in_a_fork():
-    ranks_are_forked()
-    os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
-
-
-def test_an_interrupt_while_ranks_are_started_is_not_lost(script):
-    """Python drops what a handler raises in a hook of fork."""
-    process = script(
-        BENCH / "whole_step.py",
-        *SMALL_MODEL,
-        "--rounds",
-        "100000",
-        OMP_NUM_THREADS="1",
-        prepare=interrupted_in_a_fork,
-    )
-    _, errors = process.communicate(timeout=600)
-    assert (
-        process.returncode == 1
-        and errors.endswith("error: interrupted\n")
-        and "Traceback" not in errors
-    )
 
 
 @pytest.mark.slow

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 STARTED = f"""
 import subprocess, sys, urllib.request
@@ -35,6 +37,7 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_the_settings_of_whoever_starts_the_tests_do_not_reach_them(tmp_path):
     """As in `git rebase -x` and in git's hooks, behind a proxy, in cron and in a container."""
     theirs = tmp_path / "theirs"

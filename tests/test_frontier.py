@@ -756,23 +756,36 @@ RECORD_92 = dict(
 )
 
 
-def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(flags, on_ranks, tmp_path):
-    """Resumed before the step that unties. With so many tokens candidates are drawn in part."""
+@pytest.fixture
+def of_600_tokens(tmp_path):
+    """Files of shards. With so many tokens candidates are drawn in part."""
     encoding = train_gpt.Encoding(600, 599)
-    settings = {**RECORD_92, "warmup_steps": 6, "overlap_param_gather": "true", "save_every": 4}
+    files = {}
     for split, tokens in ("train", 6000), ("val", 500):
-        path = write_shard(
-            tmp_path / f"{split}.bin", some_documents(1, tokens, *encoding), *encoding
-        )
-        settings[f"{split}_files"] = path
+        documents = some_documents(1, tokens, *encoding)
+        files[f"{split}_files"] = write_shard(tmp_path / f"{split}.bin", documents, *encoding)
+    return files
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(
+    flags, on_ranks, tmp_path, of_600_tokens
+):
+    """Resumed before the step that unties."""
+    settings = {**RECORD_92, "warmup_steps": 6, "overlap_param_gather": "true", "save_every": 4}
+    settings |= of_600_tokens
     kill_and_resume(flags, on_ranks, tmp_path, settings, [4], frontier.PRESETS)
+
+
+def test_exact_runs_go_on_at_any_number_of_ranks_in_the_midst_of_a_cycle(
+    flags, on_ranks, tmp_path, of_600_tokens
+):
+    """The first time after the step that unties."""
+    lives = (4, 7, 1), (1, -1, 7)
+    settings = {**RECORD_92, "overlap_param_gather": "true", **of_600_tokens}
+    goes_on_at_any_number_of_ranks(flags, on_ranks, tmp_path, settings, frontier.PRESETS, lives)
     log = (tmp_path / "killed.txt").read_text()
     assert {*re.findall(r"^step:.* candidates:(\d+)", log, re.M)} == {"32", "48"}
-
-
-def test_exact_runs_go_on_at_any_number_of_ranks_in_the_midst_of_a_cycle(flags, on_ranks, tmp_path):
-    lives = (4, 7, 1), (1, -1, 7)
-    goes_on_at_any_number_of_ranks(flags, on_ranks, tmp_path, RECORD_92, frontier.PRESETS, lives)
 
 
 def test_a_checkpoint_is_resumed_by_its_own_program(flags, on_ranks, tmp_path):
@@ -793,7 +806,6 @@ def test_a_checkpoint_is_resumed_by_its_own_program(flags, on_ranks, tmp_path):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"stages": "Stage(5), Stage(prefix_weight=Ramp(0.0, 0.25))", "adam_every": 1},
         {
             "stages": (
                 "Stage(5, prefix_weight=Ramp(0.0, 0.25)), Stage(prefix_weight=Ramp(0.25, 0.0)),"
@@ -835,9 +847,8 @@ def test_the_warm_up_meets_every_kind_of_step(flags, capsys, monkeypatch, change
     assert {*kinds[:18]} == {*kinds[18:]} and len({*kinds}) > 1
 
 
-def test_frontier_trains_on_gpt2_tokens_without_a_network(tmp_path, script):
-    """From what data/fineweb.py writes: shards, and beside them the bytes of GPT-2's tokens. The
-    log opens with both programs."""
+def test_frontier_trains_on_gpt2_tokens_and_its_log_opens_with_both_programs(tmp_path, script):
+    """From what data/fineweb.py writes: shards, and beside them the bytes of GPT-2's tokens."""
     values = {
         **TINY,
         "ngrams": "Ngrams(2, 500, 64)",
@@ -861,20 +872,8 @@ def test_frontier_trains_on_gpt2_tokens_without_a_network(tmp_path, script):
         )
         values[f"{split}_files"] = tmp_path / f"toy_{split}_*.bin"
     root = Path(frontier.__file__).parent
-    words = [root / "frontier.py", *as_flags(values)]
-    # nobody answers
-    proxies = {
-        name: "http://127.0.0.1:9"
-        for name in ("HTTPS_PROXY", "HTTP_PROXY", "https_proxy", "http_proxy")
-    }
-    _, errors = script(*words, **proxies).communicate(timeout=600)
-    assert (
-        "gpt2.tiktoken, the bytes of GPT-2's tokens for prefix_weight and sample.py, is missing"
-        in errors
-    )
-    assert errors.count("\n") == 1 and errors.startswith("frontier.py: "), errors
     write_gpt2_tokens(tmp_path)
-    run = script(*words, **proxies)
+    run = script(root / "frontier.py", *as_flags(values))
     _, errors = run.communicate(timeout=600)
     assert run.returncode == 0, errors
     source, _, start, _, end, _ = read_log(tmp_path / "logs" / "f.txt")

@@ -812,47 +812,6 @@ def test_an_empty_parameter_is_refused(shape, table, says):
     gpt_speedrun.make_optimizer(model)
 
 
-def every_second_step(comm, invariant):
-    """Run four steps of two micro-batches, with different gradients on each rank. Return Adam's
-    parameter after each step."""
-    p = nn.Parameter(torch.zeros(5, dtype=torch.float64))
-    rule = engine.Adam(lr=0.01, beta1=0.65, beta2=0.95, eps=0.3, every=2)
-    optimizer = optimizer_of(
-        nn.ParameterDict({"p": p}), comm, rule=rule, world_size_invariant=invariant
-    )
-    after = []
-    for step in range(4):
-        for i in range(2):
-            optimizer.prepare_for_backward(step, i, 2)
-            (p * gradient_of(step, 2 * comm.rank + i)).sum().backward()
-        optimizer.step(engine.Plan(lr_factor=0.7))
-        after.append(p.detach().clone())
-    return after
-
-
-def gradient_of(step, micro_batch):
-    return torch.randn(
-        5, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + micro_batch)
-    )
-
-
-@pytest.mark.parametrize("invariant", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_adam_updates_every_second_step_on_the_sum_of_both(on_ranks, ranks, invariant):
-    """The mean over micro-batches, summed over steps. eps is near the gradients' size, so that
-    Adam depends on their scale."""
-    plain = reference.Adam(torch.zeros(5, dtype=torch.float64))
-    expected = []
-    grads = [sum(gradient_of(step, i) for i in range(2 * ranks)) / (2 * ranks) for step in range(4)]
-    for step in range(4):
-        if step % 2:
-            plain.step(grads[step - 1] + grads[step], lr=0.007, eps=0.3)
-        expected.append(plain.p)
-    for after in on_ranks(ranks, every_second_step, invariant):
-        for ours, theirs in zip(after, expected):
-            assert torch.allclose(ours, theirs, rtol=1e-12, atol=0)
-
-
 # ranks
 
 
@@ -934,16 +893,6 @@ def other_counts(comm):
     optimizer.step(FULL)
 
 
-def other_counts_in_no_sync(comm):
-    model = chain()
-    optimizer = optimizer_of(model, comm)
-    with optimizer.no_sync():
-        for _ in range(1 + comm.rank):
-            model(torch.ones(1, 6)).sum().backward()
-    model(torch.ones(1, 6)).sum().backward()
-    optimizer.step()
-
-
 DIFFERENCES = {  # name: (how rank 1 differs, the error)
     "widths": (
         lambda comm: optimizer_of(chain((6, 5, 7 + comm.rank, 4)), comm),
@@ -970,10 +919,6 @@ DIFFERENCES = {  # name: (how rank 1 differs, the error)
         "bucket .*lr=1.1.*lr=0.1",
     ),
     "counts": (other_counts, "rank 1 has backwards 3; rank 0 has 2"),
-    "no_sync": (
-        other_counts_in_no_sync,
-        r"rank 1 has backwards 3; rank 0 has 2\. .* no_sync\(\)",
-    ),
 }
 
 

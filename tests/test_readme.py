@@ -357,21 +357,17 @@ def run_own(folder, rank, port, output):
 
 
 def test_the_complete_script_trains_saves_and_continues(tmp_path):
-    """As written, beside nothing but the package: on two ranks, which save; alone, from what they
-    saved; and alone."""
+    """As written, beside nothing but the package: on two ranks, which save, and alone, from what
+    they saved."""
     page = PAGES[ROOT / "docs/gradient-sync.md"]
     (block,) = (block for block in scripts(page) if "own.pt" in block)
     losses = []
-    for number, (folder, ranks) in enumerate((("a", 2), ("a", 1), ("b", 1))):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        (tmp_path / folder / "own.py").write_text(block)
-        if not (link := tmp_path / folder / "gpt_speedrun").exists():
-            link.symlink_to(ROOT / "gpt_speedrun")
-        output = tmp_path / f"output{number}"
+    (tmp_path / "own.py").write_text(block)
+    (tmp_path / "gpt_speedrun").symlink_to(ROOT / "gpt_speedrun")
+    for ranks in 2, 1:
+        output = tmp_path / f"output{ranks}"
         port = free_port() if ranks == 2 else 0
-        processes = [
-            forked(run_own, tmp_path / folder, rank, port, output) for rank in range(ranks)
-        ]
+        processes = [forked(run_own, tmp_path, rank, port, output) for rank in range(ranks)]
         for process in processes:
             process.join(600)
         found = re.findall(r"^step (\d+): loss (\d+\.\d{3})$", output.read_text(), re.M)
@@ -379,14 +375,9 @@ def test_the_complete_script_trains_saves_and_continues(tmp_path):
             output.read_text()
         )
         losses.append({(int(step), float(loss)) for step, loss in found})
-    ((step, two),), ((later, continued),), ((_, alone),) = losses
+    ((step, two),), ((later, continued),) = losses
     stated = float(re.search(r"It prints about `step 50: loss (\S+)`", page)[1])
-    assert (
-        (step, later) == (50, 100)
-        and abs(two - stated) < 0.3
-        and abs(alone - two) < 0.01
-        and continued < two - 0.1
-    )
+    assert (step, later) == (50, 100) and abs(two - stated) < 0.3 and continued < two - 0.1
 
 
 def test_the_loop_for_programs_commits_a_win_and_takes_back_all_else(tmp_path):
@@ -684,6 +675,8 @@ def test_an_installed_package_has_two_files_and_writes_nothing(tmp_path, by):
     ]
     assert not (package / "engine.py").is_symlink()
     assert (package / "engine.py").read_bytes() == (ROOT / "train_gpt.py").read_bytes()
+    if by == "sdist":  # the slow form trains with what is installed
+        return
     script = """
 import torch, gpt_speedrun
 model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 10))
@@ -705,12 +698,11 @@ print(gpt_speedrun.__file__, loss.item() < 2.0)
     )
     assert done.stdout == f"{package / '__init__.py'} True\n", done.stderr
     assert {*tmp_path.rglob("*")} == before
-    if by == "wheel":  # once
-        done = subprocess.run(
-            [sys.executable, elsewhere / "train_gpt.py"],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-        assert done.stdout == f"{ROOT / 'gpt_speedrun' / '__init__.py'} True\n", done.stderr
+    done = subprocess.run(
+        [sys.executable, elsewhere / "train_gpt.py"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.stdout == f"{ROOT / 'gpt_speedrun' / '__init__.py'} True\n", done.stderr
     assert not (ROOT / "gpt_speedrun" / "engine.py").is_symlink()

@@ -151,11 +151,6 @@ def published(tmp_path_factory):
             )
             == 0
         )
-        again = {path: path.read_bytes() for path in (folder / "records").rglob("*.*")}
-        assert (
-            board.main(["write"]) == 0
-            and {path: path.read_bytes() for path in (folder / "records").rglob("*.*")} == again
-        )
     return folder / "records"
 
 
@@ -275,28 +270,21 @@ def test_pages_of_two_records_are_those_of_the_golden_file(published, golden):
     )
 
 
-def test_each_log_is_parsed_once(published, monkeypatch):
+def test_pages_written_again_do_not_change_and_each_log_is_parsed_once(published, monkeypatch):
+    """A racer who edits train_gpt.py and adds a record finds no other record's page changed."""
+    before = {path: path.read_bytes() for path in published.rglob("*.*")}
     parsed = []
     parse = logs._parse
     monkeypatch.setattr(
         logs, "_parse", lambda path, content: parsed.append(path) or parse(path, content)
     )
     monkeypatch.setattr(logs, "_cache", {})
-    monkeypatch.setattr(board, "HERE", published)
-    assert board.main(["write"]) == 0 and len(parsed) == len(set(parsed)) == 12
-
-
-def test_pages_do_not_change_with_the_script_of_this_checkout(published, monkeypatch):
-    """A racer who edits train_gpt.py and adds a record finds no other record's page changed."""
-    before = {path: path.read_bytes() for path in published.rglob("*.*")}
     monkeypatch.setattr(
         leaks, "source_of_checkout", lambda: "import torch\nprint(open('another script'))\n" * 9
     )
     monkeypatch.setattr(board, "HERE", published)
-    assert (
-        board.main(["write"]) == 0
-        and {path: path.read_bytes() for path in published.rglob("*.*")} == before
-    )
+    assert board.main(["write"]) == 0 and len(parsed) == len(set(parsed)) == 12
+    assert {path: path.read_bytes() for path in published.rglob("*.*")} == before
 
 
 def test_a_long_diff_is_cut_and_says_by_how_much():

@@ -5,7 +5,6 @@ import gc
 import json
 import os
 import re
-import shutil
 import socket
 import struct
 import subprocess
@@ -15,7 +14,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-import xml.etree.ElementTree
 from pathlib import Path
 
 import numpy as np
@@ -549,26 +547,16 @@ def test_a_silent_client_a_dangling_link_and_an_odd_log_do_not_block_the_page(
     assert "Not shown: gone.txt: No such file or directory" in page
 
 
-def test_the_page_appears_soon(tmp_path):
-    """Without a library for plots or tests, which alone takes about a second.
-
-    In seconds of its process, in the best of three tries, with room for a slow machine."""
-    for i in range(watch.SHOWN):
-        (tmp_path / f"{i}.txt").write_text(
-            log(START, *steps(1, 2000, 2000), *["# a line of a script"] * i)
-        )
+def test_the_page_needs_no_library_for_plots_or_tests(tmp_path):
+    """Which alone takes about a second."""
+    (tmp_path / "x.txt").write_text(log(START, *steps(1, 20)))
     code = (
-        "import pathlib, sys, time; sys.path.insert(0, sys.argv[1]); import watch;"
-        " watch.page(pathlib.Path(sys.argv[2])); assert not {'numpy', 'scipy', 'matplotlib',"
-        " 'torch'} & set(sys.modules); print(time.process_time())"
+        "import pathlib, sys; sys.path.insert(0, sys.argv[1]); import watch;"
+        " print('<svg' in watch.page(pathlib.Path(sys.argv[2])), {'numpy', 'scipy', 'matplotlib',"
+        " 'torch'} & set(sys.modules))"
     )
-    times = (
-        subprocess.check_output(
-            [sys.executable, "-c", code, str(ROOT / "launch"), str(tmp_path)], text=True
-        )
-        for _ in range(3)
-    )
-    assert any(float(seconds) < 3 for seconds in times)
+    command = [sys.executable, "-c", code, str(ROOT / "launch"), str(tmp_path)]
+    assert subprocess.check_output(command, text=True) == "True set()\n"
 
 
 def test_a_browser_that_leaves_early_causes_no_traceback(tmp_path, open_page, capsys, monkeypatch):
@@ -617,9 +605,6 @@ def test_a_clock_reset_gives_no_speed():
     assert all(speed == 100 for _, speed in pages.running_means(speeds, 1000))
 
 
-DIAGRAM = ROOT / "docs/gradient-sync.svg"
-
-
 def luminance(color):
     linear = [
         (part / 255 / 12.92 if part <= 10 else ((part / 255 + 0.055) / 1.055) ** 2.4)
@@ -648,59 +633,3 @@ def test_text_and_lines_of_the_live_page_are_readable_in_light_and_dark(dark):
         **{f"c{color}": 3 for color in range(watch.COLORS)},
     }.items():
         assert contrast(colors[name], colors["paper"]) >= least, name
-
-
-@pytest.mark.parametrize("dark", [False, True])
-def test_every_word_of_the_diagram_is_readable_in_light_and_dark(dark):
-    tree = xml.etree.ElementTree.parse(DIAGRAM)
-    style = tree.find(".//{*}style").text
-    colors = {}
-    for part in style.split("@media")[: 1 + dark]:
-        for selectors, color in re.findall(r"([.\w, ]+) \{[^}]*?(?<![\w-])fill: #(\w{6})", part):
-            colors |= {
-                selector.strip(): [*bytes.fromhex(color)] for selector in selectors.split(",")
-            }
-    grounds = [colors[name] for name in (".paper", ".box")]
-    local = [
-        [0.3 * a + 0.7 * b for a, b in zip(colors[name], colors[".paper"])]
-        for name in (".r0", ".r1")
-    ]
-    for color, behind in (
-        (colors["text"], grounds + local),
-        (colors[".pale"], grounds),
-        (colors[".on"], [colors[name] for name in (".r0", ".r1", ".last", ".early")]),
-    ):
-        assert all(contrast(color, ground) >= 4.5 for ground in behind), (color, behind)
-    ids = {element.get("id") for element in tree.iter()}
-    for element in tree.iter():
-        assert all(f".{name}" in style for name in element.get("class", "").split())
-        assert element.get("href", "#title")[1:] in ids
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("chromium"), reason="chromium is not installed")
-@pytest.mark.parametrize("scheme, low, high", [(1, 0.7, 1), (0, 0, 0.4)])  # light, dark
-def test_a_browser_draws_the_diagram_in_its_scheme(tmp_path, scheme, low, high):
-    import matplotlib.image
-
-    subprocess.run(
-        [
-            "chromium",
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            f"--user-data-dir={tmp_path}",
-            f"--blink-settings=preferredColorScheme={scheme}",
-            "--window-size=1000,480",
-            f"--screenshot={tmp_path}/x.png",
-            DIAGRAM.as_uri(),
-        ],
-        stderr=subprocess.DEVNULL,
-        check=True,
-        timeout=600,
-    )
-    drawn = matplotlib.image.imread(tmp_path / "x.png")[..., :3]
-    assert (
-        low < drawn.mean() < high
-        and len(np.unique((drawn * 255).astype(int).reshape(-1, 3), axis=0)) > 50
-    )

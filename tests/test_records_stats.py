@@ -1,7 +1,6 @@
 """records/stats.py: known answers, the promised error rates by simulation, and every refusal and
 warning."""
 
-import functools
 import hashlib
 import json
 import os
@@ -172,20 +171,6 @@ def test_the_comparison_of_the_known_runs(new, old, judge):
         np.exp(wanted.confidence_interval(0.95))
     )
     assert report["reason"] == report["claim"]["reason"]
-
-
-@pytest.mark.parametrize("margin, n", [(0.002, 9), (0.0005, 91)])
-def test_the_plan_of_a_loss(margin, n):
-    assert stats.runs_needed(0.0013, margin, 0.01, 0.9) == n
-    assert stats.power(n, 0.0013, margin, 0.01) >= 0.9 > stats.power(n - 1, 0.0013, margin, 0.01)
-
-
-@pytest.mark.parametrize("margin, n", [(0.2, 6), (0.1, 15)])
-def test_the_plan_of_a_time(margin, n):
-    """For 0.2 s five runs a side have power 0.892 by Welch's test, which decides (the pooled test
-    has 0.917)."""
-    assert stats.runs_needed(0.07, margin, 0.01, 0.9, sets=2) == n
-    assert stats.power(5, 0.07, 0.2, 0.01, sets=2) == pytest.approx(0.892, abs=5e-4)
 
 
 # What the verdicts promise, by simulation
@@ -654,31 +639,6 @@ def test_a_race_of_one_version_until_decided(write, judge, refusal):
 
     n = next(n for n in range(2, 10) if judge(race(n))[0] != 2)
     assert 3 < n < 9 and judge(race(n))[0] == 0 and "after 2 of at most 10 runs" in refusal(race(2))
-
-
-# One line
-
-
-def test_what_cannot_be_judged_is_said_in_300_characters(write, capsys):
-    many = write(
-        "many",
-        (
-            log(
-                3.27 + i / 9999,
-                140 + i / 9,
-                f"source {i}",
-                start={"seed": i, "config": {"x": "y" * 400 + str(i)}},
-            )
-            for i in range(300)
-        ),
-    )
-    for arguments, end in (
-        ([many], "(of the second set --vs-source).\n"),
-        ([f"{many}/nothing{i}.txt" for i in range(100)], "check the path and its permissions.\n"),
-    ):
-        assert stats.main(arguments) == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1 and len(error) <= 301 and error.endswith(end)
 
 
 # The command

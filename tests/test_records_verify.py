@@ -887,11 +887,10 @@ def test_an_edit_is_found_by_its_rules_and_by_no_others(race, faster, judge, hon
 
 
 def test_a_fair_race_hardly_ever_breaks_the_rule_on_time_off_the_clock():
-    """The base's runs and faster ones whose time off the clock has the same distribution. At p <
-    0.01 five of 1,000 failed."""
+    """The base's runs and faster ones whose time off the clock has the same distribution."""
     draw = np.random.default_rng(0)
     verdicts = []
-    for _ in range(1000):
+    for _ in range(400):
         train = 10 + draw.normal(0, 0.1, (2, 5))
         off = 1 + draw.normal(0, 0.3, (2, 5))
         sides = [
@@ -899,7 +898,7 @@ def test_a_fair_race_hardly_ever_breaks_the_rule_on_time_off_the_clock():
             for side in (0, 1)
         ]
         verdicts.append(leaks.judged(verify.check_spans, *sides)[0])
-    assert verdicts.count("fail") <= 1 and verdicts.count("not checkable") < 40
+    assert verdicts.count("fail") <= 1 and verdicts.count("not checkable") < 20
 
 
 def fake_run(trained, off):
@@ -939,7 +938,7 @@ def test_the_manifest_is_found_beside_the_logs(race, judge, tmp_path):
     says(judge(folder)[1], ACCOUNTS, "not checkable", "there is no race.jsonl")
 
 
-def two_races(race, tmp_path, change=lambda log: None):
+def two_races(race, tmp_path):
     """Return the folders of an honest race and of a slower one, the other side."""
     folder = race(4, "a").rename(tmp_path / "new")
     other = tmp_path / "old"
@@ -948,15 +947,9 @@ def two_races(race, tmp_path, change=lambda log: None):
         scale_clock(log, 2 + 0.01 * run)
         log.set("end.final_state_hash", log.end["final_state_hash"][::-1])
         log.set("start.started", log.start["started"].replace("T00", "T01"))
-        change(log)
 
     race(4, "a", slower).rename(other)
     return folder, other
-
-
-def test_the_other_side_must_be_validated_on_the_same(race, judge, tmp_path):
-    folder, other = two_races(race, tmp_path, put("start.config.val_len", 128))
-    says(judge(folder, "--vs", other)[1], DATA, "fail", "val_len: 256 and 128")
 
 
 def test_the_other_side_must_be_honest_too(race, judge, tmp_path):
@@ -1826,14 +1819,7 @@ def test_public_logs_of_two_sources_break_no_rule(tmp_path, judge):
     which."""
     for name, source in (("a", "import torch"), ("b", "import torch"), ("c", "import torch, math")):
         public_log(tmp_path / f"{name}.txt", public_lines(pace=ord(name)), source)
-    status, rules = judge(tmp_path)
-    assert status == 2
-    says(
-        rules,
-        ACCOUNTS,
-        "not checkable",
-        "the logs do not say which runs are the record (the set holds runs of 2 sources",
-    )
+    assert judge(tmp_path)[1][ACCOUNTS][0] == "not checkable"
     (tmp_path / "c.txt").write_text(
         (tmp_path / "a.txt").read_text().replace("val_loss:3.5500", "val_loss:nan")
     )

@@ -13,7 +13,6 @@ import re
 import resource
 import signal
 import struct
-import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -29,9 +28,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sample
 import train_gpt
-from conftest import TINY, TORCHRUN, as_flags, forked, some_documents, write_corpus, write_shard
+from conftest import (
+    TINY,
+    TORCHRUN,
+    Script,
+    as_flags,
+    forked,
+    some_documents,
+    write_corpus,
+    write_shard,
+)
 
 ROOT = Path(train_gpt.__file__).parent
+
+
+BEFORE_MAIN_S = 0.5  # imports, for example
 
 
 def flags(folder, corpus, **changes):
@@ -138,21 +149,19 @@ def one(tmp_path_factory):
     """One finished run: (folder, flags of its corpus, what it printed, its log)."""
     folder = tmp_path_factory.mktemp("one")
     corpus = write_corpus(folder, train=(9000,))
-    command = [
-        sys.executable,
-        str(ROOT / "train_gpt.py"),
-        *flags(folder, corpus, run_id="one", save_model="true", check_grads="true"),
-    ]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    run = Script(
+        [
+            str(ROOT / "train_gpt.py"),
+            *flags(folder, corpus, run_id="one", save_model="true", check_grads="true"),
+        ],
+        {**os.environ, "OMP_NUM_THREADS": "1"},
+        functools.partial(time.sleep, BEFORE_MAIN_S),
+        folder / "out",
+        folder / "err",
     )
-    assert done.returncode == 0, done.stderr
-    return folder, corpus, done.stdout, folder / "logs" / "one.txt"
+    printed, errors = run.communicate(timeout=600)
+    assert run.returncode == 0, errors
+    return folder, corpus, printed, folder / "logs" / "one.txt"
 
 
 def test_log_holds_the_whole_experiment(one):
@@ -215,6 +224,7 @@ def test_log_holds_the_whole_experiment(one):
     )
     assert end["changed_by_validation"] == 0 and re.fullmatch("[0-9a-f]{64}", end["model_hash"])
     assert {"setup", "warmup", "compile", "validation"} <= set(end["seconds_outside_clock"])
+    assert end["seconds_outside_clock"]["joining"] > BEFORE_MAIN_S, "the process began earlier"
     assert end["train_time_ms"] / 1000 + sum(
         end["seconds_outside_clock"].values()
     ) == pytest.approx(end["wall_seconds"], abs=1.0)
@@ -237,28 +247,6 @@ def test_the_loss_falls_from_the_logarithm_of_the_vocabulary(one):
     for kind in ("val", "train"):
         losses = losses_of(one[3], kind)
         assert losses[0] == pytest.approx(4.852, abs=0.001) and losses[-1] < losses[0] - 0.5, kind
-
-
-def test_the_wall_clock_starts_with_the_process(one, tmp_path, script):
-    """Work before main shows in the log, under the name of joining."""
-    source = (ROOT / "train_gpt.py").read_text()
-    entry = 'if __name__ == "__main__":\n    start(PRESETS)'
-    assert source.count(entry) == 1
-    (tmp_path / "train_gpt.py").write_text(source.replace(entry, f"time.sleep(1.5)\n{entry}"))
-    run = script(
-        tmp_path / "train_gpt.py",
-        *flags(tmp_path, one[1], val_every=0, warmup_steps=0, run_id="late"),
-    )
-    began = time.monotonic()
-    _, errors = run.communicate(timeout=600)
-    assert run.returncode == 0, errors
-    end = read_log(tmp_path / "logs" / "late.txt")[4]
-    assert (
-        1.5
-        <= end["seconds_outside_clock"]["joining"]
-        <= end["wall_seconds"]
-        <= time.monotonic() - began + 1
-    )
 
 
 def test_the_digest_is_that_of_the_tokens_packed_anew(one):
@@ -291,76 +279,49 @@ def test_the_saved_model_gives_the_logged_loss_again(one):
         sample.load_model(path)
 
 
-def test_two_ranks_read_the_same_tokens_and_reach_the_same_loss(one, tmp_path, script):
-    """And once more, by torchrun itself: the same seed on as many ranks gives the same bytes,
-    though two steps of it are profiled, and gathers go on when the profile ends, which once crashed
-    the ranks at their very end."""
-    folder, corpus, _, path = one
-    done = launch(tmp_path, *[flags(tmp_path, corpus, run_id="two", val_every=0)] * 2)
-    assert [rank.status for rank in done] == [0, 0], done
-    alone = read_log(path)[4]
-    two = read_log(tmp_path / "logs" / "two.txt")[4]
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param((TORCHRUN, "--standalone", "--nproc_per_node=2"), marks=pytest.mark.slow),
+        (ROOT / "launch" / "ranks.py", 2),
+    ],
+)
+def test_two_ranks_read_the_same_tokens_and_reach_the_same_loss(one, tmp_path, script, launcher):
+    """Two steps are profiled, and gathers go on when the profile ends, which once crashed ranks
+    that torchrun started at their very end."""
+    run = script(
+        *launcher,
+        ROOT / "train_gpt.py",
+        OMP_NUM_THREADS="1",
+        *flags(
+            tmp_path,
+            one[1],
+            run_id="two",
+            val_every=0,
+            profile="3:4",
+            overlap_param_gather="true",
+        ),
+    )
+    _, errors = run.communicate(timeout=600)
+    assert run.returncode == 0, errors
+    alone = read_log(one[3])[4]
+    _, _, start, _, two, _ = read_log(tmp_path / "logs" / "two.txt")
     assert two["train_digest"] == alone["train_digest"] and two["val_tokens"] == alone["val_tokens"]
     assert two["final_val_loss"] == pytest.approx(alone["final_val_loss"], rel=1e-2)
     assert losses_of(tmp_path / "logs" / "two.txt", "train")[:4] == pytest.approx(
-        losses_of(path, "train")[:4], abs=1e-3
+        losses_of(one[3], "train")[:4], abs=1e-3
     )
     assert (
         two["state_hash"]["before_warmup"]
         == two["state_hash"]["after_warmup"]
         == alone["state_hash"]["before_warmup"]
     )
-    again = script(
-        TORCHRUN,
-        "--standalone",
-        "--nproc_per_node=2",
-        ROOT / "train_gpt.py",
-        OMP_NUM_THREADS="1",
-        *flags(
-            tmp_path,
-            corpus,
-            run_id="again",
-            val_every=0,
-            profile="3:4",
-            overlap_param_gather="true",
-        ),
-    )
-    _, errors = again.communicate(timeout=600)
-    assert again.returncode == 0, errors
-    twice = read_log(tmp_path / "logs" / "again.txt")
-    assert twice[4]["final_state_hash"] == two["final_state_hash"], (
-        "same seed, same ranks, other bytes"
-    )
-    assert twice[2]["hosts"][0]["ranks"] == [0, 1] and len(twice[2]["hosts"]) == 1
-    without_times = [
-        [
-            re.sub(r"train_time:\S+ step_avg:\S+", "", line)
-            for line in read_log(tmp_path / "logs" / f"{name}.txt")[3]
-        ]
-        for name in ("two", "again")
-    ]
-    assert without_times[0] == without_times[1]
-    names = sorted(path.name for path in (tmp_path / "logs").iterdir())
-    assert [re.sub(r"\.\d+\.pt\.trace", "", name) for name in names] == [
-        "again-rank0.json.gz",
-        "again-rank1.json.gz",
-        "again.txt",
-        "two.txt",
-    ]
-    for rank in (0, 1):
-        events = json.loads(gzip.open(tmp_path / "logs" / names[rank]).read())["traceEvents"]
-        steps = {
-            event["name"] for event in events if event.get("name", "").startswith("ProfilerStep")
-        }
-        assert steps == {"ProfilerStep#3", "ProfilerStep#4"}
-        launches = [
-            event
-            for event in events
-            if event.get("ph") == "X" and event["name"].startswith("launch ")
-        ]
-        assert launches and {"forward", "backward", "step"} <= {
-            event.get("name") for event in events
-        }
+    assert [host["ranks"] for host in start["hosts"]] == [[0, 1]]
+    traces = sorted((tmp_path / "logs").glob("*.json.gz"))
+    assert [path.name.partition(".")[0] for path in traces] == ["two-rank0", "two-rank1"]
+    for path in traces:
+        names = {event.get("name") for event in json.loads(gzip.open(path).read())["traceEvents"]}
+        assert {"ProfilerStep#3", "ProfilerStep#4", "forward", "backward", "step"} <= names
 
 
 @pytest.mark.parametrize(
@@ -562,7 +523,13 @@ def test_a_step_reads_no_value_of_a_tensor(one, tiny, monkeypatch):
         torch.Tensor, "__repr__", lambda x: pytest.fail("the host would wait for a GPU")
     )
     config = dataclasses.replace(
-        tiny, **one[1], layers="- S0M LM M", backout_layer=2, check_grads=False, clip_norm=0.0
+        tiny,
+        **one[1],
+        layers="- S0M LM M",
+        backout_layer=2,
+        micro_batches=2,
+        check_grads=False,
+        clip_norm=0.0,
     )
     worker = train_gpt.Worker(
         config, train_gpt.Comm(), torch.device("cpu"), train_gpt.find_shards(config.train_files)
@@ -725,9 +692,7 @@ def test_signs_of_another_launcher_are_an_error(one, tmp_path, capsys, monkeypat
 
 
 def lose_stdout(way, rank):
-    if way == "full":
-        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
-    elif way == "gone":
+    if way == "gone":
         reader, writer = os.pipe()
         os.dup2(writer, 1)
         os.close(writer)
@@ -737,7 +702,7 @@ def lose_stdout(way, rank):
         sys.stdout = None
 
 
-@pytest.mark.parametrize("way", ["full", "gone", "closed"])
+@pytest.mark.parametrize("way", ["gone", "closed"])
 def test_a_run_goes_on_without_a_terminal(one, tmp_path, way):
     done = one_rank(
         tmp_path, flags(tmp_path, one[1], run_id=way), functools.partial(lose_stdout, way)
@@ -849,44 +814,32 @@ def test_ranks_of_another_source_are_an_error(one, tmp_path):
     assert not (tmp_path / "logs").exists()
 
 
-def own_folder(folder, rank):
-    train_gpt.ROOT = folder / f"host{rank}"
+def digests_of_host(comm, folder):
+    files = str(folder / f"host{comm.rank}" / "t_*.bin")
+    config = train_gpt.Config(train_files=files, val_files=files, train_shards=0)
+    with pytest.raises(train_gpt.RunError) as error:
+        train_gpt.find_data(config, comm)
+    return str(error.value)
 
 
-@pytest.mark.parametrize(
-    "difference,says",
-    [
-        ("content", "shard t_1.bin differs between hosts"),
-        ("missing", "t_1.bin"),
-        ("name", "t_2.bin"),
-    ],
-)
-def test_hosts_of_other_data_are_an_error_that_names_the_shard(one, tmp_path, difference, says):
-    """Each of two hosts reads the same relative paths in a folder of its own."""
+@pytest.mark.parametrize("difference", ["content", "missing", "name"])
+def test_hosts_of_other_data_are_an_error_that_names_the_shard(on_ranks, tmp_path, difference):
+    """Each of two ranks is a host with a folder of its own."""
     for host in (0, 1):
         (tmp_path / f"host{host}").mkdir()
         for i in range(2):
             write_shard(tmp_path / f"host{host}" / f"t_{i}.bin", some_documents(i, 3000))
+    shard = tmp_path / "host1" / "t_1.bin"
+    named = "t_1.bin"
     if difference == "content":
-        write_shard(tmp_path / "host1" / "t_1.bin", some_documents(9, 3000))
+        write_shard(shard, some_documents(9, 3000))
     elif difference == "missing":
-        (tmp_path / "host1" / "t_1.bin").unlink()
+        shard.unlink()
     else:
-        (tmp_path / "host1" / "t_1.bin").rename(tmp_path / "host1" / "t_2.bin")
-    argv = flags(
-        tmp_path, {**one[1], "train_files": "t_*.bin"}, num_steps=10, stages="Stage(long_window=3)"
-    )
-    ranks = launch(
-        tmp_path,
-        argv,
-        argv,
-        setup=functools.partial(own_folder, tmp_path),
-        LOCAL_WORLD_SIZE=1,
-        LOCAL_RANK=0,
-        GLOO_SOCKET_IFNAME="lo",
-    )
-    assert says in said_once(ranks)
-    assert not (tmp_path / "logs").exists()
+        shard.rename(shard.with_name("t_2.bin"))
+        named = "t_1.bin, t_2.bin"
+    for said in on_ranks(2, digests_of_host, tmp_path):
+        assert f"shard {named} differs between hosts" in said
 
 
 def described(comm):

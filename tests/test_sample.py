@@ -17,7 +17,14 @@ import torch
 import logs
 import sample
 import train_gpt
-from conftest import TINY, logits_of, some_documents, tiny_frontier, write_gpt2_tokens
+from conftest import (
+    TINY,
+    logits_of,
+    some_documents,
+    tiny_frontier,
+    wait_until,
+    write_gpt2_tokens,
+)
 from train_gpt import Encoding, RunError, Windows
 
 BYTES = Encoding(257, 256)
@@ -397,20 +404,20 @@ def start(*flags):
     )
 
 
-def test_ctrl_c_and_a_reader_that_leaves_end_it_without_a_word(saved):
-    early, late, left = (
-        start("--help"),
-        *(start(str(saved), "--prompt", "x", "--tokens", "100000000") for _ in range(2)),
-    )
+def test_ctrl_c_and_a_reader_that_leaves_end_it_without_a_word(saved, script):
+    speak = (str(saved), "--prompt", "x", "--tokens", "100000000")
+    early, left = start("--help"), start(*speak)
+    late = script(sample.__file__, *speak)
     maps = Path(f"/proc/{early.pid}/maps")
     while maps.exists() and early.poll() is None and "torch" not in maps.read_text():
         time.sleep(0.01)
     early.send_signal(signal.SIGINT)  # while torch is imported
-    late.stdout.read(10)
+    wait_until(lambda: late.outputs[0].exists() and late.outputs[0].read_text())
     late.send_signal(signal.SIGINT)
     left.stdout.read(10)
     left.stdout.close()
-    assert late.wait(600) == 130 and not late.stderr.read()
+    _, errors = late.communicate(timeout=600)
+    assert late.returncode == 130 and not errors
     assert left.wait(600) == -signal.SIGPIPE and not left.stderr.read()
     if maps.parent.parent.exists():
         assert early.wait(600) == 130

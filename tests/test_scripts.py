@@ -3,6 +3,7 @@ another directory."""
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -1099,7 +1100,7 @@ time.sleep(2 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else 600)
 """
 
 
-# One process imports torch and forks the launcher of each case
+# One process that has torch forks the launcher of each case
 LAUNCHERS = """
 import os, signal, sys
 sys.path += [{root!r}, {root!r} + "/launch"]
@@ -1126,20 +1127,16 @@ CASES = [  # what happens, whether SIGHUP is ignored, the launcher's exit status
     sys.platform != "linux" or torch.cuda.device_count(),
     reason="ranks are forks on Linux without a GPU",
 )
-def test_a_forked_rank_is_the_program_alone_and_signals_reach_it(tmp_path):
+def test_a_forked_rank_is_the_program_alone_and_signals_reach_it(script, tmp_path):
     """nohup's ignored SIGHUP stays ignored. A rank that fails ends the others."""
     path = tmp_path / "alone.py"
     path.write_text(ALONE)
     code = LAUNCHERS.format(root=str(ROOT), cases=CASES)
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        cwd=tmp_path,
-    )
-    statuses = [int(status) for status in done.stdout.split()]
-    assert statuses == [status for *_, status in CASES], done.stderr
+    (tmp_path / "launchers.py").write_text(code)
+    launchers = script(tmp_path / "launchers.py", prepare=functools.partial(os.chdir, tmp_path))
+    stdout, stderr = launchers.communicate(timeout=1800)
+    statuses = [int(status) for status in stdout.split()]
+    assert statuses == [status for *_, status in CASES], stderr
     for what, ignored, _ in CASES:
         out, err = ((tmp_path / f"{what}{ignored}{name}").read_text() for name in ("out", "err"))
         assert err == ("rank 1 fails\n" if what == "fails" else "")
@@ -1324,17 +1321,6 @@ def tiny_flags(tmp_path):
         "backout_layer": 0,
     }
     return as_flags(values)
-
-
-@needs_venv
-def test_set_up_again_does_nothing_and_says_so(tmp_path):
-    for _ in range(2):
-        done = run_sh(tmp_path, "--setup")
-        assert (
-            done.returncode == 0
-            and done.stderr == "run.sh: packages: ready in .venv\n"
-            and not done.stdout
-        )
 
 
 @pytest.mark.slow
