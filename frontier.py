@@ -768,11 +768,11 @@ class GPT(nn.Module):
         self.groups = nn.ModuleList(Group(self, config, numbers) for numbers in groups)
         # weights of skip connections, of values and outputs of each layer (value_mix in Attention),
         # and of smear
-        skips = sum(layer.skip_from is not None for layer in self.layers)
+        self.skips = [i for i, layer in enumerate(self.layers) if layer.skip_from is not None]
         self.scalars = parameter(
-            torch.tensor([-1.5] * skips + [0.5, 1.0] * count + [0.0]), "scalars"
+            torch.tensor([-1.5] * len(self.skips) + [0.5, 1.0] * count + [0.0]), "scalars"
         )
-        self.scalar_sizes = skips, 2 * count, 1
+        self.scalar_sizes = len(self.skips), 2 * count, 1
         # a layer has two weights of its residual stream (see Block), so each is the root of the
         # layer's weight
         self.resid_lambdas = parameter(
@@ -938,7 +938,7 @@ class GPT(nn.Module):
             bigram_embeds,
             *rotaries,
             masks,
-            skip_weights.unbind(),
+            dict(zip(self.skips, skip_weights.unbind())),
             mixes.unbind(),
             value_mixes.view(-1, 2).unbind(),
             self.gate_scale,
@@ -1016,7 +1016,7 @@ class Context(NamedTuple):
     """Inputs that all layers of one forward share.
 
     x0, bigram_embeds: [T, dim]. rotary: cosines, sines, softmax scale; narrow_rotary: of narrow
-    heads. masks: see GPT.masks. skip_weights: a number for each skip connection. mixes: see Block.
+    heads. masks: see GPT.masks. skip_weights: of skip connections, by layer. mixes: see Block.
     value_mixes: see Attention. gate_scale: see TokenWeights. copied [T, dim]: what DocCopy adds
     before the final norm. scheduled, shared: see train_gpt.Context.
     """
@@ -1026,7 +1026,7 @@ class Context(NamedTuple):
     rotary: tuple[Tensor, Tensor, Tensor]
     narrow_rotary: tuple[Tensor, Tensor, Tensor] | None
     masks: Masks
-    skip_weights: Sequence[Tensor]
+    skip_weights: dict[int, Tensor]
     mixes: Sequence[Tensor]
     value_mixes: Sequence[Tensor]
     gate_scale: Tensor

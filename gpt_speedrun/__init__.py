@@ -977,7 +977,13 @@ def broadcast(comm: Comm, *tensors: Tensor) -> None:
     """
     if comm.ranks > 1 and tensors:
         values = [memory_of(x) for x in tensors]
-        in_bytes = [x.contiguous().view(-1).view(torch.uint8).to(comm.device) for x in values]
+        in_bytes = [
+            x.clone(memory_format=torch.contiguous_format)
+            .view(-1)
+            .view(torch.uint8)
+            .to(comm.device)
+            for x in values
+        ]
         packed = torch.cat(in_bytes)
         comm.broadcast(packed)
         for x, part in zip(values, packed.split([*map(len, in_bytes)])):

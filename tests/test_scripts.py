@@ -67,7 +67,7 @@ class Tree:
         for made in (self.root, self.play):
             made.mkdir()
         names = "run.sh test.sh requirements.txt tests/requirements.txt launch/start.py"
-        for name in f"{names} launch/ranks.py data/shards.py".split():
+        for name in f"{names} launch/ranks.py records/logs.py data/shards.py".split():
             (self.root / name).parent.mkdir(exist_ok=True)
             shutil.copy(ROOT / name, self.root / name)
         self.environment = {
@@ -685,8 +685,9 @@ def test_code_in_a_file_of_its_own_is_refused_in_one_line(script, tmp_path, prog
     idea.parent.mkdir(parents=True)
     idea.write_text("RATE = 0.05\n")
     shutil.copytree(ROOT / "launch", copy / "launch")
-    for name in ("train_gpt.py", "frontier.py"):
-        shutil.copy(ROOT / name, copy)
+    (copy / "records").mkdir()
+    for name in ("train_gpt.py", "frontier.py", "records/logs.py"):
+        shutil.copy(ROOT / name, copy / name)
     edited = copy / program.replace("launch/start", "train_gpt")
     text = edited.read_text()
     edited.write_text(text.replace("import math\n", f"import math\nimport {beside}\n", 1))
