@@ -406,12 +406,13 @@ def start(*flags):
 
 def test_ctrl_c_and_a_reader_that_leaves_end_it_without_a_word(saved, script):
     speak = (str(saved), "--prompt", "x", "--tokens", "100000000")
-    early, left = start("--help"), start(*speak)
-    late = script(sample.__file__, *speak)
+    early = start("--help")
     maps = Path(f"/proc/{early.pid}/maps")
     while maps.exists() and early.poll() is None and "torch" not in maps.read_text():
         time.sleep(0.01)
     early.send_signal(signal.SIGINT)  # while torch is imported
+    left = start(*speak)
+    late = script(sample.__file__, *speak)
     wait_until(lambda: late.outputs[0].exists() and late.outputs[0].read_text())
     late.send_signal(signal.SIGINT)
     left.stdout.read(10)
