@@ -1738,10 +1738,10 @@ class GPT(nn.Module):
         count = len(self.layers)
         vocab = -(-encoding.vocab_size // 128) * 128
         dtype = c.torch_dtype
-        tables = len({layer.value_table for layer in self.layers} - {None})
         self.embed = embedding(vocab, c.model_dim, "embed", dtype)
         self.value_embeds = nn.ModuleList(
-            embedding(vocab, c.model_dim, "value_embeds", dtype) for _ in range(tables)
+            embedding(vocab, c.model_dim, "value_embeds", dtype)
+            for _ in {layer.value_table for layer in self.layers} - {None}
         )
         self.ngrams = nn.ModuleList(NgramTable(c, table) for table in c.ngrams)
         self.doc_copy = DocCopy(c.model_dim) if c.doc_copy else None
@@ -2206,7 +2206,7 @@ class Rotary(nn.Module):
         self.register_buffer("init_frequencies", frequencies, persistent=False)
         self.init_scale = scale
         self.register_buffer("scale", torch.tensor(scale), persistent=False)
-        for name in ("cos", "sin"):
+        for name in "cos", "sin":
             table = torch.empty(tokens, len(frequencies), dtype=dtype)
             self.register_buffer(name, table, persistent=False)
         self.windows = None
@@ -3456,6 +3456,7 @@ class Bucket:
     may_compile = True  # the update, if the run is compiled
     updates = 0  # so far
     invariant = False  # SyncSettings.world_size_invariant
+    elementwise = False  # the rule treats the elements of a unit one by one
     receive_buffer: Tensor | None = None  # see Comm.receive_buffer
     reduce_handle = None  # of the reduce-scatter in flight
     gather_handle = None  # of the all-gather in flight
@@ -3586,9 +3587,11 @@ class Bucket:
     def update(self, update: Callable[..., None], hyper: Values) -> None:
         """Update this rank's shard.
 
-        In world-size-invariant mode one matrix at a time: a batch may be summed in another order.
+        In world-size-invariant mode one unit at a time: a batch may be summed in another order.
         """
-        size = 1 if self.invariant and self.param_shard.dim() > 2 else len(self.param_shard)
+        size = len(self.param_shard)
+        if self.invariant and self.param_shard.dim() > 1 and not self.elementwise:
+            size = 1
         for begin in range(0, len(self.param_shard), size):
             part = slice(begin, begin + size)
             part_hyper = {**hyper, "scale": self.scale[part]}
@@ -3860,6 +3863,7 @@ class RowBucket(Bucket):
 
     # the gradient buffer takes no memory; only gradients of rows that were read do
     grad_device = "meta"
+    elementwise = True
 
     def __init__(self, *args: Any):
         super().__init__(*args)

@@ -1389,6 +1389,16 @@ def test_a_unit_may_be_one_row_or_one_column(shape, unit):
     )
 
 
+@pytest.mark.parametrize("unit", [(3,), (2, 3)])
+def test_invariant_mode_updates_one_unit_at_a_time(unit):
+    rule = types.SimpleNamespace(every=1, unit=lambda spec: unit, init_state=lambda shard: {})
+    bucket = bucket_of({"p": nn.Parameter(torch.zeros(4, 3))}, rule)
+    bucket.invariant = True
+    shapes = []
+    bucket.update(lambda param, *_: shapes.append(param.shape), {})
+    assert shapes == [(1, *unit)] * (12 // math.prod(unit))
+
+
 @dataclasses.dataclass(frozen=True)
 class Third:
     """A rule with updates_in and without every."""
