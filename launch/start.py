@@ -616,25 +616,28 @@ def preflight(config, flags, ranks, gpus, show_only):
 def longer_run(words, config, text):
     """Return the command of a longer run than the one that these words started, of one pass over
     the data at most."""
-    import train_gpt
-
-    held = 0
-    with contextlib.suppress(train_gpt.RunError):  # the run says what is missing
-        shards = train_gpt.find_shards(config.train_files, config.train_shards)
-        held = sum(shard.tokens for shard in shards)
     trial = "--trial" in words
-    longer = [dataclasses.replace(config, num_steps=factor * config.num_steps) for factor in (4, 2)]
-    steps = [
-        one.num_steps
-        for one in longer
-        if trial or train_gpt.tokens_of_steps(one, one.num_steps) <= held
-    ]
+    counts = [factor * config.num_steps for factor in (4, 2)]
+    steps = [count for count in counts if trial or lasts(config, count)]
     if not steps:
         more = "for a better model give more text: more steps on this one would learn it by heart"
         return more if text else ""
     command = shlex.join(["./run.sh", *words])
     kept = re.sub(r" --(trial|num[-_]steps[= ]\d+)(?= |$)", "", command)
     return f"a longer run: {kept}" + ("" if trial else f" --num_steps {steps[0]}")
+
+
+def lasts(config, steps):
+    """Return whether the data suffice for so many steps without repetition."""
+    import train_gpt
+
+    config = dataclasses.replace(config, num_steps=steps, epochs=1)
+    with contextlib.suppress(train_gpt.RunError):
+        shards = train_gpt.find_shards(config.train_files, config.train_shards)
+        with contextlib.closing(train_gpt.Stream(shards, config)) as stream:
+            stream.check_enough()
+        return True
+    return False
 
 
 def replace_model(model):
