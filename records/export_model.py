@@ -24,7 +24,6 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
-import leaks
 import logs
 
 FORM = "safetensors"
@@ -444,6 +443,7 @@ def checked(result, answers):
 
 def write(model_path, log, folder):
     """Write the folder of a saved model; return a line about it. log: "" if there is none."""
+    import leaks  # here, with numpy: the front of an export to csv needs neither
     import torch
 
     saved = torch.load(model_path, map_location="cpu", weights_only=True, mmap=True)
