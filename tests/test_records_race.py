@@ -680,6 +680,12 @@ def test_sides_that_fail_are_asked_for_times_alone_and_say_why():
     assert len(said) == 1 and "(error: no work)" in said[0]
 
 
+def test_holm_s_correction():
+    """An example computed by hand."""
+    assert stats.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert stats.holm([0.5, 0.9]) == [1.0, 1.0]
+
+
 def test_a_failed_run_stops_the_race_and_is_repeated_with_its_seed(repo, capsys):
     assert race.main(["-n", "3", "--", "--mood", "fail on 2"]) == 2
     folder, _, events = only_race(repo)

@@ -173,6 +173,20 @@ def test_the_comparison_of_the_known_runs(new, old, judge):
     assert report["reason"] == report["claim"]["reason"]
 
 
+@pytest.mark.parametrize("margin, n", [(0.002, 9), (0.0005, 91)])
+def test_the_plan_of_a_loss(margin, n):
+    assert stats.runs_needed(0.0013, margin, 0.01, 0.9) == n
+    assert stats.power(n, 0.0013, margin, 0.01) >= 0.9 > stats.power(n - 1, 0.0013, margin, 0.01)
+
+
+@pytest.mark.parametrize("margin, n", [(0.2, 6), (0.1, 15)])
+def test_the_plan_of_a_time(margin, n):
+    """For 0.2 s five runs a side have power 0.892 by Welch's test, which decides (the pooled test
+    has 0.917)."""
+    assert stats.runs_needed(0.07, margin, 0.01, 0.9, sets=2) == n
+    assert stats.power(5, 0.07, 0.2, 0.01, sets=2) == pytest.approx(0.892, abs=5e-4)
+
+
 # What the verdicts promise, by simulation
 
 TRIALS = 10_000

@@ -887,10 +887,11 @@ def test_an_edit_is_found_by_its_rules_and_by_no_others(race, faster, judge, hon
 
 
 def test_a_fair_race_hardly_ever_breaks_the_rule_on_time_off_the_clock():
-    """The base's runs and faster ones whose time off the clock has the same distribution."""
+    """The base's runs and faster ones whose time off the clock has the same distribution. At p <
+    0.01 five of 1,000 failed."""
     draw = np.random.default_rng(0)
     verdicts = []
-    for _ in range(400):
+    for _ in range(1000):
         train = 10 + draw.normal(0, 0.1, (2, 5))
         off = 1 + draw.normal(0, 0.3, (2, 5))
         sides = [
@@ -898,7 +899,7 @@ def test_a_fair_race_hardly_ever_breaks_the_rule_on_time_off_the_clock():
             for side in (0, 1)
         ]
         verdicts.append(leaks.judged(verify.check_spans, *sides)[0])
-    assert verdicts.count("fail") <= 1 and verdicts.count("not checkable") < 20
+    assert verdicts.count("fail") <= 1 and verdicts.count("not checkable") < 40
 
 
 def fake_run(trained, off):
@@ -1819,7 +1820,14 @@ def test_public_logs_of_two_sources_break_no_rule(tmp_path, judge):
     which."""
     for name, source in (("a", "import torch"), ("b", "import torch"), ("c", "import torch, math")):
         public_log(tmp_path / f"{name}.txt", public_lines(pace=ord(name)), source)
-    assert judge(tmp_path)[1][ACCOUNTS][0] == "not checkable"
+    status, rules = judge(tmp_path)
+    assert status == 2
+    says(
+        rules,
+        ACCOUNTS,
+        "not checkable",
+        "the logs do not say which runs are the record (the set holds runs of 2 sources",
+    )
     (tmp_path / "c.txt").write_text(
         (tmp_path / "a.txt").read_text().replace("val_loss:3.5500", "val_loss:nan")
     )

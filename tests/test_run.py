@@ -322,6 +322,7 @@ def test_two_ranks_read_the_same_tokens_and_reach_the_same_loss(one, tmp_path, s
     for path in traces:
         names = {event.get("name") for event in json.loads(gzip.open(path).read())["traceEvents"]}
         assert {"ProfilerStep#3", "ProfilerStep#4", "forward", "backward", "step"} <= names
+        assert any(str(name).startswith("launch ") for name in names)
 
 
 @pytest.mark.parametrize(
