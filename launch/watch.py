@@ -95,7 +95,8 @@ def describe(runs):
     """Return (rows, charts) of the latest runs of one preset."""
     names = pages.run_names([run for _, _, run in runs])
     # a side of a race, or a run by itself
-    sides = [(path.parent, place[1]) if (place := place_of(run)) else path for path, _, run in runs]
+    places = [place_of(run) for _, _, run in runs]
+    sides = [(path.parent, place[1]) if place else path for (path, *_), place in zip(runs, places)]
     rows = []
     losses = []
     times = []

@@ -140,10 +140,9 @@ def run_names(runs):
         ]
         if len({*longer}) > len({*names}):
             names = longer
-    names = [
-        f"{place[0]}, {place[2]}" if (place := place_of(run)) else name
-        for run, name in zip(runs, names)
-    ]
+    for i, place in enumerate(map(place_of, runs)):
+        if place:
+            names[i] = f"{place[0]}, {place[2]}"
     return [
         name if names.count(name) == 1 and name else f"{name} {Path(run.path).stem}".strip()
         for run, name in zip(runs, names)
