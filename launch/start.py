@@ -442,7 +442,7 @@ def choose(flags, text, trial):
         why = f"a trial of {config.num_steps} of the preset's {usual.num_steps} steps"
     elif preset == "laptop" and python != LIBRARY:
         why = f"the text is the library of Python {python}, not of {LIBRARY}"
-    if why:
+    if why and usual.target_val_loss:
         chosen = {"target_val_loss": 0}
         say(
             f"{why}: the preset's target {usual.target_val_loss} does not apply, and the run has"
@@ -805,8 +805,10 @@ def begin(words):
     if not gpus and (race or options.preflight):
         # for new processes; a fork of this one chooses as many itself
         os.environ.setdefault("OMP_NUM_THREADS", str(train_gpt.cpu_threads(config, ranks)))
-    if config.train_files == program_of(flags).PRESETS[preset].train_files:
-        make_data(*["data/stdlib.py"] if preset == "laptop" else ["data/fineweb.py", "9"])
+    usual = program_of(flags).PRESETS[preset].train_files
+    if config.train_files == usual:
+        of_library = Path(usual).parent.name == "stdlib"
+        make_data(*["data/stdlib.py"] if of_library else ["data/fineweb.py", "9"])
     # a run that is resumed keeps the flags that it began with
     if options.preflight or gpus and not config.resume:
         flags += preflight(config, flags, ranks, gpus, options.preflight)

@@ -809,7 +809,7 @@ def test_threads_that_encode_a_text_are_the_cores_of_this_process(monkeypatch, q
     assert shards.usable_cores() == cores
 
 
-def making_data(tree, script):
+def making_data(tree, script, preset="laptop"):
     """start.py in the tree as it makes the embedded corpus, which takes minutes."""
     (tree.root / "data" / "stdlib.py").write_text(
         "import time, shards\ndef main():\n    try:\n        print('makes', flush=True)\n       "
@@ -820,7 +820,7 @@ def making_data(tree, script):
     process = script(
         tree.root / "launch" / "start.py",
         "--preset",
-        "laptop",
+        preset,
         "--target_val_loss",
         "1.4",
         prepare=os.setsid,
@@ -832,8 +832,9 @@ def making_data(tree, script):
     return process
 
 
-def test_ctrl_c_while_data_are_made_lets_the_script_clean_up(tree, script):
-    process = making_data(tree, script)
+@pytest.mark.parametrize("preset", ["laptop", "bench"])
+def test_ctrl_c_while_data_are_made_lets_the_script_clean_up(tree, script, preset):
+    process = making_data(tree, script, preset)
     os.killpg(process.pid, signal.SIGINT)
     stdout, stderr = process.communicate(timeout=600)
     assert (process.returncode, stdout) == (130, "makes\ncleans up\n")
