@@ -4532,8 +4532,7 @@ class HeadLoss(torch.autograd.Function):
         if scales is None:
             losses, grad = softcapped_loss(F.linear(x, weight), targets, weights, softcap)
         else:
-            x, weight = fp8_operands(x, weight, scales)
-            logits = fp8_product(x, weight.T, scales.x, scales.weight, fast=True)
+            x, weight, logits = fp8_linear(x, weight, scales)
             losses, grad = softcapped_loss(logits, targets, weights, softcap, scales.grad)
         ctx.save_for_backward(x, weight, grad)
         entropies = losses.sum(1)
@@ -4563,7 +4562,7 @@ def softcapped_loss(
     grad = torch.empty_like(x, dtype=None if grad_scale is None else torch.float8_e5m2)
     softcapped_loss_kernel[(len(x),)](
         *(x, targets.contiguous(), weights, losses, grad, len(x), x.size(1), len(targets)),
-        *(*softcap, grad_scale or 1.0, LOSS_CHUNK, x.dtype == torch.bfloat16),
+        *(*softcap, grad_scale or 1.0, LOSS_CHUNK, x.dtype != torch.float32),
         num_warps=32,
     )
     return losses, grad
@@ -4610,7 +4609,7 @@ if triton is not None:
         held = ()  # exp(z - CAP) * s * (1 - s)
         for i in tl.static_range(0, V, CHUNK):
             logits = (
-                tl.load(x + i + at, i + at < V, other=0) if i + CHUNK > V else tl.load(x + i + at)
+                tl.load(x + i + at, i + at < V, other=0.0) if i + CHUNK > V else tl.load(x + i + at)
             )
             s, e = softcap_and_exp(logits.to(tl.float32), CAP, SHIFT, SOFTNESS)
             e = tl.where(i + at < V, e, 0) if i + CHUNK > V else e
@@ -4665,9 +4664,9 @@ class FP8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, scales: FP8Scales) -> Tensor:
         ctx.scales = scales
-        x8, weight8 = fp8_operands(x, weight, scales)
-        ctx.save_for_backward(x8, weight8)
-        return fp8_product(x8, weight8.T, scales.x, scales.weight, fast=True)
+        *operands, y = fp8_linear(x, weight, scales)
+        ctx.save_for_backward(*operands)
+        return y.bfloat16()
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -4676,17 +4675,21 @@ class FP8Linear(torch.autograd.Function):
         return *fp8_gradients(grad8, scales.grad, *ctx.saved_tensors, scales), None
 
 
-def fp8_operands(x: Tensor, weight: Tensor, scales: FP8Scales) -> Pair:
-    return (x / scales.x).to(torch.float8_e4m3fn), (weight / scales.weight).to(torch.float8_e4m3fn)
+def fp8_linear(x: Tensor, weight: Tensor, scales: FP8Scales) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x and weight in e4m3, and their product."""
+    x = (x / scales.x).to(torch.float8_e4m3fn)
+    weight = (weight / scales.weight).to(torch.float8_e4m3fn)
+    return x, weight, fp8_product(x, weight.T, scales.x, scales.weight, True, scales.out)
 
 
 def fp8_gradients(
     grad8: Tensor, grad_scale: float | Tensor, x8: Tensor, weight8: Tensor, scales: FP8Scales
 ) -> Pair:
     """Compute the gradients of x and weight from the product's, grad8 [T, V] times grad_scale."""
-    by_column = weight8.T.contiguous().T, x8.T.contiguous().T
-    grad_x = fp8_product(grad8, by_column[0], grad_scale, scales.weight, fast=False)
-    return grad_x, fp8_product(grad8.T.contiguous(), by_column[1], grad_scale, scales.x, fast=False)
+    # fast sums would make gradients not finite, the public records say
+    grad_x = fp8_product(grad8, weight8.T.contiguous().T, grad_scale, scales.weight, False)
+    grad8_T = grad8.T.contiguous()
+    return grad_x, fp8_product(grad8_T, x8.T.contiguous().T, grad_scale, scales.x, False)
 
 
 # Keep it a function of the module: a method would break the compiled graph, and the fusion of casts
@@ -4715,6 +4718,7 @@ class FP8Scales(NamedTuple):
     x: float
     weight: float
     grad: float
+    out: torch.dtype = torch.bfloat16  # of the product
 
 
 # --------------------------------------------------------------------------------------------------

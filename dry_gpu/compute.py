@@ -362,7 +362,11 @@ def compare(source, dtype, steps, flags):
         if not ours.optimizer.between_updates:  # otherwise gradients that wait would be lost
             state = ours.optimizer.state_dict()
             # of fp8
-            exact = {name: x for name, x in whole(state).items() if not name.endswith("/h_scale")}
+            exact = {
+                name: x
+                for name, x in whole(state).items()
+                if not name.endswith(("/h_scale", "/grad_scale"))
+            }
             for kind, reference in references.items():
                 reference.optimizer.load_state_dict(state if kind == dtype else exact)
         found = ours.step(step)

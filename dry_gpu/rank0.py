@@ -68,14 +68,13 @@ TRANSPOSED = 5
 
 
 def cost_of_product(grid, kernel, args):
-    """Of relu_squared_kernel, and of relu_squared_in_fp8_kernel, which also writes h8."""
+    """Of relu_squared_kernel, and of relu_squared_in_fp8_kernel, which writes out twice."""
     m, n, k = (args[size] for size in "MNK")
-    in_fp8 = "h8" in args
+    in_fp8 = "out_T" in args
+    width = 1 if in_fp8 else 2
     return {
         "flops8" if in_fp8 else "flops16": 2 * m * n * k,
-        "bytes": (
-            (2 - in_fp8) * (m * k + k * n) + m * n * (2 + 2 * args.get("BACKWARD", False) + in_fp8)
-        ),
+        "bytes": width * (m * k + k * n + m * n * (1 + in_fp8 + args["BACKWARD"])),
     }
 
 

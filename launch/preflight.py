@@ -116,6 +116,7 @@ def model_parts(worker):
             "dtype": "float32",
             "fp8_head": False,
             "fp8_mlp": False,
+            "fp8_qkv": False,
             "ngrams": tuple(dataclasses.replace(table, rows=2) for table in c.ngrams),
         }
         as_plain = dataclasses.replace(
@@ -241,11 +242,9 @@ def model_parts(worker):
             if kernels
             else way_of(worker)
         )
-        way = (
-            ("fp8", ("fp8_mlp", False))
-            if any(getattr(block.mlp, "fp8", False) for block in one.blocks)
-            else way
-        )
+        for flag, name in (("fp8_qkv", "attn"), ("fp8_mlp", "mlp")):
+            if any(getattr(getattr(block, name), "fp8", False) for block in one.blocks):
+                way = "fp8", (flag, False)
         read = {id(p) for p in one.parameters()}
         learned = [name for name, p in model.named_parameters() if id(p) in read]
         yield part(

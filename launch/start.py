@@ -807,8 +807,7 @@ def begin(words):
         os.environ.setdefault("OMP_NUM_THREADS", str(train_gpt.cpu_threads(config, ranks)))
     usual = program_of(flags).PRESETS[preset].train_files
     if config.train_files == usual:
-        of_library = Path(usual).parent.name == "stdlib"
-        make_data(*["data/stdlib.py"] if of_library else ["data/fineweb.py", "9"])
+        make_data(*["data/stdlib.py"] if "stdlib" in usual else ["data/fineweb.py", "9"])
     # a run that is resumed keeps the flags that it began with
     if options.preflight or gpus and not config.resume:
         flags += preflight(config, flags, ranks, gpus, options.preflight)

@@ -242,26 +242,38 @@ for m, k, n in ((128, 64, 256), (256, 192, 512)):
 
 
 def test_the_mlp_kernel_in_fp8(emulated):
-    """h8 is h / h_scale rounded once, up to ties that the order of sums decides; the largest h has
-    no rounding."""
+    """Forward and backward: the result divided by its scale and rounded once, up to ties that the
+    order of sums decides; the largest value has no rounding."""
     passes(
         emulated(
             code="""
 import frontier as T
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 for m, k, n in ((128, 128, 256), (256, 384, 512)):
-    a8, a_scale = T.to_e4m3(torch.randn(m, k).bfloat16())
-    b8, b_scale = T.to_e4m3(torch.randn(n, k).bfloat16())
-    y = (a8.float() @ b8.float().T * (a_scale * b_scale)).relu()
+    a_scale, b_scale = 2**-4, 2**-7
+    a8 = T.to_fp8(torch.randn(m, k).bfloat16(), a_scale, E4M3)
+    b8 = T.to_fp8(torch.randn(n, k).bfloat16(), b_scale, E4M3)
+    y = a8.float() @ b8.float().T * (a_scale * b_scale)
+    h = y.relu() * y
+    h_scale = h.max() / 600
+    h8 = T.to_fp8(h, h_scale, E4M3)
+    grad8 = T.to_fp8(torch.randn(m, k), 2**-6, E5M2)
+    g = 2 * (grad8.float() @ b8.float().T * (2**-6 * b_scale)) * (h8.float() * h_scale).sqrt()
     for programs in (1, 3):
-        scales = [x.cuda() for x in (a_scale * b_scale, y.square().max() / 600, torch.zeros(()))]
         T.kernel_grid = lambda *_: (programs, 256)
-        h, h8 = T.relu_squared_in_fp8(a8.cuda(), b8.cuda().T, *scales, torch.bfloat16)
-        assert h.dtype == torch.bfloat16 and h8.dtype == torch.float8_e4m3fn
-        assert (h.cpu().float() - y * y).norm() / (y * y).norm() < 3e-3
-        right = (y * y / scales[1].cpu()).to(torch.float8_e4m3fn)
-        assert right.float().max() == 448
-        assert (h8.cpu().float() != right.float()).float().mean() < 1e-3
-        assert abs(scales[2].item() / y.square().max().item() - 1) < 1e-6
+        for a, scale, right, out_scale, kind, more in (
+            (a8, a_scale * b_scale, h, h_scale, E4M3, ()),
+            (grad8, 2**-6 * b_scale, g, g.abs().max() / 70000, E5M2, (h8.cuda(), h_scale.cuda())),
+        ):
+            scales = [x.cuda() for x in (out_scale, torch.zeros(()))]
+            out, out_T = T.relu_squared_in_fp8(
+                a.cuda(), b8.cuda().T, scale, *scales, torch.bfloat16, *more)
+            assert out.dtype == out_T.dtype == kind
+            assert torch.equal(out.cpu().float().T, out_T.cpu().float())
+            rounded = T.to_fp8(right, out_scale, kind)
+            assert rounded.float().abs().max() == torch.finfo(kind).max
+            assert (out.cpu().float() != rounded.float()).float().mean() < 1e-3
+            assert abs(scales[1].item() / right.abs().max().item() - 1) < 1e-6
 """
         )
     )
