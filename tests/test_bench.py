@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,20 @@ def test_whole_step():
         for name, row in table.items()
     }
     assert state["buckets"] < 0.7 * state["DDP"]
+
+
+def terminated_in_a_fork():
+    ranks_are_forked()
+    os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def test_a_signal_while_ranks_are_started_ends_them(script):
+    """Python drops what a handler raises in a hook of fork."""
+    process = script(
+        BENCH / "whole_step.py", *SMALL_MODEL, "--rounds", "100000", prepare=terminated_in_a_fork
+    )
+    _, errors = process.communicate(timeout=600)  # until no rank has its end of the pipe
+    assert (process.returncode, errors) == (1, "error: interrupted\n")
 
 
 @pytest.mark.slow

@@ -907,8 +907,11 @@ def test_frontier_trains_on_gpt2_tokens_and_its_log_opens_with_both_programs(tmp
         )
         values[f"{split}_files"] = tmp_path / f"toy_{split}_*.bin"
     root = Path(frontier.__file__).parent
+    words = [root / "frontier.py", *as_flags(values)]
+    _, missing = script(*words).communicate(timeout=600)
+    assert missing.count("\n") == 1 and f"data/gpt2.py {tmp_path}" in missing
     write_gpt2_tokens(tmp_path)
-    run = script(root / "frontier.py", *as_flags(values))
+    run = script(*words)
     _, errors = run.communicate(timeout=600)
     assert run.returncode == 0, errors
     source, _, start, _, end, _ = read_log(tmp_path / "logs" / "f.txt")

@@ -248,14 +248,16 @@ def test_wandb_gets_what_is_sent(tmp_path, monkeypatch):
         lines = []
         found[name] = config["muon_lr"], lines
         return SimpleNamespace(
-            define_metric=lambda *_, **__: None, log=lines.append, finish=lambda: lines.append(None)
+            define_metric=lambda name, step_metric: lines.append((name, step_metric)),
+            log=lines.append,
+            finish=lambda: lines.append(None),
         )
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     paths = [whole(tmp_path / f"{rate}.txt", rate) for rate in (0.1, 0.2)]
     assert export.main([*paths, "--to", "wandb", "--follow"]) == 0
     for rate in (0.1, 0.2):
-        config, (*lines, last, end) = found[str(rate)]
-        assert (config, end) == (rate, None) and last["val_loss"] == 3.0
+        config, (metric, *lines, last, end) = found[str(rate)]
+        assert (config, metric, end) == (rate, ("*", "step"), None) and last["val_loss"] == 3.0
         steps = [(line["step"], line["train_loss"]) for line in lines]
         assert steps == [(n, 5 - n / 4) for n in range(1, 7)]

@@ -716,8 +716,13 @@ def test_a_refusal_is_one_line_whatever_the_names_are_and_however_many(
         monkeypatch.setattr(module, "HERE", tmp_path)
     assert module.main(words) == 2
     said = capsys.readouterr().err
-    assert said.endswith("\n") and said.count("\n") == 1 and len(said) <= logs.MAX_MESSAGE + 1
+    assert said.endswith("\n") and said.count("\n") == 1 and len(said) <= 301
     assert said.startswith((f"{tool}.py: error: ", "The claim cannot be judged: "))
+
+
+def test_a_long_message_keeps_what_was_seen_and_what_to_do():
+    words = logs.brief(f"seen {LONG}; do this").split()
+    assert (words[0], words[-1]) == ("seen", "this")
 
 
 def test_ctrl_c_in_a_tool_is_a_word_and_130(capsys):

@@ -633,3 +633,16 @@ def test_text_and_lines_of_the_live_page_are_readable_in_light_and_dark(dark):
         **{f"c{color}": 3 for color in range(watch.COLORS)},
     }.items():
         assert contrast(colors[name], colors["paper"]) >= least, name
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_every_word_of_the_diagram_is_readable_in_light_and_dark(dark):
+    colors = {}
+    for part in (ROOT / "docs/gradient-sync.svg").read_text().split("@media")[: 1 + dark]:
+        for names, color in re.findall(r"([.\w, ]+) \{[^}]*?(?<![\w-])fill: #(\w{6})", part):
+            colors |= dict.fromkeys(names.strip().split(", "), [*bytes.fromhex(color)])
+    plain = ".paper", ".box"
+    filled = ".r0", ".r1", ".last", ".early"
+    for text, grounds in ("text", plain), (".pale", plain), (".on", filled):
+        for ground in grounds:
+            assert contrast(colors[text], colors[ground]) >= 4.5, (text, ground)

@@ -975,6 +975,8 @@ def test_the_other_side_must_be_honest_too(race, judge, tmp_path):
         "not checkable",
         "by the clocks of the runs alone: no race confirms the times of 8 of 8 runs",
     )
+    edited.set("start.config.val_len", 128).write(other / "1a.txt")
+    assert judge(folder, "--vs", other)[1][DATA][0] == "fail"
 
 
 # The data

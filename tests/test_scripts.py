@@ -1096,7 +1096,7 @@ print(json.dumps({"name": __name__, "file": __file__, "argv": sys.argv,
                               any(Path(folder, name + ".py").exists() for folder in sys.path)],
                   "descriptors": len(os.listdir("/proc/self/fd")) - 1, "forked": os.environ["LAUNCHER_PID"] == str(os.getppid())}), flush=True)
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
-if sys.argv[1] != "fails":
+if sys.argv[1] not in ("fails", "early"):
     os.kill(os.getppid(), getattr(signal, sys.argv[1]))
 time.sleep(2 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else 600)
 """
@@ -1113,6 +1113,8 @@ for what, ignored, _ in {cases}:
             os.dup2(os.open(what + str(ignored) + name, os.O_WRONLY | os.O_CREAT), descriptor)
         if ignored:
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        if what == "early":  # before the launcher knows its rank
+            os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGTERM))
         sys.exit(ranks.start(2 if what == "fails" else 1, "alone.py", [what]))
     print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
@@ -1122,6 +1124,7 @@ CASES = [  # what happens, whether SIGHUP is ignored, the launcher's exit status
     ("SIGHUP", False, 129),
     ("SIGUSR1", False, 7),
     ("fails", False, 1),
+    ("early", False, 143),
 ]
 
 
@@ -1139,7 +1142,7 @@ def test_a_forked_rank_is_the_program_alone_and_signals_reach_it(script, tmp_pat
     stdout, stderr = launchers.communicate(timeout=1800)
     statuses = [int(status) for status in stdout.split()]
     assert statuses == [status for *_, status in CASES], stderr
-    for what, ignored, _ in CASES:
+    for what, ignored, _ in CASES[:-1]:
         out, err = ((tmp_path / f"{what}{ignored}{name}").read_text() for name in ("out", "err"))
         assert err == ("rank 1 fails\n" if what == "fails" else "")
         assert json.loads(out) == {

@@ -177,15 +177,17 @@ class Reordering(Hostile):
         return Shuffled()
 
 
-class Never(Comm):
-    """Never completes."""
+class Failing(Comm):
+    """The n-th exchange fails when waited for, like a broken connection."""
 
-    def reduce_scatter(self, shard, full, buffer):
-        class Unanswered:
-            def wait(self):
-                raise TimeoutError("waited for a network that never answers")
+    def __init__(self, at):
+        super().__init__()
+        self.at = at
 
-        return Unanswered()
+    def exchange(self, sent, received):
+        self.at -= 1
+        broken = mock.Mock(wait=mock.Mock(side_effect=RuntimeError("closed by peer")))
+        return train_gpt.HandleGroup(*[broken] * (self.at == 0))
 
 
 class Collectives(Comm):
@@ -283,13 +285,19 @@ def test_the_whole_model_reads_nothing_before_it_has_come(on_ranks, batches):
 
 def test_backward_ends_though_the_network_never_answers():
     model = chain()
-    optimizer = optimizer_of(model, Never())
+    optimizer = optimizer_of(model, Failing(1))
     optimizer.reducer.launch_orders[len(optimizer.buckets)] = optimizer.buckets
     optimizer.prepare_for_backward(0)
     model(X).sum().backward()
     assert optimizer.reducer.launches == len(optimizer.buckets)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(RuntimeError, match="closed by peer"):
         optimizer.step(FULL)
+
+
+@pytest.mark.parametrize("at", range(1, 13))  # of six buckets: reduce-scatters, gathers
+def test_a_failing_collective_is_an_error_of_the_step(at):
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        flow(chain(), X, Failing(at))
 
 
 def test_several_collectives_are_in_flight():
