@@ -1236,6 +1236,9 @@ def run_main(main):
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 128 + signal.SIGPIPE
+    except OSError as error:  # a full disk under stdout
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = refuse(os.path.basename(sys.argv[0]), f"{error}; the verdict may be lost")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         status = 130

@@ -7,16 +7,17 @@ import json
 import random
 import re
 import shutil
+import subprocess
 import sys
-
-import pytest
+import trace
+from pathlib import Path
 
 import board
 import export
 import picture
+import pytest
 import race
 import stats
-import trace
 import verify
 from test_records_stats import declare, log, raced
 from test_records_trace import two_steps
@@ -223,3 +224,15 @@ def test_any_input_ends_in_a_status_and_a_line(samples, tmp_path, capsys, monkey
             assert "Error:" not in said.out and (
                 said.err.count("\n") <= 1 or module in (board, verify)
             ), (told, said)
+
+
+@pytest.mark.parametrize("tool", ["board", "history"])
+def test_a_full_disk_under_stdout_is_a_line_and_a_status(tool):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, Path(board.__file__).with_name(f"{tool}.py")],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
