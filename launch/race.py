@@ -46,10 +46,12 @@ sys.path += [
 ]
 
 import argparse
+import ast
 import contextlib
 import fcntl
 import glob
 import hashlib
+import importlib
 import itertools
 import json
 import math
@@ -168,24 +170,39 @@ def git(*arguments):
     return done.stdout.strip()
 
 
-def code_in(text):
-    """Return what a program does, without comments and docstrings; the text itself if it is no
-    Python."""
+def code_in(text, file, preset):
+    """Return what a program does, without comments, docstrings and the presets that do not run; the
+    text itself if it is no Python."""
     import train_gpt
 
     try:
-        return train_gpt.code_of(text)
+        statements = ast.parse(text).body
     except SyntaxError:
         return text
+    lines = text.splitlines()
+    segments = ["\n".join(lines[x.lineno - 1 : x.end_lineno]) for x in statements]
+    of_presets = [segment for segment in segments if segment.startswith("PRESETS")]
+    names = vars(importlib.import_module(Path(file).stem)).copy()
+    try:
+        exec("\n".join(of_presets), names)
+    except Exception:  # they use what only the edit defines
+        return train_gpt.code_of(text)
+    for segment in of_presets:
+        text = text.replace(segment, "")
+    return train_gpt.code_of(text), names["PRESETS"].get(preset)
 
 
-def codes_of(files, revision=None):
+def codes_of(files, preset, revision=None):
     """Return the code of each file in a revision, or in this checkout; "" for a file that is
     missing."""
-    if not revision:
-        return [code_in((ROOT / file).read_text(encoding="utf-8")) for file in files]
-    blobs = [git("rev-parse", "--verify", "--quiet", f"{revision}:{file}") for file in files]
-    return [blob and code_in(git("cat-file", "blob", blob)) for blob in blobs]
+    texts = []
+    for file in files:
+        if revision:
+            blob = git("rev-parse", "--verify", "--quiet", f"{revision}:{file}")
+            texts.append(blob and git("cat-file", "blob", blob))
+        else:
+            texts.append((ROOT / file).read_text(encoding="utf-8"))
+    return [text and code_in(text, file, preset) for file, text in zip(files, texts)]
 
 
 def describe_sides(ideas, cmd, flags, name=None):
@@ -214,7 +231,8 @@ def describe_sides(ideas, cmd, flags, name=None):
         ]
         sides[-1] |= {"name": name} if name else {}
         return dict(zip(string.ascii_lowercase, sides))
-    sides = {"this checkout": (codes_of(files), here)}
+    preset = flags[flags.index("--preset") + 1]
+    sides = {"this checkout": (codes_of(files, preset), here)}
     for vs in ideas:
         require(
             not vs.startswith("-"),
@@ -227,7 +245,7 @@ def describe_sides(ideas, cmd, flags, name=None):
             f"--vs {vs!r} is no revision that git knows here; name a commit, branch or tag; or"
             " flags; or, with --cmd, a folder",
         )
-        codes = codes_of(files, revision)
+        codes = codes_of(files, preset, revision)
         require(codes[-1], f"revision {vs} has no {SCRIPT}; name a later one")
         sides[vs] = codes, {**ours, "revision": revision, "name": vs}
     checkout, *others = (codes for codes, _ in sides.values())
@@ -237,8 +255,8 @@ def describe_sides(ideas, cmd, flags, name=None):
         require(
             sides[one][0] != sides[other][0],
             f"{one} and {other} have the same code in {' and '.join(files)}, so there is nothing to"
-            " race: comments and docstrings change no run; edit the code (do not commit the edit),"
-            " or name an earlier revision, such as HEAD~1",
+            f" race: comments, docstrings and presets other than {preset} change no run; edit what"
+            " runs (do not commit the edit), or name an earlier revision, such as HEAD~1",
         )
     return dict(zip(string.ascii_lowercase, (side for _, side in sides.values())))
 
