@@ -231,7 +231,7 @@ def describe_sides(ideas, cmd, flags, name=None):
         ]
         sides[-1] |= {"name": name} if name else {}
         return dict(zip(string.ascii_lowercase, sides))
-    preset = flags[flags.index("--preset") + 1]
+    preset = dict(itertools.pairwise(flags)).get("--preset", "speedrun")
     sides = {"this checkout": (codes_of(files, preset), here)}
     for vs in ideas:
         require(
