@@ -7,11 +7,12 @@
 Ideas for it go into this file, which holds what the records add to record 44: config, model, update
 rules. All else is train_gpt.py, which it imports: data, schedule, gradient sync, training loop,
 attention, log. The source of both files opens the log of a run. `frontier` computes what record 92
-does, on 1, 2, 4 or 8 GPUs of any kind, but with a smaller n-gram table and less in fp8. Known
-further differences: the record rounds residual and post weights to bf16, and reads the first shard
-on its clock; its gradient's normalizer counts further targets beyond a sequence's end; and see
-Tail.keep_norm. `frontier89` is record 89: bench/public_record.py compares it with the record's own
-program, one file, train_gpt.py of KellerJordan/modded-nanogpt. Record 92 is a package there:
+does, on 1, 2, 4 or 8 GPUs of any kind, but with a smaller n-gram table and other scales of fp8.
+Known further differences: the record rounds residual and post weights to bf16, and reads the first
+shard on its clock; its gradient's normalizer counts further targets beyond a sequence's end; and
+see Tail.keep_norm. `frontier89` is record 89, but for the MLPs' backward, which is in fp8 since
+record 90: bench/public_record.py compares it, without fp8, with the record's own program, one file,
+train_gpt.py of KellerJordan/modded-nanogpt. Record 92 is a package there:
 
     here                                     there, in track_1_short/
     RECORD_92                                config, schedule

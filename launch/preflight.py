@@ -75,8 +75,7 @@ class Part(NamedTuple):
 
 
 # Two to four times the differences of bf16 and fp8, uncompiled, on a CPU. polar on the gates' few
-# entries: over 0.25. Layers in fp8: gradients of their scalars nearly cancel; 0.13 on an H200, 0.19
-# from 1,024 tokens on a CPU
+# entries: over 0.25. Layers in fp8, forward and backward: 0.18 from 128 tokens on a CPU
 ALLOWED = {torch.bfloat16: 0.06, torch.float32: 1e-4}
 ALLOWED_IN_FP8 = 0.1
 ALLOWED_LAYERS_IN_FP8 = 0.25
@@ -108,8 +107,8 @@ def model_parts(worker):
     model = worker.model
     device = worker.device
     plan = T.plan_of(c, c.num_steps - 1)
-    for p in model.parameters():  # a zero would hide the parameters behind it
-        p.data.normal_(0, 0.02) if p.dim() > 1 else p.data.fill_(0.5)
+    for name, p in model.named_parameters():  # a zero would hide the parameters behind it
+        p.data.fill_(0.5) if p.dim() < 2 or name in LAMBDAS else p.data.normal_(0, 0.02)
     with device:
         # with small n-gram tables, which no part reads
         as_plain = {
@@ -236,23 +235,25 @@ def model_parts(worker):
             f"attention {window}", way, functools.partial(attention, window), (x, x0, values)
         )
     for i, one in enumerate(model.groups):
-        kernels = any(block.mlp is not None and block.mlp.kernels for block in one.blocks)
+        modules = [m for block in one.blocks for m in block.modules()]
+        kernels = any(getattr(m, "kernels", False) for m in modules)
         way = (
             (f"{way_of(worker)[0]}, with kernels", ("kernels", "loss"))
             if kernels
             else way_of(worker)
         )
-        for flag, name in (("fp8_qkv", "attn"), ("fp8_mlp", "mlp")):
-            if any(getattr(getattr(block, name), "fp8", False) for block in one.blocks):
-                way = "fp8", (flag, False)
-        read = {id(p) for p in one.parameters()}
+        in_fp8 = {type(m).__name__ for m in modules if getattr(m, "fp8", False)}
+        if in_fp8:
+            way = "fp8", ("fp8_mlp" if "MLP" in in_fp8 else "fp8_qkv", False)
+        # the gradients of biases and scalars nearly cancel: in fp8 little is left of them
+        read = {id(p) for p in one.parameters() if p.dim() > 1 or not in_fp8}
         learned = [name for name, p in model.named_parameters() if id(p) in read]
         yield part(
             f"layers {one.numbers.start} to {one.numbers.stop - 1}",
             way,
             functools.partial(group, i),
             [*reads(i).values()],
-            *LAMBDAS,
+            *(() if in_fp8 else LAMBDAS),
             *learned,
             allowed_in_fp8=ALLOWED_LAYERS_IN_FP8,
         )

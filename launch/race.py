@@ -180,9 +180,12 @@ def code_in(text, file, preset):
     except SyntaxError:
         return text
     lines = text.splitlines()
-    segments = ["\n".join(lines[x.lineno - 1 : x.end_lineno]) for x in statements]
-    of_presets = [segment for segment in segments if segment.startswith("PRESETS")]
-    names = vars(importlib.import_module(Path(file).stem)).copy()
+    of_presets = [
+        "\n".join(lines[x.lineno - 1 : x.end_lineno])
+        for x in statements
+        if lines[x.lineno - 1].startswith("PRESETS")
+    ]
+    names = {**vars(importlib.import_module(Path(file).stem))}
     try:
         exec("\n".join(of_presets), names)
     except Exception:  # they use what only the edit defines
@@ -195,13 +198,11 @@ def code_in(text, file, preset):
 def codes_of(files, preset, revision=None):
     """Return the code of each file in a revision, or in this checkout; "" for a file that is
     missing."""
-    texts = []
-    for file in files:
-        if revision:
-            blob = git("rev-parse", "--verify", "--quiet", f"{revision}:{file}")
-            texts.append(blob and git("cat-file", "blob", blob))
-        else:
-            texts.append((ROOT / file).read_text(encoding="utf-8"))
+    if revision:
+        blobs = [git("rev-parse", "--verify", "--quiet", f"{revision}:{file}") for file in files]
+        texts = [blob and git("cat-file", "blob", blob) for blob in blobs]
+    else:
+        texts = [(ROOT / file).read_text(encoding="utf-8") for file in files]
     return [text and code_in(text, file, preset) for file, text in zip(files, texts)]
 
 

@@ -1233,12 +1233,11 @@ def run_main(main):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         status = main()
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 128 + signal.SIGPIPE
-    except OSError as error:  # a full disk under stdout
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = refuse(os.path.basename(sys.argv[0]), f"{error}; the verdict may be lost")
+        if not isinstance(error, BrokenPipeError):  # a full disk
+            status = refuse("stdout", f"{error}; the verdict may be lost")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         status = 130
