@@ -19,7 +19,9 @@ from train_gpt import PRESETS, Encoding, Ngrams
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "records"))
 import export  # noqa: E402
+import export_model  # noqa: E402
 import logs  # noqa: E402
+import sample  # noqa: E402
 
 pytest.importorskip("safetensors")
 ROOT = Path(train_gpt.__file__).parent
@@ -68,10 +70,30 @@ def saved(folder, config, encoding=BYTES, program="train_gpt.py", source=None, e
     return folder / "run.txt", model.eval(), plan.windows
 
 
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Exports run here: a process of their own would import torch first."""
+
+    def call(command):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "path", [*sys.path])
+            for name in ("train_gpt", "frontier"):
+                patch.delitem(sys.modules, name)
+            return export_model.main(command[-3:])
+
+    monkeypatch.setattr(subprocess, "call", call)
+
+
 def exported(path, folder):
-    """Export, and load the plain model in this process."""
+    """Export, and load the plain model in this process. Nothing of training, of ranks, of GPUs may
+    be in its file."""
     assert export.main([str(path), "--to", "safetensors", str(folder)]) == 0
-    return module_at(folder / "modeling_gpt_speedrun.py", "plain").load()
+    file = folder / "modeling_gpt_speedrun.py"
+    text = file.read_text()
+    assert "class GPT" in text and "import train_gpt" not in text
+    for word in ("Optimizer", "all_reduce", "def backward", "import triton", "numpy", "c.ngrams"):
+        assert word not in text, word
+    return module_at(file, "plain").load()
 
 
 def check_logits(plain, model, windows, encoding):
@@ -103,17 +125,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("preset", CASES)
-def test_a_plain_file_has_the_logits_of_each_preset(tmp_path, preset):
+def test_a_plain_file_has_the_logits_of_each_preset(tmp_path, in_this_process, preset):
     config, encoding = CASES[preset]
     program = Path(sys.modules[type(config).__module__].__file__).name
     path, model, windows = saved(tmp_path, config, encoding, program)
     plain = exported(path, tmp_path / "out")
     check_logits(plain, model, windows, encoding)
-    text = (tmp_path / "out/modeling_gpt_speedrun.py").read_text()
-    # nothing of training, of ranks, of GPUs
-    assert "class GPT" in text and "import train_gpt" not in text
-    for word in ("Optimizer", "all_reduce", "def backward", "import triton", "numpy", "c.ngrams"):
-        assert word not in text, word
     settings = json.loads((tmp_path / "out/config.json").read_text())
     assert settings["tokenizer"] == ("gpt2" if preset == "speedrun" else "bytes")
     with pytest.raises(ValueError, match="give the last"):
@@ -178,7 +195,7 @@ def edited(folder, edits):
     return source, module_at(folder / "edited.py", f"edited_{abs(hash(source))}")
 
 
-def test_an_edited_script_is_cut_as_it_was_when_it_trained(tmp_path):
+def test_an_edited_script_is_cut_as_it_was_when_it_trained(tmp_path, in_this_process):
     source, engine = edited(tmp_path, IDEA)
     config = engine.PRESETS["bench"]
     path, model, windows = saved(tmp_path, config, source=source, engine=engine)
@@ -201,7 +218,7 @@ def test_an_edited_script_is_cut_as_it_was_when_it_trained(tmp_path):
     ],
     ids=["numpy", "lambda", "a loss of its own"],
 )
-def test_what_does_not_fit_is_refused_in_a_line(tmp_path, capfd, edit, wanted):
+def test_what_does_not_fit_is_refused_in_a_line(tmp_path, in_this_process, capfd, edit, wanted):
     source = source_text("train_gpt.py")
     old, new = edit
     assert old in source
@@ -237,15 +254,14 @@ def test_wrong_paths_and_flags_are_refused(tmp_path, capsys):
         assert "--to" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_run_on_an_own_text_is_exported_from_its_log(tmp_path):
+def test_a_run_on_an_own_text_is_exported_from_its_log(tmp_path, script):
     text = tmp_path / "book.txt"
     text.write_text("".join(f"line {n} says é {n * n}\n" for n in range(3000)))
 
     def call(*words):
-        done = subprocess.run(
-            [sys.executable, *map(str, words)], cwd=tmp_path, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
+        done = script(*words)
+        _, errors = done.communicate(timeout=600)
+        assert done.returncode == 0, errors
 
     call(ROOT / "data/text.py", text, "--out", tmp_path / "data", "--encoding", "bytes")
     shards = {
@@ -256,20 +272,21 @@ def test_a_run_on_an_own_text_is_exported_from_its_log(tmp_path):
     flags += ["--log_dir", tmp_path, "--run_id", "own", "--compile", "off", "--val_tokens", 2048]
     call(ROOT / "train_gpt.py", "--preset", "laptop", *flags)
     plain = exported(tmp_path / "own.txt", tmp_path / "out")
-    import sample
-
     trained = sample.load_model(tmp_path / "own.pt")
     check_logits(plain, trained.model, trained.windows, BYTES)
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
     """A folder of a bytes model, and settings with which nothing asks a network."""
-    for name, value in (("HF_HOME", tmp_path / "hf"), ("HF_HUB_OFFLINE", 1)):
-        monkeypatch.setenv(name, str(value))
-    path, *_ = saved(tmp_path, CASES["laptop"][0])
-    exported(path, tmp_path / "out")
-    return tmp_path / "out"
+    pytest.importorskip("transformers")
+    place = tmp_path_factory.mktemp("bytes")
+    path, *_ = saved(place, CASES["laptop"][0])
+    exported(path, place / "out")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HOME", str(place / "hf"))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        yield place / "out"
 
 
 IN_TRANSFORMERS = """
@@ -301,7 +318,6 @@ with torch.no_grad():
 
 
 def test_transformers_loads_it_and_generates(folder):
-    pytest.importorskip("transformers")
     done = subprocess.run(
         [sys.executable, "-c", IN_TRANSFORMERS, folder], capture_output=True, text=True
     )
