@@ -6,7 +6,7 @@
 
 Ideas for it go into this file, which holds what the records add to record 44: config, model, update
 rules. All else is train_gpt.py, which it imports: data, schedule, gradient sync, training loop,
-attention, log. The source of both files opens the log of a run. `frontier` computes what record 92
+attention, log. A run's log begins with the source of both files. `frontier` computes what record 92
 does, on 1, 2, 4 or 8 GPUs of any kind, but with a smaller n-gram table and other scales of fp8.
 Known further differences: the record rounds residual and post weights to bf16, and reads the first
 shard on its clock; its gradient's normalizer counts further targets beyond a sequence's end; and
@@ -1293,11 +1293,12 @@ class MLP(train_gpt.MLP):
 class DelayedScales:
     """Scales of what is rounded to fp8 where it is computed, so they must be known before it is.
 
-    Of each MLP: its squared activations h (e4m3), and the gradient before the square (e5m2). A
-    scale is HEADROOM times the largest value of the step before, over all micro-batches and ranks,
-    divided by the largest number of the type: so it is the same for any number of ranks. Larger
-    values saturate. FIRST: until a value is not 0. The record's ranks each have their own scales,
-    of 1.03 and 1.25 times.
+    Of each MLP: its squared activations h (e4m3), and the gradient of x @ fc (e5m2). A scale is
+    HEADROOM times the largest value of the step before, over all micro-batches and ranks, divided
+    by the largest number of the type: so it is the same for any number of ranks. Larger values
+    saturate. FIRST: used until a largest value above 0 was seen. h_max, grad_max: the largest
+    values of this step so far, raised in place. The record's ranks each have their own scales, 1.03
+    times for h and 1.25 for the gradient.
     """
 
     FIRST = {"h": 1.0, "grad": 2.0**-6}
@@ -2031,7 +2032,7 @@ def to_fp8(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class ReluSquaredInFP8(torch.autograd.Function):
-    """MLP.forward with all products in fp8, also backward's. It saves tensors in fp8 alone.
+    """MLP.forward with all products in fp8, also backward's. Besides scales it saves fp8 alone.
 
     x [T, dim], of a norm; fc and proj [dim, hidden]. For the others see DelayedScales.
     """
@@ -2062,12 +2063,12 @@ class ReluSquaredInFP8(torch.autograd.Function):
         grad8 = to_fp8(grad, MLP_GRAD_SCALE, E5M2)
         y_scale = MLP_GRAD_SCALE * WEIGHT_SCALE
         by_column = proj8.T.contiguous().T
-        y8, y8_T = relu_squared_in_fp8(
+        grad_y8, grad_y8_T = relu_squared_in_fp8(
             grad8, by_column, y_scale, grad_scale, grad_max, dtype, h8, h_scale
         )
-        grad_x = fp8_product(y8, fc8.T, grad_scale, WEIGHT_SCALE, False, dtype)
+        grad_x = fp8_product(grad_y8, fc8.T, grad_scale, WEIGHT_SCALE, False, dtype)
         x8_T = x8.T.contiguous()
-        grad_fc = fp8_product(x8_T, y8_T.T, input_scale(x8), grad_scale, False, dtype)
+        grad_fc = fp8_product(x8_T, grad_y8_T.T, input_scale(x8), grad_scale, False, dtype)
         grad8_T = grad8.T.contiguous()
         grad_proj = fp8_product(grad8_T, h8_T.T, MLP_GRAD_SCALE, h_scale, False, dtype)
         return grad_x, grad_fc, grad_proj, None, None, None, None
@@ -2097,14 +2098,13 @@ def relu_squared_in_fp8(
         out_max.copy_(torch.maximum(out_max, out.abs().amax()))
         out = to_fp8(out, out_scale, out_dtype)
         return out, out.T.contiguous()
-    # as many bytes as in bf16
     m, k = a.shape
     n = b.size(1)
     half = [TILE_M, tile_n // 2]
-    inner = 2 * TILE_K
+    inner = 2 * TILE_K  # as many bytes as in bf16
     out = a.new_empty(m, n, dtype=out_dtype)
     out_T = a.new_empty(n, m, dtype=out_dtype)
-    # tensor cores read the inner dimension of b contiguously in fp8
+    # Tensor cores read the inner dimension of b contiguously in fp8. Forward reads no h: out stands in
     tiles = (
         (a, [TILE_M, inner]),
         (b.T, [tile_n, inner]),
@@ -2156,7 +2156,10 @@ if triton is not None:
         BACKWARD: tl.constexpr,
         MOST: tl.constexpr,
     ):
-        """Persistent kernel: a program starts its next tile while it stores one by halves."""
+        """relu_squared_in_fp8 on a GPU. SCALE: of a @ b. MOST: the largest number of out's type.
+
+        Persistent: a program starts its next tile while it stores one by halves.
+        """
         HALF: tl.constexpr = TILE_N // 2
         columns = N // TILE_N
         largest = 0.0

@@ -76,7 +76,7 @@ VAL_TOKENS = "exactly the stated validation tokens"
 ACCOUNTS_OTHER = "every run of the other side is accounted for"
 INSPECT = "inspect this"  # a rule may be broken: a reader decides
 AGAIN = "the source gives the run again"
-TRIAL = "a trial"
+TRIAL = "no target"
 UNDESCRIBED = "the log does not describe its run (it is not one of this project's)"
 # The public speedrun's medium track, recognized by its target loss, allows one compiler switch
 # (says its README)
@@ -284,7 +284,7 @@ def check_val_tokens(e):
     )
     checkable(
         counted >= wanted or logs.target_of(e.run),
-        f"{TRIAL}: {counted:,} of {wanted:,} tokens were scored, and no target is claimed",
+        f"{TRIAL}: {counted:,} of {wanted:,} tokens were scored",
     )
     require(counted == wanted, f"{counted:,} tokens were scored, and the rule is {wanted:,}")
     return f"{counted:,} tokens were scored"
@@ -1403,7 +1403,7 @@ def sum_up(findings, case):
     if broken:
         head = f"FAIL: {plural(broken, 'rule')} {'is' if broken == 1 else 'are'} broken"
     elif trial:
-        head = "A TRIAL: no rule is broken"
+        head = "NO TARGET: no rule is broken"
     said = f"{head}{';' if ':' in head else ':'} {len(of[PASS])} hold"
     if unchecked:
         said += f", {len(unchecked)} {'was' if len(unchecked) == 1 else 'were'} not checked"

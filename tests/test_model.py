@@ -546,7 +546,7 @@ def test_the_fp8_head_has_the_scales_of_its_record(
         calls, (("x", "weight.T"), ("grad", "weight"), ("grad.T", "x")), strict=True
     ):
         for operand, scale, (tensor, expected) in zip(
-            (a, b), scales, (scaled[name] for name in names), strict=True
+            (a, b), scales[:2], (scaled[name] for name in names), strict=True
         ):
             assert scale == pytest.approx(expected, rel=1e-12)
             assert torch.equal(operand.float(), (tensor / scale).to(operand.dtype).float())

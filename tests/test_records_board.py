@@ -414,16 +414,16 @@ def test_a_trial_is_said_to_be_one(judged):
     records, report, rules = judged
     rules["rules"][1] |= {
         "rule": verify.VAL_TOKENS,
-        "reason": "6 of 6 runs: a trial: 512 of 999 tokens were scored, and no target is claimed",
+        "reason": "6 of 6 runs: no target: 512 of 999 tokens were scored",
     }
     assert written()
     text = (records / "2026-01-02_toy/README.md").read_text()
     assert (
-        "A trial: 512 of 999 tokens were scored, and no target is claimed." in text
-        and "supports no claim" in text
+        "No target: 512 of 999 tokens were scored." in text
+        and "the answer below is the race" in text
     )
     board_page = (records / "README.md").read_text()
-    assert ": a trial, [" in board_page and "| **trial**: " in board_page
+    assert ": no target, [" in board_page and "| **no target**: " in board_page
 
 
 def test_the_records_here_name_no_folder_and_each_has_its_pages():
