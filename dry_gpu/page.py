@@ -385,16 +385,28 @@ def simulated_rows(steps, plan):
     }
 
 
+# µs that the host takes for a launch: 5 is about cudaLaunchKernel's own, the rest is Python and torch
+HOST_US = 5, 10, 20
+
+
+def host_rows(census, cost, rates, plan):
+    """Return the mean ms of a step for hosts of several speeds."""
+    means = []
+    for us in HOST_US:
+        steps = [step for step in simulate(census, cost, rates.gap_s, us * 1e-6) if step.windows]
+        weights = weigh(steps, plan)
+        means.append(sum(step.ms * w for step, w in zip(steps, weights)) / sum(weights))
+    label = "; ".join(map(str, HOST_US))
+    return {f"mean, the host takes {label} µs a launch": "; ".join(f"{ms:.1f}" for ms in means)}
+
+
 def page(events, facts, args, title, plan):
     """Return ({label: figure}, paragraphs) of one run. plan: see simulated_rows. --trace: only its
     windows."""
     census = phase(events, "census")
     rates = rates_of(args.arch, args.flash)
-    steps = [
-        step
-        for step in simulate(census, costs(census, rates, args.ranks), rates.gap_s)
-        if step.windows
-    ]
+    cost = costs(census, rates, args.ranks)
+    steps = [step for step in simulate(census, cost, rates.gap_s) if step.windows]
     if args.trace:
         steps = [step for step in steps if step.windows == steps[0].windows]
     breaks = sum(facts["breaks"].values())
@@ -421,6 +433,8 @@ def page(events, facts, args, title, plan):
             f"{held['peak'] >> 20:,}; {held['reserved'] >> 20:,}"
         )
     rows |= simulated_rows(steps, plan)
+    if steps:
+        rows |= host_rows(census, cost, rates, plan)
     notes = []
     if "out of memory" in facts:
         notes.append(

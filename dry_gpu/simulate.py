@@ -4,8 +4,8 @@ events.
 A kernel takes its latency and the longest of three times: its bytes, its FLOPs and its special
 functions, at the rates below. Kernels of one stream run in order, with a gap between two, and so do
 the collectives of one communicator, also between streams. An event completes after all earlier work
-of its stream. The host and other ranks are never late. No time is measured. device.c documents the
-log.
+of its stream. Other ranks are never late, nor is the host unless it is given a time per launch. No
+time is measured. device.c documents the log.
 """
 
 import collections
@@ -259,9 +259,16 @@ class Step:
     costs: list[Cost] = dataclasses.field(default_factory=list)
 
 
-def simulate(events: list[Event], cost: dict[int, Cost], gap_s: float) -> list[Step]:
+def simulate(
+    events: list[Event], cost: dict[int, Cost], gap_s: float, launch_s: float = 0.0
+) -> list[Step]:
     """Simulate the streams, with a gap after each kernel. A step lasts on the main stream from its
-    STEP line to the next one."""
+    STEP line to the next one.
+
+    launch_s: what the host takes for a launch; no kernel starts before its own. Where the host
+    waits for the GPU, later launches do too.
+    """
+    host = 0.0
     # {stream: when its work so far is done}
     time: dict[str, float] = collections.defaultdict(float)
     done: dict[int, float] = {}  # {event: when it completes}
@@ -286,7 +293,11 @@ def simulate(events: list[Event], cost: dict[int, Cost], gap_s: float) -> list[S
             done[e.numbers[0]] = time[e.stream]
         elif e.kind == "WAIT":
             wait(done.get(e.numbers[0], 0.0))
+        elif e.kind == "SYNC":  # of an event, or of a stream
+            host = max(host, done.get(int(e.stream, 16), time.get(e.stream, 0.0)))
         elif i in cost:
+            host += launch_s
+            wait(host)
             if e.kind == "NCCL":
                 wait(free[e.numbers[1]])
             time[e.stream] += cost[i].seconds + gap_s

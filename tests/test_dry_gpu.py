@@ -207,6 +207,17 @@ def test_streams_run_in_parallel_and_wait_for_events():
     assert simulate.mean_costs(steps, [1, 1], lambda cost: cost.name)["k"] == (pytest.approx(3), 1)
 
 
+def test_no_kernel_starts_before_its_launch():
+    """Two kernels of 1 ms, each launched after 2 ms; before the second the host waits for the
+    first's event."""
+    kernel = "0 COST - 1000000 0 0 0", "0 TRITON k 1 1 1 1 0"
+    for between, ends in ((), 5), (("0 EVENT e 32", "20 SYNC cudaEventSynchronize"), 6):
+        log = events("0 PHASE census", "0 STEP 384_128 0 0", *kernel, *between, *kernel, "0 END -")
+        cost = simulate.costs(log, RATES._replace(kernel_s=0), 4)
+        (step,) = simulate.simulate(log, cost, gap_s=0, launch_s=2e-3)
+        assert step.ms == pytest.approx(ends)
+
+
 @pytest.mark.parametrize("communicator, ends", [(16, 20.02), (32, 10.01)])
 def test_collectives_of_one_communicator_run_in_order_between_streams(communicator, ends):
     """A gather of 10.01 ms runs on its own stream. An all-reduce on the main stream runs after it,
