@@ -2104,7 +2104,8 @@ def relu_squared_in_fp8(
     inner = 2 * TILE_K  # as many bytes as in bf16
     out = a.new_empty(m, n, dtype=out_dtype)
     out_T = a.new_empty(n, m, dtype=out_dtype)
-    # Tensor cores read the inner dimension of b contiguously in fp8. Forward reads no h: out stands in
+    # Tensor cores read the inner dimension of b contiguously in fp8. Forward reads no h, and gets
+    # out in its place
     tiles = (
         (a, [TILE_M, inner]),
         (b.T, [tile_n, inner]),
