@@ -23,6 +23,7 @@ class Fault(NamedTuple):
     file: str = "train_gpt.py"
 
 
+OF_KERNEL = "pytest tests/test_kernels.py -k in_fp8"
 MLP_FP8 = "--compare frontier89 --dtype bfloat16 --steps 2"
 # so that one step updates every parameter
 BF16 = "--compare speedrun --dtype bfloat16 --steps 1 -- --adam_every 1"
@@ -58,21 +59,24 @@ FAULTS = {
         "the MLP's kernel in fp8 divides by the scale of h what has another",
         "to_out = 1 / tl.load(out_scale)",
         "to_out = 1 / tl.load(h_scale)",
-        MLP_FP8,
+        OF_KERNEL,
+        ".",
         file="frontier.py",
     ),
     "kernel-fp8-transpose": Fault(
-        "the MLP's kernel in fp8 stores the transpose of a tile one row too low",
+        "the MLP's kernel in fp8 stores both halves of a transposed tile in the first",
         "out_T.store([column + i * HALF, row]",
-        "out_T.store([column + i * HALF, row + 1]",
-        MLP_FP8,
+        "out_T.store([column, row]",
+        OF_KERNEL,
+        ".",
         file="frontier.py",
     ),
     "kernel-fp8-max": Fault(
         "the MLP's kernel in fp8 finds no largest value, so that the first scales stay",
         "tl.atomic_max(out_max, largest)",
         "tl.atomic_max(out_max, 0.0)",
-        MLP_FP8,
+        OF_KERNEL,
+        ".",
         file="frontier.py",
     ),
     "fp8-scale": Fault(
