@@ -214,7 +214,7 @@ def describe_sides(ideas, cmd, flags, name=None):
     project's; its flags are the whole command. "name" is what the user typed; flags say it
     themselves."""
     import train_gpt  # here: importing torch takes seconds, and --help and refusals need none
-    from ranks import program_of
+    from ranks import program_of, values_of
 
     files = [
         path.name for path in train_gpt.source_files(next(iter(program_of(flags).PRESETS.values())))
@@ -232,7 +232,7 @@ def describe_sides(ideas, cmd, flags, name=None):
         ]
         sides[-1] |= {"name": name} if name else {}
         return dict(zip(string.ascii_lowercase, sides))
-    preset = dict(itertools.pairwise(flags)).get("--preset", "speedrun")
+    preset = values_of(flags).get("--preset", "speedrun")
     sides = {"this checkout": (codes_of(files, preset), here)}
     for vs in ideas:
         require(

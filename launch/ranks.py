@@ -36,14 +36,19 @@ GRACE_S = 30  # for the ranks to end
 fork = multiprocessing.get_context("fork").Process
 
 
+def values_of(flags):
+    """Return {--name: value} of flags; the last one of a flag counts."""
+    words = [part for word in flags for part in word.split("=", 1)]
+    return dict(itertools.pairwise(words))
+
+
 def program_of(flags):
     """Return the module whose PRESETS has the preset that the flags name, or that wrote the
     checkpoint to resume."""
     import frontier
     import train_gpt
 
-    words = [part for word in flags for part in word.split("=", 1)]
-    given = dict(itertools.pairwise(words))  # the last one of a flag counts
+    given = values_of(flags)
     if "--resume" in given and "--preset" not in given:
         run = train_gpt.Config(
             resume=given["--resume"], log_dir=given.get("--log_dir", train_gpt.Config.log_dir)
