@@ -1309,14 +1309,13 @@ class DelayedScales:
         self.comm = comm
         self.named = {}
         self.maxima = []
-        largest_of_types = []
         for name, mlp in mlps.items():
-            self.named |= {f"{name}.proj/h_scale": mlp.h_scale}
-            self.named |= {f"{name}.proj/grad_scale": mlp.grad_scale}
-            self.maxima += [mlp.h_max, mlp.grad_max]
-            largest_of_types += [largest_of(E4M3), largest_of(E5M2)]
+            for of in self.FIRST:
+                self.named[f"{name}.proj/{of}_scale"] = getattr(mlp, f"{of}_scale")
+                self.maxima.append(getattr(mlp, f"{of}_max"))
         if mlps:
-            self.to_scales = self.HEADROOM / mlp.h_max.new_tensor(largest_of_types)
+            largest_of_types = self.maxima[0].new_tensor([largest_of(E4M3), largest_of(E5M2)])
+            self.to_scales = self.HEADROOM / largest_of_types.repeat(len(mlps))
 
     @torch.no_grad()
     def start_gather(self) -> None:

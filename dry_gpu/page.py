@@ -385,7 +385,7 @@ def simulated_rows(steps, plan):
     }
 
 
-# µs that the host takes for a launch: 5 is about cudaLaunchKernel's own, the rest is Python and torch
+# µs that the host takes for a launch, assumed
 HOST_US = 5, 10, 20
 
 

@@ -150,7 +150,7 @@ def describe(folder):
         (
             rule["reason"]
             for rule in rules
-            if rule["rule"] == verify.VAL_TOKENS and verify.TRIAL in rule["reason"]
+            if rule["rule"] == verify.VAL_TOKENS and verify.NO_TARGET in rule["reason"]
         ),
         "",
     )
@@ -174,7 +174,7 @@ def describe(folder):
         "good": bool(
             loss["significant"] and report["time"] and not broken and not judged[0].clock_reset
         ),
-        "trial": trial and trial[trial.index(verify.TRIAL) :],
+        "trial": trial and trial[trial.index(verify.NO_TARGET) :],
         "track": track_of(preset, sides[0]["where"], judged[0].runs[0], loss["target"]),
         "decimals": 1 + max(run.loss_decimals for run in judged[0].runs),
         "rows": rows_of(sides),

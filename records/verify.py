@@ -76,7 +76,7 @@ VAL_TOKENS = "exactly the stated validation tokens"
 ACCOUNTS_OTHER = "every run of the other side is accounted for"
 INSPECT = "inspect this"  # a rule may be broken: a reader decides
 AGAIN = "the source gives the run again"
-TRIAL = "no target"
+NO_TARGET = "no target"
 UNDESCRIBED = "the log does not describe its run (it is not one of this project's)"
 # The public speedrun's medium track, recognized by its target loss, allows one compiler switch
 # (says its README)
@@ -284,7 +284,7 @@ def check_val_tokens(e):
     )
     checkable(
         counted >= wanted or logs.target_of(e.run),
-        f"{TRIAL}: {counted:,} of {wanted:,} tokens were scored",
+        f"{NO_TARGET}: {counted:,} of {wanted:,} tokens were scored",
     )
     require(counted == wanted, f"{counted:,} tokens were scored, and the rule is {wanted:,}")
     return f"{counted:,} tokens were scored"
@@ -826,7 +826,7 @@ def check_claimed(report, given):
 def check_loss(runs, given):
     """Check that the mean loss is below the target: on FineWeb 3.28 whatever the logs state."""
     trials = [
-        reason for e in runs if e.ours and TRIAL in (reason := judged(check_val_tokens, e)[1])
+        reason for e in runs if e.ours and NO_TARGET in (reason := judged(check_val_tokens, e)[1])
     ]
     checkable(not trials, "".join(trials[:1]))
     fineweb = given is None and any(not e.ours or is_fineweb(e) for e in runs)
@@ -1395,7 +1395,7 @@ def sum_up(findings, case):
     of = {verdict: [f for f in findings if f.verdict == verdict] for verdict in VERDICTS}
     unchecked = of[UNKNOWN]
     broken = len(of[FAIL])
-    trial = any(f.rule == VAL_TOKENS and TRIAL in f.reason for f in of[UNKNOWN])
+    trial = any(f.rule == VAL_TOKENS and NO_TARGET in f.reason for f in of[UNKNOWN])
     unjudged = any(not e.ours for e in case.runs + case.others) or any(
         STOPPED in f.reason for f in claims + findings
     )

@@ -438,7 +438,9 @@ def test_fp8_mlp_is_its_definition(h_scale, grad_scale):
     y.backward(grad)
     x64, fc, proj, grad64 = (t.detach().double().numpy() for t in (x, mlp.fc, mlp.proj, grad))
     # the root of 32 is at most 448 * 2 ** -6
-    x8, fc8, proj8 = in_e4m3(x64, 2.0**-6), in_e4m3(fc, 2.0**-7), in_e4m3(proj, 2.0**-7)
+    x8 = in_e4m3(x64, 2.0**-6)
+    fc8 = in_e4m3(fc, 2.0**-7)
+    proj8 = in_e4m3(proj, 2.0**-7)
     a = np.maximum(x8 @ fc8, 0)
     h8 = in_e4m3(a**2, h_scale)
     assert mlp.h_max.item() == pytest.approx((a**2).max(), rel=1e-6)
@@ -528,7 +530,8 @@ def largest_values(comm, config, steps):
     step)], and (largest gradient of this rank, scale); the states before and after a loaded one."""
     worker = worker_of(config, comm)
     shake(worker.model)
-    found, gradients = [], []
+    found = []
+    gradients = []
     mlps = [block.mlp for block in worker.model.blocks if block.mlp is not None]
     for i, mlp in enumerate(mlps):
 
