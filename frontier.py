@@ -93,6 +93,7 @@ from train_gpt import (
     fp8_product,
     frozen,
     groups_by_kind,
+    is_edited,
     kernel_grid,
     mask_in_pieces,
     norm,
@@ -350,7 +351,9 @@ class Config(train_gpt.Config, StageValues):
         max=1,
     )
     fp8_mlp: bool = option(
-        True, "compute the MLPs in fp8 during training; on GPUs only where kernels are on"
+        True,
+        "compute the MLPs in fp8 during training; off on GPUs without fp8",
+        needs="fp8_head",
     )
     fp8_qkv: bool = option(
         False,
@@ -1277,14 +1280,16 @@ class MLP(train_gpt.MLP):
 
     def __init__(self, config: Config):
         super().__init__(config, config.mlp_dim or 4 * config.model_dim)
-        self.fp8 = config.fp8_mlp
+        # ReluSquaredInFP8 would ignore an edit of the plain code
+        as_written = not is_edited(*train_gpt.PLAIN_FORMS["MLP"])
+        self.fp8 = config.fp8_mlp and config.fp8_head and as_written
         if self.fp8:
             for name, scale in DelayedScales.FIRST.items():
                 self.register_buffer(f"{name}_scale", torch.tensor(scale), persistent=False)
                 self.register_buffer(f"{name}_max", torch.zeros(()), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.fp8 and self.training and (self.kernels or not x.is_cuda):
+        if self.fp8 and self.training:
             delayed = self.h_scale, self.h_max, self.grad_scale, self.grad_max
             return ReluSquaredInFP8.apply(x, self.fc, self.proj, *delayed)
         return super().forward(x)
@@ -2092,7 +2097,7 @@ def relu_squared_in_fp8(
     out_dtype = E4M3 if h is None else E5M2
     programs, tile_n = kernel_grid(a, b, dtype)
     if not programs:
-        y = fp8_product(a, b, scale, 1.0, h is None, torch.float32)
+        y = fp8_product(a, b, scale, 1.0, h is None, dtype)
         out = y.relu() * y if h is None else 2 * y * (h.float() * h_scale).sqrt()
         out_max.copy_(torch.maximum(out_max, out.abs().amax()))
         out = to_fp8(out, out_scale, out_dtype)
@@ -2187,7 +2192,7 @@ if triton is not None:
 
 # See train_gpt.PLAIN_FORMS
 PLAIN_FORMS = {
-    "MLP": ((MLP.forward, train_gpt.MLP.forward), "6a5a1dbb"),
+    "MLP": ((MLP.forward, train_gpt.MLP.forward), "a700ae1f"),
     "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__), "640dacee"),
     "attention": train_gpt.PLAIN_FORMS["attention"],
 }

@@ -5670,19 +5670,11 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
         config = replace(config, fp8_head=False)
         changes.append("this GPU has no fp8: the head's product stays in bf16")
     plain_forms = sys.modules[config.model_type.__module__].PLAIN_FORMS
-    forced = {
-        "attention": config.attention == "flash",
-        "MLP": config.kernels == "on",
-        "loss": config.kernels in ("on", "loss"),
-    }
-    edited = []
-    for kernel, (forms, digest) in plain_forms.items():
-        code = "".join(code_of(inspect.getsource(form)) for form in forms)
-        if sha256_of(code.encode())[:8] == digest:
-            continue
-        edited.append(kernel)
+    edited = [kernel for kernel, form in plain_forms.items() if is_edited(*form)]
+    for kernel in edited:
         effect = "it is computed as written, without its kernel, and more slowly"
-        if forced[kernel]:
+        flag = config.attention if kernel == "attention" else config.kernels
+        if flag in ("flash", "on", kernel):
             effect = (
                 "--kernels or --attention asks for the kernel, which ignores the edit; leave that"
                 " flag out"
@@ -5723,6 +5715,12 @@ PLAIN_FORMS = {
     "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__), "626dfba7"),
     "attention": ((attend, cut_in_pieces, seen_by_pieces, mask_in_pieces), "cf6298f3"),
 }
+
+
+def is_edited(forms: Sequence[Callable], digest: str) -> bool:
+    """Find out whether plain code differs from what was written with its kernel."""
+    code = "".join(code_of(inspect.getsource(form)) for form in forms)
+    return sha256_of(code.encode())[:8] != digest
 
 
 def code_of(source: str) -> str:
