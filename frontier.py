@@ -351,9 +351,7 @@ class Config(train_gpt.Config, StageValues):
         max=1,
     )
     fp8_mlp: bool = option(
-        True,
-        "compute the MLPs in fp8 during training; off on GPUs without fp8",
-        needs="fp8_head",
+        True, "compute the MLPs in fp8 during training, where fp8_head is on and GPUs have fp8"
     )
     fp8_qkv: bool = option(
         False,
