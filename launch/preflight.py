@@ -601,6 +601,8 @@ def memory_needed(config, vocab_size, ranks):
     lengths = T.micro_batch_lengths(c)
     eager = c.compile == "off"
     of_mlp = 14 if c.kernels in ("loss", "off") else 10
+    if getattr(c, "fp8_mlp", False) and c.fp8_head:
+        of_mlp = 9
     saved = ((9 if eager else 4) * attentions + of_mlp * mlps + 32) * width
     if c.kernels == "off":
         # fp8 also keeps their gradient, twice in e5m2
