@@ -4425,7 +4425,7 @@ def relu_squared(a: Tensor, b: Tensor, h: Tensor | None = None) -> Tensor:
     a: [m, k]. b: [k, n].
     """
     programs, tile_n = kernel_grid(a, b, a.dtype)
-    if not programs:
+    if not tile_n:
         y = a @ b
         return y.relu() * y if h is None else 2 * y * h.sqrt()
     m, k = a.shape
@@ -4455,10 +4455,10 @@ TILE_N = (256, 213_056), (128, 98_336)
 
 
 def tile_columns(gpu: Any, itemsize: int = 2) -> int:
-    """Return the columns of the largest tile that a block of a GPU holds; 0 if none."""
+    """Return the columns of the largest tile that a block of a GPU holds; 0 without TMA."""
     for columns, needed in TILE_N:
         spills = columns == 256 and itemsize == 1 and gpu.major == 10  # 1 KB per thread
-        if needed <= gpu.shared_memory_per_block_optin and not spills:
+        if gpu.major > 8 and needed <= gpu.shared_memory_per_block_optin and not spills:
             return columns
     return 0
 
@@ -4466,7 +4466,7 @@ def tile_columns(gpu: Any, itemsize: int = 2) -> int:
 def kernel_grid(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[int, int]:
     """Return the kernel's programs for a @ b, one per multiprocessor, and a tile's columns.
 
-    No programs if a size is unfit.
+    No columns if a size or the GPU is unfit.
     """
     fits = not (len(a) % TILE_M or b.size(1) % 256 or len(b) * a.itemsize % (2 * TILE_K))
     if not (a.is_cuda and dtype == torch.bfloat16 and fits):
@@ -5699,8 +5699,7 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
         kernels = "on"
         if triton is None or "loss" in edited:
             kernels = "off"
-        # the MLP's kernel needs TMA
-        elif capability < [9, 0] or not columns or "MLP" in edited:
+        elif not columns or "MLP" in edited:
             kernels = "loss"
         config = replace(config, kernels=kernels)
     return config, changes
