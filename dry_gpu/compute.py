@@ -340,11 +340,7 @@ def compare(source, dtype, steps, flags):
     if ranks > 1:
         torch.cuda.set_device(device)
         T.join(T.Config(), rank, ranks, device)
-    has_fp8_mlp = any(flag.startswith("frontier") for flag in flags)
-    in_float32 = ["--dtype", "float32", "--fp8_head", "False"] + [
-        "--fp8_mlp",
-        "False",
-    ] * has_fp8_mlp
+    in_float32 = "--dtype", "float32", "--fp8_head", "False"
     plain = "--compile", "off", "--attention", "masked"
     ours = Side(
         programs, [*flags, *(() if narrow else in_float32)], T.Comm(rank, ranks, device), device

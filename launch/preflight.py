@@ -111,15 +111,11 @@ def model_parts(worker):
         p.data.fill_(0.5) if p.dim() < 2 or name in LAMBDAS else p.data.normal_(0, 0.02)
     with device:
         # with small n-gram tables, which no part reads
-        as_plain = {
-            "dtype": "float32",
-            "fp8_head": False,
-            "fp8_mlp": False,
-            "fp8_qkv": False,
-            "ngrams": tuple(dataclasses.replace(table, rows=2) for table in c.ngrams),
-        }
         as_plain = dataclasses.replace(
-            c, **{name: v for name, v in as_plain.items() if hasattr(c, name)}
+            c,
+            dtype="float32",
+            fp8_head=False,
+            ngrams=tuple(dataclasses.replace(table, rows=2) for table in c.ngrams),
         )
         plain = T.build_model(as_plain, worker.stream.shards[0].encoding)
         # documents of twice the long window on average: most tokens have a window's border, not a
