@@ -186,7 +186,7 @@ def add_race_options(add):
         "--name", metavar="WORDS", help="name of this checkout in the race (default: this checkout)"
     )
     add("--cmd", help="what starts another project's script in the folder that --vs names")
-    add("--until-decided", action="store_true", help="stop as soon as the verdict is known")
+    add("--until-decided", action="store_true", help="stop as soon as the claim is decided")
     add(
         "--max-n", type=int, metavar="N", help="with --until-decided: the most runs of each version"
     )
