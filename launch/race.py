@@ -1248,7 +1248,7 @@ def run(options):
             manifest = new_race(options)
         found = start_race(manifest, options.v, options)
         race = manifest.race
-        if race.get("confirm") and found["status"] == 0 and found["best"]:
+        if race.get("confirm") and found["best"]:
             found = confirm(manifest, found, options.v)
         if race.get("at") and found["status"] < 2:
             found = race_elsewhere(manifest, found, options.v)

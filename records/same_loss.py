@@ -8,9 +8,9 @@ ratio of the times of a run,
 
 is the logarithm of the time to the base's loss, relative to the base's time. The base's loss is
 taken to fall with the time t as a power law, A t^-CURVATURE above a limit; what the short base
-loses gives A. A pair of runs with one seed shares its noise, so d and A come from pairs. The
-variances of d, A, rho and CURVATURE are added (delta method), with Welch and Satterthwaite's
-degrees of freedom. tests/test_same_loss.py simulates coverage, false wins and power.
+loses gives A. A pair of runs with one seed shares its noise, so d and A come from pairs, and their
+errors are added seed by seed. The variances of that, of rho and of CURVATURE are added (delta
+method), with Welch and Satterthwaite's degrees of freedom. tests/test_same_loss.py simulates coverage, false wins and power.
 """
 
 import math
@@ -147,15 +147,31 @@ def interval_of(speed):
     return math.exp(speed.log_ratio - half), math.exp(speed.log_ratio + half)
 
 
-def shared_error(values, rate, by_lost):
-    """Return what the seeds that the pairs and the short base share add to the variance: both have
-    the base's run. values: {seed: value of its pair}."""
-    shared = [seed for seed in values if seed in rate.errors]
-    if len(shared) < 2:
-        return 0.0
-    covariance = np.cov([values[seed] for seed in shared], [rate.errors[seed] for seed in shared])
-    part = len(shared) / len(values) / len(rate.errors)
-    return 2 * by_lost * covariance[0, 1] * part
+def freedom(parts):
+    """Return Welch and Satterthwaite's degrees of freedom of a sum of independent parts.
+
+    parts: (variance, degrees of freedom) of each."""
+    spread = sum(part**2 / df for part, df in parts)
+    return sum(part for part, _ in parts) ** 2 / spread if spread else math.inf
+
+
+def part_of_pairs(values, rate, by_lost):
+    """Return (variance, degrees of freedom) of the mean of pairs and of by_lost * rate.lost.
+
+    values: {seed: value of its pair}. A pair and the short base of its seed share the base's run,
+    so what a seed adds to both is one value of a sample."""
+    n = len(values)
+    of_pairs = np.var([*values.values()], ddof=1) / n
+    of_lost = by_lost**2 * rate.variance
+    df = freedom([(of_pairs, n - 1), (of_lost, rate.df)])
+    errors = rate.errors or {}
+    m = len(errors)
+    if not errors or errors.keys() - values.keys():
+        return of_pairs + of_lost, df
+    # an error of one of m seeds in a mean over n, with the variance that its own mean has
+    weight = by_lost * math.sqrt(n * (n - 1) / (m * (m - 1)))
+    both = [value + weight * errors.get(seed, 0) for seed, value in values.items()]
+    return np.var(both, ddof=1) / n, min(n - 1, df)
 
 
 def time_to_same_loss(idea, base, rate, speed, ideas=1):
@@ -174,40 +190,33 @@ def time_to_same_loss(idea, base, rate, speed, ideas=1):
         loss, log_seconds = run
         return by_loss * loss + (log_seconds if from_runs else 0)
 
-    samples = [np.array([value(run) for run in side.values()]) for side in (idea, base)]
-    paired = idea.keys() == base.keys()
-    if paired:
-        samples = [samples[0] - np.array([value(base[seed]) for seed in idea])]
-    if min(map(len, samples)) < 2:
+    if min(len(idea), len(base)) < 2:
         return None
+    values = [{seed: value(run) for seed, run in side.items()} for side in (idea, base)]
+    if idea.keys() == base.keys():
+        pairs = {seed: values[0][seed] - values[1][seed] for seed in idea}
+        parts = [part_of_pairs(pairs, rate, by_lost)]
+    else:
+        parts = [(by_lost**2 * rate.variance, rate.df)]
+        for side in values:
+            parts.append((np.var([*side.values()], ddof=1) / len(side), len(side) - 1))
     if from_runs:
         seconds = [
             np.mean([log_seconds for _, log_seconds in side.values()]) for side in (idea, base)
         ]
         theta += seconds[0] - seconds[1]
-    parts = [(sample.var(ddof=1) / len(sample), len(sample) - 1) for sample in samples]
     parts += [
-        (by_lost**2 * rate.variance, rate.df),
         ((by_curvature * CURVATURE_SD) ** 2, math.inf),
         (speed.variance, speed.df),
     ]
-    if paired and rate.errors:
-        shared = shared_error(dict(zip(idea, samples[0])), rate, by_lost)
-        parts.append((max(shared, -sum(part for part, _ in parts) / 2), rate.df))
-    variance = sum(part for part, _ in parts)
-    spread = sum(part**2 / df for part, df in parts)
-    freedom = variance**2 / spread if spread else math.inf
-    error = math.sqrt(variance)
+    error = math.sqrt(sum(part for part, _ in parts))
+    df = freedom(parts)
     if error <= EQUAL < abs(theta) and speed.how != SAME_WORK:
         return None
     t = scipy.stats.t
-    p = (
-        float(2 * t.sf(abs(theta) / error, freedom))
-        if error > EQUAL
-        else float(abs(theta) <= EQUAL)
-    )
-    half = t.isf(LEVEL / 2, freedom) * error
-    needed = (t.isf(LEVEL / 2 / ideas, freedom) + t.isf(1 - POWER, freedom)) * error
+    p = 2 * t.sf(abs(theta) / error, df) if error > EQUAL else float(abs(theta) <= EQUAL)
+    half = t.isf(LEVEL / 2, df) * error
+    needed = (t.isf(LEVEL / 2 / ideas, df) + t.isf(1 - POWER, df)) * error
     return Answer(
         ratio=math.exp(theta),
         low=math.exp(theta - half),
@@ -215,8 +224,8 @@ def time_to_same_loss(idea, base, rate, speed, ideas=1):
         p=p,
         holm=p,
         error=error,
-        df=float(freedom),
-        reach=float(abs(difference) / rate.lost) if rate.errors else None,
+        df=df,
+        reach=abs(difference) / rate.lost if rate.errors else None,
         rate=rate.nats,
         how=speed.how,
         shows=-math.expm1(-needed),
@@ -269,8 +278,7 @@ def carries_over(here, there):
     variance = here.error**2 + there.error**2
     change = math.log(there.ratio / here.ratio)
     if variance:
-        shares = [(one.error**2, one.df) for one in (here, there)]
-        df = variance**2 / sum(part**2 / df for part, df in shares if part)
+        df = freedom([(one.error**2, one.df) for one in (here, there)])
         if 2 * scipy.stats.t.sf(abs(change) / math.sqrt(variance), df) < LEVEL:
             return "grows" if change < 0 else "fades"
     return "holds" if verdicts == {BETTER} else "unknown"

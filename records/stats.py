@@ -604,7 +604,6 @@ def answer(sides, found, claim=None, reason=None, looked=False):
     best = next((one.name for one in ranked(found) if one.outcome == BETTER), None)
     if of_claim:
         verdict = claim.removeprefix("the ")
-        best = found[0].name if found and claim == HOLDS else None
     elif claim == OTHER:
         verdict = NOT_JUDGED
         best = None

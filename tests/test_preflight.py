@@ -80,7 +80,9 @@ def break_window(monkeypatch, long, short):
 def break_fp8(monkeypatch, program=train_gpt):
     """Break the head's products, or the MLP's of `program` frontier."""
     whole = train_gpt.fp8_product
-    monkeypatch.setattr(program, "fp8_product", lambda *args, **values: 1.2 * whole(*args, **values))
+    monkeypatch.setattr(
+        program, "fp8_product", lambda *args, **values: 1.2 * whole(*args, **values)
+    )
 
 
 def break_kernel(monkeypatch):
