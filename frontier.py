@@ -1274,13 +1274,13 @@ def offset_keys(k_THD: Tensor) -> Tensor:
 
 
 class MLP(train_gpt.MLP):
-    """train_gpt's MLP. With fp8_mlp it is computed by ReluSquaredInFP8 in training."""
+    """train_gpt's MLP. With fp8_mlp it is computed by ReluSquaredInFP8 in training, if unedited."""
 
     def __init__(self, config: Config):
         super().__init__(config, config.mlp_dim or 4 * config.model_dim)
+        self.fp8 = config.fp8_mlp and config.fp8_head
         # ReluSquaredInFP8 would ignore an edit of the plain code
-        as_written = not is_edited(*train_gpt.PLAIN_FORMS["MLP"])
-        self.fp8 = config.fp8_mlp and config.fp8_head and as_written
+        self.fp8 = self.fp8 and not is_edited(*train_gpt.PLAIN_FORMS["MLP"])
         if self.fp8:
             for name, scale in DelayedScales.FIRST.items():
                 self.register_buffer(f"{name}_scale", torch.tensor(scale), persistent=False)
@@ -1289,7 +1289,7 @@ class MLP(train_gpt.MLP):
     def forward(self, x: Tensor) -> Tensor:
         if self.fp8 and self.training:
             delayed = self.h_scale, self.h_max, self.grad_scale, self.grad_max
-            return ReluSquaredInFP8.apply(x, self.fc, self.proj, *delayed)
+            return ReluSquaredInFP8.apply(x, self.fc, self.proj, *delayed, self.kernels)
         return super().forward(x)
 
 
@@ -2049,12 +2049,14 @@ class ReluSquaredInFP8(torch.autograd.Function):
         h_max: Tensor,
         grad_scale: Tensor,
         grad_max: Tensor,
+        kernels: bool,
     ) -> Tensor:
         x8 = to_fp8(x, input_scale(x), E4M3)
         fc8, proj8 = (to_fp8(weight, WEIGHT_SCALE, E4M3) for weight in (fc, proj))
         y_scale = input_scale(x) * WEIGHT_SCALE
         by_column = fc8.T.contiguous().T
-        h8, h8_T = relu_squared_in_fp8(x8, by_column, y_scale, h_scale, h_max, x.dtype)
+        ctx.kernels = kernels
+        h8, h8_T = relu_squared_in_fp8(x8, by_column, y_scale, h_scale, h_max, x.dtype, kernels)
         ctx.save_for_backward(x8, fc8, proj8, h8, h8_T, h_scale, grad_scale, grad_max)
         return fp8_product(h8, proj8.T, h_scale, WEIGHT_SCALE, True, x.dtype)
 
@@ -2066,14 +2068,14 @@ class ReluSquaredInFP8(torch.autograd.Function):
         y_scale = MLP_GRAD_SCALE * WEIGHT_SCALE
         by_column = proj8.T.contiguous().T
         grad_y8, grad_y8_T = relu_squared_in_fp8(
-            grad8, by_column, y_scale, grad_scale, grad_max, dtype, h8, h_scale
+            grad8, by_column, y_scale, grad_scale, grad_max, dtype, ctx.kernels, h8, h_scale
         )
         grad_x = fp8_product(grad_y8, fc8.T, grad_scale, WEIGHT_SCALE, False, dtype)
         x8_T = x8.T.contiguous()
         grad_fc = fp8_product(x8_T, grad_y8_T.T, input_scale(x8), grad_scale, False, dtype)
         grad8_T = grad8.T.contiguous()
         grad_proj = fp8_product(grad8_T, h8_T.T, MLP_GRAD_SCALE, h_scale, False, dtype)
-        return grad_x, grad_fc, grad_proj, None, None, None, None
+        return grad_x, grad_fc, grad_proj, None, None, None, None, None
 
 
 def relu_squared_in_fp8(
@@ -2083,6 +2085,7 @@ def relu_squared_in_fp8(
     out_scale: Tensor,
     out_max: Tensor,
     dtype: torch.dtype,
+    kernels: bool,
     h: Tensor | None = None,
     h_scale: Tensor | None = None,
 ) -> Pair:
@@ -2090,11 +2093,12 @@ def relu_squared_in_fp8(
 
     out = relu(y) ** 2 in e4m3, where y = a @ b * scale, or, if its result h is given, the backward
     of that in e5m2: y * 2 sqrt(h * h_scale). a [m, k], row-major; b [k, n], column-major; both in
-    fp8. h_scale, out_scale and out_max have no dimensions. dtype: of the model.
+    fp8. h_scale, out_scale and out_max have no dimensions. dtype: of the model; without `kernels` y
+    is rounded to it.
     """
     out_dtype = E4M3 if h is None else E5M2
     programs, tile_n = kernel_grid(a, b, dtype)
-    if not tile_n:
+    if not (kernels and tile_n):
         y = fp8_product(a, b, scale, 1.0, h is None, dtype)
         out = y.relu() * y if h is None else 2 * y * (h.float() * h_scale).sqrt()
         out_max.copy_(torch.maximum(out_max, out.abs().amax()))
@@ -2190,7 +2194,7 @@ if triton is not None:
 
 # See train_gpt.PLAIN_FORMS
 PLAIN_FORMS = {
-    "MLP": ((MLP.forward, train_gpt.MLP.forward), "a700ae1f"),
+    "MLP": ((MLP.forward, train_gpt.MLP.forward), "58ba4335"),
     "loss": ((Head.forward, Head.uncapped_logits, Softcap.__call__), "640dacee"),
     "attention": train_gpt.PLAIN_FORMS["attention"],
 }

@@ -5668,7 +5668,7 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
     columns = min(comm.all_gather_json(tile_columns(torch.cuda.get_device_properties())))
     if config.fp8_head and capability < [8, 9]:
         config = replace(config, fp8_head=False)
-        changes.append("this GPU has no fp8: the head's product stays in bf16")
+        changes.append("this GPU has no fp8: products stay in bf16")
     plain_forms = sys.modules[config.model_type.__module__].PLAIN_FORMS
     edited = [kernel for kernel, form in plain_forms.items() if is_edited(*form)]
     for kernel in edited:

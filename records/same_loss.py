@@ -9,8 +9,9 @@ ratio of the times of a run,
 is the logarithm of the time to the base's loss, relative to the base's time. The base's loss is
 taken to fall with the time t as a power law, A t^-CURVATURE above a limit; what the short base
 loses gives A. A pair of runs with one seed shares its noise, so d and A come from pairs, and their
-errors are added seed by seed. The variances of that, of rho and of CURVATURE are added (delta
-method), with Welch and Satterthwaite's degrees of freedom. tests/test_same_loss.py simulates coverage, false wins and power.
+errors are added seed by seed. The variances of this sum, of rho and of CURVATURE are added (delta
+method), with Welch and Satterthwaite's degrees of freedom. tests/test_same_loss.py simulates
+coverage, false wins and power.
 """
 
 import math
@@ -159,7 +160,8 @@ def part_of_pairs(values, rate, by_lost):
     """Return (variance, degrees of freedom) of the mean of pairs and of by_lost * rate.lost.
 
     values: {seed: value of its pair}. A pair and the short base of its seed share the base's run,
-    so what a seed adds to both is one value of a sample."""
+    so what a seed adds to both is one value of a sample; of fewer short bases than pairs the
+    covariance is 0.86 to 0.91 of the unbiased one. A short base of other seeds is independent."""
     n = len(values)
     of_pairs = np.var([*values.values()], ddof=1) / n
     of_lost = by_lost**2 * rate.variance

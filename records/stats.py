@@ -604,12 +604,13 @@ def answer(sides, found, claim=None, reason=None, looked=False):
     best = next((one.name for one in ranked(found) if one.outcome == BETTER), None)
     if of_claim:
         verdict = claim.removeprefix("the ")
+        best = best if claim == HOLDS else None
     elif claim == OTHER:
         verdict = NOT_JUDGED
         best = None
     elif found:
-        having = [one for one in ranked(found) if one.outcome == verdict]
-        reason = logs.some((f"{one.name} {one.sentence}" for one in having), 3, "; ")
+        said = (f"{one.name} {one.sentence}" for one in ranked(found) if one.outcome == verdict)
+        reason = logs.some(said, 3, "; ")
 
     def part(contrast, name):
         return contrast and {name: contrast.value, "low": contrast.low, "high": contrast.high}

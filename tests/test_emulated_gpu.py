@@ -267,7 +267,7 @@ for m, k, n in ((128, 128, 256), (256, 384, 512)):
         ):
             scales = [x.cuda() for x in (out_scale, torch.zeros(()))]
             out, out_T = T.relu_squared_in_fp8(
-                a.cuda(), b8.cuda().T, scale, *scales, torch.bfloat16, *more)
+                a.cuda(), b8.cuda().T, scale, *scales, torch.bfloat16, True, *more)
             assert out.dtype == out_T.dtype == kind
             assert torch.equal(out.cpu().float().T, out_T.cpu().float())
             rounded = T.to_fp8(right, out_scale, kind)

@@ -510,6 +510,13 @@ def test_an_edit_of_the_plain_mlp_is_not_hidden_by_fp8(monkeypatch):
     assert torch.equal(frontier.MLP(small(fp8_mlp=True, fp8_head=True))(x), x + 1)
 
 
+def test_without_kernels_the_fp8_mlp_takes_none(monkeypatch):
+    """Also where a GPU could run one: --kernels loss, or a machine without Triton."""
+    monkeypatch.setattr(frontier, "kernel_grid", lambda *_: (1, 256))
+    mlp = frontier.MLP(small(fp8_mlp=True, fp8_head=True))
+    mlp(torch.randn(48, 32)).sum().backward()
+
+
 def largest_values(comm, config, steps):
     """Train -> for each step, of each MLP: [(largest h of a micro-batch of this rank, scale in the
     step)], and (largest gradient of this rank, scale); the states before and after a loaded one."""

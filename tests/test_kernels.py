@@ -135,7 +135,7 @@ for plain, of, kind, more in (
     for programs, before in ((1, 0.0), (3, 0.0), (9, 1e6)):
         largest = torch.tensor(before)
         out, out_T = with_programs(
-            programs, R.relu_squared_in_fp8, a, b, scale, of, largest, torch.float32, *more
+            programs, R.relu_squared_in_fp8, a, b, scale, of, largest, torch.float32, True, *more
         )
         assert out.dtype == out_T.dtype == kind and torch.equal(out.T.float(), out_T.float())
         found += [(out.float() != right.float()).float().mean().item()]
@@ -316,9 +316,10 @@ if arch >= 90:
     b = torch.empty(768, 3072, dtype=torch.bfloat16)
     T.relu_squared(a, b, T.relu_squared(a, b))
     a8, b8 = (x.to(torch.float8_e4m3fn) for x in (a, b.T))
-    h8, _ = R.relu_squared_in_fp8(a8, b8.T, 1.0, *torch.ones(2), torch.bfloat16)
+    args = b8.T, 1.0, *torch.ones(2), torch.bfloat16, True
+    h8, _ = R.relu_squared_in_fp8(a8, *args)
     grad8 = a8.to(torch.float8_e5m2)
-    R.relu_squared_in_fp8(grad8, b8.T, 1.0, *torch.ones(2), torch.bfloat16, h8, torch.ones(()))
+    R.relu_squared_in_fp8(grad8, *args, h8, torch.ones(()))
 print(json.dumps(found))
 """
 

@@ -11,11 +11,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 TOKENS = {
     "train_gpt.py": 38_900,
-    "frontier.py": 15_060,
+    "frontier.py": 15_100,
     "gpt_speedrun/__init__.py": 7_200,
     "records/*.py launch/*.py but records/*_model.py": 68_400,
     "records/*_model.py": 5_100,
-    "tests/*.py": 200_900,
+    "tests/*.py": 200_960,
 }
 TOKENS_PER_LINE = {"train_gpt.py": 11, "frontier.py": 11, "gpt_speedrun/*.py": 11, "*/*.py": 12}
 LAYOUT = {
