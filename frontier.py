@@ -1278,9 +1278,10 @@ class MLP(train_gpt.MLP):
 
     def __init__(self, config: Config):
         super().__init__(config, config.mlp_dim or 4 * config.model_dim)
-        self.fp8 = config.fp8_mlp and config.fp8_head
         # ReluSquaredInFP8 would ignore an edit of the plain code
-        self.fp8 = self.fp8 and not is_edited(*train_gpt.PLAIN_FORMS["MLP"])
+        self.fp8 = (
+            config.fp8_mlp and config.fp8_head and not is_edited(*train_gpt.PLAIN_FORMS["MLP"])
+        )
         if self.fp8:
             for name, scale in DelayedScales.FIRST.items():
                 self.register_buffer(f"{name}_scale", torch.tensor(scale), persistent=False)

@@ -160,8 +160,8 @@ def part_of_pairs(values, rate, by_lost):
     """Return (variance, degrees of freedom) of the mean of pairs and of by_lost * rate.lost.
 
     values: {seed: value of its pair}. A pair and the short base of its seed share the base's run,
-    so what a seed adds to both is one value of a sample; of fewer short bases than pairs the
-    covariance is 0.86 to 0.91 of the unbiased one. A short base of other seeds is independent."""
+    so what a seed adds to both is one value of a sample. With fewer short bases than pairs the
+    covariance comes out at 0.86 to 0.91 of its true size. A short base of other seeds is independent."""
     n = len(values)
     of_pairs = np.var([*values.values()], ddof=1) / n
     of_lost = by_lost**2 * rate.variance
