@@ -4,9 +4,9 @@
     torchrun --nproc_per_node=8 train_gpt.py    train on eight GPUs, with data already fetched
     python train_gpt.py --preset laptop         train on one rank; --help lists every flag
 
-This file is the whole experiment, and its source opens the log of every run. Read it from the top.
-A racer can stop after the section training; the later ones say how ranks, GPUs and files do what it
-asks for.
+This file is the whole experiment, and its source opens the log of every run. A racer reads from the
+top to the section training; the later ones say how ranks, GPUs and files do what it asks for. To
+learn how a GPT is trained, begin with the model: docs/learn.md has an order and a glossary.
 
 Ideas for the presets speedrun and laptop go into this file; ideas for the public head, record 92,
 into frontier.py; what other people's models need, into gpt_speedrun/. Both import this file. On the

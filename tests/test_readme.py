@@ -67,8 +67,8 @@ RUN = (
     './run.sh sample --prompt "def read(" --tokens 200',
     "./run.sh export logs/RUN.txt --to csv",
     "./run.sh stats --plan --sd 0.0013 --margin 0.002",
-    "./run.sh stats records/2026-11-29_doc_copy_bench",
-    "./run.sh verify records/2026-11-29_doc_copy_bench --data data/stdlib",
+    "./run.sh stats records/2026-11-29_doc_copy",
+    "./run.sh verify records/2026-11-29_doc_copy --data data/stdlib",
 )
 # What others wrote, and what no parser reads
 ELSEWHERE = (
