@@ -79,6 +79,10 @@ def in_this_process(monkeypatch):
             patch.setattr(sys, "path", [*sys.path])
             for name in ("train_gpt", "frontier"):
                 patch.delitem(sys.modules, name)
+            # a second train_gpt in one process would take over the first one's operators
+            first = torch.library.custom_op
+            second = lambda name, **how: first(f"exported_{name}", **how)
+            patch.setattr(torch.library, "custom_op", second)
             return export_model.main(command[-3:])
 
     monkeypatch.setattr(subprocess, "call", call)

@@ -393,7 +393,7 @@ def test_the_loop_for_programs_commits_a_win_and_takes_back_all_else(tmp_path):
     assert re.search(r"replace\s+`(\S+)`\s+by\s+`(\S+)`", README).groups() == ideas[0]
     shutil.copy(ROOT / "train_gpt.py", tmp_path)
     (tmp_path / "run.sh").write_text(
-        '#!/bin/sh\necho a run\necho \'{"folder": "logs/race-1"}\'\n! git diff HEAD | grep -q'
+        '#!/bin/sh\necho a run\necho \'{"verdict": "better", "folder": "logs/race-1"}\'\n! git diff HEAD | grep -q'
         f" '{lost}'\n"
     )
     (tmp_path / "run.sh").chmod(0o755)
