@@ -211,6 +211,18 @@ def draw_answers(axes, found):
     axes.grid(False, axis="y")
 
 
+def draw_losses(axes, found):
+    """Plot the difference of the mean losses of each idea, where no answer is known."""
+    for at, one in enumerate(found):
+        axes.plot(one.loss.value, at, "D", color=COLORS[0])
+        if one.loss.low is not None:  # None without a spread
+            axes.plot([one.loss.low, one.loss.high], [at, at], color=COLORS[0])
+    axes.axvline(0, color="#333333", lw=1, ls="--")
+    axes.set(title="Loss against the base's", xlabel="nats per token, 95 % interval")
+    axes.set_yticks(range(len(found)), [shorten(one.name) for one in found])
+    axes.invert_yaxis()
+
+
 def draw_pairs(axes, sides, target):
     """Plot the final losses: a column for each side, the base first, a line for each seed."""
     columns = [*sides[-1:], *sides[:-1]]
@@ -267,7 +279,7 @@ def draw_sides(titles, sides, found, target, path):
     answered = [one for one in found if one.answer]
     few = len(sides) <= MOST_COLUMNS
     columns = bool(answered) + 2 * few or 1
-    size = (4.8 * columns, 4.4) if few else (9.5, 2.2 + 0.36 * len(answered))
+    size = (4.8 * columns, 4.4) if few else (9.5, 2.2 + 0.36 * len(answered or found))
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
         lines = [
@@ -279,6 +291,8 @@ def draw_sides(titles, sides, found, target, path):
         axes = iter(figure.subplots(1, columns, squeeze=False)[0])
         if answered:
             draw_answers(next(axes), answered)
+        elif not few:
+            draw_losses(next(axes), found)
         if few:
             draw_pairs(next(axes), sides, target)
             draw_curves(next(axes), sides, target)

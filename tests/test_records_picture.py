@@ -524,6 +524,17 @@ def test_all_runs_of_a_race_are_shown_with_its_verdict(
     assert f"<b>race-1: Verdict: {says}" in open_page()
 
 
+def test_a_ladder_without_an_answer_shows_its_losses(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.extend(figure.axes))
+    picture.main([str(ROOT / "records/2026-11-23_ladder"), str(tmp_path / "x.png")])
+    (axes,) = drawn
+    marks = [line.get_xdata() for line in axes.lines if line.get_marker() == "D"]
+    assert len(marks) == len(axes.get_yticks()) == 9 and marks[-1][0] > 0.1
+
+
 @pytest.mark.parametrize(
     "start",
     [

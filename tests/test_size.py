@@ -16,9 +16,9 @@ TOKENS = {
     "train_gpt.py": 38_900,
     "frontier.py": 15_100,
     "gpt_speedrun/__init__.py": 7_200,
-    "records/*.py launch/*.py but records/*_model.py": 68_400,
+    "records/*.py launch/*.py but records/*_model.py": 68_560,
     "records/*_model.py": 5_100,
-    "tests/*.py": 201_010,
+    "tests/*.py": 201_130,
 }
 TOKENS_PER_LINE = {"train_gpt.py": 11, "frontier.py": 11, "gpt_speedrun/*.py": 11, "*/*.py": 12}
 LAYOUT = {
