@@ -4,8 +4,8 @@ same tokens.
     .venv/bin/python bench/public_record.py LOG_OR_PROGRAM
 
 The preset `speedrun` of train_gpt.py claims to be record 44 of the public speedrun
-(KellerJordan/modded-nanogpt), and `frontier` of frontier.py record 89. LOG_OR_PROGRAM is a log of
-record 44 (records/track_1_short/2025-10-31_AdamSyncGradientHook), which begins with the program's
+(KellerJordan/modded-nanogpt), and `frontier89` of frontier.py record 89. LOG_OR_PROGRAM is a log
+of record 44 (records/track_1_short/2025-10-31_AdamSyncGradientHook), which begins with the program's
 source, or the train_gpt.py of a clone whose head is record 89 (commit f411b3d3). This script runs
 the program on one rank and a CPU. **It can do anything on this machine, so trust its author
 first.** These parts are replaced:
