@@ -8,9 +8,9 @@ This file is the whole experiment, and its source opens the log of every run. A 
 top to the section training; the later ones say how ranks, GPUs and files do what it asks for. To
 learn how a GPT is trained, begin with the model: docs/learn.md has an order and a glossary.
 
-Ideas for the presets speedrun and laptop go into this file; ideas for the public head, record 92,
-into frontier.py; what other people's models need, into gpt_speedrun/. Both import this file. On the
-optimizer: docs/gradient-sync.md.
+Ideas for the presets speedrun, bench_gpu, bench and laptop go into this file; ideas for the public
+head, record 92, into frontier.py; what other people's models need, into gpt_speedrun/. Both import
+this file. On the optimizer: docs/gradient-sync.md.
 
     section         contents                                              to start, search for
     config          every value that decides a run; presets; flags        class Config, PRESETS
